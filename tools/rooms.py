@@ -84,7 +84,7 @@ WORKER = {
     "measure": "spec backend sessions",
     "evaluation": "facts spec record backend inputs tasks",
     "training": "facts spec record inputs sessions nets",
-    "video": "spec backend extras inputs tasks measure",
+    "video": "facts spec backend extras inputs sessions tasks measure",
     "serve": "spec backend extras measure",
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
     "journal": "spec record backend system measure evaluation",

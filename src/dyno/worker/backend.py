@@ -21,6 +21,8 @@ from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailabl
 if TYPE_CHECKING:  # the host reads all names without NumPy, so that `dyno --help` is quick
     import numpy as np
 
+    from dyno.worker.sessions.on_device import OnDevice
+
 Arrays = Mapping[str, "np.ndarray"]
 Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # inputs and outputs
 
@@ -66,6 +68,10 @@ class Session(ABC):
     outputs: tuple[Tensor, ...] = ()
     slots: int = 1
     stream: Any = None
+
+    def on_device(self) -> OnDevice | None:
+        """Its inputs and outputs as tensors of PyTorch where it computes; None where PyTorch can't reach them."""
+        return None
 
     def stage(self, feeds: Arrays) -> Arrays:
         """The feeds where `bind` reads them fastest (on a GPU: page-locked memory); asked once, before any timing."""

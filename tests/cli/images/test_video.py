@@ -85,6 +85,27 @@ def test_preloaded_frames_are_answered_again_and_again(run: Call, clip: Path, tm
     assert "4 frames at most were decoded before" in out
 
 
+def test_frames_are_prepared_where_the_engine_computes(run: Call, clip: Path, tmp_path: Path) -> None:
+    words = (clip, "out.mp4", "--backends", "pytorch", "--batch", 4, "--json")
+    for place in ("host", "device"):
+        code, out, errors = run(*words, f"{place}.jsonl", "--prepare", place)
+        assert code == 0, errors
+        assert ("Frames become the network's input where it computes" in out) == (place == "device")
+    host, device = (lines(tmp_path / f"{place}.jsonl") for place in ("host", "device"))
+    assert places(device) == expected(COUNT)
+    for one, other in zip(host, device, strict=True):
+        for box, again in zip(one["boxes"], other["boxes"], strict=True):
+            np.testing.assert_allclose(box["box"], again["box"], atol=1)
+            assert abs(box["score"] - again["score"]) < 0.05
+
+
+def test_an_engine_out_of_pytorch_s_reach_is_refused(run: Call, clip: Path) -> None:
+    code, _, errors = run(clip, "--prepare", "device", "--backends", "onnxruntime")
+    assert code == 3 and "PyTorch can't reach this engine's inputs" in errors and "omit --prepare" in errors
+    code, _, errors = run(clip, "--prepare", "cloud")
+    assert code == 2 and "cloud" in errors and len(errors.splitlines()) == 1
+
+
 def test_engines_are_compared_in_rounds(run: Call, call: Call, clip: Path, tmp_path: Path) -> None:
     code, out, errors = run(
         clip, "out.mp4", "--json", "b.jsonl", "--backends", "pytorch,onnxruntime", "--rounds", 2, "-o", "run",

@@ -8,6 +8,7 @@ from dyno.analysis import stats
 from dyno.analysis.formatting import counting, show, significant
 from dyno.analysis.video.figures import PERCENTILES, PROCESSORS, Bound, Video
 from dyno.analysis.video.runs import Filmed
+from dyno.worker.facts.video import DEVICE
 
 HALF = 0.5
 LATENCY_NOTE = (
@@ -47,7 +48,13 @@ def _rates(video: Video) -> str:
 def _set_up(video: Video) -> Iterator[str]:
     """What is not as usual: threads, and where frames came from."""
     facts = video.facts
-    if facts.lanes > 1:
+    if facts.prepared == DEVICE:
+        copying = counting(facts.lanes, "thread")
+        yield (
+            "Frames become the network's input where it computes, and of its predictions only those above the least "
+            f"score come back; {copying} {'copies' if facts.lanes == 1 else 'copy'} frames, and as many post-process."
+        )
+    elif facts.lanes > 1:
         yield f"{facts.lanes} threads prepare frames, and as many post-process them."
     if facts.preloaded:
         yield (

@@ -18,6 +18,7 @@ from dyno.worker.inputs.specs import tensors as tensors_of
 from dyno.worker.layers import module_kernels, module_ranges, module_times
 from dyno.worker.nets import models
 from dyno.worker.option_values import Check, flag, one_of
+from dyno.worker.sessions.on_device import OnDevice
 from dyno.worker.sessions.torch_copies import Copies
 from dyno.worker.sessions.torch_support import (
     allocator_peaks,
@@ -195,6 +196,19 @@ class TorchSession(Session):
             else:
                 self._copies.bind(feeds, slot)
 
+    def on_device(self) -> OnDevice:
+        """See `Session.on_device`; also on a CPU."""
+        return OnDevice(self._torch, self._device, self._bind_tensors, self._output_tensors)
+
+    def _bind_tensors(self, tensors: Mapping[str, Any], ready: Any, slot: int) -> None:
+        """`bind` from tensors on the device, once the event has come."""
+        with self._on(None):
+            if self._copies is not None:
+                self._copies.bind_tensors(tensors, ready, slot)
+                return
+            for name, bound in self._bound[slot].items():
+                bound.copy_(tensors[name])
+
     def run(self, slot: int = 0) -> None:
         """One forward pass; what the module says of an input it doesn't take is a `UserError`."""
         try:
@@ -223,7 +237,7 @@ class TorchSession(Session):
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Outputs by name, as float32; dicts, lists and tuples are flattened in their order."""
-        tensors = named_outputs(self._out[slot])
+        tensors = self._output_tensors(slot)
         with self._on(None):
             if self._copies is None:
                 outputs = {name: tensor.float().numpy() for name, tensor in tensors.items()}
@@ -231,6 +245,10 @@ class TorchSession(Session):
                 outputs = self._copies.fetch(tensors, slot)
         self.outputs = tuple(Tensor(name, "float32", a.shape) for name, a in outputs.items())
         return outputs
+
+    def _output_tensors(self, slot: int) -> dict[str, Any]:
+        """The same as tensors, of the type that the module gave."""
+        return named_outputs(self._out[slot])
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
         """See `Session.parts`; a CPU has none."""

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+HOST, DEVICE = "host", "device"  # where frames become the network's input
+
 
 @dataclass(frozen=True)
 class VideoFacts:
@@ -19,6 +21,7 @@ class VideoFacts:
     While every processor works the stages but inference take `crowding` times that time, and inference
     `cpu_inference` (0: not measured); `hand_over` is that of handing something to a thread.
     `preloaded` is how many frames were decoded into memory before, and answered again and again (0: none).
+    `prepared` says where they became the network's input: HOST, or DEVICE, where the engine computes.
     `tracker` is the method by which objects were followed ("": none), and `objects` how many there were of each class.
     `stopped` says that the user ended it. `output` and `boxes` are the files written, "" for none.
     """
@@ -46,6 +49,7 @@ class VideoFacts:
     cpu_inference: float = 0.0
     hand_over: float = 0.0
     preloaded: int = 0
+    prepared: str = HOST
     tracker: str = ""
     objects: dict[str, int] = field(default_factory=dict)
     stopped: bool = False

@@ -11,21 +11,24 @@ from collections.abc import Callable, Iterator
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
 
 from dyno.worker import measure, system, tasks
-from dyno.worker.facts.video import VideoFacts
+from dyno.worker.extras import install
+from dyno.worker.facts.video import DEVICE, HOST, VideoFacts
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
-from dyno.worker.spec import Job, Trial, UserError
+from dyno.worker.sessions.on_device import OnDevice
+from dyno.worker.spec import Job, Trial, Unavailable, UserError
 from dyno.worker.tasks.detect import Detect
-from dyno.worker.video import alone, stages, steps
+from dyno.worker.video import alone, on_device, stages, steps
 from dyno.worker.video.media.ends import Batch, Sink, Source, codec_threads, disk_full, lanes_beside, now
 from dyno.worker.video.media.memory import MemorySource
-from dyno.worker.video.media.opening import prepare_libraries, sink_of, source_of
+from dyno.worker.video.media.opening import has_pyav, prepare_libraries, sink_of, source_of
 from dyno.worker.video.options import VideoOptions
 from dyno.worker.video.preparing import Preparation
 from dyno.worker.video.tracking import Tracker
@@ -49,7 +52,7 @@ def video(job: Job, journal: Journal) -> None:
     options = VideoOptions(**job.options["settings"])
     libraries = (*REQUIRES, *(("trackers",) if options.track else ()), *backend.requires)
     journal.record = replace(journal.record, system=system.describe(libraries))
-    source = source_of(str(job.options["source"]), options)
+    source = source_of(str(job.options["source"]), options, _decoding(options, trial))
     if options.preload:
         journal.stage("decode")
         source = MemorySource(source, options.preload, options.frames)
@@ -72,7 +75,11 @@ class _Work:
         assert job.trial is not None
         self._trial, self._options = job.trial, options
         self._engine, self._source, self._journal = engine, source, journal
-        session = engine.session
+        session = self._host = engine.session
+        self._ends = self._reached()
+        if self._ends is not None:
+            change = on_device.only_seen(self._ends.torch, job.trial.model.classes or 0, options.confidence)
+            engine.session = on_device.OnDeviceSession(session, self._ends, change)
         self._answering = steps.Answering(_task(job.trial), job.trial, options.confidence, options.iou, options.most)
         self._output, self._boxes = (Path(job.options[k]) if job.options[k] else None for k in ("output", "boxes"))
         self._scratch, self._source_text = bool(job.options["scratch"]), str(job.options["source"])
@@ -84,7 +91,20 @@ class _Work:
             source.name, job.options["output"], job.options["boxes"], slots=session.slots, live=source.live,
             tracker=options.track, expected=source.count, rate=source.rate,
             lanes=self._lanes, preloaded=options.preload, processors=len(journal.record.facts.affinity),
+            prepared=HOST if self._ends is None else DEVICE,
         )  # fmt: skip
+
+    def _reached(self) -> OnDevice | None:
+        """The engine's inputs and outputs on its device, where frames are to be prepared there."""
+        wanted = self._options.prepare
+        if wanted == HOST or (not wanted and self._trial.runtime.device == "cpu"):
+            return None
+        ends = self._engine.call(self._host.on_device)
+        if ends is None and wanted:
+            raise UserError(
+                f"prepare is {wanted}, and PyTorch can't reach this engine's inputs where it computes; omit --prepare"
+            )
+        return ends
 
     def before(self) -> None:
         """Every stage by itself, and all in a crowd; latency and throughput are a record's like any other's."""
@@ -92,7 +112,12 @@ class _Work:
         journal.stage("each stage alone")
         contention = system.CpuContention()
         stages, bench, rate = self._engine.call(self._alone)
-        once = measure.step(self._engine.session, "all", bench.feeds)
+        feeds = bench.feeds
+        if self._ends is not None:  # a record's figures are from host to host
+            feeds = self._engine.call(lambda: on_device.host_feeds(bench.feeds, self._host))
+            batch, plan = self._preparation.batch, self._trial.plan
+            rate = self._engine.call(lambda: measure.throughput(self._host, feeds, batch, plan))
+        once = measure.step(self._host, "all", feeds)
         latency = self._engine.call(lambda: measure.latency(once, self._trial.plan))
         journal.sampled("latency", "all", "s", "duration", latency)
         journal.sampled("throughput", "throughput", "1/s", "rate", rate)
@@ -165,7 +190,8 @@ class _Work:
         self._journal.facts(video=self._facts)
 
     def _new_preparation(self) -> Preparation:
-        return Preparation(self._trial.model.preprocess, self._engine.session.inputs, self._trial.dims)
+        what = self._trial.model.preprocess, self._engine.session.inputs, self._trial.dims
+        return Preparation(*what) if self._ends is None else on_device.DevicePreparation(*what, self._ends)
 
     def _new_preparations(self) -> list[Preparation]:
         """One for each thread that prepares frames."""
@@ -214,7 +240,8 @@ class _Work:
         if output and not first:
             output = self._journal.folder / f"stream{number}{output.suffix}"
         preloaded = isinstance(self._source, MemorySource)
-        source = self._source if first or preloaded else source_of(self._source_text, self._options)
+        again = self._source_text, self._options, _decoding(self._options, self._trial)
+        source = self._source if first or preloaded else source_of(*again)
         sink, keep = sink_of(output, source, self._options.codec), steps.Keep(self._boxes if first else None)
         preparations, tracker, engine = self._new_preparations(), self._new_tracker(), self._engine
         shares, batch, size = self._options.streams > 1, preparations[0].batch, preparations[0].size
@@ -290,6 +317,17 @@ class _Line:
         if self.scratch:
             _remove(self.scratch)
         return notes
+
+
+def _decoding(options: VideoOptions, trial: Trial) -> str:
+    """The GPU that is to decode, "" for none."""
+    if options.decode != DEVICE:
+        return ""
+    if trial.runtime.device == "cpu":
+        raise UserError(f"decode is {DEVICE}, and a CPU has no decoder of its own; omit it, or give --device cuda:0")
+    if find_spec("torch") is None or not has_pyav():
+        raise Unavailable(f"decode is {DEVICE}, which needs PyTorch and PyAV; {install('torch', 'av')}")
+    return trial.runtime.device
 
 
 def _task(trial: Trial) -> Detect:

@@ -9,12 +9,15 @@ import math
 import time
 from collections.abc import Mapping
 from functools import cached_property
+from importlib.util import find_spec
+from typing import Any
 
 import numpy as np
 
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.inputs.shapes import Shape, fitted
 from dyno.worker.sessions.gpu import Device, Stopwatch, call
+from dyno.worker.sessions.on_device import OnDevice
 from dyno.worker.spec import PARTS, Tensor, Trial, UserError
 
 SLOTS = 3  # one batch computes, one is on its way to the GPU, one on its way back
@@ -107,6 +110,36 @@ class DeviceSession(Session):
         call(self._cuda.cuEventRecord, place.bound, self._in)
         place.fresh = True
 
+    def on_device(self) -> OnDevice | None:
+        """See `Session.on_device`; None where this Python has no PyTorch with CUDA."""
+        if find_spec("torch") is None:
+            return None
+        import torch
+
+        if not torch.cuda.is_available():
+            return None
+        return OnDevice(torch, torch.device("cuda", self.device.index), self._bind_tensors, self._output_tensors)
+
+    def _bind_tensors(self, tensors: Mapping[str, Any], ready: Any, slot: int) -> None:
+        """`bind` from tensors of PyTorch on the device, once the event has come."""
+        call(self._cuda.cuStreamWaitEvent, self._in, self._cuda.CUevent(ready.cuda_event), 0)
+        place = self._slots[slot]
+        for tensor in self.inputs:
+            given = tensors[tensor.name]
+            if tuple(given.shape) != self._shapes[tensor.name] or str(given.dtype) != f"torch.{tensor.dtype}":
+                raise UserError(f"input {tensor.name!r} wants {self._shapes[tensor.name]} {tensor.dtype}")
+            size = given.numel() * given.element_size()
+            call(self._cuda.cuMemcpyDtoDAsync, place.addresses[tensor.name], given.data_ptr(), size, self._in)
+        call(self._cuda.cuEventRecord, place.bound, self._in)
+        place.fresh = True
+
+    def _output_tensors(self, slot: int) -> dict[str, Any]:
+        """The outputs where they lie, as tensors of PyTorch."""
+        import torch
+
+        place = torch.device("cuda", self.device.index)
+        return {name: torch.as_tensor(_Lent(*result), device=place) for name, result in self.results(slot).items()}
+
     def run(self, slot: int = 0) -> None:
         """Queue one inference, after the slot's copies."""
         place = self._slots[slot]
@@ -192,3 +225,12 @@ class DeviceSession(Session):
         self._staged.clear()
         self._slots.clear()
         self.device.close()
+
+
+class _Lent:
+    """Memory on the GPU as other libraries read it (Numba's CUDA array interface, version 3)."""
+
+    def __init__(self, shape: Shape, dtype: str, address: int) -> None:
+        self.__cuda_array_interface__ = {
+            "shape": tuple(shape), "typestr": np.dtype(dtype).str, "data": (address, False), "version": 3,
+        }  # fmt: skip

@@ -64,6 +64,15 @@ class Copies:
             self._there[slot].record(self._in)
         self._fresh[slot] = True
 
+    def bind_tensors(self, feeds: Mapping[str, Any], ready: Any, slot: int) -> None:
+        """The same from tensors on the device, after the event `ready`."""
+        with self._torch.cuda.stream(self._in):
+            self._in.wait_event(ready)
+            for name, bound in self._bound[slot].items():
+                bound.copy_(feeds[name])
+            self._there[slot].record(self._in)
+        self._fresh[slot] = True
+
     def _host(self, name: str, feed: np.ndarray, slot: int) -> Any:
         host = self._staged.get(feed.ctypes.data) if feed.flags.c_contiguous else None
         return host if host is not None and tuple(host.shape) == feed.shape else self._through(name, feed, slot)

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
@@ -91,10 +92,12 @@ class Bench:
         self._source, self._tracker, self._sink = source, tracker, sink
         self._engine, self._answer = steps.Infer(engine), steps.Postprocess(answering, preparations[0].size)
         self._clocks = {name: _Clock() for name in steps.STAGES if name != steps.INFER}
-        self._batch, self._lanes = preparations[0].batch, len(preparations)
+        self._preparation, self._batch, self._lanes = preparations[0], preparations[0].batch, len(preparations)
         self._chunk = CHUNK if self._lanes == 1 else max(CHUNK, self._lanes * self._batch)
         count = -(-self._chunk // self._batch)
-        self.feeds = [engine.session.stage(preparations[0].new_feed()) for _ in range(max(count, input_data.FEEDS))]
+        self.feeds: list[Any] = [
+            engine.session.stage(preparations[0].new_feed()) for _ in range(max(count, input_data.FEEDS))
+        ]
         self._prepare = steps.Prepare(preparations, self.feeds)
         self.first: Frame | None = None
         self.answered: list[Batch] = []
@@ -156,10 +159,13 @@ class Bench:
         for first in range(0, len(frames), together):
             part = frames[first : first + together]
             with clock.timing(len(part)):
-                batches += [batch for frame in part for batch in self._prepare.work(frame)]
+                done = [batch for frame in part for batch in self._prepare.work(frame)]
                 while self._prepare.holds:
-                    batches += self._prepare.rest()
-                batches += self._prepare.rest()
+                    done += self._prepare.rest()
+                done += self._prepare.rest()
+                for batch in done:
+                    self._preparation.settle(batch.feed)
+            batches += done
         return batches
 
     def _postprocess(self) -> None:
@@ -213,9 +219,10 @@ class Copy:
         began = time.thread_time()
         frames, size = list(itertools.islice(self._reading, CHUNK)), self._preparation.batch
         for number, frame in enumerate(frames):
-            self._preparation.write(frame.picture.rgb(), self._feed, number % size)
-        for _ in range(0, len(frames), size):
-            self._answer.work(self._answered)
+            self._preparation.write(frame.picture, self._feed, number % size)
+            if (number + 1) % size == 0 or number + 1 == len(frames):
+                self._preparation.complete(self._feed, number % size + 1)
+                self._answer.work(self._answered)
         likes = itertools.cycle(self._answered.frames)
         frames = [replace(frame, packets=[], detections=next(likes).detections) for frame in frames]
         if self._tracker is not None:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from dyno.worker.facts.video import DEVICE, HOST
 from dyno.worker.spec import UserError, check_known
 
 SIZE = re.compile(r"(\d+)x(\d+)")
@@ -36,6 +37,14 @@ class VideoOptions:
         0,
         "Decode this many frames into memory first, and answer them again and again, until --frames: without decoding.",
     )
+    prepare: str = _option(
+        "",
+        "Where frames become the network's input: host (OpenCV), or device (PyTorch, where the engine computes).",
+        "device beside a GPU that PyTorch reaches, else host",
+    )
+    decode: str = _option(
+        "", "What decodes a video: host (FFmpeg), or device (the GPU's own decoder, whose frames stay there).", "host"
+    )
     track: str = _option(
         "", f"Follow objects, and count them, by this method: {', '.join(TRACKERS)}.", "boxes alone", common=True
     )
@@ -58,6 +67,9 @@ class VideoOptions:
         for name, least in (("most", 1), ("frames", 0), ("streams", 1), ("preload", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name in ("decode", "prepare"):
+            if getattr(self, name):
+                check_known(f"place to {name} frames", getattr(self, name), (HOST, DEVICE))
         if self.track:
             check_known("tracker", self.track, TRACKERS)
         if self.track_confidence and not self.track:

@@ -12,6 +12,7 @@ from dyno.worker.inputs.layout import channels_first, channels_last
 from dyno.worker.inputs.letterbox import geometry
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.spec import Dims, Preprocess, Tensor
+from dyno.worker.video.media.pictures import Picture
 
 GREY = 114  # around the picture
 
@@ -31,15 +32,15 @@ class Preparation:
         self._table = np.ascontiguousarray(((values - mean) / std).reshape(channels, 256).T)[None]
         self._filled: tuple[int, int, int, int] | None = None
 
-    def new_feed(self) -> dict[str, np.ndarray]:
-        """Arrays for one batch, in host memory."""
+    def new_feed(self) -> Any:
+        """Memory for one batch, which a session stages and binds."""
         return {self.name: np.zeros(self.shape, np.uint8 if self._raw else np.float32)}
 
-    def write(self, image: np.ndarray, feed: Any, place: int) -> None:
-        """One image, uint8 H x W x RGB, into that place of the batch."""
+    def write(self, picture: Picture, feed: Any, place: int) -> None:
+        """One picture into that place of the batch."""
         import cv2
 
-        canvas, target = self._canvas, feed[self.name][place]
+        image, canvas, target = picture.rgb(), self._canvas, feed[self.name][place]
         if canvas.ndim == 2:
             image = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
         rows, columns = image.shape[:2]
@@ -57,6 +58,12 @@ class Preparation:
                 cv2.LUT(plane, self._table[..., channel], target[channel])
             else:  # where an engine keeps its inputs in another type, that is converted to
                 np.copyto(target[channel], plane if self._raw else cv2.LUT(plane, self._table[..., channel]))
+
+    def complete(self, feed: Any, count: int) -> None:
+        """The first `count` places have been written; another thread may have done so."""
+
+    def settle(self, feed: Any) -> None:
+        """Return when the batch is there: of one that is prepared elsewhere the work is only queued."""
 
     def _read(self, cv2: Any, canvas: np.ndarray) -> np.ndarray:
         return canvas if self._raw else np.asarray(cv2.LUT(canvas, self._table))

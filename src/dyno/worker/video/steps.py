@@ -68,6 +68,7 @@ class Prepare(Step):
 
     def __init__(self, preparations: Sequence[Preparation], feeds: Sequence[Any]) -> None:
         self._feeds, self._batch, self._threads = feeds, preparations[0].batch, len(preparations)
+        self._first = preparations[0]
         self._free: SimpleQueue[Preparation] = SimpleQueue()
         for preparation in preparations:
             self._free.put(preparation)
@@ -92,7 +93,7 @@ class Prepare(Step):
             return ()
         batch, writing = self._next_batch()
         if self._pool is None:
-            return (batch,)
+            return (self._complete(batch),)
         self._filling.append((batch, writing))
         return self._filled(filling(self._batch, self._threads))
 
@@ -108,7 +109,7 @@ class Prepare(Step):
         batch, writing = self._next_batch()
         for each in writing:
             each.result()
-        return (batch,)
+        return (self._complete(batch),)
 
     def _filled(self, most: int) -> list[Batch]:
         """The batches that are full, so that at most so many are still being filled."""
@@ -117,8 +118,12 @@ class Prepare(Step):
             batch, writing = self._filling.popleft()
             for each in writing:
                 each.result()
-            done.append(batch)
+            done.append(self._complete(batch))
         return done
+
+    def _complete(self, batch: Batch) -> Batch:
+        self._first.complete(batch.feed, len(batch.frames))
+        return batch
 
     def _next_batch(self) -> tuple[Batch, list[Future[None]]]:
         """The frames that came as a batch, and the work of the threads that write them into it."""
@@ -135,7 +140,7 @@ class Prepare(Step):
         preparation = self._free.get()
         try:
             for number, frame in enumerate(frames):
-                preparation.write(frame.picture.rgb(), feed, place + number)
+                preparation.write(frame.picture, feed, place + number)
         finally:
             self._free.put(preparation)
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from dyno.worker.spec import UserError, check_known
 from dyno.worker.video.media.ends import Frame, Sink, Source, codec_threads
-from dyno.worker.video.media.pictures import ITU_601, PIXELS, UNKNOWN, Picture, Planes, matrix_of, of_image
+from dyno.worker.video.media.pictures import ITU_601, PIXELS, UNKNOWN, Picture, matrix_of, of_image
 
 # Quick presets: what is written is to be looked at, and the encoder shares the processors with the network.
 FASTEST = {
@@ -69,9 +69,10 @@ class VideoSink(Sink):
 
     def _video(self, picture: Picture) -> Any:
         """The picture as the codec takes it."""
-        if not isinstance(picture, Planes) or self._stream.pix_fmt != PIXELS or picture.tags != self._tags:
+        planes = picture.planes()
+        if planes is None or self._stream.pix_fmt != PIXELS or planes.tags != self._tags:
             return self._of_rgb(picture.rgb())
-        video, size = picture.video(), (self._stream.width, self._stream.height)
+        video, size = planes.video(), (self._stream.width, self._stream.height)
         if (video.width, video.height) != size:
             return self._reformat.reformat(video, *size, interpolation="AREA", threads=1)
         video.pict_type = CODECS_CHOICE
@@ -121,10 +122,11 @@ class VideoSink(Sink):
         stream = self._stream
         stream.pix_fmt = self._pixels()
         stream.codec_context.thread_count = codec_threads()
-        if isinstance(picture, Planes) and stream.pix_fmt == PIXELS:
+        planes = picture.planes()
+        if planes is not None and stream.pix_fmt == PIXELS:
             # Where the container doesn't say which matrix it is, a player's guess must be right.
-            guessed = picture.tags[0] in (UNKNOWN, matrix_of(UNKNOWN, height, width))
-            self._tags = picture.tags if guessed or self._path.suffix.lower() in CONTAINERS else self._tags
+            guessed = planes.tags[0] in (UNKNOWN, matrix_of(UNKNOWN, height, width))
+            self._tags = planes.tags if guessed or self._path.suffix.lower() in CONTAINERS else self._tags
         context = stream.codec_context  # players would guess another matrix for large frames
         context.colorspace, context.color_primaries, context.color_trc = self._tags
         # Frames that refer to later ones take time to wait for those, and MP4 in pieces would begin late by as much.

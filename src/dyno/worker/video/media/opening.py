@@ -52,8 +52,11 @@ def has_pyav() -> bool:
     return find_spec("av") is not None
 
 
-def source_of(text: str, options: VideoOptions) -> Source:
-    """What reads the source: a path, a URL, `camera:0`, or `pipe:3` for raw frames from that file descriptor."""
+def source_of(text: str, options: VideoOptions, device: str = "") -> Source:
+    """What reads the source: a path, a URL, `camera:0`, or `pipe:3` for raw frames from that file descriptor.
+
+    A GPU named as `device` (`cuda:0`) decodes what it can.
+    """
     if text.startswith(PIPE):
         return RawSource(int(text.removeprefix(PIPE)), options.width, options.height, options.frame_rate)
     if text.startswith(CAMERA):
@@ -63,13 +66,13 @@ def source_of(text: str, options: VideoOptions) -> Source:
         return CaptureSource(int(number), live=options.live is not False)
     if "://" in text:
         live = text.split("://")[0].lower() in STREAMS if options.live is None else options.live
-        return VideoSource(text, live) if has_pyav() else CaptureSource(text, live)
+        return VideoSource(text, live, device) if has_pyav() else CaptureSource(text, live)
     path = Path(text)
     if not path.exists():
         raise UserError(f"there is no {text}; give a video, an image, a folder of images, a URL or camera:0")
     if path.is_dir() or path.suffix.lower() in IMAGES:
         return ImageSource(path, options.frame_rate)
-    return VideoSource(text, bool(options.live)) if has_pyav() else CaptureSource(text, bool(options.live))
+    return VideoSource(text, bool(options.live), device) if has_pyav() else CaptureSource(text, bool(options.live))
 
 
 def sink_of(path: Path | None, source: Source, codec: str) -> Sink:

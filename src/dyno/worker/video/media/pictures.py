@@ -48,6 +48,15 @@ def _value(weights: Weights, colour: Colour) -> tuple[int, ...]:
     return tuple(round(sum(share * part for share, part in zip(row, (*colour, 1), strict=True))) for row in weights)
 
 
+@dataclass(frozen=True)
+class Pixels:
+    """What a picture consists of, to be read only: uint8 arrays, one of height x width x RGB, or brightness and both
+    colours, these at half the height and width; and the number of their matrix (None: RGB)."""
+
+    arrays: tuple[np.ndarray, ...]
+    matrix: int | None = None
+
+
 class Picture(ABC):
     """The pixels of a frame, `height` x `width`, which belong to it."""
 
@@ -57,6 +66,14 @@ class Picture(ABC):
     @abstractmethod
     def rgb(self) -> np.ndarray:
         """As uint8, height x width x RGB, with what has been drawn; to be read only."""
+
+    @abstractmethod
+    def pixels(self) -> Pixels:
+        """As it is stored, which costs nothing, with what has been drawn."""
+
+    def planes(self) -> Planes | None:
+        """Itself as a decoder gave it to the host; None for one that was made otherwise."""
+        return None
 
     @abstractmethod
     def layers(self) -> tuple[Layer, ...]:
@@ -81,6 +98,9 @@ class Rgb(Picture):
     def rgb(self) -> np.ndarray:
         return self._image
 
+    def pixels(self) -> Pixels:
+        return Pixels((self._image,))
+
     def layers(self) -> tuple[Layer, ...]:
         return (Layer(self._image, 1, ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0))),)
 
@@ -104,6 +124,13 @@ class Planes(Picture):
         image = self._convert(self._own or self._decoded)
         return image[: self.height, : self.width]
 
+    def planes(self) -> Planes:
+        return self
+
+    def pixels(self) -> Pixels:
+        matrix = self.tags[0]  # where none is said FFmpeg's conversion takes this one, whatever players do
+        return Pixels(tuple(planes_of(self._own or self._decoded)), ITU_601 if matrix == UNKNOWN else matrix)
+
     def layers(self) -> tuple[Layer, ...]:
         if self._own is None:
             self._own = self._copied()
@@ -126,8 +153,8 @@ class Planes(Picture):
         return self._own or self._decoded
 
     def _copied(self) -> Any:
-        made = blank(self.height, self.width)
-        for target, plane in zip(planes_of(made), planes_of(self._decoded), strict=True):
+        made, present = blank(self.height, self.width), self._own or self._decoded
+        for target, plane in zip(planes_of(made), planes_of(present), strict=True):
             height, width = plane.shape
             target[:height, :width] = plane
             target[height:] = target[height - 1]
@@ -166,8 +193,12 @@ def tags(decoded: Any) -> tuple[int, int, int]:
 
 def fits(decoded: Any) -> bool:
     """Whether `Planes` are made of such a frame: its pixels, their range and their matrix are the usual ones."""
-    known = int(decoded.colorspace) in (*SHARES, UNKNOWN) and int(decoded.color_range) != FULL_RANGE
-    return known and decoded.format.name == PIXELS and all(plane.line_size > 0 for plane in decoded.planes)
+    return usual(decoded) and decoded.format.name == PIXELS and all(plane.line_size > 0 for plane in decoded.planes)
+
+
+def usual(decoded: Any) -> bool:
+    """Whether the range and the matrix of a frame's values are those that `weights` knows."""
+    return int(decoded.colorspace) in (*SHARES, UNKNOWN) and int(decoded.color_range) != FULL_RANGE
 
 
 def planes_of(frame: Any) -> list[np.ndarray]:

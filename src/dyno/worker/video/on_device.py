@@ -1,0 +1,261 @@
+"""Frames that become a network's input where it computes, by PyTorch, and outputs of which only what counts comes back.
+
+A GPU's host is slower at both than the GPU: it would letterbox each frame, and copy scores of thousands of places in it
+that show nothing. The pixels are those of the host's own preparation but for rounding.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.backend import Session
+from dyno.worker.inputs import input_data
+from dyno.worker.inputs.letterbox import geometry
+from dyno.worker.sessions.on_device import OnDevice
+from dyno.worker.spec import Dims, Preprocess, Tensor
+from dyno.worker.video.media.pictures import Picture, weights
+from dyno.worker.video.media.surfaces import Surface
+from dyno.worker.video.preparing import GREY, Preparation
+
+GREYS = 0.299, 0.587, 0.114  # what red, green and blue add to a grey network's input, as OpenCV has it
+DECODED_THERE = 2  # arrays of a picture
+MARGIN = 0.01  # of a threshold, which float16 rounds: the host compares again
+Change = Callable[[dict[str, Any]], dict[str, Any]]  # of outputs by name
+
+
+@dataclass(frozen=True)
+class Kind:
+    """What pictures that are prepared together have in common; `matrix` is that of `Pixels`."""
+
+    height: int
+    width: int
+    matrix: int | None
+    shapes: tuple[tuple[int, ...], ...]  # of their arrays; of two, when the device decoded them
+
+
+@dataclass
+class Entry:
+    """One place of a batch: the host's copy of its picture's pixels, one after the other, or the frame of the device's
+    own decoder, which is kept until it is copied; and how large the last picture was there."""
+
+    kind: Kind | None = None
+    host: Any = None
+    surface: Surface | None = None
+    filled: tuple[int, ...] = ()
+
+
+@dataclass
+class Feed:
+    """A batch on the device: its tensor, and the event after which it is there."""
+
+    tensor: Any
+    canvas: Any  # float32, batch x channels x height x width: pixels, letterboxed
+    name: str
+    entries: list[Entry]
+    ready: Any = None
+
+    def arrays(self) -> dict[str, np.ndarray]:
+        """What the batch holds, in the host's memory."""
+        return {self.name: self.tensor.cpu().numpy()}
+
+
+class DevicePreparation(Preparation):
+    """Copies pictures as they were decoded, and letterboxes and normalises a batch at a time on the device.
+
+    Several threads may write; whoever completes a batch is one thread.
+    """
+
+    def __init__(self, preprocess: Preprocess, inputs: Sequence[Tensor], dims: Dims, ends: OnDevice) -> None:
+        super().__init__(preprocess, inputs, dims)
+        torch, channels = ends.torch, self._table.shape[-1]
+        self._ends, self._torch, self._dtype = ends, torch, getattr(torch, inputs[0].dtype)
+        mean_and_std = input_data.normalisation(preprocess, channels)
+        self._mean, self._std = (torch.from_numpy(array).to(ends.device) for array in mean_and_std)
+        self._stream, self._channels = ends.stream(), channels
+        self._growing = threading.Lock()
+
+    def new_feed(self) -> Feed:
+        """On the device."""
+        make, on = self._torch.full, self._ends.device
+        with self._ends.working(self._stream):
+            canvas = make((self.batch, self._channels, *self.size), float(GREY), device=on)
+            tensor = make(self.shape, 0, dtype=self._dtype, device=on)
+        return Feed(tensor, canvas, self.name, [Entry() for _ in range(self.batch)], self._mark())
+
+    def write(self, picture: Picture, feed: Feed, place: int) -> None:
+        """Copy the picture's pixels, as they are, to where the device reads them, if they aren't there."""
+        entry = feed.entries[place]
+        if isinstance(picture, Surface):
+            half = picture.height // 2, picture.width // 2, 2
+            entry.kind = Kind(picture.height, picture.width, picture.matrix, ((picture.height, picture.width), half))
+            entry.surface = picture
+            return
+        pixels = picture.pixels()
+        count = sum(array.size for array in pixels.arrays)
+        if entry.host is None or len(entry.host) < count:
+            with self._growing:  # pages are locked, which is slow
+                entry.host = self._ends.host((count,), self._torch.uint8)
+        room, start = entry.host.numpy(), 0
+        for array in pixels.arrays:
+            np.copyto(room[start : start + array.size].reshape(array.shape), array)
+            start += array.size
+        shapes = tuple(array.shape for array in pixels.arrays)
+        entry.kind = Kind(picture.height, picture.width, pixels.matrix, shapes)
+
+    def complete(self, feed: Feed, count: int) -> None:
+        """Queue what makes the batch of its pictures."""
+        alike: dict[Kind, list[int]] = {}
+        for place, entry in enumerate(feed.entries[:count]):
+            assert entry.kind is not None
+            alike.setdefault(entry.kind, []).append(place)
+        with self._ends.working(self._stream):
+            for kind, places in alike.items():
+                self._place(self._colours(self._sent(feed, kind, places), kind), feed, kind, places)
+            values = feed.canvas if self._raw else (feed.canvas / 255 - self._mean) / self._std
+            feed.tensor.copy_((values.permute(0, 2, 3, 1) if self._last else values).reshape(self.shape))
+            feed.ready = self._mark()
+
+    def _mark(self) -> Any:
+        """An event that comes when what is queued is done."""
+        return self._stream.record_event() if self._stream is not None else None
+
+    def settle(self, feed: Feed) -> None:
+        if feed.ready is not None:
+            feed.ready.synchronize()
+
+    def _sent(self, feed: Feed, kind: Kind, places: list[int]) -> list[Any]:
+        """The arrays of those pictures on the device, each of pictures x its own shape."""
+        if len(kind.shapes) == DECODED_THERE:
+            light, colours = self._gathered(feed, kind, places)
+            return [light, colours[..., 0], colours[..., 1]]
+        sizes = [int(np.prod(shape)) for shape in kind.shapes]
+        sent = self._torch.empty((len(places), sum(sizes)), dtype=self._torch.uint8, device=self._ends.device)
+        for row, place in zip(sent, places, strict=True):
+            row.copy_(feed.entries[place].host[: sum(sizes)], non_blocking=True)
+        parts = sent.split(sizes, dim=1)
+        return [part.reshape(-1, *shape) for part, shape in zip(parts, kind.shapes, strict=True)]
+
+    def _gathered(self, feed: Feed, kind: Kind, places: list[int]) -> list[Any]:
+        """The same of frames that the device's decoder left there."""
+        if self._stream is not None:  # on which FFmpeg queues what it does
+            self._stream.wait_stream(self._torch.cuda.default_stream(self._ends.device))
+        make, on = self._torch.empty, self._ends.device
+        gathered = [make((len(places), *shape), dtype=self._torch.uint8, device=on) for shape in kind.shapes]
+        for number, place in enumerate(places):
+            surface = feed.entries[place].surface
+            assert surface is not None
+            for target, tensor in zip(gathered, surface.tensors(), strict=True):
+                target[number].copy_(tensor)
+        return gathered
+
+    def _colours(self, arrays: list[Any], kind: Kind) -> Any:
+        """Red, green and blue, whole numbers in float32: pictures x 3 x height x width."""
+        if kind.matrix is None:
+            return arrays[0].permute(0, 3, 1, 2).float()
+        added, shares = self._shares(kind.matrix)
+        light, blue, red = ((array[:, None].float() - minus) * share
+                            for array, minus, share in zip(arrays, added, shares, strict=True))  # fmt: skip
+        tint = self._torch.nn.functional.interpolate(blue + red, scale_factor=2, mode="nearest")
+        image = tint[..., : kind.height, : kind.width] + light[..., : kind.height, : kind.width]
+        return image.round_().clamp_(0, 255)
+
+    @cache  # noqa: B019 - there are a few of these objects in a process
+    def _shares(self, matrix: int) -> tuple[list[float], list[Any]]:
+        """What brightness and both colours have too much, and what each then adds to red, green and blue."""
+        rows = np.asarray(weights(matrix))
+        columns = np.linalg.inv(rows[:, :3]).T.astype(np.float32)
+        shares = [
+            self._torch.from_numpy(column.copy()).to(self._ends.device)[None, :, None, None] for column in columns
+        ]
+        return rows[:, 3].tolist(), shares
+
+    def _place(self, image: Any, feed: Feed, kind: Kind, places: list[int]) -> None:
+        """The pictures, resized, into their places of the batch, with grey around them."""
+        if self._channels == 1:
+            shares = zip(GREYS, image.split(1, dim=1), strict=True)
+            image = sum(share * part for share, part in shares).round_()
+        _, height, width, top, left = geometry(kind.height, kind.width, *self.size)
+        if (height, width) != (kind.height, kind.width):
+            resize = self._torch.nn.functional.interpolate
+            image = resize(image, (height, width), mode="bilinear", align_corners=False).round_()
+        if any(feed.entries[place].filled not in ((), (height, width)) for place in places):
+            feed.canvas[places] = float(GREY)
+        target = feed.canvas if len(places) == len(feed.canvas) else feed.canvas[places]
+        target[..., top : top + height, left : left + width] = image
+        if target is not feed.canvas:
+            feed.canvas[places] = target
+        for place in places:
+            feed.entries[place].filled = height, width
+
+
+class OnDeviceSession(Session):
+    """A session that is fed by `DevicePreparation`, and whose outputs are changed on the device before they come."""
+
+    def __init__(self, host: Session, ends: OnDevice, change: Change) -> None:
+        self.host, self._ends, self._change = host, ends, change
+        self.inputs, self.outputs, self.slots, self.stream = host.inputs, host.outputs, host.slots, host.stream
+        self._out = ends.stream()
+
+    def stage(self, feeds: Any) -> Any:
+        return feeds
+
+    def bind(self, feeds: Any, slot: int = 0) -> None:
+        self._ends.bind({feeds.name: feeds.tensor}, feeds.ready, slot)
+
+    def run(self, slot: int = 0) -> None:
+        self.host.run(slot)
+
+    def wait(self, slot: int = 0) -> None:
+        self.host.wait(slot)
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        """In memory of their own, as float32."""
+        with self._ends.working(self._out):
+            changed = self._change(self._ends.outputs(slot))
+            arrived = {name: self._ends.host(tuple(t.shape), self._ends.torch.float32) for name, t in changed.items()}
+            for name, tensor in changed.items():
+                arrived[name].copy_(tensor.float().contiguous(), non_blocking=True)
+            if self._out is not None:
+                self._out.synchronize()
+        return {name: tensor.numpy() for name, tensor in arrived.items()}
+
+    def facts(self) -> Any:
+        return self.host.facts()
+
+    def close(self) -> None:
+        self.host.close()
+
+
+def only_seen(torch: Any, classes: int, confidence: float) -> Change:
+    """Of predictions, batch x values x anchors, only the anchors of which a class has about that score or more.
+
+    Of each image they keep their order; where it has fewer than another one, predictions of zeros follow. What else
+    the network gives stays as it is, and so do predictions of another shape: whoever reads them says what is wrong.
+    """
+    least = (1 - MARGIN) * confidence
+
+    def change(outputs: dict[str, Any]) -> dict[str, Any]:
+        name, predictions = next(iter(outputs.items()))
+        if predictions.ndim != 3:
+            return outputs
+        values = predictions.shape[1]
+        seen = (predictions[:, 4 : 4 + classes] > least).any(1)
+        counts = seen.sum(1)
+        most = int(counts.max())
+        order = seen.to(torch.uint8).argsort(dim=1, descending=True, stable=True)[:, :most]
+        kept = predictions.gather(2, order[:, None].expand(-1, values, -1))
+        there = torch.arange(most, device=kept.device) < counts[:, None]
+        return {**outputs, name: kept.masked_fill(~there[:, None], 0)}
+
+    return change
+
+
+def host_feeds(feeds: Sequence[Feed], session: Session) -> list[Mapping[str, np.ndarray]]:
+    """The batches as arrays that the session stages and binds."""
+    return [session.stage(feed.arrays()) for feed in feeds]
