@@ -3,6 +3,7 @@
     python benchmarks/video.py [--rounds 5] [--frames 600] [--size 128] [--model ultralytics:yolov8n.yaml]
     python benchmarks/video.py --predictions [--frames 600] [--model ultralytics:yolov8n.yaml]
     python benchmarks/video.py --device cuda:0 [--engines tensorrt@input=uint8] [--batch 32] [--python tensorrt=PATH]
+        [--prepare host,device] [--decode host,device]
 
 The loop is what tutorials show: OpenCV reads a frame, letterboxes it, ONNX Runtime answers it with as many threads,
 OpenCV suppresses boxes, draws them and writes the frame, one after the other. Both run the same ONNX file on the same
@@ -17,12 +18,14 @@ processors' time the pipeline used.
 
 With `--device` there is no loop either: a GPU should never wait. Each engine answers frames that were decoded into
 memory before, and the rate end to end is held against that of inference alone; then it answers the video, without an
-output, and the rate is held against that of a loop that decodes the file with as many threads and does nothing else.
+output, and the rate is held against that of a loop that decodes the file in the same way and does nothing else. The
+video is that of the others, several times over.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import math
 import random
@@ -41,6 +44,7 @@ sys.path[:0] = [str(ROOT / "src"), str(ROOT / "tests")]
 
 CONFIDENCE, IOU, GREY = 0.25, 0.7, 114
 PRELOADED, FROM_MEMORY = 256, 40  # frames in memory, and how often they are answered
+OVER = 10  # times that a video is repeated for a GPU, so that filling and emptying the pipeline is nothing
 # Size of the network, engine, streams of video, and the codec of what is written ("": nothing is).
 CONFIGURATIONS = (
     (96, "onnxruntime@streams=2", 1, "mpeg4"),
@@ -156,6 +160,8 @@ def main() -> None:
     parser.add_argument("--engines", default="pytorch", help="with --device: backends with options, with commas")
     parser.add_argument("--batch", type=int, default=32, help="with --device")
     parser.add_argument("--python", default="", help="with --device: another interpreter of a backend, BACKEND=PATH")
+    parser.add_argument("--prepare", default="", help="with --device: host, device or both, with a comma")
+    parser.add_argument("--decode", default="", help="with --device: the same")
     parser.add_argument("--predictions", action="store_true", help="predictions of ten configurations, without a loop")
     chosen = parser.parse_args()
 
@@ -183,46 +189,74 @@ def exported(model: str, size: str, scratch: str) -> str:
 
 def on_a_device(chosen: argparse.Namespace, scratch: str, video: str) -> None:
     """How well a GPU is fed, from memory and from a file."""
-    decoding = measured("decoding", video)["fps"]
-    print(f"decoding alone: {decoding:,.0f} frames/s")
-    for engine in chosen.engines.split(","):
-        own = [chosen.model, chosen.size, engine, chosen.device, str(chosen.batch), chosen.python]
-        for preload in (min(chosen.frames, PRELOADED), 0):
-            # From memory as many frames as take a few seconds, so that filling and emptying the pipeline is nothing.
-            frames = preload * FROM_MEMORY or chosen.frames
-            found = measured("device", video, f"{scratch}/run-{engine}-{preload}", str(preload), str(frames), *own)
-            best, what = (found["inference"], "inference alone") if preload else (decoding, "decoding alone")
-            print(f"{chosen.model}, {engine}, batch {chosen.batch}, {'from memory' if preload else 'from the file'}: "
-                  f"{found['fps']:,.0f} frames/s, {100 * found['fps'] / best:.1f} % of {what} ({best:,.0f}); bound by "
-                  f"{found['bound_by']}", flush=True)  # fmt: skip
+    film = repeated(video, f"{scratch}/film.mp4")
+    for decode in chosen.decode.split(","):
+        decoder = "the GPU's decoder" if decode == "device" else "FFmpeg"
+        decoding = measured("decoding", film, chosen.device if decode == "device" else "")["fps"]
+        print(f"decoding alone, {decoder}: {decoding:,.0f} frames/s", flush=True)
+        for engine, prepare in itertools.product(chosen.engines.split(","), chosen.prepare.split(",")):
+            own = [chosen.model, chosen.size, engine, chosen.device, str(chosen.batch), chosen.python, prepare, decode]
+            for preload in (min(chosen.frames, PRELOADED), 0):
+                frames = preload * FROM_MEMORY or chosen.frames * OVER
+                folder = f"{scratch}/run-{engine}-{preload}-{prepare}-{decode}"
+                found = measured("device", film, folder, str(preload), str(frames), *own)
+                best, what = (found["inference"], "inference alone") if preload else (decoding, "decoding alone")
+                print(f"{chosen.model}, {engine}, batch {chosen.batch}, prepared by the {found['prepared']}, "
+                      f"{'from memory' if preload else 'from the file'}: {found['fps']:,.0f} frames/s, "
+                      f"{100 * found['fps'] / best:.1f} % of {what} ({best:,.0f}); inference alone "
+                      f"{found['inference']:,.0f}; bound by {found['bound_by']}", flush=True)  # fmt: skip
 
 
-def decoding(video: str) -> dict[str, float]:
+def repeated(video: str, film: str) -> str:
+    """The video several times over, as it is encoded."""
+    import av
+
+    with av.open(film, "w") as out:
+        into, past = None, 0
+        for _ in range(OVER):
+            with av.open(video) as container:
+                stream = container.streams.video[0]
+                into = into or out.add_stream_from_template(stream)
+                packets = [packet for packet in container.demux(stream) if packet.dts is not None]
+                for packet in packets:
+                    packet.pts, packet.dts, packet.stream = packet.pts + past, packet.dts + past, into
+                ends = max(packet.pts + packet.duration for packet in packets)
+                for packet in packets:
+                    out.mux(packet)
+                past = ends
+    return film
+
+
+def decoding(video: str, gpu: str) -> dict[str, float]:
     """Frames per second of a loop that decodes the file as `dyno video` does, and does nothing else."""
     from dyno.worker.video.media.opening import prepare_libraries, source_of
     from dyno.worker.video.options import VideoOptions
 
     prepare_libraries()
+    source = source_of(video, VideoOptions(), gpu)
+    next(iter(source.read()))  # a GPU's decoder takes a while to start
     began = time.perf_counter()
-    count = sum(1 for _ in source_of(video, VideoOptions()).read())
+    count = sum(1 for _ in source.read())
     return {"fps": count / (time.perf_counter() - began)}
 
 
 def device(video: str, folder: str, preload: str, frames: str, model: str, size: str, engine: str, gpu: str,
-           batch: str, python: str) -> dict[str, Any]:  # fmt: skip
+           batch: str, python: str, prepare: str, decode: str) -> dict[str, Any]:  # fmt: skip
     """`dyno video` without an output; what it reached, and what inference alone does."""
     import dyno
+    from dyno.analysis.video import runs
     from dyno.worker.video.options import VideoOptions
 
-    options = VideoOptions(preload=int(preload), frames=int(frames))
+    options = VideoOptions(preload=int(preload), frames=int(frames), prepare=prepare, decode=decode)
     name, _, path = python.partition("=")
     made = dyno.video(video, model=model, out=folder, options=options, backends=(engine,), task="detect", device=gpu,
                       sizes=(size,), batches=(int(batch),),
                       runtime={name: {"python": path}} if path else {})  # fmt: skip
     if not made.table("video").rows:
         raise SystemExit("; ".join(trial.reason for trial in made.records))
-    (row,) = made.table("video").rows
-    return {"fps": row["fps"], "inference": row["inference_fps"], "bound_by": row["bound_by"]}
+    (row,), (filmed,) = made.table("video").rows, runs.of_run(made.data)
+    return {"fps": row["fps"], "inference": row["inference_fps"], "bound_by": row["bound_by"],
+            "prepared": filmed.typical.facts.prepared}  # fmt: skip
 
 
 def rounds(chosen: argparse.Namespace, scratch: str, video: str, threads: str) -> None:
@@ -285,7 +319,7 @@ if __name__ == "__main__":
         kind, film, *words = sys.argv[2:]
         net, target, *others, count = words if len(words) > 2 else ["", "", ""]
         if kind in ("decoding", "device"):
-            result = decoding(film) if kind == "decoding" else device(film, *words)
+            result = decoding(film, *words) if kind == "decoding" else device(film, *words)
         elif kind == "loop":
             result = loop(film, net, target, threads=int(count))
         else:

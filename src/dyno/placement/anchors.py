@@ -14,7 +14,7 @@ from dyno.analysis.records.notes.devices import Device, of_rounds
 from dyno.analysis.records.rounds import Round
 from dyno.engine.execute import Files
 from dyno.engine.gpu_lock import held
-from dyno.engine.turns import Group, Player, each_and_all
+from dyno.engine.turns import ROOM, UNKNOWN_B, Group, Player, available, each_and_all
 from dyno.jobs.progress import Progress
 from dyno.placement.places import Place, confined
 from dyno.worker.record import Record, read_json, read_record, write_json
@@ -39,13 +39,20 @@ def planned(trial: Trial, count: int) -> Trial:
 
 
 def measure(trial: Trial, folder: Path, places: Sequence[Place], progress: Progress) -> Lost:
-    """Measure the rounds that the folder doesn't hold yet; where that failed, after which none is begun."""
+    """Measure the rounds that the folder doesn't hold yet; where that failed, after which none is begun.
+
+    The processes of all rounds start at once where memory is free for them, since to start them is what takes time;
+    rounds that fail are tried by themselves.
+    """
     lost: Lost = {}
     with progress.running([]):
-        for number in range(ROUNDS):
+        missing = [number for number in range(ROUNDS) if not _complete(folder, places, number)]
+        if len(missing) > 1 and available() > ROOM * UNKNOWN_B * len(missing) * len(places):
+            _rounds(trial, folder, places, missing, progress)
+        for number in missing:
             tries = 0 if _complete(folder, places, number) else TRIES
             for _ in range(tries):
-                if not (lost := _round(trial, folder, places, number, progress)):
+                if not (lost := _rounds(trial, folder, places, [number], progress)):
                     break
             if lost:
                 break
@@ -75,8 +82,8 @@ def file_name(place: Place) -> str:
     return re.sub(r"[^\w.-]", "_", place.name.replace(":", ""))
 
 
-def _round(trial: Trial, folder: Path, places: Sequence[Place], number: int, progress: Progress) -> Lost:
-    """One round in fresh processes, side by side; it counts once each device's process has ended well."""
+def _rounds(trial: Trial, folder: Path, places: Sequence[Place], numbers: Sequence[int], progress: Progress) -> Lost:
+    """Those rounds in fresh processes, side by side; one counts once each device's process has ended well."""
     with ExitStack() as stack:
         files = {}
         for place in sorted(places, key=lambda place: place.card):  # in one order, whoever else wants several
@@ -87,13 +94,25 @@ def _round(trial: Trial, folder: Path, places: Sequence[Place], number: int, pro
                 files[place.name] = Files(progress).of(trial, 0)
         if lost := {name: file.reason for name, file in files.items() if isinstance(file, Record)}:
             return lost
-        players = [_player(trial, folder, place, number, files[place.name]) for place in places]
-        Group(players, f"{number} {trial.id}", progress, lambda _: None, turns=each_and_all, apart=True).play()
-    lost = {place.name: why for place, player in zip(places, players, strict=True) if (why := _why(player))}
-    if not lost:
-        company = {place.name: player.company for place, player in zip(places, players, strict=True)}
-        write_json(folder / _company(number), {"schema": SCHEMA, "company": company})
+        rounds = {
+            number: [_player(trial, folder, place, number, files[place.name]) for place in places] for number in numbers
+        }
+        players = [player for own in rounds.values() for player in own]
+        name = f"{numbers} {trial.id}"
+        Group(players, name, progress, lambda _: None, turns=_each_round, apart=True).play()
+    for number, own in rounds.items():
+        failed = {place.name: why for place, player in zip(places, own, strict=True) if (why := _why(player))}
+        lost |= failed
+        if not failed:
+            company = {place.name: player.company for place, player in zip(places, own, strict=True)}
+            write_json(folder / _company(number), {"schema": SCHEMA, "company": company})
     return lost
+
+
+def _each_round(players: Sequence[Player]) -> list[list[Player]]:
+    """The turns of each round: each device alone, and all of them at once."""
+    numbers = sorted({player.number for player in players})
+    return [turn for number in numbers for turn in each_and_all([p for p in players if p.number == number])]
 
 
 def _player(trial: Trial, folder: Path, place: Place, number: int, file: Artifact | Record | None) -> Player:
