@@ -1,0 +1,69 @@
+"""A video beside a GPU: frames prepared and decoded there have the boxes of those that the host prepares."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import moving_photos as videos
+
+pytest.importorskip("cv2")
+pytest.importorskip("av")
+pytestmark = [pytest.mark.gpu, pytest.mark.slow]
+COUNT = 50
+
+
+@pytest.fixture
+def filmed(dyno: Any, tmp_path: Path) -> Any:
+    """`dyno video` of a marker that moves, on the GPU; the boxes, and what was printed."""
+    (tmp_path / "marker.py").write_text(videos.MARKER_NET)
+    video = videos.write(tmp_path / "video.mp4", videos.pictures(COUNT))
+
+    def run(*words: object) -> tuple[list[dict[str, Any]], str]:
+        boxes = tmp_path / "boxes.jsonl"
+        fixed = ("--model", f"{tmp_path / 'marker.py'}:net", "--task", "detect", "--classes", 1, "--size", "288x384")
+        quick = ("--device", "cuda:0", "--batch", 8, "--seconds", 0.05, "--warmup", 0.02, "--json", boxes)
+        done = dyno("video", video, *words, *fixed, *quick)
+        if "can't be used" in done.stderr:
+            pytest.skip(done.stderr.strip().splitlines()[-1])
+        assert done.returncode == 0, done.stderr
+        return [json.loads(line) for line in boxes.read_text().splitlines()], done.stdout
+
+    return run
+
+
+def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
+    assert len(one) == len(other) == COUNT
+    for k, (a, b) in enumerate(zip(one, other, strict=True)):
+        assert len(a["boxes"]) == len(b["boxes"]) == 1
+        assert round(b["boxes"][0]["box"][0] / videos.CELL) == k % videos.PLACES, "boxes are of their own frame"
+        np.testing.assert_allclose(a["boxes"][0]["box"], b["boxes"][0]["box"], atol=1)
+        assert abs(a["boxes"][0]["score"] - b["boxes"][0]["score"]) < 0.05
+
+
+@pytest.mark.parametrize("backend", ["pytorch", "pytorch@precision=fp16", "onnxruntime", "tensorrt@optimization=0"])
+def test_frames_prepared_on_the_gpu(filmed: Any, request: pytest.FixtureRequest, backend: str) -> None:
+    more: tuple[object, ...] = ()
+    if backend == "onnxruntime":
+        more = ("--python", f"onnxruntime={request.getfixturevalue('ortgpu_python')}")
+    if backend.startswith("tensorrt"):
+        more = ("--python", f"tensorrt={request.getfixturevalue('tensorrt_python')}")
+    host, _ = filmed("--backends", backend, "--prepare", "host", *more)
+    device, said = filmed("--backends", backend, *more)
+    same(host, device)
+    if backend.startswith("pytorch"):  # in another Python there may be no PyTorch, and the host prepares
+        assert "Frames become the network's input where it computes" in said
+
+
+def test_frames_that_the_gpu_s_decoder_leaves_there(filmed: Any, tmp_path: Path) -> None:
+    host, _ = filmed("--backends", "pytorch", "--prepare", "host")
+    device, _ = filmed("--backends", "pytorch", "--decode", "device")
+    same(host, device)
+    drawn, _ = filmed(tmp_path / "out.mp4", "--backends", "pytorch", "--decode", "device")
+    same(host, drawn)
+    frames, _ = videos.read(tmp_path / "out.mp4")
+    assert [videos.place_of(frame) for frame in frames] == [k % videos.PLACES for k in range(COUNT)]
