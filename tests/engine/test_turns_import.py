@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import time
 from collections.abc import Callable, Sequence
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,6 +19,7 @@ from dyno.engine.execute import execute
 from dyno.engine.turns import Group, Player
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
+from dyno.worker.jobs.turns import IMPORTED
 from dyno.worker.spec import Job, Runtime
 
 Studies = Callable[..., Study]
@@ -141,9 +144,22 @@ def test_what_goes_wrong_in_an_import_is_one_row(
     assert not [m for name in ("segfault", "exception") for m in records[name]["measurements"]]
 
 
-def test_an_import_that_hangs_is_one_row(study: Studies, tmp_path: Path, processors: Callable[[int], None]) -> None:
+def test_an_import_that_hangs_is_one_row(
+    study: Studies, tmp_path: Path, processors: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
     processors(3)
-    records = run(study(SLOW, FAST, "fake@fail=hang@at=import@latency_ms=1", timeout=10.0), tmp_path / "run")
+    imported: list[Player] = []
+    stop = Group._stop
+
+    def stopped(self: Group, player: Player, elapsed: float, timed_out: bool) -> None:
+        imported.extend([player] if player.said == IMPORTED else [])
+        stop(self, player, elapsed, timed_out)
+
+    monkeypatch.setattr(Group, "_stop", stopped)
+    # Hours pass for the conductor once the two others have imported, however long that takes here.
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + 1e4 * (len(imported) == 2))
+    monkeypatch.setattr(turns, "time", clock)
+    records = run(study(SLOW, FAST, "fake@fail=hang@at=import@latency_ms=1", timeout=1200.0), tmp_path / "run")
     assert {name: (r["status"], r["stage"]) for name, r in records.items()} == {
         "4": ("ok", "done"), "2": ("ok", "done"), "hang": ("timeout", "import"),
     }  # fmt: skip
@@ -167,16 +183,16 @@ def test_who_has_imported_needs_its_room(
     # Room for two that nobody has seen, and for many of the size that they turn out to have.
     monkeypatch.setattr(turns, "available", lambda: 2 * turns.ROOM * turns.UNKNOWN_B + 1)
     monkeypatch.setattr(Group, "_shuffled", lambda self, what, listed: list(listed))
-    together: list[int] = []
+    together: list[tuple[int, bool]] = []
     advance = Group._advance
 
     def seen(self: Group, players: Sequence[Player], word: str = "") -> None:
-        together.extend([len(players)] if not word else [])
         advance(self, players, word)
+        together.extend([(len(players), self.largest > 0)] if not word else [])
 
     monkeypatch.setattr(Group, "_advance", seen)
     records = run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path / "run")
-    assert together == [2, 1]
+    assert together == [(2, False), (1, True)], "what an import takes isn't what a process needs"
     assert len({r["facts"]["turns"]["set"] for r in records.values()}) == 1, "all have room in the end"
 
 
