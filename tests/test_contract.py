@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -33,6 +35,18 @@ def net(num_classes=10, channels=3):
     stem = [nn.Conv2d(channels, 8, 3, 2, 1, bias=False), nn.BatchNorm2d(8), nn.ReLU()]
     body = [nn.Conv2d(8, 16, 3, 2, 1), nn.ReLU()]
     return nn.Sequential(*stem, *body, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(16, num_classes))
+"""
+
+
+PREPARED = """
+import json, sys
+from dyno.worker.registry import find
+from dyno.worker.spec import Trial, from_json
+trial = from_json(Trial, json.loads(sys.argv[1]))
+find(trial.backend).prepare(trial)
+print(*sys.modules)
+if torch := sys.modules.get("torch"):
+    assert not torch.cuda.is_initialized()
 """
 
 
@@ -208,6 +222,19 @@ def test_the_probe_works_where_loading_works(load: Load) -> None:
     found = registry.find(trial.backend).probe()
     assert found.version and "cpu" in found.devices
     assert from_json(Probe, json.loads(json.dumps(to_json(found)))) == found
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", [name for name in registry.names() if registry.find(name).requires])
+def test_its_library_is_imported_before_it_loads(name: str, source: str) -> None:
+    if lacks := missing(name):
+        pytest.skip(f"{name}: {lacks} is not installed")
+    trial = Trial(model_spec(Study(models=(source,)), source), name, "fp32", Dims(2, SIZE, SIZE))
+    words = [sys.executable, "-c", PREPARED, json.dumps(to_json(trial))]
+    done = subprocess.run(words, capture_output=True, text=True, timeout=1200)
+    assert done.returncode == 0, done.stderr
+    library = registry.find(name).requires[0].partition("|")[0].replace("-", "_")
+    assert library in done.stdout.split()
 
 
 def test_no_backend_is_left_out() -> None:

@@ -22,6 +22,7 @@ from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import load
 from dyno.engine import turns
 from dyno.engine.execute import Files, Rounds, execute
+from dyno.jobs.launcher import read_stage
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
 from dyno.store import Run
@@ -184,30 +185,36 @@ def _memory_bound(player: turns.Player | list[turns.Player]) -> int:
 
 
 class Card:
-    """A GPU on which each process that is alive takes 4 of 10 GB."""
+    """A GPU on which each process that has loaded takes 4 of 10 GB."""
 
     def __init__(self) -> None:
-        self.alive: list[int] = []
+        self.loaded: list[int] = []
+        self.imported: list[int] = []
 
     def free(self) -> float:
         """See `nvml.Gpu`."""
         workers = [p for p in psutil.Process().children() if "main.py" in " ".join(p.cmdline())]
-        self.alive.append(len(workers))
-        return 10e9 - 4e9 * len(workers)
+        stages = [read_stage(Path(p.cmdline()[-1])) for p in workers]
+        self.loaded.append(sum(stage not in ("start", "import") for stage in stages))
+        self.imported.append(stages.count("import"))
+        return 10e9 - 4e9 * self.loaded[-1]
 
     def close(self) -> None:
         """See `nvml.Gpu`."""
 
 
+@pytest.mark.parametrize("processors", [1, 3])
 def test_the_memory_of_a_gpu_bounds_how_many_are_alive(
-    study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processors: int
 ) -> None:
     card = Card()
+    monkeypatch.setattr(turns.Group, "_at_once", lambda _: processors)
     monkeypatch.setattr(turns, "find_gpu", lambda *_: card)
     monkeypatch.setattr(turns, "available", lambda: 1e12)
     run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
     # 10 - 4 is what a second one needs, 1.5 times 4; 10 - 8 is not.
-    assert max(card.alive) == 2 and {r["status"] for r in stored(tmp_path).values()} == {"ok"}
+    assert max(card.loaded) == 2 and {r["status"] for r in stored(tmp_path).values()} == {"ok"}
+    assert max(card.imported) == processors, "importing takes no room there"
     assert stored(tmp_path, "t*"), "the reference measured beside the one that had no room"
 
 

@@ -231,6 +231,27 @@ def test_a_job_on_a_gpu_has_its_columns_and_what_was_before(
     assert nvml.open == 0
 
 
+def test_the_memory_of_a_job_begins_where_it_loads(nvml: Nvml, child: subprocess.Popen[bytes], tmp_path: Path) -> None:
+    mates = set[int]()
+    nvml.told |= {"memory": 1e9, "pids": []}
+    telemetry = Telemetry("cuda:0", {}, mates)
+    telemetry.watch(child.pid)
+    looked(telemetry)
+    telemetry.pause()
+    nvml.told |= {"memory": 3e9, "pids": [1]}
+    mates.update((1, child.pid))
+    telemetry.loads()
+    importing = len(telemetry._rows)
+    nvml.told |= {"memory": 5e9, "pids": [1, child.pid]}
+    telemetry.resume()
+    looked(telemetry, importing + 3)
+    telemetry.stop(tmp_path / "t.npz")
+    with np.load(tmp_path / "t.npz") as stored:
+        memory, before = stored["gpu_memory"], (stored["gpu_before_memory"], stored["gpu_before_processes"])
+    assert before == (3e9, 1), "what a process that loaded meanwhile took isn't this one's"
+    assert np.isnan(memory[:importing]).all() and (memory[importing + 1 :] == 5e9).all()
+
+
 def test_a_driver_that_hangs_does_not_hold_up_the_study(
     nvml: Nvml, monkeypatch: pytest.MonkeyPatch, child: subprocess.Popen[bytes], tmp_path: Path
 ) -> None:

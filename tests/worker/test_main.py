@@ -51,8 +51,9 @@ def test_a_run_measures_every_boundary(fake_trial: Trials, tmp_path: Path) -> No
     record = done(Job("run", trial.runtime, trial), tmp_path)
     assert (record.status, record.stage) == ("ok", "done")
     kept = {(m.tag, m.boundary): m for m in record.measurements}
-    assert [*kept][:5] == [
-        ("load", ""), ("first_call", ""), ("latency", "model"), ("latency", "all"), ("throughput", "throughput"),
+    assert [*kept][:6] == [
+        ("import", ""), ("load", ""), ("first_call", ""), ("latency", "model"), ("latency", "all"),
+        ("throughput", "throughput"),
     ]  # fmt: skip
     assert {m.unit for m in kept.values()} == {"s", "1/s", "B", "1"}
     with np.load(tmp_path / "samples.npz") as samples:
@@ -160,6 +161,39 @@ def test_errors_become_one_line(
     use(monkeypatch, "raises", Raises())
     record = done(Job("run", trial=fake_trial("raises")), tmp_path)
     assert (record.status, record.stage, record.reason) == (status, "load", reason)
+
+
+def test_what_is_missing_is_said_by_load(fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Missing(Fake):
+        def prepare(self, trial: Trial) -> None:
+            raise ImportError("No module named 'engine'")
+
+        def load(self, trial: Trial, artifact: Artifact | None) -> FakeSession:
+            raise Unavailable("engine is not installed; install it")
+
+    use(monkeypatch, "missing", Missing())
+    monkeypatch.setitem(sys.modules, "onnxruntime", None)
+    words = {
+        "missing": "engine is not installed; install it",
+        "onnxruntime": "onnxruntime is not installed in this Python; pip install 'inference-dyno[onnx]'",
+    }
+    for backend, reason in words.items():
+        record = done(Job("run", trial=fake_trial(backend)), tmp_path)
+        assert (record.status, record.stage, record.reason) == ("skipped", "load", reason)
+        assert not record.measurements
+
+
+def test_what_else_an_import_raises_is_its_row(
+    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Broken(Fake):
+        def prepare(self, trial: Trial) -> None:
+            raise OSError("libengine.so: undefined symbol")
+
+    use(monkeypatch, "broken", Broken())
+    record = done(Job("run", trial=fake_trial("broken")), tmp_path)
+    assert (record.status, record.stage) == ("failed", "import")
+    assert record.reason == "OSError: libengine.so: undefined symbol"
 
 
 def test_a_full_disk_is_not_the_trial_s_fault(

@@ -24,7 +24,7 @@ import psutil
 from dyno.jobs import launcher
 from dyno.jobs.nvml import Gpu, find_gpu
 from dyno.jobs.progress import Progress
-from dyno.worker.jobs.turns import CONDUCTOR, END, GO, LEAST_BLOCKS, READY
+from dyno.worker.jobs.turns import CONDUCTOR, DONE, END, GO, IMPORTED, LEAST_BLOCKS, READY
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Trial
 
@@ -77,7 +77,8 @@ class Group:
     """Players that are compared with each other, the first of them with all others.
 
     `turns` says who measures together in a block, of those that are alive; the turns are then shuffled. Players on
-    devices of their own are `apart`: they start, warm up and end at once, and none waits for another's memory.
+    devices of their own are `apart`: they start, warm up and end at once, and none waits for another's memory. The
+    others import their libraries side by side, and load one after the other.
     """
 
     players: Sequence[Player]
@@ -91,7 +92,7 @@ class Group:
     largest: int = 0  # bytes that a process took
     largest_on_gpu: float = 0.0
     gpu: Gpu | None = None
-    pids: set[int] = field(default_factory=set)  # of all that were started
+    pids: set[int] = field(default_factory=set)  # of all that began to load
 
     def play(self) -> None:
         """Measure as many players as memory holds, the first among them; `ended` is given each once it has its record.
@@ -105,32 +106,60 @@ class Group:
             while self.alive:
                 self._boundary()
         finally:
-            for player in self.alive:
-                assert player.started is not None
-                launcher.abandon(player.started)
-                _close(player)
+            for player in list(self.alive):
+                self._let_go(player)
             if self.gpu:
                 self.gpu.close()
 
     def _load(self) -> None:
-        """Start one after the other, until each says that it is warm, or memory is full; those apart all at once."""
-        order = self._shuffled("start", self.players)
-        if self.apart:
-            for place, player in enumerate(order):
-                self._start(player, place)
-            self._advance(order)
-            return
-        first, place = self.players[0], 0
-        for player in order:
-            reserved = first is not player and first.started is None
-            if place and not self._room(player, 2 if reserved else 1):
+        """Start them in shuffled order until memory is full: those that import at once, then each until it is warm."""
+        waiting, place = self._shuffled("start", self.players), 0
+        while waiting:
+            together: list[Player] = []
+            while waiting and len(together) < self._at_once():
+                first_waits = self.players[0] in waiting[1:]
+                if self.apart or not place or self._room(waiting[0], 1 + len(together) + first_waits):
+                    self._start(waiting[0], place)
+                    together.append(waiting[0])
+                    place += 1
+                elif together:  # how much they need is known once they have loaded
+                    break
+                del waiting[0]
+            self._advance(together)
+            imported = [player for player in together if player.said]
+            if self.apart:
+                self._warm(imported)
+            else:
+                self._warm_in_turn(imported, waiting)
+
+    def _warm_in_turn(self, imported: Sequence[Player], waiting: Sequence[Player]) -> None:
+        """Let one after the other load and warm up, those that have room beside all that have."""
+        for number, player in enumerate(imported):
+            first_waits = self.players[0] in (*imported[number + 1 :], *waiting)
+            if number and not self._room(player, 1 + first_waits):
+                self._let_go(player)
+                shutil.rmtree(player.folder)
                 continue
             free = self.gpu.free() if self.gpu else 0.0
-            self._start(player, place)
-            self._advance([player])
+            self._warm([player])
             if self.gpu and player.said:
                 self.largest_on_gpu = max(self.largest_on_gpu, free - self.gpu.free())
-            place += 1
+
+    def _at_once(self) -> int:
+        """How many import at once: a job keeps to as many processors as it has threads, all to the same ones."""
+        if self.apart:
+            return len(self.players)
+        return max(1, min(len(os.sched_getaffinity(0)), self.players[0].job.runtime.threads))
+
+    def _warm(self, players: Sequence[Player]) -> None:
+        """Let those that have imported load and warm up, at once."""
+        for player in players:
+            self.pids.add(_process(player).pid)
+        for player in players:
+            assert player.started is not None
+            player.started.telemetry.loads()
+            self.progress.start(player.trial, player.number)
+        self._advance(players, GO)
 
     def _room(self, player: Player, count: int) -> bool:
         """Whether that many processes of the player's size fit into what memory is free."""
@@ -150,12 +179,18 @@ class Group:
             extra = {CONDUCTOR: f"{hear},{say}"}
             with player.where():
                 player.started = launcher.start(job, player.folder, extra, (hear, say), self.pids)
-            self.pids.add(player.started.process.pid)
         finally:
             os.close(hear)
             os.close(say)
             player.ends = (listen, tell)
         self.alive.append(player)
+
+    def _let_go(self, player: Player) -> None:
+        """End the player's process, without a record."""
+        assert player.started is not None
+        self.alive.remove(player)
+        launcher.abandon(player.started)
+        _close(player)
 
     def _boundary(self) -> None:
         """One boundary's blocks for all that are alive, then each in turn to its next boundary or its end."""
@@ -188,6 +223,7 @@ class Group:
     def _advance(self, players: Sequence[Player], word: str = "") -> None:
         """Let the players run at once, after telling them the word, until each has spoken again or ended."""
         running, begin = list(players), time.monotonic()
+        measuring = word == GO and any(player.said != IMPORTED for player in players)
         if word:
             for player in running:
                 _wake(player)
@@ -202,12 +238,12 @@ class Group:
             late = [p for p in running if not p.said and p.used_s + elapsed > p.trial.plan.timeout_s]
             for player in [p for p in running if p.said or p in late or _process(p).poll() is not None]:
                 running.remove(player)
-                self._stop(player, word, elapsed, player in late)
-            if word != GO:
+                self._stop(player, elapsed, player in late)
+            if not measuring:
                 self.progress.tick(launcher.read_stage(players[-1].folder), players[-1].used_s + elapsed)
 
-    def _stop(self, player: Player, word: str, elapsed: float, timed_out: bool) -> None:
-        """Freeze the player if it spoke, else take its record; it ran for so long after it was told the word."""
+    def _stop(self, player: Player, elapsed: float, timed_out: bool) -> None:
+        """Freeze the player if it spoke, else take its record; it ran for so long since it spoke last."""
         started = player.started
         assert started is not None
         if player.said:
@@ -215,7 +251,8 @@ class Group:
             started.telemetry.pause()
         player.used_s += elapsed
         if player.said:
-            self.largest = max(self.largest, _resident(started.process.pid)) if word != GO else self.largest
+            if player.said not in (IMPORTED, DONE):
+                self.largest = max(self.largest, _resident(started.process.pid))
             return
         player.record = launcher.finish(started, player.trial.plan.timeout_s, timed_out)
         self.alive.remove(player)

@@ -46,6 +46,7 @@ class Telemetry:
         self._rows: list[tuple[float, ...]] = []
         self._ended, self._frozen = threading.Event(), threading.Event()
         self._whole = True  # whether the job ran all the time since the last look
+        self._importing = 0  # looks before the job began to load, where that is told
         self._thread: threading.Thread | None = None
 
     def watch(self, pid: int) -> None:
@@ -63,6 +64,14 @@ class Telemetry:
         """Look again; what was busy since the last look is nobody's, and is NaN."""
         self._frozen.clear()
 
+    def loads(self) -> None:
+        """The frozen job has imported its libraries and loads next: what is on the GPU by now was there before it.
+
+        The GPU's memory until then, none of which was the job's, is NaN.
+        """
+        self._importing, self._mates_before = len(self._rows), frozenset(self._mates)
+        self._before = self._gpu.sample(()) if self._gpu else ()
+
     def stop(self, path: Path) -> None:
         """End the sampling and store the columns as an npz file."""
         self._ended.set()
@@ -70,6 +79,8 @@ class Telemetry:
             self._thread.join(PATIENCE_S)
         columns = np.asarray(self._rows, np.float64).reshape(-1, len(self._names))
         arrays = {name: columns[:, i] for i, name in enumerate(self._names)}
+        if self._gpu:
+            arrays["gpu_memory"][: self._importing] = np.nan
         save_arrays(path, {**arrays, "epoch": np.float64(self._epoch), **self._gpu_facts()})
         if self._gpu and not (self._thread and self._thread.is_alive()):
             self._gpu.close()

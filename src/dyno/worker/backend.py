@@ -190,6 +190,10 @@ class Backend(ABC):
     def probe(self) -> Probe:
         """Import the library and run one operation: version and devices, or `Unavailable` with what to install."""
 
+    def prepare(self, trial: Trial) -> None:  # noqa: B027 - nothing to do without a library
+        """Import the libraries that `load` needs for the trial, as it does, and use no GPU yet; what is missing is left
+        to `load`. Trials that measure in turns do this side by side."""
+
     @abstractmethod
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Load the model for the trial's dims, precision, threads and device. Raises `Unavailable` or `UserError`."""

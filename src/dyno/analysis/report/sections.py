@@ -116,6 +116,7 @@ def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         ("GPU meanwhile", _gpu(t)),
         ("made by", _steps(t)),
         ("ready after", show(build_seconds(t), "duration")),
+        ("import", show(t.value("import"), "duration")),
         ("load", show(t.value("load"), "duration")),
         ("first call", show(t.value("first_call"), "duration")),
         ("peak memory", show(t.value("peak_memory"), "bytes")),

@@ -15,7 +15,7 @@ from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.inputs.shapes import fitted
 from dyno.worker.option_values import Check, number, one_of
-from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable
+from dyno.worker.spec import Artifact, Option, Tensor, Trial, Unavailable
 
 CLASSES = 10
 
@@ -24,7 +24,8 @@ class Fake(Backend):
     """Sleeps as long as it is told and fails as it is told.
 
     Options: `latency_ms` per batch (default 1), `noise` (relative standard deviation), `drift` (relative difference
-    between processes), `fail` (exception, skip, segfault, exit, hang, oom, killed, nan) and `at` (load, run, fetch).
+    between processes), `fail` (exception, skip, segfault, exit, hang, oom, killed, nan) and `at` (import, load, run,
+    fetch).
     """
 
     name = "fake"
@@ -32,12 +33,15 @@ class Fake(Backend):
     options = ("latency_ms", "noise", "drift", "fail", "at")
     values: Mapping[str, Check] = {
         "latency_ms": number(0, 1e6), "noise": number(0, 10), "drift": number(0, 10),
-        "at": one_of("load", "run", "fetch"),
+        "at": one_of("import", "load", "run", "fetch"),
         "fail": one_of("exception", "skip", "segfault", "exit", "hang", "oom", "killed", "nan"),
     }  # fmt: skip
 
     def probe(self) -> Probe:
         return Probe(version="1", devices=("cpu",), detail="scripted")
+
+    def prepare(self, trial: Trial) -> None:
+        _fail(trial.options, "import")
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         return FakeSession(trial)
@@ -62,32 +66,33 @@ class FakeSession(Session):
         features = trial.model.channels * dims.height * dims.width
         self.weights = np.random.default_rng(0).standard_normal((features, CLASSES)).astype(np.float32)
         self.decimals = {"fp32": 7, "fp16": 3, "int8": 1}[trial.precision]
-        self._fail("load")
-
-    def _fail(self, at: str) -> None:
-        kind = str(self.options.get("fail", ""))
-        if kind and kind != "nan" and self.options.get("at", "run") == at:
-            FAILURES[kind]()
+        _fail(self.options, "load")
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         (tensor,) = self.inputs
         self.bound = fitted(feeds[tensor.name], tensor, self.shape)
 
     def run(self, slot: int = 0) -> None:
-        self._fail("run")
+        _fail(self.options, "run")
         noise = 1 + float(self.options.get("noise", 0)) * abs(self.rng.standard_normal())
         end = time.perf_counter() + self.latency_s * noise
         while time.perf_counter() < end:  # sleep() would be late by more than many a latency
             pass
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        self._fail("fetch")
+        _fail(self.options, "fetch")
         flat = self.bound.reshape(len(self.bound), -1)
         output = np.round(flat @ self.weights, self.decimals)
         return {"output": output * np.float32(np.nan) if self.options.get("fail") == "nan" else output}
 
     def facts(self) -> EngineFacts:
         return EngineFacts(layers=1, layers_by_type={"float32": 1}, weights_sha256="0" * 64)
+
+
+def _fail(options: Mapping[str, Option], at: str) -> None:
+    kind = str(options.get("fail", ""))
+    if kind and kind != "nan" and options.get("at", "run") == at:
+        FAILURES[kind]()
 
 
 def _exception() -> None:

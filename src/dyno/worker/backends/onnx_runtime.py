@@ -97,6 +97,10 @@ class OnnxRuntime(Backend):
             devices.append("cuda:0")
         return Probe(version=ort.__version__, devices=tuple(devices), detail=", ".join(ort.get_available_providers()))
 
+    def prepare(self, trial: Trial) -> None:
+        """ONNX Runtime, its telemetry off."""
+        _library()
+
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """A session with the trial's threads, and shapes that are static even where the file's batch is free.
 

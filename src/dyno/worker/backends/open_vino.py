@@ -85,6 +85,10 @@ class OpenVino(Backend):
         detail = f"{core.get_property('CPU', 'FULL_DEVICE_NAME')}: {can}"
         return Probe(version=version(), devices=("cpu",) if out == 4 else (), detail=detail)
 
+    def prepare(self, trial: Trial) -> None:
+        """OpenVINO, without its telemetry."""
+        library()
+
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Compile for the trial's static shapes, precision and threads.
 

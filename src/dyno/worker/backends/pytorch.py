@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
@@ -78,6 +79,12 @@ class PyTorch(Backend):
         x, weight = torch.randn(1, 3, 8, 8, device=device), torch.randn(4, 3, 3, 3, device=device)
         with torch.inference_mode():
             torch.nn.functional.conv2d(x, weight).cpu()
+
+    def prepare(self, trial: Trial) -> None:
+        """PyTorch, and the library that has the model, if any."""
+        import_torch()
+        if (library := models.parse(trial.model.source)[0]) in models.LIBRARIES:
+            importlib.import_module(library)
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """The module in the trial's type, on its device."""

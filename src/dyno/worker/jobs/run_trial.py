@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import traceback
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -20,16 +21,20 @@ from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, one_line, save_arrays
 from dyno.worker.registry import find
 from dyno.worker.sessions import slowed
-from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Trial, UserError
+from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Trial, Unavailable, UserError
 
 SETTLING = 0.25  # of the time for the energy, before it: power and clocks of a device follow its load
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
 
 
 def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
-    """Load, time at every boundary of the plan, then evaluate (round 0 only: outputs don't change between rounds)."""
+    """Import and load, time at every boundary of the plan, then evaluate (round 0 only: outputs don't change between
+    rounds)."""
     backend = find(trial.backend)
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
+    with suppress(ImportError, Unavailable):  # `load` says what is missing
+        journal.timed("import", "import", lambda: backend.prepare(trial))
+    turns.imported()
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
     if BUILD in job.options:
         journal.facts(build=int(job.options[BUILD]))

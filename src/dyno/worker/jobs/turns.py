@@ -1,7 +1,8 @@
 """Measuring in blocks, by turns with other workers: the worker's side of a conversation of one line at a time.
 
-The worker says `ready BOUNDARY` once it is warm, measures a block at each `go` and answers `done`, until `end`. Between
-two lines it is frozen by the conductor, which lets one worker run at a time.
+The worker says `ready import` once it has imported its library, and loads at `go`. It says `ready BOUNDARY` once it is
+warm, measures a block at each `go` and answers `done`, until `end`. Between two lines it is frozen by the conductor,
+which lets several import at a time, but one load or measure.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dyno.worker.spec import Plan
 
 CONDUCTOR = "DYNO_CONDUCTOR"  # the variable with the numbers of two inherited pipe ends, `READ,WRITE`
 READY, GO, DONE, END = "ready", "go", "done", "end"
+IMPORTED = f"{READY} import"
 LEAST_BLOCKS = 3  # even when one block outlasts the whole budget
 
 
@@ -22,6 +24,9 @@ class Alone:
 
     conducted = False
     waited_s = 0.0
+
+    def imported(self) -> None:
+        """The library is imported: return when it is time to load."""
 
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
         """A number for each block that is to be measured now."""
@@ -41,6 +46,10 @@ class Conducted(Alone):
         for end in (read, write):
             os.set_inheritable(end, False)
         self._heard, self._said = os.fdopen(read, "r"), os.fdopen(write, "w", buffering=1)
+
+    def imported(self) -> None:
+        """See `Alone.imported`."""
+        self._answer(IMPORTED)
 
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
         """See `Alone.blocks`."""

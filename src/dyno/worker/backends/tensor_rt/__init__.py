@@ -120,6 +120,10 @@ class TensorRT(Backend):
         parent_trial = trial if route == "graph" else replace(trial, precision="fp32")
         return routed(parent_trial, "tensorrt", lambda file: replace(engine, parent=file), static=static)
 
+    def prepare(self, trial: Trial) -> None:
+        """The product's library."""
+        library.load(self.product)
+
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """An execution context per slot, on the trial's GPU; see `run.TensorRTSession` for its errors."""
         from dyno.worker.backends.tensor_rt.run import TensorRTSession

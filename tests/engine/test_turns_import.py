@@ -1,0 +1,219 @@
+"""What is compared imports its libraries side by side and loads one after the other, whatever happens meanwhile."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dyno import Study
+from dyno.engine import turns
+from dyno.engine.execute import execute
+from dyno.engine.turns import Group, Player
+from dyno.jobs.progress import Progress
+from dyno.planning.plan import expand
+from dyno.worker.jobs.turns import IMPORTED
+from dyno.worker.spec import Job, Runtime
+
+Studies = Callable[..., Study]
+# `importing` and `loading` are how many must have come as far at one time, else the process waits for ever.
+BACKENDS = """
+import os, time
+from pathlib import Path
+from dyno.worker.backends.fake import Fake, FakeSession
+
+MARKS = Path(os.environ["MARKS"])
+
+class Met(Fake):
+    name = "met"
+    options = (*Fake.options, "importing", "loading")
+
+    def prepare(self, trial):
+        super().prepare(trial)
+        self._meet(trial, "importing")
+
+    def load(self, trial, artifact):
+        self._meet(trial, "loading")
+        return FakeSession(trial)
+
+    def _meet(self, trial, what):
+        mark = MARKS / f"{what}.{trial.options['latency_ms']}"
+        began = time.monotonic()
+        mark.touch()
+        while len(list(MARKS.glob(f"{what}.*"))) < trial.options.get(what, 1):
+            time.sleep(0.01)
+        time.sleep(0.5)
+        mark.write_text(f"{began} {time.monotonic()}")
+
+MET = Met()
+"""
+SLOW, FAST = "fake@latency_ms=4", "fake@latency_ms=2"
+
+
+@pytest.fixture
+def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Where the processes of a scripted backend, `met_backend:MET`, say when they imported and loaded."""
+    folder = tmp_path / "marks"
+    folder.mkdir()
+    (tmp_path / "met_backend.py").write_text(BACKENDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("MARKS", str(folder))
+    return folder
+
+
+@pytest.fixture
+def processors(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
+    """Let so many processes import at once, however many processors there are."""
+    return lambda number: monkeypatch.setattr(Group, "_at_once", lambda _: number)
+
+
+@pytest.fixture
+def study(fake_study: Studies) -> Studies:
+    def make(*backends: str, **fields: Any) -> Study:
+        return fake_study(**{"backends": backends, "turns": True, "seconds": 0.15, "block": 0.05, **fields})
+
+    return make
+
+
+def met(latency_ms: int, **options: int) -> str:
+    return "@".join(["met_backend:MET", f"latency_ms={latency_ms}", *(f"{k}={v}" for k, v in options.items())])
+
+
+def run(study: Study, folder: Path) -> dict[str, dict[str, Any]]:
+    """The records by the first option of their trials."""
+    execute(study, folder, Progress(quiet=True))
+    found = {}
+    for path in (folder / "trials").glob("*/r0/record.json"):
+        options = json.loads(path.with_name("job.json").read_text())["trial"]["options"]
+        found[str(options.get("fail") or options["latency_ms"])] = json.loads(path.read_text())
+    return found
+
+
+def windows(marks: Path, what: str) -> dict[str, tuple[float, float]]:
+    """When each process did it, by its latency."""
+    found = {}
+    for path in marks.glob(f"{what}.*"):
+        began, ended = map(float, path.read_text().split())
+        found[path.suffix[1:]] = (began, ended)
+    return found
+
+
+def seconds(record: dict[str, Any], tag: str) -> float:
+    return float(next(m["value"] for m in record["measurements"] if m["tag"] == tag))
+
+
+def test_imports_overlap_and_loads_follow_each_other(
+    study: Studies, tmp_path: Path, marks: Path, processors: Callable[[int], None]
+) -> None:
+    processors(3)
+    records = run(study(*(met(ms, importing=3) for ms in (1, 2, 3)), timeout=120.0), tmp_path / "run")
+    assert {r["status"] for r in records.values()} == {"ok"}
+    importing, loading = windows(marks, "importing"), windows(marks, "loading")
+    assert max(began for began, _ in importing.values()) < min(ended for _, ended in importing.values())
+    order = sorted(loading, key=lambda name: loading[name][0])
+    assert all(loading[a][1] <= loading[b][0] for a, b in pairwise(order)), "one at a time"
+    assert max(ended for _, ended in importing.values()) <= loading[order[0]][0]
+    assert [records[name]["facts"]["turns"]["place"] for name in order] == [0, 1, 2]
+    last = order[-1]
+    waited = loading[last][0] - importing[last][1]
+    assert waited > 1.0, "two others loaded for 0.5 s each"
+    for tag, windows_ in (("import", importing), ("load", loading)):
+        own = windows_[last][1] - windows_[last][0]
+        assert own <= seconds(records[last], tag) < own + waited, "what it waited for isn't in it"
+
+
+def test_what_goes_wrong_in_an_import_is_one_row(
+    study: Studies, tmp_path: Path, processors: Callable[[int], None]
+) -> None:
+    processors(4)
+    wrong = (f"fake@fail={kind}@at=import@latency_ms=1" for kind in ("segfault", "exception"))
+    records = run(study(SLOW, FAST, *wrong), tmp_path / "run")
+    assert {name: (r["status"], r["stage"]) for name, r in records.items()} == {
+        "4": ("ok", "done"), "2": ("ok", "done"),
+        "segfault": ("crashed", "import"), "exception": ("failed", "import"),
+    }  # fmt: skip
+    assert records["4"]["facts"]["turns"]["set"] == records["2"]["facts"]["turns"]["set"]
+    assert not [m for name in ("segfault", "exception") for m in records[name]["measurements"]]
+
+
+def test_an_import_that_hangs_is_one_row(
+    study: Studies, tmp_path: Path, processors: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processors(3)
+    imported: list[Player] = []
+    stop = Group._stop
+
+    def stopped(self: Group, player: Player, elapsed: float, timed_out: bool) -> None:
+        imported.extend([player] if player.said == IMPORTED else [])
+        stop(self, player, elapsed, timed_out)
+
+    monkeypatch.setattr(Group, "_stop", stopped)
+    # Hours pass for the conductor once the two others have imported, however long that takes here.
+    clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + 1e4 * (len(imported) == 2))
+    monkeypatch.setattr(turns, "time", clock)
+    records = run(study(SLOW, FAST, "fake@fail=hang@at=import@latency_ms=1", timeout=1200.0), tmp_path / "run")
+    assert {name: (r["status"], r["stage"]) for name, r in records.items()} == {
+        "4": ("ok", "done"), "2": ("ok", "done"), "hang": ("timeout", "import"),
+    }  # fmt: skip
+
+
+def test_an_import_without_memory_is_tried_by_itself(
+    study: Studies, tmp_path: Path, processors: Callable[[int], None]
+) -> None:
+    processors(3)
+    records = run(study(SLOW, FAST, "fake@fail=oom@at=import@latency_ms=1"), tmp_path / "run")
+    assert {name: (r["status"], r["stage"]) for name, r in records.items()} == {
+        "4": ("ok", "done"), "2": ("ok", "done"), "oom": ("oom", "import"),
+    }  # fmt: skip
+    assert not records["oom"]["facts"].get("turns"), "alone, after it failed beside others"
+
+
+def test_who_has_imported_needs_its_room(
+    study: Studies, tmp_path: Path, processors: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    processors(3)
+    # Room for two that nobody has seen, and for many of the size that they turn out to have.
+    monkeypatch.setattr(turns, "available", lambda: 2 * turns.ROOM * turns.UNKNOWN_B + 1)
+    monkeypatch.setattr(Group, "_shuffled", lambda self, what, listed: list(listed))
+    together: list[tuple[int, bool]] = []
+    advance = Group._advance
+
+    def seen(self: Group, players: Sequence[Player], word: str = "") -> None:
+        advance(self, players, word)
+        together.extend([(len(players), self.largest > 0)] if not word else [])
+
+    monkeypatch.setattr(Group, "_advance", seen)
+    records = run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path / "run")
+    assert together == [(2, False), (1, True)], "what an import takes isn't what a process needs"
+    assert len({r["facts"]["turns"]["set"] for r in records.values()}) == 1, "all have room in the end"
+
+
+def test_as_many_import_as_jobs_have_processors(study: Studies, monkeypatch: pytest.MonkeyPatch) -> None:
+    (planned,) = expand(study("fake@latency_ms=1", threads=1))
+
+    def at_once(processors: int, threads: int, **how: bool) -> int:
+        monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
+        job = Job("run", Runtime(threads=threads), planned.trial)
+        players = [Player(job, Path(), 0) for _ in range(5)]
+        return Group(players, "", Progress(quiet=True), lambda _: None, **how)._at_once()
+
+    assert [at_once(16, 16), at_once(16, 4), at_once(2, 16), at_once(1, 1)] == [16, 4, 2, 1]
+    assert at_once(1, 1, apart=True) == 5, "each has processors of its own"
+
+
+def test_players_apart_import_and_load_at_once(study: Studies, tmp_path: Path, marks: Path) -> None:
+    planned = expand(study(*(met(ms, importing=2, loading=2) for ms in (1, 2)), timeout=120.0))
+    players = [
+        Player(Job("run", entry.trial.runtime, entry.trial, 1), tmp_path / entry.trial.id, 0) for entry in planned
+    ]
+    Group(players, "", Progress(quiet=True), lambda _: None, turns=turns.each_and_all, apart=True).play()
+    assert [player.record.status for player in players if player.record] == ["ok", "ok"]
+    assert all(len(windows(marks, what)) == 2 for what in ("importing", "loading"))
