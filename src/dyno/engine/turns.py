@@ -77,8 +77,8 @@ class Group:
     """Players that are compared with each other, the first of them with all others.
 
     `turns` says who measures together in a block, of those that are alive; the turns are then shuffled. Players on
-    devices of their own are `apart`: they start, warm up and end at once, and none waits for another's memory. The
-    others import their libraries side by side, and load one after the other.
+    devices of their own are `apart`: they start and end at once, those of one round warm up at once, and none waits for
+    another's memory. The others import their libraries side by side, and load one after the other.
     """
 
     players: Sequence[Player]
@@ -127,10 +127,11 @@ class Group:
                 del waiting[0]
             self._advance(together)
             imported = [player for player in together if player.said]
-            if self.apart:
-                self._warm(imported)
-            else:
+            if not self.apart:
                 self._warm_in_turn(imported, waiting)
+                continue
+            for number in sorted({player.number for player in imported}):  # those of several rounds share a device
+                self._warm([player for player in imported if player.number == number])
 
     def _warm_in_turn(self, imported: Sequence[Player], waiting: Sequence[Player]) -> None:
         """Let one after the other load and warm up, those that have room beside all that have."""
