@@ -30,7 +30,7 @@ class Marker(torch.nn.Module):
     def forward(self, x):
         score = self.pool(x[:, :1])[:, 0, 0] - self.pool(x[:, 2:])[:, 0, 0]
         count = score.shape[1]
-        centre = ({CELL} * (torch.arange(count) + 0.5)).expand(x.shape[0], count)
+        centre = ({CELL} * (torch.arange(count, device=x.device) + 0.5)).expand(x.shape[0], count).to(x)
         side = torch.full_like(centre, {CELL})
         return torch.stack([centre, side / 2, side, side, score], 1)
 

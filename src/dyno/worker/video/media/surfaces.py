@@ -24,14 +24,19 @@ FORMAT = "cuda"  # FFmpeg's name of the decoder, and of the pixels it gives
 
 
 def accelerator(device: str) -> Any:
-    """For `av.open`: the decoder of that GPU (`cuda:0`), whose frames stay in the context that PyTorch uses.
+    """For `av.open` in this thread: the decoder of that GPU (`cuda:0`), whose frames stay in PyTorch's context.
 
     Where it can't decode a stream FFmpeg's own decoder does, and frames are as always.
     """
+    import torch
     from av.codec.hwaccel import HWAccel
 
+    if torch.cuda.is_available():
+        torch.empty(1, device=device)  # its context is this thread's from now on
+    # Asked for the primary context itself, FFmpeg wants flags that PyTorch has not set.
+    context: dict[str, object] = {"primary_ctx": "0", "current_ctx": "1"}
     number = device.partition(":")[2] or "0"
-    return HWAccel(FORMAT, device=number, allow_software_fallback=True, is_hw_owned=True)
+    return HWAccel(FORMAT, device=number, allow_software_fallback=True, options=context, is_hw_owned=True)
 
 
 def suits(context: Any) -> bool:
