@@ -114,7 +114,7 @@ def test_in_turns_the_reference_and_what_is_left_go_on_together(
 
     monkeypatch.setattr(further_rounds, "_pending", left)
     execute(study(turns=True, block=0.02, boundaries=("model", "throughput")), tmp_path, progress := Stopped())
-    assert progress.began == {0: 9, 1: 9, 2: 4, 3: 4}, "each begins anew for each boundary, and to end"
+    assert progress.began == {0: 12, 1: 12, 2: 6, 3: 6}, "each begins anew to load, for each boundary, and to end"
     reference, clear, like = (next(t for t in load(tmp_path) if t.variant == name) for name in (REFERENCE, CLEAR, LIKE))
     assert [len(log_ratios(reference, t, "model")) for t in (clear, like)] == [FIRST, 4]
     assert not reference.companions
