@@ -46,6 +46,15 @@ def same(one: list[dict[str, Any]], other: list[dict[str, Any]]) -> None:
         assert abs(a["boxes"][0]["score"] - b["boxes"][0]["score"]) < 0.05
 
 
+def test_tensorrt_finds_what_pytorch_finds(filmed: Any, tensorrt_python: str) -> None:
+    there, _ = filmed("--backends", "pytorch", "--prepare", "host")
+    words = ("--backends", "tensorrt@optimization=0", "--python", f"tensorrt={tensorrt_python}")
+    found, _ = filmed(*words)
+    same(there, found)
+    slots, _ = filmed(*words, "--streams", 2)
+    same(there, slots)
+
+
 @pytest.mark.parametrize("backend", ["pytorch", "pytorch@precision=fp16", "onnxruntime", "tensorrt@optimization=0"])
 def test_frames_prepared_on_the_gpu(filmed: Any, request: pytest.FixtureRequest, backend: str) -> None:
     more: tuple[object, ...] = ()

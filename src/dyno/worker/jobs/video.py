@@ -28,7 +28,7 @@ from dyno.worker.tasks.detect import Detect
 from dyno.worker.video import alone, on_device, stages, steps
 from dyno.worker.video.media.ends import Batch, Sink, Source, codec_threads, disk_full, lanes_beside, now
 from dyno.worker.video.media.memory import MemorySource
-from dyno.worker.video.media.opening import has_pyav, prepare_libraries, sink_of, source_of
+from dyno.worker.video.media.opening import has_pyav, old_pyav, prepare_libraries, sink_of, source_of
 from dyno.worker.video.options import VideoOptions
 from dyno.worker.video.preparing import Preparation
 from dyno.worker.video.tracking import Tracker
@@ -49,6 +49,8 @@ def video(job: Job, journal: Journal) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     trial, backend = job.trial, find(job.trial.backend)
     prepare_libraries()
+    if said := old_pyav():
+        journal.warn(said)
     options = VideoOptions(**job.options["settings"])
     libraries = (*REQUIRES, *(("trackers",) if options.track else ()), *backend.requires)
     journal.record = replace(journal.record, system=system.describe(libraries))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import ctypes
-from importlib.util import find_spec
+from importlib import metadata
 from pathlib import Path
 
 from dyno.worker.extras import install
@@ -18,6 +18,7 @@ from dyno.worker.video.options import VideoOptions
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # glibc's numbers of them, in malloc.h
 LARGEST, KEPT = 32 << 20, 1 << 30  # bytes: of one piece, glibc's own limit, and in all
 CAMERA, PIPE = "camera:", "pipe:"
+PYAV = 17  # the first version whose conversions can be told their number of threads
 STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "tcp", "srt", "mms")
 
 
@@ -48,8 +49,23 @@ def _keep_memory() -> None:
 
 
 def has_pyav() -> bool:
-    """Whether PyAV is installed."""
-    return find_spec("av") is not None
+    """Whether PyAV is installed, in a version that does what is needed of it."""
+    return _pyav() >= PYAV
+
+
+def old_pyav() -> str:
+    """A sentence where the PyAV that is installed is too old to be used; "" otherwise."""
+    if not 0 < _pyav() < PYAV:
+        return ""
+    return f"PyAV {metadata.version('av')} is too old, so OpenCV reads and writes; {install('av')} brings {PYAV} or newer"
+
+
+def _pyav() -> int:
+    """The major version of the PyAV that is installed; 0 of none."""
+    try:
+        return int(metadata.version("av").partition(".")[0])
+    except (metadata.PackageNotFoundError, ValueError):
+        return 0
 
 
 def source_of(text: str, options: VideoOptions, device: str = "") -> Source:
