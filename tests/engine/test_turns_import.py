@@ -17,6 +17,7 @@ from dyno import Study
 from dyno.engine import turns
 from dyno.engine.execute import execute
 from dyno.engine.turns import Group, Player
+from dyno.jobs import memory
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
 from dyno.worker.jobs.turns import IMPORTED
@@ -181,7 +182,7 @@ def test_who_has_imported_needs_its_room(
 ) -> None:
     processors(3)
     # Room for two that nobody has seen, and for many of the size that they turn out to have.
-    monkeypatch.setattr(turns, "available", lambda: 2 * turns.ROOM * turns.UNKNOWN_B + 1)
+    monkeypatch.setattr(memory, "available", lambda: 2 * memory.ROOM * memory.UNKNOWN_B + 1)
     monkeypatch.setattr(Group, "_shuffled", lambda self, what, listed: list(listed))
     together: list[tuple[int, bool]] = []
     advance = Group._advance

@@ -63,7 +63,7 @@ def test_frames_prepared_on_the_gpu(filmed: Any, request: pytest.FixtureRequest,
     if backend.startswith("tensorrt"):
         more = ("--python", f"tensorrt={request.getfixturevalue('tensorrt_python')}")
     host, _ = filmed("--backends", backend, "--prepare", "host", *more)
-    asked = () if backend.startswith("pytorch") else ("--prepare", "device")
+    asked = ("--prepare", "device") if backend.startswith("tensorrt") else ()
     device, said = filmed("--backends", backend, *asked, *more)
     same(host, device)
     assert "Frames become the network's input where it computes" in said

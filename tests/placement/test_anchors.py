@@ -13,6 +13,7 @@ import pytest
 
 from dyno import Study
 from dyno.engine.turns import Group, Player
+from dyno.jobs import memory
 from dyno.jobs.progress import Progress
 from dyno.placement import anchors, devices, places, spread
 from dyno.worker import system
@@ -122,7 +123,7 @@ def test_without_memory_for_all_rounds_one_follows_the_other(
         return go()
 
     wrap(monkeypatch, seen)
-    monkeypatch.setattr(anchors, "available", lambda: anchors.UNKNOWN_B)
+    monkeypatch.setattr(memory, "available", lambda: memory.UNKNOWN_B)
     company = measure(fake_study(threads=0), tmp_path, Log())
     assert len(company.places) == 2 and set(alive) == {2}
 

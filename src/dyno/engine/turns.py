@@ -21,7 +21,8 @@ from uuid import uuid4
 
 import psutil
 
-from dyno.jobs import launcher
+from dyno.jobs import launcher, memory
+from dyno.jobs.memory import ROOM, UNKNOWN_B
 from dyno.jobs.nvml import Gpu, find_gpu
 from dyno.jobs.progress import Progress
 from dyno.worker.jobs.turns import CONDUCTOR, DONE, END, GO, IMPORTED, LEAST_BLOCKS, READY
@@ -30,8 +31,6 @@ from dyno.worker.spec import Job, Trial
 
 T = TypeVar("T")
 POLL_S = 0.05
-ROOM = 1.5  # times what the largest process took, that have to be free before another one is started
-UNKNOWN_B = 1 << 30  # what a process is taken to need before any was seen
 
 
 @dataclass
@@ -167,7 +166,7 @@ class Group:
         need = max(player.memory, self.largest) or UNKNOWN_B
         if self.gpu and self.gpu.free() < ROOM * self.largest_on_gpu * count:
             return False
-        return available() > ROOM * need * count
+        return memory.available() > ROOM * need * count
 
     def _start(self, player: Player, place: int) -> None:
         job = player.job = replace(
@@ -308,14 +307,3 @@ def _resident(pid: int) -> int:
         return sum(one.memory_info().rss for one in (root, *root.children(recursive=True)))
     except psutil.Error:
         return 0
-
-
-def available() -> int:
-    """Bytes that new processes can take: the machine's, or what is left of the container's limit."""
-    free = int(psutil.virtual_memory().available)
-    try:
-        limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()
-        used = int(Path("/sys/fs/cgroup/memory.current").read_text())
-    except (OSError, ValueError):
-        return free
-    return free if limit == "max" else min(free, max(0, int(limit) - used))

@@ -14,7 +14,8 @@ from dyno.analysis.records.notes.devices import Device, of_rounds
 from dyno.analysis.records.rounds import Round
 from dyno.engine.execute import Files
 from dyno.engine.gpu_lock import held
-from dyno.engine.turns import ROOM, UNKNOWN_B, Group, Player, available, each_and_all
+from dyno.engine.turns import Group, Player, each_and_all
+from dyno.jobs import memory
 from dyno.jobs.progress import Progress
 from dyno.placement.places import Place, confined
 from dyno.worker.record import Record, read_json, read_record, write_json
@@ -47,7 +48,7 @@ def measure(trial: Trial, folder: Path, places: Sequence[Place], progress: Progr
     lost: Lost = {}
     with progress.running([]):
         missing = [number for number in range(ROUNDS) if not _complete(folder, places, number)]
-        if len(missing) > 1 and available() > ROOM * UNKNOWN_B * len(missing) * len(places):
+        if len(missing) > 1 and memory.available() > memory.ROOM * memory.UNKNOWN_B * len(missing) * len(places):
             _rounds(trial, folder, places, missing, progress)
         for number in missing:
             tries = 0 if _complete(folder, places, number) else TRIES

@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.jobs.launcher import launch
+from dyno.jobs.launcher import Tick, launch
 from dyno.planning.interpreters import missing, runtime_of
 from dyno.sources import commits, input_options
 from dyno.sources.model_files import stored_source
@@ -141,10 +141,10 @@ def _source_sha256(source: str) -> str:
     return sha256_of(file) if LIBRARIES in file.parts else sha256_with_imports(file)
 
 
-def inspect_model(model: ModelSpec, study: Study) -> tuple[ModelSpec, Inspection]:
+def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> tuple[ModelSpec, Inspection]:
     """Build the model once in a process of its own: whether it exists, its weights fit, and it takes these sizes.
 
-    Returns the model with its own preprocessing, and the inspection's result. Cached.
+    Returns the model with its own preprocessing, and the inspection's result. Cached. `tick` is as in `launch`.
     """
     if model.source.startswith("fake:"):
         return model, Inspection(size=(8, 8))
@@ -166,7 +166,8 @@ def inspect_model(model: ModelSpec, study: Study) -> tuple[ModelSpec, Inspection
     if record is None:
         with tempfile.TemporaryDirectory() as scratch:
             trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=runtime)
-            record = launch(Job("inspect", runtime, trial, options=options), Path(scratch) / "job", study.timeout)
+            job = Job("inspect", runtime, trial, options=options)
+            record = launch(job, Path(scratch) / "job", study.timeout, tick)
             if record.status in ("failed", "skipped"):
                 raise UserError(f"{model.name}: {record.reason}")
             if record.status != "ok":

@@ -10,8 +10,9 @@ from dyno.analysis.ranking import references
 from dyno.datasets import meta
 from dyno.planning.checks import check_threads
 from dyno.planning.images import prepared
+from dyno.planning.inspections import Inspected, inspect_models
 from dyno.planning.interpreters import installed, missing, placed, runtime_of
-from dyno.planning.model_info import InspectionFailed, batches, file_shapes, inspect_model, model_spec, sizes
+from dyno.planning.model_info import InspectionFailed, batches, file_shapes, model_spec, sizes
 from dyno.planning.planned import Planned
 from dyno.planning.routes import routed
 from dyno.planning.sides import paired
@@ -63,9 +64,10 @@ def _expanded(study: Study) -> list[Planned]:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
         check_known("backend of a runtime", name, {*users, *STEPS, *registry.names()})
     planned, failed = [], []
+    inspected = _inspected(study)
     for source in study.models:
         try:
-            planned += _of_model(study, source, choices)
+            planned += _of_model(study, inspected[source], choices)
         except UserError as e:
             failed.append(e)
             if len(failed) == len(study.models):
@@ -79,9 +81,23 @@ def _expanded(study: Study) -> list[Planned]:
     return list(by_id.values())
 
 
-def _of_model(study: Study, source: str, choices: list[Choice]) -> list[Planned]:
-    """The trials of one model, which is inspected and whose images are decoded."""
-    model, inspection = inspect_model(_named(study, source, model_spec(study, source)), study)
+def _inspected(study: Study) -> dict[str, Inspected | UserError]:
+    """What each model of the study is, by its source, or why it can't be used."""
+    models: dict[str, ModelSpec] = {}
+    wrong: dict[str, UserError] = {}
+    for source in study.models:
+        try:
+            models[source] = _named(study, source, model_spec(study, source))
+        except UserError as e:
+            wrong[source] = e
+    return {**wrong, **inspect_models(study, models)}
+
+
+def _of_model(study: Study, inspected: Inspected | UserError, choices: list[Choice]) -> list[Planned]:
+    """The trials of one model, whose images are decoded."""
+    if isinstance(inspected, UserError):
+        raise inspected
+    model, inspection = inspected
     try:
         pairs, counts = sizes(study, inspection), batches(study, inspection)
     except UserError as e:

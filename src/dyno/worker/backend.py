@@ -62,14 +62,14 @@ class Session(ABC):
 
     `slots` is how many batches can be in flight at once (throughput uses them all, latency only slot 0). `run` may
     return before the work is done; `wait` may not. `stream` is the GPU stream the work is queued on, None on a CPU.
-    `of_pytorch` says that the process has PyTorch anyway.
+    With `takes_frames` a video's frames become its inputs on its GPU unless the user says otherwise: that was measured.
     """
 
     inputs: tuple[Tensor, ...] = ()
     outputs: tuple[Tensor, ...] = ()
     slots: int = 1
     stream: Any = None
-    of_pytorch: bool = False
+    takes_frames: bool = False
 
     def on_device(self) -> OnDevice | None:
         """Its inputs and outputs as tensors of PyTorch where it computes; None where PyTorch can't reach them."""

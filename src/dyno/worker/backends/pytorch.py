@@ -105,7 +105,7 @@ PYTORCH = PyTorch()
 class TorchSession(Session):
     """A module on its device: inputs are copied into one tensor per slot, outputs stay as the module returned them."""
 
-    of_pytorch = True
+    takes_frames = True
 
     def __init__(self, trial: Trial, options: dict[str, Any]) -> None:
         self._torch = import_torch()

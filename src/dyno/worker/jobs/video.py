@@ -99,7 +99,7 @@ class _Work:
     def _reached(self) -> OnDevice | None:
         """The engine's inputs and outputs on its device, where frames are to be prepared there."""
         wanted = self._options.prepare
-        usual = self._host.of_pytorch and self._trial.runtime.device != "cpu"  # not tried with other engines yet
+        usual = self._host.takes_frames and self._trial.runtime.device != "cpu"
         if wanted == HOST or not (wanted or usual):
             return None
         ends = self._engine.call(self._host.on_device)

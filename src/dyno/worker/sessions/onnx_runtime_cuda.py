@@ -76,6 +76,8 @@ def _kind(trial: Trial) -> str:
 class CudaSession(DeviceSession):
     """One InferenceSession with a binding per slot; `file` opens itself, `tensor` reads ONNX Runtime's descriptions."""
 
+    takes_frames = True
+
     def __init__(self, file: Any, trial: Trial, tensor: Callable[[Any], Tensor]) -> None:
         device = Device(trial.runtime.device)
         providers = Providers(file.ort, trial, device)
