@@ -22,6 +22,7 @@ from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import load
 from dyno.engine import turns
 from dyno.engine.execute import Files, Rounds, execute
+from dyno.jobs import memory
 from dyno.jobs.launcher import read_stage
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
@@ -56,6 +57,7 @@ def stored(folder: Path, pattern: str = "r*") -> dict[tuple[str, str], dict[str,
     return found
 
 
+@pytest.mark.slow
 def test_the_same_rows_as_one_after_the_other(study: Studies, tmp_path: Path) -> None:
     every = ("model", "all", "throughput")
     run(study(boundaries=every, rounds=2, seconds=0.1), tmp_path / "turns")
@@ -210,7 +212,7 @@ def test_the_memory_of_a_gpu_bounds_how_many_are_alive(
     card = Card()
     monkeypatch.setattr(turns.Group, "_at_once", lambda _: processors)
     monkeypatch.setattr(turns, "find_gpu", lambda *_: card)
-    monkeypatch.setattr(turns, "available", lambda: 1e12)
+    monkeypatch.setattr(memory, "available", lambda: 1e12)
     run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
     # 10 - 4 is what a second one needs, 1.5 times 4; 10 - 8 is not.
     assert max(card.loaded) == 2 and {r["status"] for r in stored(tmp_path).values()} == {"ok"}
@@ -229,6 +231,7 @@ def test_what_is_added_later_takes_turns_with_its_reference(study: Studies, tmp_
     assert len(log_ratios(slow, fast, "model")) == 2
 
 
+@pytest.mark.slow
 def test_a_hang_is_one_row_and_only_its_own_time_counts(study: Studies, tmp_path: Path, late: str) -> None:
     run(study(SLOW, FAST, f"{late}@latency_ms=2@after=20@hang=true", timeout=10.0), tmp_path / "run")
     assert {key[0]: r["status"] for key, r in stored(tmp_path / "run").items()} == {

@@ -85,6 +85,7 @@ def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Stu
     assert (records(tmp_path / "two"), again.lines_of) == (before, [])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -115,6 +116,7 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
     assert any("it goes to" in note for note in log.notes)
 
 
+@pytest.mark.slow
 def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -16,7 +16,10 @@ from dyno import Study, UserError
 from dyno.planning.plan import expand
 
 pytest.importorskip("torch")
-pytestmark = pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+pytestmark = [
+    pytest.mark.usefixtures("preloaded"),
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors"),
+]
 MODELS = """
 import os, time
 from pathlib import Path

@@ -123,6 +123,7 @@ def test_png_and_svg(run: RunData, tmp_path: Path) -> None:
     assert style.svg(charts.speedup(run), "p1") == text
 
 
+@pytest.mark.slow
 def test_a_figure_that_is_laid_out_once_looks_as_if_each_file_did_it(run: RunData, tmp_path: Path) -> None:
     figures = printed.drawn(run)
     for name, other in printed.drawn(run).items():

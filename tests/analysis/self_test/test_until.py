@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+import pytest
 
 from dyno.analysis import stats
 from dyno.analysis.self_test.until import Ended, studies
@@ -18,6 +19,7 @@ def test_each_round_is_in_one_study_and_looks_begin_with_the_first() -> None:
     assert studies(wild, 3, 13) == []
 
 
+@pytest.mark.slow
 def test_looking_again_keeps_its_promise_in_simulation() -> None:
     draw = np.random.default_rng(0)
     equal = studies(draw.normal(0.0, 0.02, 20_000), 3, 60)
