@@ -29,7 +29,7 @@ OS_ERRORS = {
     errno.EISDIR: "is a folder where a file is needed; give another path",
     errno.ENOTDIR: "is a file where a folder is needed; give another path",
 }
-_USAGE: Any = typer.BadParameter.__base__  # click's UsageError; typer brings a click of its own, or uses the real one
+_USAGE: Any = typer.BadParameter.__base__  # UsageError of the click that typer brings with it
 
 
 class _Stream(io.FileIO):

@@ -18,7 +18,9 @@ from dyno.worker.video.options import VideoOptions
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # glibc's numbers of them, in malloc.h
 LARGEST, KEPT = 32 << 20, 1 << 30  # bytes: of one piece, glibc's own limit, and in all
 CAMERA, PIPE = "camera:", "pipe:"
-PYAV = 17  # the first version whose conversions can be told their number of threads
+# Of PyAV, the first version whose MP4 files in pieces become whole ones, as its FFmpeg is new enough; what 17.0 writes
+# can't be decoded.
+PYAV = 17, 1
 STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "tcp", "srt", "mms")
 
 
@@ -55,19 +57,20 @@ def has_pyav() -> bool:
 
 def old_pyav() -> str:
     """A sentence where the PyAV that is installed is too old to be used; "" otherwise."""
-    if not 0 < _pyav() < PYAV:
+    if not (0,) < _pyav() < PYAV:
         return ""
+    least = ".".join(map(str, PYAV))
     return (
-        f"PyAV {metadata.version('av')} is too old, so OpenCV reads and writes; {install('av')} brings {PYAV} or newer"
+        f"PyAV {metadata.version('av')} is too old, so OpenCV reads and writes; {install('av')} brings {least} or newer"
     )
 
 
-def _pyav() -> int:
-    """The major version of the PyAV that is installed; 0 of none."""
+def _pyav() -> tuple[int, ...]:
+    """The major and minor version of the PyAV that is installed; (0,) of none."""
     try:
-        return int(metadata.version("av").partition(".")[0])
+        return tuple(map(int, metadata.version("av").split(".")[:2]))
     except (metadata.PackageNotFoundError, ValueError):
-        return 0
+        return (0,)
 
 
 def source_of(text: str, options: VideoOptions, device: str = "") -> Source:
