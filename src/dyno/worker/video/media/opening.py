@@ -57,7 +57,9 @@ def old_pyav() -> str:
     """A sentence where the PyAV that is installed is too old to be used; "" otherwise."""
     if not 0 < _pyav() < PYAV:
         return ""
-    return f"PyAV {metadata.version('av')} is too old, so OpenCV reads and writes; {install('av')} brings {PYAV} or newer"
+    return (
+        f"PyAV {metadata.version('av')} is too old, so OpenCV reads and writes; {install('av')} brings {PYAV} or newer"
+    )
 
 
 def _pyav() -> int:
