@@ -173,8 +173,9 @@ def _listed(root: Path, entries: Any) -> tuple[list[Path], str]:
     paths: list[Path] = []
     entries, wrong = entries if isinstance(entries, list) else [entries], ""
     for entry in entries:
-        # Exports of some tools write ../valid/images for the folder beside the file.
-        places = [root / str(entry), root / str(entry).removeprefix("../")]
+        # Exports of some tools write ../valid/images for the folder beside the file, and those on Windows backslashes.
+        names = [str(entry), str(entry).removeprefix("../"), str(entry).replace("\\", "/")]
+        places = [root / name for name in names]
         place = next((place.resolve() for place in places if place.exists()), None)
         if place is not None:
             paths += images(place) if place.is_dir() else _in_text(place, root)
