@@ -138,7 +138,7 @@ def _read(file: Path) -> _File:
     if file.exists() and not file.is_file():  # a pipe would be waited for
         raise UserError(f"annotation file {file} is not a regular file; give a file")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"there is no annotation file {file}") from None
     except (ValueError, RecursionError) as e:

@@ -118,7 +118,7 @@ def _from_yaml(file: Path) -> _Description:
     except ImportError as e:
         raise Unavailable(f"reading YAML needs PyYAML; {install('pyyaml')}") from e
     try:
-        about = yaml.safe_load(file.read_text(encoding="utf-8"))
+        about = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"there is no file {file}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as e:  # of dates, of brackets
@@ -188,7 +188,7 @@ def _listed(root: Path, entries: Any) -> tuple[list[Path], str]:
 
 def _in_text(file: Path, root: Path) -> list[Path]:
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as e:
         raise UserError(f"{file} is not a list of images; it needs one file name per line, in UTF-8") from e
     paths = [next((p for p in (file.parent / line, root / line) if p.is_file()), root / line) for line in lines]
