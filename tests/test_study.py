@@ -180,6 +180,11 @@ def test_broken_toml_is_one_line(tmp_path: Path, text: str, message: str) -> Non
     assert "\n" not in str(caught.value)
 
 
+def test_a_file_of_windows_is_read(tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_bytes(b"\xef\xbb\xbfmodels = ['fake:net']\r\nsizes = [64]\r\n")
+    assert Study.from_toml(tmp_path / "s.toml") == Study(models="fake:net", sizes=64)
+
+
 def test_no_file_and_no_model(tmp_path: Path) -> None:
     with pytest.raises(UserError, match=r"there is no study file .*none\.toml"):
         Study.from_toml(tmp_path / "none.toml")

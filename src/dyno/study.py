@@ -110,12 +110,12 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
         for name in ("data", "weights", "calibration"):
             object.__setattr__(self, name, _text(getattr(self, name)))
         object.__setattr__(self, "inputs", tuple(map(_text, self.inputs)))
+        object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
         object.__setattr__(self, "models", tuple(_source(model, self) for model in self.models))
         object.__setattr__(
             self, "baseline", {name: self._otherwise(name, self.baseline[name]) for name in self.baseline}
         )
         object.__setattr__(self, "routes", _tuple(self.routes))
-        object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
         self._settle()
         check_types(vars(self), typing.get_type_hints(type(self)))
         self._check()
@@ -201,7 +201,7 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
         """Read a study file; `changes` (options that were given) win over the file, which wins over what is `usual`.
         Unknown keys are a `UserError`."""
         try:
-            table = tomllib.loads(regular(path, "study file").read_text(encoding="utf-8"))
+            table = tomllib.loads(regular(path, "study file").read_text(encoding="utf-8-sig"))
         except FileNotFoundError:
             raise UserError(f"there is no study file {path}") from None
         except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:

@@ -37,7 +37,7 @@ def test_a_broken_onnx_file_is_named(refused: Refused, onnx_file: Path, harm: st
         onnx_file.write_bytes({"empty": b"", "truncated": content[:-9], "text": b"not a model\n" * 50}[harm])
     line = refused("run", "m.onnx", "--backends", "onnxruntime")
     assert "m.onnx" in line
-    assert line.startswith("there is no model file" if harm == "folder" else "m: ")
+    assert line.startswith("m.onnx is a folder, not a model file" if harm == "folder" else "m: ")
 
 
 def test_a_file_without_inputs_is_one_line(refused: Refused, onnx_file: Path) -> None:

@@ -41,6 +41,8 @@ Refused = Callable[..., str]
             ["run", "fake:n", "--backends", "fake", "--reference", "openvino"],
             "no trial fits the reference 'openvino'; ",
         ),
+        (["run", "--model", "fake:n"], "no such option: --model; give the model alone: dyno run torchvision:resnet18"),
+        (["help"], "there is no command 'help'; write dyno --help"),
         (["run", "fake:n", "--rounds", "0"], "rounds is 0; it must be at least 1"),
         (["run", "fake:n", "--backends", "fake", "--data", "nowhere"], "no data folder "),
         (["run", "fake:n", "--python", "fake"], "--python 'fake' is not BACKEND=PATH"),

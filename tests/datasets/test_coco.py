@@ -153,8 +153,14 @@ def test_images_that_do_not_fit_are_named(coco: Folder, make: Make) -> None:
         make(coco(**tables))
     folder = coco()
     (folder / "val2017/004.jpg").unlink()
-    with pytest.raises(UserError, match=r"1 of 6 images of instances_val2017.json are not in .*val2017, e.g. 004.jpg"):
+    with pytest.raises(
+        UserError, match=r"1 of 6 images of instances_val2017.json are not in .*val2017, e.g. 004.jpg; leave"
+    ):
         make(folder)
+    rest = make(folder, on_unreadable="skip")
+    assert rest.count == 5 and any(
+        "e.g. 004.jpg; they were left out" in said for said in datasets.meta(rest)["warnings"]
+    )
     for path in (folder / "val2017").iterdir():
         path.unlink()
     with pytest.raises(UserError, match=r"image 000.jpg of instances_val2017.json is in none of "):

@@ -98,6 +98,8 @@ def test_splits_and_layouts(yolo: Callable[..., Path], make: Make, tmp_path: Pat
         shutil.copytree(folder / part / "val", exported / "valid" / part)
     (exported / "data.yaml").write_text("val: ../valid/images\nnc: 2\nnames: [disc, triangle]\n")
     assert make(exported, calibration=0).count == 10
+    (exported / "data.yaml").write_text("path: C:\\data\nval: valid\\images\nnc: 2\nnames: [disc, triangle]\n")
+    assert make(exported, calibration=0).count == 10
     (exported / "data.yaml").unlink()
     assert make(exported, calibration=0).count == 10
     other = tmp_path / "other"

@@ -186,6 +186,11 @@ def test_files_are_known_by_content_wherever_they_lie(fake_study: Studies, tmp_p
             {},
             "model 'resnet18' has no source prefix; did you mean torchvision:resnet18 or timm:resnet18?",
         ),
+        (
+            "openvino/int8",
+            {},
+            "openvino/int8 is a backend and no model: give it with --backends openvino --precision int8",
+        ),
         ("none.onnx", {}, "there is no model file none.onnx"),
         ("none.xml", {}, "there is no model file none.xml"),
         ("none.py:net", {}, "there is no Python file none.py"),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -59,7 +60,7 @@ def test_the_same_module_is_the_same_file_and_stays_as_it_was() -> None:
 @pytest.mark.slow
 def test_the_study_is_text_and_resumes(tmp_path: Path) -> None:
     net = Small().eval()
-    study = Study(models=net, backends="pytorch", sizes="8", batches=(1, 3), **QUICK)
+    study = Study(models=net, backends="pytorch", sizes=[8], batches=(1, 3), **QUICK)
     path = tmp_path / "study.toml"
     path.write_text(study.to_toml())
     assert Study.from_toml(path) == study and choose_folder(study)[0].name == "Small"
@@ -69,6 +70,13 @@ def test_the_study_is_text_and_resumes(tmp_path: Path) -> None:
     written = [record.stat().st_mtime_ns for record in records]
     study.run(tmp_path / "run", quiet=True)
     assert [record.stat().st_mtime_ns for record in records] == written
+
+
+def test_threads_may_each_have_a_study() -> None:
+    nets = [Small().eval() for _ in range(3)]
+    with ThreadPoolExecutor(3) as pool:
+        studies = [*pool.map(lambda net: Study(models=net, sizes=[8]), nets)]
+    assert len({study.models for study in studies}) == 3
 
 
 @pytest.mark.slow

@@ -15,6 +15,7 @@ from dyno.worker.extras import EXTRAS, distribution, lacking
 from dyno.worker.spec import Unavailable, UserError, check_utf8, plain
 
 INTERRUPTED = 130
+UNFINISHED = 3
 ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache)"
 OS_ERRORS = {
     errno.ENOSPC: "the disk is full; free some space and run again, what was measured is stored",

@@ -12,6 +12,8 @@ def no_command(name: str, commands: Iterable[str]) -> str:
     """The error for an unknown command, with what may have been meant."""
     from dyno.worker import registry  # with NumPy, which `dyno --help` has no use for
 
+    if name in ("help", "version"):
+        return f"there is no command {name!r}; write dyno --{name}"
     similar = difflib.get_close_matches(name, list(commands), 1)
     if ":" in name or registry.format_of(name) or name.endswith(".toml"):
         return f"there is no command {name!r}; to measure it: dyno run {name}"
@@ -24,9 +26,10 @@ def no_command(name: str, commands: Iterable[str]) -> str:
 
 def usage(error: Any, command: str) -> str:
     """The message of click's `UsageError`, with the nearest option and where the help is."""
-    similar = difflib.get_close_matches(
-        getattr(error, "option_name", ""), getattr(error, "possibilities", None) or (), 1
-    )
+    option = getattr(error, "option_name", "")
+    if option in ("--model", "--models"):
+        return f"no such option: {option}; give the model alone: {command} torchvision:resnet18; see {command} --help"
+    similar = difflib.get_close_matches(option, getattr(error, "possibilities", None) or (), 1)
     text = f"{error.message}; did you mean {similar[0]}?" if similar else error.format_message()
     line = " ".join(text.split()).removesuffix(".")
     return f"{line[:1].lower()}{line[1:]}; see {command} --help"

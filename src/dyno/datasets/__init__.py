@@ -97,7 +97,8 @@ def load(
     images, in original pixels; images alone have none. Annotations are checked when the images are decoded.
 
     The cache key is made from the images' content and the transform. Images that can't be read are refused together,
-    counted and named; with "skip" they are left out and listed in meta.json. Raises `UserError`, one line each.
+    counted and named; with "skip" they are left out and listed in meta.json, and images of COCO's file that aren't
+    there are left out with a warning. Raises `UserError`, one line each.
     """
     if isinstance(calibration, int) and calibration < 0:
         raise UserError(f"the number of calibration images can't be {calibration}")
@@ -110,7 +111,8 @@ def load(
     aside = 0 if isinstance(calibration, Path) or not set_aside else calibration
     transform = Transform(size, preprocess, channels, upright=objects)
     options = DecodeOptions(Path(cache), transform, on_unreadable, progress, seed, aside)
-    listing = data_format.scan(path, Wanted(calibration, seed, train, objects, needs, outputs, set_aside))
+    skip = on_unreadable == "skip"
+    listing = data_format.scan(path, Wanted(calibration, seed, train, objects, needs, outputs, set_aside, skip))
     return cached_data(listing, path, options)
 
 

@@ -81,7 +81,7 @@ def checked_box(box: Sequence[float], size: tuple[int, int], where: str) -> list
     x, y, width, height = box
     shown = ", ".join(f"{value:g}" for value in box)
     if not all(map(math.isfinite, box)) or width <= 0 or height <= 0:
-        raise UserError(f"{where}: the box [{shown}] has no area (x, y, width, height in pixels)")
+        raise UserError(f"{where}: the box [{shown}] has no area (x, y, width, height in pixels); remove it")
     if x < -TOLERANCE or y < -TOLERANCE or x + width > size[1] + TOLERANCE or y + height > size[0] + TOLERANCE:
         raise UserError(
             f"{where}: the box [{shown}] lies outside its image of {size[1]} x {size[0]} pixels (x, y, width, height)"

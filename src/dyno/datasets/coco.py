@@ -37,20 +37,25 @@ class Coco(DataFormat):
         return any((path / "annotations").glob("*.json")) if path.is_dir() else path.suffix in self.suffixes
 
     def scan(self, path: Path, wanted: Wanted) -> Listing:
-        return _scan(path, wanted.calibration, wanted.seed, wanted.needs)
+        return _scan(path, wanted.calibration, wanted.seed, wanted.needs, wanted.skip_missing)
 
 
 COCO = Coco()
 
 
-def _scan(path: Path, calibration: int | Path, seed: int, needs: str) -> Listing:
+def _scan(path: Path, calibration: int | Path, seed: int, needs: str, skip_missing: bool) -> Listing:
     file = path if path.is_file() else chosen(path, needs)
     about = _read(file)
     folder = _image_folder(file, about.images)
     shown = path if path.is_dir() else folder
     photos = [Photo(folder / image["file_name"], printable(image["file_name"]), -1, "test") for image in about.images]
     if lost := [photo.name for photo in photos if not photo.path.is_file()]:
-        raise UserError(f"{len(lost)} of {len(photos)} images of {file.name} are not in {folder}, e.g. {lost[0]}")
+        missing = f"{len(lost)} of {len(photos)} images of {file.name} are not in {folder}, e.g. {lost[0]}"
+        photos = [photo for photo in photos if photo.path.is_file()]
+        if not (skip_missing and photos):
+            remedy = "leave them out with --unreadable skip" if photos else "put them there"
+            raise UserError(f"{missing}; {remedy}")
+        about.missing = f"{missing}; they were left out"
     own = isinstance(calibration, Path)
     if isinstance(calibration, Path):
         photos = photos + calibration_photos(calibration)
@@ -86,6 +91,7 @@ class _File:
     images: list[dict[str, Any]]
     categories: list[dict[str, Any]]
     annotations: list[dict[str, Any]]
+    missing: str = ""  # images that were left out
 
     @property
     def classes(self) -> list[str]:
@@ -98,6 +104,7 @@ class _File:
         self._check_sizes(rows, sizes)
         names = self._keypoints()
         labels = Labels(photos, sizes, self.classes, (len(names), 3) if names else (), names)
+        labels.warnings += [self.missing] * bool(self.missing)
         for number, annotation in enumerate(self.annotations):
             where = f"{self.path.name}, annotation {annotation.get('id', number)}"
             row = _by_id(row_of, annotation, "image_id", "image", where)
@@ -131,7 +138,7 @@ def _read(file: Path) -> _File:
     if file.exists() and not file.is_file():  # a pipe would be waited for
         raise UserError(f"annotation file {file} is not a regular file; give a file")
     try:
-        content = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"there is no annotation file {file}") from None
     except (ValueError, RecursionError) as e:

@@ -20,7 +20,8 @@ class Wanted:
 
     `calibration` is the number of calibration images, or a folder of them; `train`: training images too. The model
     detects `objects` and `needs` masks or keypoints besides boxes, or it classifies into `outputs` classes (0: not
-    known). `set_aside`: test images will serve for calibration where there are no training images.
+    known). `set_aside`: test images will serve for calibration where there are no training images. `skip_missing`:
+    images that are listed and not there are left out, with a warning.
     """
 
     calibration: int | Path = CALIBRATION
@@ -30,6 +31,7 @@ class Wanted:
     needs: str = ""
     outputs: int = 0
     set_aside: bool = False
+    skip_missing: bool = False
 
 
 class DataFormat(ABC):

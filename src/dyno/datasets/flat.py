@@ -102,7 +102,7 @@ def _from_name(name: str) -> str:
 def _from_table(file: Path, names: list[str], order: str) -> dict[str, str]:
     """The synset of each image by a table: Kaggle's CSV, lines of a name and a synset, or a label for each in order."""
     try:
-        text = file.read_text(encoding="utf-8")
+        text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"the table of labels {file} can't be read: {getattr(e, 'strerror', None) or e}") from e
     lines = [line.split() for line in text.splitlines() if line.strip()]

@@ -118,7 +118,7 @@ def _from_yaml(file: Path) -> _Description:
     except ImportError as e:
         raise Unavailable(f"reading YAML needs PyYAML; {install('pyyaml')}") from e
     try:
-        about = yaml.safe_load(file.read_text(encoding="utf-8"))
+        about = yaml.safe_load(file.read_text(encoding="utf-8-sig"))
     except FileNotFoundError:
         raise UserError(f"there is no file {file}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as e:  # of dates, of brackets
@@ -173,8 +173,9 @@ def _listed(root: Path, entries: Any) -> tuple[list[Path], str]:
     paths: list[Path] = []
     entries, wrong = entries if isinstance(entries, list) else [entries], ""
     for entry in entries:
-        # Exports of some tools write ../valid/images for the folder beside the file.
-        places = [root / str(entry), root / str(entry).removeprefix("../")]
+        # Exports of some tools write ../valid/images for the folder beside the file, and those on Windows backslashes.
+        names = [str(entry), str(entry).removeprefix("../"), str(entry).replace("\\", "/")]
+        places = [root / name for name in names]
         place = next((place.resolve() for place in places if place.exists()), None)
         if place is not None:
             paths += images(place) if place.is_dir() else _in_text(place, root)
@@ -187,7 +188,7 @@ def _listed(root: Path, entries: Any) -> tuple[list[Path], str]:
 
 def _in_text(file: Path, root: Path) -> list[Path]:
     try:
-        lines = [line.strip() for line in file.read_text(encoding="utf-8").splitlines() if line.strip()]
+        lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as e:
         raise UserError(f"{file} is not a list of images; it needs one file name per line, in UTF-8") from e
     paths = [next((p for p in (file.parent / line, root / line) if p.is_file()), root / line) for line in lines]

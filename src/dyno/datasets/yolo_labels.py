@@ -70,7 +70,7 @@ def classes_used(files: list[Path]) -> int:
 
 
 def _lines(file: Path) -> list[tuple[int, str]]:
-    lines = file.read_text("utf-8", "replace").splitlines()
+    lines = file.read_text("utf-8-sig", "replace").splitlines()
     return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 

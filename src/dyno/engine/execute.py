@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import itertools
 import platform
 import random
@@ -291,23 +292,34 @@ class Files:
 
     def file(self, recipe: Recipe) -> Artifact | Record:
         """The file this recipe makes, from the cache if nothing on which it depends has changed."""
-        key = self.cache.key(recipe)
+        key = self._substitute_key(recipe)
         if key not in self.results:
-            self.results[key] = self._make(recipe, key)
+            self.results[key] = self._with_fallback(recipe, key)
         return self.results[key]
 
-    def _make(self, recipe: Recipe, key: str) -> Artifact | Record:
-        stored, damage = self.cache.find(key)
+    def _substitute_key(self, recipe: Recipe) -> str:
+        """The recipe's key; where others may stand in for it, a key of all of them: a file of a free batch may be
+        replaced by one of batch 1 in one trial and by one of batch 8 in another."""
+        key = self.cache.key(recipe)
+        if recipe.fallback is None:
+            return key
+        return hashlib.sha256(f"{key} {self._substitute_key(recipe.fallback)}".encode()).hexdigest()[: len(key)]
+
+    def _with_fallback(self, recipe: Recipe, substitute_key: str) -> Artifact | Record:
+        key = self.cache.key(recipe)
+        stored = self.cache.find(key)[0] or self.cache.find(substitute_key)[0]
         if stored is not None:
             return stored
-        artifact = self._build(recipe, key, damage)
+        if key not in self.results:
+            self.results[key] = self._build(recipe, key, self.cache.find(key)[1])
+        artifact = self.results[key]
         if isinstance(artifact, Artifact) or recipe.fallback is None:
             return artifact
         if artifact.status not in OTHER_ROUTE or artifact.facts.no_route:
             return artifact
         other = self.file(recipe.fallback)
         # The last route's failure is reported: it has the fixed batch that the others may have proposed.
-        return other if isinstance(other, Record) else self._substitute(other, artifact, key)
+        return other if isinstance(other, Record) else self._substitute(other, artifact, substitute_key)
 
     def _substitute(self, other: Artifact, failed: Record, key: str) -> Artifact:
         """Another route's file in place of the one that could not be made; cached, so that it isn't tried again."""

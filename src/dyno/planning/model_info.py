@@ -92,6 +92,10 @@ def _no_model(source: str) -> str:
         return f"{source} is a run folder; to resume it: dyno run {Path(source, 'study.toml')}"
     if Path(source).is_dir():
         return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
+    backend, _, precision = source.partition("/")
+    if backend in registry.names():
+        asked = f" --precision {precision}" if precision else ""
+        return f"{source} is a backend and no model: give it with --backends {backend}{asked}"
     if source.endswith((".yaml", ".yml")):
         return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
     if source.endswith(".ort"):
@@ -115,6 +119,8 @@ def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preproces
 
 def _existing(text: str, what: str) -> Path:
     path = regular(Path(text), what)
+    if path.is_dir():
+        raise UserError(f"{text} is a folder, not a {what}")
     if not path.is_file():
         raise UserError(f"there is no {what} {text}")
     return path

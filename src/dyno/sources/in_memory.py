@@ -8,6 +8,7 @@ import io
 import json
 import logging
 import tempfile
+import threading
 import warnings
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
@@ -26,6 +27,7 @@ from dyno.worker.spec import Dims, InputSpec, ModelSpec, UserError, to_json
 Specs = tuple[InputSpec, ...]
 
 SIZE = 224  # of an image without a description
+ONE_AT_A_TIME = threading.RLock()  # torch.export can't run in two threads at once
 
 
 def saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, size: tuple[int, int] | None) -> str:
@@ -34,6 +36,11 @@ def saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int,
     Its folder is named after the content, so that the same module is the same file again. Stored by torch.export where
     that takes the module, else as TorchScript. Raises `UserError` where neither does, or its inputs are unknown.
     """
+    with ONE_AT_A_TIME:
+        return _saved(value, overrides, channels, size)
+
+
+def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, size: tuple[int, int] | None) -> str:
     module, examples = value if isinstance(value, tuple) else (value, None)
     if any(each.device.type != "cpu" for each in (*module.parameters(), *module.buffers())):
         module = copy.deepcopy(module).cpu()

@@ -114,6 +114,17 @@ def test_an_output_near_zero_for_one_input_is_held_to_the_others(tmp_path: Path)
     assert held is not None and held.ok
 
 
+def test_four_numbers_and_a_value_of_an_input_are_not_taken_for_its_boxes(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
+    for number, trial in enumerate(results.trials):
+        for stored in trial.rounds:
+            scores = np.load(stored.folder / "outputs.npz")["output:output"]
+            four, value = scores[:, :4] - scores.mean(), -np.abs(scores[:, 0]) - number
+            np.savez(stored.folder / "outputs.npz", **{"output:output": four, "output:output_1": value})
+    held = check(*reversed(load(tmp_path / "run").trials))
+    assert held is not None and not held.ok and "of their size" in held.reason
+
+
 def test_the_wider_of_two_tolerances_counts(tmp_path: Path) -> None:
     results = _run(tmp_path / "run", Way("onnxruntime", "int8", 0.001))
     _change(results.trials[1], lambda a: (a * 1.05).astype(np.float32))

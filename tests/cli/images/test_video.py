@@ -219,6 +219,18 @@ def test_without_an_output_nothing_is_drawn_or_written(run: Call, clip: Path, tm
     assert {path.name for path in tmp_path.iterdir()} <= {"__pycache__", "marker.py", "run"}
 
 
+def test_what_a_stored_run_does_not_write_again_is_said(run: Call, clip: Path, tmp_path: Path) -> None:
+    (tmp_path / "own.mp4").write_bytes(clip.read_bytes())
+    assert run("own.mp4", "one.mp4", "-o", "run", "--frames", 3)[0] == 0
+    code, out, errors = run("own.mp4", "two.mp4", "-o", "run", "--frames", 3)
+    assert (
+        code == 3 and out and "two.mp4 is not written, as its round was measured before; give another --out" in errors
+    )
+    videos.write(tmp_path / "own.mp4", videos.pictures(5))
+    code, _, errors = run("own.mp4", "one.mp4", "-o", "run", "--frames", 3)
+    assert code == 2 and "run is of another video" in errors
+
+
 def test_images_and_folders(run: Call, tmp_path: Path) -> None:
     import cv2
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -12,7 +13,8 @@ from torch import nn
 from dyno.worker.inputs.input_data import batches, fingerprint
 from dyno.worker.inputs.modules import ModuleInputs, describe_inputs, verify_inputs
 from dyno.worker.inputs.specs import arguments
-from dyno.worker.spec import DataSpec, Dims, InputSpec, ModelSpec, Preprocess, Tensor, UserError
+from dyno.worker.jobs.inspect_model import inspect_model
+from dyno.worker.spec import DataSpec, Dims, InputSpec, ModelSpec, Preprocess, Tensor, Trial, UserError
 
 MODEL = ModelSpec("net", "net.py:build")
 
@@ -92,3 +94,19 @@ def test_what_is_no_tensor_is_named() -> None:
         describe_inputs(Image(), MODEL, {"x": object()}, {})
     with pytest.raises(UserError, match="net has 2 example inputs, but its forward takes x"):
         describe_inputs(Image(), MODEL, (torch.ones(1), torch.ones(1)), {})
+
+
+def test_a_module_that_refuses_is_told_what_helps(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n\n\ndef gray():\n    return torch.nn.Conv2d(1, 2, 3)\n\n\nclass Force(torch.nn.Module):\n"
+        "    def forward(self, x):\n        x = x.clone().requires_grad_()\n"
+        "        return torch.autograd.grad((x * x).sum(), x)[0]\n\n\nmade = gray()\n"
+    )
+    for name, advice in (
+        ("gray", "give --channels 1, or describe its inputs with --shapes input:SHAPE"),
+        ("Force", "it computes gradients, which are off"),
+        ("made", "made is a Conv2d; it must be a function that returns a module"),
+    ):
+        model = ModelSpec(name, f"{tmp_path / 'net.py'}:{name}")
+        with pytest.raises(UserError, match=advice):
+            inspect_model(Trial(model, "", "fp32", Dims(1, 0, 0)), [[8, 8]], {})

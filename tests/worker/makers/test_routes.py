@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 
 from dyno.engine.execute import Files
@@ -17,6 +18,7 @@ from dyno.study import Choice
 from dyno.worker import registry
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.makers.static import OnnxStatic, static_of
+from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Trial, UserError
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
@@ -112,6 +114,23 @@ def test_where_a_route_fails_the_next_one_is_taken_and_said(net: str, monkeypatc
     )
     again = Files(Progress(quiet=True)).file(bad)  # kept: the route that fails isn't tried again
     assert isinstance(again, Artifact) and again.sha256 == made.sha256
+
+
+@pytest.mark.slow
+def test_a_module_that_looks_at_the_batch_has_a_file_for_each(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n\nclass Net(torch.nn.Module):\n    def forward(self, x):\n"
+        "        return x.mean((2, 3)) * (2 if x.shape[0] > 4 else 1)\n\ndef net():\n    return Net()\n"
+    )
+    model = ModelSpec("net", f"{tmp_path / 'net.py'}:net", sha256_with_imports(tmp_path / "net.py"))
+    trial, files = replace(_trial(model.source), model=model), Files(Progress(quiet=True))
+    for batch in (1, 8):
+        made = files.file(registry.find("onnxruntime").recipe(replace(trial, dims=replace(trial.dims, batch=batch))))
+        assert isinstance(made, Artifact) and made.inputs[0].shape[0] == batch
+        assert "up to batch 4" in str(made.made_by.warnings)
+        x = np.ones((batch, 3, 32, 32), np.float32)
+        (out,) = onnxruntime.InferenceSession(made.path).run(None, {"input": x})
+        assert (out == (2 if batch == 8 else 1)).all()
 
 
 def test_fixed_shapes_that_a_file_can_not_have_are_refused(tmp_path: Path) -> None:

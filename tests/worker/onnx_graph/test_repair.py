@@ -144,3 +144,26 @@ def test_what_is_no_tensor_of_numbers_is_refused_with_what_to_do(tmp_path: Path)
         onnx.save(h.make_model(graph, opset_imports=ops, ir_version=8), path)
         with pytest.raises(UserError, match=named):
             check(str(path))
+
+
+def test_nodes_in_any_order_are_sorted_and_a_circle_is_none(tmp_path: Path) -> None:
+    model = linear()
+    then, other = (
+        h.make_graph(
+            [h.make_node(kind, ["a"], [f"{kind}_a"])], kind, [], [h.make_tensor_value_info(f"{kind}_a", 1, None)]
+        )
+        for kind in ("Neg", "Abs")
+    )
+    flag = numpy_helper.from_array(np.array(True), "flag")
+    model.graph.initializer.append(flag)
+    del model.graph.node[:]
+    choice = h.make_node("If", ["flag"], ["y"], then_branch=then, else_branch=other)
+    model.graph.node.extend([choice, h.make_node("MatMul", ["x", "w"], ["a"])])
+    repaired, warnings = prepared(model, tmp_path)
+    assert [node.op_type for node in repaired.graph.node] == ["MatMul", "If"]
+    assert warnings == ("nodes stood before those whose results they take, and were sorted",)
+    np.testing.assert_allclose(output(repaired), -FEEDS @ (np.arange(12).reshape(4, 3) / 8), rtol=1e-5)
+    model.graph.node[1].input[0] = "y"
+    onnx.save(model, tmp_path / "circle.onnx")
+    with pytest.raises(UserError, match=r"circle\.onnx is not a valid ONNX graph"):
+        check(str(tmp_path / "circle.onnx"))

@@ -197,7 +197,7 @@ def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> n
         np.abs(own.scores[a] - other.scores[b]) / other.scores.max(initial=np.finfo(np.float64).tiny),
     ]
     for name, values in other.values.items():
-        if values.shape[1] not in (1, CORNERS, IN_ONE):  # masks, keypoints
+        if len(values) and values.shape[1] not in (1, CORNERS, IN_ONE):  # masks, keypoints
             apart = np.linalg.norm(own.values[name][a] - values[b], axis=1)
             errors.append(apart / max(float(np.sqrt(np.mean(np.square(np.linalg.norm(values, axis=1))))), 1e-30))
     worst: np.ndarray = np.max(errors, axis=0)

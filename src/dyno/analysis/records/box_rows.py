@@ -35,15 +35,19 @@ def of(trial: TrialResult) -> BoxRows | None:
     """The first 100 images' boxes of a trial's stored outputs, None where they aren't any.
 
     Boxes are n x 4 corners beside n scores and perhaps n labels, in any order, or n x 6 in one output: with any n for
-    each image, or images x n. Rows whose score isn't above 0 only fill a fixed n up.
+    each image, or images x n. Rows whose score isn't above 0 only fill a fixed n up. Where nothing says how many rows
+    an image has, each has one, and its score is above 0: else they are four numbers and a value of another kind.
     """
     outputs = trial.outputs()
-    tables, counts = _tables(outputs, trial.output_rows(outputs))
+    row_counts = trial.output_rows(outputs)
+    tables, counts = _tables(outputs, row_counts)
     columns = _columns(tables)
     if columns is None:
         return None
     boxes, scores, labels = (column.astype(np.float64) for column in columns)
     if not (_corners(boxes[scores > 0]) and np.all(scores <= 1)):
+        return None
+    if not (row_counts or _fixed(outputs)) and not np.all(scores > 0):
         return None
     images = np.repeat(np.arange(len(counts)), counts)
     keep = (scores > 0) & (images < MOST_IMAGES)
@@ -55,7 +59,7 @@ def of(trial: TrialResult) -> BoxRows | None:
 def _tables(outputs: Mapping[str, np.ndarray], counts: Mapping[str, np.ndarray]) -> tuple[list[np.ndarray], np.ndarray]:
     """Each output as rows of one or more columns, and the rows of each image; nothing where they differ in those."""
     tables, row_counts = [], []
-    fixed = not counts and any(a.ndim == 3 and a.shape[2] in (CORNERS, IN_ONE) for a in outputs.values())
+    fixed = not counts and _fixed(outputs)
     for name, array in outputs.items():
         if not fixed:  # where every image has one box, nothing tells rows from images
             tables.append(array.reshape(len(array), math.prod(array.shape[1:])))
@@ -69,6 +73,11 @@ def _tables(outputs: Mapping[str, np.ndarray], counts: Mapping[str, np.ndarray])
     if not row_counts or any(not np.array_equal(rows, row_counts[0]) for rows in row_counts):
         return [], np.zeros(0, np.int64)
     return tables, row_counts[0]
+
+
+def _fixed(outputs: Mapping[str, np.ndarray]) -> bool:
+    """Whether an output has so many boxes for every image."""
+    return any(a.ndim == 3 and a.shape[2] in (CORNERS, IN_ONE) for a in outputs.values())
 
 
 def _columns(tables: list[np.ndarray]) -> tuple[np.ndarray, np.ndarray, np.ndarray] | None:

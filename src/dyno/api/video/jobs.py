@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import glob
 import math
 import os
 from collections.abc import Mapping
@@ -39,7 +40,20 @@ class Shot:
 
     def settings(self) -> dict[str, Any]:
         """What the run folder remembers, by which another video is refused there."""
-        return {"source": self.source, "options": dataclasses.asdict(self.options), "written": bool(self.output)}
+        path = Path(self.source)
+        content = {"bytes": path.stat().st_size} if path.is_file() else {}
+        options = dataclasses.asdict(self.options)
+        return {"source": self.source, "options": options, "written": bool(self.output), **content}
+
+    def unwritten(self) -> tuple[str, ...]:
+        """The files that were asked for and aren't there."""
+        wanted = [Path(path) for path in (self.output, self.boxes) if path]
+        kept = [p for p in wanted if not p.exists() and not (self.several and [*p.parent.glob(self._any(p))])]
+        return tuple(map(str, kept))
+
+    def _any(self, path: Path) -> str:
+        """A pattern of the names that the trials write to."""
+        return f"{glob.escape(path.stem)}-*{glob.escape(path.suffix)}"
 
     def named(self, path: str, trial: Trial) -> str:
         """The output of that trial."""

@@ -17,7 +17,7 @@ from dyno.planning.defaults import new_folder, study_of
 from dyno.study import Study
 from dyno.worker.record import read_json, write_json, write_text
 from dyno.worker.spec import FIXED, UserError
-from dyno.worker.video.options import VideoOptions
+from dyno.worker.video.options import OPENING, VideoOptions
 
 if TYPE_CHECKING:
     from dyno.analysis.presentation.table import Table
@@ -33,10 +33,19 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Filmed(Result):
-    """A video that went through one or several engines: its run folder, and whether the user stopped it."""
+    """A video that went through one or several engines: its run folder, whether the user stopped it, and the files that
+    were asked for and not written, because the rounds that write were measured before."""
 
     folder: Path
     stopped: bool = False
+    unwritten: tuple[str, ...] = ()
+
+    @property
+    def refused(self) -> str:
+        """Why the source can't be read, "" where it can."""
+        worst = [trial.worst for trial in self.records]
+        opening = all(w is not None and w.status == "failed" and w.record.stage == OPENING for w in worst)
+        return worst[0].record.reason if worst and worst[0] is not None and opening else ""
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -95,6 +104,8 @@ def video(
             raise
         stopped = True
     filmed = Filmed(folder, stopped=stopped)
+    if not stopped and all(trial.status == "ok" for trial in filmed.records):
+        filmed = replace(filmed, unwritten=shot.unwritten())
     if save:
         filmed.save(Path(save))
     return filmed
@@ -126,7 +137,9 @@ def _check(shot: Shot, study: Study) -> None:
 def _remember(shot: Shot, folder: Path) -> None:
     """Store which video the folder is of; a folder of another one is refused."""
     about, path = shot.settings(), folder / ABOUT
-    if path.is_file() and read_json(path) != about and measured(folder):
+    stored = read_json(path) if path.is_file() else {}
+    other = any(stored.get(key, value) != value for key, value in about.items())
+    if other and measured(folder):
         raise UserError(f"{folder} is of another video, or of other settings; give another --out")
     if (folder / "study.toml").is_file() and not path.is_file():
         raise UserError(f"{folder} is of a run without a video; give another --out")

@@ -8,8 +8,9 @@ from typing import Annotated, Any
 import typer
 
 from dyno.cli import options
-from dyno.cli.exits import INTERRUPTED
+from dyno.cli.exits import INTERRUPTED, UNFINISHED
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.worker.spec import UserError
 from dyno.worker.video.options import VideoOptions
 
 UNUSED = "routes reference compared budget search confirm boundaries turns block until minutes peak energy timeout data"
@@ -55,9 +56,14 @@ def video(
     print(export(shown, format), end="") if shown else None
     if shown and format in ("text", "markdown"):
         print("\n" + "\n".join(map(wrapped if format == "text" else bullet, filmed.sentences)))
+    if filmed.refused:
+        raise UserError(filmed.refused)
     for failed in (t for t in filmed.records if t.status != "ok"):
         print(f"dyno: {failed.label}: {failed.reason}", file=sys.stderr)
-    raise typer.Exit(INTERRUPTED if filmed.stopped else trial_table.exit_code(filmed.data.frame))
+    for path in filmed.unwritten:
+        print(f"dyno: {path} is not written, as its round was measured before; give another --out", file=sys.stderr)
+    code = trial_table.exit_code(filmed.data.frame)
+    raise typer.Exit(INTERRUPTED if filmed.stopped else code or UNFINISHED * bool(filmed.unwritten))
 
 
 def _chosen(overrides: options.Overrides) -> VideoOptions:

@@ -137,7 +137,9 @@ def advice_after_refusal(module: Any, model: ModelSpec) -> str:
     name = next(iter(signature_of(module).required), "input")
     function = model.source.rpartition(":")[2]
     beside = "" if model.source.startswith("saved:") else f", or by {function}_inputs() beside {function}"
-    return f"describe its inputs with --shapes {name}:SHAPE (followed by :int64 for token ids){beside}"
+    first = next((layer.in_channels for layer in module.modules() if type(layer).__name__ == "Conv2d"), model.channels)
+    channels = f"give --channels {first}, or " if first != model.channels else ""
+    return f"{channels}describe its inputs with --shapes {name}:SHAPE (followed by :int64 for token ids){beside}"
 
 
 def _of_examples(examples: Any, signature: Signature, model: ModelSpec) -> list[InputSpec]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -16,6 +17,8 @@ from dyno.worker.nets import file_images, flops, models, task_facts, torchvision
 from dyno.worker.nets.file_images import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import tensors as tensors_of
 from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError
+
+NEEDS_GRADIENTS = re.compile("requires?.grad|[Ii]nference tensor")  # in PyTorch's words
 
 
 def inspect_model(
@@ -125,14 +128,19 @@ def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tup
     except Exception as e:  # the module is anyone's code, and may raise anything for an input that it doesn't take
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
         shown = modules.listed(inputs.inputs, dims) or f"1x{model.channels}x{dims.height}x{dims.width}"
-        raise UserError(f"the model refuses {shown}: {reason}{_hint(module, model)}") from e
+        raise UserError(f"the model refuses {shown}: {reason}{_hint(module, model, reason)}") from e
     return inputs, [tuple(tensor.shape) for tensor in tensors_of(result)]
 
 
-def _hint(module: Any, model: ModelSpec) -> str:
+def _hint(module: Any, model: ModelSpec, reason: str) -> str:
     """What to do about a module that refuses its input; a library's network takes an image of some size."""
     if not _may_differ(model, {}):
         return ""
+    if NEEDS_GRADIENTS.search(reason):
+        return (
+            "; it computes gradients, which are off while it is measured: let forward switch them on within "
+            "`with torch.inference_mode(False), torch.enable_grad():`"
+        )
     return f"; {modules.advice_after_refusal(module, model)}"
 
 

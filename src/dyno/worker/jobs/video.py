@@ -29,7 +29,7 @@ from dyno.worker.video import alone, on_device, stages, steps
 from dyno.worker.video.media.ends import Batch, Sink, Source, codec_threads, disk_full, lanes_beside, now
 from dyno.worker.video.media.memory import MemorySource
 from dyno.worker.video.media.opening import has_pyav, old_pyav, prepare_libraries, sink_of, source_of
-from dyno.worker.video.options import VideoOptions
+from dyno.worker.video.options import OPENING, VideoOptions
 from dyno.worker.video.preparing import Preparation
 from dyno.worker.video.tracking import Tracker
 
@@ -54,6 +54,7 @@ def video(job: Job, journal: Journal) -> None:
     options = VideoOptions(**job.options["settings"])
     libraries = (*REQUIRES, *(("trackers",) if options.track else ()), *backend.requires)
     journal.record = replace(journal.record, system=system.describe(libraries))
+    journal.stage(OPENING)
     source = source_of(str(job.options["source"]), options, _decoding(options, trial))
     if options.preload:
         journal.stage("decode")

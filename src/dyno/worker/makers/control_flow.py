@@ -12,6 +12,7 @@ from typing import Any
 from dyno.worker.spec import NoRoute
 
 MARK = "_dyno_from_input"
+LARGE = 4096  # limits of the batch beyond this are of memory, not ways of the module
 REMEDY = "compute both branches and choose with torch.where, or measure it with --backends pytorch,compile"
 
 
@@ -127,3 +128,33 @@ def traced_values(torch: Any, caught: Sequence[warnings.WarningMessage]) -> str:
         if issubclass(warning.category, torch.jit.TracerWarning):
             return f"{Path(warning.filename).name}, line {warning.lineno}: {str(warning.message).split('.')[0]}"
     return ""
+
+
+def follow_batch(torch: Any, module: Any, example: Sequence[Any], batched: Sequence[bool]) -> Any:
+    """The module as `torch.export` reads it with a free batch; None where it can't."""
+    free = {0: getattr(torch.export.Dim, "AUTO", None)}
+    shapes = tuple(free if each else None for each in batched)
+    variadic = type(module).__name__ == "Positional"
+    try:
+        with torch.no_grad(), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            return torch.export.export(
+                module, tuple(example), dynamic_shapes=(shapes,) if variadic else shapes, strict=False
+            )
+    except Exception:  # a module that it can't follow, or another PyTorch: nothing is known then
+        return None
+
+
+def batch_limit(program: Any) -> int | None:
+    """The largest batch for which an exported program computes what its module does; None where it has no such limit.
+
+    A module with `if len(x) > 4` has one: the program holds the way that the example took.
+    """
+    try:
+        inputs = [n for n in program.graph.nodes if n.name in program.graph_signature.user_inputs]
+        lengths = [getattr(n.meta["val"].shape[0], "node", None) for n in inputs if n.meta["val"].ndim]
+        ranges = [program.range_constraints.get(length.expr) for length in lengths if length is not None]
+        limits = [int(each.upper) for each in ranges if each is not None and each.upper <= LARGE]
+    except (AttributeError, KeyError, TypeError):  # another PyTorch
+        return None
+    return min(limits, default=None)

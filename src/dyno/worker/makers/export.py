@@ -20,7 +20,7 @@ from dyno.worker.facts.files import MadeBy
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.shapes import REFUSALS
 from dyno.worker.inputs.specs import BATCH, arguments, has_batch, tensors
-from dyno.worker.makers.control_flow import check_control_flow, traced_values
+from dyno.worker.makers.control_flow import batch_limit, check_control_flow, follow_batch, traced_values
 from dyno.worker.makers.verify import Case, Refused, Source, Wrong, doubtful, verified
 from dyno.worker.nets import models, task_facts, torchvision_detectors
 from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, opset_of, prepare_given, read_io
@@ -250,11 +250,15 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
     options |= {"input_names": names, "output_names": list(source.outputs), "opset_version": opset}
     try:
         with _quiet() as caught, torch.no_grad():
-            torch.onnx.export(source.module, source.example, str(path), **options)
+            program = torch.onnx.export(source.module, source.example, str(path), **options)
     except MemoryError:
         raise
     except Exception as e:  # each exporter has errors of its own, and with any of them the next one is tried
         raise Wrong(f"failed, {_last_line(e)}") from e
+    if source.free_batch:
+        _refuse_batch_limit(
+            torch, source, getattr(program, "exported_program", None), bool(traced_values(torch, caught))
+        )
     if dynamo and not options["external_data"]:
         onnx = import_onnx()
         onnx.save(fusible(onnx.load(path)), path)
@@ -263,6 +267,19 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
     except UserError as e:
         raise Wrong(str(e)) from e
     return traced_values(torch, caught)
+
+
+def _refuse_batch_limit(torch: Any, source: Source, exported_program: Any, warned: bool) -> None:
+    """`Wrong` where the module computes something else for larger batches, of which the graph has nothing.
+
+    A trace doesn't know, but it warns, of harmless things too: then `torch.export` is asked.
+    """
+    if exported_program is None and warned:
+        batched = [name in source.batched for name in source.expected[0].feeds]
+        exported_program = follow_batch(torch, source.module, source.example, batched)
+    limit = batch_limit(exported_program)
+    if limit is not None:
+        raise Wrong(f"wrote what the module computes up to batch {limit}, and it takes another way with a larger one")
 
 
 def _is_huge(module: Any) -> bool:

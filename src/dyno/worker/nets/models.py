@@ -279,7 +279,7 @@ def _function(model: ModelSpec) -> Callable[..., Any]:
     if attribute is None:
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         check_known(f"function of {location}", model.source.rpartition(":")[2], names)
-    if not callable(attribute):
+    if not callable(attribute) or isinstance(attribute, _library("torch").nn.Module):
         raise UserError(f"{model.source} is a {type(attribute).__name__}; it must be a function that returns a module")
     function: Callable[..., Any] = attribute
     return function

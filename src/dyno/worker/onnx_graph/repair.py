@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,13 +18,55 @@ WHOLE = 2**31 - 2**26  # bytes of weights that a protobuf file has room for
 def repaired(model: Any) -> tuple[Any, list[str]]:
     """A copy of the graph, and one line for each thing that was changed in it; none where it was right.
 
-    Axes stored as -1 or 0 (PaddlePaddle's free batch) become free ones, initialisers that are listed as inputs stop
-    being inputs, the file's own functions become the operators they are made of, and a graph in float64 becomes one in
-    float32. Weights beside the file are not touched.
+    Nodes come after those whose results they take, axes stored as -1 or 0 (PaddlePaddle's free batch) become free ones,
+    initialisers that are listed as inputs stop being inputs, the file's own functions become the operators they are
+    made of, and a graph in float64 becomes one in float32. Weights beside the file are not touched.
     """
     copy = type(model)()
     copy.CopyFrom(model)
-    return copy, [line for change in (_free, _inputs, _functions, _singles) if (line := change(copy))]
+    return copy, [line for change in (order, _free, _inputs, _functions, _singles) if (line := change(copy))]
+
+
+def order(model: Any) -> str:
+    """Sort the nodes of each graph, as ONNX asks and ONNX Runtime's conversion to FP16 doesn't do; in their own order
+    otherwise, and as they are where they wait for each other."""
+    changed = [graph for graph in _graphs(model.graph) if _order(graph)]
+    return "nodes stood before those whose results they take, and were sorted" if changed else ""
+
+
+def _order(graph: Any) -> bool:
+    makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
+    needed = [{makers[name] for name in _taken(node) if name in makers} for node in graph.node]
+    if all(i > max(before, default=-1) for i, before in enumerate(needed)):
+        return False
+    followers: dict[int, list[int]] = {}
+    for i, before in enumerate(needed):
+        for other in before:
+            followers.setdefault(other, []).append(i)
+    ready = [i for i, before in enumerate(needed) if not before]
+    found = []
+    while ready:
+        found.append(done := heapq.heappop(ready))
+        for i in followers.get(done, ()):
+            needed[i].discard(done)
+            if not needed[i]:
+                heapq.heappush(ready, i)
+    if len(found) < len(needed):
+        return False
+    nodes = [type(graph.node[i]).FromString(graph.node[i].SerializeToString()) for i in found]
+    del graph.node[:]
+    graph.node.extend(nodes)
+    return True
+
+
+def _taken(node: Any) -> Iterator[str]:
+    """Names of what a node takes, itself or in a graph within it."""
+    yield from node.input
+    for attribute in node.attribute:
+        for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") or attribute.graphs else ():
+            for each in inner.node:
+                yield from _taken(each)
+            yield from (value.name for value in inner.output)
 
 
 def save(model: Any, path: Path) -> None:

@@ -18,6 +18,8 @@ TRACKERS = {
     "botsort": "BoTSORTTracker",
 }
 
+OPENING = "open the source"  # the stage of a job in which a source that is no video is noticed
+
 
 def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
     """A field with its help for the command line; `usual` describes the default."""

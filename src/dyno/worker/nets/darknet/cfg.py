@@ -76,7 +76,7 @@ def read(path: str) -> list[Section]:
     try:
         if file.stat().st_size > MOST_BYTES:
             raise UserError(f"{path} is larger than any architecture; give Darknet's .cfg")
-        lines = file.read_text(encoding="utf-8").splitlines()
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path} can't be read: {e}; give Darknet's .cfg") from e
     sections: list[Section] = []

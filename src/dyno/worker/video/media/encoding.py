@@ -46,7 +46,9 @@ class VideoSink(Sink):
         except OSError as e:
             raise UserError(f"{path} can't be written: {e.strerror}") from e
         except ValueError as e:
-            raise UserError(f"no container is known by the suffix of {path}; give .mp4, .mkv, .webm or .avi") from e
+            raise UserError(
+                f"no container is known by the suffix {path.suffix!r}; give .mp4, .mkv, .webm or .avi"
+            ) from e
         self._codec = _encoder(av, self._container, path, codec)
         self._stream: Any = None
         self._sound: Any = None
