@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Iterator
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 from typing import Any
 
@@ -28,8 +28,8 @@ def repaired(model: Any) -> tuple[Any, list[str]]:
 
 
 def order(model: Any) -> str:
-    """Sort the nodes of each graph, as ONNX asks and ONNX Runtime's conversion to FP16 doesn't do; in their own order
-    otherwise, and as they are where they wait for each other."""
+    """Sort the nodes of each graph, as ONNX asks and ONNX Runtime's conversion to FP16 doesn't do; those that wait for
+    each other stay as they are."""
     changed = [graph for graph in _graphs(model.graph) if _order(graph)]
     return "nodes stood before those whose results they take, and were sorted" if changed else ""
 
@@ -39,19 +39,9 @@ def _order(graph: Any) -> bool:
     needed = [{makers[name] for name in _taken(node) if name in makers} for node in graph.node]
     if all(i > max(before, default=-1) for i, before in enumerate(needed)):
         return False
-    followers: dict[int, list[int]] = {}
-    for i, before in enumerate(needed):
-        for other in before:
-            followers.setdefault(other, []).append(i)
-    ready = [i for i, before in enumerate(needed) if not before]
-    found = []
-    while ready:
-        found.append(done := heapq.heappop(ready))
-        for i in followers.get(done, ()):
-            needed[i].discard(done)
-            if not needed[i]:
-                heapq.heappush(ready, i)
-    if len(found) < len(needed):
+    try:
+        found = [*TopologicalSorter(dict(enumerate(needed))).static_order()]
+    except CycleError:
         return False
     nodes = [type(graph.node[i]).FromString(graph.node[i].SerializeToString()) for i in found]
     del graph.node[:]
