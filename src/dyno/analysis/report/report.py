@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import base64
-import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dyno.analysis import charts, style, tables
+from dyno.analysis import tables
 from dyno.analysis.formatting import counting, markdown, moment
 from dyno.analysis.layer_files import layer_graph
 from dyno.analysis.metrics import confusion
@@ -18,7 +17,8 @@ from dyno.analysis.presentation.export import export, page_part
 from dyno.analysis.presentation.table import TEXT, Column, Table, joined
 from dyno.analysis.records.results import Results
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.report import explained, method, sections
+from dyno.analysis.report import drawing, explained, method, sections
+from dyno.analysis.report.drawing import Drawn, file_name
 from dyno.analysis.report.notebook import HEADLINES
 from dyno.analysis.self_test import words
 from dyno.analysis.tables.trial_table import TRIALS
@@ -35,17 +35,6 @@ LEAD = (
 )
 
 PILLS = {BEST: "decided", NOTE: "open", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
-
-
-@dataclass(frozen=True)
-class Drawn:
-    """A chart inside the page: its name, its caption, the <svg> element, which matplotlib has escaped, and whether it
-    keeps a white background."""
-
-    name: str
-    caption: str
-    svg: Any
-    on_paper: bool
 
 
 @dataclass(frozen=True)
@@ -100,7 +89,7 @@ def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out
     for run, own_tables in zip(runs, all_tables, strict=True):
         name = run.records.name
         for table in own_tables:
-            file = _file(f"{name}-{table.name}" if len(runs) > 1 else table.name)
+            file = file_name(f"{name}-{table.name}" if len(runs) > 1 else table.name)
             write_text(out / "tables" / f"{file}.csv", export([table], "csv"))
         parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{_markdown(own_tables, on_page)}")
     write_text(out / "tables.md", "\n".join(parts))
@@ -138,7 +127,8 @@ def _section(run: RunData, run_tables: Sequence[Table], out: Path, index: int, n
         for table in side
         for part in table.parts()
     ]
-    drawn = _charts(run, out / "charts", f"r{index}", name)
+    drawn = drawing.draw(run, out / "charts", f"r{index}", name)
+    confusion.write(run.records, out / "charts")
     headline = next((chart for wanted in HEADLINES for chart in drawn if chart.name == wanted), None)
     return Section(
         results=run.records,
@@ -162,24 +152,6 @@ def _section(run: RunData, run_tables: Sequence[Table], out: Path, index: int, n
 def _is_single(run: RunData) -> bool:
     """Whether the run has a single model, size and batch: then the trials' table is enough."""
     return len(run.frame[["model", "size", "batch"]].drop_duplicates()) < 2
-
-
-def _file(name: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", name)
-
-
-def _charts(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
-    from markupsafe import Markup
-
-    drawn = []
-    for chart in charts.kinds():
-        if (figure := chart.draw(run)) is not None:
-            box = style.laid_out(figure)
-            style.save(figure, folder / f"{_file(f'{name}-{chart.name}' if name else chart.name)}.png", box)
-            svg = Markup(style.svg(figure, f"{prefix}-{chart.name}", box, chart.on_paper))
-            drawn.append(Drawn(chart.name, chart.caption, svg, chart.on_paper))
-    confusion.write(run.records, folder)
-    return drawn
 
 
 def _counted(findings: Sequence[Finding]) -> str:

@@ -1,0 +1,86 @@
+"""A run's charts, drawn side by side: with many trials each takes matplotlib a second."""
+
+from __future__ import annotations
+
+import os
+import re
+import signal
+import threading
+import warnings
+from collections.abc import Iterable
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass
+from functools import partial
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from dyno.analysis import charts, style
+from dyno.analysis.presentation.chart import Chart
+from dyno.analysis.records.run_data import RunData
+
+MANY = 12  # trials from which processes draw: of fewer, one has drawn all charts before others would have begun
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """A chart inside the page: its name, its caption, the <svg> element, which matplotlib has escaped, and whether it
+    keeps a white background."""
+
+    name: str
+    caption: str
+    svg: Any
+    on_paper: bool
+
+
+def draw(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
+    """Every chart that the run has something for, also written to FOLDER as PNG; ids of the drawings begin with
+    `prefix`, and names of files with `name`, where it isn't empty."""
+    one = partial(_draw, run, folder, prefix, name)
+    count = range(len(charts.kinds()))
+    most = min(len(os.sched_getaffinity(0)), len(count))
+    # Only the thread that forks goes on in a forked process: whatever lock another one held would stay locked there.
+    if len(run.frame) >= MANY and most > 1 and threading.active_count() == 1:
+        try:
+            return _there(_side_by_side(one, count, most))
+        except BrokenProcessPool:  # one was killed, as for want of memory
+            pass
+    return _there(map(one, count))
+
+
+def file_name(name: str) -> str:
+    """The name with what a file can't be called everywhere replaced."""
+    return re.sub(r"[^\w.-]+", "_", name)
+
+
+def _draw(run: RunData, folder: Path, prefix: str, name: str, number: int) -> Drawn | None:
+    from markupsafe import Markup
+
+    chart: Chart = charts.kinds()[number]
+    figure = chart.draw(run)
+    if figure is None:
+        return None
+    box = style.laid_out(figure)
+    style.save(figure, folder / f"{file_name(f'{name}-{chart.name}' if name else chart.name)}.png", box)
+    svg = Markup(style.svg(figure, f"{prefix}-{chart.name}", box, chart.on_paper))
+    return Drawn(chart.name, chart.caption, svg, chart.on_paper)
+
+
+def _side_by_side(one: partial[Drawn | None], count: range, most: int) -> list[Drawn | None]:
+    import matplotlib.backends.backend_agg
+    import matplotlib.backends.backend_svg
+    import matplotlib.figure  # noqa: F401 - imported once, here
+
+    with warnings.catch_warnings(), ProcessPoolExecutor(most, get_context("fork"), _uninterrupted) as pool:
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which survive a fork
+        return [*pool.map(one, count)]
+
+
+def _uninterrupted() -> None:
+    """An interrupt is for the command, which ends its processes; they would print where they were."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _there(drawn: Iterable[Drawn | None]) -> list[Drawn]:
+    return [each for each in drawn if each is not None]

@@ -1,0 +1,55 @@
+"""Charts that several processes draw are those that one draws, and a process that dies costs none."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+
+from dyno.analysis.records.results import Results
+from dyno.analysis.records.run_data import RunData
+from dyno.analysis.report import drawing
+from dyno.analysis.report.drawing import Drawn
+from dyno.analysis.tables import trial_table
+
+pytestmark = [
+    pytest.mark.slow,
+    pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors"),
+]
+DRAW, HERE = drawing._draw, os.getpid()
+
+
+@pytest.fixture
+def run(demo: Results, monkeypatch: pytest.MonkeyPatch) -> RunData:
+    monkeypatch.setattr(drawing, "MANY", 2)
+    return trial_table.read(demo)
+
+
+def pictures(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
+def dies(run: RunData, folder: Path, prefix: str, name: str, number: int) -> Drawn | None:
+    if os.getpid() != HERE:
+        (folder.parent / "died").touch()
+        os._exit(9)
+    return DRAW(run, folder, prefix, name, number)
+
+
+def test_processes_draw_what_one_draws(run: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = drawing.draw(run, folder(tmp_path, "several"), "r0", "")
+    monkeypatch.setattr(drawing, "_draw", dies)
+    after_a_death = drawing.draw(run, folder(tmp_path, "death"), "r0", "")
+    assert (tmp_path / "died").exists()
+    monkeypatch.setattr(drawing, "MANY", 1_000)
+    alone = drawing.draw(run, folder(tmp_path, "alone"), "r0", "")
+    assert len(alone) > 4
+    for other, name in ((several, "several"), (after_a_death, "death")):
+        assert [(one.name, one.caption) for one in other] == [(one.name, one.caption) for one in alone]
+        assert pictures(tmp_path / name) == pictures(tmp_path / "alone")
