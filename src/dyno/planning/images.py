@@ -88,8 +88,10 @@ def warn_unreadable(about: dict[str, Any], console: Console | None) -> None:
     if unreadable := about.get("unreadable"):
         from rich.console import Console
 
+        from dyno.analysis.formatting import counting
+
         shown = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
-        line = f"{len(unreadable)} images can't be read and are left out: {shown}"
+        line = f"{counting(len(unreadable), 'image')} can't be read, left out: {shown}"
         (console or Console(stderr=True)).print(line, markup=False, highlight=False, soft_wrap=True)
 
 

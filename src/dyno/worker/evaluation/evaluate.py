@@ -103,7 +103,8 @@ def _identity(decoded: DecodedImages | None, count: int, metadata: dict[str, Any
 
 def _left_out(unreadable: Sequence[str]) -> list[str]:
     shown = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
-    return [f"{len(unreadable)} images can't be read and were left out: {shown}"] if unreadable else []
+    images = "1 image" if len(unreadable) == 1 else f"{len(unreadable)} images"
+    return [f"{images} can't be read, left out: {shown}"] if unreadable else []
 
 
 def _batch(session: Session, trial: Trial) -> int:
