@@ -172,8 +172,9 @@ def test_what_has_no_times_is_one_line(refused: Refused, net: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", ["profile", "inspect"])
-def test_without_a_gpu_one_line_says_so(refused: Refused, net: str, command: str) -> None:
+def test_without_a_gpu_one_line_says_so(call: Call, refused: Refused, net: str, command: str) -> None:
     form = () if command == "profile" else ("onnxruntime",)
+    assert call("inspect", net, "onnx", "--size", "32")[0] == 0  # its export has a line of its own
     said = refused(command, net, *form, "--device", "cuda:0", "--size", "32")
     assert said.startswith("net: ") and ("no CUDA device" in said or "no NVIDIA driver" in said), said
 
