@@ -37,6 +37,7 @@ WRITTEN = f"from {OPSET_RANGE[0]} to {OPSET_RANGE[-1]}; the default is {OPSET}"
 LATER = 20  # where the usual one lacks an operator, as that of deformable convolutions (19)
 EXAMPLE_BATCH = 2  # torch.export treats a batch of 0 or 1 as a constant
 OTHER_BATCHES = (1, 3)
+LARGER_BATCH = 17  # where a trace may hold what the module does for small batches only
 REAL_IMAGES = 8
 NETWORKS = ("torchvision", "timm", "ultralytics")  # libraries that may have the module
 PROTOBUF_LIMIT = 2**31 - 2**26  # a protobuf file ends at 2 GiB; the rest is room for the graph
@@ -114,6 +115,8 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
             if traced and not static and not detects:
                 raise Wrong(f"made a constant of a value of its example ({traced})")
             checked = verified(path, read_io(str(path))[1], source)
+            if traced and source.free_batch:
+                _verify_larger(torch, module, recipe, source, path)
         except Wrong as e:
             notes.append(f"the {exporter} exporter{f' in opset {number}' if number != opset else ''}: {e}")
             if isinstance(e, Refused) and exporter == "dynamo" and number == opset and "opset" not in recipe.options:
@@ -170,17 +173,10 @@ def _source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> Sour
     cases = []
     *random, example = _feeds(torch, recipe, (*batches, (EXAMPLE_BATCH if free else batches[0])), rows)
     for feeds in (*random, *_photographs(recipe, 0 if free else batches[0]), example):
-        tensor_feeds = {name: torch.from_numpy(array) for name, array in feeds.items()}
-        args, keywords = arguments(model.inputs, tensor_feeds)
-        try:
-            with torch.no_grad():
-                result = module(*args, **keywords)
-        except REFUSALS as e:
-            refused = ", ".join("x".join(map(str, array.shape)) or name for name, array in feeds.items())
-            raise UserError(f"{model.name} refuses {refused}: {first_line(e)}") from e
-        outputs = {name: tensor.numpy() for name, tensor in named_outputs(result).items()}
-        cases.append(Case(next((len(a) for a in feeds.values() if a.ndim), 1), feeds, outputs))
-        _same_outputs(model, cases[0], cases[-1])
+        result, case = _answered(torch, module, model, feeds)
+        cases.append(case)
+        _same_outputs(model, cases[0], case)
+    tensor_feeds = {name: torch.from_numpy(array) for name, array in example.items()}
     # The module itself where it takes and returns a tensor: the names of the graph's weights are those of its parts.
     scripted = isinstance(module, torch.jit.ScriptModule)
     plain = not model.inputs and isinstance(result, torch.Tensor) and not scripted
@@ -190,7 +186,34 @@ def _source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> Sour
             warnings.simplefilter("ignore")
             flat = torch.jit.trace(flat, tuple(tensor_feeds.values()), check_trace=False)
     batched = tuple(s.name for s in model.inputs if BATCH in s.shape) if model.inputs else ("input",)
-    return Source(flat, tuple(tensor_feeds.values()), tuple(outputs), tuple(cases[:-1]), free, batched, rows)
+    return Source(flat, tuple(tensor_feeds.values()), tuple(case.outputs), tuple(cases[:-1]), free, batched, rows)
+
+
+def _answered(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.ndarray]) -> tuple[Any, Case]:
+    """What the module makes of the inputs, as it returns it and as a case; a `UserError` where it refuses them."""
+    args, keywords = arguments(model.inputs, {name: torch.from_numpy(array) for name, array in feeds.items()})
+    try:
+        with torch.no_grad():
+            result = module(*args, **keywords)
+    except REFUSALS as e:
+        refused = ", ".join("x".join(map(str, array.shape)) or name for name, array in feeds.items())
+        raise UserError(f"{model.name} refuses {refused}: {first_line(e)}") from e
+    outputs = {name: tensor.numpy() for name, tensor in named_outputs(result).items()}
+    return result, Case(next((len(a) for a in feeds.values() if a.ndim), 1), feeds, outputs)
+
+
+def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: Source, path: Path) -> None:
+    """`Wrong` where a graph that was traced, with warnings, isn't what the module is with a larger batch; one that the
+    module refuses shows nothing."""
+    (feeds,) = _feeds(torch, recipe, (LARGER_BATCH,), source.rows)
+    try:
+        _, case = _answered(torch, module, recipe.model, feeds)
+    except UserError:
+        return
+    try:
+        verified(path, read_io(str(path))[1], replace(source, expected=(case,)))
+    except Wrong as e:
+        raise Wrong(f"is right with few images and not with {case.batch}: {e}") from e
 
 
 def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
