@@ -7,6 +7,8 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+KINDS = {"int_parsing": "a whole number", "int_from_float": "a whole number", "float_parsing": "a number"}
+
 
 def no_command(name: str, commands: Iterable[str]) -> str:
     """The error for an unknown command, with what may have been meant."""
@@ -29,6 +31,9 @@ def usage(error: Any, command: str) -> str:
     option = getattr(error, "option_name", "")
     if option in ("--model", "--models"):
         return f"no such option: {option}; give the model alone: {command} torchvision:resnet18; see {command} --help"
+    for reason in getattr(error.__cause__, "errors", list)():  # of pydantic, which checks what typer is given
+        if kind := KINDS.get(reason["type"]):
+            error.message = f"{reason['input']!r} is not {kind}"
     similar = difflib.get_close_matches(option, getattr(error, "possibilities", None) or (), 1)
     text = f"{error.message}; did you mean {similar[0]}?" if similar else error.format_message()
     line = " ".join(text.split()).removesuffix(".")
