@@ -12,8 +12,8 @@ RUNS ?= runs
 # into the process, and those that start jobs. A file of the first stands with the engines, which it loads. All three
 # fork what they start from one server.
 LOADING := tests/test_contract.py
-PROGRAM := $(filter-out $(LOADING),$(wildcard tests/test_*.py)) tests/cli/comparison
-ENGINES := $(addprefix tests/,analysis cli/images cli/inside datasets gpu sources worker) $(LOADING)
+PROGRAM := $(filter-out $(LOADING),$(wildcard tests/test_*.py)) $(addprefix tests/,cli/comparison datasets sources)
+ENGINES := $(addprefix tests/,analysis cli/images cli/inside gpu worker) $(LOADING)
 JOBS := $(addprefix tests/,api engine jobs placement planning training) $(wildcard tests/cli/test_*.py)
 FAST := -q -m "not slow and not gpu"
 
