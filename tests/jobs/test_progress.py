@@ -49,3 +49,13 @@ def test_there_is_no_estimate_before_a_job_has_ended_and_it_never_falls_below_wh
         progress.start(other, 0)
         progress.since -= 1000
         assert progress.remaining() == pytest.approx(200, rel=0.1)
+
+
+def test_a_file_that_takes_long_says_how_long() -> None:
+    told = io.StringIO()
+    progress = Progress(console=Console(file=told, width=200))
+    progress.other("make net engine int8 b1 224")
+    progress.made()
+    progress.since -= 83
+    progress.made()
+    assert told.getvalue().splitlines() == ["make net engine int8 b1 224", "make net engine int8 b1 224: 1:23 minutes"]

@@ -16,6 +16,7 @@ from dyno.worker.record import Record
 from dyno.worker.spec import Recipe, Trial, plain
 
 SHOWN = 6
+LONG_S = 60.0  # a file that takes as long has a line of its own once it is made
 COLOURS = {"ok": "green", "skipped": "yellow"}
 
 
@@ -59,6 +60,11 @@ class Progress:
             self._say(Text(f"{plain(wrong)}; building it again", "yellow"))
         if self.live is None:
             self._say(Text(self.now))
+
+    def made(self) -> None:
+        """The file is there; one that took long has a line that says how long."""
+        if (seconds := time.monotonic() - self.since) >= LONG_S:
+            self._say(Text(f"{self.now}: {_clock(seconds)} minutes", "dim"))
 
     def other(self, what: str) -> None:
         """A step that is neither a file nor a trial begins."""
