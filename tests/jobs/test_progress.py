@@ -55,7 +55,7 @@ def test_a_file_that_takes_long_says_how_long() -> None:
     told = io.StringIO()
     progress = Progress(console=Console(file=told, width=200))
     progress.other("make net engine int8 b1 224")
-    progress.made()
+    progress.took()
     progress.since -= 83
-    progress.made()
+    progress.took()
     assert told.getvalue().splitlines() == ["make net engine int8 b1 224", "make net engine int8 b1 224: 1:23 minutes"]

@@ -347,7 +347,7 @@ class Files:
         if record.status != "ok":
             return Record(record.status, record.stage, record.reason, system=record.system, facts=failure)
         self.built += 1
-        self.progress.made()
+        self.progress.took()
         artifact, damage = self.cache.find(key)
         return artifact or Record("failed", record.stage, damage or "the file was made but is not in the cache")
 

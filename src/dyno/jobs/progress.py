@@ -61,7 +61,7 @@ class Progress:
         if self.live is None:
             self._say(Text(self.now))
 
-    def made(self) -> None:
+    def took(self) -> None:
         """The file is there; one that took long has a line that says how long."""
         if (seconds := time.monotonic() - self.since) >= LONG_S:
             self._say(Text(f"{self.now}: {_clock(seconds)} minutes", "dim"))
