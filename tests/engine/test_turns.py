@@ -98,15 +98,15 @@ class Frozen(Progress):
 
     def __init__(self, seconds: float) -> None:
         super().__init__(quiet=True)
-        self.span, self.took = seconds, []
+        self.span, self.ticks_used = seconds, []
 
     def tick(self, stage: str, elapsed: float) -> None:
         """See `Progress.tick`."""
-        if "in turns" in stage and not self.took:
+        if "in turns" in stage and not self.ticks_used:
             workers = [p for p in psutil.Process().children() if "main.py" in " ".join(p.cmdline())]
             before = [_ticks(p.pid) for p in workers]
             time.sleep(self.span)
-            self.took = [_ticks(p.pid) - b for p, b in zip(workers, before, strict=True)]
+            self.ticks_used = [_ticks(p.pid) - b for p, b in zip(workers, before, strict=True)]
             self.states = [p.status() for p in workers]
 
 
@@ -118,7 +118,7 @@ def _ticks(pid: int) -> int:
 def test_who_waits_takes_no_processor(study: Studies, tmp_path: Path) -> None:
     seen = Frozen(1.0)
     execute(study(SLOW, FAST, "fake@latency_ms=1"), tmp_path, seen)
-    assert seen.took == [0, 0, 0] and set(seen.states) == {psutil.STATUS_STOPPED}
+    assert seen.ticks_used == [0, 0, 0] and set(seen.states) == {psutil.STATUS_STOPPED}
 
 
 BACKENDS = """
