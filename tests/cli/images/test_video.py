@@ -199,19 +199,6 @@ def test_a_run_of_a_video_is_shown_like_any_other(run: Call, call: Call, clip: P
     assert (tmp_path / "run" / "charts" / "video-timeline.png").is_file()
 
 
-def test_a_pyav_that_is_too_old_is_not_used(
-    run: Call, clip: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    about = tmp_path / "older" / "av-17.0.1.dist-info" / "METADATA"
-    about.parent.mkdir(parents=True)
-    about.write_text("Metadata-Version: 2.1\nName: av\nVersion: 17.0.1\n")
-    monkeypatch.setenv("PYTHONPATH", str(about.parents[1]))
-    code, out, err = run(clip, tmp_path / "out.avi", "--json", tmp_path / "boxes.jsonl")
-    assert code == 0, err
-    assert "PyAV 17.0.1 is too old, so OpenCV reads and writes" in out and "brings 17.1 or newer" in out
-    assert places(lines(tmp_path / "boxes.jsonl")) == expected(COUNT)
-
-
 def test_without_an_output_nothing_is_drawn_or_written(run: Call, clip: Path, tmp_path: Path) -> None:
     code, out, errors = run(clip, "-o", "run", "--frames", 10)
     assert code == 0, errors
