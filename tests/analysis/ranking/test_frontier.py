@@ -11,6 +11,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import Way
 
+from dyno.analysis import stats
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.records.results import Results, load
@@ -70,3 +71,13 @@ def test_throughput_falls_back_on_latency(demo: Results) -> None:
     frame = trial_table.read(demo).frame.assign(throughput_ips=float("nan"))
     r = frame.iloc[0]
     assert frontier.throughput(frame).iloc[0] == pytest.approx(1e3 * r["batch"] / r["latency_ms"])
+
+
+def test_trials_in_turns_are_in_the_order_of_their_ratios(demo: Results) -> None:
+    frame = trial_table.read(demo).frame.iloc[:3].assign(
+        latency_ms=[2.0, 1.0, 1.1], speedup=[1.0, 1.9, 2.1], trial=["a", "b", "c"], reference="a",
+        measured=["", stats.TURNS, stats.TURNS],
+    )  # fmt: skip
+    assert [*frontier.ranked(frame)["trial"]] == ["c", "b", "a"]
+    assert [*frontier.ranked(frame.assign(measured=["", stats.TURNS, stats.ALONE]))["trial"]] == ["b", "c", "a"]
+    assert [*frontier.ranked(frame.assign(reference=["a", "a", "b"]))["trial"]] == ["b", "c", "a"]

@@ -127,7 +127,7 @@ def rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
             left=0.3, right=0.88, top=1 - 0.3 / total, bottom=0.5 / total,
         )  # fmt: skip
         for i, (title, group) in enumerate(groups):
-            ordered = group.sort_values(LATENCY, ascending=True, kind="stable")
+            ordered = frontier.ranked(group)
             axes = figure.add_subplot(grid[i])
             draw(axes, ordered)
             _name_rows(axes, ordered, value)

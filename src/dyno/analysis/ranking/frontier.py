@@ -10,6 +10,7 @@ from dyno.analysis.formatting import significant
 from dyno.analysis.metrics.accuracy import WITHIN
 from dyno.analysis.metrics.precision import named
 from dyno.analysis.ranking.correctness import WRONG
+from dyno.analysis.stats import TURNS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -84,9 +85,24 @@ def within(frame: pd.DataFrame) -> pd.DataFrame:
 
 
 def ranked(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
-    """Rows that have the speed, fastest first."""
+    """Rows that have the speed, fastest first.
+
+    Those that all measured in turns with one reference are in the order of their speed-ups, and not of latencies, which
+    the machine's own changes of speed reach.
+    """
     rows = frame.assign(**{THROUGHPUT: throughput(frame)}) if speed == THROUGHPUT else frame
-    return rows.dropna(subset=[speed]).sort_values(speed, ascending=speed != THROUGHPUT, kind="stable")
+    rows = rows.dropna(subset=[speed])
+    if speed == LATENCY and _in_turns(rows):
+        return rows.sort_values("speedup", ascending=False, kind="stable")
+    return rows.sort_values(speed, ascending=speed != THROUGHPUT, kind="stable")
+
+
+def _in_turns(rows: pd.DataFrame) -> bool:
+    """Whether every row is the reference or was measured in turns with it."""
+    beside = rows[rows["trial"] != rows["reference"]]
+    return bool(
+        rows["reference"].nunique() == 1 and (beside["measured"] == TURNS).all() and rows["speedup"].notna().all()
+    )
 
 
 def saturation(frame: pd.DataFrame) -> list[Saturation]:

@@ -46,6 +46,14 @@ class Ranking:
         return frontier.ranked(frontier.within(self.first))
 
     @property
+    def ahead(self) -> pd.DataFrame:
+        """Trials at the smallest batch that are faster than the fastest within the budget, fastest first."""
+        rows, fastest = frontier.ranked(frontier.usable(self.first)), self.fastest
+        if fastest.empty:
+            return rows
+        return rows.iloc[: [*rows["trial"]].index(fastest.iloc[0]["trial"])]
+
+    @property
     def most_images(self) -> pd.DataFrame:
         """Trials within the budget by images per second, most first; empty with one batch, which `fastest` covers."""
         ranked = frontier.ranked(frontier.within(self.group), THROUGHPUT)

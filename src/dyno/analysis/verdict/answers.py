@@ -12,9 +12,7 @@ from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import UNDECIDED
 from dyno.analysis.metrics.precision import NO, UNCONFIRMED, YES
 from dyno.analysis.presentation.table import missing
-from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.contention import cpu_contention
-from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.ranking.rankings import Ranking, winners
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
@@ -200,9 +198,7 @@ def _more_rounds(more: int, builds: int, run: RunData) -> str:
 
 def _undecided_budget(ranking: Ranking) -> str:
     """How many images would decide whether a faster trial is within the budget; "" where none is undecided."""
-    faster = frontier.ranked(frontier.usable(ranking.first))
-    limit = ranking.fastest.iloc[0][LATENCY] if len(ranking.fastest) else float("inf")
-    rows = [row for _, row in faster[faster[LATENCY] < limit].iterrows() if row["budget"] == UNDECIDED]
+    rows = [row for _, row in ranking.ahead.iterrows() if row["budget"] == UNDECIDED]
     open_rows = ((row, settle) for row in rows if (settle := more_images(row)))
     row, settle = next(open_rows, (None, ""))
     return (

@@ -145,9 +145,7 @@ def _left_out(ranking: Ranking, budget: str) -> Iterator[Finding]:
     if not budget:
         return
     ranked, metric = ranking.fastest, ranking.metric
-    limit = ranked.iloc[0][LATENCY] if len(ranked) else float("inf")
-    faster = frontier.ranked(frontier.usable(ranking.first))
-    for _, row in faster[faster[LATENCY] < limit].iterrows():
+    for _, row in ranking.ahead.iterrows():
         latency, name = ms(row[LATENCY]), ranking.configuration(row)
         subject = f"{name} is faster ({latency})" if len(ranked) else f"{name} takes {latency}"
         change = metric.change_in(row)[1]
