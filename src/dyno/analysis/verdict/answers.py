@@ -140,8 +140,6 @@ def _over(name: str, over: Speedup, run: RunData) -> str:
         return f"whether it is faster than the runner-up, {name}, is undecided ({shown}): {settled(over)}"
     if over.verdict == stats.SLOWER:  # the rounds' latencies and the ratio within blocks may disagree
         return f"the runner-up, {name}, is faster where both measured in turns ({shown})"
-    if over.measured == stats.TURNS and over.value < 1:  # of one round
-        return f"the runner-up, {name}, was faster where both measured in turns ({shown})"
     return f"the runner-up is {name} ({shown})"
 
 

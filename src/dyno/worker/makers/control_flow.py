@@ -148,7 +148,8 @@ def follow_batch(torch: Any, module: Any, example: Sequence[Any], batched: Seque
 def batch_limit(program: Any) -> int | None:
     """The largest batch for which an exported program computes what its module does; None where it has no such limit.
 
-    A module with `if len(x) > 4` has one: the program holds the way that the example took.
+    A module with `if x.shape[0] > 4` has one: the program holds the way that the example took. With `len(x)` the batch
+    is a constant there, which says nothing.
     """
     try:
         inputs = [n for n in program.graph.nodes if n.name in program.graph_signature.user_inputs]

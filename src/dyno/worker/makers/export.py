@@ -37,7 +37,9 @@ WRITTEN = f"from {OPSET_RANGE[0]} to {OPSET_RANGE[-1]}; the default is {OPSET}"
 LATER = 20  # where the usual one lacks an operator, as that of deformable convolutions (19)
 EXAMPLE_BATCH = 2  # torch.export treats a batch of 0 or 1 as a constant
 OTHER_BATCHES = (1, 3)
-LARGER_BATCH = 17  # where a trace may hold what the module does for small batches only
+# Where a trace may hold what the module does for small batches only: the first whose inputs are of at most so many
+# bytes, since the memory that the module takes grows with them, and a check must not be what ends an export.
+LARGER_BATCHES, LARGER_B = (17, 5), 32 << 20
 REAL_IMAGES = 8
 NETWORKS = ("torchvision", "timm", "ultralytics")  # libraries that may have the module
 PROTOBUF_LIMIT = 2**31 - 2**26  # a protobuf file ends at 2 GiB; the rest is room for the graph
@@ -204,8 +206,13 @@ def _answered(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
 
 def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: Source, path: Path) -> None:
     """`Wrong` where a graph that was traced, with warnings, isn't what the module is with a larger batch; one that the
-    module refuses shows nothing."""
-    (feeds,) = _feeds(torch, recipe, (LARGER_BATCH,), source.rows)
+    module refuses, or that may take too much memory, shows nothing."""
+    first = source.expected[0]
+    each = sum(array.nbytes for array in first.feeds.values()) / first.batch
+    batch = next((batch for batch in LARGER_BATCHES if batch * each <= LARGER_B), None)
+    if batch is None:
+        return
+    (feeds,) = _feeds(torch, recipe, (batch,), source.rows)
     try:
         _, case = _answered(torch, module, recipe.model, feeds)
     except UserError:
@@ -278,10 +285,9 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
         raise
     except Exception as e:  # each exporter has errors of its own, and with any of them the next one is tried
         raise Wrong(f"failed, {_last_line(e)}") from e
+    traced = traced_values(torch, caught)
     if source.free_batch:
-        _refuse_batch_limit(
-            torch, source, getattr(program, "exported_program", None), bool(traced_values(torch, caught))
-        )
+        _refuse_batch_limit(torch, source, getattr(program, "exported_program", None), bool(traced))
     if dynamo and not options["external_data"]:
         onnx = import_onnx()
         onnx.save(fusible(onnx.load(path)), path)
@@ -289,7 +295,7 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
         lower_file(path, opset)  # dynamo writes 18 at least, even if the opset is lower
     except UserError as e:
         raise Wrong(str(e)) from e
-    return traced_values(torch, caught)
+    return traced
 
 
 def _refuse_batch_limit(torch: Any, source: Source, exported_program: Any, warned: bool) -> None:
