@@ -118,7 +118,7 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
                 raise Wrong(f"made a constant of a value of its example ({traced})")
             checked = verified(path, read_io(str(path))[1], source)
             if traced and source.free_batch:
-                _verify_larger(torch, module, recipe, source, path)
+                notes += _verify_larger(torch, module, recipe, source, path)
         except Wrong as e:
             notes.append(f"the {exporter} exporter{f' in opset {number}' if number != opset else ''}: {e}")
             if isinstance(e, Refused) and exporter == "dynamo" and number == opset and "opset" not in recipe.options:
@@ -204,23 +204,24 @@ def _answered(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
     return result, Case(next((len(a) for a in feeds.values() if a.ndim), 1), feeds, outputs)
 
 
-def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: Source, path: Path) -> None:
+def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: Source, path: Path) -> list[str]:
     """`Wrong` where a graph that was traced, with warnings, isn't what the module is with a larger batch; one that the
-    module refuses, or that may take too much memory, shows nothing."""
+    module refuses shows nothing, and one that may take too much memory is a warning."""
     first = source.expected[0]
     each = sum(array.nbytes for array in first.feeds.values()) / first.batch
     batch = next((batch for batch in LARGER_BATCHES if batch * each <= LARGER_B), None)
     if batch is None:
-        return
+        return [f"the graph was traced, with warnings, and compared at batches up to {source.expected[1].batch} only"]
     (feeds,) = _feeds(torch, recipe, (batch,), source.rows)
     try:
         _, case = _answered(torch, module, recipe.model, feeds)
     except UserError:
-        return
+        return []
     try:
         verified(path, read_io(str(path))[1], replace(source, expected=(case,)))
     except Wrong as e:
         raise Wrong(f"is right with few images and not with {case.batch}: {e}") from e
+    return []
 
 
 def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
