@@ -155,11 +155,13 @@ def explain(
     if prescriptions:
         trying.check(model, sides)
     found = Explained(_pair(model, sides, batch, rounds, runs, settings, progress), top)
-    if prescriptions:
-        study = Study(models=(model,), **settings)
-        found = replace(
-            found, tried=trying.run(found.waterfall, forms.sides(study, sides), study, batch, rounds, progress)
-        )
+    for path in save:  # before prescriptions are tried, which may take long or be broken off
+        found.save(path)
+    if not prescriptions:
+        return found
+    study = Study(models=(model,), **settings)
+    tried = trying.run(found.waterfall, forms.sides(study, sides), study, batch, rounds, progress)
+    found = replace(found, tried=tried)
     for path in save:
         found.save(path)
     return found

@@ -65,7 +65,7 @@ def run(found: Waterfall, sides: Sequence[Side], study: Study, batch: int, round
     """
     a, b = ((side.choice, side.precision) for side in sides[-2:])
     title = _text(*b)
-    called = prescriptions.called_for(found, b[0].name, b[1], study.device)
+    called = prescriptions.called_for(found, b[0].name, b[1], study.device, b[0].options)
     variants = {_text(*variant): (variant, one) for one in called if (variant := _variant(*b, one)) not in (a, b)}
     if not variants:
         return Tried(title, ())

@@ -17,7 +17,9 @@ WHAT = (
 )
 
 
-@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED)
+@options.takes(
+    Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED.removesuffix(" timeout")
+)
 def explain(
     overrides: options.Overrides,
     what: Annotated[list[str], typer.Argument(help=WHAT, metavar="MODEL|RUN A B|FILE.json")],

@@ -32,10 +32,30 @@ def test_each_makes_a_variant_that_backends_know(one: Prescription) -> None:
 
 def test_it_fits_engines_that_it_would_change() -> None:
     fewer, bf16, graph = named("fewer layers"), named("BF16"), named("a CUDA graph")
-    assert fewer.fits("onnxruntime", "int8", "cpu") and not fewer.fits("onnxruntime", "fp32", "cpu")
-    assert bf16.fits("openvino", "int8", "cpu") and not bf16.fits("openvino", "bf16", "cpu")
-    assert graph.fits("pytorch", "fp16", "cuda:1") and not graph.fits("pytorch", "fp16", "cpu")
-    assert not graph.fits("onnxruntime", "fp32", "cuda:0")
+    assert fewer.fits("onnxruntime", "int8", "cpu", {}) and not fewer.fits("onnxruntime", "fp32", "cpu", {})
+    assert bf16.fits("openvino", "int8", "cpu", {}) and not bf16.fits("openvino", "bf16", "cpu", {})
+    assert graph.fits("pytorch", "fp16", "cuda:1", {}) and not graph.fits("pytorch", "fp16", "cpu", {})
+    assert not graph.fits("onnxruntime", "fp32", "cuda:0", {})
+
+
+def test_the_builder_goes_to_its_usual_level_before_its_highest() -> None:
+    usual, highest = named("usual level"), named("highest level")
+    levels = (0, 2, 3, 5)
+    assert [usual.fits("tensorrt", "fp16", "cuda:0", {"optimization": n}) for n in levels] == [True, True, False, False]
+    assert [highest.fits("tensorrt", "fp16", "cuda:0", {"optimization": n}) for n in levels] == [
+        False,
+        False,
+        True,
+        False,
+    ]
+    assert highest.fits("tensorrt", "fp16", "cuda:0", {}) and not usual.fits("tensorrt", "fp16", "cuda:0", {})
+
+
+def test_a_calibrator_is_for_int8_whose_types_come_from_the_graph() -> None:
+    calibrator = named("a calibrator")
+    assert calibrator.fits("tensorrt", "int8", "cuda:0", {"route": "graph"})
+    assert not calibrator.fits("tensorrt", "int8", "cuda:0", {"route": "calibrator"})
+    assert not calibrator.fits("tensorrt", "fp16", "cuda:0", {})
 
 
 def outcome(value: float, verdict: str, right: bool = True) -> Outcome:

@@ -21,8 +21,8 @@ TENSORRT = ("tensorrt", "tensorrt_rtx")
 class Prescription:
     """A change of an engine: `options` beside its own, or another `backend` or `precision` in place of its own.
 
-    It is for engines of these `backends` in these `precisions` (none: any) on these kinds of `devices`, where one of
-    the `causes` costs time.
+    It is for engines of these `backends` in these `precisions` (none: any) on these kinds of `devices`, whose options
+    have one of the values in `only` (None: not set), where one of the `causes` costs time.
     """
 
     text: str
@@ -33,11 +33,13 @@ class Prescription:
     precision: str = ""
     precisions: tuple[str, ...] = ()
     devices: tuple[str, ...] = ("cpu", "cuda")
+    only: Mapping[str, tuple[Option | None, ...]] = field(default_factory=dict)
 
-    def fits(self, backend: str, precision: str, device: str) -> bool:
+    def fits(self, backend: str, precision: str, device: str, options: Mapping[str, Option]) -> bool:
         """Whether it is for such an engine and would change it."""
         of_these = backend in self.backends and (not self.precisions or precision in self.precisions)
-        return of_these and device.partition(":")[0] in self.devices and precision != self.precision
+        so_set = all(options.get(name) in values for name, values in self.only.items())
+        return of_these and so_set and device.partition(":")[0] in self.devices and precision != self.precision
 
 
 PRESCRIPTIONS = (
@@ -67,7 +69,13 @@ PRESCRIPTIONS = (
                  {"channels_last": True}),
     Prescription("cuDNN's fastest algorithms, by trying them", (causes.KERNEL,), ("pytorch", "compile"),
                  {"cudnn_benchmark": True}, devices=("cuda",)),
-    Prescription("the builder's highest level", (causes.KERNEL, causes.CONVERSION), TENSORRT, {"optimization": 5}),
+    Prescription("types that the builder chooses, from a calibrator's ranges",
+                 (causes.NARROWER, causes.STAYED, causes.CONVERSION, causes.SPLIT, causes.KERNEL), ("tensorrt",),
+                 {"route": "calibrator"}, precisions=("int8",), only={"route": (None, "auto", "graph")}),
+    Prescription("the builder's usual level", (causes.KERNEL, causes.CONVERSION, causes.SPLIT), TENSORRT,
+                 {"optimization": 3}, only={"optimization": (0, 1, 2)}),
+    Prescription("the builder's highest level", (causes.KERNEL, causes.CONVERSION), TENSORRT, {"optimization": 5},
+                 only={"optimization": (None, 3, 4)}),
     Prescription("another build, without timings of earlier ones", (causes.KERNEL, causes.SAME), ("tensorrt",),
                  {"timing_cache": False, "build": 1}),
 )  # fmt: skip
@@ -82,14 +90,16 @@ class Called:
     seconds: float
 
 
-def called_for(found: Waterfall, backend: str, precision: str, device: str) -> list[Called]:
-    """The prescriptions for B, an engine of that backend, by what their causes cost, the most first."""
+def called_for(
+    found: Waterfall, backend: str, precision: str, device: str, options: Mapping[str, Option]
+) -> list[Called]:
+    """The prescriptions for B, an engine of that backend and options, by what their causes cost, the most first."""
     costs = {step.cause: _cost(found, step) for step in found.causes}
     least = LEAST * found.gap.b
     called = []
     for each in PRESCRIPTIONS:
         cause = max(each.causes, key=lambda cause: costs.get(cause, 0.0))
-        if each.fits(backend, precision, device) and costs.get(cause, 0.0) >= least:
+        if each.fits(backend, precision, device, options) and costs.get(cause, 0.0) >= least:
             called.append(Called(each, cause, costs[cause]))
     return sorted(called, key=lambda one: -one.seconds)
 
