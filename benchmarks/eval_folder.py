@@ -168,6 +168,11 @@ def same(found: dict[str, Any], trial: results.TrialResult) -> str:
     return f"top-1: plain {found['top1']} of {found['images']} right, dyno {int(hits.sum())}"
 
 
+def seconds(sides: dict[str, Side]) -> str:
+    """The last round's, so that a run that is broken off has said something."""
+    return ", ".join(f"{name} {side.loop[-1]:.2f} s of {side.command[-1]:.1f}" for name, side in sides.items())
+
+
 def on_gpu(trial: results.TrialResult) -> tuple[float, float]:
     """Images a second of the pipeline, and those that the time of the model alone allows."""
     return trial.value("pipeline") or 0.0, trial.batch / float(np.median(trial.samples("latency", "model")))
@@ -196,7 +201,7 @@ def main() -> int:
             evaluate(photos, weights, place, args, sides["first"])
             trial = evaluate(photos, weights, place, args, sides["later"])
             sides["first"].loop[-1] += sides["first"].command[-1] - sides["later"].command[-1]
-            print(f"round {i}: {same(found, trial)}", flush=True)
+            print(f"round {i}: {same(found, trial)}; {seconds(sides)}", flush=True)
         rates = on_gpu(trial)
     took = [first - again for first, again in zip(inspecting.command[::2], inspecting.command[1::2], strict=True)]
     print(f"inspecting the network and decoding {FEW} images took {statistics.median(took):.2f} s")
