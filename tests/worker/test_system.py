@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import os
 import subprocess
@@ -97,3 +98,16 @@ def test_the_launcher_s_own_work_is_known() -> None:
     while child.poll() is None:  # busy, as a launcher that samples is
         pass
     assert float(child.stdout.read()) >= 0.05
+
+
+def test_modules_without_byte_code_are_counted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("one_with_code", "one_without"):
+        (tmp_path / f"{name}.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(sys, "pycache_prefix", None)
+    before = system.compiled()
+    for name, writes in (("one_with_code", True), ("one_without", False)):
+        monkeypatch.setattr(sys, "dont_write_bytecode", not writes)
+        importlib.import_module(name)
+    modules, without = system.compiled()
+    assert (modules - before[0], without - before[1]) == (2, 1)

@@ -15,6 +15,7 @@ from rich.text import Text
 
 from dyno.analysis import charts, metrics, tables
 from dyno.analysis.formatting import wrapped
+from dyno.analysis.inside.cold import MANY_UNCOMPILED
 from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.presentation.export import export
@@ -109,8 +110,15 @@ def _row(name: str, runtime: Runtime, folder: Path, pending: _Pending) -> dict[s
         "status": record.status,
         "version": probe.version,
         "devices": ", ".join(probe.devices),
-        "detail": probe.detail if record.status == "ok" else record.reason,
+        "detail": _detail(probe) if record.status == "ok" else record.reason,
     }
+
+
+def _detail(probe: Probe) -> str:
+    if probe.uncompiled <= MANY_UNCOMPILED * probe.modules:
+        return probe.detail
+    without = f"{probe.uncompiled:,} of {probe.modules:,} modules have no byte-code"
+    return f"{probe.detail}; {without}, so each process compiles them"
 
 
 def _broken() -> Iterator[dict[str, Any]]:

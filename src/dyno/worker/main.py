@@ -96,7 +96,9 @@ def probe(job: Job, journal: Journal) -> None:
     backend = find(job.backend)
     journal.stage("probe")
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
-    journal.facts(probe=backend.probe())
+    found = backend.probe()
+    modules, uncompiled = system.compiled()
+    journal.facts(probe=replace(found, modules=modules, uncompiled=uncompiled))
 
 
 def inspect_job(job: Job, journal: Journal) -> None:

@@ -64,6 +64,17 @@ def test_the_command(file: Path, call: Call) -> None:
     assert "round 1 of 1" in err
 
 
+@pytest.mark.slow
+def test_libraries_without_byte_code_are_said(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (str(file), "onnxruntime")
+    usual = dyno.cold_start(*asked, rounds=1, threads=1, files="memory")
+    assert not any("byte-code" in sentence for sentence in usual.sentences)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "nothing"))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (sentence,) = dyno.cold_start(*asked, rounds=1, threads=1, files="memory").sentences[1:]
+    assert "Python modules have no byte-code" in sentence and "compileall" in sentence
+
+
 def test_what_cant_be_started(file: Path, refused: Refused) -> None:
     assert "at least 1" in refused("cold-start", file, "--rounds", 0)
     assert "memory" in refused("cold-start", file, "--files", "memry")

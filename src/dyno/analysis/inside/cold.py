@@ -45,6 +45,7 @@ COLUMNS = (
 PRINTED = tuple(column.name for column in COLUMNS if not column.name.endswith(("_low", "_high")))
 NOTE = "Parts, in ms, are those of the round in the middle, and with the rest they sum to its first answer."
 NAMED = 2  # parts that a sentence names
+MANY_UNCOMPILED = 0.1  # of the modules: a program's own few files say nothing of its libraries
 
 
 @dataclass(frozen=True)
@@ -76,8 +77,19 @@ def table(each: Sequence[Starts]) -> Table:
 
 
 def sentences(each: Sequence[Starts]) -> list[str]:
-    """What takes longest before the first answer, and how a later call compares."""
-    return [_sentence(one) for one in each]
+    """What takes longest before the first answer, how a later call compares, and which starts compile libraries."""
+    return [_sentence(one) for one in each] + [line for one in each if (line := _uncompiled(one))]
+
+
+def _uncompiled(one: Starts) -> str:
+    """That libraries have no byte-code; "" where they have."""
+    without, modules = one.middle.uncompiled, one.middle.modules
+    if without <= MANY_UNCOMPILED * modules:
+        return ""
+    return (
+        f"{one.title}, files {one.files}: {without:,} of {modules:,} Python modules have no byte-code, so each start "
+        "compiles them; omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once."
+    )
 
 
 def _sentence(one: Starts) -> str:

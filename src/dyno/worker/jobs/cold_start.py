@@ -54,7 +54,8 @@ def cold_start(job: Job, journal: Journal) -> None:
     if device is None:
         del parts[CONTEXT]
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
-    journal.facts(cold_start=ColdStart(parts, whole, later, _read_bytes(), _files(trial, job.artifact)))
+    code = _read_bytes(), _files(trial, job.artifact), *system.compiled()
+    journal.facts(cold_start=ColdStart(parts, whole, later, *code))
     journal.stage("close")
     session.close()
 
