@@ -203,6 +203,29 @@ def test_prescriptions_are_trials_beside_b(call: Call, net: str, tmp_path: Path)
     assert found["tried"][0] == f"{kept or 'None'} of {len(rows)} prescription{'s' * (len(rows) > 1)} helped."
 
 
+def test_what_is_known_is_shown_and_kept_before_prescriptions_are_tried(
+    call: Call, net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def broken_off(*asked: object, **settings: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("dyno.api.inside.trying.run", broken_off)
+    asked = (
+        net,
+        "onnxruntime",
+        "onnxruntime@optimization=disable",
+        "--size",
+        32,
+        *QUICK,
+        "--try",
+        "--save",
+        "pair.json",
+    )
+    code, out, _ = call("explain", *asked)
+    assert code != 0 and "From A to B" in out and "prescription" not in out
+    assert dyno.explain(tmp_path / "pair.json").reasons
+
+
 def test_what_has_no_variants_is_one_line(refused: Refused, net: str, tmp_path: Path) -> None:
     (tmp_path / "m.onnx").write_bytes(b"")
     for words in (("m.onnx", "onnxruntime", "openvino"), (net, net), ("p.json",)):

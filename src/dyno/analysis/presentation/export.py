@@ -36,6 +36,15 @@ def export(tables: Sequence[Table], format: str = "text", by: By = (), about: Ma
     return FORMATS[format](tables, by)
 
 
+def with_sentences(tables: Sequence[Table], sentences: Sequence[str], format: str) -> str:
+    """The tables in text or Markdown with sentences below them; as CSV without."""
+    text = export(tables, format)
+    if format == "csv":
+        return text
+    as_line = formatting.wrapped if format == "text" else formatting.bullet
+    return text + "\n" + "\n".join(map(as_line, sentences)) + "\n"
+
+
 def _csv(tables: Sequence[Table], by: By) -> str:
     text_file = io.StringIO()
     writer = csv.writer(text_file, lineterminator="\n")

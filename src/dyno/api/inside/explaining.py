@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import bullet, wrapped
 from dyno.analysis.inside import pairs, reasons, waterfall, waterfall_chart, waterfall_tables
 from dyno.analysis.inside.pairs import Pair, Side
 from dyno.analysis.inside.reasons import Reason
 from dyno.analysis.inside.times import Times
 from dyno.analysis.inside.waterfall import Waterfall
 from dyno.analysis.layer_files import explained_page
-from dyno.analysis.presentation.export import export
+from dyno.analysis.presentation.export import export, with_sentences
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.records.results import load
 from dyno.analysis.stats import center
@@ -104,11 +103,7 @@ class Explained:
             return self.html
         if format == "json":
             return export(self.tables, format, about={"reasons": to_json(self.reasons), **self._about()})
-        tables = export(self.tables, format)
-        if format == "csv":
-            return tables
-        as_line = wrapped if format == "text" else bullet
-        return tables + "\n" + "\n".join(map(as_line, self.sentences)) + "\n"
+        return with_sentences(self.tables, self.sentences, format)
 
     def _about(self) -> dict[str, Any]:
         found = self.waterfall
@@ -134,6 +129,7 @@ def explain(
     top: int = TOP,
     save: Sequence[str | Path] = (),
     prescriptions: bool = False,
+    first: Callable[[Explained], None] = lambda explained: None,
     quiet: bool = True,
     **settings: Any,
 ) -> Explained:
@@ -144,7 +140,8 @@ def explain(
     that `Explained.save` stored, for which nothing is measured. Both are profiled in `rounds` processes each, in turn,
     `runs` watched runs in each; `top` parts are listed (0: all). `save` names files to write, which are checked first
     (see `Explained.save`). With `prescriptions` variants of B that may cure what costs it time are then measured beside
-    it (see `Explained.tried`). `settings` are fields of `dyno.Study`. Raises `UserError` where layers have no times.
+    it (see `Explained.tried`); that may take long, so what is known before is saved, and `first` is given it.
+    `settings` are fields of `dyno.Study`. Raises `UserError` where layers have no times.
     """
     for name, value, least in (("batch", batch, 1), ("rounds", rounds, 1), ("runs", runs, 5), ("top", top, 0)):
         if value < least:
@@ -155,10 +152,11 @@ def explain(
     if prescriptions:
         trying.check(model, sides)
     found = Explained(_pair(model, sides, batch, rounds, runs, settings, progress), top)
-    for path in save:  # before prescriptions are tried, which may take long or be broken off
+    for path in save:
         found.save(path)
     if not prescriptions:
         return found
+    first(found)
     study = Study(models=(model,), **settings)
     tried = trying.run(found.waterfall, forms.sides(study, sides), study, batch, rounds, progress)
     found = replace(found, tried=tried)

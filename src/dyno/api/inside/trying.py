@@ -13,6 +13,7 @@ from dyno.analysis.inside.cures.prescriptions import Called
 from dyno.analysis.inside.cures.tried import Outcome
 from dyno.analysis.inside.waterfall import Waterfall
 from dyno.analysis.metrics import speedups
+from dyno.analysis.presentation.export import with_sentences
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.ranking.correctness import AGREE
 from dyno.analysis.records.results import TrialResult
@@ -48,6 +49,10 @@ class Tried:
         """How many helped, and the best of them."""
         where = [f"The trials are in {self.folder}."] if self.folder else []
         return [*tried.sentences(self.outcomes, self.title), *where]
+
+    def export(self, format: str = "text") -> str:
+        """The table and the sentences, in text or Markdown."""
+        return with_sentences([self.table] if self.outcomes else [], self.sentences, format)
 
 
 def check(model: Any, sides: Sequence[Any]) -> None:

@@ -37,10 +37,17 @@ def explain(
 ) -> None:  # fmt: skip
     """Say why B is faster or slower than A: a waterfall in microseconds by parts of the model, and sentences."""
     from dyno.api.inside import explaining
+    from dyno.api.inside.explaining import Explained
     from dyno.planning.checks import check_format
 
     check_format(format)
     model, *sides = what
+    at_once = try_ and format in ("text", "markdown")  # of the others one document is expected
+
+    def first(known: Explained) -> None:
+        if at_once:
+            print(known.export(format), flush=True)
+
     found = explaining.explain(
         model,
         *sides,
@@ -50,7 +57,8 @@ def explain(
         top=top,
         save=save,
         prescriptions=try_,
+        first=first,
         quiet=False,
         **overrides,
     )
-    print(found.export(format), end="")
+    print(found.tried.export(format) if at_once and found.tried else found.export(format), end="")
