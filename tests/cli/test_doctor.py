@@ -22,6 +22,17 @@ def test_each_answer_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsy
     assert said.err.startswith("1/1 fake: ok, ")
 
 
+def test_a_library_without_byte_code_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "names", lambda: ["fake"])
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert doctor.doctor({}, "json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["detail"].startswith("scripted; ") and "have no byte-code" in row["detail"]
+
+
 def test_a_broken_entry_point_of_every_documented_group_is_named(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
@@ -110,15 +110,16 @@ def _row(name: str, runtime: Runtime, folder: Path, pending: _Pending) -> dict[s
         "status": record.status,
         "version": probe.version,
         "devices": ", ".join(probe.devices),
-        "detail": _detail(probe) if record.status == "ok" else record.reason,
+        "detail": _detail(probe, record.system) if record.status == "ok" else record.reason,
     }
 
 
-def _detail(probe: Probe) -> str:
-    if probe.uncompiled <= MANY_UNCOMPILED * probe.modules:
+def _detail(probe: Probe, of: Mapping[str, Any]) -> str:
+    modules, uncompiled = of.get("modules", 0), of.get("uncompiled", 0)
+    if uncompiled <= MANY_UNCOMPILED * modules:
         return probe.detail
-    without = f"{probe.uncompiled:,} of {probe.modules:,} modules have no byte-code"
-    return f"{probe.detail}; {without}, so each process compiles them"
+    without = f"{uncompiled:,} of {modules:,} modules have no byte-code, so each process compiles them"
+    return "; ".join(filter(None, (probe.detail, without)))
 
 
 def _broken() -> Iterator[dict[str, Any]]:

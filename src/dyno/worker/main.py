@@ -96,9 +96,10 @@ def probe(job: Job, journal: Journal) -> None:
     backend = find(job.backend)
     journal.stage("probe")
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
-    found = backend.probe()
+    journal.facts(probe=backend.probe())
     modules, uncompiled = system.compiled()
-    journal.facts(probe=replace(found, modules=modules, uncompiled=uncompiled))
+    about = {**journal.record.system, "modules": modules, "uncompiled": uncompiled}
+    journal.record = replace(journal.record, system=about)
 
 
 def inspect_job(job: Job, journal: Journal) -> None:

@@ -120,13 +120,8 @@ class EngineFacts(Layers, Origin, Compilation):
 
 @dataclass(frozen=True, kw_only=True)
 class Probe(Sparse):
-    """What a backend's probe reports: the library's version, the devices it works on, and a line about them.
-
-    Of the `modules` in Python that it imported so many were `uncompiled`: no byte-code is stored.
-    """
+    """What a backend's probe reports: the library's version, the devices it works on, and a line about them."""
 
     version: str = ""
     devices: tuple[str, ...] = ()
     detail: str = ""
-    modules: int = 0
-    uncompiled: int = 0
