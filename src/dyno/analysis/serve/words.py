@@ -72,15 +72,25 @@ def _none(served: Served, bound: str) -> Iterator[str]:
         yield f"{of} ended without a rate that holds {bound} twice."
     else:
         lowest = min(served.tried, key=lambda t: t.step.rate)
-        latency = lowest.percentile(served.bounded)
-        found = f"{_name(served.bounded)} is {_duration(latency.value)}" if latency else "that can't be said"
-        some = " in every round" if once else ""
-        yield f"No rate that was tried holds {bound}{some}: at {_rate(lowest.step.rate)}, the lowest, {found}."
+        yield f"{_nothing_holds(served, lowest, bound, once)}."
     if facts.lowest:
         yield (
             f"Below {_rate(facts.lowest)} the --duration brings fewer than the {facts.least:,} requests that "
             f"{_name(served.bounded)} needs, so no lower rate was tried; omit it."
         )
+
+
+def _nothing_holds(served: Served, lowest: Tried, bound: str, once: bool) -> str:
+    if all(t.step.verdict == judging.TOO_FEW for t in served.tried):
+        return f"Whether {bound} holds can't be said of {'these rates' if len(served.tried) > 1 else 'this rate'}"
+    latency = lowest.percentile(served.bounded)
+    name = _name(served.bounded)
+    falls = "that can't be said"
+    if lowest.step.verdict != judging.TOO_FEW:
+        falls = f"{name} falls on requests without an answer"
+    found = f"{name} is {_duration(latency.value)}" if latency else falls
+    place = f"{_rate(lowest.step.rate)}{', the lowest,' if len(served.tried) > 1 else ''}"
+    return f"No rate that was tried holds {bound}{' in every round' if once else ''}: at {place} {found}"
 
 
 def _there(served: Served) -> Iterator[str]:
@@ -107,7 +117,9 @@ def _unstable(served: Served) -> Iterator[str]:
             f"{lowest.backlog:,} waited at the end, and latency grows for as long as it lasts."
         )
     if refused := sum(t.refused for t in served.tried):
-        yield f"{counting(refused, 'request')} found the queue full and count as beyond every bound."
+        facts = served.facts[0]
+        why = ["found the queue full"] * bool(facts.queue) + ["got no answer of the server"] * bool(facts.endpoint)
+        yield f"{counting(refused, 'request')} {' or '.join(why)} and count as beyond every bound."
 
 
 def _short(served: Served) -> Iterator[str]:
