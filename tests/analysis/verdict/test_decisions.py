@@ -54,6 +54,19 @@ def test_a_run_until_decided_goes_on_with_more_minutes(tmp_path: Path) -> None:
     assert dict(one.answers)["next"].startswith("the same command with more --minutes goes on; take it: ")
 
 
+def test_a_single_trial_wins_nothing(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path, FAST)
+    assert one.kind == NOTE and one.text.startswith("a fp32 takes 5.") and one.text.endswith(" ms at batch 1.")
+    assert {f.name: f.value for f in one.figures}["how sure"] == "not compared"
+    (two,) = decided(tmp_path / "other", Way("pytorch"), Way("a", statuses=("failed",), reason="out of luck"))
+    assert two.kind == NOTE and two.text.startswith("pytorch fp32 takes")
+
+
+def test_the_command_to_take_it_can_be_pasted(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path / "a run & <more>", FAST)
+    assert dict(one.answers)["next"] == f"take it: dyno take '{tmp_path}/a run & <more>/run'"
+
+
 def test_one_round_is_open_and_says_how_many_to_take(tmp_path: Path) -> None:
     (one,) = decided(tmp_path, *(replace(way, statuses=("ok",)) for way in (Way("pytorch"), FAST)))
     assert one.kind == WARNING and "measure with --rounds 3 or more" in dict(one.answers)["next"]

@@ -34,7 +34,7 @@ LEAD = (
     "the table shows its status. Each table is in `tables/` as CSV too."
 )
 
-PILLS = {BEST: "decided", NOTE: "open", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
+PILLS = {BEST: "decided", NOTE: "not compared", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
 
 
 @dataclass(frozen=True)

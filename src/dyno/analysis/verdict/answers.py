@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from math import isnan
 from typing import TYPE_CHECKING
@@ -150,7 +151,7 @@ def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
         parts.append("it is what the others' outputs are compared with")
     elif winner["outputs"] and not isnan(winner["output_error"]):
         name = run.trials[winner["reference"]].configuration if winner["reference"] in run.trials else "the reference"
-        parts.append(f"outputs agree with those of {name}, {_distance(winner['output_error'])}")
+        parts.append(f"outputs agree with those of {name}, {distance(winner['output_error'])}")
     else:
         parts.append("its outputs were not compared with any")
     parts += [_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))
@@ -159,7 +160,8 @@ def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
     return "; ".join(parts)
 
 
-def _distance(error: float) -> str:
+def distance(error: float) -> str:
+    """How far outputs are from the reference's, in words."""
     return f"off by {show(error, 'percentage', 2)}" if error > EXACT else f"to {show(EXACT, 'percentage', 1)}"
 
 
@@ -180,7 +182,7 @@ def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: 
     elif own is not None and own.verdict == stats.EQUIVALENT:
         steps.append("choose by something other than speed")
     id = f" {winner['trial']}" if len(list(winners(run))) > 1 else ""
-    steps.append(f"take it: dyno take {run.records.folder}{id}")
+    steps.append(f"take it: dyno take {shlex.quote(str(run.records.folder))}{id}")
     return "; ".join([*steps, *filter(None, [_undecided_budget(ranking)])])
 
 

@@ -66,10 +66,11 @@ def _fastest(ranking: Ranking, run: RunData) -> Decision:
     confirmed = tuple(confirmation.findings(ranking, LATENCY, run))
     doubted = any(each.kind == WARNING for each in confirmed)
     open_still = any(each is not None and each.verdict in OPEN for each in (gain, ahead)) or doubted
+    alone = gain is None and ahead is None and not run.budget
     return Decision(
-        WARNING if open_still else BEST,
+        WARNING if open_still else NOTE if alone else BEST,
         ranking.where,
-        _headline(ranking, winner, gain, run),
+        _alone(ranking, winner) if alone else _headline(ranking, winner, gain, run),
         (
             ("real", answers.real(ranking, gain, ahead, run, doubted)),
             ("right", answers.right(ranking, winner, run)),
@@ -82,8 +83,12 @@ def _fastest(ranking: Ranking, run: RunData) -> Decision:
             *_preparation(ranking, winner, run.trials),
             *others,
         ),
-        card.figures(ranking, gain, not open_still, run),
+        card.figures(ranking, gain, "open" if open_still else "not compared" if alone else "decided", run),
     )
+
+
+def _alone(ranking: Ranking, winner: pd.Series) -> str:
+    return f"{ranking.configuration(winner)} takes {ms(winner[LATENCY])} at batch {winner['batch']}."
 
 
 def _headline(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData) -> str:
