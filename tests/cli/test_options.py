@@ -33,7 +33,7 @@ Refused = Callable[..., str]
             "budget top1=-1 must be between 0 and 100 points",
         ),
         (
-            ["run", "fake:n", "--backends", "fake", "--budget", "mAP=1", "--data", "digits"],
+            ["run", "fake:n", "--channels", "1", "--backends", "fake", "--budget", "mAP=1", "--data", "digits"],
             "n is for classify, which has no mAP",
         ),
         (["run", "fake:n", "--backends", "fake", "--device", "gpu"], "unknown device 'gpu'; write cpu, or cuda:0"),
