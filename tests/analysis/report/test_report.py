@@ -20,6 +20,7 @@ from browser import browse
 from dyno.analysis import tables
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.report import report, sections
+from dyno.analysis.report.notebook import leading
 from dyno.analysis.tables import trial_table
 from dyno.analysis.verdict import verdict
 from dyno.worker.spec import UserError
@@ -59,8 +60,10 @@ def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
                      "close, % (rtol 0.001, atol 1e-08)", "another process used 40 % of a core",
                      "onnx_export: onnx fp32 in 900 ms", 'models = ["digits"]', "20 int8, 1 fp32"):  # fmt: skip
         assert expected in page.text, expected
-    # A drawing for each chart; one stands above the tables.
-    assert page.tags.count("svg") == len(printed.drawn(run))
+    # A drawing for each chart; above the tables stands one of the smallest batch.
+    assert page.tags.count("svg") == len(printed.drawn(run)) + 1
+    assert set(leading(run).frame["batch"]) == {1} < set(run.frame["batch"])
+    assert "At the smallest batch;" in written.read_text().split("Trials</h2>")[0]
     assert page.tags.index("svg") < page.tags.index("table")
     kinds = {kind.name: kind for kind in tables.kinds()}
     side = [t for name, t in printed.every(run).items() if kinds[name].section == "side"]

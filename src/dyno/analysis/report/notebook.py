@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from importlib.util import find_spec
 
@@ -13,7 +14,16 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
 
+MOST_GROUPS = 6  # models and sizes in the first chart
 HEADLINES = ("speedup", "latency")  # charts of which the first that can be drawn stands above
+
+
+def leading(run: RunData) -> RunData:
+    """The run with what its first chart shows: the smallest batch of each model and size, of which the verdict speaks
+    first, and no more of these than can be seen at once."""
+    groups = run.frame.groupby(["model", "size", "device"], sort=False)
+    first = (run.frame["batch"] == groups["batch"].transform("min")) & (groups.ngroup() < MOST_GROUPS)
+    return replace(run, frame=run.frame[first])
 
 
 def cell(run: RunData) -> str:
@@ -35,7 +45,8 @@ def _chart(run: RunData) -> Iterator[str]:
     if find_spec("matplotlib") is None:
         return
     by_name = {chart.name: chart for chart in charts.kinds()}
-    figure = next((drawn for name in HEADLINES if (drawn := by_name[name].draw(run)) is not None), None)
+    first = leading(run)
+    figure = next((drawn for name in HEADLINES if (drawn := by_name[name].draw(first)) is not None), None)
     if figure is not None:
         drawing = base64.b64encode(style.svg(figure, "cell", style.laid_out(figure), on_paper=True).encode()).decode()
         shown = "width: 100%; max-width: 860px; background: #fff"

@@ -19,7 +19,6 @@ from dyno.analysis.records.results import Results
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.report import drawing, explained, method, sections
 from dyno.analysis.report.drawing import Drawn, file_name
-from dyno.analysis.report.notebook import HEADLINES
 from dyno.analysis.self_test import words
 from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
@@ -129,7 +128,7 @@ def _section(run: RunData, run_tables: Sequence[Table], out: Path, index: int, n
     ]
     drawn = drawing.draw(run, out / "charts", f"r{index}", name)
     confusion.write(run.records, out / "charts")
-    headline = next((chart for wanted in HEADLINES for chart in drawn if chart.name == wanted), None)
+    headline = drawing.headline(run, drawn, f"r{index}")
     return Section(
         results=run.records,
         date=moment(began(run.records)),
