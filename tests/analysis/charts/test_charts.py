@@ -84,6 +84,7 @@ def test_what_has_no_bound_is_named_and_not_drawn(tmp_path: Path) -> None:
     (axes,) = charts.speedup(replace(frame, frame=rows)).axes
     assert "uncertain" in [t.get_text() for t in axes.texts]
     assert axes.get_xscale() == "linear" and axes.get_xlim()[1] < 10
+    assert charts.speedup(replace(frame, frame=rows[rows["backend"] != "a"])) is None
 
 
 def test_many_trials_stay_a_picture_of_bounded_size(tmp_path: Path) -> None:

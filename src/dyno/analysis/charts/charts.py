@@ -35,9 +35,12 @@ def latency(run: RunData) -> Any:
 
 
 def speedup(run: RunData) -> Any:
-    """Speed-ups over the reference with their intervals, one panel per model, size and batch."""
+    """Speed-ups over the reference with their intervals, one panel per model, size and batch; None where none has a
+    bound."""
     rows = run.frame.dropna(subset=["speedup"])
     rows = rows[rows.groupby("reference")["trial"].transform("count") > 1] if len(rows) else rows
+    if all(r["verdict"] == "reference" or _times(r) == UNCERTAIN for _, r in rows.iterrows()):
+        return None
     return rows_figure(rows, _speedup_panel, "times as fast as the reference", _times)
 
 
