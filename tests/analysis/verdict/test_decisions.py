@@ -108,6 +108,17 @@ def test_several_models_are_taken_by_id(tmp_path: Path) -> None:
     assert [step.rpartition(" ")[2] for step in steps] == [ways[1].trial.id, ways[3].trial.id]
 
 
+def test_a_run_that_was_stopped_early_goes_on_by_the_same_command(tmp_path: Path) -> None:
+    one_round = [replace(way, statuses=("ok",)) for way in (Way("pytorch"), FAST)]
+    (one,) = decided(tmp_path, *one_round, study="rounds = 3\n")
+    assert dict(one.answers)["next"].startswith("the same command measures the other rounds; take it")
+    decided(tmp_path / "none", unmeasured := Way("a", statuses=("failed",)), Way("b", statuses=("failed",)))
+    (tmp_path / "none" / "run" / "trials" / unmeasured.trial.id / "r0" / "record.json").unlink()
+    (none,) = verdict.read(trial_table.read(load(tmp_path / "none" / "run"))).decisions
+    assert none.kind == WARNING and none.text == "no trial has succeeded yet; 1 of 2 were not measured so far."
+    assert dict(none.answers)["next"] == "the same `dyno run` again goes on, unless it still measures"
+
+
 def test_nothing_that_ended_well_is_a_failure(tmp_path: Path) -> None:
     (one,) = decided(tmp_path, Way("a", statuses=("failed",), reason="no"))
     assert (one.kind, one.sentence) == (FAILURE, "digits at size 64: no trial succeeded.")

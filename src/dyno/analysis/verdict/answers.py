@@ -20,10 +20,12 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import MOST_ROUNDS, Speedup
 from dyno.analysis.tables.trial_columns import over_builds
 from dyno.analysis.verdict.findings import equivalent, settled
+from dyno.worker.spec import DECIDED
 
 if TYPE_CHECKING:
     import pandas as pd
 
+UNFINISHED = "the same `dyno run` again goes on, unless it still measures"
 REASONS = "the reasons are below the table"
 RAN_AS = {
     YES: "ran in the requested type",
@@ -176,7 +178,10 @@ def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: 
     winner, pairs = ranking.fastest.iloc[0], [each for each in (own, over) if each is not None]
     steps = []
     if any(each.verdict == stats.ONE_ROUND for each in pairs):
-        steps.append(f"measure with --rounds {ENOUGH} or more")
+        settings = run.records.settings
+        asked = settings.get("rounds", 2 if settings.get("until") == DECIDED else 1)
+        others = "the same command measures the other rounds"
+        steps.append(others if asked > 1 else f"measure with --rounds {ENOUGH} or more")
     elif more := [each.more or 0 for each in pairs if each.verdict == stats.UNDECIDED]:
         steps.append(_more_rounds(max(more), max(each.builds for each in pairs), run))
     elif own is not None and own.verdict == stats.EQUIVALENT:

@@ -13,7 +13,7 @@ from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.ranking.rankings import Ranking
-from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.results import UNFINISHED, TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import Speedup
 from dyno.analysis.tables import breakeven
@@ -48,6 +48,10 @@ def failed(ranking: Ranking) -> Decision | None:
     """That no trial of the ranking succeeded; None where one did."""
     if not frontier.usable(ranking.group).empty:
         return None
+    waiting = int((ranking.group["status"] == UNFINISHED).sum())
+    if waiting:
+        text = f"no trial has succeeded yet; {waiting} of {len(ranking.group)} were not measured so far."
+        return Decision(WARNING, ranking.where, text, (("next", answers.UNFINISHED),))
     return Decision(FAILURE, ranking.where, "no trial succeeded.", (("next", answers.REASONS),))
 
 
