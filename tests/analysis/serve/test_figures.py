@@ -76,6 +76,12 @@ def test_where_none_holds_the_lowest_is_said() -> None:
     assert said == "No rate that was tried holds p99 <= 20.0 ms: at 10.0 requests/s p99 is 50.0 ms."
 
 
+def test_of_several_rounds_the_lowest_rate_is_said_with_its_worst() -> None:
+    good, bad = tried(np.full(700, 0.01), "yes", 10.0), tried(np.full(700, 0.05), "no", 10.0)
+    (said,) = words.sentences(served(good, bad, highest=(None, None)))
+    assert said == "No rate that was tried holds p99 <= 20.0 ms in every round: at 10.0 requests/s p99 is 50.0 ms."
+
+
 def test_of_too_few_requests_it_is_not_said_that_none_holds() -> None:
     said = words.sentences(served(tried(np.full(70, 0.01), "too few requests", 10.0), highest=(None,)))
     assert said[0] == "Whether p99 <= 20.0 ms holds can't be said of this rate."

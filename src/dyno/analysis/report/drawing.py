@@ -19,7 +19,7 @@ from typing import Any
 from dyno.analysis import charts, style
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.report.notebook import HEADLINES, leading
+from dyno.analysis.report.notebook import BATCHES, HEADLINES, leading
 
 SMALLEST = "At the smallest batch; the chart of all is among the charts below."
 MANY = 12  # trials from which processes draw: of fewer, one has drawn all charts before others would have begun
@@ -55,7 +55,7 @@ def headline(run: RunData, drawn: Sequence[Drawn], prefix: str) -> Drawn | None:
     """The chart that stands above: one of those that were drawn, or of what can be seen at once."""
     found = next((chart for wanted in HEADLINES for chart in drawn if chart.name == wanted), None)
     first = leading(run)
-    if found is None or len(first.frame) == len(run.frame):
+    if found is None or found.name not in BATCHES or len(first.frame) == len(run.frame):
         return found
     (chart,) = (kind for kind in charts.kinds() if kind.name == found.name)
     return _drawn(first, chart, f"{prefix}-first", f"{chart.caption} {SMALLEST}") or found

@@ -7,15 +7,17 @@ from collections.abc import Iterator
 from dataclasses import replace
 from html import escape
 from importlib.util import find_spec
+from itertools import chain
 
-from dyno.analysis import charts, style
+from dyno.analysis import charts, style, tables
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
 
 MOST_GROUPS = 6  # models and sizes in the first chart
-HEADLINES = ("speedup", "latency")  # charts of which the first that can be drawn stands above
+BATCHES = ("speedup", "latency")  # charts with a panel for each batch
+HEADLINES = ("serve-latency", "video-timeline", *BATCHES)  # of which the first that can be drawn stands above
 
 
 def leading(run: RunData) -> RunData:
@@ -28,7 +30,10 @@ def leading(run: RunData) -> RunData:
 
 def cell(run: RunData) -> str:
     """A fragment of a page, with everything from the run escaped; without matplotlib it has no chart."""
-    return "\n".join([*_decisions(run), *_chart(run), *_trials(TRIALS.table(run))])
+    leaders, said = tables.leading(run)
+    if leaders:
+        return "\n".join([*(f"<p>{escape(line)}</p>" for line in said), *_chart(run), *chain(*map(_rows, leaders))])
+    return "\n".join([*_decisions(run), *_chart(run), *_rows(TRIALS.table(run))])
 
 
 def _decisions(run: RunData) -> Iterator[str]:
@@ -46,14 +51,15 @@ def _chart(run: RunData) -> Iterator[str]:
         return
     by_name = {chart.name: chart for chart in charts.kinds()}
     first = leading(run)
-    figure = next((drawn for name in HEADLINES if (drawn := by_name[name].draw(first)) is not None), None)
+    drawings = ((name, by_name[name].draw(first if name in BATCHES else run)) for name in HEADLINES)
+    name, figure = next(((name, figure) for name, figure in drawings if figure is not None), ("", None))
     if figure is not None:
         drawing = base64.b64encode(style.svg(figure, "cell", style.laid_out(figure), on_paper=True).encode()).decode()
         shown = "width: 100%; max-width: 860px; background: #fff"
-        yield f'<img style="{shown}" alt="{HEADLINES[0]}" src="data:image/svg+xml;base64,{drawing}">'
+        yield f'<img style="{shown}" alt="{name}" src="data:image/svg+xml;base64,{drawing}">'
 
 
-def _trials(table: Table) -> Iterator[str]:
+def _rows(table: Table) -> Iterator[str]:
     import pandas as pd
 
     for part in table.parts():

@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +39,8 @@ PILLS = {BEST: "decided", NOTE: "not compared", WARNING: "open", FAILURE: "no wi
 @dataclass(frozen=True)
 class Section:
     """The page's content about one run: `about` and `date` in words, the trials' table and all others as HTML, those by
-    their section of the page, `side` with their titles; the chart that stands above, the others; explained pairs."""
+    their section of the page, `side` with their titles; the chart that stands above, the others; explained pairs. Of a
+    run of another kind than a study, `leading` tables and what is `said` of them stand in place of its decisions."""
 
     results: Results
     date: str
@@ -48,6 +49,8 @@ class Section:
     verdict: Verdict
     method: list[tuple[str, str]]
     machine: list[tuple[str, str]]
+    said: list[str]
+    leading: list[Any]
     trials: list[Any]
     tables: dict[str, list[Any]]
     side: list[tuple[str, Any]]
@@ -117,7 +120,10 @@ def _section(run: RunData, run_tables: Sequence[Table], out: Path, index: int, n
 
     places = {kind.name: kind.section for kind in tables.kinds()} | {TRIALS.name: TRIALS.name}
     shown: dict[str, list[Any]] = {section: [] for section in (*tables.SECTIONS, TRIALS.name)}
-    for table in run_tables:
+    leaders, said = tables.leading(run)
+    names = {table.name for table in leaders}
+    read = verdict.read(run)
+    for table in (each for each in run_tables if each.name not in names):
         if places[table.name] != "side":
             shown[places[table.name]] += [Markup(page_part(table, part)) for part in table.parts()]
     side = [] if _is_single(run) else [table for table in run_tables if places[table.name] == "side"]
@@ -134,9 +140,11 @@ def _section(run: RunData, run_tables: Sequence[Table], out: Path, index: int, n
         date=moment(began(run.records)),
         about=sections.about(run.records),
         visible=words.of_run(run.records),
-        verdict=verdict.read(run),
+        verdict=replace(read, decisions=()) if leaders else read,
         method=method.terms(run),
         machine=sections.machine(run.records.environment),
+        said=said,
+        leading=[Markup(page_part(table, part)) for table in leaders for part in table.parts()],
         trials=shown.pop(TRIALS.name),
         tables=shown,
         side=folded,
