@@ -138,6 +138,18 @@ def test_several_runs_are_sections_of_one_page(demo: Results, hostile: Results, 
     assert (tmp_path / "charts" / "hostile-latency.png").exists()
 
 
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [synthetic.write_run(tmp_path / name / "run", [Way("pytorch")], samples=5) for name in ("new", "old")]
+    runs = [trial_table.read(folder) for folder in folders]
+    page = Page(report.write(runs, tmp_path / "page"))
+    assert "new/run" in page.text and "old/run" in page.text
+    assert pd.read_csv(tmp_path / "page" / "results.csv")["run"].unique().tolist() == ["new/run", "old/run"]
+    assert all((tmp_path / "page" / "tables" / f"{name}_run-trials.csv").is_file() for name in ("new", "old"))
+    assert (tmp_path / "page" / "charts" / "old_run-latency.png").is_file()
+    with pytest.raises(UserError, match="a run is named twice"):
+        report.write([runs[0], runs[0]], tmp_path / "page")
+
+
 def test_a_run_on_a_gpu_says_on_which(tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path / "run", [Way("pytorch", card=Card()), Way("tensorrt", card=Card(gap=0.002))])
     assert "Synthetic GPU, driver 1" in sections.about(load(run))
