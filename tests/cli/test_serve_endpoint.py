@@ -66,6 +66,8 @@ def test_no_server_and_no_such_model_are_one_line() -> None:
         ENDPOINT.load(trial(url), None)
     with pytest.raises(UserError, match="write http://HOST:PORT"):
         ENDPOINT.load(trial("localhost:8000"), None)
+    with pytest.raises(UserError, match=r"the endpoint http://127\.0\.0\.1:99999 is no address: Port out of range"):
+        ENDPOINT.load(trial("http://127.0.0.1:99999"), None)
 
 
 @needs_client
@@ -120,7 +122,7 @@ def test_without_tritonclient_it_says_what_to_install(monkeypatch: pytest.Monkey
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(Unavailable, match=r"an endpoint needs tritonclient; pip install 'inference-dyno\[serve\]'"):
+    with pytest.raises(Unavailable, match=r"needs tritonclient\[http\]; pip install 'inference-dyno\[serve\]'"):
         ENDPOINT.load(trial("http://127.0.0.1:1"), None)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
@@ -43,6 +44,10 @@ class Endpoint(Backend):
             raise UserError(f"the endpoint is {url!r}; write http://HOST:PORT or grpc://HOST:PORT")
         library = _library("grpc" if scheme == "grpc" else "http")
         secure = {"ssl": True} if scheme == "https" else {}
+        try:
+            _ = urlsplit(str(trial.options["url"])).port
+        except ValueError as e:
+            raise UserError(f"the endpoint {trial.options['url']} is no address: {_first_line(e)}") from e
         client = library.InferenceServerClient(host.rstrip("/"), **secure)
         return ServerSession(library, client, trial, as_json={"as_json": True} if scheme == "grpc" else {})
 
@@ -116,7 +121,7 @@ def _library(kind: str) -> Any:
         else:
             import tritonclient.http as library
     except (ImportError, RuntimeError) as e:  # it raises the latter where the part for one protocol is missing
-        raise Unavailable(f"an endpoint needs tritonclient; {install('tritonclient')}") from e
+        raise Unavailable(f"an endpoint by {kind} needs tritonclient[{kind}]; {install('tritonclient')}") from e
     return library
 
 

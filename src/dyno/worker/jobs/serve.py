@@ -127,7 +127,13 @@ class _Work:
             self._facts = replace(self._facts, trace=Path(options.trace).name)
             self._try(Arrivals(read_trace(Path(trace))))
         for rate in options.rate:
-            self._try(poisson(rate, least, options.duration_s, self._fresh_seed()), rate)
+            try:
+                self._try(poisson(rate, least, options.duration_s, self._fresh_seed()), rate)
+            except Unanswered as e:
+                if not self._facts.steps:
+                    raise
+                self._journal.warn(f"no request got an answer at {rate:g} requests/s, where it ended: {e}")
+                break
         if not trace and not options.rate:
             # A tenth of a request more, so that rounding never has one less.
             lowest = (least + 0.1) / options.duration_s if options.duration_s else 0.0
