@@ -1,9 +1,12 @@
-"""A small server of KServe's protocol v2 over HTTP: one model, whose output is the sum of each input of its batch."""
+"""A small server of KServe's protocol v2 over HTTP: one model, whose output is the sum of each input of its batch.
+
+It can misbehave: describe itself as anything, and answer batches with an error."""
 
 from __future__ import annotations
 
 import json
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -22,17 +25,24 @@ class Handler(BaseHTTPRequestHandler):
     disable_nagle_algorithm = True  # or each answer waits for the client's delayed acknowledgement
     binary = False
     shape = (-1, 3, 4)
+    described: object = None  # in place of the model's description
+    takes = 0.0  # seconds for each batch
+    most = 100  # batches at once; those beyond are refused
+    lacking = False  # no output is in an answer
     batches: list[int]
+    places: threading.Semaphore
 
     def do_GET(self) -> None:
         described = [{"name": "x", "datatype": "FP32", "shape": self.shape}]
-        answers = {
+        answers: dict[str, Any] = {
             "/v2": {"name": "test", "version": "1", "extensions": ["binary_tensor_data"] if self.binary else []},
             f"/v2/models/{MODEL}": {
                 "name": MODEL, "platform": "test", "inputs": described,
                 "outputs": [{"name": "y", "datatype": "FP32", "shape": [-1]}],
             },
         }  # fmt: skip
+        if self.described is not None:
+            answers[f"/v2/models/{MODEL}"] = self.described
         found = answers.get(self.path)
         self._send(200 if found else 404, found or {"error": f"unknown {self.path}"})
 
@@ -43,12 +53,18 @@ class Handler(BaseHTTPRequestHandler):
         x = np.frombuffer(body[cut:], np.float32) if self.binary else np.asarray(asked["data"], np.float32)
         y = x.reshape(asked["shape"]).sum((1, 2))
         self.batches.append(len(y))
+        if not self.places.acquire(blocking=False):
+            return self._send(503, {"error": "too many requests"})
+        time.sleep(self.takes)
+        self.places.release()
         output: dict[str, Any] = {"name": "y", "datatype": "FP32", "shape": [len(y)]}
         if self.binary:
             output["parameters"] = {"binary_data_size": y.nbytes}
         else:
             output["data"] = y.tolist()
-        self._send(200, {"model_name": MODEL, "outputs": [output]}, y.tobytes() if self.binary else b"")
+        if self.lacking:
+            return self._send(200, {"model_name": MODEL, "outputs": []})
+        return self._send(200, {"model_name": MODEL, "outputs": [output]}, y.tobytes() if self.binary else b"")
 
     def _send(self, status: int, content: object, raw: bytes = b"") -> None:
         text = json.dumps(content).encode()
@@ -68,7 +84,8 @@ class Handler(BaseHTTPRequestHandler):
 def running(**settings: Any) -> Iterator[tuple[str, list[int]]]:
     """The URL of a server while it runs, and the batches that it answered."""
     batches: list[int] = []
-    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Handler,), {"batches": batches, **settings}))
+    own = {"batches": batches, "places": threading.Semaphore(settings.get("most", Handler.most)), **settings}
+    server = ThreadingHTTPServer(("127.0.0.1", 0), type("Own", (Handler,), own))
     thread = threading.Thread(target=server.serve_forever, daemon=True)
     thread.start()
     try:

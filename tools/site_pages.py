@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md",
          "CHANGELOG.md": "changelog.md"}  # fmt: skip
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
-WIDTH = "92"  # columns of a command's help
+WIDTH = "86"  # columns of help: what a code block shows on a screen of 1,280 px without scrolling
 SHIM = "https://unpkg.com/iframe-worker/shim"  # by which the search works in pages that are opened from a folder
 
 

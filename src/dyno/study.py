@@ -279,7 +279,7 @@ def _text(value: Any) -> Any:
 
 def _source(model: Any, study: Study) -> Any:
     """A model as text: a path's, or that of the file which a module in memory is stored in."""
-    if not _in_memory(model):
+    if not _in_memory(model) and not callable(model):
         return _text(model)
     from dyno.sources import in_memory, input_options
 

@@ -33,9 +33,10 @@ Refused = Callable[..., str]
             "budget top1=-1 must be between 0 and 100 points",
         ),
         (
-            ["run", "fake:n", "--backends", "fake", "--budget", "mAP=1", "--data", "digits"],
+            ["run", "fake:n", "--channels", "1", "--backends", "fake", "--budget", "mAP=1", "--data", "digits"],
             "n is for classify, which has no mAP",
         ),
+        (["run", "fake:n", "--backends", "fake", "--device", "cpu:0"], "cpu:0 alone is no device: write cpu, or"),
         (["run", "fake:n", "--backends", "fake", "--device", "gpu"], "unknown device 'gpu'; write cpu, or cuda:0"),
         (
             ["run", "fake:n", "--backends", "fake", "--reference", "openvino"],

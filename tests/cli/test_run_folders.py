@@ -103,6 +103,16 @@ def test_a_report_is_opened_and_written_where_it_is_missing(
     assert refused("open", "runs").startswith("runs is not a run folder")
 
 
+def test_the_page_of_several_runs_replaces_no_run_s_own(refused: Refused, run: Path) -> None:
+    shutil.copytree(run, "runs/two")
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for words in (("runs/one", "runs/two"), ("runs/two", "-o", "runs/one")):
+        assert refused("report", *words) == (
+            "runs/one is a run with a report and results.csv of its own; give another folder with -o"
+        )
+    assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
 def test_a_failed_row_names_its_log(call: Call, run: Path) -> None:
     _, out, _ = call("show", run)
     (line,) = (line for line in out.splitlines() if "scripted failure" in line)

@@ -15,7 +15,7 @@ import dyno
 import kserve_server
 from dyno.worker.backends.inference_server import ENDPOINT
 from dyno.worker.serve.options import ServeOptions
-from dyno.worker.spec import Dims, ModelSpec, Trial, Unavailable, UserError
+from dyno.worker.spec import Dims, ModelSpec, Trial, Unanswered, Unavailable, UserError
 
 Call = Callable[..., tuple[int, str, str]]
 SHORT = ("--rate", 50, "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
@@ -62,10 +62,46 @@ def test_no_server_and_no_such_model_are_one_line() -> None:
         with pytest.raises(UserError, match="has no model 'other'") as caught:
             ENDPOINT.load(trial(url, "other"), None)
         assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=f"no server answers at {url}: .*; check that it runs"):
+    with pytest.raises(UserError, match=f"no server of KServe's protocol v2 answers at {url}: .*; check that it runs"):
         ENDPOINT.load(trial(url), None)
     with pytest.raises(UserError, match="write http://HOST:PORT"):
         ENDPOINT.load(trial("localhost:8000"), None)
+    with pytest.raises(UserError, match=r"the endpoint http://127\.0\.0\.1:99999 is no address: Port out of range"):
+        ENDPOINT.load(trial("http://127.0.0.1:99999"), None)
+
+
+@needs_client
+@pytest.mark.slow
+def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(call: Call, tmp_path: Path) -> None:
+    with kserve_server.running(most=1, takes=0.05) as (url, _):
+        words = ("serve-test", kserve_server.MODEL, "--endpoint", url, "--batch", 1, "--instances", 2, "--p50", "9s")
+        code, out, errors = call(*words, *SHORT)
+    assert code == 0, errors
+    assert "requests got no answer of the server and count as beyond every bound" in out
+    assert f"a request in vain: {url} did not answer: [503] too many requests" in out
+    (row,) = dyno.load(tmp_path / "run").table("serve-rates").rows
+    assert 0 < row["refused"] < row["requests"] and not row["left"]
+
+
+@needs_client
+@pytest.mark.parametrize("described", [[1, 2], {"name": "adder"}, {"inputs": [{}], "outputs": []}])
+def test_a_description_that_is_none_is_one_line(described: object) -> None:
+    with kserve_server.running(described=described) as (url, _), pytest.raises(UserError) as caught:
+        ENDPOINT.load(trial(url), None)
+    assert f"{url} doesn't describe 'adder' as KServe's protocol v2 says" in str(caught.value)
+
+
+@needs_client
+@pytest.mark.parametrize(("settings", "said"), [
+    ({"most": 0}, r"did not answer: \[503\] too many requests"), ({"lacking": True}, "answered without y"),
+])  # fmt: skip
+def test_a_request_in_vain_is_one_line(settings: dict[str, Any], said: str) -> None:
+    with kserve_server.running(**settings) as (url, _):
+        session = ENDPOINT.load(trial(url), None)
+        session.bind({"x": np.zeros((2, 3, 4), np.float32)})
+        with pytest.raises(Unanswered, match=f"{url} {said}"):
+            _ = session.run(), session.fetch()
+        session.close()
 
 
 @needs_client
@@ -74,7 +110,7 @@ def test_a_server_that_is_not_there_ends_as_its_row(call: Call) -> None:
     with kserve_server.running() as (url, _):
         pass
     code, _, errors = call("serve-test", "net", "--endpoint", url, *SHORT)
-    assert code == 3 and f"no server answers at {url}" in errors and "Traceback" not in errors
+    assert code == 3 and f"protocol v2 answers at {url}" in errors and "Traceback" not in errors
 
 
 def test_without_tritonclient_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -86,7 +122,7 @@ def test_without_tritonclient_it_says_what_to_install(monkeypatch: pytest.Monkey
         return real(name, *rest, **more)
 
     monkeypatch.setattr(builtins, "__import__", without)
-    with pytest.raises(Unavailable, match=r"an endpoint needs tritonclient; pip install 'inference-dyno\[serve\]'"):
+    with pytest.raises(Unavailable, match=r"needs tritonclient\[http\]; pip install 'inference-dyno\[serve\]'"):
         ENDPOINT.load(trial("http://127.0.0.1:1"), None)
 
 

@@ -128,7 +128,7 @@ def test_a_full_queue_refuses(call: Call, tmp_path: Path) -> None:
     (found,) = facts(tmp_path / "run")
     assert found.steps[0].verdict == "no" and not found.steps[0].unstable
     assert "found the queue full and count as beyond every bound" in out
-    assert "No rate that was tried holds p90 <= 1.00 s: at 2,000 requests/s, the lowest, that can't be said" in out
+    assert "holds p90 <= 1.00 s: at 2,000 requests/s p90 falls on requests without an answer" in out
 
 
 @pytest.mark.parametrize(
@@ -169,3 +169,17 @@ def test_from_python(tmp_path: Path) -> None:
     first, rates = served.tables
     assert first.rows[0]["rate"] == pytest.approx(200) and rates.rows[0]["holds"] == "yes"
     assert served.sentences[0].startswith("200 requests/s hold p50 <= 1.00 s")
+
+
+@pytest.mark.slow
+def test_the_report_opens_with_the_requests(call: Call, tmp_path: Path) -> None:
+    code, _, errors = call("serve-test", *FAKE, "--backends", "fake@latency_ms=1", "--rate", "200,400", "--duration",
+                           "1s", "--p90", "9s")  # fmt: skip
+    assert code == 0, errors
+    assert call("report", "run")[0] == 0
+    page = (tmp_path / "run" / "report.html").read_text()
+    top = page.split('-tables">Trials</h2>')[0]
+    assert "requests/s hold p90 &lt;= 9.00 s" in top and "asked, requests/s" in top
+    assert 'id="r0-serve-latency' in top and "fastest is" not in top and "mathdefault" not in page
+    shown = dyno.load(tmp_path / "run")._repr_html_()
+    assert "requests/s hold p90 &lt;= 9.00 s" in shown and 'alt="serve-latency"' in shown

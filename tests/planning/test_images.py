@@ -75,6 +75,8 @@ def test_labels_that_do_not_fit_the_model(tmp_path: Path) -> None:
         assert "\n" not in str(e.value)
     with pytest.raises(UserError, match="digits has 10 classes, but net has 1000 classes"):
         data_for("digits", 1000)
+    with pytest.raises(UserError, match="digits are grey, but net takes 3 channels; give a model of one"):
+        data_for("digits", 10)
 
 
 def test_images_without_labels_are_right_for_any_model(tmp_path: Path) -> None:

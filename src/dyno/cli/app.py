@@ -150,7 +150,7 @@ def show(
 @command(READ)
 def report(
     runs: Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN...")],
-    out: Annotated[str, typer.Option("--out", "-o", help="Folder to write into (default: the first run's own).")] = "",
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder to write into (default: the run's own).")] = "",
 ) -> None:
     """Write one self-contained HTML page, PNG charts and results.csv."""
     from dyno.cli import commands

@@ -198,6 +198,8 @@ def report(runs: Sequence[Path], out: Path) -> None:
         raise UserError(
             f"--out {out} is the folder for the page, its charts and tables; give a folder, such as {out.stem}"
         )
+    if (out / "trials").is_dir() and {run.resolve() for run in runs} != {out.resolve()}:
+        raise UserError(f"{out} is a run with a report and results.csv of its own; give another folder with -o")
     print(page.write([_read(run) for run in runs], out))
 
 

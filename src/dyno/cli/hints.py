@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import difflib
+import shlex
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -18,9 +19,9 @@ def no_command(name: str, commands: Iterable[str]) -> str:
         return f"there is no command {name!r}; write dyno --{name}"
     similar = difflib.get_close_matches(name, list(commands), 1)
     if ":" in name or registry.format_of(name) or name.endswith(".toml"):
-        return f"there is no command {name!r}; to measure it: dyno run {name}"
+        return f"there is no command {name!r}; to measure it: dyno run {shlex.quote(name)}"
     if (Path(name) / "trials").is_dir():
-        return f"there is no command {name!r}; to see that run: dyno show {name}"
+        return f"there is no command {name!r}; to see that run: dyno show {shlex.quote(name)}"
     if similar:
         return f"there is no command {name!r}; did you mean dyno {similar[0]}?"
     return f"there is no command {name!r}; to measure a model: dyno run torchvision:{name} (dyno --help lists commands)"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 import shutil
 import webbrowser
 from collections import Counter
@@ -126,7 +127,7 @@ def _remove_trials(run: Path, wanted: list[str]) -> None:
     for path in dict.fromkeys(chosen):
         shutil.rmtree(path)
         print(f"removed {path}")
-    print(f"the report still shows them; `dyno report {run}` updates it")
+    print(f"the report still shows them; `dyno report {shlex.quote(str(run))}` updates it")
 
 
 def _remove_run(run: Path) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass, fields, replace
@@ -138,9 +139,8 @@ def refuse_other(study: Study, folder: Path) -> None:
     """A `UserError` where the folder's numbers were measured with settings that the study contradicts."""
     before = earlier(folder)
     if before is not None and (settings := contradictions(before, study)) and measured(folder):
-        raise UserError(
-            f"{folder} {differences(settings)}; give another --out, or remove it with `dyno rm {folder}` first"
-        )
+        remove = f"dyno rm {shlex.quote(str(folder))}"
+        raise UserError(f"{folder} {differences(settings)}; give another --out, or remove it with `{remove}` first")
 
 
 def prepare_folder(study: Study, run: Run, planned: list[Planned]) -> tuple[list[Planned], list[str]]:

@@ -26,7 +26,10 @@ def check_threads(study: Study) -> None:
 
 
 def check_device(study: Study) -> None:
-    """Refuse a GPU that isn't there, and several devices where blocks aren't spread over them."""
+    """Refuse a GPU that isn't there, one share of the processor alone, and several devices where blocks aren't spread
+    over them."""
+    if study.device.startswith("cpu:") and "," not in study.device:
+        raise UserError(f"{study.device} alone is no device: write cpu, or cpu:0,cpu:1 for two shares of its cores")
     if "," in study.device:
         raise UserError(f"several devices ({study.device}) are for `dyno run` alone; give one --device here")
     if missing_gpu(study.device):

@@ -100,6 +100,9 @@ def _digits(cache: Path, model: ModelSpec, size: tuple[int, int], outputs: int) 
         raise UserError(f"digits are square, not {size[0]}x{size[1]}")
     data = datasets.digits(cache, size[0])
     _check("digits", datasets.meta(data), model, outputs)
+    if model.channels != 1:
+        given = f"digits are grey, but {model.name} takes {model.channels} channels"
+        raise UserError(f"{given}; give a model of one (with --channels 1), or other images")
     return data
 
 

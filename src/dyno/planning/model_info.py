@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import shlex
 import tempfile
 from dataclasses import replace
 from pathlib import Path
@@ -89,7 +90,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
 def _no_model(source: str) -> str:
     """The error for a name without a source prefix."""
     if Path(source, "study.toml").is_file():
-        return f"{source} is a run folder; to resume it: dyno run {Path(source, 'study.toml')}"
+        return f"{source} is a run folder; to resume it: dyno run {shlex.quote(str(Path(source, 'study.toml')))}"
     if Path(source).is_dir():
         return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
     backend, _, precision = source.partition("/")

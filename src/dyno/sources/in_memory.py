@@ -42,9 +42,15 @@ def saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int,
 
 def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, size: tuple[int, int] | None) -> str:
     module, examples = value if isinstance(value, tuple) else (value, None)
-    if any(each.device.type != "cpu" for each in (*module.parameters(), *module.buffers())):
-        module = copy.deepcopy(module).cpu()
+    if isinstance(module, type) or not hasattr(module, "named_buffers"):
+        name = getattr(module, "__name__", type(module).__name__)
+        raise UserError(f"the model {name} is no torch.nn.Module; call it, or name it as FILE.py:FUNCTION")
     name = getattr(module, "original_name", type(module).__name__)
+    devices = {each.device.type for each in (*module.parameters(), *module.buffers())}
+    if "meta" in devices:
+        raise UserError(f"{name} has no weights yet (device meta); give it some first, by to_empty() and a state_dict")
+    if devices - {"cpu"}:
+        module = copy.deepcopy(module).cpu()
     model = ModelSpec(name, f"saved:{name}", channels=channels)
     with _evaluating(module):
         described = modules.describe_inputs(module, model, examples, overrides)
@@ -52,14 +58,25 @@ def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int
         first = next(iter(modules.signature_of(module).required), "input")
         image = InputSpec(first, "float32", ("batch", channels, "height", "width"))
         specs = described.inputs or (image,)
+        if not described.batch or any(0 in spec.shape for spec in specs):
+            raise UserError(f"an example input of {name} has no elements; give one of at least one item")
         try:
             verified, _ = modules.verify_inputs(module, model, replace(described, inputs=specs), dims)
         except UserError:
             raise
         except Exception as e:  # the module is anyone's code: whatever it raises means that it refuses the input
-            problem = f"{name} refuses {modules.listed(specs, dims)}: {_line(e)}"
-            raise UserError(f"{problem}; give example inputs too: models=(module, inputs)") from e
+            hint = _otherwise(module, examples)
+            raise UserError(f"{name} refuses {modules.listed(specs, dims)}: {_line(e)}{hint}") from e
         return _stored(module, model, verified, dims)
+
+
+def _otherwise(module: Any, examples: Any) -> str:
+    """What to do about a module that refuses its inputs, which are float32 where they are floating-point numbers."""
+    weights = {str(each.dtype).removeprefix("torch.") for each in module.parameters() if each.is_floating_point()}
+    if weights - {"float32"}:
+        given = ", ".join(sorted(weights))
+        return f"; its weights are {given}: give module.float(), since precisions say in which type it runs"
+    return "" if examples is not None else "; give example inputs too: models=(module, inputs)"
 
 
 @dataclass(frozen=True)

@@ -51,6 +51,10 @@ class NoRoute(UserError):
     """A `UserError` about the model itself: no other route to a file would lead on."""
 
 
+class Unanswered(UserError):
+    """A request that was sent and got no answer; the next one may get one."""
+
+
 class Unavailable(Exception):
     """A backend, device or precision that this machine doesn't have; the trial becomes *skipped* with this reason."""
 

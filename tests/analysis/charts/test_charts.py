@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from dataclasses import replace
 from pathlib import Path
 from xml.etree import ElementTree
 
@@ -74,6 +75,16 @@ def test_sizes_make_a_chart(tmp_path: Path) -> None:
     assert list(fps.lines[0].get_xdata()) == [224, 256, 384]
     assert fps.lines[0].get_ydata()[0] == pytest.approx(1 / 0.0224, rel=0.1)
     assert "throughput" in throughput.get_ylabel()
+
+
+def test_what_has_no_bound_is_named_and_not_drawn(tmp_path: Path) -> None:
+    frame = trial_table.read(synthetic.write_run(tmp_path / "r", [Way("pytorch"), Way("a"), Way("b")], samples=5))
+    rows = frame.frame.copy()
+    rows.loc[rows["backend"] == "b", ["speedup", "speedup_low", "speedup_high"]] = 742.0, 38.0, 14260.0
+    (axes,) = charts.speedup(replace(frame, frame=rows)).axes
+    assert "uncertain" in [t.get_text() for t in axes.texts]
+    assert axes.get_xscale() == "linear" and axes.get_xlim()[1] < 10
+    assert charts.speedup(replace(frame, frame=rows[rows["backend"] != "a"])) is None
 
 
 def test_many_trials_stay_a_picture_of_bounded_size(tmp_path: Path) -> None:

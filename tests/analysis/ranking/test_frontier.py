@@ -63,6 +63,11 @@ def test_throughput_that_still_rises_is_said_so(tmp_path: Path) -> None:
     assert found.description == "throughput still rises at batch 4, the largest tried"
 
 
+def test_a_best_below_the_largest_is_said_once() -> None:
+    found = frontier.Saturation("net", "a", "64", 8, 9.0, best_batch=8, best_images_per_s=9.0, largest=16)
+    assert found.description == "throughput is highest at batch 8, of up to 16"
+
+
 def test_one_batch_says_nothing_of_saturation(tmp_path: Path) -> None:
     assert frontier.saturation(saturating(tmp_path, (8,), fixed=2)) == []
 

@@ -20,6 +20,7 @@ from browser import browse
 from dyno.analysis import tables
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.report import report, sections
+from dyno.analysis.report.notebook import leading
 from dyno.analysis.tables import trial_table
 from dyno.analysis.verdict import verdict
 from dyno.worker.spec import UserError
@@ -59,8 +60,10 @@ def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
                      "close, % (rtol 0.001, atol 1e-08)", "another process used 40 % of a core",
                      "onnx_export: onnx fp32 in 900 ms", 'models = ["digits"]', "20 int8, 1 fp32"):  # fmt: skip
         assert expected in page.text, expected
-    # A drawing for each chart; one stands above the tables.
-    assert page.tags.count("svg") == len(printed.drawn(run))
+    # A drawing for each chart; above the tables stands one of the smallest batch.
+    assert page.tags.count("svg") == len(printed.drawn(run)) + 1
+    assert set(leading(run).frame["batch"]) == {1} < set(run.frame["batch"])
+    assert "At the smallest batch;" in written.read_text().split("Trials</h2>")[0]
     assert page.tags.index("svg") < page.tags.index("table")
     kinds = {kind.name: kind for kind in tables.kinds()}
     side = [t for name, t in printed.every(run).items() if kinds[name].section == "side"]
@@ -135,6 +138,18 @@ def test_several_runs_are_sections_of_one_page(demo: Results, hostile: Results, 
     assert (tmp_path / "charts" / "hostile-latency.png").exists()
 
 
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [synthetic.write_run(tmp_path / name / "run", [Way("pytorch")], samples=5) for name in ("new", "old")]
+    runs = [trial_table.read(folder) for folder in folders]
+    page = Page(report.write(runs, tmp_path / "page"))
+    assert "new/run" in page.text and "old/run" in page.text
+    assert pd.read_csv(tmp_path / "page" / "results.csv")["run"].unique().tolist() == ["new/run", "old/run"]
+    assert all((tmp_path / "page" / "tables" / f"{name}_run-trials.csv").is_file() for name in ("new", "old"))
+    assert (tmp_path / "page" / "charts" / "old_run-latency.png").is_file()
+    with pytest.raises(UserError, match="a run is named twice"):
+        report.write([runs[0], runs[0]], tmp_path / "page")
+
+
 def test_a_run_on_a_gpu_says_on_which(tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path / "run", [Way("pytorch", card=Card()), Way("tensorrt", card=Card(gap=0.002))])
     assert "Synthetic GPU, driver 1" in sections.about(load(run))
@@ -149,12 +164,12 @@ def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
     text = Page(report.write([trial_table.read(run)], tmp_path / "out")).text
     for expected in (
         "No trial succeeded",
-        "There is nothing to draw",
         "out of luck",
         "Not recorded",
         "was not stored",
     ):
         assert expected in text
+    assert "0 more" not in text and "Accuracy and agreement" not in text, "what is empty has no fold"
 
 
 def test_an_unwritable_folder_is_one_line(demo: Results, tmp_path: Path) -> None:

@@ -54,6 +54,19 @@ def test_a_run_until_decided_goes_on_with_more_minutes(tmp_path: Path) -> None:
     assert dict(one.answers)["next"].startswith("the same command with more --minutes goes on; take it: ")
 
 
+def test_a_single_trial_wins_nothing(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path, FAST)
+    assert one.kind == NOTE and one.text.startswith("a fp32 takes 5.") and one.text.endswith(" ms at batch 1.")
+    assert {f.name: f.value for f in one.figures}["how sure"] == "not compared"
+    (two,) = decided(tmp_path / "other", Way("pytorch"), Way("a", statuses=("failed",), reason="out of luck"))
+    assert two.kind == NOTE and two.text.startswith("pytorch fp32 takes")
+
+
+def test_the_command_to_take_it_can_be_pasted(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path / "a run & <more>", FAST)
+    assert dict(one.answers)["next"] == f"take it: dyno take '{tmp_path}/a run & <more>/run'"
+
+
 def test_one_round_is_open_and_says_how_many_to_take(tmp_path: Path) -> None:
     (one,) = decided(tmp_path, *(replace(way, statuses=("ok",)) for way in (Way("pytorch"), FAST)))
     assert one.kind == WARNING and "measure with --rounds 3 or more" in dict(one.answers)["next"]
@@ -93,6 +106,17 @@ def test_several_models_are_taken_by_id(tmp_path: Path) -> None:
     first, second = decided(tmp_path, *ways)
     steps = [dict(each.answers)["next"] for each in (first, second)]
     assert [step.rpartition(" ")[2] for step in steps] == [ways[1].trial.id, ways[3].trial.id]
+
+
+def test_a_run_that_was_stopped_early_goes_on_by_the_same_command(tmp_path: Path) -> None:
+    one_round = [replace(way, statuses=("ok",)) for way in (Way("pytorch"), FAST)]
+    (one,) = decided(tmp_path, *one_round, study="rounds = 3\n")
+    assert dict(one.answers)["next"].startswith("the same command measures the other rounds; take it")
+    decided(tmp_path / "none", unmeasured := Way("a", statuses=("failed",)), Way("b", statuses=("failed",)))
+    (tmp_path / "none" / "run" / "trials" / unmeasured.trial.id / "r0" / "record.json").unlink()
+    (none,) = verdict.read(trial_table.read(load(tmp_path / "none" / "run"))).decisions
+    assert none.kind == WARNING and none.text == "no trial has succeeded yet; 1 of 2 were not measured so far."
+    assert dict(none.answers)["next"] == "the same `dyno run` again goes on, unless it still measures"
 
 
 def test_nothing_that_ended_well_is_a_failure(tmp_path: Path) -> None:

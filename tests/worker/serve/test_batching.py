@@ -8,6 +8,7 @@ import pytest
 from dyno.worker.serve import judging
 from dyno.worker.serve.arrivals import Arrivals, poisson
 from dyno.worker.serve.batching import Batcher, Clock, Rules, serve
+from dyno.worker.spec import Unanswered
 
 
 class Simulated(Clock):
@@ -158,3 +159,18 @@ def test_what_fails_in_an_answer_ends_everything() -> None:
     with pytest.raises(MemoryError, match="no room"):
         serve(batcher, answer)
     assert batcher.take() is None
+
+
+def test_requests_without_an_answer_are_refused_and_the_others_are_answered() -> None:
+    arrivals, clock, number = at(*np.arange(0.0, 1.0, 0.1)), Simulated(), iter(range(10))
+    batcher = Batcher(arrivals, Rules(1), clock)
+
+    def answer(_: int) -> None:
+        clock.time += 0.01
+        if (k := next(number)) % 2:
+            raise Unanswered(f"503, of number {k}")
+
+    serve(batcher, answer)
+    assert batcher.refused.tolist() == [False, True] * 5 and batcher.complaint == "503, of number 1"
+    assert (np.isnan(batcher.ended) == batcher.refused).all() and (np.isnan(batcher.began) == batcher.refused).all()
+    assert (judging.latencies(arrivals.times, batcher.ended) == np.inf).sum() == 5

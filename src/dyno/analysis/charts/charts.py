@@ -22,6 +22,7 @@ MOST_BARS = 80  # rows in one figure; what is beyond stands in results.csv
 MOST_PANELS = 6
 MOST_NAMED = 4
 ROW = 0.27  # inches a bar takes
+UNCERTAIN = "uncertain"  # in place of a speed-up that has no bound
 LOGARITHMIC = 10  # times by which the largest exceeds the smallest, from which an axis is logarithmic
 
 SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("throughput_low", "throughput_high")}
@@ -34,16 +35,19 @@ def latency(run: RunData) -> Any:
 
 
 def speedup(run: RunData) -> Any:
-    """Speed-ups over the reference with their intervals, one panel per model, size and batch."""
+    """Speed-ups over the reference with their intervals, one panel per model, size and batch; None where none has a
+    bound."""
     rows = run.frame.dropna(subset=["speedup"])
     rows = rows[rows.groupby("reference")["trial"].transform("count") > 1] if len(rows) else rows
+    if all(r["verdict"] == "reference" or _times(r) == UNCERTAIN for _, r in rows.iterrows()):
+        return None
     return rows_figure(rows, _speedup_panel, "times as fast as the reference", _times)
 
 
 def _times(r: pd.Series) -> str:
     """The speed-up, without digits where its interval is too wide for any."""
     shown = ratio(r["speedup"], r["speedup_low"], r["speedup_high"])
-    return "uncertain" if shown == UNBOUNDED else f"{r['speedup']:.2f}x"
+    return UNCERTAIN if shown == UNBOUNDED else f"{r['speedup']:.2f}x"
 
 
 def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
@@ -62,8 +66,10 @@ def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
 
 def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
     axes.axvline(1, color=INK, lw=1)
-    limit = set_scale(axes, [*rows["speedup"], 1], rows["speedup_high"].max())
-    for y, (_, r) in enumerate(rows.iterrows()):
+    shown = [(y, r) for y, (_, r) in enumerate(rows.iterrows()) if _times(r) != UNCERTAIN]
+    intervals = [r["speedup_high"] for _, r in shown if bounded(r["speedup_low"], r["speedup_high"])]
+    limit = set_scale(axes, [*(r["speedup"] for _, r in shown), 1], max(intervals, default=float("nan")))
+    for y, r in shown:
         _point(axes, r, r["speedup"], y)
         if bounded(r["speedup_low"], r["speedup_high"]):
             _whisker(axes, r["speedup_low"], r["speedup_high"], y, limit)
@@ -244,8 +250,8 @@ LATENCIES = Chart(
 )
 SPEEDUP = Chart(
     "speedup",
-    "Speed-up over the reference of the same model, size and batch, with its 95 % interval. None is drawn that is "
-    "wider than a factor of two.",
+    "Speed-up over the reference of the same model, size and batch, with its 95 % interval. What is uncertain by more "
+    "than a factor of two is not drawn.",
     speedup,
     2,
 )

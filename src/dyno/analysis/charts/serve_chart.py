@@ -10,7 +10,7 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.serve import runs
 from dyno.analysis.serve.figures import Tried
 from dyno.analysis.serve.runs import Served
-from dyno.analysis.style import EDGE, LINES, WIDTH, color, marker, styled, tip
+from dyno.analysis.style import EDGE, LINES, WIDTH, color, logarithmic, marker, styled, tip
 
 HEIGHT = 3.8  # inches
 PALE = 0.35  # how opaque a median is
@@ -29,12 +29,13 @@ def latency_by_rate(run: RunData) -> Any:
         for number, each in enumerate(served):
             kinds = [(e.trial.backend, e.trial.precision) for e in served[: number + 1]]
             hollow = kinds.count(kinds[-1]) > 1  # it differs from an earlier one by an option alone
-            _line(axes, each, MEDIAN, PALE, hollow)
+            if each.bounded != MEDIAN:
+                _line(axes, each, MEDIAN, PALE, hollow)
             _line(axes, each, each.bounded, 1.0, hollow)
         if bound := served[0].facts[0].bound_s:
             axes.axhline(1e3 * bound, color=EDGE, linestyle="--", linewidth=1)
         axes.set(yscale="log", xlabel="requests/s", ylabel="latency, ms", xlim=(0, None))
-        axes.yaxis.set_major_formatter(lambda v, _: f"{v:g}")
+        logarithmic(axes, "y", *axes.get_ylim())
         figure.legend(loc="outside upper center", ncols=2)
     return figure
 

@@ -38,6 +38,8 @@ class Saturation:
         """Where throughput saturates, as text."""
         if self.batch == self.largest:
             return f"throughput still rises at batch {self.largest}, the largest tried"
+        if self.batch == self.best_batch:
+            return f"throughput is highest at batch {self.batch}, of up to {self.largest}"
         share = f"{100 * self.images_per_s / self.best_images_per_s:.0f} %"
         best = f"{significant(self.best_images_per_s)} images/s at batch {self.best_batch}"
         return f"throughput saturates at batch {self.batch} ({share} of the best, {best})"

@@ -33,7 +33,8 @@ from dyno.worker.tasks.task import Task
 
 SELF_TEST = "self-test.json"  # in a run folder: the summary of the machine's self-test
 # A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
-SEVERITY = ("ok", "unfinished", "skipped", "failed", "timeout", "oom", "crashed")
+UNFINISHED = "unfinished"
+SEVERITY = ("ok", UNFINISHED, "skipped", "failed", "timeout", "oom", "crashed")
 
 
 @dataclass
@@ -146,7 +147,7 @@ class TrialResult:
 
     @property
     def status(self) -> str:
-        return self.worst.status if self.worst else "unfinished"
+        return self.worst.status if self.worst else UNFINISHED
 
     @property
     def reason(self) -> str:

@@ -7,7 +7,7 @@ import re
 import signal
 import threading
 import warnings
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass
@@ -19,7 +19,9 @@ from typing import Any
 from dyno.analysis import charts, style
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.records.run_data import RunData
+from dyno.analysis.report.notebook import BATCHES, HEADLINES, leading
 
+SMALLEST = "At the smallest batch; the chart of all is among the charts below."
 MANY = 12  # trials from which processes draw: of fewer, one has drawn all charts before others would have begun
 
 
@@ -49,22 +51,38 @@ def draw(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
     return _there(map(one, count))
 
 
+def headline(run: RunData, drawn: Sequence[Drawn], prefix: str) -> Drawn | None:
+    """The chart that stands above: one of those that were drawn, or of what can be seen at once."""
+    found = next((chart for wanted in HEADLINES for chart in drawn if chart.name == wanted), None)
+    first = leading(run)
+    if found is None or found.name not in BATCHES or len(first.frame) == len(run.frame):
+        return found
+    (chart,) = (kind for kind in charts.kinds() if kind.name == found.name)
+    return _drawn(first, chart, f"{prefix}-first", f"{chart.caption} {SMALLEST}") or found
+
+
 def file_name(name: str) -> str:
     """The name with what a file can't be called everywhere replaced."""
     return re.sub(r"[^\w.-]+", "_", name)
 
 
 def _draw(run: RunData, folder: Path, prefix: str, name: str, number: int) -> Drawn | None:
+    chart: Chart = charts.kinds()[number]
+    file = folder / f"{file_name(f'{name}-{chart.name}' if name else chart.name)}.png"
+    return _drawn(run, chart, prefix, chart.caption, file)
+
+
+def _drawn(run: RunData, chart: Chart, prefix: str, caption: str, file: Path | None = None) -> Drawn | None:
     from markupsafe import Markup
 
-    chart: Chart = charts.kinds()[number]
     figure = chart.draw(run)
     if figure is None:
         return None
     box = style.laid_out(figure)
-    style.save(figure, folder / f"{file_name(f'{name}-{chart.name}' if name else chart.name)}.png", box)
+    if file is not None:
+        style.save(figure, file, box)
     svg = Markup(style.svg(figure, f"{prefix}-{chart.name}", box, chart.on_paper))
-    return Drawn(chart.name, chart.caption, svg, chart.on_paper)
+    return Drawn(chart.name, caption, svg, chart.on_paper)
 
 
 def _side_by_side(one: partial[Drawn | None], count: range, most: int) -> list[Drawn | None]:

@@ -4,21 +4,36 @@ from __future__ import annotations
 
 import base64
 from collections.abc import Iterator
+from dataclasses import replace
 from html import escape
 from importlib.util import find_spec
+from itertools import chain
 
-from dyno.analysis import charts, style
+from dyno.analysis import charts, style, tables
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
 
-HEADLINES = ("speedup", "latency")  # charts of which the first that can be drawn stands above
+MOST_GROUPS = 6  # models and sizes in the first chart
+BATCHES = ("speedup", "latency")  # charts with a panel for each batch
+HEADLINES = ("serve-latency", "video-timeline", *BATCHES)  # of which the first that can be drawn stands above
+
+
+def leading(run: RunData) -> RunData:
+    """The run with what its first chart shows: the smallest batch of each model and size, of which the verdict speaks
+    first, and no more of these than can be seen at once."""
+    groups = run.frame.groupby(["model", "size", "device"], sort=False)
+    first = (run.frame["batch"] == groups["batch"].transform("min")) & (groups.ngroup() < MOST_GROUPS)
+    return replace(run, frame=run.frame[first])
 
 
 def cell(run: RunData) -> str:
     """A fragment of a page, with everything from the run escaped; without matplotlib it has no chart."""
-    return "\n".join([*_decisions(run), *_chart(run), *_trials(TRIALS.table(run))])
+    leaders, said = tables.leading(run)
+    if leaders:
+        return "\n".join([*(f"<p>{escape(line)}</p>" for line in said), *_chart(run), *chain(*map(_rows, leaders))])
+    return "\n".join([*_decisions(run), *_chart(run), *_rows(TRIALS.table(run))])
 
 
 def _decisions(run: RunData) -> Iterator[str]:
@@ -35,14 +50,16 @@ def _chart(run: RunData) -> Iterator[str]:
     if find_spec("matplotlib") is None:
         return
     by_name = {chart.name: chart for chart in charts.kinds()}
-    figure = next((drawn for name in HEADLINES if (drawn := by_name[name].draw(run)) is not None), None)
+    first = leading(run)
+    drawings = ((name, by_name[name].draw(first if name in BATCHES else run)) for name in HEADLINES)
+    name, figure = next(((name, figure) for name, figure in drawings if figure is not None), ("", None))
     if figure is not None:
         drawing = base64.b64encode(style.svg(figure, "cell", style.laid_out(figure), on_paper=True).encode()).decode()
         shown = "width: 100%; max-width: 860px; background: #fff"
-        yield f'<img style="{shown}" alt="{HEADLINES[0]}" src="data:image/svg+xml;base64,{drawing}">'
+        yield f'<img style="{shown}" alt="{name}" src="data:image/svg+xml;base64,{drawing}">'
 
 
-def _trials(table: Table) -> Iterator[str]:
+def _rows(table: Table) -> Iterator[str]:
     import pandas as pd
 
     for part in table.parts():

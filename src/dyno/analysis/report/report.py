@@ -5,7 +5,7 @@ from __future__ import annotations
 import base64
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +19,6 @@ from dyno.analysis.records.results import Results
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.report import drawing, explained, method, sections
 from dyno.analysis.report.drawing import Drawn, file_name
-from dyno.analysis.report.notebook import HEADLINES
 from dyno.analysis.self_test import words
 from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
@@ -34,14 +33,17 @@ LEAD = (
     "the table shows its status. Each table is in `tables/` as CSV too."
 )
 
-PILLS = {BEST: "decided", NOTE: "open", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
+PILLS = {BEST: "decided", NOTE: "not compared", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
 
 
 @dataclass(frozen=True)
 class Section:
-    """The page's content about one run: `about` and `date` in words, the trials' table and all others as HTML, those by
-    their section of the page, `side` with their titles; the chart that stands above, the others; explained pairs."""
+    """The content about one run: its name, `about` and `date` in words, the trials' table and all others as HTML,
+    those by their section of the page, `side` with their titles; the chart that stands above, the others; explained
+    pairs. Of a run of another kind than a study, `leading` tables and what is `said` of them stand in place of its
+    decisions."""
 
+    name: str
     results: Results
     date: str
     about: list[str]
@@ -49,6 +51,8 @@ class Section:
     verdict: Verdict
     method: list[tuple[str, str]]
     machine: list[tuple[str, str]]
+    said: list[str]
+    leading: list[Any]
     trials: list[Any]
     tables: dict[str, list[Any]]
     side: list[tuple[str, Any]]
@@ -65,35 +69,47 @@ def write(runs: Sequence[RunData], out: Path) -> Path:
     Several runs become sections of one page. UserError when the folder can't be written.
     """
     out, page = Path(out), Path(out) / "report.html"
+    names = names_of(runs)
     all_tables = [tables.named(run, "all") for run in runs]
     refuse_links(out, ("charts", "tables"))
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
-        names = [run.records.name if len(runs) > 1 else "" for run in runs]
         parts = [
-            _section(run, own_tables, out, i, name)
+            _section(run, own_tables, out, i, name, len(runs) > 1)
             for i, (run, own_tables, name) in enumerate(zip(runs, all_tables, names, strict=True))
         ]
         write_tables(runs, all_tables, out)
-        write_text(page, _html(parts, export([_all_trials(runs)], "csv")))
+        write_text(page, _html(parts, export([_all_trials(runs, names)], "csv")))
     except OSError as e:
         raise UserError(f"the report can't be written to {out}: {e.strerror or e}; give another folder") from e
     return page
+
+
+def names_of(runs: Sequence[RunData]) -> list[str]:
+    """What several runs are called: the names of their folders, with as much of the paths as tells them, and the files
+    that are named after them, apart. UserError for a run that is named twice."""
+    places = [run.records.folder.resolve().parts for run in runs]
+    if len(set(places)) < len(places):
+        raise UserError("a run is named twice; name each once")
+    for depth in range(1, max(map(len, places)) + 1):
+        names = ["/".join(parts[-depth:]) for parts in places]
+        if len({file_name(name) for name in names}) == len(names):
+            return names
+    raise UserError("the runs' folders have paths that differ in signs alone; give one of them another name")
 
 
 def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out: Path) -> None:
     """Write OUT/results.csv, tables.md and tables/*.csv; with several runs the CSV files begin with the run's name."""
     refuse_links(out, ("tables",))
     (out / "tables").mkdir(parents=True, exist_ok=True)
-    parts, on_page = [], {kind.name for kind in tables.kinds() if kind.section}
-    for run, own_tables in zip(runs, all_tables, strict=True):
-        name = run.records.name
+    parts, names, on_page = [], names_of(runs), {kind.name for kind in tables.kinds() if kind.section}
+    for name, own_tables in zip(names, all_tables, strict=True):
         for table in own_tables:
             file = file_name(f"{name}-{table.name}" if len(runs) > 1 else table.name)
             write_text(out / "tables" / f"{file}.csv", export([table], "csv"))
         parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{_markdown(own_tables, on_page)}")
     write_text(out / "tables.md", "\n".join(parts))
-    write_text(out / "results.csv", export([_all_trials(runs)], "csv"))
+    write_text(out / "results.csv", export([_all_trials(runs, names)], "csv"))
 
 
 def _markdown(run_tables: Sequence[Table], on_page: set[str]) -> str:
@@ -101,24 +117,27 @@ def _markdown(run_tables: Sequence[Table], on_page: set[str]) -> str:
     return export([table for table in run_tables if table.name in on_page], "markdown")
 
 
-def _all_trials(runs: Sequence[RunData]) -> Table:
+def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:
     """The trials of all runs; of several, with the run's name."""
     run_tables = [TRIALS.table(run) for run in runs]
     if len(runs) == 1:
         return run_tables[0]
-    for run, table in zip(runs, run_tables, strict=True):
+    for name, table in zip(names, run_tables, strict=True):
         for row in table.rows:
-            row["run"] = run.records.name
+            row["run"] = name
     all_trials = joined(run_tables)
     return TRIALS.of((*all_trials.columns, Column("run", "its name", kind=TEXT)), all_trials.rows)
 
 
-def _section(run: RunData, run_tables: Sequence[Table], out: Path, index: int, name: str) -> Section:
+def _section(run: RunData, run_tables: Sequence[Table], out: Path, index: int, name: str, several: bool) -> Section:
     from markupsafe import Markup
 
     places = {kind.name: kind.section for kind in tables.kinds()} | {TRIALS.name: TRIALS.name}
     shown: dict[str, list[Any]] = {section: [] for section in (*tables.SECTIONS, TRIALS.name)}
-    for table in run_tables:
+    leaders, said = tables.leading(run)
+    names = {table.name for table in leaders}
+    read = verdict.read(run)
+    for table in (each for each in run_tables if each.name not in names):
         if places[table.name] != "side":
             shown[places[table.name]] += [Markup(page_part(table, part)) for part in table.parts()]
     side = [] if _is_single(run) else [table for table in run_tables if places[table.name] == "side"]
@@ -127,17 +146,20 @@ def _section(run: RunData, run_tables: Sequence[Table], out: Path, index: int, n
         for table in side
         for part in table.parts()
     ]
-    drawn = drawing.draw(run, out / "charts", f"r{index}", name)
+    drawn = drawing.draw(run, out / "charts", f"r{index}", name if several else "")
     confusion.write(run.records, out / "charts")
-    headline = next((chart for wanted in HEADLINES for chart in drawn if chart.name == wanted), None)
+    headline = drawing.headline(run, drawn, f"r{index}")
     return Section(
+        name=name,
         results=run.records,
         date=moment(began(run.records)),
         about=sections.about(run.records),
         visible=words.of_run(run.records),
-        verdict=verdict.read(run),
+        verdict=replace(read, decisions=()) if leaders else read,
         method=method.terms(run),
         machine=sections.machine(run.records.environment),
+        said=said,
+        leading=[Markup(page_part(table, part)) for table in leaders for part in table.parts()],
         trials=shown.pop(TRIALS.name),
         tables=shown,
         side=folded,

@@ -46,7 +46,7 @@ class Tried:
 
     @property
     def refused(self) -> int:
-        """Those that found the queue full."""
+        """Those that found the queue full, or got no answer of a server."""
         return int(self._counted("refused").sum())
 
     @property

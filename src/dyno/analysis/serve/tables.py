@@ -170,7 +170,7 @@ RATE_COLUMNS = (
     Column("mean_batch", "requests per batch", title="mean batch", rank=5),
     _duration("queue_s", "mean time until a request's batch begins", rank=3),
     _duration("compute_s", "mean time of a request's batch", rank=3),
-    _some("refused", "requests that found the queue full"),
+    _some("refused", "requests that found the queue full, or got no answer of a server"),
     _some("left", "requests that were never answered"),
     Column("holds", "the bound: yes, no, unstable (more come than are answered), too few requests", kind=TEXT, rank=1),
 )

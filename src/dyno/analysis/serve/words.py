@@ -12,14 +12,29 @@ from dyno.analysis.serve.figures import QUANTILES, Tried
 from dyno.analysis.serve.runs import Served
 from dyno.worker.serve import judging
 
+COMPANY = ": other programs kept "  # of a warning for each rate
+
 
 def of_run(served: Sequence[Served]) -> list[str]:
     """The sentences of each trial, under its name where there are several."""
     said = []
     for each in served:
         named = [f"{each.trial.label}:"] if len(served) > 1 else []
-        said += [*named, *sentences(each), *(f"{warning}." for warning in each.warnings)]
+        said += [*named, *sentences(each), *_company(each), *_warnings(each)]
     return said
+
+
+def _company(served: Served) -> Iterator[str]:
+    """How busy other programs kept the processors, in one sentence for all rates and rounds."""
+    busy = [r.facts.others_busy for r in served.trial.good if COMPANY in " ".join(r.warnings)]
+    if busy:
+        most = max(max(each.values()) for each in busy)
+        rounds = counting(len(served.trial.good), "round")
+        yield f"Other programs kept up to {most:.1f} processors busy meanwhile, in {len(busy)} of {rounds}."
+
+
+def _warnings(served: Served) -> Iterator[str]:
+    yield from (f"{warning}." for warning in served.warnings if COMPANY not in warning)
 
 
 def sentences(served: Served) -> list[str]:
@@ -71,16 +86,29 @@ def _none(served: Served, bound: str) -> Iterator[str]:
         of = f"{without} of {counting(len(served.facts), 'round')}"
         yield f"{of} ended without a rate that holds {bound} twice."
     else:
-        lowest = min(served.tried, key=lambda t: t.step.rate)
-        latency = lowest.percentile(served.bounded)
-        found = f"{_name(served.bounded)} is {_duration(latency.value)}" if latency else "that can't be said"
-        some = " in every round" if once else ""
-        yield f"No rate that was tried holds {bound}{some}: at {_rate(lowest.step.rate)}, the lowest, {found}."
+        yield f"{_nothing_holds(served, bound, once)}."
     if facts.lowest:
         yield (
             f"Below {_rate(facts.lowest)} the --duration brings fewer than the {facts.least:,} requests that "
             f"{_name(served.bounded)} needs, so no lower rate was tried; omit it."
         )
+
+
+def _nothing_holds(served: Served, bound: str, once: bool) -> str:
+    """That of the rates none holds, with the lowest rate's latency in the round where it held least, or that nothing
+    is known."""
+    least, several = min(t.step.rate for t in served.tried), len({t.step.rate for t in served.tried}) > 1
+    found_there = [(t.percentile(served.bounded), t) for t in served.tried if t.step.rate == least]
+    latency, lowest = max(found_there, key=lambda pair: pair[0].value if pair[0] else np.inf)
+    if all(t.step.verdict == judging.TOO_FEW for t in served.tried):
+        return f"Whether {bound} holds can't be said of {'these rates' if several else 'this rate'}"
+    name = _name(served.bounded)
+    falls = "that can't be said"
+    if lowest.step.verdict != judging.TOO_FEW:
+        falls = f"{name} falls on requests without an answer"
+    found = f"{name} is {_duration(latency.value)}" if latency else falls
+    place = f"{_rate(lowest.step.rate)}{', the lowest,' if several else ''}"
+    return f"No rate that was tried holds {bound}{' in every round' if once else ''}: at {place} {found}"
 
 
 def _there(served: Served) -> Iterator[str]:
@@ -107,7 +135,9 @@ def _unstable(served: Served) -> Iterator[str]:
             f"{lowest.backlog:,} waited at the end, and latency grows for as long as it lasts."
         )
     if refused := sum(t.refused for t in served.tried):
-        yield f"{counting(refused, 'request')} found the queue full and count as beyond every bound."
+        facts = served.facts[0]
+        why = ["found the queue full"] * bool(facts.queue) + ["got no answer of the server"] * bool(facts.endpoint)
+        yield f"{counting(refused, 'request')} {' or '.join(why)} and count as beyond every bound."
 
 
 def _short(served: Served) -> Iterator[str]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Iterator, Sequence
 from math import isnan
 from typing import TYPE_CHECKING
@@ -19,10 +20,12 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import MOST_ROUNDS, Speedup
 from dyno.analysis.tables.trial_columns import over_builds
 from dyno.analysis.verdict.findings import equivalent, settled
+from dyno.worker.spec import DECIDED
 
 if TYPE_CHECKING:
     import pandas as pd
 
+UNFINISHED = "the same `dyno run` again goes on, unless it still measures"
 REASONS = "the reasons are below the table"
 RAN_AS = {
     YES: "ran in the requested type",
@@ -150,7 +153,7 @@ def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
         parts.append("it is what the others' outputs are compared with")
     elif winner["outputs"] and not isnan(winner["output_error"]):
         name = run.trials[winner["reference"]].configuration if winner["reference"] in run.trials else "the reference"
-        parts.append(f"outputs agree with those of {name}, {_distance(winner['output_error'])}")
+        parts.append(f"outputs agree with those of {name}, {distance(winner['output_error'])}")
     else:
         parts.append("its outputs were not compared with any")
     parts += [_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))
@@ -159,7 +162,8 @@ def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
     return "; ".join(parts)
 
 
-def _distance(error: float) -> str:
+def distance(error: float) -> str:
+    """How far outputs are from the reference's, in words."""
     return f"off by {show(error, 'percentage', 2)}" if error > EXACT else f"to {show(EXACT, 'percentage', 1)}"
 
 
@@ -174,13 +178,16 @@ def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: 
     winner, pairs = ranking.fastest.iloc[0], [each for each in (own, over) if each is not None]
     steps = []
     if any(each.verdict == stats.ONE_ROUND for each in pairs):
-        steps.append(f"measure with --rounds {ENOUGH} or more")
+        settings = run.records.settings
+        asked = settings.get("rounds", 2 if settings.get("until") == DECIDED else 1)
+        others = "the same command measures the other rounds"
+        steps.append(others if asked > 1 else f"measure with --rounds {ENOUGH} or more")
     elif more := [each.more or 0 for each in pairs if each.verdict == stats.UNDECIDED]:
         steps.append(_more_rounds(max(more), max(each.builds for each in pairs), run))
     elif own is not None and own.verdict == stats.EQUIVALENT:
         steps.append("choose by something other than speed")
     id = f" {winner['trial']}" if len(list(winners(run))) > 1 else ""
-    steps.append(f"take it: dyno take {run.records.folder}{id}")
+    steps.append(f"take it: dyno take {shlex.quote(str(run.records.folder))}{id}")
     return "; ".join([*steps, *filter(None, [_undecided_budget(ranking)])])
 
 

@@ -12,20 +12,21 @@ from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.ranking.rankings import Ranking
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import FASTER, Speedup
-from dyno.analysis.verdict.answers import reference_name
+from dyno.analysis.verdict.answers import distance, reference_name
 from dyno.analysis.verdict.findings import Figure, ms
 
 if TYPE_CHECKING:
     import pandas as pd
 
 
-def figures(ranking: Ranking, gain: Speedup | None, decided: bool, run: RunData) -> tuple[Figure, ...]:
-    """The winner's figures: `gain` is its speed-up over its reference, None where it is that itself."""
+def figures(ranking: Ranking, gain: Speedup | None, certainty: str, run: RunData) -> tuple[Figure, ...]:
+    """The winner's figures: `gain` is its speed-up over its reference, None where it is that itself, and `certainty`
+    how sure that is, in words."""
     winner = ranking.fastest.iloc[0]
     return (
         _latency(winner),
         *_speedup(ranking, winner, gain, run),
-        _certainty(winner, gain, decided),
+        _certainty(winner, gain, certainty),
         *_accuracy(ranking, winner),
         *_cost(winner),
     )
@@ -52,9 +53,9 @@ def _speedup(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: Run
         yield Figure("speed-up", value, f"as fast as {name}{f' {interval}' if interval else ''}")
 
 
-def _certainty(winner: pd.Series, gain: Speedup | None, decided: bool) -> Figure:
+def _certainty(winner: pd.Series, gain: Speedup | None, certainty: str) -> Figure:
     how = counting(int(winner["rounds"]), "round")
-    return Figure("how sure", "decided" if decided else "open", f"{how}, {gain.measured}" if gain else how)
+    return Figure("how sure", certainty, f"{how}, {gain.measured}" if gain else how)
 
 
 def _accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Figure]:
@@ -65,7 +66,7 @@ def _accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Figure]:
         lost = f", {change} points [{low}, {high}] against the reference" if known else ""
         yield Figure("accuracy", f"{value:.2f} %", f"{ranking.metric.label}{lost}")
     elif not isnan(winner["output_error"]):
-        yield Figure("outputs", "agree", f"off by {show(winner['output_error'], 'percentage', 2)}")
+        yield Figure("outputs", "agree", distance(winner["output_error"]))
 
 
 def _cost(winner: pd.Series) -> Iterator[Figure]:

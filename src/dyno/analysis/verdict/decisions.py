@@ -13,7 +13,7 @@ from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.ranking.rankings import Ranking
-from dyno.analysis.records.results import TrialResult
+from dyno.analysis.records.results import UNFINISHED, TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import Speedup
 from dyno.analysis.tables import breakeven
@@ -48,6 +48,10 @@ def failed(ranking: Ranking) -> Decision | None:
     """That no trial of the ranking succeeded; None where one did."""
     if not frontier.usable(ranking.group).empty:
         return None
+    waiting = int((ranking.group["status"] == UNFINISHED).sum())
+    if waiting:
+        text = f"no trial has succeeded yet; {waiting} of {len(ranking.group)} were not measured so far."
+        return Decision(WARNING, ranking.where, text, (("next", answers.UNFINISHED),))
     return Decision(FAILURE, ranking.where, "no trial succeeded.", (("next", answers.REASONS),))
 
 
@@ -66,10 +70,11 @@ def _fastest(ranking: Ranking, run: RunData) -> Decision:
     confirmed = tuple(confirmation.findings(ranking, LATENCY, run))
     doubted = any(each.kind == WARNING for each in confirmed)
     open_still = any(each is not None and each.verdict in OPEN for each in (gain, ahead)) or doubted
+    alone = gain is None and ahead is None and not run.budget
     return Decision(
-        WARNING if open_still else BEST,
+        WARNING if open_still else NOTE if alone else BEST,
         ranking.where,
-        _headline(ranking, winner, gain, run),
+        _alone(ranking, winner) if alone else _headline(ranking, winner, gain, run),
         (
             ("real", answers.real(ranking, gain, ahead, run, doubted)),
             ("right", answers.right(ranking, winner, run)),
@@ -82,8 +87,12 @@ def _fastest(ranking: Ranking, run: RunData) -> Decision:
             *_preparation(ranking, winner, run.trials),
             *others,
         ),
-        card.figures(ranking, gain, not open_still, run),
+        card.figures(ranking, gain, "open" if open_still else "not compared" if alone else "decided", run),
     )
+
+
+def _alone(ranking: Ranking, winner: pd.Series) -> str:
+    return f"{ranking.configuration(winner)} takes {ms(winner[LATENCY])} at batch {winner['batch']}."
 
 
 def _headline(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData) -> str:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -98,8 +99,8 @@ def read(run: RunData) -> Verdict:
 
 def _unranked(run: RunData) -> str:
     """What to do where the machine was too busy for a winner."""
-    step = "measure again on a quiet machine"
-    return f"{step}, or choose: dyno take {run.records.folder} BACKEND/PRECISION" if list(winners(run)) else step
+    step, folder = "measure again on a quiet machine", shlex.quote(str(run.records.folder))
+    return f"{step}, or choose: dyno take {folder} BACKEND/PRECISION" if list(winners(run)) else step
 
 
 def _wrong_outputs(run: RunData) -> Iterator[Finding]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -83,7 +84,8 @@ def run(found: Waterfall, sides: Sequence[Side], study: Study, batch: int, round
     trials = {_key(t): t for t in data.records}
     beside = trials.get(_named(*b))
     if beside is None or not beside.good:
-        raise UserError(f"{title} did not run beside its variants; `dyno show {folder}` has the reason")
+        show = f"dyno show {shlex.quote(str(folder))}"
+        raise UserError(f"{title} did not run beside its variants; `{show}` has the reason")
     pairs = [(one, _text(*v), trials.get(_named(*v))) for v, one in variants.values()]
     return Tried(title, _outcomes(pairs, beside, data), folder)
 

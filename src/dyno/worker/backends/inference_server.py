@@ -4,15 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import Probe
-from dyno.worker.spec import Artifact, Dims, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, Dims, Tensor, Trial, Unanswered, Unavailable, UserError
 
 SCHEMES = ("http", "https", "grpc")
+PROTOCOL = "KServe's protocol v2"
 BINARY = "binary_tensor_data"  # the protocol's extension for tensors that aren't JSON
 
 
@@ -42,6 +44,10 @@ class Endpoint(Backend):
             raise UserError(f"the endpoint is {url!r}; write http://HOST:PORT or grpc://HOST:PORT")
         library = _library("grpc" if scheme == "grpc" else "http")
         secure = {"ssl": True} if scheme == "https" else {}
+        try:
+            _ = urlsplit(str(trial.options["url"])).port
+        except ValueError as e:
+            raise UserError(f"the endpoint {trial.options['url']} is no address: {_first_line(e)}") from e
         client = library.InferenceServerClient(host.rstrip("/"), **secure)
         return ServerSession(library, client, trial, as_json={"as_json": True} if scheme == "grpc" else {})
 
@@ -54,20 +60,24 @@ class ServerSession(Session):
 
     def __init__(self, library: Any, client: Any, trial: Trial, as_json: Mapping[str, bool]) -> None:
         self._library, self._client = library, client
-        self._model, url = trial.model.source.partition(":")[2], trial.options["url"]
+        self._model, self._url = trial.model.source.partition(":")[2], str(trial.options["url"])
+        url = self._url
         try:
             server = client.get_server_metadata(**as_json)
         except Exception as e:  # of gevent, of grpc, of the system
-            raise UserError(f"no server answers at {url}: {_first_line(e)}; check that it runs") from e
+            raise UserError(f"no server of {PROTOCOL} answers at {url}: {_first_line(e)}; check that it runs") from e
         try:
             described = client.get_model_metadata(self._model, **as_json)
         except Exception as e:
             raise UserError(f"{url} has no model {self._model!r}: {_first_line(e)}") from e
-        # gRPC always sends raw bytes.
-        self._written = {} if as_json else {"binary_data": BINARY in server.get("extensions", ())}
-        self._kinds = {t["name"]: t["datatype"] for t in described["inputs"]}
-        self.inputs = tuple(self._tensor(t, trial.dims) for t in described["inputs"])
-        self.outputs = tuple(self._tensor(t, trial.dims) for t in described["outputs"])
+        try:
+            # gRPC always sends raw bytes.
+            self._written = {} if as_json else {"binary_data": BINARY in server.get("extensions", ())}
+            self._kinds = {t["name"]: t["datatype"] for t in described["inputs"]}
+            self.inputs = tuple(self._tensor(t, trial.dims) for t in described["inputs"])
+            self.outputs = tuple(self._tensor(t, trial.dims) for t in described["outputs"])
+        except (AttributeError, KeyError, TypeError, ValueError) as e:
+            raise UserError(f"{url} doesn't describe {self._model!r} as {PROTOCOL} says: {e!r}") from e
 
     def _tensor(self, described: Mapping[str, Any], dims: Dims) -> Tensor:
         """An input or output as the server describes it: -1 is a free axis, the first one the batch."""
@@ -89,10 +99,16 @@ class ServerSession(Session):
             self._bound.append(asked)
 
     def run(self, slot: int = 0) -> None:
-        self._answer = self._client.infer(self._model, self._bound)
+        try:
+            self._answer = self._client.infer(self._model, self._bound)
+        except Exception as e:  # of gevent, of grpc, of the system, of the answer's JSON
+            raise Unanswered(f"{self._url} did not answer: {_first_line(e)}") from e
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        return {tensor.name: self._answer.as_numpy(tensor.name) for tensor in self.outputs}
+        found = {tensor.name: self._answer.as_numpy(tensor.name) for tensor in self.outputs}
+        if lacking := [name for name, array in found.items() if array is None]:
+            raise Unanswered(f"{self._url} answered without {', '.join(lacking)}")
+        return found
 
     def close(self) -> None:
         self._client.close()
@@ -105,7 +121,7 @@ def _library(kind: str) -> Any:
         else:
             import tritonclient.http as library
     except (ImportError, RuntimeError) as e:  # it raises the latter where the part for one protocol is missing
-        raise Unavailable(f"an endpoint needs tritonclient; {install('tritonclient')}") from e
+        raise Unavailable(f"an endpoint by {kind} needs tritonclient[{kind}]; {install('tritonclient')}") from e
     return library
 
 

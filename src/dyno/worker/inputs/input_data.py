@@ -159,7 +159,8 @@ def open_images(
     images, expected = Images(data, preprocess, channels_last(shape)), channels_first(shape)[1:]
     if images.shape != expected:
         present, needed = ("x".join(map(str, s)) for s in (images.shape, expected))
-        raise UserError(f"the images are {present} but the model's input {name!r} is {needed}; set --size to match")
+        hint = "set --size to match" if images.shape[0] == expected[0] else f"set --channels {expected[0]}"
+        raise UserError(f"the images are {present} but the model's input {name!r} is {needed}; {hint}")
     return name, shape, images
 
 

@@ -62,7 +62,8 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     if not journal.record.facts.finite:
         journal.stage("evaluate")
         raise UserError(
-            "the outputs are not finite (NaN or infinity): this engine is wrong, or its precision overflows"
+            "the outputs are not finite (NaN or infinity): this engine is wrong, its precision overflows, or the model "
+            "gives them itself"
         )
 
 

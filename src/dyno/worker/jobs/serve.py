@@ -21,7 +21,7 @@ from dyno.worker.serve.arrivals import Arrivals, poisson, read_trace
 from dyno.worker.serve.batching import Batcher, Clock, Rules, serve
 from dyno.worker.serve.instances import Instances, Lane
 from dyno.worker.serve.options import ServeOptions
-from dyno.worker.spec import Job, Trial, from_json
+from dyno.worker.spec import Job, Trial, Unanswered, from_json
 
 ARRAYS = "serve.npz"
 SEEDS = 1000  # of a round: a rate has one of its own
@@ -98,17 +98,25 @@ class _Work:
     def _capacity(self, seconds: float) -> measure.Sampling:
         """Requests per second with full batches on every lane; a sample for each lane and batch."""
         done: list[float] = []
+        unanswered: list[Unanswered] = []
         most, clock = self._rules.most, Clock()
 
         def work(lane: Lane) -> None:
             began = clock.now()
             while began < seconds:
-                lane.answer(most)
+                try:
+                    lane.answer(most)
+                except Unanswered as e:
+                    unanswered.append(e)
+                    began = clock.now()
+                    continue
                 began, before = clock.now(), began
                 done.append(began - before)
 
         self._instances.each(work)
         whole = clock.now()
+        if not done:
+            raise unanswered[0]
         rates = most * len(self._instances.lanes) / np.asarray(done)
         return measure.Sampling(rates, "seconds", most * len(done) / whole)
 
@@ -119,7 +127,13 @@ class _Work:
             self._facts = replace(self._facts, trace=Path(options.trace).name)
             self._try(Arrivals(read_trace(Path(trace))))
         for rate in options.rate:
-            self._try(poisson(rate, least, options.duration_s, self._fresh_seed()), rate)
+            try:
+                self._try(poisson(rate, least, options.duration_s, self._fresh_seed()), rate)
+            except Unanswered as e:
+                if not self._facts.steps:
+                    raise
+                self._journal.warn(f"no request got an answer at {rate:g} requests/s, where it ended: {e}")
+                break
         if not trace and not options.rate:
             # A tenth of a request more, so that rounding never has one less.
             lowest = (least + 0.1) / options.duration_s if options.duration_s else 0.0
@@ -145,6 +159,10 @@ class _Work:
         contention = system.CpuContention()
         batcher = Batcher(arrivals, self._rules, Clock())
         self._instances.each(lambda lane: serve(batcher, lane.answer))
+        if batcher.complaint:
+            if np.isnan(batcher.ended).all():
+                raise Unanswered(batcher.complaint)  # it is gone, and would answer no other rate either
+            journal.warn(f"a request in vain: {batcher.complaint}")
         first = arrivals.first
         grows = judging.unstable(arrivals.times, batcher.began, batcher.refused, self._rules.most)
         seconds = judging.latencies(arrivals.times[first:], batcher.ended[first:])
@@ -156,5 +174,7 @@ class _Work:
         save_arrays(journal.folder / ARRAYS, self._arrays)
         self._facts = replace(facts, steps=(*facts.steps, step))
         journal.facts(serve=self._facts)
-        journal.contended(f"{rate:.4g} requests/s", step.others_busy, self._trial.runtime.device)
+        journal.contended(
+            f"{rate:,.{0 if rate >= 1000 else 3}g} requests/s", step.others_busy, self._trial.runtime.device
+        )
         return step

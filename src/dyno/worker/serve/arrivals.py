@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -42,7 +43,9 @@ def poisson(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
 def read_trace(path: Path) -> np.ndarray:
     """The arrival times of a trace, from its first request on; a `UserError` for what is not one."""
     try:
-        times = np.loadtxt(path, dtype=np.float64, ndmin=1)
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of no lines; what is wrong is said below
+            times = np.loadtxt(path, dtype=np.float64, ndmin=1)
     except OSError as e:
         raise UserError(f"{path} can't be read: {e.strerror or e}") from None
     except ValueError as e:

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyno.worker.serve.arrivals import Arrivals
+from dyno.worker.spec import Unanswered
 
 # How long those that still wait are answered after the last has come: a share of the time in which requests come, and
 # seconds.
@@ -52,7 +53,8 @@ class Batcher:
     """Gives whoever is free the next batch, and keeps when each request was begun and answered.
 
     `began` and `ended` are seconds by the clock, NaN for requests that were refused or left; `size` is the number of
-    requests in a request's batch, 0 for those.
+    requests in a request's batch, 0 for those. Refused is who found the queue full, and whom `answer` of `serve` gave
+    no answer; `complaint` is what the first of the latter was told, "" without any.
     """
 
     def __init__(self, arrivals: Arrivals, rules: Rules, clock: Clock) -> None:
@@ -62,6 +64,7 @@ class Batcher:
         self.began, self.ended = np.full(count, np.nan), np.full(count, np.nan)
         self.size = np.zeros(count, np.int64)
         self.refused = np.zeros(count, bool)
+        self.complaint = ""
         self._end = self._due[-1] * (1 + PATIENCE) + LEAST_PATIENCE_S + rules.max_wait
         self._waiting: deque[int] = deque()
         self._next = 0
@@ -89,6 +92,11 @@ class Batcher:
         """The batch was answered, now."""
         self.ended[batch] = self._clock.now()
 
+    def unanswered(self, batch: list[int], why: str) -> None:
+        """The batch got no answer, and gets none."""
+        self.began[batch], self.size[batch], self.refused[batch] = np.nan, 0, True
+        self.complaint = self.complaint or why
+
     def stop(self) -> None:
         """No further batches."""
         self._stopped = True
@@ -112,11 +120,15 @@ class Batcher:
 
 
 def serve(batcher: Batcher, answer: Callable[[int], None]) -> None:
-    """Answer batches of so many requests until there are no more."""
+    """Answer batches of so many requests until there are no more; one that is `Unanswered` doesn't end it."""
     try:
         while (batch := batcher.take()) is not None:
-            answer(len(batch))
-            batcher.done(batch)
+            try:
+                answer(len(batch))
+            except Unanswered as e:
+                batcher.unanswered(batch, str(e))
+            else:
+                batcher.done(batch)
     except BaseException:
         batcher.stop()  # the others would answer alone what was meant for all
         raise

@@ -10,7 +10,7 @@ import numpy as np
 from dyno.analysis.inside.roofline.ceilings import Ceilings
 from dyno.analysis.inside.roofline.work import Work, counted
 from dyno.analysis.inside.times import Times
-from dyno.analysis.style import INK, LINES, WIDTH, color, marker, styled
+from dyno.analysis.style import INK, LINES, WIDTH, color, logarithmic, marker, styled
 from dyno.worker.facts.inside import Inside
 
 ROOM = 2.0  # factor between the outermost layer and the edge
@@ -38,8 +38,8 @@ def draw(
                          edgecolor=INK, marker=marker(times[k].precision), label=forms[k].library)  # fmt: skip
         _roofs(axes, ceilings, {one.kind for k in points for one in work[k] if one.flops}, every[:, 0])
         axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOPS")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_formatter(lambda value, _: f"{value:g}")
+        logarithmic(axes, "x", *axes.get_xlim())
+        logarithmic(axes, "y", *axes.get_ylim())
         figure.legend(loc="outside lower center", ncols=3, markerscale=0.6)
     return figure
 
