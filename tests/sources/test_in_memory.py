@@ -141,8 +141,8 @@ def test_what_can_not_be_handed_over_is_one_line(nets: Any) -> None:
     with pytest.raises(UserError, match=r"Tokens refuses input.*; give example inputs too: models=\(module, inputs\)"):
         dyno.Study(models=nets.tokens(), sizes="8")
     for given, said in (
-        (lambda x: x, "the model <lambda> is no torch.nn.Module; call it"),
-        (Bad, "the model Bad is no torch.nn.Module; call it"),
+        (lambda x: x, "the model <lambda> is not a torch.nn.Module; call it"),
+        (Bad, "the model Bad is not a torch.nn.Module; call it"),
         ((nn.Linear(4, 4).half(), torch.randn(1, 4).half()), "its weights are float16: give module.float(), since"),
         ((nn.Linear(4, 4), torch.zeros(0, 4)), "an example input of Linear has no elements"),
         ((nn.Linear(4, 4, device="meta"), torch.randn(1, 4)), r"Linear has no weights yet \(device meta\)"),

@@ -44,7 +44,7 @@ def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int
     module, examples = value if isinstance(value, tuple) else (value, None)
     if isinstance(module, type) or not hasattr(module, "named_buffers"):
         name = getattr(module, "__name__", type(module).__name__)
-        raise UserError(f"the model {name} is no torch.nn.Module; call it, or name it as FILE.py:FUNCTION")
+        raise UserError(f"the model {name} is not a torch.nn.Module; call it, or name it as FILE.py:FUNCTION")
     name = getattr(module, "original_name", type(module).__name__)
     devices = {each.device.type for each in (*module.parameters(), *module.buffers())}
     if "meta" in devices:
