@@ -85,7 +85,7 @@ class _Reader:
         self._counted.update(fresh)
         self.stored += sum(map(self._size, fresh))
         kind = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-        name = node.name or f"{node.op_type} to {next(iter(node.output), '')}"
+        name = name_of(node)
         operator = node.op_type.removeprefix("Fused")
         count = flops.of_node(node, self._shapes) if operator in flops.PRODUCTS else 0
         return Layer(
@@ -114,6 +114,11 @@ class _Reader:
     def _port(self, name: str) -> Port:
         shape = tuple(length or -1 for length in self._shapes.get(name, UNKNOWN))
         return Port(name, shape, self._named.get(self._types.get(name, 0), ""))
+
+
+def name_of(node: Any) -> str:
+    """The node's name; one without a name is called by what it writes."""
+    return node.name or f"{node.op_type} to {next(iter(node.output), '')}"
 
 
 def _indices(onnx: Any) -> tuple[int, ...]:
