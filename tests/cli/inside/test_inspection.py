@@ -147,3 +147,57 @@ def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = dyno.inspect(net, sizes=("16",))
     frame = found.to_pandas()
     assert frame["type"].iloc[0] == "Conv2d" and int(frame["parameters"].sum()) == found.forms[0].parameters
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.out.weight = self.embed.weight
+    def forward(self, ids):
+        return self.out(self.embed(ids)).softmax(-1)
+
+def tied():
+    return Tied()
+
+def tied_inputs():
+    return {"ids": torch.ones(1, 7, dtype=torch.int64)}
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = self.other = nn.Conv2d(3, 3, 3)
+        self.act = nn.ReLU()
+    def forward(self, x):
+        return self.act(self.other(self.act(self.conv(x))))
+
+def twice():
+    return Twice()
+
+def nothing():
+    return nn.Sequential()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+
+
+@pytest.mark.usefixtures("own")
+def test_a_weight_of_two_parts_counts_once_and_the_model_has_what_it_does_itself(call: Call) -> None:
+    alone = tables(call, "own.py:tied")["layers"]
+    assert [row["parameters"] for row in alone["rows"]] == [800, None] and "800 parameters" in alone["notes"][0]
+    rows = tables(call, "own.py:tied", "onnx")["aligned"]["rows"]
+    assert [row["a"] for row in rows] == ["embed", "out", "(model)"]
+
+
+@pytest.mark.usefixtures("own")
+def test_a_part_of_two_names_has_the_nodes_of_both(call: Call, refused: Refused) -> None:
+    rows = tables(call, "own.py:twice", "onnx", "--size", "16")["aligned"]["rows"]
+    assert [row["a"] for row in rows] == ["conv", "act", "conv", "act"] and all(row["b"] for row in rows)
+    assert refused("inspect", "own.py:nothing") == "nothing has no layers: it has no part that can run"

@@ -87,6 +87,8 @@ def inspect(
     files.check(paths, sides, timed=False)
     for side in sides:
         reading.read(side)
+    if not any(reading.forms[k].layers for k in reading.shown):
+        raise UserError(f"{model_name(study.models[0])} has no layers: it has no part that can run")
     found = Inspected(tuple(reading.forms), tuple(reading.shown), reading.graph_of, reading.module_of(sides),
                       reading.graphs, model_name(study.models[0]))  # fmt: skip
     files.save_all(found, paths, quiet)
