@@ -100,9 +100,11 @@ def _first(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
         return [] if agrees else ["with the layers' outputs marked, every layer agrees."]
     before = max((layer.total.error for layer in result.layers if layer.tensor in first.reads), default=0.0)
     own = first.own.error
-    whose = "made here" if not own <= HALF * first.total.error else "added up over the layers before"
-    line = (f"first layer that disagrees: {label(first.tensor, labels)}, off by {_size(first.total.error)}; its own "
-            f"error is {_size(own)}, that of its inputs {_size(before)}: {whose}.")  # fmt: skip
+    made = not math.isfinite(own) or own > HALF * first.total.error
+    whose = "made here" if made else "added up over the layers before"
+    far = f"off by {_size(first.total.error)}" if math.isfinite(first.total.error) else "not finite"
+    line = (f"first layer that disagrees: {label(first.tensor, labels)}, {far}; its own error is {_size(own)}, that of "
+            f"its inputs {_size(before)}: {whose}.")  # fmt: skip
     return [line, *(["the outputs of the unmodified engine agree all the same."] if agrees else [])]
 
 

@@ -55,7 +55,7 @@ def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
     reader = _Reader(onnx, graph, inferred_shapes)
     layers = tuple(reader.layer(node) for node in graph.node if node.op_type != "Constant")
     unknown = sum(any(-1 in port.shape or not port.dtype for port in layer.outputs) for layer in layers)
-    notes = (f"the shapes of {unknown} of {len(layers)} nodes can't be inferred",) if unknown else ()
+    notes: tuple[str, ...] = (f"the shapes of {unknown} of {len(layers)} nodes can't be inferred",) * bool(unknown)
     if uncounted := sum(layer.flops is None for layer in layers):
         why = "their shapes, or how often a branch or a loop runs, aren't known"
         notes += (f"the operations of {uncounted} of {len(layers)} nodes are not counted: {why}",)
