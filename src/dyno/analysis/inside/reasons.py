@@ -103,7 +103,7 @@ class _Words:
         also = " and launch gaps" if self._w.on_gpu else ""
         text = f"Attributed to named layers{also}: {_percent(self._w.attributed)} of the difference"
         if abs(self._w.attributed - self._w.named) >= ROUNDED:
-            text += f", of which they make up {_percent(self._w.named)}"
+            text += f", since together they differ by {_percent(self._w.named)} of it"
         rest = [f"{s.cause.title}: {_percent(self._w.share(s.difference.value))}" for s in self._w.causes
                 if not s.cause.region]  # fmt: skip
         yield Reason(ATTRIBUTED, "; ".join([text, *rest]) + ".")
