@@ -211,7 +211,7 @@ def test_a_loop_is_one_layer_whatever_it_puts_out(call: Call, tmp_path: Path) ->
 def test_bad_input_is_one_line(refused: Refused, net: str, call: Call) -> None:
     assert refused("agree", net, "--layers", *SIZE).startswith("layers are compared with something: give a form")
     assert refused("agree", net, "onnx", "--top", "2", *SIZE) == "--top is for --layers; add that, or omit it"
-    assert refused("agree", net, "onnx", "--layers", "--inputs", "0") == "compared is 0; it must be at least 1"
+    assert refused("agree", net, "onnx", "--layers", "--inputs", "0") == "inputs is 0; it must be at least 1"
     assert refused("agree", net, "onnx", "--layers", "--order", "eror") == "unknown order 'eror'; did you mean 'error'?"
     assert refused("agree", net, "--layers", "--backends", "openvino").startswith("--layers takes no --backends; give")
     assert refused("agree", net, "onnx", "--layers", "--out", "r") == "--layers keeps no run folder; omit --out"

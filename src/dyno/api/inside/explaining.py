@@ -173,7 +173,7 @@ def _pair(
     """What `explain` is about, read or measured."""
     if not sides and Path(str(model)).suffix == STORED:
         return _stored(Path(model))
-    if len(sides) not in (1, 2):
+    if len(sides) not in (1, 2) or (len(sides) == 1 and forms.is_form(sides[0])):
         raise UserError("give a model and the two forms to explain, a run folder and two of its trials, two models, or "
                         "a file that `dyno explain --save FILE.json` wrote")  # fmt: skip
     if len(sides) == 2 and isinstance(model, (str, Path)) and (Path(model) / "trials").is_dir():

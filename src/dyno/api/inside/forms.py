@@ -28,11 +28,13 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Side:
-    """One form that the user requested: of which model, whose ("onnx": its graph), and in which precision."""
+    """One form that the user requested: of which model, whose ("onnx": its graph), and in which precision ("": that of
+    its file). `named` is one of the first model's by its name, others are models as they are."""
 
     source: str
     choice: Choice
     precision: str
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +61,11 @@ def first(source: str) -> Side:
     return Side(source, Choice(name), "")
 
 
+def is_form(text: Any) -> bool:
+    """Whether it names a form of a model, and no model."""
+    return str(text).partition("/")[0].partition("@")[0] in (ONNX, *registry.names()) and not Path(str(text)).exists()
+
+
 def _named(text: str, source: str) -> Side | None:
     """A form of the first model, None for text that is another model."""
     named, _, precision = text.partition("/")
@@ -70,7 +77,8 @@ def _named(text: str, source: str) -> Side | None:
         raise UserError(f"there is no PyTorch module in {source}; give the model that it was exported from first")
     if precision:
         check_known("precision", precision, PRECISIONS)
-    return Side(source, Choice.parse(named), precision or "fp32")
+    own = "" if registry.format_of(source) else "fp32"  # a file's own precision is known once it was read
+    return Side(source, Choice.parse(named), precision or own, named=True)
 
 
 class Reading:

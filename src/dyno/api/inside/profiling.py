@@ -171,8 +171,8 @@ def engines(requested: Sequence[forms.Side]) -> list[forms.Side]:
 
 
 def _is_file(side: forms.Side) -> bool:
-    """Whether it is a model file as it is, which has its own precision."""
-    return not side.precision
+    """Whether it is a model file as it is."""
+    return not side.precision and not side.named
 
 
 def _usual(side: forms.Side) -> forms.Side:
