@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 import onnx
 import pytest
+import torch
 
 import dyno
 from dyno.worker.backends.tensor_rt import layers, library
@@ -215,3 +216,35 @@ def test_a_form_of_a_file_has_the_file_s_own_precision(call: Call) -> None:
     notes = tables(call, "half.onnx", "onnxruntime", "onnxruntime/fp32")["aligned"]["notes"]
     titles = [note.partition(":")[0] for note in notes if "64 parameters" in note]
     assert titles[1].endswith(" fp16") and titles[2].startswith("ONNX Runtime") and not titles[2].endswith(" fp16")
+
+
+def test_a_program_of_torch_export_is_seen_in_its_other_forms(call: Call, refused: Refused, tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval()
+    torch.export.save(torch.export.export(module, (torch.zeros(1, 3, 16, 16),)), tmp_path / "net.pt2")
+    assert "can't be watched; look at its graph: dyno inspect MODEL onnx" in refused("inspect", "net.pt2")
+    table = tables(call, "net.pt2", "onnx")["layers"]
+    assert [row["type"] for row in table["rows"]] == ["Conv", "Relu"]
+    code, out, err = call("profile", "net.pt2", "onnxruntime", "--runs", 5, "--seconds", 0.02, "--warmup", 0.02)
+    assert code == 0 and "Time by layer: ONNX Runtime" in out and "PyTorch 2" not in out, err
+
+
+def test_a_backend_that_does_not_read_the_file_says_so(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "net.xml").write_text(IR, encoding="utf-8")
+    (tmp_path / "net.bin").write_bytes(b"")
+    said = {"onnxruntime": "dyno: onnxruntime reads .onnx files, not ", "onnx": "dyno: there is no ONNX graph in "}
+    for form, reason in said.items():
+        code, _, err = call("inspect", "net.xml", form)
+        assert code == 2 and err.splitlines()[-1].startswith(reason)
+
+
+IR = """<?xml version="1.0"?>
+<net name="net" version="11"><layers>
+<layer id="0" name="x" type="Parameter" version="opset1"><data shape="1,8" element_type="f32"/>
+<output><port id="0" precision="FP32" names="x"><dim>1</dim><dim>8</dim></port></output></layer>
+<layer id="1" name="relu" type="ReLU" version="opset1"><input><port id="0"><dim>1</dim><dim>8</dim></port></input>
+<output><port id="1" precision="FP32" names="y"><dim>1</dim><dim>8</dim></port></output></layer>
+<layer id="2" name="y" type="Result" version="opset1">
+<input><port id="0"><dim>1</dim><dim>8</dim></port></input></layer>
+</layers><edges><edge from-layer="0" from-port="0" to-layer="1" to-port="0"/>
+<edge from-layer="1" from-port="1" to-layer="2" to-port="0"/></edges></net>
+"""

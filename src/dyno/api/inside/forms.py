@@ -18,7 +18,7 @@ from dyno.sources import input_options
 from dyno.study import Choice, Study, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
-from dyno.worker.facts.inside import MODULES, Inside
+from dyno.worker.facts.inside import MODULES, UNWATCHED, Inside
 from dyno.worker.record import Record
 from dyno.worker.spec import PRECISIONS, Artifact, DataSpec, Dims, Job, Recipe, Runtime, Trial, UserError, check_known
 
@@ -93,6 +93,19 @@ class Reading:
         self.graphs: dict[int, GraphFile] = {}
         self._graphs: dict[str, int] = {}  # by the file's hash
 
+    def read_all(self, sides: Sequence[Side]) -> list[Side]:
+        """Read these forms; a first one whose parts can't be watched is left out where others were asked for."""
+        kept = []
+        for place, side in enumerate(sides):
+            try:
+                self.read(side)
+            except UserError as e:
+                if place or len(sides) == 1 or UNWATCHED not in str(e):
+                    raise
+                continue
+            kept.append(side)
+        return kept
+
     def read(self, side: Side) -> None:
         """Read that form, and the graph that it was made from."""
         study = replace(self._study, models=(side.source,))
@@ -145,6 +158,8 @@ class Reading:
         data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
         dims = Dims(batch, *size, file_shapes(study, model, batch))
         trial = replace(trial, model=model, precision=precision, dims=dims, data=data)
+        if reason := self._refused(side, trial):
+            raise UserError(reason)
         recipe = self._recipe(study, trial)
         artifact = self._made(recipe, trial) if recipe else None
         if side.choice.name == ONNX:
@@ -152,6 +167,13 @@ class Reading:
             self.graphs[shown] = _file(trial, artifact)
             return
         self.made(trial, recipe, artifact)
+
+    def _refused(self, side: Side, trial: Trial) -> str:
+        """Why the form can't be made of the model, "" where nothing is known."""
+        if side.choice.name != ONNX:
+            return registry.find(side.choice.name).refuse(trial)
+        kind = registry.format_of(trial.model.file)
+        return f"there is no ONNX graph in {trial.model.file}" if kind and kind.name != ONNX else ""
 
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Read what the trial runs, made by the recipe, and the graph behind it."""

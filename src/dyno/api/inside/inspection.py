@@ -85,8 +85,7 @@ def inspect(
     sides = forms.sides(study, others)
     paths = [Path(path) for path in save]
     files.check(paths, sides, timed=False)
-    for side in sides:
-        reading.read(side)
+    sides = reading.read_all(sides)
     if not any(reading.forms[k].layers for k in reading.shown):
         raise UserError(f"{model_name(study.models[0])} has no layers: it has no part that can run")
     found = Inspected(tuple(reading.forms), tuple(reading.shown), reading.graph_of, reading.module_of(sides),

@@ -137,8 +137,7 @@ def profile(
     reading = Profiling(study, batch, Progress(quiet=quiet), runs, hardware.find_tool() if counters else "")
     paths = [Path(path) for path in save]
     files.check(paths, sides, timed=True, rated=roofline)
-    for side in sides:
-        reading.read(side)
+    sides = reading.read_all(sides)
     sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
     timed = dict(zip(reading.shown, reading.times, strict=True))
     records = tuple(reading.records)

@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dyno.worker.facts.inside import MODULES, Inside, Layer, Port
+from dyno.worker.facts.inside import MODULES, UNWATCHED, Inside, Layer, Port
 from dyno.worker.nets import flops
 from dyno.worker.sessions.torch_support import import_torch, tensors
 from dyno.worker.spec import UserError
 
-UNSEEN = "whose modules can't be watched; look at its graph: dyno inspect MODEL onnx"
+UNSEEN = f"{UNWATCHED}; look at its graph: dyno inspect MODEL onnx"
 MARK = "_dyno_port"  # the attribute by which a tensor is known again where it is read
 
 
