@@ -236,3 +236,17 @@ def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(found.tables[0].rows) == 1 < len(found.to_pandas())  # of the table all layers
     with pytest.raises(UserError, match="top is -1"):
         dyno.agree_layers(net, "onnxruntime", top=-1)
+
+
+def test_sequences_of_tensors_are_passed_over(call: Call) -> None:
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, (3, 4)) for name in "xy")
+    nodes = [
+        onnx.helper.make_node("SplitToSequence", ["x"], ["rows"], "split", axis=0),
+        onnx.helper.make_node("ConcatFromSequence", ["rows"], ["again"], "concat", axis=0),
+        onnx.helper.make_node("Relu", ["again"], ["y"], "relu"),
+    ]
+    graph = onnx.helper.make_graph(nodes, "net", [x], [y])
+    opset = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), "seq.onnx")
+    rows, _, notes = tables(call, "seq.onnx", "onnxruntime")
+    assert [row["layer"] for row in rows] == ["concat", "relu"] and any("outputs agree" in note for note in notes)
