@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from dyno.analysis.formatting import counting, significant
 from dyno.analysis.inside.align import Region
-from dyno.worker.facts.inside import MODULES, Inside, Layer
+from dyno.worker.facts.inside import MODULES, NODES, Inside, Layer
 
 BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2,
          "int16": 2, "uint16": 2, "complex64": 8, "complex128": 16}  # fmt: skip
@@ -127,7 +127,8 @@ def summary(form: Inside) -> str:
     if form.parameters:
         sentence += f", {form.parameters:,} parameters"
     if operations := sum(layer.flops or 0 for layer in form.layers):
-        sentence += f", {_operations(operations)}"
+        some = "at least " if form.form == NODES and any(layer.flops is None for layer in form.layers) else ""
+        sentence += f", {some}{_operations(operations)}"
     if idle := sum(layer.skipped and bool(layer.outputs) for layer in form.layers):
         sentence += f", {idle:,} more in which nothing runs"
     if moves := sum(layer.moves for layer in ran):
