@@ -131,6 +131,9 @@ def test_a_planted_weight_is_found_by_its_module(call: Call, net: str, tmp_path:
         "agree", "right.onnx", wrong, "--layers", "--size", "16", "--least", "0.999", "--order", "error"
     )
     assert code == 1 and "first that disagrees, suspect" in out
+    two = changed(tmp_path / wrong, "two.onnx", "stem", 1.02)  # the larger one alone makes more than 80 % of the error
+    notes = tables(call, "right.onnx", two, *SIZE)[2]
+    assert any("disagree even then: of the other layers, " in note and "stem" in note for note in notes), notes
     broken = changed(tmp_path / "right.onnx", "broken.onnx", "to_gate", float("nan"))
     notes = tables(call, "right.onnx", broken, *SIZE)[2]
     assert any("not finite; its own error is infinite" in note and note.endswith("made here.") for note in notes)

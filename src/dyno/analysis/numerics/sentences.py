@@ -10,6 +10,7 @@ from dyno.worker.facts.numerics import Difference, LayerError, LayerErrors
 
 FEW = 0.5  # of the reference's layers: where fewer are compared a sentence says so
 HALF, MOSTLY = 0.5, 0.8  # of what it was: an error that falls below the first has fallen, below the second in part
+NOTEWORTHY = 0.1  # of the error that is left: a layer that does less to the outputs isn't worth a sentence
 NAMED = 4  # suspects that a sentence names
 Labels = Mapping[str, str]  # the layer's name of each tensor
 
@@ -140,8 +141,20 @@ def _tested(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
     if result.substituted is None or result.cut is None:
         return ["not tested again: the reference has no graph with these layers, to be put in their place."]
     place = "its place" if len(layers_of(result.suspects, labels)) == 1 else "their place"
-    return [f"{verdict(result, limit)}: with no tensor marked and the reference in {place}, the outputs are "
-            f"{_off(result.substituted)}; with the graph only cut there, {_off(result.cut)}."]  # fmt: skip
+    line = (f"{verdict(result, limit)}: with no tensor marked and the reference in {place}, the outputs are "
+            f"{_off(result.substituted)}; with the graph only cut there, {_off(result.cut)}.")  # fmt: skip
+    return [line, *_left(result, limit, labels)]
+
+
+def _left(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
+    """Which other layer makes most of what is left, where the outputs disagree even without the suspects."""
+    others = [layer for layer in result.layers if layer.tensor not in result.suspects and layer.effect is not None]
+    most = max(others, key=lambda layer: layer.effect or 0.0, default=None)
+    left = result.substituted.error if result.substituted else 0.0
+    if most is None or not limit < left < math.inf or not (most.effect or 0.0) >= NOTEWORTHY * left:
+        return []
+    return [f"the outputs disagree even then: of the other layers, {label(most.tensor, labels)} does most to them, "
+            f"{_size(most.effect or 0.0)} of their size."]  # fmt: skip
 
 
 def verdict(result: LayerErrors, limit: float) -> str:
