@@ -132,7 +132,7 @@ def explain(
     rounds: int = ROUNDS,
     runs: int = RUNS,
     top: int = TOP,
-    save: Sequence[str | Path] = (),
+    save: str | Path | Sequence[str | Path] = (),
     prescriptions: bool = False,
     quiet: bool = True,
     **settings: Any,
@@ -149,20 +149,21 @@ def explain(
     for name, value, least in (("batch", batch, 1), ("rounds", rounds, 1), ("runs", runs, 5), ("top", top, 0)):
         if value < least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
-    for path in save:
-        check_saved(Path(path))
+    paths = files.named(save)
+    for path in paths:
+        check_saved(path)
     progress = Progress(quiet=quiet)
     if prescriptions:
         trying.check(model, sides)
     found = Explained(_pair(model, sides, batch, rounds, runs, settings, progress), top)
-    for path in save:  # before prescriptions are tried, which may take long or be broken off
+    for path in paths:  # before prescriptions are tried, which may take long or be broken off
         found.save(path)
     if not prescriptions:
         return found
     study = Study(models=(model,), **settings)
     tried = trying.run(found.waterfall, forms.sides(study, sides), study, batch, rounds, progress)
     found = replace(found, tried=tried)
-    for path in save:
+    for path in paths:
         found.save(path)
     return found
 

@@ -15,7 +15,8 @@ from dyno.planning.images import prepared
 from dyno.planning.interpreters import missing, placed, runtime_of
 from dyno.planning.model_info import file_shapes, inspect_model, model_spec, sizes
 from dyno.sources import input_options
-from dyno.study import Choice, Study, parse_size
+from dyno.store import cache_dir
+from dyno.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
 from dyno.worker.facts.inside import MODULES, UNWATCHED, Inside
@@ -100,8 +101,10 @@ class Reading:
             try:
                 self.read(side)
             except UserError as e:
-                if place or len(sides) == 1 or UNWATCHED not in str(e):
+                if UNWATCHED not in str(e):
                     raise
+                if place or len(sides) == 1:
+                    raise _unwatched(side, e) from None
                 continue
             kept.append(side)
         return kept
@@ -248,6 +251,15 @@ class Reading:
         if record.status != "ok" or record.facts.inside is None:
             raise UserError(f"{job.trial.model.name}: {record.reason}")
         return record, record.facts.inside
+
+
+def _unwatched(side: Side, error: UserError) -> UserError:
+    """The error, in the words of who gave a module in memory where Dyno stored one."""
+    if cache_dir() not in Path(side.source).parents:
+        return error
+    name = model_name(side.source)
+    return UserError(f"{name}: a module in memory is handed on as a program, {UNWATCHED}; name it as "
+                     'FILE.py:FUNCTION, or look at its other forms: dyno.inspect(module, "onnx")')  # fmt: skip
 
 
 def _reader(trial: Trial) -> Runtime:

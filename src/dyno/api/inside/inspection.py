@@ -66,7 +66,7 @@ def inspect(
     model: Any,
     *others: Any,
     batch: int = 1,
-    save: Sequence[str | Path] = (),
+    save: str | Path | Sequence[str | Path] = (),
     quiet: bool = True,
     **settings: Any,
 ) -> Inspected:
@@ -83,7 +83,7 @@ def inspect(
     study = Study(models=(model,), **settings)
     reading = forms.Reading(study, batch, Progress(quiet=quiet))
     sides = forms.sides(study, others)
-    paths = [Path(path) for path in save]
+    paths = files.named(save)
     files.check(paths, sides, timed=False)
     sides = reading.read_all(sides)
     if not any(reading.forms[k].layers for k in reading.shown):

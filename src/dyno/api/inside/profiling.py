@@ -104,7 +104,7 @@ def profile(
     runs: int = RUNS,
     top: int = TOP,
     order: str = ORDERS[0],
-    save: Sequence[str | Path] = (),
+    save: str | Path | Sequence[str | Path] = (),
     roofline: bool = False,
     sheet: Sequence[str] = (),
     counters: bool = False,
@@ -135,7 +135,7 @@ def profile(
     for side in sides:
         check(side, study.device, counters)
     reading = Profiling(study, batch, Progress(quiet=quiet), runs, hardware.find_tool() if counters else "")
-    paths = [Path(path) for path in save]
+    paths = files.named(save)
     files.check(paths, sides, timed=True, rated=roofline)
     sides = reading.read_all(sides)
     sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
