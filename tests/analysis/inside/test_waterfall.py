@@ -198,6 +198,14 @@ def test_a_difference_that_is_not_shown_is_called_so_and_noise_is_no_cause() -> 
     told = reasons.reasons(waterfall.waterfall(same))
     assert [reason.key for reason in told] == ["gap"]
     assert "no difference is shown" in told[0].text and (told[0].low or 0) < 0 < (told[0].high or 0)
+    conversions = [part for part in waterfall.waterfall(same).parts if part.cause == causes.CONVERSION]
+    assert [(part.a, part.b) for part in conversions] == [((1,), (1,))]  # which both have
+
+
+def test_nothing_is_not_made_something_by_rounding() -> None:
+    rounded = np.full(4, 0.1) + 0.2 - 0.3  # 5.6e-17 seconds
+    step = waterfall._step(causes.SAME, np.zeros(4), rounded)
+    assert step.difference == waterfall.Interval(0.0, 0.0, 0.0) and not step.proven
 
 
 def test_sentences_say_what_to_act_on() -> None:

@@ -170,6 +170,7 @@ def test_two_trials_of_a_run(call: Call, refused: Refused, dyno: Callable[..., A
 def test_bad_input_is_one_line(refused: Refused, net: str, tmp_path: Path) -> None:
     assert refused("explain", net).startswith("give a model and the two forms to explain")
     assert refused("explain", net, "a", "b", "c").startswith("give a model and the two forms to explain")
+    assert refused("explain", net, "openvino/int8").startswith("give a model and the two forms to explain")
     assert refused("explain", net, "pytorch", "opnvino") == "unknown form 'opnvino'; did you mean 'openvino'?"
     assert refused("explain", net, "compile", "openvino").startswith("compile has no times of layers on cpu")
     assert refused("explain", net, "onnx", "openvino").startswith("an ONNX graph doesn't run by itself")

@@ -10,7 +10,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import onnx
 import pytest
+import torch
 
 import dyno
 from dyno.worker.backends.tensor_rt import layers, library
@@ -147,3 +149,102 @@ def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     found = dyno.inspect(net, sizes=("16",))
     frame = found.to_pandas()
     assert frame["type"].iloc[0] == "Conv2d" and int(frame["parameters"].sum()) == found.forms[0].parameters
+
+
+OWN = """
+import torch
+from torch import nn
+
+class Tied(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.embed, self.out = nn.Embedding(50, 16), nn.Linear(16, 50, bias=False)
+        self.out.weight = self.embed.weight
+    def forward(self, ids):
+        return self.out(self.embed(ids)).softmax(-1)
+
+def tied():
+    return Tied()
+
+def tied_inputs():
+    return {"ids": torch.ones(1, 7, dtype=torch.int64)}
+
+class Twice(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.conv = self.other = nn.Conv2d(3, 3, 3)
+        self.act = nn.ReLU()
+    def forward(self, x):
+        return self.act(self.other(self.act(self.conv(x))))
+
+def twice():
+    return Twice()
+
+def nothing():
+    return nn.Sequential()
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path) -> None:
+    (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
+
+
+@pytest.mark.usefixtures("own")
+def test_a_weight_of_two_parts_counts_once_and_the_model_has_what_it_does_itself(call: Call) -> None:
+    alone = tables(call, "own.py:tied")["layers"]
+    assert [row["parameters"] for row in alone["rows"]] == [800, None] and "800 parameters" in alone["notes"][0]
+    rows = tables(call, "own.py:tied", "onnx")["aligned"]["rows"]
+    assert [row["a"] for row in rows] == ["embed", "out", "(model)"]
+
+
+@pytest.mark.usefixtures("own")
+def test_a_part_of_two_names_has_the_nodes_of_both(call: Call, refused: Refused) -> None:
+    rows = tables(call, "own.py:twice", "onnx", "--size", "16")["aligned"]["rows"]
+    assert [row["a"] for row in rows] == ["conv", "act", "conv", "act"] and all(row["b"] for row in rows)
+    assert refused("inspect", "own.py:nothing") == "nothing has no layers: it has no part that can run"
+
+
+def test_a_form_of_a_file_has_the_file_s_own_precision(call: Call) -> None:
+    one = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT16, (1, 8))
+    other = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT16, (1, 8))
+    weights = [onnx.numpy_helper.from_array(np.ones((8, 8), np.float16), "w")]
+    node = onnx.helper.make_node("MatMul", ["x", "w"], ["y"], "product")
+    graph = onnx.helper.make_graph([node], "net", [one], [other], weights)
+    opset = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), "half.onnx")
+    notes = tables(call, "half.onnx", "onnxruntime", "onnxruntime/fp32")["aligned"]["notes"]
+    titles = [note.partition(":")[0] for note in notes if "64 parameters" in note]
+    assert titles[1].endswith(" fp16") and titles[2].startswith("ONNX Runtime") and not titles[2].endswith(" fp16")
+
+
+def test_a_program_of_torch_export_is_seen_in_its_other_forms(call: Call, refused: Refused, tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval()
+    torch.export.save(torch.export.export(module, (torch.zeros(1, 3, 16, 16),)), tmp_path / "net.pt2")
+    assert "can't be watched; look at its graph: dyno inspect MODEL onnx" in refused("inspect", "net.pt2")
+    table = tables(call, "net.pt2", "onnx")["layers"]
+    assert [row["type"] for row in table["rows"]] == ["Conv", "Relu"]
+    code, out, err = call("profile", "net.pt2", "onnxruntime", "--runs", 5, "--seconds", 0.02, "--warmup", 0.02)
+    assert code == 0 and "Time by layer: ONNX Runtime" in out and "PyTorch 2" not in out, err
+
+
+def test_a_backend_that_does_not_read_the_file_says_so(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "net.xml").write_text(IR, encoding="utf-8")
+    (tmp_path / "net.bin").write_bytes(b"")
+    said = {"onnxruntime": "dyno: onnxruntime reads .onnx files, not ", "onnx": "dyno: there is no ONNX graph in "}
+    for form, reason in said.items():
+        code, _, err = call("inspect", "net.xml", form)
+        assert code == 2 and err.splitlines()[-1].startswith(reason)
+
+
+IR = """<?xml version="1.0"?>
+<net name="net" version="11"><layers>
+<layer id="0" name="x" type="Parameter" version="opset1"><data shape="1,8" element_type="f32"/>
+<output><port id="0" precision="FP32" names="x"><dim>1</dim><dim>8</dim></port></output></layer>
+<layer id="1" name="relu" type="ReLU" version="opset1"><input><port id="0"><dim>1</dim><dim>8</dim></port></input>
+<output><port id="1" precision="FP32" names="y"><dim>1</dim><dim>8</dim></port></output></layer>
+<layer id="2" name="y" type="Result" version="opset1">
+<input><port id="0"><dim>1</dim><dim>8</dim></port></input></layer>
+</layers><edges><edge from-layer="0" from-port="0" to-layer="1" to-port="0"/>
+<edge from-layer="1" from-port="1" to-layer="2" to-port="0"/></edges></net>
+"""

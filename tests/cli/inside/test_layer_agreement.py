@@ -131,6 +131,12 @@ def test_a_planted_weight_is_found_by_its_module(call: Call, net: str, tmp_path:
         "agree", "right.onnx", wrong, "--layers", "--size", "16", "--least", "0.999", "--order", "error"
     )
     assert code == 1 and "first that disagrees, suspect" in out
+    two = changed(tmp_path / wrong, "two.onnx", "stem", 1.02)  # the larger one alone makes more than 80 % of the error
+    notes = tables(call, "right.onnx", two, *SIZE)[2]
+    assert any("disagree even then: of the other layers, " in note and "stem" in note for note in notes), notes
+    broken = changed(tmp_path / "right.onnx", "broken.onnx", "to_gate", float("nan"))
+    notes = tables(call, "right.onnx", broken, *SIZE)[2]
+    assert any("not finite; its own error is infinite" in note and note.endswith("made here.") for note in notes)
     code, out, _ = call("agree", "right.onnx", wrong, "--layers", "--size", "16", "--format", "markdown")
     assert code == 0 and "- confirmed: with no tensor marked and the reference in its place" in out
 
@@ -208,7 +214,7 @@ def test_a_loop_is_one_layer_whatever_it_puts_out(call: Call, tmp_path: Path) ->
 def test_bad_input_is_one_line(refused: Refused, net: str, call: Call) -> None:
     assert refused("agree", net, "--layers", *SIZE).startswith("layers are compared with something: give a form")
     assert refused("agree", net, "onnx", "--top", "2", *SIZE) == "--top is for --layers; add that, or omit it"
-    assert refused("agree", net, "onnx", "--layers", "--inputs", "0") == "compared is 0; it must be at least 1"
+    assert refused("agree", net, "onnx", "--layers", "--inputs", "0") == "inputs is 0; it must be at least 1"
     assert refused("agree", net, "onnx", "--layers", "--order", "eror") == "unknown order 'eror'; did you mean 'error'?"
     assert refused("agree", net, "--layers", "--backends", "openvino").startswith("--layers takes no --backends; give")
     assert refused("agree", net, "onnx", "--layers", "--out", "r") == "--layers keeps no run folder; omit --out"
@@ -233,3 +239,17 @@ def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert len(found.tables[0].rows) == 1 < len(found.to_pandas())  # of the table all layers
     with pytest.raises(UserError, match="top is -1"):
         dyno.agree_layers(net, "onnxruntime", top=-1)
+
+
+def test_sequences_of_tensors_are_passed_over(call: Call) -> None:
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, (3, 4)) for name in "xy")
+    nodes = [
+        onnx.helper.make_node("SplitToSequence", ["x"], ["rows"], "split", axis=0),
+        onnx.helper.make_node("ConcatFromSequence", ["rows"], ["again"], "concat", axis=0),
+        onnx.helper.make_node("Relu", ["again"], ["y"], "relu"),
+    ]
+    graph = onnx.helper.make_graph(nodes, "net", [x], [y])
+    opset = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), "seq.onnx")
+    rows, _, notes = tables(call, "seq.onnx", "onnxruntime")
+    assert [row["layer"] for row in rows] == ["concat", "relu"] and any("outputs agree" in note for note in notes)

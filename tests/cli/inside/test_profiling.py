@@ -8,6 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import onnx
 import pytest
 import torch
 
@@ -113,6 +114,32 @@ def test_a_file_runs_in_its_usual_backend_by_the_names_in_it(call: Call, net: st
     titles = [line["form"].partition(", ")[2] for line in lines]
     assert titles == ["n.onnx", "copy.onnx", "n.onnx (2)"]
     assert alone["ONNX"][0]["modules"] == asked["OpenVINO"][0]["modules"] == "slow"
+
+
+def test_nodes_without_a_name_have_their_times(call: Call, tmp_path: Path) -> None:
+    def value(name: str, *shape: int, kind: int = onnx.TensorProto.FLOAT) -> Any:
+        return onnx.helper.make_tensor_value_info(name, kind, shape)
+
+    branch = [onnx.helper.make_graph([onnx.helper.make_node("Erf", ["a"], [name])], name, [], [value(name, 8, 8)])
+              for name in ("then", "else")]  # fmt: skip
+    nodes = [
+        onnx.helper.make_node("Erf", ["x"], ["a"]),
+        onnx.helper.make_node("Transpose", ["a"], ["turned"], perm=[1, 0]),
+        onnx.helper.make_node("Cos", ["turned"], ["b"]),
+        onnx.helper.make_node("If", ["yes"], ["c"], then_branch=branch[0], else_branch=branch[1]),
+        onnx.helper.make_node("Atan", ["c"], ["d"]),
+        onnx.helper.make_node("Add", ["b", "d"], ["y"]),
+    ]
+    inputs = [value("x", 8, 8), value("yes", kind=onnx.TensorProto.BOOL)]
+    graph = onnx.helper.make_graph(nodes, "net", inputs, [value("y", 8, 8)])
+    opset = [onnx.helper.make_opsetid("", 17)]
+    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "net.onnx")
+    by_form, _ = tables(call, "net.onnx", "--top", 0, "--order", "graph")
+    types = [node.op_type for node in nodes]
+    assert sorted(row["type"] for row in by_form["ONNX"]) == sorted(types)
+    assert not any(row["remark"] for row in by_form["ONNX"])  # the Transpose is the model's own
+    code, out, err = call("inspect", "net.onnx", "onnxruntime")
+    assert code == 0 and "ONNX Runtime" in out and "6 layers." in out, err
 
 
 def test_an_engine_s_python_needs_no_onnx(

@@ -11,9 +11,11 @@ from typing import Any
 import jsonschema
 import numpy as np
 import pytest
+import torch
 
 import dyno
 from dyno.api.inside.profiling import Profiled
+from dyno.worker.spec import UserError
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -246,3 +248,11 @@ def test_what_can_t_be_saved_is_one_line_before_anything_is_measured(
     assert refused("profile", onnx_file, "--save", onnx_file) == (
         f"{onnx_file} is the model itself; give another file to save to"
     )
+
+
+def test_from_python_one_file_is_named_by_itself(tmp_path: Path) -> None:
+    module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU())
+    with pytest.raises(UserError, match="a module in memory is handed on as a program"):
+        dyno.inspect(module, sizes=("16",))
+    dyno.inspect(module, "onnx", sizes=("16",), save=str(tmp_path / "net.explorer.json"))
+    assert json.loads((tmp_path / "net.explorer.json").read_text(encoding="utf-8"))["graphs"]

@@ -15,6 +15,7 @@ import numpy as np
 import onnx
 import pytest
 
+from dyno.worker.backends import open_vino_layers
 from dyno.worker.backends.open_vino import HINTS, OpenVino, _core
 from dyno.worker.backends.open_vino_files import IR_MAKER
 from dyno.worker.facts.precision import PrecisionTruth
@@ -331,3 +332,12 @@ def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(
     session.wait()
     np.testing.assert_allclose(session.fetch()["y"], [4, 8, 12])
     assert session.facts().layers_by_type.keys() <= {"float32"}
+
+
+@pytest.mark.parametrize(
+    ("counted", "kernel", "runs"),
+    [("not_executed", "jit_avx512_f32", True), ("not_executed", "unknown_f32", False), ("not_executed", "undef", False),
+     ("7", "unknown_i32", True), ("not_executed", "reorder_f32", False)],
+)  # fmt: skip
+def test_a_layer_of_less_than_a_microsecond_runs(counted: str, kernel: str, runs: bool) -> None:
+    assert open_vino_layers._skipped({"execTimeMcs": counted, "primitiveType": kernel}) is not runs

@@ -10,6 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
+from dyno.analysis.inside import totals
 from dyno.worker.layers import graph
 from dyno.worker.spec import UserError
 
@@ -99,3 +100,20 @@ def test_missing_weights_are_a_line(tmp_path: Path) -> None:
     (tmp_path / "w.data").unlink()
     with pytest.raises(UserError, match=r"keeps weights in .*w\.data, which doesn't exist"):
         graph.read(path, {})
+
+
+def test_weights_in_branches_count_and_their_operations_are_unknown(tmp_path: Path) -> None:
+    def branch(name: str, *weights: Any) -> Any:
+        node = helper.make_node("MatMul", ["x", name], ["out_" + name], name)
+        return helper.make_graph([node], name, [], [helper.make_tensor_value_info("out_" + name, FLOAT, None)], weights)
+
+    inner = branch("inner", numpy_helper.from_array(of((8, 8)), "inner"))
+    nodes = [
+        helper.make_node("MatMul", ["x", "outer"], ["h"], "first"),
+        helper.make_node("If", ["yes"], ["y"], "choice", then_branch=inner, else_branch=branch("outer")),
+    ]
+    weights = {"outer": of((8, 8)), "yes": np.asarray(True)}
+    found = graph.read(stored(tmp_path / "m.onnx", nodes, weights, (1, 8)), {})
+    assert [(layer.parameters, layer.flops) for layer in found.layers] == [(64, 128), (128, None)]
+    assert found.parameters == 128 and any("1 of 2 nodes are not counted" in note for note in found.notes)
+    assert "at least 128 FLOPs" in totals.summary(found)

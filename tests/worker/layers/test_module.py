@@ -90,3 +90,15 @@ def test_what_has_no_parts_to_watch_is_a_line() -> None:
         module.read(torch.jit.script(net), image)
     with pytest.raises(UserError, match=r"it is a program of torch.export, .* dyno inspect MODEL onnx"):
         module.read(torch.export.export(net, (image,)).module(), image)
+
+
+def test_a_module_of_one_part_is_a_row_of_its_own() -> None:
+    class Mean(nn.Module):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return x.mean(1)
+
+    assert [(layer.type, layer.skipped) for layer in module.read(Mean(), IMAGE).layers] == [("Mean", False)]
+    assert [(layer.type, layer.skipped) for layer in module.read(nn.Identity(), IMAGE).layers] == [("Identity", True)]
+    net = nn.Sequential(nn.ReLU())
+    net.again = net[0]
+    assert [layer.modules for layer in module.read(net, IMAGE).layers] == [("0", "again")] * 2

@@ -84,3 +84,18 @@ def test_a_network_and_its_export_count_the_same(tmp_path: Path) -> None:
     one = flops.of_module(net, image)
     assert one > 1e7
     assert [flops.of_onnx(str(tmp_path / "net.onnx"), {"x": (n, 3, 64, 64)}) for n in (1, 4)] == [one, 4 * one]
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU"])
+def test_recurrent_layers_of_a_file_are_counted_as_pytorch_s(tmp_path: Path, kind: str) -> None:
+    gates = {"LSTM": 4, "GRU": 3}[kind]
+    node = helper.make_node(kind, ["x", "w", "r"], ["y"], hidden_size=8)
+    path = stored(tmp_path / "m.onnx", [node], {"w": (1, gates * 8, 6), "r": (1, gates * 8, 8)}, (5, 2, 6))
+    net = getattr(torch.nn, kind)(6, 8, bias=False)
+    assert flops.of_onnx(path, {}) == flops.of_module(net, torch.zeros(5, 2, 6)) == 2 * 10 * gates * 8 * (6 + 8)
+
+
+def test_einsum_is_a_product_where_it_sums(tmp_path: Path) -> None:
+    for equation, weights, count in (("bij,jk->bik", (8, 6), 2 * 2 * 3 * 8 * 6), ("bij,j->bij", (8,), 0)):
+        node = helper.make_node("Einsum", ["x", "w"], ["y"], equation=equation)
+        assert flops.of_onnx(stored(tmp_path / "m.onnx", [node], {"w": weights}, (2, 3, 8)), {}) == count

@@ -29,3 +29,13 @@ def test_kernels_are_told_apart_by_run_and_by_node() -> None:
     assert first == pytest.approx({zero: 1e-6, one: 2e-6}) and second == pytest.approx({zero: 3e-6, one: 4e-6})
     layers = [Layer(name="c"), Layer(name="idle"), Layer(name="c")]
     assert kernels_of(layers, [one, zero]) == [zero, None, one]
+
+
+def test_what_runs_in_a_loop_is_no_node_of_the_graph_around_it() -> None:
+    loop, inside = event("Loop_2_kernel_time", 20, 9, "2"), event("Add_1_kernel_time", 22, 3, "1")
+    loop["args"]["op_name"] = "Loop"
+    events = [event("model_run", 10, 30, cat="Session"), event("Add_1_kernel_time", 12, 8, "1"), inside, loop,
+              event("Add_3_kernel_time", 29, 0, "3")]  # fmt: skip
+    assert by_run(events) == [
+        {("Add_1_kernel_time", "1"): 8e-6, ("Loop_2_kernel_time", "2"): 9e-6, ("Add_3_kernel_time", "3"): 0.0}
+    ]

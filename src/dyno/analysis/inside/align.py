@@ -101,10 +101,11 @@ def _modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     by_name: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(calls):
         by_name[call.name].append(index)
+    known = {name: call.name for call in calls for name in (*call.modules, call.name)}
     nodes: dict[str, dict[int | None, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, node in enumerate(graph):
         for text in node.modules:
-            name, number = _call(text, by_name)
+            name, number = _call(text, known)
             nodes[name][number].append(index)
     claims: Claims = defaultdict(set)
     for name, by_call in nodes.items():
@@ -137,14 +138,17 @@ def _of_calls(pairs: Mapping[int, set[int]], claims: Mapping[int, set[int]], how
     return {call: NAMED if call in named else FLOW for call in pairs}
 
 
-def _call(name: str, calls: Mapping[str, Sequence[int]]) -> tuple[str, int | None]:
-    """A module's name as the module has it, and which of its calls where the name says: `relu_1` is the second."""
+def _call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:
+    """A module's name as its calls have it, and which of these where the name says: `relu_1` is the second.
+
+    `known` has that name for each of the module's own, which are several where it stands in several places.
+    """
     for text in (name, name.removeprefix(WRAPPER)):
-        if text in calls:
-            return text, None
+        if text in known:
+            return known[text], None
         again = re.fullmatch(r"(.*)_(\d+)", text)
-        if again and again[1] in calls:
-            return again[1], int(again[2])
+        if again and again[1] in known:
+            return known[again[1]], int(again[2])
     return name, None
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
@@ -187,7 +187,26 @@ class _Parts:
 
     def all(self) -> list[Part]:
         """The parts of every region."""
-        return [part for region in self._regions for part in self._of(region) if part.a or part.b]
+        found = [part for region in self._regions for part in self._of(region) if part.a or part.b]
+        return self._matched(found)
+
+    def _matched(self, found: Sequence[Part]) -> list[Part]:
+        """The parts with a conversion that both sides have, before the same layer, as one."""
+        places: dict[tuple[object, ...], list[int]] = {}
+        kept: list[Part] = []
+        for part in found:
+            if part.cause == CONVERSION:
+                form, (k,) = (self.a, part.a) if part.a else (self.b, part.b)
+                layer = form.layers[k]
+                waiting = places.setdefault((layer.type, layer.outputs[:1] and layer.outputs[0].shape, part.before), [])
+                place = next((n for n in waiting if bool(kept[n].a) != bool(part.a)), None)
+                if place is not None:
+                    waiting.remove(place)
+                    kept[place] = replace(kept[place], a=kept[place].a or part.a, b=kept[place].b or part.b)
+                    continue
+                waiting.append(len(kept))
+            kept.append(part)
+        return kept
 
     def _of(self, region: Region) -> list[Part]:
         a, b = ([k for k in region.members[form.side.form] if form.ran[k]] for form in (self.a, self.b))

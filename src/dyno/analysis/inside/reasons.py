@@ -103,7 +103,7 @@ class _Words:
         also = " and launch gaps" if self._w.on_gpu else ""
         text = f"Attributed to named layers{also}: {_percent(self._w.attributed)} of the difference"
         if abs(self._w.attributed - self._w.named) >= ROUNDED:
-            text += f", of which they make up {_percent(self._w.named)}"
+            text += f", since together they differ by {_percent(self._w.named)} of it"
         rest = [f"{s.cause.title}: {_percent(self._w.share(s.difference.value))}" for s in self._w.causes
                 if not s.cause.region]  # fmt: skip
         yield Reason(ATTRIBUTED, "; ".join([text, *rest]) + ".")
@@ -129,15 +129,19 @@ class _Words:
         count_a, count_b = sum(len(part.a) for part in parts), sum(len(part.b) for part in parts)
         of_a, of_b = self._types(parts, 0), self._types(parts, 1)
         count, a, b = counting(len(parts), "part"), self._a, self._b
+        one = len(parts) == 1
+        do, run, have, take = ("does", "runs", "has", "takes") if one else ("do", "run", "have", "take")
+        are_a = "is" if count_a == 1 else "are"
+        lack_b = "has no counterpart of its own" if count_b == 1 else "have no counterpart of their own"
         texts = {
-            causes.NARROWER: f"{count} of the model run in a narrower type in {b} ({self._kinds(parts)})",
-            causes.WIDER: f"{count} of the model run in a wider type in {b} ({self._kinds(parts)})",
-            causes.STAYED: f"{count} of the model don't run in {self._w.pair.b.precision} in {b} ({of_b})",
-            causes.PROVIDER: f"{count} of the model run on another provider in {b} ({of_b})",
-            causes.KERNEL: f"{count} of the model have another kernel: {of_a} in {a}, {of_b} in {b}",
-            causes.SAME: f"{count} of the model take another time with the same kernel ({of_b})",
-            causes.FUSED: f"{counting(count_a, 'layer')} of {a} are fused or left out in {b} ({of_a})",
-            causes.SPLIT: f"{counting(count_b, 'layer')} of {b} have no counterpart of their own in {a} ({of_b})",
+            causes.NARROWER: f"{count} of the model {run} in a narrower type in {b} ({self._kinds(parts)})",
+            causes.WIDER: f"{count} of the model {run} in a wider type in {b} ({self._kinds(parts)})",
+            causes.STAYED: f"{count} of the model {do} not run in {self._w.pair.b.precision} in {b} ({of_b})",
+            causes.PROVIDER: f"{count} of the model {run} on another provider in {b} ({of_b})",
+            causes.KERNEL: f"{count} of the model {have} another kernel: {of_a} in {a}, {of_b} in {b}",
+            causes.SAME: f"{count} of the model {take} another time with the same kernel ({of_b})",
+            causes.FUSED: f"{counting(count_a, 'layer')} of {a} {are_a} fused or left out in {b} ({of_a})",
+            causes.SPLIT: f"{counting(count_b, 'layer')} of {b} {lack_b} in {a} ({of_b})",
             causes.CONVERSION: f"Conversions of types and layouts, {count_a} in {a} and {count_b} in {b}"
             f"{self._largest(step)}",
             causes.CALLS: f"The model's own code and calling its parts, {_us(step.a)} in {a} and {_us(step.b)} in {b}",
@@ -201,7 +205,7 @@ def _us(seconds: float) -> str:
 
 
 def _signed(seconds: float) -> str:
-    return ("+" if seconds > 0 else "−") + _us(abs(seconds))
+    return ("" if abs(seconds) < NOTHING else "+" if seconds > 0 else "−") + _us(abs(seconds))
 
 
 def _limits(step: Step) -> str:

@@ -7,9 +7,9 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from itertools import pairwise
 
-from dyno.analysis.formatting import counting
+from dyno.analysis.formatting import counting, significant
 from dyno.analysis.inside.align import Region
-from dyno.worker.facts.inside import MODULES, Inside, Layer
+from dyno.worker.facts.inside import MODULES, NODES, Inside, Layer
 
 BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2,
          "int16": 2, "uint16": 2, "complex64": 8, "complex128": 16}  # fmt: skip
@@ -60,10 +60,9 @@ def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[
         for r in folded:
             apart = _sum(forms, r, first) - _sum(forms, r, graph)
             change, differences[id(r)] = change + apart, differences[id(r)] - apart
-        yield (
-            f"{counting(len(norms), 'batch norm')} folded into the layers before them, whose {before:,} parameters "
-            f"became {before - change:,} biases"
-        )
+        where = "layer before it" if len(norms) == 1 else "layers before them"
+        became = f"became {before - change:,} biases" if before != change else "need no further biases"
+        yield f"{counting(len(norms), 'batch norm')} folded into the {where}, whose {before:,} parameters {became}"
         left -= change
     padded = [r for r in regions if differences[id(r)] and _blocked(forms, r, first, other)]
     if filled := sum(differences.pop(id(r)) for r in padded):
@@ -113,9 +112,9 @@ def _name(forms: Sequence[Inside], region: Region, *order: int) -> str:
 
 
 def _operations(count: int) -> str:
-    for name, size in (("G", 1e9), ("M", 1e6)):
+    for name, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if count >= size:
-            return f"{count / size:.3g} {name}FLOPs"
+            return f"{significant(count / size)} {name}FLOPs"
     return f"{count:,} FLOPs"
 
 
@@ -128,7 +127,8 @@ def summary(form: Inside) -> str:
     if form.parameters:
         sentence += f", {form.parameters:,} parameters"
     if operations := sum(layer.flops or 0 for layer in form.layers):
-        sentence += f", {_operations(operations)}"
+        some = "at least " if form.form == NODES and any(layer.flops is None for layer in form.layers) else ""
+        sentence += f", {some}{_operations(operations)}"
     if idle := sum(layer.skipped and bool(layer.outputs) for layer in form.layers):
         sentence += f", {idle:,} more in which nothing runs"
     if moves := sum(layer.moves for layer in ran):

@@ -211,6 +211,7 @@ def lowered(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
 
 def _step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ...] = ()) -> Step:
     tail = 50 * (1 - CONFIDENCE)
-    value, draws = float(b[0] - a[0]), (b - a)[1:]
-    low, high = np.percentile(draws, [tail, 100 - tail])
-    return Step(cause, float(a[0]), float(b[0]), Interval(value, float(low), float(high)), places)
+    apart = b - a
+    ends = [float(apart[0]), *map(float, np.percentile(apart[1:], [tail, 100 - tail]))]
+    value, low, high = (seconds if abs(seconds) >= TINY else 0.0 for seconds in ends)  # sums of floats are never equal
+    return Step(cause, float(a[0]), float(b[0]), Interval(value, low, high), places)

@@ -10,6 +10,7 @@ from dyno.worker.facts.numerics import Difference, LayerError, LayerErrors
 
 FEW = 0.5  # of the reference's layers: where fewer are compared a sentence says so
 HALF, MOSTLY = 0.5, 0.8  # of what it was: an error that falls below the first has fallen, below the second in part
+NOTEWORTHY = 0.1  # of the error that is left: a layer that does less to the outputs isn't worth a sentence
 NAMED = 4  # suspects that a sentence names
 Labels = Mapping[str, str]  # the layer's name of each tensor
 
@@ -100,9 +101,11 @@ def _first(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
         return [] if agrees else ["with the layers' outputs marked, every layer agrees."]
     before = max((layer.total.error for layer in result.layers if layer.tensor in first.reads), default=0.0)
     own = first.own.error
-    whose = "made here" if not own <= HALF * first.total.error else "added up over the layers before"
-    line = (f"first layer that disagrees: {label(first.tensor, labels)}, off by {_size(first.total.error)}; its own "
-            f"error is {_size(own)}, that of its inputs {_size(before)}: {whose}.")  # fmt: skip
+    made = not math.isfinite(own) or own > HALF * first.total.error
+    whose = "made here" if made else "added up over the layers before"
+    far = f"off by {_size(first.total.error)}" if math.isfinite(first.total.error) else "not finite"
+    line = (f"first layer that disagrees: {label(first.tensor, labels)}, {far}; its own error is {_size(own)}, that of "
+            f"its inputs {_size(before)}: {whose}.")  # fmt: skip
     return [line, *(["the outputs of the unmodified engine agree all the same."] if agrees else [])]
 
 
@@ -138,8 +141,20 @@ def _tested(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
     if result.substituted is None or result.cut is None:
         return ["not tested again: the reference has no graph with these layers, to be put in their place."]
     place = "its place" if len(layers_of(result.suspects, labels)) == 1 else "their place"
-    return [f"{verdict(result, limit)}: with no tensor marked and the reference in {place}, the outputs are "
-            f"{_off(result.substituted)}; with the graph only cut there, {_off(result.cut)}."]  # fmt: skip
+    line = (f"{verdict(result, limit)}: with no tensor marked and the reference in {place}, the outputs are "
+            f"{_off(result.substituted)}; with the graph only cut there, {_off(result.cut)}.")  # fmt: skip
+    return [line, *_left(result, limit, labels)]
+
+
+def _left(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
+    """Which other layer makes most of what is left, where the outputs disagree even without the suspects."""
+    others = [layer for layer in result.layers if layer.tensor not in result.suspects and layer.effect is not None]
+    most = max(others, key=lambda layer: layer.effect or 0.0, default=None)
+    left = result.substituted.error if result.substituted else 0.0
+    if most is None or not limit < left < math.inf or not (most.effect or 0.0) >= NOTEWORTHY * left:
+        return []
+    return [f"the outputs disagree even then: of the other layers, {label(most.tensor, labels)} does most to them, "
+            f"{_size(most.effect or 0.0)} of their size."]  # fmt: skip
 
 
 def verdict(result: LayerErrors, limit: float) -> str:

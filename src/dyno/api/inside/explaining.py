@@ -127,7 +127,7 @@ def explain(
     rounds: int = ROUNDS,
     runs: int = RUNS,
     top: int = TOP,
-    save: Sequence[str | Path] = (),
+    save: str | Path | Sequence[str | Path] = (),
     prescriptions: bool = False,
     first: Callable[[Explained], None] = lambda explained: None,
     quiet: bool = True,
@@ -146,13 +146,14 @@ def explain(
     for name, value, least in (("batch", batch, 1), ("rounds", rounds, 1), ("runs", runs, 5), ("top", top, 0)):
         if value < least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
-    for path in save:
-        check_saved(Path(path))
+    paths = files.named(save)
+    for path in paths:
+        check_saved(path)
     progress = Progress(quiet=quiet)
     if prescriptions:
         trying.check(model, sides)
     found = Explained(_pair(model, sides, batch, rounds, runs, settings, progress), top)
-    for path in save:
+    for path in paths:
         found.save(path)
     if not prescriptions:
         return found
@@ -160,7 +161,7 @@ def explain(
     study = Study(models=(model,), **settings)
     tried = trying.run(found.waterfall, forms.sides(study, sides), study, batch, rounds, progress)
     found = replace(found, tried=tried)
-    for path in save:
+    for path in paths:
         found.save(path)
     return found
 
@@ -171,7 +172,7 @@ def _pair(
     """What `explain` is about, read or measured."""
     if not sides and Path(str(model)).suffix == STORED:
         return _stored(Path(model))
-    if len(sides) not in (1, 2):
+    if len(sides) not in (1, 2) or (len(sides) == 1 and forms.is_form(sides[0])):
         raise UserError("give a model and the two forms to explain, a run folder and two of its trials, two models, or "
                         "a file that `dyno explain --save FILE.json` wrote")  # fmt: skip
     if len(sides) == 2 and isinstance(model, (str, Path)) and (Path(model) / "trials").is_dir():

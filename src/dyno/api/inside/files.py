@@ -84,6 +84,11 @@ KINDS: dict[str, Kind] = {
 }  # fmt: skip
 
 
+def named(save: str | Path | Sequence[str | Path]) -> list[Path]:
+    """The files that `save` names: one, or several."""
+    return [Path(path) for path in ([save] if isinstance(save, (str, Path)) else save)]
+
+
 def kind_of(path: Path, timed: bool) -> Kind:
     """The kind of a file by its name's ending; a `UserError` for an unknown one, and where nothing is `timed` for one
     of times."""

@@ -15,10 +15,11 @@ from dyno.planning.images import prepared
 from dyno.planning.interpreters import missing, placed, runtime_of
 from dyno.planning.model_info import file_shapes, inspect_model, model_spec, sizes
 from dyno.sources import input_options
-from dyno.study import Choice, Study, parse_size
+from dyno.store import cache_dir
+from dyno.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
-from dyno.worker.facts.inside import MODULES, Inside
+from dyno.worker.facts.inside import MODULES, UNWATCHED, Inside
 from dyno.worker.record import Record
 from dyno.worker.spec import PRECISIONS, Artifact, DataSpec, Dims, Job, Recipe, Runtime, Trial, UserError, check_known
 
@@ -28,11 +29,13 @@ TIMEOUT_S = 1800.0
 
 @dataclass(frozen=True)
 class Side:
-    """One form that the user requested: of which model, whose ("onnx": its graph), and in which precision."""
+    """One form that the user requested: of which model, whose ("onnx": its graph), and in which precision ("": that of
+    its file). `named` is one of the first model's by its name, others are models as they are."""
 
     source: str
     choice: Choice
     precision: str
+    named: bool = False
 
 
 @dataclass(frozen=True)
@@ -59,6 +62,11 @@ def first(source: str) -> Side:
     return Side(source, Choice(name), "")
 
 
+def is_form(text: Any) -> bool:
+    """Whether it names a form of a model, and no model."""
+    return str(text).partition("/")[0].partition("@")[0] in (ONNX, *registry.names()) and not Path(str(text)).exists()
+
+
 def _named(text: str, source: str) -> Side | None:
     """A form of the first model, None for text that is another model."""
     named, _, precision = text.partition("/")
@@ -70,7 +78,8 @@ def _named(text: str, source: str) -> Side | None:
         raise UserError(f"there is no PyTorch module in {source}; give the model that it was exported from first")
     if precision:
         check_known("precision", precision, PRECISIONS)
-    return Side(source, Choice.parse(named), precision or "fp32")
+    own = "" if registry.format_of(source) else "fp32"  # a file's own precision is known once it was read
+    return Side(source, Choice.parse(named), precision or own, named=True)
 
 
 class Reading:
@@ -84,6 +93,21 @@ class Reading:
         self.graph_of: dict[int, int] = {}
         self.graphs: dict[int, GraphFile] = {}
         self._graphs: dict[str, int] = {}  # by the file's hash
+
+    def read_all(self, sides: Sequence[Side]) -> list[Side]:
+        """Read these forms; a first one whose parts can't be watched is left out where others were asked for."""
+        kept = []
+        for place, side in enumerate(sides):
+            try:
+                self.read(side)
+            except UserError as e:
+                if UNWATCHED not in str(e):
+                    raise
+                if place or len(sides) == 1:
+                    raise _unwatched(side, e) from None
+                continue
+            kept.append(side)
+        return kept
 
     def read(self, side: Side) -> None:
         """Read that form, and the graph that it was made from."""
@@ -137,6 +161,8 @@ class Reading:
         data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
         dims = Dims(batch, *size, file_shapes(study, model, batch))
         trial = replace(trial, model=model, precision=precision, dims=dims, data=data)
+        if reason := self._refused(side, trial):
+            raise UserError(reason)
         recipe = self._recipe(study, trial)
         artifact = self._made(recipe, trial) if recipe else None
         if side.choice.name == ONNX:
@@ -144,6 +170,13 @@ class Reading:
             self.graphs[shown] = _file(trial, artifact)
             return
         self.made(trial, recipe, artifact)
+
+    def _refused(self, side: Side, trial: Trial) -> str:
+        """Why the form can't be made of the model, "" where nothing is known."""
+        if side.choice.name != ONNX:
+            return registry.find(side.choice.name).refuse(trial)
+        kind = registry.format_of(trial.model.file)
+        return f"there is no ONNX graph in {trial.model.file}" if kind and kind.name != ONNX else ""
 
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Read what the trial runs, made by the recipe, and the graph behind it."""
@@ -218,6 +251,15 @@ class Reading:
         if record.status != "ok" or record.facts.inside is None:
             raise UserError(f"{job.trial.model.name}: {record.reason}")
         return record, record.facts.inside
+
+
+def _unwatched(side: Side, error: UserError) -> UserError:
+    """The error, in the words of who gave a module in memory where Dyno stored one."""
+    if cache_dir() not in Path(side.source).parents:
+        return error
+    name = model_name(side.source)
+    return UserError(f"{name}: a module in memory is handed on as a program, {UNWATCHED}; name it as "
+                     'FILE.py:FUNCTION, or look at its other forms: dyno.inspect(module, "onnx")')  # fmt: skip
 
 
 def _reader(trial: Trial) -> Runtime:

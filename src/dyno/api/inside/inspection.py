@@ -66,7 +66,7 @@ def inspect(
     model: Any,
     *others: Any,
     batch: int = 1,
-    save: Sequence[str | Path] = (),
+    save: str | Path | Sequence[str | Path] = (),
     quiet: bool = True,
     **settings: Any,
 ) -> Inspected:
@@ -83,10 +83,11 @@ def inspect(
     study = Study(models=(model,), **settings)
     reading = forms.Reading(study, batch, Progress(quiet=quiet))
     sides = forms.sides(study, others)
-    paths = [Path(path) for path in save]
+    paths = files.named(save)
     files.check(paths, sides, timed=False)
-    for side in sides:
-        reading.read(side)
+    sides = reading.read_all(sides)
+    if not any(reading.forms[k].layers for k in reading.shown):
+        raise UserError(f"{model_name(study.models[0])} has no layers: it has no part that can run")
     found = Inspected(tuple(reading.forms), tuple(reading.shown), reading.graph_of, reading.module_of(sides),
                       reading.graphs, model_name(study.models[0]))  # fmt: skip
     files.save_all(found, paths, quiet)

@@ -76,7 +76,7 @@ def agree_layers(
     of `dyno.Study`, have some. `top` rows of each engine are listed (0: all), in one of ORDERS. Raises `UserError` for
     what isn't a graph, and for graphs that have no tensors in common.
     """
-    counts = (("batch", batch, 1), ("compared", compared, 1), ("top", top, 0), ("rtol", rtol, 0), ("atol", atol, 0))
+    counts = (("batch", batch, 1), ("inputs", compared, 1), ("top", top, 0), ("rtol", rtol, 0), ("atol", atol, 0))
     for name, value, least in counts:
         if not value >= least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
@@ -101,7 +101,9 @@ def _runnable(side: forms.Side, later: bool) -> forms.Side:
         raise UserError(f"{side.source} is no ONNX graph, whose tensors could be compared; give the ONNX file that it "
                         f"was made from, and {kind.usual(Path(side.source))} behind it")  # fmt: skip
     if side.choice.name == forms.ONNX:  # a file behind the first runs as ever, a form of the first as it is written
-        return replace(side, choice=Choice(NODE_BY_NODE.name) if later and not side.precision else NODE_BY_NODE)
+        return replace(
+            side, choice=Choice(NODE_BY_NODE.name) if later and not side.named and not side.precision else NODE_BY_NODE
+        )
     if side.choice.name != forms.MODULE and not registry.find(side.choice.name).loads_onnx:
         able = [name for name in registry.names() if registry.find(name).loads_onnx]
         raise UserError(f"{side.choice.name} runs no parts of a graph, so its layers can't be compared; these do: "

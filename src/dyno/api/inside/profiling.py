@@ -104,7 +104,7 @@ def profile(
     runs: int = RUNS,
     top: int = TOP,
     order: str = ORDERS[0],
-    save: Sequence[str | Path] = (),
+    save: str | Path | Sequence[str | Path] = (),
     roofline: bool = False,
     sheet: Sequence[str] = (),
     counters: bool = False,
@@ -135,10 +135,9 @@ def profile(
     for side in sides:
         check(side, study.device, counters)
     reading = Profiling(study, batch, Progress(quiet=quiet), runs, hardware.find_tool() if counters else "")
-    paths = [Path(path) for path in save]
+    paths = files.named(save)
     files.check(paths, sides, timed=True, rated=roofline)
-    for side in sides:
-        reading.read(side)
+    sides = reading.read_all(sides)
     sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
     timed = dict(zip(reading.shown, reading.times, strict=True))
     records = tuple(reading.records)
@@ -171,8 +170,8 @@ def engines(requested: Sequence[forms.Side]) -> list[forms.Side]:
 
 
 def _is_file(side: forms.Side) -> bool:
-    """Whether it is a model file as it is, which has its own precision."""
-    return not side.precision
+    """Whether it is a model file as it is."""
+    return not side.precision and not side.named
 
 
 def _usual(side: forms.Side) -> forms.Side:

@@ -186,7 +186,7 @@ class OnnxFile:
 
     def optimised(self, path: str, profile: Profile) -> Inside:
         """The optimised graph that was written to the path, with what the profile says."""
-        return optimised.read(path, self.path, profile.seen, f"{ENGINE} {self.ort.__version__}")
+        return optimised.read(path, self.path, profile.outer, f"{ENGINE} {self.ort.__version__}")
 
     def _profile(self, providers: Any, feeds: Arrays, scratch: str, optimised: str = "") -> list[dict[str, Any]]:
         rng = np.random.default_rng(0)
@@ -274,7 +274,7 @@ class OnnxRuntimeSession(Session):
             watched.close()
             inside = self._file.optimised(path, Profile(events, self._file.requested))
         repeats = by_run(events)[DISCARDED:]
-        kernels = optimised.kernels_of(inside.layers, set().union(*repeats))
+        kernels = optimised.kernels_of(inside.layers, set().union(*repeats), self._file.path)
         layers = [[repeat.get(kernel, 0.0) if kernel else 0.0 for kernel in kernels] for repeat in repeats]
         note = f"{ENGINE} counts whole microseconds."
         return LayerTimes(inside, np.array(layers), np.array(whole[DISCARDED:]), note)

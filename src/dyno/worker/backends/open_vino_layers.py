@@ -14,6 +14,7 @@ from dyno.worker.facts.precision import FLOATS, has_precision, why_not_faster
 TYPE_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i8": "int8", "u8": "int8", "f64": "float64"}
 COMPUTE = re.compile("Convolution|Deconvolution|FullyConnected|MatMul|MHA|ScaledDotProduct|QKVProj|LLMMLP|LSTM|GRU|RNN")
 NOT_LAYERS = {"Const", "Input", "Output"}
+NO_KERNEL = ("unknown", "undef", "reorder")  # how the kernel is called of what only passes a tensor on
 CONVERTERS = ("FakeQuantize", "Convert", "Reorder")
 
 
@@ -95,7 +96,10 @@ def _kind(info: dict[str, str]) -> str:
 
 
 def _skipped(info: dict[str, str]) -> bool:
-    return info.get("execTimeMcs") == "not_executed"
+    """Whether nothing runs for it; of a layer that takes less than a microsecond OpenVINO says so too, but that one has
+    a kernel."""
+    kernel = info.get("primitiveType", "")
+    return info.get("execTimeMcs") == "not_executed" and (not kernel or kernel.startswith(NO_KERNEL))
 
 
 def _padded(ports: list[Any], types: list[str], layouts: list[str]) -> Iterator[tuple[Any, str, str]]:

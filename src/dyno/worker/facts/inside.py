@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from dyno.worker.facts.sparse import Sparse
 
 MODULES, NODES, LAYERS = "modules", "nodes", "layers"
+UNWATCHED = "whose modules can't be watched"  # what an error says of TorchScript and of programs of torch.export
 
 
 @dataclass(frozen=True)

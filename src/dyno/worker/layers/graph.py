@@ -17,6 +17,9 @@ from dyno.worker.onnx_graph.weights import beside
 from dyno.worker.spec import UserError
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # what PyTorch's newer exporter writes at a node: its modules, outermost first
+CLASSES = "pkg.torch.onnx.class_hierarchy"  # and the classes of these
+# Around a module with described inputs is one of Dyno's own at its export, which calls it `model`.
+WRAPPED, WRAPPER = "dyno.worker.sessions.torch_support.positional.", "model"
 NOWHERE = "_empty_nn_module_stack_from_metadata_hook"  # the exporter's word for a node of which it lost the module
 UNKNOWN = (-1,)  # the shape of a tensor of which not even the number of dimensions is known
 # Which inputs are weights where not all constants are: the others are scales, statistics, limits, shapes.
@@ -52,7 +55,10 @@ def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
     reader = _Reader(onnx, graph, inferred_shapes)
     layers = tuple(reader.layer(node) for node in graph.node if node.op_type != "Constant")
     unknown = sum(any(-1 in port.shape or not port.dtype for port in layer.outputs) for layer in layers)
-    notes = (f"the shapes of {unknown} of {len(layers)} nodes can't be inferred",) if unknown else ()
+    notes: tuple[str, ...] = (f"the shapes of {unknown} of {len(layers)} nodes can't be inferred",) * bool(unknown)
+    if uncounted := sum(layer.flops is None for layer in layers):
+        why = "their shapes, or how often a branch or a loop runs, aren't known"
+        notes += (f"the operations of {uncounted} of {len(layers)} nodes are not counted: {why}",)
     title = f"ONNX opset {opset(model)}"
     return Inside(form=NODES, library=title, parameters=reader.stored, layers=layers, notes=notes)
 
@@ -60,32 +66,38 @@ def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
 class _Reader:
     """A graph's constants, types and shapes, and its nodes as layers."""
 
-    def __init__(self, onnx: Any, graph: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        self._shapes = dict(shapes)
+    def __init__(
+        self, onnx: Any, graph: Any, shapes: Mapping[str, tuple[int, ...]], around: _Reader | None = None
+    ) -> None:
+        self._onnx, self._shapes = onnx, dict(shapes)
         self._types = {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.value_info, *graph.output)}
         self._named = {kind: _type_name(onnx, kind) for kind in {*self._types.values()}}
-        self.constants: dict[str, tuple[int, ...]] = {t.name: tuple(t.dims) for t in graph.initializer}
-        numbers = {t.name for t in graph.initializer if t.data_type not in _indices(onnx)}
+        tensors = {t.name: t for t in graph.initializer}
         for node in graph.node:
             if node.op_type == "Constant":
-                tensor = next((a.t for a in node.attribute if a.name == "value"), None)
-                self.constants[node.output[0]] = tuple(tensor.dims) if tensor is not None else ()
-                if tensor is not None and tensor.data_type not in _indices(onnx):
-                    numbers.add(node.output[0])
+                tensors[node.output[0]] = next((a.t for a in node.attribute if a.name == "value"), None)
+        self.constants = {name: tuple(t.dims) if t is not None else () for name, t in tensors.items()}
+        self._numbers = {name for name, t in tensors.items() if t is not None and t.data_type not in _indices(onnx)}
         self._integers = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.INT32}
-        self._numbers = numbers
         self._readers = Counter(name for node in graph.node for name in node.input)
+        self._wrapped = any(WRAPPED in e.value for node in graph.node for e in node.metadata_props if e.key == CLASSES)
         self._counted: set[str] = set()
+        self.own = frozenset(self.constants)
+        if around is not None:  # what a branch or a loop reads from outside has its size and its kind from there
+            self._numbers |= around._numbers - self.own
+            self.constants = {**around.constants, **self.constants}
         self.stored = 0
 
     def layer(self, node: Any) -> Layer:
         """The node; `self.stored` grows by the weights that no node before it had."""
         weights = self._weights(node)
-        fresh = [name for name in weights if name not in self._counted]
+        inside, read = self._inside(node)
+        every = dict.fromkeys((*weights, *read))
+        fresh = [name for name in every if name not in self._counted]
         self._counted.update(fresh)
-        self.stored += sum(map(self._size, fresh))
+        self.stored += sum(map(self._size, fresh)) + inside
         kind = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
-        name = node.name or f"{node.op_type} to {next(iter(node.output), '')}"
+        name = name_of(node)
         operator = node.op_type.removeprefix("Fused")
         count = flops.of_node(node, self._shapes) if operator in flops.PRODUCTS else 0
         return Layer(
@@ -93,11 +105,28 @@ class _Reader:
             type=kind,
             inputs=tuple(self._port(n) for n in node.input if n and n not in self.constants),
             outputs=tuple(self._port(n) for n in node.output if n),
-            parameters=sum(map(self._size, weights)),
-            flops=count,
-            modules=_modules(node, [n for n in weights if self._readers[n] == 1]),
+            parameters=sum(map(self._size, every)) + inside,
+            flops=None if _products_inside(node) else count,
+            modules=self._modules(node, [n for n in weights if self._readers[n] == 1]),
             nodes=(name,),
         )
+
+    def _inside(self, node: Any) -> tuple[int, set[str]]:
+        """Of the weights in a node's branches or loop the size of those that lie there, and the names of the others."""
+        size, outside = 0, set[str]()
+        for graph in flops.graphs_in(node):
+            inner = _Reader(self._onnx, graph, {}, self)
+            weights = {name for each in graph.node for name in inner._weights(each)}
+            size += sum(map(inner._size, weights & inner.own))
+            outside |= weights - inner.own
+        return size, outside & self.constants.keys()
+
+    def _modules(self, node: Any, weights: list[str]) -> tuple[str, ...]:
+        """The modules that the node came from, by their own names."""
+        owners = _modules(node, weights)
+        if not self._wrapped:
+            return owners
+        return tuple("" if name == WRAPPER else name.removeprefix(f"{WRAPPER}.") for name in owners)
 
     def _weights(self, node: Any) -> list[str]:
         """The constants among its inputs that are weights: of some dimension, and no indices, scales or statistics."""
@@ -116,6 +145,16 @@ class _Reader:
         return Port(name, shape, self._named.get(self._types.get(name, 0), ""))
 
 
+def _products_inside(node: Any) -> bool:
+    """Whether its branches or its loop multiply: how often they run, only a run decides."""
+    return any(each.op_type in flops.PRODUCTS for inner in flops.graphs_in(node) for each in inner.node)
+
+
+def name_of(node: Any) -> str:
+    """The node's name; one without a name is called by what it writes."""
+    return node.name or f"{node.op_type} to {next(iter(node.output), '')}"
+
+
 def _indices(onnx: Any) -> tuple[int, ...]:
     kinds = onnx.TensorProto
     return (kinds.INT64, kinds.INT32, kinds.INT16, kinds.BOOL, kinds.STRING, kinds.UINT64, kinds.UINT32, kinds.UINT16)
@@ -130,6 +169,8 @@ def _modules(node: Any, weights: list[str]) -> tuple[str, ...]:
     by the names of its weights where no other node has them, as a folded batch norm's convolution has."""
     owners = [name.rpartition(".")[0] for name in weights if "." in name and "::" not in name]
     scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "")
+    if scopes and node.op_type not in flops.PRODUCTS:  # a weight that two modules share has one name
+        owners = []
     if scopes:
         try:
             parts = ast.literal_eval(scopes)

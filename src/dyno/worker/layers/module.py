@@ -6,12 +6,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dyno.worker.facts.inside import MODULES, Inside, Layer, Port
+from dyno.worker.facts.inside import MODULES, UNWATCHED, Inside, Layer, Port
 from dyno.worker.nets import flops
 from dyno.worker.sessions.torch_support import import_torch, tensors
 from dyno.worker.spec import UserError
 
-UNSEEN = "whose modules can't be watched; look at its graph: dyno inspect MODEL onnx"
+UNSEEN = f"{UNWATCHED}; look at its graph: dyno inspect MODEL onnx"
 MARK = "_dyno_port"  # the attribute by which a tensor is known again where it is read
 
 
@@ -23,7 +23,8 @@ def read(module: Any, *args: Any, **keywords: Any) -> Inside:
 def watched(module: Any, run: Callable[[], Any]) -> Inside:
     """Run the module once: a row for each call of a part, in the order in which the calls end.
 
-    A part that only calls others is none, nor is the module itself where it has no parameters and no operations.
+    A part that only calls others is none, nor is a module of several parts itself where it has no parameters and no
+    operations.
     Operations are counted by `torch.utils.flop_counter`. A call in which nothing runs, such as a Dropout's, is
     `skipped`, and so is a part with parameters that was never called itself; it has no outputs. Raises `UserError` for
     TorchScript and programs of torch.export, whose parts can't be watched.
@@ -91,7 +92,10 @@ class _Watch:
     def __init__(self, torch: Any, module: Any, so_far: Callable[[], tuple[int, int]]) -> None:
         self._so_far, self._calls, self._open = so_far, list[Layer](), list[_Open]()
         self._parts = parts(torch, module)
-        self._outer = {name for name, part in self._parts if not name or next(part.children(), None) is not None}
+        self._outer = {name for name, part in self._parts if next(part.children(), None) is not None}
+        self._names: dict[int, list[str]] = {}  # a part that stands in several places has a name for each
+        for name, part in module.named_modules(remove_duplicate=False):
+            self._names.setdefault(id(part), []).append(name)
         self._hooks = []
         for name, part in self._parts:
             self._hooks.append(part.register_forward_pre_hook(self._enter))
@@ -117,7 +121,7 @@ class _Watch:
             ]
             layer = Layer(name=name, type=type(part).__name__, outputs=tuple(written), flops=spent - call.flops)
             inputs = tuple(port for port in read if port.name)
-            self._calls.append(replace(layer, inputs=inputs, modules=(name,), skipped=nothing))
+            self._calls.append(replace(layer, inputs=inputs, modules=tuple(self._names[id(part)]), skipped=nothing))
 
         return leave
 

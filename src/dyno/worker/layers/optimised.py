@@ -24,9 +24,9 @@ def read(path: str, source: str, kernels: Kernels, library: str) -> Inside:
     index. A node of the file that no event tells of was not run. UserError for a file that can't be read.
     """
     written = graph.nodes(path, {})
-    source_names = {node.name for node in import_onnx().load(source, load_external_data=False).graph.node}
+    source_names = {graph.name_of(node) for node in _nodes(source)}
     layers, blocked = [], set[str]()
-    for layer, kernel in zip(written.layers, kernels_of(written.layers, kernels), strict=True):
+    for layer, kernel in zip(written.layers, kernels_of(written.layers, kernels, source), strict=True):
         moves = _operator(layer) in MOVES or (_operator(layer) == "Transpose" and layer.name not in source_names)
         layer = _as_run(replace(layer, moves=moves), kernels[kernel] if kernel else None)
         # Only a reordering ends the layout; an elementwise operator doesn't care for it.
@@ -38,12 +38,33 @@ def read(path: str, source: str, kernels: Kernels, library: str) -> Inside:
     return replace(written, form=LAYERS, library=library, layers=tuple(layers), notes=())
 
 
-def kernels_of(layers: Sequence[Layer], kernels: Iterable[Kernel]) -> list[Kernel | None]:
-    """The kernel of each layer, None for one that was not run; layers of one name have theirs in order."""
+def kernels_of(layers: Sequence[Layer], kernels: Iterable[Kernel], source: str = "") -> list[Kernel | None]:
+    """The kernel of each layer, None for one that was not run; layers of one name have theirs in order.
+
+    ONNX Runtime calls a node without a name by its operator and its number, which is its place in the source file where
+    it comes from there; others of an operator, as an inlined function has them, have theirs in order too.
+    """
     pending: dict[str, list[Kernel]] = {}
     for kernel in sorted(kernels, key=lambda each: int(each[1] or 0)):
         pending.setdefault(kernel[0].removesuffix("_kernel_time"), []).append(kernel)
-    return [pending[layer.name].pop(0) if pending.get(layer.name) else None for layer in layers]
+    given = {n.output[0]: f"{n.op_type}_{k}" for k, n in enumerate(_nodes(source)) if n.output and not n.name}
+    found: list[Kernel | None] = []
+    for layer in layers:
+        stems = (layer.name, given.get(layer.outputs[0].name, "") if layer.outputs else "")
+        own = next((pending[stem] for stem in stems if pending.get(stem)), None)
+        found.append(own.pop(0) if own else None)
+    left = sorted((one for each in pending.values() for one in each), key=lambda each: int(each[1] or 0))
+    for k, layer in enumerate(layers):
+        if found[k] is None and layer.outputs and layer.name == f"{_operator(layer)} to {layer.outputs[0].name}":
+            name = f"{_operator(layer)}_"
+            found[k] = next((each for each in left if each[0] == f"{name}{each[1]}_kernel_time"), None)
+            left = [each for each in left if each != found[k]]
+    return found
+
+
+def _nodes(source: str) -> Sequence[Any]:
+    nodes: Sequence[Any] = import_onnx().load(source, load_external_data=False).graph.node if source else ()
+    return nodes
 
 
 def _as_run(layer: Layer, event: Mapping[str, Any] | None) -> Layer:

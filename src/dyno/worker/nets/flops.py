@@ -7,11 +7,13 @@ network's arithmetic, and the peak is measured with matrix products too.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
-PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger")
+RECURRENT = ("LSTM", "GRU", "RNN")
+PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger",
+            "Einsum", "Attention", *RECURRENT)  # fmt: skip
 # Where the second factor stands among a node's inputs, when not at 1: quantised nodes have scales between.
 SECOND = {"QLinearConv": 3, "QLinearMatMul": 3}
 
@@ -37,7 +39,15 @@ def counting() -> Iterator[Any]:
         torch.backends.mha.set_fastpath_enabled(False)
         undo.enter_context(sdpa_kernel(SDPBackend.MATH))
         undo.enter_context(torch.no_grad())  # in inference mode an operator that does nothing would seem to copy
-        yield undo.enter_context(FlopCounterMode(display=False))
+        known = {
+            torch.ops.aten.mkldnn_rnn_layer: _of_recurrent_layer
+        }  # an LSTM on the CPU, which it doesn't know either
+        yield undo.enter_context(FlopCounterMode(display=False, custom_mapping=known))
+
+
+def _of_recurrent_layer(values: Sequence[int], own: Sequence[int], again: Sequence[int], *_: Any, **__: Any) -> int:
+    """One layer in one direction, by the shapes of what it reads and of both its matrices."""
+    return 2 * math.prod(values[:2]) * (math.prod(own) + math.prod(again))
 
 
 def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -49,6 +59,8 @@ def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
         return 0
     graph, known = inferred
     counts = [of_node(node, known) for node in graph.node if node.op_type in PRODUCTS]
+    if any(node.op_type in PRODUCTS for outer in graph.node for inner in graphs_in(outer) for node in inner.node):
+        return 0  # how often a branch or a loop runs, only a run decides
     return 0 if None in counts else sum(count for count in counts if count)
 
 
@@ -76,18 +88,57 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(d.dim_value if d.HasField("dim_value") else 0 for d in value.type.tensor_type.shape.dim)
 
 
+def graphs_in(node: Any) -> Iterator[Any]:
+    """The graphs of a node's branches or of its loop, and those inside them."""
+    for attribute in node.attribute:
+        for graph in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
+            yield graph
+            for inner in graph.node:
+                yield from graphs_in(inner)
+
+
 def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
     """Operations of a product, None where its shapes aren't known."""
     first = shapes.get(node.input[0], ())
     second = shapes.get(node.input[SECOND.get(node.op_type, 1)], ())
     result = shapes.get(node.output[0], ())
-    if not first or not second or not result or 0 in (*first, *second, *result):
+    if node.op_type in RECURRENT:  # at each step both matrices: [directions, gates x hidden, …]
+        weights = math.prod(second) + math.prod(shapes.get(node.input[2], ()))
+        return 2 * math.prod(first[:2]) * weights if first and second and 0 not in (*first[:2], *second) else None
+    if not first or not second or not result or 0 in (*second, *result):
+        return None
+    if node.op_type == "Gemm":
+        flags = {a.name: a.i for a in node.attribute}
+        summed = first[0 if flags.get("transA") else 1] or second[1 if flags.get("transB") else 0]
+        return 2 * math.prod(result) * summed
+    if "MatMul" in node.op_type:
+        return 2 * math.prod(result) * (first[-1] or second[-2:][0])
+    if 0 in first:
         return None
     if node.op_type == "ConvTranspose":  # each input value meets its whole kernel: [C, M / group, kernel…]
         return 2 * math.prod(first) * math.prod(second[1:])
-    if "Conv" in node.op_type:  # each output value is a sum over its kernel: [M, C / group, kernel…]
-        return 2 * math.prod(result) * math.prod(second[1:])
-    if node.op_type == "Gemm":
-        flipped = any(a.name == "transA" and a.i for a in node.attribute)
-        return 2 * math.prod(result) * first[0 if flipped else 1]
-    return 2 * math.prod(result) * first[-1]
+    if node.op_type == "Einsum":
+        return _of_einsum(node, first, second)
+    if node.op_type == "Attention":
+        return _of_attention(node, first, second, result)
+    return 2 * math.prod(result) * math.prod(second[1:])  # a value is a sum over its kernel: [M, C / group, kernel…]
+
+
+def _of_einsum(node: Any, first: tuple[int, ...], second: tuple[int, ...]) -> int | None:
+    """A product where a letter of both factors is summed over, else none; None where the equation isn't plain."""
+    equation = next((a.s.decode() for a in node.attribute if a.name == "equation"), "").replace(" ", "")
+    factors, arrow, result = equation.partition("->")
+    a, _, b = factors.partition(",")
+    if not arrow or "." in equation or len(node.input) != 2 or len(a) != len(first) or len(b) != len(second):
+        return None
+    lengths = {**dict(zip(a, first, strict=True)), **dict(zip(b, second, strict=True))}
+    return 2 * math.prod(lengths.values()) if (set(a) & set(b)) - set(result) else 0
+
+
+def _of_attention(node: Any, first: tuple[int, ...], second: tuple[int, ...], result: tuple[int, ...]) -> int | None:
+    """Both products of attention; None where keys come from an earlier call too."""
+    if len(node.input) > 4 and node.input[4]:
+        return None
+    if len(first) == 4:  # [N, heads, length, width]
+        return 2 * math.prod(first[:3]) * second[2] * (first[3] + result[3])
+    return 2 * first[0] * first[1] * second[1] * (first[2] + result[2])  # [N, length, heads x width]

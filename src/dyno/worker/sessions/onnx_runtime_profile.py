@@ -14,6 +14,7 @@ from dyno.worker.facts.precision import has_precision, why_not_faster
 Kernel = tuple[str, Any]  # the event's name, and the index of its node
 TYPE_NAMES = {"float": "float32", "uint8": "int8", "double": "float64"}
 COMPUTE = re.compile("Conv|Gemm|MatMul|Attention|LSTM|GRU|RNN")
+CONTROL = ("If", "Loop", "Scan")  # operators that run a graph of their own, whose nodes have events too
 CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "ReorderOutput")
 
 
@@ -27,6 +28,7 @@ class Profile:
         nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= since]
         kernels = [e for e in nodes if e["name"].endswith("_kernel_time")]
         self.seen = {(e["name"], e["args"].get("node_index")): e["args"] for e in kernels}
+        self.outer = {(e["name"], e["args"].get("node_index")): e["args"] for e in _outer(kernels)}
         taken: dict[Any, list[float]] = defaultdict(list)
         for event in kernels:
             taken[event["args"]["op_name"], event["name"], event["args"].get("node_index")].append(event["dur"] * 1e-6)
@@ -70,11 +72,22 @@ def by_run(events: Sequence[dict[str, Any]]) -> list[dict[Kernel, float]]:
     runs = sorted((e for e in events if e["name"] == "model_run"), key=lambda e: e["ts"])
     seconds: list[dict[Kernel, float]] = [{} for _ in runs]
     starts = [run["ts"] for run in runs]
-    for event in events:
-        if event["cat"] == "Node" and event["name"].endswith("_kernel_time") and event["ts"] >= starts[0]:
-            kernel = event["name"], event["args"].get("node_index")
-            seconds[bisect_right(starts, event["ts"]) - 1][kernel] = event["dur"] * 1e-6
+    kernels = [e for e in events if e["cat"] == "Node" and e["name"].endswith("_kernel_time") and e["ts"] >= starts[0]]
+    for event in _outer(kernels):
+        kernel = event["name"], event["args"].get("node_index")
+        seconds[bisect_right(starts, event["ts"]) - 1][kernel] = event["dur"] * 1e-6
     return seconds
+
+
+def _outer(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """The kernels but for those inside a branch or a loop, whose names and numbers may be those of nodes around it."""
+    kept, end = list[dict[str, Any]](), -1
+    for event in sorted(kernels, key=lambda e: (e["ts"], -e["dur"])):
+        if event["ts"] >= end:
+            kept.append(event)
+            if event["args"].get("op_name") in CONTROL:
+                end = event["ts"] + event["dur"]
+    return kept
 
 
 def _computed_in(node: dict[str, Any]) -> str:

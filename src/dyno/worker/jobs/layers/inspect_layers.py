@@ -57,9 +57,22 @@ def _module(trial: Trial, options: Mapping[str, Any]) -> Inside:
             pass
     built = models.build(model, dims)
     try:
-        return _read(torch, built.to("meta"), model, dims)
+        return _read(torch, _without_values(built), model, dims)
     except Exception:  # a module that computes with values, or keeps tensors of its own, has to run
         return _run(torch, model, dims)
+
+
+def _without_values(built: Any) -> Any:
+    """The module with its weights on the meta device; `.to` alone would make several of one that parts share."""
+    shared: dict[int, list[tuple[Any, str]]] = {}
+    for part in built.modules():
+        for name, weight in part.named_parameters(recurse=False):
+            shared.setdefault(id(weight), []).append((part, name))
+    moved = built.to("meta")
+    for (first, name), *others in shared.values():
+        for part, other in others:
+            setattr(part, other, getattr(first, name))
+    return moved
 
 
 def _run(torch: Any, model: Any, dims: Dims) -> Inside:
