@@ -143,7 +143,7 @@ def test_what_can_not_be_handed_over_is_one_line(nets: Any) -> None:
     for given, said in (
         (lambda x: x, "the model <lambda> is not a torch.nn.Module; call it"),
         (Bad, "the model Bad is not a torch.nn.Module; call it"),
-        ((nn.Linear(4, 4).half(), torch.randn(1, 4).half()), "its weights are float16: give module.float(), since"),
+        ((nn.Linear(4, 4).half(), torch.randn(1, 4).half()), r"its weights are float16: give module\.float\(\), since"),
         ((nn.Linear(4, 4), torch.zeros(0, 4)), "an example input of Linear has no elements"),
         ((nn.Linear(4, 4, device="meta"), torch.randn(1, 4)), r"Linear has no weights yet \(device meta\)"),
         ((nn.Linear(4, 4), torch.randn(1, 5)), r"Linear refuses input 1x5 float32: [^;]*$"),
