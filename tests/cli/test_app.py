@@ -259,5 +259,5 @@ def test_the_version_is_told_and_the_package_runs(call: Callable[..., Any]) -> N
 def test_it_is_installed_as_a_command(dyno: Command, tmp_path: Path) -> None:
     done = dyno(*FAKE, "--out", tmp_path / "r")
     assert done.returncode == 0, done.stderr
-    assert "fake fp32 takes" in done.stdout or CROWDED in done.stdout
+    assert "fake@latency_ms=0.1 fp32 takes" in done.stdout or CROWDED in done.stdout
     assert dyno("show", tmp_path / "none").returncode == 2
