@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import replace
 from pathlib import Path
 
@@ -12,8 +13,10 @@ from synthetic import Way
 
 from dyno.analysis.charts import charts
 from dyno.analysis.metrics import quality
+from dyno.analysis.ranking import rankings as rankings_module
 from dyno.analysis.ranking.rankings import rankings
 from dyno.analysis.records.results import Results, load
+from dyno.analysis.stats import TURNS
 from dyno.analysis.tables import trial_table
 from dyno.analysis.tables.frontier_table import FRONTIER
 from dyno.analysis.verdict import verdict
@@ -112,3 +115,21 @@ def test_columns_of_another_task_serve_as_well(tmp_path: Path) -> None:
     metric = quality(frame)
     assert (metric.name, metric.interval(frame.iloc[0])) == ("mAP", (40.0, 43.0))
     assert [row["accuracy"] for row in FRONTIER.table(replace(run, frame=frame)).rows] == [41.5]
+
+
+def test_of_two_in_turns_their_own_ratio_says_which_is_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their speed-ups over a reference that jumps, b would be first, but in turns a is faster than b."""
+    ways = [Way(name, seconds=0.001, size=BIG) for name in ("pytorch", "a", "b")]
+    run = trial_table.read(load(synthetic.write_run(tmp_path / "run", ways, samples=40)))
+    (contest,) = rankings(run)
+    ids = {str(row["backend"]): str(row["trial"]) for _, row in run.frame.iterrows()}
+    group = contest.group.assign(
+        speedup=contest.group["backend"].map({"pytorch": 1.0, "a": 10.0, "b": 12.0}),
+        measured=contest.group["backend"].map({"pytorch": "", "a": TURNS, "b": TURNS}),
+    )
+    contest = replace(contest, group=group)
+    seconds = {run.trials[ids[name]].id: value for name, value in {"pytorch": 10.0, "a": 0.8, "b": 1.0}.items()}
+    monkeypatch.setattr(rankings_module, "log_ratios", lambda a, b, *_: [math.log(seconds[a.id] / seconds[b.id])])
+    assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
+    monkeypatch.setattr(rankings_module, "log_ratios", lambda a, b, *_: [])
+    assert [*replace(contest).fastest["backend"]] == ["b", "a", "pytorch"], "never side by side: their speed-ups decide"

@@ -94,12 +94,12 @@ def ranked(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
     """
     rows = frame.assign(**{THROUGHPUT: throughput(frame)}) if speed == THROUGHPUT else frame
     rows = rows.dropna(subset=[speed])
-    if speed == LATENCY and _in_turns(rows):
+    if speed == LATENCY and in_turns(rows):
         return rows.sort_values("speedup", ascending=False, kind="stable")
     return rows.sort_values(speed, ascending=speed != THROUGHPUT, kind="stable")
 
 
-def _in_turns(rows: pd.DataFrame) -> bool:
+def in_turns(rows: pd.DataFrame) -> bool:
     """Whether every row is the reference or was measured in turns with it."""
     beside = rows[rows["trial"] != rows["reference"]]
     return bool(

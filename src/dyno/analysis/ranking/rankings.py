@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from functools import cached_property, cmp_to_key
 from typing import TYPE_CHECKING
+
+import numpy as np
 
 from dyno.analysis.formatting import NO_IMAGE
 from dyno.analysis.metrics import quality
@@ -12,6 +15,7 @@ from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.ranking.references import INCOMPARABLE
+from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
 
@@ -26,7 +30,7 @@ class Ranking:
     """Trials of one model on one device, at one size, or at every size where an accuracy budget covers all sizes.
 
     `apart` holds those that can't be compared with their reference: with other weights it is another model.
-    `metric` is the accuracy that is shown.
+    `metric` is the accuracy that is shown, and `trials` are the run's, by id.
     """
 
     where: str
@@ -34,21 +38,22 @@ class Ranking:
     apart: pd.DataFrame
     sizes: bool
     metric: Metric
+    trials: Mapping[str, TrialResult] = field(repr=False)
 
     @property
     def first(self) -> pd.DataFrame:
         """Trials at the smallest batch, where the lowest latency wins."""
         return self.group[self.group["batch"] == self.group["batch"].min()]
 
-    @property
+    @cached_property
     def fastest(self) -> pd.DataFrame:
         """Trials within the budget at the smallest batch, fastest first."""
-        return frontier.ranked(frontier.within(self.first))
+        return self._ordered(frontier.within(self.first))
 
-    @property
+    @cached_property
     def ahead(self) -> pd.DataFrame:
         """Trials at the smallest batch that are faster than the fastest within the budget, fastest first."""
-        rows, fastest = frontier.ranked(frontier.usable(self.first)), self.fastest
+        rows, fastest = self._ordered(frontier.usable(self.first)), self.fastest
         if fastest.empty:
             return rows
         return rows.iloc[: [*rows["trial"]].index(fastest.iloc[0]["trial"])]
@@ -59,13 +64,28 @@ class Ranking:
         ranked = frontier.ranked(frontier.within(self.group), THROUGHPUT)
         return ranked if self.group["batch"].nunique() > 1 else ranked.iloc[:0]
 
+    def _ordered(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """The rows, fastest first: of two that measured in turns the one whose ratio to the other says so, since by
+        their ratios to a reference whose latency jumps either may seem ahead."""
+        ordered = frontier.ranked(rows)
+        if not frontier.in_turns(ordered):
+            return ordered
+        by_id = {str(row["trial"]): row for _, row in ordered.iterrows()}
+
+        def apart(a: str, b: str) -> int:
+            ratios = log_ratios(self.trials[a], self.trials[b], str(by_id[a]["boundary"]), str(by_id[a]["clock"]))
+            return int(np.sign(np.mean(ratios))) if ratios else 0
+
+        places = {id: k for k, id in enumerate(sorted(by_id, key=cmp_to_key(apart)))}
+        return ordered.sort_values("trial", key=lambda ids: ids.map(places))
+
     def ranked(self, speed: str) -> pd.DataFrame:
         """The ranking by LATENCY or THROUGHPUT."""
         return self.fastest if speed == LATENCY else self.most_images
 
-    def reference(self, row: pd.Series, trials: Mapping[str, TrialResult]) -> TrialResult | None:
+    def reference(self, row: pd.Series) -> TrialResult | None:
         """The reference of a row's speed-up: that of its size, or of the first size where all sizes compete."""
-        return trials.get(row["budget_reference"] if self.sizes else row["reference"])
+        return self.trials.get(row["budget_reference"] if self.sizes else row["reference"])
 
     def configuration(self, row: pd.Series) -> str:
         """A row's name in the ranking, with the precision it ran in where that isn't the requested one."""
@@ -88,7 +108,7 @@ def rankings(run: RunData) -> list[Ranking]:
 
 def _ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Ranking:
     apart = rows["verdict"].str.startswith(INCOMPARABLE)
-    return Ranking(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budget_metrics))
+    return Ranking(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budget_metrics), run.trials)
 
 
 def winners(run: RunData) -> Iterator[tuple[str, str]]:
@@ -106,7 +126,7 @@ def finalists(run: RunData) -> list[str]:
         for speed in (LATENCY, THROUGHPUT):
             ordered = ranking.ranked(speed)
             chosen = [str(id) for id in ordered["trial"].iloc[:PLACES]]
-            if len(ordered) and (reference := ranking.reference(ordered.iloc[0], run.trials)) is not None:
+            if len(ordered) and (reference := ranking.reference(ordered.iloc[0])) is not None:
                 chosen.append(reference.id)
             if len(set(chosen)) > 1:  # a single trial was not selected by chance
                 ids += chosen

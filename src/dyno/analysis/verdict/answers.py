@@ -45,7 +45,7 @@ def gain(ranking: Ranking, run: RunData) -> Speedup | None:
     """The winner's speed-up, as in its row; computed again where its reference has another size than the table's.
     None where the winner is the reference, or has no reference."""
     winner = ranking.fastest.iloc[0]
-    reference = ranking.reference(winner, run.trials)
+    reference = ranking.reference(winner)
     if reference is None or reference.id == winner["trial"]:
         return None
     if winner["reference"] == reference.id:
@@ -62,7 +62,7 @@ def ahead(ranking: Ranking, run: RunData) -> Speedup | None:
     if len(ranked) < 2:
         return None
     first, second = (run.trials[ranked.iloc[i]["trial"]] for i in (0, 1))
-    reference = ranking.reference(ranked.iloc[0], run.trials)
+    reference = ranking.reference(ranked.iloc[0])
     if reference is not None and reference.id == second.id:
         return None
     return _pair(ranked.iloc[0], first, second, run)
@@ -81,7 +81,7 @@ def real(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunDa
     winner = ranking.fastest.iloc[0]
     how = f"{counting(int(winner['rounds']), 'round')}, measured {pairs[0].measured}"
     parts = [_opening(pairs, own, how)]
-    trials = [run.trials[winner["trial"]], ranking.reference(winner, run.trials)]
+    trials = [run.trials[winner["trial"]], ranking.reference(winner)]
     if over is not None:
         parts.append(_over(ranking.configuration(ranking.fastest.iloc[1]), over, run))
         trials.append(run.trials[ranking.fastest.iloc[1]["trial"]])

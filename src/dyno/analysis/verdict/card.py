@@ -40,7 +40,7 @@ def _latency(winner: pd.Series) -> Figure:
 
 
 def _speedup(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData) -> Iterator[Figure]:
-    reference = ranking.reference(winner, run.trials)
+    reference = ranking.reference(winner)
     if gain is None or reference is None:
         return
     name = reference_name(ranking, reference)

@@ -31,7 +31,7 @@ def findings(ranking: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
     if ranked.empty:
         return
     row = ranked.iloc[0]
-    winner, reference = trials[row["trial"]], ranking.reference(row, trials)
+    winner, reference = trials[row["trial"]], ranking.reference(row)
     if not winner.confirmations:
         return
     if failed := next((r for r in winner.confirmations if not r.ok), None):

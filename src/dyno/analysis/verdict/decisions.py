@@ -13,7 +13,7 @@ from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.ranking.rankings import Ranking
-from dyno.analysis.records.results import UNFINISHED, TrialResult
+from dyno.analysis.records.results import UNFINISHED
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import Speedup
 from dyno.analysis.tables import breakeven
@@ -83,8 +83,8 @@ def _fastest(ranking: Ranking, run: RunData) -> Decision:
         (
             *confirmed,
             *_latency(ranking, winner),
-            *_accuracy(ranking, winner, run.trials),
-            *_preparation(ranking, winner, run.trials),
+            *_accuracy(ranking, winner),
+            *_preparation(ranking, winner),
             *others,
         ),
         card.figures(ranking, gain, "open" if open_still else "not compared" if alone else "decided", run),
@@ -98,7 +98,7 @@ def _alone(ranking: Ranking, winner: pd.Series) -> str:
 def _headline(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData) -> str:
     limit = f" within the budget {run.budget}" if run.budget and winner["budget"] else ""
     text = f"fastest{limit} is {ranking.configuration(winner)}, {ms(winner[LATENCY])} at batch {winner['batch']}"
-    reference = ranking.reference(winner, run.trials)
+    reference = ranking.reference(winner)
     if gain is None or reference is None:
         return f"{text}, the reference." if reference is not None else f"{text}."
     name, shown = answers.reference_name(ranking, reference), ratio(gain.value, gain.low, gain.high)
@@ -117,7 +117,7 @@ def _latency(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
         yield Finding(NOTE, f"Its latency is {ms(winner[LATENCY])}{interval}.")
 
 
-def _accuracy(ranking: Ranking, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+def _accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
     metric = ranking.metric
     if metric.column not in winner or isnan(winner[metric.column]):
         return
@@ -131,18 +131,18 @@ def _accuracy(ranking: Ranking, winner: pd.Series, trials: dict[str, TrialResult
     low, value, high = metric.change_in(winner)
     if not isnan(low):
         change, lowest, highest = (points(each / 100) for each in (value, low, high))
-        reference = ranking.reference(winner, trials)
+        reference = ranking.reference(winner)
         where = f" at size {reference.size}" if ranking.sizes and reference is not None else ""
         text += f", {change} points [{lowest}, {highest}] against the reference{where} on the same images"
     yield Finding(NOTE, text + ".")
 
 
-def _preparation(ranking: Ranking, winner: pd.Series, trials: dict[str, TrialResult]) -> Iterator[Finding]:
+def _preparation(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
     """After how many images the time to build pays off against the reference."""
-    reference = ranking.reference(winner, trials)
+    reference = ranking.reference(winner)
     if reference is None or reference.id == winner["trial"]:
         return
-    payoff = breakeven.against(winner, trials[winner["trial"]], reference)
+    payoff = breakeven.against(winner, ranking.trials[winner["trial"]], reference)
     if payoff is not None and payoff.extra > 0 and payoff.images is not None:
         when = f"which pays off after about {significant(payoff.images, 2)} images"
         when += ", or never, as the gain is not proven" if isinf(payoff.high) else ""
