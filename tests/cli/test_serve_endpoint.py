@@ -84,6 +84,29 @@ def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(call: Call, t
 
 
 @needs_client
+@pytest.mark.slow
+@pytest.mark.parametrize("good", [0, 60])
+def test_a_server_whose_answers_are_not_finite_fails(good: int, call: Call, tmp_path: Path) -> None:
+    with kserve_server.running(binary=True, takes=0.01, good=good) as (url, batches):
+        code, out, errors = call("serve-test", kserve_server.MODEL, "--endpoint", url, "--batch", 1, *SHORT)
+    assert code == 3 and len(batches) > good, "the check at the beginning takes fewer than 60 batches"
+    assert "the outputs are not finite (NaN or infinity)" in errors and "Traceback" not in errors
+    run = dyno.load(tmp_path / "run")
+    assert "requests/s" not in out and not run.to_pandas()["latency_all_ms_median"].notna().any()
+
+
+@needs_client
+@pytest.mark.slow
+def test_rates_before_a_server_s_end_in_a_search_are_kept(call: Call, tmp_path: Path) -> None:
+    short = ("--p50", "9s", "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
+    with kserve_server.running(takes=0.005, alive=200) as (url, _):
+        code, out, errors = call("serve-test", kserve_server.MODEL, "--endpoint", url, "--batch", 1, *short)
+    assert code == 0, errors
+    assert "did not answer: [500] out of memory; the test ended there, and the rates before are kept" in out
+    assert dyno.load(tmp_path / "run").table("serve-rates").rows
+
+
+@needs_client
 @pytest.mark.parametrize("described", [[1, 2], {"name": "adder"}, {"inputs": [{}], "outputs": []}])
 def test_a_description_that_is_none_is_one_line(described: object) -> None:
     with kserve_server.running(described=described) as (url, _), pytest.raises(UserError) as caught:
