@@ -1,6 +1,6 @@
 """A small server of KServe's protocol v2 over HTTP: one model, whose output is the sum of each input of its batch.
 
-It can misbehave: describe itself as anything, and answer batches with an error."""
+It can misbehave: describe itself as anything, and answer batches with an error or with nonsense."""
 
 from __future__ import annotations
 
@@ -29,6 +29,8 @@ class Handler(BaseHTTPRequestHandler):
     takes = 0.0  # seconds for each batch
     most = 100  # batches at once; those beyond are refused
     lacking = False  # no output is in an answer
+    good = float("inf")  # batches, after which answers are infinite
+    alive = float("inf")  # batches, after which there are no answers
     batches: list[int]
     places: threading.Semaphore
 
@@ -53,6 +55,10 @@ class Handler(BaseHTTPRequestHandler):
         x = np.frombuffer(body[cut:], np.float32) if self.binary else np.asarray(asked["data"], np.float32)
         y = x.reshape(asked["shape"]).sum((1, 2))
         self.batches.append(len(y))
+        if len(self.batches) > self.good:
+            y += np.float32(np.inf)
+        if len(self.batches) > self.alive:
+            return self._send(500, {"error": "out of memory"})
         if not self.places.acquire(blocking=False):
             return self._send(503, {"error": "too many requests"})
         time.sleep(self.takes)

@@ -66,7 +66,7 @@ def test_no_server_and_no_such_model_are_one_line() -> None:
         ENDPOINT.load(trial(url), None)
     with pytest.raises(UserError, match="write http://HOST:PORT"):
         ENDPOINT.load(trial("localhost:8000"), None)
-    with pytest.raises(UserError, match=r"the endpoint http://127\.0\.0\.1:99999 is no address: Port out of range"):
+    with pytest.raises(UserError, match=r"write http://HOST:PORT or .* \(Port out of range"):
         ENDPOINT.load(trial("http://127.0.0.1:99999"), None)
 
 
@@ -81,6 +81,29 @@ def test_what_an_overloaded_server_refuses_counts_and_ends_nothing(call: Call, t
     assert f"a request in vain: {url} did not answer: [503] too many requests" in out
     (row,) = dyno.load(tmp_path / "run").table("serve-rates").rows
     assert 0 < row["refused"] < row["requests"] and not row["left"]
+
+
+@needs_client
+@pytest.mark.slow
+@pytest.mark.parametrize("good", [0, 60])
+def test_a_server_whose_answers_are_not_finite_fails(good: int, call: Call, tmp_path: Path) -> None:
+    with kserve_server.running(binary=True, takes=0.01, good=good) as (url, batches):
+        code, out, errors = call("serve-test", kserve_server.MODEL, "--endpoint", url, "--batch", 1, *SHORT)
+    assert code == 3 and len(batches) > good, "the check at the beginning takes fewer than 60 batches"
+    assert "the outputs are not finite (NaN or infinity)" in errors and "Traceback" not in errors
+    run = dyno.load(tmp_path / "run")
+    assert "requests/s" not in out and not run.to_pandas()["latency_all_ms_median"].notna().any()
+
+
+@needs_client
+@pytest.mark.slow
+def test_rates_before_a_server_s_end_in_a_search_are_kept(call: Call, tmp_path: Path) -> None:
+    short = ("--p50", "9s", "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
+    with kserve_server.running(takes=0.005, alive=200) as (url, _):
+        code, out, errors = call("serve-test", kserve_server.MODEL, "--endpoint", url, "--batch", 1, *short)
+    assert code == 0, errors
+    assert "did not answer: [500] out of memory; the test ended there, and the rates before are kept" in out
+    assert dyno.load(tmp_path / "run").table("serve-rates").rows
 
 
 @needs_client
@@ -124,6 +147,15 @@ def test_without_tritonclient_it_says_what_to_install(monkeypatch: pytest.Monkey
     monkeypatch.setattr(builtins, "__import__", without)
     with pytest.raises(Unavailable, match=r"needs tritonclient\[http\]; pip install 'inference-dyno\[serve\]'"):
         ENDPOINT.load(trial("http://127.0.0.1:1"), None)
+
+
+@pytest.mark.parametrize(
+    "url", ["localhost:8000", "ftp://host:1", "http://", "http://h:99999", "http://a@b:1", "http:/h"]
+)
+def test_what_is_no_address_is_bad_input_before_anything_runs(url: str, call: Call, tmp_path: Path) -> None:
+    code, out, errors = call("serve-test", "net", "--endpoint", url, *SHORT)
+    assert code == 2 and not out and errors.startswith(f"dyno: the endpoint is {url!r}; write http://HOST:PORT")
+    assert errors.count("\n") == 1 and list(tmp_path.iterdir()) == []
 
 
 def test_an_endpoint_takes_the_place_of_backends(tmp_path: Path) -> None:

@@ -160,6 +160,20 @@ def test_an_engine_that_fails_ends_as_its_row(call: Call) -> None:
     assert code == 3 and "scripted failure" in errors and "Traceback" not in errors
 
 
+def test_an_engine_whose_outputs_are_not_finite_is_not_measured(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "broken.py").write_text(
+        NET.replace("Linear(8, 4))", "Linear(8, 4), torch.nn.Threshold(9e9, float('inf')))")
+    )
+    code, out, errors = call(
+        "serve-test", "broken.py:net", "--size", 16, "--rate", 50, "--duration", "0.5s", "--seconds", 0.05,
+        "--warmup", 0.02, "-o", "run",
+    )  # fmt: skip
+    assert code == 3, errors
+    assert "the outputs are not finite (NaN or infinity)" in errors and "Traceback" not in errors
+    assert not facts(tmp_path / "run") and "requests/s" not in out
+
+
 def test_from_python(tmp_path: Path) -> None:
     options = ServeOptions(p50="1s", rate=(200.0,), duration="0.5s")
     served = dyno.serve_test(

@@ -90,6 +90,35 @@ def test_it_is_refused_at_once(refused: Refused, tmp_path: Path, words: list[obj
     assert list(tmp_path.iterdir()) == []
 
 
+COMMANDS: dict[str, tuple[object, ...]] = {
+    "run": ("fake:n", "--backends", "fake"), "time": ("fake:n",), "eval": ("fake:n", "--data", "d"),
+    "agree": ("fake:n", "m.onnx"), "inspect": ("fake:n",), "profile": ("fake:n",), "explain": ("fake:n", "a", "b"),
+    "cold-start": ("fake:n", "openvino"), "stress": ("m.onnx",), "video": ("in.mp4", "out.mp4", "--model", "fake:n"),
+    "serve-test": ("fake:n", "--p99", "1s"), "build": ("m.onnx", "-o", "m.xml"), "train": ("d", "--model", "fake:n"),
+    "calibrate": (), "compare": ("m.onnx", "n.onnx"), "bisect": ("m.onnx", "--library", "numpy", "--versions", "1,2"),
+}  # fmt: skip
+DEVICES = {
+    "cpu:0": "cpu:0 alone is no device: write cpu, or for `dyno run` cpu:0,cpu:1", "gpu": "unknown device 'gpu'",
+    "": "unknown device ''", "cuda:9": "there is no cuda:9 here", "cuda:x": "device 'cuda:x' has no number",
+}  # fmt: skip
+
+
+def test_all_commands_with_a_device_are_listed() -> None:
+    having = {
+        name for name, command in typer.main.get_command(app.app).commands.items()
+        if any("--device" in each.opts for each in command.params)
+    }  # fmt: skip
+    assert having == COMMANDS.keys()
+
+
+@pytest.mark.usefixtures("nothing_runs", "no_gpu")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_no_device_here_is_refused_at_once(refused: Refused, tmp_path: Path, command: str, device: str) -> None:
+    assert refused(command, *COMMANDS[command], "--device", device).startswith(DEVICES[device])
+    assert list(tmp_path.iterdir()) == []
+
+
 @pytest.mark.parametrize("command", sorted(typer.main.get_command(app.app).commands))
 def test_every_command_refuses_an_unknown_option_in_one_line(refused: Refused, command: str) -> None:
     assert refused(command, "--nonsense").startswith("no such option: --nonsense")

@@ -21,8 +21,8 @@ def test_a_file_knows_its_batch_and_what_is_asked_goes_before_defaults() -> None
     assert study_of("torchvision:resnet18", {"batches": (8,)}, {}).batches == (8,)
     assert study_of("m.onnx", {"batches": (8,)}, {}).batches == ()
     assert study_of("m.onnx", {"batches": (8,)}, {"batches": (2,)}).batches == (2,)
-    asked = study_of("m.onnx", {"rounds": 2}, {"backends": ("openvino",), "device": "cuda:0"})
-    assert (asked.backends, asked.device, asked.rounds) == (("openvino",), "cuda:0", 2)
+    asked = study_of("m.onnx", {"rounds": 2}, {"backends": ("openvino",), "seed": 3})
+    assert (asked.backends, asked.seed, asked.rounds) == (("openvino",), 3, 2)
 
 
 def test_a_new_folder_is_named_after_command_and_models() -> None:

@@ -99,6 +99,7 @@ def test_any_trial_comes_back_the_same(trial: Trial) -> None:
         (Dims, {"batch": 1, "height": 2}, "Dims is incomplete: .*'width'"),
         (Job, {"kind": "run", "runtime": {"pyton": ""}}, "Job.runtime has an unknown key 'pyton'"),
         (Job, {"kind": "run", "trial": {}}, "Job.trial is incomplete"),
+        (Dims, {"batch": True, "height": 2, "width": 2}, "Dims.batch is of type bool, which is wrong here"),
         (Dims, {"batch": 1, "height": 2, "width": 10**400}, "Dims.width is larger than any number that is stored"),
     ],
 )

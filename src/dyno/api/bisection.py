@@ -17,10 +17,10 @@ from dyno.analysis.verdict.comparison import undecided
 from dyno.api.comparison import Comparison, compare
 from dyno.jobs.progress import Progress
 from dyno.planning import environments
-from dyno.planning.defaults import default_runner, new_folder
+from dyno.planning.defaults import default_runner, new_folder, one_model
 from dyno.planning.interpreters import missing
 from dyno.sources import commits
-from dyno.study import Choice, Study
+from dyno.study import Choice
 from dyno.worker import registry
 from dyno.worker.spec import Runtime, UserError
 
@@ -116,7 +116,7 @@ def bisect(
         raise UserError(f"bisect needs a limit of slow-down, such as slower=5%, not {fail_on!r}")
     if bool(pythons) == bool(library and versions):
         raise UserError("give either --library with --versions, or --pythons NAME=PATH,…")
-    (source,) = Study(models=(model,)).models
+    (source,) = one_model(model, {k: v for k, v in settings.items() if k == "device"}).models
     backend = _backend(source, library, settings.pop("backends", ()))
     if pythons:
         interpreters: dict[str, Callable[[], str]] = {name: partial(str, path) for name, path in pythons.items()}

@@ -9,6 +9,7 @@ from pathlib import Path
 from dyno.cli.options import Overrides
 from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
+from dyno.planning.defaults import one_model
 from dyno.planning.images import prepared
 from dyno.planning.interpreters import missing, runtime_of
 from dyno.planning.model_info import inspect_model, model_spec, sizes
@@ -40,7 +41,7 @@ def export(
         raise UserError("--shape and --size both set the image size; give one of them")
     if shape:
         batch, overrides["channels"], overrides["sizes"] = _shape(shape)
-    study = Study(models=(model,), **{**overrides, "precisions": (precision,)})
+    study = one_model(model, {**overrides, "precisions": (precision,)})
     trial = _trial(study, precision)
     dims = replace(trial.dims, batch=_number(batch))
     options: dict[str, Option] = {"target": target, **({"opset": opset} if opset else {})}
@@ -95,7 +96,7 @@ def build(overrides: Overrides, model: str, out: Path, request: Build) -> int:
     engine.check_options(choice.options)
     on_gpu = "cuda" in engine.devices
     device = "cuda:0" if on_gpu else "cpu"
-    study = Study(models=(model,), **{"device": device, **overrides, "precisions": (request.precision,)})
+    study = one_model(model, {**overrides, "precisions": (request.precision,)}, {"device": device})
     options = {**choice.options, **({"profile": request.profile} if request.profile else {})}
     runtime = runtime_of(study, choice)
     if library := missing(engine.name, runtime):

@@ -54,6 +54,10 @@ def _cluster(study: Study) -> tuple[str, str]:
     kind, _, spec = study.on.partition("=")
     if kind:
         check_known("cluster", kind, ("ray", "slurm"))
+    if "=" in study.on and not spec:  # an address that is an empty variable should not mean another cluster
+        raise UserError(
+            f"--on {study.on} names nothing; write ray=HOST:PORT or slurm=4, or ray for the one of this host"
+        )
     return kind, spec
 
 

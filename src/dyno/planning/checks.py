@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 
 from dyno.store import gpu_identity
 from dyno.study import Choice, Study
+from dyno.worker import registry
 from dyno.worker.spec import UserError, check_known
 
 FORMATS = ("text", "markdown", "csv", "json", "html")
@@ -26,17 +27,27 @@ def check_threads(study: Study) -> None:
 
 
 def check_device(study: Study) -> None:
-    """Refuse a GPU that isn't there, one share of the processor alone, and several devices where blocks aren't spread
-    over them."""
+    """Refuse what is no device, a GPU that isn't there, one share of the processor alone, and several devices where
+    blocks aren't spread over them."""
     if study.device.startswith("cpu:") and "," not in study.device:
-        raise UserError(f"{study.device} alone is no device: write cpu, or cpu:0,cpu:1 for two shares of its cores")
+        raise UserError(
+            f"{study.device} alone is no device: write cpu, or for `dyno run` cpu:0,cpu:1, two shares of its cores"
+        )
     if "," in study.device:
         raise UserError(f"several devices ({study.device}) are for `dyno run` alone; give one --device here")
+    check_kind(study)
     if missing_gpu(study.device):
         raise UserError(
             f"there is no {study.device} here: neither NVML nor CUDA's driver sees such a GPU; omit --device to run on "
             "the CPU"
         )
+
+
+def check_kind(study: Study) -> None:
+    """Refuse a kind of device on which no backend runs."""
+    names = {*registry.names(), *(Choice.parse(text).name for text in study.backends)}
+    if study.device.partition(":")[0] not in {kind for name in names for kind in registry.find(name).devices}:
+        raise UserError(f"unknown device {study.device!r}; write cpu, or cuda:0 for the first GPU")
 
 
 def missing_gpu(device: str) -> bool:

@@ -8,6 +8,7 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
+from dyno.planning.checks import check_device
 from dyno.study import Study, model_name
 from dyno.worker import registry
 from dyno.worker.spec import UserError
@@ -28,7 +29,15 @@ def study_of(model: str, defaults: Mapping[str, Any], settings: Mapping[str, Any
     fields = {"backends": (backend,), "device": device, **ONE_ROUND, **defaults}
     if registry.format_of(model):  # a file's batch may be fixed
         fields.pop("batches", None)
-    return Study(models=(model,), **{**fields, **settings})
+    return one_model(model, settings, fields)
+
+
+def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> Study:
+    """The model's study with what was asked for over what is usual; a `UserError` for a device that isn't there."""
+    study = Study(models=(model,), **{**(usual or {}), **settings})
+    if "device" in settings:  # whether a file's usual one has to be there, is up to what is done with it
+        check_device(study)
+    return study
 
 
 def default_runner(model: str) -> tuple[str, str]:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dyno.analysis.ranking import references
 from dyno.datasets import meta
-from dyno.planning.checks import check_threads
+from dyno.planning.checks import check_kind, check_threads
 from dyno.planning.images import prepared
 from dyno.planning.inspections import Inspected, inspect_models
 from dyno.planning.interpreters import installed, missing, placed, runtime_of
@@ -51,9 +51,7 @@ def expand(study: Study) -> list[Planned]:
 def _expanded(study: Study) -> list[Planned]:
     check_threads(study)
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
-    names = {*registry.names(), *(choice.name for choice in choices)}
-    if study.device.partition(":")[0] not in {kind for name in names for kind in registry.find(name).devices}:
-        raise UserError(f"unknown device {study.device!r}; write cpu, or cuda:0 for the first GPU")
+    check_kind(study)
     if not choices:
         packages = install("torch", "onnx", "openvino")
         raise UserError(f"no backend that is installed here runs on {study.device}; {packages}, or see `dyno doctor`")

@@ -105,6 +105,17 @@ def test_null_in_a_job_is_a_key_that_is_missing(run: Path, key: str) -> None:
     assert [t.size for t in results] and [t.device for t in results]
 
 
+@pytest.mark.parametrize("key", ["batch", "height"])
+def test_a_size_that_is_true_is_no_number(run: Path, key: str) -> None:
+    path = first_record(run).parent / "job.json"
+    job = json.loads(path.read_text())
+    job["trial"]["dims"][key] = True
+    path.write_text(json.dumps(job))
+    results = load(run)
+    assert any(f"{path} is damaged ('{key}' is of another type" in problem for problem in results.problems)
+    assert all(isinstance(t.batch, int) and t.size != "True" for t in results)
+
+
 def test_settings_that_dyno_does_not_write_are_left_out_by_name(run: Path) -> None:
     (run / "study.toml").write_text('budget = "../../etc"\nrounds = 2\n')
     results = load(run)

@@ -16,7 +16,7 @@ from PIL import Image, ImageStat
 from synthetic import Way
 from synthetic_card import Card
 
-from browser import browse
+from browser import ask, browse
 from dyno.analysis import tables
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.report import report, sections
@@ -238,6 +238,19 @@ def test_a_browser_filters_copies_zooms_and_opens_what_is_linked(written: Path, 
     assert rows and all("| int8" in row for row in rows)
     assert found["zoomed"] == 1 and found["open"]
     assert any(tip.startswith("openvino int8, batch 1: ") and "images/s" in tip for tip in found["tips"])
+
+
+def test_printing_unfolds_all_tables_and_folds_them_again(written: Path, tmp_path: Path) -> None:
+    probe = """
+      const open = () => all("details:not(.trial)").map(each => each.open), before = open();
+      dispatchEvent(new Event("beforeprint"));
+      dispatchEvent(new Event("beforeprint"));
+      const printed = open();
+      dispatchEvent(new Event("afterprint"));
+      say({before, printed, after: open()});
+    """
+    found = ask(written, probe, tmp_path / "probe.html")
+    assert not all(found["before"]) and all(found["printed"]) and found["after"] == found["before"]
 
 
 def brightness(image: Image.Image) -> float:

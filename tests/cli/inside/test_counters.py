@@ -20,6 +20,7 @@ from dyno.analysis.inside.gpu import ncu
 from dyno.api.inside import counters
 from dyno.jobs import launcher
 from dyno.jobs.progress import Progress
+from dyno.planning import checks
 from dyno.worker.record import Record
 from dyno.worker.spec import Trial, UserError
 
@@ -97,6 +98,7 @@ def test_a_cpu_has_no_counters_and_ncu_has_to_be_there(
     code, out, err = call("profile", "torchvision:resnet18", "--counters")
     assert (code, out) == (2, "") and "add --device cuda:0" in err and len(err.splitlines()) == 1
     monkeypatch.setenv("PATH", str(place))
+    monkeypatch.setattr(checks, "missing_gpu", lambda device: False)
     code, out, err = call("profile", "torchvision:resnet18", "--device", "cuda:0", "--counters")
     assert (code, out) == (2, "") and "there is no ncu on the PATH" in err and len(err.splitlines()) == 1
 

@@ -131,6 +131,11 @@ def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
         ({"on": "rey"}, "unknown cluster 'rey'; did you mean 'ray'"),
         ({"on": "ray", "device": "cuda:0"}, "give --device cpu or cuda"),
         ({"on": "ray", "energy": True}, "energy is for a study on one device"),
+        ({"on": "ray="}, "--on ray= names nothing; write ray=HOST:PORT"),
+        ({"on": "ray=:6379"}, "':6379' is no address of a Ray cluster; write --on ray=HOST:PORT"),
+        ({"on": "ray=127.0.0.1"}, "'127.0.0.1' is no address of a Ray cluster"),
+        ({"on": "ray=http://127.0.0.1:1"}, "'http://127.0.0.1:1' is no address of a Ray cluster"),
+        ({"on": "ray=127.0.0.1:99999"}, "'127.0.0.1:99999' is no address of a Ray cluster"),
         ({"on": "ray=127.0.0.1:1"}, "there is no Ray cluster at 127.0.0.1:1 that answers"),
     ],
 )

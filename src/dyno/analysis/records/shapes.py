@@ -5,10 +5,12 @@ from __future__ import annotations
 
 from typing import Any
 
+from dyno.worker.facts.json_values import fits
+
 NUMBER = (int, float)
 TRIAL = {
     "model": {"name": str, "source": str, "task": str, "precision": str}, "backend": str, "precision": str,
-    "dims": {"batch": int, "height": int, "width": int}, "options": {"": (str, int, float)},
+    "dims": {"batch": int, "height": int, "width": int}, "options": {"": (str, int, float, bool)},
     "runtime": {"device": str, "name": str, "python": str}, "data": {"name": str, "sha256": str, "folder": str},
     "plan": {
         "boundaries": [str], "rounds": int, "builds": int, "blocks": int, "min_samples": int, "max_samples": int,
@@ -48,4 +50,4 @@ def wrong(data: Any, shape: Any, where: str = "") -> str:
         if not isinstance(data, list) or None in data:
             return where or "it"
         return next((place for item in data if (place := wrong(item, shape[0], where))), "")
-    return "" if isinstance(data, shape) else where or "it"
+    return "" if fits(data, shape) else where or "it"

@@ -71,11 +71,14 @@ def _highest(served: Served) -> Iterator[str]:
         yield from _none(served, bound)
         return
     share = served.highest.value / served.capacity.value
-    how = "Searched" if facts.searched else "Of the rates that were asked for"
+    how = " Of the rates that were asked for the highest."
+    if facts.searched:
+        how = f" Searched, to steps of {show(facts.resolution, 'percentage')}."
+    if any(f.searched and f.highest is None for f in served.facts):
+        how = " The search ended early, so a higher rate may hold."
     yield (
         f"{_rate(served.highest.value)} hold {bound}: {show(share, 'percentage')} of the "
-        f"{_rate(served.capacity.value)} that full batches of {facts.most} allow. {how}"
-        + (f", to steps of {show(facts.resolution, 'percentage')}." if facts.searched else " the highest.")
+        f"{_rate(served.capacity.value)} that full batches of {facts.most} allow.{how}"
     )
 
 

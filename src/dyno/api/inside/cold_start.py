@@ -18,6 +18,7 @@ from dyno.api.inside import forms
 from dyno.api.inside.profiling import engines
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
+from dyno.planning.defaults import one_model
 from dyno.study import Study
 from dyno.worker import registry
 from dyno.worker.facts.job import ColdStart
@@ -73,7 +74,7 @@ def cold_start(
     check_known("files", files, FILES)
     if COLD in FILES[files] and not hasattr(os, "posix_fadvise"):
         raise UserError("this system can't drop files from its cache; give --files memory")
-    study, progress = Study(models=(model,), **settings), Progress(quiet=quiet)
+    study, progress = one_model(model, settings), Progress(quiet=quiet)
     reading = Starting(study, batch, progress)
     for side in engines(forms.sides(study, others)):
         if side.choice.name == forms.ONNX:

@@ -26,6 +26,7 @@ from dyno.api.inside import files, forms, profiling, trying
 from dyno.api.inside.trying import Tried
 from dyno.api.take import find, measured_file
 from dyno.jobs.progress import Progress
+from dyno.planning.defaults import one_model
 from dyno.study import Choice, Study
 from dyno.worker.facts.inside import MODULES, Inside
 from dyno.worker.record import write_text
@@ -158,7 +159,7 @@ def explain(
     if not prescriptions:
         return found
     first(found)
-    study = Study(models=(model,), **settings)
+    study = one_model(model, settings)
     tried = trying.run(found.waterfall, forms.sides(study, sides), study, batch, rounds, progress)
     found = replace(found, tried=tried)
     for path in paths:
@@ -177,7 +178,7 @@ def _pair(
                         "a file that `dyno explain --save FILE.json` wrote")  # fmt: skip
     if len(sides) == 2 and isinstance(model, (str, Path)) and (Path(model) / "trials").is_dir():
         return _of_run(Path(model), sides, rounds, runs, settings, progress)
-    study = Study(models=(model,), **settings)
+    study = one_model(model, settings)
     chosen = profiling.engines(forms.sides(study, sides))[-2:] if len(sides) == 2 else _as_they_are(study, sides[0])
     for side in chosen:
         profiling.check(side, study.device)

@@ -14,7 +14,8 @@ from dyno.analysis.presentation.table import Table
 from dyno.api.inside import files, forms
 from dyno.api.inside.forms import GraphFile
 from dyno.jobs.progress import Progress
-from dyno.study import Study, model_name
+from dyno.planning.defaults import one_model
+from dyno.study import model_name
 from dyno.worker.facts.inside import Inside
 from dyno.worker.spec import UserError
 
@@ -80,7 +81,7 @@ def inspect(
     """
     if batch < 1:
         raise UserError(f"batch is {batch}; it must be at least 1")
-    study = Study(models=(model,), **settings)
+    study = one_model(model, settings)
     reading = forms.Reading(study, batch, Progress(quiet=quiet))
     sides = forms.sides(study, others)
     paths = files.named(save)

@@ -15,6 +15,7 @@ from dyno.analysis.ranking.correctness import TOLERANCES
 from dyno.api.inside import forms
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
+from dyno.planning.defaults import one_model
 from dyno.study import Choice, Study
 from dyno.worker import registry
 from dyno.worker.facts.inside import LAYERS, Inside
@@ -81,7 +82,7 @@ def agree_layers(
         if not value >= least:
             raise UserError(f"{name} is {value}; it must be at least {least}")
     check_known("order", order, ORDERS)
-    study = Study(models=(model,), **settings)
+    study = one_model(model, settings)
     asked = [_runnable(side, place > 0) for place, side in enumerate(forms.sides(study, others))]
     if len(asked) < 2:
         raise UserError("layers are compared with something: give a form, such as openvino or onnxruntime/int8, or "

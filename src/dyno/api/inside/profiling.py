@@ -26,6 +26,7 @@ from dyno.api.inside import files, forms
 from dyno.api.inside.forms import GraphFile
 from dyno.engine.peak import find_ceilings
 from dyno.jobs.progress import Progress
+from dyno.planning.defaults import one_model
 from dyno.planning.interpreters import runtime_of
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry, system
@@ -130,7 +131,7 @@ def profile(
     rates = data_sheet(sheet)
     if sheet and not roofline:
         raise UserError("--data-sheet needs measured ceilings beside it; add --roofline")
-    study = Study(models=(model,), **settings)
+    study = one_model(model, settings)
     sides = engines(forms.sides(study, others))
     for side in sides:
         check(side, study.device, counters)

@@ -15,6 +15,7 @@ from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import new_folder, study_of
 from dyno.study import Study
+from dyno.worker import registry
 from dyno.worker.record import read_json, write_json
 from dyno.worker.serve.arrivals import read_trace
 from dyno.worker.serve.options import ServeOptions
@@ -90,6 +91,8 @@ def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dic
     for name in ("backends", "precisions"):
         if settings.get(name):
             raise UserError(f"an endpoint takes the place of a backend; omit --{FLAGS[name]}")
+    if expected := registry.find(ENDPOINT.rstrip(":")).values["url"](url):
+        raise UserError(f"the endpoint is {url!r}; write {expected}")
     return f"{ENDPOINT}{model}", {**settings, "backends": (f"{ENDPOINT.rstrip(':')}@url={url}",)}
 
 

@@ -19,6 +19,8 @@ from dyno.worker.spec import UserError
 
 START_S = 120.0  # that a node has to start Ray's process with Dyno in it
 CONNECT_S = 10.0  # for a connection to the head node
+LAST_PORT = 2**16 - 1
+OWN = ("", "auto", "local")  # the cluster of this host, in Ray's words too
 NICE = "; set RAY_worker_niceness=0 before `ray start`"
 # Of a cluster that is started here: nothing is sent to Ray's makers, and what measures gives way to nobody.
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
@@ -50,12 +52,15 @@ def places(address: str, device: str) -> Iterator[list[Place]]:
 
 
 def _check_reachable(address: str) -> None:
-    """A `UserError` where nobody listens at HOST:PORT: Ray would go on trying for minutes."""
-    host, _, port = address.rpartition("/")[2].rpartition(":")
-    if not (host and port.isdecimal()):
+    """A `UserError` for what is no address, and where nobody listens there: Ray would go on trying for minutes."""
+    if address in OWN:
         return
+    scheme, _, place = address.rpartition("://")
+    host, _, port = place.rpartition(":")
+    if scheme not in ("", "ray") or not host or not port.isdecimal() or int(port) > LAST_PORT:
+        raise UserError(f"{address!r} is no address of a Ray cluster; write --on ray=HOST:PORT of its head node")
     try:
-        socket.create_connection((host, int(port)), CONNECT_S).close()
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError as e:
         raise UserError(f"there is no Ray cluster at {address} that answers: {e.strerror or e}") from e
 
@@ -140,6 +145,8 @@ class RayHost(RemoteHost):
             return None
         try:
             return (ray.get(self._pending),)
+        except ray.exceptions.ActorUnavailableError as e:
+            raise Lost("it does not answer any more") from e
         except ray.exceptions.RayActorError as e:
             raise Lost(" ".join(str(e).split())) from e
         except ray.exceptions.RayError as e:  # raised there: a trace, and what is wrong at its end

@@ -11,11 +11,24 @@ import numpy as np
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import Probe
-from dyno.worker.spec import Artifact, Dims, Tensor, Trial, Unanswered, Unavailable, UserError
+from dyno.worker.option_values import Check
+from dyno.worker.spec import Artifact, Dims, Option, Tensor, Trial, Unanswered, Unavailable, UserError
 
 SCHEMES = ("http", "https", "grpc")
 PROTOCOL = "KServe's protocol v2"
 BINARY = "binary_tensor_data"  # the protocol's extension for tensors that aren't JSON
+
+
+def address(url: Option) -> str:
+    """See `Check`: scheme, host and port, and no more."""
+    expected = "http://HOST:PORT or grpc://HOST:PORT"
+    parts = urlsplit(str(url))
+    try:
+        _ = parts.port
+    except ValueError as e:
+        return f"{expected} ({_first_line(e)})"
+    whole = parts.scheme in SCHEMES and parts.hostname and "@" not in parts.netloc
+    return "" if whole else expected
 
 
 class Endpoint(Backend):
@@ -28,6 +41,7 @@ class Endpoint(Backend):
     requires = ("tritonclient",)
     precisions = ("fp32",)
     options = ("url",)
+    values: Mapping[str, Check] = {"url": address}
     files = ()
     offered = False
 
@@ -38,16 +52,12 @@ class Endpoint(Backend):
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """A connection of its own; a `UserError` where there is no server, or no such model."""
-        scheme, _, host = str(trial.options.get("url", "")).partition("://")
-        if scheme not in SCHEMES or not host:
-            url = trial.options.get("url", "")
-            raise UserError(f"the endpoint is {url!r}; write http://HOST:PORT or grpc://HOST:PORT")
+        url = str(trial.options.get("url", ""))
+        if expected := address(url):
+            raise UserError(f"the endpoint is {url!r}; write {expected}")
+        scheme, _, host = url.partition("://")
         library = _library("grpc" if scheme == "grpc" else "http")
         secure = {"ssl": True} if scheme == "https" else {}
-        try:
-            _ = urlsplit(str(trial.options["url"])).port
-        except ValueError as e:
-            raise UserError(f"the endpoint {trial.options['url']} is no address: {_first_line(e)}") from e
         client = library.InferenceServerClient(host.rstrip("/"), **secure)
         return ServerSession(library, client, trial, as_json={"as_json": True} if scheme == "grpc" else {})
 

@@ -44,9 +44,15 @@ def reader(kind: Any) -> Callable[[Any], Any]:
     return _plain_reader(object if kind is Any else kind)
 
 
+def fits(data: Any, takes: Any) -> bool:
+    """Whether it is of that type, or of one of a tuple; true and false, which Python takes for numbers, are none."""
+    kinds = takes if isinstance(takes, tuple) else (takes,)
+    return isinstance(data, kinds) and (not isinstance(data, bool) or bool in kinds or object in kinds)
+
+
 def _plain_reader(takes: Any) -> Callable[[Any], Any]:
     def read(data: Any) -> Any:
-        if not isinstance(data, takes):
+        if not fits(data, takes):
             raise Misfit(f" is of type {type(data).__name__}, which is wrong here")
         return data
 

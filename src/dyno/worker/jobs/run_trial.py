@@ -16,12 +16,13 @@ from dyno.worker.evaluation import evaluate
 from dyno.worker.facts.engine import ORIGIN
 from dyno.worker.facts.job import Answered, Sustained
 from dyno.worker.inputs import input_data
+from dyno.worker.jobs.finite import failure, not_finite
 from dyno.worker.jobs.turns import Alone
 from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, one_line, save_arrays
 from dyno.worker.registry import find
 from dyno.worker.sessions import slowed
-from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Trial, Unavailable, UserError
+from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Trial, Unavailable
 
 SETTLING = 0.25  # of the time for the energy, before it: power and clocks of a device follow its load
 RANDOM = 1e-2  # of their size: outputs of two calls on one input that are further apart are drawn
@@ -61,10 +62,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     session.close()
     if not journal.record.facts.finite:
         journal.stage("evaluate")
-        raise UserError(
-            "the outputs are not finite (NaN or infinity): this engine is wrong, its precision overflows, or the model "
-            "gives them itself"
-        )
+        raise failure()
 
 
 def _slowed(session: Session, share: float, journal: Journal) -> Session:
@@ -130,9 +128,8 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
     raw = [a for name, a in arrays.items() if name.startswith("output:")]
     if raw and not any(a.size for a in raw):
         journal.warn("the outputs have no rows for any input: there is nothing to compare")
-    not_finite = [name[7:] for name, a in arrays.items() if name.startswith("output:") and not np.isfinite(a).all()]
-    if not_finite:
-        journal.warn(f"output {', '.join(not_finite)} has values that are not finite")
+    if names := not_finite({name[7:]: a for name, a in arrays.items() if name.startswith("output:")}):
+        journal.warn(f"output {', '.join(names)} has values that are not finite")
         journal.facts(finite=False)
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -13,6 +14,7 @@ from dyno.worker import measure, system
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.facts.serve import ServeFacts, ServeStep
 from dyno.worker.inputs import input_data
+from dyno.worker.jobs.finite import failure, not_finite
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
@@ -86,6 +88,7 @@ class _Work:
         journal, plan, rung = self._journal, self._trial.plan, self._instances.first
         journal.stage("warm up")
         self._instances.warm_up(plan)
+        self._look()
         journal.stage("full batches")
         contention = system.CpuContention()
         once = measure.step(rung.session, "all", rung.feeds)
@@ -94,6 +97,30 @@ class _Work:
         journal.sampled("throughput", "throughput", "1/s", "rate", rate)
         journal.contended("all", contention.busy(), self._trial.runtime.device)
         self._facts = replace(self._facts, capacity=float(rate.value or 0.0))
+
+    def _look(self) -> None:
+        """Each batch of each size once on every lane; fail where an answer isn't finite."""
+        wrong: list[str] = []
+
+        def work(lane: Lane) -> None:
+            for rung in lane.rungs:
+                for _ in rung.feeds:
+                    with suppress(Unanswered):  # of a server with too much to do: a rate says so
+                        lane.answer(rung.size)
+                        wrong.extend(not_finite(lane.answered))
+
+        self._instances.each(work)
+        self._check(wrong)
+
+    def _check_last(self) -> None:
+        """Fail where a lane's last answer isn't finite."""
+        self._check([name for lane in self._instances.lanes for name in not_finite(lane.answered)])
+
+    def _check(self, names: Sequence[str]) -> None:
+        if names:
+            self._journal.warn(f"output {', '.join(sorted({*names}))} has values that are not finite")
+            self._journal.facts(finite=False)
+            raise failure()
 
     def _capacity(self, seconds: float) -> measure.Sampling:
         """Requests per second with full batches on every lane; a sample for each lane and batch."""
@@ -115,6 +142,7 @@ class _Work:
 
         self._instances.each(work)
         whole = clock.now()
+        self._check_last()
         if not done:
             raise unanswered[0]
         rates = most * len(self._instances.lanes) / np.asarray(done)
@@ -126,21 +154,25 @@ class _Work:
         if trace:
             self._facts = replace(self._facts, trace=Path(options.trace).name)
             self._try(Arrivals(read_trace(Path(trace))))
-        for rate in options.rate:
-            try:
+        try:
+            for rate in options.rate:
                 self._try(poisson(rate, least, options.duration_s, self._fresh_seed()), rate)
-            except Unanswered as e:
-                if not self._facts.steps:
-                    raise
-                self._journal.warn(f"no request got an answer at {rate:g} requests/s, where it ended: {e}")
-                break
-        if not trace and not options.rate:
-            # A tenth of a request more, so that rounding never has one less.
-            lowest = (least + 0.1) / options.duration_s if options.duration_s else 0.0
-            self._facts = replace(self._facts, searched=True, lowest=lowest)
-            found = search.highest(self._holds, self._facts.capacity, options.resolution, lowest)
-            self._facts = replace(self._facts, highest=found)
-            self._journal.facts(serve=self._facts)
+            if not trace and not options.rate:
+                self._search()
+        except Unanswered as e:
+            if not self._facts.steps:
+                raise
+            self._journal.warn(f"{e}; the test ended there, and the rates before are kept")
+
+    def _search(self) -> None:
+        """The highest rate that holds; where the server ends it, `highest` stays unknown."""
+        options, least = self._options, self._facts.least
+        # A tenth of a request more, so that rounding never has one less.
+        lowest = (least + 0.1) / options.duration_s if options.duration_s else 0.0
+        self._facts = replace(self._facts, searched=True, lowest=lowest)
+        found = search.highest(self._holds, self._facts.capacity, options.resolution, lowest)
+        self._facts = replace(self._facts, highest=found)
+        self._journal.facts(serve=self._facts)
 
     def _fresh_seed(self) -> int:
         return self._seed + len(self._facts.steps)
@@ -159,9 +191,11 @@ class _Work:
         contention = system.CpuContention()
         batcher = Batcher(arrivals, self._rules, Clock())
         self._instances.each(lambda lane: serve(batcher, lane.answer))
+        self._check_last()
         if batcher.complaint:
             if np.isnan(batcher.ended).all():
-                raise Unanswered(batcher.complaint)  # it is gone, and would answer no other rate either
+                # It is gone, and would answer no other rate either.
+                raise Unanswered(f"no request got an answer at {rate:.3g} requests/s: {batcher.complaint}")
             journal.warn(f"a request in vain: {batcher.complaint}")
         first = arrivals.first
         grows = judging.unstable(arrivals.times, batcher.began, batcher.refused, self._rules.most)

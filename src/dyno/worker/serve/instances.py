@@ -29,17 +29,18 @@ class Lane:
     """One batch at a time, from host memory to host memory, in a slot of the sessions of an instance."""
 
     def __init__(self, rungs: Sequence[Rung], slot: int) -> None:
-        self._rungs, self._slot = rungs, slot
+        self.rungs, self._slot = rungs, slot
         self._turns = itertools.count()
+        self.answered: Arrays = {}  # the last batch's outputs
 
     def answer(self, count: int) -> None:
         """Answer so many requests, as the smallest batch into which they fit."""
-        rung = next(rung for rung in self._rungs if rung.size >= count)
+        rung = next(rung for rung in self.rungs if rung.size >= count)
         session, slot = rung.session, self._slot
         session.bind(rung.feeds[next(self._turns) % len(rung.feeds)], slot)
         session.run(slot)
         session.wait(slot)
-        session.fetch(slot)
+        self.answered = session.fetch(slot)
 
 
 class Instances:

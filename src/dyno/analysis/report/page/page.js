@@ -78,5 +78,13 @@ const opened = target => { for (let at = target; at; at = at.parentElement) if (
 const follow = () => opened(location.hash && document.getElementById(location.hash.slice(1)));
 addEventListener("hashchange", follow);
 follow();
-// On paper nothing can be unfolded.
-addEventListener("beforeprint", () => all("details:not(.trial)").forEach(each => { each.open = true; }));
+// On paper nothing can be unfolded; what was folded is so again afterwards.
+let unfolded = [];
+addEventListener("beforeprint", () => {
+  unfolded = [...unfolded, ...all("details:not(.trial):not([open])")];
+  for (const each of unfolded) each.open = true;
+});
+addEventListener("afterprint", () => {
+  for (const each of unfolded) each.open = false;
+  unfolded = [];
+});

@@ -1,0 +1,22 @@
+"""A wrong result has no speed: outputs that are NaN or infinite fail whoever gave them."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from dyno.worker.backend import Arrays
+from dyno.worker.spec import UserError
+
+
+def not_finite(arrays: Arrays) -> list[str]:
+    """The names of those that have NaN or infinity; words never do."""
+    values = {name: np.asarray(array) for name, array in arrays.items()}
+    return [name for name, array in values.items() if array.dtype.kind not in "OSU" and not np.isfinite(array).all()]
+
+
+def failure() -> UserError:
+    """What such an engine's row fails with."""
+    return UserError(
+        "the outputs are not finite (NaN or infinity): this engine is wrong, its precision overflows, or the model "
+        "gives them itself"
+    )
