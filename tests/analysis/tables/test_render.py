@@ -10,6 +10,8 @@ import synthetic
 from synthetic import Way
 
 from dyno.analysis.formatting import UNLIMITED, width, wrapped
+from dyno.analysis.presentation.export import export
+from dyno.analysis.presentation.table import TEXT, Column, Table
 from dyno.analysis.tables import trial_table
 
 
@@ -31,3 +33,11 @@ def test_sentences_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrapped(sentence).split() == sentence.split()
     monkeypatch.delenv("COLUMNS")
     assert width() == UNLIMITED and "\n" not in wrapped(sentence)
+
+
+def test_a_name_of_any_length_leaves_the_other_columns_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    columns = tuple(Column(name, kind=TEXT) for name in ("a", "b", "remark"))
+    row = {"a": "encoder.layers." * 10, "b": "relu_nchwc", "remark": "batch norm folded, 2 fused into one"}
+    words = export([Table("aligned", "Aligned", "", columns, [row])]).split()
+    assert {"relu_nchwc", "folded,", "fused", "batch"} <= set(words)

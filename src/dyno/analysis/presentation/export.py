@@ -177,8 +177,8 @@ def _widths(columns: Sequence[list[str]], whole: int) -> list[int]:
         return wanted
     widths = [max((_cells(word) for text in texts for word in text.split()), default=1) for texts in columns]
     while sum(widths) > whole and (broken := [i for i, width in enumerate(widths) if width > LEAST]):
-        # Names stand first; their words are broken last.
-        widths[max(broken, key=lambda i: (i >= NAMES, widths[i]))] -= 1
+        # Names stand first; their words are broken last, but for one that would leave the others no place.
+        widths[max(broken, key=lambda i: (widths[i] > whole // 3, i >= NAMES, widths[i]))] -= 1
     for index in sorted(range(len(widths)), key=lambda i: wanted[i] - widths[i]):
         widths[index] += max(0, min(wanted[index] - widths[index], whole - sum(widths)))
     return widths
