@@ -127,14 +127,17 @@ def page_part(table: Table, part: Part, heading: str = "h3") -> str:
     )
 
 
-def _classes(column: Column) -> str:
-    classes = " ".join(["n"] * column.right + ["minor"] * (column.rank > 0))
+def _classes(column: Column, text: str = "") -> str:
+    """Classes for the page's style; a long list of words is folded there, or the columns behind it leave the page."""
+    folded = column.kind == TEXT and len(text) > 2 * LONGEST and " " in text
+    classes = " ".join(["n"] * column.right + ["minor"] * (column.rank > 0) + ["wide"] * folded)
     return f' class="{classes}"' if classes else ""
 
 
 def _html_cell(column: Column, row: Row) -> str:
     key = html.escape(str(_cell(row.get(column.name))))
-    return f'<td{_classes(column)} data-v="{key}">{html.escape(column.text(row))}</td>'
+    text = column.text(row)
+    return f'<td{_classes(column, text)} data-v="{key}">{html.escape(text)}</td>'
 
 
 def _text(tables: Sequence[Table], by: By) -> str:
