@@ -193,6 +193,7 @@ def test_files_are_known_by_content_wherever_they_lie(fake_study: Studies, tmp_p
         ),
         ("none.onnx", {}, "there is no model file none.onnx"),
         ("none.xml", {}, "there is no model file none.xml"),
+        ("", {}, "a model has an empty name; give a model's file, or one like torchvision:resnet18"),
         ("none.py:net", {}, "there is no Python file none.py"),
         ("torchvision:resnet18", {"weights": "none.pt"}, "there is no weights file none.pt"),
         ("torchvision:resnet18", {"weights": __file__, "pretrained": True}, "--weights and --pretrained can't be"),

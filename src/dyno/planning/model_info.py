@@ -89,6 +89,8 @@ def model_spec(study: Study, source: str) -> ModelSpec:
 
 def _no_model(source: str) -> str:
     """The error for a name without a source prefix."""
+    if not source:  # as a path it would be the folder that the command runs in
+        return "a model has an empty name; give a model's file, or one like torchvision:resnet18"
     if Path(source, "study.toml").is_file():
         return f"{source} is a run folder; to resume it: dyno run {shlex.quote(str(Path(source, 'study.toml')))}"
     if Path(source).is_dir():

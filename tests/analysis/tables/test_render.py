@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import printed
@@ -10,6 +11,8 @@ import synthetic
 from synthetic import Way
 
 from dyno.analysis.formatting import UNLIMITED, width, wrapped
+from dyno.analysis.presentation.export import export
+from dyno.analysis.presentation.table import TEXT, Column, Table
 from dyno.analysis.tables import trial_table
 
 
@@ -31,3 +34,21 @@ def test_sentences_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
     assert wrapped(sentence).split() == sentence.split()
     monkeypatch.delenv("COLUMNS")
     assert width() == UNLIMITED and "\n" not in wrapped(sentence)
+
+
+def test_a_name_of_any_length_leaves_the_other_columns_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    columns = tuple(Column(name, kind=TEXT) for name in ("a", "b", "remark"))
+    row = {"a": "encoder.layers." * 10, "b": "relu_nchwc", "remark": "batch norm folded, 2 fused into one"}
+    words = export([Table("aligned", "Aligned", "", columns, [row])]).split()
+    assert {"relu_nchwc", "folded,", "fused", "batch"} <= set(words)
+
+
+def test_a_long_list_of_words_is_folded_on_a_page() -> None:
+    columns = (Column("name", kind=TEXT), Column("in_b", kind=TEXT), Column("seconds"))
+    rows = [
+        {"name": "attn", "in_b": "2 Reshape, " * 10, "seconds": 1.0},
+        {"name": "fc", "in_b": "Gemm", "seconds": 2.0},
+    ]
+    page = export([Table("parts", "Parts", "", columns, rows)], "html")
+    assert page.count('class="wide"') == 1 and re.search(r'<td class="wide"[^>]*>2 Reshape', page)

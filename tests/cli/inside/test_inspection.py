@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib
 import importlib.util
 import json
@@ -218,14 +219,51 @@ def test_a_form_of_a_file_has_the_file_s_own_precision(call: Call) -> None:
     assert titles[1].endswith(" fp16") and titles[2].startswith("ONNX Runtime") and not titles[2].endswith(" fp16")
 
 
-def test_a_program_of_torch_export_is_seen_in_its_other_forms(call: Call, refused: Refused, tmp_path: Path) -> None:
+def test_a_program_of_torch_export_is_seen_by_its_modules(call: Call, tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval()
     torch.export.save(torch.export.export(module, (torch.zeros(1, 3, 16, 16),)), tmp_path / "net.pt2")
-    assert "can't be watched; look at its graph: dyno inspect MODEL onnx" in refused("inspect", "net.pt2")
-    table = tables(call, "net.pt2", "onnx")["layers"]
-    assert [row["type"] for row in table["rows"]] == ["Conv", "Relu"]
+    rows = tables(call, "net.pt2")["layers"]["rows"]
+    assert [(row["name"], row["type"]) for row in rows] == [("0", "Conv2d"), ("1", "ReLU")]
+    rows = tables(call, "net.pt2", "onnx")["aligned"]["rows"]
+    assert [row["a"] for row in rows] == ["0", "1"] and all(row["b"] for row in rows)
     code, out, err = call("profile", "net.pt2", "onnxruntime", "--runs", 5, "--seconds", 0.02, "--warmup", 0.02)
-    assert code == 0 and "Time by layer: ONNX Runtime" in out and "PyTorch 2" not in out, err
+    assert code == 0 and "PyTorch 2" in out and "Conv2d" in out, err
+
+
+def test_a_program_s_own_inputs_are_given_by_place(call: Call, tmp_path: Path) -> None:
+    net = torch.nn.Sequential(torch.nn.Linear(8, 4), torch.nn.GELU()).eval()
+    torch.export.save(torch.export.export(net, (torch.zeros(2, 5, 8),)), tmp_path / "words.pt2")
+    rows = tables(call, "words.pt2")["layers"]["rows"]
+    assert [(row["type"], row["output"], row["flops"]) for row in rows] == [
+        ("Linear", "2x5x4", 2 * 10 * 8 * 4), ("GELU", "2x5x4", None)
+    ]  # fmt: skip
+
+
+@dataclasses.dataclass
+class Answer:
+    """What torch.export doesn't know, so that the program is of a wrapper around the module."""
+
+    score: torch.Tensor
+
+
+class Answering(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.act = torch.nn.Conv2d(3, 4, 3), torch.nn.Sigmoid()
+
+    def forward(self, x: torch.Tensor, y: torch.Tensor) -> Answer:
+        return Answer(self.act(self.conv(x)) * self.conv(y))
+
+
+def test_a_module_in_memory_is_seen_by_its_own_names() -> None:
+    image = torch.zeros(1, 3, 8, 8)
+    found = dyno.inspect((Answering().eval(), (image, image)), "onnx")
+    module, graph = (found.forms[k] for k in found.shown)
+    assert [(layer.name, layer.type) for layer in module.layers] == [
+        ("conv", "Conv2d"), ("act", "Sigmoid"), ("conv", "Conv2d"),
+    ]  # fmt: skip
+    assert [layer.modules for layer in graph.layers] == [("conv",), ("act",), ("conv",), ("",)]
+    assert [row["a"] for row in found.tables[0].rows] == ["conv", "act", "conv", "(model)"]
 
 
 def test_a_backend_that_does_not_read_the_file_says_so(call: Call, tmp_path: Path) -> None:

@@ -127,14 +127,17 @@ def page_part(table: Table, part: Part, heading: str = "h3") -> str:
     )
 
 
-def _classes(column: Column) -> str:
-    classes = " ".join(["n"] * column.right + ["minor"] * (column.rank > 0))
+def _classes(column: Column, text: str = "") -> str:
+    """Classes for the page's style; a long list of words is folded there, or the columns behind it leave the page."""
+    folded = column.kind == TEXT and len(text) > 2 * LONGEST and " " in text
+    classes = " ".join(["n"] * column.right + ["minor"] * (column.rank > 0) + ["wide"] * folded)
     return f' class="{classes}"' if classes else ""
 
 
 def _html_cell(column: Column, row: Row) -> str:
     key = html.escape(str(_cell(row.get(column.name))))
-    return f'<td{_classes(column)} data-v="{key}">{html.escape(column.text(row))}</td>'
+    text = column.text(row)
+    return f'<td{_classes(column, text)} data-v="{key}">{html.escape(text)}</td>'
 
 
 def _text(tables: Sequence[Table], by: By) -> str:
@@ -177,8 +180,8 @@ def _widths(columns: Sequence[list[str]], whole: int) -> list[int]:
         return wanted
     widths = [max((_cells(word) for text in texts for word in text.split()), default=1) for texts in columns]
     while sum(widths) > whole and (broken := [i for i, width in enumerate(widths) if width > LEAST]):
-        # Names stand first; their words are broken last.
-        widths[max(broken, key=lambda i: (i >= NAMES, widths[i]))] -= 1
+        # Names stand first; their words are broken last, but for one that would leave the others no place.
+        widths[max(broken, key=lambda i: (widths[i] > whole // 3, i >= NAMES, widths[i]))] -= 1
     for index in sorted(range(len(widths)), key=lambda i: wanted[i] - widths[i]):
         widths[index] += max(0, min(wanted[index] - widths[index], whole - sum(widths)))
     return widths

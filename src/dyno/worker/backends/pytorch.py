@@ -16,7 +16,7 @@ from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.precision import precision_truth
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import tensors as tensors_of
-from dyno.worker.layers import module_kernels, module_ranges, module_times
+from dyno.worker.layers import module_kernels, module_ranges, module_times, program
 from dyno.worker.nets import models
 from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.sessions.on_device import OnDevice
@@ -115,8 +115,8 @@ class TorchSession(Session):
         module = models.load(trial.model, trial.dims)
         self._weights = models.weights_sha256(module)  # before the cast: "same weights" is about what was given
         self._layout = self._torch.channels_last if options["channels_last"] else self._torch.contiguous_format
-        dtype = getattr(self._torch, TYPES[trial.precision])
-        self._module = cast(module.to(self._device, memory_format=self._layout), TYPES[trial.precision])
+        dtype = self._dtype = getattr(self._torch, TYPES[trial.precision])
+        self._module = self._placed(module)
         self._pixels = input_data.wants_pixels(options)
         self.slots = self._slots_wanted()
         self._copies: Copies | None = None
@@ -125,6 +125,9 @@ class TorchSession(Session):
         self._eager = self._callable(dtype)
         self._call: Any = self._eager
         self._ran = False
+
+    def _placed(self, module: Any) -> Any:
+        return cast(module.to(self._device, memory_format=self._layout), TYPES[self._trial.precision])
 
     def _slots_wanted(self) -> int:
         return SLOTS if self._on_gpu else 1
@@ -321,12 +324,20 @@ class TorchSession(Session):
         """The calls of the module's parts: by hooks on a CPU, by their kernels on a GPU."""
         if self._call is not self._eager:
             return super().profile(runs)
+        self._take_parts()
         measure = module_kernels.measure if self._on_gpu else module_times.measure
         return measure(self._module, self._once, lambda: self._eager(*self._bound[0].values()), runs)
 
     def run_for_counters(self) -> None:
         """With a range around the call of each part of the module; on a GPU."""
+        self._take_parts()
         module_ranges.run(self._module, self._once)
+
+    def _take_parts(self) -> None:
+        """Go on with the modules that a program of torch.export was made of, which can be watched."""
+        if (found := program.parts(self._trial.model, self._trial.dims)) is not None:
+            self._module = self._placed(found)
+            self._call = self._eager = self._callable(self._dtype)
 
     def close(self) -> None:
         """Drop the module and the tensors, and give the GPU's memory back."""

@@ -126,7 +126,8 @@ class _Reader:
         owners = _modules(node, weights)
         if not self._wrapped:
             return owners
-        return tuple("" if name == WRAPPER else name.removeprefix(f"{WRAPPER}.") for name in owners)
+        named = [name for name in owners if name]  # the wrapper's own are those of a program, which has lost its names
+        return tuple("" if name == WRAPPER else name.removeprefix(f"{WRAPPER}.") for name in named)
 
     def _weights(self, node: Any) -> list[str]:
         """The constants among its inputs that are weights: of some dimension, and no indices, scales or statistics."""

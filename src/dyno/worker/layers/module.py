@@ -27,7 +27,7 @@ def watched(module: Any, run: Callable[[], Any]) -> Inside:
     operations.
     Operations are counted by `torch.utils.flop_counter`. A call in which nothing runs, such as a Dropout's, is
     `skipped`, and so is a part with parameters that was never called itself; it has no outputs. Raises `UserError` for
-    TorchScript and programs of torch.export, whose parts can't be watched.
+    TorchScript and programs of torch.export, whose parts can't be watched (see `program.parts`).
     """
     torch = import_torch()
     if isinstance(module, torch.jit.ScriptModule):

@@ -182,6 +182,8 @@ def _source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> Sour
     # The module itself where it takes and returns a tensor: the names of the graph's weights are those of its parts.
     scripted = isinstance(module, torch.jit.ScriptModule)
     plain = not model.inputs and isinstance(result, torch.Tensor) and not scripted
+    if isinstance(module, torch.fx.GraphModule):  # behind a wrapper a program's operators lose their modules' names
+        plain = all(spec.dtype and not spec.keyword for spec in model.inputs)
     flat = module if plain else positional(torch, module, model.inputs, flat=True)
     if scripted:  # the exporter refuses TorchScript within a module of Python's, but not what is traced around it
         with warnings.catch_warnings():

@@ -11,12 +11,20 @@ from typing import Any
 from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.spec import InputSpec, Unavailable, UserError, from_json
 
+PROGRAM = ".pt2"  # the ending of a program of torch.export; others are TorchScript
 INPUTS = "dyno_inputs.json"  # a file inside both formats: the inputs as JSON, where Dyno stored the module
 
 
 def load(path: str) -> Any:
     """The module; a `UserError` for a file that is missing or that this PyTorch can't read."""
-    return _program(path).module(**unguarded()) if path.endswith(".pt2") else _script(path)
+    return _program(path).module(**unguarded()) if path.endswith(PROGRAM) else _script(path)
+
+
+def unflattened(path: str) -> Any:
+    """A stored program as modules with the names that they had before it was exported."""
+    from torch.export import unflatten
+
+    return unflatten(_program(path))
 
 
 def unguarded() -> dict[str, Any]:
@@ -29,14 +37,16 @@ def unguarded() -> dict[str, Any]:
 def examples(path: str) -> Any:
     """The inputs as they were described when the module was saved, else a program's own examples, else None."""
     extra = {INPUTS: ""}
-    program = _program(path, extra) if path.endswith(".pt2") else _script(path, extra)
+    program = _program(path, extra) if path.endswith(PROGRAM) else _script(path, extra)
     if text := extra[INPUTS]:
         description = json.loads(text)
         specs = tuple(from_json(InputSpec, each) for each in description["inputs"])
         return ModuleInputs(specs, description["batch"], tuple(description["size"]))
-    if not path.endswith(".pt2") or program.example_inputs is None:
+    if not path.endswith(PROGRAM) or program.example_inputs is None:
         return None
     args, keywords = program.example_inputs
+    if not keywords:
+        return tuple(args)  # a program refuses by name what it was exported with by place
     names = [*inspect.signature(program.module().forward).parameters]
     return {**dict(zip(names, args, strict=False)), **keywords}
 

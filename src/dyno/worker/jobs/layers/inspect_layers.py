@@ -11,7 +11,7 @@ from dyno.worker.facts.inside import Inside
 from dyno.worker.inputs import modules
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.jobs.inspect_model import inspect_model
-from dyno.worker.layers import graph, module
+from dyno.worker.layers import graph, module, program
 from dyno.worker.nets import models
 from dyno.worker.nets.file_images import DEFAULT_SIZE
 from dyno.worker.onnx_graph.file import read_io
@@ -55,6 +55,8 @@ def _module(trial: Trial, options: Mapping[str, Any]) -> Inside:
                 return _read(torch, models.build(model, dims), model, dims)
         except Exception:  # whatever it is, the module itself says it better below
             pass
+    if (found := program.parts(model, dims)) is not None:
+        return _read(torch, found, model, dims)
     built = models.build(model, dims)
     try:
         return _read(torch, _without_values(built), model, dims)
