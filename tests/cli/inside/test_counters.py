@@ -31,6 +31,13 @@ REASONS = {
     "busy": "another program uses the GPU's counters, such as DCGM or another profiler; end it",
     "none": "ncu saw no kernel between the start and the stop of its profiling",
 }
+# The backend, in a process that takes it that the GPU is there.
+ON_A_GPU = """
+import sys
+from counted_backend import COUNTED
+if checks := sys.modules.get("dyno.planning.checks"):
+    checks.missing_gpu = lambda device: False
+"""
 PART = 'ncu failed to profile "k" in process 7 (UnknownError); other programs may be using the GPU'
 
 
@@ -39,9 +46,8 @@ def place(tmp_path: Path, onnx_file: Path, monkeypatch: pytest.MonkeyPatch) -> P
     """A folder with a model, a backend that has counters, and a stand-in for ncu on the PATH."""
     (tmp_path / "counted-1.dist-info").mkdir()
     (tmp_path / "counted-1.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: counted\nVersion: 1\n")
-    (tmp_path / "counted-1.dist-info/entry_points.txt").write_text(
-        "[dyno.backends]\ncounted = counted_backend:COUNTED\n"
-    )
+    (tmp_path / "counted-1.dist-info/entry_points.txt").write_text("[dyno.backends]\ncounted = on_a_gpu:COUNTED\n")
+    (tmp_path / "on_a_gpu.py").write_text(ON_A_GPU)
     paths = [str(tmp_path), str(TESTS), os.environ.get("PYTHONPATH", "")]
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join(filter(None, paths)))
     (tmp_path / "bin").mkdir()

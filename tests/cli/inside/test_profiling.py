@@ -15,6 +15,7 @@ import torch
 import dyno
 from dyno.api.inside import forms
 from dyno.engine.gpu_lock import launch_in_turn
+from dyno.planning import checks
 from dyno.worker.spec import Job
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
@@ -177,7 +178,7 @@ def test_no_record_has_a_latency(net: str, tmp_path: Path, monkeypatch: pytest.M
     assert frame["share"].sum() == pytest.approx(200) and frame["modules"].iloc[0] == "slow"
 
 
-def test_what_has_no_times_is_one_line(refused: Refused, net: str) -> None:
+def test_what_has_no_times_is_one_line(refused: Refused, net: str, monkeypatch: pytest.MonkeyPatch) -> None:
     able = (
         "these have times of layers: onnxruntime (cpu), openvino (cpu), pytorch (cpu, cuda), tensorrt (cuda), "
         "tensorrt_rtx (cuda)"
@@ -185,8 +186,10 @@ def test_what_has_no_times_is_one_line(refused: Refused, net: str) -> None:
     assert refused("profile", net, "compile") == f"compile has no times of layers on cpu; {able}"
     assert refused("profile", net, "onnx") == f"an ONNX graph doesn't run by itself; {able}"
     assert refused("profile", net, "tensorrt") == f"tensorrt has no times of layers on cpu; {able}"
-    on_gpu = ("--device", "cuda:0", "--size", "32")
-    assert refused("profile", net, "onnxruntime", *on_gpu) == f"onnxruntime has no times of layers on cuda; {able}"
+    with monkeypatch.context() as patched:
+        patched.setattr(checks, "missing_gpu", lambda device: False)
+        said = refused("profile", net, "onnxruntime", "--device", "cuda:0", "--size", "32")
+    assert said == f"onnxruntime has no times of layers on cuda; {able}"
     assert refused("profile", net, "opnvino") == "unknown form 'opnvino'; did you mean 'openvino'?"
     assert refused("profile", net, "pytorch/int8", "--size", 32, *QUICK).startswith("pytorch has no int8 here")
     assert refused("profile", net, "--order", "tme") == "unknown order 'tme'; did you mean 'time'?"
@@ -199,10 +202,15 @@ def test_what_has_no_times_is_one_line(refused: Refused, net: str) -> None:
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 @pytest.mark.parametrize("command", ["profile", "inspect"])
-def test_without_a_gpu_one_line_says_so(call: Call, refused: Refused, net: str, command: str) -> None:
+def test_without_a_gpu_one_line_says_so(
+    call: Call, refused: Refused, net: str, monkeypatch: pytest.MonkeyPatch, command: str
+) -> None:
     form = () if command == "profile" else ("onnxruntime",)
+    asked = (command, net, *form, "--device", "cuda:0", "--size", "32")
+    assert refused(*asked).startswith("there is no cuda:0 here")
     assert call("inspect", net, "onnx", "--size", "32")[0] == 0  # its export has a line of its own
-    said = refused(command, net, *form, "--device", "cuda:0", "--size", "32")
+    monkeypatch.setattr(checks, "missing_gpu", lambda device: False)  # as where it goes away meanwhile
+    said = refused(*asked)
     assert said.startswith("net: ") and ("no CUDA device" in said or "no NVIDIA driver" in said), said
 
 
