@@ -38,7 +38,7 @@ demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 	$(BIN)/dyno demo
 
 test: setup  ## every test
-	@echo "three processes test side by side, for about twelve minutes on two quiet cores; each shows what it did when it ends"
+	@echo "three processes test side by side, for about eleven minutes on two quiet cores; each shows what it did when it ends"
 	@$(BIN)/python tests/one_server.py $(MAKE) --no-print-directory -j3 --output-sync=line --keep-going \
 	  test-program test-engines test-jobs
 
