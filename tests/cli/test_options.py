@@ -36,7 +36,7 @@ Refused = Callable[..., str]
             ["run", "fake:n", "--channels", "1", "--backends", "fake", "--budget", "mAP=1", "--data", "digits"],
             "n is for classify, which has no mAP",
         ),
-        (["run", "fake:n", "--backends", "fake", "--device", "cpu:0"], "cpu:0 alone is no device: write cpu, or"),
+        (["run", "fake:n", "--backends", "fake", "--device", "cpu:0"], "cpu:0 alone is not a device: write cpu, or"),
         (["run", "fake:n", "--backends", "fake", "--device", "gpu"], "unknown device 'gpu'; write cpu, or cuda:0"),
         (
             ["run", "fake:n", "--backends", "fake", "--reference", "openvino"],

@@ -98,7 +98,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
     "calibrate": (), "compare": ("m.onnx", "n.onnx"), "bisect": ("m.onnx", "--library", "numpy", "--versions", "1,2"),
 }  # fmt: skip
 DEVICES = {
-    "cpu:0": "cpu:0 alone is no device: write cpu, or for `dyno run` cpu:0,cpu:1", "gpu": "unknown device 'gpu'",
+    "cpu:0": "cpu:0 alone is not a device: write cpu, or for `dyno run` cpu:0,cpu:1", "gpu": "unknown device 'gpu'",
     "": "unknown device ''", "cuda:9": "there is no cuda:9 here", "cuda:x": "device 'cuda:x' has no number",
 }  # fmt: skip
 

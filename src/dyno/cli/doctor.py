@@ -15,7 +15,7 @@ from rich.text import Text
 
 from dyno.analysis import charts, metrics, tables
 from dyno.analysis.formatting import wrapped
-from dyno.analysis.inside.cold import MANY_UNCOMPILED
+from dyno.analysis.inside.cold import without_byte_code
 from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.presentation.export import export
@@ -115,10 +115,7 @@ def _row(name: str, runtime: Runtime, folder: Path, pending: _Pending) -> dict[s
 
 
 def _detail(probe: Probe, of: Mapping[str, Any]) -> str:
-    modules, uncompiled = of.get("modules", 0), of.get("uncompiled", 0)
-    if uncompiled <= MANY_UNCOMPILED * modules:
-        return probe.detail
-    without = f"{uncompiled:,} of {modules:,} modules have no byte-code, so each process compiles them"
+    without = without_byte_code(of.get("modules", 0), of.get("uncompiled", 0))
     return "; ".join(filter(None, (probe.detail, without)))
 
 

@@ -31,7 +31,7 @@ def check_device(study: Study) -> None:
     blocks aren't spread over them."""
     if study.device.startswith("cpu:") and "," not in study.device:
         raise UserError(
-            f"{study.device} alone is no device: write cpu, or for `dyno run` cpu:0,cpu:1, two shares of its cores"
+            f"{study.device} alone is not a device: write cpu, or for `dyno run` cpu:0,cpu:1, two shares of its cores"
         )
     if "," in study.device:
         raise UserError(f"several devices ({study.device}) are for `dyno run` alone; give one --device here")

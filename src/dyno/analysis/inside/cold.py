@@ -81,15 +81,20 @@ def sentences(each: Sequence[Starts]) -> list[str]:
     return [_sentence(one) for one in each] + [line for one in each if (line := _uncompiled(one))]
 
 
-def _uncompiled(one: Starts) -> str:
-    """That libraries have no byte-code; "" where they have."""
-    without, modules = one.middle.uncompiled, one.middle.modules
-    if without <= MANY_UNCOMPILED * modules:
-        return ""
+def without_byte_code(modules: int, uncompiled: int) -> str:
+    """That so many of a process's modules have no byte-code, in words; "" where only a few have none."""
+    few = uncompiled <= MANY_UNCOMPILED * modules
     return (
-        f"{one.title}, files {one.files}: {without:,} of {modules:,} Python modules have no byte-code, so each start "
-        "compiles them; omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once."
+        "" if few else f"{uncompiled:,} of {modules:,} Python modules have no byte-code, so each process compiles them"
     )
+
+
+def _uncompiled(one: Starts) -> str:
+    """That libraries have no byte-code, and what ends that; "" where they have."""
+    if found := without_byte_code(one.middle.modules, one.middle.uncompiled):
+        ends = "omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once"
+        return f"{one.title}, files {one.files}: {found}; {ends}."
+    return ""
 
 
 def _sentence(one: Starts) -> str:

@@ -173,7 +173,7 @@ def _draw_roofline(found: Found, path: Path) -> None:
         raise UserError("the chart needs the device's ceilings; profile with roofline=True")
     figure = roofline_chart.draw(found.forms, found.times, found.graph_of, found.ceilings)
     if figure is None:
-        raise UserError("no layer multiplies, so that there is no roofline chart")
+        raise UserError("no layer multiplies, so a roofline chart has nothing to show")
     if path.suffix == ".png":
         style.save(figure, path)
     else:

@@ -58,7 +58,7 @@ def _check_reachable(address: str) -> None:
     scheme, _, place = address.rpartition("://")
     host, _, port = place.rpartition(":")
     if scheme not in ("", "ray") or not host or not port.isdecimal() or int(port) > LAST_PORT:
-        raise UserError(f"{address!r} is no address of a Ray cluster; write --on ray=HOST:PORT of its head node")
+        raise UserError(f"{address!r} is not the address of a Ray cluster; write --on ray=HOST:PORT of its head node")
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError as e:

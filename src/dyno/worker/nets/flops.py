@@ -39,9 +39,8 @@ def counting() -> Iterator[Any]:
         torch.backends.mha.set_fastpath_enabled(False)
         undo.enter_context(sdpa_kernel(SDPBackend.MATH))
         undo.enter_context(torch.no_grad())  # in inference mode an operator that does nothing would seem to copy
-        known = {
-            torch.ops.aten.mkldnn_rnn_layer: _of_recurrent_layer
-        }  # an LSTM on the CPU, which it doesn't know either
+        # An LSTM on the CPU, which the counter doesn't know either.
+        known = {torch.ops.aten.mkldnn_rnn_layer: _of_recurrent_layer}
         yield undo.enter_context(FlopCounterMode(display=False, custom_mapping=known))
 
 
