@@ -8,8 +8,9 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterator
-from contextlib import suppress
+from contextlib import contextmanager, suppress
 from pathlib import Path
+from threading import Event, Thread
 
 import psutil
 
@@ -52,12 +53,24 @@ def blocks() -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if "dyno.placement.block_process" in (p.info["cmdline"] or ())]
 
 
-def environments() -> Iterator[dict[str, str]]:
-    """What the processes of blocks have around them; one that just ends has nothing more."""
-    for process in blocks():
-        with suppress(psutil.Error):
-            if environment := process.environ():
-                yield environment
+@contextmanager
+def environments() -> Iterator[list[dict[str, str]]]:
+    """What the processes of blocks have around them while the block is entered, of each moment at which one ran."""
+    seen, over = list[dict[str, str]](), Event()
+
+    def look() -> None:
+        while not over.wait(0.02):
+            for process in blocks():
+                with suppress(psutil.Error):  # it just ends
+                    seen.extend([environment] if (environment := process.environ()) else [])
+
+    thread = Thread(target=look)
+    thread.start()
+    try:
+        yield seen
+    finally:
+        over.set()
+        thread.join()
 
 
 def kill_a_driver(study: Study, folder: Path) -> Collection[str]:

@@ -6,6 +6,7 @@ that of the host where the command was given.
 
 from __future__ import annotations
 
+import fcntl
 import io
 import os
 import platform
@@ -29,6 +30,8 @@ CARRIED = (
     "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY",
     "KMP_AFFINITY",
 )  # fmt: skip
+
+FOLDERS = "dyno-block-"  # what folders of blocks are called on a node
 
 
 def carried(device: str) -> dict[str, str | None]:
@@ -68,6 +71,7 @@ class Node:
     def __init__(self, nice: str = "") -> None:
         self._nice = nice
         self._folder: Path | None = None
+        self._held = -1
         self._process: Popen[bytes] | None = None
         self._sent: dict[str, tuple[int, int]] = {}
 
@@ -85,7 +89,7 @@ class Node:
         Paths in the study are relative to `cwd`, where this host has that.
         """
         self.end()
-        self._folder = Path(tempfile.mkdtemp(prefix="dyno-block-"))
+        self._folder, self._held = _own_folder()
         unpack(packed, self._folder)
         self._sent = _stamps(self._folder)
         for name, value in own.items():
@@ -121,7 +125,37 @@ class Node:
             self._process = None
         if self._folder is not None:
             shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._held)
             self._folder = None
+
+
+def _own_folder() -> tuple[Path, int]:
+    """A new folder, and the open file that locks it while this process lives.
+
+    What processes left here that were killed is removed first.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{FOLDERS}*"):
+        with suppress(OSError):  # in use, or another user's
+            number = _lock(left, fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(number)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=FOLDERS))
+        with suppress(FileNotFoundError):  # as a left one it was removed before it was locked
+            number = _lock(folder)
+            if folder.exists():
+                return folder, number
+            os.close(number)
+
+
+def _lock(folder: Path, how: int = 0) -> int:
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | how)
+    except OSError:
+        os.close(number)
+        raise
+    return number
 
 
 def _stamps(folder: Path) -> dict[str, tuple[int, int]]:

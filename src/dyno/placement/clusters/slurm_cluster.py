@@ -26,6 +26,7 @@ from dyno.placement.places import Place
 from dyno.store import SLURM
 from dyno.worker import system
 from dyno.worker.extras import install
+from dyno.worker.record import refuse_links
 from dyno.worker.spec import UserError, plain
 
 ID = "id"  # the job's in Slurm
@@ -49,12 +50,13 @@ def places(spec: str, device: str, folder: Path, progress: Progress) -> Iterator
     check_device(device)
     wanted, submitit = parse(spec), _library()
     base = folder.resolve() / SLURM
+    refuse_links(base.parent, [SLURM])
     try:
         _end_earlier(base)
-        base.mkdir(parents=True)
+        base.mkdir(parents=True, exist_ok=True)  # a job that ends may have written once more while it was removed
         mail = Path(tempfile.mkdtemp(prefix="jobs-", dir=base))
     except OSError as e:
-        raise UserError(f"{base} can't be made anew: {e.strerror}; remove what is there, or give another --out") from e
+        raise UserError(f"{base} can't be made: {e.strerror}; remove what is there, or give another --out") from e
     jobs: list[SlurmHost] = []
     try:
         with _beating(mail):
