@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import shutil
 import subprocess
 import sys
 from collections.abc import Callable
@@ -266,3 +267,18 @@ def test_a_stored_job_runs_again_by_hand(fake_trial: Trials, tmp_path: Path) -> 
     assert record is not None and record.status == "ok"
     assert not (tmp_path / "partial.json").exists()
     assert json.loads((tmp_path / "record.json").read_text())["seconds"] > 0
+
+
+def test_byte_code_that_is_stored_nowhere_is_stored_in_the_cache(
+    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    kept = tmp_path / "cache" / "byte-code"
+    write_json(tmp_path / "job.json", to_json(Job("run", trial=fake_trial())))
+    assert by_hand(tmp_path).returncode == 0 and not kept.exists(), "libraries here have theirs beside them"
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "nothing"))
+    assert by_hand(tmp_path).returncode == 0 and [*kept.rglob("*.pyc")]
+    shutil.rmtree(kept)
+    write_json(tmp_path / "job.json", to_json(Job("probe", backend="fake")))
+    assert by_hand(tmp_path).returncode == 0 and not kept.exists(), "a probe tells of the user's own processes"

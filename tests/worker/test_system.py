@@ -111,3 +111,30 @@ def test_modules_without_byte_code_are_counted(tmp_path: Path, monkeypatch: pyte
         importlib.import_module(name)
     modules, without = system.compiled()
     assert (modules - before[0], without - before[1]) == (2, 1)
+
+
+def test_byte_code_goes_into_the_cache_only_where_it_would_be_stored_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "heavy.py").write_text("x = 1\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setattr(system, "HEAVY", ("heavy", "no_such_library"))
+    monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", "")
+    for name, value in (("pycache_prefix", None), ("dont_write_bytecode", False)):
+        monkeypatch.setattr(sys, name, value)
+    system.keep_byte_code()
+    assert sys.pycache_prefix is None, "it will lie beside the library"
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "heavy.py" / "cache"))
+    system.keep_byte_code()
+    assert sys.pycache_prefix is None, "nothing can be written into that cache"
+    monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
+    system.keep_byte_code()
+    assert str(sys.pycache_prefix).startswith(str(tmp_path / "cache")) and not sys.dont_write_bytecode
+    first = sys.pycache_prefix
+    monkeypatch.setattr(sys, "dont_write_bytecode", True)
+    (tmp_path / "site-packages" / "heavy-2.dist-info").mkdir(parents=True)
+    monkeypatch.syspath_prepend(tmp_path / "site-packages")
+    system.keep_byte_code()
+    assert sys.pycache_prefix != first, "of another version of a library the byte-code is another"

@@ -48,6 +48,7 @@ from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
 from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Unavailable, UserError, from_json
 
+AS_THEY_ARE = ("probe", "cold_start")  # jobs that say what the user's own processes find
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
@@ -256,6 +257,8 @@ def main(folder: Path) -> int:
         print(f"job.json has schema {data.get('schema')}, this worker reads {SCHEMA}", file=sys.stderr)
         return 2
     job = from_json(Job, data)
+    if job.kind not in AS_THEY_ARE:
+        system.keep_byte_code()
     journal, turns = Journal(folder, job), conductor()
     try:
         record = perform(job, journal, turns)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import ctypes
+import hashlib
+import importlib.util
 import os
 import platform
 import resource
@@ -26,6 +28,7 @@ CPU_FLAGS = (
     "amx_int8",
     "asimd",
 )
+HEAVY = ("numpy", "torch", "torchvision", "timm", "onnx", "openvino")  # libraries of many modules
 PR_SET_PDEATHSIG = 1
 # Variables of one interpreter that would break another one.
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
@@ -46,6 +49,35 @@ def compiled() -> tuple[int, int]:
     specs = [spec for module in modules if (spec := getattr(module, "__dict__", {}).get("__spec__"))]
     stored = [cached for spec in specs if isinstance(cached := getattr(spec, "cached", None), str)]
     return len(stored), sum(not Path(path).exists() for path in stored)
+
+
+def keep_byte_code() -> None:
+    """Store what this process and its children compile in Dyno's cache, where it is neither stored beside the libraries
+    nor will be: else every job would compile PyTorch anew.
+
+    A folder for each set of installed libraries: two versions of a file may have one size and time.
+    """
+    stored = [Path(spec.cached) for name in HEAVY if (spec := importlib.util.find_spec(name)) and spec.cached]
+    if all(path.exists() or (not sys.dont_write_bytecode and _can_be_written(path)) for path in stored):
+        return
+    own = cache_dir() / "byte-code" / _installed()
+    if own.exists() or _can_be_written(own):
+        sys.pycache_prefix, sys.dont_write_bytecode = str(own), False
+        os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+        os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def _can_be_written(path: Path) -> bool:
+    """Whether the file may be made, with the folders that aren't there."""
+    above = next(above for above in path.parents if above.exists())
+    return above.is_dir() and os.access(above, os.W_OK)
+
+
+def _installed() -> str:
+    """What names this interpreter with the versions of all that is installed in it."""
+    folders = [Path(entry) for entry in sys.path if entry.endswith("-packages") and Path(entry).is_dir()]
+    found = sorted(str(path) for folder in folders for path in folder.glob("*-info"))
+    return hashlib.sha256("\n".join([sys.version, *found]).encode()).hexdigest()[:16]
 
 
 def cores() -> list[int]:
