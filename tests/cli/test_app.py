@@ -16,6 +16,7 @@ import typer
 
 from dyno import Study, __version__
 from dyno.cli import app
+from dyno.placement import places, spread
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 SHORT = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
@@ -145,6 +146,14 @@ def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
     assert call(*FAKE, "--backends", "fake@latency_ms=0.1,fake@fail=exception", "--out", "part")[0] == 3
     assert call(*FAKE, "--precision", "fp32,fp8", "--out", "refused")[0] == 0
     assert Path("good/results.csv").read_text().count("\n") == 2
+
+
+def test_devices_that_are_lost_are_no_bad_input(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spread, "execute", lambda *_, **__: places.left([]))
+    code, _, err = call(*FAKE, "--out", "lost")
+    assert (code, err.splitlines()[-1]) == (
+        3, "dyno: every device of the study was lost; the same command again goes on with what is missing"
+    )  # fmt: skip
 
 
 @pytest.mark.slow

@@ -12,10 +12,10 @@ import typer
 
 from dyno.cli import hints
 from dyno.worker.extras import EXTRAS, distribution, lacking
-from dyno.worker.spec import Unavailable, UserError, check_utf8, plain
+from dyno.worker.spec import Unavailable, Unfinished, UserError, check_utf8, plain
 
 INTERRUPTED = 130
-UNFINISHED = 3
+BAD_INPUT, UNFINISHED = 2, 3
 ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache)"
 OS_ERRORS = {
     errno.ENOSPC: "the disk is full; free some space and run again, what was measured is stored",
@@ -84,8 +84,10 @@ def end(app: typer.Typer) -> None:
     except _USAGE as e:
         if type(e).__name__ == "NoArgsIsHelpError":
             e.show()  # the help itself
-            sys.exit(2)
+            sys.exit(BAD_INPUT)
         _fail(hints.usage(e, e.ctx.command_path if e.ctx else "dyno"))
+    except Unfinished as e:
+        _fail(str(e), UNFINISHED)
     except (UserError, Unavailable) as e:
         _fail(str(e))
     except ModuleNotFoundError as e:
@@ -101,6 +103,6 @@ def end(app: typer.Typer) -> None:
         _fail(f"{e.filename or 'output'}: {OS_ERRORS[e.errno]}")
 
 
-def _fail(line: str) -> None:
+def _fail(line: str, code: int = BAD_INPUT) -> None:
     print("dyno: " + plain(line), file=sys.stderr)
-    sys.exit(2)
+    sys.exit(code)

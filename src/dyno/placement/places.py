@@ -14,7 +14,7 @@ from dyno.jobs.nvml import find_gpu
 from dyno.planning.checks import missing_gpu
 from dyno.study import Study
 from dyno.worker import system
-from dyno.worker.spec import UserError
+from dyno.worker.spec import Unfinished, UserError
 
 if TYPE_CHECKING:
     from dyno.placement.running import Running
@@ -154,10 +154,10 @@ def share(model: str, cores: Sequence[int]) -> str:
 
 
 def left(found: Sequence[Place]) -> list[Place]:
-    """The places where something can be begun; a `UserError` where there is none left."""
+    """The places where something can be begun; `Unfinished` where there is none left."""
     there = [place for place in found if not place.gone]
     if not there:
-        raise UserError("every device of the study was lost; the same command again goes on with what is missing")
+        raise Unfinished("every device of the study was lost; the same command again goes on with what is missing")
     return there
 
 

@@ -47,6 +47,10 @@ class UserError(Exception):
     """One line that says what is wrong with the user's input and what to do about it (exit code 2)."""
 
 
+class Unfinished(UserError):
+    """One line that says what stopped the work half-way, the input being good (exit code 3)."""
+
+
 class NoRoute(UserError):
     """A `UserError` about the model itself: no other route to a file would lead on."""
 

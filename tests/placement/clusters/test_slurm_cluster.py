@@ -24,6 +24,7 @@ from dyno.placement.clusters.slurm_job import DRIVER, NODE, Mail, Pilot, write
 from dyno.placement.clusters.slurm_options import parse
 from dyno.placement.running import Running
 from dyno.worker import system
+from dyno.worker.spec import Unfinished
 from spreading import Log, environments, kill_a_driver, records
 
 pytest.importorskip("submitit")
@@ -131,7 +132,7 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
                 one.kill()
 
     log, study = Log(kill), fake_study(on="slurm=1,cluster=local", rounds=8, seconds=0.2)
-    with pytest.raises(UserError, match="every device of the study was lost; the same command again goes on"):
+    with pytest.raises(Unfinished, match="every device of the study was lost; the same command again goes on"):
         spread.run(study, tmp_path / "run", log)
     assert "its process was killed" in log.said[-1]
     before = _unfinished(tmp_path / "run")
