@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dyno.analysis.ranking.references import BESIDE
 from dyno.api.result import Result
 from dyno.api.serve.jobs import Requests
 from dyno.engine.execute import execute
 from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
-from dyno.planning.defaults import new_folder, study_of
+from dyno.planning.defaults import new_folder, reference_of, study_of
 from dyno.study import Study
 from dyno.worker import registry
 from dyno.worker.record import read_json, write_json
@@ -82,8 +83,20 @@ def serve_test(
     requests = Requests(options, samples_for(options.quantile), str(path or ""), sha256)
     folder = Path(out) if out else new_folder("serve-test", [name])
     _remember(requests, folder)
-    execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=requests.launch)
+    progress = Progress(quiet=quiet)
+    execute(study, folder, progress, retry_failed=True, launch=requests.launch)
+    if measured(folder) and (reference := reference_of(study)):
+        _compare(reference, folder / BESIDE, progress)
     return Served(folder)
+
+
+def _compare(reference: Study, folder: Path, progress: Progress) -> None:
+    """Have the reference answer the inputs that the engines got; where it can't, sentences say so."""
+    progress.other(f"the answers of {reference.backends[0]}, with which the others' are compared")
+    try:
+        execute(reference, folder, progress, retry_failed=True)
+    except UserError as e:
+        progress.note(f"outputs are compared with none: {e}")
 
 
 def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
