@@ -9,6 +9,7 @@ from dyno.analysis.ranking.correctness import WRONG
 from dyno.analysis.ranking.references import beside, compared_with, incomparable
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
+from dyno.worker.spec import ENDPOINT
 
 
 @dataclass(frozen=True)
@@ -39,8 +40,8 @@ def of_run(run: RunData) -> dict[str, Outputs]:
 
 def _missing(trial: TrialResult, other: TrialResult | None, run: RunData) -> str:
     """Why the outputs were compared with none; "" for the reference itself."""
-    if any(r.facts.serve and r.facts.serve.endpoint for r in trial.good):
-        return "what the server's model should answer isn't known here"
+    if str(trial.spec["model"]["source"]).startswith(ENDPOINT):
+        return "what the server's model should answer isn't known here; give its file as MODEL"
     if other is None or other is trial:
         failed = (t for t in beside(run.records) if t.group == trial.group and not t.good)
         return next((f"{t.configuration} gave none ({t.status}: {t.reason})" for t in failed), "")

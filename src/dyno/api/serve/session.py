@@ -26,7 +26,6 @@ if TYPE_CHECKING:
     from dyno.analysis.presentation.table import Table
 
 ABOUT = "serve.json"  # in the run folder: which requests it is of
-FLAGS = {"backends": "backends", "precisions": "precision"}  # on the command line
 COMPARED = 3  # rounds where engines are compared
 DEFAULTS: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False,
@@ -100,13 +99,16 @@ def _compare(reference: Study, folder: Path, progress: Progress) -> None:
 
 
 def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The model's name on the server, and the settings with the server in place of a backend."""
-    for name in ("backends", "precisions"):
-        if settings.get(name):
-            raise UserError(f"an endpoint takes the place of a backend; omit --{FLAGS[name]}")
+    """The model, or where it is none here, its name on the server; and the settings with the server as the backend."""
+    if settings.get("backends"):
+        raise UserError("an endpoint takes the place of a backend; omit --backends")
     if expected := registry.find(ENDPOINT.rstrip(":")).values["url"](url):
         raise UserError(f"the endpoint is {url!r}; write {expected}")
-    return f"{ENDPOINT}{model}", {**settings, "backends": (f"{ENDPOINT.rstrip(':')}@url={url}",)}
+    here = ":" in str(model) or Path(model).is_file()
+    return str(model) if here else f"{ENDPOINT}{model}", {
+        **settings,
+        "backends": (f"{ENDPOINT.rstrip(':')}@url={url}",),
+    }
 
 
 def _check(options: ServeOptions, study: Study) -> None:
