@@ -32,7 +32,7 @@ FOLDERS = (
 )  # fmt: skip
 FILES = (
     "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "routes.json",
-    "results.csv", "tables.md", "report.html", LOCK,
+    "serve.json", "video.json", "results.csv", "tables.md", "report.html", LOCK,
 )  # fmt: skip
 # What a round's folder is called: one that selects, one after the selection, or one that others took turns with.
 ROUND, CONFIRMATION, COMPANION = "r", "c", "t"

@@ -76,6 +76,7 @@ def test_padding_does_not_change_what_a_file_of_a_fixed_batch_answers(
     assert all(path.stat().st_mtime_ns == at for path, at in written.items()), "nothing is answered twice"
     code, out, errors = call("list", tmp_path)
     assert code == 0 and "reference" not in out, errors
+    assert call("rm", "run")[0] == 0 and not (tmp_path / "run").exists()
 
 
 def test_random_outputs_are_compared_with_none(call: Call, tmp_path: Path) -> None:
