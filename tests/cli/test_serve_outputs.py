@@ -12,6 +12,7 @@ import pytest
 
 import dyno
 import planted_backends
+from dyno.analysis.verdict import verdict
 
 pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
@@ -43,6 +44,7 @@ def test_an_engine_with_wrong_outputs_is_never_ranked(planted: str, call: Call, 
     assert said.startswith("Wrong outputs: off by") and "not ranked, whatever the rate." in " ".join(out.split())
     assert len([*tmp_path.glob("run/reference/trials/*/r*")]) == 1, "one job, and nothing of it is a row"
     assert [t.backend for t in run.records] == ["onnxruntime", wrong]
+    assert "(fp32 allows 0.01) against pytorch fp32; not ranked" in verdict.sentences(run.data)[0]
     shown = {name: call("show", "run", "--table", "serve", "--format", name)[1] for name in ("json", "csv")}
     assert [row["outputs"] for row in json.loads(shown["json"])["rows"]] == ["agree", "wrong outputs"]
     assert [float(row["output_error"]) > 0.01 for row in csv.DictReader(io.StringIO(shown["csv"]))] == [False, True]

@@ -6,7 +6,7 @@ import math
 from dataclasses import dataclass
 
 from dyno.analysis.ranking.correctness import WRONG
-from dyno.analysis.ranking.references import beside, compared_with, incomparable
+from dyno.analysis.ranking.references import beside, incomparable
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.worker.spec import ENDPOINT
@@ -26,10 +26,10 @@ class Outputs:
 
 def of_run(run: RunData) -> dict[str, Outputs]:
     """Those of each trial of the run, by its id."""
-    others, found = compared_with(run.records, dict(run.references)), {}
+    found = {}
     columns = [run.frame[name] for name in ("trial", "outputs", "output_error", "verdict")]
     for id, word, error, verdict in zip(*columns, strict=True):
-        trial, other = run.trials[id], others.get(id)
+        trial, other = run.trials[id], run.compared.get(id)
         if word and other:
             wrong = word == WRONG
             found[id] = Outputs(word, float(error), verdict if wrong else "", other.configuration)

@@ -103,7 +103,7 @@ def read(
     table = table.astype(kinds).copy()  # the copy defragments the frame, about which pandas warns
     if budget:
         _check_budget(limits, table)
-    return RunData(results, table, limits, chosen, rule)
+    return RunData(results, table, limits, chosen, rule, others)
 
 
 def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:

@@ -149,10 +149,11 @@ def _over(name: str, over: Speedup, run: RunData) -> str:
 def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
     """Whether the winner's outputs agree with its reference's, its accuracy, and whether it ran in its precision."""
     parts = []
-    if winner["reference"] == winner["trial"]:
+    compared = run.compared.get(winner["trial"])
+    if compared is not None and winner["reference"] == winner["trial"] == compared.id:
         parts.append("it is what the others' outputs are compared with")
     elif winner["outputs"] and not isnan(winner["output_error"]):
-        name = run.trials[winner["reference"]].configuration if winner["reference"] in run.trials else "the reference"
+        name = compared.configuration if compared else "the reference"
         parts.append(f"outputs agree with those of {name}, {distance(winner['output_error'])}")
     else:
         parts.append("its outputs were not compared with any")
