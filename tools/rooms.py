@@ -52,7 +52,7 @@ ANALYSIS = {
     "numerics": "formatting presentation ranking inside",
     "gate": "stats metrics",
     "video": "formatting stats records presentation",
-    "serve": "formatting stats records presentation",
+    "serve": "formatting stats records presentation ranking",
     "telemetry": "formatting stats records presentation",
     "tables": "formatting stats records metrics presentation ranking gate video serve telemetry",
     "verdict": "formatting stats records metrics presentation self_test ranking gate tables",
@@ -85,7 +85,7 @@ WORKER = {
     "evaluation": "facts spec record backend inputs tasks",
     "training": "facts spec record inputs sessions nets",
     "video": "facts spec backend extras inputs sessions tasks measure",
-    "serve": "spec backend extras measure",
+    "serve": "spec backend extras inputs measure",
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
     "journal": "spec record backend system measure evaluation",
     "jobs": "facts spec inspection record backend registry extras system inputs sessions nets onnx_graph layers "

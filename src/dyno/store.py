@@ -28,11 +28,11 @@ SLURM = "slurm"  # what jobs of Slurm and the host that started them say to each
 # What Dyno writes into a run folder; whatever else lies there is somebody's own.
 FOLDERS = (
     "trials", "archive", "charts", "tables", "truth", "peak", "idle", "blocks", "anchors", "placements", "routes",
-    SLURM,
+    "reference", SLURM,
 )  # fmt: skip
 FILES = (
     "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "routes.json",
-    "results.csv", "tables.md", "report.html", LOCK,
+    "serve.json", "video.json", "results.csv", "tables.md", "report.html", LOCK,
 )  # fmt: skip
 # What a round's folder is called: one that selects, one after the selection, or one that others took turns with.
 ROUND, CONFIRMATION, COMPANION = "r", "c", "t"

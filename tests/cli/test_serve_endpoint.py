@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 from collections.abc import Callable
+from dataclasses import replace
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -15,10 +16,20 @@ import dyno
 import kserve_server
 from dyno.worker.backends.inference_server import ENDPOINT
 from dyno.worker.serve.options import ServeOptions
-from dyno.worker.spec import Dims, ModelSpec, Trial, Unanswered, Unavailable, UserError
+from dyno.worker.spec import Dims, InputSpec, ModelSpec, Trial, Unanswered, Unavailable, UserError
 
 Call = Callable[..., tuple[int, str, str]]
 SHORT = ("--rate", 50, "--duration", "1s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
+NET = f"""
+import torch
+
+class Adder(torch.nn.Module):
+    def forward(self, image):
+        return image.sum((1, 2))
+
+def {kserve_server.MODEL}():
+    return Adder()
+"""
 needs_client = pytest.mark.skipif(
     find_spec("tritonclient") is None, reason="no tritonclient (pip install 'inference-dyno[serve]')"
 )
@@ -40,8 +51,35 @@ def test_a_server_answers_in_place_of_an_engine(binary: bool, call: Call, tmp_pa
     assert f"{kserve_server.MODEL} endpoint@url={url} fp32 b2" in out
     assert f"Answered by {url}: times have the way there and back in them" in out
     assert "50.0 requests/s hold p50 <= 9.00 s" in out
+    assert "what the server's model should answer isn't known here; give its file as MODEL." in out
     (row,) = dyno.load(tmp_path / "run").table("serve").rows
-    assert row["lanes"] == 2 and row["holds"] == "yes"
+    assert row["lanes"] == 2 and row["holds"] == "yes" and not row.get("outputs")
+
+
+@needs_client
+@pytest.mark.slow
+@pytest.mark.parametrize(("factor", "says"), [(1.0, "agree"), (1.5, "wrong outputs")])
+def test_a_server_s_answers_are_compared_with_its_model_s(factor: float, says: str, call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    name = kserve_server.MODEL
+    (tmp_path / "nets.py").write_text(NET)
+    with kserve_server.running(factor=factor) as (url, _):
+        words = ("serve-test", f"nets.py:{name}", "--shapes", "image:batchx3x4", "--endpoint", url, "--batch", 2)
+        code, out, errors = call(*words, *SHORT)
+    assert code == (0 if factor == 1 else 3), errors
+    (row,) = dyno.load(tmp_path / "run").table("serve").rows
+    assert row["outputs"] == says and row["output_error"] == pytest.approx(factor - 1, abs=1e-5)
+    assert ("Outputs agree with those of pytorch fp32" in out) == (factor == 1)
+    assert ("Wrong outputs: off by 0.50 of their size (fp32 allows 0.01) against pytorch fp32" in out) == (factor > 1)
+
+
+@needs_client
+def test_a_server_with_other_inputs_than_its_model_is_one_line() -> None:
+    given = (InputSpec("a", shape=("batch", 3)), InputSpec("b", shape=("batch", 3)))
+    with kserve_server.running() as (url, _):
+        other = replace(trial(url), model=ModelSpec(kserve_server.MODEL, f"nets:{kserve_server.MODEL}", inputs=given))
+        with pytest.raises(UserError, match="'adder' takes x, and adder here a, b: not the same model"):
+            ENDPOINT.load(other, None)
 
 
 @needs_client

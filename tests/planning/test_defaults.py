@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from dyno.planning.defaults import default_runner, new_folder, study_of
+from dyno.planning.defaults import default_runner, new_folder, reference_of, study_of
 
 
 def test_engines_are_known_by_their_first_bytes(tmp_path: Path) -> None:
@@ -23,6 +23,21 @@ def test_a_file_knows_its_batch_and_what_is_asked_goes_before_defaults() -> None
     assert study_of("m.onnx", {"batches": (8,)}, {"batches": (2,)}).batches == (2,)
     asked = study_of("m.onnx", {"rounds": 2}, {"backends": ("openvino",), "seed": 3})
     assert (asked.backends, asked.seed, asked.rounds) == (("openvino",), 3, 2)
+
+
+def test_the_reference_is_added_where_it_is_not_among_the_trials() -> None:
+    def reference(model: str, *backends: str, precisions: tuple[str, ...] = ()) -> tuple[str, ...]:
+        asked = study_of(model, {"batches": (4,)}, {"backends": backends, "precisions": precisions})
+        found = reference_of(asked)
+        assert found is None or (found.precisions, found.boundaries, found.rounds) == ((), (), 1)
+        return found.backends if found else ()
+
+    assert reference("torchvision:resnet18", "onnxruntime", "openvino") == ("pytorch",)
+    assert reference("torchvision:resnet18", "pytorch", precisions=("bf16",)) == ("pytorch",)
+    assert reference("torchvision:resnet18", "onnxruntime", "pytorch@channels_last=true") == ()
+    assert reference("torchvision:resnet18", "pytorch@precision=bf16+fp32") == ()
+    assert reference("m.onnx", "openvino") == ("onnxruntime",) and reference("m.onnx", "onnxruntime") == ()
+    assert reference("m.engine", "tensorrt") == () and reference("endpoint:net", "endpoint") == ()
 
 
 def test_a_new_folder_is_named_after_command_and_models() -> None:

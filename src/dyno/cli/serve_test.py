@@ -12,7 +12,7 @@ from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions,
 from dyno.worker.serve.options import ServeOptions
 
 UNUSED = (
-    "routes reference compared budget search confirm boundaries turns block until minutes peak energy timeout data "
+    "routes reference budget search confirm boundaries turns block until minutes peak energy timeout data "
     "samples interval"
 )
 

@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from datetime import datetime
 from pathlib import Path
 from typing import Any, TypeVar
 
 from dyno.planning.checks import check_device
-from dyno.study import Study, model_name
+from dyno.study import Choice, Study, model_name
 from dyno.worker import registry
-from dyno.worker.spec import UserError
+from dyno.worker.spec import ENDPOINT, UserError
 
 T = TypeVar("T")
+OWN = (ENDPOINT, "fake:")  # prefixes of models that nothing but the backend of that name has
 ONE_ROUND: dict[str, Any] = {"rounds": 1, "turns": False}
 SELF_TEST_MINUTES = 5.0
 DEMO_MINUTES = 4.5
@@ -46,6 +48,21 @@ def default_runner(model: str) -> tuple[str, str]:
     if kind is None:
         return "pytorch", "cpu"
     return (kind.usual(Path(model)) if Path(model).is_file() else kind.backend), kind.device
+
+
+def reference_of(study: Study) -> Study | None:
+    """The study of what the outputs of one model's trials are compared with, untimed: eager PyTorch
+    in fp32, of a file its usual backend. None where that is among the trials, or nothing but these runs the model."""
+    (model,) = study.models
+    kind = registry.format_of(model)
+    if model.startswith(OWN) or (kind and kind.on_device):
+        return None
+    backend, _ = default_runner(model)
+    usual = study.precisions or ("fp32",)
+    choices = map(Choice.parse, study.backends)
+    if any(each.name == backend and "fp32" in (each.precisions or usual) for each in choices):
+        return None
+    return replace(study, backends=(backend,), precisions=(), boundaries=(), rounds=1, builds=1)
 
 
 def new_folder(command: str, models: Sequence[str]) -> Path:

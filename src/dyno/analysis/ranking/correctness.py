@@ -9,7 +9,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.analysis.formatting import significant
+from dyno.analysis.formatting import show, significant
 from dyno.analysis.metrics import box_agreement
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.ranking.references import incomparable
@@ -17,6 +17,7 @@ from dyno.analysis.records.results import TrialResult
 from dyno.worker.numerics.closeness import errors as distances
 
 AGREE, WRONG = "agree", "wrong outputs"  # of a row's outputs; the second begins the verdict of a row without a speed
+EXACT = 1e-5  # relative error below which digits say nothing
 
 
 @dataclass(frozen=True)
@@ -72,6 +73,11 @@ class Correctness:
         if not self.error <= allowed.limit:
             return f"{text} ({self.precision} allows {allowed.limit:g})"
         return f"{text} and {self.changed:.1%} of the answers changed ({self.precision} allows {allowed.changed:.0%})"
+
+
+def distance(error: float) -> str:
+    """How far outputs are from the reference's, in words."""
+    return f"off by {show(error, 'percentage', 2)}" if error > EXACT else f"to {show(EXACT, 'percentage', 1)}"
 
 
 def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:

@@ -7,11 +7,13 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import suppress
 from typing import TypeVar
 
-from dyno.analysis.records.results import Results, TrialResult
+from dyno.analysis.records.results import Results, TrialResult, load
 from dyno.worker.spec import PRECISIONS, Trial, UserError
 
+BESIDE = "reference"  # in a run folder: the run of a reference that is none of its trials
 T = TypeVar("T", Trial, TrialResult)
 SHORTEST_ID = 4  # characters of an id that name a trial
 RANDOM, OTHER_WEIGHTS, OTHER_INPUTS = "outputs are random", "different weights", "different inputs"
@@ -81,6 +83,20 @@ def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dic
     at_first = {(t.model, t.batch, t.device): chosen[t.id] for t in results if t.size == first and t.id in chosen}
     references = {t.id: at_first.get((t.model, t.batch, t.device), chosen.get(t.id)) for t in results}
     return {id: reference for id, reference in references.items() if reference is not None}
+
+
+def beside(results: Results) -> list[TrialResult]:
+    """Trials that ran only for the run's outputs to be compared with theirs."""
+    with suppress(UserError):  # there is none, or it can't be read
+        return load(results.folder / BESIDE).trials
+    return []
+
+
+def compared_with(results: Results, chosen: dict[str, TrialResult]) -> dict[str, TrialResult]:
+    """The trial whose outputs each trial's are compared with, by trial id: one that ran for that alone, else its
+    reference (`chosen`)."""
+    others = {t.group: t for t in beside(results) if t.good}
+    return chosen | {t.id: others[t.group] for t in results if t.group in others}
 
 
 def incomparable(a: TrialResult, b: TrialResult) -> str:

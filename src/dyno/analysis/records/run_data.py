@@ -20,14 +20,15 @@ if TYPE_CHECKING:
 @dataclass(frozen=True)
 class RunData:
     """Stored records with the table of their trials (a row each, as `tables.trial_table` makes it), the accuracy
-    budgets and the reference that the table is compared with, the reference trial of each trial by its id, and the rule
-    by which speeds are decided."""
+    budgets and the reference that the table is compared with, the reference trial of each trial by its id, the rule by
+    which speeds are decided, and the trial whose outputs each one's are `compared` with, by its id."""
 
     records: Results
     frame: pd.DataFrame
     budgets: tuple[Budget, ...] = ()
     references: Mapping[str, TrialResult] = field(default_factory=dict)
     rule: Rule = field(default_factory=Rule)
+    compared: Mapping[str, TrialResult] = field(default_factory=dict)
 
     @cached_property
     def trials(self) -> dict[str, TrialResult]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from dyno.analysis import stats
@@ -10,7 +10,9 @@ from dyno.analysis.records.arrays import read_npz
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import Round
 from dyno.analysis.records.run_data import RunData
+from dyno.analysis.serve import outputs
 from dyno.analysis.serve.figures import QUANTILES, Tried
+from dyno.analysis.serve.outputs import Outputs
 from dyno.analysis.stats import Interval, Speedup
 from dyno.worker.facts.serve import ServeFacts
 from dyno.worker.serve import judging
@@ -26,6 +28,7 @@ class Served:
     trial: TrialResult
     facts: tuple[ServeFacts, ...]
     tried: tuple[Tried, ...]
+    outputs: Outputs = field(default_factory=Outputs)
 
     @property
     def bounded(self) -> str:
@@ -77,7 +80,8 @@ def of_run(run: RunData) -> list[Served]:
         tried = tuple(t for k, (r, facts) in enumerate(rounds) for t in _tried(r, facts, k))
         if tried:
             found.append(Served(trial, tuple(facts for _, facts in rounds), tried))
-    return found
+    compared = outputs.of_run(run) if found else {}
+    return [replace(each, outputs=compared[each.trial.id]) for each in found]
 
 
 def _tried(one: Round, facts: ServeFacts, number: int) -> list[Tried]:
@@ -90,15 +94,17 @@ def _tried(one: Round, facts: ServeFacts, number: int) -> list[Tried]:
 
 
 def reference(served: list[Served]) -> Served:
-    """What the others are compared with: PyTorch, else the first."""
-    return next((each for each in served if each.trial.backend == REFERENCE), served[0])
+    """What the others are compared with: PyTorch, else the first; one whose outputs are wrong only where all are."""
+    right = [each for each in served if not each.outputs.wrong] or served
+    return next((each for each in right if each.trial.backend == REFERENCE), right[0])
 
 
 def speedups(served: list[Served], run: RunData) -> list[Speedup | None]:
     """How many times as high each one's highest rate is as the reference's, with a verdict; None where one of both has
-    none, and for the reference itself."""
+    none or wrong outputs, and for the reference itself."""
     first = reference(served)
-    others = [each for each in served if each is not first and each.highest and first.highest]
+    right = [each for each in served if not (each.outputs.wrong or first.outputs.wrong)]
+    others = [each for each in right if each is not first and each.highest and first.highest]
     pairs = [stats.unpaired([1 / r for r in each.by_round], [1 / r for r in first.by_round]) for each in others]
     decided = dict(zip(map(id, others), stats.decide_family(pairs, run.rule), strict=True))
     return [decided.get(id(each)) for each in served]

@@ -12,6 +12,7 @@ from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Ta
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.serve import runs, words
 from dyno.analysis.serve.figures import QUANTILES, Tried
+from dyno.analysis.serve.outputs import Outputs
 from dyno.analysis.serve.runs import Served
 from dyno.analysis.serve.words import bound_of
 from dyno.analysis.stats import Interval, Speedup
@@ -30,7 +31,10 @@ def _serve(run: RunData) -> Table | None:
     if len(served) > 1:
         gains = runs.speedups(served, run)
         first = runs.reference(served)
-        rows = [row | _compared(gain, each is first) for row, gain, each in zip(rows, gains, served, strict=True)]
+        rows = [
+            row | _compared(gain, each is first, each.outputs)
+            for row, gain, each in zip(rows, gains, served, strict=True)
+        ]
     notes = [
         "highest rate: the highest that was tried and holds the bound. full batches: what the engine answers when the "
         "largest batch is always full, without a bound. queue and compute: mean time until a request's batch begins, "
@@ -46,7 +50,7 @@ def _row(served: Served) -> Row:
         "label": served.trial.label, "trial": served.trial.id, "rounds": len(served.facts),
         "bound": bound_of(served), "holds": "" if not served.facts[0].bound_s else "yes" if served.highest else "none",
         **_limited("rate", served.highest), **_limited("full_rate", served.capacity),
-        "lanes": served.facts[0].lanes,
+        "lanes": served.facts[0].lanes, **_outputs(served.outputs),
     }  # fmt: skip
     if there is None:
         return row
@@ -57,8 +61,18 @@ def _row(served: Served) -> Row:
     }  # fmt: skip
 
 
-def _compared(gain: Speedup | None, first: bool) -> Row:
-    """The columns against the reference."""
+def _outputs(outputs: Outputs) -> Row:
+    """The columns on whether the answers are right; wrong ones have no other verdict."""
+    if not outputs.word:
+        return {}
+    verdict = {"verdict": outputs.wrong} if outputs.wrong else {}
+    return {"outputs": outputs.word, "output_error": outputs.error, **verdict}
+
+
+def _compared(gain: Speedup | None, first: bool, outputs: Outputs) -> Row:
+    """The columns against the reference; none where the answers are wrong."""
+    if outputs.wrong:
+        return {}
     if first:
         return {"speedup": 1.0, "verdict": "reference"}
     return {**_limited("speedup", gain), "verdict": gain.verdict} if gain else {}
@@ -148,6 +162,8 @@ SERVE_COLUMNS = (
            interval=True, rank=5),
     *_limits_of("full_rate", "requests/s"),
     Column("lanes", "batches at once", kind=COUNT, rank=7),
+    Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT, rank=6),
+    Column("output_error", "relative error of the outputs against the reference's", title="output error", rank=6),
     Column("speedup", "highest rate over the reference's", kind=RATIO, interval=True, rank=1),
     *_limits_of("speedup", "", RATIO),
     Column("verdict", "on the highest rate, against the reference", kind=TEXT, rank=1),

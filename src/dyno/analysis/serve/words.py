@@ -8,6 +8,7 @@ import numpy as np
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import counting, show, significant
+from dyno.analysis.ranking.correctness import distance
 from dyno.analysis.serve.figures import QUANTILES, Tried
 from dyno.analysis.serve.runs import Served
 from dyno.worker.serve import judging
@@ -38,8 +39,10 @@ def _warnings(served: Served) -> Iterator[str]:
 
 
 def sentences(served: Served) -> list[str]:
-    """The highest rate that holds, where the time goes there, which rates were too much, and which too short."""
-    return [*_at_server(served), *_highest(served), *_there(served), *_unstable(served), *_short(served)]
+    """Wrong outputs, the highest rate that holds, where the time goes there, which rates were too much, and which too
+    short; whether the outputs are right."""
+    rates = [*_highest(served), *_there(served), *_unstable(served), *_short(served)]
+    return [*_at_server(served), *_wrong(served), *rates, *_right(served)]
 
 
 def _at_server(served: Served) -> Iterator[str]:
@@ -48,6 +51,20 @@ def _at_server(served: Served) -> Iterator[str]:
             f"Answered by {url}: times have the way there and back in them, and in which type and on which device it "
             "computes isn't known."
         )
+
+
+def _wrong(served: Served) -> Iterator[str]:
+    if (outputs := served.outputs).wrong:
+        wrong = outputs.wrong[:1].upper() + outputs.wrong[1:]
+        yield f"{wrong} against {outputs.against}; not ranked, whatever the rate."
+
+
+def _right(served: Served) -> Iterator[str]:
+    outputs = served.outputs
+    if outputs.word and not outputs.wrong:
+        yield f"Outputs agree with those of {outputs.against}, {distance(outputs.error)}."
+    elif outputs.missing:
+        yield f"Outputs are compared with none: {outputs.missing}."
 
 
 def bound_of(served: Served) -> str:

@@ -21,6 +21,7 @@ from dyno.analysis.ranking.references import (
     INCOMPARABLE,
     OTHER_WEIGHTS,
     accuracy_references,
+    compared_with,
     incomparable,
     references,
 )
@@ -80,7 +81,8 @@ def read(
         groups[t.group].append(t)
     clocks = {group: {b: clock_of(b, *trials) for b in LATENCIES} for group, trials in groups.items()}
     single = {t.id for trials in groups.values() for t in trials if len(trials) == 1}  # with nothing to compare
-    checks = {t.id: correctness.check(t, chosen[t.id]) for t in results.trials if t.good and t.id in chosen}
+    others = compared_with(results, chosen)
+    checks = {t.id: correctness.check(t, others[t.id]) for t in results.trials if t.good and t.id in others}
     rows = [
         row(
             t,
@@ -101,7 +103,7 @@ def read(
     table = table.astype(kinds).copy()  # the copy defragments the frame, about which pandas warns
     if budget:
         _check_budget(limits, table)
-    return RunData(results, table, limits, chosen, rule)
+    return RunData(results, table, limits, chosen, rule, others)
 
 
 def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:

@@ -8,12 +8,13 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import UNBOUNDED, counting, points, ratio, show
+from dyno.analysis.formatting import UNBOUNDED, counting, points, ratio
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import UNDECIDED
 from dyno.analysis.metrics.precision import NO, UNCONFIRMED, YES
 from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking.contention import cpu_contention
+from dyno.analysis.ranking.correctness import distance
 from dyno.analysis.ranking.rankings import Ranking, winners
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
@@ -32,7 +33,6 @@ RAN_AS = {
     NO: "did not run in the requested type",
     UNCONFIRMED: "whether it ran in the requested type is not confirmed",
 }
-EXACT = 1e-5  # relative error below which digits say nothing
 ENOUGH = 3  # rounds that a study has by default
 
 
@@ -149,10 +149,11 @@ def _over(name: str, over: Speedup, run: RunData) -> str:
 def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
     """Whether the winner's outputs agree with its reference's, its accuracy, and whether it ran in its precision."""
     parts = []
-    if winner["reference"] == winner["trial"]:
+    compared = run.compared.get(winner["trial"])
+    if compared is not None and winner["reference"] == winner["trial"] == compared.id:
         parts.append("it is what the others' outputs are compared with")
     elif winner["outputs"] and not isnan(winner["output_error"]):
-        name = run.trials[winner["reference"]].configuration if winner["reference"] in run.trials else "the reference"
+        name = compared.configuration if compared else "the reference"
         parts.append(f"outputs agree with those of {name}, {distance(winner['output_error'])}")
     else:
         parts.append("its outputs were not compared with any")
@@ -160,11 +161,6 @@ def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
     if winner["precision_ok"]:
         parts.append(RAN_AS[winner["precision_ok"]])
     return "; ".join(parts)
-
-
-def distance(error: float) -> str:
-    """How far outputs are from the reference's, in words."""
-    return f"off by {show(error, 'percentage', 2)}" if error > EXACT else f"to {show(EXACT, 'percentage', 1)}"
 
 
 def _accuracy(ranking: Ranking, winner: pd.Series) -> str:

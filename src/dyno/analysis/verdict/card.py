@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.formatting import UNBOUNDED, bounded, counting, limits, points, ratio, show, significant
 from dyno.analysis.presentation.table import missing
+from dyno.analysis.ranking.correctness import distance
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.ranking.rankings import Ranking
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import FASTER, Speedup
-from dyno.analysis.verdict.answers import distance, reference_name
+from dyno.analysis.verdict.answers import reference_name
 from dyno.analysis.verdict.findings import Figure, ms
 
 if TYPE_CHECKING:

@@ -106,11 +106,11 @@ def _unranked(run: RunData) -> str:
 def _wrong_outputs(run: RunData) -> Iterator[Finding]:
     """Trials with other outputs than their reference, which are not ranked."""
     trials, wrong = run.trials, run.frame[run.frame["outputs"] == WRONG]
-    for (reference, verdict), rows in wrong.groupby(["reference", "verdict"], sort=False):
+    for (_, verdict), rows in wrong.groupby(["reference", "verdict"], sort=False):
         group = [trials[id] for id in rows["trial"]]
         names = ", ".join(dict.fromkeys(t.configuration for t in group))
-        against = f" against {trials[reference].configuration}" if reference in trials else ""
-        text = f"{group[0].model}: {names} ({_places(group)}) gave {verdict}{against}; not ranked, whatever the speed."
+        verdict = f"{verdict} against {run.compared[group[0].id].configuration}"
+        text = f"{group[0].model}: {names} ({_places(group)}) gave {verdict}; not ranked, whatever the speed."
         yield Finding(FAILURE, text)
 
 

@@ -8,12 +8,13 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from dyno.analysis.ranking.references import BESIDE
 from dyno.api.result import Result
 from dyno.api.serve.jobs import Requests
 from dyno.engine.execute import execute
 from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
-from dyno.planning.defaults import new_folder, study_of
+from dyno.planning.defaults import new_folder, reference_of, study_of
 from dyno.study import Study
 from dyno.worker import registry
 from dyno.worker.record import read_json, write_json
@@ -25,7 +26,6 @@ if TYPE_CHECKING:
     from dyno.analysis.presentation.table import Table
 
 ABOUT = "serve.json"  # in the run folder: which requests it is of
-FLAGS = {"backends": "backends", "precisions": "precision"}  # on the command line
 COMPARED = 3  # rounds where engines are compared
 DEFAULTS: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False,
@@ -82,18 +82,33 @@ def serve_test(
     requests = Requests(options, samples_for(options.quantile), str(path or ""), sha256)
     folder = Path(out) if out else new_folder("serve-test", [name])
     _remember(requests, folder)
-    execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=requests.launch)
+    progress = Progress(quiet=quiet)
+    execute(study, folder, progress, retry_failed=True, launch=requests.launch)
+    if measured(folder) and (reference := reference_of(study)):
+        _compare(reference, folder / BESIDE, progress)
     return Served(folder)
 
 
+def _compare(reference: Study, folder: Path, progress: Progress) -> None:
+    """Have the reference answer the inputs that the engines got; where it can't, sentences say so."""
+    progress.other(f"the answers of {reference.backends[0]}, with which the others' are compared")
+    try:
+        execute(reference, folder, progress, retry_failed=True)
+    except UserError as e:
+        progress.note(f"outputs are compared with none: {e}")
+
+
 def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The model's name on the server, and the settings with the server in place of a backend."""
-    for name in ("backends", "precisions"):
-        if settings.get(name):
-            raise UserError(f"an endpoint takes the place of a backend; omit --{FLAGS[name]}")
+    """The model, or where it is none here, its name on the server; and the settings with the server as the backend."""
+    if settings.get("backends"):
+        raise UserError("an endpoint takes the place of a backend; omit --backends")
     if expected := registry.find(ENDPOINT.rstrip(":")).values["url"](url):
         raise UserError(f"the endpoint is {url!r}; write {expected}")
-    return f"{ENDPOINT}{model}", {**settings, "backends": (f"{ENDPOINT.rstrip(':')}@url={url}",)}
+    here = ":" in str(model) or Path(model).is_file()
+    return str(model) if here else f"{ENDPOINT}{model}", {
+        **settings,
+        "backends": (f"{ENDPOINT.rstrip(':')}@url={url}",),
+    }
 
 
 def _check(options: ServeOptions, study: Study) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -12,7 +13,8 @@ from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import Probe
 from dyno.worker.option_values import Check
-from dyno.worker.spec import Artifact, Dims, Option, Tensor, Trial, Unanswered, Unavailable, UserError
+from dyno.worker.spec import ENDPOINT as PREFIX
+from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Tensor, Trial, Unanswered, Unavailable, UserError
 
 SCHEMES = ("http", "https", "grpc")
 PROTOCOL = "KServe's protocol v2"
@@ -34,15 +36,15 @@ def address(url: Option) -> str:
 class Endpoint(Backend):
     """A model of a server. Option: `url` (http://, https:// or grpc://, host and port).
 
-    In which type and on which device the server computes it doesn't say; it takes any batch that its model takes.
+    The trial's model is a name that the server has, or a model here that the server has by its name. In which type and
+    on which device the server computes it doesn't say; it takes any batch that its model takes.
     """
 
     name = "endpoint"
     requires = ("tritonclient",)
-    precisions = ("fp32",)
+    precisions = ("fp32", "fp16", "bf16", "int8", "fp8")
     options = ("url",)
     values: Mapping[str, Check] = {"url": address}
-    files = ()
     offered = False
 
     def probe(self) -> Probe:
@@ -70,7 +72,8 @@ class ServerSession(Session):
 
     def __init__(self, library: Any, client: Any, trial: Trial, as_json: Mapping[str, bool]) -> None:
         self._library, self._client = library, client
-        self._model, self._url = trial.model.source.partition(":")[2], str(trial.options["url"])
+        source, self._url = trial.model.source, str(trial.options["url"])
+        self._model = source[len(PREFIX) :] if source.startswith(PREFIX) else trial.model.name
         url = self._url
         try:
             server = client.get_server_metadata(**as_json)
@@ -84,10 +87,21 @@ class ServerSession(Session):
             # gRPC always sends raw bytes.
             self._written = {} if as_json else {"binary_data": BINARY in server.get("extensions", ())}
             self._kinds = {t["name"]: t["datatype"] for t in described["inputs"]}
-            self.inputs = tuple(self._tensor(t, trial.dims) for t in described["inputs"])
+            inputs = [self._tensor(t, trial.dims) for t in described["inputs"]]
             self.outputs = tuple(self._tensor(t, trial.dims) for t in described["outputs"])
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise UserError(f"{url} doesn't describe {self._model!r} as {PROTOCOL} says: {e!r}") from e
+        self._names = self._named([tensor.name for tensor in inputs], trial.model)
+        self.inputs = tuple(replace(tensor, name=self._names[tensor.name]) for tensor in inputs)
+
+    def _named(self, names: list[str], model: ModelSpec) -> dict[str, str]:
+        """What the server's inputs are called here: as the model's, in their order where none has the other's name."""
+        module = not (model.file or model.source.startswith(PREFIX))
+        here = [spec.name for spec in model.inputs if spec.dtype] or (["input"] if module else names)
+        if len(here) != len(names):
+            a, b = ", ".join(names), ", ".join(here)
+            raise UserError(f"{self._url}'s {self._model!r} takes {a}, and {model.name} here {b}: not the same model")
+        return dict(zip(names, names if {*here} == {*names} else here, strict=True))
 
     def _tensor(self, described: Mapping[str, Any], dims: Dims) -> Tensor:
         """An input or output as the server describes it: -1 is a free axis, the first one the batch."""
@@ -102,9 +116,9 @@ class ServerSession(Session):
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         self._bound = []
-        for tensor in self.inputs:
-            array = np.ascontiguousarray(feeds[tensor.name])
-            asked = self._library.InferInput(tensor.name, list(array.shape), self._kinds[tensor.name])
+        for name, here in self._names.items():
+            array = np.ascontiguousarray(feeds[here])
+            asked = self._library.InferInput(name, list(array.shape), self._kinds[name])
             asked.set_data_from_numpy(array, **self._written)
             self._bound.append(asked)
 

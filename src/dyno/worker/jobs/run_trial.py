@@ -54,8 +54,8 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
     if job.round == 0:
         journal.stage("evaluate")
-        _evaluate(session, trial, journal)
-        _repeat(session, feeds[0], journal)
+        answer_all(session, trial, journal)
+        repeat(session, feeds[0], journal)
     journal.stage("inspect")
     _inspect(session, job, journal)
     journal.stage("close")  # an engine may still crash here: its facts are on disk by then
@@ -111,8 +111,9 @@ def _sustain(session: Session, trial: Trial, feeds: measure.Feeds, journal: Jour
     journal.facts(sustained=Sustained(sampling.window, float(sampling.value or 0.0), round(contention.busy(), 3)))
 
 
-def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
-    evaluation = evaluate.evaluate(session, trial)
+def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = True) -> None:
+    """Store the outputs for every input of the data, and what is odd about them."""
+    evaluation = evaluate.evaluate(session, trial, timed)
     arrays = evaluation.arrays
     save_arrays(journal.folder / "outputs.npz", arrays)
     journal.evaluated(evaluation)
@@ -133,7 +134,7 @@ def _evaluate(session: Session, trial: Trial, journal: Journal) -> None:
         journal.facts(finite=False)
 
 
-def _repeat(session: Session, feeds: Arrays, journal: Journal) -> None:
+def repeat(session: Session, feeds: Arrays, journal: Journal) -> None:
     """Warn where two calls on the same input differ by far more than rounding: the model draws random numbers."""
     calls = []
     for _ in range(2):

@@ -11,19 +11,22 @@ from pathlib import Path
 import numpy as np
 
 from dyno.worker import measure, system
-from dyno.worker.backend import Arrays, Session
+from dyno.worker.backend import Session
+from dyno.worker.facts.engine import ORIGIN
 from dyno.worker.facts.serve import ServeFacts, ServeStep
 from dyno.worker.inputs import input_data
 from dyno.worker.jobs.finite import failure, not_finite
+from dyno.worker.jobs.run_trial import answer_all, repeat
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
 from dyno.worker.serve import judging, search
 from dyno.worker.serve.arrivals import Arrivals, poisson, read_trace
 from dyno.worker.serve.batching import Batcher, Clock, Rules, serve
+from dyno.worker.serve.formed import Formed
 from dyno.worker.serve.instances import Instances, Lane
 from dyno.worker.serve.options import ServeOptions
-from dyno.worker.spec import Job, Trial, Unanswered, from_json
+from dyno.worker.spec import ENDPOINT, Job, Trial, Unanswered, from_json
 
 ARRAYS = "serve.npz"
 SEEDS = 1000  # of a round: a rate has one of its own
@@ -43,6 +46,8 @@ def serve_requests(job: Job, journal: Journal) -> None:
         trial, options.engine_batches or _powers(trial.dims.batch), lambda t: backend.load(t, job.artifact),
         lambda session, size: _feeds(trial, session, size), options.instances,
     ))  # fmt: skip
+    if job.round == 0 and not trial.model.source.startswith(ENDPOINT):  # else there is nothing to compare with
+        _answer_known(job, trial, instances, journal)
     work = _Work(trial, options, instances, journal, int(job.options["least"]), job.round)
     work.alone()
     work.rates(str(job.options["trace"]))
@@ -59,9 +64,26 @@ def _powers(most: int) -> list[int]:
     return [*(2**k for k in range(most.bit_length()) if 2**k < most), most]
 
 
-def _feeds(trial: Trial, session: Session, size: int) -> Sequence[Arrays]:
+def _feeds(trial: Trial, session: Session, size: int) -> list[dict[str, np.ndarray]]:
     model, dims = trial.model, replace(trial.dims, batch=size)
     return list(input_data.batches(trial.data, model.preprocess, session.inputs, dims, input_data.FEEDS, model.inputs))
+
+
+def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal) -> None:
+    """Store the answers to the inputs that every engine gets, in batches as requests form them; round 0 only: they
+    don't change between rounds. Fail where one isn't finite."""
+    journal.stage("evaluate")
+    first = instances.first
+    feeds = _feeds(trial, first.session, first.size)
+    inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
+    journal.facts(inputs_sha256=input_data.fingerprint(feeds, trial.model.preprocess), **inherited)
+    try:
+        instances.call(lambda: answer_all(Formed(instances.ladder, trial.dims), trial, journal, timed=False))
+        instances.call(lambda: repeat(first.session, feeds[0], journal))
+    except Unanswered as e:  # of a server with too much to do: a rate says so
+        journal.warn(f"{e}: not all outputs could be compared")
+    if not journal.record.facts.finite:
+        raise failure()
 
 
 class _Work:

@@ -70,9 +70,14 @@ class Instances:
         return self._threads[-1]
 
     @property
+    def ladder(self) -> Sequence[Rung]:
+        """The first instance's batches, the largest last."""
+        return self._owners[0][1]
+
+    @property
     def first(self) -> Rung:
         """The first instance's largest batch."""
-        return self._owners[0][1][-1]
+        return self.ladder[-1]
 
     def call(self, action: Callable[[], Any]) -> Any:
         """Call it in the first instance's thread, to which its session belongs."""

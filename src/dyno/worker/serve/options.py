@@ -33,7 +33,7 @@ class ServeOptions:
     trace: str = _option("", "File of arrival times in seconds, one per line, in place of random ones.", "none")
     endpoint: str = _option(
         "",
-        "Server of KServe's protocol v2 that has MODEL: http://HOST:PORT or grpc://HOST:PORT.",
+        "Server of KServe's protocol v2 that has MODEL, a name there or a model here: http://HOST:PORT or grpc://HOST:PORT.",
         "none: an engine here",
     )
     max_wait: str = _option("2ms", "Longest that a request waits for others to fill the batch (0ms: never).")

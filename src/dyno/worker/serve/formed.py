@@ -1,0 +1,81 @@
+"""Known inputs as requests: in batches of several sizes, some of them filled up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from dyno.worker.backend import Arrays, Session
+from dyno.worker.inputs.shapes import static_shapes
+from dyno.worker.serve.instances import Rung
+from dyno.worker.spec import Dims
+
+
+class Formed(Session):
+    """The sessions of one instance as a single one, which takes the largest batch and answers it as several batches of
+    requests: of each size once with one request too few and once full, as far as there are inputs.
+
+    A batch is answered whole where its requests can't be told apart: the first axis of an input or output isn't theirs.
+    """
+
+    def __init__(self, ladder: Sequence[Rung], dims: Dims) -> None:
+        self._ladder, self._most = ladder, ladder[-1].size
+        whole = ladder[-1].session
+        self.inputs, self.outputs, self.stream = whole.inputs, whole.outputs, whole.stream
+        self._shapes = {r.size: static_shapes(r.session.inputs, replace(dims, batch=r.size)) for r in ladder}
+        full = sorted(self._shapes, reverse=True)
+        self._counts = list(dict.fromkeys([*(size - 1 for size in full if size > 1), *full]))
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        self._fed = feeds
+
+    def run(self, slot: int = 0) -> None:
+        parts = []
+        for begin, count in self._batches():
+            part = self._answer(begin, count)
+            if part is None:
+                parts = [_once(self._ladder[-1].session, self._fed)]
+                break
+            parts.append(part)
+        self._answered = {name: np.concatenate([p[name] for p in parts]) if len(parts) > 1 else a
+                          for name, a in parts[0].items()}  # fmt: skip
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        return self._answered
+
+    def _batches(self) -> Iterator[tuple[int, int]]:
+        """The first request of each batch, and how many it has; sizes that were there already only fill the rest."""
+        begin = 0
+        while left := self._most - begin:
+            count = next((c for c in self._counts if c <= left), left)
+            if count in self._counts:
+                self._counts.remove(count)
+            yield begin, count
+            begin += count
+
+    def _answer(self, begin: int, count: int) -> dict[str, np.ndarray] | None:
+        """The answers to so many requests, as the smallest batch into which they fit, filled with those that follow;
+        None where they can't be told apart."""
+        rung = next(rung for rung in self._ladder if rung.size >= count)
+        rows, feeds = np.arange(begin, begin + rung.size) % self._most, {}
+        for name, array in self._fed.items():
+            wanted = self._shapes[rung.size].get(name, array.shape)
+            if array.shape[:1] == (self._most,) and wanted == (rung.size, *array.shape[1:]):
+                feeds[name] = array[rows]
+            elif array.shape == wanted:
+                feeds[name] = array
+            else:
+                return None
+        answered = _once(rung.session, feeds)
+        if any(a.shape[:1] != (rung.size,) for a in answered.values()):
+            return None
+        return {name: a[:count] for name, a in answered.items()}
+
+
+def _once(session: Session, feeds: Arrays) -> dict[str, np.ndarray]:
+    session.bind(feeds)
+    session.run()
+    session.wait()
+    return {name: np.array(array) for name, array in session.fetch().items()}

@@ -1,0 +1,101 @@
+"""`dyno serve-test` compares every engine's answers with a reference's before it ranks them."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import dyno
+import planted_backends
+from dyno.analysis.verdict import verdict
+
+pytest.importorskip("torch")
+pytest.importorskip("onnxruntime")
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+Call = Callable[..., tuple[int, str, str]]
+QUICK = ("--rate", 40, "--p50", "9s", "--duration", "0.5s", "--seconds", 0.05, "--warmup", 0.02, "-o", "run")
+SMALL = ("net.py:net", "--size", 16, "--batch", 4, "--rounds", 1, *QUICK)
+
+
+@pytest.fixture(autouse=True)
+def net(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(planted_backends.NET)
+
+
+@pytest.mark.parametrize("planted", ["ChangedWeight", "WrongPairs"])
+def test_an_engine_with_wrong_outputs_is_never_ranked(planted: str, call: Call, tmp_path: Path) -> None:
+    """`WrongPairs` is right in the largest batch."""
+    wrong = f"planted_backends:{planted}"
+    code, out, errors = call("serve-test", *SMALL, "--backends", f"{wrong},onnxruntime")
+    assert code == 3 and "Traceback" not in errors, errors
+    run = dyno.load(tmp_path / "run")
+    right, bad = run.table("serve").rows
+    assert right["outputs"] == "agree" and right["output_error"] < 1e-4 and right["verdict"] == "reference"
+    assert bad["outputs"] == "wrong outputs" and bad["output_error"] > 0.01 and "speedup" not in bad
+    assert bad["verdict"].startswith("wrong outputs: off by") and "(fp32 allows 0.01)" in bad["verdict"]
+    assert "Outputs agree with those of pytorch fp32, to 0.001 %." in out
+    said = out[out.index(f"\nnet {wrong} fp32 b4 16:\n") :].splitlines()[2]
+    assert said.startswith("Wrong outputs: off by") and "not ranked, whatever the rate." in " ".join(out.split())
+    assert len([*tmp_path.glob("run/reference/trials/*/r*")]) == 1, "one job, and nothing of it is a row"
+    assert [t.backend for t in run.records] == ["onnxruntime", wrong]
+    assert "(fp32 allows 0.01) against pytorch fp32; not ranked" in verdict.sentences(run.data)[0]
+    shown = {name: call("show", "run", "--table", "serve", "--format", name)[1] for name in ("json", "csv")}
+    assert [row["outputs"] for row in json.loads(shown["json"])["rows"]] == ["agree", "wrong outputs"]
+    assert [float(row["output_error"]) > 0.01 for row in csv.DictReader(io.StringIO(shown["csv"]))] == [False, True]
+
+
+def test_a_wrong_engine_alone_is_not_the_reference(call: Call, tmp_path: Path) -> None:
+    code, out, errors = call("serve-test", *SMALL, "--backends", "planted_backends:ChangedWeight")
+    assert code == 3, errors
+    (row,) = dyno.load(tmp_path / "run").table("serve").rows
+    assert row["verdict"].startswith("wrong outputs: off by") and "against pytorch fp32; not ranked" in out
+
+
+def test_a_reference_among_the_engines_needs_no_job_of_its_own(call: Call, tmp_path: Path) -> None:
+    code, out, errors = call("serve-test", *SMALL, "--backends", "onnxruntime,pytorch")
+    assert code == 0, errors
+    reference, other = dyno.load(tmp_path / "run").table("serve").rows
+    assert reference["verdict"] == "reference" and "outputs" not in reference and other["outputs"] == "agree"
+    assert not (tmp_path / "run/reference").exists() and "compared with none" not in out
+
+
+def test_padding_does_not_change_what_a_file_of_a_fixed_batch_answers(
+    call: Call, onnx_file: Path, tmp_path: Path
+) -> None:
+    pytest.importorskip("openvino")
+    words = ("serve-test", onnx_file, "--backends", "openvino", "--inputs", 5, *QUICK)
+    code, out, errors = call(*words)
+    assert code == 0, errors
+    assert "Outputs agree with those of onnxruntime fp32" in out and "fewer requests are padded to the next" in out
+    written = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/**/record.json")}
+    assert len(written) == 2 and call(*words)[0] == 0
+    assert all(path.stat().st_mtime_ns == at for path, at in written.items()), "nothing is answered twice"
+    code, out, errors = call("list", tmp_path)
+    assert code == 0 and "reference" not in out, errors
+    assert call("rm", "run")[0] == 0 and not (tmp_path / "run").exists()
+
+
+def test_random_outputs_are_compared_with_none(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(planted_backends.NET.replace("return self.head(", "x = x + torch.rand_like(x)\n"
+                                                                  "        return self.head("))  # fmt: skip
+    code, out, errors = call("serve-test", *SMALL, "--backends", "pytorch@precision=bf16")
+    assert code == 0, errors
+    assert "Outputs are compared with none: outputs are random." in out
+    assert "outputs" not in dyno.load(tmp_path / "run").table("serve").rows[0]
+
+
+def test_a_reference_that_fails_fails_nothing_else(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        planted_backends.NET.replace(
+            "x = torch.relu", "assert len(x) < 4 or x.dtype != torch.float32\n        x = torch.relu", 1
+        )
+    )
+    code, out, errors = call("serve-test", *SMALL, "--backends", "pytorch@precision=bf16")
+    assert code == 0, errors
+    assert "Outputs are compared with none: pytorch fp32 gave none (failed: first call: net refuses" in out
