@@ -12,6 +12,7 @@ import pytest
 
 import dyno
 import planted_backends
+from dyno.analysis.charts import serve_chart
 from dyno.analysis.verdict import verdict
 
 pytest.importorskip("torch")
@@ -46,6 +47,9 @@ def test_an_engine_with_wrong_outputs_is_never_ranked(planted: str, call: Call, 
     assert [t.backend for t in run.records] == ["onnxruntime", wrong]
     assert "(fp32 allows 0.01) against pytorch fp32; not ranked" in verdict.sentences(run.data)[0]
     shown = {name: call("show", "run", "--table", "serve", "--format", name)[1] for name in ("json", "csv")}
+    figure = serve_chart.latency_by_rate(run.data)
+    labels = {text.get_text().partition(wrong)[2] for text in figure.legends[0].get_texts()}
+    assert labels == {"", " fp32 b4 16, p50, wrong outputs"}
     assert [row["outputs"] for row in json.loads(shown["json"])["rows"]] == ["agree", "wrong outputs"]
     assert [float(row["output_error"]) > 0.01 for row in csv.DictReader(io.StringIO(shown["csv"]))] == [False, True]
 

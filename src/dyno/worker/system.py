@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Iterable, Iterator
 from importlib import metadata
+from importlib.machinery import ModuleSpec
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -57,7 +58,7 @@ def keep_byte_code() -> None:
 
     A folder for each set of installed libraries: two versions of a file may have one size and time.
     """
-    stored = [Path(spec.cached) for name in HEAVY if (spec := importlib.util.find_spec(name)) and spec.cached]
+    stored = [Path(spec.cached) for name in HEAVY if (spec := _spec(name)) and spec.cached]
     if all(path.exists() or (not sys.dont_write_bytecode and _can_be_written(path)) for path in stored):
         return
     own = cache_dir() / "byte-code" / _installed()
@@ -65,6 +66,13 @@ def keep_byte_code() -> None:
         sys.pycache_prefix, sys.dont_write_bytecode = str(own), False
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
+
+
+def _spec(name: str) -> ModuleSpec | None:
+    try:
+        return importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # what finds modules here may refuse one
+        return None
 
 
 def _can_be_written(path: Path) -> bool:

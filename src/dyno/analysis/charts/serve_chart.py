@@ -6,6 +6,7 @@ from typing import Any
 
 from dyno.analysis.formatting import show, significant
 from dyno.analysis.presentation.chart import Chart
+from dyno.analysis.ranking.correctness import WRONG
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.serve import runs
 from dyno.analysis.serve.figures import Tried
@@ -53,7 +54,8 @@ def _line(axes: Any, served: Served, name: str, alpha: float, hollow: bool) -> N
              "fillstyle": "none" if hollow else "full"}  # fmt: skip
     for number in sorted({t.round for t, _ in points}):
         own = [(t.step.rate, 1e3 * value) for t, value in points if t.round == number]
-        label = None if number else f"{trial.label}, {name}"
+        wrong = f", {WRONG}" if served.outputs.wrong else ""
+        label = None if number else f"{trial.label}, {name}{wrong}"
         axes.plot(
             *zip(*own, strict=True), linestyle=LINES.get(trial.precision, "-"), label=label, linewidth=1.2, **style
         )
