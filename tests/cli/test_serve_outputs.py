@@ -25,7 +25,8 @@ SMALL = ("net.py:net", "--size", 16, "--batch", 4, "--rounds", 1, *QUICK)
 
 
 @pytest.fixture(autouse=True)
-def net(tmp_path: Path) -> None:
+def net(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", str(Path(planted_backends.__file__).parent))  # of jobs, which have that backend
     (tmp_path / "net.py").write_text(planted_backends.NET)
 
 
