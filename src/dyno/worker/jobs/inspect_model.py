@@ -67,6 +67,7 @@ def _module(
     return replace(
         inspection,
         preprocess=inspection.preprocess or preprocess,
+        preprocess_guessed=model.source.startswith("saved:"),
         size=own,
         flops={size: n for size, n in operations.items() if n},
         inputs=inputs.inputs,
@@ -169,6 +170,7 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
     inspection = replace(
         inspection.joined(purpose),
         preprocess=purpose.preprocess or model.preprocess,
+        preprocess_guessed=purpose.preprocess is None and file_images.normalised(tensors),
         batch=fixed,
         batches=contents.batches,  # an engine knows which ones it was built for
         outputs=_classes(outputs),
