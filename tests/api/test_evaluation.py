@@ -170,7 +170,8 @@ def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
         model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
         onnx.helper.set_model_props(model, metadata)
         onnx.save(model, tmp_path / "net.onnx")
-        asked = ["eval", "net.onnx", "--data", str(photos), "--seconds", "0.05", "--threads", "1", *words]
+        out = f"run{len([*tmp_path.iterdir()])}"
+        asked = ["eval", "net.onnx", "--data", str(photos), "--out", out, "--seconds", "0.05", "--threads", "1", *words]
         done = forked.command(preloaded, asked, tmp_path, os.environ, 1200)
         assert done.returncode == 0, done.stderr
         return "warning: images were normalised by mean 0.5 and std 0.5, as the file doesn't say by what" in done.stdout
