@@ -174,8 +174,8 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0 and at most {LARGEST:,.0f}")
         if any(batch < 1 for batch in self.batches):
             raise UserError(f"batch sizes must be whole numbers of at least 1, not {', '.join(map(str, self.batches))}")
-        if bool(self.mean) != bool(self.std) or (self.mean and {len(self.mean), len(self.std)} != {self.channels}):
-            raise UserError(f"mean and std go together, one number for each of the {self.channels} channels")
+        if len(self.mean) != len(self.std):  # an inspection says how many channels there are
+            raise UserError("mean and std go together, one number for each channel")
         if self.std and not min(self.std) > 0:
             raise UserError(
                 f"std is {', '.join(map(str, self.std))}; pixels are divided by it, so it must be more than 0"

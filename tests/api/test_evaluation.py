@@ -10,6 +10,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
+import onnx
 import pytest
 
 import dyno
@@ -21,7 +22,7 @@ from dyno.api.result import Result
 from dyno.engine import execute
 from dyno.planning.planned import Planned
 from dyno.store import Run
-from dyno.worker.spec import DataSpec, Dims, ModelSpec, Trial, UserError
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Trial, UserError, to_json
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
@@ -150,3 +151,35 @@ def test_ground_truth_travels_with_the_run(tmp_path: Path) -> None:
         kept = tmp_path / "run" / "truth" / "ffffffffffff.json"
         assert kept.read_text() == '{"images": []}' and len(list(kept.parent.iterdir())) == 1
         (data / "truth.json").write_text("changed later")
+
+
+@pytest.mark.slow
+def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
+    preloaded: str, photos: Path, tmp_path: Path
+) -> None:
+    def warned(kind: int, *words: str, **metadata: str) -> bool:
+        given = onnx.helper.make_tensor_value_info("image", kind, ["N", 1, 16, 16])
+        scores = onnx.helper.make_tensor_value_info("scores", onnx.TensorProto.FLOAT, ["N", 3])
+        weights = onnx.numpy_helper.from_array(np.eye(256, 3, dtype=np.float32), "weights")
+        nodes = [
+            onnx.helper.make_node("Cast", ["image"], ["numbers"], to=onnx.TensorProto.FLOAT),
+            onnx.helper.make_node("Flatten", ["numbers"], ["flat"]),
+            onnx.helper.make_node("MatMul", ["flat", "weights"], ["scores"]),
+        ]
+        graph = onnx.helper.make_graph(nodes, "net", [given], [scores], [weights])
+        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+        onnx.helper.set_model_props(model, metadata)
+        onnx.save(model, tmp_path / "net.onnx")
+        out = f"run{len([*tmp_path.iterdir()])}"
+        asked = ["eval", "net.onnx", "--data", str(photos), "--out", out, "--seconds", "0.05", "--threads", "1", *words]
+        done = forked.command(preloaded, asked, tmp_path, os.environ, 1200)
+        assert done.returncode == 0, done.stderr
+        return "warning: images were normalised by mean 0.5 and std 0.5, as the file doesn't say by what" in done.stdout
+
+    assert warned(onnx.TensorProto.FLOAT)
+    assert not warned(onnx.TensorProto.FLOAT, "--mean", "0", "--std", "1"), "the file has one channel"
+    with pytest.raises(AssertionError, match="mean and std are 3 numbers each, but the image has 1 channel"):
+        warned(onnx.TensorProto.FLOAT, "--mean", "0,0,0", "--std", "1,1,1")
+    assert not warned(onnx.TensorProto.UINT8), "bytes are fed as they are"
+    own = json.dumps(to_json(Preprocess(mean=(0.0,), std=(1.0,))))
+    assert not warned(onnx.TensorProto.FLOAT, task="classify", preprocess=own), "as Dyno exports it"

@@ -228,6 +228,12 @@ def test_boxes_within_rounding_of_the_edge_are_fine(yolo: Callable[..., Path], m
     assert make(folder).count == 6
 
 
+def test_classes_numbered_in_quotes(yolo: Callable[..., Path], make: Make) -> None:
+    folder = yolo()
+    (folder / "data.yaml").write_text('val: images/val\nnames: {"1": triangle, "0": disc}\n')
+    assert datasets.meta(make(folder))["classes"] == ["disc", "triangle"]
+
+
 def test_what_is_wrong_with_a_folder(yolo: Callable[..., Path], make: Make, tmp_path: Path) -> None:
     folder = yolo()
     (folder / "labels/val/000.txt").write_text("0 0.1 0.1 0.5 0.5 0.1 0.9\n")

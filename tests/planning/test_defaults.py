@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from dyno.planning.defaults import default_runner, new_folder, reference_of, study_of
 
 
@@ -43,3 +45,10 @@ def test_the_reference_is_added_where_it_is_not_among_the_trials() -> None:
 def test_a_new_folder_is_named_after_command_and_models() -> None:
     folder = new_folder("time", ["torchvision:resnet18", "a/b.onnx"])
     assert folder.parent == Path("runs/time") and folder.name.startswith("resnet18-b-20")
+
+
+def test_commands_of_one_second_have_folders_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for _ in range(30):
+        new_folder("eval", ["net.onnx"]).mkdir(parents=True)
+    assert len([*Path("runs/eval").iterdir()]) == 30

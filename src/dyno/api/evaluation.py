@@ -38,6 +38,7 @@ def show(folders: Sequence[Path], format: str, per_class: bool) -> int:
     from dyno.analysis.tables.trial_table import TRIALS
     from dyno.analysis.verdict import evaluation_summary
     from dyno.analysis.verdict.about import about
+    from dyno.analysis.verdict.whole_run import pixels
 
     runs = [trial_table.read(folder) for folder in folders]
     table = joined([TRIALS.table(data) for data in runs])
@@ -45,6 +46,7 @@ def show(folders: Sequence[Path], format: str, per_class: bool) -> int:
     for data in runs:
         if format in ("text", "markdown"):
             for t in (t for t in data.records if t.good):
-                print("\n" + evaluation_summary.describe(t, format, per_class).rstrip("\n"))
+                of_run = [text] if (text := pixels.guessed(t, data.records)) else []
+                print("\n" + evaluation_summary.describe(t, format, per_class, of_run).rstrip("\n"))
         confusion.write(data.records, data.records.folder)
     return trial_table.exit_code(table.to_pandas())

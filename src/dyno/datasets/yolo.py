@@ -127,6 +127,8 @@ def _from_yaml(file: Path) -> _Description:
         raise UserError(f"{file} names no classes; write names: [one, two]")
     names = about["names"]
     if isinstance(names, dict):
+        # ultralytics reads numbers in quotes, too.
+        names = {int(key) if str(key).isdecimal() else key: name for key, name in names.items()}
         if set(names) != set(range(len(names))):
             raise UserError(f"{file}: the classes in names are not numbered from 0 to {len(names) - 1}")
         names = [names[i] for i in range(len(names))]

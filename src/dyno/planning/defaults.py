@@ -68,7 +68,12 @@ def reference_of(study: Study) -> Study | None:
 def new_folder(command: str, models: Sequence[str]) -> Path:
     """A new folder for a command that always measures again."""
     name = "-".join(map(model_name, models))[:60]
-    return Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    first = Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    path, number = first, 1
+    while path.exists():  # another began in the same second
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return path
 
 
 def each_of(models: Sequence[str], measure: Callable[[int, str], T], needed: int = 0) -> list[T]:

@@ -9,6 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from dyno.analysis.formatting import counting
 from dyno.jobs.launcher import Tick, launch
 from dyno.planning.interpreters import missing, runtime_of
 from dyno.sources import commits, input_options
@@ -66,7 +67,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         "seed": study.seed,
         "classes": study.classes,
         "channels": study.channels,
-        "preprocess": normalised(Preprocess(), study, study.channels),
+        "preprocess": normalised(Preprocess(), study, len(study.mean) or study.channels),
     }
     if study.weights:
         path = _existing(study.weights, "weights file")
@@ -112,7 +113,13 @@ def _no_model(source: str) -> str:
 
 
 def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
-    """The study's own mean and std; one that does not fit the channels becomes 0.5, so that pixels lie in -1..1."""
+    """The study's own mean and std, a `UserError` where they don't fit the channels; others that don't fit become 0.5,
+    so that pixels lie in -1..1."""
+    if study.mean and len(study.mean) != channels:
+        raise UserError(
+            f"mean and std are {len(study.mean)} numbers each, but the image has {counting(channels, 'channel')}; "
+            "give one for each channel"
+        )
     if study.mean:
         return replace(preprocess, mean=study.mean, std=study.std)
     if len(preprocess.mean) == channels:
@@ -155,10 +162,10 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
 
     Returns the model with its own preprocessing, and the inspection's result. Cached. `tick` is as in `launch`.
     """
-    if model.source.startswith("fake:"):
-        return model, Inspection(size=(8, 8))
-    if model.source.startswith(ENDPOINT):  # a server's, which says what it takes where it is used
-        return model, Inspection()
+    if model.source.startswith(("fake:", ENDPOINT)):
+        normalised(model.preprocess, study, study.channels)  # refuses what doesn't fit
+        # A server's says what it takes where it is used.
+        return model, Inspection(size=(8, 8)) if model.source.startswith("fake:") else Inspection()
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
         "overrides": input_options.overrides(study.inputs, study.shapes),

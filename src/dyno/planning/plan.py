@@ -106,7 +106,7 @@ def _of_model(study: Study, inspected: Inspected | UserError, choices: list[Choi
         _check_budget(study, model, data, inspection.outputs)
         for batch in counts:
             dims = Dims(batch, height, width, file_shapes(study, model, batch))
-            model_facts = _model_facts(inspection, dims, model)
+            model_facts = _model_facts(study, inspection, dims, model)
             planned += [
                 replace(_checked(study, _trial(study, choice, model, precision, dims, data)), model_facts=model_facts)
                 for choice, precision in _configurations(study, choices, model)
@@ -193,13 +193,16 @@ def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) 
         raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
 
 
-def _model_facts(inspection: Inspection, dims: Dims, model: ModelSpec) -> dict[str, Any]:
-    """Operations of one image at that size, and parameters, where counted; a file's name and signature."""
+def _model_facts(study: Study, inspection: Inspection, dims: Dims, model: ModelSpec) -> dict[str, Any]:
+    """Operations of one image at that size, and parameters, where counted; a file's name and signature; whether
+    images are normalised by a guess."""
     counts = {"flops": inspection.flops.get(dims.size, 0), "parameters": inspection.parameters or 0}
     file_facts = (
         {"file": Path(model.file).name, "signature": to_json(inspection.signature)} if inspection.signature else {}
     )
-    return {**{name: int(count) for name, count in counts.items() if count}, **file_facts}
+    guessed = (study.data or study.calibration) and not study.mean and inspection.preprocess_guessed
+    counted = {name: int(count) for name, count in counts.items() if count}
+    return {**counted, **file_facts, **({"preprocess_guessed": True} if guessed else {})}
 
 
 def _trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Trial:

@@ -33,7 +33,8 @@ class Inspection(Purpose):
     its file's metadata, and `batches` an engine's smallest, best and largest. `inputs` are as `ModelSpec.inputs`.
     `outputs` is how many classes a classifier's scores are of (else 0), `flops` the operations of one image by size
     (nothing where they can't be counted), `parameters` a module's, `channels` and `precision` a file's, and
-    `signature` the shapes of the inputs and outputs of a file.
+    `signature` the shapes of the inputs and outputs of a file. `preprocess_guessed` says that images are normalised,
+    and nothing says by which mean and standard deviation.
     """
 
     size: tuple[int, int] = (0, 0)
@@ -48,3 +49,4 @@ class Inspection(Purpose):
     channels: int | None = None
     precision: str = ""
     signature: tuple[tuple[tuple[int | str, ...], ...], ...] = ()
+    preprocess_guessed: bool = False

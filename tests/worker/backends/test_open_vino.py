@@ -113,6 +113,29 @@ def test_fp32_is_float32_on_every_cpu(digits: Any, fp32: Artifact) -> None:
     assert sum(facts.time_by_operator.values()) == pytest.approx(1, abs=0.01)
 
 
+def test_an_ir_that_openvino_converted_itself(digits: Any, tmp_path: Path) -> None:
+    """Its output has no name, and `save_model` stores its weights in FP16 unless told otherwise."""
+    import openvino as ov
+    import torch
+
+    net = torch.nn.Sequential(torch.nn.Conv2d(1, 16, 3), torch.nn.Flatten(), torch.nn.Linear(16 * 36, 10)).eval()
+    path = tmp_path / "net.xml"
+    ov.save_model(ov.convert_model(net, example_input=torch.zeros(1, 1, 8, 8), input=[-1, 1, 8, 8]), path)
+    model = replace(digits.model, source=f"file:{path}")
+    artifact = IR_MAKER.make(Recipe("openvino", "openvino", "fp32", model, Dims(0, 8, 8)), None, tmp_path)
+    assert [tensor.name for tensor in artifact.outputs] == ["output"], "as a module's"
+    session = load(digits, artifact)
+    image = np.random.default_rng(0).standard_normal((1, 1, 8, 8), np.float32)
+    session.bind({artifact.inputs[0].name: image})
+    session.run()
+    session.wait()
+    with torch.inference_mode():
+        expected = net(torch.from_numpy(image)).numpy()
+    np.testing.assert_allclose(session.fetch()["output"], expected, atol=2e-3)
+    truth = session.facts().precision_truth
+    assert truth.share == {"float32": 1.0}, "weights stored in FP16 are computed with in FP32"
+
+
 def test_fp32_that_ran_in_bfloat16_is_found_out(digits: Any, fp32: Artifact, monkeypatch: pytest.MonkeyPatch) -> None:
     if "BF16" not in capabilities():
         pytest.skip("this CPU has no bfloat16 for OpenVINO to slip into")

@@ -128,10 +128,13 @@ def test_what_is_no_tensor_of_numbers_is_refused_with_what_to_do(tmp_path: Path)
         "maps",
         h.make_sequence_type_proto(h.make_map_type_proto(kinds.INT64, h.make_tensor_type_proto(kinds.FLOAT, []))),
     )
+    maybe = h.make_value_info("m", h.make_optional_type_proto(h.make_tensor_type_proto(kinds.FLOAT, [2])))
+    flag = h.make_tensor_value_info("y", kinds.BOOL, [])
     labels = h.make_node("ZipMap", ["x"], ["maps"], domain="ai.onnx.ml", classlabels_int64s=[0, 1, 2, 3])
     for node, taken_, given_, named in (
         (h.make_node("SplitToSequence", ["x"], ["parts"]), x, parts, "output 'parts' is a sequence"),
         (labels, x, maps, "zipmap"),
+        (h.make_node("OptionalHasElement", ["m"], ["y"]), maybe, flag, "input 'm' is optional; export"),
         (
             h.make_node("Identity", ["x"], ["y"]),
             text,

@@ -28,7 +28,11 @@ DEVICES_MEASURED = {"anchor": str, "side_by_side": bool, "equivalent": NUMBER, "
 ROUTE_TRIED = {"route": str, "ratio": NUMBER, "outcome": str, "reason": str}
 ATTEMPT = {"key": str, "model": str, "configuration": str, "batch": int, "routes": [ROUTE_TRIED]}
 ROUTES_TRIED = {"attempts": [ATTEMPT]}
-MODELS = {"models": [{"model": str, "size": str, "flops": NUMBER, "parameters": NUMBER, "file": str}]}
+MODELS = {
+    "models": [
+        {"model": str, "size": str, "flops": NUMBER, "parameters": NUMBER, "file": str, "preprocess_guessed": bool}
+    ]
+}
 
 
 def wrong(data: Any, shape: Any, where: str = "") -> str:

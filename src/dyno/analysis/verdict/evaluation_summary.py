@@ -22,9 +22,12 @@ WORST = 5  # classes and confusions that are named
 Rows = list[list[str]]
 
 
-def describe(trial: TrialResult, format: str = "text", per_class: bool = False) -> str:
-    """The trial's own section as text or Markdown; `per_class` lists every class instead of the worst."""
-    warnings = (f"warning: {sentence}" for sentence in trial.warnings())
+def describe(trial: TrialResult, format: str = "text", per_class: bool = False, of_run: Sequence[str] = ()) -> str:
+    """The trial's own section as text or Markdown; `per_class` lists every class instead of the worst.
+
+    `of_run` are warnings beside the trial's own.
+    """
+    warnings = (f"warning: {sentence}" for sentence in (*of_run, *trial.warnings()))
     lines = [*_accuracy(trial), *_speed(trial), *_classes(trial, per_class), *warnings]
     blocks: list[Sequence[Any]] = [lines, *_tables(trial, per_class)]
     parts = [part for part in blocks if part]

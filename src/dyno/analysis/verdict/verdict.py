@@ -23,7 +23,7 @@ from dyno.analysis.records.rounds import GPU
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict import decisions
 from dyno.analysis.verdict.findings import FAILURE, NOTE, WARNING, Decision, Finding
-from dyno.analysis.verdict.whole_run import devices, mixed_precision, routes
+from dyno.analysis.verdict.whole_run import devices, mixed_precision, pixels, routes
 
 COMPANY = "what the table calls faster or slower is so beside those programs; engines suffer from company differently"
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
@@ -198,6 +198,7 @@ def _outcome(results: Results, contention: Contention | None) -> Iterator[Findin
         yield Finding(NOTE, f"{_of(count['skipped'], total, 'was', 'were')} skipped, each with its reason.")
     if contention and not contention.mostly:
         yield Finding(WARNING, contention.sentence)
+    yield from pixels.findings(results)
     yield from _gpu(results)
     if aside := max((set_aside(t) for t in results if set_aside(t) and judged(t)), default=0):
         yield Finding(

@@ -7,7 +7,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import lru_cache
 from pathlib import Path
@@ -123,13 +123,12 @@ class OpenVinoSession(Session):
 
     def __init__(self, ov: Any, model: Any, trial: Trial) -> None:
         self._ov, self._model, self._requested = ov, model, trial.precision
-        ports = tuple(tensor_of(port) for port in model.inputs)
+        ports = tensors_of(model.inputs)
         self._shapes = static_shapes(ports, trial.dims)
         model.reshape({port: list(self._shapes[t.name]) for port, t in zip(model.inputs, ports, strict=True)})
         self._settings = settings(trial)
         self._compiled = _core().compile_model(model, "CPU", self._settings)
-        self.inputs = tuple(tensor_of(port) for port in model.inputs)
-        self.outputs = tuple(tensor_of(port) for port in model.outputs)
+        self.inputs, self.outputs = tensors_of(model.inputs), tensors_of(model.outputs)
         self.slots = int(self._settings["NUM_STREAMS"])
         self._requests = [self._compiled.create_infer_request() for _ in range(self.slots)]
         # A shared tensor does not own its memory: the arrays live here until the slot is bound again.
@@ -300,13 +299,25 @@ def settings(trial: Trial) -> dict[str, Any]:
     return properties
 
 
-def tensor_of(port: Any) -> Tensor:
-    """A port's name, NumPy type and shape; a free dimension has no name in an IR.
+def tensors_of(ports: Sequence[Any]) -> tuple[Tensor, ...]:
+    """Each port's name, NumPy type and shape; a free dimension has no name in an IR.
 
-    A port has the name of every tensor that was merged into it; its node has the one in the file.
+    A port has the name of every tensor that was merged into it; its node has the one in the file. An output of a
+    network that OpenVINO converted from PyTorch has none: it is called as a module's, by its place.
     """
-    file_name = port.get_node().get_friendly_name().removesuffix("/sink_port_0")
-    name = file_name if file_name in port.get_names() else port.get_any_name()
+    return tuple(_tensor_of(port, place) for place, port in enumerate(ports))
+
+
+def _tensor_of(port: Any, place: int) -> Tensor:
+    file_name, names = port.get_node().get_friendly_name().removesuffix("/sink_port_0"), port.get_names()
+    if file_name in names:
+        name = file_name
+    elif names:
+        name = port.get_any_name()
+    elif port.get_node().get_type_name() == "Result":
+        name = f"output_{place}" if place else "output"
+    else:
+        name = file_name
     shape = tuple("" if dim.is_dynamic else dim.get_length() for dim in port.get_partial_shape())
     return Tensor(name, port.get_element_type().to_dtype().name, shape)
 

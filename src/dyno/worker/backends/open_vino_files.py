@@ -8,7 +8,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dyno.worker.backend import FileContents, FileFormat, Maker
-from dyno.worker.backends.open_vino import library, read_model, tensor_of, version
+from dyno.worker.backends.open_vino import library, read_model, tensors_of, version
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.makers.precision import INHERITED
 from dyno.worker.spec import Artifact, Recipe, Trial, UserError
@@ -29,7 +29,7 @@ class IRFormat(FileFormat):
         """Its precision is int8 when it is quantised, else fp32, whatever type its weights are stored in."""
         model = read_model(library(), path)
         quantised = any(op.get_type_name() == "FakeQuantize" for op in model.get_ops())
-        inputs, outputs = tuple(map(tensor_of, model.inputs)), tuple(map(tensor_of, model.outputs))
+        inputs, outputs = tensors_of(model.inputs), tensors_of(model.outputs)
         return FileContents(inputs, outputs, "int8" if quantised else "fp32")
 
 

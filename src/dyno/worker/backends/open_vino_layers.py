@@ -124,6 +124,10 @@ def _port(source: Any) -> Port:
 
 
 def _computed_in(layer: dict[str, str]) -> str:
+    """The type that a layer multiplies in; the library tells that of its weights, stored in FP16, where a kernel widens
+    them."""
+    if layer["runtimePrecision"] == "f16" and layer.get("primitiveType", "").endswith("_f32"):
+        return "float32"
     return TYPE_NAMES.get(layer["runtimePrecision"], layer["runtimePrecision"])
 
 

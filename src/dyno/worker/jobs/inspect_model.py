@@ -67,6 +67,7 @@ def _module(
     return replace(
         inspection,
         preprocess=inspection.preprocess or preprocess,
+        preprocess_guessed=model.source.startswith("saved:"),
         size=own,
         flops={size: n for size, n in operations.items() if n},
         inputs=inputs.inputs,
@@ -106,7 +107,8 @@ def _count(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> i
 
     try:
         if not inputs.inputs:
-            return flops.of_module(module, torch.zeros(1, model.channels, dims.height, dims.width))
+            image = torch.zeros(dims.batch, model.channels, dims.height, dims.width)
+            return flops.of_module(module, image) // dims.batch
         args, keywords = modules.example(model, inputs.inputs, dims)
         return flops.of_module(module, *args, **keywords) // dims.batch
     except Exception:  # a module that runs may still fail in the counter: it has no count
@@ -121,15 +123,29 @@ def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tup
         if inputs.inputs:
             inputs, result = modules.verify_inputs(module, model, inputs, dims)
         else:
+            image = torch.zeros(dims.batch, model.channels, dims.height, dims.width)
             with torch.inference_mode():
-                result = module(torch.zeros(1, model.channels, dims.height, dims.width))
+                result = module(image)
+                if dims.batch > 1 and not _takes(module, torch.cat([image, image[:1]])):
+                    inputs = replace(inputs, free=False)
     except (UserError, MemoryError):
         raise
     except Exception as e:  # the module is anyone's code, and may raise anything for an input that it doesn't take
         reason = (str(e).strip() or type(e).__name__).splitlines()[0]
-        shown = modules.listed(inputs.inputs, dims) or f"1x{model.channels}x{dims.height}x{dims.width}"
+        shown = modules.listed(inputs.inputs, dims) or f"{dims.batch}x{model.channels}x{dims.height}x{dims.width}"
         raise UserError(f"the model refuses {shown}: {reason}{_hint(module, model, reason)}") from e
     return inputs, [tuple(tensor.shape) for tensor in tensors_of(result)]
+
+
+def _takes(module: Any, image: Any) -> bool:
+    """Whether the module runs on an image of another batch; a program may be fixed at that of its example."""
+    try:
+        module(image)
+    except MemoryError:
+        raise
+    except Exception:  # as in `_try`
+        return False
+    return True
 
 
 def _hint(module: Any, model: ModelSpec, reason: str) -> str:
@@ -169,6 +185,7 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
     inspection = replace(
         inspection.joined(purpose),
         preprocess=purpose.preprocess or model.preprocess,
+        preprocess_guessed=purpose.preprocess is None and file_images.normalised(tensors),
         batch=fixed,
         batches=contents.batches,  # an engine knows which ones it was built for
         outputs=_classes(outputs),

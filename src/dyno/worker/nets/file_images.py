@@ -38,7 +38,7 @@ def image_facts(
     else DEFAULT_SIZE. One of the user's `sizes` that contradicts `shapes`, or that the network's stride doesn't divide,
     is a `UserError`.
     """
-    image = next((tensor for tensor in tensors if len(tensor.shape) == 4), None)
+    image = _image(tensors)
     if image is None:
         return Inspection()
     channel, *sides = axes(image.shape)
@@ -54,6 +54,16 @@ def image_facts(
         channels=_number(image.shape[channel]) or None,
         usual_batch=usual if isinstance(usual, int) and not _number(image.shape[0]) else None,
     )
+
+
+def normalised(tensors: Sequence[Tensor]) -> bool:
+    """Whether a file's image is fed as normalised numbers: one of uint8 takes the pixels as they are."""
+    image = _image(tensors)
+    return image is not None and image.dtype != "uint8"
+
+
+def _image(tensors: Sequence[Tensor]) -> Tensor | None:
+    return next((tensor for tensor in tensors if len(tensor.shape) == 4), None)
 
 
 def _check(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Sequence[int], stride: Any) -> None:

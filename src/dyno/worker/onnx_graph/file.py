@@ -19,6 +19,12 @@ QUANTISED = set(
     "QuantizeLinear DequantizeLinear DynamicQuantizeLinear QLinearConv QLinearMatMul QGemm ConvInteger "
     "MatMulInteger".split()
 )
+VALUES = {
+    "sequence_type": "a sequence",
+    "map_type": "a map",
+    "optional_type": "optional",
+    "sparse_tensor_type": "a sparse tensor",
+}
 FLOAT8 = range(17, 21)  # onnx.TensorProto's four types of it
 
 
@@ -79,10 +85,10 @@ def _only_tensors(path: str, sides: dict[str, Any]) -> None:
             kind = value.type.WhichOneof("value") or "tensor_type"
             if value.type.tensor_type.elem_type == onnx.TensorProto.STRING:
                 raise UserError(f"{path}'s {side} {value.name!r} is text; {remedy}")
-            if kind in ("sequence_type", "map_type", "optional_type"):
+            if kind in VALUES:
                 zipmap = kind == "map_type" or value.type.sequence_type.elem_type.HasField("map_type")
                 option = ", for scikit-learn's classifiers by skl2onnx's options={'zipmap': False}" if zipmap else ""
-                raise UserError(f"{path}'s {side} {value.name!r} is a {kind.removesuffix('_type')}; {remedy}{option}")
+                raise UserError(f"{path}'s {side} {value.name!r} is {VALUES[kind]}; {remedy}{option}")
 
 
 def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:

@@ -1,0 +1,24 @@
+"""What is found out about a model before anything is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from dyno.worker.jobs.inspect_model import inspect_model
+from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize("free", [False, True])
+def test_a_program_of_another_batch_than_one(free: bool, tmp_path: Path) -> None:
+    path = tmp_path / "net.pt2"
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).eval()
+    shapes = ({0: torch.export.Dim("batch", min=1, max=8)},) if free else None
+    torch.export.save(torch.export.export(net, (torch.randn(2, 3, 8, 8),), dynamic_shapes=shapes), path)
+    model = ModelSpec("net", f"saved:{path}")
+    found = inspect_model(Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime()), [], {})
+    assert (found.size, found.usual_batch, found.batch) == ((8, 8), 2, 0 if free else 2)
+    assert found.outputs == 4 and found.flops == {"8": 2 * 27 * 4 * 36}, "of one image"
