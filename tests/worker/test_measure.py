@@ -245,3 +245,17 @@ def test_a_failure_leaves_the_garbage_collector_on() -> None:
     with pytest.raises(RuntimeError):
         measure.latency(fails, PLAN)
     assert gc.isenabled()
+
+
+def test_a_halt_does_not_end_a_block(clock: Clock) -> None:
+    """The process may be stopped at any moment, for longer than a block lasts."""
+    halted = iter([False, True] + [False] * 100)
+    plan = replace(PLAN, block_s=0.05, blocks=3)
+    found = measure.latency(lambda: clock.sleep(9.0 if next(halted) else 0.01), plan, blocks=[0, 1])
+    assert found.block is not None
+    first, second = (found.samples[found.block == k] for k in (0, 1))
+    assert first == pytest.approx([9.0, 0.01, 0.01]) and second == pytest.approx([0.01] * 5)
+    long = measure.latency(lambda: clock.sleep(0.02), plan, blocks=[0, 1])
+    assert long.block is not None and [*np.bincount(long.block)] == [3, 3], "as many as there is room for"
+    longer = measure.latency(lambda: clock.sleep(0.2), plan, blocks=[0, 1])
+    assert longer.block is not None and [*np.bincount(longer.block)] == [1, 1]

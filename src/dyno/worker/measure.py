@@ -129,7 +129,8 @@ def latency(
 
     Sampling ends when the median's 95 % interval is within `plan.interval` of it on both sides (and a quarter of the
     time is used, so that a burst can't end it), when `plan.seconds` are over, or at `plan.max_samples`. With `blocks`
-    it is a block of `plan.block_s` seconds (a run at least) for each number that comes.
+    it is a block of `plan.block_s` seconds for each number that comes: of a run at least, and of LEAST_SAMPLES where so
+    many have room in it.
     """
     if blocks is not None:
         return _latency_in_blocks(once, plan, blocks, watch)
@@ -165,15 +166,23 @@ def _latency_in_blocks(
     windows: list[tuple[float, float]] = []
     most = max(1, plan.max_samples // plan.blocks)
     before = deadline = 0
+    fastest = math.inf  # ns, of the runs that don't count
 
     def ended(end: int) -> str:
-        return "blocks" if end >= deadline or len(times) - before >= most else ""
+        count = len(times) - before
+        return "blocks" if count >= most or (end >= deadline and (count >= LEAST_SAMPLES or not stalled())) else ""
+
+    def stalled() -> bool:
+        """Whether the block is over after fewer runs than have room in it: its median would be that of a halt."""
+        return LEAST_SAMPLES * min(fastest, *times) < plan.block_s * 1e9
 
     with _no_garbage_collection():
         for number in blocks:
             before, opened = len(times), now()
             for _ in range(DISCARDED):
+                start = now()
                 once()
+                fastest = min(fastest, now() - start)
                 if now() - opened > DISCARDED_SHARE * plan.block_s * 1e9:
                     break
             deadline = now() + int(plan.block_s * 1e9)
