@@ -75,14 +75,16 @@ def test_a_shape_that_cannot_be_inferred_gives_no_count(tmp_path: Path) -> None:
     assert flops.of_onnx(stored(tmp_path / "net.onnx", nodes, {"w": (6, 7)}, (1, 6)), {"x": (1, 6)}) == 0
 
 
-def test_a_network_and_its_export_count_the_same(tmp_path: Path) -> None:
-    from torchvision.models import squeezenet1_1
+@pytest.mark.parametrize("name", ["squeezenet1_1", "shufflenet_v2_x0_5"])
+def test_a_network_and_its_export_count_the_same(tmp_path: Path, name: str) -> None:
+    """The second takes half of its channels by arithmetic on shapes, which ONNX's own inference doesn't follow."""
+    from torchvision import models
 
-    net, image = squeezenet1_1().eval(), torch.zeros(1, 3, 64, 64)
+    net, image = getattr(models, name)().eval(), torch.zeros(1, 3, 64, 64)
     torch.onnx.export(net, (image,), tmp_path / "net.onnx", dynamo=False, input_names=["x"],
                       dynamic_axes={"x": {0: "batch"}})  # fmt: skip
     one = flops.of_module(net, image)
-    assert one > 1e7
+    assert one > 5e6
     assert [flops.of_onnx(str(tmp_path / "net.onnx"), {"x": (n, 3, 64, 64)}) for n in (1, 4)] == [one, 4 * one]
 
 

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 NAMED = 3  # files that the name of their network lists
+FILE = "file"  # the option that tells files apart
 SAME_WORK = 0.01  # relative difference of counted operations within which two files may be the same network
 
 Row = Mapping[str, Any]
@@ -24,7 +25,7 @@ class Form:
     network: str
     file: str
     place: int
-    option: str = "file"
+    option: str = FILE
 
 
 def sides(names: Mapping[str, str]) -> dict[str, Form]:

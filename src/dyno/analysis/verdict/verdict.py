@@ -18,6 +18,7 @@ from dyno.analysis.ranking.correctness import WRONG
 from dyno.analysis.ranking.rankings import rankings, winners
 from dyno.analysis.ranking.references import incomparable
 from dyno.analysis.records import gpu_remarks
+from dyno.analysis.records.forms import FILE
 from dyno.analysis.records.results import Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import GPU
 from dyno.analysis.records.run_data import RunData
@@ -26,6 +27,7 @@ from dyno.analysis.verdict.findings import FAILURE, NOTE, WARNING, Decision, Fin
 from dyno.analysis.verdict.whole_run import devices, mixed_precision, pixels, routes
 
 COMPANY = "what the table calls faster or slower is so beside those programs; engines suffer from company differently"
+OTHER_NETWORK = " Files of two networks belong into two commands: these have inputs and outputs of the same shapes."
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
 SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
 NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
@@ -111,7 +113,8 @@ def _wrong_outputs(run: RunData) -> Iterator[Finding]:
         names = ", ".join(dict.fromkeys(t.configuration for t in group))
         verdict = f"{verdict} against {run.compared[group[0].id].configuration}"
         text = f"{group[0].model}: {names} ({_places(group)}) gave {verdict}; not ranked, whatever the speed."
-        yield Finding(FAILURE, text)
+        files = any(t.form and t.form.option == FILE for t in group)
+        yield Finding(FAILURE, text + (OTHER_NETWORK if files else ""))
 
 
 def _truths(results: Results) -> Iterator[Finding]:

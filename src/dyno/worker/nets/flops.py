@@ -78,9 +78,28 @@ def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any,
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
     except (onnx.shape_inference.InferenceError, ValueError):
         return None
+    known = _shapes(graph)
+    if any(0 in known.get(name, (0,)) for node in graph.node for name in node.output if name):
+        known |= _worked_out(model)
+    return graph, known
+
+
+def _shapes(graph: Any) -> dict[str, tuple[int, ...]]:
     every = (*graph.input, *graph.value_info, *graph.output)
     known = {v.name: _shape(v) for v in every if v.type.tensor_type.HasField("shape")}
-    return graph, known | {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+    return known | {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
+
+
+def _worked_out(model: Any) -> dict[str, tuple[int, ...]]:
+    """Shapes that ONNX Runtime's own inference knows completely: it follows arithmetic on shapes, such as half of the
+    channels, where ONNX's stops. Nothing where it is missing or gives up."""
+    try:
+        from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+        inferred = _shapes(SymbolicShapeInference.infer_shapes(model).graph)
+    except Exception:  # of operators and shapes that it doesn't know, of any kind
+        return {}
+    return {name: shape for name, shape in inferred.items() if 0 not in shape}
 
 
 def _shape(value: Any) -> tuple[int, ...]:
