@@ -72,10 +72,8 @@ def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int
 
 def _otherwise(module: Any, examples: Any) -> str:
     """What to do about a module that refuses its inputs, which are float32 where they are floating-point numbers."""
-    weights = {str(each.dtype).removeprefix("torch.") for each in module.parameters() if each.is_floating_point()}
-    if weights - {"float32"}:
-        given = ", ".join(sorted(weights))
-        return f"; its weights are {given}: give module.float(), since precisions say in which type it runs"
+    if advice := modules.advice_on_type(module, "give"):
+        return f"; {advice}"
     return "" if examples is not None else "; give example inputs too: models=(module, inputs)"
 
 

@@ -35,6 +35,7 @@ from dyno.worker.sessions.torch_support import (
     named_outputs,
     notes,
     positional,
+    takes_hooks,
     tensors,
 )
 from dyno.worker.spec import Artifact, DataSpec, Tensor, Trial, Unavailable, UserError
@@ -311,7 +312,7 @@ class TorchSession(Session):
         if isinstance(self._module, self._torch.jit.ScriptModule):
             return 0, {}  # which lets nobody watch its parts
         leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
-        hooks = [m.register_forward_hook(keep) for m in leaves]
+        hooks = [m.register_forward_hook(keep) for m in leaves if takes_hooks(self._torch, m)]
         try:
             with self._on(self._queue):
                 self._eager(*self._bound[0].values())

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.inputs import input_data as feeds
+from dyno.worker.inputs.layout import axes
 from dyno.worker.inputs.specs import BATCH, arguments, has_batch, tensors
 from dyno.worker.spec import DataSpec, Dims, InputSpec, ModelSpec, Tensor, UserError
 
@@ -132,6 +133,14 @@ def advice(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
     return f"give {shapes}, or write {function}_inputs() beside {function}, which returns example inputs"
 
 
+def advice_on_type(module: Any, verb: str) -> str:
+    """What to do about weights that aren't float32, as the end of a message; "" where they are, as inputs are."""
+    types = {str(each.dtype).removeprefix("torch.") for each in module.parameters() if each.is_floating_point()}
+    given = ", ".join(sorted(types))
+    more = "since precisions say in which type it runs"
+    return f"its weights are {given}: {verb} module.float(), {more}" if types - {"float32"} else ""
+
+
 def advice_after_refusal(module: Any, model: ModelSpec) -> str:
     """What to do about a module that refused its inputs, as the end of a message."""
     name = next(iter(signature_of(module).required), "input")
@@ -229,18 +238,25 @@ def _symbolic(specs: tuple[InputSpec, ...]) -> ModuleInputs:
     named = has_batch(arrays)
     first = next((spec.shape[0] for spec in arrays if isinstance(spec.shape[0], int)), 1)
     batch = 1 if named or any(spec.feeds for spec in arrays) or not isinstance(first, int) else first
-    image = next((spec.shape[2:] for spec in arrays if _may_be_image(spec)), SIZE)
+    image = next((_sides(spec.shape) for spec in arrays if _may_be_image(spec)), SIZE)
     height, width = (side if isinstance(side, int) else 0 for side in image)
 
     def symbols(spec: InputSpec) -> InputSpec:
         shape = spec.shape
         if spec in arrays and not named and shape[0] == first:
             shape = (BATCH, *shape[1:])
-        if _may_be_image(spec) and shape[2:] == image:
-            shape = (*shape[:2], *SIZE)
+        if _may_be_image(spec) and _sides(shape) == image:
+            places = dict(zip(axes(shape)[1:], SIZE, strict=True))
+            shape = tuple(places.get(axis, length) for axis, length in enumerate(shape))
         return replace(spec, shape=shape)
 
     return ModuleInputs(tuple(map(symbols, specs)), batch, (height, width), named=named)
+
+
+def _sides(shape: Sequence[int | str]) -> tuple[int | str, int | str]:
+    """Height and width of an image with its channels first or last."""
+    _, height, width = axes(shape)
+    return shape[height], shape[width]
 
 
 def _may_be_image(spec: InputSpec) -> bool:

@@ -141,7 +141,8 @@ def _hint(module: Any, model: ModelSpec, reason: str) -> str:
             "; it computes gradients, which are off while it is measured: let forward switch them on within "
             "`with torch.inference_mode(False), torch.enable_grad():`"
         )
-    return f"; {modules.advice_after_refusal(module, model)}"
+    of_type = modules.advice_on_type(module, "return") if "type" in reason else ""
+    return f"; {of_type or modules.advice_after_refusal(module, model)}"
 
 
 def _classes(shapes: Sequence[Sequence[int | str]]) -> int:

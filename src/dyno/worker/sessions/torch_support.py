@@ -108,6 +108,11 @@ def cast(module: Any, kind: str) -> Any:
     return getattr(module, methods[kind])()
 
 
+def takes_hooks(torch: Any, part: Any) -> bool:
+    """Whether a part's calls can be watched: those of one that was scripted can't, inside an eager module either."""
+    return not isinstance(part, torch.jit.RecursiveScriptModule)
+
+
 def compute_layers(torch: Any) -> tuple[type, ...]:
     """The modules that do a network's arithmetic: convolutions, matrix products, attention, recurrence."""
     nn = torch.nn
