@@ -17,6 +17,7 @@ from dyno.worker.spec import DataSpec, Dims, InputSpec, ModelSpec, Tensor, UserE
 
 SIZE = ("height", "width")
 NUMBERS = (int, float, bool, str)
+NEEDS_GRADIENTS = re.compile("requires?.grad|[Ii]nference tensor")  # in PyTorch's words
 TOKENS = re.compile("ids|mask|token")  # names of inputs that are integers
 
 
@@ -126,6 +127,8 @@ def signature_of(module: Any) -> Signature:
 
 def advice(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
     """What to do about inputs of unknown shape and type, as the end of a message."""
+    if not model.source:
+        return "give example inputs too: models=(module, inputs)"
     function = model.source.rpartition(":")[2]
     shapes = " ".join(f"--shapes {name}:{'1x128:int64' if TOKENS.search(name) else '1x3x224x224'}" for name in names)
     if model.source.startswith("saved:"):
@@ -133,12 +136,19 @@ def advice(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
     return f"give {shapes}, or write {function}_inputs() beside {function}, which returns example inputs"
 
 
-def advice_on_type(module: Any, verb: str) -> str:
-    """What to do about weights that aren't float32, as the end of a message; "" where they are, as inputs are."""
+def advice_on_reason(module: Any, reason: str, verb: str) -> str:
+    """What to do about a module that refuses its inputs for something that isn't theirs, as the end of a message: it
+    computes gradients, or has weights that aren't float32, as inputs are; else ""."""
+    if NEEDS_GRADIENTS.search(reason):
+        return (
+            "it computes gradients, which are off while it is measured: let forward switch them on within "
+            "`with torch.inference_mode(False), torch.enable_grad():`"
+        )
     types = {str(each.dtype).removeprefix("torch.") for each in module.parameters() if each.is_floating_point()}
     given = ", ".join(sorted(types))
-    more = "since precisions say in which type it runs"
-    return f"its weights are {given}: {verb} module.float(), {more}" if types - {"float32"} else ""
+    if types - {"float32"} and "type" in reason:
+        return f"its weights are {given}: {verb} module.float(), since precisions say in which type it runs"
+    return ""
 
 
 def advice_after_refusal(module: Any, model: ModelSpec) -> str:

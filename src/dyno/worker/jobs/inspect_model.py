@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,8 +16,6 @@ from dyno.worker.nets import file_images, flops, models, task_facts, torchvision
 from dyno.worker.nets.file_images import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import tensors as tensors_of
 from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError
-
-NEEDS_GRADIENTS = re.compile("requires?.grad|[Ii]nference tensor")  # in PyTorch's words
 
 
 def inspect_model(
@@ -136,13 +133,7 @@ def _hint(module: Any, model: ModelSpec, reason: str) -> str:
     """What to do about a module that refuses its input; a library's network takes an image of some size."""
     if not _may_differ(model, {}):
         return ""
-    if NEEDS_GRADIENTS.search(reason):
-        return (
-            "; it computes gradients, which are off while it is measured: let forward switch them on within "
-            "`with torch.inference_mode(False), torch.enable_grad():`"
-        )
-    of_type = modules.advice_on_type(module, "return") if "type" in reason else ""
-    return f"; {of_type or modules.advice_after_refusal(module, model)}"
+    return f"; {modules.advice_on_reason(module, reason, 'return') or modules.advice_after_refusal(module, model)}"
 
 
 def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
