@@ -21,7 +21,7 @@ from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.nets import models, saved_modules
 from dyno.worker.nets.saved_modules import INPUTS
-from dyno.worker.sessions.torch_support import positional
+from dyno.worker.sessions.torch_support import import_torch, positional, unwrapped
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, UserError, to_json
 
 Specs = tuple[InputSpec, ...]
@@ -45,14 +45,13 @@ def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int
     if isinstance(module, type) or not hasattr(module, "named_buffers"):
         name = getattr(module, "__name__", type(module).__name__)
         raise UserError(f"the model {name} is not a torch.nn.Module; call it, or name it as FILE.py:FUNCTION")
+    module = unwrapped(import_torch(), module)
     name = getattr(module, "original_name", type(module).__name__)
     devices = {each.device.type for each in (*module.parameters(), *module.buffers())}
     if "meta" in devices:
         raise UserError(f"{name} has no weights yet (device meta); give it some first, by to_empty() and a state_dict")
     if devices - {"cpu"}:
         module = copy.deepcopy(module).cpu()
-    if any(hasattr(each, "materialize") for each in (*module.parameters(), *module.buffers())):
-        raise UserError(f"{name} has lazy weights, which its first call makes; call it once on an input first")
     model = ModelSpec(name, "", channels=channels)
     with _evaluating(module):
         described = modules.describe_inputs(module, model, examples, overrides)

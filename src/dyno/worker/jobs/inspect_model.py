@@ -59,7 +59,8 @@ def _module(
         purpose = (
             declared if described and task in ("", declared.task) else task_facts.facts(model, task, declared, outputs)
         )
-        inspection = replace(inspection, outputs=_classes(outputs), parameters=_parameters(module)).joined(purpose)
+        parameters = sum(int(p.numel()) for p in module.parameters())
+        inspection = replace(inspection, outputs=_classes(outputs), parameters=parameters).joined(purpose)
     one_image = models.is_torchvision_detector(model)
     return replace(
         inspection,
@@ -87,14 +88,6 @@ def _check_sizes(model: ModelSpec, sizes: list[list[int]], inputs: ModuleInputs,
         shown = f"{inputs.size[0]}x{inputs.size[1]}"
         height, width = conflicting[0]
         raise UserError(f"shapes give an input of {shown} pixels, and sizes {height}x{width}; omit one of them")
-
-
-def _parameters(module: Any) -> int:
-    """Number of parameters; 0 where they can't be counted, as those of lazy modules."""
-    try:
-        return sum(int(p.numel()) for p in module.parameters())
-    except (ValueError, RuntimeError):
-        return 0
 
 
 def _count(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> int:
