@@ -72,6 +72,18 @@ class Counting(nn.Module):
         self.calls += 1
         return x.mean((2, 3)) / self.calls
 
+class Shifting(nn.Module):
+    """Writes into its input."""
+    def forward(self, x):
+        return x.sub_(0.5).mean((2, 3))
+
+class Halved(nn.Module):
+    """Returns what numpy has no type for."""
+    def forward(self, x):
+        return x.mean((2, 3)).bfloat16()
+
+def shifting(): return Shifting()
+def halved(): return Halved()
 def counting(): return Counting()
 def bent(): return Bent()
 def each(): return Each()
@@ -248,6 +260,14 @@ def test_a_module_that_changes_from_call_to_call_is_said_to(tmp_path, nets):
     line = "counting gives other outputs at each call on one input, so no graph can be compared with it; let its"
     with pytest.raises(UserError, match=line):
         make(tmp_path, ModelSpec("counting", f"{nets}:counting"), Dims(0, 8, 8))
+
+
+@pytest.mark.slow
+def test_a_module_may_write_into_its_input_but_not_return_bfloat16(tmp_path, nets):
+    size = Dims(0, 8, 8)
+    assert make(tmp_path, ModelSpec("shifting", f"{nets}:shifting"), size).made_by.verified
+    with pytest.raises(UserError, match=r"halved returns bfloat16, .*; let its forward return .float\(\)"):
+        make(tmp_path, ModelSpec("halved", f"{nets}:halved"), size)
 
 
 @pytest.mark.slow

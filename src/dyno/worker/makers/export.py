@@ -201,14 +201,21 @@ def _source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> Sour
 
 def _answered(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.ndarray]) -> tuple[Any, Case]:
     """What the module makes of the inputs, as it returns it and as a case; a `UserError` where it refuses them."""
-    args, keywords = arguments(model.inputs, {name: torch.from_numpy(array) for name, array in feeds.items()})
+    copies = {name: torch.from_numpy(array.copy()) for name, array in feeds.items()}  # a module may write into them
+    args, keywords = arguments(model.inputs, copies)
     try:
         with torch.no_grad():
             result = module(*args, **keywords)
     except REFUSALS as e:
         refused = ", ".join("x".join(map(str, array.shape)) or name for name, array in feeds.items())
         raise UserError(f"{model.name} refuses {refused}: {first_line(e)}") from e
-    outputs = {name: tensor.numpy() for name, tensor in named_outputs(result).items()}
+    named = named_outputs(result)
+    if torch.bfloat16 in {tensor.dtype for tensor in named.values()}:
+        raise UserError(
+            f"{model.name} returns bfloat16, which arrays of NumPy don't have, so no graph can be compared with it; "
+            "let its forward return .float()"
+        )
+    outputs = {name: tensor.numpy() for name, tensor in named.items()}
     return result, Case(next((len(a) for a in feeds.values() if a.ndim), 1), feeds, outputs)
 
 
