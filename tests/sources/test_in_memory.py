@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import types
+from collections import namedtuple
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +15,7 @@ import described_nets
 import dyno
 from dyno import Study, UserError
 from dyno.engine.run_names import choose_folder
+from dyno.worker.nets import saved_modules
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -128,11 +130,59 @@ def test_paths_are_taken_wherever_text_is(tmp_path: Path) -> None:
     assert (study.weights, study.calibration) == (str(tmp_path / "w.pt"), str(tmp_path / "c"))
 
 
+class Counting(nn.Module):  # type: ignore[misc, name-defined]
+    """Changes one buffer in place, and puts another in the place of the second."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+        self.register_buffer("last", torch.zeros(()))
+
+    def forward(self, x: Any) -> Any:
+        self.calls += 1
+        self.last = x.mean()
+        return x / self.calls
+
+
+def test_buffers_that_its_calls_change_are_as_they_were() -> None:
+    net, x = Counting(), torch.randn(2, 3)
+    last, (one,) = net.last, Study(models=(net, x)).models
+    assert (net.calls.item(), net.last.item()) == (0, 0) and net.last is last
+    assert torch.export.load(one).state_dict["calls"] == 0
+    assert (one,) == Study(models=(net, x)).models
+
+
+Pair = namedtuple("Pair", "first second")
+
+
+class Worded(nn.Module):  # type: ignore[misc, name-defined]
+    def forward(self, x: Any) -> Any:
+        return {"result": x + 1, "kind": "plain"}
+
+
+class Paired(nn.Module):  # type: ignore[misc, name-defined]
+    def forward(self, x: Any) -> Any:
+        return Pair(x + 1, x + 2)
+
+
+@pytest.mark.parametrize(("kind", "count"), [(Worded, 1), (Paired, 2)])
+def test_results_that_a_program_can_not_store_are_its_tensors(kind: Any, count: int) -> None:
+    x = torch.randn(2, 3)
+    (path,) = Study(models=(kind(), x)).models
+    results = saved_modules.load(path)(x)
+    assert len(results) == count and all(torch.equal(result, x + 1 + k) for k, result in enumerate(results))
+
+
 class Bad(nn.Module):  # type: ignore[misc, name-defined]
     def forward(self, x: Any) -> Any:
         import random
 
         return x * 2 if x.sum() > random.random() else x
+
+
+class Sloped(nn.Module):  # type: ignore[misc, name-defined]
+    def forward(self, x: Any) -> Any:
+        return torch.autograd.grad((x * x).sum(), x.requires_grad_())[0]
 
 
 def test_what_can_not_be_handed_over_is_one_line(nets: Any) -> None:
@@ -144,6 +194,9 @@ def test_what_can_not_be_handed_over_is_one_line(nets: Any) -> None:
         (lambda x: x, "the model <lambda> is not a torch.nn.Module; call it"),
         (Bad, "the model Bad is not a torch.nn.Module; call it"),
         ((nn.Linear(4, 4).half(), torch.randn(1, 4).half()), r"its weights are float16: give module\.float\(\), since"),
+        (nn.LazyConv2d(4, 3), "LazyConv2d has lazy weights, which its first call makes; call it once on an input"),
+        (Sloped(), "Sloped refuses .*; it computes gradients, which are off while it is measured"),
+        ((nn.Bilinear(4, 4, 2), None), r"Bilinear takes input1, input2, .*; give example inputs too: models=\(module"),
         ((nn.Linear(4, 4), torch.zeros(0, 4)), "an example input of Linear has no elements"),
         ((nn.Linear(4, 4, device="meta"), torch.randn(1, 4)), r"Linear has no weights yet \(device meta\)"),
         ((nn.Linear(4, 4), torch.randn(1, 5)), r"Linear refuses input 1x5 float32: [^;]*$"),

@@ -221,6 +221,23 @@ def test_an_unsteady_model_is_said_to_be(fake_trial: Trials, tmp_path: Path, mon
     assert [w for w in record.warnings if "other programs" not in w] == said
 
 
+def test_outputs_that_follow_the_number_of_calls_are_a_warning(
+    fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    fetch, calls = FakeSession.fetch, 0
+
+    def aging(self: FakeSession, slot: int = 0) -> dict[str, np.ndarray]:
+        nonlocal calls
+        calls += 1
+        return {name: array * np.float32(1 + 5e-3 * calls) for name, array in fetch(self, slot).items()}
+
+    assert done(Job("run", trial=fake_trial()), tmp_path).facts.random_outputs is None
+    monkeypatch.setattr(FakeSession, "fetch", aging)
+    record = done(Job("run", trial=fake_trial()), tmp_path)
+    assert record.facts.random_outputs and record.facts.random_outputs > 0.01  # of two in a row: 0.005
+    assert any("the outputs change from call to call: two on one input" in warning for warning in record.warnings)
+
+
 def test_cpu_contention_is_a_warning(fake_trial: Trials, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(main.system.CpuContention, "busy", lambda _: 1.5)
     record = done(Job("run", trial=fake_trial()), tmp_path)

@@ -10,7 +10,7 @@ import logging
 import tempfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr, redirect_stdout
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +19,9 @@ from typing import Any
 from dyno.store import cache_dir
 from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
-from dyno.worker.nets import models
+from dyno.worker.nets import models, saved_modules
 from dyno.worker.nets.saved_modules import INPUTS
-from dyno.worker.sessions.torch_support import positional
+from dyno.worker.sessions.torch_support import import_torch, positional, unwrapped
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, UserError, to_json
 
 Specs = tuple[InputSpec, ...]
@@ -45,13 +45,14 @@ def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int
     if isinstance(module, type) or not hasattr(module, "named_buffers"):
         name = getattr(module, "__name__", type(module).__name__)
         raise UserError(f"the model {name} is not a torch.nn.Module; call it, or name it as FILE.py:FUNCTION")
+    module = unwrapped(import_torch(), module)
     name = getattr(module, "original_name", type(module).__name__)
     devices = {each.device.type for each in (*module.parameters(), *module.buffers())}
     if "meta" in devices:
         raise UserError(f"{name} has no weights yet (device meta); give it some first, by to_empty() and a state_dict")
     if devices - {"cpu"}:
         module = copy.deepcopy(module).cpu()
-    model = ModelSpec(name, f"saved:{name}", channels=channels)
+    model = ModelSpec(name, "", channels=channels)
     with _evaluating(module):
         described = modules.describe_inputs(module, model, examples, overrides)
         dims = Dims(described.batch, *(described.size if all(described.size) else size or (SIZE, SIZE)))
@@ -65,18 +66,12 @@ def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int
         except UserError:
             raise
         except Exception as e:  # the module is anyone's code: whatever it raises means that it refuses the input
-            hint = _otherwise(module, examples)
-            raise UserError(f"{name} refuses {modules.listed(specs, dims)}: {_line(e)}{hint}") from e
+            other = "" if examples is not None else modules.advice(model)
+            hint = modules.advice_on_reason(module, _line(e), "give") or other
+            refused = f"{name} refuses {modules.listed(specs, dims)}: {_line(e)}"
+            raise UserError(f"{refused}; {hint}" if hint else refused) from e
+    with _evaluating(module):  # again, with the buffers as they were before it was called
         return _stored(module, model, verified, dims)
-
-
-def _otherwise(module: Any, examples: Any) -> str:
-    """What to do about a module that refuses its inputs, which are float32 where they are floating-point numbers."""
-    weights = {str(each.dtype).removeprefix("torch.") for each in module.parameters() if each.is_floating_point()}
-    if weights - {"float32"}:
-        given = ", ".join(sorted(weights))
-        return f"; its weights are {given}: give module.float(), since precisions say in which type it runs"
-    return "" if examples is not None else "; give example inputs too: models=(module, inputs)"
 
 
 @dataclass(frozen=True)
@@ -97,18 +92,19 @@ def _stored(module: Any, model: ModelSpec, described: ModuleInputs, dims: Dims) 
         try:
             with _quiet():
                 text, write, taken = storage.make(module, model, described.inputs, dims)
-        except MemoryError:
+                inputs = [*map(to_json, taken)]
+                description = json.dumps({"inputs": inputs, "batch": described.batch, "size": described.size})
+                weights = models.weights_sha256(module)
+                identity = "\n".join((storage.suffix, torch.__version__, weights, text, description))
+                key = hashlib.sha256(identity.encode()).hexdigest()[:24]
+                path = cache_dir() / "modules" / key / f"{model.name}{storage.suffix}"
+                if not path.is_file():
+                    _put(path, write, description)
+                return str(path)
+        except (MemoryError, OSError):
             raise
         except Exception as e:  # each has its own families of errors, and all of them mean "try the next"
             reasons.append(f"{storage.name}: {_line(e)}")
-            continue
-        description = json.dumps({"inputs": [*map(to_json, taken)], "batch": described.batch, "size": described.size})
-        identity = "\n".join((storage.suffix, torch.__version__, models.weights_sha256(module), text, description))
-        key = hashlib.sha256(identity.encode()).hexdigest()[:24]
-        path = cache_dir() / "modules" / key / f"{model.name}{storage.suffix}"
-        if not path.is_file():
-            _put(path, write, description)
-        return str(path)
     raise UserError(
         f"{model.name} can't be handed to other processes ({'; '.join(dict.fromkeys(reasons))}); "
         "put a function that returns it into a file and give that as FILE.py:FUNCTION"
@@ -191,22 +187,45 @@ STORAGES = (
 def _put(path: Path, write: Callable[..., Any], description: str) -> None:
     """Written beside and renamed into place: another process may read it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=path.parent) as scratch, _quiet():
+    with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         part = Path(scratch) / path.name
         write(str(part), {INPUTS: description})
+        saved_modules.load(str(part))  # text among a program's results is written and can't be read
         part.replace(path)
 
 
 @contextmanager
 def _evaluating(module: Any) -> Iterator[None]:
-    """In eval mode meanwhile, and as it was afterwards: the module is the user's."""
+    """In eval mode meanwhile, and afterwards as it was, buffers that calls change too: the module is the user's."""
     modes = [(each, each.training) for each in module.modules()]
+    buffers = [
+        (each, name, buffer, buffer.detach().clone(), _version(buffer))
+        for each in module.modules()
+        for name, buffer in each.named_buffers(recurse=False)
+    ]
     module.eval()
     try:
         yield
     finally:
         for each, training in modes:
             each.training = training
+        _restore(buffers)
+
+
+def _version(buffer: Any) -> int:
+    """What counts the changes in place; -1 where nothing does."""
+    return -1 if buffer.is_inference() else int(buffer._version)
+
+
+def _restore(buffers: Sequence[tuple[Any, str, Any, Any, int]]) -> None:
+    import torch
+
+    for owner, name, buffer, value, version in buffers:
+        if getattr(owner, name) is not buffer:
+            setattr(owner, name, buffer)
+        if version < 0 or _version(buffer) != version:
+            with torch.inference_mode():
+                buffer.copy_(value)
 
 
 @contextmanager

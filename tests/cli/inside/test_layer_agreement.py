@@ -241,6 +241,16 @@ def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
         dyno.agree_layers(net, "onnxruntime", top=-1)
 
 
+def test_a_module_in_memory_agrees_by_the_names_of_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import torch
+    from torch import nn
+
+    monkeypatch.chdir(tmp_path)
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten(), nn.Linear(144, 2))
+    found = dyno.agree_layers((net, torch.randn(1, 3, 8, 8)), "onnxruntime", compared=2)
+    assert [*found.to_pandas()["modules"]] == ["0", "1", "2", "3"] and found.close > 0.99
+
+
 def test_sequences_of_tensors_are_passed_over(call: Call) -> None:
     x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, (3, 4)) for name in "xy")
     nodes = [

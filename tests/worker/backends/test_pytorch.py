@@ -60,6 +60,15 @@ class Turned(nn.Module):
     def forward(self, x):
         return torch.fft.ifft(torch.fft.fft(x.mean((2, 3))) * self.turn).real
 
+class Partly(nn.Module):
+    """Has a part that was scripted, which takes no hooks."""
+    def __init__(self):
+        super().__init__()
+        self.conv, self.fc = torch.jit.script(nn.Conv2d(3, 4, 3)), nn.Linear(4, 2)
+    def forward(self, x):
+        return self.fc(self.conv(x).mean((2, 3)))
+
+def partly(): return Partly()
 def turned(): return Turned()
 def few(): return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
 def several(): return Several()
@@ -202,6 +211,13 @@ def test_layers_that_stay_in_float32_are_seen(nets):
     session = find("pytorch").load(trial(ModelSpec("mixed", f"{nets}:mixed"), "bf16", size=8), None)
     outputs(session)
     assert session.facts().layers_by_type == {"float32": 1, "bfloat16": 1}
+
+
+def test_facts_of_a_module_with_a_scripted_part(nets):
+    session = find("pytorch").load(trial(ModelSpec("partly", f"{nets}:partly"), size=8), None)
+    outputs(session)
+    facts = session.facts()
+    assert facts.layers_by_type == {"float32": 1} and facts.parameters == 3 * 4 * 9 + 4 + 4 * 2 + 2
 
 
 @pytest.mark.slow

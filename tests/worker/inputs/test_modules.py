@@ -89,6 +89,16 @@ def test_one_image_stays_the_one_image() -> None:
     assert other == (InputSpec("x", "float32", ("batch", 5, "height", "width")),)
 
 
+def test_an_image_may_have_its_channels_last() -> None:
+    class Last(nn.Module):
+        def forward(self, x: Any) -> Any:
+            return x.permute(0, 3, 1, 2).float().mean((2, 3))
+
+    for example in (torch.rand(1, 8, 12, 3), torch.randint(0, 256, (1, 8, 12, 3), dtype=torch.uint8)):
+        found = described(Last(), example)
+        assert found.inputs[0].shape == ("batch", "height", "width", 3) and found.size == (8, 12) and found.free
+
+
 def test_what_is_no_tensor_is_named() -> None:
     with pytest.raises(UserError, match="example of net's input 'x' is a object; it must be a tensor, an array"):
         describe_inputs(Image(), MODEL, {"x": object()}, {})
@@ -98,12 +108,14 @@ def test_what_is_no_tensor_is_named() -> None:
 
 def test_a_module_that_refuses_is_told_what_helps(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
-        "import torch\n\n\ndef gray():\n    return torch.nn.Conv2d(1, 2, 3)\n\n\nclass Force(torch.nn.Module):\n"
+        "import torch\n\n\ndef gray():\n    return torch.nn.Conv2d(1, 2, 3)\n\n\n"
+        "def half():\n    return torch.nn.Conv2d(3, 2, 3).bfloat16()\n\n\nclass Force(torch.nn.Module):\n"
         "    def forward(self, x):\n        x = x.clone().requires_grad_()\n"
         "        return torch.autograd.grad((x * x).sum(), x)[0]\n\n\nmade = gray()\n"
     )
     for name, advice in (
         ("gray", "give --channels 1, or describe its inputs with --shapes input:SHAPE"),
+        ("half", r"its weights are bfloat16: return module.float\(\), since precisions say in which type it runs"),
         ("Force", "it computes gradients, which are off"),
         ("made", "made is a Conv2d; it must be a function that returns a module"),
     ):

@@ -92,6 +92,22 @@ def test_what_has_no_parts_to_watch_is_a_line() -> None:
         module.read(torch.export.export(net, (image,)).module(), image)
 
 
+def test_a_scripted_part_is_its_caller_s() -> None:
+    class Outer(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Conv2d(3, 4, 3), nn.Linear(4, 2)
+            self.body = torch.jit.script(nn.Sequential(nn.Conv2d(4, 4, 3), nn.ReLU()).eval())
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.last(self.body(self.first(x)).mean((2, 3)))
+
+    found = checked(Outer().eval(), torch.zeros(1, 3, 8, 8))
+    rows = {layer.name: layer for layer in found.layers}
+    assert [*rows] == ["first", "last", "", "body.0"] and rows[""].flops == 2 * 16 * 4 * 4 * 9
+    assert (rows["body.0"].type, rows["body.0"].parameters, rows["body.0"].skipped) == ("Conv2d", 148, True)
+
+
 def test_a_module_of_one_part_is_a_row_of_its_own() -> None:
     class Mean(nn.Module):
         def forward(self, x: torch.Tensor) -> torch.Tensor:

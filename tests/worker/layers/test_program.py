@@ -1,5 +1,8 @@
 """Programs of torch.export, whose modules are watched again."""
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -78,6 +81,48 @@ def test_attention_is_counted_as_in_its_module(tmp_path: Path) -> None:
         [layer for layer in module.read(each, image).layers if layer.name == "attention"] for each in (found, net)
     )
     assert (row.type, row.parameters, row.flops) == ("MultiheadAttention", own.parameters, own.flops)
+
+
+def test_a_module_that_writes_into_its_input_has_parts(tmp_path: Path) -> None:
+    class Shifting(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(3, 2, 3)
+
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            return self.conv(x.sub_(0.5))  # type: ignore[no-any-return]
+
+    found = program.parts(saved(Shifting(), tmp_path / "net.pt2", 1), DIMS)
+    assert found is not None and "conv" in dict(found.named_modules())
+
+
+def test_operators_of_libraries_are_looked_for(tmp_path: Path) -> None:
+    """In another process, which imports no library before."""
+    (tmp_path / "save.py").write_text(
+        "import torch, torchvision\n\n"
+        "@torch.library.custom_op('strange::twice', mutates_args=())\n"
+        "def twice(x: torch.Tensor) -> torch.Tensor:\n    return 2 * x\n\n"
+        "@twice.register_fake\ndef _(x):\n    return torch.empty_like(x)\n\n"
+        "class Rolls(torch.nn.Module):\n    def forward(self, x, boxes):\n"
+        "        return torchvision.ops.roi_align(x, boxes, 2)\n\n"
+        "class Twice(torch.nn.Module):\n    def forward(self, x):\n        return twice(x)\n\n"
+        "x, boxes = torch.rand(1, 3, 8, 8), torch.tensor([[0.0, 0, 0, 4, 4]])\n"
+        "torch.export.save(torch.export.export(Rolls(), (x, boxes)), 'rolls.pt2')\n"
+        "torch.export.save(torch.export.export(Twice(), (x,)), 'twice.pt2')\n"
+    )
+    load = (
+        "import sys\nfrom dyno.worker.nets import saved_modules\nfrom dyno.worker.spec import UserError\n"
+        "assert 'torchvision' not in sys.modules\nsaved_modules.load('rolls.pt2')\n"
+        "try:\n    saved_modules.load('twice.pt2')\nexcept UserError as e:\n    print(e)\n"
+    )
+    for program_text in (["save.py"], ["-c", load]):
+        command, env = (
+            [sys.executable, *program_text],
+            {**os.environ, "PYTHONPATH": str(Path(program.__file__).parents[3])},
+        )
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("twice.pt2 needs the operator strange::twice, which another library registers; name")
 
 
 def test_parts_that_give_other_outputs_are_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -63,6 +63,28 @@ class Bent(nn.Module):
     def forward(self, x):
         return self.conv(x, self.offsets(x))
 
+class Counting(nn.Module):
+    """Keeps something of each call."""
+    def __init__(self):
+        super().__init__()
+        self.register_buffer("calls", torch.zeros(()))
+    def forward(self, x):
+        self.calls += 1
+        return x.mean((2, 3)) / self.calls
+
+class Shifting(nn.Module):
+    """Writes into its input."""
+    def forward(self, x):
+        return x.sub_(0.5).mean((2, 3))
+
+class Halved(nn.Module):
+    """Returns what numpy has no type for."""
+    def forward(self, x):
+        return x.mean((2, 3)).bfloat16()
+
+def shifting(): return Shifting()
+def halved(): return Halved()
+def counting(): return Counting()
 def bent(): return Bent()
 def each(): return Each()
 def baked(): return Baked()
@@ -231,6 +253,21 @@ def test_a_result_per_image_has_no_free_batch(tmp_path, nets):
     with pytest.raises(UserError, match=r"returns 1 tensors at batch 1 and 3 at 3, .*--batch 1"):
         make(tmp_path, model, Dims(0, 8, 8))
     assert make(tmp_path, model, Dims(1, 8, 8), exporter="torchscript").outputs == (Tensor("output", "float32", ()),)
+
+
+@pytest.mark.slow
+def test_a_module_that_changes_from_call_to_call_is_said_to(tmp_path, nets):
+    line = "counting gives other outputs at each call on one input, so no graph can be compared with it; let its"
+    with pytest.raises(UserError, match=line):
+        make(tmp_path, ModelSpec("counting", f"{nets}:counting"), Dims(0, 8, 8))
+
+
+@pytest.mark.slow
+def test_a_module_may_write_into_its_input_but_not_return_bfloat16(tmp_path, nets):
+    size = Dims(0, 8, 8)
+    assert make(tmp_path, ModelSpec("shifting", f"{nets}:shifting"), size).made_by.verified
+    with pytest.raises(UserError, match=r"halved returns bfloat16, .*; let its forward return .float\(\)"):
+        make(tmp_path, ModelSpec("halved", f"{nets}:halved"), size)
 
 
 @pytest.mark.slow

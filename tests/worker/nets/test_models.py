@@ -274,3 +274,19 @@ def test_image_size_is_what_the_library_says():
 def test_vision_transformers_are_built_for_the_size_asked_for():
     net = models.load(spec("timm:vit_tiny_patch16_224", classes=3), Dims(1, 96, 64))
     assert net(torch.zeros(1, 3, 96, 64)).shape == (1, 3)
+
+
+def test_what_its_function_compiled_runs_eagerly(tmp_path: Path) -> None:
+    (tmp_path / "nets.py").write_text(
+        "import torch\nfrom torch import nn\n\n"
+        "def whole(): return nn.DataParallel(torch.compile(nn.Sequential(nn.Conv2d(3, 2, 3), nn.ReLU())))\n"
+        "def part():\n    net = nn.Sequential(torch.compile(nn.Conv2d(3, 2, 3)), nn.ReLU())\n"
+        "    net[1].compile()\n    return net\n"
+        "def lazy(): return nn.Sequential(nn.LazyConv2d(2, 3))\n"
+    )
+    for name in ("whole", "part"):
+        net = models.build(ModelSpec(name, f"{tmp_path / 'nets.py'}:{name}"))
+        assert [*net.state_dict()] == ["0.weight", "0.bias"] and type(net[0]) is torch.nn.Conv2d
+        assert not any(part._compiled_call_impl for part in net.modules())
+    with pytest.raises(UserError, match="Sequential has lazy weights, which its first call makes; call it once on an"):
+        models.build(ModelSpec("lazy", f"{tmp_path / 'nets.py'}:lazy"))

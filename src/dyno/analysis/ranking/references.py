@@ -16,7 +16,7 @@ from dyno.worker.spec import PRECISIONS, Trial, UserError
 BESIDE = "reference"  # in a run folder: the run of a reference that is none of its trials
 T = TypeVar("T", Trial, TrialResult)
 SHORTEST_ID = 4  # characters of an id that name a trial
-RANDOM, OTHER_WEIGHTS, OTHER_INPUTS = "outputs are random", "different weights", "different inputs"
+CHANGING, OTHER_WEIGHTS, OTHER_INPUTS = "outputs change from call to call", "different weights", "different inputs"
 INCOMPARABLE = "not comparable"  # the beginning of the verdict of a row that can't be compared with its reference
 
 
@@ -100,9 +100,9 @@ def compared_with(results: Results, chosen: dict[str, TrialResult]) -> dict[str,
 
 
 def incomparable(a: TrialResult, b: TrialResult) -> str:
-    """Why two trials can't be compared (random outputs, or weights or inputs with different sha256), or ""."""
+    """Why two trials can't be compared (outputs that change, or weights or inputs with different sha256), or ""."""
     if a.facts.random_outputs or b.facts.random_outputs:
-        return RANDOM
+        return CHANGING
     files = a.form and b.form and a.form != b.form  # files have hashes of their own, whatever their weights
     weights = {t.facts.weights_sha256 for t in (a, b)} - {""}
     if len(weights) > 1 and not files:

@@ -35,6 +35,7 @@ from dyno.worker.sessions.torch_support import (
     named_outputs,
     notes,
     positional,
+    takes_hooks,
     tensors,
 )
 from dyno.worker.spec import Artifact, DataSpec, Tensor, Trial, Unavailable, UserError
@@ -311,7 +312,7 @@ class TorchSession(Session):
         if isinstance(self._module, self._torch.jit.ScriptModule):
             return 0, {}  # which lets nobody watch its parts
         leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
-        hooks = [m.register_forward_hook(keep) for m in leaves]
+        hooks = [m.register_forward_hook(keep) for m in leaves if takes_hooks(self._torch, m)]
         try:
             with self._on(self._queue):
                 self._eager(*self._bound[0].values())
@@ -324,16 +325,16 @@ class TorchSession(Session):
         """The calls of the module's parts: by hooks on a CPU, by their kernels on a GPU."""
         if self._call is not self._eager:
             return super().profile(runs)
-        self._take_parts()
+        self.take_parts()
         measure = module_kernels.measure if self._on_gpu else module_times.measure
         return measure(self._module, self._once, lambda: self._eager(*self._bound[0].values()), runs)
 
     def run_for_counters(self) -> None:
         """With a range around the call of each part of the module; on a GPU."""
-        self._take_parts()
+        self.take_parts()
         module_ranges.run(self._module, self._once)
 
-    def _take_parts(self) -> None:
+    def take_parts(self) -> None:
         """Go on with the modules that a program of torch.export was made of, which can be watched."""
         if (found := program.parts(self._trial.model, self._trial.dims)) is not None:
             self._module = self._placed(found)

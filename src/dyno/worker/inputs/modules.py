@@ -11,11 +11,13 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.inputs import input_data as feeds
+from dyno.worker.inputs.layout import axes
 from dyno.worker.inputs.specs import BATCH, arguments, has_batch, tensors
 from dyno.worker.spec import DataSpec, Dims, InputSpec, ModelSpec, Tensor, UserError
 
 SIZE = ("height", "width")
 NUMBERS = (int, float, bool, str)
+NEEDS_GRADIENTS = re.compile("requires?.grad|[Ii]nference tensor")  # in PyTorch's words
 TOKENS = re.compile("ids|mask|token")  # names of inputs that are integers
 
 
@@ -125,11 +127,28 @@ def signature_of(module: Any) -> Signature:
 
 def advice(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
     """What to do about inputs of unknown shape and type, as the end of a message."""
+    if not model.source:
+        return "give example inputs too: models=(module, inputs)"
     function = model.source.rpartition(":")[2]
     shapes = " ".join(f"--shapes {name}:{'1x128:int64' if TOKENS.search(name) else '1x3x224x224'}" for name in names)
     if model.source.startswith("saved:"):
         return f"give {shapes}"
     return f"give {shapes}, or write {function}_inputs() beside {function}, which returns example inputs"
+
+
+def advice_on_reason(module: Any, reason: str, verb: str) -> str:
+    """What to do about a module that refuses its inputs for something that isn't theirs, as the end of a message: it
+    computes gradients, or has weights that aren't float32, as inputs are; else ""."""
+    if NEEDS_GRADIENTS.search(reason):
+        return (
+            "it computes gradients, which are off while it is measured: let forward switch them on within "
+            "`with torch.inference_mode(False), torch.enable_grad():`"
+        )
+    types = {str(each.dtype).removeprefix("torch.") for each in module.parameters() if each.is_floating_point()}
+    given = ", ".join(sorted(types))
+    if types - {"float32"} and "type" in reason:
+        return f"its weights are {given}: {verb} module.float(), since precisions say in which type it runs"
+    return ""
 
 
 def advice_after_refusal(module: Any, model: ModelSpec) -> str:
@@ -229,18 +248,25 @@ def _symbolic(specs: tuple[InputSpec, ...]) -> ModuleInputs:
     named = has_batch(arrays)
     first = next((spec.shape[0] for spec in arrays if isinstance(spec.shape[0], int)), 1)
     batch = 1 if named or any(spec.feeds for spec in arrays) or not isinstance(first, int) else first
-    image = next((spec.shape[2:] for spec in arrays if _may_be_image(spec)), SIZE)
+    image = next((_sides(spec.shape) for spec in arrays if _may_be_image(spec)), SIZE)
     height, width = (side if isinstance(side, int) else 0 for side in image)
 
     def symbols(spec: InputSpec) -> InputSpec:
         shape = spec.shape
         if spec in arrays and not named and shape[0] == first:
             shape = (BATCH, *shape[1:])
-        if _may_be_image(spec) and shape[2:] == image:
-            shape = (*shape[:2], *SIZE)
+        if _may_be_image(spec) and _sides(shape) == image:
+            places = dict(zip(axes(shape)[1:], SIZE, strict=True))
+            shape = tuple(places.get(axis, length) for axis, length in enumerate(shape))
         return replace(spec, shape=shape)
 
     return ModuleInputs(tuple(map(symbols, specs)), batch, (height, width), named=named)
+
+
+def _sides(shape: Sequence[int | str]) -> tuple[int | str, int | str]:
+    """Height and width of an image with its channels first or last."""
+    _, height, width = axes(shape)
+    return shape[height], shape[width]
 
 
 def _may_be_image(spec: InputSpec) -> bool:

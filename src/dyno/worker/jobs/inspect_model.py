@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
@@ -17,8 +16,6 @@ from dyno.worker.nets import file_images, flops, models, task_facts, torchvision
 from dyno.worker.nets.file_images import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import tensors as tensors_of
 from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError
-
-NEEDS_GRADIENTS = re.compile("requires?.grad|[Ii]nference tensor")  # in PyTorch's words
 
 
 def inspect_model(
@@ -62,7 +59,8 @@ def _module(
         purpose = (
             declared if described and task in ("", declared.task) else task_facts.facts(model, task, declared, outputs)
         )
-        inspection = replace(inspection, outputs=_classes(outputs), parameters=_parameters(module)).joined(purpose)
+        parameters = sum(int(p.numel()) for p in module.parameters())
+        inspection = replace(inspection, outputs=_classes(outputs), parameters=parameters).joined(purpose)
     one_image = models.is_torchvision_detector(model)
     return replace(
         inspection,
@@ -91,14 +89,6 @@ def _check_sizes(model: ModelSpec, sizes: list[list[int]], inputs: ModuleInputs,
         shown = f"{inputs.size[0]}x{inputs.size[1]}"
         height, width = conflicting[0]
         raise UserError(f"shapes give an input of {shown} pixels, and sizes {height}x{width}; omit one of them")
-
-
-def _parameters(module: Any) -> int:
-    """Number of parameters; 0 where they can't be counted, as those of lazy modules."""
-    try:
-        return sum(int(p.numel()) for p in module.parameters())
-    except (ValueError, RuntimeError):
-        return 0
 
 
 def _count(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> int:
@@ -152,12 +142,7 @@ def _hint(module: Any, model: ModelSpec, reason: str) -> str:
     """What to do about a module that refuses its input; a library's network takes an image of some size."""
     if not _may_differ(model, {}):
         return ""
-    if NEEDS_GRADIENTS.search(reason):
-        return (
-            "; it computes gradients, which are off while it is measured: let forward switch them on within "
-            "`with torch.inference_mode(False), torch.enable_grad():`"
-        )
-    return f"; {modules.advice_after_refusal(module, model)}"
+    return f"; {modules.advice_on_reason(module, reason, 'return') or modules.advice_after_refusal(module, model)}"
 
 
 def _classes(shapes: Sequence[Sequence[int | str]]) -> int:

@@ -16,7 +16,7 @@ from dyno.worker.facts.engine import ORIGIN
 from dyno.worker.facts.serve import ServeFacts, ServeStep
 from dyno.worker.inputs import input_data
 from dyno.worker.jobs.finite import failure, not_finite
-from dyno.worker.jobs.run_trial import answer_all, repeat
+from dyno.worker.jobs.run_trial import answer_all, answers, repeat
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
@@ -78,8 +78,9 @@ def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal
     inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
     journal.facts(inputs_sha256=input_data.fingerprint(feeds, trial.model.preprocess), **inherited)
     try:
+        before = instances.call(lambda: answers(first.session, feeds[0]))
         instances.call(lambda: answer_all(Formed(instances.ladder, trial.dims), trial, journal, timed=False))
-        instances.call(lambda: repeat(first.session, feeds[0], journal))
+        instances.call(lambda: repeat(first.session, feeds[0], before, journal))
     except Unanswered as e:  # of a server with too much to do: a rate says so
         journal.warn(f"{e}: not all outputs could be compared")
     if not journal.record.facts.finite:

@@ -8,7 +8,7 @@ from typing import Any
 
 from dyno.worker.facts.inside import MODULES, UNWATCHED, Inside, Layer, Port
 from dyno.worker.nets import flops
-from dyno.worker.sessions.torch_support import import_torch, tensors
+from dyno.worker.sessions.torch_support import import_torch, takes_hooks, tensors
 from dyno.worker.spec import UserError
 
 UNSEEN = f"{UNWATCHED}; look at its graph: dyno inspect MODEL onnx"
@@ -71,7 +71,11 @@ def _dispatched(torch: Any) -> Any:
 
 
 def parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
-    """The module and its parts by name, but for containers that only hold others."""
+    """The module and its parts by name, but for containers that only hold others, and what takes no hooks."""
+    return [(name, part) for name, part in _parts(torch, module) if takes_hooks(torch, part)]
+
+
+def _parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
     containers = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
     return [(name, part) for name, part in module.named_modules() if type(part) not in containers]
 
@@ -91,13 +95,13 @@ class _Watch:
 
     def __init__(self, torch: Any, module: Any, so_far: Callable[[], tuple[int, int]]) -> None:
         self._so_far, self._calls, self._open = so_far, list[Layer](), list[_Open]()
-        self._parts = parts(torch, module)
+        self._parts = _parts(torch, module)
         self._outer = {name for name, part in self._parts if next(part.children(), None) is not None}
         self._names: dict[int, list[str]] = {}  # a part that stands in several places has a name for each
         for name, part in module.named_modules(remove_duplicate=False):
             self._names.setdefault(id(part), []).append(name)
         self._hooks = []
-        for name, part in self._parts:
+        for name, part in parts(torch, module):
             self._hooks.append(part.register_forward_pre_hook(self._enter))
             self._hooks.append(part.register_forward_hook(self._leaving(name), with_kwargs=True))
 
@@ -144,7 +148,7 @@ class _Watch:
             only_calls = call.skipped or not (call.name or counted.flops)
             if counted.parameters or not (only_calls and call.name in self._outer):
                 calls.append(counted)
-        kinds = {name: type(part).__name__ for name, part in self._parts}
+        kinds = {name: getattr(part, "original_name", type(part).__name__) for name, part in self._parts}
         left = [Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in own.items()]
         return calls + [layer for layer in left if layer.parameters]
 

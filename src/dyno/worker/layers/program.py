@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 from dyno.worker.inputs import modules
@@ -20,10 +21,9 @@ def parts(model: ModelSpec, dims: Dims) -> Any:
     if kind != "saved" or not path.endswith(saved_modules.PROGRAM):
         return None
     specs = model.inputs or (InputSpec("input", "float32", ("batch", model.channels, "height", "width")),)
-    args, keywords = modules.example(model, specs, dims)
     try:
         found = _named(saved_modules.unflattened(path))
-        _check_same(models.build(model, dims), found, args, keywords)
+        _check_same(models.build(model, dims), found, lambda: modules.example(model, specs, dims))
     except MemoryError:
         raise
     except Exception:  # unflatten has limits of its own; then nothing is known of the parts
@@ -65,13 +65,16 @@ def _inner_modules(self: Any, *args: Any, **keywords: Any) -> Any:
     return self.model.named_modules(*args, **keywords)
 
 
-def _check_same(program: Any, found: Any, args: Any, keywords: Any) -> None:
+def _check_same(program: Any, found: Any, example: Callable[[], tuple[Any, Any]]) -> None:
+    """An `AssertionError` where the outputs differ; each has an example of its own, which it may write into."""
     torch = import_torch()
     results = []
     with torch.no_grad():
         for each in (program, found):
             torch.manual_seed(0)  # a program may draw numbers
+            args, keywords = example()
             results.append(list(tensors(each(*args, **keywords))))
     torch.testing.assert_close(*results, equal_nan=True)
+    args, keywords = example()
     with flops.counting():  # which has operators run in other forms
         found(*args, **keywords)

@@ -21,7 +21,7 @@ from dyno.worker.inputs import input_data
 from dyno.worker.inputs.shapes import REFUSALS
 from dyno.worker.inputs.specs import BATCH, arguments, has_batch, tensors
 from dyno.worker.makers.control_flow import batch_limit, check_control_flow, follow_batch, traced_values
-from dyno.worker.makers.verify import Case, Refused, Source, Wrong, doubtful, verified
+from dyno.worker.makers.verify import DOUBT, Case, Refused, Source, Wrong, doubtful, verified
 from dyno.worker.nets import models, task_facts, torchvision_detectors
 from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, opset_of, prepare_given, read_io
 from dyno.worker.onnx_graph.fusible import fusible
@@ -134,6 +134,12 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
             verified=checked,
             warnings=tuple(notes),
         )
+    if _changes(torch, module, recipe.model, source.expected[0]):
+        raise UserError(
+            f"{recipe.model.name} gives other outputs at each call on one input, so no graph can be compared with it; "
+            "let its forward draw no random numbers and keep nothing of earlier calls, or measure it with "
+            "--backends pytorch"
+        )
     other = (
         "try another --opset, measure it with --backends pytorch,compile, or give an ONNX file from another exporter"
     )
@@ -195,15 +201,32 @@ def _source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> Sour
 
 def _answered(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.ndarray]) -> tuple[Any, Case]:
     """What the module makes of the inputs, as it returns it and as a case; a `UserError` where it refuses them."""
-    args, keywords = arguments(model.inputs, {name: torch.from_numpy(array) for name, array in feeds.items()})
+    copies = {name: torch.from_numpy(array.copy()) for name, array in feeds.items()}  # a module may write into them
+    args, keywords = arguments(model.inputs, copies)
     try:
         with torch.no_grad():
             result = module(*args, **keywords)
     except REFUSALS as e:
         refused = ", ".join("x".join(map(str, array.shape)) or name for name, array in feeds.items())
         raise UserError(f"{model.name} refuses {refused}: {first_line(e)}") from e
-    outputs = {name: tensor.numpy() for name, tensor in named_outputs(result).items()}
+    named = named_outputs(result)
+    if torch.bfloat16 in {tensor.dtype for tensor in named.values()}:
+        raise UserError(
+            f"{model.name} returns bfloat16, which arrays of NumPy don't have, so no graph can be compared with it; "
+            "let its forward return .float()"
+        )
+    outputs = {name: tensor.numpy() for name, tensor in named.items()}
     return result, Case(next((len(a) for a in feeds.values() if a.ndim), 1), feeds, outputs)
+
+
+def _changes(torch: Any, module: Any, model: ModelSpec, case: Case) -> bool:
+    """Whether the outputs of one more call are other ones."""
+    again = _answered(torch, module, model, case.feeds)[1].outputs
+    return not all(
+        again[name].shape == array.shape
+        and np.allclose(again[name], array, DOUBT, DOUBT * np.abs(array).max(initial=0.0), equal_nan=True)
+        for name, array in case.outputs.items()
+    )
 
 
 def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: Source, path: Path) -> list[str]:

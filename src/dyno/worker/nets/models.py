@@ -22,6 +22,7 @@ from dyno.worker.nets import local_code, saved_modules, torchvision_detectors, u
 from dyno.worker.nets.checkpoint import apply, head_classes, read_checkpoint
 from dyno.worker.nets.darknet import network as darknet
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
+from dyno.worker.sessions.torch_support import eager
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
 
 LIBRARIES = ("torchvision", "timm")
@@ -189,7 +190,7 @@ def _from_source(
     module = _call(_function(model), model)
     if not isinstance(module, torch.nn.Module):
         raise UserError(f"{model.source} returned a {type(module).__name__}; it must return a torch.nn.Module")
-    return module
+    return eager(torch, module)
 
 
 def _library(name: str) -> Any:

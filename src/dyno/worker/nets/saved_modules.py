@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import inspect
 import json
+import re
 import warnings
+import zipfile
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +16,7 @@ from dyno.worker.spec import InputSpec, Unavailable, UserError, from_json
 
 PROGRAM = ".pt2"  # the ending of a program of torch.export; others are TorchScript
 INPUTS = "dyno_inputs.json"  # a file inside both formats: the inputs as JSON, where Dyno stored the module
+OPERATOR = re.compile(rb'"torch\.ops\.(\w+)\.(\w+)')  # the target of a node
 
 
 def load(path: str) -> Any:
@@ -54,7 +58,32 @@ def examples(path: str) -> Any:
 def _program(path: str, extra: dict[str, str] | None = None) -> Any:
     import torch
 
-    return _read(path, lambda: torch.export.load(path, extra_files=extra))
+    def load() -> Any:
+        try:
+            return torch.export.load(path, extra_files=extra)
+        except Exception:
+            if not _registered(torch, path):
+                raise
+            return torch.export.load(path, extra_files=extra)
+
+    return _read(path, load)
+
+
+def _registered(torch: Any, path: str) -> bool:
+    """Whether torchvision was imported for operators of the program; a `UserError` names one that no library has."""
+    with zipfile.ZipFile(path) as archive:
+        texts = [archive.read(name) for name in archive.namelist() if name.endswith(".json")]
+    named = [tuple(map(bytes.decode, found)) for text in texts for found in OPERATOR.findall(text)]
+    missing = [(library, name) for library, name in named if not hasattr(getattr(torch.ops, library), name)]
+    if any(library == "torchvision" for library, _ in missing):
+        importlib.import_module("torchvision")
+        return True
+    if missing:
+        raise UserError(
+            f"{path} needs the operator {'::'.join(missing[0])}, which another library registers; "
+            "name the model as FILE.py:FUNCTION, in a file that imports it"
+        )
+    return False
 
 
 def _script(path: str, extra: dict[str, str] | None = None) -> Any:
@@ -70,6 +99,8 @@ def _read(path: str, action: Any) -> Any:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             return action()
+    except UserError:
+        raise
     except ImportError as e:
         raise Unavailable(f"{path} can't be read: {e}") from e
     except Exception as e:  # each format has its own families of errors for a file that isn't one

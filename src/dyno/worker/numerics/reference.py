@@ -14,7 +14,7 @@ from dyno.worker.nets import flops
 from dyno.worker.numerics.closeness import errors
 from dyno.worker.numerics.engine import Engine, Feeds, TensorWriter, counterparts, once
 from dyno.worker.numerics.graph import Graph
-from dyno.worker.sessions.torch_support import tensors
+from dyno.worker.sessions.torch_support import import_torch, takes_hooks, tensors
 from dyno.worker.spec import UserError
 
 MOST_KEPT = 2 << 30  # bytes of all tensors of all runs; fewer inputs are compared where they would be more
@@ -68,7 +68,8 @@ class _Hooks:
     def __init__(self, module: Any) -> None:
         self.results: dict[Call, np.ndarray] = {}
         self._calls: Counter[str] = Counter()
-        self._hooks = [part.register_forward_hook(self._watching(name)) for name, part in module.named_modules()]
+        parts = [(name, part) for name, part in module.named_modules() if takes_hooks(import_torch(), part)]
+        self._hooks = [part.register_forward_hook(self._watching(name)) for name, part in parts]
 
     def _watching(self, name: str) -> Callable[..., None]:
         def watch(part: Any, args: Any, result: Any) -> None:

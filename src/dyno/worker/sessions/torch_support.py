@@ -108,6 +108,41 @@ def cast(module: Any, kind: str) -> Any:
     return getattr(module, methods[kind])()
 
 
+def unwrapped(torch: Any, module: Any) -> Any:
+    """The module inside torch.compile and DataParallel: it runs eagerly and on one device unless a backend says else.
+
+    Raises `UserError` for lazy weights, which have no values to be compared.
+    """
+    while (inner := getattr(module, "_orig_mod", None) or _parallel(torch, module)) is not None:
+        module = inner
+    if any(hasattr(each, "materialize") for each in (*module.parameters(), *module.buffers())):
+        name = type(module).__name__
+        raise UserError(f"{name} has lazy weights, which its first call makes; call it once on an input first")
+    return module
+
+
+def _parallel(torch: Any, module: Any) -> Any:
+    return module.module if isinstance(module, torch.nn.DataParallel) else None
+
+
+def eager(torch: Any, module: Any) -> Any:
+    """The same with its parts, in place."""
+    module = unwrapped(torch, module)
+    for part in module.modules():
+        if isinstance(part, torch.jit.ScriptModule):
+            continue
+        if getattr(part, "_compiled_call_impl", None) is not None:  # by module.compile()
+            part._compiled_call_impl = None
+        for name, child in part._modules.items():
+            part._modules[name] = child if child is None else unwrapped(torch, child)
+    return module
+
+
+def takes_hooks(torch: Any, part: Any) -> bool:
+    """Whether a part's calls can be watched: those of one that was scripted can't, inside an eager module either."""
+    return not isinstance(part, torch.jit.RecursiveScriptModule)
+
+
 def compute_layers(torch: Any) -> tuple[type, ...]:
     """The modules that do a network's arithmetic: convolutions, matrix products, attention, recurrence."""
     nn = torch.nn

@@ -49,6 +49,7 @@ def store_reference(job: Job, folder: Path, report: Report) -> None:
     report("run the reference")
     if "calls" in job.options:
         session: Any = find(trial.backend).load(trial, None)
+        session.take_parts()
         graph, engine = Graph(job.options["graph"]), _reference(trial, folder)
         feeds = _feeds(trial, session.inputs, count)
         calls = {tensor: (name, number) for name, number, tensor in job.options["calls"]}
