@@ -9,12 +9,13 @@ READY := $(VENV)/.ready
 OTHER_READY := $(OTHER)/.ready
 RUNS ?= runs
 # The tests run in three processes side by side, since jobs often wait: those of the whole program, those that load engines
-# into the process, and those that start jobs. A file of the first stands with the engines, which it loads. All three
-# fork what they start from one server.
+# into the process, and those that start jobs. A file of the first stands with the engines, which it loads; some of the
+# last stand with the first, so that all three end together. They fork what they start from one server.
 LOADING := tests/test_contract.py
-PROGRAM := $(filter-out $(LOADING),$(wildcard tests/test_*.py)) $(addprefix tests/,cli/comparison datasets sources)
+SERVED := $(addprefix tests/cli/,test_serve_endpoint.py test_serve_outputs.py)
+PROGRAM := $(filter-out $(LOADING),$(wildcard tests/test_*.py)) $(addprefix tests/,cli/comparison datasets sources) $(SERVED)
 ENGINES := $(addprefix tests/,analysis cli/images cli/inside gpu worker) $(LOADING)
-JOBS := $(addprefix tests/,api engine jobs placement planning training) $(wildcard tests/cli/test_*.py)
+JOBS := $(addprefix tests/,api engine jobs placement planning training) $(filter-out $(SERVED),$(wildcard tests/cli/test_*.py))
 FAST := -q -m "not slow and not gpu"
 
 # A PYTHONPATH or an activated environment of the caller's must not decide what is tested here. The byte-code of what is
