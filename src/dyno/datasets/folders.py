@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 
@@ -14,6 +15,7 @@ from dyno.datasets.photos import (
     Listing,
     calibration_photos,
     images,
+    left_out,
     name_below,
     printable,
     stratified_order,
@@ -103,7 +105,7 @@ def calibration_listing(folder: Path) -> Listing:
 
 def _listing(folder: Path, classes: list[str], standard: bool, photos: list[Photo], own: bool = False) -> Listing:
     """The photos labelled by their folder's place, or by its place among ImageNet's 1,000 classes."""
-    name, about = printable(folder.name), {"label_source": "imagenet1k" if standard else "folders"}
+    name, about = printable(folder.name), _about("imagenet1k" if standard else "folders", folder)
     if not standard:
         return Listing(name, [printable(one) for one in classes], photos, own, about)
     order = list(synsets())
@@ -117,7 +119,12 @@ def _unlabelled(folder: Path, calibration: int | Path) -> Listing:
     photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
     own = isinstance(calibration, Path)
     photos = photos + calibration_photos(calibration) if isinstance(calibration, Path) else photos
-    return Listing(printable(folder.name), [], photos, own, {"label_source": "none"})
+    return Listing(printable(folder.name), [], photos, own, _about("none", folder))
+
+
+def _about(labels: str, folder: Path) -> dict[str, Any]:
+    warnings = left_out(folder)
+    return {"label_source": labels, **({"warnings": warnings} if warnings else {})}
 
 
 def _roots(folder: Path) -> tuple[Path, Path | None]:

@@ -15,7 +15,8 @@ from dyno.datasets.decode import Progress, Transform, decoded, image_sizes, libr
 from dyno.datasets.rows import Timed
 from dyno.worker.spec import DataSpec, UserError
 
-EXTENSIONS = {".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
+EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
+UNREAD = {".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".svg", ".dng"}  # images too, of formats that aren't read
 CALIBRATION = 128
 CALIBRATION_SHARE = 5  # at most one image in five is taken from the test images
 
@@ -91,7 +92,8 @@ def cached_data(listing: Listing, folder: Path, options: DecodeOptions) -> DataS
     listing, shas = _without_test_copies(listing, hashes[:count])
     identity = [(p.split, p.name, p.label, p.calibrates, sha) for p, sha in zip(listing.photos, shas, strict=True)]
     aside = listing.about.get("set_aside", 0)
-    marks = [aside] if aside else []  # only where there are some: other data sets keep their key
+    # Only where there are some: other data sets keep their key.
+    marks = [*([aside] if aside else []), *listing.about.get("warnings", [])]
     key = store.key_of(
         listing.classes, identity, hashes[count:], options.transform.identity, made_by, options.seed, *marks
     )
@@ -150,6 +152,16 @@ def images(root: Path) -> list[Path]:
         folders[:] = [name for name in folders if not name.startswith(".")]
         paths += [Path(parent, name) for name in files if not name.startswith(".") and is_image(name)]
     return sorted(paths)
+
+
+def left_out(root: Path) -> list[str]:
+    """A warning where images of formats that aren't read lie below the folder."""
+    found = sorted(path for path in root.rglob("*") if path.suffix.lower() in UNREAD and path.is_file())
+    if not found:
+        return []
+    formats = ", ".join(sorted({path.suffix.lower() for path in found}))
+    are = "1 image is" if len(found) == 1 else f"{len(found):,} images are"
+    return [f"{are} left out, of formats that aren't read ({formats}), e.g. {name_below(found[0], root)}"]
 
 
 def is_image(name: str) -> bool:
