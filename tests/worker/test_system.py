@@ -138,3 +138,11 @@ def test_byte_code_goes_into_the_cache_only_where_it_would_be_stored_nowhere(
     monkeypatch.syspath_prepend(tmp_path / "site-packages")
     system.keep_byte_code()
     assert sys.pycache_prefix != first, "of another version of a library the byte-code is another"
+
+
+def test_a_relative_cache_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("DYNO_CACHE", raising=False)
+    monkeypatch.setenv("HOME", str(tmp_path))
+    for base, expected in (("relative", tmp_path / ".cache"), ("", tmp_path / ".cache"), ("/else", Path("/else"))):
+        monkeypatch.setenv("XDG_CACHE_HOME", base)
+        assert system.cache_dir() == expected / "dyno"

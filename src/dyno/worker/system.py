@@ -37,8 +37,10 @@ PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
 
 def cache_dir() -> Path:
     """Where all caches lie: DYNO_CACHE, or `dyno` in the user's cache folder."""
-    base = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")
-    return Path(os.environ.get("DYNO_CACHE") or Path(base) / "dyno")
+    if own := os.environ.get("DYNO_CACHE"):
+        return Path(own)
+    base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # its specification has a relative one ignored
+    return (base if base.is_absolute() else Path.home() / ".cache") / "dyno"
 
 
 def compiled() -> tuple[int, int]:
