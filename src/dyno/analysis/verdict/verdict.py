@@ -27,7 +27,10 @@ from dyno.analysis.verdict.findings import FAILURE, NOTE, WARNING, Decision, Fin
 from dyno.analysis.verdict.whole_run import devices, mixed_precision, pixels, routes
 
 COMPANY = "what the table calls faster or slower is so beside those programs; engines suffer from company differently"
-OTHER_NETWORK = " Files of two networks belong into two commands: these have inputs and outputs of the same shapes."
+OTHER_NETWORK = (
+    " The files were taken for one network, since their inputs and outputs have the same shapes; "
+    "if they are two, give each a command of its own."
+)
 MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
 SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
 NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
