@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import io
 import subprocess
 import sys
+import tarfile
 import tempfile
 from pathlib import Path
 
 import pytest
 
-from dyno.placement.clusters.node import Node, whole
+from dyno.placement.clusters import node as nodes
+from dyno.placement.clusters.node import News, Node, mirror, whole
 
 HOLDER = """
 import sys, time; from dyno.placement.clusters import node
@@ -47,3 +50,35 @@ def _after_a_block(block: Path) -> Path:
     (folder,) = [path for path in Path(tempfile.gettempdir()).glob("dyno-block-*/block.json") if path.parent.is_dir()]
     node.end()
     return folder.parent
+
+
+def test_a_killed_command_leaves_no_half_of_a_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there, here = tmp_path / "there", tmp_path / "here"
+    for name in ("r0/record.json", "r0/samples.npz", "block.log"):
+        (there / name).parent.mkdir(parents=True, exist_ok=True)
+        (there / name).write_text(name)
+    news, written, write = News(whole(there), (), None), list[str](), nodes.write_bytes
+
+    def killed(path: Path, content: bytes) -> None:
+        write(path, content)
+        written.append(path.name)
+        if len(written) == 2:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(nodes, "write_bytes", killed)
+    with pytest.raises(KeyboardInterrupt):
+        mirror(news, here)
+    assert written == ["block.log", "samples.npz"], "a record comes after what it is of"
+    monkeypatch.setattr(nodes, "write_bytes", write)
+    names = tuple(path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file())
+    mirror(News(whole(there), names, None), here)
+    assert {name: (here / name).read_text() for name in names} == {name: name for name in names}
+
+
+def test_nothing_is_written_beyond_the_folder(tmp_path: Path) -> None:
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as tar:
+        tar.addfile(tarfile.TarInfo("../beyond"), io.BytesIO())
+    with pytest.raises(tarfile.FilterError):
+        mirror(News(written.getvalue(), (), None), tmp_path / "here")
+    assert not (tmp_path / "beyond").exists()

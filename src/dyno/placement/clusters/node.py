@@ -24,6 +24,7 @@ from dyno.placement import places, process
 from dyno.placement.running import LOG
 from dyno.store import LOCK
 from dyno.worker import system
+from dyno.worker.record import write_bytes
 
 # Clusters and their sites set these for what they start. A block has them as the host has where the command was given.
 CARRIED = (
@@ -31,6 +32,7 @@ CARRIED = (
     "KMP_AFFINITY",
 )  # fmt: skip
 
+RECORD = "record.json"
 FOLDERS = "dyno-block-"  # what folders of blocks are called on a node
 
 
@@ -198,7 +200,15 @@ def unpack(packed: bytes, folder: Path) -> None:
 
 
 def mirror(news: News, folder: Path) -> None:
-    """Make the folder what the node's is: with what changed, and without what is gone."""
-    unpack(news.changed, folder)
+    """Make the folder what the node's is: with what changed, and without what is gone.
+
+    This process may be killed meanwhile: a file is there whole or not at all, and a record after what it is of.
+    """
+    with tarfile.open(fileobj=io.BytesIO(news.changed)) as tar:
+        for about in sorted(tar.getmembers(), key=lambda about: Path(about.name).name == RECORD):
+            path, content = folder / tarfile.data_filter(about, str(folder)).name, tar.extractfile(about)
+            assert content is not None, "nothing but files is packed"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, content.read())
     for name in _stamps(folder).keys() - set(news.names):
         (folder / name).unlink(missing_ok=True)
