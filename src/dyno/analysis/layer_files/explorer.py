@@ -46,7 +46,7 @@ def _output(name: str, port: Port) -> dict[str, Any]:
 
 
 def _modules(step: Step) -> list[str]:
-    """The modules around the layer by the last part of their names; a module's call is no group of its own."""
+    """The modules around the layer by the last part of their names; a module's call is not a group of its own."""
     around = step.stack[1:-1]
     if not step.modules:  # a group by operator
         return [*around]
