@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Mapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
@@ -11,6 +12,7 @@ from threading import Event
 from dyno.jobs.memory import ROOM, UNKNOWN_B, available
 from dyno.planning.model_info import inspect_model
 from dyno.study import Study
+from dyno.worker import system
 from dyno.worker.inspection import Inspection
 from dyno.worker.spec import ModelSpec, UserError
 
@@ -20,8 +22,8 @@ Inspected = tuple[ModelSpec, Inspection]
 def inspect_models(study: Study, models: Mapping[str, ModelSpec]) -> dict[str, Inspected | UserError]:
     """What the inspection of each model says, by its key there, or why it can't be used.
 
-    As many are inspected at once as there are processors, and memory for. One that fails beside others is inspected
-    again alone: it may have lacked memory or time for no fault of its own.
+    As many are inspected at once as there are processors, and memory for, each on its share of them. One that fails
+    beside others is inspected again alone: it may have lacked memory or time for no fault of its own.
     """
     most = min(len(models), len(os.sched_getaffinity(0)), int(available() / (ROOM * UNKNOWN_B)))
     found: dict[str, Inspected | UserError] = {**_side_by_side(study, models, most)} if most > 1 else {}
@@ -41,8 +43,14 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> d
         if stopped.is_set():
             raise KeyboardInterrupt  # in the inspection's thread, which then kills its process
 
+    shares = deque(_shares(most))
+
+    def keep_to_share() -> None:
+        """Confine what this thread starts: processes on the same cores, with threads for all, wait for each other."""
+        os.sched_setaffinity(0, shares.popleft())
+
     found = {}
-    with ThreadPoolExecutor(most) as pool:
+    with ThreadPoolExecutor(most, initializer=keep_to_share) as pool:
         pending = {key: pool.submit(inspect_model, model, study, tick) for key, model in models.items()}
         try:
             for key, future in pending.items():
@@ -53,3 +61,9 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> d
             pool.shutdown(wait=False, cancel_futures=True)
             raise
     return found
+
+
+def _shares(count: int) -> list[list[int]]:
+    """The processors that this process may use in so many shares, threads of one core next to each other."""
+    order = [cpu for core in system.core_threads() for cpu in core]
+    return [order[k * len(order) // count : (k + 1) * len(order) // count] for k in range(count)]

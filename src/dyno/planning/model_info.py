@@ -175,7 +175,8 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     reader = file_format.usual(Path(model.file)) if file_format and file_format.on_device else ""
     runtime = _inspection_runtime(model, reader, study)
     libraries = registry.find(reader).requires if reader else INSPECTION_LIBRARIES
-    key = digest([model, options, runtime, worker_code_sha256(*outside(file_format)), versions(runtime, libraries)])[
+    lasting = replace(runtime, threads=1)  # how many there are makes no difference to what is known after
+    key = digest([model, options, lasting, worker_code_sha256(*outside(file_format)), versions(runtime, libraries)])[
         :24
     ]
     record = good_record(remembered("inspections", key))
@@ -205,7 +206,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
 
 def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
     """Where a model is inspected: here, but for an engine, which only the backend of that name on its GPU can read."""
-    threads = study.threads or system.physical_cores()
+    threads = system.physical_cores()
     if not name:
         return Runtime(threads=threads)
     choice = next((choice for choice in map(Choice.parse, study.backends) if choice.name == name), Choice(name))
