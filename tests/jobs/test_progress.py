@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dyno.jobs.progress import Progress
 from dyno.worker.record import Record
-from dyno.worker.spec import Trial
+from dyno.worker.spec import Recipe, Trial
 
 
 def test_a_wait_gets_a_line_where_nothing_is_drawn_anew(fake_trial: Callable[..., Trial]) -> None:
@@ -59,3 +59,12 @@ def test_a_file_that_takes_long_says_how_long() -> None:
     progress.since -= 83
     progress.took()
     assert told.getvalue().splitlines() == ["make net engine int8 b1 224", "make net engine int8 b1 224: 1:23 minutes"]
+
+
+def test_files_made_with_other_options_have_other_lines(fake_trial: Callable[..., Trial]) -> None:
+    told, trial = io.StringIO(), fake_trial()
+    progress = Progress(console=Console(file=told, width=200))
+    graph = Recipe("onnx_export", "onnx", "fp32", trial.model, trial.dims, {"exporter": "torchscript"})
+    engine = Recipe("tensorrt", "engine", "int8", trial.model, trial.dims, {"optimization": 3}, parent=graph)
+    progress.making(engine)
+    assert told.getvalue() == "make net engine int8 b2 4 exporter=torchscript optimization=3\n"

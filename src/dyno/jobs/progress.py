@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
@@ -52,10 +53,9 @@ class Progress:
     def making(self, recipe: Recipe, wrong: str = "") -> None:
         """A file is being made; `wrong` is the reason why the cached one was not used."""
         what = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
-        batch = f" b{recipe.dims.batch}" if recipe.dims.batch else ""
-        self._begin(
-            f"{what} {recipe.model.name} {recipe.format} {recipe.precision}{batch} {recipe.dims.shown}".rstrip()
-        )
+        batch = f"b{recipe.dims.batch}" if recipe.dims.batch else ""
+        words = (what, recipe.model.name, recipe.format, recipe.precision, batch, recipe.dims.shown, *_options(recipe))
+        self._begin(" ".join(filter(None, words)))
         if wrong:
             self._say(Text(f"{plain(wrong)}; building it again", "yellow"))
         if self.live is None:
@@ -157,3 +157,11 @@ class Progress:
 def _clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
+
+
+def _options(recipe: Recipe) -> list[str]:
+    """The options that the file is made with, its parents' among them, as OPTION=VALUE."""
+    steps: list[Recipe] = [recipe]
+    while (parent := steps[0].parent) is not None:
+        steps.insert(0, parent)
+    return [f"{key}={value}" for key, value in ChainMap(*(step.options for step in reversed(steps))).items()]

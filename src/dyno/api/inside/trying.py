@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.analysis import stats
+from dyno.analysis.formatting import counting
 from dyno.analysis.inside.cures import prescriptions, tried
 from dyno.analysis.inside.cures.prescriptions import Called
 from dyno.analysis.inside.cures.tried import Outcome
@@ -78,6 +79,8 @@ def run(found: Waterfall, sides: Sequence[Side], study: Study, batch: int, round
     asked = tuple(dict.fromkeys((_text(*a), _text(*b), *variants)))
     own = replace(study, backends=asked, precisions=(), batches=(batch,), rounds=rounds, until=FIXED,
                   boundaries=(BOUNDARY,))  # fmt: skip
+    wanted = "; ".join(one.prescription.text for _, one in variants.values())
+    progress.other(f"trying {counting(len(variants), 'prescription')} for {title}: {wanted}")
     folder = new_folder("explain", study.models)
     execute(own, folder, progress)
     data = trial_table.read(folder)
