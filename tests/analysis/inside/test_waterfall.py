@@ -221,6 +221,17 @@ def test_sentences_say_what_to_act_on() -> None:
     assert "outside the layers: 8." in last.text
 
 
+def test_a_conversion_that_costs_most_is_named_by_what_it_stands_before() -> None:
+    moved = Layer(
+        name="Reformatting CopyNode", type="Reformat", inputs=(Port("t3"),), outputs=(Port("u3"),), moves=True
+    )
+    pool = replace(FAST.layers[2], inputs=(Port("u3"),))
+    form = replace(FAST, layers=(FAST.layers[0], moved, pool, FAST.layers[3]))
+    b = side(2, (60, 400, 5, 30), 500)
+    told = {r.key: r for r in reasons.reasons(waterfall.waterfall(replace(pair(), forms=(MODULE, GRAPH, form), b=b)))}
+    assert "The largest part is the conversion before pool (Reformatting CopyNode): 0 µs in" in told["alone"].text
+
+
 def test_int8_that_is_no_faster_names_the_layers_that_kept_their_type() -> None:
     told = [r for r in reasons.reasons(waterfall.waterfall(to_int8(quicker=70))) if r.key == "not_faster"]
     stayed, slower = told

@@ -76,7 +76,8 @@ class _Words:
             return
         part = self._w.parts[largest.parts[0]]
         share = f", {largest.a / self._gap.a:.0%} of {self._a}'s latency" if largest.a > largest.b else ""
-        text = f"The largest part is {_listed(part.names)}: {_us(largest.a)} in {self._a}{share}, {_us(largest.b)} in "
+        named = f"the conversion before {part.before} ({part.names[0]})" if part.before else _listed(part.names)
+        text = f"The largest part is {named}: {_us(largest.a)} in {self._a}{share}, {_us(largest.b)} in "
         yield _reason(ALONE, f"{text}{self._b}.", largest, part.names)
 
     def narrower(self) -> Iterator[Reason]:
