@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Sequence
 from typing import Any
 
 import typer
@@ -15,6 +16,7 @@ from dyno.worker.extras import EXTRAS, distribution, lacking
 from dyno.worker.spec import Unavailable, Unfinished, UserError, check_utf8, plain
 
 INTERRUPTED = 130
+CONTINUES = ("run", "demo", "train")  # commands that go on in the folder of the time before
 BAD_INPUT, UNFINISHED = 2, 3
 ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache)"
 OS_ERRORS = {
@@ -95,12 +97,19 @@ def end(app: typer.Typer) -> None:
             raise
         _fail(lacking([str(e.name)]))
     except (KeyboardInterrupt, typer.Abort):
-        print("dyno: stopped; what was measured is stored, the same command continues from there", file=sys.stderr)
+        print("dyno: stopped; " + _left(sys.argv[1:]), file=sys.stderr)
         sys.exit(INTERRUPTED)
     except OSError as e:
         if e.errno not in OS_ERRORS:
             raise
         _fail(f"{e.filename or 'output'}: {OS_ERRORS[e.errno]}")
+
+
+def _left(words: Sequence[str]) -> str:
+    """What an interrupt left of the command; most commands begin a new folder each time, or store nothing."""
+    if words and words[0] in CONTINUES:
+        return "what was measured is stored, the same command continues from there"
+    return "files and rounds that were finished are kept, in the cache and below runs/"
 
 
 def _fail(line: str, code: int = BAD_INPUT) -> None:

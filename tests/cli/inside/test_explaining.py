@@ -222,8 +222,9 @@ def test_what_is_known_is_shown_and_kept_before_prescriptions_are_tried(
         "--save",
         "pair.json",
     )
-    code, out, _ = call("explain", *asked)
-    assert code != 0 and "From A to B" in out and "prescription" not in out
+    code, out, err = call("explain", *asked)
+    assert code == 130 and "From A to B" in out and "prescription" not in out
+    assert "the same command" not in err, "it would begin anew"
     assert dyno.explain(tmp_path / "pair.json").reasons
 
 

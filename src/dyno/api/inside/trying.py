@@ -79,9 +79,9 @@ def run(found: Waterfall, sides: Sequence[Side], study: Study, batch: int, round
     asked = tuple(dict.fromkeys((_text(*a), _text(*b), *variants)))
     own = replace(study, backends=asked, precisions=(), batches=(batch,), rounds=rounds, until=FIXED,
                   boundaries=(BOUNDARY,))  # fmt: skip
-    wanted = "; ".join(one.prescription.text for _, one in variants.values())
-    progress.other(f"trying {counting(len(variants), 'prescription')} for {title}: {wanted}")
     folder = new_folder("explain", study.models)
+    wanted = "; ".join(one.prescription.text for _, one in variants.values())
+    progress.other(f"trying {counting(len(variants), 'prescription')} for {title}, in {folder}: {wanted}")
     execute(own, folder, progress)
     data = trial_table.read(folder)
     trials = {_key(t): t for t in data.records}
