@@ -109,7 +109,8 @@ class Forked:
     ) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
         self._socket.connect(path)
-        request = {"words": [*words], "cwd": cwd, "env": {**env}, "path": path, "inherited": [*inherited]}
+        request = {"words": [*words], "cwd": cwd, "env": {**env}, "path": path, "inherited": [*inherited],
+                   "cores": [*os.sched_getaffinity(0)]}  # fmt: skip
         asked = json.dumps(request).encode()
         socket.send_fds(self._socket, [len(asked).to_bytes(8, "big")], [*output, *inherited])
         self._socket.sendall(asked)
@@ -349,6 +350,7 @@ def _become(asked: dict[str, Any], files: Sequence[int]) -> int:
     os.chdir(asked["cwd"])
     os.environ.clear()
     os.environ.update(asked["env"])
+    os.sched_setaffinity(0, asked["cores"])  # a process has those of the thread that starts it
     faulthandler.enable()
     sys.path[:0] = [each for each in os.environ.get("PYTHONPATH", "").split(os.pathsep) if each not in ("", *sys.path)]
     kind, text, *words = asked["words"]

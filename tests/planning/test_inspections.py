@@ -35,6 +35,7 @@ def model(name):
 
 def meets(name, other):
     made = model(name)
+    (FOLDER / (name + ".cores")).write_text(" ".join(map(str, os.sched_getaffinity(0))))
     while not (FOLDER / other).exists():
         time.sleep(0.02)
     return made
@@ -75,6 +76,14 @@ def source(tmp_path: Path) -> str:
 def test_models_are_inspected_side_by_side(source: str) -> None:
     study = Study(models=(f"{source}:one", f"{source}:other"), backends=("pytorch",), sizes=("32",))
     assert [one.trial.model.name for one in expand(study)] == ["one", "other"]
+
+
+def test_each_has_processors_of_its_own_whatever_threads_is(source: str, tmp_path: Path) -> None:
+    before = os.sched_getaffinity(0)
+    expand(Study(models=(f"{source}:one", f"{source}:other"), backends=("pytorch",), sizes=("32",), threads=1))
+    one, other = ({*(tmp_path / f"{name}.cores").read_text().split()} for name in ("one", "other"))
+    assert one and other and not one & other
+    assert os.sched_getaffinity(0) == before, "the study itself keeps all"
 
 
 def test_one_that_crashes_beside_others_is_inspected_again_alone(source: str) -> None:
