@@ -29,6 +29,7 @@ from dyno.worker.onnx_graph.file import QUANTISED, read_io
 from dyno.worker.onnx_graph.fold import lifted
 from dyno.worker.onnx_graph.fp16 import to_fp16
 from dyno.worker.onnx_graph.int8 import METHOD, METHODS, to_int8
+from dyno.worker.onnx_graph.joints import JOINTS
 from dyno.worker.onnx_graph.opset import keep_metadata
 from dyno.worker.onnx_graph.repair import to_fp32
 from dyno.worker.option_values import Check, flag, number, one_of, whole
@@ -63,8 +64,8 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
     engines fix it; with the option `static` it has the trial's, and with `fold` the trial's shapes are folded into the
     file before it is converted. Trial options `samples`, `method`, `percentile` and `quantizer` reach the calibration,
     `keep` (how many of the most sensitive layers stay in float32) the conversion to fp16 or int8, `exporter` and
-    `opset` (17 for TensorRT) the export; `input=uint8` makes the file read raw pixels. Pure; int8 or fp8
-    without data is a `UserError`.
+    `opset` (17 for TensorRT) the export, `joints` (Q/DQ between layers, too) int8 for TensorRT; `input=uint8` makes the
+    file read raw pixels. Pure; int8 or fp8 without data is a `UserError`.
     """
     # Files are made in the Python that has the model, even if the trial runs in another one.
     options = {"opset": OPSETS[target], **trial.options} if target in OPSETS else trial.options
@@ -106,7 +107,7 @@ def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
         return quantised(parent, precision, data, options)
     if options["method"] not in METHODS:
         raise UserError(f"unknown calibration method {options['method']!r}; known: {', '.join(METHODS)}")
-    options = {"target": target, **options}
+    options = {"target": target, **options, **({JOINTS: True} if trial.options.get(JOINTS) else {})}
     if keep:
         parent = ranked(parent, precision, data, options)
         options = {**options, **keep}

@@ -21,6 +21,7 @@ from dyno.worker.inputs.calibration import CalibrationImages, CalibrationInputs,
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.fold import folded
 from dyno.worker.onnx_graph.head import decoding, named
+from dyno.worker.onnx_graph.joints import JOINTS, MOVES
 from dyno.worker.onnx_graph.opset import in_opset, opset
 from dyno.worker.onnx_graph.placement import LINEAR, OBSERVED, place
 from dyno.worker.spec import Artifact, Recipe, UserError
@@ -90,7 +91,7 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Se
         seen = observed(model, recipe, data, scratch)
         excluded = seen.excluded | {*higher}
         if seen.scheme.fused:
-            place(seen.model, seen.ranges, excluded, seen.transformer)
+            place(seen.model, seen.ranges, excluded, seen.transformer, joints=JOINTS in recipe.options)
             onnx.save(seen.model, path)
         else:
             extra = _extra_options(seen.scheme, seen.ranges)
@@ -133,7 +134,8 @@ def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> Ob
     prepared, notes = _prepared(model, data, scratch)
     excluded, transformer = _attention(prepared)
     excluded |= decoding(prepared.graph, recipe.model)
-    types = OBSERVED if scheme.fused else LINEAR if transformer else _every_type()
+    fused = (*OBSERVED, *(MOVES if JOINTS in recipe.options else ()))
+    types = fused if scheme.fused else LINEAR if transformer else _every_type()
     ranges = _calibrated(scratch, types, data, recipe)
     narrow = target != "tensorrt" and _saturates()
     return Observed(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow, tuple(notes))

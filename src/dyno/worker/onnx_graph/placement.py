@@ -14,6 +14,8 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker.onnx_graph.joints import Joints
+
 LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
 OBSERVED = (
     *LINEAR,
@@ -25,20 +27,30 @@ OBSERVED = (
 LARGEST = 127.0
 
 
-def place(model: Any, ranges: Mapping[str, tuple[float, float]], excluded: set[str], transformer: bool) -> None:
+def place(
+    model: Any,
+    ranges: Mapping[str, tuple[float, float]],
+    excluded: set[str],
+    transformer: bool,
+    *,
+    joints: bool = False,
+) -> None:
     """Insert the pairs: symmetric, zero point 0, one scale per activation and per output channel of a weight.
 
     `ranges` maps tensors to the lowest and highest value in calibration; `excluded` and `transformer` as in `sites`.
-    Weights stay float32 in front of their pair: TensorRT 8 reads no INT8 initializers.
+    With `joints` pairs stand between layers, too (see `Joints`), but for transformers. Weights stay float32 in front of
+    their pair: TensorRT 8 reads no INT8 initializers.
     """
     graph = model.graph
     weights = {tensor.name: tensor for tensor in graph.initializer}
     wanted = sites(graph, excluded, transformer)
     chosen = [node for node, _ in wanted if node.op_type in LINEAR]
+    between = Joints(graph, wanted if joints and not transformer else (), excluded)
+    peaks = {name: max(-low, high) for name, (low, high) in ranges.items()}
+    found = [(node, k, between.peak(node.input[k], peaks)) for node, k in (*wanted, *between.sites)]
     before: dict[str, list[Any]] = {}
-    for node, k in wanted:
-        low, high = ranges[node.input[k]]
-        before.setdefault(node.name, []).extend(_pair(graph, node, k, np.float32(max(-low, high))))
+    for node, k, peak in found:
+        before.setdefault(node.name, []).extend(_pair(graph, node, k, np.float32(peak)))
     for node in chosen:
         axis = channel_axis(node, len(weights[node.input[1]].dims))
         before[node.name].extend(_pair(graph, node, 1, _channel_peaks(weights[node.input[1]], axis), axis))

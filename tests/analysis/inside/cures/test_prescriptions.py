@@ -58,6 +58,14 @@ def test_a_calibrator_is_for_int8_whose_types_come_from_the_graph() -> None:
     assert not calibrator.fits("tensorrt", "fp16", "cuda:0", {})
 
 
+def test_pairs_between_layers_are_for_int8_graphs_that_have_none_there() -> None:
+    joints = named("eight bits between layers")
+    assert joints.fits("tensorrt", "int8", "cuda:0", {}) and joints.fits("tensorrt_rtx", "int8", "cuda:0", {})
+    for options in ({"joints": True}, {"route": "calibrator"}, {"quantizer": "modelopt"}):
+        assert not joints.fits("tensorrt", "int8", "cuda:0", options)
+    assert not joints.fits("tensorrt", "fp16", "cuda:0", {}) and not joints.fits("openvino", "int8", "cpu", {})
+
+
 def outcome(value: float, verdict: str, right: bool = True) -> Outcome:
     called = Called(named("newer opset"), causes.SPLIT, 12e-6)
     return Outcome(called, f"x@n={value}", Speedup(value, value - 0.1, value + 0.1, verdict), "agree", right)

@@ -46,6 +46,8 @@ def test_both_are_found(name: str) -> None:
         (trial(profile="16:8:1"), "is out of order"),
         (trial(optimization=9), "optimization must be a level from 0 to 5, not 9"),
         (trial("fp16", route="calibrator"), "route=calibrator is for int8, not fp16"),
+        (trial("fp16", joints=True), "joints is for int8 graphs that Dyno quantises; omit it here"),
+        (trial("int8", joints=True, route="calibrator"), "joints is for int8 graphs that Dyno quantises; omit it here"),
         (trial("int8", route="flags"), "route=flags has no ranges for int8"),
     ],
 )

@@ -27,7 +27,8 @@ from dyno.worker.facts.inside import Inside
 from dyno.worker.inputs.calibration import NO_DATA
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
-from dyno.worker.option_values import Check
+from dyno.worker.onnx_graph.joints import JOINTS
+from dyno.worker.option_values import Check, flag
 from dyno.worker.spec import (
     Artifact,
     DataSpec,
@@ -52,8 +53,8 @@ class TensorRT(Backend):
     precisions = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
     devices = ("cuda",)
     profiled = ("cuda",)
-    options = (*settings.NAMES, *settings.RUNNING, *PREPARATION)
-    values: Mapping[str, Check] = {**values.VALUES, **VALUES}
+    options = (*settings.NAMES, *settings.RUNNING, *PREPARATION, JOINTS)
+    values: Mapping[str, Check] = {**values.VALUES, **VALUES, JOINTS: flag}
     files = (".onnx", *SUFFIXES)
 
     def refuse(self, trial: Trial) -> str:
@@ -83,6 +84,9 @@ class TensorRT(Backend):
         route = "graph" if requested.route == "auto" else requested.route
         if route == "calibrator" and trial.precision != "int8":
             raise UserError(f"route=calibrator is for int8, not {trial.precision}")
+        converted = trial.precision == "int8" != trial.model.precision and route == "graph"
+        if trial.options.get(JOINTS) and (not converted or trial.options.get("quantizer") == "modelopt"):
+            raise UserError(f"{JOINTS} is for int8 graphs that Dyno quantises; omit it here")
         if route == "flags" and trial.precision in ("int8", "fp8") and trial.precision != trial.model.precision:
             raise UserError(
                 f"route=flags has no ranges for {trial.precision}; give route=graph or, for int8, calibrator"
