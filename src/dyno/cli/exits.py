@@ -6,6 +6,7 @@ import errno
 import io
 import os
 import sys
+from collections.abc import Iterable
 from typing import Any
 
 import typer
@@ -101,6 +102,15 @@ def end(app: typer.Typer) -> None:
         if e.errno not in OS_ERRORS:
             raise
         _fail(f"{e.filename or 'output'}: {OS_ERRORS[e.errno]}")
+
+
+def left_out(lines: Iterable[str]) -> int:
+    """Say what is missing of what was asked for, on standard error; the exit code for that."""
+    code = 0
+    for line in lines:
+        print("dyno: left out: " + plain(line), file=sys.stderr)
+        code = UNFINISHED
+    return code
 
 
 def _fail(line: str, code: int = BAD_INPUT) -> None:
