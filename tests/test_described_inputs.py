@@ -127,7 +127,7 @@ def test_only_what_follows_the_batch_is_free(call: Call, nets: Path) -> None:
 @pytest.mark.slow
 def test_a_batch_that_the_model_does_not_take_is_refused(call: Call, refused: Any, nets: Path) -> None:
     usual = ("nets.py:fixed", "--backends", "pytorch", *QUICK)
-    assert "takes its example inputs' batch, 2, and not 3" in refused("run", *usual, "--batch", 3)
+    assert "the model takes a batch of 2 alone, and not 3" in refused("run", *usual, "--batch", 3)
     assert call("run", *usual, "--out", "r")[0] == 0
     assert set(table(Path("r"))["batch"]) == {2}
 

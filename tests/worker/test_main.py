@@ -29,7 +29,20 @@ from dyno.worker.jobs.turns import Alone
 from dyno.worker.journal import Journal
 from dyno.worker.main import perform
 from dyno.worker.record import Record, read_record, write_json
-from dyno.worker.spec import SCHEMA, Artifact, Dims, Job, Recipe, Tensor, Trial, Unavailable, UserError, to_json
+from dyno.worker.spec import (
+    SCHEMA,
+    Artifact,
+    DataSpec,
+    Dims,
+    Job,
+    ModelSpec,
+    Recipe,
+    Tensor,
+    Trial,
+    Unavailable,
+    UserError,
+    to_json,
+)
 
 Trials = Callable[..., Trial]
 TENSORS = (Tensor("input", "float32", (1, 1, 4, 4)),)
@@ -219,6 +232,28 @@ def test_an_unsteady_model_is_said_to_be(fake_trial: Trials, tmp_path: Path, mon
     record = done(Job("run", trial=fake_trial()), tmp_path)
     said = [f"{boundary}: the median was not steady after 0.02 s of warm-up" for boundary in ("model", "all")]
     assert [w for w in record.warnings if "other programs" not in w] == said
+
+
+def test_a_model_that_writes_into_its_inputs_gets_the_same_in_every_run(fake_trial: Trials, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "class Into(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        f"        with open({str(tmp_path / 'got')!r}, 'a') as file:\n"
+        "            print(float(x.sum()), file=file)\n"
+        "        return x.add_(1).mean((2, 3))\n"
+        "def into():\n"
+        "    return Into()\n"
+    )
+    model = ModelSpec("into", f"{tmp_path / 'net.py'}:into")
+    scripted = fake_trial("pytorch", plan=replace(fake_trial().plan, boundaries=("model",)))
+    trial = replace(scripted, model=model, data=DataSpec(count=1), options={})
+    record = done(Job("run", trial=trial), tmp_path)
+    assert record.status == "ok", record.reason
+    assert record.warnings[0].startswith("the model writes into its own inputs: at latency/model they are put back")
+    got = (tmp_path / "got").read_text().split()
+    assert len(got) > 10 and len({*got}) == 2, "the input that is timed, and that whose outputs are stored"
 
 
 def test_outputs_that_follow_the_number_of_calls_are_a_warning(

@@ -95,6 +95,21 @@ def test_model_binds_once_and_all_copies_every_time() -> None:
     assert session.fed == [0, 1, 2, 0]
 
 
+@pytest.mark.parametrize("blocks", [None, [0, 1]])
+def test_inputs_are_put_back_before_every_run_and_outside_of_its_time(clock: Clock, blocks: list[int] | None) -> None:
+    session = Scripted(0.01, sleep=clock.sleep)
+
+    def restore() -> None:
+        clock.sleep(0.5)
+        session.calls.append("restore")
+
+    once = measure.step(session, "model", FEEDS)
+    measure.warm_up(once, PLAN, restore)
+    found = measure.latency(once, replace(PLAN, max_samples=20, blocks=2), blocks=blocks, restore=restore)
+    assert found.samples.tolist() == [0.01] * len(found.samples)
+    assert session.calls[0] == "bind0" and {*session.calls[1::3]} == {"restore"} and {*session.calls[2::3]} == {"run0"}
+
+
 @pytest.mark.parametrize("boundary", ["model", "all"])
 def test_a_run_that_returns_early_is_waited_for(boundary: str) -> None:
     found = measure.latency(measure.step(Asynchronous(0.01), boundary, FEEDS), PLAN)

@@ -6,7 +6,7 @@ import errno
 import io
 import os
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import typer
@@ -110,6 +110,15 @@ def _left(words: Sequence[str]) -> str:
     if words and words[0] in CONTINUES:
         return "what was measured is stored, the same command continues from there"
     return "files and rounds that were finished are kept, in the cache and below runs/"
+
+
+def left_out(lines: Iterable[str]) -> int:
+    """Say what is missing of what was asked for, on standard error; the exit code for that."""
+    code = 0
+    for line in lines:
+        print("dyno: left out: " + plain(line), file=sys.stderr)
+        code = UNFINISHED
+    return code
 
 
 def _fail(line: str, code: int = BAD_INPUT) -> None:

@@ -21,6 +21,7 @@ UNUSED = (
     Compared, ServeOptions, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED,
     backends="the one for this kind of model", batches="8; of a file 1, or its fixed batch",
     rounds="1, or 3 where engines are compared", seconds=1.0, warmup=0.5,
+    compared="32, or four times --batch up to 512, or three times",
 )  # fmt: skip
 def serve_test(
     overrides: options.Overrides,

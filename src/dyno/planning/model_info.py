@@ -244,7 +244,7 @@ def batches(study: Study, inspection: Inspection) -> tuple[int, ...]:
         if inspection.batch_reason:
             raise UserError(f"{inspection.batch_reason}; omit the batch, {wrong[0]}")
         if inspection.usual_batch is not None:
-            raise UserError(f"the model takes its example inputs' batch, {fixed}, and not {wrong[0]}; omit the batch")
+            raise UserError(f"the model takes a batch of {fixed} alone, and not {wrong[0]}; omit the batch")
         raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
     return study.batches or (fixed or (best if inspection.usual_batch is None else inspection.usual_batch),)
 

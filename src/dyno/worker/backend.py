@@ -83,6 +83,11 @@ class Session(ABC):
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Put the inputs (host arrays by name) where `run` reads them; on a GPU this is the copy to the device."""
 
+    def restoring(self, feeds: Arrays) -> Callable[[], None] | None:
+        """What puts slot 0's inputs back where the run before changed them, which these feeds were bound to; None where
+        it didn't, as engines don't."""
+        return None
+
     @abstractmethod
     def run(self, slot: int = 0) -> None:
         """Start one inference on what is bound."""

@@ -23,6 +23,7 @@ from dyno.worker.sessions.gpu import Stopwatch
 from dyno.worker.spec import Plan, Unavailable
 
 Feeds = Sequence[Arrays]
+Restore = Callable[[], None] | None
 now = time.perf_counter_ns
 
 LEAST_SAMPLES = 3  # even when one run outlasts the whole budget
@@ -99,23 +100,34 @@ def watch(session: Session, boundary: str, warn: Callable[[str], None]) -> Stopw
         return None
 
 
-def warm_up(once: Callable[[], None], plan: Plan) -> bool:
+def restoring(session: Session, feeds: Feeds, warn: Callable[[str], None]) -> Restore:
+    """What puts the inputs of `step`'s `model` back before each run, with a warning, where its first one changed them;
+    None where it didn't."""
+    restore = session.restoring(feeds[0])
+    if restore:
+        warn("the model writes into its own inputs: at latency/model they are put back before each run, untimed")
+    return restore
+
+
+def warm_up(once: Callable[[], None], plan: Plan, restore: Restore = None) -> bool:
     """Repeat until two consecutive windows have the same median within 2 %, or `plan.warmup_s` ends; True if steady."""
     deadline = now() + int(plan.warmup_s * 1e9)
     window_ns = int(plan.warmup_s * 1e9 / 10)
     previous = math.inf
     while now() < deadline:
-        median = float(np.median(_window(once, window_ns)))
+        median = float(np.median(_window(once, window_ns, restore)))
         if abs(median - previous) <= STEADY * median:
             return True
         previous = median
     return False
 
 
-def _window(once: Callable[[], None], length_ns: int) -> list[int]:
+def _window(once: Callable[[], None], length_ns: int, restore: Restore) -> list[int]:
     times: list[int] = []
     end = now() + length_ns
     while len(times) < LEAST_SAMPLES or now() < end:
+        if restore:
+            restore()
         start = now()
         once()
         times.append(now() - start)
@@ -123,17 +135,21 @@ def _window(once: Callable[[], None], length_ns: int) -> list[int]:
 
 
 def latency(
-    once: Callable[[], None], plan: Plan, watch: Stopwatch | None = None, blocks: Iterable[int] | None = None
+    once: Callable[[], None],
+    plan: Plan,
+    watch: Stopwatch | None = None,
+    blocks: Iterable[int] | None = None,
+    restore: Restore = None,
 ) -> Sampling:
     """Seconds per inference, one sample each, by the host's clock and by the GPU's where `once` is watched.
 
     Sampling ends when the median's 95 % interval is within `plan.interval` of it on both sides (and a quarter of the
     time is used, so that a burst can't end it), when `plan.seconds` are over, or at `plan.max_samples`. With `blocks`
     it is a block of `plan.block_s` seconds for each number that comes: of a run at least, and of LEAST_SAMPLES where so
-    many have room in it.
+    many have room in it. `restore` is called before each run, untimed.
     """
     if blocks is not None:
-        return _latency_in_blocks(once, plan, blocks, watch)
+        return _latency_in_blocks(once, plan, blocks, watch, restore)
     times: list[int] = []
     gpu: list[float] = []
     check = max(plan.min_samples, LEAST_SAMPLES)
@@ -153,12 +169,12 @@ def latency(
 
     with _no_garbage_collection():
         deadline, earliest = (now() + int(plan.seconds * share * 1e9) for share in (1, 0.25))
-        stopped, window = _sample(once, watch, times, gpu, ended)
+        stopped, window = _sample(once, watch, times, gpu, ended, restore)
     return Sampling(_seconds(times), stopped, gpu=np.asarray(gpu) if watch else None, window=window)
 
 
 def _latency_in_blocks(
-    once: Callable[[], None], plan: Plan, blocks: Iterable[int], watch: Stopwatch | None
+    once: Callable[[], None], plan: Plan, blocks: Iterable[int], watch: Stopwatch | None, restore: Restore
 ) -> Sampling:
     times: list[int] = []
     gpu: list[float] = []
@@ -180,25 +196,34 @@ def _latency_in_blocks(
         for number in blocks:
             before, opened = len(times), now()
             for _ in range(DISCARDED):
+                if restore:
+                    restore()
                 start = now()
                 once()
                 fastest = min(fastest, now() - start)
                 if now() - opened > DISCARDED_SHARE * plan.block_s * 1e9:
                     break
             deadline = now() + int(plan.block_s * 1e9)
-            windows.append(_sample(once, watch, times, gpu, ended)[1])
+            windows.append(_sample(once, watch, times, gpu, ended, restore)[1])
             numbers += [number] * (len(times) - before)
     sampling = Sampling(_seconds(times), "blocks", gpu=np.asarray(gpu) if watch else None)
     return replace(sampling, **_block_fields(numbers, windows))
 
 
 def _sample(
-    once: Callable[[], None], watch: Stopwatch | None, times: list[int], gpu: list[float], ended: Callable[[int], str]
+    once: Callable[[], None],
+    watch: Stopwatch | None,
+    times: list[int],
+    gpu: list[float],
+    ended: Callable[[int], str],
+    restore: Restore,
 ) -> tuple[str, tuple[float, float]]:
     """Add samples until `ended`, called with the clock after each, gives a reason; returns it and the time window."""
     append = times.append
     begin = now()
     while True:
+        if restore:
+            restore()
         start = now()
         once()
         end = now()

@@ -184,6 +184,12 @@ def test_bad_input_is_one_line(refused: Refused, net: str, tmp_path: Path) -> No
     assert refused("explain", "odd.json") == "odd.json can't be read: it is not a JSON object"
 
 
+def test_a_form_that_a_library_refuses_is_one_line(call: Call, half_known: Path) -> None:
+    code, out, err = call("explain", half_known, "onnxruntime", "openvino", "--rounds", 1, "--runs", 5)
+    said = err.splitlines()[-1]
+    assert (code, out) == (2, "") and said.startswith("dyno: half openvino fp32: ") and said.endswith("Det-17")
+
+
 def test_prescriptions_are_trials_beside_b(call: Call, net: str, tmp_path: Path) -> None:
     (tmp_path / "photos").mkdir()
     for k in range(6):

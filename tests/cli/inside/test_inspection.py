@@ -134,7 +134,6 @@ def test_what_can_t_be_read_is_one_line(refused: Refused, net: str, onnx_file: P
     assert refused("inspect", net, "opnvino") == "unknown form 'opnvino'; did you mean 'openvino'?"
     assert refused("inspect", net, "openvino/int9") == "unknown precision 'int9'; did you mean 'int8'?"
     assert refused("inspect", net, "--batch", "0") == "batch is 0; it must be at least 1"
-    assert refused("inspect", net, "compile") == "net: compile doesn't say what its layers are"
     assert refused("inspect", onnx_file, "pytorch").startswith(f"there is no PyTorch module in {onnx_file}")
     weight = onnx.numpy_helper.from_array(np.ones((8, 8), np.float32), "w")
     model = onnx.load(onnx_file)
@@ -143,6 +142,18 @@ def test_what_can_t_be_read_is_one_line(refused: Refused, net: str, onnx_file: P
     onnx.save(model, onnx_file, save_as_external_data=True, location="w.data", size_threshold=0)
     Path(onnx_file).with_name("w.data").unlink()
     assert "w.data, which doesn't exist; put it back beside it" in refused("inspect", onnx_file)
+
+
+def test_a_form_that_a_library_refuses_is_left_out(call: Call, refused: Refused, net: str, half_known: Path) -> None:
+    code, out, err = call("inspect", half_known, "openvino", "onnxruntime", "--format", "json")
+    (said,) = [line for line in err.splitlines() if "left out" in line]
+    assert code == 3 and said.startswith("dyno: left out: half openvino fp32: ") and said.endswith("support Det-17")
+    rows = json.loads(out)["rows"]
+    assert [row["a"] for row in rows] == [row["b"] for row in rows] and len(rows) == 2 and "c" not in rows[0]
+    code, out, err = call("inspect", net, "compile", "openvino/fp8", "--size", "16")
+    assert code == 3 and "net compile fp32: compile doesn't say what its layers are" in err
+    assert "net openvino fp8: openvino has no fp8" in err and "Conv2d" in out
+    assert refused("inspect", "net.py:broken", "compile").startswith("broken: ")
 
 
 def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -269,10 +280,10 @@ def test_a_module_in_memory_is_seen_by_its_own_names() -> None:
 def test_a_backend_that_does_not_read_the_file_says_so(call: Call, tmp_path: Path) -> None:
     (tmp_path / "net.xml").write_text(IR, encoding="utf-8")
     (tmp_path / "net.bin").write_bytes(b"")
-    said = {"onnxruntime": "dyno: onnxruntime reads .onnx files, not ", "onnx": "dyno: there is no ONNX graph in "}
+    said = {"onnxruntime": "onnxruntime reads .onnx files, not ", "onnx": "there is no ONNX graph in "}
     for form, reason in said.items():
         code, _, err = call("inspect", "net.xml", form)
-        assert code == 2 and err.splitlines()[-1].startswith(reason)
+        assert code == 3 and err.splitlines()[-1].startswith(f"dyno: left out: net {form} fp32: {reason}")
 
 
 IR = """<?xml version="1.0"?>

@@ -263,3 +263,17 @@ def test_sequences_of_tensors_are_passed_over(call: Call) -> None:
     onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), "seq.onnx")
     rows, _, notes = tables(call, "seq.onnx", "onnxruntime")
     assert [row["layer"] for row in rows] == ["concat", "relu"] and any("outputs agree" in note for note in notes)
+
+
+def test_a_form_that_a_library_refuses_is_left_out(call: Call, half_known: Path) -> None:
+    code, out, err = call("agree", half_known, "openvino", "onnxruntime", "--layers", "--format", "json")
+    assert code == 3 and "dyno: left out: half openvino fp32: " in err and "OpenVINO doesn't support Det-17" in err
+    (finding,) = json.loads(out)["tables"]["layer-findings"]["rows"]
+    assert finding["engine"] == "onnxruntime" and finding["close"] == 100
+    code, out, err = call("agree", half_known, "openvino", "--layers")
+    assert (code, out) == (2, "") and "dyno: half openvino fp32: " in err.splitlines()[-1]
+
+
+def test_a_module_is_compared_with_a_graph(refused: Refused, net: str) -> None:
+    for other in "pytorch", net.replace(":net", ":text"):
+        assert "is a PyTorch module, and layers are compared with" in refused("agree", net, other, "--layers")

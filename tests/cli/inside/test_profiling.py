@@ -191,7 +191,6 @@ def test_what_has_no_times_is_one_line(refused: Refused, net: str, monkeypatch: 
         said = refused("profile", net, "onnxruntime", "--device", "cuda:0", "--size", "32")
     assert said == f"onnxruntime has no times of layers on cuda; {able}"
     assert refused("profile", net, "opnvino") == "unknown form 'opnvino'; did you mean 'openvino'?"
-    assert refused("profile", net, "pytorch/int8", "--size", 32, *QUICK).startswith("pytorch has no int8 here")
     assert refused("profile", net, "--order", "tme") == "unknown order 'tme'; did you mean 'time'?"
     assert refused("profile", net, "--runs", "4") == "runs is 4; it must be at least 5"
     assert refused("profile", net, "--batch", "0") == "batch is 0; it must be at least 1"
@@ -210,8 +209,9 @@ def test_without_a_gpu_one_line_says_so(
     assert refused(*asked).startswith("there is no cuda:0 here")
     assert call("inspect", net, "onnx", "--size", "32")[0] == 0  # its export has a line of its own
     monkeypatch.setattr(checks, "missing_gpu", lambda device: False)  # as where it goes away meanwhile
-    said = refused(*asked)
-    assert said.startswith("net: ") and ("no CUDA device" in said or "no NVIDIA driver" in said), said
+    code, _, said = call(*asked)
+    assert code == (2 if command == "profile" else 3) and "net" in said.splitlines()[-1]
+    assert "no CUDA device" in said or "no NVIDIA driver" in said, said
 
 
 def test_under_the_roof(call: Call, refused: Refused, net: str, tmp_path: Path) -> None:
@@ -238,3 +238,12 @@ def test_under_the_roof(call: Call, refused: Refused, net: str, tmp_path: Path) 
     assert ceilings["matrix product, fp32"]["of_sheet"] == pytest.approx(product / 10)
     assert (tmp_path / "n.svg").read_text(encoding="utf-8").startswith("<svg")
     assert (tmp_path / "n.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_form_that_a_library_refuses_is_left_out(call: Call, half_known: Path) -> None:
+    code, out, err = call("profile", half_known, "openvino", "onnxruntime", *QUICK, "--format", "json")
+    assert code == 3 and "dyno: left out: half openvino fp32: " in err and "OpenVINO doesn't support Det-17" in err
+    (row,) = json.loads(out)["tables"]["reconciliation"]["rows"]
+    assert row["form"].startswith("ONNX Runtime")
+    code, out, err = call("profile", half_known, "openvino/fp8", *QUICK)
+    assert (code, out, err.count("\n")) == (2, "", 1) and err.startswith("dyno: half openvino fp8: openvino has no fp8")

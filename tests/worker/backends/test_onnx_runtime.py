@@ -189,6 +189,17 @@ def test_an_output_whose_shape_only_the_run_knows(onnx_file: Callable[..., Path]
         assert session.fetch()["where"].shape == (2, count)
 
 
+def test_an_input_that_is_an_output_too(onnx_file: Callable[..., Path]) -> None:
+    x, y = (H.make_tensor_value_info(name, FLOAT, ["batch", 4]) for name in "xy")
+    session = OnnxRuntime().load(file_trial(onnx_file([H.make_node("Relu", ["x"], ["y"])], [x], [y, x])), None)
+    for row in [0, -1, 0, 1], [-2, 3, 1, 0]:
+        given = np.array([row], np.float32)
+        session.bind({"x": given})
+        session.run()
+        fetched = session.fetch()
+        assert np.array_equal(fetched["x"], given) and np.array_equal(fetched["y"], np.maximum(given, 0))
+
+
 def test_outputs_keep_their_names_whichever_of_them_has_a_shape(onnx_file: Callable[..., Path]) -> None:
     x = H.make_tensor_value_info("x", FLOAT, [1, 4])
     body = H.make_graph(

@@ -364,3 +364,19 @@ def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(
 )  # fmt: skip
 def test_a_layer_of_less_than_a_microsecond_runs(counted: str, kernel: str, runs: bool) -> None:
     assert open_vino_layers._skipped({"execTimeMcs": counted, "primitiveType": kernel}) is not runs
+
+
+def test_an_input_that_is_an_output_too(digits: Any, onnx_file: Callable[..., Path], tmp_path: Path) -> None:
+    """OpenVINO's converter gives such a graph another input, which nobody would feed."""
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 1, 8, 8]) for name in "xy")
+    path = onnx_file([onnx.helper.make_node("Relu", ["x"], ["y"])], [x], [y, x])
+    parent = replace(digits.artifact, path=str(path))
+    session = load(digits, ir(digits, tmp_path, parent))
+    assert [tensor.name for tensor in session.inputs] == ["x"]
+    given = np.random.default_rng(0).standard_normal((1, 1, 8, 8), np.float32)
+    session.bind({"x": given})
+    session.run()
+    session.wait()
+    fetched = session.fetch()
+    assert list(fetched) == ["y", "x"]
+    assert np.array_equal(fetched["x"], given) and np.array_equal(fetched["y"], np.maximum(given, 0))

@@ -97,6 +97,28 @@ def test_every_batch_once_and_in_order(session: Late, small: bool, count: int, m
     assert session.staged == session.slots + AHEAD, "buffers are made once, where the session wants them"
 
 
+class Passing(Late):
+    """Its output is its input, where that lies."""
+
+    def fetch(self, slot=0):
+        return {"output": self.bound[slot]}
+
+
+@pytest.mark.parametrize("small", [True, False])
+@pytest.mark.parametrize("slots", [1, 3])
+def test_an_output_may_be_the_input_itself(slots: int, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pipeline, "SMALL", 1 << 20 if small else 0)
+    session, kept = Passing(slots, seconds=0), list[float]()
+
+    def keep(number: int, fetched: dict[str, np.ndarray]) -> None:
+        time.sleep(0.002)  # so that a buffer that was given back too soon is filled anew by now
+        kept.append(float(fetched["output"].mean()))
+
+    result = Pipeline(session, Counting()).run(10, keep, first)
+    session.queue.shutdown()
+    assert kept == [*range(10)] and result.results == [(number, float(number)) for number in range(10)]
+
+
 @pytest.mark.parametrize("session", [2], indirect=True)
 def test_buffers_serve_a_second_run(session: Late) -> None:
     source = Counting()

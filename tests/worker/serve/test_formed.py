@@ -5,8 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
+import pytest
 
+from dyno.api.serve.session import _inputs
 from dyno.worker.backend import Arrays, Session
+from dyno.worker.jobs.serve import _powers
 from dyno.worker.serve.formed import Formed
 from dyno.worker.serve.instances import Rung
 from dyno.worker.spec import Dims, Tensor
@@ -50,8 +53,16 @@ def test_batches_of_each_size_are_formed_full_and_not() -> None:
     answers, seen = answered((1, 2, 4, 8), 4)
     assert answers.tolist() == [2 * x for x in range(1, 33)]
     assert [1, 2, 3, 4, 5, 6, 7, 8] in seen and [8] in seen, "seven requests fill up a batch of eight"
-    assert [9, 10, 11, 12] in seen and [12, 13, 14, 15] in seen, "three requests, then four"
+    assert [9, 10, 11, 12] in seen and [12, 13] in seen and [25, 26, 27, 28] in seen, "three requests, then two; four"
     assert {len(batch) for batch in seen} == {1, 2, 4, 8}
+
+
+@pytest.mark.parametrize("most", [1, 2, 5, 8, 19, 32, 64, 100, 128, 257, 512])
+def test_the_usual_inputs_form_batches_of_every_size(most: int) -> None:
+    sizes = _powers(most)
+    answers, seen = answered(sizes, -(-_inputs(most) // most))
+    assert {len(batch) for batch in seen} == {*sizes}
+    assert answers.tolist() == [2 * x for x in range(1, len(answers) + 1)]
 
 
 def test_where_only_the_largest_is_loaded_all_others_fill_it_up() -> None:

@@ -33,9 +33,11 @@ FILES = {"memory": (WARM,), "disk": (COLD,), "both": (WARM, COLD)}
 
 @dataclass(frozen=True)
 class ColdStarts:
-    """The cold starts of forms of a model: `starts` has those of each form and place of its files."""
+    """The cold starts of forms of a model: `starts` has those of each form and place of its files, `left_out` says of
+    forms that can't be made or don't answer which and why."""
 
     starts: tuple[Starts, ...]
+    left_out: tuple[str, ...] = ()
 
     @property
     def table(self) -> Table:
@@ -66,7 +68,7 @@ def cold_start(
     `model` and `others` are as in `dyno.inspect`, but each has to be what a backend runs. Every form starts once
     unmeasured, and then in `rounds` processes of its own, in shuffled order, with its code and model in the kernel's
     cache (`files` "memory"), dropped from it ("disk"), or one after the other ("both"). `settings` are fields of
-    `dyno.Study`. Raises `UserError` for forms that don't run.
+    `dyno.Study`. Forms that can't be made or don't answer are left out; raises `UserError` where that is all of them.
     """
     for name, value in (("batch", batch), ("rounds", rounds)):
         if value < 1:
@@ -76,11 +78,14 @@ def cold_start(
         raise UserError("this system can't drop files from its cache; give --files memory")
     study, progress = one_model(model, settings), Progress(quiet=quiet)
     reading = Starting(study, batch, progress)
-    for side in engines(forms.sides(study, others)):
-        if side.choice.name == forms.ONNX:
-            raise UserError("an ONNX graph doesn't run by itself; name a backend, such as onnxruntime")
-        reading.read(side)
-    return ColdStarts(tuple(_measured(reading.trials, rounds, FILES[files], progress)))
+    sides = engines(forms.sides(study, others))
+    if any(side.choice.name == forms.ONNX for side in sides):
+        raise UserError("an ONNX graph doesn't run by itself; name a backend, such as onnxruntime")
+    reading.read_all(sides)
+    with progress.running([]):
+        started, failed = _started(reading.trials, progress)
+        starts = tuple(_measured(started, rounds, FILES[files], progress))
+    return ColdStarts(starts, (*reading.left_out, *failed))
 
 
 class Starting(forms.Reading):
@@ -101,7 +106,7 @@ class Starting(forms.Reading):
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Note what is started."""
         if reason := registry.find(trial.backend).refuse(trial):
-            raise UserError(reason)
+            raise forms.no_form(trial, reason)
         if trial.id not in {other.id for other, _ in self.trials}:
             self.trials.append((trial, artifact))
 
@@ -117,23 +122,32 @@ class Form:
     rounds: dict[str, list[ColdStart]] = field(default_factory=dict)
 
 
-def _measured(
-    trials: Sequence[tuple[Trial, Artifact | None]], rounds: int, states: Sequence[str], progress: Progress
-) -> Iterator[Starts]:
+def _started(trials: Sequence[tuple[Trial, Artifact | None]], progress: Progress) -> tuple[list[Form], list[str]]:
+    """The forms that answer an unmeasured start, and why the others don't; a `UserError` where none does."""
     several = len({trial.model.name for trial, _ in trials}) > 1
-    each = [Form(_title(trial, several), trial, artifact) for trial, artifact in trials]
-    with progress.running([]):
-        for form in each:
-            progress.other(f"start {form.title} unmeasured")
+    found, errors = [], list[UserError]()
+    for trial, artifact in trials:
+        form = Form(_title(trial, several), trial, artifact)
+        progress.other(f"start {form.title} unmeasured")
+        try:
             form.read = _start(form, progress).files
-        for number in range(rounds):
-            order = [(form, state) for form in each for state in states]
-            random.Random(number).shuffle(order)
-            for form, state in order:
-                progress.other(f"start {form.title}, files {state}, round {number + 1} of {rounds}")
-                if state == COLD:
-                    drop(form.read)
-                form.rounds.setdefault(state, []).append(_start(form, progress))
+            found.append(form)
+        except UserError as e:
+            errors.append(e)
+    if not found:
+        raise errors[0]
+    return found, [str(e) for e in errors]
+
+
+def _measured(each: Sequence[Form], rounds: int, states: Sequence[str], progress: Progress) -> Iterator[Starts]:
+    for number in range(rounds):
+        order = [(form, state) for form in each for state in states]
+        random.Random(number).shuffle(order)
+        for form, state in order:
+            progress.other(f"start {form.title}, files {state}, round {number + 1} of {rounds}")
+            if state == COLD:
+                drop(form.read)
+            form.rounds.setdefault(state, []).append(_start(form, progress))
     return (Starts(form.title, state, tuple(form.rounds[state])) for form in each for state in states)
 
 

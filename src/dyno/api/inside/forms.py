@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,10 @@ from dyno.worker.spec import PRECISIONS, Artifact, DataSpec, Dims, Job, Recipe, 
 
 ONNX, MODULE = "onnx", "pytorch"  # the forms that no engine is needed for
 TIMEOUT_S = 1800.0
+
+
+class NoForm(UserError):
+    """One form can't be made of its model, or can't be read; the others may."""
 
 
 @dataclass(frozen=True)
@@ -93,20 +98,26 @@ class Reading:
         self.graph_of: dict[int, int] = {}
         self.graphs: dict[int, GraphFile] = {}
         self._graphs: dict[str, int] = {}  # by the file's hash
+        self.left_out: list[str] = []  # of each form that isn't there, which one, and why
 
     def read_all(self, sides: Sequence[Side]) -> list[Side]:
-        """Read these forms; a first one whose parts can't be watched is left out where others were asked for."""
-        kept = []
+        """Read these forms, and return those that can be; the others are `left_out`, unless it is all of them.
+
+        That the parts of a first one can't be watched goes without saying where others were asked for.
+        """
+        kept, errors = [], list[UserError]()
         for place, side in enumerate(sides):
             try:
                 self.read(side)
-            except UserError as e:
+                kept.append(side)
+            except NoForm as e:
                 if UNWATCHED not in str(e):
-                    raise
-                if place or len(sides) == 1:
-                    raise _unwatched(side, e) from None
-                continue
-            kept.append(side)
+                    errors.append(e)
+                elif place or len(sides) == 1:
+                    errors.append(_unwatched(side, e))
+        if not kept:
+            raise errors[0]
+        self.left_out += map(str, errors)
         return kept
 
     def read(self, side: Side) -> None:
@@ -162,7 +173,7 @@ class Reading:
         dims = Dims(batch, *size, file_shapes(study, model, batch))
         trial = replace(trial, model=model, precision=precision, dims=dims, data=data)
         if reason := self._refused(side, trial):
-            raise UserError(reason)
+            raise no_form(trial, reason)
         recipe = self._recipe(study, trial)
         artifact = self._made(recipe, trial) if recipe else None
         if side.choice.name == ONNX:
@@ -183,7 +194,8 @@ class Reading:
         form = self._add(self.titled(self.ran(trial, artifact), trial), "")
         behind = self._behind(recipe, artifact)
         if behind is not None:
-            self.graph_of[form] = self.graph(trial, behind)
+            with suppress(NoForm):  # the engine's own layers are known without it
+                self.graph_of[form] = self.graph(trial, behind)
 
     def titled(self, form: Inside, trial: Trial) -> Inside:
         """The form with its precision, where that isn't the usual one, and its options in its title."""
@@ -204,7 +216,7 @@ class Reading:
         with self._progress.running([]):
             artifact = self._files.file(recipe)
         if isinstance(artifact, Record):
-            raise UserError(f"{trial.model.name}: {artifact.reason}")
+            raise no_form(trial, artifact.reason)
         return artifact
 
     def _behind(self, recipe: Recipe | None, artifact: Artifact | None) -> Artifact | None:
@@ -245,12 +257,18 @@ class Reading:
             return self.launched(job, Path(scratch) / "job")[1]
 
     def launched(self, job: Job, folder: Path) -> tuple[Record, Inside]:
-        """The record of the job that ran in the folder, and the form in it; a `UserError` where there is none."""
+        """The record of the job that ran in the folder, and the form in it; `NoForm` where there is none."""
         record = launch_in_turn(job, folder, TIMEOUT_S, self._progress)
         assert job.trial is not None
         if record.status != "ok" or record.facts.inside is None:
-            raise UserError(f"{job.trial.model.name}: {record.reason}")
+            raise no_form(job.trial, record.reason)
         return record, record.facts.inside
+
+
+def no_form(trial: Trial, reason: str) -> NoForm:
+    """Why the trial's form isn't there, in a line that names it; what is wrong with a module is so in every form."""
+    form = "" if trial.backend == MODULE else f" {trial.variant if trial.backend else ONNX} {trial.precision}"
+    return NoForm(f"{trial.model.name}{form}: {reason}")
 
 
 def _unwatched(side: Side, error: UserError) -> UserError:

@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 class Inspected:
     """Forms of a model: the indices of those that were asked for are in `shown`; the others are the ONNX graphs behind
     engines, by which those are aligned, and `graph_of` has the index of each engine's. `module_of` has that of the
-    module, where it is shown too, and `graphs` each graph's file."""
+    module, where it is shown too, and `graphs` each graph's file. `left_out` says of forms that can't be made or read
+    which and why."""
 
     forms: tuple[Inside, ...]
     shown: tuple[int, ...]
@@ -35,6 +36,7 @@ class Inspected:
     module_of: Mapping[int, int]
     graphs: Mapping[int, GraphFile]
     name: str = ""
+    left_out: tuple[str, ...] = ()
 
     @property
     def times(self) -> Mapping[int, Times]:
@@ -76,8 +78,8 @@ def inspect(
     `model` is whatever a study takes: of a module its parts' calls are listed, of an ONNX file its nodes, of an engine
     its layers. Each of `others` is the same again, or a form of the first: `onnx`, or a backend as in a study with a
     precision behind a slash, `openvino` or `onnxruntime@optimization=basic/int8`. `save` names files to write, whose
-    names are checked first (see `Inspected.save`). `settings` are fields of `dyno.Study`. Raises `UserError` where
-    something can't be read.
+    names are checked first (see `Inspected.save`). `settings` are fields of `dyno.Study`. Forms that can't be
+    made or read are left out; raises `UserError` where that is all of them.
     """
     if batch < 1:
         raise UserError(f"batch is {batch}; it must be at least 1")
@@ -90,6 +92,6 @@ def inspect(
     if not any(reading.forms[k].layers for k in reading.shown):
         raise UserError(f"{model_name(study.models[0])} has no layers: it has no part that can run")
     found = Inspected(tuple(reading.forms), tuple(reading.shown), reading.graph_of, reading.module_of(sides),
-                      reading.graphs, model_name(study.models[0]))  # fmt: skip
+                      reading.graphs, model_name(study.models[0]), tuple(reading.left_out))  # fmt: skip
     files.save_all(found, paths, quiet)
     return found

@@ -16,7 +16,7 @@ from dyno.api.inside import forms
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import one_model
-from dyno.study import Choice, Study
+from dyno.study import Choice, Study, model_name
 from dyno.worker import registry
 from dyno.worker.facts.inside import LAYERS, Inside
 from dyno.worker.facts.numerics import LayerErrors
@@ -34,13 +34,14 @@ NODE_BY_NODE = Choice("onnxruntime", {"optimization": "disable"})  # runs a grap
 @dataclass(frozen=True)
 class LayerAgreement:
     """Engines against the first model, layer by layer; values are close by `rtol` and `atol`; `top` rows of each are
-    listed in one of ORDERS."""
+    listed in one of ORDERS. `left_out` says of forms that can't be made or compared which and why."""
 
     compared: tuple[Compared, ...]
     rtol: float = RTOL
     atol: float = ATOL
     order: str = ORDERS[0]
     top: int = TOP
+    left_out: tuple[str, ...] = ()
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -74,8 +75,9 @@ def agree_layers(
 
     `model` is a module or an ONNX file, and `others` are forms of it as in `dyno.inspect`, such as `openvino/int8`, or
     other ONNX files of the same graph. Tensors are compared on `compared` inputs, of the data where `settings`, fields
-    of `dyno.Study`, have some. `top` rows of each engine are listed (0: all), in one of ORDERS. Raises `UserError` for
-    what isn't a graph, and for graphs that have no tensors in common.
+    of `dyno.Study`, have some. `top` rows of each engine are listed (0: all), in one of ORDERS. Forms that can't be
+    made or compared are left out. Raises `UserError` where nothing else is left, for what isn't a graph, and for graphs
+    that have no tensors in common.
     """
     counts = (("batch", batch, 1), ("inputs", compared, 1), ("top", top, 0), ("rtol", rtol, 0), ("atol", atol, 0))
     for name, value, least in counts:
@@ -89,14 +91,17 @@ def agree_layers(
                         "another ONNX file")  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
         reading = _Comparing(study, batch, Progress(quiet=quiet), Path(scratch), -(-compared // batch))
-        for side in asked:
-            reading.read(side)
-        engines = tuple(reading.compared(place, rtol, atol) for place in range(1, len(asked)))
-    return LayerAgreement(engines, rtol, atol, order, top)
+        reading.read(asked[0])
+        reading.read_all(asked[1:])
+        engines = tuple(reading.all_compared(rtol, atol))
+    return LayerAgreement(engines, rtol, atol, order, top, tuple(reading.left_out))
 
 
 def _runnable(side: forms.Side, later: bool) -> forms.Side:
     """The form with the engine that runs it; a `UserError` for one whose graph can't be cut."""
+    if later and side.choice.name == forms.MODULE:
+        raise UserError(f"{model_name(side.source)} is a PyTorch module, and layers are compared with those of a "
+                        "graph; give a form of the first model, such as openvino, or an ONNX file")  # fmt: skip
     kind = registry.format_of(side.source)
     if kind is not None and kind.name != forms.ONNX:
         raise UserError(f"{side.source} is no ONNX graph, whose tensors could be compared; give the ONNX file that it "
@@ -142,9 +147,11 @@ class _Comparing(forms.Reading):
     def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
         """The form's own layers where it is a module; an engine's are those of its graph."""
         if reason := registry.find(trial.backend).refuse(trial):
-            raise UserError(reason)
+            raise forms.no_form(trial, reason)
+        of_module = trial.backend == forms.MODULE
+        inside = super().ran(trial, None) if of_module else Inside(form=LAYERS, library=_title(trial))
         self._ran.append(_Ran(trial, artifact))
-        return super().ran(trial, None) if trial.backend == forms.MODULE else Inside(form=LAYERS, library=_title(trial))
+        return inside
 
     def titled(self, form: Inside, trial: Trial) -> Inside:
         """The form with its title; a graph that runs node by node has no engine's."""
@@ -153,9 +160,25 @@ class _Comparing(forms.Reading):
 
     def graph(self, trial: Trial, file: Artifact) -> int:
         """The index of the graph's form, whose file is kept by it."""
-        index = super().graph(trial, file)
+        try:
+            index = super().graph(trial, file)
+        except forms.NoForm as e:
+            raise UserError(str(e)) from None  # without it there is nothing to compare
         self._graph_files.setdefault(index, file)
         return index
+
+    def all_compared(self, rtol: float, atol: float) -> list[Compared]:
+        """The engines that can be, each against the first; the others are left out, unless it is all of them."""
+        found, errors = [], list[forms.NoForm]()
+        for place in range(1, len(self.shown)):
+            try:
+                found.append(self.compared(place, rtol, atol))
+            except forms.NoForm as e:
+                errors.append(e)
+        if not found:
+            raise errors[0]
+        self.left_out += map(str, errors)
+        return found
 
     def compared(self, place: int, rtol: float, atol: float) -> Compared:
         """The engine at that place of those that were asked for, against the first."""
@@ -206,10 +229,10 @@ class _Comparing(forms.Reading):
         return self._stored[graph]
 
     def _finished(self, job: Job) -> Record:
-        """The record of the job; a `UserError` where it failed."""
+        """The record of the job; `NoForm` where it failed."""
         self._jobs += 1
         record = launch_in_turn(job, self._folder / str(self._jobs), forms.TIMEOUT_S, self._progress)
         assert job.trial is not None
         if record.status != "ok":
-            raise UserError(f"{job.trial.model.name}: {record.reason}")
+            raise forms.no_form(job.trial, record.reason)
         return record

@@ -48,6 +48,7 @@ class Profiled:
     behind engines, by which layers get their names: `graph_of` has the index of each engine's, `module_of` that of its
     module, where that was profiled too, and `graphs` each graph's file. `ceilings` are the device's, where they were
     asked for, and so are the hardware `counters` of each form's kernels, which `counters` has by the index of the form.
+    `left_out` says of forms that can't be made or timed which and why.
     """
 
     forms: tuple[Inside, ...]
@@ -61,6 +62,7 @@ class Profiled:
     top: int = TOP
     ceilings: Ceilings | None = None
     counters: Mapping[int, Report] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -121,8 +123,8 @@ def profile(
     ceilings are measured then, and the layers are rated by them, and by those of the data sheet (`sheet`: texts such as
     `fp16=989` in TFLOPS, `memory=4800` in GB/s). With `counters` NVIDIA's ncu counts what the kernels of another run of
     each form do on a GPU. `settings` are fields of `dyno.Study`; `warmup` and
-    `seconds` are those of the latency. On a GPU `Times.gpu` says how long it did nothing. Raises
-    `UserError` where layers have no times.
+    `seconds` are those of the latency. On a GPU `Times.gpu` says how long it did nothing. Forms that can't be made or
+    timed are left out; raises `UserError` where that is all of them, or where layers have no times.
     """
     for name, value, least in (("batch", batch, 1), ("runs", runs, 5), ("top", top, 0)):
         if value < least:
@@ -145,7 +147,8 @@ def profile(
     found = Profiled(distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed, records,
                      reading.graphs, model_name(study.models[0]), order, top,
                      reading.ceilings(study, rates) if roofline else None,
-                     dict(zip(reading.shown, reading.counted, strict=True)) if counters else {})  # fmt: skip
+                     dict(zip(reading.shown, reading.counted, strict=True)) if counters else {},
+                     tuple(reading.left_out))  # fmt: skip
     files.save_all(found, paths, quiet)
     return found
 
@@ -221,9 +224,9 @@ class Profiling(forms.Reading):
     def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
         """The form with its times, from one process."""
         if reason := registry.find(trial.backend).refuse(trial):
-            raise UserError(reason)
-        if self._tool:  # first: where it can't count, nothing was measured in vain
-            self.counted.append(hardware.count(self._tool, trial, artifact, self._progress))
+            raise forms.no_form(trial, reason)
+        # First: where it can't count, nothing was measured in vain.
+        counted = [hardware.count(self._tool, trial, artifact, self._progress)] if self._tool else []
         job = Job("profile", trial.runtime, replace(trial, plan=self._plan), artifact=artifact,
                   options={"runs": self._runs})  # fmt: skip
         with tempfile.TemporaryDirectory() as scratch:
@@ -232,6 +235,7 @@ class Profiling(forms.Reading):
             samples = read_npz(folder / "samples.npz")
             clock = _clock(folder, *record.facts.timed.values())
         self.records.append(record)
+        self.counted += counted
         self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
                                 launching.of_samples(samples), clock, trial.backend, trial.precision,
                                 record.facts.functions))  # fmt: skip

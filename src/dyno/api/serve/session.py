@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 ABOUT = "serve.json"  # in the run folder: which requests it is of
 COMPARED = 3  # rounds where engines are compared
+INPUTS = 512  # that are compared at most, unless three times the largest batch is more
 DEFAULTS: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False,
     "until": FIXED, "confirm": 0, "search": False,
@@ -73,6 +74,8 @@ def serve_test(
         model, settings = _at_server(model, options.endpoint, settings)
     study = study_of(model, DEFAULTS, settings)
     (name,) = study.models
+    if "compared" not in settings:
+        study = replace(study, compared=_inputs(max(study.batches, default=1)))
     several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
     if "rounds" not in settings:
         study = replace(study, rounds=COMPARED if several else 1)
@@ -87,6 +90,12 @@ def serve_test(
     if measured(folder) and (reference := reference_of(study)):
         _compare(reference, folder / BESIDE, progress)
     return Served(folder)
+
+
+def _inputs(most: int) -> int:
+    """How many inputs are answered and compared: of three of the largest batches every power of two below it is formed,
+    of four nearly every one full as well; their outputs are stored, so there is a limit to the fourth."""
+    return max(Study.compared, 3 * most, min(4 * most, INPUTS))
 
 
 def _compare(reference: Study, folder: Path, progress: Progress) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dyno.cli import options
+from dyno.cli import exits, options
 from dyno.cli.inside.inspection import FORMS
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 
@@ -35,3 +35,4 @@ def cold_start(
     check_format(format)
     found = cold_start.cold_start(*models, batch=batch, rounds=rounds, files=files, quiet=False, **overrides)
     print(export([found.table], format), end="")
+    raise typer.Exit(exits.left_out(found.left_out))

@@ -7,7 +7,7 @@ from typing import Annotated
 
 import typer
 
-from dyno.cli import options
+from dyno.cli import exits, options
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, ModelOptions, RuntimeOptions
 
 Save = Annotated[
@@ -41,3 +41,4 @@ def inspect(
     check_format(format)
     found = inspection.inspect(*models, batch=batch, save=save, quiet=False, **overrides)
     print(export(found.tables, format), end="")
+    raise typer.Exit(exits.left_out(found.left_out))

@@ -7,7 +7,7 @@ from typing import Annotated, Any
 
 import typer
 
-from dyno.cli import options
+from dyno.cli import exits, options
 from dyno.worker.spec import UserError
 
 LAYERS = "Layers"
@@ -72,7 +72,8 @@ def agree_layers(
         model, *others, batch=batches[0], rtol=rtol, atol=atol, quiet=False, **given, **overrides
     )
     print(export(agreement.tables, format), end="")
-    return int(agreement.close < least)
+    missing = exits.left_out(agreement.left_out)
+    return int(agreement.close < least) or missing
 
 
 def refuse_without_layers(rows: Mapping[str, Any]) -> None:

@@ -6,7 +6,7 @@ from typing import Annotated
 
 import typer
 
-from dyno.cli import options
+from dyno.cli import exits, options
 from dyno.cli.inside.inspection import FORMS, Save
 from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 
@@ -63,3 +63,4 @@ def profile(
         **overrides,
     )
     print(profiled.html if format == "html" else export(profiled.tables, format), end="")
+    raise typer.Exit(exits.left_out(profiled.left_out))

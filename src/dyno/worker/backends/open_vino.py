@@ -276,10 +276,16 @@ def read_model(ov: Any, path: str) -> Any:
     if path.endswith(".xml") and not weights.is_file():
         raise UserError(f"{path} needs its weights beside it: {weights.name} is missing")
     try:
-        return _core().read_model(path) if path.endswith(".xml") else ov.convert_model(path)
+        model = None if path.endswith(".xml") else ov.convert_model(path)
+        # A graph with an input among its outputs is converted to one with another input, which nobody feeds.
+        return model if model and not _returns_inputs(model) else _core().read_model(path)
     # convert_model wraps what its front ends throw in its own class, which derives from Exception alone.
     except Exception as e:
         raise _loading_error(e, f"{path} can't be read") from e
+
+
+def _returns_inputs(model: Any) -> bool:
+    return any(each.get_node().input_value(0).get_node().get_type_name() == "Parameter" for each in model.outputs)
 
 
 def settings(trial: Trial) -> dict[str, Any]:

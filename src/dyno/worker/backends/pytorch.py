@@ -209,6 +209,30 @@ class TorchSession(Session):
             else:
                 self._copies.bind(feeds, slot)
 
+    def restoring(self, feeds: Arrays) -> Callable[[], None] | None:
+        """See `Session.restoring`: a module may write into its inputs, and its next run would get what is left."""
+        with self._on(self._queue):
+            left = [tensor.clone() for tensor in self._bound[0].values()]
+        self.bind(feeds)
+        self._settle()
+        with self._on(self._queue):
+            bound = [*self._bound[0].values()]
+            if not any(_differ(*pair) for pair in zip(left, bound, strict=True)):
+                return None
+            given = [tensor.clone() for tensor in bound]
+
+        def restore() -> None:
+            with self._on(self._queue):
+                for tensor, value in zip(bound, given, strict=True):
+                    tensor.copy_(value)
+            self._settle()
+
+        return restore
+
+    def _settle(self) -> None:
+        if self._on_gpu:
+            self._torch.cuda.synchronize(self._device)
+
     def on_device(self) -> OnDevice:
         """See `Session.on_device`; also on a CPU."""
         return OnDevice(self._torch, self._device, self._bind_tensors, self._output_tensors)
@@ -346,3 +370,8 @@ class TorchSession(Session):
         self._out, self._bound, self._copies = [], [], None
         if self._on_gpu:
             self._torch.cuda.empty_cache()
+
+
+def _differ(a: Any, b: Any) -> bool:
+    """Whether any value does; NaN is the same as itself."""
+    return bool(((a != b) & ~((a != a) & (b != b))).any())

@@ -135,13 +135,15 @@ class _Run:
     def _finish(self, step: int, number: int, counts: bool) -> None:
         slot = step % self._session.slots
         self._session.wait(slot)
-        fetched = self._session.fetch(slot)
-        self._feeder.give(self._fed[slot])
+        fetched, fed = self._session.fetch(slot), self._fed[slot]
         if counts:
             self._keep(number, fetched)
-        # With one slot the next run comes at once, and with small outputs a copy costs less than waiting.
-        copied = self._session.slots == 1 or sum(a.nbytes for a in fetched.values()) <= SMALL
+        # With one slot the next run comes at once, and with small outputs a copy costs less than waiting. An output may
+        # be an input itself, where that lies, which is filled anew once it was given back.
+        small = self._session.slots == 1 or sum(a.nbytes for a in fetched.values()) <= SMALL
+        copied = small or any(np.may_share_memory(a, feed) for a in fetched.values() for feed in fed.values())
         outputs = {name: np.array(a) for name, a in fetched.items()} if copied else fetched
+        self._feeder.give(fed)
         result = self._workers.submit(self._work, number, outputs)
         self._reading[slot] = None if copied else result
         self._results.append(result)

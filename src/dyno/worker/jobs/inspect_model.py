@@ -116,7 +116,7 @@ def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tup
             image = torch.zeros(dims.batch, model.channels, dims.height, dims.width)
             with torch.inference_mode():
                 result = module(image)
-                if dims.batch > 1 and not _takes(module, torch.cat([image, image[:1]])):
+                if _may_differ(model, {}) and not _takes(module, torch.cat([image, image[:1]])):
                     inputs = replace(inputs, free=False)
     except (UserError, MemoryError):
         raise
@@ -128,7 +128,7 @@ def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tup
 
 
 def _takes(module: Any, image: Any) -> bool:
-    """Whether the module runs on an image of another batch; a program may be fixed at that of its example."""
+    """Whether the module runs on images of another batch; a program may be fixed at that of its example, be it 1."""
     try:
         module(image)
     except MemoryError:

@@ -51,7 +51,8 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     feeds = [session.stage(feed) for feed in host_feeds]
     journal.timed("first_call", "first call", measure.step(session, "model", feeds))
     first = _outputs(session) if job.round == 0 else {}
-    _time(session, job.boundaries, trial, feeds, journal, turns)
+    restore = measure.restoring(session, feeds, journal.warn)
+    _time(session, job.boundaries, trial, feeds, journal, turns, restore)
     if ENERGY in job.options:
         _sustain(session, trial, feeds, journal, float(job.options[ENERGY]))
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
@@ -83,12 +84,14 @@ def _time(
     feeds: measure.Feeds,
     journal: Journal,
     turns: Alone,
+    restore: measure.Restore,
 ) -> None:
     for boundary in boundaries:
+        before = restore if boundary == "model" else None  # the others bind their inputs anew
         watch = measure.watch(session, boundary, journal.warn)
         once = measure.step(session, "all" if boundary == "throughput" else boundary, feeds, watch)
         journal.stage(f"warm up {boundary}")
-        if not measure.warm_up(once, trial.plan):
+        if not measure.warm_up(once, trial.plan, before):
             journal.warn(f"{boundary}: the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
         journal.stage(f"time {boundary}")
         contention = system.CpuContention()
@@ -97,7 +100,7 @@ def _time(
             sampling = measure.throughput(session, feeds, trial.dims.batch, trial.plan, blocks)
             journal.sampled("throughput", boundary, "1/s", "rate", sampling)
         else:
-            sampling = measure.latency(once, trial.plan, watch, blocks)
+            sampling = measure.latency(once, trial.plan, watch, blocks, before)
             journal.sampled("latency", boundary, "s", "duration", sampling)
         journal.contended(boundary, contention.busy(), trial.runtime.device)
     if "all" in boundaries and (parts := measure.parts(session, feeds, trial.plan)):

@@ -26,7 +26,9 @@ class Formed(Session):
         self.inputs, self.outputs, self.stream = whole.inputs, whole.outputs, whole.stream
         self._shapes = {r.size: static_shapes(r.session.inputs, replace(dims, batch=r.size)) for r in ladder}
         full = sorted(self._shapes, reverse=True)
-        self._counts = list(dict.fromkeys([*(size - 1 for size in full if size > 1), *full]))
+        below = [*full[1:], 0]  # one request too few of 2 is a batch of 1, where there is one
+        first = [size - 1 if size - 1 > less else size for size, less in zip(full, below, strict=True)]
+        self._counts = list(dict.fromkeys([*first, *full]))
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         self._fed = feeds

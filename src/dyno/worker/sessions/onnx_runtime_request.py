@@ -20,10 +20,12 @@ class Request:
         self._binding = session.io_binding()
         self._outputs: dict[str, np.ndarray] = {}
         # One whose shape depends on the run is left to the library, and so is one without dimensions: a scalar, or of
-        # any number of them. All are bound in the graph's order, which `get_outputs` keeps when one is bound again.
+        # any number of them, and an input that is an output too, which stays where it is. All are bound in the graph's
+        # order, which `get_outputs` keeps when one is bound again.
+        fed = {each.name for each in session.get_inputs()}
         for tensor in outputs:
             sizes = [size for size in tensor.shape if isinstance(size, int)]
-            if sizes and len(sizes) == len(tensor.shape):
+            if sizes and len(sizes) == len(tensor.shape) and tensor.name not in fed:
                 array = self._outputs[tensor.name] = np.empty(sizes, tensor.dtype)
                 self._binding.bind_output(tensor.name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
             else:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import numpy as np
 
@@ -49,6 +49,10 @@ class Slowed(Session):
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """See `Session.bind`."""
         self.session.bind(feeds, slot)
+
+    def restoring(self, feeds: Arrays) -> Callable[[], None] | None:
+        """See `Session.restoring`."""
+        return self.session.restoring(feeds)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """See `Session.fetch`."""

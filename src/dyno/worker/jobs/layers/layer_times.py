@@ -31,12 +31,13 @@ def profile(job: Job, journal: Journal) -> None:
     watch = measure.watch(session, "model", journal.warn)
     once = measure.step(session, "model", feeds, watch)
     journal.timed("first_call", "first call", once)
+    restore = measure.restoring(session, feeds, journal.warn)
     journal.stage("warm up")
-    if not measure.warm_up(once, trial.plan):
+    if not measure.warm_up(once, trial.plan, restore):
         journal.warn(f"the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
     journal.stage("time")
     contention = system.CpuContention()
-    sampling = measure.latency(once, trial.plan, watch)
+    sampling = measure.latency(once, trial.plan, watch, restore=restore)
     parts = measure.parts(session, feeds, trial.plan)
     journal.stage("profile")
     times = session.profile(int(job.options["runs"]))
