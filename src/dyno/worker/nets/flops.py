@@ -11,6 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import Any
 
+LARGEST = 2**31 - 1  # of a size that is worked out
 RECURRENT = ("LSTM", "GRU", "RNN")
 PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger",
             "Einsum", "Attention", *RECURRENT)  # fmt: skip
@@ -96,9 +97,15 @@ def _worked_out(model: Any) -> dict[str, tuple[int, ...]]:
     try:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
-        inferred = _shapes(SymbolicShapeInference.infer_shapes(model).graph)
+        # As its `infer_shapes` does, which where it gives up writes the whole model into the working folder.
+        inference = SymbolicShapeInference(LARGEST, auto_merge=False, guess_output_rank=False, verbose=0)
+        inference._preprocess(model)
+        complete = False
+        while inference.run_:
+            complete = inference._infer_impl()
     except Exception:  # of operators and shapes that it doesn't know, of any kind
         return {}
+    inferred = _shapes(inference.out_mp_.graph) if complete else {}
     return {name: shape for name, shape in inferred.items() if 0 not in shape}
 
 
