@@ -213,6 +213,7 @@ class TorchSession(Session):
         """See `Session.restoring`: a module may write into its inputs, and its next run would get what is left."""
         with self._on(self._queue):
             left = [tensor.clone() for tensor in self._bound[0].values()]
+        self._settle()  # inputs are bound on a stream of their own
         self.bind(feeds)
         self._settle()
         with self._on(self._queue):
