@@ -16,7 +16,7 @@ def layer(name: str, type: str, reads: str = "", writes: str = "", **more: Any) 
 
 
 def form(kind: str, *layers: Layer, library: str = "") -> Inside:
-    return Inside(form=kind, library=library or kind, parameters=sum(x.parameters for x in layers), layers=layers)
+    return Inside(form=kind, library=library or kind, parameters=sum(x.added for x in layers), layers=layers)
 
 
 # A residual block: relu(bn2(conv2(relu(bn1(conv1(x))))) + x), then pooling. Both ReLUs are one module.
@@ -172,7 +172,45 @@ def test_the_rest_is_named_by_its_largest_part() -> None:
     forms = [GRAPH, smaller]
     links = [align.link(forms, 0, 1)]
     (said,) = totals.sentences(forms, [0, 1], align.regions(forms, links))
-    assert said == "smaller has 8 fewer parameters than nodes: 8 fewer elsewhere, most of them in n3."
+    assert said == "smaller has 8 fewer parameters than nodes: all of them in n3."
+
+
+def test_a_part_that_is_called_twice_has_its_weights_once_in_every_form() -> None:
+    module = form(
+        MODULES,
+        layer("conv", "Conv2d", "", "0", parameters=10),
+        layer("conv", "Conv2d", "0", "1", parameters=10, shared=10),
+        Layer(name="unused", type="Linear", parameters=5, skipped=True, modules=("unused",)),
+    )
+    graph = form(
+        NODES,
+        layer("c1", "Conv", "x", "t1", parameters=10, modules=("conv",)),
+        layer("c2", "Conv", "t1", "t2", parameters=10, shared=10, modules=("conv",)),
+    )
+    forms = [module, graph]
+    table = tables.aligned(forms, [0, 1], {})
+    assert [(row["parameters_a"], row["parameters_b"]) for row in table.rows] == [(10, 10), (None, None), (5, None)]
+    assert "nodes has 5 fewer parameters than modules: all of them in unused." in table.notes
+
+
+def test_equal_weights_of_two_layers_are_stored_once_and_a_use_that_went_is_none_that_is_stored_anew() -> None:
+    module = form(
+        MODULES, layer("a", "LayerNorm", "", "0", parameters=8), layer("b", "LayerNorm", "0", "1", parameters=8)
+    )
+    nodes = [
+        layer("n1", "LayerNormalization", "x", "t1", parameters=8, modules=("a",)),
+        layer("n2", "LayerNormalization", "t1", "t2", parameters=8, shared=8, modules=("b",)),
+    ]
+    forms = [module, form(NODES, *nodes)]
+    found = align.regions(forms, align.pivots(forms, {}))
+    once = "nodes has 8 fewer parameters than modules: 8 are stored once for several layers that have the same values."
+    assert totals.sentences(forms, [0, 1], found) == [once]
+    # Called twice, with the first call's weight folded away: the second call's is the first that is counted.
+    module = form(MODULES, *(replace(x, name="a", shared=s) for x, s in zip(module.layers, (0, 8), strict=True)))
+    folded = [replace(nodes[0], parameters=3), replace(nodes[1], shared=0)]
+    forms = [module, *(form(NODES, *(replace(x, modules=("a",)) for x in each)) for each in (nodes, folded))]
+    found = align.regions(forms, align.pivots(forms, {}))
+    assert totals.sentences(forms, [1, 2], found) == ["nodes has 3 more parameters than nodes: all of them in a."]
 
 
 def test_a_conversion_names_its_edge() -> None:

@@ -88,6 +88,20 @@ def test_a_network_and_its_export_count_the_same(tmp_path: Path, name: str) -> N
     assert [flops.of_onnx(str(tmp_path / "net.onnx"), {"x": (n, 3, 64, 64)}) for n in (1, 4)] == [one, 4 * one]
 
 
+def test_shapes_that_nobody_can_work_out_leave_no_file_behind(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """ONNX Runtime's inference writes what it couldn't finish into the current folder."""
+    from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+
+    inferring = SymbolicShapeInference._infer_impl
+    monkeypatch.setattr(SymbolicShapeInference, "_infer_impl", lambda *args: inferring(*args) and False)
+    nodes = [helper.make_node("NonZero", ["x"], ["found"]), helper.make_node("Cast", ["found"], ["y"], to=FLOAT)]
+    folder = tmp_path / "here"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    flops.of_onnx(stored(tmp_path / "net.onnx", nodes, {}, (2, 3)), {"x": (2, 3)})
+    assert [*folder.iterdir()] == []
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_recurrent_layers_of_a_file_are_counted_as_pytorch_s(tmp_path: Path, kind: str) -> None:
     gates = {"LSTM": 4, "GRU": 3}[kind]
