@@ -175,6 +175,33 @@ def test_the_rest_is_named_by_its_largest_part() -> None:
     assert said == "smaller has 8 fewer parameters than nodes: all of them in n3."
 
 
+def test_a_convolution_goes_with_the_relu_behind_its_batch_norm_not_with_the_layer_before() -> None:
+    graph = form(
+        NODES,
+        layer("stem", "Conv", "x", "s", flops=9),
+        layer("conv", "Conv", "s", "c", flops=9),
+        layer("norm", "BatchNormalization", "c", "n"),
+        layer("relu", "Relu", "n", "r"),
+    )
+    engine = form(LAYERS, layer("s_nchwc", "Conv", "x", "s_nchwc"), layer("r_nchwc", "Conv", "s_nchwc", "r_nchwc"))
+    forms = [graph, engine]
+    found = names(forms, align.pivots(forms, {}))
+    assert found == [(["stem"], ["s_nchwc"]), (["conv", "norm", "relu"], ["r_nchwc"])]
+
+
+def test_a_layer_without_a_name_works_for_the_reader_that_is_known_whatever_else_it_writes() -> None:
+    graph = form(NODES, layer("lstm", "LSTM", "x", "h"), layer("fc", "Gemm", "h", "y"))
+    engine = form(
+        LAYERS,
+        layer("sequence_64", "RNNSeq", "x", "states last"),
+        layer("states", "Reshape", "states", "unread"),
+        layer("lstm", "Reshape", "last", "l", skipped=True),
+        layer("fc", "FullyConnected", "l", "y"),
+    )
+    found = names([graph, engine], align.pivots([graph, engine], {}))
+    assert (["lstm"], ["sequence_64", "lstm"]) in found
+
+
 def test_a_part_that_is_called_twice_has_its_weights_once_in_every_form() -> None:
     module = form(
         MODULES,

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -143,6 +144,13 @@ def test_what_can_t_be_read_is_one_line(refused: Refused, net: str, onnx_file: P
     onnx.save(model, onnx_file, save_as_external_data=True, location="w.data", size_threshold=0)
     Path(onnx_file).with_name("w.data").unlink()
     assert "w.data, which doesn't exist; put it back beside it" in refused("inspect", onnx_file)
+
+
+def test_forms_of_two_files_are_called_by_their_files(call: Call, onnx_file: Path) -> None:
+    onnx_file.with_name("other.onnx").write_bytes(onnx_file.read_bytes())
+    code, out, _ = call("inspect", onnx_file, onnx_file.with_name("other.onnx"))
+    assert code == 0
+    assert re.search(rf"ONNX opset \d+, {onnx_file.name} aligned with ONNX opset \d+, other.onnx", out)
 
 
 def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dyno.worker.jobs.inspect_model import inspect_model
-from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial
+from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial, UserError
 
 torch = pytest.importorskip("torch")
 
@@ -22,3 +22,12 @@ def test_a_program_of_another_batch_than_one(free: bool, tmp_path: Path) -> None
     found = inspect_model(Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime()), [], {})
     assert (found.size, found.usual_batch, found.batch) == ((8, 8), 2, 0 if free else 2)
     assert found.outputs == 4 and found.flops == {"8": 2 * 27 * 4 * 36}, "of one image"
+
+
+def test_what_torchscript_refuses_is_said_with_its_reason(tmp_path: Path) -> None:
+    """Its message begins with a traceback."""
+    path = tmp_path / "net.torchscript"
+    torch.jit.script(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(27, 4))).save(path)
+    trial = Trial(ModelSpec("net", f"saved:{path}"), "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime())
+    with pytest.raises(UserError, match="the model refuses 1x3x8x8: mat1 and mat2 shapes cannot be multiplied"):
+        inspect_model(trial, [(8, 8)], {})

@@ -79,12 +79,13 @@ def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
 
 
 def _helped(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int]) -> Claims:
-    """The pairs with the engine's layers that still stand for no node: each works for the only layer that reads it."""
+    """The pairs with the engine's layers that still stand for no node: each works for the only layer that reads it, of
+    those that stand for nodes (OpenVINO's LSTM also writes states that nobody needs)."""
     nodes_of = _turned(pairs)
     for layer in reversed(unnamed):
-        readers = engine.after[layer]
-        if layer not in nodes_of and len(readers) == 1 and (own := nodes_of.get(readers[0])):
-            nodes_of[layer] = set(own)
+        readers = [reader for reader in engine.after[layer] if reader in nodes_of]
+        if layer not in nodes_of and len(readers) == 1:
+            nodes_of[layer] = set(nodes_of[readers[0]])
     return _turned(nodes_of)
 
 

@@ -61,8 +61,9 @@ def placed(layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow) 
     """The claims with those of unclaimed layers added, and how each was found.
 
     A layer between two that have a counterpart in common has it too. Of what engines fuse, a product begins a layer, so
-    that it belongs to what reads it, as a dequantisation does and what only constants decide; anything else ends one,
-    and belongs to the last of those that it reads. The layers are in an order in which they can run.
+    that it belongs to the next that has a counterpart (a convolution to the ReLU behind its batch norm), as a
+    dequantisation does and what only constants decide; anything else ends one, and belongs to the last of those that it
+    reads. The layers are in an order in which they can run.
     """
     placements = {index: set(own) for index, own in claims.items() if own}
     how = dict.fromkeys(placements, NAMED)
@@ -79,10 +80,18 @@ def placed(layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow) 
     for index in forwards:
         if index not in placements and index not in flow.constant:
             give(index, above[index] & below[index])
+    behind = dict[int, set[int]]()  # of an unclaimed layer that ends one: what reads it, before another product does
     for index in backwards:
-        if index not in placements and (index in flow.constant or _begins(layers[index])):
+        if index not in placements:
             reached = claimed(flow.after[index])
-            give(index, reached if index in flow.constant else {min(reached)} if reached else set())
+            if index in flow.constant:
+                give(index, reached)
+                continue
+            reached |= {one for reader in flow.after[index] for one in behind.get(reader, ())}
+            if _begins(layers[index]):
+                give(index, {min(reached)} if reached else set())
+            else:
+                behind[index] = reached
     for index in forwards:
         if index not in placements and index not in flow.constant and (reached := claimed(flow.before[index])):
             give(index, {max(reached)})

@@ -33,7 +33,7 @@ def one(form: Inside) -> Table:
     for layer in form.layers:
         output = layer.outputs[0] if layer.outputs else Port("")
         rows.append({
-            "name": layer.name, "type": layer.type, "output": shape(output), "dtype": output.dtype,
+            "name": layer.name or MODEL, "type": layer.type, "output": shape(output), "dtype": output.dtype,
             "format": output.format, "parameters": layer.added or None, "flops": layer.flops or None,
             "bytes": totals.activation_bytes(layer), "computes_in": layer.computes_in, "kernel": layer.tactic,
             "nodes": " ".join(layer.nodes) if form.form == LAYERS else "",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -251,6 +252,19 @@ class Reading:
         if record.status != "ok" or record.facts.inside is None:
             raise UserError(f"{job.trial.model.name}: {record.reason}")
         return record, record.facts.inside
+
+
+def distinct(found: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Inside, ...]:
+    """The forms with titles that tell them apart: with the model where there are several, and numbered."""
+    titles: Counter[str] = Counter()
+    named = list(found)
+    for k, source in sources.items():
+        title = found[k].library
+        if len(set(sources.values())) > 1:
+            title = f"{title}, {Path(source).name}"
+        titles[title] += 1
+        named[k] = replace(found[k], library=f"{title} ({titles[title]})" if titles[title] > 1 else title)
+    return tuple(named)
 
 
 def _unwatched(side: Side, error: UserError) -> UserError:
