@@ -189,6 +189,25 @@ def test_a_convolution_goes_with_the_relu_behind_its_batch_norm_not_with_the_lay
     assert found == [(["stem"], ["s_nchwc"]), (["conv", "norm", "relu"], ["r_nchwc"])]
 
 
+def test_a_product_is_in_no_layer_of_which_the_engine_says_that_it_multiplies_nothing() -> None:
+    graph = form(
+        NODES,
+        layer("fc1", "Conv", "x", "a", flops=9),
+        layer("erf", "Erf", "a", "e"),
+        layer("mul", "Mul", "a e", "g"),
+        layer("fc2", "Conv", "g", "b", flops=9),
+        layer("scale", "Mul", "b", "y"),
+    )
+    engine = form(
+        LAYERS,
+        layer("a_nchwc", "Conv", "x", "p", computes_in="float32"),
+        layer("Gelu", "Gelu", "p", "q"),
+        layer("scale_nchwc", "Conv", "q", "y_nchwc", computes_in="float32"),
+    )
+    found = names([graph, engine], align.pivots([graph, engine], {}))
+    assert found == [(["fc1"], ["a_nchwc"]), (["erf", "mul"], ["Gelu"]), (["fc2", "scale"], ["scale_nchwc"])]
+
+
 def test_a_layer_without_a_name_works_for_the_reader_that_is_known_whatever_else_it_writes() -> None:
     graph = form(NODES, layer("lstm", "LSTM", "x", "h"), layer("fc", "Gemm", "h", "y"))
     engine = form(

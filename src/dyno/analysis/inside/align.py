@@ -70,7 +70,12 @@ def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     inner, outer = Flow(graph), Flow(engine)
     named = set().union(*claims.values())
     unnamed = [k for k, layer in enumerate(engine) if k not in named and not layer.moves]
-    extended = between(inner, outer, claims, unnamed)
+    says = any(layer.computes_in for layer in engine)  # a product is in none of which the engine says that it isn't one
+
+    def fits(node: int, layer: int) -> bool:
+        return bool(engine[layer].computes_in) or not (says and graph[node].flops)
+
+    extended = between(inner, outer, claims, unnamed, fits)
     pairs, how = placed(graph, extended, inner)
     for node in extended.keys() - claims.keys():
         how[node] = FLOW

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from itertools import product
 
 from dyno.worker.facts.inside import Layer
@@ -38,9 +38,15 @@ class Flow:
             writer.update({port.name: index for port in layer.outputs})
 
 
-def between(graph: Flow, engine: Flow, claims: Mapping[int, set[int]], helpers: Sequence[int]) -> Claims:
+def between(
+    graph: Flow,
+    engine: Flow,
+    claims: Mapping[int, set[int]],
+    helpers: Sequence[int],
+    fits: Callable[[int, int], bool] = lambda node, layer: True,
+) -> Claims:
     """The claims with those of the engine's layers `helpers` added, which name no node: of the unclaimed nodes between
-    two, what an unnamed layer between their counterparts does."""
+    two, what an unnamed layer between their counterparts does, where the node `fits` that layer."""
     named = {layer: {layer} for own in claims.values() for layer in own}
     above, below = _nearest(graph.before, claims, graph.forwards), _nearest(graph.after, claims, graph.backwards)
     higher, lower = _nearest(engine.before, named, engine.forwards), _nearest(engine.after, named, engine.backwards)
@@ -52,7 +58,7 @@ def between(graph: Flow, engine: Flow, claims: Mapping[int, set[int]], helpers: 
     for node in graph.forwards:
         if node not in extended and node not in graph.constant:
             matches = [neighbours.get(pair, set()) for pair in product(above[node], below[node])]
-            if reached := set().union(*matches):
+            if reached := {layer for layer in set().union(*matches) if fits(node, layer)}:
                 extended[node] = reached
     return extended
 
