@@ -208,6 +208,24 @@ def test_a_product_is_in_no_layer_of_which_the_engine_says_that_it_multiplies_no
     assert found == [(["fc1"], ["a_nchwc"]), (["erf", "mul"], ["Gelu"]), (["fc2", "scale"], ["scale_nchwc"])]
 
 
+def test_what_follows_a_tensor_that_a_layer_writes_as_it_is_belongs_to_the_next_layer() -> None:
+    graph = form(
+        NODES,
+        layer("conv", "Conv", "x", "c", flops=9),
+        layer("div", "Div", "c", "d"),
+        layer("erf", "Erf", "d", "e"),
+        layer("mul", "Mul", "c e", "g"),
+        layer("tail", "Identity", "g", "y"),
+    )
+    engine = form(LAYERS, layer("conv", "Conv", "x", "c"), layer("Gelu", "Gelu", "c", "g"))
+    found = names([graph, engine], align.pivots([graph, engine], {}))
+    assert found == [(["conv"], ["conv"]), (["div", "erf", "mul", "tail"], ["Gelu"])]
+    # OpenVINO calls tensors by their layers: what they hold isn't known.
+    engine = form(LAYERS, layer("c", "Convolution", "x", "c"), layer("g", "Eltwise", "c", "g"))
+    found = names([graph, engine], align.pivots([graph, engine], {}))
+    assert (["conv", "div", "erf"], ["c"]) in found
+
+
 def test_a_layer_without_a_name_works_for_the_reader_that_is_known_whatever_else_it_writes() -> None:
     graph = form(NODES, layer("lstm", "LSTM", "x", "h"), layer("fc", "Gemm", "h", "y"))
     engine = form(

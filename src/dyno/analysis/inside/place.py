@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 
 from dyno.worker.facts.inside import Layer
@@ -63,13 +63,16 @@ def between(
     return extended
 
 
-def placed(layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow) -> tuple[Claims, dict[int, str]]:
+def placed(
+    layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow, ends: Collection[int] = ()
+) -> tuple[Claims, dict[int, str]]:
     """The claims with those of unclaimed layers added, and how each was found.
 
     A layer between two that have a counterpart in common has it too. Of what engines fuse, a product begins a layer, so
     that it belongs to the next that has a counterpart (a convolution to the ReLU behind its batch norm), as a
     dequantisation does and what only constants decide; anything else ends one, and belongs to the last of those that it
-    reads. The layers are in an order in which they can run.
+    reads, but not where it is known that what it reads `ends` its counterpart. The layers are in an order in which they
+    can run.
     """
     placements = {index: set(own) for index, own in claims.items() if own}
     how = dict.fromkeys(placements, NAMED)
@@ -99,11 +102,15 @@ def placed(layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow) 
             else:
                 behind[index] = reached
     for index in forwards:
-        if index not in placements and index not in flow.constant and (reached := claimed(flow.before[index])):
+        open_ones = [] if index in flow.constant else [one for one in flow.before[index] if one not in ends]
+        if index not in placements and (reached := claimed(open_ones)):
             give(index, {max(reached)})
     for index in backwards:
         if index not in placements and (reached := claimed(flow.after[index])):
             give(index, {min(reached)})
+    for index in forwards:
+        if index not in placements and index not in flow.constant and (reached := claimed(flow.before[index])):
+            give(index, {max(reached)})
     return placements, how
 
 
