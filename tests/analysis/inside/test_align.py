@@ -16,7 +16,7 @@ def layer(name: str, type: str, reads: str = "", writes: str = "", **more: Any) 
 
 
 def form(kind: str, *layers: Layer, library: str = "") -> Inside:
-    return Inside(form=kind, library=library or kind, parameters=sum(x.parameters for x in layers), layers=layers)
+    return Inside(form=kind, library=library or kind, parameters=sum(x.added for x in layers), layers=layers)
 
 
 # A residual block: relu(bn2(conv2(relu(bn1(conv1(x))))) + x), then pooling. Both ReLUs are one module.
@@ -172,7 +172,109 @@ def test_the_rest_is_named_by_its_largest_part() -> None:
     forms = [GRAPH, smaller]
     links = [align.link(forms, 0, 1)]
     (said,) = totals.sentences(forms, [0, 1], align.regions(forms, links))
-    assert said == "smaller has 8 fewer parameters than nodes: 8 fewer elsewhere, most of them in n3."
+    assert said == "smaller has 8 fewer parameters than nodes: all of them in n3."
+
+
+def test_a_convolution_goes_with_the_relu_behind_its_batch_norm_not_with_the_layer_before() -> None:
+    graph = form(
+        NODES,
+        layer("stem", "Conv", "x", "s", flops=9),
+        layer("conv", "Conv", "s", "c", flops=9),
+        layer("norm", "BatchNormalization", "c", "n"),
+        layer("relu", "Relu", "n", "r"),
+    )
+    engine = form(LAYERS, layer("s_nchwc", "Conv", "x", "s_nchwc"), layer("r_nchwc", "Conv", "s_nchwc", "r_nchwc"))
+    forms = [graph, engine]
+    found = names(forms, align.pivots(forms, {}))
+    assert found == [(["stem"], ["s_nchwc"]), (["conv", "norm", "relu"], ["r_nchwc"])]
+
+
+def test_a_product_is_in_no_layer_of_which_the_engine_says_that_it_multiplies_nothing() -> None:
+    graph = form(
+        NODES,
+        layer("fc1", "Conv", "x", "a", flops=9),
+        layer("erf", "Erf", "a", "e"),
+        layer("mul", "Mul", "a e", "g"),
+        layer("fc2", "Conv", "g", "b", flops=9),
+        layer("scale", "Mul", "b", "y"),
+    )
+    engine = form(
+        LAYERS,
+        layer("a_nchwc", "Conv", "x", "p", computes_in="float32"),
+        layer("Gelu", "Gelu", "p", "q"),
+        layer("scale_nchwc", "Conv", "q", "y_nchwc", computes_in="float32"),
+    )
+    found = names([graph, engine], align.pivots([graph, engine], {}))
+    assert found == [(["fc1"], ["a_nchwc"]), (["erf", "mul"], ["Gelu"]), (["fc2", "scale"], ["scale_nchwc"])]
+
+
+def test_what_follows_a_tensor_that_a_layer_writes_as_it_is_belongs_to_the_next_layer() -> None:
+    graph = form(
+        NODES,
+        layer("conv", "Conv", "x", "c", flops=9),
+        layer("div", "Div", "c", "d"),
+        layer("erf", "Erf", "d", "e"),
+        layer("mul", "Mul", "c e", "g"),
+        layer("tail", "Identity", "g", "y"),
+    )
+    engine = form(LAYERS, layer("conv", "Conv", "x", "c"), layer("Gelu", "Gelu", "c", "g"))
+    found = names([graph, engine], align.pivots([graph, engine], {}))
+    assert found == [(["conv"], ["conv"]), (["div", "erf", "mul", "tail"], ["Gelu"])]
+    # OpenVINO calls tensors by their layers: what they hold isn't known.
+    engine = form(LAYERS, layer("c", "Convolution", "x", "c"), layer("g", "Eltwise", "c", "g"))
+    found = names([graph, engine], align.pivots([graph, engine], {}))
+    assert (["conv", "div", "erf"], ["c"]) in found
+
+
+def test_a_layer_without_a_name_works_for_the_reader_that_is_known_whatever_else_it_writes() -> None:
+    graph = form(NODES, layer("lstm", "LSTM", "x", "h"), layer("fc", "Gemm", "h", "y"))
+    engine = form(
+        LAYERS,
+        layer("sequence_64", "RNNSeq", "x", "states last"),
+        layer("states", "Reshape", "states", "unread"),
+        layer("lstm", "Reshape", "last", "l", skipped=True),
+        layer("fc", "FullyConnected", "l", "y"),
+    )
+    found = names([graph, engine], align.pivots([graph, engine], {}))
+    assert (["lstm"], ["sequence_64", "lstm"]) in found
+
+
+def test_a_part_that_is_called_twice_has_its_weights_once_in_every_form() -> None:
+    module = form(
+        MODULES,
+        layer("conv", "Conv2d", "", "0", parameters=10),
+        layer("conv", "Conv2d", "0", "1", parameters=10, shared=10),
+        Layer(name="unused", type="Linear", parameters=5, skipped=True, modules=("unused",)),
+    )
+    graph = form(
+        NODES,
+        layer("c1", "Conv", "x", "t1", parameters=10, modules=("conv",)),
+        layer("c2", "Conv", "t1", "t2", parameters=10, shared=10, modules=("conv",)),
+    )
+    forms = [module, graph]
+    table = tables.aligned(forms, [0, 1], {})
+    assert [(row["parameters_a"], row["parameters_b"]) for row in table.rows] == [(10, 10), (None, None), (5, None)]
+    assert "nodes has 5 fewer parameters than modules: all of them in unused." in table.notes
+
+
+def test_equal_weights_of_two_layers_are_stored_once_and_a_use_that_went_is_none_that_is_stored_anew() -> None:
+    module = form(
+        MODULES, layer("a", "LayerNorm", "", "0", parameters=8), layer("b", "LayerNorm", "0", "1", parameters=8)
+    )
+    nodes = [
+        layer("n1", "LayerNormalization", "x", "t1", parameters=8, modules=("a",)),
+        layer("n2", "LayerNormalization", "t1", "t2", parameters=8, shared=8, modules=("b",)),
+    ]
+    forms = [module, form(NODES, *nodes)]
+    found = align.regions(forms, align.pivots(forms, {}))
+    once = "nodes has 8 fewer parameters than modules: 8 are stored once for several layers that have the same values."
+    assert totals.sentences(forms, [0, 1], found) == [once]
+    # Called twice, with the first call's weight folded away: the second call's is the first that is counted.
+    module = form(MODULES, *(replace(x, name="a", shared=s) for x, s in zip(module.layers, (0, 8), strict=True)))
+    folded = [replace(nodes[0], parameters=3), replace(nodes[1], shared=0)]
+    forms = [module, *(form(NODES, *(replace(x, modules=("a",)) for x in each)) for each in (nodes, folded))]
+    found = align.regions(forms, align.pivots(forms, {}))
+    assert totals.sentences(forms, [1, 2], found) == ["nodes has 3 more parameters than nodes: all of them in a."]
 
 
 def test_a_conversion_names_its_edge() -> None:

@@ -143,6 +143,15 @@ def test_what_both_lack_a_name_for_is_not_explained() -> None:
     assert found.attributed < 0.1
 
 
+def test_two_networks_that_have_nothing_in_common_are_said_to() -> None:
+    other = Inside(form=LAYERS, library="Other 1.0", layers=(layer("odd", 30, "Odd"), layer("odder", 31, "Odd")))
+    given = pair()
+    forms = (FAST, GRAPH, other)
+    strangers = replace(given, forms=forms, a=replace(side(0, FAST_US, 108), graph=1), b=side(2, (50, 9), 60))
+    assert [reason.key for reason in reasons.reasons(waterfall.waterfall(strangers))][1] == "strangers"
+    assert "strangers" not in {reason.key for reason in reasons.reasons(waterfall.waterfall(given))}
+
+
 def test_interruptions_are_told_from_work_outside_the_layers() -> None:
     """Every run has an interruption of 100 µs, in any of the layers; and 20 µs pass outside of them."""
     quiet = times(FAST_US, 103, 0, 0.0)
@@ -189,7 +198,7 @@ def test_layers_that_watching_slowed_are_scaled_and_the_intervals_hold_both_ways
     conversion = by_key(found)["conversion"]  # of 8 µs, which may be 4 µs, or none at all
     assert 1e6 * conversion.difference.value == pytest.approx(3.9, rel=0.1) and not conversion.proven
     assert by_key(plain)["conversion"].proven
-    assert any(reason.key == "watched" and "by 10" in reason.text for reason in reasons.reasons(found))
+    assert any(reason.key == "watched" and "took 10" in reason.text for reason in reasons.reasons(found))
 
 
 def test_a_difference_that_is_not_shown_is_called_so_and_noise_is_no_cause() -> None:

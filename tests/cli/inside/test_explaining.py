@@ -179,6 +179,8 @@ def test_bad_input_is_one_line(refused: Refused, net: str, tmp_path: Path) -> No
     assert refused("explain", net, "pytorch", "openvino", "--save", "x.pdf").startswith(
         "'x.pdf' can't be saved; end its name in one of .json"
     )
+    (tmp_path / "folder").mkdir()
+    assert refused("explain", "folder", "a", "b").startswith("folder is not a run folder")
     assert refused("explain", "no.json").startswith("no.json can't be read")
     (tmp_path / "odd.json").write_text("[1]", encoding="utf-8")
     assert refused("explain", "odd.json") == "odd.json can't be read: it is not a JSON object"

@@ -6,6 +6,7 @@ import dataclasses
 import importlib
 import importlib.util
 import json
+import re
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -154,6 +155,13 @@ def test_a_form_that_a_library_refuses_is_left_out(call: Call, refused: Refused,
     assert code == 3 and "net compile fp32: compile doesn't say what its layers are" in err
     assert "net openvino fp8: openvino has no fp8" in err and "Conv2d" in out
     assert refused("inspect", "net.py:broken", "compile").startswith("broken: ")
+
+
+def test_forms_of_two_files_are_called_by_their_files(call: Call, onnx_file: Path) -> None:
+    onnx_file.with_name("other.onnx").write_bytes(onnx_file.read_bytes())
+    code, out, _ = call("inspect", onnx_file, onnx_file.with_name("other.onnx"))
+    assert code == 0
+    assert re.search(rf"ONNX opset \d+, {onnx_file.name} aligned with ONNX opset \d+, other.onnx", out)
 
 
 def test_in_python(net: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

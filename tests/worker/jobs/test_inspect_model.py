@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from dyno.worker.jobs.inspect_model import inspect_model
-from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial
+from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial, UserError
 
 torch = pytest.importorskip("torch")
 
@@ -36,3 +36,12 @@ def test_a_function_s_module_of_one_image(tmp_path: Path) -> None:
     model = ModelSpec("one", f"{tmp_path / 'net.py'}:one")
     found = inspect_model(Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime()), [[8, 8]], {})
     assert found.batch == 1
+
+
+def test_what_torchscript_refuses_is_said_with_its_reason(tmp_path: Path) -> None:
+    """Its message begins with a traceback."""
+    path = tmp_path / "net.torchscript"
+    torch.jit.script(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(27, 4))).save(path)
+    trial = Trial(ModelSpec("net", f"saved:{path}"), "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime())
+    with pytest.raises(UserError, match="the model refuses 1x3x8x8: mat1 and mat2 shapes cannot be multiplied"):
+        inspect_model(trial, [(8, 8)], {})

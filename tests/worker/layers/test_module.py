@@ -19,7 +19,7 @@ def checked(net: Any, *args: Any) -> Any:
     """What was read of the net, whose sums are PyTorch's own."""
     found = module.read(net, *args)
     count = sum(p.numel() for p in net.parameters())
-    assert found.parameters == count == sum(layer.parameters for layer in found.layers)
+    assert found.parameters == count == sum(layer.added for layer in found.layers)
     assert sum(layer.flops or 0 for layer in found.layers) == flops.of_module(net, *args)
     return found
 
@@ -75,7 +75,14 @@ def test_a_shared_weight_counts_once() -> None:
     one, other = nn.Linear(4, 4), nn.Linear(4, 4)
     other.weight = one.weight
     found = checked(nn.Sequential(one, other), torch.zeros(1, 4))
-    assert [layer.parameters for layer in found.layers] == [20, 4]
+    assert [layer.added for layer in found.layers] == [20, 4]
+    assert [layer.parameters for layer in found.layers] == [20, 20]  # each reads its weight
+
+
+def test_a_part_that_is_called_again_reads_its_weights_again() -> None:
+    one = nn.Linear(4, 4)
+    found = checked(nn.Sequential(one, nn.ReLU(), one), torch.zeros(1, 4))
+    assert [(layer.parameters, layer.added) for layer in found.layers] == [(20, 20), (0, 0), (20, 0)]
 
 
 def test_attention_s_own_weights_are_its_own() -> None:

@@ -8,7 +8,7 @@ import pytest
 
 from dyno.worker.facts.inside import Layer
 from dyno.worker.layers.optimised import kernels_of
-from dyno.worker.sessions.onnx_runtime_profile import by_run
+from dyno.worker.sessions.onnx_runtime_profile import by_run, events_in
 
 
 def event(name: str, at: int, dur: int, index: str = "", cat: str = "Node") -> dict[str, Any]:
@@ -39,3 +39,10 @@ def test_what_runs_in_a_loop_is_no_node_of_the_graph_around_it() -> None:
     assert by_run(events) == [
         {("Add_1_kernel_time", "1"): 8e-6, ("Loop_2_kernel_time", "2"): 9e-6, ("Add_3_kernel_time", "3"): 0.0}
     ]
+
+
+def test_names_are_read_as_the_library_writes_them() -> None:
+    """It escapes nothing, so that a quote in a node's name ends a string of JSON."""
+    text = '[{"cat" : "Node","dur" :1,"ts" :2,"name" :"a"b \\n c,\t{d}_kernel_time","args" : {"op_name" : "Relu"}}]'
+    (found,) = events_in(text)
+    assert found["name"] == 'a"b \\n c,\t{d}_kernel_time' and found["args"] == {"op_name": "Relu"}

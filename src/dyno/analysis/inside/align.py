@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dyno.analysis.inside.place import FLOW, NAMED, Claims, Flow, between, placed
-from dyno.worker.facts.inside import MODULES, NODES, Inside
+from dyno.worker.facts.inside import MODULES, NODES, Inside, Layer
 
 # What engines add to the name of a node, or of the tensor that it writes.
 ADDED = ("/WithoutBiases", "_nchwc", "_quant")
@@ -70,21 +70,34 @@ def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     inner, outer = Flow(graph), Flow(engine)
     named = set().union(*claims.values())
     unnamed = [k for k, layer in enumerate(engine) if k not in named and not layer.moves]
-    extended = between(inner, outer, claims, unnamed)
-    pairs, how = placed(graph, extended, inner)
+    says = any(layer.computes_in for layer in engine)  # a product is in none of which the engine says that it isn't one
+
+    def fits(node: int, layer: int) -> bool:
+        return bool(engine[layer].computes_in) or not (says and graph[node].flops)
+
+    extended = between(inner, outer, claims, unnamed, fits)
+    pairs, how = placed(graph, extended, inner, _ends(engine, tensors))
     for node in extended.keys() - claims.keys():
         how[node] = FLOW
     sure = frozenset((node, layer) for node, own in claims.items() for layer in own)
     return Link(upper, lower, _helped(pairs, outer, unnamed), how, sure)
 
 
+def _ends(engine: Sequence[Layer], tensors: Mapping[str, int]) -> set[int]:
+    """Nodes whose result a layer writes as it is, so that no later node is in it; of engines whose tensors have names
+    of their own, and not those of layers."""
+    written = (port.name for layer in engine if not layer.skipped for port in layer.outputs if port.name != layer.name)
+    return {tensors[name] for name in written if name in tensors}
+
+
 def _helped(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int]) -> Claims:
-    """The pairs with the engine's layers that still stand for no node: each works for the only layer that reads it."""
+    """The pairs with the engine's layers that still stand for no node: each works for the only layer that reads it, of
+    those that stand for nodes (OpenVINO's LSTM also writes states that nobody needs)."""
     nodes_of = _turned(pairs)
     for layer in reversed(unnamed):
-        readers = engine.after[layer]
-        if layer not in nodes_of and len(readers) == 1 and (own := nodes_of.get(readers[0])):
-            nodes_of[layer] = set(own)
+        readers = [reader for reader in engine.after[layer] if reader in nodes_of]
+        if layer not in nodes_of and len(readers) == 1:
+            nodes_of[layer] = set(nodes_of[readers[0]])
     return _turned(nodes_of)
 
 

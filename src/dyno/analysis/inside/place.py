@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 
 from dyno.worker.facts.inside import Layer
@@ -38,9 +38,15 @@ class Flow:
             writer.update({port.name: index for port in layer.outputs})
 
 
-def between(graph: Flow, engine: Flow, claims: Mapping[int, set[int]], helpers: Sequence[int]) -> Claims:
+def between(
+    graph: Flow,
+    engine: Flow,
+    claims: Mapping[int, set[int]],
+    helpers: Sequence[int],
+    fits: Callable[[int, int], bool] = lambda node, layer: True,
+) -> Claims:
     """The claims with those of the engine's layers `helpers` added, which name no node: of the unclaimed nodes between
-    two, what an unnamed layer between their counterparts does."""
+    two, what an unnamed layer between their counterparts does, where the node `fits` that layer."""
     named = {layer: {layer} for own in claims.values() for layer in own}
     above, below = _nearest(graph.before, claims, graph.forwards), _nearest(graph.after, claims, graph.backwards)
     higher, lower = _nearest(engine.before, named, engine.forwards), _nearest(engine.after, named, engine.backwards)
@@ -52,17 +58,21 @@ def between(graph: Flow, engine: Flow, claims: Mapping[int, set[int]], helpers: 
     for node in graph.forwards:
         if node not in extended and node not in graph.constant:
             matches = [neighbours.get(pair, set()) for pair in product(above[node], below[node])]
-            if reached := set().union(*matches):
+            if reached := {layer for layer in set().union(*matches) if fits(node, layer)}:
                 extended[node] = reached
     return extended
 
 
-def placed(layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow) -> tuple[Claims, dict[int, str]]:
+def placed(
+    layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow, ends: Collection[int] = ()
+) -> tuple[Claims, dict[int, str]]:
     """The claims with those of unclaimed layers added, and how each was found.
 
     A layer between two that have a counterpart in common has it too. Of what engines fuse, a product begins a layer, so
-    that it belongs to what reads it, as a dequantisation does and what only constants decide; anything else ends one,
-    and belongs to the last of those that it reads. The layers are in an order in which they can run.
+    that it belongs to the next that has a counterpart (a convolution to the ReLU behind its batch norm), as a
+    dequantisation does and what only constants decide; anything else ends one, and belongs to the last of those that it
+    reads, but not where it is known that what it reads `ends` its counterpart. The layers are in an order in which they
+    can run.
     """
     placements = {index: set(own) for index, own in claims.items() if own}
     how = dict.fromkeys(placements, NAMED)
@@ -79,16 +89,28 @@ def placed(layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow) 
     for index in forwards:
         if index not in placements and index not in flow.constant:
             give(index, above[index] & below[index])
+    behind = dict[int, set[int]]()  # of an unclaimed layer that ends one: what reads it, before another product does
     for index in backwards:
-        if index not in placements and (index in flow.constant or _begins(layers[index])):
+        if index not in placements:
             reached = claimed(flow.after[index])
-            give(index, reached if index in flow.constant else {min(reached)} if reached else set())
+            if index in flow.constant:
+                give(index, reached)
+                continue
+            reached |= {one for reader in flow.after[index] for one in behind.get(reader, ())}
+            if _begins(layers[index]):
+                give(index, {min(reached)} if reached else set())
+            else:
+                behind[index] = reached
     for index in forwards:
-        if index not in placements and index not in flow.constant and (reached := claimed(flow.before[index])):
+        open_ones = [] if index in flow.constant else [one for one in flow.before[index] if one not in ends]
+        if index not in placements and (reached := claimed(open_ones)):
             give(index, {max(reached)})
     for index in backwards:
         if index not in placements and (reached := claimed(flow.after[index])):
             give(index, {min(reached)})
+    for index in forwards:
+        if index not in placements and index not in flow.constant and (reached := claimed(flow.before[index])):
+            give(index, {max(reached)})
     return placements, how
 
 

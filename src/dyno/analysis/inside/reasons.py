@@ -12,7 +12,8 @@ from dyno.analysis.inside import causes
 from dyno.analysis.inside.causes import Part
 from dyno.analysis.inside.waterfall import Step, Waterfall
 
-GAP, ALONE, ATTRIBUTED, WATCHED, NOT_FASTER = "gap", "alone", "attributed", "watched", "not_faster"
+GAP, STRANGERS, ALONE, ATTRIBUTED = "gap", "strangers", "alone", "attributed"
+WATCHED, NOT_FASTER = "watched", "not_faster"
 NOTEWORTHY = 0.05  # of the gap, or of the latency where there is none: less isn't worth a sentence
 BY_ITSELF = 0.1  # of the gap: a single part that is worth one
 NAMES = 3  # names of a sentence
@@ -39,7 +40,7 @@ def reasons(found: Waterfall) -> list[Reason]:
     A cause whose interval holds 0 has no sentence, nor has one of less than 5 % of the difference.
     """
     words = _Words(found)
-    told = [words.gap(), *words.causes(), *words.alone(), *words.narrower(), *words.attributed()]
+    told = [words.gap(), *words.strangers(), *words.causes(), *words.alone(), *words.narrower(), *words.attributed()]
     return [*told, *words.watched()]
 
 
@@ -61,6 +62,14 @@ class _Words:
         else:
             text = f"{times}: no difference is shown, the interval {_limits(self._gap)} holds 0."
         return _reason(GAP, text, self._gap)
+
+    def strangers(self) -> Iterator[Reason]:
+        """That no layer of one is any of the other's, so that the causes below say nothing."""
+        parts = self._w.parts
+        if any(part.a and part.b for part in parts) or not any(part.a for part in parts):
+            return
+        text = f"No layer of {self._b} corresponds to one of {self._a}, as where networks are different"
+        yield Reason(STRANGERS, f"{text}: only the latencies can be compared.")
 
     def causes(self) -> Iterator[Reason]:
         """The causes that are proven and large enough, the largest first."""
@@ -113,8 +122,10 @@ class _Words:
         """By how much watching slowed the layers."""
         for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
             if side.excess >= NOTEWORTHY * side.latency[0]:
-                slowed = f"Watching slowed the layers of {title} by {side.excess / side.latency[0]:.0%}"
-                text = f"{slowed}: they are scaled down alike, and the intervals hold the other extreme, too."
+                longer = (
+                    f"Watched, the layers of {title} took {side.excess / side.latency[0]:.0%} longer than its latency"
+                )
+                text = f"{longer}: they are scaled down alike, and the intervals hold the other extreme, too."
                 yield Reason(WATCHED, text, seconds=side.excess)
 
     def _amount(self, step: Step) -> str:

@@ -33,8 +33,8 @@ def one(form: Inside) -> Table:
     for layer in form.layers:
         output = layer.outputs[0] if layer.outputs else Port("")
         rows.append({
-            "name": layer.name, "type": layer.type, "output": shape(output), "dtype": output.dtype,
-            "format": output.format, "parameters": layer.parameters or None, "flops": layer.flops or None,
+            "name": layer.name or MODEL, "type": layer.type, "output": shape(output), "dtype": output.dtype,
+            "format": output.format, "parameters": layer.added or None, "flops": layer.flops or None,
             "bytes": totals.activation_bytes(layer), "computes_in": layer.computes_in, "kernel": layer.tactic,
             "nodes": " ".join(layer.nodes) if form.form == LAYERS else "",
             "modules": " ".join(layer.modules) if form.form == NODES else "", "remark": _remark(layer),
@@ -130,7 +130,7 @@ def _row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> Row:
         name = _letter(position)
         row[f"{name}_names"] = _names(forms, region, k)
         row[name] = " ".join(row[f"{name}_names"])
-        row[f"parameters_{name}"] = sum(layer.parameters for layer in layers) or None
+        row[f"parameters_{name}"] = sum(layer.added for layer in layers) or None
     last = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
     # A graph has each operation where it is; a module around others has its own in one place.
     order = sorted(range(len(forms)), key=lambda k: forms[k].form != NODES)

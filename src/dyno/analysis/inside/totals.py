@@ -56,7 +56,7 @@ def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[
     folded = [r for r in regions if r.members[graph] and _folds(forms, first, graph, r)]
     if folded:
         norms = [n for r in folded for n in _layers(forms, r, first) if is_norm(n)]
-        before, change = sum(n.parameters for n in norms), 0
+        before, change = sum(n.added for n in norms), 0
         for r in folded:
             apart = _sum(forms, r, first) - _sum(forms, r, graph)
             change, differences[id(r)] = change + apart, differences[id(r)] - apart
@@ -68,17 +68,38 @@ def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[
     if filled := sum(differences.pop(id(r)) for r in padded):
         yield f"{abs(filled):,} zeros fill up blocks of channels in its layout{'' if filled < 0 else ' no longer'}"
         left -= filled
-    if shared := _shared(forms[other]) - _shared(forms[first]):
-        once = "are stored once for several layers that have the same values"
-        yield f"{abs(shared):,} {once if shared > 0 else 'are stored anew for each layer that has these values'}"
-        left -= shared
-    if left:
-        whole: dict[str, int] = Counter()  # what a module does itself may be spread over several regions
-        for r in regions:
-            whole[_name(forms, r, first, other)] += differences.get(id(r), 0)
-        name = max(whole, key=lambda each: abs(whole[each]), default="")
-        where = f", most of them in {name}" if name and whole[name] else ""
-        yield f"{abs(left):,} {'fewer' if left > 0 else 'more'} elsewhere{where}"
+    # By names: what a module does itself may be spread over several regions, and of its calls another may be the first.
+    whole, sharing = Counter[str](), Counter[str]()
+    for r in regions:
+        name = _name(forms, r, first, other)
+        whole[name] += differences.get(id(r), 0)
+        sharing[name] += _shared(forms, r, other) - _shared(forms, r, first)
+    alike = [whole.pop(name) for name in [*whole] if whole[name] == sharing[name]]
+    for shared, words in (
+        (sum(n for n in alike if n > 0), "are stored once for several layers that have the same values"),
+        (sum(n for n in alike if n < 0), "are stored anew for each layer that has these values"),
+    ):
+        if shared:
+            yield f"{abs(shared):,} {words}"
+            left -= shared
+    where = _where(whole)
+    if left == forms[first].parameters - forms[other].parameters:
+        yield where or "nobody says where"
+    elif left:
+        yield f"{abs(left):,} {'fewer' if left > 0 else 'more'} elsewhere{where and f', {where}'}"
+
+
+def _where(whole: Mapping[str, int]) -> str:
+    """Where most of it is, as far as one part can be named for it."""
+    apart = {name: abs(count) for name, count in whole.items() if count}
+    if not apart:
+        return ""
+    if min(whole.values()) < 0 < max(whole.values()):
+        return "more in some parts and fewer in others"
+    name = max(apart, key=lambda each: apart[each])
+    if len(apart) == 1:
+        return f"all of them in {name}"
+    return f"{'most' if 2 * apart[name] > sum(apart.values()) else f'{apart[name]:,}'} of them in {name}"
 
 
 def _folds(forms: Sequence[Inside], first: int, other: int, region: Region) -> bool:
@@ -97,15 +118,17 @@ def _layers(forms: Sequence[Inside], region: Region, form: int) -> list[Layer]:
 
 
 def _sum(forms: Sequence[Inside], region: Region, form: int) -> int:
-    return sum(layer.parameters for layer in _layers(forms, region, form))
+    return sum(layer.added for layer in _layers(forms, region, form))
 
 
-def _shared(form: Inside) -> int:
-    return sum(layer.parameters for layer in form.layers) - form.parameters
+def _shared(forms: Sequence[Inside], region: Region, form: int) -> int:
+    """Weights of the region that the form's earlier layers have too."""
+    return sum(layer.shared for layer in _layers(forms, region, form))
 
 
 def _name(forms: Sequence[Inside], region: Region, *order: int) -> str:
-    """The module around the region's parts, else its first layer in the first form that has one."""
+    """The module around the region's parts, else its first layer: a module's name, else that of these forms."""
+    order = (*(k for k, each in enumerate(forms) if each.form == MODULES), *order)
     around = [forms[form].layers[k] for form in order for k in (region.around[form] if region.around else ())]
     names = (layer.name for layer in (*around, *(each for form in order for each in _layers(forms, region, form))))
     return next(names, "") or "(model)"

@@ -176,7 +176,7 @@ def _pair(
     if len(sides) not in (1, 2) or (len(sides) == 1 and forms.is_form(sides[0])):
         raise UserError("give a model and the two forms to explain, a run folder and two of its trials, two models, or "
                         "a file that `dyno explain --save FILE.json` wrote")  # fmt: skip
-    if len(sides) == 2 and isinstance(model, (str, Path)) and (Path(model) / "trials").is_dir():
+    if len(sides) == 2 and isinstance(model, (str, Path)) and Path(model).is_dir():
         return _of_run(Path(model), sides, rounds, runs, settings, progress)
     study = one_model(model, settings)
     chosen = profiling.engines(forms.sides(study, sides))[-2:] if len(sides) == 2 else _as_they_are(study, sides[0])
@@ -264,7 +264,7 @@ class Explaining(profiling.Profiling):
             Side(k, precision, each, self.graph_of.get(k), modules.get(by_form[k]))
             for k, precision, each in zip(self.shown, precisions, times, strict=True)
         ]
-        return Pair(profiling.distinct(self.forms, by_form), sides[0], sides[1], sources[0])
+        return Pair(forms.distinct(self.forms, by_form), sides[0], sides[1], sources[0])
 
     def again(self, rounds: int) -> list[tuple[Times, ...]]:
         """The times of each form by process: the first ones, and those of further rounds, each in the order opposite

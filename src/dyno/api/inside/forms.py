@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -269,6 +270,19 @@ def no_form(trial: Trial, reason: str) -> NoForm:
     """Why the trial's form isn't there, in a line that names it; what is wrong with a module is so in every form."""
     form = "" if trial.backend == MODULE else f" {trial.variant if trial.backend else ONNX} {trial.precision}"
     return NoForm(f"{trial.model.name}{form}: {reason}")
+
+
+def distinct(found: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Inside, ...]:
+    """The forms with titles that tell them apart: with the model where there are several, and numbered."""
+    titles: Counter[str] = Counter()
+    named = list(found)
+    for k, source in sources.items():
+        title = found[k].library
+        if len(set(sources.values())) > 1:
+            title = f"{title}, {Path(source).name}"
+        titles[title] += 1
+        named[k] = replace(found[k], library=f"{title} ({titles[title]})" if titles[title] > 1 else title)
+    return tuple(named)
 
 
 def _unwatched(side: Side, error: UserError) -> UserError:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import tempfile
-from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -144,26 +143,13 @@ def profile(
     sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
     timed = dict(zip(reading.shown, reading.times, strict=True))
     records = tuple(reading.records)
-    found = Profiled(distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed, records,
+    found = Profiled(forms.distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed, records,
                      reading.graphs, model_name(study.models[0]), order, top,
                      reading.ceilings(study, rates) if roofline else None,
                      dict(zip(reading.shown, reading.counted, strict=True)) if counters else {},
                      tuple(reading.left_out))  # fmt: skip
     files.save_all(found, paths, quiet)
     return found
-
-
-def distinct(found: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Inside, ...]:
-    """The forms with titles that tell them apart: with the model where there are several, and numbered."""
-    titles: Counter[str] = Counter()
-    named = list(found)
-    for k, source in sources.items():
-        title = found[k].library
-        if len(set(sources.values())) > 1:
-            title = f"{title}, {Path(source).name}"
-        titles[title] += 1
-        named[k] = replace(found[k], library=f"{title} ({titles[title]})" if titles[title] > 1 else title)
-    return tuple(named)
 
 
 def engines(requested: Sequence[forms.Side]) -> list[forms.Side]:

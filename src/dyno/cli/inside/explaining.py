@@ -27,7 +27,8 @@ def explain(
     top: Annotated[int, typer.Option(help="Parts that are listed one by one; 0 is all.")] = 20,
     save: Annotated[
         list[Path],
-        typer.Option(help="File to write: .json keeps what was measured, .svg and .png draw it. May be repeated.",
+        typer.Option(help="File to write: .json keeps what was measured, .svg and .png draw it, .html is a page. "
+                     "May be repeated.",
                      metavar="FILE", rich_help_panel=options.OUTPUT),
     ] = [],  # noqa: B006  (typer copies it)
     try_: Annotated[

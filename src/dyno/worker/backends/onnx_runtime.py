@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 import tempfile
 import time
@@ -32,7 +31,7 @@ from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions import onnx_runtime_cuda as cuda
 from dyno.worker.sessions.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
 from dyno.worker.sessions.onnx_runtime_cuda import VALUES as CUDA_VALUES
-from dyno.worker.sessions.onnx_runtime_profile import Profile, by_run
+from dyno.worker.sessions.onnx_runtime_profile import Profile, by_run, events_in
 from dyno.worker.sessions.onnx_runtime_request import Request
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
@@ -289,8 +288,7 @@ class OnnxRuntimeSession(Session):
 
 def _events(session: Any) -> list[dict[str, Any]]:
     """The events of the session's profile, which ends."""
-    events: list[dict[str, Any]] = json.loads(Path(session.end_profiling()).read_text(encoding="utf-8"))
-    return events
+    return events_in(Path(session.end_profiling()).read_text(encoding="utf-8"))
 
 
 def _library() -> Any:

@@ -6,6 +6,7 @@ import math
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from dyno.worker.facts.inside import LAYERS, Inside, Layer, Port
@@ -52,7 +53,7 @@ class ExecutionGraph:
 
     def inside(self, library: str) -> Inside:
         """The graph's layers; those that OpenVINO left in it and doesn't run are `skipped`, constants left out."""
-        constant, layers, weights_of = set[str](), list[Layer](), list[Any]()
+        constant, layers, stored = set[str](), list[Layer](), dict[str, int]()
         for op, info in zip(self._ops, self._infos, strict=True):
             read = [port.get_source_output() for port in op.inputs()]
             computed = [port for port in read if _name(port) not in constant]
@@ -60,9 +61,10 @@ class ExecutionGraph:
             if _kind(info) == "Const" or (read and not computed):
                 constant.add(op.get_friendly_name())
             elif _kind(info) not in NOT_LAYERS:
-                layers.append(self._layer(op, info, computed, weights))
-                weights_of += weights if _kind(info) not in CONVERTERS else []
-        stored = {_name(port): _weights(port) for port in weights_of}
+                layer = self._layer(op, info, computed, weights)
+                before = sum(stored.values())
+                stored |= {_name(port): _weights(port) for port in weights if layer.type not in CONVERTERS}
+                layers.append(replace(layer, shared=layer.parameters + before - sum(stored.values())))
         return Inside(form=LAYERS, library=library, parameters=sum(stored.values()), layers=tuple(layers))
 
     def _layer(self, op: Any, info: dict[str, str], computed: list[Any], weights: list[Any]) -> Layer:

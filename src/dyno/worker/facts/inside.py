@@ -24,11 +24,11 @@ class Port:
 class Layer(Sparse):
     """One call of a module, one node of a graph, or one layer of an engine.
 
-    `inputs` are those that are computed, not weights. `parameters` counts the layer's own weights, `flops` its
-    operations with a multiply-add as two (None: unknown). `computes_in` is the type that an engine multiplies in,
-    `tactic` its kernel, and `moves` says that it only changes types or layouts. `modules` and `nodes` are the PyTorch
-    modules and the ONNX nodes that it came from, as far as its own form says; `skipped` is one that an engine keeps in
-    its list and doesn't run.
+    `inputs` are those that are computed, not weights. `parameters` counts the layer's own weights, of which an
+    earlier layer has `shared` too, `flops` its operations with a multiply-add as two (None: unknown). `computes_in`
+    is the type that an engine multiplies in, `tactic` its kernel, and `moves` says that it only changes types or
+    layouts. `modules` and `nodes` are the PyTorch modules and the ONNX nodes that it came from, as far as its own
+    form says; `skipped` is one that an engine keeps in its list and doesn't run.
     """
 
     name: str = ""
@@ -36,6 +36,7 @@ class Layer(Sparse):
     inputs: tuple[Port, ...] = ()
     outputs: tuple[Port, ...] = ()
     parameters: int = 0
+    shared: int = 0
     flops: int | None = None
     computes_in: str = ""
     tactic: str = ""
@@ -43,6 +44,11 @@ class Layer(Sparse):
     skipped: bool = False
     modules: tuple[str, ...] = ()
     nodes: tuple[str, ...] = ()
+
+    @property
+    def added(self) -> int:
+        """The weights that no earlier layer has: over all layers they add up to those of the form."""
+        return self.parameters - self.shared
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -14,6 +14,7 @@ from dyno.worker.inputs.specs import resolved
 from dyno.worker.inspection import Inspection, Purpose
 from dyno.worker.nets import file_images, flops, models, task_facts, torchvision_detectors, ultralytics_models
 from dyno.worker.nets.file_images import DEFAULT_SIZE
+from dyno.worker.sessions.torch_support import first_line
 from dyno.worker.sessions.torch_support import tensors as tensors_of
 from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError
 
@@ -121,7 +122,7 @@ def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tup
     except (UserError, MemoryError):
         raise
     except Exception as e:  # the module is anyone's code, and may raise anything for an input that it doesn't take
-        reason = (str(e).strip() or type(e).__name__).splitlines()[0]
+        reason = first_line(e)
         shown = modules.listed(inputs.inputs, dims) or f"{dims.batch}x{model.channels}x{dims.height}x{dims.width}"
         raise UserError(f"the model refuses {shown}: {reason}{_hint(module, model, reason)}") from e
     return inputs, [tuple(tensor.shape) for tensor in tensors_of(result)]

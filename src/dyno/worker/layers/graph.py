@@ -106,6 +106,7 @@ class _Reader:
             inputs=tuple(self._port(n) for n in node.input if n and n not in self.constants),
             outputs=tuple(self._port(n) for n in node.output if n),
             parameters=sum(map(self._size, every)) + inside,
+            shared=sum(self._size(name) for name in every if name not in fresh),
             flops=None if _products_inside(node) else count,
             modules=self._modules(node, [n for n in weights if self._readers[n] == 1]),
             nodes=(name,),

@@ -96,6 +96,7 @@ class _Watch:
     def __init__(self, torch: Any, module: Any, so_far: Callable[[], tuple[int, int]]) -> None:
         self._so_far, self._calls, self._open = so_far, list[Layer](), list[_Open]()
         self._parts = _parts(torch, module)
+        self._size_of = {name: sum(p.numel() for p in part.parameters(recurse=False)) for name, part in self._parts}
         self._outer = {name for name, part in self._parts if next(part.children(), None) is not None}
         self._names: dict[int, list[str]] = {}  # a part that stands in several places has a name for each
         for name, part in module.named_modules(remove_duplicate=False):
@@ -140,16 +141,18 @@ class _Watch:
         return any(count and name in called for name, count in self._own_parameters().items())
 
     def rows(self) -> list[Layer]:
-        """The calls with each parameter at the first call of its part, then parts that were never called."""
-        own = self._own_parameters()
-        calls = []
+        """The calls, of which later ones share the parameters of their part's first, then parts that never ran."""
+        fresh, calls = self._own_parameters(), []
         for call in self._calls:
-            counted = replace(call, parameters=own.pop(call.name, 0))
+            own = self._size_of[call.name]
+            counted = replace(call, parameters=own, shared=own - fresh.pop(call.name, 0))
             only_calls = call.skipped or not (call.name or counted.flops)
             if counted.parameters or not (only_calls and call.name in self._outer):
                 calls.append(counted)
         kinds = {name: getattr(part, "original_name", type(part).__name__) for name, part in self._parts}
-        left = [Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in own.items()]
+        left = [
+            Layer(name=n, type=kinds[n], parameters=count, modules=(n,), skipped=True) for n, count in fresh.items()
+        ]
         return calls + [layer for layer in left if layer.parameters]
 
     def _own_parameters(self) -> dict[str, int]:

@@ -93,19 +93,20 @@ def _shapes(graph: Any) -> dict[str, tuple[int, ...]]:
 
 def _worked_out(model: Any) -> dict[str, tuple[int, ...]]:
     """Shapes that ONNX Runtime's own inference knows completely: it follows arithmetic on shapes, such as half of the
-    channels, where ONNX's stops. Nothing where it is missing or gives up."""
+    channels, where ONNX's stops. Nothing where it is missing or fails.
+
+    These are the steps of its `infer_shapes`, which writes what it couldn't finish into the working folder.
+    """
     try:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
-        # As its `infer_shapes` does, which where it gives up writes the whole model into the working folder.
         inference = SymbolicShapeInference(LARGEST, auto_merge=False, guess_output_rank=False, verbose=0)
         inference._preprocess(model)
-        complete = False
         while inference.run_:
-            complete = inference._infer_impl()
+            inference._infer_impl()
     except Exception:  # of operators and shapes that it doesn't know, of any kind
         return {}
-    inferred = _shapes(inference.out_mp_.graph) if complete else {}
+    inferred = _shapes(inference.out_mp_.graph)
     return {name: shape for name, shape in inferred.items() if 0 not in shape}
 
 

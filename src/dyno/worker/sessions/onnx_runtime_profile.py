@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import statistics
 from bisect import bisect_right
@@ -16,6 +17,14 @@ TYPE_NAMES = {"float": "float32", "uint8": "int8", "double": "float64"}
 COMPUTE = re.compile("Conv|Gemm|MatMul|Attention|LSTM|GRU|RNN")
 CONTROL = ("If", "Loop", "Scan")  # operators that run a graph of their own, whose nodes have events too
 CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "ReorderOutput")
+EVENT = re.compile(r'("name"\s*:\s*)"(.*?)"(,"args"\s*:\s*\{)', re.DOTALL)
+
+
+def events_in(text: str) -> list[dict[str, Any]]:
+    """The events of a profile; the library writes the names of nodes as they are, quotes and backslashes too."""
+    escaped = EVENT.sub(lambda found: f"{found[1]}{json.dumps(found[2])}{found[3]}", text)
+    read: list[dict[str, Any]] = json.loads(escaped)
+    return read
 
 
 class Profile:

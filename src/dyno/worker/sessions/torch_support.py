@@ -19,6 +19,7 @@ from dyno.worker.spec import InputSpec, Trial, Unavailable, UserError
 NATIVE = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fphp")}
 NO_COMPILER = "torch.compile needs a C++ compiler and found no {}; install one (Debian: apt-get install g++)"
 NO_HEADERS = "torch.compile needs Python's headers; install them (Debian: apt-get install python3-dev)"
+SCRIPTED = re.compile(r"^(?:\w*Error:\s+)+(\S.*)$", re.MULTILINE)  # behind the traceback of TorchScript
 NO_MEMORY = (
     "can't allocate memory",
     "CUDA out of memory",
@@ -177,8 +178,11 @@ def kernels() -> set[str]:
 
 
 def first_line(e: BaseException) -> str:
-    """The first line of the error's message."""
-    return next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)[:300]
+    """The first line of the error's message; of TorchScript's, which begins with where it happened, what happened."""
+    text = str(e)
+    if "TorchScript interpreter" in text and (found := SCRIPTED.findall(text)):
+        return str(found[-1])[:300]
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(e).__name__)[:300]
 
 
 def allocator_peaks(torch: Any, device: Any) -> dict[str, Any]:

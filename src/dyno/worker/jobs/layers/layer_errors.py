@@ -87,7 +87,7 @@ def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
         Engine(find(trial.backend).load, trial, folder), Graph(options["graph"]), Graph(options["reference_graph"]),
         StoredTensors(Path(options["reference"])), Limits(*options["limits"]),
     )  # fmt: skip
-    _check_common(comparison, str(options["graph"]))
+    _check_common(comparison)
     report("run the unmodified engine")
     unmodified = comparison.outputs(_run_unmodified(find(trial.backend).load(trial, job.artifact), comparison))
     result = _layers(comparison, folder, report, str(options["graph"]))
@@ -98,10 +98,10 @@ def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
     return _retested(result, comparison, _reference(trial, folder), bool(options["always"]))
 
 
-def _check_common(comparison: Comparison, path: str) -> None:
+def _check_common(comparison: Comparison) -> None:
     inner = {*comparison.graph.float_tensors} - {*comparison.graph.outputs}
     if not comparison.tensors or (inner and inner.isdisjoint(comparison.tensors)):
-        raise UserError(f"no layer of {path} has a tensor in common with the reference, so layers can't be compared; "
+        raise UserError("none of its layers has a tensor in common with the reference, so they can't be compared; "
                         "give two files of one graph, whose tensors have the same names")  # fmt: skip
 
 
