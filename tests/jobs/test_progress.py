@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dyno.jobs.progress import Progress
 from dyno.worker.record import Record
-from dyno.worker.spec import Option, Recipe, Trial
+from dyno.worker.spec import Recipe, Trial
 
 
 def test_a_wait_gets_a_line_where_nothing_is_drawn_anew(fake_trial: Callable[..., Trial]) -> None:
@@ -65,7 +65,6 @@ def test_files_made_with_other_options_have_other_lines(fake_trial: Callable[...
     told, trial = io.StringIO(), fake_trial()
     progress = Progress(console=Console(file=told, width=200))
     graph = Recipe("onnx_export", "onnx", "fp32", trial.model, trial.dims, {"exporter": "torchscript"})
-    options: dict[str, Option] = {"samples": 128, "optimization": 3}  # the usual number of samples is not said
-    engine = Recipe("tensorrt", "engine", "int8", trial.model, trial.dims, options, parent=graph)
+    engine = Recipe("tensorrt", "engine", "int8", trial.model, trial.dims, {"optimization": 3}, parent=graph)
     progress.making(engine)
     assert told.getvalue() == "make net engine int8 b2 4 exporter=torchscript optimization=3\n"

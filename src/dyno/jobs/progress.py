@@ -13,15 +13,12 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
-from dyno.worker.inputs.calibration import SAMPLES
-from dyno.worker.onnx_graph.int8 import METHOD
 from dyno.worker.record import Record
 from dyno.worker.spec import Recipe, Trial, plain
 
 SHOWN = 6
 LONG_S = 60.0  # a file that takes as long has a line of its own once it is made
 COLOURS = {"ok": "green", "skipped": "yellow"}
-USUAL = {"samples": SAMPLES, "method": METHOD}  # options of every INT8 file unless the user says otherwise
 
 
 class Progress:
@@ -163,9 +160,8 @@ def _clock(seconds: float) -> str:
 
 
 def _options(recipe: Recipe) -> list[str]:
-    """The options that the file is made with, its parents' among them, as OPTION=VALUE, but for the usual ones."""
+    """The options that the file is made with, its parents' among them, as OPTION=VALUE."""
     steps: list[Recipe] = [recipe]
     while (parent := steps[0].parent) is not None:
         steps.insert(0, parent)
-    options = ChainMap(*(step.options for step in reversed(steps)))
-    return [f"{key}={value}" for key, value in options.items() if USUAL.get(key) != value]
+    return [f"{key}={value}" for key, value in ChainMap(*(step.options for step in reversed(steps))).items()]

@@ -29,8 +29,8 @@ from dyno.worker.onnx_graph.file import QUANTISED, read_io
 from dyno.worker.onnx_graph.fold import lifted
 from dyno.worker.onnx_graph.fp16 import to_fp16
 from dyno.worker.onnx_graph.int8 import METHOD, METHODS, to_int8
-from dyno.worker.onnx_graph.joints import JOINTS
 from dyno.worker.onnx_graph.opset import keep_metadata
+from dyno.worker.onnx_graph.placement import JOINTS
 from dyno.worker.onnx_graph.repair import to_fp32
 from dyno.worker.option_values import Check, flag, number, one_of, whole
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError

@@ -21,9 +21,8 @@ from dyno.worker.inputs.calibration import CalibrationImages, CalibrationInputs,
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.fold import folded
 from dyno.worker.onnx_graph.head import decoding, named
-from dyno.worker.onnx_graph.joints import JOINTS, MOVES
 from dyno.worker.onnx_graph.opset import in_opset, opset
-from dyno.worker.onnx_graph.placement import LINEAR, OBSERVED, place
+from dyno.worker.onnx_graph.placement import JOINTS, LINEAR, MOVES, OBSERVED, place
 from dyno.worker.spec import Artifact, Recipe, UserError
 
 # Not ONNX Runtime's entropy: it counts in as many bins as it quantises to, and so keeps the whole range or nearly so.

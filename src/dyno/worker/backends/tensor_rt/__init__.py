@@ -27,7 +27,7 @@ from dyno.worker.facts.inside import Inside
 from dyno.worker.inputs.calibration import NO_DATA
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
-from dyno.worker.onnx_graph.joints import JOINTS
+from dyno.worker.onnx_graph.placement import JOINTS
 from dyno.worker.option_values import Check, flag
 from dyno.worker.spec import (
     Artifact,
