@@ -92,11 +92,19 @@ def _shapes(graph: Any) -> dict[str, tuple[int, ...]]:
 
 def _worked_out(model: Any) -> dict[str, tuple[int, ...]]:
     """Shapes that ONNX Runtime's own inference knows completely: it follows arithmetic on shapes, such as half of the
-    channels, where ONNX's stops. Nothing where it is missing or gives up."""
+    channels, where ONNX's stops. Nothing where it is missing or gives up.
+
+    Its `infer_shapes` in steps, as that writes the model into the working folder where it gives up.
+    """
     try:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
 
-        inferred = _shapes(SymbolicShapeInference.infer_shapes(model).graph)
+        inference, complete = SymbolicShapeInference(2**31 - 1, False, False, 0), False
+        inference._preprocess(model)
+        while inference.run_:
+            complete = inference._infer_impl()
+        inference._update_output_from_vi()
+        inferred = _shapes(inference.out_mp_.graph) if complete else {}
     except Exception:  # of operators and shapes that it doesn't know, of any kind
         return {}
     return {name: shape for name, shape in inferred.items() if 0 not in shape}
