@@ -25,6 +25,7 @@ Refused = Callable[..., str]
         (["run", "fake:n", "--precision", "fp61"], "unknown precision 'fp61'; did you mean 'fp16'?"),
         (["run", "fake:n", "--batch", "1,x"], "--batch 'x' is not a whole number; write e.g. --batch 1,8,32"),
         (["run", "fake:n", "--batch", "0"], "batch sizes must be whole numbers of at least 1, not 0"),
+        (["serve-test", "fake:n", "--rate", "1,x"], "--rate 'x' is not a number; write e.g. --rate 20,40,80"),
         (["run", "fake:n", "--size", "12y"], "image size '12y' is not a number of pixels like 224"),
         (["run", "fake:n", "--budget", "top1"], "budget 'top1' is not NAME=POINTS, e.g. top1=0.5"),
         (["run", "fake:n", "--budget", "top1=1"], "an accuracy budget needs labelled images; give --data"),

@@ -47,6 +47,23 @@ def test_runs_are_listed(call: Call, refused: Refused, run: Path, tmp_path: Path
     assert refused("list", "nowhere").startswith("there is no folder nowhere; `dyno run` makes runs/")
 
 
+def test_blocks_that_are_not_at_their_end_are_read(call: Call, refused: Refused, run: Path) -> None:
+    """A study on several devices that was killed, or goes on, has its trials in its blocks' folders."""
+    shutil.copytree(run, run / "blocks/b0")
+    shutil.rmtree(run / "trials")
+    (run / "trials").mkdir()
+    assert "2 ok, 1 failed, 1 skipped" in call("list")[1] and "blocks" not in call("list")[1]
+    shown = load(run).records
+    assert [t.status for t in shown].count("ok") == 2
+    (log,) = [t.log for t in shown if t.log]
+    assert (run / log).is_file()
+    call("report", run)
+    assert f'href="{Path(log).parents[1]}' in (run / "report.html").read_text()
+    assert "was measured with" in refused("run", run / "study.toml", "--out", run, "--seconds", "3")
+    shutil.rmtree(run / "blocks")
+    assert "none yet" in call("list")[1]
+
+
 def test_a_trial_is_removed_by_the_beginning_of_its_id(call: Call, refused: Refused, run: Path) -> None:
     ids = [t.id for t in load(run).records]
     assert "no trials of runs/one have an id that begins with 'zz'; its ids are " in refused("rm", run, "zz")

@@ -246,7 +246,8 @@ def test_kill_nine_before_anything_is_settled(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_two_at_once_and_an_interrupt(tmp_path: Path) -> None:
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_two_at_once_and_an_interrupt(tmp_path: Path, number: int) -> None:
     first = started(tmp_path, "--rounds", "50")
     assert until(lambda: len(list(tmp_path.glob("trials/*/r0/record.json"))) >= 1)
     second = started(tmp_path, "--rounds", "50")
@@ -255,7 +256,7 @@ def test_two_at_once_and_an_interrupt(tmp_path: Path) -> None:
     assert err == (
         f"dyno: {tmp_path} is in use by another dyno (process {first.pid}); wait for it or give another --out\n"
     )
-    first.send_signal(signal.SIGINT)
+    first.send_signal(number)
     _, err = first.communicate(timeout=1200)
     assert first.returncode == 130
     assert err.splitlines()[-1].startswith("dyno: stopped; what was measured is stored")

@@ -147,7 +147,21 @@ def test_stage_and_telemetry_are_seen_from_outside(
     with np.load(tmp_path / "telemetry.npz") as columns:
         assert set(columns) == {"at", "rss", "cpu", "others", "frequency", "cpu_energy", "epoch"}
         assert len(columns["at"]) >= 2 and (np.diff(columns["at"]) > 0).all()
-        assert columns["rss"].max() > 5e6
+        assert np.nanmax(columns["rss"]) > 5e6
+
+
+def test_the_memory_of_a_process_that_has_ended_is_not_known(tmp_path: Path) -> None:
+    """It was drawn as nought at the end of a line."""
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    telemetry = Telemetry()
+    telemetry.watch(ended.pid)
+    ended.wait()
+    seen = len(telemetry._rows)
+    while len(telemetry._rows) < seen + 2:
+        time.sleep(0.05)
+    telemetry.stop(tmp_path / "t.npz")
+    with np.load(tmp_path / "t.npz") as columns:
+        assert np.isnan(columns["rss"][-1]) and not (columns["rss"] == 0).any()
 
 
 CHILD = """

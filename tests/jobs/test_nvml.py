@@ -206,7 +206,7 @@ def test_without_nvml_a_job_runs_all_the_same(
     nvml.told = {}
     found = sampled(child.pid, tmp_path / "t.npz")
     assert set(found) == {"at", "rss", "cpu", "others", "frequency", "cpu_energy", "epoch"}
-    assert found["rss"].max() > 1e6
+    assert np.nanmax(found["rss"]) > 1e6
 
 
 def test_a_job_on_a_gpu_has_its_columns_and_what_was_before(

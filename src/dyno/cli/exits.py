@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import signal
 import sys
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -75,6 +76,8 @@ def _outlive_readers() -> None:
 def end(app: typer.Typer) -> None:
     """Run the command line; the user's errors become one line and exit code 2, an interrupt 130."""
     _outlive_readers()
+    if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # from `timeout` or a scheduler: it ends as after Ctrl-C
+        signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         for word in sys.argv[1:]:
             check_utf8(word)

@@ -173,7 +173,8 @@ class _Option:
             return kind(text)
         except ValueError:
             what = "a whole number" if kind is int else "a number"
-            raise UserError(f"{self.flag} {text!r} is not {what}; write e.g. {self.flag} {EXAMPLES[kind]}") from None
+            example = EXAMPLES.get(self.flag) or EXAMPLES[kind]
+            raise UserError(f"{self.flag} {text!r} is not {what}; write e.g. {self.flag} {example}") from None
 
 
 def pythons(texts: Sequence[str], flag: str = "--python") -> dict[str, dict[str, Any]]:
@@ -193,4 +194,4 @@ def interpreter(text: str, flag: str, form: str) -> tuple[str, str]:
 
 
 READERS: dict[str, Callable[[Any], Any]] = {"budget": parse_budget, "runtime": pythons}
-EXAMPLES = {int: "1,8,32", float: "0.485,0.456,0.406"}
+EXAMPLES: dict[Any, str] = {int: "1,8,32", float: "0.485,0.456,0.406", "--rate": "20,40,80"}

@@ -74,7 +74,8 @@ def _row(run: Path) -> tuple[str, str, str, str]:
     try:
         data = trial_table.read(run)
     except UserError as e:
-        return "", "unreadable", "", str(e).partition(":")[2].strip()
+        _, unreadable, why = str(e).partition(":")
+        return "", "unreadable" if unreadable else "none yet", "", why.strip()
     records = data.records
     models = dict.fromkeys(t.model for t in records)
     counts = Counter("ok" if t.status == "ok" else "skipped" if t.status == "skipped" else "failed" for t in records)

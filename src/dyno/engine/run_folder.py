@@ -86,7 +86,7 @@ def earlier(folder: Path) -> Study | None:
 
 def measured(folder: Path) -> bool:
     """Whether the folder has any successful measurement."""
-    return any(_good(record) for record in folder.glob("trials/*/*/record.json"))
+    return any(_good(record) for of in ("", "blocks/*/") for record in folder.glob(f"{of}trials/*/*/record.json"))
 
 
 def _good(record: Path) -> bool:
@@ -158,6 +158,7 @@ def prepare_folder(study: Study, run: Run, planned: list[Planned]) -> tuple[list
     named = _named(planned, stored_trials)
     notes = [*_archive(run, stored_trials, named), *_restore(run, named)]
     stored_trials = stored(run.folder / "trials")
+    (run.folder / "trials").mkdir(parents=True, exist_ok=True)
     write_text(run.folder / "study.toml", (_union(before, study, stored_trials, named) if before else study).to_toml())
     gpu = {"gpu": gpu_identity(study.device)} if study.device != "cpu" else {}
     write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})

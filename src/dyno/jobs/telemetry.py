@@ -101,6 +101,7 @@ class Telemetry:
                 continue
             now, busy_now = time.monotonic(), _busy_seconds()
             rss, own_now, pids = _tree(pid)
+            rss = rss or float("nan")  # of a process that has just ended, nothing is known
             span = now - before
             cpu = max(0.0, own_now - own) / span
             others = max(0.0, (busy_now - busy) / span - cpu)

@@ -217,6 +217,14 @@ def test_nothing_is_not_made_something_by_rounding() -> None:
     assert step.difference == waterfall.Interval(0.0, 0.0, 0.0) and not step.proven
 
 
+def test_quiet_runs_have_no_interruption_by_rounding() -> None:
+    """The mean of two processes' sums is another number than the sum of their layers' means."""
+    up, down = [1.1e-6 * k for k in range(1, 8)], [1.3e-6 * k for k in range(7, 0, -1)]
+    quiet = [Times(np.full(50, 1e-3), np.full(50, 1e-3), np.tile(layers, (50, 1))) for layers in (up, down)]
+    found = waterfall._estimates(Side(2, "fp32", tuple(quiet), 1), np.random.default_rng(0))
+    assert not found.interrupted.any()
+
+
 def test_sentences_say_what_to_act_on() -> None:
     told = {reason.key: reason for reason in reasons.reasons(waterfall.waterfall(pair()))}
     assert told["gap"].text.startswith("ONNX Runtime takes ") and "112 µs less" in told["gap"].text

@@ -37,13 +37,13 @@ def test_a_winner_that_holds_is_told_by_its_confirmations_alone(tmp_path: Path) 
 
 def test_a_lucky_winner_is_not_crowned(tmp_path: Path) -> None:
     text = said(tmp_path, [REFERENCE, A, B], [REFERENCE, replace(A, seconds=0.008), B])
-    assert "That is slower than in the rounds that selected it (0.6" in text
+    assert "Measured again, a fp32 is slower than in the rounds that selected it (0.6" in text
     assert "Measured again, the runner-up b fp32 is ahead, and the difference is real: 0.7" in text
 
 
 def test_a_gain_that_is_gone_is_said(tmp_path: Path) -> None:
     text = said(tmp_path, [REFERENCE, A], [REFERENCE, replace(A, seconds=0.0101)])
-    assert "So the confirmation does not show it to be faster than the reference." in text
+    assert "Measured again, a fp32 is not shown to be faster than the reference." in text
 
 
 def test_images_per_second_are_confirmed_too(tmp_path: Path) -> None:

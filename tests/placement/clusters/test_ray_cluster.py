@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -123,6 +125,23 @@ def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
     spread.run(study, folder, log)
     assert before <= records(folder).keys() and len(records(folder)) == 8
     assert not [*folder.glob("blocks/*")]
+
+
+def test_a_terminated_command_says_so_in_one_line(fake_study: Studies, tmp_path: Path, cluster: Any) -> None:
+    """Ray's own handler prints traces, and ends the process where it is."""
+    study = fake_study(on=f"ray={cluster.address}", rounds=50, until="rounds")
+    (tmp_path / "study.toml").write_text(study.to_toml())
+    words = [sys.executable, "-m", "dyno", "run", str(tmp_path / "study.toml"), "--out", str(tmp_path / "run")]
+    command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while not [*tmp_path.glob("run/blocks/*/trials/*/*/record.json")]:
+        assert command.poll() is None, "something is measured first"
+        time.sleep(0.05)
+    command.terminate()
+    _, said = command.communicate(timeout=600)
+    assert command.returncode == 130
+    assert said.splitlines()[-1].startswith("dyno: stopped; what was measured is stored")
+    assert "SIGTERM" not in said and "Traceback" not in said
+    assert load(tmp_path / "run").trials, "what was measured can be read before its block is at its end"
 
 
 @pytest.mark.parametrize(

@@ -6,7 +6,9 @@ from __future__ import annotations
 import os
 import shutil
 import signal
+import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -157,6 +159,27 @@ def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(
     assert before.items() <= after.items() and len(after) == 8, log.said
     assert not [*folder.glob("blocks/*")] and not (folder / "slurm").exists()
     assert not [line for line in log.said if "begun anew" in line]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_a_signal_to_the_whole_terminal_is_one_line(fake_study: Studies, tmp_path: Path, number: int) -> None:
+    """Jobs on this host get it, too, and leave the words to the command, which ends them."""
+    study, folder = fake_study(on="slurm=1,cluster=local", rounds=50, until="rounds"), tmp_path / "run"
+    (tmp_path / "study.toml").write_text(study.to_toml())
+    command = subprocess.Popen(
+        [sys.executable, "-m", "dyno", "run", str(tmp_path / "study.toml"), "--out", str(folder)],
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.SIG_DFL),
+    )  # fmt: skip
+    while not [*folder.glob("blocks/*/trials/*/*/record.json")]:
+        assert command.poll() is None, "something is measured first"
+        time.sleep(0.05)
+    os.killpg(command.pid, number)
+    _, said = command.communicate(timeout=600)
+    assert command.returncode == 130
+    assert said.splitlines()[-1].startswith("dyno: stopped; what was measured is stored") and "Traceback" not in said
+    assert not (folder / "slurm").exists(), "the jobs have ended"
 
 
 def test_a_job_that_writes_while_its_folder_is_removed_does_not_stop_the_next_command(

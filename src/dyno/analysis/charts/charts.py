@@ -243,8 +243,8 @@ def _fitting(groups: list[Panel]) -> tuple[list[Panel], int]:
 
 LATENCIES = Chart(
     "latency",
-    "Latency per batch. Bars are medians over the rounds, whiskers the 95 % interval between processes. None is drawn "
-    "that is wider than a factor of two.",
+    "Latency per batch: the median over the rounds, and as whiskers the 95 % interval between processes, unless it is "
+    "wider than a factor of two.",
     latency,
     1,
 )

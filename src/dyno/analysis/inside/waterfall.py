@@ -147,6 +147,7 @@ def _estimates(side: Side, rng: np.random.Generator) -> Estimates:
     left = np.maximum(0.0, latency - layers.sum(axis=1))
     left[left < TINY] = 0.0  # rounding, where the layers were scaled down
     interrupted = np.clip(sums - layers.sum(axis=1), 0.0, left)
+    interrupted[interrupted < TINY] = 0.0  # what rounding leaves
     waiting = np.clip(latency - working, 0.0, left - interrupted)
     return Estimates(latency, layers, even, interrupted, waiting, left - interrupted - waiting, watched)
 

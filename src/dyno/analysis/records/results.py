@@ -169,7 +169,8 @@ class TrialResult:
         path = self.worst.folder / "stderr.log" if self.worst else None
         if path is None or self.status in ("ok", "skipped") or not path.is_file() or not path.stat().st_size:
             return ""
-        return path.relative_to(path.parents[3]).as_posix()
+        run = path.parents[3]  # or a block's folder in it
+        return path.relative_to(run.parents[1] if run.parent.name == "blocks" else run).as_posix()
 
     @property
     def facts(self) -> Facts:
@@ -336,13 +337,13 @@ def load(run: Path) -> Results:
     if not (run / "trials").is_dir():
         raise UserError(f"{run} is not a run folder: it has no trials/; give the folder that `dyno run` wrote")
     problems: list[str] = []
-    trials = [t for folder in sorted((run / "trials").iterdir()) if (t := _trial(folder, problems))]
+    folders = sorted([*run.glob("trials/*"), *run.glob("blocks/*/trials/*")])  # a block's, until it is at its end
+    trials = [t for folder in folders if (t := _trial(folder, problems))]
     if not trials and problems:
         raise UserError(f"nothing in {run} can be read: {problems[0]}")
     if not trials:
         raise UserError(f"{run} has no trials yet; run the study first")
-    study = run / "study.toml"
-    models = _models(read_table(run / "models.json", problems, MODELS) or {})
+    study, models = run / "study.toml", _models(read_table(run / "models.json", problems, MODELS) or {})
     file_forms, placed = forms(models), placements(run, problems)
     side_forms = sides({t.side: t.given for t in trials if t.side})
     for t in trials:

@@ -96,7 +96,8 @@ def details(results: Results, page: Path) -> list[Detail]:
     for t in results.trials[:MOST_DETAILS]:
         table = ROUNDS.of([c for c in ROUND_COLUMNS if c.name not in ("label", "trial")], rounds_of(t), below=doubts)
         parts = [Markup(page_part(table, part, heading="")) for part in table.parts()]
-        folder = Path(os.path.relpath(results.folder / "trials" / t.id, page)).as_posix()
+        place = t.rounds[0].folder.parent if t.rounds else results.folder / "trials" / t.id
+        folder = Path(os.path.relpath(place, page)).as_posix()
         trial_details.append(Detail(t.label, t.id, t.status, folder, list(_facts(t)), Markup("").join(parts)))
     return trial_details
 

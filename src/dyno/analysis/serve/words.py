@@ -171,8 +171,8 @@ def _too_short(tried: Tried, served: Served) -> str:
     least = stats.samples_for(served.facts[0].percentile)
     return (
         f"{_rate(tried.step.rate)} came for too short a time: {counting(tried.count, 'request')}, and "
-        f"{_name(served.bounded)} needs {least:,}, so at least "
-        + (f"{least / tried.step.rate:,.0f} s; omit --duration" if not tried.facts.trace else "a longer trace")
+        f"{_name(served.bounded)} needs {least:,}, so "
+        + (f"at least {least / tried.step.rate:,.0f} s; omit --duration" if not tried.facts.trace else "a longer trace")
     )
 
 

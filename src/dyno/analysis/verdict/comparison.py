@@ -57,7 +57,7 @@ def _caught(rows: list[Row]) -> list[str]:
     smallest = [r["smallest"] for r in rows if not missing(r["smallest"])]
     if not smallest:
         return []
-    span = f"{min(smallest):.1f}" + (f" to {max(smallest):.1f}" if len(smallest) > 1 else "")
+    span = " to ".join(dict.fromkeys(f"{each:.1f}" for each in (min(smallest), max(smallest))))
     return [
         f"With these rounds and this spread, a slow-down of {span} % is caught in {100 * POWER:g} % of comparisons."
     ]

@@ -64,19 +64,21 @@ def _disagreements(
     ranked = ranking.ranked(speed)
     row = ranked.iloc[0]
     now = stats.speedup(own, _costs(trials[row["trial"]].good, row, speed))
+    name = ranking.configuration(row)  # a warning stands alone where notes are folded away
     if now.verdict == stats.SLOWER:
-        text = f"That is slower than in the rounds that selected it ({ratio(now.value, now.low, now.high)})"
-        yield Finding(WARNING, f"{text}: chance favoured them, or the machine has changed since.")
+        text = f"Measured again, {name} is slower than in the rounds that selected it"
+        by = ratio(now.value, now.low, now.high)
+        yield Finding(WARNING, f"{text} ({by}): chance favoured them, or the machine has changed since.")
     if gain is not None and gain.verdict in NO_GAIN and _was_faster(row, speed, ranking):
-        yield Finding(WARNING, "So the confirmation does not show it to be faster than the reference.")
+        yield Finding(WARNING, f"Measured again, {name} is not shown to be faster than the reference.")
     if len(ranked) < 2:
         return
     first, second = (_confirmed(trials[ranked.iloc[k]["trial"]]) for k in (0, 1))
     ahead = _faster(first, second, row, ranked.iloc[1], speed)
     if ahead.value < 1:
         sure = "and the difference is real" if ahead.verdict == stats.SLOWER else "if not beyond noise"
-        name = ranking.configuration(ranked.iloc[1])
-        text = f"Measured again, the runner-up {name} is ahead, {sure}"
+        other = ranking.configuration(ranked.iloc[1])
+        text = f"Measured again, the runner-up {other} is ahead, {sure}"
         yield Finding(WARNING, f"{text}: {ratio(ahead.value, ahead.low, ahead.high)}.")
 
 

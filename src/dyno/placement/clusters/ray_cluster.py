@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
 import socket
+import threading
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -40,8 +42,11 @@ def places(address: str, device: str) -> Iterator[list[Place]]:
     except ImportError as e:
         raise UserError(f"--on ray needs Ray: {e}; {install('ray')}") from e
     _check_reachable(address)
+    terminate = signal.getsignal(signal.SIGTERM)  # Ray's own handler prints the trace of its C++
     try:
         ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None)
+        if terminate is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminate)
     except (ConnectionError, RuntimeError, ValueError, OSError) as e:
         where = f"at {address}" if address else "here"
         raise UserError(f"there is no Ray cluster {where} that answers: {' '.join(str(e).split())[:200]}") from e

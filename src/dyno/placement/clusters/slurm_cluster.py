@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import signal
 import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
-from threading import Event, Thread
+from threading import Event, Thread, current_thread, main_thread
 from typing import Any
 
 from dyno.jobs.progress import Progress
@@ -120,7 +121,8 @@ def _submit(submitit: Any, wanted: Wanted, device: str, mail: Path, number: int)
     else:
         executor = _slurm(submitit, wanted, device, mail / "logs")
     try:
-        with submitit.helpers.clean_env():  # this command may be in a job of Slurm itself, which its jobs aren't
+        # This command may be in a job of Slurm itself, which its jobs aren't.
+        with submitit.helpers.clean_env(), _interrupts_ignored() if wanted.local else nullcontext():
             job = executor.submit(slurm_job.main, str(folder), device, setting)
     except submitit.core.utils.FailedJobError as e:
         raise UserError(f"Slurm refuses the job: {plain(str(e).strip().splitlines()[-1])}") from e
@@ -128,6 +130,20 @@ def _submit(submitit: Any, wanted: Wanted, device: str, mail: Path, number: int)
     if not wanted.local:
         (folder / ID).write_text(host.id)
     return host
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """What is started meanwhile outlives the Ctrl-C of a terminal, which goes to all processes there: this command
+    then ends its jobs in order."""
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 def _own(wanted: Wanted, device: str, number: int) -> dict[str, Any]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import subprocess
 import time
 from collections.abc import Iterable, Sequence
@@ -121,10 +123,11 @@ class SlurmHost(RemoteHost):
 
     def cancel(self) -> None:
         """Take the job from Slurm."""
-        if self.local:
-            self.job.cancel(check=False)
-        else:
+        if not self.local:
             cancel([self.id])
+        elif not self.dead:  # submitit's own way is an interrupt, on which its process prints where it was
+            with suppress(ProcessLookupError):
+                os.kill(int(self.id), signal.SIGTERM)
 
     def last_words(self) -> str:
         """The last line of the job's log, or where to look where it has none."""

@@ -103,6 +103,7 @@ def main(folder: str, device: str, setting: dict[str, Any]) -> None:
     pilot = Pilot(Path(folder), setting["silent_s"], setting.get("driver", 0))
     for number in (signal.SIGTERM, signal.SIGUSR2):
         signal.signal(number, pilot.interrupt)
+    signal.signal(signal.SIGINT, lambda *_: None)  # a terminal's, for the command; one that ignores would be inherited
     if pilot.mail.beat(NODE) is None:  # else Slurm started the job a second time, and its study goes on without it
         pilot.serve()
 

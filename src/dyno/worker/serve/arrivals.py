@@ -46,6 +46,8 @@ def read_trace(path: Path) -> np.ndarray:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of no lines; what is wrong is said below
             times = np.loadtxt(path, dtype=np.float64, ndmin=1)
+    except FileNotFoundError:
+        raise UserError(f"there is no trace {path}") from None
     except OSError as e:
         raise UserError(f"{path} can't be read: {e.strerror or e}") from None
     except ValueError as e:
