@@ -136,7 +136,7 @@ def test_a_full_queue_refuses(call: Call, tmp_path: Path) -> None:
     [
         ((), "a search needs a bound; give --p99 20ms"),
         (("--p99", "20"), "p99 is '20'; write a number with its unit"),
-        (("--trace", "none.txt"), "none.txt can't be read"),
+        (("--trace", "none.txt"), "there is no trace /"),
         (("--p99", "1s", "--batch", 8, "--queue", 2), "queue is 2; it must be at least the largest batch, 8"),
         (("--p99", "1s", "--batch", 4, "--engine-batches", "8"), "engine_batches has 8"),
     ],
