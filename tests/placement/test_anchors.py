@@ -56,7 +56,6 @@ def overlap(a: Sequence[float], b: Sequence[float]) -> bool:
 def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_command_goes_on(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(anchors, "BLOCK_S", 0.1)
     waited: list[tuple[str, float]] = []
 
     def seen(group: Group, players: Sequence[Player], go: Callable[[], float]) -> float:

@@ -23,7 +23,7 @@ from dyno.worker.spec import SCHEMA, Artifact, Job, Plan, Trial
 
 ROUNDS = 3  # of fresh processes: with two, Student's t is 12.7 and not 4.3 times the error
 BLOCKS = 5  # of a process alone, and as many beside the others
-BLOCK_S, STEP_S = 0.25, 1.0  # of a block; all devices alone, one after the other, take no longer than a step
+BLOCK_S, STEP_S = 0.1, 0.5  # of a block; all devices alone, one after the other, take no longer than a step
 TRIES = 2  # of a round: a process may die for no fault of its device
 SLACK = 4  # times the seconds that the blocks should take, after which a slow trial has three blocks of each kind
 Lost = dict[str, str]  # place -> why the anchor could not be measured there
