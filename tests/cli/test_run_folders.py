@@ -47,6 +47,15 @@ def test_runs_are_listed(call: Call, refused: Refused, run: Path, tmp_path: Path
     assert refused("list", "nowhere").startswith("there is no folder nowhere; `dyno run` makes runs/")
 
 
+def test_what_is_not_measured_yet_is_no_failure(call: Call, run: Path) -> None:
+    waiting = next(t for t in load(run).records if t.status == "ok")
+    for record in (run / "trials" / waiting.id).glob("*/record.json"):
+        record.unlink()
+    assert "1 ok, 1 failed, 1 skipped, 1 unfinished" in call("list")[1]
+    out = call("show", run)[1]
+    assert "1 of 4 trials was not measured so far." in out and "1 of 4 trials did not finish: 1 failed" in out
+
+
 def test_blocks_that_are_not_at_their_end_are_read(call: Call, refused: Refused, run: Path) -> None:
     """A study on several devices that was killed, or goes on, has its trials in its blocks' folders."""
     shutil.copytree(run, run / "blocks/b0")

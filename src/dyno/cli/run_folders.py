@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dyno.analysis.records.run_data import RunData
 
 Trials = Annotated[list[str], typer.Argument(help="Only these trials: ids, or their beginnings.", metavar="[TRIAL]...")]
+STATUSES = ("ok", "failed", "skipped", "unfinished")  # any other is a failure
 HEADINGS = ("run", "models", "trials", "measured", "fastest")
 
 
@@ -78,8 +79,8 @@ def _row(run: Path) -> tuple[str, str, str, str]:
         return "", "unreadable" if unreadable else "none yet", "", why.strip()
     records = data.records
     models = dict.fromkeys(t.model for t in records)
-    counts = Counter("ok" if t.status == "ok" else "skipped" if t.status == "skipped" else "failed" for t in records)
-    trials = ", ".join(f"{counts[status]} {status}" for status in ("ok", "failed", "skipped") if counts[status])
+    counts = Counter(t.status if t.status in STATUSES else "failed" for t in records)
+    trials = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
     return ", ".join(models), trials, moment(began(records)), _fastest(data)
 
 

@@ -19,7 +19,7 @@ from dyno.analysis.ranking.rankings import rankings, winners
 from dyno.analysis.ranking.references import incomparable
 from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.forms import FILE
-from dyno.analysis.records.results import Results, TrialResult, clock_of
+from dyno.analysis.records.results import UNFINISHED, Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import GPU
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict import decisions
@@ -192,7 +192,7 @@ def _silence(gain: stats.Speedup) -> str:
 
 def _outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
     count = Counter(t.status for t in results)
-    failed = {status: n for status, n in count.items() if status not in ("ok", "skipped")}
+    failed = {status: n for status, n in count.items() if status not in ("ok", "skipped", UNFINISHED)}
     total = len(results.trials)
     if failed:
         counts = ", ".join(f"{n} {status}" for status, n in failed.items())
@@ -200,6 +200,8 @@ def _outcome(results: Results, contention: Contention | None) -> Iterator[Findin
             FAILURE,
             f"{sum(failed.values())} of {counting(total, 'trial')} did not finish: {counts}; each has its reason.",
         )
+    if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
+        yield Finding(WARNING, f"{_of(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
     if count["skipped"]:
         yield Finding(NOTE, f"{_of(count['skipped'], total, 'was', 'were')} skipped, each with its reason.")
     if contention and not contention.mostly:
