@@ -54,9 +54,9 @@ def place(
     chosen = [node for node, _ in wanted if node.op_type in LINEAR]
     between = Joints(graph, wanted if joints and not transformer else (), excluded)
     peaks = {name: max(-low, high) for name, (low, high) in ranges.items()}
-    found = [(node, k, between.peak(node.input[k], peaks)) for node, k in (*wanted, *between.sites)]
+    scaled = [(node, k, between.peak(node.input[k], peaks)) for node, k in (*wanted, *between.sites)]
     before: dict[str, list[Any]] = {}
-    for node, k, peak in found:
+    for node, k, peak in scaled:
         before.setdefault(node.name, []).extend(_pair(graph, node, k, np.float32(peak)))
     for node in chosen:
         axis = channel_axis(node, len(weights[node.input[1]].dims))
