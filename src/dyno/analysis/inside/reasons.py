@@ -64,7 +64,7 @@ class _Words:
         return _reason(GAP, text, self._gap)
 
     def strangers(self) -> Iterator[Reason]:
-        """That no layer of one is any of the other's, so that the causes below say nothing."""
+        """That the two have no layer in common, so that the causes below compare nothing."""
         parts = self._w.parts
         if any(part.a and part.b for part in parts) or not any(part.a for part in parts):
             return

@@ -84,7 +84,7 @@ def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[
             left -= shared
     where = _where(whole)
     if left == forms[first].parameters - forms[other].parameters:
-        yield where or "nobody says where"
+        yield where or "in which parts is not known"
     elif left:
         yield f"{abs(left):,} {'fewer' if left > 0 else 'more'} elsewhere{where and f', {where}'}"
 

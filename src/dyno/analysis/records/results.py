@@ -23,7 +23,7 @@ from dyno.analysis.records.forms import Form, forms, sides
 from dyno.analysis.records.notes.placements import Placement, placements
 from dyno.analysis.records.rounds import GPU, HOST, Round
 from dyno.analysis.records.shapes import MODELS
-from dyno.analysis.records.stored import measured, read_job, read_round, read_settings, read_table
+from dyno.analysis.records.stored import in_run, measured, read_job, read_round, read_settings, read_table, trials_in
 from dyno.worker import tasks
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.job import Facts
@@ -169,8 +169,7 @@ class TrialResult:
         path = self.worst.folder / "stderr.log" if self.worst else None
         if path is None or self.status in ("ok", "skipped") or not path.is_file() or not path.stat().st_size:
             return ""
-        run = path.parents[3]  # or a block's folder in it
-        return path.relative_to(run.parents[1] if run.parent.name == "blocks" else run).as_posix()
+        return in_run(path)
 
     @property
     def facts(self) -> Facts:
@@ -337,13 +336,13 @@ def load(run: Path) -> Results:
     if not (run / "trials").is_dir():
         raise UserError(f"{run} is not a run folder: it has no trials/; give the folder that `dyno run` wrote")
     problems: list[str] = []
-    folders = sorted([*run.glob("trials/*"), *run.glob("blocks/*/trials/*")])  # a block's, until it is at its end
-    trials = [t for folder in folders if (t := _trial(folder, problems))]
+    trials = [t for folder in trials_in(run) if (t := _trial(folder, problems))]
     if not trials and problems:
         raise UserError(f"nothing in {run} can be read: {problems[0]}")
     if not trials:
         raise UserError(f"{run} has no trials yet; run the study first")
-    study, models = run / "study.toml", _models(read_table(run / "models.json", problems, MODELS) or {})
+    study = run / "study.toml"
+    models = _models(read_table(run / "models.json", problems, MODELS) or {})
     file_forms, placed = forms(models), placements(run, problems)
     side_forms = sides({t.side: t.given for t in trials if t.side})
     for t in trials:

@@ -14,6 +14,19 @@ from dyno.analysis.records.shapes import JOB, SETTINGS, wrong
 from dyno.worker.record import Record, check_schema, read_json
 from dyno.worker.spec import PRECISIONS, Artifact, UserError, check_known, from_json
 
+BLOCKS = "blocks"  # a study on several devices has the trials of a block in its own folder until the block ends
+
+
+def trials_in(run: Path) -> list[Path]:
+    """The folders of the run's trials."""
+    return sorted([*run.glob("trials/*"), *run.glob(f"{BLOCKS}/*/trials/*")])
+
+
+def in_run(path: Path) -> str:
+    """A file of a round as a path within its run folder."""
+    run = path.parents[3]
+    return path.relative_to(run.parents[1] if run.parent.name == BLOCKS else run).as_posix()
+
 
 def read_table(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[str, Any] | None:
     """The JSON object in the file, whose values have the types in `shape`; None without one and where it is damaged."""
