@@ -12,6 +12,7 @@ import psutil
 import pytest
 
 from dyno import Study
+from dyno.analysis.records.notes.devices import Device
 from dyno.engine.turns import Group, Player
 from dyno.jobs import memory
 from dyno.jobs.progress import Progress
@@ -69,7 +70,7 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
 
     killed = True
     wrap(monkeypatch, seen)
-    study = fake_study(threads=0)
+    study = fake_study(threads=0, equivalent=90)
     with pytest.raises(KeyboardInterrupt):
         measure(study, tmp_path, Log())
     assert not [p for p in psutil.Process().children() if "main.py" in " ".join(p.cmdline())]
@@ -153,6 +154,27 @@ def test_a_trial_that_runs_nowhere_costs_no_device(fake_study: Studies, tmp_path
     company = measure(fake_study(backends=("fake@fail=exception",)), tmp_path, log)
     assert [place.name for place in company.places] == ["cpu:0", "cpu:1"] and company.side_by_side
     assert any("nothing is known" in line for line in log.said)
+
+
+@pytest.mark.parametrize(("later", "side_by_side"), [(1.0, True), (1.05, False)])
+def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that_counts(
+    later: float, side_by_side: bool, fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    asked: list[int] = []
+
+    def read(folder: Path, of: Sequence[places.Place], rounds: int) -> list[Device]:
+        ratios = (1.029, 1.03, 1.031, later - 0.001, later, later + 0.001)[:rounds]
+        one, other = ((place.name, place.card, (1.0,) * rounds, (1.0,) * rounds) for place in of)
+        return [Device(*one, ratios), Device(*other, (1.0,) * rounds)]
+
+    monkeypatch.setattr(anchors, "measure", lambda *words: asked.append(words[3]))
+    monkeypatch.setattr(anchors, "read", read)
+    log = Log()
+    assert measure(fake_study(), tmp_path, log).side_by_side is side_by_side
+    assert asked == [3, 6] and any("cpu:0 is 3 % slower beside the other" in line for line in log.said)
+    slow = [line for line in log.said if "blocks are measured one at a time" in line]
+    expected = "cpu:0 is 4 % slower beside the other devices than alone; blocks are measured one at a time"
+    assert slow == ([] if side_by_side else [expected])
 
 
 def test_one_at_a_time_they_take_turns(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -39,15 +39,15 @@ def planned(trial: Trial, count: int) -> Trial:
     return replace(trial, plan=own)
 
 
-def measure(trial: Trial, folder: Path, places: Sequence[Place], progress: Progress) -> Lost:
-    """Measure the rounds that the folder doesn't hold yet; where that failed, after which none is begun.
+def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, progress: Progress) -> Lost:
+    """Measure those of so many rounds that the folder doesn't hold yet; where that failed, after which none is begun.
 
     The processes of all rounds start at once where memory is free for them, since to start them is what takes time;
     rounds that fail are tried by themselves.
     """
     lost: Lost = {}
     with progress.running([]):
-        missing = [number for number in range(ROUNDS) if not _complete(folder, places, number)]
+        missing = [number for number in range(rounds) if not _complete(folder, places, number)]
         if len(missing) > 1 and memory.available() > memory.ROOM * memory.UNKNOWN_B * len(missing) * len(places):
             _rounds(trial, folder, places, missing, progress)
         for number in missing:
@@ -62,16 +62,16 @@ def measure(trial: Trial, folder: Path, places: Sequence[Place], progress: Progr
     return lost
 
 
-def read(folder: Path, places: Sequence[Place]) -> list[Device]:
-    """What the stored rounds say of each place."""
-    company = [read_json(folder / _company(number))["company"] for number in range(ROUNDS)]
+def read(folder: Path, places: Sequence[Place], rounds: int) -> list[Device]:
+    """What so many stored rounds say of each place."""
+    company = [read_json(folder / _company(number))["company"] for number in range(rounds)]
     return [
         of_rounds(
             place.name,
             place.card,
             [
                 (_stored(folder, place, number).block_medians("latency", "model"), company[number][place.name])
-                for number in range(ROUNDS)
+                for number in range(rounds)
             ],
         )
         for place in places

@@ -55,16 +55,36 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
     progress.other(f"{trial.label} on each device alone and on all at once, for what they do to each other")
     own_folder = folder / ANCHORS / key[:12]  # of these devices, and of this company
     if in_turns:
-        if lost := anchors.measure(trial, own_folder, places, progress):
-            return _without(lost, study, folder, places, progress)
-        rows = anchors.read(own_folder, places)
+        rows = _in_turns(trial, own_folder, places, study.equivalent, progress)
+        if isinstance(rows, dict):
+            return _without(rows, study, folder, places, progress)
     else:
         rows = _apart(own, trial, own_folder, places, progress)
     found = Devices(trial.label, tuple(rows), study.equivalent)
-    if slower := ", ".join(found.disturbed):
-        progress.note(f"{slower}: slower beside the other devices than alone; blocks are measured one at a time")
-    write_json(path, {"schema": SCHEMA, "key": asked, **asdict(replace(found, side_by_side=not slower))})
-    return Company(places, not slower)
+    if found.disturbed:
+        progress.note(f"{found.slower}; blocks are measured one at a time")
+    found = replace(found, side_by_side=not found.disturbed)
+    write_json(path, {"schema": SCHEMA, "key": asked, **asdict(found)})
+    return Company(places, found.side_by_side)
+
+
+def _in_turns(
+    trial: Trial, folder: Path, places: Sequence[Place], equivalent: float, progress: Progress
+) -> list[Device] | anchors.Lost:
+    """The anchor at places of this host; where it couldn't be measured.
+
+    That a place is slower beside the others makes a study take several times as long, and another program may have come
+    between: as many processes are asked again, and all of them decide.
+    """
+    for rounds in (anchors.ROUNDS, 2 * anchors.ROUNDS):
+        if lost := anchors.measure(trial, folder, places, rounds, progress):
+            return lost
+        found = Devices(trial.label, tuple(anchors.read(folder, places, rounds)), equivalent)
+        if not found.disturbed:
+            break
+        if rounds == anchors.ROUNDS:
+            progress.other(f"{found.slower}; that is measured again, since it would slow down the study")
+    return list(found.devices)
 
 
 def _without(lost: anchors.Lost, study: Study, folder: Path, places: Sequence[Place], progress: Progress) -> Company:

@@ -62,6 +62,12 @@ class Devices:
         }
 
     @property
+    def slower(self) -> str:
+        """The disturbed places with by how much, in words."""
+        each = ", ".join(f"{place} is {percent_slower(one.value)} slower" for place, one in self.disturbed.items())
+        return f"{each} beside the other devices than alone"
+
+    @property
     def extremes(self) -> tuple[Device, Device, bool] | None:
         """The fastest and the slowest alone, and whether they differ beyond the spread between processes, of all pairs
         judged as one family; None where fewer than two were measured."""
@@ -71,6 +77,11 @@ class Devices:
             return None
         judged = stats.decide_family([stats.unpaired(fast.alone, slow.alone) for fast, slow in pairs])
         return timed[0], timed[-1], judged[pairs.index((timed[0], timed[-1]))].verdict == stats.FASTER
+
+
+def percent_slower(speedup: float) -> str:
+    """How much slower, in percent, a device is whose speed is so many times another's."""
+    return f"{100 * (1 / speedup - 1):.2g} %"
 
 
 def center(device: Device) -> float:

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 from dyno.analysis import stats
-from dyno.analysis.records.notes.devices import Devices, center, devices
+from dyno.analysis.records.notes.devices import Devices, center, devices, percent_slower
 from dyno.analysis.records.results import Results
 from dyno.analysis.verdict.findings import NOTE, Finding
 
@@ -35,20 +35,17 @@ def _difference(found: Devices) -> str:
 def _company(found: Devices) -> str:
     """Whether devices worked side by side, and how much slower they are so than alone."""
     if not found.side_by_side:
-        slower = ", ".join(f"{place} by {_slower(one.value)}" for place, one in found.disturbed.items())
-        by = f" ({found.anchor}: {slower})" if slower else ""
+        by = f" ({found.anchor}: {_each(found.disturbed)})" if found.disturbed else ""
         return f"Blocks were measured one at a time: devices beside each other were slower than alone{by}."
     certain = {place: one for place, one in found.speedups.items() if one.verdict == stats.SLOWER}
     if certain:
-        slower = ", ".join(f"{place} by {_slower(one.value)}" for place, one in certain.items())
         equal = f"up to {found.equivalent:g} % count as equal"
-        return (
-            f"Devices worked side by side: they were hardly slower so than alone ({found.anchor}: {slower}; {equal})."
-        )
+        each = f"{found.anchor}: {_each(certain)}"
+        return f"Devices worked side by side: they were hardly slower so than alone ({each}; {equal})."
     worst = min((one.low for one in found.speedups.values()), default=math.nan)
-    bound = f" (by less than {_slower(worst)}, with 95 % confidence)" if 0.5 < worst < 1 else ""
+    bound = f" (by less than {percent_slower(worst)}, with 95 % confidence)" if 0.5 < worst < 1 else ""
     return f"Devices worked side by side: none was measurably slower so than alone{bound}."
 
 
-def _slower(speedup: float) -> str:
-    return f"{100 * (1 / speedup - 1):.2g} %"
+def _each(speedups: Mapping[str, stats.Speedup]) -> str:
+    return ", ".join(f"{place} by {percent_slower(one.value)}" for place, one in speedups.items())
