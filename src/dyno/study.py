@@ -169,7 +169,7 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
                 f"builds is {self.builds}, but a round runs one build, and rounds is {self.rounds}; "
                 f"give --rounds {self.builds} or more"
             )
-        for name in ("seconds", "warmup", "interval", "timeout", "block", "equivalent", "minutes"):
+        for name in ("seconds", "warmup", "interval", "timeout", "build_timeout", "block", "equivalent", "minutes"):
             if not 0 < getattr(self, name) <= LARGEST:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0 and at most {LARGEST:,.0f}")
         if any(batch < 1 for batch in self.batches):
@@ -263,10 +263,10 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
             max_samples=self.samples if fixed else 100_000,
             interval=self.interval,
             rounds=self.rounds,
-            timeout_s=self.timeout,
             blocks=max(LEAST_BLOCKS, round(self.seconds / self.block)) if self.turns else 0,
             block_s=self.block if self.turns else Plan.block_s,
-        )
+            timeout_s=self.timeout, build_timeout_s=self.build_timeout,
+        )  # fmt: skip
 
 
 Study.__doc__ = (Study.__doc__ or "").format(fields=described(Study))

@@ -6,7 +6,7 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from dyno.worker.spec import BOUNDARIES, PRECISIONS, ROUNDS
+from dyno.worker.spec import BOUNDARIES, PRECISIONS, ROUNDS, Plan
 
 MODEL_HELP = (
     "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml, "
@@ -165,7 +165,10 @@ class Measurement:
     energy: bool = option(
         False, "Also run each trial at full load for its energy, in joules per image (3.75 s a round)."
     )
-    timeout: float = option(600.0, "Seconds after which a job is killed.")
+    timeout: float = option(600.0, "Seconds after which a job is killed that measures.")
+    build_timeout: float = option(
+        Plan.build_timeout_s, "Seconds after which a job is killed that makes a file: an export, a conversion, a build."
+    )
 
 
 @dataclass(frozen=True)

@@ -206,6 +206,21 @@ def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
+    words = ["run", net(tmp_path / "m.onnx"), "--backends", "onnxruntime", "--precision", "fp16", *SHORT, "--out", "r"]
+    assert call(*words, "--build-timeout", 0.01)[0] == 3
+    ((status, reason),) = rows("r", "status", "reason")
+    assert status == "timeout" and reason.endswith("not finished after 0.01 s; killed")
+    assert "tried again" not in call(*words, "--build-timeout", 0.01)[2]
+    code, _, said = call(*words)
+    assert code == 0 and "1 failed job tried again: 3600 s instead of 0.01 s" in said
+    assert rows("r", "status") == [("ok",)]
+
+
+@pytest.mark.slow
 def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def tried(fail: str, *more: object) -> list[str]:
         words = ["run", "fake:net", "--channels", 1, *SHORT, "--backends", f"fake@fail={fail}", "--out", fail]

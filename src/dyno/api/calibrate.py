@@ -84,7 +84,7 @@ def calibrate(
     if not minutes * 60 >= (least := LEAST_ROUNDS * len(layout.slowdowns) * study.seconds):
         raise _too_short(minutes, least)
     trial = _trial(study, builds)
-    engines = _Engines(trial, Files(progress), builds)
+    engines = _Engines(trial, Files(progress, study.build_timeout), builds)
     engines.of(0)  # what can't be made ends the self-test before its time counts
     with progress.running([]):
         measured = tuple(_rounds(engines, layout, minutes, rounds, progress))

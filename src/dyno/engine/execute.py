@@ -30,12 +30,11 @@ from dyno.study import Study
 from dyno.worker import registry, system
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import TIMING, Record, refuse_links, write_bytes, write_record, write_text
-from dyno.worker.spec import BUILD, DECIDED, ENERGY, TIMING_CACHE, Artifact, Job, Recipe, Trial, UserError
+from dyno.worker.spec import BUILD, DECIDED, ENERGY, TIMING_CACHE, Artifact, Job, Plan, Recipe, Trial, UserError
 
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
 
-MAKE_TIMEOUT_S = 3600.0
 OTHER_ROUTE = ("failed", "crashed", "timeout")  # statuses of a failed route after which the next one is tried
 LONGEST_LOG = 100_000  # characters
 
@@ -71,7 +70,7 @@ def execute(
         cleared = retry.clear(run, todo, retry_failed), retry.clear_damaged(run, todo), retry.clear_stopped(run, todo)
         for line in itertools.chain(*cleared):
             progress.note(line)
-        files = Files(progress)
+        files = Files(progress, study.build_timeout)
         if study.energy:  # before the first job heats the device
             keep_idle(study, run.folder, progress)
         if study.peak:
@@ -197,7 +196,7 @@ class Rounds:
             job = ensemble.job(trial, number, self.files.of, options)
             record = (self.launch or launch_in_turn)(job, folder, trial.plan.timeout_s, self.progress)
         if record.status != "ok":
-            retry.note(folder, trial)
+            retry.note(folder, trial, unmade=isinstance(artifact, Record))
         self.progress.done(trial, record)
 
 
@@ -273,8 +272,9 @@ def _incomplete(run: Run, trial: Trial) -> bool:
 class Files:
     """Makes the files that trials need, each once, or takes them from the cache."""
 
-    def __init__(self, progress: Progress) -> None:
+    def __init__(self, progress: Progress, timeout_s: float = Plan.build_timeout_s) -> None:
         self.progress = progress
+        self.timeout_s = timeout_s  # of each job that makes one
         self.cache = Cache()
         self.results: dict[str, Artifact | Record] = {}
         self.built = 0  # files that were made and not found in the cache
@@ -341,7 +341,7 @@ class Files:
             runtime = replace(recipe.runtime, threads=max(recipe.runtime.threads, system.physical_cores()))
             job = Job("make", runtime, recipe=recipe, artifact=parent)
             timing = {TIMING: str(self.cache.timing)}
-            record = launch_in_turn(job, folder, MAKE_TIMEOUT_S, self.progress, timing)
+            record = launch_in_turn(job, folder, self.timeout_s, self.progress, timing)
             _warn_of_shared_gpu(folder, record)
             failure = Facts(no_route=record.facts.no_route, printed=_printed(folder))  # its folder is gone after this
         if record.status != "ok":

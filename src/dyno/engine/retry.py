@@ -16,11 +16,13 @@ from dyno.worker.record import Record, read_json, read_record, write_json
 from dyno.worker.spec import Recipe, Runtime, Trial, UserError
 
 MADE_WITH = "made-with.json"
+LIMIT = "build_timeout_s"
 
 
-def note(folder: Path, trial: Trial) -> None:
-    """Store beside a failed round the versions that it failed with: Dyno's code and the trial's libraries."""
-    write_json(folder / MADE_WITH, _made_with(trial))
+def note(folder: Path, trial: Trial, *, unmade: bool = False) -> None:
+    """Store beside a failed round what it failed with: versions of Dyno's code and the trial's libraries, and the
+    seconds that its file could take where that was not made."""
+    write_json(folder / MADE_WITH, _made_with(trial) | ({LIMIT: trial.plan.build_timeout_s} if unmade else {}))
 
 
 def _made_with(trial: Trial) -> dict[str, Any]:
@@ -85,11 +87,14 @@ def clear_stopped(run: Run, trials: list[Trial]) -> list[str]:
 
 def _reason_to_retry(folder: Path, record: Record, trial: Trial) -> str:
     """Why the failure may not happen again, "" for no reason."""
-    if record.status == "timeout" and not record.stage.startswith("make"):
-        earlier = _json(folder / "job.json").get("trial", {}).get("plan", {}).get("timeout_s", 0.0)
-        if trial.plan.timeout_s > earlier:
-            return f"{trial.plan.timeout_s:g} s instead of {earlier:g} s"
     before, now = _json(folder / MADE_WITH), _made_with(trial)
+    earlier, limit = before.pop(LIMIT, None), trial.plan.build_timeout_s
+    if record.status == "timeout":
+        if earlier is None:  # its file was there
+            plan = _json(folder / "job.json").get("trial", {}).get("plan", {})
+            earlier, limit = plan.get("timeout_s", 0.0), trial.plan.timeout_s
+        if limit > earlier:
+            return f"{limit:g} s instead of {earlier:g} s"
     if not before or before == now:
         return ""
     changed = {

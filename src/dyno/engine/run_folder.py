@@ -23,6 +23,7 @@ DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onn
 REPEATABLE = (
     "rounds",
     "timeout",
+    "build_timeout",
     "budget",
     "reference",
     "confirm",

@@ -49,7 +49,7 @@ def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
         trial = replace(entry.trial, dims=replace(entry.trial.dims, batch=0))
         if trial.backend not in DYNAMIC:
             raise UserError(f"a stress test changes the batch; {trial.backend} takes only one, {WHO} take several")
-        artifact = Files(progress).file(trial.recipe) if trial.recipe else None
+        artifact = Files(progress, trial.plan.build_timeout_s).file(trial.recipe) if trial.recipe else None
         if isinstance(artifact, Record):
             raise UserError(f"{trial.label}: {artifact.reason}")
         _check_free(trial, artifact)

@@ -34,7 +34,7 @@ def planned(trial: Trial, count: int) -> Trial:
     block_s = min(BLOCK_S, STEP_S / count)
     own = Plan(
         ("model",), trial.plan.warmup_s, SLACK * 2 * BLOCKS * block_s, rounds=ROUNDS, timeout_s=trial.plan.timeout_s,
-        blocks=BLOCKS, block_s=block_s,
+        build_timeout_s=trial.plan.build_timeout_s, blocks=BLOCKS, block_s=block_s,
     )  # fmt: skip
     return replace(trial, plan=own)
 
@@ -92,7 +92,7 @@ def _rounds(trial: Trial, folder: Path, places: Sequence[Place], numbers: Sequen
                 stack.enter_context(held(trial.runtime, progress.waiting))
         for place in places:
             with confined(place):
-                files[place.name] = Files(progress).of(trial, 0)
+                files[place.name] = Files(progress, trial.plan.build_timeout_s).of(trial, 0)
         if lost := {name: file.reason for name, file in files.items() if isinstance(file, Record)}:
             return lost
         rounds = {

@@ -218,7 +218,7 @@ class Plan:
     """How long to measure: seconds are per boundary, and `interval` is the relative half-width of the median's 95 %
     interval at which sampling stops early. With `blocks` it is measured in at most so many blocks of `block_s` seconds
     instead. Rounds go through so many `builds` of the engine in turn; 0: what makes the file makes the same one every
-    time. `rounds`, `builds` and `timeout_s` don't change a number, so they aren't hashed."""
+    time. `rounds`, `builds` and the timeouts don't change a number, so they aren't hashed."""
 
     boundaries: tuple[str, ...] = BOUNDARIES
     warmup_s: float = 1.0
@@ -228,6 +228,7 @@ class Plan:
     interval: float = 0.005
     rounds: int = ROUNDS
     timeout_s: float = 600.0
+    build_timeout_s: float = 3600.0
     blocks: int = 0
     block_s: float = 0.1
     builds: int = 0
@@ -332,7 +333,7 @@ UNHASHED = {
     InputSpec: {"feeds"},
     ModelSpec: {"name", "weights"},
     DataSpec: {"folder", "name"},
-    Plan: {"rounds", "timeout_s", "builds"},
+    Plan: {"rounds", "timeout_s", "build_timeout_s", "builds"},
     Recipe: {"fallback"},
     Runtime: {"name"},
 }

@@ -93,7 +93,7 @@ class Reading:
 
     def __init__(self, study: Study, batch: int, progress: Progress) -> None:
         self._study, self._batch, self._progress = study, batch, progress
-        self._files = Files(progress)
+        self._files = Files(progress, study.build_timeout)
         self.forms: list[Inside] = []
         self.shown: list[int] = []
         self.graph_of: dict[int, int] = {}
