@@ -13,6 +13,9 @@ Both halves give each job as many threads: one for each physical core of a devic
 says otherwise. Shares of the processor are `cpu:0,cpu:1`; the second half then runs on the cores of `cpu:0`, as if the
 machine had no others. A GPU alone has all cores of the host to make files with.
 
+Where a device is slower beside the others than alone by more than `--equivalent`, blocks are measured one at a time, and
+the ratio is that of it.
+
 Prints the seconds of both, their ratio against 1 / (0.9 N), and how far a round's median latency on one device is from
 a round's of the same trial in the study on all: |log ratio| of all such pairs of rounds, its median and 95th percentile
 over the trials' pairs in percent; and beside it the same between two rounds of the study on one device, its noise.
@@ -36,8 +39,10 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dyno.analysis.formatting import markdown_table
+from dyno.analysis.records.notes.devices import devices
 from dyno.analysis.records.results import load
 from dyno.placement.places import Place, names, places
+from dyno.study import Study
 from dyno.worker import system
 from dyno.worker.record import read_json, write_json
 
@@ -74,7 +79,8 @@ def half(asked: argparse.Namespace, which: str, found: list[Place]) -> float:
         "--routes",
         "usual",
     ]
-    words += ["--rounds", asked.rounds, "--seconds", asked.seconds, "--threads", asked.threads, "--out", folder]
+    words += ["--rounds", asked.rounds, "--seconds", asked.seconds, "--threads", asked.threads]
+    words += ["--equivalent", asked.equivalent, "--out", folder]
     words += ["--size", asked.size] if asked.size else []
     command = [sys.executable, "-m", "dyno", "run", *asked.models.split(","), *map(str, words)]
     confine: Callable[[], None] | None = None
@@ -111,6 +117,9 @@ def report(asked: argparse.Namespace, seconds: dict[str, float]) -> None:
     ratio, limit = seconds[MANY] / seconds[ONE], 1 / (SHARE * count)
     print(f"{count} devices: {seconds[MANY]:.1f} s; the first alone: {seconds[ONE]:.1f} s")
     print(f"ratio {ratio:.3f}, at most {limit:.3f} is asked for: {'reached' if ratio <= limit else 'missed'}\n")
+    company = devices(asked.out / MANY)
+    if company and not company.side_by_side:
+        print(f"{company.slower}: blocks were measured one at a time, which {ratio:.3f} is the ratio of\n")
     many, one = (rounds(asked.out / which) for which in (MANY, ONE))
     both = sorted(many.keys() & one.keys())
     print(f"{len(both)} trials were measured in both studies ({len(many)} and {len(one)})\n")
@@ -136,6 +145,7 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--seconds", type=float, default=1.0)
     parser.add_argument("--threads", type=int, help="default: as many as a device's share of the physical cores has")
+    parser.add_argument("--equivalent", type=float, default=Study.equivalent, help="percent of `dyno run --equivalent`")
     parser.add_argument("--only", choices=(MANY, ONE))
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()

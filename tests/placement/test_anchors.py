@@ -173,8 +173,12 @@ def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that
     assert measure(fake_study(), tmp_path, log).side_by_side is side_by_side
     assert asked == [3, 6] and any("cpu:0 is 3 % slower beside the other" in line for line in log.said)
     slow = [line for line in log.said if "blocks are measured one at a time" in line]
-    expected = "cpu:0 is 4 % slower beside the other devices than alone; blocks are measured one at a time"
+    expected = (
+        "cpu:0 is 4 % slower beside the other devices than alone; blocks are measured one at a time, and side by side "
+        "with --equivalent 4"
+    )
     assert slow == ([] if side_by_side else [expected])
+    assert measure(fake_study(equivalent=4), tmp_path, log).side_by_side, "the line is true"
 
 
 def test_one_at_a_time_they_take_turns(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

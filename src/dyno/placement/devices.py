@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dyno.analysis.records.notes.devices import DEVICES, Device, Devices
+from dyno.analysis.records.notes.devices import DEVICES, Device, Devices, percent_slower
 from dyno.analysis.records.results import load
 from dyno.jobs.progress import Progress
 from dyno.placement import anchors, blocks, process
@@ -62,7 +62,10 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
         rows = _apart(own, trial, own_folder, places, progress)
     found = Devices(trial.label, tuple(rows), study.equivalent)
     if found.disturbed:
-        progress.note(f"{found.slower}; blocks are measured one at a time")
+        margin = max(percent_slower(one.value) for one in found.disturbed.values())
+        progress.note(
+            f"{found.slower}; blocks are measured one at a time, and side by side with --equivalent {int(margin) + 1}"
+        )
     found = replace(found, side_by_side=not found.disturbed)
     write_json(path, {"schema": SCHEMA, "key": asked, **asdict(found)})
     return Company(places, found.side_by_side)

@@ -64,7 +64,9 @@ class Devices:
     @property
     def slower(self) -> str:
         """The disturbed places with by how much, in words."""
-        each = ", ".join(f"{place} is {percent_slower(one.value)} slower" for place, one in self.disturbed.items())
+        each = ", ".join(
+            f"{place} is {percent_slower(one.value):.2g} % slower" for place, one in self.disturbed.items()
+        )
         return f"{each} beside the other devices than alone"
 
     @property
@@ -79,9 +81,9 @@ class Devices:
         return timed[0], timed[-1], judged[pairs.index((timed[0], timed[-1]))].verdict == stats.FASTER
 
 
-def percent_slower(speedup: float) -> str:
-    """How much slower, in percent, a device is whose speed is so many times another's."""
-    return f"{100 * (1 / speedup - 1):.2g} %"
+def percent_slower(speedup: float) -> float:
+    """By how many percent a device is slower whose speed is so many times another's."""
+    return 100 * (1 / speedup - 1)
 
 
 def center(device: Device) -> float:

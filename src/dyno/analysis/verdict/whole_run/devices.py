@@ -43,9 +43,9 @@ def _company(found: Devices) -> str:
         each = f"{found.anchor}: {_each(certain)}"
         return f"Devices worked side by side: they were hardly slower so than alone ({each}; {equal})."
     worst = min((one.low for one in found.speedups.values()), default=math.nan)
-    bound = f" (by less than {percent_slower(worst)}, with 95 % confidence)" if 0.5 < worst < 1 else ""
+    bound = f" (by less than {percent_slower(worst):.2g} %, with 95 % confidence)" if 0.5 < worst < 1 else ""
     return f"Devices worked side by side: none was measurably slower so than alone{bound}."
 
 
 def _each(speedups: Mapping[str, stats.Speedup]) -> str:
-    return ", ".join(f"{place} by {percent_slower(one.value)}" for place, one in speedups.items())
+    return ", ".join(f"{place} by {percent_slower(one.value):.2g} %" for place, one in speedups.items())
