@@ -13,8 +13,8 @@ Both halves give each job as many threads: one for each physical core of a devic
 says otherwise. Shares of the processor are `cpu:0,cpu:1`; the second half then runs on the cores of `cpu:0`, as if the
 machine had no others. A GPU alone has all cores of the host to make files with.
 
-Where a device is slower beside the others than alone by more than `--equivalent`, blocks are measured one at a time, and
-the ratio is that of it.
+Where a device is slower beside the others than alone by more than `--equivalent`, blocks are measured one at a
+time, and the ratio says so.
 
 Prints the seconds of both, their ratio against 1 / (0.9 N), and how far a round's median latency on one device is from
 a round's of the same trial in the study on all: |log ratio| of all such pairs of rounds, its median and 95th percentile
