@@ -60,10 +60,17 @@ def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     graph, engine = forms[upper].layers, forms[lower].layers
     names = {layer.name: k for k, layer in enumerate(graph)}
     tensors = {port.name: k for k, layer in enumerate(graph) for port in layer.outputs}
+    moved = {
+        layer.inputs[0].name: layer.outputs[0].name
+        for layer in engine
+        if layer.moves and layer.inputs and layer.outputs
+    }
     claims: Claims = defaultdict(set)
     for index, layer in enumerate(engine):
         nodes = [_match(name, names, tensors) for name in layer.nodes or (layer.name,)]
         nodes += [_match(port.name, tensors, names) for port in layer.outputs] if not layer.moves else []
+        if not layer.moves and nodes == [None] * len(nodes):  # a conversion has the tensor's name, if anything has
+            nodes = [_match(moved[port.name], tensors) for port in layer.outputs if port.name in moved]
         for node in nodes:
             if node is not None:
                 claims[node].add(index)
@@ -194,7 +201,14 @@ def regions(forms: Sequence[Inside], links: Sequence[Link]) -> list[Region]:
         for lower in sorted(own)
         if upper not in each.outer
     ]
-    for one, other, sure in sorted(pairs, key=lambda pair: not pair[2]):
+
+    def doubt(pair: tuple[tuple[int, int], tuple[int, int], bool]) -> tuple[bool, bool]:
+        (upper, node), (lower, layer), sure = (
+            pair  # of what is guessed, first that a layer that multiplies is a product
+        )
+        return not sure, not (forms[upper].layers[node].flops and forms[lower].layers[layer].computes_in)
+
+    for one, other, sure in sorted(pairs, key=doubt):
         groups.join(one, other, sure)
     root, parent = groups.root, groups.parent
     around = _around(links, root)
@@ -264,7 +278,7 @@ def _ordered(
         last = {root((form, k)): k for k in range(len(inside.layers)) if (form, k) not in around}
         for k in range(len(inside.layers)):
             one = root((form, k))
-            if (form, k) in around or (form and one not in behind and k != last[one]):  # shapes are computed early
+            if (form, k) in around or (form and k != last[one]):  # shapes are computed early
                 continue
             if one not in behind:
                 behind[one] = []
