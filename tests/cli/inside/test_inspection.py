@@ -240,7 +240,7 @@ def test_a_form_of_a_file_has_the_file_s_own_precision(call: Call) -> None:
 
 def test_a_folder_that_is_called_like_a_form_hides_none(call: Call, net: str) -> None:
     Path("onnx").mkdir()
-    assert [row["b"] for row in tables(call, net, "onnx", "--size", "16")["aligned"]["rows"]][0]
+    assert tables(call, net, "onnx", "--size", "16")["aligned"]["rows"][0]["b"]
 
 
 def test_a_program_of_torch_export_is_seen_by_its_modules(call: Call, tmp_path: Path) -> None:
