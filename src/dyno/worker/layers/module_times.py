@@ -30,7 +30,8 @@ def measure(
     """Seconds of each call of a part without those of its own parts, in so many runs of `once`.
 
     `plainly` calls the module for `layers.module.watched`, outside inference mode, in which operations aren't counted.
-    `restore` is called before each run, untimed. Hooks cost less than the profiler of PyTorch, which watches every operator. Raises `UserError` as `watched` does.
+    `restore` is called before each run, untimed. Hooks cost less than the profiler of PyTorch, which watches every
+    operator. Raises `UserError` as `watched` does.
     """
     torch = import_torch()
     restore()
