@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -304,7 +305,7 @@ def verify_inputs(
         return replace(described, inputs=specs, free=has_batch(specs)), result
     larger_batch = replace(dims, batch=dims.batch + 1)
     for choice in dict.fromkeys(_choices(specs, dims.batch)):
-        if has_batch(choice) and accepts(lambda: call(module, model, choice, larger_batch), no_memory):
+        if has_batch(choice) and accepts(partial(call, module, model, choice, larger_batch), no_memory):
             return replace(described, inputs=choice), result
     return replace(described, inputs=_fixed(specs, dims.batch, lambda spec: True), free=False), result
 
