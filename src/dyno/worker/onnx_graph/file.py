@@ -12,7 +12,7 @@ from typing import Any
 from dyno.worker.extras import install
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.onnx_graph import opset, repair
-from dyno.worker.onnx_graph.weights import beside
+from dyno.worker.onnx_graph.weights import beside, check_beside
 from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError
 
 QUANTISED = set(
@@ -69,9 +69,7 @@ def check(path: str) -> None:
     model = _read(path)
     graph = model.graph
     _only_tensors(path, {"input": graph.input, "output": graph.output})
-    for file in beside(Path(path)):
-        if not file.is_file():
-            raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
+    check_beside(path)
     unsorted = repair.order(model)  # which every engine reads, and the checker doesn't
     if unsorted and beside(Path(path)):
         return  # the checker looks for their weights beside a file of the sorted graph
