@@ -311,6 +311,20 @@ def test_what_shapes_decide_early_does_not_draw_later_rows_behind_its_layer() ->
     assert [row["b"] for row in rows] == ["mean", "mm", "shape l"]
 
 
+def test_a_conversion_stands_before_what_reads_it() -> None:
+    module = form(MODULES, layer("conv", "Conv2d", "", "0", flops=9), layer("fc", "Linear", "1", "2", flops=9))
+    graph = form(
+        NODES, layer("n1", "Conv", "x", "a", flops=9, modules=("conv",)),
+        layer("mean", "ReduceMean", "a", "m", modules=("",)), layer("n2", "Gemm", "m", "y", flops=9, modules=("fc",)),
+    )  # fmt: skip
+    engine = form(
+        LAYERS, layer("n1", "Conv", "x", "r"), layer("out", "ReorderOutput", "r", "a", moves=True),
+        layer("mean", "ReduceMean", "a", "m"), layer("n2", "Gemm", "m", "y"),
+    )  # fmt: skip
+    rows = tables.aligned([module, graph, engine], [0, 1, 2], {}).rows
+    assert [row["c"] for row in rows] == ["n1", "out", "mean", "n2"]
+
+
 def test_a_layer_that_multiplies_goes_to_the_product_among_nodes_that_nothing_names() -> None:
     graph = form(
         NODES,

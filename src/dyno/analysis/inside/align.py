@@ -286,7 +286,10 @@ def _ordered(
                     behind[first].insert(at_front, one)
                     at_front += 1
                     continue
-                behind[previous if form else first].append(one)
+                if form:  # right behind it, and before what an earlier form has there
+                    behind[previous].insert(0, one)
+                else:
+                    behind[first].append(one)
             previous = one
     order, left = [], [first]
     while left:
