@@ -325,6 +325,21 @@ def test_a_conversion_stands_before_what_reads_it() -> None:
     assert [row["c"] for row in rows] == ["n1", "out", "mean", "n2"]
 
 
+def test_a_conversion_inside_what_belongs_together_stands_behind_it() -> None:
+    module = form(MODULES, layer("conv", "Conv2d", "", "0", flops=9), layer("act", "PReLU", "0", "1"))
+    graph = form(
+        NODES, layer("n1", "Conv", "x", "a", flops=9, modules=("conv",)),
+        layer("n2", "PRelu", "a", "y", modules=("act",)),
+    )  # fmt: skip
+    apart = form(
+        LAYERS, layer("n1", "Conv", "x", "r"), layer("out", "ReorderOutput", "r", "a", moves=True),
+        layer("n2", "PRelu", "a", "y"),
+    )  # fmt: skip
+    fused = form(LAYERS, layer("one", "Conv", "x", "y", nodes=("n1", "n2")), library="fused")
+    rows = tables.aligned([module, graph, apart, fused], [0, 1, 2, 3], {}).rows
+    assert [row["c"] for row in rows] == ["n1 n2", "out"]
+
+
 def test_a_layer_that_multiplies_goes_to_the_product_among_nodes_that_nothing_names() -> None:
     graph = form(
         NODES,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -274,22 +274,18 @@ def _ordered(
     first: tuple[int, int] = (-1, -1)  # stands before all
     behind: dict[tuple[int, int], list[tuple[int, int]]] = {first: []}
     for form, inside in enumerate(forms):
-        previous, at_front = first, 0
+        previous, beside = first, Counter[tuple[int, int]]()  # of this form's regions, how many stand behind which
         last = {root((form, k)): k for k in range(len(inside.layers)) if (form, k) not in around}
+        early = Flow(inside.layers).constant if form else set()  # what shapes decide is computed before all else
         for k in range(len(inside.layers)):
             one = root((form, k))
-            if (form, k) in around or (form and k != last[one]):  # shapes are computed early
+            if (form, k) in around or (form and k != last[one] and (one not in behind or k in early)):
                 continue
             if one not in behind:
+                where = previous if form else first
                 behind[one] = []
-                if form and previous == first:
-                    behind[first].insert(at_front, one)
-                    at_front += 1
-                    continue
-                if form:  # right behind it, and before what an earlier form has there
-                    behind[previous].insert(0, one)
-                else:
-                    behind[first].append(one)
+                behind[where].insert(beside[where], one)
+                beside[where] += 1
             previous = one
     order, left = [], [first]
     while left:
