@@ -293,3 +293,90 @@ def test_unknown_shapes_have_no_bytes() -> None:
     assert totals.activation_bytes(layer("a", "A", "", "x")) == 4 * 4 * 64
     assert totals.activation_bytes(Layer(outputs=(Port("x", (-1, 4), "float32"),))) is None
     assert totals.activation_bytes(Layer(outputs=(Port("x", (2, 4), ""),))) is None
+
+
+def test_what_shapes_decide_early_does_not_draw_later_rows_behind_its_layer() -> None:
+    """An LSTM asks for the batch, for its first state, before anything runs: what runs before it stands before it."""
+    module = form(
+        MODULES, layer("emb", "Linear", "", "0", flops=9), layer("lstm", "LSTM", "0", "1", flops=9), layer("", "Net")
+    )
+    graph = form(
+        NODES,
+        layer("shape", "Shape", "x", "s", modules=("lstm",)),
+        layer("mean", "ReduceMean", "x", "m", modules=("",)),
+        layer("mm", "MatMul", "m", "e", flops=9, modules=("emb",)),
+        layer("l", "LSTM", "e s", "y", flops=9, modules=("lstm",)),
+    )
+    rows = tables.aligned([module, graph], [0, 1], {}).rows
+    assert [row["b"] for row in rows] == ["mean", "mm", "shape l"]
+
+
+def test_a_conversion_stands_before_what_reads_it() -> None:
+    module = form(MODULES, layer("conv", "Conv2d", "", "0", flops=9), layer("fc", "Linear", "1", "2", flops=9))
+    graph = form(
+        NODES, layer("n1", "Conv", "x", "a", flops=9, modules=("conv",)),
+        layer("mean", "ReduceMean", "a", "m", modules=("",)), layer("n2", "Gemm", "m", "y", flops=9, modules=("fc",)),
+    )  # fmt: skip
+    engine = form(
+        LAYERS, layer("n1", "Conv", "x", "r"), layer("out", "ReorderOutput", "r", "a", moves=True),
+        layer("mean", "ReduceMean", "a", "m"), layer("n2", "Gemm", "m", "y"),
+    )  # fmt: skip
+    rows = tables.aligned([module, graph, engine], [0, 1, 2], {}).rows
+    assert [row["c"] for row in rows] == ["n1", "out", "mean", "n2"]
+
+
+def test_a_conversion_inside_what_belongs_together_stands_behind_it() -> None:
+    module = form(MODULES, layer("conv", "Conv2d", "", "0", flops=9), layer("act", "PReLU", "0", "1"))
+    graph = form(
+        NODES, layer("n1", "Conv", "x", "a", flops=9, modules=("conv",)),
+        layer("n2", "PRelu", "a", "y", modules=("act",)),
+    )  # fmt: skip
+    apart = form(
+        LAYERS, layer("n1", "Conv", "x", "r"), layer("out", "ReorderOutput", "r", "a", moves=True),
+        layer("n2", "PRelu", "a", "y"),
+    )  # fmt: skip
+    fused = form(LAYERS, layer("one", "Conv", "x", "y", nodes=("n1", "n2")), library="fused")
+    rows = tables.aligned([module, graph, apart, fused], [0, 1, 2, 3], {}).rows
+    assert [row["c"] for row in rows] == ["n1 n2", "out"]
+
+
+def test_a_layer_that_multiplies_goes_to_the_product_among_nodes_that_nothing_names() -> None:
+    graph = form(
+        NODES,
+        layer("a", "Relu", "x", "ta", modules=("first",)), layer("r", "Reshape", "ta", "tr", modules=("first",)),
+        layer("g", "GRU", "tr", "tg", flops=9, modules=("gru",)), layer("b", "Relu", "tg", "y", modules=("last",)),
+    )  # fmt: skip
+    module = form(MODULES, *(layer(name, "Part") for name in ("first", "gru", "last")))
+    engine = form(
+        LAYERS, layer("a", "Relu", "x", "a", nodes=("a",)), layer("seq", "GRU", "a", "k", computes_in="float32"),
+        layer("b", "Relu", "k", "b", nodes=("b",)),
+    )  # fmt: skip
+    found = names([module, graph, engine], align.pivots([module, graph, engine], {}))
+    assert (["gru"], ["g"], ["seq"]) in found
+
+
+def test_a_layer_before_a_conversion_is_known_by_what_that_writes() -> None:
+    """ONNX Runtime calls a node without a name by what it writes, which before a conversion is a tensor of its own."""
+    graph = form(NODES, layer("Conv to c", "Conv", "x", "c", flops=9), layer("Add to y", "Add", "c x", "y"))
+    engine = form(
+        LAYERS, layer("c_nchwc", "Conv", "x", "r0"), layer("Add to r1", "Add", "r0 x", "r1"),
+        layer("ReorderOutput", "ReorderOutput", "r1", "y", moves=True),
+    )  # fmt: skip
+    found = names([graph, engine], align.pivots([graph, engine], {}))
+    assert (["Conv to c"], ["c_nchwc"]) in found and (["Add to y"], ["Add to r1"]) in found
+
+
+def test_what_is_only_in_an_engine_of_several_has_no_known_counterpart() -> None:
+    graph = form(NODES, layer("n", "Conv", "x", "y", flops=9))
+    own = layer("odd", "Odd", "p", "q"), layer("n", "Conv", "x", "y")
+    forms = [graph, form(LAYERS, *own, library="one"), form(LAYERS, own[1], library="two")]
+    remarks = {row["b"]: row["remark"] for row in tables.aligned(forms, [0, 1, 2], {}).rows}
+    assert remarks["odd"] == "counterpart unknown"
+
+
+def test_a_part_whose_weights_another_one_uses_is_not_run_by_itself() -> None:
+    module = form(MODULES, layer("a", "Attention", "", "0", flops=9),
+                  Layer(name="a.out", type="Linear", parameters=9, skipped=True))  # fmt: skip
+    graph = form(NODES, layer("n", "MatMul", "x", "y", flops=9, parameters=9, modules=("a",)))
+    remarks = {row["a"]: row["remark"] for row in tables.aligned([module, graph], [0, 1], {}).rows}
+    assert remarks["a.out"] == "not run by itself"

@@ -66,3 +66,15 @@ def test_the_remainder_is_negative_where_watching_costs_more() -> None:
     (line,) = times.reconciliation([MODULE], found).rows
     assert (line["unprofiled_ms"], line["layers_ms"]) == (pytest.approx(0.006), pytest.approx(0.008))
     assert line["remainder_ms"] == pytest.approx(-0.002) and line["profiled_ms"] == pytest.approx(0.012)
+
+
+def test_a_layer_is_not_named_after_who_shares_what_shapes_decide_with_it() -> None:
+    """An LSTM and a GRU both ask one node for the batch, to make their first states."""
+    module = Inside(form=MODULES, layers=tuple(Layer(name=n, type=n, modules=(n,)) for n in ("lstm", "gru")))
+    nodes = [Layer(name="batch", type="Shape", inputs=(Port("x"),), outputs=(Port("s"),))] + [
+        Layer(name=f"{name}_node", type=name, inputs=(Port(read), Port("s")), outputs=(Port(name),), modules=(name,))
+        for name, read in (("lstm", "x"), ("gru", "lstm"))
+    ]
+    engine = [Layer(name="L", type="L", nodes=("batch", "lstm_node")), Layer(name="G", type="G", nodes=("gru_node",))]
+    forms = [module, Inside(form=NODES, layers=tuple(nodes)), Inside(form=LAYERS, layers=tuple(engine))]
+    assert times.modules_of(forms, 2, 1, 0) == [["lstm"], ["gru"]]

@@ -131,6 +131,21 @@ def test_types_decide_in_engines_of_one_library() -> None:
     assert backward["wider"].difference.value == pytest.approx(-forward["narrower"].difference.value)
 
 
+def test_a_region_is_of_the_type_of_its_product_whatever_takes_longer() -> None:
+    """ONNX Runtime casts around a convolution in FP16 that it has no kernel for, but not around what follows it."""
+    kinds, shared = (("Conv", FLOAT), ("Max", "float16")), (("n_conv", "n_bn"), ("n_bn", "n_relu"))
+    forms = [
+        replace(FAST, library=f"ONNX Runtime 1.0{title}", layers=tuple(
+            layer(f"l{k}", k, kind, dtype if title else FLOAT, computes_in=FLOAT if kind == "Conv" else "", nodes=nodes)
+            for k, ((kind, dtype), nodes) in enumerate(zip(kinds, shared, strict=True))
+        ))
+        for title in ("", " fp16")
+    ]  # fmt: skip
+    a, b = side(0, (50, 10), 60), side(2, (30, 90), 120, precision="fp16")
+    found = waterfall.waterfall(Pair((forms[0], GRAPH, forms[1]), replace(a, graph=1), b, "net"))
+    assert [(part.cause.key, part.types) for part in found.parts] == [("stayed", (FLOAT, FLOAT))]
+
+
 def test_what_both_lack_a_name_for_is_not_explained() -> None:
     stranger = layer("odd", 30, "Odd")
     other = replace(FAST, layers=(*FAST.layers, stranger))

@@ -238,6 +238,11 @@ def test_a_form_of_a_file_has_the_file_s_own_precision(call: Call) -> None:
     assert titles[1].endswith(" fp16") and titles[2].startswith("ONNX Runtime") and not titles[2].endswith(" fp16")
 
 
+def test_a_folder_that_is_called_like_a_form_hides_none(call: Call, net: str) -> None:
+    Path("onnx").mkdir()
+    assert tables(call, net, "onnx", "--size", "16")["aligned"]["rows"][0]["b"]
+
+
 def test_a_program_of_torch_export_is_seen_by_its_modules(call: Call, tmp_path: Path) -> None:
     module = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.ReLU()).eval()
     torch.export.save(torch.export.export(module, (torch.zeros(1, 3, 16, 16),)), tmp_path / "net.pt2")

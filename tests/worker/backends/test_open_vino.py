@@ -366,6 +366,23 @@ def test_a_layer_of_less_than_a_microsecond_runs(counted: str, kernel: str, runs
     assert open_vino_layers._skipped({"execTimeMcs": counted, "primitiveType": kernel}) is not runs
 
 
+def test_every_compilation_counts_for_layers_that_it_numbers_anew(
+    onnx_file: Callable[..., Path], tmp_path: Path
+) -> None:
+    """OpenVINO makes two layers of an LSTM of two directions, and calls them by a running number."""
+    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in "xy")
+    x.CopyFrom(onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [64, 1, 64]))
+    y.CopyFrom(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [64, 2, 1, 64]))
+    node = onnx.helper.make_node("LSTM", ["x", "w", "r"], ["y"], hidden_size=64, direction="bidirectional")
+    weights = [onnx.numpy_helper.from_array(np.full((2, 256, 64), 0.01, np.float32), name) for name in "wr"]
+    path = onnx_file([node], [x], [y], weights)
+    trial = Trial(ModelSpec("made", f"file:{path}"), "openvino", "fp32", Dims(1, 8, 8), runtime=Runtime(threads=1))
+    session = OpenVino().load(trial, None)
+    times = session.profile(5)
+    counted = [k for k, layer in enumerate(times.inside.layers) if layer.computes_in]
+    assert len(counted) == 2 and (times.layers[:, counted] > 0).all()
+
+
 def test_an_input_that_is_an_output_too(digits: Any, onnx_file: Callable[..., Path], tmp_path: Path) -> None:
     """OpenVINO's converter gives such a graph another input, which nobody would feed."""
     x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 1, 8, 8]) for name in "xy")

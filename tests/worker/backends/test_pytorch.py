@@ -371,6 +371,22 @@ def test_inputs_that_a_module_writes_into_are_put_back(nets: Path, precision: st
     assert not np.array_equal(session.fetch()["output"], first)
 
 
+def test_a_profile_puts_inputs_back_too_before_each_run(nets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    session = find("pytorch").load(trial(ModelSpec("into", f"{nets}:into"), size=8), None)
+    feed = feeds(session)
+    first = outputs(session, feed)["output"].copy()
+    assert session.restoring(feed) is not None
+    answers, run = [], session.run
+
+    def watched(slot: int = 0) -> None:
+        run(slot)
+        answers.append(session.fetch()["output"].copy())
+
+    monkeypatch.setattr(session, "run", watched)
+    session.profile(3)
+    assert len(answers) > 3 and all(np.array_equal(answer, first) for answer in answers)
+
+
 def test_inputs_that_nothing_writes_into_are_left_alone() -> None:
     session = find("pytorch").load(trial(), None)
     feed = feeds(session)

@@ -38,6 +38,21 @@ def test_a_function_s_module_of_one_image(tmp_path: Path) -> None:
     assert found.batch == 1
 
 
+@pytest.mark.parametrize("described", [False, True])
+def test_a_module_that_has_no_memory_for_two_images_is_not_fixed_at_one(described: bool, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "class Large(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x.mean((2, 3)) + torch.empty(2**60 if len(x) > 1 else 1).sum()\n"
+        "def large():\n"
+        "    return Large()\n" + ("def large_inputs():\n    return torch.zeros(1, 3, 8, 8)\n" if described else "")
+    )
+    model = ModelSpec("large", f"{tmp_path / 'net.py'}:large")
+    found = inspect_model(Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime()), [], {})
+    assert found.batch == 0
+
+
 def test_what_torchscript_refuses_is_said_with_its_reason(tmp_path: Path) -> None:
     """Its message begins with a traceback."""
     path = tmp_path / "net.torchscript"

@@ -90,6 +90,13 @@ def each(): return Each()
 def baked(): return Baked()
 def branch(): return Branch()
 def several(): return Several()
+def quantised():
+    """In eight bits, as torch.ao makes it; its state has types and packed weights, too."""
+    from torch.ao import quantization as ao
+    net = nn.Sequential(ao.QuantStub(), nn.Conv2d(3, 4, 3), nn.ReLU(), ao.DeQuantStub()).eval()
+    net.qconfig = ao.default_qconfig
+    ao.prepare(net, inplace=True)(torch.ones(1, 3, 8, 8))
+    return ao.convert(net)
 '''
 
 
@@ -174,6 +181,12 @@ def test_outputs_in_dicts_and_lists_get_names(tmp_path, nets):
 
 
 @pytest.mark.slow
+def test_a_module_that_pytorch_quantised_is_exported(tmp_path, nets):
+    artifact = make(tmp_path, ModelSpec("quantised", f"{nets}:quantised"), Dims(0, 8, 8))
+    kinds = {node.op_type for node in onnx.load(artifact.path).graph.node}
+    assert {"QuantizeLinear", "DequantizeLinear", "Conv"} <= kinds
+
+
 def test_a_size_or_option_that_does_not_work_is_one_line(tmp_path):
     with pytest.raises(UserError, match="refuses 1x3x64x64: Wrong image height"):
         make(tmp_path, ModelSpec("vit", "torchvision:vit_b_16"), FREE)

@@ -107,3 +107,21 @@ def test_einsum_is_a_product_where_it_sums(tmp_path: Path) -> None:
     for equation, weights, count in (("bij,jk->bik", (8, 6), 2 * 2 * 3 * 8 * 6), ("bij,j->bij", (8,), 0)):
         node = helper.make_node("Einsum", ["x", "w"], ["y"], equation=equation)
         assert flops.of_onnx(stored(tmp_path / "m.onnx", [node], {"w": weights}, (2, 3, 8)), {}) == count
+
+
+def test_a_part_of_a_shape_is_no_more_than_that_part() -> None:
+    """PyTorch's exporter asks a shape for the batch alone, to make a recurrent layer's first state."""
+    lengths = {"two": 2, "five": 5, "rest": -1, "width": 8}
+    constants = [numpy_helper.from_array(np.array([n], np.int64), name) for name, n in lengths.items()]
+    nodes = [
+        helper.make_node("Shape", ["x"], ["batch"], start=0, end=1),
+        helper.make_node("Div", ["batch", "two"], ["half"]),  # which ONNX's own inference doesn't follow
+        helper.make_node("Concat", ["half", "five", "width"], ["state_shape"], axis=0),
+        helper.make_node("Expand", ["w", "state_shape"], ["state"]),
+        helper.make_node("MatMul", ["state", "m"], ["y"]),
+    ]
+    x, y = helper.make_tensor_value_info("x", FLOAT, ("n", 3, 8)), helper.make_tensor_value_info("y", FLOAT, None)
+    weights = [numpy_helper.from_array(np.ones(s, np.float32), name) for name, s in (("w", (1, 1, 8)), ("m", (8, 7)))]
+    model = helper.make_model(helper.make_graph(nodes, "net", [x], [y], [*constants, *weights]))
+    found = flops.with_shapes(model, {"x": (4, 3, 8)})
+    assert found is not None and found[1]["state"] == (2, 5, 8) and found[1]["y"] == (2, 5, 7)

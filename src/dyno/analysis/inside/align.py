@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -60,10 +60,17 @@ def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     graph, engine = forms[upper].layers, forms[lower].layers
     names = {layer.name: k for k, layer in enumerate(graph)}
     tensors = {port.name: k for k, layer in enumerate(graph) for port in layer.outputs}
+    moved = {
+        layer.inputs[0].name: layer.outputs[0].name
+        for layer in engine
+        if layer.moves and layer.inputs and layer.outputs
+    }
     claims: Claims = defaultdict(set)
     for index, layer in enumerate(engine):
         nodes = [_match(name, names, tensors) for name in layer.nodes or (layer.name,)]
         nodes += [_match(port.name, tensors, names) for port in layer.outputs] if not layer.moves else []
+        if not layer.moves and nodes == [None] * len(nodes):  # a conversion has the tensor's name, if anything has
+            nodes = [_match(moved[port.name], tensors) for port in layer.outputs if port.name in moved]
         for node in nodes:
             if node is not None:
                 claims[node].add(index)
@@ -194,7 +201,14 @@ def regions(forms: Sequence[Inside], links: Sequence[Link]) -> list[Region]:
         for lower in sorted(own)
         if upper not in each.outer
     ]
-    for one, other, sure in sorted(pairs, key=lambda pair: not pair[2]):
+
+    def doubt(pair: tuple[tuple[int, int], tuple[int, int], bool]) -> tuple[bool, bool]:
+        (upper, node), (lower, layer), sure = (
+            pair  # of what is guessed, first that a layer that multiplies is a product
+        )
+        return not sure, not (forms[upper].layers[node].flops and forms[lower].layers[layer].computes_in)
+
+    for one, other, sure in sorted(pairs, key=doubt):
         groups.join(one, other, sure)
     root, parent = groups.root, groups.parent
     around = _around(links, root)
@@ -260,19 +274,18 @@ def _ordered(
     first: tuple[int, int] = (-1, -1)  # stands before all
     behind: dict[tuple[int, int], list[tuple[int, int]]] = {first: []}
     for form, inside in enumerate(forms):
-        previous, at_front = first, 0
+        previous, beside = first, Counter[tuple[int, int]]()  # of this form's regions, how many stand behind which
         last = {root((form, k)): k for k in range(len(inside.layers)) if (form, k) not in around}
+        early = Flow(inside.layers).constant if form else set()  # what shapes decide is computed before all else
         for k in range(len(inside.layers)):
             one = root((form, k))
-            if (form, k) in around or (form and one not in behind and k != last[one]):  # shapes are computed early
+            if (form, k) in around or (form and k != last[one] and (one not in behind or k in early)):
                 continue
             if one not in behind:
+                where = previous if form else first
                 behind[one] = []
-                if form and previous == first:
-                    behind[first].insert(at_front, one)
-                    at_front += 1
-                    continue
-                behind[previous if form else first].append(one)
+                behind[where].insert(beside[where], one)
+                beside[where] += 1
             previous = one
     order, left = [], [first]
     while left:

@@ -163,8 +163,10 @@ class _Form:
         return tuple(dict.fromkeys(name for k in chosen for name in self.names[k] or [self.layers[k].name or MODEL]))
 
     def type_of(self, chosen: Sequence[int]) -> str:
-        """The type that these layers compute in, by the one that takes longest; "" where it isn't known."""
-        typed = [k for k in chosen if computed_in(self.layers[k])]
+        """The type that these layers compute in, by the one that takes longest, of those that multiply where there are
+        any; "" where it isn't known."""
+        multiply = [k for k in chosen if self.layers[k].computes_in]
+        typed = [k for k in multiply or chosen if computed_in(self.layers[k])]
         return computed_in(self.layers[max(typed, key=lambda k: self.seconds[k])]) if typed else ""
 
 

@@ -160,7 +160,10 @@ def _what_happened(forms: Sequence[Inside], there: Sequence[int], last: int, reg
     if len(there) == 1:
         if all(layer.moves for layer in after):
             return "conversion"
-        return "nothing runs for it" if there[0] != last else "counterpart unknown"
+        if all(layer.skipped for layer in after):
+            return _remark(after[0])
+        known = forms[there[0]].form != LAYERS or any(region.members[k] for k, f in enumerate(forms) if f.form == NODES)
+        return "nothing runs for it" if known and there[0] != last else "counterpart unknown"
     remarks = []
     norms = sum(map(totals.is_norm, before))
     if norms and not any(map(totals.is_norm, after)):

@@ -13,6 +13,7 @@ from dyno.analysis.inside import align
 from dyno.analysis.inside.gpu import launching
 from dyno.analysis.inside.gpu.critical_path import Path
 from dyno.analysis.inside.gpu.launching import OnGpu
+from dyno.analysis.inside.place import Flow
 from dyno.analysis.inside.roofline import rated as roofline
 from dyno.analysis.inside.roofline.ceilings import Ceilings
 from dyno.analysis.inside.roofline.rated import Rated
@@ -156,6 +157,7 @@ def origins(forms: Sequence[Inside], k: int, graph: int | None, owner: int | Non
     pivot = k if form.form == NODES or graph is None else graph
     nodes = {i: [i] for i in range(len(form.layers))} if pivot == k else turned(align.link(forms, pivot, k))
     calls = turned(align.link(forms, owner, pivot)) if owner is not None else {}
+    constant = Flow(forms[pivot].layers).constant
 
     def named(node: int) -> list[str]:
         if owner is not None and node in calls:
@@ -165,7 +167,8 @@ def origins(forms: Sequence[Inside], k: int, graph: int | None, owner: int | Non
     found = []
     for i, layer in enumerate(form.layers):
         own = nodes.get(i, ()) if not layer.moves else ()
-        modules = dict.fromkeys(name for node in own for name in named(node))
+        runs = [node for node in own if node not in constant] or own  # parts may share what shapes decide
+        modules = dict.fromkeys(name for node in runs for name in named(node))
         found.append(([*modules], [forms[pivot].layers[node].name for node in own]))
     return found
 

@@ -70,14 +70,14 @@ def first(source: str) -> Side:
 
 def is_form(text: Any) -> bool:
     """Whether it names a form of a model, and no model."""
-    return str(text).partition("/")[0].partition("@")[0] in (ONNX, *registry.names()) and not Path(str(text)).exists()
+    return str(text).partition("/")[0].partition("@")[0] in (ONNX, *registry.names()) and not Path(str(text)).is_file()
 
 
 def _named(text: str, source: str) -> Side | None:
     """A form of the first model, None for text that is another model."""
     named, _, precision = text.partition("/")
     name = named.partition("@")[0]
-    if Path(text).exists() or ":" in named or registry.format_of(text):
+    if Path(text).is_file() or ":" in named or registry.format_of(text):
         return None
     check_known("form", name, (ONNX, *registry.names()))
     if name == MODULE and registry.format_of(source):

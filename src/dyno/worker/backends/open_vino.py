@@ -224,7 +224,7 @@ class OpenVinoSession(Session):
             after = _counted(request, DISCARDED + each)
             repeats.append({name: max(0.0, after[name] - before[name]) / each for name in after})
         inside = ExecutionGraph(compiled.get_runtime_model(), self._requested).inside(f"{ENGINE} {version()}")
-        layers = [[repeat.get(layer.name, 0.0) for layer in inside.layers] for repeat in repeats]
+        layers = [[repeat.get(layer.name, 0.0) for layer in inside.layers] for repeat in _named_as_last(repeats)]
         repeat = f"the mean of {each} runs" if each > 1 else "one run"
         note = f"{ENGINE} tells means in whole microseconds: a repeat is {repeat} of a new compilation."
         return LayerTimes(inside, np.array(layers), np.array(whole), note)
@@ -239,6 +239,22 @@ class OpenVinoSession(Session):
 def _counted(request: Any, runs: int) -> dict[str, float]:
     """Seconds of each layer in all of its compilation's runs so far."""
     return {each.node_name: runs * each.real_time.total_seconds() for each in request.get_profiling_info()}
+
+
+def _named_as_last(repeats: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
+    """The repeats by the names of the last one's layers: those that the library makes itself have a number in their
+    name, which is another in each compilation of a process, and the same order."""
+    common = set(repeats[0]).intersection(*repeats[1:])
+    own = [[name for name in repeat if name not in common] for repeat in repeats]
+    stems = [[re.sub(r"\d+", "", name) for name in names] for names in own]
+    renamed = [
+        dict(zip(names, own[-1], strict=True)) if stem == stems[-1] else {}
+        for names, stem in zip(own, stems, strict=True)
+    ]
+    return [
+        {known.get(name, name): seconds for name, seconds in repeat.items()}
+        for repeat, known in zip(repeats, renamed, strict=True)
+    ]
 
 
 def library() -> Any:

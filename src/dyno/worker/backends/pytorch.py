@@ -126,6 +126,7 @@ class TorchSession(Session):
         self._eager = self._callable(dtype)
         self._call: Any = self._eager
         self._ran = False
+        self._restore: Callable[[], None] | None = None
 
     def _placed(self, module: Any) -> Any:
         return cast(module.to(self._device, memory_format=self._layout), TYPES[self._trial.precision])
@@ -228,6 +229,7 @@ class TorchSession(Session):
                     tensor.copy_(value)
             self._settle()
 
+        self._restore = restore
         return restore
 
     def _settle(self) -> None:
@@ -347,12 +349,16 @@ class TorchSession(Session):
         return len(seen), dict(Counter(kind for m, kind in seen.items() if isinstance(m, compute) or is_quantised(m)))
 
     def profile(self, runs: int) -> LayerTimes:
-        """The calls of the module's parts: by hooks on a CPU, by their kernels on a GPU."""
+        """The calls of the module's parts: by hooks on a CPU, by their kernels on a GPU.
+
+        Inputs of which `restoring` found that the module writes into them are put back before each run.
+        """
         if self._call is not self._eager:
             return super().profile(runs)
         self.take_parts()
         measure = module_kernels.measure if self._on_gpu else module_times.measure
-        return measure(self._module, self._once, lambda: self._eager(*self._bound[0].values()), runs)
+        restore = self._restore or (lambda: None)
+        return measure(self._module, self._once, lambda: self._eager(*self._bound[0].values()), runs, restore)
 
     def run_for_counters(self) -> None:
         """With a range around the call of each part of the module; on a GPU."""

@@ -6,6 +6,7 @@ import inspect
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -281,11 +282,17 @@ def _is_image(specs: Sequence[InputSpec], signature: Signature, model: ModelSpec
     return len(specs) == 1 and replace(specs[0], keyword=False) == image and image.name not in signature.keyword_only
 
 
-def verify_inputs(module: Any, model: ModelSpec, described: ModuleInputs, dims: Dims) -> tuple[ModuleInputs, Any]:
+def verify_inputs(
+    module: Any,
+    model: ModelSpec,
+    described: ModuleInputs,
+    dims: Dims,
+    no_memory: Callable[[Exception], bool] = lambda e: isinstance(e, MemoryError),
+) -> tuple[ModuleInputs, Any]:
     """The inputs as confirmed by running the module on them, and what the module returned.
 
     Token ids get the range of the embedding that they reach, unless a range was given. An axis that was taken for the
-    batch only because of its length stays so if the module accepts another length there too.
+    batch only because of its length stays so if the module accepts another length there too, or has `no_memory` for it.
     """
     result, limits = _run_and_record(module, *example(model, described.inputs, dims), described.inputs)
     specs = tuple(
@@ -298,7 +305,7 @@ def verify_inputs(module: Any, model: ModelSpec, described: ModuleInputs, dims: 
         return replace(described, inputs=specs, free=has_batch(specs)), result
     larger_batch = replace(dims, batch=dims.batch + 1)
     for choice in dict.fromkeys(_choices(specs, dims.batch)):
-        if has_batch(choice) and _accepts(module, model, choice, larger_batch):
+        if has_batch(choice) and accepts(partial(call, module, model, choice, larger_batch), no_memory):
             return replace(described, inputs=choice), result
     return replace(described, inputs=_fixed(specs, dims.batch, lambda spec: True), free=False), result
 
@@ -341,13 +348,12 @@ def _fixed(specs: tuple[InputSpec, ...], batch: int, which: Callable[[InputSpec]
     return tuple(one(spec) if which(spec) else spec for spec in specs)
 
 
-def _accepts(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> bool:
+def accepts(run: Callable[[], object], no_memory: Callable[[Exception], bool]) -> bool:
+    """Whether a module runs on a larger batch than before; one that has no memory for it doesn't refuse it."""
     try:
-        call(module, model, specs, dims)
-    except MemoryError:
-        raise
-    except Exception:  # a module may raise anything at a batch that it doesn't accept
-        return False
+        run()
+    except Exception as e:  # a module may raise anything at a batch that it doesn't accept
+        return no_memory(e)
     return True
 
 

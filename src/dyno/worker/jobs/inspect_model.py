@@ -14,7 +14,7 @@ from dyno.worker.inputs.specs import resolved
 from dyno.worker.inspection import Inspection, Purpose
 from dyno.worker.nets import file_images, flops, models, task_facts, torchvision_detectors, ultralytics_models
 from dyno.worker.nets.file_images import DEFAULT_SIZE
-from dyno.worker.sessions.torch_support import first_line
+from dyno.worker.sessions.torch_support import first_line, is_memory_error
 from dyno.worker.sessions.torch_support import tensors as tensors_of
 from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError
 
@@ -112,12 +112,13 @@ def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tup
 
     try:
         if inputs.inputs:
-            inputs, result = modules.verify_inputs(module, model, inputs, dims)
+            inputs, result = modules.verify_inputs(module, model, inputs, dims, _no_memory)
         else:
             image = torch.zeros(dims.batch, model.channels, dims.height, dims.width)
             with torch.inference_mode():
                 result = module(image)
-                if _may_differ(model, {}) and not _takes(module, torch.cat([image, image[:1]])):
+                larger = torch.cat([image, image[:1]])  # a program may be fixed at the batch of its example, be it 1
+                if _may_differ(model, {}) and not modules.accepts(lambda: module(larger), _no_memory):
                     inputs = replace(inputs, free=False)
     except (UserError, MemoryError):
         raise
@@ -128,15 +129,8 @@ def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tup
     return inputs, [tuple(tensor.shape) for tensor in tensors_of(result)]
 
 
-def _takes(module: Any, image: Any) -> bool:
-    """Whether the module runs on images of another batch; a program may be fixed at that of its example, be it 1."""
-    try:
-        module(image)
-    except MemoryError:
-        raise
-    except Exception:  # as in `_try`
-        return False
-    return True
+def _no_memory(e: Exception) -> bool:
+    return isinstance(e, MemoryError) or is_memory_error(e)
 
 
 def _hint(module: Any, model: ModelSpec, reason: str) -> str:

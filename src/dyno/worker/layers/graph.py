@@ -6,15 +6,13 @@ import ast
 import math
 from collections import Counter
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from dyno.worker.facts.inside import NODES, Inside, Layer, Port
 from dyno.worker.nets import flops
 from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.opset import opset
-from dyno.worker.onnx_graph.weights import beside
-from dyno.worker.spec import UserError
+from dyno.worker.onnx_graph.weights import check_beside
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # what PyTorch's newer exporter writes at a node: its modules, outermost first
 CLASSES = "pkg.torch.onnx.class_hierarchy"  # and the classes of these
@@ -40,9 +38,7 @@ def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
     `UserError` for a file that is missing, damaged, or lacks weights that it keeps beside it.
     """
     read_io(path)
-    for file in beside(Path(path)):
-        if not file.is_file():
-            raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
+    check_beside(path)
     return nodes(path, shapes)
 
 

@@ -26,17 +26,24 @@ NOTE = (
 )
 
 
-def measure(module: Any, once: Callable[[], None], plainly: Callable[[], Any], runs: int) -> LayerTimes:
+def measure(
+    module: Any,
+    once: Callable[[], None],
+    plainly: Callable[[], Any],
+    runs: int,
+    restore: Callable[[], None] = lambda: None,
+) -> LayerTimes:
     """Seconds of the kernels of each call of a part, without those of its own parts, in so many runs of `once`.
 
-    `once` returns when the GPU is done; `plainly` is as in `module_times.measure`. Raises `UserError` as
+    `once` returns when the GPU is done; `plainly` and `restore` are as in `module_times.measure`. Raises `UserError` as
     `layers.module.watched` does, and `Unavailable` where the profiler sees no kernel.
     """
     torch = import_torch()
+    restore()
     with torch.no_grad():
         inside = module_times.with_whole(calls.watched(module, plainly), module)
     torch.cuda.synchronize()
-    events, whole = traced(module, once, DISCARDED + runs)
+    events, whole = traced(module, once, DISCARDED + runs, restore)
     found = kernel_trace.read(events, module_times.rows_of(inside), len(inside.layers))[DISCARDED:]
     if len(found) != runs or not any(run.kernels for run in found):
         raise Unavailable("torch.profiler saw no kernel on the GPU; CUPTI may be missing or forbidden here")
@@ -48,7 +55,9 @@ def measure(module: Any, once: Callable[[], None], plainly: Callable[[], Any], r
                       critical_path.functions(events, DISCARDED))  # fmt: skip
 
 
-def traced(module: Any, once: Callable[[], None], runs: int) -> tuple[list[dict[str, Any]], list[float]]:
+def traced(
+    module: Any, once: Callable[[], None], runs: int, restore: Callable[[], None] = lambda: None
+) -> tuple[list[dict[str, Any]], list[float]]:
     """The events of a trace of so many runs, with the ranges of `kernel_trace`, and the host's seconds of each run."""
     torch = import_torch()
     from torch.profiler import ProfilerActivity, profile, record_function
@@ -75,6 +84,7 @@ def traced(module: Any, once: Callable[[], None], runs: int) -> tuple[list[dict[
             warnings.simplefilter("ignore")  # it warns of what other uses of it need
             with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
                 for _ in range(runs):
+                    restore()
                     start = time.perf_counter()
                     with record_function(kernel_trace.RUN):
                         once()

@@ -20,13 +20,21 @@ NOTE = "PyTorch's rows have what a module does itself, and what calling its part
 Mark = tuple[str | None, int]  # the name of the part whose call ends, None where one begins, and the clock in ns
 
 
-def measure(module: Any, once: Callable[[], None], plainly: Callable[[], Any], runs: int) -> LayerTimes:
+def measure(
+    module: Any,
+    once: Callable[[], None],
+    plainly: Callable[[], Any],
+    runs: int,
+    restore: Callable[[], None] = lambda: None,
+) -> LayerTimes:
     """Seconds of each call of a part without those of its own parts, in so many runs of `once`.
 
     `plainly` calls the module for `layers.module.watched`, outside inference mode, in which operations aren't counted.
-    Hooks cost less than the profiler of PyTorch, which watches every operator. Raises `UserError` as `watched` does.
+    `restore` is called before each run, untimed. Hooks cost less than the profiler of PyTorch, which watches every
+    operator. Raises `UserError` as `watched` does.
     """
     torch = import_torch()
+    restore()
     with torch.no_grad():
         inside = with_whole(calls.watched(module, plainly), module)
     marks: list[Mark] = []
@@ -39,6 +47,7 @@ def measure(module: Any, once: Callable[[], None], plainly: Callable[[], Any], r
     layers, whole = [], []
     try:
         for _ in range(DISCARDED + runs):
+            restore()
             marks.clear()
             start = clock()
             once()

@@ -338,7 +338,8 @@ def _refuse_batch_limit(torch: Any, source: Source, exported_program: Any, warne
 
 
 def _is_huge(module: Any) -> bool:
-    size: int = sum(t.numel() * t.element_size() for t in module.state_dict().values())
+    stored = module.state_dict().values()  # of quantised modules also types, and weights that are packed
+    size: int = sum(t.numel() * t.element_size() for t in stored if hasattr(t, "element_size"))
     return size > PROTOBUF_LIMIT
 
 

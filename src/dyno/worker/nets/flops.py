@@ -81,7 +81,7 @@ def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any,
         return None
     known = _shapes(graph)
     if any(0 in known.get(name, (0,)) for node in graph.node for name in node.output if name):
-        known |= _worked_out(model)
+        known |= {name: shape for name, shape in _worked_out(model).items() if 0 in known.get(name, (0,))}
     return graph, known
 
 
@@ -98,9 +98,14 @@ def _worked_out(model: Any) -> dict[str, tuple[int, ...]]:
     These are the steps of its `infer_shapes`, which writes what it couldn't finish into the working folder.
     """
     try:
-        from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference
+        from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_attribute
+
+        def shape(node: Any) -> None:  # the library's own overlooks that a node may ask for a part
+            part = slice(get_attribute(node, "start", 0), get_attribute(node, "end", None))
+            inference.sympy_data_[node.output[0]] = inference._get_sympy_shape(node, 0)[part]
 
         inference = SymbolicShapeInference(LARGEST, auto_merge=False, guess_output_rank=False, verbose=0)
+        inference.dispatcher_["Shape"] = shape
         inference._preprocess(model)
         while inference.run_:
             inference._infer_impl()

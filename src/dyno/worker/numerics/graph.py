@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.fold import lifted
-from dyno.worker.onnx_graph.weights import beside
-from dyno.worker.spec import UserError
+from dyno.worker.onnx_graph.weights import check_beside
 
 UNQUANTISED = "/unquantised"  # behind the name of a tensor that is quantised and dequantised
 ISOLATED = "/isolated"  # behind the name of a tensor that a layer writes when it runs by itself
@@ -26,9 +24,7 @@ class Graph:
     def __init__(self, path: str) -> None:
         self._onnx = import_onnx()
         read_io(path)
-        for file in beside(Path(path)):
-            if not file.is_file():
-                raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
+        check_beside(path)
         self.model = lifted(self._onnx.load(path))
         graph = self.model.graph
         self.inputs = [value.name for value in graph.input]

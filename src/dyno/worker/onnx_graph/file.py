@@ -12,13 +12,14 @@ from typing import Any
 from dyno.worker.extras import install
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.onnx_graph import opset, repair
-from dyno.worker.onnx_graph.weights import beside
+from dyno.worker.onnx_graph.weights import beside, check_beside
 from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError
 
 QUANTISED = set(
     "QuantizeLinear DequantizeLinear DynamicQuantizeLinear QLinearConv QLinearMatMul QGemm ConvInteger "
     "MatMulInteger".split()
 )
+PASSED_ON = set("Cast Identity Transpose Reshape Squeeze Unsqueeze".split())  # nodes whose result is what they read
 VALUES = {
     "sequence_type": "a sequence",
     "map_type": "a map",
@@ -40,15 +41,23 @@ def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 
 
 def read_precision(path: str) -> str:
-    """Precision of an ONNX file: int8 or fp8 when it has quantised nodes, else the type of most weights."""
+    """Precision of an ONNX file: int8 or fp8 when it has quantised nodes, else the type in which most weights are
+    computed with, which behind a cast is the cast's."""
     import onnx
 
     graph = _read(path).graph
     if any(node.op_type in QUANTISED for node in graph.node):
         return "fp8" if any(tensor.data_type in FLOAT8 for tensor in graph.initializer) else "int8"
+    kinds = {tensor.name: (tensor.data_type, math.prod(tensor.dims)) for tensor in graph.initializer}
+    passed = set()
+    for node in graph.node:
+        if node.op_type in PASSED_ON and node.input[0] in kinds:
+            kind, size = kinds[node.input[0]]
+            kinds[node.output[0]] = next((a.i for a in node.attribute if a.name == "to"), kind), size
+            passed.add(node.input[0])
     weights = Counter[int]()
-    for tensor in graph.initializer:
-        weights[tensor.data_type] += math.prod(tensor.dims)
+    for kind, size in (kinds[name] for name in kinds.keys() - passed):
+        weights[kind] += size
     names = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16"}
     return names.get(weights.most_common(1)[0][0], "fp32") if weights else "fp32"
 
@@ -60,9 +69,7 @@ def check(path: str) -> None:
     model = _read(path)
     graph = model.graph
     _only_tensors(path, {"input": graph.input, "output": graph.output})
-    for file in beside(Path(path)):
-        if not file.is_file():
-            raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
+    check_beside(path)
     unsorted = repair.order(model)  # which every engine reads, and the checker doesn't
     if unsorted and beside(Path(path)):
         return  # the checker looks for their weights beside a file of the sorted graph

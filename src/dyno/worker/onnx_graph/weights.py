@@ -6,7 +6,10 @@ import mmap
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+
+from dyno.worker.spec import UserError
 
 KEY = "location"  # how a graph names such a file
 
@@ -19,14 +22,24 @@ def beside(path: Path) -> list[Path]:
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if content.find(KEY.encode()) < 0:  # nearly every graph, which may be large to read
                 return []
-    try:
-        import onnx
-        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    return [path.parent / name for name in sorted({entry.value for entry in _entries(_graph(path))})]
 
-        graph = onnx.load(path, format="protobuf", load_external_data=False).graph
-    except (ImportError, DecodeError):
-        return []
-    return [path.parent / name for name in sorted({entry.value for entry in _entries(graph)})]
+
+def check_beside(path: str) -> None:
+    """A `UserError` where a file that the graph keeps weights in is missing, or ends before they do."""
+    files = beside(Path(path))
+    for file in files:
+        if not file.is_file():
+            raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
+    for tensor in _graph(Path(path)).initializer if files else ():
+        known = {entry.key: entry.value for entry in tensor.external_data}
+        if KEY in known:
+            file, end = Path(path).parent / known[KEY], int(known.get("offset", 0)) + int(known.get("length", 0))
+            if (size := file.stat().st_size) < end:
+                raise UserError(
+                    f"{path} keeps weights in {file}, which is cut short at {size:,} bytes: {tensor.name} ends at "
+                    f"{end:,}; copy it again"
+                )
 
 
 def copy(path: Path, out: Path) -> None:
@@ -44,6 +57,19 @@ def copy(path: Path, out: Path) -> None:
     for file, name in names.items():
         shutil.copyfile(file, out.with_name(name))
     out.write_bytes(model.SerializeToString())
+
+
+def _graph(path: Path) -> Any:
+    """The graph without what lies beside it; an empty one where it can't be read."""
+    try:
+        import onnx
+        from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
+    except ImportError:
+        return SimpleNamespace(initializer=())
+    try:
+        return onnx.load(path, format="protobuf", load_external_data=False).graph
+    except DecodeError:
+        return SimpleNamespace(initializer=())
 
 
 def _entries(graph: Any) -> Iterator[Any]:

@@ -20,10 +20,12 @@ def count(job: Job, journal: Journal) -> None:
     journal.stage("load")
     session = backend.load(trial, job.artifact)
     feeds = input_data.batches(trial.data, trial.model.preprocess, session.inputs, trial.dims, 1, trial.model.inputs)
-    session.bind(session.stage(next(feeds)))
+    inputs = session.stage(next(feeds))
+    session.bind(inputs)
     journal.stage("first call")
     session.run()
     session.wait()
+    session.bind(inputs)  # the model may have written into them
     journal.stage("counters")
     session.run_for_counters()
     session.close()
