@@ -81,8 +81,12 @@ def positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool =
 
 
 def named_outputs(result: Any) -> dict[str, Any]:
-    """A module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts."""
-    outputs = list(tensors(result))
+    """A module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts.
+
+    Complex ones have their real and imaginary parts along a last axis, as graphs have them: NumPy's and PyTorch's
+    casts to a real type drop the imaginary part.
+    """
+    outputs = [real_view(tensor) for tensor in tensors(result)]
     if not outputs:
         raise UserError(f"the model returns a {type(result).__name__} without tensors; it must return at least one")
     return {f"output_{i}" if i else "output": tensor for i, tensor in enumerate(outputs)}
@@ -98,6 +102,11 @@ def tensors(result: Any) -> Iterator[Any]:
     elif dataclasses.is_dataclass(result) and not isinstance(result, type):
         for field in dataclasses.fields(result):
             yield from tensors(getattr(result, field.name))
+
+
+def real_view(tensor: Any) -> Any:
+    """The tensor, or of a complex one its real and imaginary parts along a last axis."""
+    return import_torch().view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def cast(module: Any, kind: str) -> Any:
