@@ -22,10 +22,15 @@ def test_shapes_with_and_without_a_type() -> None:
     assert found["ids"] == {"shape": ["batch", 128], "dtype": "int64"}
 
 
-@pytest.mark.parametrize("text", ["1x3", "a:", "a:1xb", ":1x3", "a:0x3", "a:-1x3", "a:3xbatch"])
+@pytest.mark.parametrize("text", ["1x3", "a:", "a:1xb", ":1x3", "a:0x3", "a:-1x3"])
 def test_a_broken_shape_is_named(text: str) -> None:
     with pytest.raises(UserError, match="is not NAME:1x3x224x224"):
         input_options.shapes([text])
+
+
+def test_a_batch_behind_another_axis_is_told_so() -> None:
+    with pytest.raises(UserError, match="has the batch behind another axis; it must be the first"):
+        input_options.shapes(["a:3xbatch"])
 
 
 def test_an_unknown_type_is_named() -> None:

@@ -37,7 +37,12 @@ def shapes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     for text in texts:
         parts = SHAPE.fullmatch(text)
         axes = [int(axis) if axis.isdecimal() else axis for axis in parts[2].split("x")] if parts else []
-        if parts is None or 0 in axes or "batch" in axes[1:]:
+        if "batch" in axes[1:]:
+            raise UserError(
+                f"shape {text!r} has the batch behind another axis; it must be the first: give a module whose forward "
+                "transposes its input"
+            )
+        if parts is None or 0 in axes:
             raise UserError(f"shape {text!r} is not NAME:1x3x224x224 or NAME:batchx128:int64")
         if parts[3] is not None:
             check_known(f"type of input {parts[1]!r}", parts[3], TYPES)

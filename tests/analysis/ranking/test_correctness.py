@@ -11,7 +11,7 @@ import synthetic
 from synthetic import Way
 
 from dyno.analysis.ranking import frontier
-from dyno.analysis.ranking.correctness import TOLERANCES, check
+from dyno.analysis.ranking.correctness import TOLERANCES, Correctness, check
 from dyno.analysis.records.results import Results, TrialResult, load
 from dyno.analysis.tables import trial_table
 from dyno.analysis.verdict import verdict
@@ -123,6 +123,26 @@ def test_four_numbers_and_a_value_of_an_input_are_not_taken_for_its_boxes(tmp_pa
             np.savez(stored.folder / "outputs.npz", **{"output:output": four, "output:output_1": value})
     held = check(*reversed(load(tmp_path / "run").trials))
     assert held is not None and not held.ok and "of their size" in held.reason
+
+
+def test_rows_are_compared_only_where_both_left_as_many(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
+    counts = np.array([3, 0, 2, 5])
+
+    def held(change: object) -> Correctness | None:
+        for number, trial in enumerate(results.trials):
+            rows = np.r_[counts[0], change(counts[1:])] if number else counts  # type: ignore[operator]
+            values = np.concatenate([np.arange(n) + 10.0 * i for i, n in enumerate(rows)])
+            for stored in trial.rounds:
+                np.savez(stored.folder / "outputs.npz", **{"output:output": values, "rows:output": rows})
+        return check(*reversed(load(tmp_path / "run").trials))
+
+    same, more, fewer = held(lambda n: n), held(lambda n: n + np.array([0, 0, 4])), held(lambda n: n * 0)
+    assert same is not None and same.ok and same.error == 0
+    assert more is not None and more.mismatch == "other numbers of rows for 25.0% of the inputs (fp32 allows 1%)"
+    assert fewer is not None and not fewer.ok
+    counts *= 0
+    assert held(lambda n: n) is None  # no values: nothing was compared
 
 
 def test_the_wider_of_two_tolerances_counts(tmp_path: Path) -> None:

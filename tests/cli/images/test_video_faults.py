@@ -121,6 +121,13 @@ def test_sound_alone_is_no_video(run: Call, clip: Path, tmp_path: Path) -> None:
     assert code == 2 and "has no pictures, only audio" in one_line(errors)
 
 
+def test_a_recording_that_was_never_finished_is_said_to_be_so(run: Call, tmp_path: Path) -> None:
+    boxes = [b"\0\0\0\x18ftypisom\0\0\2\0isomiso2", b"\0\0\0\x74moov", b"\0\0\0\x6cmvhd", bytes(100)]  # no tracks
+    (tmp_path / "cut.mp4").write_bytes(b"".join(boxes))
+    code, _, errors = run("cut.mp4")
+    assert code == 2 and "has neither pictures nor sound: it is cut short" in one_line(errors)
+
+
 def test_an_empty_folder_and_a_missing_codec(run: Call, clip: Path, tmp_path: Path) -> None:
     (tmp_path / "none").mkdir()
     code, _, errors = run("none")

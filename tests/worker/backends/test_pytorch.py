@@ -60,6 +60,10 @@ class Turned(nn.Module):
     def forward(self, x):
         return torch.fft.ifft(torch.fft.fft(x.mean((2, 3))) * self.turn).real
 
+class Spectrum(nn.Module):
+    def forward(self, x):
+        return torch.fft.fft(x.mean((2, 3))).conj()
+
 class Partly(nn.Module):
     """Has a part that was scripted, which takes no hooks."""
     def __init__(self):
@@ -80,6 +84,7 @@ def partly(): return Partly()
 def turned(): return Turned()
 def few(): return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
 def several(): return Several()
+def spectrum(): return Spectrum()
 def mixed(): return Mixed()
 def huge(): return Huge()
 def broken(): return Broken()
@@ -118,6 +123,14 @@ def reference(asked: Trial, x: np.ndarray) -> np.ndarray:
     with torch.inference_mode():
         result: np.ndarray = models.load(asked.model, asked.dims).double()(torch.from_numpy(x).double()).numpy()
     return result
+
+
+def test_complex_outputs_keep_their_imaginary_part(nets):
+    session = find("pytorch").load(trial(ModelSpec("spectrum", f"{nets}:spectrum"), size=8), None)
+    feed = feeds(session)
+    parts = outputs(session, feed)["output"]
+    wanted = np.fft.fft(feed["input"].mean((2, 3)), axis=1).conj()
+    np.testing.assert_allclose(parts, np.stack([wanted.real, wanted.imag], axis=-1), atol=1e-5)
 
 
 @pytest.mark.parametrize(("precision", "error"), [("fp32", 1e-5), ("bf16", 0.05), ("fp16", 0.01)])

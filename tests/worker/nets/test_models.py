@@ -290,3 +290,43 @@ def test_what_its_function_compiled_runs_eagerly(tmp_path: Path) -> None:
         assert not any(part._compiled_call_impl for part in net.modules())
     with pytest.raises(UserError, match="Sequential has lazy weights, which its first call makes; call it once on an"):
         models.build(ModelSpec("lazy", f"{tmp_path / 'nets.py'}:lazy"))
+
+
+SETS = """
+import torch
+torch.set_num_threads(1)
+torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = True
+def net():
+    torch.set_default_dtype(torch.float64)
+    torch.set_float32_matmul_precision("medium")
+    torch.set_grad_enabled(False)
+    torch.set_default_device("meta")
+    if hasattr(torch.backends, "fp32_precision"):
+        torch.backends.fp32_precision = torch.backends.cudnn.conv.fp32_precision = "tf32"
+    return torch.nn.Linear(2, 2)
+"""
+
+
+def test_what_a_models_code_sets_for_the_process_is_set_back(tmp_path: Path) -> None:
+    def settings() -> tuple[Any, ...]:
+        cuda, cudnn = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
+        kind = torch.get_num_threads(), torch.is_grad_enabled(), torch.empty(1).dtype, torch.empty(1).device
+        return cuda, cudnn, torch.get_float32_matmul_precision(), *kind
+
+    (tmp_path / "nets.py").write_text(SETS)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(2)
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
+    try:
+        before = settings()
+        models.load(spec(f"{tmp_path / 'nets.py'}:net"))
+        assert settings() == before
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_code_that_ends_the_process_is_one_line(tmp_path: Path) -> None:
+    (tmp_path / "script.py").write_text("import argparse\nargparse.ArgumentParser().parse_args(['--lr'])\n")
+    (tmp_path / "nets.py").write_text("import sys\ndef net(): sys.exit('no such file')\n")
+    assert "script.py called sys.exit(2); put what a script does into" in refusal(spec(f"{tmp_path / 'script.py'}:net"))
+    assert "nets.py:net called sys.exit('no such file'); " in refusal(spec(f"{tmp_path / 'nets.py'}:net"))

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
 
 import numpy as np
@@ -71,16 +71,53 @@ def compare(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol
     """
     if rows := box_agreement.pair_rows(trial, reference):
         return replace(agree(rows.own, rows.reference, rtol, atol), samples=rows.images)
-    own, other = (dict(enumerate_names(t.outputs())) for t in (trial, reference))
+    own, other, apart = paired_outputs(trial, reference)
     if len(own) != len(other):
         raise UserError(f"{trial.model} {trial.backend} {trial.precision} has {len(own)} outputs, "
                         f"{reference.model} {reference.backend} {reference.precision} has {len(other)}")  # fmt: skip
-    return agree(own, other, rtol, atol)
+    if apart:
+        raise UserError(
+            f"the outputs differ in their number of rows for {apart:.1%} of the inputs, so no row has a partner"
+        )
+    return agree(dict(_by_position(own)), dict(_by_position(other)), rtol, atol)
 
 
-def enumerate_names(outputs: Mapping[str, np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
-    """The outputs by their position instead of their name."""
-    return ((f"output {i}", array) for i, array in enumerate(outputs.values()))
+def paired_outputs(trial: TrialResult, reference: TrialResult) -> tuple[list[np.ndarray], list[np.ndarray], float]:
+    """The raw outputs of both by position, without the batches or inputs for which one left another number of rows
+    than the other, and the share of those.
+
+    A network may leave any number of rows, as `nonzero` does: row by row such outputs can be compared only where both
+    left as many.
+    """
+    own, other = trial.outputs(), reference.outputs()
+    arrays, others = list(own.values()), list(other.values())
+    if len(own) != len(other) or trial.batch != reference.batch:
+        return arrays, others, 0.0
+    counts, other_counts = trial.output_rows(own), reference.output_rows(other)
+    apart = 0.0
+    for i, (a, b) in enumerate(zip(own, other, strict=True)):
+        if (a in counts or b in other_counts) and own[a].shape[1:] == other[b].shape[1:]:
+            rows = counts.get(a, _one_each(len(own[a]), trial.batch))
+            other_rows = other_counts.get(b, _one_each(len(other[b]), trial.batch))
+            n = min(len(rows), len(other_rows))
+            same = rows[:n] == other_rows[:n]
+            arrays[i], others[i] = _kept(own[a], rows[:n], same), _kept(other[b], other_rows[:n], same)
+            apart = max(apart, float(1 - same.mean())) if n else apart
+    return arrays, others, apart
+
+
+def _one_each(images: int, batch: int) -> np.ndarray:
+    """The rows of each batch where every image has one."""
+    return np.diff(np.minimum(np.arange(0, images + batch, batch), images))
+
+
+def _kept(array: np.ndarray, rows: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    kept: np.ndarray = array[: rows.sum()][np.repeat(keep, rows)]
+    return kept
+
+
+def _by_position(outputs: Iterable[np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    return ((f"output {i}", array) for i, array in enumerate(outputs))
 
 
 def ranks(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[Rank]:

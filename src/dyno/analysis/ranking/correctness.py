@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyno.analysis.formatting import show, significant
-from dyno.analysis.metrics import box_agreement
+from dyno.analysis.metrics import agreement, box_agreement
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.ranking.references import incomparable
 from dyno.analysis.records.results import TrialResult
@@ -84,12 +84,12 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
     """The trial's stored outputs against the reference's, by the wider of their two tolerances, or that of what the
     reference's layers ran in.
 
-    None where either stored none, or where their weights or inputs differ. For detectors every channel of an output
-    counts by itself, because boxes are far larger numbers than scores; in eight bits they are taken together.
+    None where either stored none, or no values, or where their weights or inputs differ. For detectors every channel of
+    an output counts by itself, because boxes are far larger numbers than scores; in eight bits they are taken together.
     """
     if trial is reference or incomparable(trial, reference):
         return None
-    own, other = list(trial.outputs().values()), list(reference.outputs().values())
+    own, other, apart = agreement.paired_outputs(trial, reference)
     if not own or not other:
         return None
     # A module that PyTorch quantised has the precision FP32, and files made of it round elsewhere by a step.
@@ -102,8 +102,13 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
     shapes = [[list(a.shape[1:]) for a in arrays] for arrays in (own, other)]
     if shapes[0] != shapes[1]:
         return Correctness(np.inf, None, tolerance, precision, f"outputs of shape {shapes[0]} instead of {shapes[1]}")
+    if apart > tolerance.changed:
+        text = f"other numbers of rows for {apart:.1%} of the inputs ({precision} allows {tolerance.changed:.0%})"
+        return Correctness(np.inf, None, tolerance, precision, text)
     channels = trial.task.labels == "objects" and tolerance.quantile == 1
     errors = [distances(a, b, channels) for a, b in zip(own, other, strict=True)]
+    if not any(e.size for e in errors):
+        return None
     worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors if e.size), default=0.0)
     changed = None if worst <= tolerance.close else _changed(trial, reference, own[0], other[0], tolerance)
     return Correctness(worst, changed, tolerance, precision)

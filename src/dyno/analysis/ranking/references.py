@@ -107,6 +107,9 @@ def incomparable(a: TrialResult, b: TrialResult) -> str:
     weights = {t.facts.weights_sha256 for t in (a, b)} - {""}
     if len(weights) > 1 and not files:
         return OTHER_WEIGHTS
-    if len({t.facts.inputs_sha256 for t in (a, b)} - {""}) > 1:
-        return OTHER_INPUTS
-    return ""
+    return OTHER_INPUTS if other_inputs(a, b) else ""
+
+
+def other_inputs(a: TrialResult, b: TrialResult) -> bool:
+    """Whether two trials are known to have been fed different values."""
+    return len({t.facts.inputs_sha256 for t in (a, b)} - {""}) > 1

@@ -9,6 +9,7 @@ from dyno.analysis.formatting import significant
 from dyno.analysis.metrics import agreement
 from dyno.analysis.metrics.agreement import Agreement, Rank
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.ranking.references import other_inputs
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.worker.numerics.closeness import ATOL, RTOL
@@ -55,7 +56,7 @@ def _rank(number: int) -> Column:
 
 def compare(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, Table, list[str]]:
     """Every good trial after the first against the first one: the values, the ranks, and a line for each trial that
-    left no outputs. UserError with fewer than two, or where their outputs have other shapes.
+    left no outputs. UserError with fewer than two, or where their outputs have other shapes or are of other inputs.
 
     `close` is the share of values with |a - b| <= atol + rtol |b|.
     """
@@ -65,6 +66,12 @@ def compare(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, T
     if len(good) < 2:
         raise UserError("agreement needs two configurations that run" + (f"; {failed[0]}" if failed else ""))
     reference, *others = good
+    for t in others:
+        if t.batch == reference.batch and other_inputs(t, reference):
+            raise UserError(
+                f"{_name(t)} was fed other inputs than {_name(reference)}, so their outputs can't be compared; "
+                "give both the same: --input NAME=LOW..HIGH or --input FILE.npz, and for images --mean and --std"
+            )
     rows = [_row(_name(t), _name(reference), agreement.compare(t, reference, rtol, atol)) for t in others]
     by_trial = [(_name(t), agreement.ranks(t.answers, reference.answers)) for t in others]
     notes = (

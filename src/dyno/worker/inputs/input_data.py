@@ -17,6 +17,7 @@ from dyno.worker.inputs.specs import Values, shape_of
 from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError
 
 FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever
+ONLY = "input"  # what a module's one input is called, here and in the files that Dyno exports
 READ = ("float32", "uint8")  # values of the option `input`: normalised images, or raw pixels
 
 
@@ -188,6 +189,7 @@ def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess |
     """sha256 of the feeds' bytes: two runs with the same value were fed the same.
 
     With `preprocess`, raw images are normalised first, so that the same images have the same value in either form.
+    What a file calls its only input says nothing about what it is fed.
     """
     hashed = hashlib.sha256()
     for feed in feeds:
@@ -197,6 +199,6 @@ def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess |
                 last = channels_last(array.shape)
                 pixels = array.transpose(CHANNELS_LAST) if last else array
                 array = arranged(_as_read(pixels, preprocess, "float32"), last)
-            hashed.update(name.encode())
+            hashed.update((name if len(feed) > 1 else ONLY).encode())
             hashed.update(np.ascontiguousarray(array).tobytes())
     return hashed.hexdigest()

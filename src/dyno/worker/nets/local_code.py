@@ -1,11 +1,19 @@
-"""The content of a model's Python file and of the modules beside it that it imports."""
+"""A model's Python code: its content and that of the modules beside it that it imports, and how it is run."""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import hashlib
+import importlib
+import importlib.util
+import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
+
+from dyno.worker.sessions.torch_support import import_torch, settings_kept
+from dyno.worker.spec import Unavailable, UserError
 
 
 def sha256_with_imports(file: Path) -> str:
@@ -69,3 +77,53 @@ def _files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
 
 def _sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+def load_module(location: str, source: str) -> Any:
+    """The module of that name, imported; `UserError` where that fails."""
+    what = f"model {source!r}"
+    try:
+        with running(f"{what}: importing {location}", ModuleNotFoundError):
+            return importlib.import_module(location)
+    except ModuleNotFoundError as e:
+        raise UserError(
+            f"{what}: {e}; install it, put its folder on PYTHONPATH, or give the file as FILE.py:FUNCTION"
+        ) from e
+
+
+def load_file(path: Path, sha256: str) -> Any:
+    """The module that the file is; `UserError` where running it fails, or where its content isn't of that sha256."""
+    if not path.is_file():
+        raise UserError(f"model file {path} doesn't exist")
+    if sha256 and sha256_with_imports(path) != sha256:
+        what = f"model file {path}, or one that it imports,"
+        raise UserError(f"{what} changed since the study was planned; run the same command again")
+    name = f"dyno_model_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    spec = importlib.util.spec_from_file_location(name, path)
+    assert spec is not None and spec.loader is not None  # true for every path that ends with .py
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[name] = module  # dataclasses and pickling inside the file look their module up by name
+    folder = str(path.resolve().parent)
+    if folder not in sys.path:
+        sys.path.append(folder)  # last, so that modules beside the file can be imported but shadow nothing
+    with running(f"model file {path}"):
+        spec.loader.exec_module(module)
+    return module
+
+
+@contextlib.contextmanager
+def running(what: str, passed: type[Exception] = UserError) -> Iterator[None]:
+    """For the user's code, which may raise anything: `UserError` in one line, that begins with `what`, but for errors
+    of the type `passed`. What it sets in PyTorch for the whole process is set back."""
+    try:
+        with settings_kept(import_torch()):
+            yield
+    except (UserError, Unavailable, passed):
+        raise
+    except SystemExit as e:
+        raise UserError(
+            f"{what} called sys.exit({'' if e.code is None else repr(e.code)}); put what a script does into "
+            "`if __name__ == '__main__':`, and let the function take no arguments from the command line"
+        ) from e
+    except Exception as e:
+        raise UserError(f"{what} failed: {type(e).__name__}: {(str(e).splitlines() or [''])[0]}") from e

@@ -6,9 +6,7 @@ import dataclasses
 import difflib
 import hashlib
 import importlib
-import importlib.util
 import inspect
-import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from pathlib import Path
@@ -289,43 +287,12 @@ def _function(model: ModelSpec) -> Callable[..., Any]:
 def _attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
     """Location and module of a source, imported, and its attribute there; None where there is no such name."""
     location, _, path = source.rpartition(":")
-    module = _from_file(Path(location), sha256) if location.endswith(".py") else _from_module(location, source)
+    file = location.endswith(".py")
+    module = local_code.load_file(Path(location), sha256) if file else local_code.load_module(location, source)
     value = module
     for part in path.split("."):
         value = getattr(value, part, None)
     return location, module, value
-
-
-def _from_module(location: str, source: str) -> Any:
-    try:
-        return importlib.import_module(location)
-    except ModuleNotFoundError as e:
-        raise UserError(
-            f"model {source!r}: {e}; install it, put its folder on PYTHONPATH, or give the file as FILE.py:FUNCTION"
-        ) from e
-    except Exception as e:  # importing is running the user's code, which may raise anything
-        raise UserError(f"model {source!r}: importing {location} failed: {type(e).__name__}: {e}") from e
-
-
-def _from_file(path: Path, sha256: str) -> Any:
-    if not path.is_file():
-        raise UserError(f"model file {path} doesn't exist")
-    if sha256 and local_code.sha256_with_imports(path) != sha256:
-        what = f"model file {path}, or one that it imports,"
-        raise UserError(f"{what} changed since the study was planned; run the same command again")
-    name = f"dyno_model_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
-    spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None  # true for every path that ends with .py
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[name] = module  # dataclasses and pickling inside the file look their module up by name
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # last, so that modules beside the file can be imported but shadow nothing
-    try:
-        spec.loader.exec_module(module)
-    except Exception as e:  # importing is running the user's code, which may raise anything
-        raise UserError(f"model file {path} failed: {type(e).__name__}: {e}") from e
-    return module
 
 
 def call_options(model: ModelSpec, function: Callable[..., Any] | None = None) -> dict[str, Any]:
@@ -337,13 +304,8 @@ def call_options(model: ModelSpec, function: Callable[..., Any] | None = None) -
 
 def _call(function: Callable[..., Any], model: ModelSpec) -> Any:
     options = call_options(model, function)
-    try:
+    with local_code.running(model.source):
         return function(**options)
-    except (UserError, Unavailable):
-        raise
-    except Exception as e:  # the function is the user's code, which may raise anything
-        reason = (str(e).splitlines() or [""])[0]
-        raise UserError(f"{model.source} failed: {type(e).__name__}: {reason}") from e
 
 
 def _takes(function: Callable[..., Any], name: str) -> bool:

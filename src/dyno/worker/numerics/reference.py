@@ -14,7 +14,7 @@ from dyno.worker.nets import flops
 from dyno.worker.numerics.closeness import errors
 from dyno.worker.numerics.engine import Engine, Feeds, TensorWriter, counterparts, once
 from dyno.worker.numerics.graph import Graph
-from dyno.worker.sessions.torch_support import import_torch, takes_hooks, tensors
+from dyno.worker.sessions.torch_support import import_torch, real_view, takes_hooks, tensors
 from dyno.worker.spec import UserError
 
 MOST_KEPT = 2 << 30  # bytes of all tensors of all runs; fewer inputs are compared where they would be more
@@ -75,7 +75,7 @@ class _Hooks:
         def watch(part: Any, args: Any, result: Any) -> None:
             first = next(tensors(result), None)
             if first is not None:  # a copy: what follows may write in place
-                self.results[name, self._calls[name]] = np.array(first.detach().cpu().float().numpy())
+                self.results[name, self._calls[name]] = np.array(real_view(first.detach()).cpu().float().numpy())
             self._calls[name] += 1
 
         return watch

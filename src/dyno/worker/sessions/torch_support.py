@@ -45,6 +45,30 @@ def configure(torch: Any, trial: Trial, benchmark: bool = False) -> None:
 
 
 @contextlib.contextmanager
+def settings_kept(torch: Any) -> Iterator[None]:
+    """Set back what is set within for the whole process: threads, gradients, default type and device, and what fp32
+    means. A model's file may set them for its own use, but they say what is measured, and for every backend the same.
+    """
+    backends, cudnn, matmul = torch.backends, torch.backends.cudnn, torch.backends.cuda.matmul
+    # The first two are inherited by what is set for single operators, which `allow_tf32` sets back.
+    owners = [(owner, "fp32_precision") for owner in (backends, cudnn) if hasattr(owner, "fp32_precision")]
+    owners += [(cudnn, "allow_tf32"), (matmul, "allow_tf32"), (cudnn, "benchmark")]
+    values = [(owner, name, getattr(owner, name)) for owner, name in owners]
+    threads, gradients, dtype = torch.get_num_threads(), torch.is_grad_enabled(), torch.get_default_dtype()
+    precision = torch.get_float32_matmul_precision()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.set_grad_enabled(gradients)
+        torch.set_default_dtype(dtype)
+        torch.set_default_device(None)
+        torch.set_float32_matmul_precision(precision)
+        for owner, name, value in values:
+            setattr(owner, name, value)
+
+
+@contextlib.contextmanager
 def one_thread(torch: Any) -> Iterator[None]:
     """Without gradients and in the calling thread alone, for reference values.
 
@@ -81,8 +105,12 @@ def positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool =
 
 
 def named_outputs(result: Any) -> dict[str, Any]:
-    """A module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts."""
-    outputs = list(tensors(result))
+    """A module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts.
+
+    Complex ones have their real and imaginary parts along a last axis, as graphs have them: NumPy's and PyTorch's
+    casts to a real type drop the imaginary part.
+    """
+    outputs = [real_view(tensor) for tensor in tensors(result)]
     if not outputs:
         raise UserError(f"the model returns a {type(result).__name__} without tensors; it must return at least one")
     return {f"output_{i}" if i else "output": tensor for i, tensor in enumerate(outputs)}
@@ -98,6 +126,11 @@ def tensors(result: Any) -> Iterator[Any]:
     elif dataclasses.is_dataclass(result) and not isinstance(result, type):
         for field in dataclasses.fields(result):
             yield from tensors(getattr(result, field.name))
+
+
+def real_view(tensor: Any) -> Any:
+    """The tensor, or of a complex one its real and imaginary parts along a last axis."""
+    return import_torch().view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def cast(module: Any, kind: str) -> Any:

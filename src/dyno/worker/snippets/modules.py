@@ -76,6 +76,7 @@ def run(model, feeds):
         args[name] = x.contiguous(memory_format=layout) if x.ndim == 4 and x.is_floating_point() else x
     with torch.inference_mode():
         results = list(tensors(model(*(args[name] for name in ORDER), **{{name: args[name] for name in KEYWORDS}})))
+        results = [torch.view_as_real(r.resolve_conj()) if r.is_complex() else r for r in results]
         return {{f"output_{{k}}" if k else "output": result.float().cpu().numpy() for k, result in enumerate(results)}}
 
 

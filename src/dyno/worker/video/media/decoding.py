@@ -98,8 +98,12 @@ def opened(place: str, device: str = "") -> Any:
             ) from e
         raise _unreadable(place, e) from e
     problem = ""
-    if not container.streams.video:
-        problem = f"{place} has no pictures, only {', '.join(sorted({s.type for s in container.streams})) or 'nothing'}"
+    if not container.streams:
+        problem = (
+            f"{place} has neither pictures nor sound: it is cut short, or was never finished; copy or record it again"
+        )
+    elif not container.streams.video:
+        problem = f"{place} has no pictures, only {', '.join(sorted({s.type for s in container.streams}))}"
     elif container.streams.video[0].codec_context is None:
         problem = f"this FFmpeg has no decoder for the pictures of {place}; convert it, e.g. to H.264"
     if problem:
