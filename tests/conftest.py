@@ -199,10 +199,14 @@ def pytest_collection_finish() -> None:
 
 @pytest.fixture
 def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
-    """The command line in this process, in a folder of its own: (exit code, standard output, standard error)."""
+    """The command line in this process, in a folder of its own: (exit code, standard output, standard error).
+
+    What a command leaves in that folder must be named by its words, or by what it says.
+    """
     monkeypatch.chdir(tmp_path)
 
     def run(*words: object) -> tuple[int, str, str]:
+        before = {path.name for path in tmp_path.iterdir()}
         monkeypatch.setattr(sys, "argv", ["dyno", *map(str, words)])
         capfd.readouterr()
         try:
@@ -211,6 +215,11 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
         except SystemExit as e:
             code = int(e.code or 0)
         out, err = capfd.readouterr()
+        named = " ".join([*map(str, words), "runs", "__pycache__", out, err])
+        strays = [
+            path.name for path in tmp_path.iterdir() if path.name not in before and path.name.split(".")[0] not in named
+        ]
+        assert not strays, f"`dyno {' '.join(map(str, words))}` left {strays} in the user's folder"
         return code, out, err
 
     return run

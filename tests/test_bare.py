@@ -116,6 +116,7 @@ def test_what_is_missing_is_one_line_with_its_extra(
     assert "Traceback" not in done.stdout + done.stderr
     assert done.stderr.splitlines()[-1].startswith("dyno: ")
     assert f"pip install 'inference-dyno[{extra}]'" in done.stderr.splitlines()[-1]
+    assert not (tmp_path / "page").exists()
 
 
 @pytest.mark.slow
@@ -128,7 +129,11 @@ def test_what_needs_no_extra_works(bare: Bare, root: Path, tmp_path: Path) -> No
         "run", "fake:net", "--channels", "1", "--backends", "fake", "--rounds", "1", "--seconds", "0.05", "--out", "r"
     )
     assert done.returncode == 0, done.stderr
-    assert "no report: jinja2 is not installed; pip install 'inference-dyno[report]'" in done.stdout
+    assert (
+        "no report: this needs jinja2 and matplotlib, not installed here; pip install 'inference-dyno[report]'"
+        in done.stdout
+    )
+    assert not (tmp_path / "r/charts").exists()
 
 
 @pytest.mark.slow

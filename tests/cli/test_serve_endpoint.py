@@ -41,9 +41,11 @@ def trial(url: str, name: str = kserve_server.MODEL) -> Trial:
 
 @needs_client
 @pytest.mark.slow
-@pytest.mark.parametrize("binary", [False, True])
-def test_a_server_answers_in_place_of_an_engine(binary: bool, call: Call, tmp_path: Path) -> None:
-    with kserve_server.running(binary=binary) as (url, batches):
+@pytest.mark.parametrize(("binary", "shape"), [(False, (-1, 3, 4)), (True, (-1, 3, 8, 8))])
+def test_a_server_answers_in_place_of_an_engine(
+    binary: bool, shape: tuple[int, ...], call: Call, tmp_path: Path
+) -> None:
+    with kserve_server.running(binary=binary, shape=shape) as (url, batches):
         words = ("serve-test", kserve_server.MODEL, "--endpoint", url, "--batch", 2, "--instances", 2, "--p50", "9s")
         code, out, errors = call(*words, *SHORT)
     assert code == 0, errors
@@ -155,6 +157,7 @@ def test_a_description_that_is_none_is_one_line(described: object) -> None:
 @needs_client
 @pytest.mark.parametrize(("settings", "said"), [
     ({"most": 0}, r"did not answer: \[503\] too many requests"), ({"lacking": True}, "answered without y"),
+    ({"beyond": 1}, r"answered what isn't KServe's protocol v2: cannot reshape .* into shape \(3,\)"),
 ])  # fmt: skip
 def test_a_request_in_vain_is_one_line(settings: dict[str, Any], said: str) -> None:
     with kserve_server.running(**settings) as (url, _):

@@ -17,7 +17,7 @@ from dyno.engine.run_names import RUNS, choose_folder
 from dyno.planning.checks import check_format, check_several, missing_gpu
 from dyno.planning.defaults import EVALUATION, each_of, new_folder, study_of
 from dyno.study import Study, model_name
-from dyno.worker.extras import distribution, install
+from dyno.worker.extras import lacking
 from dyno.worker.spec import DECIDED, Trial, UserError, plain
 
 if TYPE_CHECKING:
@@ -116,11 +116,11 @@ def finish(folder: Path) -> int:
     from dyno.analysis.verdict import verdict
 
     run = _read(folder)
-    try:  # before anything is printed: the reader of the pipe may be gone
-        last = f"report: {page.write([run], folder)}"
-    except ImportError as e:
+    if libraries := page.missing():  # before anything is printed: the reader of the pipe may be gone
         page.write_tables([run], [tables.named(run, "all")], folder)
-        last = f"no report: {distribution(str(e.name))} is not installed; {install(str(e.name))}"
+        last = f"no report: {lacking(libraries)}"
+    else:
+        last = f"report: {page.write([run], folder)}"
     _say_visible(run)
     print(export([TRIALS.table(run)]))
     print("\n".join(map(wrapped, verdict.read(run).lines)))

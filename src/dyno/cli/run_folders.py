@@ -160,10 +160,7 @@ def open_report(run: options.RunFolder) -> None:
         raise UserError(f"{run} {reason}")
     path = run / "report.html"
     if not path.is_file() or path.stat().st_mtime < (run / "study.toml").stat().st_mtime:
-        try:
-            path = page.write([trial_table.read(run)], run)
-        except ImportError as e:
-            raise UserError(f"no report: {e.name} is not installed; pip install 'inference-dyno[report]'") from e
+        path = page.write([trial_table.read(run)], run)
     print(path)
     try:
         webbrowser.open(path.resolve().as_uri())

@@ -43,6 +43,19 @@ def test_trials_come_in_order_with_rounds_and_arrays(run: Path) -> None:
     assert results.environment["cores"] == 2
 
 
+@pytest.mark.parametrize("name", ["run", "blocks/run"])
+def test_a_log_is_named_within_the_run_folder_whatever_that_is_called(tmp_path: Path, name: str) -> None:
+    ways = [Way("pytorch", statuses=("failed",)), Way("openvino", statuses=("failed",))]
+    run = synthetic.write_run(tmp_path / name, ways)
+    first, second = sorted(run.glob("trials/*"))
+    (run / "blocks/b0/trials").mkdir(parents=True)
+    second = second.rename(run / "blocks/b0/trials" / second.name)  # of a block that has not ended
+    for trial in (first, second):
+        (trial / "r0/stderr.log").write_text("what the engine said")
+    logs = {t.id: t.log for t in load(run)}
+    assert logs == {t.name: (t / "r0/stderr.log").relative_to(run).as_posix() for t in (first, second)}
+
+
 def test_samples_are_read_once_with_their_record(run: Path) -> None:
     results = load(run)
     for file in run.glob("trials/*/*/samples.npz"):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import base64
 import json
 import re
+import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
@@ -71,6 +72,15 @@ def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
     folded = sum(bool(decision.findings) for decision in verdict.read(run).decisions) + 1  # and the whole run's
     assert page.tags.count("details") == len(demo.trials) + side_by_side + folded + len(parts)
     assert page.text.index("Fastest is") < page.text.index("inputs already where the engine reads them")
+
+
+def test_a_library_that_is_missing_is_named_before_anything_is_written(
+    demo: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UserError, match=r"needs jinja2, not installed here; pip install 'inference-dyno\[report\]'"):
+        report.write([trial_table.read(demo)], tmp_path / "page")
+    assert not (tmp_path / "page").exists()
 
 
 def test_the_card_has_the_winners_figures(written: Path, demo: Results) -> None:

@@ -32,6 +32,13 @@ def test_what_a_request_s_time_is_made_of() -> None:
     assert one.served == pytest.approx(100, rel=0.01)
 
 
+def test_a_server_that_gets_only_to_the_warm_up_is_as_fast_as_it_answers() -> None:
+    number = np.arange(1, 1001)
+    ended = np.where(number <= 50, number / 20, np.nan)  # 20 a second, of a thousand that come
+    arrays = {"arrival": number / 1000, "began": ended - 0.05, "ended": ended}
+    assert Tried(ServeStep(1000.0, "unstable", 100), ServeFacts(), arrays).served == pytest.approx(20)
+
+
 def test_a_percentile_needs_its_number_of_requests() -> None:
     few, enough = tried(np.full(661, 0.01)), tried(np.full(662, 0.01))
     assert few.percentile("p99") is None and enough.percentile("p999") is None

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from dyno import Study, UserError
@@ -142,6 +143,20 @@ def test_a_terminated_command_says_so_in_one_line(fake_study: Studies, tmp_path:
     assert said.splitlines()[-1].startswith("dyno: stopped; what was measured is stored")
     assert "SIGTERM" not in said and "Traceback" not in said
     assert load(tmp_path / "run").trials, "what was measured can be read before its block is at its end"
+
+
+def test_a_command_that_is_terminated_while_ray_starts_says_so_in_one_line(fake_study: Studies, tmp_path: Path) -> None:
+    (tmp_path / "study.toml").write_text(fake_study(on="ray=local").to_toml())
+    words = [sys.executable, "-m", "dyno", "run", str(tmp_path / "study.toml"), "--out", str(tmp_path / "run")]
+    command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    started = psutil.Process(command.pid)
+    while not any("gcs_server" in child.name() for child in started.children()):
+        assert command.poll() is None, "Ray begins to start first"
+        time.sleep(0.01)
+    command.terminate()
+    _, said = command.communicate(timeout=600)
+    assert command.returncode == 130
+    assert said.splitlines() == ["dyno: stopped; what was measured is stored, the same command continues from there"]
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from dyno.analysis.records.forms import Form, forms, sides
 from dyno.analysis.records.notes.placements import Placement, placements
 from dyno.analysis.records.rounds import GPU, HOST, Round
 from dyno.analysis.records.shapes import MODELS
-from dyno.analysis.records.stored import in_run, measured, read_job, read_round, read_settings, read_table, trials_in
+from dyno.analysis.records.stored import measured, read_job, read_round, read_settings, read_table, trials_in
 from dyno.worker import tasks
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.job import Facts
@@ -52,6 +52,7 @@ class TrialResult:
     confirmations: list[Round] = field(default_factory=list)
     companions: list[Round] = field(default_factory=list)
     job_artifact: Artifact | None = None  # the file that the job names
+    run: Path = Path()  # the run folder, which the rounds lie in
     form: Form | None = None  # of a file that has another of the same network beside it
     placement: Placement | None = None  # in a study on several devices
     computed: dict[str, Any] = field(default_factory=dict)  # results that are computed once, by name
@@ -169,7 +170,7 @@ class TrialResult:
         path = self.worst.folder / "stderr.log" if self.worst else None
         if path is None or self.status in ("ok", "skipped") or not path.is_file() or not path.stat().st_size:
             return ""
-        return in_run(path)
+        return path.relative_to(self.run).as_posix()
 
     @property
     def facts(self) -> Facts:
@@ -346,7 +347,7 @@ def load(run: Path) -> Results:
     file_forms, placed = forms(models), placements(run, problems)
     side_forms = sides({t.side: t.given for t in trials if t.side})
     for t in trials:
-        t.form, t.placement = side_forms.get(t.side) or file_forms.get(t.given), placed.get(t.id)
+        t.run, t.form, t.placement = run, side_forms.get(t.side) or file_forms.get(t.given), placed.get(t.id)
     results = Results(
         folder=run,
         trials=sorted(trials, key=_order),

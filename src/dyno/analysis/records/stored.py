@@ -22,12 +22,6 @@ def trials_in(run: Path) -> list[Path]:
     return sorted([*run.glob("trials/*"), *run.glob(f"{BLOCKS}/*/trials/*")])
 
 
-def in_run(path: Path) -> str:
-    """A file of a round as a path within its run folder."""
-    run = path.parents[3]
-    return path.relative_to(run.parents[1] if run.parent.name == BLOCKS else run).as_posix()
-
-
 def read_table(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[str, Any] | None:
     """The JSON object in the file, whose values have the types in `shape`; None without one and where it is damaged."""
     try:

@@ -6,6 +6,7 @@ import base64
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -25,6 +26,7 @@ from dyno.analysis.verdict import verdict
 from dyno.analysis.verdict.about import began
 from dyno.analysis.verdict.findings import BEST, FAILURE, NOTE, WARNING, Finding
 from dyno.analysis.verdict.verdict import Verdict
+from dyno.worker.extras import lacking
 from dyno.worker.record import refuse_links, write_text
 from dyno.worker.spec import UserError
 
@@ -33,6 +35,7 @@ LEAD = (
     "the table shows its status. Each table is in `tables/` as CSV too."
 )
 
+NEEDED = ("jinja2", "matplotlib")
 PILLS = {BEST: "decided", NOTE: "not compared", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
 
 
@@ -66,8 +69,10 @@ class Section:
 def write(runs: Sequence[RunData], out: Path) -> Path:
     """Write OUT/report.html, charts/*.png, tables.md and every table as CSV; returns the page's path.
 
-    Several runs become sections of one page. UserError when the folder can't be written.
+    Several runs become sections of one page. UserError when the folder can't be written, or a library is missing.
     """
+    if libraries := missing():
+        raise UserError(lacking(libraries))
     out, page = Path(out), Path(out) / "report.html"
     names = names_of(runs)
     all_tables = [tables.named(run, "all") for run in runs]
@@ -83,6 +88,17 @@ def write(runs: Sequence[RunData], out: Path) -> Path:
     except OSError as e:
         raise UserError(f"the report can't be written to {out}: {e.strerror or e}; give another folder") from e
     return page
+
+
+def missing() -> list[str]:
+    """The libraries that the page and its charts need, and that can't be imported here."""
+    found = []
+    for name in NEEDED:
+        try:
+            import_module(name)
+        except ImportError:
+            found.append(name)
+    return found
 
 
 def names_of(runs: Sequence[RunData]) -> list[str]:

@@ -61,12 +61,14 @@ class Tried:
 
     @property
     def served(self) -> float:
-        """Requests answered per second, of those that count, until the last of them was."""
-        if not self._answered.any():
-            return 0.0
-        first = self.step.first
+        """Requests answered per second, from when those that count began to come until the last answer.
+
+        Under a rate far too high the server may get no further than to those before them.
+        """
+        first, ended = self.step.first, self.arrays["ended"]
         since = float(self.arrays["arrival"][first - 1]) if first else 0.0
-        return float(self._answered.sum() / (np.nanmax(self._counted("ended")) - since))
+        answered = ended[ended > since]  # NaN where there was no answer
+        return float(len(answered) / (answered.max() - since)) if len(answered) else 0.0
 
     @property
     def mean_batch(self) -> float:

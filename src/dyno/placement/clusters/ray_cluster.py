@@ -47,6 +47,9 @@ def places(address: str, device: str) -> Iterator[list[Place]]:
         ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None)
         if terminate is not None and threading.current_thread() is threading.main_thread():
             signal.signal(signal.SIGTERM, terminate)
+    except SystemExit as e:  # what Ray makes of SIGTERM while it starts
+        ray.shutdown()
+        raise KeyboardInterrupt from e
     except (ConnectionError, RuntimeError, ValueError, OSError) as e:
         where = f"at {address}" if address else "here"
         raise UserError(f"there is no Ray cluster {where} that answers: {' '.join(str(e).split())[:200]}") from e

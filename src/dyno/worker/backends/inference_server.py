@@ -129,7 +129,10 @@ class ServerSession(Session):
             raise Unanswered(f"{self._url} did not answer: {_first_line(e)}") from e
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        found = {tensor.name: self._answer.as_numpy(tensor.name) for tensor in self.outputs}
+        try:
+            found = {tensor.name: self._answer.as_numpy(tensor.name) for tensor in self.outputs}
+        except (KeyError, TypeError, ValueError) as e:
+            raise Unanswered(f"{self._url} answered what isn't {PROTOCOL}: {_first_line(e)}") from e
         if lacking := [name for name, array in found.items() if array is None]:
             raise Unanswered(f"{self._url} answered without {', '.join(lacking)}")
         return found

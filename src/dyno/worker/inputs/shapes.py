@@ -32,7 +32,7 @@ def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
 def _static(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
     requested = dims.shapes.get(tensor.name)
     lengths: dict[int, tuple[str, int]] = {0: ("batch", dims.batch)}
-    if len(tensor.shape) == 4:
+    if len(tensor.shape) == 4 and dims.height:  # of a server's model no size is known before it describes itself
         _, height, width = axes(tensor.shape)
         lengths |= {height: ("height", dims.height), width: ("width", dims.width)}
     if requested is not None:
