@@ -238,7 +238,7 @@ def test_every_field_of_a_study_is_an_option_with_its_help() -> None:
 
 
 def test_the_short_help_has_the_common_options_and_the_long_one_all(call: Callable[..., Any]) -> None:
-    short, long = (" ".join(call("run", flag)[1].split()) for flag in ("--help", "--help-all"))
+    short, long = (" ".join(call("run", flag)[1].replace("│", "").split()) for flag in ("--help", "--help-all"))
     assert "--rounds" in short and "--confirm" not in short and "--help-all" in short
     assert "--rounds" in long and "--confirm" in long and "3 with a budget, else 0" in long
     assert call("run", "--help-all", "fake:net")[0] == 0, "nothing is run"

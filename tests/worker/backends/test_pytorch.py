@@ -72,14 +72,6 @@ class Partly(nn.Module):
     def forward(self, x):
         return self.fc(self.conv(x).mean((2, 3)))
 
-class Into(nn.Module):
-    """Writes into its input, and answers what it got."""
-    def forward(self, x):
-        total = x.sum((1, 2, 3))[:, None]
-        x.mul_(2)
-        return total
-
-def into(): return Into()
 def partly(): return Partly()
 def turned(): return Turned()
 def few(): return nn.Sequential(nn.Conv2d(3, 8, 3, bias=False), nn.BatchNorm2d(8), nn.ReLU(), nn.Conv2d(8, 8, 3))
@@ -367,44 +359,3 @@ def test_complex_weights_keep_their_imaginary_part(nets):
     feed = feeds(session)
     want = np.fft.ifft(np.fft.fft(feed["input"].mean((2, 3))) * np.array([1j, 2j, 3j])).real
     np.testing.assert_allclose(outputs(session, feed)["output"], want, 1e-4, 1e-5)
-
-
-@pytest.mark.parametrize("precision", ["fp32", "bf16"])
-def test_inputs_that_a_module_writes_into_are_put_back(nets: Path, precision: str) -> None:
-    session = find("pytorch").load(trial(ModelSpec("into", f"{nets}:into"), precision, size=8), None)
-    feed = feeds(session)
-    first = outputs(session, feed)["output"].copy()
-    restore = session.restoring(feed)
-    assert restore is not None
-    for _ in range(2):
-        restore()
-        session.run()
-        assert np.array_equal(session.fetch()["output"], first)
-    session.run()
-    assert not np.array_equal(session.fetch()["output"], first)
-
-
-def test_a_profile_puts_inputs_back_too_before_each_run(nets: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    session = find("pytorch").load(trial(ModelSpec("into", f"{nets}:into"), size=8), None)
-    feed = feeds(session)
-    first = outputs(session, feed)["output"].copy()
-    assert session.restoring(feed) is not None
-    answers, run = [], session.run
-
-    def watched(slot: int = 0) -> None:
-        run(slot)
-        answers.append(session.fetch()["output"].copy())
-
-    monkeypatch.setattr(session, "run", watched)
-    session.profile(3)
-    assert len(answers) > 3 and all(np.array_equal(answer, first) for answer in answers)
-
-
-def test_inputs_that_nothing_writes_into_are_left_alone() -> None:
-    session = find("pytorch").load(trial(), None)
-    feed = feeds(session)
-    feed["input"][0, 0, 0, 0] = np.nan
-    first = outputs(session, feed)["output"].copy()
-    assert session.restoring(feed) is None
-    session.run()
-    assert np.array_equal(session.fetch()["output"], first, equal_nan=True)
