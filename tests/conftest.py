@@ -215,7 +215,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
         except SystemExit as e:
             code = int(e.code or 0)
         out, err = capfd.readouterr()
-        named = " ".join([*map(str, words), "runs", "__pycache__", out, err])
+        named = " ".join([*map(str, words), "runs", "__pycache__", os.environ.get("DYNO_CACHE", ""), out, err])
         strays = [
             path.name for path in tmp_path.iterdir() if path.name not in before and path.name.split(".")[0] not in named
         ]
