@@ -165,9 +165,9 @@ class Measurement:
     energy: bool = option(
         False, "Also run each trial at full load for its energy, in joules per image (3.75 s a round)."
     )
-    timeout: float = option(600.0, "Seconds after which a job is killed that measures.")
+    timeout: float = option(600.0, "Seconds after which a job that measures is killed.")
     build_timeout: float = option(
-        Plan.build_timeout_s, "Seconds after which a job is killed that makes a file: an export, a conversion, a build."
+        Plan.build_timeout_s, "Seconds after which an export, a conversion or a build is killed."
     )
 
 
