@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import re
 import shutil
 import signal
 import subprocess
@@ -217,7 +218,9 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
         out, err = capfd.readouterr()
         named = " ".join([*map(str, words), "runs", "__pycache__", os.environ.get("DYNO_CACHE", ""), out, err])
         strays = [
-            path.name for path in tmp_path.iterdir() if path.name not in before and path.name.split(".")[0] not in named
+            path.name
+            for path in tmp_path.iterdir()
+            if path.name not in before and re.split(r"[.-]", path.name)[0] not in named
         ]
         assert not strays, f"`dyno {' '.join(map(str, words))}` left {strays} in the user's folder"
         return code, out, err

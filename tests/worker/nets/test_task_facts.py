@@ -9,6 +9,7 @@ import pytest
 
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets import task_facts
+from dyno.worker.onnx_graph.file import read_metadata
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 
 onnx = pytest.importorskip("onnx")
@@ -30,7 +31,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     path = file(tmp_path / "m.onnx", author="somebody")
     preprocess = Preprocess((0.0,), (1.0,), letterbox=True)
     task_facts.write(path, ModelSpec("p", "x", classes=2, task="pose", keypoints=(4, 3), preprocess=preprocess))
-    found = task_facts.read(path)
+    found = task_facts.read(read_metadata(path))
     assert (found.task, found.classes, found.keypoints) == ("pose", 2, (4, 3))
     assert found.preprocess == preprocess
     assert {entry.key for entry in onnx.load(path).metadata_props} >= {"author", "task", "names", "kpt_shape"}
@@ -38,8 +39,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 def test_metadata_of_ultralytics_is_read(tmp_path: Path) -> None:
     path = file(tmp_path / "m.onnx", task="pose", names="{0: 'a', 1: 'person, adult'}", kpt_shape="[17, 3]")
-    assert task_facts.read(path) == Purpose(task="pose", classes=2, keypoints=(17, 3))
-    found = task_facts.facts(MODEL, "", task_facts.read(path), [("batch", 57, 8400)])
+    assert task_facts.read(read_metadata(path)) == Purpose(task="pose", classes=2, keypoints=(17, 3))
+    found = task_facts.facts(MODEL, "", task_facts.read(read_metadata(path)), [("batch", 57, 8400)])
     assert found.preprocess.letterbox
 
 
@@ -47,7 +48,7 @@ def test_metadata_of_others_is_no_harm(tmp_path: Path) -> None:
     path = file(
         tmp_path / "m.onnx", task="obb", names="__import__('os')", kpt_shape="7", preprocess='{"mean": 3, "a": 1}'
     )
-    assert task_facts.read(path) == Purpose()
+    assert task_facts.read(read_metadata(path)) == Purpose()
     assert task_facts.facts(MODEL, "", Purpose(), [("batch", 10)]) == Purpose()
 
 

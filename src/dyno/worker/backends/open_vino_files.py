@@ -9,9 +9,13 @@ from pathlib import Path
 
 from dyno.worker.backend import FileContents, FileFormat, Maker
 from dyno.worker.backends.open_vino import library, read_model, tensors_of, version
+from dyno.worker.backends.open_vino_layers import plain
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.makers.precision import INHERITED
+from dyno.worker.nets import file_images, task_facts
 from dyno.worker.spec import Artifact, Recipe, Trial, UserError
+
+KEPT = "framework"  # the entry of an IR's information under which OpenVINO keeps an ONNX file's metadata
 
 
 class IRFormat(FileFormat):
@@ -26,11 +30,19 @@ class IRFormat(FileFormat):
         return [path.with_suffix(".bin")]
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Its precision is int8 when it is quantised, else fp32, whatever type its weights are stored in."""
+        """Its precision is int8 when it is quantised, else fp32, whatever type its weights are stored in.
+
+        OpenVINO keeps the metadata of the ONNX file that it was made of.
+        """
         model = read_model(library(), path)
         quantised = any(op.get_type_name() == "FakeQuantize" for op in model.get_ops())
         inputs, outputs = tensors_of(model.inputs), tensors_of(model.outputs)
-        return FileContents(inputs, outputs, "int8" if quantised else "fp32")
+        kept = model.get_rt_info([KEPT]).value if model.has_rt_info([KEPT]) else {}
+        metadata = {key: str(plain(value)) for key, value in kept.items()}
+        return FileContents(
+            inputs, outputs, "int8" if quantised else "fp32", task=task_facts.read(metadata),
+            image=file_images.read(metadata),
+        )  # fmt: skip
 
 
 class IRMaker(Maker):

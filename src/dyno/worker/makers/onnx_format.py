@@ -34,12 +34,13 @@ class OnnxFormat(FileFormat):
         inputs, outputs = file.read_io(path)
         if inputs:
             file.check(path)
+        metadata = file.read_metadata(path)
         return FileContents(
             inputs,
             outputs,
             file.read_precision(path),
-            task=task_facts.read(path),
-            image=file_images.metadata(path),
+            task=task_facts.read(metadata),
+            image=file_images.read(metadata),
             flops=partial(flops.of_onnx, path),
         )
 

@@ -13,15 +13,12 @@ from dyno.worker.nets import ultralytics_models
 from dyno.worker.spec import ModelSpec, Tensor, UserError
 
 DEFAULT_SIZE = 224
-KEYS = ("imgsz", "batch", "stride")  # of an ONNX file's metadata, as ultralytics writes them
+KEYS = ("imgsz", "batch", "stride")  # of a file's metadata, as ultralytics writes them
 
 
-def metadata(path: str) -> dict[str, Any]:
-    """The entries of an ONNX file's metadata under KEYS, as Python values."""
-    import onnx
-
-    properties = {entry.key: entry.value for entry in onnx.load(path, load_external_data=False).metadata_props}
-    values = {key: _literal(properties[key]) for key in KEYS if key in properties}
+def read(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """The entries of a file's metadata under KEYS, as Python values."""
+    values = {key: _literal(metadata[key]) for key in KEYS if key in metadata}
     return {key: value for key, value in values.items() if value}
 
 

@@ -1,7 +1,8 @@
 """A model file's task and the layout of its outputs, from metadata and shapes.
 
 ONNX files have them in their metadata: `task`, `names` and `kpt_shape` as ultralytics writes them, and `preprocess`
-(JSON, a `Preprocess`) and `inputs` (JSON, a list of `InputSpec`) in files that Dyno exported.
+(JSON, a `Preprocess`) and `inputs` (JSON, a list of `InputSpec`) in files that Dyno exported. OpenVINO keeps them in an
+IR that it makes of such a file.
 """
 
 from __future__ import annotations
@@ -9,7 +10,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -19,12 +20,8 @@ from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, UserError, from_j
 from dyno.worker.tasks.task import Shape
 
 
-def read(path: str) -> Purpose:
-    """What an ONNX file's metadata says of it, as far as it has any."""
-    import onnx
-
-    model = onnx.load(path, load_external_data=False)
-    metadata = {entry.key: entry.value for entry in model.metadata_props}
+def read(metadata: Mapping[str, str]) -> Purpose:
+    """What a file's metadata says of it, as far as it has any."""
     purpose = Purpose()
     if metadata.get("task") in tasks.names():
         purpose = replace(purpose, task=metadata["task"])

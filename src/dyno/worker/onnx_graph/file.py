@@ -40,6 +40,11 @@ def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     return inputs, tuple(_tensor(value) for value in graph.output)
 
 
+def read_metadata(path: str) -> dict[str, str]:
+    """What the file's metadata has, by key."""
+    return {entry.key: entry.value for entry in _read(path).metadata_props}
+
+
 def read_precision(path: str) -> str:
     """Precision of an ONNX file: int8 or fp8 when it has quantised nodes, else the type in which most weights are
     computed with, which behind a cast is the cast's."""

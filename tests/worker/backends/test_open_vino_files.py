@@ -1,0 +1,50 @@
+"""An IR says what the ONNX file said that it was made of."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno.worker.backends.open_vino_files import IR
+from dyno.worker.inspection import Purpose
+from dyno.worker.spec import Dims, ModelSpec, Preprocess, Trial, to_json
+
+onnx = pytest.importorskip("onnx")
+openvino = pytest.importorskip("openvino")
+
+
+def save(path: Path, **metadata: str) -> None:
+    value, out = (onnx.helper.make_tensor_value_info(n, onnx.TensorProto.FLOAT, ["n", 3, 8, 8]) for n in ("x", "y"))
+    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    onnx.helper.set_model_props(model, metadata)
+    onnx.save(model, path)
+
+
+@pytest.mark.parametrize(
+    ("metadata", "purpose", "image"),
+    [
+        ({}, Purpose(), {}),
+        ({"task": "anything", "preprocess": "[1"}, Purpose(), {}),
+        (
+            {"preprocess": json.dumps(to_json(Preprocess((0.5,) * 3, (0.25,) * 3))), "imgsz": "[8, 8]"},
+            Purpose(preprocess=Preprocess((0.5,) * 3, (0.25,) * 3)),
+            {"imgsz": [8, 8]},
+        ),
+        (
+            {"task": "pose", "names": "{0: 'a'}", "kpt_shape": "[17, 3]"},
+            Purpose(task="pose", classes=1, keypoints=(17, 3)),
+            {},
+        ),
+    ],
+)
+def test_metadata_of_the_onnx_file_is_that_of_its_ir(
+    metadata: dict[str, str], purpose: Purpose, image: dict[str, Any], tmp_path: Path
+) -> None:
+    save(tmp_path / "m.onnx", **metadata)
+    openvino.save_model(openvino.Core().read_model(tmp_path / "m.onnx"), tmp_path / "m.xml")
+    contents = IR.read(str(tmp_path / "m.xml"), Trial(ModelSpec("m", "m.xml"), "openvino", "fp32", Dims(1, 8, 8)))
+    assert (contents.task, dict(contents.image)) == (purpose, image)
