@@ -203,9 +203,8 @@ def regions(forms: Sequence[Inside], links: Sequence[Link]) -> list[Region]:
     ]
 
     def doubt(pair: tuple[tuple[int, int], tuple[int, int], bool]) -> tuple[bool, bool]:
-        (upper, node), (lower, layer), sure = (
-            pair  # of what is guessed, first that a layer that multiplies is a product
-        )
+        (upper, node), (lower, layer), sure = pair
+        # Of what is guessed, first that a layer that multiplies is a product.
         return not sure, not (forms[upper].layers[node].flops and forms[lower].layers[layer].computes_in)
 
     for one, other, sure in sorted(pairs, key=doubt):
