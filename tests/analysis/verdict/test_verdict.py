@@ -10,6 +10,8 @@ import pytest
 import synthetic
 from synthetic import Way
 
+from dyno.analysis.formatting import ratio
+from dyno.analysis.metrics.speedups import speedup
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.tables import trial_table
 from dyno.analysis.verdict import verdict
@@ -156,6 +158,21 @@ def test_eight_bits_are_held_against_sixteen_where_they_beat_fp32(tmp_path: Path
     assert "tensorrt int8 is not faster than tensorrt fp16 (batch 1, 8: 0.6" in text
     assert ", one round only, so unproven): at batch 1, 5 % in reformats." in text
     assert "faster than tensorrt fp32" not in text
+
+
+def test_what_a_row_says_of_a_precision_is_what_the_sentence_says(tmp_path: Path) -> None:
+    ways = [
+        Way("onnxruntime"),
+        Way("onnxruntime", "int8", 0.0103),
+        Way("openvino", seconds=0.01),
+        Way("tensorrt", seconds=0.01),
+    ]
+    run = trial_table.read(load(synthetic.write_run(tmp_path / "run", ways, samples=50)))
+    (row,) = (r for r in run.frame.to_dict("records") if r["precision"] == "int8")
+    shown = ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
+    alone = speedup(run.trials[row["trial"]], run.references[row["trial"]], "model")
+    assert ratio(alone.value, alone.low, alone.high) != shown, "by itself the pair has a narrower interval"
+    assert f"than onnxruntime fp32 (batch 1: {shown})" in "\n".join(verdict.sentences(run))
 
 
 def test_each_of_several_networks_is_named_where_a_precision_gains_nothing(tmp_path: Path) -> None:

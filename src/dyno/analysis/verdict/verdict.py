@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import shlex
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from math import ceil
+from typing import Any
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import counting, indentation, plain, ratio
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import judged, set_aside
 from dyno.analysis.metrics.precision import NO, truth
+from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking.contention import Contention, cpu_contention
 from dyno.analysis.ranking.correctness import WRONG
 from dyno.analysis.ranking.rankings import rankings, winners
@@ -143,13 +145,13 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
 
     The wider one is fp32; for eight bits that gain something over it, the sixteen-bit ones as well.
     """
-    results = run.records
+    results, rows = run.records, {row["trial"]: row for row in run.frame.to_dict("records")}
     ran = {(t.group, t.variant, t.precision): t for t in results if t.good}
     groups: dict[tuple[str, ...], list[tuple[TrialResult, stats.Speedup]]] = {}
     for t in ran.values():
         for wider in WIDER.get(t.precision, ()):
             other = ran.get((t.group, t.variant, wider))
-            if other is not None and not incomparable(t, other) and (gain := _no_gain(t, other, run.rule)):
+            if other is not None and not incomparable(t, other) and (gain := _no_gain(t, other, rows[t.id], run.rule)):
                 groups.setdefault((t.model, t.size, t.configuration, other.configuration), []).append((t, gain))
                 break
     several = len({(t.model, t.size) for t in results}) > 1
@@ -173,10 +175,13 @@ def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> st
     return f"{word} than {other} ({_places([t for t, _ in slow])}: {shown}): {at}{reasons[0]}"
 
 
-def _no_gain(t: TrialResult, wider: TrialResult, rule: stats.Rule) -> stats.Speedup | None:
-    """The speed-up over the wider precision, where it shows no gain; else None."""
-    clock = clock_of("model", t, wider)
-    gain = speedups.speedup(t, wider, "model", clock, rule)
+def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: stats.Rule) -> stats.Speedup | None:
+    """The speed-up over the wider precision, where it shows no gain; else None. It is that of the trial's row where it
+    is over the same trial, so that both say the same."""
+    if (row["reference"], row["boundary"]) == (wider.id, "model") and not missing(row["speedup"]):
+        gain = stats.Speedup(row["speedup"], row["speedup_low"], row["speedup_high"], row["verdict"])
+    else:
+        gain = speedups.speedup(t, wider, "model", clock_of("model", t, wider), rule)
     none = gain.verdict in NO_GAIN or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
     return gain if none else None
 
