@@ -93,7 +93,8 @@ def several(): return Several()
 def quantised():
     """In eight bits, as torch.ao makes it; its state has types and packed weights, too."""
     from torch.ao import quantization as ao
-    net = nn.Sequential(ao.QuantStub(), nn.Conv2d(3, 4, 3), nn.ReLU(), ao.DeQuantStub()).eval()
+    layers = nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5)
+    net = nn.Sequential(ao.QuantStub(), *layers, ao.DeQuantStub()).eval()
     net.qconfig = ao.default_qconfig
     ao.prepare(net, inplace=True)(torch.ones(1, 3, 8, 8))
     return ao.convert(net)
