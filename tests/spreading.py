@@ -17,6 +17,7 @@ import psutil
 from dyno import Study
 from dyno.jobs.progress import Progress
 
+MODULE = "dyno.placement.block_process"
 DRIVER = """
 import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress
 from dyno.placement import devices, spread
@@ -50,7 +51,7 @@ def records(folder: Path) -> dict[str, int]:
 
 def blocks() -> list[psutil.Process]:
     """The processes of blocks on this machine."""
-    return [p for p in psutil.process_iter(["cmdline"]) if "dyno.placement.block_process" in (p.info["cmdline"] or ())]
+    return [p for p in psutil.process_iter(["cmdline"]) if MODULE in (p.info["cmdline"] or ())]
 
 
 @contextmanager
@@ -62,7 +63,9 @@ def environments() -> Iterator[list[dict[str, str]]]:
         while not over.wait(0.02):
             for process in blocks():
                 with suppress(psutil.Error):  # it just ends
-                    seen.extend([environment] if (environment := process.environ()) else [])
+                    environment = process.environ()
+                    still = MODULE in process.cmdline()  # else it was a job of a block, called so until it is executed
+                    seen.extend([environment] if environment and still else [])
 
     thread = Thread(target=look)
     thread.start()
