@@ -186,6 +186,10 @@ def test_files_are_known_by_content_wherever_they_lie(fake_study: Studies, tmp_p
             {},
             "model 'resnet18' has no source prefix; did you mean torchvision:resnet18 or timm:resnet18?",
         ),
+        ("a,b", {}, "model 'a,b' has no source prefix; did you mean torchvision:a torchvision:b or timm:a timm:b?"),
+        ("timm:a,timm:b", {}, "models are given one by one, without commas: timm:a timm:b"),
+        ("a.onnx,b.onnx", {}, "models are given one by one, without commas: a.onnx b.onnx"),
+        ("none,2/net.onnx", {}, "there is no model file none,2/net.onnx"),
         (
             "openvino/int8",
             {},

@@ -61,6 +61,9 @@ class InspectionFailed(UserError):
 def model_spec(study: Study, source: str) -> ModelSpec:
     """The model as the user named it, with the hashes of every file that decides what it is."""
     named, source = source, stored_source(commits.checked_out(source))
+    first, *others = source.split(",")
+    if others and (":" in first or registry.format_of(first)) and not Path(source).exists():
+        raise UserError(f"models are given one by one, without commas: {shlex.join([first, *others])}")
     common: dict[str, Any] = {
         "name": model_name(named if commits.split(named)[1] else source),
         "pretrained": study.pretrained,
@@ -109,7 +112,10 @@ def _no_model(source: str) -> str:
             f"{source} is not a model file ({', '.join(registry.suffixes())}); weights need their network "
             f"(torchvision:resnet50 --weights {source}); a function is given as FILE.py:FUNCTION"
         )
-    return f"model {source!r} has no source prefix; did you mean torchvision:{source} or timm:{source}?"
+    meant = " or ".join(
+        shlex.join(f"{library}:{name}" for name in source.split(",")) for library in ("torchvision", "timm")
+    )
+    return f"model {source!r} has no source prefix; did you mean {meant}?"
 
 
 def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
