@@ -101,7 +101,7 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
             assert not any(overlap(a, b) for k, a in enumerate(own) for j, b in enumerate(others) if k != j)
     stored = json.loads((tmp_path / "devices.json").read_text())
     assert [len(row[key]) for row in stored["devices"] for key in ("alone", "beside", "ratios")] == [3] * 6
-    assert stored["side_by_side"] is company.side_by_side
+    assert stored["side_by_side"] is (not company.in_turn)
 
     (tmp_path / "devices.json").unlink()  # killed before it was written, or another --equivalent
     (folder / "r1.json").unlink()
@@ -143,7 +143,7 @@ def test_the_study_goes_on_without_a_device_whose_process_dies(
     wrap(monkeypatch, killed)
     log = Log()
     company = measure(fake_study(), tmp_path, log)
-    assert [place.name for place in company.places] == ["cpu:0"] and company.side_by_side
+    assert [place.name for place in company.places] == ["cpu:0"] and not company.in_turn
     assert any("cpu:1" in line and "killed by SIGKILL" in line for line in log.said)
     assert "the study goes on without cpu:1" in log.said
     assert not (tmp_path / "devices.json").exists(), "the same command tries it again"
@@ -152,7 +152,7 @@ def test_the_study_goes_on_without_a_device_whose_process_dies(
 def test_a_trial_that_runs_nowhere_costs_no_device(fake_study: Studies, tmp_path: Path) -> None:
     log = Log()
     company = measure(fake_study(backends=("fake@fail=exception",)), tmp_path, log)
-    assert [place.name for place in company.places] == ["cpu:0", "cpu:1"] and company.side_by_side
+    assert [place.name for place in company.places] == ["cpu:0", "cpu:1"] and not company.in_turn
     assert any("nothing is known" in line for line in log.said)
 
 
@@ -170,7 +170,7 @@ def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that
     monkeypatch.setattr(anchors, "measure", lambda *words: asked.append(words[3]))
     monkeypatch.setattr(anchors, "read", read)
     log = Log()
-    assert measure(fake_study(), tmp_path, log).side_by_side is side_by_side
+    assert (not measure(fake_study(), tmp_path, log).in_turn) is side_by_side
     assert asked == [3, 6] and any("cpu:0 is 3 % slower beside the other" in line for line in log.said)
     slow = [line for line in log.said if "blocks are measured one at a time" in line]
     expected = (
@@ -178,11 +178,14 @@ def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that
         "with --equivalent 4"
     )
     assert slow == ([] if side_by_side else [expected])
-    assert measure(fake_study(equivalent=4), tmp_path, log).side_by_side, "the line is true"
+    assert (not measure(fake_study(), tmp_path, log).in_turn) is side_by_side and asked == [3, 6], "as it is stored"
+    assert not measure(fake_study(equivalent=4), tmp_path, log).in_turn, "the line is true"
 
 
 def test_one_at_a_time_they_take_turns(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2], side_by_side=False))
+    monkeypatch.setattr(
+        devices, "measure", lambda *asked: devices.Company(asked[2], {place.machine for place in asked[2]})
+    )
     running: list[int] = []
 
     class Counted(spread.Spread):

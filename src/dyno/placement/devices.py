@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dyno.analysis.records.notes.devices import DEVICES, Device, Devices, percent_slower
+from dyno.analysis.records.notes.devices import DEVICES, Device, Devices, devices, percent_slower
 from dyno.analysis.records.results import load
 from dyno.jobs.progress import Progress
 from dyno.placement import anchors, blocks, process
@@ -24,18 +24,18 @@ ANCHORS = "anchors"
 
 @dataclass(frozen=True)
 class Company:
-    """The places that a study goes on with, and whether blocks may be measured at all of them at once."""
+    """The places that a study goes on with, and the machines on which blocks are measured one at a time."""
 
     places: Sequence[Place]
-    side_by_side: bool = True
+    in_turn: Collection[str] = ()
 
 
 def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progress) -> Company:
     """Measure the anchor trial at each place alone and beside the others, unless the folder has that.
 
     Places of this host do that in turns, in the same processes; a place where it can't be measured is left out, unless
-    that is so at all. Blocks may be measured side by side where no place is slower beside the others than alone, beyond
-    the spread between rounds and by what doesn't count as equal.
+    that is so at all. Blocks may be measured side by side on a machine where no place is slower beside its others than
+    alone, beyond the spread between rounds and by what doesn't count as equal.
     """
     own = replace(
         study, device=places[0].device, rounds=ROUNDS, until=FIXED, boundaries=("model",), budget={}, search=False,
@@ -50,8 +50,8 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
     key = digest([trial.id, [[place.name, place.card] for place in places]])
     asked = f"{key} {study.equivalent:g}"
     path = folder / DEVICES
-    if path.is_file() and (stored := read_json(path)).get("key") == asked:
-        return Company(places, bool(stored["side_by_side"]))
+    if path.is_file() and read_json(path).get("key") == asked and (stored := devices(folder)):
+        return Company(places, _machines(stored, places))
     progress.other(f"{trial.label} on each device alone and on all at once, for what they do to each other")
     own_folder = folder / ANCHORS / key[:12]  # of these devices, and of this company
     if in_turns:
@@ -63,12 +63,20 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
     found = Devices(trial.label, tuple(rows), study.equivalent)
     if found.disturbed:
         margin = max(percent_slower(one.value) for one in found.disturbed.values())
+        hosts = _machines(found, places)
+        where = f" on {', '.join(sorted(hosts))}" if len({place.machine for place in places}) > 1 else ""
         progress.note(
-            f"{found.slower}; blocks are measured one at a time, and side by side with --equivalent {int(margin) + 1}"
+            f"{found.slower}; blocks are measured one at a time{where}, and side by side with "
+            f"--equivalent {int(margin) + 1}"
         )
     found = replace(found, side_by_side=not found.disturbed)
     write_json(path, {"schema": SCHEMA, "key": asked, **asdict(found)})
-    return Company(places, found.side_by_side)
+    return Company(places, _machines(found, places))
+
+
+def _machines(found: Devices, places: Sequence[Place]) -> set[str]:
+    """Those whose devices disturb each other."""
+    return {place.machine for place in places if place.name in found.disturbed}
 
 
 def _in_turns(
@@ -103,15 +111,22 @@ def _without(lost: anchors.Lost, study: Study, folder: Path, places: Sequence[Pl
 
 
 def _apart(study: Study, trial: Trial, folder: Path, places: Sequence[Place], progress: Progress) -> list[Device]:
-    """The anchor at places of a cluster: alone on its host, on all hosts at once, then at all places at once."""
+    """The anchor at places of a cluster: alone on its host, on all hosts at once, then at all places at once but those
+    that have a host of their own."""
     hosts: dict[str, list[Place]] = {}
     for place in places:
         hosts.setdefault(place.machine, []).append(place)
     alone = [[own[k] for own in hosts.values() if k < len(own)] for k in range(max(map(len, hosts.values())))]
-    for together, how in [*((some, ALONE) for some in alone), (places, BESIDE)]:
+    beside = [place for own in hosts.values() if len(own) > 1 for place in own]
+    for together, how in [*((some, ALONE) for some in alone), (beside, BESIDE)]:
         _together(study, trial.id, folder, [place for place in together if not place.gone], how, progress)
+    measured = {ALONE: places, BESIDE: beside}
     return [
-        Device(place.name, place.card, *(_medians(_folder(folder, place, how)) for how in (ALONE, BESIDE)))
+        Device(
+            place.name,
+            place.card,
+            *(_medians(_folder(folder, place, how)) if place in some else () for how, some in measured.items()),
+        )
         for place in left(places)
     ]
 

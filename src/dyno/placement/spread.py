@@ -5,7 +5,7 @@ from __future__ import annotations
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -95,7 +95,7 @@ def _run(study: Study, folder: Path, found: list[Place], progress: Progress, ret
         company = devices.Company(found)
         if len(open_blocks) > 1:
             company = devices.measure(own, folder, found, progress)
-        Spread(store, own, study, company.places, progress, retry_failed, company.side_by_side).measure(open_blocks)
+        Spread(store, own, study, company.places, progress, retry_failed, company.in_turn).measure(open_blocks)
 
 
 @dataclass
@@ -108,7 +108,7 @@ class Spread:
     places: Sequence[Place]
     progress: Progress
     retry_failed: bool
-    together: bool
+    in_turn: Collection[str]  # machines on which one block is measured at a time
     running: dict[str, tuple[Block, Running]] = field(default_factory=dict)
     losses: dict[str, list[str]] = field(default_factory=dict)
 
@@ -129,7 +129,8 @@ class Spread:
             places.left(self.places)
         begun = self._begun()
         for place in sorted(self.places, key=lambda place: begun[place.name]):
-            if place.gone or place.name in self.running or (self.running and not self.together):
+            busy = {one.place.machine for _, one in self.running.values()}
+            if place.gone or place.name in self.running or place.machine in busy.intersection(self.in_turn):
                 continue
             block = next((b for b in waiting if self._begun_at(b) in ("", place.name)), None)
             if block is not None:

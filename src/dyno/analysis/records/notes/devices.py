@@ -21,7 +21,8 @@ DEVICES = "devices.json"  # in a run folder
 @dataclass(frozen=True)
 class Device:
     """A device with what the study's anchor trial measured there, a number for each round: its median latencies alone
-    and beside the others, in seconds, and, where it measured both in turns in one process, the `ratios` beside / alone.
+    and beside the others of its host, in seconds (no `beside` where it has the host to itself), and, where it measured
+    both in turns in one process, the `ratios` beside / alone.
     """
 
     place: str
@@ -43,13 +44,14 @@ class Devices:
 
     @property
     def speedups(self) -> dict[str, stats.Speedup]:
-        """How many times as fast each place is beside the others as alone, judged as one family."""
+        """How many times as fast each place that has others beside it is so as alone, judged as one family."""
+        timed = [d for d in self.devices if d.beside or d.ratios]
         family = [
             stats.paired([-math.log(ratio) for ratio in d.ratios]) if d.ratios else stats.unpaired(d.beside, d.alone)
-            for d in self.devices
+            for d in timed
         ]
         rule = stats.Rule(self.equivalent / 100)
-        return dict(zip((d.place for d in self.devices), stats.decide_family(family, rule), strict=True))
+        return dict(zip((d.place for d in timed), stats.decide_family(family, rule), strict=True))
 
     @property
     def disturbed(self) -> dict[str, stats.Speedup]:

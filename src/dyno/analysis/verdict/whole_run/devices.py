@@ -36,7 +36,9 @@ def _company(found: Devices) -> str:
     """Whether devices worked side by side, and how much slower they are so than alone."""
     if not found.side_by_side:
         by = f" ({found.anchor}: {_each(found.disturbed)})" if found.disturbed else ""
-        return f"Blocks were measured one at a time: devices beside each other were slower than alone{by}."
+        return f"Blocks were measured one at a time where devices were slower beside each other than alone{by}."
+    if found.devices and not found.speedups:
+        return "Devices worked side by side: each has a host of its own."
     certain = {place: one for place, one in found.speedups.items() if one.verdict == stats.SLOWER}
     if certain:
         equal = f"up to {found.equivalent:g} % count as equal"
