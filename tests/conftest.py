@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import HealthCheck, settings
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import yolo_small` works in every import mode of pytest
 
@@ -30,6 +31,9 @@ from yolo_small import Trained, trained
 
 # As where Dyno imports OpenVINO, for tests that import it first: it would send usage data with each conversion.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
+# How long an example takes depends on the machine, and one that fails is to fail again, here and anywhere.
+settings.register_profile("dyno", deadline=None, derandomize=True, suppress_health_check=[HealthCheck.too_slow])
+settings.load_profile("dyno")
 ROOT = Path(__file__).resolve().parents[1]
 QUICK = Plan(boundaries=("model", "all"), warmup_s=0.02, seconds=0.04, min_samples=5, rounds=1, timeout_s=1200.0)
 PROCESSORS = os.sched_getaffinity(0)

@@ -151,7 +151,7 @@ words = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=6
 positive = st.floats(1e-9, 1e9)
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(models=st.lists(words, min_size=1), env=st.dictionaries(words, words, max_size=2), seconds=positive, name=words)
 def test_any_study_comes_back_from_its_own_toml(
     models: list[str], env: dict[str, str], seconds: float, name: str

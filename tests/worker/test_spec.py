@@ -84,7 +84,7 @@ recipes: st.SearchStrategy[Recipe] = st.deferred(
 )  # fmt: skip
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.builds(Trial, models, text, text, sizes, options, st.none() | recipes))
 def test_any_trial_comes_back_the_same(trial: Trial) -> None:
     back = there_and_back(trial)

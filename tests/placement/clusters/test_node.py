@@ -7,12 +7,14 @@ import subprocess
 import sys
 import tarfile
 import tempfile
+from functools import partial
 from pathlib import Path
 
 import pytest
 
 from dyno.placement.clusters import node as nodes
-from dyno.placement.clusters.node import News, Node, mirror, whole
+from dyno.placement.clusters.node import News, Node, mirror, unpack, whole
+from dyno.worker.spec import UserError
 
 HOLDER = """
 import sys, time; from dyno.placement.clusters import node
@@ -75,10 +77,15 @@ def test_a_killed_command_leaves_no_half_of_a_file(tmp_path: Path, monkeypatch: 
     assert {name: (here / name).read_text() for name in names} == {name: name for name in names}
 
 
-def test_nothing_is_written_beyond_the_folder(tmp_path: Path) -> None:
-    written = io.BytesIO()
+@pytest.mark.parametrize("name", ["../beyond", "{folder}/beyond", "link/beyond", "r0"])
+def test_nothing_is_written_beyond_the_folder(name: str, tmp_path: Path) -> None:
+    about, written = tarfile.TarInfo(name.format(folder=tmp_path)), io.BytesIO()
+    about.type = tarfile.DIRTYPE if name == "r0" else tarfile.REGTYPE
     with tarfile.open(fileobj=written, mode="w") as tar:
-        tar.addfile(tarfile.TarInfo("../beyond"), io.BytesIO())
-    with pytest.raises(tarfile.FilterError):
-        mirror(News(written.getvalue(), (), None), tmp_path / "here")
-    assert not (tmp_path / "beyond").exists()
+        tar.addfile(about, io.BytesIO())
+    (tmp_path / "here").mkdir()
+    (tmp_path / "here" / "link").symlink_to(tmp_path)
+    for write in (partial(mirror, News(written.getvalue(), (), None)), partial(unpack, written.getvalue())):
+        with pytest.raises(UserError, match="is not a file of its block's folder"):
+            write(tmp_path / "here")
+    assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "link"]

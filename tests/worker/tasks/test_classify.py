@@ -27,7 +27,7 @@ SCORES = hnp.arrays(
 )
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(SCORES, st.integers(1, 12))
 def test_the_same_as_a_stable_sort(scores: np.ndarray, k: int) -> None:
     index, best = ranked(scores, k)
