@@ -5,6 +5,7 @@ It can misbehave: describe itself as anything, and answer batches with an error 
 from __future__ import annotations
 
 import json
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -86,6 +87,14 @@ class Handler(BaseHTTPRequestHandler):
 
     def log_message(self, *_: object) -> None:
         pass
+
+
+@contextmanager
+def refusing() -> Iterator[str]:
+    """The URL of a port at which nothing answers, and at which no other program's server can begin to."""
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        yield f"http://127.0.0.1:{held.getsockname()[1]}"
 
 
 @contextmanager

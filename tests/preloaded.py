@@ -215,7 +215,7 @@ def _serve(path: str, libraries: Sequence[str]) -> None:
             elif key.fileobj == own:
                 os.read(own, 4096)
                 _reap(running, selector)
-            else:  # who asked for it is gone: so is it
+            elif key.fileobj in running.values():  # else it has ended just now; who asked for it is gone: so is it
                 selector.unregister(key.fileobj)
                 _kill(next(pid for pid, client in running.items() if client is key.fileobj))
 
@@ -313,12 +313,13 @@ def _reap(running: dict[int, socket.socket], selector: selectors.BaseSelector) -
 def _fork(client: socket.socket, server: socket.socket) -> int:
     length, files, _, _ = socket.recv_fds(client, 8, MOST_FILES)
     count, told = int.from_bytes(length, "big"), b""
-    while len(told) < count:
-        told += client.recv(count - len(told))
+    while len(told) < count and (more := client.recv(count - len(told))):  # else who asks is gone
+        told += more
     if pid := os.fork():
         for file in files:
             os.close(file)
-        client.sendall(b"%d\n" % pid)
+        with contextlib.suppress(BrokenPipeError):
+            client.sendall(b"%d\n" % pid)
         return pid
     code = 1
     try:

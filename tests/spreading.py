@@ -54,6 +54,13 @@ def blocks() -> list[psutil.Process]:
     return [p for p in psutil.process_iter(["cmdline"]) if MODULE in (p.info["cmdline"] or ())]
 
 
+def kill(process: psutil.Process) -> None:
+    """Kill the process with all that it started, of which some may end at that by themselves."""
+    for one in [process, *process.children(recursive=True)]:
+        with suppress(psutil.NoSuchProcess):
+            one.kill()
+
+
 @contextmanager
 def environments() -> Iterator[list[dict[str, str]]]:
     """What the processes of blocks have around them while the block is entered, of each moment at which one ran."""

@@ -166,7 +166,7 @@ def test_masks_and_boxes_of_a_run(network: Network, tmp_path: Path) -> None:
     model, data, plan = network.model, network.data, Plan(boundaries=(), rounds=1)
     trial = Trial(model, "pytorch", "fp32", Dims(5, SIZE, SIZE), data=data, runtime=Runtime(threads=1), plan=plan)
     for each in (trial, replace(trial, dims=replace(trial.dims, batch=8))):
-        record = launch(Job("run", each.runtime, each), tmp_path / "trials" / each.id / "r0", 300)
+        record = launch(Job("run", each.runtime, each), tmp_path / "trials" / each.id / "r0", 1200)
         assert record.status == "ok", record.reason
         assert {"preprocess", "inference", "postprocess", "pipeline"} <= {m.tag for m in record.measurements}
     (tmp_path / "truth").mkdir()

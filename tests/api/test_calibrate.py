@@ -34,7 +34,8 @@ FAKE: dict[str, Any] = {
     "threads": 1, "minutes": 30.0, "rounds": 5, "layout": COARSE, "quiet": True,
 }  # fmt: skip
 
-# A builder whose builds differ, by more than a busy machine can: every second one runs ten times as long.
+# A builder whose builds differ, by more than a busy machine can: every second one runs a thousand times as long. A run
+# that is taken off the processor takes tens of milliseconds, however short it is, so most of the short ones aren't.
 DRAWN = """
 import hashlib
 from pathlib import Path
@@ -62,7 +63,7 @@ class Engine(Fake):
 
     def load(self, trial, artifact):
         session = super().load(trial, artifact)
-        session.latency_s *= 1.0 if int(Path(artifact.path).read_text()) % 2 else 10.0
+        session.latency_s *= 1.0 if int(Path(artifact.path).read_text()) % 2 else 1000.0
         return session
 """
 
@@ -113,7 +114,7 @@ def test_builds_are_part_of_the_noise(
     (tmp_path / "uneven.py").write_text(DRAWN)
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    given = {**FAKE, "backend": "uneven:Engine@latency_ms=2", "rounds": 3}
+    given = {**FAKE, "backend": "uneven:Engine@latency_ms=0.1", "rounds": 3}
     found = dyno.calibrate("fake:net", builds=True, **given)
     assert found.stored.builds and len(found.rounds) == 3
     logs = [pair.log for pair in found.pairs(0.0)]

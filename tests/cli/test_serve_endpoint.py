@@ -102,7 +102,8 @@ def test_no_server_and_no_such_model_are_one_line() -> None:
         with pytest.raises(UserError, match="has no model 'other'") as caught:
             ENDPOINT.load(trial(url, "other"), None)
         assert "\n" not in str(caught.value)
-    with pytest.raises(UserError, match=f"no server of KServe's protocol v2 answers at {url}: .*; check that it runs"):
+    said = "no server of KServe's protocol v2 answers at {}: .*; check that it runs"
+    with kserve_server.refusing() as url, pytest.raises(UserError, match=said.format(url)):
         ENDPOINT.load(trial(url), None)
     with pytest.raises(UserError, match="write http://HOST:PORT"):
         ENDPOINT.load(trial("localhost:8000"), None)
@@ -171,9 +172,8 @@ def test_a_request_in_vain_is_one_line(settings: dict[str, Any], said: str) -> N
 @needs_client
 @pytest.mark.slow
 def test_a_server_that_is_not_there_ends_as_its_row(call: Call) -> None:
-    with kserve_server.running() as (url, _):
-        pass
-    code, _, errors = call("serve-test", "net", "--endpoint", url, *SHORT)
+    with kserve_server.refusing() as url:
+        code, _, errors = call("serve-test", "net", "--endpoint", url, *SHORT)
     assert code == 3 and f"protocol v2 answers at {url}" in errors and "Traceback" not in errors
 
 

@@ -34,24 +34,25 @@ def facts(folder: Path) -> list[ServeFacts]:
 
 
 def test_given_rates_are_measured_and_shown_again(call: Call, tmp_path: Path) -> None:
-    words = ("--backends", "fake@latency_ms=1", "--batch", 4, "--rate", "50,20000", "--duration", "1s", "--p99", "10s")
+    words = ("--backends", "fake@latency_ms=10", "--batch", 4, "--rate", "50,1000", "--duration", "1s", "--p99", "10s")
     code, out, errors = call("serve-test", *FAKE, *words)
     assert code == 0, errors
     assert "p99 <= 10.0 s" in out and "was due, never from when it was sent" in out
     (found,) = facts(tmp_path / "run")
-    assert [step.rate for step in found.steps] == [50, 20000] and found.rungs == (1, 2, 4)
+    assert [step.rate for step in found.steps] == [50, 1000] and found.rungs == (1, 2, 4)
     slow, fast = found.steps
     assert slow.verdict == "too few requests" and not slow.unstable
     assert "50.0 requests/s came for too short a time: 50 requests, and p99 needs 662, so at least 13 s" in out
-    assert fast.verdict == "unstable" and fast.unstable, "a batch of four in 1 ms is 4,000 requests/s at most"
+    assert fast.verdict == "unstable" and fast.unstable, "a batch of four in 10 ms is 400 requests/s at most"
     assert "more requests come than are answered" in out
     code, shown, _ = call("show", "run")
     assert code == 0 and shown in out, "the same tables and sentences, without what the trials' table makes of it"
     code, out, _ = call("show", "run", "--table", "serve-rates", "--format", "json")
     rows = json.loads(out)["rows"]
-    assert code == 0 and [row["rate"] for row in rows] == [50, 20000]
-    assert rows[0]["p99_s"] is None and rows[0]["p50_s"] >= 0.001 <= rows[0]["compute_s"]
-    assert rows[1]["served"] < 4000 and rows[1]["mean_batch"] > 3
+    assert code == 0 and [row["rate"] for row in rows] == [50, 1000]
+    assert rows[0]["p99_s"] is None and rows[0]["p50_s"] >= 0.01 <= rows[0]["compute_s"]
+    # The hundred that don't count come first, and are answered within two seconds on a slow machine, too.
+    assert rows[1]["served"] < 500 and rows[1]["mean_batch"] > 3, "400, and the batch that ends first"
     code, out, errors = call("report", "run")
     assert code == 0, errors
     assert (tmp_path / "run/charts/serve-latency.png").is_file()

@@ -9,8 +9,10 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import pairwise
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -104,6 +106,7 @@ class Frozen(Progress):
         """See `Progress.tick`."""
         if "in turns" in stage and not self.ticks_used:
             workers = [p for p in psutil.Process().children() if "main.py" in " ".join(p.cmdline())]
+            _until(lambda: all(p.status() == psutil.STATUS_STOPPED for p in workers), 300)  # as a signal has been sent
             before = [_ticks(p.pid) for p in workers]
             time.sleep(self.span)
             self.ticks_used = [_ticks(p.pid) - b for p, b in zip(workers, before, strict=True)]
@@ -122,7 +125,8 @@ def test_who_waits_takes_no_processor(study: Studies, tmp_path: Path) -> None:
 
 
 BACKENDS = """
-import os, time
+import os, sys, time
+from pathlib import Path
 import psutil
 from dyno.worker.backends.fake import Fake, FakeSession
 from dyno.worker import jobs
@@ -139,9 +143,12 @@ class Late(Fake):
 class Session(FakeSession):
     def run(self, slot=0):
         super().run(slot)
+        if "after" not in self.options or "time" not in Path(sys.argv[1], "stage").read_text():
+            return
         self.runs = getattr(self, "runs", 0) + 1
-        if self.runs > self.options.get("after", 1e9):
+        if self.runs > self.options["after"]:
             if self.options.get("hang"):
+                Path(sys.argv[1], "hangs").touch()
                 time.sleep(3600)
             os.abort()
 
@@ -151,7 +158,7 @@ LATE = Late()
 
 @pytest.fixture
 def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    """A backend that crashes or hangs after so many runs, as a module of its own."""
+    """A backend that crashes or hangs after so many timed runs, as a module of its own."""
     (tmp_path / "late_backend.py").write_text(BACKENDS)
     monkeypatch.syspath_prepend(str(tmp_path))
     monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
@@ -159,11 +166,11 @@ def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
 
 
 def test_a_crash_in_a_block_is_one_row(study: Studies, tmp_path: Path, late: str) -> None:
-    # Some runs to warm up, at most fifteen in 20 ms, and at most 25 in each block of 50 ms: it gets into the blocks.
-    run(study(SLOW, FAST, f"{late}@latency_ms=2@after=60", seconds=1.0), tmp_path / "run")
+    # A block has two runs at least, of which one doesn't count, and there are three blocks however long they take.
+    run(study(SLOW, FAST, f"{late}@latency_ms=2@after=3"), tmp_path / "run")
     records = stored(tmp_path / "run")
-    assert {key[0]: r["status"] for key, r in records.items()} == {"4": "ok", "2": "ok", "60": "crashed"}
-    crashed = records["60", "r0"]
+    assert {key[0]: r["status"] for key, r in records.items()} == {"4": "ok", "2": "ok", "3": "crashed"}
+    crashed = records["3", "r0"]
     assert crashed["stage"] == "time model" and "SIGABRT" in crashed["reason"]
     counts = {len(r["facts"]["blocks"]["model"]) for r in records.values() if r["status"] == "ok"}
     assert len(counts) == 1 and counts.pop() >= 3
@@ -232,8 +239,15 @@ def test_what_is_added_later_takes_turns_with_its_reference(study: Studies, tmp_
 
 
 @pytest.mark.slow
-def test_a_hang_is_one_row_and_only_its_own_time_counts(study: Studies, tmp_path: Path, late: str) -> None:
-    run(study(SLOW, FAST, f"{late}@latency_ms=2@after=20@hang=true", timeout=10.0), tmp_path / "run")
+def test_a_hang_is_one_row_and_only_its_own_time_counts(
+    study: Studies, tmp_path: Path, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Hours pass for the conductor once it hangs, however long all take to get there.
+    def monotonic() -> float:
+        return time.monotonic() + 1e4 * any(tmp_path.glob("run/trials/*/r0/hangs"))
+
+    monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=time.sleep, monotonic=monotonic))
+    run(study(SLOW, FAST, f"{late}@latency_ms=2@after=3@hang=true", timeout=1200.0), tmp_path / "run")
     assert {key[0]: r["status"] for key, r in stored(tmp_path / "run").items()} == {
         "4": "ok", "2": "ok", "True": "timeout",
     }  # fmt: skip
@@ -261,7 +275,13 @@ def test_killing_the_parent_leaves_no_process(tmp_path: Path) -> None:
     finally:
         parent.send_signal(signal.SIGKILL)
         parent.wait()
-    _until(lambda: not any(p.is_running() and p.status() != psutil.STATUS_ZOMBIE for p in everyone), 60)
+    _until(lambda: not any(map(_runs, everyone)), 300)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # it may end between the two questions
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
 
 
 def _workers(parent: int, status: str) -> list[psutil.Process]:

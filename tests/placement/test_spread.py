@@ -134,12 +134,13 @@ def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice
     while not (kept := [*folder.glob("blocks/*/trials/*/*/record.json")]):
         assert driver.poll() is None, "the driver has a block measured first"
         time.sleep(0.05)
+    driver.send_signal(signal.SIGSTOP)  # so that it neither ends nor moves what was measured before it is killed
     children = psutil.Process(driver.pid).children(recursive=True)
     with pytest.raises(UserError, match="is in use by another dyno"):
         spread.run(study, folder, Progress(quiet=True))
     os.kill(driver.pid, signal.SIGKILL)
     driver.wait()
-    assert not psutil.wait_procs(children, timeout=60)[1], "none goes on without the driver"
+    assert not psutil.wait_procs(children, timeout=300)[1], "none goes on without the driver"
 
     before = {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in kept}
     spread.run(study, folder, Progress(quiet=True))

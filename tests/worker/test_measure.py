@@ -125,8 +125,9 @@ def test_samples_are_seconds_of_one_inference(clock: Clock) -> None:
 
 
 def test_real_time_is_measured() -> None:
+    begin = time.perf_counter()
     found = measure.latency(measure.step(Scripted(0.005), "model", FEEDS), PLAN)
-    assert 0.005 <= np.median(found.samples) < 0.05
+    assert found.samples.min() >= 0.005 and found.samples.sum() <= time.perf_counter() - begin
 
 
 @pytest.mark.parametrize(("interval", "stopped"), [(0.05, "interval"), (0.0005, "seconds")])

@@ -24,13 +24,13 @@ from dyno.datasets.rows import Timed
 from dyno.worker.spec import Preprocess
 
 COUNT = 100
-SLOW = """
+SLOW = f"""
 import os, sys, time; from pathlib import Path
 from dyno import datasets; from dyno.datasets import decode; from dyno.worker.spec import Preprocess
 decode.FEW_CORES, decode.WORTH_S = 0, 0.0
-os.sched_getaffinity = lambda _: {0, 1}
+os.sched_getaffinity = lambda _: {{0, 1}}
 cache = Path(sys.argv[2])
-options = {"on_unreadable": "skip", "progress": lambda *_: time.sleep(0.05)}
+options = {{"on_unreadable": "skip", "progress": lambda done, _: time.sleep(3600 * (done > {COUNT // 2}))}}
 datasets.load(Path(sys.argv[1]), cache, (48, 48), Preprocess(), **options)
 """
 

@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ pytestmark = [
     pytest.mark.skipif(system.physical_cores() < 2, reason="two nodes need two physical cores"),
 ]
 Studies = Callable[..., Study]
+NODES_S = 600  # that nodes may take to start
 
 
 @pytest.fixture(scope="module")
@@ -39,7 +41,7 @@ def cluster() -> Iterator[Any]:
             patch.setenv(name, value)
         two = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False})
         two.add_node(num_cpus=1)
-        two.wait_for_nodes()
+        two.wait_for_nodes(NODES_S)
         yield two
         two.shutdown()
 
@@ -81,7 +83,7 @@ def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(
     fake_study: Studies, tmp_path: Path, cluster: Any
 ) -> None:
     third, gone = cluster.add_node(num_cpus=1), []
-    cluster.wait_for_nodes()
+    cluster.wait_for_nodes(NODES_S)
 
     def kill(place: str, line: str) -> None:
         if place.endswith("#3") and " ok " in line and not gone:
@@ -109,7 +111,7 @@ def _anywhere(about: Any, count: int, taken: Any, host: Any) -> Any:
 
 def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
     third = cluster.add_node(num_cpus=1)
-    cluster.wait_for_nodes()
+    cluster.wait_for_nodes(NODES_S)
     cluster.remove_node(third, allow_graceful=False)
     with ray_cluster.places(cluster.address, "cpu") as places:  # Ray still lists it
         assert len(places) == 2
@@ -149,14 +151,22 @@ def test_a_command_that_is_terminated_while_ray_starts_says_so_in_one_line(fake_
     (tmp_path / "study.toml").write_text(fake_study(on="ray=local").to_toml())
     words = [sys.executable, "-m", "dyno", "run", str(tmp_path / "study.toml"), "--out", str(tmp_path / "run")]
     command = subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    started = psutil.Process(command.pid)
-    while not any("gcs_server" in child.name() for child in started.children()):
+    while not any("gcs_server" in name for name in _children(command.pid)):
         assert command.poll() is None, "Ray begins to start first"
         time.sleep(0.01)
     command.terminate()
     _, said = command.communicate(timeout=600)
     assert command.returncode == 130
     assert said.splitlines() == ["dyno: stopped; what was measured is stored, the same command continues from there"]
+
+
+def _children(pid: int) -> list[str]:
+    """The names of the processes that it started, and that haven't just ended."""
+    names = []
+    for child in psutil.Process(pid).children():
+        with suppress(psutil.Error):
+            names.append(child.name())
+    return names
 
 
 @pytest.mark.parametrize(

@@ -51,7 +51,7 @@ def test_a_gpu_that_is_not_there_is_unavailable() -> None:
 @pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is an NVIDIA GPU")
 def test_as_a_job_it_leaves_a_record_with_a_reason(tmp_path: Path) -> None:
-    record = launch(Job("peak", Runtime(device="cuda:0")), tmp_path / "peak", 60)
+    record = launch(Job("peak", Runtime(device="cuda:0")), tmp_path / "peak", 1200)
     assert (record.status, record.stage) == ("skipped", "peak")
     assert "NVIDIA GPU" in record.reason
 

@@ -76,7 +76,7 @@ def test_the_images_can_be_read_from_the_start_again(digits: Any) -> None:
 def test_its_files_are_right_and_build(digits: Any, tmp_path: Path, precision: str, kind: str) -> None:
     step = asked(digits, precision, quantizer="modelopt")
     job = Job("make", Runtime("modelopt", PYTHON, threads=2), recipe=step, artifact=digits.artifact)
-    record = launch(job, tmp_path / "job", 300)
+    record = launch(job, tmp_path / "job", 1200)
     assert record.status == "ok", record.reason
     made = record.artifact
     assert made is not None and made.precision == precision == read_precision(made.path)
