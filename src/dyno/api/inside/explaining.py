@@ -27,6 +27,7 @@ from dyno.api.inside.trying import Tried
 from dyno.api.take import find, measured_file
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import one_model
+from dyno.store import check_writable
 from dyno.study import Choice, Study
 from dyno.worker.facts.inside import MODULES, Inside
 from dyno.worker.record import write_text
@@ -118,7 +119,7 @@ def check_saved(path: Path) -> None:
     if path.suffix not in SAVED:
         known = ", ".join(f"{ending} ({what})" for ending, what in SAVED.items())
         raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
-    files.check_writable(path)
+    check_writable(path)
 
 
 def explain(
