@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.files import MadeBy
+from dyno.worker.onnx_graph import calls
 from dyno.worker.spec import Artifact, Recipe
 
 WHOLE = 2**31 - 2**26  # bytes of weights that a protobuf file has room for
@@ -134,10 +135,8 @@ def _functions(model: Any) -> str:
     """Inline the file's own functions, which OpenVINO and TensorRT don't read; ONNX Runtime treats both forms alike."""
     if not model.functions:
         return ""
-    import onnx.inliner
-
     names = ", ".join(f"{function.domain}.{function.name}" for function in model.functions)
-    model.CopyFrom(onnx.inliner.inline_local_functions(model))
+    model.CopyFrom(calls.in_line(model))
     return f"the file's own functions were put in line, which not every engine reads: {names[:200]}"
 
 
