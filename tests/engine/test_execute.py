@@ -164,26 +164,6 @@ def test_a_refusal_is_a_row_until_its_reason_is_gone(fake_study: Studies, tmp_pa
     assert statuses(tmp_path) == {"fp32": ["ok"]}
 
 
-def test_a_round_with_a_damaged_record_is_archived_and_measured_again(fake_study: Studies, tmp_path: Path) -> None:
-    run(fake_study(), tmp_path)
-    (path,) = tmp_path.glob("trials/*/r0/record.json")
-    path.write_text(cut := path.read_text()[:50])
-    assert len(run(fake_study(), tmp_path).began) == 1
-    assert statuses(tmp_path) == {"fp32": ["ok"]}
-    (kept,) = tmp_path.glob("archive/damaged/*/r0/record.json")
-    assert kept.read_text() == cut
-    assert run(fake_study(), tmp_path).began == []
-
-
-def test_a_record_of_a_newer_dyno_is_not_measured_over(fake_study: Studies, tmp_path: Path) -> None:
-    run(fake_study(), tmp_path)
-    (path,) = tmp_path.glob("trials/*/r0/record.json")
-    path.write_text(newer := json.dumps({**json.loads(path.read_text()), "schema": 99}))
-    with pytest.raises(UserError, match="was written by a newer Dyno"):
-        run(fake_study(), tmp_path)
-    assert path.read_text() == newer
-
-
 def test_the_folder_says_what_it_holds(fake_study: Studies, tmp_path: Path) -> None:
     study = fake_study(backends=("fake@noise=0.1",), batches=(1, 2))
     run(study, tmp_path)
