@@ -27,6 +27,7 @@ class Handler(BaseHTTPRequestHandler):
     binary = False
     shape = (-1, 3, 4)
     described: object = None  # in place of the model's description
+    mute = ""  # the path of what is never answered
     takes = 0.0  # seconds for each batch
     most = 100  # batches at once; those beyond are refused
     lacking = False  # no output is in an answer
@@ -38,6 +39,9 @@ class Handler(BaseHTTPRequestHandler):
     places: threading.Semaphore
 
     def do_GET(self) -> None:
+        if self.path == self.mute:
+            self.rfile.read(1)  # until the client goes away
+            return
         described = [{"name": "x", "datatype": "FP32", "shape": self.shape}]
         answers: dict[str, Any] = {
             "/v2": {"name": "test", "version": "1", "extensions": ["binary_tensor_data"] if self.binary else []},

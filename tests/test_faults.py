@@ -229,6 +229,28 @@ def test_damaged_rounds_are_measured_again(call: Call, tmp_path: Path) -> None:
     assert first.read_bytes() == kept and np.all(read_npz(samples)["latency_model"] > 0)
 
 
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_a_damaged_record_is_the_same_to_every_command(call: Call, tmp_path: Path) -> None:
+    words = [*FAKE, *SHORT, "--out", tmp_path / "run"]
+    assert call(*words)[0] == 0
+    first, second = sorted((tmp_path / "run").glob("trials/*/r*/record.json"))
+    kept, whole = first.read_bytes(), second.read_text()
+    stored = json.loads(whole)
+    for number, text in enumerate((
+        whole[: len(whole) // 2], "[1]", json.dumps({k: v for k, v in stored.items() if k != "status"}),
+        json.dumps(stored | {"measurements": "none"}),
+    ), start=1):  # fmt: skip
+        second.write_text(text)
+        code, out, err = call("show", tmp_path / "run")
+        assert code == 0 and FAKE[1].partition(":")[2] in out, "the other round has its row"
+        assert f"{second} is damaged (" in err and "the same `dyno run` measures this round again" in err
+        code, _, err = call(*words)
+        assert code == 0 and "r1/record.json is damaged, so that round is measured again" in " ".join(err.split())
+        assert first.read_bytes() == kept and json.loads(second.read_text())["status"] == "ok"
+        archived = [path.read_text() for path in (tmp_path / "run").glob("archive/damaged/*/*/record.json")]
+        assert len(archived) == number and text in archived
+
+
 def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("onnx", "torch", "openvino", "safetensors", "av"):
         pytest.importorskip(library)

@@ -114,6 +114,22 @@ def sha256_of(path: Path) -> str:
     return hashed.hexdigest()
 
 
+def check_writable(path: Path, *, making: bool = False) -> None:
+    """A `UserError` where no file can be made there; with `making`, folders above it are made when it is written.
+
+    By an empty file beside it: what permissions say isn't all that decides.
+    """
+    beside = path.absolute().parent
+    while making and not beside.exists():
+        beside = beside.parent
+    try:
+        tempfile.TemporaryFile(dir=beside).close()
+    except OSError as e:
+        raise UserError(f"{path} can't be written ({e.strerror}); give a file in another folder") from e
+    if path.is_dir():
+        raise UserError(f"{path} is a folder; give a file to save to")
+
+
 def copy(source: Path, out: Path) -> None:
     """Copy a file with what belongs to it to where the user wants it."""
     out.parent.mkdir(parents=True, exist_ok=True)

@@ -52,6 +52,8 @@ def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -
     )
     assert refused("build", onnx_file, "-o", "x.xml", "--size", "16").startswith("the file's image size is fixed")
     assert refused("export", onnx_file, "-o", onnx_file).startswith(f"{onnx_file} is the model itself; give another")
+    for command, name in (("export", "/proc/none/out.onnx"), ("build", "/proc/none/out.xml")):
+        assert refused(command, onnx_file, "-o", name).startswith(f"{name} can't be written (")
     assert "no input 'x'; its inputs: input" in refused(*usual, "--shapes", "x:2x3x8x8")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import builtins
 from collections.abc import Callable
 from dataclasses import replace
+from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,10 @@ import pytest
 
 import dyno
 import kserve_server
+from dyno.worker.backend import Session
+from dyno.worker.backends import inference_server
 from dyno.worker.backends.inference_server import ENDPOINT
+from dyno.worker.serve.instances import Instances
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, Trial, Unanswered, Unavailable, UserError
 
@@ -33,6 +37,10 @@ def {kserve_server.MODEL}():
 needs_client = pytest.mark.skipif(
     find_spec("tritonclient") is None, reason="no tritonclient (pip install 'inference-dyno[serve]')"
 )
+
+
+def tritonclient() -> Any:
+    return import_module("tritonclient.http")
 
 
 def trial(url: str, name: str = kserve_server.MODEL) -> Trial:
@@ -109,6 +117,44 @@ def test_no_server_and_no_such_model_are_one_line() -> None:
         ENDPOINT.load(trial("localhost:8000"), None)
     with pytest.raises(UserError, match=r"write http://HOST:PORT or .* \(Port out of range"):
         ENDPOINT.load(trial("http://127.0.0.1:99999"), None)
+
+
+@needs_client
+@pytest.mark.parametrize(("mute", "says"), [
+    ("/v2", "no server of KServe's protocol v2 answers at {url}: nothing came within 0.2 s; check that it runs"),
+    (f"/v2/models/{kserve_server.MODEL}", "{url} says nothing of model 'adder' within 0.2 s; check that it is loaded"),
+])  # fmt: skip
+def test_a_server_that_hangs_is_noticed_at_the_first_contact(
+    mute: str, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    limits = []
+
+    class Client(tritonclient().InferenceServerClient):  # type: ignore[misc]
+        def __init__(self, *words: Any, **settings: Any) -> None:
+            limits.append(settings)
+            super().__init__(*words, **settings)
+
+    monkeypatch.setattr(tritonclient(), "InferenceServerClient", Client)
+    with kserve_server.running() as (url, _):
+        ENDPOINT.load(trial(url), None).close()
+    first, own = limits
+    assert set(first.values()) == {inference_server.FIRST_S} and not own, "requests of the load have another limit"
+    monkeypatch.setattr(inference_server, "FIRST_S", 0.2)
+    with kserve_server.running(mute=mute) as (url, _), pytest.raises(UserError) as caught:
+        ENDPOINT.load(trial(url), None)
+    assert str(caught.value) == says.format(url=url)
+
+
+def test_what_cannot_be_loaded_is_tried_once() -> None:
+    tried = []
+
+    def load(of: Trial) -> Session:
+        tried.append(of.dims.batch)
+        raise UserError("nothing came")
+
+    with pytest.raises(UserError, match="nothing came"):
+        Instances(replace(trial("http://127.0.0.1:1"), dims=Dims(8, 0, 0)), [1, 2, 4, 8], load, lambda *_: (), 1)
+    assert tried == [8]
 
 
 @needs_client

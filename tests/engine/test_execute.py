@@ -164,14 +164,6 @@ def test_a_refusal_is_a_row_until_its_reason_is_gone(fake_study: Studies, tmp_pa
     assert statuses(tmp_path) == {"fp32": ["ok"]}
 
 
-def test_a_damaged_record_is_named(fake_study: Studies, tmp_path: Path) -> None:
-    run(fake_study(), tmp_path)
-    (path,) = tmp_path.glob("trials/*/r0/record.json")
-    path.write_text(path.read_text()[:50])
-    with pytest.raises(UserError, match=r"record\.json is damaged"):
-        run(fake_study(), tmp_path)
-
-
 def test_the_folder_says_what_it_holds(fake_study: Studies, tmp_path: Path) -> None:
     study = fake_study(backends=("fake@noise=0.1",), batches=(1, 2))
     run(study, tmp_path)

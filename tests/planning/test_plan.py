@@ -179,7 +179,7 @@ def test_files_are_known_by_content_wherever_they_lie(fake_study: Studies, tmp_p
     ("source", "fields", "message"),
     [
         ("best.pt", {}, "best.pt is not a model file (.onnx, .xml, .engine, .plan); weights need"),
-        ("nets/resnet18", {}, "nets/resnet18 is not a model file (.onnx"),
+        ("nets/resnet18", {}, "there is no file or folder nets/resnet18; give a model such as torchvision:resnet18, a"),
         ("yolov8n.yaml", {}, "model 'yolov8n.yaml' has no source prefix; did you mean ultralytics:"),
         (
             "resnet18",

@@ -99,6 +99,12 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Call, t
 
     code, _, said = call(*words[:-2])
     assert code == 0 and "trained already" in said
+    record = Path("run/record.json")
+    whole = record.read_text()
+    record.write_text(whole[:40])
+    code, _, said = call(*words[:-2])
+    assert code == 2 and "record.json is damaged (" in said and "or remove run to train again" in said
+    record.write_text(whole)
     code, _, said = call(*words[:-2], "--lr", "0.1")
     assert (code, said.count("\n")) == (2, 1)
     assert "began with lr 0.005 (now 0.1); give another --out" in said

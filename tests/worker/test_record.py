@@ -60,10 +60,12 @@ def test_values_are_found_by_tag_and_boundary() -> None:
     assert RECORD.value("latency", "model") is None
 
 
-@pytest.mark.parametrize("text", ["", '{"status": "o', "\0\0\0"])
+@pytest.mark.parametrize("text", ["", '{"status": "o', "\0\0\0", "[1]", "{}", '{"status": "odd"}', '{"status": 1}'])
 def test_a_damaged_record_is_named(tmp_path: Path, text: str) -> None:
     (tmp_path / "record.json").write_text(text)
-    with pytest.raises(UserError, match=r"record.json is damaged \(.*\); remove that folder to measure it again"):
+    with pytest.raises(
+        UserError, match=r"record.json is damaged \(.*\); the same `dyno run` measures this round again"
+    ):
         read_record(tmp_path)
 
 

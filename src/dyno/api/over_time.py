@@ -12,8 +12,8 @@ from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.telemetry.over_time import quantities
-from dyno.api.inside.files import check_writable
 from dyno.api.take import find
+from dyno.store import check_writable
 from dyno.worker.record import write_text
 from dyno.worker.spec import UserError
 

@@ -13,7 +13,7 @@ from dyno.planning.defaults import one_model
 from dyno.planning.images import prepared
 from dyno.planning.interpreters import missing, runtime_of
 from dyno.planning.model_info import inspect_model, model_spec, sizes
-from dyno.store import copy
+from dyno.store import check_writable, copy
 from dyno.study import Choice, Study
 from dyno.worker import registry, system
 from dyno.worker.extras import install
@@ -33,6 +33,7 @@ def export(
         raise UserError(f"export writes {_suffixes(built=False)} files, not {out.name}; `dyno build` writes engines")
     if Path(model).is_file() and out.exists() and out.samefile(model):
         raise UserError(f"{out} is the model itself; give another file to write to")
+    check_writable(out, making=True)
     if target not in TARGETS:
         raise UserError(f"unknown target {target!r}; known: {', '.join(TARGETS)}")
     if opset and (allowed := find("onnxruntime").values["opset"](opset)):
@@ -89,6 +90,7 @@ def build(overrides: Overrides, model: str, out: Path, request: Build) -> int:
         )
     if Path(model).suffix == out.suffix:
         raise UserError(f"{model} is already a {out.suffix} file; give the model to build it from")
+    check_writable(out, making=True)
     engine = find(request.backend or file_format.builders[0])
     if engine.name not in file_format.builders:
         raise UserError(f"{engine.name} doesn't build {out.suffix} files; {' or '.join(file_format.builders)} does")

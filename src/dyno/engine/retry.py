@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import shutil
 from collections import Counter
-from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 from dyno.analysis.records.arrays import read_samples
+from dyno.engine.run_folder import archive_round
 from dyno.store import ROUND, Run, outside, versions, worker_code_sha256
 from dyno.worker import registry
 from dyno.worker.backend import Backend, Maker
-from dyno.worker.record import Record, read_json, read_record, write_json
+from dyno.worker.record import Damaged, Record, read_json, read_record, write_json
 from dyno.worker.spec import Recipe, Runtime, Trial, UserError
 
 MADE_WITH = "made-with.json"
@@ -47,7 +47,7 @@ def clear(run: Run, trials: list[Trial], all_failed: bool) -> list[str]:
         for folder in sorted(run.round_folder(trial, 0).parent.glob(f"{ROUND}[0-9]*")):
             try:
                 record = read_record(folder)
-            except UserError:  # damaged, which is reported where it is read
+            except UserError:  # damaged (see `clear_damaged`), or another Dyno's, which is said where it is needed
                 continue
             if record is None or record.status == "ok" or record.stage == "plan":
                 continue
@@ -58,17 +58,26 @@ def clear(run: Run, trials: list[Trial], all_failed: bool) -> list[str]:
 
 
 def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
-    """Remove successful rounds whose samples or outputs can't be read any more, so that they are measured again.
+    """Archive rounds whose record, samples or outputs can't be read any more, so that they are measured again.
     Returns what was done, in sentences."""
     notes = []
     for trial in trials:
-        for folder in sorted(run.round_folder(trial, 0).parent.glob("[rc][0-9]*")):
-            with suppress(OSError, ValueError):
-                record = read_json(folder / "record.json")
-                if record.get("status") == "ok" and (name := read_samples(folder)[1]):
-                    shutil.rmtree(folder)
-                    notes.append(f"{trial.label}: {folder.name}/{name} is damaged, so that round is measured again")
+        for folder in sorted(run.round_folder(trial, 0).parent.glob("[rct][0-9]*")):
+            if name := _damaged(folder):
+                said = f"{trial.label}: {folder.name}/{name} is damaged, so that round is measured again"
+                notes.append(f"{said}; what is left of it lies in {archive_round(run, folder)}")
     return notes
+
+
+def _damaged(folder: Path) -> str:
+    """The file of the round that can't be read any more, "" for none."""
+    try:
+        record = read_record(folder)
+    except Damaged:
+        return "record.json"
+    except UserError:
+        return ""
+    return read_samples(folder)[1] if record is not None and record.status == "ok" else ""
 
 
 def clear_stopped(run: Run, trials: list[Trial]) -> list[str]:

@@ -15,7 +15,7 @@ from dyno.store import Run, gpu_identity, sha256_of
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
-from dyno.worker.record import read_json, read_record, write_json, write_text
+from dyno.worker.record import Damaged, read_json, read_record, write_json, write_text
 from dyno.worker.spec import DECIDED, FIXED, NETWORK_FILES, SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
 
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
@@ -38,7 +38,7 @@ REPEATABLE = (
 # What a folder leaves out that was written before these settings had their defaults.
 EARLIER_DEFAULTS = {"until": FIXED, "turns": False}
 AXES = ("models", "backends", "precisions", "batches", "sizes")  # settings that a folder may have more values of
-ARCHIVE, REPLACED = "archive", "replaced"
+ARCHIVE, REPLACED, DAMAGED = "archive", "replaced", "damaged"
 
 
 @dataclass(frozen=True)
@@ -55,7 +55,10 @@ class Stored:
     @property
     def refused(self) -> str:
         """The status of a row that was never started, "" of any other."""
-        record = read_record(self.folder / "r0")
+        try:
+            record = read_record(self.folder / "r0")
+        except Damaged:  # it is measured again
+            return ""
         return record.status if record is not None and record.stage == "plan" else ""
 
 
@@ -301,17 +304,23 @@ def archive(run: Run, row: Path, name: str) -> None:
     _move(row, run.folder / name)
 
 
+def archive_round(run: Run, folder: Path) -> Path:
+    """Move a round that can't be read to the archive, where whatever is left of it stays; returns its place."""
+    return _move(folder, run.folder / ARCHIVE / DAMAGED / folder.parent.name)
+
+
 def _trials(count: int) -> str:
     return f"{count} trial{'s' * (count != 1)}"
 
 
-def _move(folder: Path, destination: Path) -> None:
-    """Move a trial's folder to `destination`; a name in use there gets a number."""
+def _move(folder: Path, destination: Path) -> Path:
+    """Move a folder to `destination`, and return its place; a name in use there gets a number."""
     destination.mkdir(parents=True, exist_ok=True)
     target, number = destination / folder.name, 2
     while target.exists():
         target, number = destination / f"{folder.name}-{number}", number + 1
     folder.rename(target)
+    return target
 
 
 def _models(run: Run, planned: list[Planned]) -> None:

@@ -18,7 +18,8 @@ from dyno.engine.turns import Group, Player, each_and_all
 from dyno.jobs import memory
 from dyno.jobs.progress import Progress
 from dyno.placement.places import Place, confined
-from dyno.worker.record import Record, read_json, read_record, write_json
+from dyno.store import good_record
+from dyno.worker.record import Record, read_json, write_json
 from dyno.worker.spec import SCHEMA, Artifact, Job, Plan, Trial
 
 ROUNDS = 3  # of fresh processes: with two, Student's t is 12.7 and not 4.3 times the error
@@ -147,4 +148,4 @@ def _complete(folder: Path, places: Sequence[Place], number: int) -> bool:
 
 def _stored(folder: Path, place: Place, number: int) -> Round:
     own = _own(folder, place, number)
-    return Round(own, number, read_record(own) or Record("failed"), place.device)
+    return Round(own, number, good_record(own) or Record("failed"), place.device)

@@ -107,15 +107,25 @@ def _no_model(source: str) -> str:
         return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
     if source.endswith(".ort"):
         return f"{source} is in ONNX Runtime's own format, which nothing else reads; give its original .onnx file"
-    if "/" in source or Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
+    if Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
         return (
             f"{source} is not a model file ({', '.join(registry.suffixes())}); weights need their network "
             f"(torchvision:resnet50 --weights {source}); a function is given as FILE.py:FUNCTION"
         )
+    if "/" in source:
+        return no_such(source)
     meant = " or ".join(
         shlex.join(f"{library}:{name}" for name in source.split(",")) for library in ("torchvision", "timm")
     )
     return f"model {source!r} has no source prefix; did you mean {meant}?"
+
+
+def no_such(path: str) -> str:
+    """The error for a path at which nothing is, where a model or a run is wanted."""
+    return (
+        f"there is no file or folder {path}; give a model such as torchvision:resnet18, a model's file "
+        f"({', '.join(registry.suffixes())}) or FILE.py:FUNCTION, or where a run is meant its folder, such as runs/demo"
+    )
 
 
 def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:

@@ -23,7 +23,7 @@ from dyno.training import split
 from dyno.training.display import CURVES, Row, TrainingView, chart, history
 from dyno.worker import registry, system
 from dyno.worker.facts.job import Trained
-from dyno.worker.record import Record, read_record, write_json
+from dyno.worker.record import Damaged, Record, read_record, write_json
 from dyno.worker.spec import FIXED, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 from dyno.worker.training.options import TrainOptions, options
 
@@ -176,7 +176,10 @@ def _finished(job: Job, folder: Path) -> Record | None:
         same = json.loads((folder / "job.json").read_text(encoding="utf-8")) == json.loads(json.dumps(to_json(job)))
     except (OSError, ValueError):
         return None
-    record = read_record(folder) if same else None
+    try:
+        record = read_record(folder) if same else None
+    except Damaged as e:
+        raise UserError(f"{e.what}; give another --out, or remove {folder} to train again") from e
     trained = record.facts.training if record is not None and record.status == "ok" else None
     return record if trained is not None and sha256_of(folder / trained.weights) == trained.sha256 else None
 

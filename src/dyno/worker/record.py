@@ -207,20 +207,32 @@ def check_schema(path: Path, data: Mapping[str, Any]) -> None:
     raise UserError(f"{path} was written by a newer Dyno (schema {schema}, this one reads {SCHEMA}); update Dyno")
 
 
+class Damaged(UserError):
+    """A record that was cut short, or isn't one; `what` says so without what to do."""
+
+    def __init__(self, path: Path, why: object) -> None:
+        self.what = f"{path} is damaged ({why})"
+        super().__init__(f"{self.what}; the same `dyno run` measures this round again")
+
+
 def read_record(folder: Path) -> Record | None:
-    """The record in the folder, or None when the job left none; one that can't be read is a `UserError`."""
+    """The record in the folder, or None when the job left none; `Damaged` where it can't be read, another `UserError`
+    where it is another Dyno's."""
     path = folder / "record.json"
     try:
         data = read_json(path)
     except FileNotFoundError:
         return None
     except ValueError as e:
-        raise UserError(f"{path} is damaged ({e}); remove that folder to measure it again") from e
+        raise Damaged(path, e) from e
     check_schema(path, data)
     try:
-        return from_json(Record, data)
+        record = from_json(Record, data)
     except UserError as e:
-        raise UserError(f"{path} is damaged ({e}); remove that folder to measure it again") from e
+        raise Damaged(path, e) from e
+    if record.status not in STATUSES:
+        raise Damaged(path, f"its status is {record.status!r}")
+    return record
 
 
 def one_line(e: BaseException) -> str:

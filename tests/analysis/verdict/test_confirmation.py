@@ -67,4 +67,4 @@ def test_a_damaged_confirmation_is_a_problem_of_its_own(tmp_path: Path) -> None:
     (made / "c0/record.json").write_text(json.dumps({"status": "odd", "schema": 2}))
     loaded = load(folder)
     assert loaded.trials[0].confirmations == [] and len(loaded.trials[0].rounds) == 3
-    assert "c0/record.json has an unknown status" in loaded.problems[0]
+    assert "c0/record.json is damaged (its status is 'odd')" in loaded.problems[0]

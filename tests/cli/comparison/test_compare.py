@@ -86,6 +86,7 @@ def test_one_after_the_other_is_said(call: Any, fake_study: Callable[..., Study]
         (["fake:a", "fake:b", "--fail-on", "slower=2%", "--tolerance", "0.1"], "contradict each other"),
         (["m.onnx@HEAD", "m.onnx"], "no git repository"),
         (["fake:a", "fake:b", "--junit", "."], "is a folder"),
+        (["fake:a", "fake:b", "--junit", "/proc/none/j.xml"], "/proc/none/j.xml can't be written ("),
     ],
 )
 def test_what_makes_no_sense_is_one_line(refused: Any, words: list[str], said: str) -> None:

@@ -182,6 +182,12 @@ def test_bad_input_is_one_line(refused: Refused, net: str, tmp_path: Path) -> No
     (tmp_path / "folder").mkdir()
     assert refused("explain", "folder", "a", "b").startswith("folder is not a run folder")
     assert refused("explain", "no.json").startswith("no.json can't be read")
+    for words in (("abc12", "def34"), ("pytorch", "openvino"), ("pytorch", "openvino", "--try"), ("a.onnx", "b.onnx")):
+        for run in ("runs/demoo", "demoo"):
+            said = refused("explain", run, *words)
+            assert said.startswith(f"there is no file or folder {run}; give a model such as torchvision:resnet18")
+            assert said.endswith("or where a run is meant its folder, such as runs/demo")
+    assert refused("compare", "runs/demoo", "runs/other").startswith("there is no file or folder runs/demoo; give")
     (tmp_path / "odd.json").write_text("[1]", encoding="utf-8")
     assert refused("explain", "odd.json") == "odd.json can't be read: it is not a JSON object"
 

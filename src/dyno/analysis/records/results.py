@@ -27,7 +27,7 @@ from dyno.analysis.records.stored import measured, read_job, read_round, read_se
 from dyno.worker import tasks
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.job import Facts
-from dyno.worker.record import STATUSES, Record
+from dyno.worker.record import Record
 from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, Trial, UserError
 from dyno.worker.tasks.task import Task
 
@@ -376,11 +376,9 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
         if job is None:
             job, artifact = read_job(path / "job.json", problems)
         record = read_round(path, problems)
-        if record and record.status in STATUSES:
+        if record:
             record, samples = measured(path, record)
             rounds[path.name[0]].append(Round(path, record.round, record, _device(job), samples))
-        elif record:
-            problems.append(f"{path / 'record.json'} has an unknown status; it is left out")
     return TrialResult(folder.name, job, rounds["r"], rounds["c"], rounds["t"], artifact) if job else None
 
 

@@ -11,7 +11,7 @@ import numpy as np
 
 from dyno.analysis.records.arrays import read_samples
 from dyno.analysis.records.shapes import JOB, SETTINGS, wrong
-from dyno.worker.record import Record, check_schema, read_json
+from dyno.worker.record import Record, check_schema, read_json, read_record
 from dyno.worker.spec import PRECISIONS, Artifact, UserError, check_known, from_json
 
 BLOCKS = "blocks"  # a study on several devices has the trials of a block in its own folder until the block ends
@@ -44,13 +44,13 @@ def read_table(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[s
 
 def read_round(folder: Path, problems: list[str]) -> Record | None:
     """The record in the folder; None without one, and where it is damaged."""
-    path = folder / "record.json"
-    data = read_table(path, problems, {})
     try:
-        return None if data is None else from_json(Record, data)
+        return read_record(folder)
     except UserError as e:
-        problems.append(f"{path} is damaged ({e}); it is left out")
-        return None
+        problems.append(str(e))
+    except OSError as e:
+        problems.append(f"{folder / 'record.json'} can't be read ({e}); it is left out")
+    return None
 
 
 def read_settings(text: str) -> dict[str, Any]:

@@ -27,6 +27,8 @@ from dyno.api.inside.trying import Tried
 from dyno.api.take import find, measured_file
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import one_model
+from dyno.planning.model_info import no_such
+from dyno.store import check_writable
 from dyno.study import Choice, Study
 from dyno.worker.facts.inside import MODULES, Inside
 from dyno.worker.record import write_text
@@ -118,7 +120,7 @@ def check_saved(path: Path) -> None:
     if path.suffix not in SAVED:
         known = ", ".join(f"{ending} ({what})" for ending, what in SAVED.items())
         raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
-    files.check_writable(path)
+    check_writable(path)
 
 
 def explain(
@@ -150,6 +152,8 @@ def explain(
     paths = files.named(save)
     for path in paths:
         check_saved(path)
+    if len(sides) == 2 and _nothing_at(model):
+        raise UserError(no_such(str(model)))
     progress = Progress(quiet=quiet)
     if prescriptions:
         trying.check(model, sides)
@@ -165,6 +169,11 @@ def explain(
     for path in paths:
         found.save(path)
     return found
+
+
+def _nothing_at(model: Any) -> bool:
+    """Whether it is a path, as it has no source's prefix, at which nothing is."""
+    return isinstance(model, (str, Path)) and ":" not in str(model) and not Path(model).exists()
 
 
 def _pair(

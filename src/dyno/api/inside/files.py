@@ -23,6 +23,7 @@ from dyno.api.inside import forms
 from dyno.api.inside.forms import GraphFile, Side
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
+from dyno.store import check_writable
 from dyno.worker import registry
 from dyno.worker.extras import lacking
 from dyno.worker.facts.inside import Inside
@@ -115,16 +116,6 @@ def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool, rated: bool
         if kind is KINDS[GRAPH] and not any(map(_has_graph, sides)):
             raise UserError(f"{path.name} needs an ONNX graph, and none of the forms is made from one; "
                             f"add onnxruntime, or another that is")  # fmt: skip
-
-
-def check_writable(path: Path) -> None:
-    """By an empty file beside it: what permissions say isn't all that decides."""
-    try:
-        tempfile.TemporaryFile(dir=path.parent).close()
-    except OSError as e:
-        raise UserError(f"{path} can't be written ({e.strerror}); give a file in another folder") from e
-    if path.is_dir():
-        raise UserError(f"{path} is a folder; give a file to save to")
 
 
 def _has_graph(side: Side) -> bool:

@@ -14,10 +14,11 @@ from dyno.engine.execute import execute
 from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import new_folder, study_of
+from dyno.store import check_writable
 from dyno.study import Study
 from dyno.worker.record import read_json, write_json, write_text
 from dyno.worker.spec import FIXED, UserError
-from dyno.worker.video.options import OPENING, VideoOptions
+from dyno.worker.video.options import IMAGES, OPENING, VIDEOS, VideoOptions
 
 if TYPE_CHECKING:
     from dyno.analysis.presentation.table import Table
@@ -94,6 +95,8 @@ def video(
     _check(shot, study)
     if save and not str(save).endswith(TRACE):
         raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE} (Perfetto)")
+    if save:
+        check_writable(Path(save))
     folder = Path(out) if out else new_folder("video", [name])
     _remember(shot, folder)
     stopped = False
@@ -130,8 +133,33 @@ def _check(shot: Shot, study: Study) -> None:
     if local and not path.exists():
         raise UserError(f"there is no {path}; give a video, an image, a folder of images, a URL, camera:0 or -")
     for written in filter(None, (shot.output, shot.boxes)):
-        if local and Path(written).resolve() == path.resolve():
-            raise UserError(f"{written} is the source; give another name for what is written")
+        for kind, read in (("source", shot.source if local else ""), ("model", *study.models)):
+            if read and Path(read).exists() and Path(written).resolve() == Path(read).resolve():
+                raise UserError(f"{written} is the {kind} itself; give another name for what is written")
+    if shot.output:
+        _check_output(Path(shot.output), path if local else None)
+    if shot.boxes:
+        check_writable(Path(shot.boxes), making=True)
+
+
+def _check_output(output: Path, source: Path | None) -> None:
+    """A `UserError` for a suffix or a folder that can't be written, and for images where `source` has none."""
+    suffix = output.suffix.lower()
+    images = source is not None and (source.is_dir() or source.suffix.lower() in IMAGES)
+    if images and not suffix:
+        check_writable(output / "*", making=True)
+        if source is not None and output.resolve() == source.resolve().parent:
+            raise UserError(f"{source.name} lies in {output}, and would be written over; give another folder")
+        return
+    if suffix not in (*VIDEOS, *(IMAGES if images else ())):
+        others = "a folder, .png, .jpg, " if images else ""
+        raise UserError(f"{output} can't be written: {suffix or 'a name without a suffix'} is no container of video; "
+                        f"give {others}.mp4, .mkv, .webm or .avi")  # fmt: skip
+    if suffix in IMAGES and source is not None and source.is_dir():
+        count = sum(file.suffix.lower() in IMAGES for file in source.iterdir())
+        if count > 1:
+            raise UserError(f"{source.name} has {count} images; give a folder or a video, not {output.name}")
+    check_writable(output, making=True)
 
 
 def _remember(shot: Shot, folder: Path) -> None:

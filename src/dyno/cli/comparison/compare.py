@@ -72,8 +72,12 @@ def compare(
     raise typer.Exit(output(result, format, junit, summary))
 
 
-def check_files(*names: str) -> None:
-    """A `UserError` for a file to write that is a folder, before anything is measured."""
-    for name in names:
-        if name and Path(name).is_dir():
-            raise UserError(f"{name} is a folder; give the file to write")
+def check_files(junit: str, summary: str) -> None:
+    """A `UserError` for a file that can't be written, before anything is measured. A summary is appended, to whatever
+    is there: no file is made beside it."""
+    from dyno.store import check_writable
+
+    if junit:
+        check_writable(Path(junit), making=True)
+    if summary and Path(summary).is_dir():
+        raise UserError(f"{summary} is a folder; give the file to write")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import replace
+from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -18,6 +19,7 @@ from dyno.worker.spec import Artifact, Dims, ModelSpec, Option, Tensor, Trial, U
 
 SCHEMES = ("http", "https", "grpc")
 PROTOCOL = "KServe's protocol v2"
+FIRST_S = 10  # that the server has to say what it is; requests of the load have the client's own limit
 BINARY = "binary_tensor_data"  # the protocol's extension for tensors that aren't JSON
 
 
@@ -58,10 +60,18 @@ class Endpoint(Backend):
         if expected := address(url):
             raise UserError(f"the endpoint is {url!r}; write {expected}")
         scheme, _, host = url.partition("://")
-        library = _library("grpc" if scheme == "grpc" else "http")
-        secure = {"ssl": True} if scheme == "https" else {}
-        client = library.InferenceServerClient(host.rstrip("/"), **secure)
-        return ServerSession(library, client, trial, as_json={"as_json": True} if scheme == "grpc" else {})
+        by_grpc = scheme == "grpc"
+        library = _library("grpc" if by_grpc else "http")
+        connect = partial(
+            library.InferenceServerClient, host.rstrip("/"), **({"ssl": True} if scheme == "https" else {})
+        )
+        first = connect(**({} if by_grpc else {"connection_timeout": FIRST_S, "network_timeout": FIRST_S}))
+        try:
+            asking = {"as_json": True, "client_timeout": FIRST_S} if by_grpc else {}
+            server, described = _described(first, url, served_name(trial), asking)
+        finally:
+            first.close()
+        return ServerSession(library, connect(), trial, server, described)
 
 
 ENDPOINT = Endpoint()
@@ -70,22 +80,13 @@ ENDPOINT = Endpoint()
 class ServerSession(Session):
     """One connection; a request is sent and answered in `run`, its tensors are written in `bind`."""
 
-    def __init__(self, library: Any, client: Any, trial: Trial, as_json: Mapping[str, bool]) -> None:
+    def __init__(self, library: Any, client: Any, trial: Trial, server: Any, described: Any) -> None:
         self._library, self._client = library, client
-        source, self._url = trial.model.source, str(trial.options["url"])
-        self._model = source[len(PREFIX) :] if source.startswith(PREFIX) else trial.model.name
+        self._model, self._url = served_name(trial), str(trial.options["url"])
         url = self._url
         try:
-            server = client.get_server_metadata(**as_json)
-        except Exception as e:  # of gevent, of grpc, of the system
-            raise UserError(f"no server of {PROTOCOL} answers at {url}: {_first_line(e)}; check that it runs") from e
-        try:
-            described = client.get_model_metadata(self._model, **as_json)
-        except Exception as e:
-            raise UserError(f"{url} has no model {self._model!r}: {_first_line(e)}") from e
-        try:
             # gRPC always sends raw bytes.
-            self._written = {} if as_json else {"binary_data": BINARY in server.get("extensions", ())}
+            self._written = {} if url.startswith("grpc") else {"binary_data": BINARY in server.get("extensions", ())}
             self._kinds = {t["name"]: t["datatype"] for t in described["inputs"]}
             inputs = [self._tensor(t, trial.dims) for t in described["inputs"]]
             self.outputs = tuple(self._tensor(t, trial.dims) for t in described["outputs"])
@@ -139,6 +140,31 @@ class ServerSession(Session):
 
     def close(self) -> None:
         self._client.close()
+
+
+def served_name(trial: Trial) -> str:
+    """What the server calls the trial's model."""
+    source = trial.model.source
+    return source[len(PREFIX) :] if source.startswith(PREFIX) else trial.model.name
+
+
+def _described(client: Any, url: str, model: str, asking: Mapping[str, Any]) -> tuple[Any, Any]:
+    """What the server says of itself, and of the model; a `UserError` where it doesn't, soon."""
+    try:
+        server = client.get_server_metadata(**asking)
+    except Exception as e:  # of gevent, of grpc, of the system
+        why = f"nothing came within {FIRST_S} s" if _late(e) else _first_line(e)
+        raise UserError(f"no server of {PROTOCOL} answers at {url}: {why}; check that it runs") from e
+    try:
+        return server, client.get_model_metadata(model, **asking)
+    except Exception as e:
+        if _late(e):
+            raise UserError(f"{url} says nothing of model {model!r} within {FIRST_S} s; check that it is loaded") from e
+        raise UserError(f"{url} has no model {model!r}: {_first_line(e)}") from e
+
+
+def _late(e: Exception) -> bool:
+    return isinstance(e, TimeoutError) or "DEADLINE_EXCEEDED" in str(e)
 
 
 def _library(kind: str) -> Any:

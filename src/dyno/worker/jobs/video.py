@@ -56,6 +56,10 @@ def video(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(libraries))
     journal.stage(OPENING)
     source = source_of(str(job.options["source"]), options, _decoding(options, trial))
+    if suffix := Path(job.options["output"]).suffix:  # a codec that isn't there is noticed before anything is measured
+        path = journal.folder / f"opened{suffix}"
+        sink_of(path, source, options.codec).close()
+        _remove(path)
     if options.preload:
         journal.stage("decode")
         source = MemorySource(source, options.preload, options.frames)

@@ -106,14 +106,17 @@ class Instances:
 
 
 def _ladder(trial: Trial, sizes: Sequence[int], load: Load, feed: Feed) -> list[Rung]:
-    """A session for each size that the engine takes; the largest is the trial's batch, and must load."""
-    rungs = []
-    for size in sorted({*sizes, trial.dims.batch}):
+    """A session for each size that the engine takes; the largest is the trial's batch, and must load.
+
+    It comes first: what can't be loaded at all is tried once.
+    """
+    rungs: list[Rung] = []
+    for size in sorted({*sizes, trial.dims.batch}, reverse=True):
         try:
             session = load(replace(trial, dims=replace(trial.dims, batch=size)))
         except (UserError, Unavailable):
-            if size == trial.dims.batch:
+            if not rungs:
                 raise
             continue
         rungs.append(Rung(size, session, tuple(session.stage(batch) for batch in feed(session, size))))
-    return rungs
+    return rungs[::-1]

@@ -18,6 +18,13 @@ TRACKERS = {
     "botsort": "BoTSORTTracker",
 }
 
+IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
+# Containers that FFmpeg writes pictures to; those that OpenCV writes are among them.
+VIDEOS = (
+    ".mp4", ".mkv", ".webm", ".avi", ".mov", ".m4v", ".f4v", ".flv", ".gif", ".apng", ".avif", ".mpg", ".mpeg", ".vob",
+    ".ts", ".mts", ".m2ts", ".mxf", ".nut", ".ogv", ".wmv", ".asf", ".3gp", ".3g2", ".m3u8", ".y4m", ".mjpeg", ".ivf",
+    ".h264", ".264", ".h265", ".265", ".hevc",
+)  # fmt: skip
 OPENING = "open the source"  # the stage of a job in which a source that is no video is noticed
 
 

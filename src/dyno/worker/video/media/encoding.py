@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import difflib
+import os
 from contextlib import suppress
 from fractions import Fraction
 from pathlib import Path
@@ -9,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.spec import UserError, check_known
+from dyno.worker.spec import UserError
 from dyno.worker.video.media.ends import Frame, Sink, Source, codec_threads
 from dyno.worker.video.media.pictures import ITU_601, PIXELS, UNKNOWN, Picture, matrix_of, of_image
 
@@ -193,9 +195,24 @@ def _encoder(av: Any, container: Any, path: Path, codec: str) -> str:
     name = USUAL.get(name, name)
     try:
         av.codec.Codec(name, "w")
+        with av.open(os.devnull, "w", format=container.format.name) as tried:
+            tried.add_stream(name)
     except ValueError:
         container.close()
         path.unlink(missing_ok=True)
-        check_known("codec", name, sorted(av.codec.codecs_available))
-        raise UserError(f"this FFmpeg can't encode {name}; give another --codec, such as h264 or mpeg4") from None
+        raise UserError(_refusal(av, name, path.suffix)) from None
     return str(name)
+
+
+def _refusal(av: Any, name: str, suffix: str) -> str:
+    """Why there is no stream of that codec."""
+    known = sorted(av.codec.codecs_available)
+    if name in known:
+        with suppress(ValueError):
+            av.codec.Codec(name, "w")
+            return f"{suffix} can't hold {name}; give another --codec or container, such as .mkv, which holds most"
+        return f"this FFmpeg can't encode {name}; give another --codec, such as h264 or mpeg4"
+    similar = difflib.get_close_matches(name, known, 1)
+    return f"unknown codec {name!r}; " + (
+        f"did you mean {similar[0]!r}?" if similar else "give h264, hevc, vp9 or mpeg4"
+    )

@@ -12,8 +12,7 @@ import numpy as np
 from dyno.worker.spec import UserError
 from dyno.worker.video.media.ends import Frame, Sink, Source, now
 from dyno.worker.video.media.pictures import Rgb
-
-IMAGES = (".jpg", ".jpeg", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm")
+from dyno.worker.video.options import IMAGES
 
 
 class ImageSource(Source):

@@ -11,9 +11,9 @@ from dyno.worker.spec import Unavailable, UserError
 from dyno.worker.video.media.decoding import VideoSource
 from dyno.worker.video.media.encoding import VideoSink
 from dyno.worker.video.media.ends import Sink, Source
-from dyno.worker.video.media.images import IMAGES, ImageSink, ImageSource, RawSource
+from dyno.worker.video.media.images import ImageSink, ImageSource, RawSource
 from dyno.worker.video.media.opencv import CaptureSource, WriterSink
-from dyno.worker.video.options import VideoOptions
+from dyno.worker.video.options import IMAGES, VideoOptions
 
 TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # glibc's numbers of them, in malloc.h
 LARGEST, KEPT = 32 << 20, 1 << 30  # bytes: of one piece, glibc's own limit, and in all
@@ -101,8 +101,6 @@ def sink_of(path: Path | None, source: Source, codec: str) -> Sink:
     if path is None:
         return Sink()
     if source.images and path.suffix.lower() in IMAGES:
-        if source.count > 1:
-            raise UserError(f"{source.name} has {source.count} images; give a folder or a video, not {path.name}")
         return ImageSink(path, single=True)
     if source.images and not path.suffix:
         return ImageSink(path, single=False)
