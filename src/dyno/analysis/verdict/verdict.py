@@ -10,7 +10,7 @@ from math import ceil
 from typing import Any
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import counting, indentation, plain, ratio
+from dyno.analysis.formatting import counting, indentation, plain, ratio, sized
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import judged, set_aside
 from dyno.analysis.metrics.precision import NO, truth
@@ -156,7 +156,7 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
                 break
     several = len({(t.model, t.size) for t in results}) > 1
     for (model, size, name, other_name), slow in list(groups.items())[:MOST_GROUPS]:
-        where = f"{model} at size {size}: " if several else ""
+        where = f"{model}{sized(size, ' at size ')}: " if several else ""
         yield Finding(WARNING, f"{where}{name} is {_not_faster(other_name, slow)}.")
     if len(groups) > MOST_GROUPS:
         more = len(groups) - MOST_GROUPS
