@@ -26,7 +26,7 @@ from dyno.analysis.records.rounds import GPU
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict import decisions
 from dyno.analysis.verdict.findings import FAILURE, NOTE, WARNING, Decision, Finding
-from dyno.analysis.verdict.whole_run import devices, mixed_precision, pixels, routes
+from dyno.analysis.verdict.whole_run import devices, mixed_precision, pixels, routes, unscored
 
 COMPANY = "what the table calls faster or slower is so beside those programs; engines suffer from company differently"
 OTHER_NETWORK = (
@@ -83,7 +83,7 @@ def read(run: RunData) -> Verdict:
     """The verdict: the fastest within the budget with its evidence, then precision truth, reasons, failures."""
     results = run.records
     all_rankings, contention = rankings(run), cpu_contention(results)
-    shown, wrong = all_rankings[:MOST_GROUPS], tuple(_wrong_outputs(run))
+    shown, wrong = all_rankings[:MOST_GROUPS], (*_wrong_outputs(run), *unscored.findings(run))
     if contention and contention.mostly:  # an order would be that of the machine's load
         failures = [decision for ranking in shown if (decision := decisions.failed(ranking)) is not None]
         apart = [finding for ranking in shown for finding in decisions.apart(ranking)]
