@@ -183,3 +183,28 @@ def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
     assert not warned(onnx.TensorProto.UINT8), "bytes are fed as they are"
     own = json.dumps(to_json(Preprocess(mean=(0.0,), std=(1.0,))))
     assert not warned(onnx.TensorProto.FLOAT, task="classify", preprocess=own), "as Dyno exports it"
+
+
+@pytest.mark.parametrize(("shape", "scored"), [([0, 3, 1, 1], True), ([0, 1, 3], False)], ids=["NxCx1x1", "Nx1xC"])
+def test_class_scores_are_found_or_it_is_said_that_there_are_none(
+    preloaded: str, photos: Path, tmp_path: Path, shape: list[int], scored: bool
+) -> None:
+    axes = ["N", *shape[1:]]
+    ends = [onnx.helper.make_tensor_value_info(n, 1, s) for n, s in (("x", ["N", 1, 16, 16]), ("y", axes))]
+    weights = onnx.numpy_helper.from_array(np.eye(256, 3, dtype=np.float32), "weights")
+    form = onnx.numpy_helper.from_array(np.array(shape, np.int64), "form")
+    nodes = [
+        onnx.helper.make_node("Flatten", ["x"], ["flat"]),
+        onnx.helper.make_node("MatMul", ["flat", "weights"], ["scores"]),
+        onnx.helper.make_node("Reshape", ["scores", "form"], ["y"]),
+    ]
+    graph = onnx.helper.make_graph(nodes, "net", ends[:1], ends[1:], [weights, form])
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "net.onnx")
+    asked = ["run", "net.onnx", "--backends", "onnxruntime", "--data", str(photos), "--budget", "top1=1",
+             "--rounds", "1", "--confirm", "0", "--seconds", "0.05", "--threads", "1"]  # fmt: skip
+    done = forked.command(preloaded, asked, tmp_path, os.environ, 1200)
+    assert done.returncode == 0, done.stderr
+    assert ("top-1 %" in done.stdout) == scored
+    missing = "net: no accuracy was measured: the first output has no row of class scores for each image (N x C)"
+    assert (f"{missing}; the budget was not checked." in " ".join(done.stdout.split())) != scored

@@ -122,3 +122,17 @@ def test_weights_that_do_not_fit_name_keys(refused: Refused, net: str, tmp_path:
 )
 def test_models_that_do_not_work(refused: Refused, net: str, words: list[str], line: str) -> None:
     assert line in refused("run", *words, "--backends", "pytorch")
+
+
+def test_a_stored_module_is_compared_with_its_own_weights(call: Callable[..., Any], net: str, tmp_path: Path) -> None:
+    import torch
+
+    other = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.Flatten(), torch.nn.Linear(4 * 36, 5))
+    torch.jit.trace(other.eval(), torch.zeros(1, 3, 8, 8)).save(tmp_path / "old.torchscript")
+    torch.save({name: 2 * values for name, values in other.state_dict().items()}, tmp_path / "new.pt")
+    words = ("--weights", "new.pt", "--size", "8")
+    code, out, err = call("agree", net, "old.torchscript", *words, "--least", "0.9")
+    assert code == 1, f"the new weights went into the old file: {out}{err}"
+    code, out, err = call("compare", net, "old.torchscript", *words, "--rounds", "1", "--seconds", "0.1")
+    assert "A is net.py:net with new.pt, B is old.torchscript." in out, err
+    assert "ran as 2 fp32 to unknown" in out and "layers 3 to unknown" in out

@@ -175,6 +175,21 @@ def test_files_are_known_by_content_wherever_they_lie(fake_study: Studies, tmp_p
     assert digest(other) != digest(one)
 
 
+def test_a_file_keeps_its_weights_beside_a_network_that_takes_others(tmp_path: Path) -> None:
+    for name in ("w.pt", "net.onnx", "net.torchscript"):
+        (tmp_path / name).write_bytes(b"some")
+    files = (str(tmp_path / "net.onnx"), str(tmp_path / "net.torchscript"))
+    for fields in ({"weights": str(tmp_path / "w.pt")}, {"pretrained": True}):
+        both = Study(models=("torchvision:resnet18", *files), **fields)
+        for file in files:
+            spec = model_spec(both, file)
+            assert not (spec.weights or spec.weights_sha256 or spec.pretrained), "its own would be replaced"
+        spec = model_spec(both, "torchvision:resnet18")
+        assert spec.weights or spec.pretrained
+        with pytest.raises(UserError, match=r"net.onnx has weights of its own, which \w+ can't replace"):
+            expand(Study(models=files, **fields))
+
+
 @pytest.mark.parametrize(
     ("source", "fields", "message"),
     [

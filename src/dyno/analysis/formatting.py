@@ -167,6 +167,11 @@ def bullet(text: object) -> str:
 NO_IMAGE = "0"  # the size of a trial whose inputs are no images, which is not shown
 
 
+def sized(size: str, before: str = ", size ") -> str:
+    """A size behind those words, nothing where inputs are no images."""
+    return "" if size == NO_IMAGE else f"{before}{size}"
+
+
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool]) -> str:
     """Cells that are Markdown already as a table, padded so that a terminal shows it well too; ends with a line end."""
     lines = [list(head), *map(list, rows)]

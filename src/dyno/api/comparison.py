@@ -22,6 +22,7 @@ from dyno.engine.run_folder import earlier, overwritten, stored
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import default_runner, new_folder
 from dyno.sources import commits
+from dyno.sources.model_files import keeps_weights
 from dyno.study import Study
 from dyno.worker.spec import UserError
 
@@ -107,7 +108,7 @@ class Comparison:
 def _describe(side: Study) -> str:
     """A side of a comparison in a few words."""
     pythons = {str(table["python"]): None for table in side.runtime.values() if table.get("python")}
-    weights = f" with {side.weights}" if side.weights else ""
+    weights = f" with {side.weights}" if side.weights and not keeps_weights(side.models[0]) else ""
     return f"{side.models[0]}{weights}" + (f" under {', '.join(pythons)}" if pythons else "")
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 from dyno.analysis import style
 from dyno.analysis.charts import over_time as chart
 from dyno.analysis.charts.over_time import Shown
+from dyno.analysis.formatting import sized
 from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.run_data import RunData
@@ -33,7 +34,7 @@ def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
     check_writable(path)
     trials = [find(run.records, choice) for choice in choices]
     if choices:
-        title = ", ".join(dict.fromkeys(f"{t.model}, size {t.size}, batch {t.batch}, {t.device}" for t in trials))
+        title = ", ".join(dict.fromkeys(f"{t.model}{sized(t.size)}, batch {t.batch}, {t.device}" for t in trials))
         groups = [(title, chart.series_of(list({t.id: t for t in trials}.values())))]
     else:
         groups = chart.groups(run)

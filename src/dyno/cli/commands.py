@@ -15,7 +15,7 @@ from dyno.cli.exits import INTERRUPTED
 from dyno.cli.options import Overrides
 from dyno.engine.run_names import RUNS, choose_folder
 from dyno.planning.checks import check_format, check_several, missing_gpu
-from dyno.planning.defaults import EVALUATION, each_of, new_folder, study_of
+from dyno.planning.defaults import EVALUATION, each_of, new_folder, own_settings, study_of
 from dyno.study import Study, model_name
 from dyno.worker.extras import lacking
 from dyno.worker.spec import DECIDED, Trial, UserError, plain
@@ -210,7 +210,9 @@ def _single(overrides: Overrides, models: Sequence[str], out: str, command: str,
     folder = Path(out) if out else new_folder(command, models)
 
     def measured(number: int, model: str) -> Path:
-        return runnable.run(study_of(model, defaults, overrides), _part(folder, models, number)).folder
+        return runnable.run(
+            study_of(model, defaults, own_settings(model, models, overrides)), _part(folder, models, number)
+        ).folder
 
     return each_of(models, measured, needed=1 if command == "agree" else 0)  # the one that all are compared with
 
@@ -251,7 +253,12 @@ def stress(overrides: Overrides, models: Sequence[str], out: str, batches: str, 
     phases = module.phases_of(batches)
 
     def tested(number: int, model: str) -> int:
-        return module.run(study_of(model, {}, overrides), phases, iterations, _part(folder, models, number))
+        return module.run(
+            study_of(model, {}, own_settings(model, models, overrides)),
+            phases,
+            iterations,
+            _part(folder, models, number),
+        )
 
     codes = each_of(models, tested)
     return max(*codes, UNFINISHED * (len(codes) < len(models)))

@@ -9,6 +9,7 @@ from pathlib import Path
 from dyno.cli.options import Overrides
 from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
+from dyno.planning.checks import check_weights
 from dyno.planning.defaults import one_model
 from dyno.planning.images import prepared
 from dyno.planning.interpreters import missing, runtime_of
@@ -153,6 +154,7 @@ def _number(batch: str) -> int:
 def _trial(study: Study, precision: str) -> Trial:
     if len(study.sizes) > 1:
         raise UserError(f"a file is for one image size, not for {', '.join(study.sizes)}")
+    check_weights(study, study.models)
     model, inspection = inspect_model(model_spec(study, study.models[0]), study)
     size = sizes(study, inspection)[0]
     data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)

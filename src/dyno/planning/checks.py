@@ -6,6 +6,7 @@ import ctypes
 import os
 from collections.abc import Iterable, Sequence
 
+from dyno.sources.model_files import keeps_weights
 from dyno.store import gpu_identity
 from dyno.study import Choice, Study
 from dyno.worker import registry
@@ -24,6 +25,13 @@ def check_threads(study: Study) -> None:
     here = len(os.sched_getaffinity(0))
     if study.threads > here:
         raise UserError(f"threads is {study.threads}, but there are {here} processors here; give at most {here}")
+
+
+def check_weights(study: Study, models: Sequence[str]) -> None:
+    """Refuse weights where all models are files with their own: they would be left out."""
+    flag = "weights" if study.weights else "pretrained"
+    if (study.weights or study.pretrained) and all(map(keeps_weights, models)):
+        raise UserError(f"{models[0]} has weights of its own, which {flag} can't replace; leave {flag} out")
 
 
 def check_device(study: Study) -> None:

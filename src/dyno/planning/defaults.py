@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from dyno.planning.checks import check_device
+from dyno.sources.model_files import keeps_weights
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry
 from dyno.worker.spec import ENDPOINT, UserError
@@ -40,6 +41,12 @@ def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] 
     if "device" in settings:  # whether a file's usual one has to be there, is up to what is done with it
         check_device(study)
     return study
+
+
+def own_settings(model: str, models: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
+    """What of the settings is for this one of several models: a file has weights, which are for others."""
+    for_others = keeps_weights(model) and not all(map(keeps_weights, models))
+    return {name: v for name, v in settings.items() if not (for_others and name in ("weights", "pretrained"))}
 
 
 def default_runner(model: str) -> tuple[str, str]:

@@ -13,7 +13,7 @@ from dyno.analysis.formatting import counting
 from dyno.jobs.launcher import Tick, launch
 from dyno.planning.interpreters import missing, runtime_of
 from dyno.sources import commits, input_options
-from dyno.sources.model_files import stored_source
+from dyno.sources.model_files import keeps_weights, stored_source
 from dyno.store import (
     cache_dir,
     code_file,
@@ -66,7 +66,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         raise UserError(f"models are given one by one, without commas: {shlex.join([first, *others])}")
     common: dict[str, Any] = {
         "name": model_name(named if commits.split(named)[1] else source),
-        "pretrained": study.pretrained,
+        "pretrained": study.pretrained and not keeps_weights(source),
         "seed": study.seed,
         "classes": study.classes,
         "channels": study.channels,
@@ -74,9 +74,10 @@ def model_spec(study: Study, source: str) -> ModelSpec:
     }
     if study.weights:
         path = _existing(study.weights, "weights file")
-        common |= {"weights": str(path.resolve()), "weights_sha256": sha256_of(path)}
         if study.pretrained:
             raise UserError("--weights and --pretrained can't be used together")
+        if not keeps_weights(source):
+            common |= {"weights": str(path.resolve()), "weights_sha256": sha256_of(path)}
     if registry.format_of(source):
         path = _existing(source, "model file")
         return ModelSpec(source=f"file:{path.resolve()}", source_sha256=sha256_of(path), **common)

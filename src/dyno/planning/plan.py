@@ -8,7 +8,7 @@ from typing import Any
 
 from dyno.analysis.ranking import references
 from dyno.datasets import meta
-from dyno.planning.checks import check_kind, check_threads
+from dyno.planning.checks import check_kind, check_threads, check_weights
 from dyno.planning.images import prepared
 from dyno.planning.inspections import Inspected, inspect_models
 from dyno.planning.interpreters import installed, missing, placed, runtime_of
@@ -40,6 +40,8 @@ def expand(study: Study) -> list[Planned]:
 
     Of a comparison, the trials of both sides, with at least one pair.
     """
+    for side in study.sides.values():
+        check_weights(side, [source for each in study.sides.values() for source in each.models])
     if study.baseline:
         planned = paired({side: _expanded(own) for side, own in study.sides.items()})
     else:

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dyno.sources import commits
+from dyno.worker import registry
 from dyno.worker.nets.torch_archive import PROGRAM, Archive, advice
-from dyno.worker.spec import UserError
+from dyno.worker.spec import SAVED, UserError
 
 SUFFIXES = (".pt", ".pth")
 DARKNET = ".cfg"
@@ -26,3 +28,12 @@ def stored_source(source: str) -> str:
     if not archive.yolo:
         raise UserError(f"{source} is not a model on its own: {advice(archive)}")
     return f"ultralytics:{source}"
+
+
+def keeps_weights(source: str) -> bool:
+    """Whether it is a file with weights of its own, which no checkpoint and no library's weights take the place of.
+
+    What such a file answers is often compared with the network under a checkpoint, so that one must not enter the file.
+    """
+    file = commits.split(source)[0]
+    return bool(registry.format_of(file)) or file.startswith("saved:") or file.endswith((*SAVED, *SUFFIXES))

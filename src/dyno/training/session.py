@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.api.runnable import run
 from dyno.engine import gpu_lock
 from dyno.jobs.launcher import launch
-from dyno.planning.checks import check_device, check_threads
+from dyno.planning.checks import check_device, check_threads, check_weights
 from dyno.planning.model_info import inspect_model, model_spec, sizes
 from dyno.store import Run, sha256_of
 from dyno.study import Choice, Study, check_types, model_name
@@ -117,6 +117,7 @@ def train(
     for choice in map(Choice.parse, study.backends):
         registry.find(choice.name)
     check_threads(study)
+    check_weights(study, study.models)
     check_device(study)
     folder = Path(out) if out else Path("runs") / f"train-{model_name(model)}"
     if resume and not (folder / "state.pt").is_file():

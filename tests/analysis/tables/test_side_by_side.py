@@ -15,8 +15,8 @@ from synthetic import Way
 from dyno.analysis import tables
 from dyno.analysis.metrics import work
 from dyno.analysis.presentation.export import export
-from dyno.analysis.presentation.table import KINDS, Table
-from dyno.analysis.records.results import Results
+from dyno.analysis.presentation.table import KINDS, Table, missing
+from dyno.analysis.records.results import Results, load
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.report import report
 from dyno.analysis.tables import trial_table
@@ -127,6 +127,16 @@ def test_the_best_batch_and_size_are_named(every: dict[str, Table]) -> None:
     assert row["megapixels_per_s"] == pytest.approx(row["images_per_s"] * 128 * 128 / 1e6)
     assert any(note.startswith("one: most images/s, ") and "size 64, batch 8" in note for note in best.notes)
     assert any(note.startswith("one: most megapixels/s, ") for note in best.notes)
+
+
+def test_without_images_the_best_batch_has_no_size_and_no_pixels(tmp_path: Path) -> None:
+    ways = [synthetic.Way("pytorch", seconds=s, batch=n, size=0) for n, s in ((1, 0.010), (8, 0.020))]
+    run = trial_table.read(load(synthetic.write_run(tmp_path / "run", ways)))
+    (best,) = tables.named(run, "best")
+    (row,) = best.rows
+    assert missing(row["megapixels_per_s"]), "they were 0"
+    (note,) = best.notes
+    assert note.startswith("digits: most images/s, ") and note.endswith("at batch 1, with pytorch fp32.")
 
 
 def test_every_table_is_exported_in_every_format(every: dict[str, Table]) -> None:

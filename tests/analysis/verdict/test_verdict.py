@@ -182,6 +182,13 @@ def test_each_of_several_networks_is_named_where_a_precision_gains_nothing(tmp_p
     assert "two at size 64: a bf16 is not faster than a fp32" in text
 
 
+def test_a_network_without_images_has_no_size_in_any_sentence(tmp_path: Path) -> None:
+    ways = [Way("a", p, s, model=m, size=0) for m in ("one", "two") for p, s in (("fp32", 0.002), ("bf16", 0.003))]
+    text = study(tmp_path, *ways)
+    assert "one: a bf16 is not faster than a fp32" in text
+    assert "size 0" not in text
+
+
 def test_an_engine_that_names_no_types_is_not_called_untrue(tmp_path: Path) -> None:
     silent = {"precision_truth": {"ok": False, "sentence": "an engine says nothing"}, "layers_by_type": {}}
     text = study(tmp_path, Way("pytorch"), Way("compile", facts=silent))

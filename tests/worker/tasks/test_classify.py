@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
 from dyno.worker.spec import Dims, ModelSpec, Trial
-from dyno.worker.tasks.classify import LEAST_PARTED, TOP, TopKCollector, ranked
+from dyno.worker.tasks.classify import LEAST_PARTED, TOP, TopKCollector, classes_of, ranked
 from dyno.worker.tasks.task import Evaluated
 
 
@@ -47,3 +47,19 @@ def test_real_sizes(classes: int) -> None:
 def test_no_batch_leaves_no_arrays() -> None:
     fed = Evaluated(Trial(ModelSpec("net", "fake:net"), "fake", "fp32", Dims(2, 4, 4)), 2, 4)
     assert TopKCollector(fed).arrays([None, None]) == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "classes"),
+    [
+        (("N", 10), 10),
+        ((8, 10, 1, 1), 10),
+        ((8, 1), 0),
+        ((8, 1, 10), 0),
+        ((8, 10, 7, 7), 0),
+        (("N", "C"), 0),
+        ((8,), 0),
+    ],
+)
+def test_class_scores_are_known_by_their_shape(shape: tuple[int | str, ...], classes: int) -> None:
+    assert classes_of(shape) == classes

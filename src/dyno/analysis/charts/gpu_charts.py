@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.analysis.formatting import short
+from dyno.analysis.formatting import short, sized
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.records import timeline as gpu_trace
@@ -54,7 +54,7 @@ def _rows(run: RunData) -> Iterator[tuple[str, list[Shown]]]:
         last = group[group["batch"] == group["batch"].max()]
         order = last.assign(first=last["verdict"] != "reference").sort_values(["first", LATENCY], kind="stable")
         more = f" ({len(order) - BESIDE} more in results.csv)" if len(order) > BESIDE else ""
-        title = f"{short(model, 60)}, size {size}, batch {last['batch'].iloc[0]}, {device}{more}"
+        title = f"{short(model, 60)}{sized(size)}, batch {last['batch'].iloc[0]}, {device}{more}"
         yield title, [known[i] for i in order["trial"][:BESIDE]]
 
 

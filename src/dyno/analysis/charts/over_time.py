@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from dyno.analysis.formatting import short
+from dyno.analysis.formatting import short, sized
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.records.results import TrialResult
@@ -52,7 +52,7 @@ def _pairs(run: RunData) -> Iterator[tuple[str, list[TrialResult]]]:
     for (model, size, device), group in rows.groupby(["model", "size", "device"], sort=False):
         last = group[group["batch"] == group["batch"].max()]
         order = last.assign(first=last["verdict"] != "reference").sort_values(["first", LATENCY], kind="stable")
-        title = f"{short(model, LONGEST)}, size {size}, batch {last['batch'].iloc[0]}, {device}"
+        title = f"{short(model, LONGEST)}{sized(size)}, batch {last['batch'].iloc[0]}, {device}"
         yield title, [run.trials[id] for id in order["trial"][:2]]
 
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.charts import series
 from dyno.analysis.charts.series import LONGEST
-from dyno.analysis.formatting import short, significant
+from dyno.analysis.formatting import short, significant, sized
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY
@@ -28,7 +28,7 @@ def inference_time(run: RunData) -> Any:
 
     rows = series.configurations(frontier.usable(run.frame).dropna(subset=[LATENCY]))
     found = [
-        (f"size {size}, batch {batch}", group)
+        (f"{sized(size, 'size ')}, batch {batch}".lstrip(", "), group)
         for (size, batch), group in rows.groupby(["size", "batch"], sort=False)
         if group["model"].nunique() > 1
     ]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from dyno.analysis.formatting import NO_IMAGE
+from dyno.analysis.formatting import sized
 from dyno.analysis.metrics import quality
 from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.ranking import frontier
@@ -101,7 +101,7 @@ def rankings(run: RunData) -> list[Ranking]:
             all_rankings.append(_ranking(str(name), models, run, True))
             continue
         for size in sizes:
-            where = str(name) if size == NO_IMAGE else f"{name} at size {size}"
+            where = f"{name}{sized(size, ' at size ')}"
             all_rankings.append(_ranking(where, models[models["size"] == size], run, False))
     return all_rankings
 

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import UNBOUNDED, bounded, significant
+from dyno.analysis.formatting import NO_IMAGE, UNBOUNDED, bounded, significant, sized
 from dyno.analysis.metrics import work
 from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, TableKind, missing
 from dyno.analysis.ranking.frontier import SATURATED, SERIES, configuration, fps, saturation, throughput, usable
@@ -132,12 +133,14 @@ def _winners(best: list[dict[str, Any]]) -> Iterator[str]:
             if column == "megapixels_per_s" and len({row["size"] for row in rows}) == 1:
                 continue
             r = max(rows, key=lambda row: row[column])
-            best_at = f"size {r['size']}, batch {r['batch']}, with {r['configuration']}"
+            best_at = f"{sized(r['size'], 'size ')}, batch {r['batch']}, with {r['configuration']}".lstrip(", ")
             yield f"{model}: most {unit}, {significant(r[column])}, at {best_at}."
 
 
 def _pixels(size: str) -> float:
     height, _, width = size.partition("x")
+    if size == NO_IMAGE:
+        return math.nan
     return float(height) * float(width or height)
 
 

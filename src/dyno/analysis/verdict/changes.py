@@ -9,6 +9,8 @@ from dyno.analysis.formatting import show
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.records.results import TrialResult
 
+UNKNOWN = "unknown"  # of layers that can't be watched, as TorchScript's
+
 
 def changes(a: TrialResult, b: TrialResult) -> list[str]:
     """Each fact of the engine that is another in B, as `layers 41 to 44`: versions, types, layers, the file's size."""
@@ -29,10 +31,10 @@ def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
     for name, version in (system.get("versions") or {}).items():
         yield str(name), str(version)
     if types := truth(t):
-        yield "ran as", str(types)
+        yield "ran as", str(types) or UNKNOWN
     for name in ("layers", "parameters"):
-        if (count := t.count(name)) is not None:
-            yield name, f"{count:,}"
+        count = t.count(name)
+        yield name, UNKNOWN if count is None else f"{count:,}"
     size = t.artifact.bytes if t.artifact else t.value("file_size")
     if size:
         yield "file size", show(float(size), "bytes")

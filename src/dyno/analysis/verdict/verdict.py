@@ -10,7 +10,7 @@ from math import ceil
 from typing import Any
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import counting, indentation, plain, ratio
+from dyno.analysis.formatting import counting, indentation, plain, ratio, sized
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import judged, set_aside
 from dyno.analysis.metrics.precision import NO, truth
@@ -26,7 +26,7 @@ from dyno.analysis.records.rounds import GPU
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict import decisions
 from dyno.analysis.verdict.findings import FAILURE, NOTE, WARNING, Decision, Finding
-from dyno.analysis.verdict.whole_run import devices, mixed_precision, pixels, routes
+from dyno.analysis.verdict.whole_run import devices, mixed_precision, pixels, routes, unscored
 
 COMPANY = "what the table calls faster or slower is so beside those programs; engines suffer from company differently"
 OTHER_NETWORK = (
@@ -83,7 +83,7 @@ def read(run: RunData) -> Verdict:
     """The verdict: the fastest within the budget with its evidence, then precision truth, reasons, failures."""
     results = run.records
     all_rankings, contention = rankings(run), cpu_contention(results)
-    shown, wrong = all_rankings[:MOST_GROUPS], tuple(_wrong_outputs(run))
+    shown, wrong = all_rankings[:MOST_GROUPS], (*_wrong_outputs(run), *unscored.findings(run))
     if contention and contention.mostly:  # an order would be that of the machine's load
         failures = [decision for ranking in shown if (decision := decisions.failed(ranking)) is not None]
         apart = [finding for ranking in shown for finding in decisions.apart(ranking)]
@@ -156,7 +156,7 @@ def _slow_precisions(run: RunData) -> Iterator[Finding]:
                 break
     several = len({(t.model, t.size) for t in results}) > 1
     for (model, size, name, other_name), slow in list(groups.items())[:MOST_GROUPS]:
-        where = f"{model} at size {size}: " if several else ""
+        where = f"{model}{sized(size, ' at size ')}: " if several else ""
         yield Finding(WARNING, f"{where}{name} is {_not_faster(other_name, slow)}.")
     if len(groups) > MOST_GROUPS:
         more = len(groups) - MOST_GROUPS

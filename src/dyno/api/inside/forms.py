@@ -13,6 +13,7 @@ from typing import Any
 from dyno.engine.execute import Files
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
+from dyno.planning.checks import check_weights
 from dyno.planning.images import prepared
 from dyno.planning.interpreters import missing, placed, runtime_of
 from dyno.planning.model_info import file_shapes, inspect_model, model_spec, sizes
@@ -55,7 +56,9 @@ class GraphFile:
 def sides(study: Study, others: Sequence[Any]) -> list[Side]:
     """The study's model as it is, then the others: forms of it, or other models as they are."""
     source = study.models[0]
-    return [first(source), *(_named(str(o), source) or first(Study(models=(o,)).models[0]) for o in others)]
+    found = [first(source), *(_named(str(o), source) or first(Study(models=(o,)).models[0]) for o in others)]
+    check_weights(study, [side.source for side in found])
+    return found
 
 
 def first(source: str) -> Side:

@@ -309,10 +309,11 @@ class TorchSession(Session):
         self.wait()
 
     def facts(self) -> EngineFacts:
-        """Parameters, options, and the layers by the type of their results, seen in one more forward pass."""
+        """Parameters, options, and the layers by the type of their results, seen in one more forward pass; no number of
+        layers where none was seen, as in TorchScript, whose parts can't be watched."""
         layers, kinds = self._layers()
         truth = precision_truth(self._trial.precision, kinds, "PyTorch")
-        return replace(self._common(), layers=layers, layers_by_type=kinds, precision_truth=truth)
+        return replace(self._common(), layers=layers or None, layers_by_type=kinds, precision_truth=truth)
 
     def _common(self) -> EngineFacts:
         cuda = self._torch.backends.cuda.matmul

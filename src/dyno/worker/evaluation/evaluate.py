@@ -20,6 +20,7 @@ from dyno.worker.inputs.layout import channels_first
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.record import Measurement
 from dyno.worker.spec import Trial
+from dyno.worker.tasks.classify import UNSCORED, TopKCollector
 from dyno.worker.tasks.task import Collector, Evaluated
 
 RAW_BYTES = 64 * 2**20  # raw outputs kept per trial; classes and scores are kept for every image
@@ -89,6 +90,8 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     arrays = {**raw_outputs.arrays(), **collector.arrays(result.results), **_identity(decoded, count, metadata)}
     decode = float(metadata.get("decode_s") or 0)
     oddities = (*metadata.get("warnings", ()), *_left_out(metadata.get("unreadable", ())))
+    if isinstance(collector, TopKCollector) and metadata.get("classes") and "topk_index" not in arrays:
+        oddities += (UNSCORED,)
     return Evaluation(arrays, count, min(warm_up * batch, count), seconds, decode, stages, oddities)
 
 

@@ -17,6 +17,7 @@ from dyno.worker.nets.file_images import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import first_line, is_memory_error
 from dyno.worker.sessions.torch_support import tensors as tensors_of
 from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError
+from dyno.worker.tasks import classify
 
 
 def inspect_model(
@@ -142,9 +143,7 @@ def _hint(module: Any, model: ModelSpec, reason: str) -> str:
 
 def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
     """How many classes a classifier's scores are of; 0 for any other output, or where a file doesn't say."""
-    if not shapes or len(shapes[0]) != 2 or not isinstance(shapes[0][1], int):
-        return 0
-    return shapes[0][1] if shapes[0][1] > 1 else 0
+    return classify.classes_of(shapes[0]) if shapes else 0
 
 
 def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[str, Any]], task: str) -> Inspection:

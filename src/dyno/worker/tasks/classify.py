@@ -13,7 +13,16 @@ from dyno.worker.spec import ModelSpec, Preprocess
 from dyno.worker.tasks.task import Arrays, Collector, Evaluated, Shape, Task
 
 TOP = 10
+UNSCORED = "no accuracy was measured: the first output has no row of class scores for each image (N x C)"
 LEAST_PARTED = 4  # times as many classes as are ranked; with fewer a full sort is as quick
+
+
+def classes_of(shape: Sequence[int | str]) -> int:
+    """How many classes an output of that shape has scores of, N x C or, as SqueezeNet's, N x C x 1 x 1; 0 for others
+    and for a number that isn't said."""
+    if len(shape) < 2 or any(n != 1 for n in shape[2:]) or not isinstance(shape[1], int):
+        return 0
+    return shape[1] if shape[1] > 1 else 0
 
 
 class TopKCollector(Collector):
@@ -22,8 +31,9 @@ class TopKCollector(Collector):
     def of(self, turn: int, fetched: Arrays) -> Any:
         """Index and score of the best classes, None where the first output has no row of classes for each image."""
         first = next(iter(self.cut(turn, fetched).values()))
-        classes = first.ndim == 2 and len(first) == self.images(turn) and first.shape[1] > 1
-        return ranked(first.astype(np.float32), TOP) if classes else None
+        if not classes_of(first.shape) or len(first) != self.images(turn):
+            return None
+        return ranked(first.astype(np.float32).reshape(first.shape[:2]), TOP)
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
         """`topk_index` and `topk_score`; nothing where a batch has none: a single box looks like classes."""
