@@ -125,7 +125,7 @@ def finish(folder: Path) -> int:
     print(export([TRIALS.table(run)]))
     print("\n".join(map(wrapped, verdict.read(run).lines)))
     print(f"\n{last}")
-    return trial_table.exit_code(run.frame)
+    return trial_table.exit_code(run.frame, budget=bool(run.budgets))
 
 
 def _read(folder: Path, overrides: Overrides | None = None) -> RunData:

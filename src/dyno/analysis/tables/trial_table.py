@@ -160,12 +160,14 @@ def _precision(t: TrialResult) -> dict[str, Any]:
     return {"ran_as": str(types), "asked_share": share, "precision_ok": types.answer}
 
 
-def exit_code(table: pd.DataFrame) -> int:
-    """The exit code of a study: 0 good, 1 every trial with a budget is over it, 3 some
-    trials did not finish (a skipped one was never started), gave wrong outputs, or none ran."""
+def exit_code(table: pd.DataFrame, *, budget: bool = False) -> int:
+    """The exit code of a study: 0 good, 1 every trial with a budget is over it, 3 some trials did not finish (a skipped
+    one was never started), gave wrong outputs, have no accuracy to be compared with the `budget`, or none ran."""
     if not set(table["status"]) <= {"ok", "skipped"} or "ok" not in set(table["status"]):
         return 3
     if ((table["outputs"] == WRONG) & (table["budget"] != accuracy.OVER)).any():
+        return 3
+    if budget and not all(table["budget"][table["status"] == "ok"]):
         return 3
     judged = [b for b, v in zip(table["budget"], table["verdict"], strict=True) if b and v != REFERENCE]
     return 1 if judged and all(b == accuracy.OVER for b in judged) else 0
