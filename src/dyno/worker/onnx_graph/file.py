@@ -80,11 +80,12 @@ def check(path: str) -> None:
         return  # the checker looks for their weights beside a file of the sorted graph
     try:
         onnx.checker.check_model(model if unsorted else path)
-    except UnicodeDecodeError as e:  # of the checker's own message, which names a node in other bytes than UTF-8
-        raise UserError(f"{path} is not a valid ONNX graph: a name in it is not UTF-8; export it again") from e
-    except onnx.checker.ValidationError as e:
-        reason = " ".join(line.strip() for line in str(e).splitlines()[:2] if line.strip())
-        raise UserError(f"{path} is not a valid ONNX graph: {reason[:300]}") from e
+    except (onnx.checker.ValidationError, UnicodeDecodeError) as e:
+        # Its message names a node: in other bytes than UTF-8 that is an error of its own, or lost (Python 3.11.2).
+        said = "" if isinstance(e, UnicodeDecodeError) else str(e)
+        lines = [line.strip() for line in said.splitlines()[:2] if line.strip()]
+        reason = " ".join(lines)[:300] or "a name in it is not UTF-8; export it again"
+        raise UserError(f"{path} is not a valid ONNX graph: {reason}") from e
 
 
 def _only_tensors(path: str, sides: dict[str, Any]) -> None:
