@@ -25,6 +25,9 @@ SMALLEST = "At the smallest batch; the chart of all is among the charts below."
 MANY = 12  # trials from which processes draw: of fewer, one has drawn all charts before others would have begun
 
 
+_one: partial[Drawn | None]  # in a process that draws: what draws the chart of a number
+
+
 @dataclass(frozen=True)
 class Drawn:
     """A chart inside the page: its name, its caption, the <svg> element, which matplotlib has escaped, and whether it
@@ -90,14 +93,22 @@ def _side_by_side(one: partial[Drawn | None], count: range, most: int) -> list[D
     import matplotlib.backends.backend_svg
     import matplotlib.figure  # noqa: F401 - imported once, here
 
-    with warnings.catch_warnings(), ProcessPoolExecutor(most, get_context("fork"), _uninterrupted) as pool:
+    # What draws is inherited, not sent: before Python 3.11.5 the death of a process while a pipe is full ends nothing.
+    with warnings.catch_warnings(), ProcessPoolExecutor(most, get_context("fork"), _begin, (one,)) as pool:
         warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which survive a fork
-        return [*pool.map(one, count)]
+        return [*pool.map(_inherited, count)]
 
 
-def _uninterrupted() -> None:
-    """An interrupt is for the command, which ends its processes; they would print where they were."""
+def _begin(one: partial[Drawn | None]) -> None:
+    """What a process that draws does first. An interrupt is for the command, which ends its processes; they would print
+    where they were."""
+    global _one
+    _one = one
     signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _inherited(number: int) -> Drawn | None:
+    return _one(number)
 
 
 def _there(drawn: Iterable[Drawn | None]) -> list[Drawn]:
