@@ -124,7 +124,7 @@ def test_nothing_that_ended_well_is_said_first(tmp_path: Path) -> None:
 def test_unreadable_records_are_findings(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch")], samples=5)
     next(folder.glob("trials/*/r1/record.json")).write_text("{")
-    assert "r1/record.json can't be read" in said(load(folder))
+    assert "r1/record.json is damaged" in said(load(folder))
 
 
 @pytest.mark.parametrize("budget", [None, {"top1": 1.0}])
