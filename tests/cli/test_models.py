@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import pickle
 from collections.abc import Callable
@@ -136,3 +137,23 @@ def test_a_stored_module_is_compared_with_its_own_weights(call: Callable[..., An
     code, out, err = call("compare", net, "old.torchscript", *words, "--rounds", "1", "--seconds", "0.1")
     assert "A is net.py:net with new.pt, B is old.torchscript." in out, err
     assert "ran as 2 fp32 to unknown" in out and "layers 3 to unknown" in out
+
+
+def test_a_form_behind_a_model_is_that_model_in_a_backend(
+    call: Callable[..., Any], refused: Refused, net: str, tmp_path: Path
+) -> None:
+    forms = ("onnxruntime", "openvino/bf16", "openvino@exporter=torchscript")
+    code, out, err = call("agree", net, *forms, "--size", "8", "--inputs", "2", "--format", "json")
+    assert code == 0, err
+    rows = json.loads(out)["tables"]["agreement"]["rows"]
+    assert [row["trial"] for row in rows] == [
+        "net onnxruntime fp32", "net openvino bf16", "net openvino@exporter=torchscript fp32"
+    ]  # fmt: skip
+    assert {row["reference"] for row in rows} == {"net pytorch fp32"}
+    assert "other routes" not in err, "nothing is timed, so no route is the faster one"
+
+    known = [*tmp_path.glob("runs/*")]
+    assert refused("agree", net, "none.onnx", "--size", "8") == "there is no model file none.onnx"
+    assert "unknown precision 'int9'" in refused("agree", net, "openvino/int9", "--size", "8")
+    assert "onnxruntime is a backend and no model" in refused("agree", "onnxruntime", net)
+    assert [*tmp_path.glob("runs/*")] == known, "nothing is measured first"

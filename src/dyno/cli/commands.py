@@ -15,7 +15,9 @@ from dyno.cli.exits import INTERRUPTED
 from dyno.cli.options import Overrides
 from dyno.engine.run_names import RUNS, choose_folder
 from dyno.planning.checks import check_format, check_several, missing_gpu
-from dyno.planning.defaults import EVALUATION, each_of, new_folder, own_settings, study_of
+from dyno.planning.defaults import EVALUATION, each_of, each_with, new_folder, study_of
+from dyno.planning.model_info import model_spec
+from dyno.planning.routes import USUAL
 from dyno.study import Study, model_name
 from dyno.worker.extras import lacking
 from dyno.worker.spec import DECIDED, Trial, UserError, plain
@@ -207,19 +209,18 @@ def _single(overrides: Overrides, models: Sequence[str], out: str, command: str,
     """Measure each model under its file format's backend, or the ones asked for; returns each run folder."""
     from dyno.api import runnable
 
-    folder = Path(out) if out else new_folder(command, models)
+    folder, each = Path(out) if out else new_folder(command, models), each_with(models, overrides)
 
-    def measured(number: int, model: str) -> Path:
-        return runnable.run(
-            study_of(model, defaults, own_settings(model, models, overrides)), _part(folder, models, number)
-        ).folder
+    def measured(number: int, _: str) -> Path:
+        source, settings = each[number]
+        return runnable.run(study_of(source, defaults, settings), _part(folder, models, number)).folder
 
     return each_of(models, measured, needed=1 if command == "agree" else 0)  # the one that all are compared with
 
 
 def _part(out: Path, models: Sequence[str], number: int) -> Path:
     """The run folder of one of several models: two files may have one name."""
-    return out if len(models) == 1 else out / f"{number}-{model_name(models[number])}"
+    return out if len(models) == 1 else out / f"{number}-{model_name(models[number]).replace('/', '-')}"
 
 
 def time(overrides: Overrides, models: Sequence[str], out: str, format: str, trtexec: Path | None) -> int:
@@ -252,13 +253,11 @@ def stress(overrides: Overrides, models: Sequence[str], out: str, batches: str, 
     folder = Path(out) if out else new_folder("stress", models)
     phases = module.phases_of(batches)
 
-    def tested(number: int, model: str) -> int:
-        return module.run(
-            study_of(model, {}, own_settings(model, models, overrides)),
-            phases,
-            iterations,
-            _part(folder, models, number),
-        )
+    each = each_with(models, overrides)
+
+    def tested(number: int, _: str) -> int:
+        source, settings = each[number]
+        return module.run(study_of(source, {}, settings), phases, iterations, _part(folder, models, number))
 
     codes = each_of(models, tested)
     return max(*codes, UNFINISHED * (len(codes) < len(models)))
@@ -283,8 +282,12 @@ def agree(
     from dyno.analysis.tables import agreement_table
 
     check_format(format)
-    check_several([study_of(model, {"boundaries": ()}, overrides) for model in models])
-    folders = _single(overrides, models, out, "agree", boundaries=())
+    untimed: dict[str, Any] = {"boundaries": (), "routes": (USUAL,)}
+    studies = [study_of(source, untimed, settings) for source, settings in each_with(models, overrides)]
+    check_several(studies)
+    for study in studies:  # before the first is measured
+        model_spec(study, study.models[0])
+    folders = _single(overrides, models, out, "agree", **untimed)
     values, ranks, failed = agreement_table.compare([results.load(folder) for folder in folders], rtol, atol)
     print(export([values, *([ranks] if ranks.rows else [])], format), end="")
     if any(row["close"] < least for row in values.rows):

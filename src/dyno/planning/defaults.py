@@ -43,10 +43,27 @@ def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] 
     return study
 
 
-def own_settings(model: str, models: Sequence[str], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """What of the settings is for this one of several models: a file has weights, which are for others."""
-    for_others = keeps_weights(model) and not all(map(keeps_weights, models))
-    return {name: v for name, v in settings.items() if not (for_others and name in ("weights", "pretrained"))}
+def each_with(models: Sequence[str], settings: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Each of several models with what of the settings is for it.
+
+    A form behind a model, such as openvino/int8, is the first model in that backend and precision. A file has weights,
+    and those of the settings are for others.
+    """
+    forms = [_form(model) if number else {} for number, model in enumerate(models)]
+    sources = [models[0] if form else model for model, form in zip(models, forms, strict=True)]
+    of_others = () if all(map(keeps_weights, sources)) else ("weights", "pretrained")
+    return [
+        (source, {name: v for name, v in settings.items() if not (keeps_weights(source) and name in of_others)} | form)
+        for source, form in zip(sources, forms, strict=True)
+    ]
+
+
+def _form(text: str) -> dict[str, Any]:
+    """The settings that a form stands for, none for a model."""
+    backend, _, precision = text.partition("/")
+    if Path(text).exists() or backend.partition("@")[0] not in registry.names():
+        return {}
+    return {"backends": (backend,), **({"precisions": (precision,)} if precision else {})}
 
 
 def default_runner(model: str) -> tuple[str, str]:

@@ -83,7 +83,7 @@ def compare(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, T
 
 
 def _name(trial: TrialResult) -> str:
-    return f"{trial.model} {trial.backend} {trial.precision}"
+    return f"{trial.model} {trial.configuration}"
 
 
 def _row(name: str, reference: str, result: Agreement) -> dict[str, Any]:
