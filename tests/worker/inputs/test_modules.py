@@ -106,6 +106,22 @@ def test_what_is_no_tensor_is_named() -> None:
         describe_inputs(Image(), MODEL, (torch.ones(1), torch.ones(1)), {})
 
 
+@pytest.mark.parametrize(
+    ("name", "advice"),
+    [
+        (
+            "raft_small",
+            r"'image2'; describe its inputs with --shapes image1:SHAPE --shapes image2:SHAPE \(followed .*\)$",
+        ),
+        ("r3d_18", r"describe its inputs with --shapes x:SHAPE \(followed .*\)$"),
+        ("inception_v3", r"the model refuses 1x3x8x8: (?!.*describe its inputs)"),
+    ],
+)
+def test_a_librarys_network_that_takes_no_image_says_how_to_describe_its_inputs(name: str, advice: str) -> None:
+    with pytest.raises(UserError, match=advice):
+        inspect_model(Trial(ModelSpec(name, f"torchvision:{name}"), "", "fp32", Dims(1, 0, 0)), [[8, 8]], {})
+
+
 def test_a_module_that_refuses_is_told_what_helps(tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(
         "import torch\n\n\ndef gray():\n    return torch.nn.Conv2d(1, 2, 3)\n\n\n"

@@ -152,14 +152,15 @@ def advice_on_reason(module: Any, reason: str, verb: str) -> str:
     return ""
 
 
-def advice_after_refusal(module: Any, model: ModelSpec) -> str:
-    """What to do about a module that refused its inputs, as the end of a message."""
-    name = next(iter(signature_of(module).required), "input")
-    function = model.source.rpartition(":")[2]
-    beside = "" if model.source.startswith("saved:") else f", or by {function}_inputs() beside {function}"
+def advice_after_refusal(module: Any, model: ModelSpec, function: str) -> str:
+    """What to do about a module that refused its inputs, as the end of a message; `function` is the user's own that
+    returns it, "" where there is none."""
+    needed = [name for name, required in signature_of(module).required.items() if required] or ["input"]
+    shapes = " ".join(f"--shapes {name}:SHAPE" for name in needed)
+    beside = f", or by {function}_inputs() beside {function}" if function else ""
     first = next((layer.in_channels for layer in module.modules() if type(layer).__name__ == "Conv2d"), model.channels)
     channels = f"give --channels {first}, or " if first != model.channels else ""
-    return f"{channels}describe its inputs with --shapes {name}:SHAPE (followed by :int64 for token ids){beside}"
+    return f"{channels}describe its inputs with {shapes} (followed by :int64 for token ids){beside}"
 
 
 def _of_examples(examples: Any, signature: Signature, model: ModelSpec) -> list[InputSpec]:

@@ -135,10 +135,15 @@ def _no_memory(e: Exception) -> bool:
 
 
 def _hint(module: Any, model: ModelSpec, reason: str) -> str:
-    """What to do about a module that refuses its input; a library's network takes an image of some size."""
-    if not _may_differ(model, {}):
+    """What to do about a module that refuses its input; most of a library's networks take an image of some size."""
+    several = sum(modules.signature_of(module).required.values()) > 1
+    video = any(type(layer).__name__ == "Conv3d" for layer in module.modules())
+    if not (_may_differ(model, {}) or several or video):
         return ""
-    return f"; {modules.advice_on_reason(module, reason, 'return') or modules.advice_after_refusal(module, model)}"
+    kind, rest = models.parse(model.source)
+    function = rest.rpartition(":")[2] if kind in ("python", "module") else ""
+    advice = modules.advice_on_reason(module, reason, "return")
+    return f"; {advice or modules.advice_after_refusal(module, model, function)}"
 
 
 def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
