@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from torchvision import ops
 
 from dyno.worker.nets import flops
 
@@ -92,6 +93,37 @@ def test_a_network_and_its_export_count_the_same(tmp_path: Path, name: str) -> N
     one = flops.of_module(net, image)
     assert one > 5e6
     assert [flops.of_onnx(str(tmp_path / "net.onnx"), {"x": (n, 3, 64, 64)}) for n in (1, 4)] == [one, 4 * one]
+
+
+class Pairs(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = torch.nn.Bilinear(6, 5, 7)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.both(x, x[:, :5])
+
+
+class Bent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = ops.DeformConv2d(4, 6, 3, groups=2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.conv(x, x.new_zeros(1, 18, 6, 6))
+
+
+@pytest.mark.parametrize(
+    ("net", "shape", "by_hand"),
+    [(Pairs(), (3, 6), 2 * 3 * 7 * 5 * (6 + 1)), (Bent(), (1, 4, 8, 8), 2 * 6 * 36 * 2 * 9)],
+    ids=["bilinear", "deformable"],
+)
+def test_products_that_pytorch_s_counter_does_not_know(
+    net: torch.nn.Module, shape: tuple[int, ...], by_hand: int, tmp_path: Path
+) -> None:
+    example = torch.zeros(shape)
+    torch.onnx.export(net, (example,), tmp_path / "net.onnx", dynamo=True, opset_version=20, verbose=False)
+    assert flops.of_module(net, example) == flops.of_onnx(str(tmp_path / "net.onnx"), {}) == by_hand
 
 
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])

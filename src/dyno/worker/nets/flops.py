@@ -13,8 +13,8 @@ from typing import Any
 
 LARGEST = 2**31 - 1  # of a size that is worked out
 RECURRENT = ("LSTM", "GRU", "RNN")
-PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger",
-            "Einsum", "Attention", *RECURRENT)  # fmt: skip
+PRODUCTS = ("Conv", "ConvTranspose", "DeformConv", "Gemm", "MatMul", "QLinearConv", "ConvInteger", "QLinearMatMul",
+            "MatMulInteger", "Einsum", "Attention", *RECURRENT)  # fmt: skip
 # Where the second factor stands among a node's inputs, when not at 1: quantised nodes have scales between.
 SECOND = {"QLinearConv": 3, "QLinearMatMul": 3}
 
@@ -40,14 +40,26 @@ def counting() -> Iterator[Any]:
         torch.backends.mha.set_fastpath_enabled(False)
         undo.enter_context(sdpa_kernel(SDPBackend.MATH))
         undo.enter_context(torch.no_grad())  # in inference mode an operator that does nothing would seem to copy
-        # An LSTM on the CPU, which the counter doesn't know either.
-        known = {torch.ops.aten.mkldnn_rnn_layer: _of_recurrent_layer}
+        # Nor does it know an LSTM on the CPU, `Bilinear`, and torchvision's deformable convolution, where that is loaded.
+        known = {torch.ops.aten.mkldnn_rnn_layer: _of_recurrent_layer, torch.ops.aten._trilinear: _of_bilinear}
+        if hasattr(torch.ops.torchvision, "deform_conv2d"):
+            known[torch.ops.torchvision.deform_conv2d] = _of_deformable
         yield undo.enter_context(FlopCounterMode(display=False, custom_mapping=known))
 
 
 def _of_recurrent_layer(values: Sequence[int], own: Sequence[int], again: Sequence[int], *_: Any, **__: Any) -> int:
     """One layer in one direction, by the shapes of what it reads and of both its matrices."""
     return 2 * math.prod(values[:2]) * (math.prod(own) + math.prod(again))
+
+
+def _of_bilinear(first: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """The first input by the weight [results, first, second], and what that gives by the second input."""
+    return 2 * first[0] * weight[0] * weight[2] * (first[1] + 1)
+
+
+def _of_deformable(_: Sequence[int], weight: Sequence[int], *__: Any, out_shape: Sequence[int], **___: Any) -> int:
+    """As any convolution; where its kernel reads isn't counted."""
+    return 2 * math.prod(out_shape) * math.prod(weight[1:])
 
 
 def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
