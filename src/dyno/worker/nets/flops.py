@@ -40,7 +40,7 @@ def counting() -> Iterator[Any]:
         torch.backends.mha.set_fastpath_enabled(False)
         undo.enter_context(sdpa_kernel(SDPBackend.MATH))
         undo.enter_context(torch.no_grad())  # in inference mode an operator that does nothing would seem to copy
-        # Nor does it know an LSTM on the CPU, `Bilinear`, and torchvision's deformable convolution, where that is loaded.
+        # Nor does it know an LSTM on the CPU, `Bilinear`, and deformable convolutions, which torchvision has.
         known = {torch.ops.aten.mkldnn_rnn_layer: _of_recurrent_layer, torch.ops.aten._trilinear: _of_bilinear}
         if hasattr(torch.ops.torchvision, "deform_conv2d"):
             known[torch.ops.torchvision.deform_conv2d] = _of_deformable
