@@ -157,3 +157,21 @@ def test_a_part_of_a_shape_is_no_more_than_that_part() -> None:
     model = helper.make_model(helper.make_graph(nodes, "net", [x], [y], [*constants, *weights]))
     found = flops.with_shapes(model, {"x": (4, 3, 8)})
     assert found is not None and found[1]["state"] == (2, 5, 8) and found[1]["y"] == (2, 5, 7)
+
+
+def test_what_one_inference_knows_of_shapes_the_other_goes_on_with(tmp_path: Path) -> None:
+    """ONNX's stops at Tile by a number that nodes compute, ONNX Runtime's at ReduceL2, as in timm's xcit."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["batch"], start=0, end=1),
+        helper.make_node("Concat", ["batch", "one"], ["times"], axis=0),
+        helper.make_node("Tile", ["w", "times"], ["tiled"]),
+        helper.make_node("ReduceL2", ["tiled", "one"], ["norm"]),
+        helper.make_node("Div", ["tiled", "norm"], ["unit"]),
+        helper.make_node("MatMul", ["unit", "m"], ["y"]),
+    ]
+    path = stored(tmp_path / "net.onnx", nodes, {"w": (1, 8), "m": (8, 7)}, ("batch", 3))
+    model = onnx.load(path)
+    model.opset_import[0].version = 18
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1], np.int64), "one"))
+    onnx.save(model, path)
+    assert flops.of_onnx(path, {"x": (4, 3)}) == 2 * 4 * 8 * 7
