@@ -23,6 +23,9 @@ def test_names_lose_the_wrapper_but_for_those_that_are_taken(tmp_path: Path) -> 
     nodes = [
         helper.make_node("Mul", ["x", "model.scale"], ["m"], "/model/Mul"),
         helper.make_node("Add", ["m", "scale"], ["h"], "/Mul"),  # the wrapper's own
+        helper.make_node("Abs", ["h"], ["a"], "/model/model/Mul"),  # whose new name is that of one which stays
+        helper.make_node("Abs", ["h"], ["b"], "/model/Abs"),
+        helper.make_node("Abs", ["h"], ["c"], "/model/model/Abs"),
         helper.make_node("If", ["yes"], ["y"], "/model/fc/If", then_branch=branches[0], else_branch=branches[1]),
     ]
     stored = {"model.scale": np.float32([2]), "scale": np.float32([3]), "model.fc.weight": np.float32([5]),
@@ -33,6 +36,8 @@ def test_names_lose_the_wrapper_but_for_those_that_are_taken(tmp_path: Path) -> 
     onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
     unwrap(path)
     read = onnx.load(path).graph
-    assert [node.name for node in read.node] == ["/model/Mul", "/Mul", "/fc/If"]
+    assert [node.name for node in read.node] == [
+        "/model/Mul", "/Mul", "/model/model/Mul", "/Abs", "/model/Abs", "/fc/If"
+    ]  # fmt: skip
     assert {tensor.name for tensor in read.initializer} == {"model.scale", "scale", "fc.weight", "yes"}
     assert onnxruntime.InferenceSession(path).run(None, {"x": np.float32([1])})[0] == 1 * 2 + 3 + 5

@@ -30,6 +30,9 @@ def unwrap(path: Path) -> None:
 
 
 def _without(prefix: str, instead: str, names: Collection[str]) -> dict[str, str]:
-    """The new name of each that begins with the prefix, but for those that are another's."""
+    """The new name of each that begins with the prefix, but for those that would take one that stays."""
     renamed = {name: instead + name.removeprefix(prefix) for name in names if name.startswith(prefix)}
-    return {name: new for name, new in renamed.items() if new not in names}
+    while taken := [name for name, new in renamed.items() if new in names and new not in renamed]:
+        for name in taken:
+            del renamed[name]
+    return renamed
