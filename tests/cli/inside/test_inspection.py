@@ -312,7 +312,7 @@ def test_what_a_module_does_itself_is_its_own_in_the_older_exporter_s_graph_too(
     assert [(row["a"], row["flops"]) for row in rows if row["flops"]] == [
         ("fc", 2 * 2 * 8 * 8), ("(model)", 2 * 2 * 8 * 8), ("model", 2 * 2 * 8 * 4)
     ]  # fmt: skip
-    assert not [row["b"] for row in rows if "model" in row["b"] and row["a"] != "model" or "model/model" in row["b"]]
+    assert not [row["b"] for row in rows if ("model" in row["b"] and row["a"] != "model") or "model/model" in row["b"]]
 
 
 def test_a_backend_that_does_not_read_the_file_says_so(call: Call, tmp_path: Path) -> None:
