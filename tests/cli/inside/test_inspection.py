@@ -290,6 +290,31 @@ def test_a_module_in_memory_is_seen_by_its_own_names() -> None:
     assert [row["a"] for row in found.tables[0].rows] == ["conv", "act", "conv", "(model)"]
 
 
+SCORED = '''
+import torch
+
+class Scored(torch.nn.Module):
+    """Only the older exporter writes it (dynamo has no amax of all axes), and one product is outside its parts."""
+    def __init__(self):
+        super().__init__()
+        self.fc, self.model = torch.nn.Linear(8, 8), torch.nn.Linear(8, 4)
+    def forward(self, x, y):
+        return {"score": self.model(self.fc(x) @ y + 0 * x.amax())}
+
+def make(): return Scored()
+def make_inputs(): return torch.zeros(1, 2, 8), torch.zeros(1, 8, 8)
+'''
+
+
+def test_what_a_module_does_itself_is_its_own_in_the_older_exporter_s_graph_too(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "scored.py").write_text(SCORED, encoding="utf-8")
+    rows = tables(call, "scored.py:make", "onnx")["aligned"]["rows"]
+    assert [(row["a"], row["flops"]) for row in rows if row["flops"]] == [
+        ("fc", 2 * 2 * 8 * 8), ("(model)", 2 * 2 * 8 * 8), ("model", 2 * 2 * 8 * 4)
+    ]  # fmt: skip
+    assert not [row["b"] for row in rows if ("model" in row["b"] and row["a"] != "model") or "model/model" in row["b"]]
+
+
 def test_a_backend_that_does_not_read_the_file_says_so(call: Call, tmp_path: Path) -> None:
     (tmp_path / "net.xml").write_text(IR, encoding="utf-8")
     (tmp_path / "net.bin").write_bytes(b"")

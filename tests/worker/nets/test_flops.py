@@ -10,6 +10,7 @@ import onnx
 import pytest
 import torch
 from onnx import TensorProto, helper, numpy_helper
+from torchvision import ops
 
 from dyno.worker.nets import flops
 
@@ -94,6 +95,37 @@ def test_a_network_and_its_export_count_the_same(tmp_path: Path, name: str) -> N
     assert [flops.of_onnx(str(tmp_path / "net.onnx"), {"x": (n, 3, 64, 64)}) for n in (1, 4)] == [one, 4 * one]
 
 
+class Pairs(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.both = torch.nn.Bilinear(6, 5, 7)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.both(x, x[:, :5])
+
+
+class Bent(torch.nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = ops.DeformConv2d(4, 6, 3, groups=2)
+
+    def forward(self, x: torch.Tensor) -> Any:
+        return self.conv(x, x.new_zeros(1, 18, 6, 6))
+
+
+@pytest.mark.parametrize(
+    ("net", "shape", "by_hand"),
+    [(Pairs(), (3, 6), 2 * 3 * 7 * 5 * (6 + 1)), (Bent(), (1, 4, 8, 8), 2 * 6 * 36 * 2 * 9)],
+    ids=["bilinear", "deformable"],
+)
+def test_products_that_pytorch_s_counter_does_not_know(
+    net: torch.nn.Module, shape: tuple[int, ...], by_hand: int, tmp_path: Path
+) -> None:
+    example = torch.zeros(shape)
+    torch.onnx.export(net, (example,), tmp_path / "net.onnx", dynamo=True, opset_version=20, verbose=False)
+    assert flops.of_module(net, example) == flops.of_onnx(str(tmp_path / "net.onnx"), {}) == by_hand
+
+
 @pytest.mark.parametrize("kind", ["LSTM", "GRU"])
 def test_recurrent_layers_of_a_file_are_counted_as_pytorch_s(tmp_path: Path, kind: str) -> None:
     gates = {"LSTM": 4, "GRU": 3}[kind]
@@ -125,3 +157,21 @@ def test_a_part_of_a_shape_is_no_more_than_that_part() -> None:
     model = helper.make_model(helper.make_graph(nodes, "net", [x], [y], [*constants, *weights]))
     found = flops.with_shapes(model, {"x": (4, 3, 8)})
     assert found is not None and found[1]["state"] == (2, 5, 8) and found[1]["y"] == (2, 5, 7)
+
+
+def test_what_one_inference_knows_of_shapes_the_other_goes_on_with(tmp_path: Path) -> None:
+    """ONNX's stops at Tile by a number that nodes compute, ONNX Runtime's at ReduceL2, as in timm's xcit."""
+    nodes = [
+        helper.make_node("Shape", ["x"], ["batch"], start=0, end=1),
+        helper.make_node("Concat", ["batch", "one"], ["times"], axis=0),
+        helper.make_node("Tile", ["w", "times"], ["tiled"]),
+        helper.make_node("ReduceL2", ["tiled", "one"], ["norm"]),
+        helper.make_node("Div", ["tiled", "norm"], ["unit"]),
+        helper.make_node("MatMul", ["unit", "m"], ["y"]),
+    ]
+    path = stored(tmp_path / "net.onnx", nodes, {"w": (1, 8), "m": (8, 7)}, ("batch", 3))
+    model = onnx.load(path)
+    model.opset_import[0].version = 18
+    model.graph.initializer.append(numpy_helper.from_array(np.array([1], np.int64), "one"))
+    onnx.save(model, path)
+    assert flops.of_onnx(path, {"x": (4, 3)}) == 2 * 4 * 8 * 7

@@ -25,6 +25,7 @@ from dyno.worker.makers.verify import DOUBT, Case, Refused, Source, Wrong, doubt
 from dyno.worker.nets import models, task_facts, torchvision_detectors
 from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, opset_of, prepare_given, read_io
 from dyno.worker.onnx_graph.fusible import fusible
+from dyno.worker.onnx_graph.names import unwrap
 from dyno.worker.onnx_graph.opset import lower_file
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, UserError
@@ -314,6 +315,8 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
     traced = traced_values(torch, caught)
     if source.free_batch:
         _refuse_batch_limit(torch, source, getattr(program, "exported_program", None), bool(traced))
+    if not dynamo and type(source.module).__name__ == "Positional":
+        unwrap(path)
     if dynamo and not options["external_data"]:
         onnx = import_onnx()
         onnx.save(fusible(onnx.load(path)), path)

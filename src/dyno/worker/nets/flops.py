@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
 LARGEST = 2**31 - 1  # of a size that is worked out
 RECURRENT = ("LSTM", "GRU", "RNN")
-PRODUCTS = ("Conv", "ConvTranspose", "Gemm", "MatMul", "QLinearConv", "ConvInteger", "QLinearMatMul", "MatMulInteger",
-            "Einsum", "Attention", *RECURRENT)  # fmt: skip
+PRODUCTS = ("Conv", "ConvTranspose", "DeformConv", "Gemm", "MatMul", "QLinearConv", "ConvInteger", "QLinearMatMul",
+            "MatMulInteger", "Einsum", "Attention", *RECURRENT)  # fmt: skip
 # Where the second factor stands among a node's inputs, when not at 1: quantised nodes have scales between.
 SECOND = {"QLinearConv": 3, "QLinearMatMul": 3}
 
@@ -40,14 +40,26 @@ def counting() -> Iterator[Any]:
         torch.backends.mha.set_fastpath_enabled(False)
         undo.enter_context(sdpa_kernel(SDPBackend.MATH))
         undo.enter_context(torch.no_grad())  # in inference mode an operator that does nothing would seem to copy
-        # An LSTM on the CPU, which the counter doesn't know either.
-        known = {torch.ops.aten.mkldnn_rnn_layer: _of_recurrent_layer}
+        # Nor does it know an LSTM on the CPU, `Bilinear`, and deformable convolutions, which torchvision has.
+        known = {torch.ops.aten.mkldnn_rnn_layer: _of_recurrent_layer, torch.ops.aten._trilinear: _of_bilinear}
+        if hasattr(torch.ops.torchvision, "deform_conv2d"):
+            known[torch.ops.torchvision.deform_conv2d] = _of_deformable
         yield undo.enter_context(FlopCounterMode(display=False, custom_mapping=known))
 
 
 def _of_recurrent_layer(values: Sequence[int], own: Sequence[int], again: Sequence[int], *_: Any, **__: Any) -> int:
     """One layer in one direction, by the shapes of what it reads and of both its matrices."""
     return 2 * math.prod(values[:2]) * (math.prod(own) + math.prod(again))
+
+
+def _of_bilinear(first: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
+    """The first input by the weight [results, first, second], and what that gives by the second input."""
+    return 2 * first[0] * weight[0] * weight[2] * (first[1] + 1)
+
+
+def _of_deformable(_: Sequence[int], weight: Sequence[int], *__: Any, out_shape: Sequence[int], **___: Any) -> int:
+    """As any convolution; where its kernel reads isn't counted."""
+    return 2 * math.prod(out_shape) * math.prod(weight[1:])
 
 
 def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
@@ -77,11 +89,14 @@ def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any,
         value.type.tensor_type.ClearField("shape")
     try:
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
+        known = _shapes(graph)
+        if any(0 in known.get(name, (0,)) for node in graph.node for name in node.output if name):
+            worked_out = [v for v in _worked_out(model) if 0 in known.get(v.name, (0,))]
+            model.graph.value_info.extend(worked_out)  # behind which ONNX's own goes on
+            graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph if worked_out else graph
+            known = {**_shapes(graph), **{v.name: _shape(v) for v in worked_out}}
     except (onnx.shape_inference.InferenceError, ValueError):
         return None
-    known = _shapes(graph)
-    if any(0 in known.get(name, (0,)) for node in graph.node for name in node.output if name):
-        known |= {name: shape for name, shape in _worked_out(model).items() if 0 in known.get(name, (0,))}
     return graph, known
 
 
@@ -91,9 +106,10 @@ def _shapes(graph: Any) -> dict[str, tuple[int, ...]]:
     return known | {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
 
 
-def _worked_out(model: Any) -> dict[str, tuple[int, ...]]:
-    """Shapes that ONNX Runtime's own inference knows completely: it follows arithmetic on shapes, such as half of the
-    channels, where ONNX's stops. Nothing where it is missing or fails.
+def _worked_out(model: Any) -> list[Any]:
+    """The tensors whose shapes ONNX Runtime's own inference knows completely: it follows arithmetic on shapes, such as
+    half of the channels, where ONNX's stops, and ends at the first operator that it doesn't know, as ReduceL2. None
+    where it is missing.
 
     These are the steps of its `infer_shapes`, which writes what it couldn't finish into the working folder.
     """
@@ -107,12 +123,15 @@ def _worked_out(model: Any) -> dict[str, tuple[int, ...]]:
         inference = SymbolicShapeInference(LARGEST, auto_merge=False, guess_output_rank=False, verbose=0)
         inference.dispatcher_["Shape"] = shape
         inference._preprocess(model)
+    except Exception:  # of a library that isn't what it was
+        return []
+    with suppress(Exception):  # of operators and shapes that it doesn't know, of any kind
         while inference.run_:
             inference._infer_impl()
-    except Exception:  # of operators and shapes that it doesn't know, of any kind
-        return {}
-    inferred = _shapes(inference.out_mp_.graph)
-    return {name: shape for name, shape in inferred.items() if 0 not in shape}
+    graph = inference.out_mp_.graph
+    return [
+        v for v in (*graph.value_info, *graph.output) if v.type.tensor_type.HasField("shape") and 0 not in _shape(v)
+    ]
 
 
 def _shape(value: Any) -> tuple[int, ...]:
