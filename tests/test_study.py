@@ -7,6 +7,7 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -87,6 +88,17 @@ def test_wrong_fields_are_one_line(fields: dict[str, Any], message: str) -> None
         Study(**{"models": ("fake:net",), **fields})
     assert str(caught.value).startswith(message)
     assert "\n" not in str(caught.value)
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    """A study file can hold them: `repr` of NumPy's isn't TOML."""
+    fields: dict[str, Any] = {
+        "batches": np.array([1, 8]), "rounds": np.int64(3), "seconds": np.float64(0.5), "turns": np.bool_(False),
+        "warmup": np.float32(0.5), "sizes": [np.int64(64)], "budget": {"top1": np.float64(1)},
+    }  # fmt: skip
+    study = Study(models="fake:net", data=Path("d"), **fields)
+    assert (study.batches, study.rounds, study.seconds, study.turns) == ((1, 8), 3, 0.5, False)
+    assert Study(**tomllib.loads(study.to_toml())) == study
 
 
 TABLE = """

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions, described
+from dyno.study_options import native as native
 from dyno.worker import registry, tasks
 from dyno.worker.jobs.turns import LEAST_BLOCKS
 from dyno.worker.record import regular
@@ -107,9 +108,9 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
     def __post_init__(self) -> None:
         for name in LISTS:
             object.__setattr__(self, name, _tuple(getattr(self, name)))
-        for name in ("data", "weights", "calibration"):
-            object.__setattr__(self, name, _text(getattr(self, name)))
-        object.__setattr__(self, "inputs", tuple(map(_text, self.inputs)))
+        for name, value in list(vars(self).items()):
+            if name not in ("models", "baseline"):  # which may hold modules, and their inputs as tensors
+                object.__setattr__(self, name, native(value))
         object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
         object.__setattr__(self, "models", tuple(_source(model, self) for model in self.models))
         object.__setattr__(
@@ -133,7 +134,7 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
     def _otherwise(self, name: str, value: Any) -> Any:
         """A value of the baseline as a study file has it."""
         check_known("baseline", name, BASELINE)
-        return [_source(model, self) for model in _tuple(value)] if name == "models" else _text(value)
+        return [_source(model, self) for model in _tuple(value)] if name == "models" else native(value)
 
     def _check(self) -> None:
         if self.baseline:
@@ -272,15 +273,10 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
 Study.__doc__ = (Study.__doc__ or "").format(fields=described(Study))
 
 
-def _text(value: Any) -> Any:
-    """A path as text, anything else as it is."""
-    return str(value) if isinstance(value, Path) else value
-
-
 def _source(model: Any, study: Study) -> Any:
     """A model as text: a path's, or that of the file which a module in memory is stored in."""
     if not _in_memory(model) and not callable(model):
-        return _text(model)
+        return native(model)
     from dyno.sources import in_memory, input_options
 
     size = parse_size(study.sizes[0]) if study.sizes else None

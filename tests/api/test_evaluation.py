@@ -61,7 +61,8 @@ def command(tmp_path_factory: pytest.TempPathFactory, preloaded: str, photos: Pa
 @pytest.mark.slow
 def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> None:
     out = command("--out", tmp_path / "run")
-    for words in ("top-1 ", " on 30 images", "top-5 ", "whole pipeline ", "(30 images, after 8 of warm-up)",
+    for words in ("top-1 ", " on 30 images", "top-5 ", "pipeline, from decoded images, ",
+                  "(30 images, after 8 of warm-up)",
                   "preprocess ",                  "inference ", "postprocess ", "worst classes: ",
                   "most common confusions: ", "latency, model, ms",
                   "latency, all, ms", "p99"):  # fmt: skip

@@ -146,3 +146,14 @@ def test_a_relative_cache_folder_is_ignored(tmp_path: Path, monkeypatch: pytest.
     for base, expected in (("relative", tmp_path / ".cache"), ("", tmp_path / ".cache"), ("/else", Path("/else"))):
         monkeypatch.setenv("XDG_CACHE_HOME", base)
         assert system.cache_dir() == expected / "dyno"
+
+
+@pytest.mark.parametrize(("others", "busy"), [(0.5, 0.5), (99.0, 4.0), (-0.1, 0.0)])
+def test_no_more_processors_are_busy_than_there_are(
+    others: float, busy: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The system counts in ticks of 10 ms, so that in a short time more seem to be."""
+    monkeypatch.setattr(system.os, "cpu_count", lambda: 4)
+    contention = system.CpuContention()
+    monkeypatch.setattr(contention, "_seconds", lambda: (others, 1.0))
+    assert contention.busy() == busy

@@ -18,7 +18,7 @@ from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_device, check_threads, check_weights
 from dyno.planning.model_info import inspect_model, model_spec, sizes
 from dyno.store import Run, sha256_of
-from dyno.study import Choice, Study, check_types, model_name
+from dyno.study import Choice, Study, check_types, model_name, native
 from dyno.training import split
 from dyno.training.display import CURVES, Row, TrainingView, chart, history
 from dyno.worker import registry, system
@@ -105,6 +105,7 @@ def train(
     backends that the trained weights are measured under beside PyTorch. `advise` ends with the commands that measure
     them. Raises `UserError`.
     """
+    settings = native(settings)
     kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
     check_types({**settings, "data": data, "out": out, "holdout": holdout, "weights": weights}, kinds)
     chosen = options(settings)

@@ -194,10 +194,11 @@ class CpuContention:
     def busy(self) -> float:
         """Processors, on average; 0 where the system has no such figures."""
         others, span = self._kept or self._seconds()
-        return max(0.0, others / span) if span > 0 else 0.0
+        # The system counts in ticks: in a short time others may seem to have been busy for less than 0 s, or for more
+        # than all processors have.
+        return min(max(0.0, others / span), float(os.cpu_count() or 1)) if span > 0 else 0.0
 
     def _seconds(self) -> tuple[float, float]:
-        # The system counts in ticks, so that for a short time others may seem to have been busy for less than 0 s.
         others = (_busy_seconds() - self._all) - (_own_seconds() - self._own)
         return others, time.monotonic() - self._since
 

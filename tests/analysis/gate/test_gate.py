@@ -18,6 +18,7 @@ from synthetic import Way
 import dyno
 from dyno.analysis import stats
 from dyno.analysis.gate.power import smallest_slowdown
+from dyno.analysis.gate.rules import Rules
 from dyno.worker.record import write_json
 
 BASE = Way("pytorch", seconds=0.004, spread=0.001)
@@ -50,6 +51,21 @@ def test_three_answers(gate: Gate) -> None:
     assert wide.exit_code == 3 and "too few rounds for this spread" in wide.rows[0]["undecided"]
     assert any("undecided: digits pytorch fp32" in line for line in wide.verdicts)
     assert any("not interleaved" in line for line in wide.verdicts)
+
+
+def test_digits_that_say_nothing_are_left_out(gate: Gate) -> None:
+    """Of two rounds that differ hugely the limit of the interval may be 1e40 %."""
+    found = gate("slower=2%", seconds=0.05, spread=3.0, statuses=("ok", "ok"))
+    (undecided,) = (line for line in found.verdicts if line.startswith("undecided"))
+    (caught,) = (line for line in found.verdicts if "is caught" in line)
+    assert "the interval reaches more than 1,000 %, and 2 % are allowed" in undecided
+    assert "a slow-down of more than 1,000 % is caught" in caught
+
+
+def test_two_limits_are_refused() -> None:
+    with pytest.raises(dyno.UserError, match="slower=2%, slower=5% contradict each other"):
+        Rules(fail_on=("slower=2%", "slower=5%"))
+    assert Rules(fail_on=("slower=5%", "status", "slower=5.0%")).tolerance == 0.05
 
 
 def elsewhere(run: Path) -> None:

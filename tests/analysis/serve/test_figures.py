@@ -39,6 +39,13 @@ def test_a_server_that_gets_only_to_the_warm_up_is_as_fast_as_it_answers() -> No
     assert Tried(ServeStep(1000.0, "unstable", 100), ServeFacts(), arrays).served == pytest.approx(20)
 
 
+def test_of_a_trace_no_more_are_served_than_come() -> None:
+    """Three requests in two seconds are one per second, and so are their answers but for the last one's latency."""
+    due = np.arange(3.0)
+    arrays = {"arrival": due, "began": due, "ended": due + 0.5, "size": np.ones(3), "refused": np.zeros(3, bool)}
+    assert Tried(ServeStep(1.0, "too few requests", 0), ServeFacts(), arrays).served == pytest.approx(2 / 2.5)
+
+
 def test_a_percentile_needs_its_number_of_requests() -> None:
     few, enough = tried(np.full(661, 0.01)), tried(np.full(662, 0.01))
     assert few.percentile("p99") is None and enough.percentile("p999") is None

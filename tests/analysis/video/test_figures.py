@@ -133,6 +133,8 @@ def test_sentences_say_what_bounds_and_what_would_help() -> None:
     said = " ".join(words.sentences(video()))
     assert "100 frames/s end to end (4.00 times its own speed)" in said
     assert "Inference bounds the whole. If inference took half the time, 200 frames/s would be possible (2.00x)" in said
+    four = replace(video(), facts=replace(video().facts, streams=4))
+    assert "100 frames/s end to end (each at 1.00 times its own speed)" in " ".join(words.sentences(four))
     faster = " ".join(words.sentences(video(period=0.005)))
     assert "More than the bound was reached" in faster
     slower = " ".join(words.sentences(video(period=0.020)))

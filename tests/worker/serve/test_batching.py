@@ -63,7 +63,10 @@ def test_so_many_requests_count_as_the_percentile_needs() -> None:
     short, given = poisson(5.0, 662, 0.0, 0), poisson(100.0, 662, 2.0, 0)
     assert len(short.times) - short.first == 662 and short.first == 66
     assert len(given.times) - given.first == 200
-    assert Arrivals(np.arange(11.0)).rate == pytest.approx(1.1)
+
+
+def test_a_request_each_second_is_one_per_second() -> None:
+    assert Arrivals(np.arange(4.0)).rate == pytest.approx(1.0)
 
 
 def test_a_stall_delays_no_request_and_counts_in_all_that_were_due_meanwhile() -> None:

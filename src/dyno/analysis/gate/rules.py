@@ -50,6 +50,8 @@ class Rules:
 
     def _read(self, conditions: tuple[str, ...]) -> None:
         names = []
+        if len({percent(c.partition("=")[2]) for c in conditions if c.startswith(f"{SLOWER}=")}) > 1:
+            raise UserError(f"{', '.join(c for c in conditions if '=' in c)} contradict each other; give one of them")
         for text in conditions:
             name, equals, limit = text.partition("=")
             if name not in CONDITIONS:
@@ -63,6 +65,11 @@ class Rules:
                 object.__setattr__(self, "gate", True)
             names.append(name)
         object.__setattr__(self, "fail_on", tuple(names))
+
+
+def slowdown(share: float) -> str:
+    """A relative slow-down as text; beyond the largest limit its digits say nothing (two rounds may give 1e40)."""
+    return f"{100 * share:.1f} %" if share <= MOST else f"more than {100 * MOST:,.0f} %"
 
 
 def percent(text: str) -> float:

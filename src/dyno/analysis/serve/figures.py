@@ -65,10 +65,11 @@ class Tried:
 
         Under a rate far too high the server may get no further than to those before them.
         """
-        first, ended = self.step.first, self.arrays["ended"]
-        since = float(self.arrays["arrival"][first - 1]) if first else 0.0
+        first, ended, due = self.step.first, self.arrays["ended"], self.arrays["arrival"]
+        since = float(due[first - 1]) if first else 0.0
         answered = ended[ended > since]  # NaN where there was no answer
-        return float(len(answered) / (answered.max() - since)) if len(answered) else 0.0
+        begins = not first and due[0] == since  # a trace's first request begins the time and comes after no interval
+        return float((len(answered) - begins) / (answered.max() - since)) if len(answered) else 0.0
 
     @property
     def mean_batch(self) -> float:

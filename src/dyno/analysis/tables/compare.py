@@ -16,7 +16,7 @@ from typing import Any
 from dyno.analysis import metrics, stats
 from dyno.analysis.formatting import counting, plain
 from dyno.analysis.gate.power import smallest_slowdown
-from dyno.analysis.gate.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS, Rules
+from dyno.analysis.gate.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS, Rules, slowdown
 from dyno.analysis.metrics import accuracy, agreement, speedups
 from dyno.analysis.metrics.metric import Metric, in_percent
 from dyno.analysis.presentation.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, TableKind, missing
@@ -166,7 +166,7 @@ def _gated(row: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, el
             f"other programs kept up to {contention.processors:.1f} processors busy, and it wasn't measured in turns"
         )
     elif SLOWER not in row["failed"] and high >= 1 + rules.tolerance:
-        reason = f"{BEYOND}: the interval reaches {100 * (high - 1):.1f} %, and {100 * rules.tolerance:g} % are allowed"
+        reason = f"{BEYOND}: the interval reaches {slowdown(high - 1)}, and {100 * rules.tolerance:g} % are allowed"
     else:
         return row
     return row | {"failed": ", ".join(failed), "undecided": reason}

@@ -151,7 +151,7 @@ COLUMNS = (
     Column("throttle", "what limited the clock, with its share", kind=TEXT, title="clock limited by", rank=9),
     Column("throttled_samples", "latencies taken while the GPU was throttled", kind=COUNT),
     Column("gpu_others", "most processes of others on the GPU while timing", kind=COUNT),
-    Column("pipeline_ips", "of the whole evaluation", "images/s", title="pipeline images/s", rank=3),
+    Column("pipeline_ips", "of the whole evaluation, decoding left out", "images/s", title="pipeline images/s", rank=3),
     *(Column(f"{stage}_ms", f"{stage} of an image", "ms") for stage in STAGES),
     *_limits("throughput", "the 95 % interval of throughput_ips", "images/s", "number"),
     Column("budget_reference", "id of the trial that the accuracy is compared with", kind=TEXT),

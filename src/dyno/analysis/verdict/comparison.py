@@ -7,7 +7,7 @@ from collections import Counter
 from dyno.analysis import stats
 from dyno.analysis.formatting import counting, plain, points
 from dyno.analysis.gate.power import POWER
-from dyno.analysis.gate.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS
+from dyno.analysis.gate.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS, slowdown
 from dyno.analysis.presentation.table import Row, Table, missing
 from dyno.analysis.ranking.correctness import WRONG
 from dyno.analysis.ranking.frontier import configuration
@@ -57,10 +57,9 @@ def _caught(rows: list[Row]) -> list[str]:
     smallest = [r["smallest"] for r in rows if not missing(r["smallest"])]
     if not smallest:
         return []
-    span = " to ".join(dict.fromkeys(f"{each:.1f}" for each in (min(smallest), max(smallest))))
-    return [
-        f"With these rounds and this spread, a slow-down of {span} % is caught in {100 * POWER:g} % of comparisons."
-    ]
+    least, most = slowdown(min(smallest) / 100), slowdown(max(smallest) / 100)
+    span = least if least == most else f"{least} to {most}"
+    return [f"With these rounds and this spread, a slow-down of {span} is caught in {100 * POWER:g} % of comparisons."]
 
 
 def where(r: Row) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dyno.analysis import metrics, stats
-from dyno.analysis.formatting import images_tested, markdown, markdown_table, plain, show, significant
+from dyno.analysis.formatting import counting, images_tested, markdown, markdown_table, plain, show, significant
 from dyno.analysis.metrics import accuracy, confusion, detection
 from dyno.analysis.metrics.detection import MeanAP
 from dyno.analysis.records.results import TrialResult
@@ -51,15 +51,15 @@ def _speed(trial: TrialResult) -> Iterator[str]:
     if rate := trial.value("pipeline"):
         evaluation = trial.facts.evaluation
         count = f" ({evaluation.images:,} images, after {evaluation.warm_up:,} of warm-up)" if evaluation else ""
-        yield f"whole pipeline {show(rate, 'rate').removesuffix('/s')} images/s{count}"
+        yield f"pipeline, from decoded images, {show(rate, 'rate').removesuffix('/s')} images/s{count}"
     stages = [f"{name} {show(seconds, 'duration')}" for name in STAGES if (seconds := _stage(trial, name)) is not None]
     if stages:
         yield "per image: " + ", ".join(stages)
     size = trial.value("file_size")
     parts = [
         f"{size / 1e6:.1f} MB" if size else "",
-        f"{layers:,} layers" if (layers := trial.count("layers")) else "",
-        f"{parameters:,} parameters" if (parameters := trial.count("parameters")) else "",
+        counting(layers, "layer") if (layers := trial.count("layers")) else "",
+        counting(parameters, "parameter") if (parameters := trial.count("parameters")) else "",
     ]
     if any(parts):
         yield "model: " + ", ".join(part for part in parts if part)

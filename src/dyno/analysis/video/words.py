@@ -35,7 +35,8 @@ def sentences(video: Video) -> list[str]:
 def _rates(video: Video) -> str:
     facts = video.facts
     ended = " until it was stopped" if facts.stopped else ""
-    realtime = f" ({video.rate / facts.rate:.2f} times its own speed)" if facts.rate else ""
+    each = "each at " if facts.streams > 1 else ""
+    realtime = f" ({each}{video.rate / facts.streams / facts.rate:.2f} times its own speed)" if facts.rate else ""
     several = f"{facts.streams} streams at once, the first of " if facts.streams > 1 else ""
     return (
         f"{several}{counting(facts.frames, 'frame')} of {facts.width} x {facts.height} in "

@@ -1,5 +1,5 @@
 """Every image of the data once through the session: the outputs for accuracy and agreement, and the throughput of the
-whole pipeline in images per second."""
+whole pipeline behind the decoder in images per second."""
 
 from __future__ import annotations
 

@@ -11,6 +11,7 @@ import numpy as np
 from dyno.worker.spec import UserError
 
 USUAL_S = 10.0
+LONGEST_S = 1e6  # of a trace: eleven days; clocks and timeouts can't count to whatever a number can say
 WARM_UP = 0.1  # of the requests: they come before those that count, since the queue is empty at first
 
 
@@ -23,10 +24,8 @@ class Arrivals:
 
     @property
     def rate(self) -> float:
-        """Requests per second, of those that count."""
-        counted = self.times[self.first :]
-        span = float(counted[-1] - (self.times[self.first - 1] if self.first else 0.0))
-        return len(counted) / span if span > 0 else float("inf")
+        """Requests per second of a trace, by its intervals, of which there are one fewer than requests."""
+        return (len(self.times) - 1) / float(self.times[-1] - self.times[0])
 
 
 def poisson(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
@@ -56,4 +55,6 @@ def read_trace(path: Path) -> np.ndarray:
         raise UserError(f"{path} is no trace: it must have at least two times, one on each line")
     if not np.isfinite(times).all() or (np.diff(times) < 0).any() or times[-1] == times[0]:
         raise UserError(f"{path} is no trace: its times must be numbers of seconds in ascending order")
+    if times[-1] - times[0] > LONGEST_S:
+        raise UserError(f"{path} is no trace: it takes {times[-1] - times[0]:.3g} s; write its times in seconds")
     return np.asarray(times - times[0])
