@@ -21,11 +21,11 @@ from dyno.worker.inputs import input_data
 from dyno.worker.inputs.shapes import REFUSALS
 from dyno.worker.inputs.specs import BATCH, arguments, has_batch, tensors
 from dyno.worker.makers.control_flow import batch_limit, check_control_flow, follow_batch, traced_values
+from dyno.worker.makers.export_names import unwrap
 from dyno.worker.makers.verify import DOUBT, Case, Refused, Source, Wrong, doubtful, verified
 from dyno.worker.nets import models, task_facts, torchvision_detectors
 from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, opset_of, prepare_given, read_io
 from dyno.worker.onnx_graph.fusible import fusible
-from dyno.worker.onnx_graph.names import unwrap
 from dyno.worker.onnx_graph.opset import lower_file
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, UserError
