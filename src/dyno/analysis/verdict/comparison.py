@@ -58,7 +58,7 @@ def _caught(rows: list[Row]) -> list[str]:
     if not smallest:
         return []
     least, most = slowdown(min(smallest) / 100), slowdown(max(smallest) / 100)
-    span = least if least == most else f"{least} to {most}"
+    span = least if least == most else f"{least.removesuffix(' %')} to {most}"
     return [f"With these rounds and this spread, a slow-down of {span} is caught in {100 * POWER:g} % of comparisons."]
 
 
