@@ -267,16 +267,16 @@ def test_what_cannot_be_written_is_refused_before_anything_starts(
     for name in ("a.png", "b.png"):
         (photos / name).write_bytes(b"read by nobody")
     for source, words, says in (
-        (clip, ["out.xyz"], "out.xyz can't be written: .xyz is no container of video; give .mp4, .mkv"),
-        (clip, ["out"], "out can't be written: a name without a suffix is no container of video; give .mp4"),
-        (clip, ["out.png"], ".png is no container of video"),
+        (clip, ["out.xyz"], "out.xyz can't be written: .xyz is not a video container; give .mp4, .mkv"),
+        (clip, ["out"], "out can't be written: a name without a suffix is not a video container; give .mp4"),
+        (clip, ["out.png"], ".png is not a video container"),
         (clip, ["marker.py/out.mp4"], "marker.py/out.mp4 can't be written (Not a directory)"),
         (clip, ["/proc/none/out.mp4"], "/proc/none/out.mp4 can't be written"),
         (clip, ["folder.mp4"], "folder.mp4 is a folder"),
         (clip, ["link.mp4"], "link.mp4 is the source itself"),
         (clip, ["out.mp4", "--json", "marker.py/boxes.jsonl"], "marker.py/boxes.jsonl can't be written"),
         (clip, ["out.mp4", "--save", "/proc/none/t.trace.json"], "t.trace.json can't be written"),
-        ("photos", ["out.xyz"], ".xyz is no container of video; give a folder, .png, .jpg, .mp4"),
+        ("photos", ["out.xyz"], ".xyz is not a video container; give a folder, .png, .jpg, .mp4"),
         ("photos", ["out.png"], "photos has 2 images; give a folder or a video, not out.png"),
         ("photos", ["marker.py"], ".py is no container"),
         ("photos/a.png", ["photos"], "a.png lies in photos, and would be written over"),

@@ -95,7 +95,7 @@ def test_a_trace_begins_with_its_first_request(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("text", "said"),
-    [("1\ntwo\n", "is no trace"), ("2\n1\n", "ascending"), ("1\n", "at least two"), ("1 2\n3 4\n", "one on each"),
+    [("1\ntwo\n", "is not a trace"), ("2\n1\n", "ascending"), ("1\n", "at least two"), ("1 2\n3 4\n", "one on each"),
      ("1\nnan\n", "ascending"), ("1\n1\n", "ascending"), ("0\n1e300\n", "takes 1e\\+300 s; write")],
 )  # fmt: skip
 def test_what_is_no_trace_is_one_line(text: str, said: str, tmp_path: Path) -> None:

@@ -153,7 +153,7 @@ def _check_output(output: Path, source: Path | None) -> None:
         return
     if suffix not in (*VIDEOS, *(IMAGES if images else ())):
         others = "a folder, .png, .jpg, " if images else ""
-        raise UserError(f"{output} can't be written: {suffix or 'a name without a suffix'} is no container of video; "
+        raise UserError(f"{output} can't be written: {suffix or 'a name without a suffix'} is not a video container; "
                         f"give {others}.mp4, .mkv, .webm or .avi")  # fmt: skip
     if suffix in IMAGES and source is not None and source.is_dir():
         count = sum(file.suffix.lower() in IMAGES for file in source.iterdir())

@@ -50,11 +50,11 @@ def read_trace(path: Path) -> np.ndarray:
     except OSError as e:
         raise UserError(f"{path} can't be read: {e.strerror or e}") from None
     except ValueError as e:
-        raise UserError(f"{path} is no trace: {str(e).rstrip('.')}; write a time in seconds on each line") from None
+        raise UserError(f"{path} is not a trace: {str(e).rstrip('.')}; write a time in seconds on each line") from None
     if times.ndim != 1 or len(times) < 2:
-        raise UserError(f"{path} is no trace: it must have at least two times, one on each line")
+        raise UserError(f"{path} is not a trace: it must have at least two times, one on each line")
     if not np.isfinite(times).all() or (np.diff(times) < 0).any() or times[-1] == times[0]:
-        raise UserError(f"{path} is no trace: its times must be numbers of seconds in ascending order")
+        raise UserError(f"{path} is not a trace: its times must be numbers of seconds in ascending order")
     if times[-1] - times[0] > LONGEST_S:
-        raise UserError(f"{path} is no trace: it takes {times[-1] - times[0]:.3g} s; write its times in seconds")
+        raise UserError(f"{path} is not a trace: it takes {times[-1] - times[0]:.3g} s; write its times in seconds")
     return np.asarray(times - times[0])
