@@ -278,7 +278,7 @@ def test_what_cannot_be_written_is_refused_before_anything_starts(
         (clip, ["out.mp4", "--save", "/proc/none/t.trace.json"], "t.trace.json can't be written"),
         ("photos", ["out.xyz"], ".xyz is not a video container; give a folder, .png, .jpg, .mp4"),
         ("photos", ["out.png"], "photos has 2 images; give a folder or a video, not out.png"),
-        ("photos", ["marker.py"], ".py is no container"),
+        ("photos", ["marker.py"], ".py is not a video container"),
         ("photos/a.png", ["photos"], "a.png lies in photos, and would be written over"),
     ):  # fmt: skip
         assert says in refused("video", source, *words, *NET)
