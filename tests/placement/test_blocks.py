@@ -33,5 +33,5 @@ def test_a_block_keeps_its_id_when_a_backend_is_added(fake_study: Callable[..., 
 def test_the_anchor_is_the_first_blocks_reference(fake_study: Callable[..., Study]) -> None:
     planned = expand(fake_study(batches=(2, 1), precisions=("fp8", "fp32")))
     chosen: Any = anchor(planned)
-    assert (chosen.dims.batch, chosen.precision) == (2, "fp32"), "fp8 is refused"
+    assert (chosen.trial.dims.batch, chosen.trial.precision) == (2, "fp32"), "fp8 is refused"
     assert anchor([entry for entry in planned if entry.refusal]) is None

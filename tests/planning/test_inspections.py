@@ -78,6 +78,14 @@ def test_models_are_inspected_side_by_side(source: str) -> None:
     assert [one.trial.model.name for one in expand(study)] == ["one", "other"]
 
 
+def test_a_part_of_a_study_inspects_its_own_models_alone(source: str, tmp_path: Path) -> None:
+    models = f"{source}:crashes", "torchvision:squeezenet1_1", "timm:squeezenet1_1"
+    study = Study(models=models, backends=("pytorch",), sizes=("32",), reference="pytorch")
+    (planned,) = expand(study, [models[1]])
+    assert (planned.source, planned.trial.model.name) == (models[1], models[1]), "named as in the whole study"
+    assert not (tmp_path / "crashes").exists()
+
+
 def test_each_has_processors_of_its_own_whatever_threads_is(source: str, tmp_path: Path) -> None:
     before = os.sched_getaffinity(0)
     expand(Study(models=(f"{source}:one", f"{source}:other"), backends=("pytorch",), sizes=("32",), threads=1))

@@ -7,7 +7,7 @@ import itertools
 import platform
 import random
 import shutil
-from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from pathlib import Path
@@ -24,7 +24,7 @@ from dyno.engine.search import precisions, routes
 from dyno.jobs.progress import Progress
 from dyno.planning.checks import check_device
 from dyno.planning.plan import expand
-from dyno.planning.planned import Planned
+from dyno.planning.planned import Part, Planned
 from dyno.store import CONFIRMATION, FOLDERS, Cache, Run
 from dyno.study import Study
 from dyno.worker import registry, system
@@ -45,19 +45,19 @@ def execute(
     progress: Progress,
     *,
     retry_failed: bool = False,
-    only: Collection[str] | None = None,
+    only: Part | None = None,
     launch: Launch | None = None,
     other_routes: bool = False,
 ) -> None:
     """Measure whatever the folder doesn't hold yet; of what is stored only failures whose reason may be gone are tried
-    again, or all of them with `retry_failed`. With `only`, trials of other ids are left as they are; it is a
-    `UserError` where the study hasn't these here. `launch` runs the jobs of rounds that don't take turns (default:
-    `launch_in_turn`), as jobs of another kind if it makes them such. With `other_routes`, other routes to the ONNX file
-    are tried first where the study names none."""
+    again, or all of them with `retry_failed`. With `only`, other trials are left as they are; it is a `UserError` where
+    the study hasn't these here. `launch` runs the jobs of rounds that don't take turns (default: `launch_in_turn`), as
+    jobs of another kind if it makes them such. With `other_routes`, other routes to the ONNX file are tried first where
+    the study names none."""
     check_device(study)
     refuse_other(study, folder)
-    planned = expand(study)
-    if strange := set(only or ()) - {entry.trial.id for entry in planned}:
+    planned = expand(study, only.sources if only else ())
+    if only and (strange := {*only.trials} - {entry.trial.id for entry in planned}):
         raise UserError(
             f"{platform.node()} plans other trials than those that are asked for ({len(strange)} differ); all hosts "
             "need the same Dyno, libraries, models and data, at the same paths"
@@ -66,7 +66,7 @@ def execute(
     with run.locked():
         planned = prepare(study, run, planned, progress)
         self_test.keep_in(run.folder, study.device)
-        todo = [entry.trial for entry in planned if not entry.refusal and (only is None or entry.trial.id in only)]
+        todo = [entry.trial for entry in planned if not entry.refusal and (not only or entry.trial.id in only.trials)]
         cleared = retry.clear(run, todo, retry_failed), retry.clear_damaged(run, todo), retry.clear_stopped(run, todo)
         for line in itertools.chain(*cleared):
             progress.note(line)

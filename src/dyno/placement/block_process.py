@@ -14,6 +14,7 @@ from rich.console import Console
 
 from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
+from dyno.planning.planned import Part
 from dyno.study import Study
 from dyno.worker import system
 from dyno.worker.record import read_json
@@ -32,7 +33,9 @@ def main(folder: Path) -> int:
     progress = Progress(console=Console(stderr=True, no_color=True, soft_wrap=True))
     try:
         study = Study.from_toml(folder / order["study"])
-        execute(study, folder, progress, retry_failed=order["retry_failed"], only=set(order["trials"]))
+        execute(
+            study, folder, progress, retry_failed=order["retry_failed"], only=Part(order["trials"], order["sources"])
+        )
     except UserError as e:
         print(e, file=sys.stderr)
         return BAD_INPUT

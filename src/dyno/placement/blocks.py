@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dyno.engine import ensemble
-from dyno.planning.planned import Planned
+from dyno.planning.planned import Part, Planned
 from dyno.worker.spec import Trial, digest
 
 
@@ -15,12 +15,18 @@ class Block:
     """All trials of one model, batch and size: what measures in turns together, and never on two devices."""
 
     trials: tuple[Trial, ...]
+    source: str  # their model, as the study has it
 
     @property
     def id(self) -> str:
         """The hash of what its trials have in common, the same when a study gets more backends or precisions."""
         first = self.trials[0]
         return digest([first.model.name, first.dims])[:12]
+
+    @property
+    def part(self) -> Part:
+        """What of the study's plan it is."""
+        return Part([trial.id for trial in self.trials], [self.source])
 
     @property
     def label(self) -> str:
@@ -31,9 +37,12 @@ class Block:
 
 def blocks(planned: Sequence[Planned]) -> list[Block]:
     """The blocks of the trials that can run, in their order; each trial is in exactly one."""
-    return [Block(tuple(group)) for group in ensemble.groups([entry.trial for entry in planned if not entry.refusal])]
+    sources = {entry.trial.id: entry.source for entry in planned}
+    groups = ensemble.groups([entry.trial for entry in planned if not entry.refusal])
+    return [Block(tuple(group), sources[group[0].id]) for group in groups]
 
 
-def anchor(planned: Sequence[Planned]) -> Trial | None:
-    """The trial that is repeated on every device of a study: the reference of its first block; None without a block."""
-    return next((ensemble.reference(block.trials, None) for block in blocks(planned)), None)
+def anchor(planned: Sequence[Planned]) -> Planned | None:
+    """The trial that is repeated on every device of a study, the reference of its first block; None without a block."""
+    trial = next((ensemble.reference(block.trials, None) for block in blocks(planned)), None)
+    return next((entry for entry in planned if entry.trial == trial), None)

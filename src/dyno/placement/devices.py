@@ -13,6 +13,7 @@ from dyno.jobs.progress import Progress
 from dyno.placement import anchors, blocks, process
 from dyno.placement.places import Place, left
 from dyno.planning.plan import expand
+from dyno.planning.planned import Part, Planned
 from dyno.study import Study
 from dyno.worker.record import read_json, write_json
 from dyno.worker.spec import FIXED, ROUNDS, SCHEMA, Trial, UserError, digest
@@ -41,12 +42,11 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
         study, device=places[0].device, rounds=ROUNDS, until=FIXED, boundaries=("model",), budget={}, search=False,
         confirm=0, builds=1,
     )  # fmt: skip
-    trial = blocks.anchor(expand(own))
-    if trial is None or len(places) < 2:
+    planned = blocks.anchor(expand(own))
+    if planned is None or len(places) < 2:
         return Company(places)
     in_turns = all(place.host is None for place in places)
-    if in_turns:
-        trial = anchors.planned(trial, len(places))
+    trial = anchors.planned(planned.trial, len(places)) if in_turns else planned.trial
     key = digest([trial.id, [[place.name, place.card] for place in places]])
     asked = f"{key} {study.equivalent:g}"
     path = folder / DEVICES
@@ -59,7 +59,7 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
         if isinstance(rows, dict):
             return _without(rows, study, folder, places, progress)
     else:
-        rows = _apart(own, trial, own_folder, places, progress)
+        rows = _apart(own, planned, own_folder, places, progress)
     found = Devices(trial.label, tuple(rows), study.equivalent)
     if found.disturbed:
         margin = max(percent_slower(one.value) for one in found.disturbed.values())
@@ -110,7 +110,7 @@ def _without(lost: anchors.Lost, study: Study, folder: Path, places: Sequence[Pl
     return measure(study, folder, rest, progress)
 
 
-def _apart(study: Study, trial: Trial, folder: Path, places: Sequence[Place], progress: Progress) -> list[Device]:
+def _apart(study: Study, anchor: Planned, folder: Path, places: Sequence[Place], progress: Progress) -> list[Device]:
     """The anchor at places of a cluster: alone on its host, on all hosts at once, then at all places at once but those
     that have a host of their own."""
     hosts: dict[str, list[Place]] = {}
@@ -118,8 +118,9 @@ def _apart(study: Study, trial: Trial, folder: Path, places: Sequence[Place], pr
         hosts.setdefault(place.machine, []).append(place)
     alone = [[own[k] for own in hosts.values() if k < len(own)] for k in range(max(map(len, hosts.values())))]
     beside = [place for own in hosts.values() if len(own) > 1 for place in own]
+    part = Part([anchor.trial.id], [anchor.source])
     for together, how in [*((some, ALONE) for some in alone), (beside, BESIDE)]:
-        _together(study, trial.id, folder, [place for place in together if not place.gone], how, progress)
+        _together(study, part, folder, [place for place in together if not place.gone], how, progress)
     measured = {ALONE: places, BESIDE: beside}
     return [
         Device(
@@ -131,11 +132,9 @@ def _apart(study: Study, trial: Trial, folder: Path, places: Sequence[Place], pr
     ]
 
 
-def _together(study: Study, trial: str, folder: Path, places: Sequence[Place], how: str, progress: Progress) -> None:
+def _together(study: Study, part: Part, folder: Path, places: Sequence[Place], how: str, progress: Progress) -> None:
     """Measure the anchor at these places at once."""
-    running = [
-        process.start(_folder(folder, place, how), study, [trial], place, retry_failed=False) for place in places
-    ]
+    running = [process.start(_folder(folder, place, how), study, part, place, retry_failed=False) for place in places]
     try:
         while not all(one.ended for one in running):
             time.sleep(POLL_S)

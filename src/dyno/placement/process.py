@@ -6,7 +6,7 @@ import os
 import signal
 import subprocess
 import sys
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -14,6 +14,7 @@ from pathlib import Path
 from dyno.placement.block_process import ORDER
 from dyno.placement.places import Place
 from dyno.placement.running import LOG, Running
+from dyno.planning.planned import Part
 from dyno.study import Study
 from dyno.worker.record import read_json, write_bytes, write_json, write_text
 from dyno.worker.spec import SCHEMA
@@ -22,13 +23,13 @@ REQUEST = "request.toml"
 PATIENCE_S = 10.0  # that a process has to end its jobs after an interrupt
 
 
-def start(folder: Path, study: Study, trials: Collection[str], place: Place, *, retry_failed: bool) -> Running:
-    """Start measuring those trials of the study at the place, into the folder, which may hold some of them already."""
+def start(folder: Path, study: Study, part: Part, place: Place, *, retry_failed: bool) -> Running:
+    """Start measuring that part of the study at the place, into the folder, which may hold some of it already."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / REQUEST, replace(study, device=place.device).to_toml())
     order = {
-        "schema": SCHEMA, "study": REQUEST, "trials": sorted(trials), "cores": list(place.cores),
-        "retry_failed": retry_failed,
+        "schema": SCHEMA, "study": REQUEST, "sources": list(part.sources), "trials": sorted(part.trials),
+        "cores": list(place.cores), "retry_failed": retry_failed,
     }  # fmt: skip
     write_json(folder / ORDER, order)
     write_bytes(folder / LOG, b"")

@@ -159,9 +159,8 @@ class Spread:
                 target.parent.mkdir(parents=True, exist_ok=True)
                 source.rename(target)
         self._note(block, place, done="")
-        ids = [trial.id for trial in block.trials]
-        self.progress.relay(place.name, f"{block.label}: {counting(len(ids), 'trial')}")
-        one = process.start(folder, self.own, ids, place, retry_failed=self.retry_failed)
+        self.progress.relay(place.name, f"{block.label}: {counting(len(block.trials), 'trial')}")
+        one = process.start(folder, self.own, block.part, place, retry_failed=self.retry_failed)
         self.running[place.name] = block, one
 
     def _set_aside(self, block: Block, place: str) -> None:

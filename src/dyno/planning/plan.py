@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,22 +36,26 @@ from dyno.worker.spec import (
 STEPS = ("modelopt",)  # steps of making a file that may have an interpreter of their own
 
 
-def expand(study: Study) -> list[Planned]:
+def expand(study: Study, sources: Collection[str] = ()) -> list[Planned]:
     """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs.
 
-    Of a comparison, the trials of both sides, with at least one pair.
+    Of a comparison, the trials of both sides, with at least one pair. With `sources`, only those of these models, of a
+    study that was planned as a whole before: what is checked over all of them is not checked again.
     """
+    if sources:
+        return _expanded(study, [source for source in study.models if source in sources])
     for side in study.sides.values():
         check_weights(side, [source for each in study.sides.values() for source in each.models])
     if study.baseline:
-        planned = paired({side: _expanded(own) for side, own in study.sides.items()})
+        planned = paired({side: _expanded(own, own.models) for side, own in study.sides.items()})
     else:
-        planned = _expanded(study)
+        planned = _expanded(study, study.models)
     _check_builds(study, planned)
     return planned
 
 
-def _expanded(study: Study) -> list[Planned]:
+def _expanded(study: Study, sources: Sequence[str]) -> list[Planned]:
+    """The trials of those of the study's models."""
     check_threads(study)
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
     check_kind(study)
@@ -63,29 +68,29 @@ def _expanded(study: Study) -> list[Planned]:
     for name in study.runtime:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
         check_known("backend of a runtime", name, {*users, *STEPS, *registry.names()})
-    planned, failed = [], []
-    inspected = _inspected(study)
-    for source in study.models:
+    failed = []
+    inspected = _inspected(study, sources)
+    by_id: dict[str, Planned] = {}
+    for source in sources:
         try:
-            planned += _of_model(study, inspected[source], choices)
+            planned = _of_model(study, inspected[source], choices)
         except UserError as e:
             failed.append(e)
-            if len(failed) == len(study.models):
+            if len(failed) == len(sources):
                 raise failed[0] from e
-            planned += _of_uninspected(study, source, choices, e)
-    if study.reference:
-        _check_reference(study.reference, planned)
-    by_id: dict[str, Planned] = {}
-    for entry in planned:
-        by_id.setdefault(entry.trial.id, entry)
+            planned = _of_uninspected(study, source, choices, e)
+        for entry in planned:
+            by_id.setdefault(entry.trial.id, replace(entry, source=source))
+    if study.reference and len(sources) == len(study.models):
+        _check_reference(study.reference, list(by_id.values()))
     return list(by_id.values())
 
 
-def _inspected(study: Study) -> dict[str, Inspected | UserError]:
-    """What each model of the study is, by its source, or why it can't be used."""
+def _inspected(study: Study, sources: Sequence[str]) -> dict[str, Inspected | UserError]:
+    """What each of those models of the study is, or why it can't be used."""
     models: dict[str, ModelSpec] = {}
     wrong: dict[str, UserError] = {}
-    for source in study.models:
+    for source in sources:
         try:
             models[source] = _named(study, source, model_spec(study, source))
         except UserError as e:
