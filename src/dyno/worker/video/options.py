@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dyno.worker.facts.video import DEVICE, HOST
+from dyno.worker.option_values import settle
 from dyno.worker.spec import UserError, check_known
 
 SIZE = re.compile(r"(\d+)x(\d+)")
@@ -70,6 +71,7 @@ class VideoOptions:
     frame_rate: float = _option(30.0, "Of raw frames and folders of images, per second.")
 
     def __post_init__(self) -> None:
+        settle(self)
         for name in ("confidence", "iou", "track_confidence"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} is {getattr(self, name):g}; it must be between 0 and 1")
