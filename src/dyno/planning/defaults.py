@@ -13,6 +13,7 @@ from dyno.planning.checks import check_device
 from dyno.sources.model_files import keeps_weights
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry
+from dyno.worker.option_values import check_types
 from dyno.worker.spec import ENDPOINT, UserError
 
 T = TypeVar("T")
@@ -87,6 +88,12 @@ def reference_of(study: Study) -> Study | None:
     if any(each.name == backend and "fp32" in (each.precisions or usual) for each in choices):
         return None
     return replace(study, backends=(backend,), precisions=(), boundaries=(), rounds=1, builds=1)
+
+
+def folder_for(out: str | Path | None, command: str, models: Sequence[str]) -> Path:
+    """The folder that the user gave, or a new one."""
+    check_types({"out": out}, {"out": str | Path | None})
+    return Path(out) if out else new_folder(command, models)
 
 
 def new_folder(command: str, models: Sequence[str]) -> Path:

@@ -121,7 +121,7 @@ def train(
     check_threads(study)
     check_weights(study, study.models)
     check_device(study)
-    folder = Path(out) if out else Path("runs") / f"train-{model_name(model)}"
+    folder = Path(out) if out else Path("runs") / f"train-{model_name(study.models[0])}"
     if resume and not (folder / "state.pt").is_file():
         raise UserError(f"there is no training to resume in {folder}; omit --resume to start one")
     view = TrainingView(folder, chosen.epochs, quiet=quiet)

@@ -13,6 +13,9 @@ from dyno.worker.spec import Option, UserError
 
 LARGEST = 2**31
 LONGEST = 80  # characters of a value in a message
+WORDS: dict[Any, str] = {
+    str: "text", Path: "a path", int: "a whole number", float: "a number", bool: "true or false", Any: "any value",
+}  # fmt: skip
 Check = Callable[[Option], str]  # "" for a valid value, else a description of valid ones
 
 
@@ -125,5 +128,6 @@ def _kind(kind: Any) -> str:
         return f"one or several of: {_kind(args[0])}"
     if typing.get_origin(kind) is dict:
         return f"a table of: {_kind(args[1])}"
-    words = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Any: "any value"}
-    return words[args[0] if args else kind]
+    if args:
+        return " or ".join(_kind(one) for one in args if one is not type(None))
+    return WORDS.get(kind) or f"of type {kind.__name__}"

@@ -1,0 +1,36 @@
+"""What Python users may hand to Dyno's functions: an argument of another type is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dyno
+
+DYNO: Any = dyno  # the arguments are wrong on purpose
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "load": (lambda: DYNO.load(None), "folder is None; it must be text or a path"),
+    "run": (lambda: DYNO.run("study.toml"), "study is 'study.toml'; it must be of type Study"),
+    "out": (lambda: DYNO.Study(models="no.onnx").run(5), "out is 5; it must be text or a path"),
+    "report": (lambda: DYNO.load("run").report(5), "out is 5; it must be text or a path"),
+    "take": (lambda: DYNO.load("run").take(5), "trial is 5; it must be text"),
+    "confusion": (lambda: DYNO.load("run").confusion(5), "trial is 5; it must be text"),
+    "compare": (lambda: DYNO.compare(None), "there is nothing to compare; give two run folders or models"),
+    "compared": (lambda: DYNO.compare("a.onnx", "b.onnx", out=5), "out is 5; it must be text or a path"),
+    "evaluate": (lambda: DYNO.evaluate("no.onnx", "digits", out=5), "out is 5; it must be text or a path"),
+    "video": (lambda: DYNO.video("v.mp4", model="m", options=5), "options is 5; it must be of type VideoOptions"),
+    "served": (lambda: DYNO.serve_test("m", options={}), "options is {}; it must be of type ServeOptions"),
+    "train": (lambda: DYNO.train("digits", model=Path("no.py")), "model 'no.py' "),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_argument_of_another_type_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    call, said = CASES[name]
+    with pytest.raises(dyno.UserError) as caught:
+        call()
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
