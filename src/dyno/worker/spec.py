@@ -77,6 +77,11 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
 
 
+def numbered(count: int, one: str, many: str = "") -> str:
+    """`1 image`, `2 images`; `many` where the plural takes more than an s."""
+    return f"{count} {one if count == 1 else many or f'{one}s'}"
+
+
 def check_utf8(name: str) -> None:
     """A `UserError` for a name with bytes of no text, which tables, TOML and terminals have no place for."""
     shown = name.encode("utf-8", "backslashreplace").decode()
