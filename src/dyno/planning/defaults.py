@@ -61,10 +61,18 @@ def each_with(models: Sequence[str], settings: Mapping[str, Any]) -> list[tuple[
 
 def _form(text: str) -> dict[str, Any]:
     """The settings that a form stands for, none for a model."""
+    backend, precision = form(text, registry.names()) or ("", "")
+    settings = {"backends": backend, "precisions": precision}
+    return {name: (value,) for name, value in settings.items() if value}
+
+
+def form(text: str, names: Sequence[str]) -> tuple[str, str] | None:
+    """The backend with its options and the precision ("" for its usual one) of a form such as openvino/bf16, by the
+    `names` that forms may have; None for what is a file or has another name, so a model."""
     backend, _, precision = text.partition("/")
-    if Path(text).exists() or backend.partition("@")[0] not in registry.names():
-        return {}
-    return {"backends": (backend,), **({"precisions": (precision,)} if precision else {})}
+    if Path(text).is_file() or backend.partition("@")[0] not in names:
+        return None
+    return backend, precision
 
 
 def default_runner(model: str) -> tuple[str, str]:
