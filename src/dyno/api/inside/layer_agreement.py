@@ -104,7 +104,7 @@ def _runnable(side: forms.Side, later: bool) -> forms.Side:
                         "graph; give a form of the first model, such as openvino, or an ONNX file")  # fmt: skip
     kind = registry.format_of(side.source)
     if kind is not None and kind.name != forms.ONNX:
-        raise UserError(f"{side.source} is no ONNX graph, whose tensors could be compared; give the ONNX file that it "
+        raise UserError(f"{side.source} is not an ONNX graph, whose tensors are compared; give the ONNX file that it "
                         f"was made from, and {kind.usual(Path(side.source))} behind it")  # fmt: skip
     if side.choice.name == forms.ONNX:  # a file behind the first runs as ever, a form of the first as it is written
         return replace(

@@ -133,7 +133,7 @@ def _check(shot: Shot, study: Study) -> None:
     path = Path(shot.source)
     local = shot.source != STDIN and ":" not in shot.source.split("/")[0]
     if local and not path.exists():
-        raise UserError(f"there is no {path}; give a video, an image, a folder of images, a URL, camera:0 or -")
+        raise UserError(f"{path} does not exist; give a video, an image, a folder of images, a URL, camera:0 or -")
     for written in filter(None, (shot.output, shot.boxes)):
         for kind, read in (("source", shot.source if local else ""), ("model", *study.models)):
             if read and Path(read).exists() and Path(written).resolve() == Path(read).resolve():

@@ -26,7 +26,7 @@ VIDEOS = (
     ".ts", ".mts", ".m2ts", ".mxf", ".nut", ".ogv", ".wmv", ".asf", ".3gp", ".3g2", ".m3u8", ".y4m", ".mjpeg", ".ivf",
     ".h264", ".264", ".h265", ".265", ".hevc",
 )  # fmt: skip
-OPENING = "open the source"  # the stage of a job in which a source that is no video is noticed
+OPENING = "open the source"  # the stage of a job in which a source that isn't a video is noticed
 
 
 def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
