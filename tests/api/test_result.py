@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dyno
@@ -23,6 +24,13 @@ CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "evaluate": (lambda: DYNO.evaluate("no.onnx", "digits", out=5), "out is 5; it must be text or a path"),
     "video": (lambda: DYNO.video("v.mp4", model="m", options=5), "options is 5; it must be of type VideoOptions"),
     "served": (lambda: DYNO.serve_test("m", options={}), "options is {}; it must be of type ServeOptions"),
+    "cold": (lambda: DYNO.cold_start("no.onnx", batch="8"), "batch is '8'; it must be a whole number"),
+    "inspect": (lambda: DYNO.inspect("no.onnx", batch=None), "batch is None; it must be a whole number"),
+    "profile": (lambda: DYNO.profile("no.onnx", runs=5.5), "runs is 5.5; it must be a whole number"),
+    "explain": (lambda: DYNO.explain("no.onnx", top="1"), "top is '1'; it must be a whole number"),
+    "agree": (lambda: DYNO.agree_layers("no.onnx", rtol=None), "rtol is None; it must be a number"),
+    "least": (lambda: DYNO.agree_layers("no.onnx", batch=np.int64(0)), "batch is 0; it must be at least 1"),
+    "calibrate": (lambda: DYNO.calibrate(minutes=None), "minutes is None; it must be a number"),
     "train": (lambda: DYNO.train("digits", model=Path("no.py")), "model 'no.py' "),
 }
 

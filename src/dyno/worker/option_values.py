@@ -99,6 +99,16 @@ def check_types(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
             raise UserError(f"{name} is {_shown(value)}; it must be {_kind(kinds[name])}")
 
 
+def at_least(least: int, kind: type = int, **given: Any) -> list[Any]:
+    """The numbers as Python's own; a `UserError` for one of another type or below the least."""
+    numbers = native(given)
+    check_types(numbers, dict.fromkeys(numbers, kind))
+    for name, value in numbers.items():
+        if not value >= least:
+            raise UserError(f"{name} is {value}; it must be at least {least}")
+    return list(numbers.values())
+
+
 def _fits(value: Any, kind: Any) -> bool:
     """Whether a value, perhaps from a TOML file, is of the annotated type."""
     args = typing.get_args(kind)
