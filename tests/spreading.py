@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
 import subprocess
 import sys
@@ -18,6 +19,7 @@ from dyno import Study
 from dyno.jobs.progress import Progress
 
 MODULE = "dyno.placement.block_process"
+MARK = "DYNO_TESTS_OF_SPREADING"
 DRIVER = """
 import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress
 from dyno.placement import devices, spread
@@ -63,8 +65,10 @@ def kill(process: psutil.Process) -> None:
 
 @contextmanager
 def environments() -> Iterator[list[dict[str, str]]]:
-    """What the processes of blocks have around them while the block is entered, of each moment at which one ran."""
-    seen, over = list[dict[str, str]](), Event()
+    """What the processes of blocks that are started meanwhile from here have around them, of each moment at which one
+    ran."""
+    seen, over, mark = list[dict[str, str]](), Event(), secrets.token_hex()
+    os.environ[MARK] = mark
 
     def look() -> None:
         while not over.wait(0.02):
@@ -72,7 +76,8 @@ def environments() -> Iterator[list[dict[str, str]]]:
                 with suppress(psutil.Error):  # it just ends
                     environment = process.environ()
                     still = MODULE in process.cmdline()  # else it was a job of a block, called so until it is executed
-                    seen.extend([environment] if environment and still else [])
+                    ours = environment.get(MARK) == mark  # else another suite's on this machine
+                    seen.extend([environment] if still and ours else [])
 
     thread = Thread(target=look)
     thread.start()
@@ -81,6 +86,7 @@ def environments() -> Iterator[list[dict[str, str]]]:
     finally:
         over.set()
         thread.join()
+        del os.environ[MARK]
 
 
 def kill_a_driver(study: Study, folder: Path) -> Collection[str]:

@@ -14,13 +14,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno import Study
+from dyno import Study, store
 from dyno.engine.execute import Files
 from dyno.jobs.launcher import MAIN
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
 from dyno.worker.record import Record, read_record, write_json
-from dyno.worker.spec import Artifact, Job, Trial, to_json
+from dyno.worker.spec import Artifact, Job, Runtime, Trial, to_json
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 
@@ -137,6 +137,14 @@ def test_files_beside_the_caller_do_not_disturb_it(fake_trial: Callable[..., Tri
     assert done.returncode == 0, done.stderr
     record = read_record(tmp_path / "job")
     assert record is not None and record.status == "ok"
+
+
+def test_nor_do_they_disturb_a_look_at_an_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in (*SHADOWS, "csv", "email"):
+        (tmp_path / f"{name}.py").write_text(f"raise RuntimeError('{name} of the current folder')")
+    monkeypatch.chdir(tmp_path)
+    there = Runtime(python=sys.executable, env={"DYNO_TEST": str(tmp_path)})
+    assert store.versions(there, ("numpy",)) == {"numpy": np.__version__}
 
 
 SPY = """

@@ -19,7 +19,7 @@ BEGIN, END = "<!-- made by tools/rooms.py -->", "<!-- end -->"
 # What of the worker the host may use: the border's data, what backends declare, and the hash of a model's own code.
 BORDER = (
     "facts spec inspection record backend registry tasks plugins system extras jobs.turns training.options "
-    "video.options serve.options serve.arrivals nets.local_code"
+    "video.options serve.options serve.arrivals option_values nets.local_code"
 )
 
 # Room -> rooms that it may import, within its own tree; nothing imports upwards, in a function or outside one.
@@ -83,9 +83,9 @@ WORKER = {
     "registry": "spec plugins backend backends makers",
     "measure": "spec backend sessions",
     "evaluation": "facts spec record backend inputs tasks",
-    "training": "facts spec record inputs sessions nets",
-    "video": "facts spec backend extras inputs sessions tasks measure",
-    "serve": "spec backend extras inputs measure",
+    "training": "facts spec record option_values inputs sessions nets",
+    "video": "facts spec backend option_values extras inputs sessions tasks measure",
+    "serve": "spec backend option_values extras inputs measure",
     "snippets": "spec plugins registry inputs tasks sessions nets backends",
     "journal": "spec record backend system measure evaluation",
     "jobs": "facts spec inspection record backend registry extras system inputs sessions nets onnx_graph layers "
@@ -94,7 +94,7 @@ WORKER = {
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {
-    "dyno.analysis": "facts spec record extras plugins system tasks numerics.closeness serve.judging",
+    "dyno.analysis": "facts spec record option_values extras plugins system tasks numerics.closeness serve.judging",
     "dyno.api": f"{BORDER} numerics.closeness",
     "dyno.datasets": "spec record extras plugins inputs.array_files inputs.letterbox",
     "dyno.cli": f"{BORDER} snippets",  # `dyno doctor` names what is broken of every kind that a plug-in may bring

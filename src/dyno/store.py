@@ -166,8 +166,9 @@ def versions(runtime: Runtime, distributions: tuple[str, ...]) -> dict[str, str]
 def _versions_there(
     python: str, env: tuple[tuple[str, str], ...], distributions: tuple[str, ...]
 ) -> tuple[tuple[str, str], ...]:
-    code = (
-        "import json,sys\nfrom importlib import metadata as m\nfound={}\nfor n in sys.argv[1:]:\n"
+    code = (  # a file in the current folder, which -c puts first on the path, may be named like what is imported
+        "import sys\nif sys.path[0]=='': del sys.path[0]\n"
+        "import json\nfrom importlib import metadata as m\nfound={}\nfor n in sys.argv[1:]:\n"
         " try: found[n]=m.version(n)\n except m.PackageNotFoundError: pass\nprint(json.dumps(found))"
     )
     # A PYTHONPATH of ours would lend another interpreter our distributions, which its jobs will not see.

@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions, described
-from dyno.study_options import native as native
 from dyno.worker import registry, tasks
 from dyno.worker.jobs.turns import LEAST_BLOCKS
+from dyno.worker.option_values import check_types, native, several
 from dyno.worker.record import regular
 from dyno.worker.spec import (
     BOUNDARIES,
@@ -37,7 +37,6 @@ from dyno.worker.spec import (
     check_utf8,
 )
 
-LONGEST = 80  # characters of a value in a message
 LARGEST = 1e9  # of seconds, minutes and percent
 CAN_FREEZE = hasattr(signal, "SIGSTOP")  # what measuring in turns needs
 CONFIRMATIONS = 3  # of a winner, where the study has a budget and doesn't say
@@ -296,47 +295,7 @@ def _in_memory(value: Any) -> bool:
 def _tuple(value: Any) -> tuple[Any, ...]:
     if _in_memory(value):  # some modules can be iterated over
         return (value,)
-    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else (value,)
-
-
-def check_types(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """A `UserError` for a value that is of another type than the annotation of its name."""
-    for name, value in given.items():
-        if name in kinds and not _fits(value, kinds[name]):
-            raise UserError(f"{name} is {_shown(value)}; it must be {_kind(kinds[name])}")
-
-
-def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value, perhaps from a TOML file, is of the annotated type."""
-    args = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        return all(_fits(item, args[0]) for item in value)
-    if typing.get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_fits(item, args[1]) for item in value.values())
-    if args:
-        return any(_fits(value, one) for one in args)
-    if kind in (int, float):
-        return isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
-    return kind is Any or isinstance(value, kind)
-
-
-def _shown(value: Any) -> str:
-    """A value in a few words: a module's own text is pages long."""
-    if isinstance(value, tuple):
-        return ", ".join(map(_shown, value))
-    text = repr(value)
-    return text if len(text) <= LONGEST and "\n" not in text else f"a value of type {type(value).__name__}"
-
-
-def _kind(kind: Any) -> str:
-    """An annotation in words."""
-    args = typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        return f"one or several of: {_kind(args[0])}"
-    if typing.get_origin(kind) is dict:
-        return f"a table of: {_kind(args[1])}"
-    words = {str: "text", int: "a whole number", float: "a number", bool: "true or false", Any: "any value"}
-    return words[args[0] if args else kind]
+    return several(value)
 
 
 def _toml(value: Any) -> str:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any
 
 from dyno.worker.spec import BOUNDARIES, PRECISIONS, ROUNDS, Plan
@@ -22,17 +21,6 @@ def option(default: Any, help: str, flag: str = "", *, usual: str = "", common: 
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
     return field(default=default, metadata=metadata)
-
-
-def native(value: Any) -> Any:
-    """The value as a study file can hold it: paths as text, numbers of NumPy (whose `repr` isn't TOML) as Python's."""
-    if isinstance(value, dict):
-        return {key: native(item) for key, item in value.items()}
-    if isinstance(value, (list, tuple)):
-        return type(value)(map(native, value))
-    if hasattr(value, "dtype") and hasattr(value, "tolist"):
-        return value.tolist()
-    return str(value) if isinstance(value, Path) else value
 
 
 @dataclass(frozen=True)

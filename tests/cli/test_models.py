@@ -155,5 +155,5 @@ def test_a_form_behind_a_model_is_that_model_in_a_backend(
     known = [*tmp_path.glob("runs/*")]
     assert refused("agree", net, "none.onnx", "--size", "8") == "there is no model file none.onnx"
     assert "unknown precision 'int9'" in refused("agree", net, "openvino/int9", "--size", "8")
-    assert "onnxruntime is a backend and no model" in refused("agree", "onnxruntime", net)
+    assert "onnxruntime is a backend, not a model" in refused("agree", "onnxruntime", net)
     assert [*tmp_path.glob("runs/*")] == known, "nothing is measured first"

@@ -82,6 +82,17 @@ def test_a_trial_is_removed_by_the_beginning_of_its_id(call: Call, refused: Refu
     assert {t.id for t in load(run).records} == set(ids[2:])
 
 
+def test_a_trial_is_removed_by_its_backend_and_precision(call: Call, refused: Refused, run: Path) -> None:
+    trials = list(load(run).records)
+    one = next(t for t in trials if [u.variant for u in trials].count(t.variant) == 1)
+    code, out, _ = call("rm", run, f"{one.variant}/{one.precision}")
+    assert code == 0 and out.startswith(f"removed runs/one/trials/{one.id}\n")
+    assert {t.id for t in load(run).records} == {t.id for t in trials} - {one.id}
+    said = refused("rm", run, "fake/fp32")
+    assert said.startswith("'fake/fp32' fits several trials of runs/one; choose them by their ids: ")
+    assert all(f"{t.id} ({t.label})" in said for t in trials if t is not one and t.precision == "fp32")
+
+
 def test_only_what_dyno_wrote_is_removed(call: Call, refused: Refused, run: Path, tmp_path: Path) -> None:
     outside = tmp_path / "precious"
     outside.mkdir()

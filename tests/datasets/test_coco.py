@@ -67,6 +67,19 @@ def test_the_task_chooses_between_files(coco: Folder, make: Make) -> None:
         make(folder)
 
 
+def test_the_file_may_lie_in_the_folder_itself(coco: Folder, make: Make) -> None:
+    folder = coco()
+    sha256 = make(folder).sha256
+    (folder / "annotations/instances_val2017.json").rename(folder / "instances_val2017.json")
+    assert datasets.format_of(folder).name == "coco" and make(folder).sha256 == sha256
+    (folder / "instances_val2017.json").rename(folder / "instances.json")
+    (folder / "val2017").rename(folder / "images")
+    assert datasets.meta(make(folder))["splits"] == {"test": 6}
+    (folder / "annotations/captions_val2017.json").write_text("{}")
+    with pytest.raises(UserError, match=r"annotations has no file with objects, only captions_val2017.json; give"):
+        make(folder)
+
+
 def test_without_training_images_some_are_carved_out(coco: Folder, make: Make) -> None:
     folder = coco(count=10, train=0)
     assert datasets.meta(make(folder))["splits"] == {"test": 10}

@@ -256,7 +256,7 @@ def test_what_is_wrong_with_a_folder(yolo: Callable[..., Path], make: Make, tmp_
         "names: 2026-13-45": "is not valid YAML",
         "val: images": "names no classes",
         "names: {1: a, 2: b}": "not numbered from 0 to 1",
-        "names: [a]\nnc: 2": "nc is 2, but names has 1",
+        "names: [a]\nnc: 2": "nc is 2, but names has 1 class",
         "names: [a]\ntrain: images/train": "has neither val nor test",
         "names: [a]\nval: images/train\nkpt_shape: 17": "kpt_shape is 17",
         "names: [a]\nval: images\npath: nowhere/x\ntrain: no": "has a label file|no class 1",

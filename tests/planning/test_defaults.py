@@ -6,7 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from dyno.planning.defaults import default_runner, new_folder, reference_of, study_of
+from dyno.api.inside import forms
+from dyno.planning.defaults import default_runner, each_with, new_folder, reference_of, study_of
+from dyno.study import Study
+from dyno.worker.spec import UserError
 
 
 def test_engines_are_known_by_their_first_bytes(tmp_path: Path) -> None:
@@ -40,6 +43,25 @@ def test_the_reference_is_added_where_it_is_not_among_the_trials() -> None:
     assert reference("torchvision:resnet18", "pytorch@precision=bf16+fp32") == ()
     assert reference("m.onnx", "openvino") == ("onnxruntime",) and reference("m.onnx", "onnxruntime") == ()
     assert reference("m.engine", "tensorrt") == () and reference("endpoint:net", "endpoint") == ()
+
+
+def test_a_form_is_told_from_a_model_alike_everywhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("openvino").mkdir()  # a folder is not a model
+    for text, settings in (
+        ("openvino", {"backends": ("openvino",)}),
+        ("openvino/bf16", {"backends": ("openvino",), "precisions": ("bf16",)}),
+        ("tensorrt@profile=1:8:16/fp16", {"backends": ("tensorrt@profile=1:8:16",), "precisions": ("fp16",)}),
+    ):
+        assert each_with(["a.onnx", text], {})[1] == ("a.onnx", settings) and forms.is_form(text)
+        (side,) = forms.sides(Study(models="a.onnx"), [text])[1:]
+        assert side.named and (side.choice.text, side.precision) == (
+            settings["backends"][0], settings.get("precisions", ("",))[0]
+        )  # fmt: skip
+    Path("onnxruntime").write_text("a model's file that is called like a backend")
+    assert each_with(["a.onnx", "onnxruntime"], {})[1] == ("onnxruntime", {}) and not forms.is_form("onnxruntime")
+    with pytest.raises(UserError, match="unknown form 'openvin'; did you mean 'openvino'"):
+        forms.sides(Study(models="a.onnx"), ["openvin/bf16"])
 
 
 def test_a_new_folder_is_named_after_command_and_models() -> None:

@@ -73,6 +73,8 @@ def test_labels_that_do_not_fit_the_model(tmp_path: Path) -> None:
             data_for(folder, outputs)
         assert str(e.value).startswith(line)
         assert "\n" not in str(e.value)
+    with pytest.raises(UserError, match="one has 1 class folder, but net has 2 classes"):
+        data_for(photos(tmp_path / "one", "cat"), 2)
     with pytest.raises(UserError, match="digits has 10 classes, but net has 1000 classes"):
         data_for("digits", 1000)
     with pytest.raises(UserError, match="digits are grey, but net takes 3 channels; give a model of one"):

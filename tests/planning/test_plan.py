@@ -208,7 +208,7 @@ def test_a_file_keeps_its_weights_beside_a_network_that_takes_others(tmp_path: P
         (
             "openvino/int8",
             {},
-            "openvino/int8 is a backend and no model: give it with --backends openvino --precision int8",
+            "openvino/int8 is a backend, not a model; give it with --backends openvino --precision int8",
         ),
         ("none.onnx", {}, "there is no model file none.onnx"),
         ("none.xml", {}, "there is no model file none.xml"),

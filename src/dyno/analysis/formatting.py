@@ -164,11 +164,11 @@ def bullet(text: object) -> str:
     return f"{indentation(str(text))}- {markdown(text)}"
 
 
-NO_IMAGE = "0"  # the size of a trial whose inputs are no images, which is not shown
+NO_IMAGE = "0"  # the size of a trial whose inputs aren't images, which is not shown
 
 
 def sized(size: str, before: str = ", size ") -> str:
-    """A size behind those words, nothing where inputs are no images."""
+    """A size behind those words, nothing where inputs aren't images."""
     return "" if size == NO_IMAGE else f"{before}{size}"
 
 

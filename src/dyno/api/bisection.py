@@ -17,7 +17,7 @@ from dyno.analysis.verdict.comparison import undecided
 from dyno.api.comparison import Comparison, compare
 from dyno.jobs.progress import Progress
 from dyno.planning import environments
-from dyno.planning.defaults import default_runner, new_folder, one_model
+from dyno.planning.defaults import default_runner, folder_for, one_model
 from dyno.planning.interpreters import missing
 from dyno.sources import commits
 from dyno.study import Choice
@@ -125,7 +125,7 @@ def bisect(
         interpreters = {version: partial(environments.python_with, packages) for version, packages in needed.items()}
     if len(interpreters) < 2:
         raise UserError("bisect needs two or more versions, the good one first")
-    folder = Path(out) if out else new_folder("bisect", [source])
+    folder = folder_for(out, "bisect", [source])
     settings = {"backends": (backend,), **settings}
     search = Search(source, backend, interpreters, folder, fail_on, settings, Progress(quiet=quiet))
     return search.run()

@@ -32,6 +32,7 @@ from dyno.planning.plan import expand
 from dyno.store import versions
 from dyno.study import Study
 from dyno.worker import registry, system
+from dyno.worker.option_values import check_types, native
 from dyno.worker.record import Record
 from dyno.worker.spec import ROUNDS, SLOWDOWN, Artifact, Job, Trial, UserError
 
@@ -77,6 +78,8 @@ def calibrate(
     summary of it, unless `keep` is False or it is of builds. UserError where the minutes are too few, where the trial
     does not run, or where builds of its engine don't differ.
     """
+    minutes, rounds = native((minutes, rounds))
+    check_types({"minutes": minutes, "rounds": rounds}, {"minutes": float, "rounds": int})
     progress = Progress(quiet=quiet)
     study = _study(model, backend, device, fields)
     if rounds and rounds < LEAST_ROUNDS:

@@ -20,7 +20,7 @@ from dyno.api.result import Result
 from dyno.engine.execute import execute
 from dyno.engine.run_folder import earlier, overwritten, stored
 from dyno.jobs.progress import Progress
-from dyno.planning.defaults import default_runner, new_folder
+from dyno.planning.defaults import default_runner, folder_for
 from dyno.planning.planned import Part
 from dyno.sources import commits
 from dyno.sources.model_files import keeps_weights
@@ -135,6 +135,8 @@ def compare(
     """
     rules = Rules(**{name: settings.pop(name) for name in RULES if name in settings})
     sources = [source for source in (a, b) if source is not None]
+    if not sources:
+        raise UserError("there is nothing to compare; give two run folders or models")
     if refused := next((name for name in settings if name in REFUSED), ""):
         raise UserError(f"a comparison doesn't take {refused}; {LIMITS}")
     runs = [_loaded(source) for source in sources]
@@ -147,7 +149,7 @@ def compare(
     if len(runs) == 2 and None not in runs and not again:
         raise UserError("two stored runs are compared as they are; --again measures both here, with other settings")
     study = _study(sources, again, against, commits, settings)
-    folder = Path(out) if out else new_folder("compare", _names(study))
+    folder = folder_for(out, "compare", _names(study))
     return measured(study, folder, rules, Progress(quiet=quiet))
 
 

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.api.runnable import run
-from dyno.planning.defaults import EVALUATION, new_folder, study_of
+from dyno.planning.defaults import EVALUATION, folder_for, study_of
 from dyno.study import Study
 
 if TYPE_CHECKING:
@@ -25,7 +25,7 @@ def evaluate(
     """
     source_settings = {name: settings[name] for name in ("shapes", "inputs", "sizes", "channels") if name in settings}
     (source,) = Study(models=(model,), **source_settings).models
-    folder = Path(out) if out else new_folder("eval", [source])
+    folder = folder_for(out, "eval", [source])
     return run(study_of(source, EVALUATION, {"data": data, **settings}), folder, quiet=quiet)
 
 

@@ -6,7 +6,10 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dyno.worker.option_values import check_types
 from dyno.worker.spec import UserError
+
+OUT = str | Path | None  # type of where a result is written
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -22,6 +25,7 @@ class Result:
     """The content of a run folder, read once, at its first use; nothing is measured."""
 
     def __init__(self, folder: str | Path) -> None:
+        check_types({"folder": folder}, {"folder": str | Path})
         self.folder = Path(folder)
 
     @cached_property
@@ -61,6 +65,7 @@ class Result:
     def _confusion(self, trial: str) -> Confusion:
         from dyno.analysis.metrics import confusion
 
+        check_types({"trial": trial}, {"trial": str | None})
         records = self.records
         matrices = (confusion.of(t) for t in ([records.trial(trial)] if trial else records))
         first = next((matrix for matrix in matrices if matrix), None)
@@ -75,12 +80,14 @@ class Result:
         """
         from dyno.api import take
 
+        check_types({"trial": trial, "out": out}, {"trial": str | None, "out": OUT})
         return take.take(self.data, trial, Path(out) if out else None)
 
     def report(self, out: str | Path | None = None) -> Path:
         """Write report.html, the charts and results.csv into the folder (default: the run's own); returns the page."""
         from dyno.analysis.report.report import write
 
+        check_types({"out": out}, {"out": OUT})
         return write([self.data], Path(out) if out else self.folder)
 
     def _repr_html_(self) -> str:

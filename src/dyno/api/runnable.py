@@ -9,6 +9,7 @@ from dyno.engine.run_names import choose_folder
 from dyno.jobs.progress import Progress
 from dyno.placement import spread
 from dyno.study import Study as StudyData
+from dyno.worker.option_values import check_types
 
 
 def run(study: StudyData, out: str | Path | None = None, *, quiet: bool = False, retry_failed: bool = False) -> Result:
@@ -16,6 +17,7 @@ def run(study: StudyData, out: str | Path | None = None, *, quiet: bool = False,
 
     `retry_failed` measures all failed trials again; without it, only those whose failure may be temporary.
     """
+    check_types({"study": study, "out": out}, {"study": StudyData, "out": str | Path | None})
     progress = Progress(quiet=quiet)
     folder, note = (Path(out), "") if out else choose_folder(study)
     if note:

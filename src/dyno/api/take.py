@@ -112,8 +112,7 @@ def _caveats(results: Results, choice: str) -> list[str]:
 
 def find(results: Results, choice: str) -> TrialResult:
     """A trial by its id, or by backend and precision: then the one that ran at the smallest batch."""
-    name, _, precision = choice.replace("/", ":").rpartition(":") if "/" in choice else (choice, "", "")
-    fitting = [t for t in results if name in (t.backend, t.variant) and precision in ("", t.precision)]
+    name, fitting = of_form(results, choice)
     fitting = [t for t in fitting if t.good] or fitting
     matching = [t for t in fitting if t.variant == name] or fitting
     if not matching and re.fullmatch("[0-9a-f]{4,12}", choice):
@@ -127,6 +126,12 @@ def find(results: Results, choice: str) -> TrialResult:
         labels = ", ".join(f"{t.id} ({t.label})" for t in matching)
         raise UserError(f"{choice!r} fits several trials of {results.folder}; choose one by its id: {labels}")
     return min(matching, key=lambda t: (not t.good, t.batch))
+
+
+def of_form(results: Results, text: str) -> tuple[str, list[TrialResult]]:
+    """The backend, with options or without, that BACKEND/PRECISION names, and the trials of both."""
+    name, _, precision = text.replace("/", ":").rpartition(":") if "/" in text else (text, "", "")
+    return name, [t for t in results if name in (t.backend, t.variant) and precision in ("", t.precision)]
 
 
 def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[str]]:

@@ -19,7 +19,10 @@ from dyno.worker.spec import UserError
 if TYPE_CHECKING:
     from dyno.analysis.records.run_data import RunData
 
-Trials = Annotated[list[str], typer.Argument(help="Only these trials: ids, or their beginnings.", metavar="[TRIAL]...")]
+Trials = Annotated[
+    list[str],
+    typer.Argument(help="Only these trials: ids or their beginnings, or BACKEND/PRECISION.", metavar="[TRIAL]..."),
+]
 STATUSES = ("ok", "failed", "skipped", "unfinished")  # any other is a failure
 HEADINGS = ("run", "models", "trials", "measured", "fastest")
 
@@ -118,6 +121,7 @@ def _remove_trials(run: Path, wanted: list[str]) -> None:
     chosen = []
     for id in wanted:
         matches = [path for path in places if path.name.startswith(id)] if id else []
+        matches = matches or _of_form(run, places, id)
         if len(matches) != 1:
             ids = ", ".join(path.name for path in (matches or places)[:5]) + (
                 ", …" if len(matches or places) > 5 else ""
@@ -130,6 +134,20 @@ def _remove_trials(run: Path, wanted: list[str]) -> None:
         shutil.rmtree(path)
         print(f"removed {path}")
     print(f"the report still shows them; `dyno report {shlex.quote(str(run))}` updates it")
+
+
+def _of_form(run: Path, places: list[Path], text: str) -> list[Path]:
+    """The folder of the trial of that backend and precision; a `UserError` where there are several."""
+    from dyno.analysis.records.results import load
+    from dyno.api.take import of_form
+
+    if not text or not places:
+        return []
+    _, fitting = of_form(load(run), text)
+    if len(fitting) > 1:
+        labels = ", ".join(f"{t.id} ({t.label})" for t in fitting)
+        raise UserError(f"{text!r} fits several trials of {run}; choose them by their ids: {labels}")
+    return [path for path in places for t in fitting if path.name == t.id]
 
 
 def _remove_run(run: Path) -> None:

@@ -26,7 +26,7 @@ SEEN = 20  # images that decide which folder they are all in
 
 
 class Coco(DataFormat):
-    """An annotation file, or the folder above annotations/, where `needs` chooses between two files."""
+    """An annotation file, or the folder that has such files, or annotations/ with them; `needs` chooses between two."""
 
     name = "coco"
     described = "COCO's format"
@@ -34,7 +34,7 @@ class Coco(DataFormat):
     labels = "objects"
 
     def fits(self, path: Path) -> bool:
-        return any((path / "annotations").glob("*.json")) if path.is_dir() else path.suffix in self.suffixes
+        return bool(_files(path)) if path.is_dir() else path.suffix in self.suffixes
 
     def scan(self, path: Path, wanted: Wanted) -> Listing:
         return _scan(path, wanted.calibration, wanted.seed, wanted.needs, wanted.skip_missing)
@@ -65,9 +65,18 @@ def _scan(path: Path, calibration: int | Path, seed: int, needs: str, skip_missi
     return Listing(name, about.classes, photos, own, sources=[file], annotate=about.annotate)
 
 
+def _files(folder: Path) -> list[Path]:
+    """The files in annotations/, whatever they are called, else those in the folder itself that have COCO's names."""
+    beside = (file for file in folder.glob("*.json") if file.name.startswith((INSTANCES, KEYPOINTS)))
+    return sorted((folder / "annotations").glob("*.json")) or sorted(beside)
+
+
 def chosen(folder: Path, needs: str = "") -> Path:
-    """The annotation file below the folder that has what is needed; a `UserError` when several do."""
-    files = [file for file in sorted((folder / "annotations").glob("*.json")) if not file.name.startswith(OTHER)]
+    """The annotation file of the folder that has what is needed; a `UserError` when several do, or none."""
+    every = _files(folder)
+    files = [file for file in every if not file.name.startswith(OTHER)]
+    if not files:
+        raise UserError(f"{every[0].parent} has no file with objects, only {every[0].name}; give the file to use")
     if len(files) == 1:
         return files[0]
     for split in SPLITS:
@@ -80,7 +89,7 @@ def chosen(folder: Path, needs: str = "") -> Path:
             files = fitting
             break
     named = ", ".join(file.name for file in files[:4])
-    raise UserError(f"{folder / 'annotations'} has several files ({named}); give the path of the one to use")
+    raise UserError(f"{files[0].parent} has several files ({named}); give the path of the one to use")
 
 
 @dataclass

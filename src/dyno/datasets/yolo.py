@@ -27,7 +27,7 @@ from dyno.datasets.photos import (
 )
 from dyno.datasets.yolo_labels import classes_used, label_file, read_labels
 from dyno.worker.extras import install
-from dyno.worker.spec import Unavailable, UserError
+from dyno.worker.spec import Unavailable, UserError, numbered
 
 SPLITS = ("val", "valid", "test")  # of which images are tested on
 BESIDE = ("classes.txt",)  # what labelling tools leave among the labels
@@ -135,7 +135,7 @@ def _from_yaml(file: Path) -> _Description:
     if not isinstance(names, list):
         raise UserError(f"{file}: names is {names!r}, not a list of classes; write names: [one, two]")
     if (count := about.get("nc", len(names))) != len(names):
-        raise UserError(f"{file}: nc is {count!r}, but names has {len(names)} classes")
+        raise UserError(f"{file}: nc is {count!r}, but names has {numbered(len(names), 'class', 'classes')}")
     root = _root(file, about)
     split = next((split for split in SPLITS if about.get(split)), None)
     if split is None:

@@ -33,7 +33,7 @@ class Telemetry:
     ) -> None:
         """`environment` is the job's; made before the job is started, so that the GPU is seen without it.
 
-        `mates` are the processes that take turns with the job: frozen while it runs, they are no others. More of them
+        `mates` are the processes that take turns with the job: frozen while it runs, they aren't others. More of them
         may come meanwhile, and from then on the GPU's memory isn't the job's alone: it is NaN.
         """
         self._mates, self._mates_before = mates, frozenset(mates)

@@ -56,7 +56,7 @@ def popen(folder: Path, env: Mapping[str, str], cwd: str | None = None) -> subpr
     write_json(folder / ORDER, {**read_json(folder / ORDER), "driver": os.getpid()})
     with open(folder / LOG, "ab") as log:
         return subprocess.Popen(
-            [sys.executable, "-m", "dyno.placement.block_process", str(folder)],
+            [sys.executable, "-P", "-m", "dyno.placement.block_process", str(folder)],
             stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **env}, cwd=cwd,
             start_new_session=True,
         )  # fmt: skip

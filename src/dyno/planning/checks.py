@@ -35,7 +35,7 @@ def check_weights(study: Study, models: Sequence[str]) -> None:
 
 
 def check_device(study: Study) -> None:
-    """Refuse what is no device, a GPU that isn't there, one share of the processor alone, and several devices where
+    """Refuse what isn't a device, a GPU that isn't there, one share of the processor alone, and several devices where
     blocks aren't spread over them."""
     if study.device.startswith("cpu:") and "," not in study.device:
         raise UserError(

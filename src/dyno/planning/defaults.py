@@ -13,6 +13,7 @@ from dyno.planning.checks import check_device
 from dyno.sources.model_files import keeps_weights
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry
+from dyno.worker.option_values import check_types
 from dyno.worker.spec import ENDPOINT, UserError
 
 T = TypeVar("T")
@@ -60,10 +61,18 @@ def each_with(models: Sequence[str], settings: Mapping[str, Any]) -> list[tuple[
 
 def _form(text: str) -> dict[str, Any]:
     """The settings that a form stands for, none for a model."""
+    backend, precision = form(text, registry.names()) or ("", "")
+    settings = {"backends": backend, "precisions": precision}
+    return {name: (value,) for name, value in settings.items() if value}
+
+
+def form(text: str, names: Sequence[str]) -> tuple[str, str] | None:
+    """The backend with its options and the precision ("" for its usual one) of a form such as openvino/bf16, by the
+    `names` that forms may have; None for what is a file or has another name, so a model."""
     backend, _, precision = text.partition("/")
-    if Path(text).exists() or backend.partition("@")[0] not in registry.names():
-        return {}
-    return {"backends": (backend,), **({"precisions": (precision,)} if precision else {})}
+    if Path(text).is_file() or backend.partition("@")[0] not in names:
+        return None
+    return backend, precision
 
 
 def default_runner(model: str) -> tuple[str, str]:
@@ -87,6 +96,12 @@ def reference_of(study: Study) -> Study | None:
     if any(each.name == backend and "fp32" in (each.precisions or usual) for each in choices):
         return None
     return replace(study, backends=(backend,), precisions=(), boundaries=(), rounds=1, builds=1)
+
+
+def folder_for(out: str | Path | None, command: str, models: Sequence[str]) -> Path:
+    """The folder that the user gave, or a new one."""
+    check_types({"out": out}, {"out": str | Path | None})
+    return Path(out) if out else new_folder(command, models)
 
 
 def new_folder(command: str, models: Sequence[str]) -> Path:

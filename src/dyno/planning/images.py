@@ -13,7 +13,7 @@ from dyno.datasets import Progress
 from dyno.store import cache_dir
 from dyno.study import Choice, Study
 from dyno.worker import registry, tasks
-from dyno.worker.spec import DataSpec, ModelSpec, UserError
+from dyno.worker.spec import DataSpec, ModelSpec, UserError, numbered
 
 if TYPE_CHECKING:
     from rich import progress as bars
@@ -123,8 +123,9 @@ def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> 
         )
     if not outputs or not classes or outputs == classes:
         return
-    unit = "class folders" if about.get("label_source") == "folders" else "classes"
-    line = f"{name} has {classes} {unit}, but {model.name} has {outputs} classes"
+    folders = about.get("label_source") == "folders"
+    has_now = numbered(classes, "class folder") if folders else numbered(classes, "class", "classes")
+    line = f"{name} has {has_now}, but {model.name} has {numbered(outputs, 'class', 'classes')}"
     if has or classes > outputs:
         raise UserError(f"{line}; give the data that it was trained for, or build it with --classes {classes}")
     raise UserError(

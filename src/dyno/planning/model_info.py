@@ -11,6 +11,7 @@ from typing import Any
 
 from dyno.analysis.formatting import counting
 from dyno.jobs.launcher import Tick, launch
+from dyno.planning.defaults import form
 from dyno.planning.interpreters import missing, runtime_of
 from dyno.sources import commits, input_options
 from dyno.sources.model_files import keeps_weights, stored_source
@@ -100,10 +101,10 @@ def _no_model(source: str) -> str:
         return f"{source} is a run folder; to resume it: dyno run {shlex.quote(str(Path(source, 'study.toml')))}"
     if Path(source).is_dir():
         return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
-    backend, _, precision = source.partition("/")
-    if backend in registry.names():
+    if named := form(source, registry.names()):
+        backend, precision = named
         asked = f" --precision {precision}" if precision else ""
-        return f"{source} is a backend and no model: give it with --backends {backend}{asked}"
+        return f"{source} is a backend, not a model; give it with --backends {backend}{asked}"
     if source.endswith((".yaml", ".yml")):
         return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
     if source.endswith(".ort"):

@@ -18,11 +18,12 @@ from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_device, check_threads, check_weights
 from dyno.planning.model_info import inspect_model, model_spec, sizes
 from dyno.store import Run, sha256_of
-from dyno.study import Choice, Study, check_types, model_name, native
+from dyno.study import Choice, Study, model_name
 from dyno.training import split
 from dyno.training.display import CURVES, Row, TrainingView, chart, history
 from dyno.worker import registry, system
 from dyno.worker.facts.job import Trained
+from dyno.worker.option_values import check_types, native
 from dyno.worker.record import Damaged, Record, read_record, write_json
 from dyno.worker.spec import FIXED, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 from dyno.worker.training.options import TrainOptions, options
@@ -120,7 +121,7 @@ def train(
     check_threads(study)
     check_weights(study, study.models)
     check_device(study)
-    folder = Path(out) if out else Path("runs") / f"train-{model_name(model)}"
+    folder = Path(out) if out else Path("runs") / f"train-{model_name(study.models[0])}"
     if resume and not (folder / "state.pt").is_file():
         raise UserError(f"there is no training to resume in {folder}; omit --resume to start one")
     view = TrainingView(folder, chosen.epochs, quiet=quiet)

@@ -1,13 +1,21 @@
-"""Checks of the values of a backend's options, which a backend declares by name and planning runs."""
+"""Checks of options' values: of a backend's, which it declares by name and planning runs, and of the fields of a
+dataclass, by their types."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Mapping
+import typing
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
 
 from dyno.worker.spec import Option, UserError
 
 LARGEST = 2**31
+LONGEST = 80  # characters of a value in a message
+WORDS: dict[Any, str] = {
+    str: "text", Path: "a path", int: "a whole number", float: "a number", bool: "true or false", Any: "any value",
+}  # fmt: skip
 Check = Callable[[Option], str]  # "" for a valid value, else a description of valid ones
 
 
@@ -56,3 +64,80 @@ def check_values(backend: str, options: Mapping[str, Option], checks: Mapping[st
         if name in checks and (expected := checks[name](value)):
             shown = str(value).lower() if isinstance(value, bool) else value
             raise UserError(f"{name}={shown}: {backend}'s {name} must be {expected}")
+
+
+def settle(options: Any) -> None:
+    """Make the fields of a frozen dataclass plain, a single value in place of several a tuple of one; a `UserError`
+    for a value of another type."""
+    hints = typing.get_type_hints(type(options))
+    for name, value in list(vars(options).items()):
+        plain = native(value)
+        object.__setattr__(options, name, several(plain) if typing.get_origin(hints[name]) is tuple else plain)
+    check_types(vars(options), hints)
+
+
+def several(value: Any) -> tuple[Any, ...]:
+    """The values as a tuple, one value alone as a tuple of it."""
+    return tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else (value,)
+
+
+def native(value: Any) -> Any:
+    """The value as a study file can hold it: paths as text, numbers of NumPy (whose `repr` isn't TOML) as Python's."""
+    if isinstance(value, dict):
+        return {key: native(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return type(value)(map(native, value))
+    if hasattr(value, "dtype") and hasattr(value, "tolist"):
+        return value.tolist()
+    return str(value) if isinstance(value, Path) else value
+
+
+def check_types(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
+    """A `UserError` for a value that is of another type than the annotation of its name."""
+    for name, value in given.items():
+        if name in kinds and not _fits(value, kinds[name]):
+            raise UserError(f"{name} is {_shown(value)}; it must be {_kind(kinds[name])}")
+
+
+def at_least(least: int, kind: type = int, **given: Any) -> list[Any]:
+    """The numbers as Python's own; a `UserError` for one of another type or below the least."""
+    numbers = native(given)
+    check_types(numbers, dict.fromkeys(numbers, kind))
+    for name, value in numbers.items():
+        if not value >= least:
+            raise UserError(f"{name} is {value}; it must be at least {least}")
+    return list(numbers.values())
+
+
+def _fits(value: Any, kind: Any) -> bool:
+    """Whether a value, perhaps from a TOML file, is of the annotated type."""
+    args = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return all(_fits(item, args[0]) for item in value)
+    if typing.get_origin(kind) is dict:
+        return isinstance(value, dict) and all(_fits(item, args[1]) for item in value.values())
+    if args:
+        return any(_fits(value, one) for one in args)
+    if kind in (int, float):
+        return isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
+    return kind is Any or isinstance(value, kind)
+
+
+def _shown(value: Any) -> str:
+    """A value in a few words: a module's own text is pages long."""
+    if isinstance(value, tuple):
+        return ", ".join(map(_shown, value))
+    text = repr(value)
+    return text if len(text) <= LONGEST and "\n" not in text else f"a value of type {type(value).__name__}"
+
+
+def _kind(kind: Any) -> str:
+    """An annotation in words."""
+    args = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
+        return f"one or several of: {_kind(args[0])}"
+    if typing.get_origin(kind) is dict:
+        return f"a table of: {_kind(args[1])}"
+    if args:
+        return " or ".join(_kind(one) for one in args if one is not type(None))
+    return WORDS.get(kind) or f"of type {kind.__name__}"

@@ -77,6 +77,11 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
 
 
+def numbered(count: int, one: str, many: str = "") -> str:
+    """`1 image`, `2 images`; `many` where the plural takes more than an s."""
+    return f"{count} {one if count == 1 else many or f'{one}s'}"
+
+
 def check_utf8(name: str) -> None:
     """A `UserError` for a name with bytes of no text, which tables, TOML and terminals have no place for."""
     shown = name.encode("utf-8", "backslashreplace").decode()
@@ -100,7 +105,7 @@ class InputSpec:
     `shape` holds a number per fixed axis, and `batch`, `height` or `width` where a trial's dims decide. Values lie
     between `low` and `high`, both included, or are the rows of the array of that name in `feeds`, an .npz file; without
     either, images are random pixels, other floating-point inputs standard normal, masks begin with ones and end with
-    zeros, and integers are 0 or 1. `dtype` "" is no tensor but the Python value `value`. `keyword` says how forward
+    zeros, and integers are 0 or 1. `dtype` "" isn't a tensor but the Python value `value`. `keyword` says how forward
     takes it.
     """
 
@@ -182,7 +187,7 @@ class Dims:
 
     @property
     def shown(self) -> str:
-        """The size, or "" where the inputs are no images."""
+        """The size, or "" where the inputs aren't images."""
         return self.size if self.height else ""
 
 

@@ -68,6 +68,18 @@ def test_two_limits_are_refused() -> None:
     assert Rules(fail_on=("slower=5%", "status", "slower=5.0%")).tolerance == 0.05
 
 
+def test_a_gate_that_nothing_could_fail_is_refused() -> None:
+    with pytest.raises(dyno.UserError, match="fail_on is empty, so nothing would fail; give one or several of slower"):
+        Rules(fail_on=())
+    assert Rules(fail_on=(), least=0.9).fail_on == ("disagree",)
+
+
+def test_rules_of_another_type_are_refused() -> None:
+    assert Rules(fail_on="slower=5%", tolerance=np.float64(0.05)).fail_on == ("slower",)  # type: ignore[arg-type]
+    with pytest.raises(dyno.UserError, match=r"tolerance is .* must be a number"):
+        Rules(tolerance="2%")  # type: ignore[arg-type]
+
+
 def elsewhere(run: Path) -> None:
     environment = json.loads((run / "environment.json").read_text())
     write_json(run / "environment.json", {**environment, "cpu": "Another CPU"})

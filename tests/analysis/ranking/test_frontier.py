@@ -54,7 +54,7 @@ def saturating(path: Path, batches: tuple[int, ...], fixed: float) -> pd.DataFra
 def test_saturation_is_the_smallest_batch_near_the_best(tmp_path: Path) -> None:
     (found,) = frontier.saturation(saturating(tmp_path, (1, 8, 32, 128, 256), fixed=1))
     assert (found.batch, found.largest) == (32, 256)  # 32/33 is 97 %, 8/9 is 89 % of the best
-    assert "saturates at batch 32 (9" in found.sentence
+    assert "saturates at batch 32 (9" in found.description
     assert found.images_per_s >= 0.95 * found.best_images_per_s
 
 

@@ -139,6 +139,18 @@ def test_without_images_the_best_batch_has_no_size_and_no_pixels(tmp_path: Path)
     assert note.startswith("digits: most images/s, ") and note.endswith("at batch 1, with pytorch fp32.")
 
 
+def test_a_size_that_is_none_is_empty_beside_others(tmp_path: Path) -> None:
+    ways = [synthetic.Way("pytorch", model=model, batch=n, size=size, seconds=0.01)
+            for model, size in (("vectors", 0), ("images", 64)) for n in (1, 8)]  # fmt: skip
+    run = trial_table.read(load(synthetic.write_run(tmp_path / "run", ways)))
+    for name in ("best", "saturation", "sizes"):
+        (table,) = tables.named(run, name)
+        (part,) = table.parts()
+        (size,) = (column for column in part.columns if column.name == "size")
+        assert {(row["model"], size.text(row)) for row in part.rows} == {("vectors", ""), ("images", "64")}
+        assert {row["size"] for row in table.rows} == {"0", "64"}, "files have it as ever"
+
+
 def test_every_table_is_exported_in_every_format(every: dict[str, Table]) -> None:
     for name, table in every.items():
         assert table.title and table.description.endswith("."), name

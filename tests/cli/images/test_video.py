@@ -248,7 +248,7 @@ def test_other_containers(run: Call, clip: Path, tmp_path: Path, suffix: str) ->
 
 def test_bad_input_is_one_line(refused: Callable[..., str], clip: Path, tmp_path: Path) -> None:
     (tmp_path / "marker.py").write_text(videos.MARKER_NET)
-    assert "there is no" in refused("video", "missing.mp4", *NET)
+    assert "missing.mp4 does not exist; give a video" in refused("video", "missing.mp4", *NET)
     assert "is the source" in refused("video", clip, clip, *NET)
     assert "must be between 0 and 1" in refused("video", clip, *NET, "--confidence", 2)
     assert "--frame-size" in refused("video", "-", *NET)

@@ -223,7 +223,7 @@ def test_bad_input_is_one_line(refused: Refused, net: str, call: Call) -> None:
         "agree", "net.py:script", "onnx", "--layers", *SIZE
     )
     assert call("export", net, *SIZE, "-o", "n.onnx")[0] == 0 and call("build", "n.onnx", "-o", "n.xml")[0] == 0
-    assert refused("agree", "n.onnx", "n.xml", "--layers").startswith("n.xml is no ONNX graph, whose tensors")
+    assert refused("agree", "n.onnx", "n.xml", "--layers").startswith("n.xml is not an ONNX graph, whose tensors")
     assert refused("agree", "n.onnx", "none.onnx", "--layers") == "there is no model file none.onnx"
     assert refused("agree", "n.onnx", "onnx", "--layers", "--rtol", "-1") == "rtol is -1.0; it must be at least 0"
     model = onnx.load("n.onnx")

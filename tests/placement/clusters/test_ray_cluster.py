@@ -180,7 +180,7 @@ def _children(pid: int) -> list[str]:
         ({"on": "ray=127.0.0.1"}, "'127.0.0.1' is not the address of a Ray cluster"),
         ({"on": "ray=http://127.0.0.1:1"}, "'http://127.0.0.1:1' is not the address of a Ray cluster"),
         ({"on": "ray=127.0.0.1:99999"}, "'127.0.0.1:99999' is not the address of a Ray cluster"),
-        ({"on": "ray=127.0.0.1:1"}, "there is no Ray cluster at 127.0.0.1:1 that answers"),
+        ({"on": "ray=127.0.0.1:1"}, "no Ray cluster answers at 127.0.0.1:1: "),
     ],
 )
 def test_what_makes_no_sense_is_refused(

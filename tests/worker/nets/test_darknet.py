@@ -68,7 +68,7 @@ def test_weights_that_end_early_or_late_are_one_line(tmp_path: Path) -> None:
             :-4
         ]: r"end in layer 19 \(\[convolutional\] in line \d+ of .*\.cfg\), which needs 672 values where 671 are",
         whole + bytes(400): "100 values are left over",
-        whole[:-3]: "no whole values",
+        whole[:-3]: "bytes end within a value",
         whole[:8]: "too short",
         b"": "too short",
     }
@@ -96,6 +96,8 @@ def test_weights_that_end_early_or_late_are_one_line(tmp_path: Path) -> None:
         (NET + conv(8, groups=3) + conv(8, groups=3), "groups=3 divides 3 input channels and 8 filters unevenly"),
         (NET + conv(8, activation="magic"), "the activation 'magic' isn't supported"),
         (NET + conv(8) + section("route", layers=4), "layers=4 must name layers before it, which are 0 to 0"),
+        (NET + conv(8) + section("route", layers=-1, groups=2, group_id=2), "group_id=2 must be less than groups=2"),
+        (NET + conv(8) + section("route", layers=-1, groups=3), "groups=3 divides 8 channels unevenly"),
         (NET + conv(8) + section("route"), "layers= must name layers before it"),
         (NET + conv(8) + conv(8, stride=2) + section("route", layers="-1,-2"), "puts layers of different sizes"),
         (NET + conv(8) + conv(4) + section("shortcut", **{"from": -2}), "adds layers of 4 and 8 channels"),

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from dyno.worker.serve.arrivals import read_trace
@@ -73,6 +76,10 @@ def test_what_held_by_luck_alone_is_not_the_result() -> None:
         ({"trace": "t.txt", "rate": (5.0,)}, "omit --rate"),
         ({"p99": "1s", "resolution": 0.0}, "resolution is 0"),
         ({"p99": "1s", "engine_batches": (0,)}, "engine_batches"),
+        ({"p99": 20}, "p99 is 20; write a number with its unit"),
+        ({"p99": "1s", "max_wait": None}, "max_wait is None; write a number with its unit"),
+        ({"rate": "50"}, "rate is '50'; it must be one or several of: a number"),
+        ({"p99": "1s", "instances": 1.5}, "instances is 1.5; it must be a whole number"),
     ],
 )
 def test_a_wrong_option_is_one_line(options: dict[str, Any], said: str) -> None:
@@ -85,6 +92,12 @@ def test_a_bound_is_a_percentile_and_seconds() -> None:
     options = ServeOptions(p999="1.5s", max_wait="500us")
     assert (options.bounded, options.quantile, options.bound_s, options.max_wait_s) == ("p999", 0.999, 1.5, 0.0005)
     assert ServeOptions(rate=(5.0,)).bound_s == 0
+
+
+def test_one_number_and_those_of_numpy_are_numbers() -> None:
+    options = ServeOptions(rate=50, instances=np.int64(2), engine_batches=np.array([1, 4]))  # type: ignore[arg-type]
+    assert (options.rate, options.instances, options.engine_batches) == ((50,), 2, (1, 4))
+    assert json.loads(json.dumps(dataclasses.asdict(options)))["instances"] == 2
 
 
 def test_a_trace_begins_with_its_first_request(tmp_path: Path) -> None:

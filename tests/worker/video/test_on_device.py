@@ -172,5 +172,5 @@ def test_without_its_decoder_a_device_is_named_and_not_the_video(tmp_path: Path)
     with pytest.raises(UserError, match=r"decoder of cuda:0 can't be used .*omit --decode"):
         list(VideoSource(str(video), False, "cuda:0").read())
     (tmp_path / "none.mp4").write_bytes(b"none")
-    with pytest.raises(UserError, match="is no video"):
+    with pytest.raises(UserError, match="is not a video"):
         VideoSource(str(tmp_path / "none.mp4"), False, "cuda:0")

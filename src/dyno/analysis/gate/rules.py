@@ -6,6 +6,7 @@ import math
 from dataclasses import dataclass
 
 from dyno.worker.numerics import closeness
+from dyno.worker.option_values import settle
 from dyno.worker.spec import UserError
 
 SLOWER, LESS_ACCURATE, DISAGREE, STATUS, WRONG_OUTPUTS = CONDITIONS = (
@@ -36,6 +37,7 @@ class Rules:
     gate: bool = False
 
     def __post_init__(self) -> None:
+        settle(self)
         self._read(self.fail_on)
         for name in ("tolerance", "rtol", "atol"):
             value = getattr(self, name)
@@ -47,6 +49,8 @@ class Rules:
             raise UserError("disagree needs least, the share of values that must agree, such as 0.999")
         if self.least and DISAGREE not in self.fail_on:
             object.__setattr__(self, "fail_on", (*self.fail_on, DISAGREE))
+        if not self.fail_on:
+            raise UserError(f"fail_on is empty, so nothing would fail; give one or several of {', '.join(CONDITIONS)}")
 
     def _read(self, conditions: tuple[str, ...]) -> None:
         names = []

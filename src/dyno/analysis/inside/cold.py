@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dyno.analysis import stats
+from dyno.analysis.formatting import bounded
 from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
 from dyno.worker.facts.job import ColdStart
 
@@ -23,6 +24,15 @@ PARTS = {
     "inputs": "reading or drawing the inputs",
     "first_call": "the first call, from host to host",
 }
+
+
+def _verdict(row: Row) -> str:
+    """The verdict; beside a speed-up without digits, that its direction alone is certain."""
+    certain = row["verdict"] in (stats.FASTER, stats.SLOWER)
+    unclear = certain and not bounded(row["speedup_low"], row["speedup_high"])
+    return f"{row['verdict']}, by how much is unclear" if unclear else str(row["verdict"])
+
+
 COLUMNS = (
     Column("form", "which engine", kind=TEXT, identity=True),
     Column("files", "where code and model lie when the process starts", kind=TEXT, title="files are"),
@@ -39,7 +49,7 @@ COLUMNS = (
            interval=True),
     Column("speedup_low", "its lower limit", kind=RATIO),
     Column("speedup_high", "its upper limit", kind=RATIO),
-    Column("verdict", "whether that is real", kind=TEXT),
+    Column("verdict", "whether that is real", kind=TEXT, cell=_verdict),
     Column("rounds", "processes", kind=COUNT, rank=3),
 )  # fmt: skip
 PRINTED = tuple(column.name for column in COLUMNS if not column.name.endswith(("_low", "_high")))

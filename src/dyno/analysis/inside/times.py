@@ -220,7 +220,7 @@ def reconciliation(
     )
     note = (
         "The remainder is the unprofiled median less the sum of the layers' medians: what happens between layers, or, "
-        "where it is negative, what watching costs. Watched runs are no latency."
+        "where it is negative, what watching costs. The time of a watched run is not a latency."
     )
     on_gpu = [(forms[k].library, each.gpu.sentence(each.latency)) for k, each in times.items() if each.gpu]
     notes = (note, *(f"{library}: {sentence}." for library, sentence in on_gpu if sentence), *bounds)

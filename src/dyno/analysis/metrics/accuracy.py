@@ -15,7 +15,7 @@ from dyno.worker.facts.job import Answered
 from dyno.worker.spec import UserError, check_known
 
 WITHIN, OVER, UNDECIDED = "within", "over", "undecided"
-MOST_IMAGES = 10_000_000  # beyond this "more images" is no advice
+MOST_IMAGES = 10_000_000  # beyond this "more images" isn't advice
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from dyno.analysis.records.box_rows import CORNERS, IN_ONE, BoxRows
 from dyno.analysis.records.results import TrialResult
 
 SURE = 0.25  # the score from which a detection is usually shown
-DOUBTFUL = SURE / 2  # the other's score may be lower by so much: one just below the line is no lost object
+DOUBTFUL = SURE / 2  # the other's score may be lower by so much: one just below the line isn't a lost object
 OVERLAP = 0.5  # intersection over union from which two boxes are of one object
 LEAST_SIDE = 0.01  # of the farthest edge of any box
 EDGE = 1.01  # times the lowest score that was kept: whether a row of up to that is kept, rounding decides

@@ -44,11 +44,6 @@ class Saturation:
         best = f"{significant(self.best_images_per_s)} images/s at batch {self.best_batch}"
         return f"throughput saturates at batch {self.batch} ({share} of the best, {best})"
 
-    @property
-    def sentence(self) -> str:
-        """The same with the configuration and the size in front."""
-        return f"{self.configuration} at size {self.size}: {self.description}"
-
 
 def usable(frame: pd.DataFrame) -> pd.DataFrame:
     """Trials that could be chosen: every round succeeded, and the outputs are right as far as they were checked."""

@@ -10,7 +10,7 @@ from dyno.analysis.stats.intervals import t_quantile
 from dyno.analysis.stats.sequential import share
 
 POWER = 0.8
-MOST_ROUNDS = 100  # more rounds than that are no advice
+MOST_ROUNDS = 100  # more rounds than that aren't advice
 FARTHEST = 50.0  # standard errors from 0, beyond which every difference is seen
 
 

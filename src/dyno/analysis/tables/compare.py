@@ -351,7 +351,7 @@ def _fails(condition: str, r: Row, rules: Rules, both_ran: bool) -> bool:
         return bool(r["accuracy"] == "less accurate")
     if condition == WRONG_OUTPUTS:
         return bool(both_ran and r["outputs"] == WRONG and r["outputs_a"] != WRONG)
-    # Outputs of another shape, or none at all, have no share; that is no agreement.
+    # Outputs of another shape, or none at all, have no share; that isn't agreement.
     return both_ran and not (r.get("close") or 0.0) >= rules.least
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from dyno.analysis.formatting import significant
+from dyno.analysis.formatting import significant, sized
 from dyno.analysis.metrics import known
 from dyno.analysis.metrics.precision import named
 from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, missing
@@ -103,7 +103,8 @@ COLUMNS = (
     Column("backend", "as requested", kind=TEXT),
     Column("precision", "as requested", kind=TEXT, cell=precision),
     Column("batch", "images of a batch", "images", COUNT, "batch", identity=True),
-    Column("size", "of an image: 224, or height x width", "pixels", TEXT, "size", identity=True),
+    Column("size", "of an image: 224, or height x width", "pixels", TEXT, "size", identity=True,
+           cell=lambda row: sized(row["size"], "")),
     Column("device", "cpu or cuda:N", kind=TEXT, identity=True),
     Column("status", "of the worst round", kind=TEXT),
     Column("reason", "why the status isn't ok", kind=TEXT),

@@ -22,6 +22,7 @@ from dyno.planning.defaults import one_model
 from dyno.study import Study
 from dyno.worker import registry
 from dyno.worker.facts.job import ColdStart
+from dyno.worker.option_values import at_least
 from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError, check_known
 
 if TYPE_CHECKING:
@@ -70,9 +71,7 @@ def cold_start(
     cache (`files` "memory"), dropped from it ("disk"), or one after the other ("both"). `settings` are fields of
     `dyno.Study`. Forms that can't be made or don't answer are left out; raises `UserError` where that is all of them.
     """
-    for name, value in (("batch", batch), ("rounds", rounds)):
-        if value < 1:
-            raise UserError(f"{name} is {value}; it must be at least 1")
+    batch, rounds = at_least(1, batch=batch, rounds=rounds)
     check_known("files", files, FILES)
     if COLD in FILES[files] and not hasattr(os, "posix_fadvise"):
         raise UserError("this system can't drop files from its cache; give --files memory")

@@ -31,6 +31,7 @@ from dyno.planning.model_info import no_such
 from dyno.store import check_writable
 from dyno.study import Choice, Study
 from dyno.worker.facts.inside import MODULES, Inside
+from dyno.worker.option_values import at_least
 from dyno.worker.record import write_text
 from dyno.worker.spec import Artifact, Trial, UserError, from_json, to_json
 
@@ -146,9 +147,8 @@ def explain(
     it (see `Explained.tried`); that may take long, so what is known before is saved, and `first` is given it.
     `settings` are fields of `dyno.Study`. Raises `UserError` where layers have no times.
     """
-    for name, value, least in (("batch", batch, 1), ("rounds", rounds, 1), ("runs", runs, 5), ("top", top, 0)):
-        if value < least:
-            raise UserError(f"{name} is {value}; it must be at least {least}")
+    batch, rounds = at_least(1, batch=batch, rounds=rounds)
+    (runs,), (top,) = at_least(5, runs=runs), at_least(0, top=top)
     paths = files.named(save)
     for path in paths:
         check_saved(path)

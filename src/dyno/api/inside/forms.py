@@ -13,6 +13,7 @@ from typing import Any
 from dyno.engine.execute import Files
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
+from dyno.planning import defaults
 from dyno.planning.checks import check_weights
 from dyno.planning.images import prepared
 from dyno.planning.interpreters import missing, placed, runtime_of
@@ -72,23 +73,29 @@ def first(source: str) -> Side:
 
 
 def is_form(text: Any) -> bool:
-    """Whether it names a form of a model, and no model."""
-    return str(text).partition("/")[0].partition("@")[0] in (ONNX, *registry.names()) and not Path(str(text)).is_file()
+    """Whether it names a form of a model, not a model."""
+    return defaults.form(str(text), _names()) is not None
+
+
+def _names() -> tuple[str, ...]:
+    return (ONNX, *registry.names())
 
 
 def _named(text: str, source: str) -> Side | None:
     """A form of the first model, None for text that is another model."""
-    named, _, precision = text.partition("/")
-    name = named.partition("@")[0]
-    if Path(text).is_file() or ":" in named or registry.format_of(text):
+    found = defaults.form(text, _names())
+    if found is None:
+        named = text.partition("/")[0]
+        if not (Path(text).is_file() or ":" in named or registry.format_of(text)):
+            check_known("form", named.partition("@")[0], _names())
         return None
-    check_known("form", name, (ONNX, *registry.names()))
-    if name == MODULE and registry.format_of(source):
+    choice, precision = Choice.parse(found[0]), found[1]
+    if choice.name == MODULE and registry.format_of(source):
         raise UserError(f"there is no PyTorch module in {source}; give the model that it was exported from first")
     if precision:
         check_known("precision", precision, PRECISIONS)
     own = "" if registry.format_of(source) else "fp32"  # a file's own precision is known once it was read
-    return Side(source, Choice.parse(named), precision or own, named=True)
+    return Side(source, choice, precision or own, named=True)
 
 
 class Reading:

@@ -17,6 +17,7 @@ from dyno.jobs.progress import Progress
 from dyno.planning.defaults import one_model
 from dyno.study import model_name
 from dyno.worker.facts.inside import Inside
+from dyno.worker.option_values import at_least
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -81,8 +82,7 @@ def inspect(
     names are checked first (see `Inspected.save`). `settings` are fields of `dyno.Study`. Forms that can't be
     made or read are left out; raises `UserError` where that is all of them.
     """
-    if batch < 1:
-        raise UserError(f"batch is {batch}; it must be at least 1")
+    (batch,) = at_least(1, batch=batch)
     study = one_model(model, settings)
     reading = forms.Reading(study, batch, Progress(quiet=quiet))
     sides = forms.sides(study, others)

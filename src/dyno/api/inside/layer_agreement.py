@@ -21,6 +21,7 @@ from dyno.worker import registry
 from dyno.worker.facts.inside import LAYERS, Inside
 from dyno.worker.facts.numerics import LayerErrors
 from dyno.worker.numerics.closeness import ATOL, RTOL
+from dyno.worker.option_values import at_least
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Trial, UserError, check_known
 
@@ -79,10 +80,8 @@ def agree_layers(
     made or compared are left out. Raises `UserError` where nothing else is left, for what isn't a graph, and for graphs
     that have no tensors in common.
     """
-    counts = (("batch", batch, 1), ("inputs", compared, 1), ("top", top, 0), ("rtol", rtol, 0), ("atol", atol, 0))
-    for name, value, least in counts:
-        if not value >= least:
-            raise UserError(f"{name} is {value}; it must be at least {least}")
+    batch, compared = at_least(1, batch=batch, inputs=compared)
+    (top,), (rtol, atol) = at_least(0, top=top), at_least(0, float, rtol=rtol, atol=atol)
     check_known("order", order, ORDERS)
     study = one_model(model, settings)
     asked = [_runnable(side, place > 0) for place, side in enumerate(forms.sides(study, others))]
@@ -104,7 +103,7 @@ def _runnable(side: forms.Side, later: bool) -> forms.Side:
                         "graph; give a form of the first model, such as openvino, or an ONNX file")  # fmt: skip
     kind = registry.format_of(side.source)
     if kind is not None and kind.name != forms.ONNX:
-        raise UserError(f"{side.source} is no ONNX graph, whose tensors could be compared; give the ONNX file that it "
+        raise UserError(f"{side.source} is not an ONNX graph, whose tensors are compared; give the ONNX file that it "
                         f"was made from, and {kind.usual(Path(side.source))} behind it")  # fmt: skip
     if side.choice.name == forms.ONNX:  # a file behind the first runs as ever, a form of the first as it is written
         return replace(

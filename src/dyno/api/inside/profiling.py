@@ -30,6 +30,7 @@ from dyno.planning.interpreters import runtime_of
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry, system
 from dyno.worker.facts.inside import Inside
+from dyno.worker.option_values import at_least
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known
 
@@ -125,9 +126,7 @@ def profile(
     `seconds` are those of the latency. On a GPU `Times.gpu` says how long it did nothing. Forms that can't be made or
     timed are left out; raises `UserError` where that is all of them, or where layers have no times.
     """
-    for name, value, least in (("batch", batch, 1), ("runs", runs, 5), ("top", top, 0)):
-        if value < least:
-            raise UserError(f"{name} is {value}; it must be at least {least}")
+    (batch,), (runs,), (top,) = at_least(1, batch=batch), at_least(5, runs=runs), at_least(0, top=top)
     check_known("order", order, ORDERS)
     rates = data_sheet(sheet)
     if sheet and not roofline:

@@ -14,9 +14,10 @@ from dyno.api.serve.jobs import Requests
 from dyno.engine.execute import execute
 from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
-from dyno.planning.defaults import new_folder, reference_of, study_of
+from dyno.planning.defaults import folder_for, reference_of, study_of
 from dyno.study import Study
 from dyno.worker import registry
+from dyno.worker.option_values import check_types
 from dyno.worker.record import read_json, write_json
 from dyno.worker.serve.arrivals import read_trace
 from dyno.worker.serve.options import ServeOptions
@@ -69,6 +70,7 @@ def serve_test(
     """
     from dyno.analysis.stats import samples_for
 
+    check_types({"options": options}, {"options": ServeOptions | None})
     options = options or ServeOptions(p99="20ms")
     if options.endpoint:
         model, settings = _at_server(model, options.endpoint, settings)
@@ -83,7 +85,7 @@ def serve_test(
     path = Path(options.trace).absolute() if options.trace else None
     sha256 = hashlib.sha256(read_trace(path).tobytes()).hexdigest() if path else ""
     requests = Requests(options, samples_for(options.quantile), str(path or ""), sha256)
-    folder = Path(out) if out else new_folder("serve-test", [name])
+    folder = folder_for(out, "serve-test", [name])
     _remember(requests, folder)
     progress = Progress(quiet=quiet)
     execute(study, folder, progress, retry_failed=True, launch=requests.launch)

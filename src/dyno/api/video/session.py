@@ -13,9 +13,10 @@ from dyno.api.video.jobs import STDIN, Shot
 from dyno.engine.execute import execute
 from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
-from dyno.planning.defaults import new_folder, study_of
+from dyno.planning.defaults import folder_for, study_of
 from dyno.store import check_writable
 from dyno.study import Study
+from dyno.worker.option_values import check_types
 from dyno.worker.record import read_json, write_json, write_text
 from dyno.worker.spec import FIXED, UserError
 from dyno.worker.video.options import IMAGES, OPENING, VIDEOS, VideoOptions
@@ -86,6 +87,7 @@ def video(
     frame; `save` is a file for the pipeline's trace. The run folder is `out`, or a new one below runs/video. Raises
     `UserError`, one line.
     """
+    check_types({"options": options}, {"options": VideoOptions | None})
     study = study_of(model, DEFAULTS, settings)
     (name,) = study.models
     several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
@@ -97,7 +99,7 @@ def video(
         raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE} (Perfetto)")
     if save:
         check_writable(Path(save))
-    folder = Path(out) if out else new_folder("video", [name])
+    folder = folder_for(out, "video", [name])
     _remember(shot, folder)
     stopped = False
     try:
@@ -131,7 +133,7 @@ def _check(shot: Shot, study: Study) -> None:
     path = Path(shot.source)
     local = shot.source != STDIN and ":" not in shot.source.split("/")[0]
     if local and not path.exists():
-        raise UserError(f"there is no {path}; give a video, an image, a folder of images, a URL, camera:0 or -")
+        raise UserError(f"{path} does not exist; give a video, an image, a folder of images, a URL, camera:0 or -")
     for written in filter(None, (shot.output, shot.boxes)):
         for kind, read in (("source", shot.source if local else ""), ("model", *study.models)):
             if read and Path(read).exists() and Path(written).resolve() == Path(read).resolve():

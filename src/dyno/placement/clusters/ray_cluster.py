@@ -52,7 +52,7 @@ def places(address: str, device: str) -> Iterator[list[Place]]:
         raise KeyboardInterrupt from e
     except (ConnectionError, RuntimeError, ValueError, OSError) as e:
         where = f"at {address}" if address else "here"
-        raise UserError(f"there is no Ray cluster {where} that answers: {' '.join(str(e).split())[:200]}") from e
+        raise UserError(f"no Ray cluster answers {where}: {' '.join(str(e).split())[:200]}") from e
     try:
         yield _places(device)
     finally:
@@ -60,7 +60,7 @@ def places(address: str, device: str) -> Iterator[list[Place]]:
 
 
 def _check_reachable(address: str) -> None:
-    """A `UserError` for what is no address, and where nobody listens there: Ray would go on trying for minutes."""
+    """A `UserError` for what isn't an address, and where nobody listens there: Ray would go on trying for minutes."""
     if address in OWN:
         return
     scheme, _, place = address.rpartition("://")
@@ -70,7 +70,7 @@ def _check_reachable(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
     except OSError as e:
-        raise UserError(f"there is no Ray cluster at {address} that answers: {e.strerror or e}") from e
+        raise UserError(f"no Ray cluster answers at {address}: {e.strerror or e}") from e
 
 
 def _places(device: str) -> list[Place]:

@@ -104,7 +104,7 @@ class RemoteBlock(Running):
             return
         self._waits = False
         news: News | None = answer[0]
-        if news is not None:  # begun, and this is no answer to that
+        if news is not None:  # begun, and this isn't an answer to that
             mirror(news, self.folder)
             if news.code is not None:
                 self.end()

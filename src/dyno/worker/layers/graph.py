@@ -32,7 +32,7 @@ WEIGHTS: dict[str, tuple[int, ...]] = {
 
 
 def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
-    """The nodes of the file for inputs of these shapes, in the file's order; constants are no nodes.
+    """The nodes of the file for inputs of these shapes, in the file's order; constants aren't nodes.
 
     A node of the standard's domain has its operator as its type, one of another domain `domain.Operator`. Raises
     `UserError` for a file that is missing, damaged, or lacks weights that it keeps beside it.

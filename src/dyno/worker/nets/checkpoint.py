@@ -124,7 +124,7 @@ def _is_zip(file: Path) -> bool:
 def _refusal(file: Path, reason: str) -> str:
     """The message for code in the pickle, or for bytes that aren't a pickle: torch raises the same error for both."""
     # "Unsupported global: GLOBAL a.b", "unsupported GLOBAL a.b whose module…", a built-in without its module;
-    # torch 2.2 has "Unsupported class a.b", and "Unsupported operand 118" for bytes that are no pickle
+    # torch 2.2 has "Unsupported class a.b", and "Unsupported operand 118" for bytes that aren't a pickle
     match = re.search(r"[Uu]nsupported (?:(?:global: )?GLOBAL|class) ([\w.]*\w)", reason)
     runs_code = match is not None or any(
         text in reason for text in ("Trying to call", "Trying to instantiate", "blocked")

@@ -6,10 +6,13 @@ import ast
 import contextlib
 import hashlib
 import importlib
+import importlib.abc
 import importlib.util
 import sys
 from collections.abc import Iterator
+from importlib.machinery import ModuleSpec, PathFinder
 from pathlib import Path
+from types import FrameType
 from typing import Any
 
 from dyno.worker.sessions.torch_support import import_torch, settings_kept
@@ -103,12 +106,39 @@ def load_file(path: Path, sha256: str) -> Any:
     assert spec is not None and spec.loader is not None  # true for every path that ends with .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling inside the file look their module up by name
-    folder = str(path.resolve().parent)
-    if folder not in sys.path:
-        sys.path.append(folder)  # last, so that modules beside the file can be imported but shadow nothing
+    sys.meta_path.append(_Beside(path, name))  # last, so that modules beside the file shadow nothing
     with running(f"model file {path}"):
         spec.loader.exec_module(module)
     return module
+
+
+class _Beside(importlib.abc.MetaPathFinder):
+    """Finds the modules beside a model's file: those that its code names in imports, and for that code any other.
+
+    Nobody else finds one: PyTorch tries to import z3, which need not be installed, and would get the user's z3.py.
+    """
+
+    def __init__(self, file: Path, name: str) -> None:
+        self._folder = str(file.resolve().parent)
+        self._named = {path.relative_to(_root(file)).parts[0].removesuffix(".py") for path in local_files(file)}
+        self._own = {name}
+
+    def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:
+        if path is not None or not (fullname in self._named or self._wanted_by_own()):
+            return None  # a part of a package is found by the package's path
+        spec = PathFinder.find_spec(fullname, [self._folder])
+        if spec is not None:
+            self._own.add(fullname)
+        return spec
+
+    def _wanted_by_own(self) -> bool:
+        """Whether the file's own code, or a module found beside it, runs now, perhaps through a library's function."""
+        frame: FrameType | None = sys._getframe(1)
+        while frame is not None:
+            if str(frame.f_globals.get("__name__")).partition(".")[0] in self._own:
+                return True
+            frame = frame.f_back
+        return False
 
 
 @contextlib.contextmanager

@@ -45,7 +45,7 @@ class Graph:
         every = (*graph.input, *graph.value_info, *graph.output)
         types = {value.name: value.type.tensor_type.elem_type for value in every}
         others = {value.name for value in every if value.type.WhichOneof("value") not in ("tensor_type", None)}
-        types |= dict.fromkeys(others, self._onnx.TensorProto.STRING)  # a sequence is no tensor, and not compared
+        types |= dict.fromkeys(others, self._onnx.TensorProto.STRING)  # a sequence isn't a tensor, and not compared
         return types | {name: tensor.data_type for name, tensor in self._weights.items()}
 
     def _float_tensors(self) -> list[str]:

@@ -6,6 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
+from dyno.worker.option_values import settle
 from dyno.worker.spec import UserError
 
 UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
@@ -48,13 +49,16 @@ class ServeOptions:
     )
 
     def __post_init__(self) -> None:
+        for name in (*PERCENTILES, "duration", "max_wait"):  # of a number its unit is missing, not that it is text
+            if getattr(self, name) != "" or name == "max_wait":
+                seconds(getattr(self, name), name)
+        settle(self)
         bounds = [name for name in PERCENTILES if getattr(self, name)]
         if len(bounds) > 1:
             raise UserError(f"{' and '.join(bounds)} are two bounds; give one")
         for name in (*bounds, *(["duration"] if self.duration else [])):
             if seconds(getattr(self, name), name) <= 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
-        seconds(self.max_wait, "max_wait")
         for name, least in (("instances", 1), ("queue", 0)):
             if getattr(self, name) < least:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
@@ -96,9 +100,9 @@ class ServeOptions:
         return seconds(self.duration, "duration") if self.duration else 0.0
 
 
-def seconds(text: str, name: str) -> float:
+def seconds(text: Any, name: str) -> float:
     """`20ms` in seconds; a `UserError` for a number without its unit."""
-    match = DURATION.fullmatch(text.strip())
+    match = DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or match[2] not in UNITS:
         raise UserError(f"{name} is {text!r}; write a number with its unit, such as 20ms or 1.5s")
     return float(match[1]) * UNITS[match[2]]

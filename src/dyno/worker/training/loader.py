@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.inputs.input_data import normalisation
-from dyno.worker.spec import DataSpec, Preprocess, UserError
+from dyno.worker.spec import DataSpec, Preprocess, UserError, numbered
 from dyno.worker.training.options import TrainOptions
 
 EVALUATED = 64  # images at a time, at the least
@@ -46,7 +46,9 @@ class Split:
         index = np.load(folder / f"{data.split}.npy")
         if len(index) < 2:
             purpose = "test" if data.split == "test" else "train"
-            raise UserError(f"data set {data.name} has {len(index)} images to {purpose} on; it takes 2 or more")
+            raise UserError(
+                f"data set {data.name} has {numbered(len(index), 'image')} to {purpose} on; it takes 2 or more"
+            )
         return cls(pixels, np.load(folder / "labels.npy"), index, tuple(metadata["classes"]))
 
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dyno.worker.facts.video import DEVICE, HOST
+from dyno.worker.option_values import settle
 from dyno.worker.spec import UserError, check_known
 
 SIZE = re.compile(r"(\d+)x(\d+)")
@@ -25,7 +26,7 @@ VIDEOS = (
     ".ts", ".mts", ".m2ts", ".mxf", ".nut", ".ogv", ".wmv", ".asf", ".3gp", ".3g2", ".m3u8", ".y4m", ".mjpeg", ".ivf",
     ".h264", ".264", ".h265", ".265", ".hevc",
 )  # fmt: skip
-OPENING = "open the source"  # the stage of a job in which a source that is no video is noticed
+OPENING = "open the source"  # the stage of a job in which a source that isn't a video is noticed
 
 
 def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
@@ -70,6 +71,7 @@ class VideoOptions:
     frame_rate: float = _option(30.0, "Of raw frames and folders of images, per second.")
 
     def __post_init__(self) -> None:
+        settle(self)
         for name in ("confidence", "iou", "track_confidence"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} is {getattr(self, name):g}; it must be between 0 and 1")

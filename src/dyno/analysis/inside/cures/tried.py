@@ -61,7 +61,7 @@ def table(outcomes: Sequence[Outcome], title: str) -> Table:
                      "cost_us": 1e6 * one.called.seconds, "engine": one.engine, **limits, "verdict": one.verdict,
                      "outputs": one.outputs, "kept": "yes" if one.kept else "no"})  # fmt: skip
     note = (
-        f"Each is a trial beside {title}, in turns, all of them as one family (Holm); a profiled run is none of them."
+        f"Each is a trial beside {title}, in turns, all of them as one family (Holm); a profiled run is not among them."
     )
     return TRIED.of(COLUMNS, rows, notes=(note,) if rows else ())
 

@@ -47,8 +47,8 @@ COLUMNS = (
     Column("finding", "what bounds it", kind=TEXT),
 )  # fmt: skip
 NOTE = (
-    "One inference under ncu, which runs each kernel alone, several times over and with cold caches: its times are no "
-    f"latency. What is at {BUSY:.0f} % of its peak or more bounds a kernel, as in ncu's own rules."
+    "One inference under ncu, which runs each kernel alone, several times over and with cold caches: its times are not "
+    f"a latency. What is at {BUSY:.0f} % of its peak or more bounds a kernel, as in ncu's own rules."
 )
 FIGURES = ("sm", "memory", "dram", "tensor", "warps", "l2", "waves")
 COUNTS = ("blocks", "threads", "registers")

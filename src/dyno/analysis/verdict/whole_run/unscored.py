@@ -1,4 +1,4 @@
-"""Labelled images on which no accuracy was measured, since the network's first output is no classifier's."""
+"""Labelled images on which no accuracy was measured, since the network's first output isn't a classifier's."""
 
 from __future__ import annotations
 

@@ -96,9 +96,11 @@ def route(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
     import torch
 
     groups, group = section.number("groups", 1, 1), section.number("group_id", 0)
-    if group >= groups or any(value.channels % groups for value in inputs):
+    if group >= groups:
+        raise section.error(f"group_id={group} must be less than groups={groups}")
+    if any(value.channels % groups for value in inputs):
         channels = " and ".join(str(value.channels) for value in inputs)
-        raise section.error(f"group_id={group} is no part of {channels} channels in groups={groups}")
+        raise section.error(f"groups={groups} divides {channels} channels unevenly")
     nodes = [value.node for value in inputs]
     if groups > 1:
         parts = [place.graph.call_method("chunk", (node, groups, 1)) for node in nodes]

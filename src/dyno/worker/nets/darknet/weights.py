@@ -29,7 +29,7 @@ class Values:
         # The number of images seen has eight bytes since version 0.2.
         begin = 12 + (8 if major * 10 + minor >= 2 and major < 1000 and minor < 1000 else 4)
         if size < begin or (size - begin) % FLOAT.itemsize:
-            raise UserError(f"checkpoint {path} is cut short or not Darknet's: {size} bytes are no whole values")
+            raise UserError(f"checkpoint {path} is cut short or not Darknet's: its {size} bytes end within a value")
         self.left = (size - begin) // FLOAT.itemsize
         self._values = np.memmap(file, FLOAT, "r", begin, (self.left,)) if self.left else np.empty(0, FLOAT)
 

@@ -48,7 +48,7 @@ class VideoSource(Source):
                         packets.append(packet)
                     continue
                 if self.live:
-                    began = now()  # waiting for the camera is no work
+                    began = now()  # waiting for the camera isn't work
                 for decoded in self._decoded(packet):
                     seconds = None if decoded.pts is None else float(decoded.pts * decoded.time_base)
                     yield Frame(index, picture_of(decoded), began, decoded.pts, seconds, packets=packets)
@@ -120,7 +120,7 @@ def _unreadable(place: str, e: Exception) -> Exception:
         return e
     path = Path(place)
     empty = path.is_file() and not path.stat().st_size
-    what = "is empty" if empty else "is no video that FFmpeg knows, or its end is missing"
+    what = "is empty" if empty else "is not a video that FFmpeg can read, or its end is missing"
     return UserError(f"{place} {what}; give a video, an image or a folder of images")
 
 

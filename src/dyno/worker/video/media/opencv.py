@@ -45,7 +45,7 @@ class CaptureSource(Source):
         try:
             began = now()
             while capture.grab():
-                began = now() if self.live else began  # waiting for the camera is no work
+                began = now() if self.live else began  # waiting for the camera isn't work
                 done, image = capture.retrieve()
                 if not done:
                     self.damaged += 1

@@ -83,14 +83,14 @@ def source_of(text: str, options: VideoOptions, device: str = "") -> Source:
     if text.startswith(CAMERA):
         number = text.removeprefix(CAMERA)
         if not number.isdecimal():
-            raise UserError(f"{text!r} is no camera; give camera:0 for the first one")
+            raise UserError(f"{text!r} is not a camera; give camera:0 for the first one")
         return CaptureSource(int(number), live=options.live is not False)
     if "://" in text:
         live = text.split("://")[0].lower() in STREAMS if options.live is None else options.live
         return VideoSource(text, live, device) if has_pyav() else CaptureSource(text, live)
     path = Path(text)
     if not path.exists():
-        raise UserError(f"there is no {text}; give a video, an image, a folder of images, a URL or camera:0")
+        raise UserError(f"{text} does not exist; give a video, an image, a folder of images, a URL or camera:0")
     if path.is_dir() or path.suffix.lower() in IMAGES:
         return ImageSource(path, options.frame_rate)
     return VideoSource(text, bool(options.live), device) if has_pyav() else CaptureSource(text, bool(options.live))

@@ -1,0 +1,44 @@
+"""What Python users may hand to Dyno's functions: an argument of another type is one line."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dyno
+
+DYNO: Any = dyno  # the arguments are wrong on purpose
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "load": (lambda: DYNO.load(None), "folder is None; it must be text or a path"),
+    "run": (lambda: DYNO.run("study.toml"), "study is 'study.toml'; it must be of type Study"),
+    "out": (lambda: DYNO.Study(models="no.onnx").run(5), "out is 5; it must be text or a path"),
+    "report": (lambda: DYNO.load("run").report(5), "out is 5; it must be text or a path"),
+    "take": (lambda: DYNO.load("run").take(5), "trial is 5; it must be text"),
+    "confusion": (lambda: DYNO.load("run").confusion(5), "trial is 5; it must be text"),
+    "compare": (lambda: DYNO.compare(None), "there is nothing to compare; give two run folders or models"),
+    "compared": (lambda: DYNO.compare("a.onnx", "b.onnx", out=5), "out is 5; it must be text or a path"),
+    "evaluate": (lambda: DYNO.evaluate("no.onnx", "digits", out=5), "out is 5; it must be text or a path"),
+    "video": (lambda: DYNO.video("v.mp4", model="m", options=5), "options is 5; it must be of type VideoOptions"),
+    "served": (lambda: DYNO.serve_test("m", options={}), "options is {}; it must be of type ServeOptions"),
+    "cold": (lambda: DYNO.cold_start("no.onnx", batch="8"), "batch is '8'; it must be a whole number"),
+    "inspect": (lambda: DYNO.inspect("no.onnx", batch=None), "batch is None; it must be a whole number"),
+    "profile": (lambda: DYNO.profile("no.onnx", runs=5.5), "runs is 5.5; it must be a whole number"),
+    "explain": (lambda: DYNO.explain("no.onnx", top="1"), "top is '1'; it must be a whole number"),
+    "agree": (lambda: DYNO.agree_layers("no.onnx", rtol=None), "rtol is None; it must be a number"),
+    "least": (lambda: DYNO.agree_layers("no.onnx", batch=np.int64(0)), "batch is 0; it must be at least 1"),
+    "calibrate": (lambda: DYNO.calibrate(minutes=None), "minutes is None; it must be a number"),
+    "train": (lambda: DYNO.train("digits", model=Path("no.py")), "model 'no.py' "),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_argument_of_another_type_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    call, said = CASES[name]
+    with pytest.raises(dyno.UserError) as caught:
+        call()
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
