@@ -59,6 +59,13 @@ def test_given_rates_are_measured_and_shown_again(call: Call, tmp_path: Path) ->
     assert "serve-rates" in "".join(p.name for p in (tmp_path / "run/tables").iterdir())
 
 
+def test_rates_without_a_bound_are_not_compared(call: Call) -> None:
+    words = ("--backends", "fake@latency_ms=2,fake@latency_ms=4", "--rate", 50, "--duration", "0.2s", "--rounds", 1)
+    code, out, errors = call("serve-test", *FAKE, *words)
+    assert code == 0, errors
+    assert "full batches" in out and "reference" not in out and "speedup" not in out
+
+
 def test_the_search_ends_below_what_full_batches_allow(call: Call, tmp_path: Path) -> None:
     words = ("--backends", "fake@latency_ms=2,fake@latency_ms=4", "--batch", 2, "--p50", "1s", "--resolution", 0.5,
              "--duration", "0.5s", "--rounds", 1)  # fmt: skip

@@ -112,7 +112,7 @@ def _left(words: Sequence[str]) -> str:
     """What an interrupt left of the command; most commands begin a new folder each time, or store nothing."""
     if words and words[0] in CONTINUES:
         return "what was measured is stored, the same command continues from there"
-    return "files and rounds that were finished are kept, in the cache and below runs/"
+    return "files and rounds that were finished are kept, in the cache and in the run folder"
 
 
 def left_out(lines: Iterable[str]) -> int:

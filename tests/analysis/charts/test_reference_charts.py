@@ -11,7 +11,7 @@ from matplotlib.colors import to_hex
 from synthetic import Way
 
 from dyno.analysis import style
-from dyno.analysis.charts import reference_charts, series
+from dyno.analysis.charts import charts, reference_charts, series
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables import trial_table
 from dyno.worker.record import write_json
@@ -54,6 +54,20 @@ def test_bars_are_grouped_by_model_on_a_log_axis(run: RunData) -> None:
     assert len(axes.patches) == 6
     assert {to_hex(p.get_facecolor()) for p in axes.patches} == {"#0072b2", "#009e73"}
     assert "ms" in axes.get_ylabel()
+
+
+def test_a_speed_up_that_has_no_bound_is_no_point(tmp_path: Path) -> None:
+    ways = [
+        Way(backend, "fp32", seconds, spread=spread if batch == 1 else 0.01, batch=batch)
+        for backend, seconds, spread in (("pytorch", 0.01, 3.0), ("a", 0.004, 0.01), ("b", 0.002, 0.01))
+        for batch in (1, 4, 8)
+    ]
+    run = trial_table.read(synthetic.write_run(tmp_path / "r", ways, samples=10, count=5))
+    (axes,) = reference_charts.speedup(run, "batch").axes
+    lines = [line for line in axes.get_lines() if len(line.get_xdata()) > 1 and line.get_marker() != "None"]
+    assert [list(line.get_xdata()) for line in lines] == [[4, 8]] * 3
+    panels = [axes.get_title("left") for axes in charts.speedup(run).axes]
+    assert panels == ["digits, size 64, batch 4", "digits, size 64, batch 8"]
 
 
 def test_of_two_ways_alike_the_second_has_hollow_markers(run: RunData) -> None:

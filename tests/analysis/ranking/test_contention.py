@@ -57,6 +57,12 @@ def test_most_jobs_disturbed_leave_no_winner(tmp_path: Path) -> None:
     assert next_step in printed(results)
 
 
+def test_a_lone_trial_has_no_winner_to_withhold(tmp_path: Path) -> None:
+    text = "\n".join(said(run(tmp_path, BUSY)))
+    assert "way0 fp32 takes 10." in text and "winner" not in text
+    assert "during 3 of 3 jobs: those latencies are too long; measure again on a quiet machine." in text
+
+
 def test_in_turns_a_winner_is_named_beside_whatever_disturbs_all_alike(tmp_path: Path) -> None:
     in_turns = {**BUSY, "turns": {"set": "abc", "place": 0}}
     results = run(tmp_path, in_turns, in_turns, in_turns)

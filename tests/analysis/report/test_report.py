@@ -148,6 +148,41 @@ def test_several_runs_are_sections_of_one_page(demo: Results, hostile: Results, 
     assert (tmp_path / "charts" / "hostile-latency.png").exists()
 
 
+def test_of_several_models_each_decision_is_a_line_that_unfolds(tmp_path: Path) -> None:
+    ways = [
+        Way(backend, "fp32", seconds, model=model, spread=spread, statuses=("ok",) * 2, batch=batch)
+        for model in ("one", "two", "three")
+        for backend, seconds, spread in (("pytorch", 0.01, 3.0), ("a", 0.001, 0.01)) for batch in (1, 4)
+    ]  # fmt: skip
+    run = trial_table.read(synthetic.write_run(tmp_path / "run", ways, samples=10, count=5))
+    text = report.write([run], tmp_path / "page").read_text(encoding="utf-8")
+    assert text.count('<details class="decision') == 6 and '<div class="decision' not in text
+    first = text[text.index("<figure") : text.index("</figcaption>")]
+    assert "latency per batch" in first.lower() and "At the smallest batch" in first  # no speed-up there has a bound
+
+
+def test_what_the_report_lists_is_linked(written: Path) -> None:
+    text = written.read_text(encoding="utf-8")
+    links = re.findall(r'<a href="#(run1-problems)">([^<]*)</a>', text)
+    assert any("warnings; the report lists them" in said for _, said in links)
+    assert any("did not finish" in said for _, said in links) and 'id="run1-problems"' in text
+
+
+def test_a_phone_shows_the_verdict_without_scrolling(written: Path, tmp_path: Path) -> None:
+    script = """
+      const frame = document.createElement("iframe");
+      frame.style.width = "420px";
+      frame.srcdoc = "<!doctype html>" + document.documentElement.outerHTML.replaceAll("<script", "<template");
+      frame.onload = () => {
+        const heads = [...frame.contentDocument.querySelectorAll("table.sortable th")];
+        const end = name => heads.find(h => h.textContent.trim() === name).getBoundingClientRect().right;
+        say({speedup: end("speed-up"), verdict: end("verdict")});
+      };
+      document.body.append(frame);"""
+    ends = ask(written, script, tmp_path / "probe.html", "--virtual-time-budget=5000")
+    assert 0 < ends["speedup"] < ends["verdict"] <= 420
+
+
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [synthetic.write_run(tmp_path / name / "run", [Way("pytorch")], samples=5) for name in ("new", "old")]
     runs = [trial_table.read(folder) for folder in folders]

@@ -99,6 +99,9 @@ def test_of_several_rounds_the_lowest_rate_is_said_with_its_worst() -> None:
 def test_of_too_few_requests_it_is_not_said_that_none_holds() -> None:
     said = words.sentences(served(tried(np.full(70, 0.01), "too few requests", 10.0), highest=(None,)))
     assert said[0] == "Whether p99 <= 20.0 ms holds can't be said of this rate."
+    few, bad = tried(np.full(70, 0.01), "too few requests", 10.0), tried(np.full(700, 0.05), "no", 150.0)
+    said = words.sentences(served(few, bad, highest=(None,)))
+    assert said[0].startswith("Whether a rate that was tried holds p99 <= 20.0 ms can't be said: at 10.0 requests/s, ")
 
 
 def test_what_got_no_answer_is_said_by_who_did_not_give_it() -> None:

@@ -101,6 +101,22 @@ def test_a_budget_that_nothing_else_holds_is_said(tmp_path: Path) -> None:
     assert dict(one.answers)["right"].startswith("it is what the others' outputs are compared with; top-1 9")
 
 
+def test_a_winner_is_open_while_a_faster_one_may_be_within_the_budget(tmp_path: Path) -> None:
+    few = [Way("pytorch"), Way("a", "int8", 0.001)]
+    folder = synthetic.write_run(tmp_path / "run", few, samples=50, count=20)
+    (one,) = verdict.read(trial_table.read(load(folder), budget={"top1": 1.5})).decisions
+    answers = dict(one.answers)
+    assert one.kind == WARNING and {f.name: f.value for f in one.figures}["how sure"] == "open"
+    assert answers["real"] == "nothing else is shown to be within the budget"
+    assert "whether a int8, which is faster, is within the budget" in answers["next"]
+
+
+def test_a_trial_beyond_the_budget_that_is_not_shown_to_be_faster_only_seems_so(tmp_path: Path) -> None:
+    ways = Way("pytorch", seconds=0.01, spread=0.3), Way("a", "int8", 0.006, spread=0.3, flips=0.2)
+    (one,) = decided(tmp_path, *ways, budget={"top1": 1.5})
+    assert any("a int8 seems faster (" in each.text for each in one.findings)
+
+
 def test_several_models_are_taken_by_id(tmp_path: Path) -> None:
     ways = [replace(way, model=model) for model in ("one", "two") for way in (Way("pytorch"), FAST)]
     first, second = decided(tmp_path, *ways)

@@ -35,16 +35,19 @@ def latency(run: RunData) -> Any:
 
 
 def speedup(run: RunData) -> Any:
-    """Speed-ups over the reference with their intervals, one panel per model, size and batch; None where none has a
-    bound."""
-    rows = run.frame.dropna(subset=["speedup"])
-    rows = rows[rows.groupby("reference")["trial"].transform("count") > 1] if len(rows) else rows
-    if all(r["verdict"] == "reference" or _times(r) == UNCERTAIN for _, r in rows.iterrows()):
-        return None
-    return rows_figure(rows, _speedup_panel, "times as fast as the reference", _times)
+    """Speed-ups over the reference with their intervals, one panel per model, size and batch that has any with a bound;
+    None where there is no such panel."""
+    rows = compared(run.frame.dropna(subset=["speedup"]))
+    return rows_figure(rows, _speedup_panel, "times as fast as the reference", times) if len(rows) else None
 
 
-def _times(r: pd.Series) -> str:
+def compared(rows: pd.DataFrame) -> pd.DataFrame:
+    """The rows of every reference that any speed-up with a bound is against."""
+    told = [r["reference"] for _, r in rows.iterrows() if r["verdict"] != "reference" and times(r) != UNCERTAIN]
+    return rows[rows["reference"].isin(told)]
+
+
+def times(r: pd.Series) -> str:
     """The speed-up, without digits where its interval is too wide for any."""
     shown = ratio(r["speedup"], r["speedup_low"], r["speedup_high"])
     return UNCERTAIN if shown == UNBOUNDED else f"{r['speedup']:.2f}x"
@@ -66,7 +69,7 @@ def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
 
 def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
     axes.axvline(1, color=INK, lw=1)
-    shown = [(y, r) for y, (_, r) in enumerate(rows.iterrows()) if _times(r) != UNCERTAIN]
+    shown = [(y, r) for y, (_, r) in enumerate(rows.iterrows()) if times(r) != UNCERTAIN]
     intervals = [r["speedup_high"] for _, r in shown if bounded(r["speedup_low"], r["speedup_high"])]
     limit = set_scale(axes, [*(r["speedup"] for _, r in shown), 1], max(intervals, default=float("nan")))
     for y, r in shown:

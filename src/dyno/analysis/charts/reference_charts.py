@@ -8,6 +8,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.charts import series
+from dyno.analysis.charts.charts import UNCERTAIN, compared, times
 from dyno.analysis.charts.series import LONGEST
 from dyno.analysis.formatting import short, significant, sized
 from dyno.analysis.presentation.chart import Chart
@@ -68,8 +69,10 @@ def _bars(axes: Any, group: pd.DataFrame) -> None:
 
 
 def speedup(run: RunData, axis: str) -> Any:
-    """Speed-up over the reference against the image size or the batch, with its intervals (R35)."""
-    rows = frontier.usable(run.frame).dropna(subset=["speedup"])
+    """Speed-up over the reference against the image size or the batch, with its intervals (R35); what has no bound is
+    not drawn."""
+    rows = compared(frontier.usable(run.frame).dropna(subset=["speedup"]))
+    rows = rows.loc[[times(r) != UNCERTAIN for _, r in rows.iterrows()]]
     figure = series.lines(rows, axis, "speedup", "times as fast as the reference")
     for axes in figure.axes if figure else ():
         axes.axhline(1, color=INK, lw=0.9, zorder=1)

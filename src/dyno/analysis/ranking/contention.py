@@ -10,13 +10,14 @@ from dyno.analysis.records.results import TrialResult
 
 @dataclass(frozen=True)
 class Contention:
-    """The number of timed jobs, of disturbed ones, of those that did not measure in turns, and the most processors that
-    other programs kept busy."""
+    """The number of timed jobs, of disturbed ones, of those that did not measure in turns, the most processors that
+    other programs kept busy, and whether any trials are compared: a lone one is slow, but has no rank to lose."""
 
     jobs: int
     disturbed: int
     alone: int
     processors: float
+    compared: bool = True
 
     @property
     def mostly(self) -> bool:
@@ -24,7 +25,7 @@ class Contention:
 
         In turns what disturbs one job disturbs those that it is compared with, so their ratios stand.
         """
-        return self.alone > self.jobs / 2
+        return self.compared and self.alone > self.jobs / 2
 
     @property
     def sentence(self) -> str:
@@ -33,7 +34,9 @@ class Contention:
         busy = f"other programs kept up to {self.processors:.1f} processors busy {during}"
         if self.mostly:
             return f"No winner is named: {busy}, and on a quiet machine the order may be another."
-        if not self.alone:
+        if not self.compared:
+            doubt = "those latencies are too long; measure again on a quiet machine"
+        elif not self.alone:
             doubt = "those latencies are too long; who is faster was measured in turns, and is so beside such a load"
         else:
             doubt = "those latencies are too long and their order may be wrong; measure again on a quiet machine"
@@ -42,9 +45,11 @@ class Contention:
 
 def cpu_contention(results: Iterable[TrialResult]) -> Contention | None:
     """The contention that the records show; None where no job was disturbed."""
-    timed = [r for t in results for r in t.good]
+    trials = list(results)
+    timed = [r for t in trials for r in t.good]
     busy = [(max(r.facts.others_busy.values(), default=0.0), r.facts.contention_threshold, r.turns) for r in timed]
     over = [(processors, turns) for processors, most, turns in busy if most is not None and processors > most]
     if not over:
         return None
-    return Contention(len(timed), len(over), sum(not turns for _, turns in over), max(over)[0])
+    compared = len({t.model for t in trials}) < len(trials)
+    return Contention(len(timed), len(over), sum(not turns for _, turns in over), max(over)[0], compared)

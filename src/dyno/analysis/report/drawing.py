@@ -56,12 +56,14 @@ def draw(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
 
 def headline(run: RunData, drawn: Sequence[Drawn], prefix: str) -> Drawn | None:
     """The chart that stands above: one of those that were drawn, or of what can be seen at once."""
-    found = next((chart for wanted in HEADLINES for chart in drawn if chart.name == wanted), None)
-    first = leading(run)
-    if found is None or found.name not in BATCHES or len(first.frame) == len(run.frame):
-        return found
-    (chart,) = (kind for kind in charts.kinds() if kind.name == found.name)
-    return _drawn(first, chart, f"{prefix}-first", f"{chart.caption} {SMALLEST}") or found
+    first, kinds = leading(run), {kind.name: kind for kind in charts.kinds()}
+    for found in (chart for wanted in HEADLINES for chart in drawn if chart.name == wanted):
+        if found.name not in BATCHES or len(first.frame) == len(run.frame):
+            return found
+        caption = f"{found.caption} {SMALLEST}"
+        if (chart := _drawn(first, kinds[found.name], f"{prefix}-first", caption)) is not None:
+            return chart
+    return None
 
 
 def file_name(name: str) -> str:

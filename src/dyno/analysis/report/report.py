@@ -36,6 +36,7 @@ LEAD = (
 )
 
 NEEDED = ("jinja2", "matplotlib")
+MOST_CARDS = 2  # decisions that stand open; of more, as of several models, each is a line that unfolds
 PILLS = {BEST: "decided", NOTE: "not compared", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
 
 
@@ -208,6 +209,7 @@ def _html(parts: list[Section], results: str) -> str:
     return environment.from_string(_file_of_page("page.html.j2")).render(
         sections=parts,
         names=list(dict.fromkeys(f.name for part in parts for d in part.verdict.decisions for f in d.figures)),
+        most_cards=MOST_CARDS,
         most_details=sections.MOST_DETAILS,
         pills=PILLS,
         counted=_counted,

@@ -30,15 +30,16 @@ def _serve(run: RunData) -> Table | None:
     rows = [_row(each) for each in served]
     if len(served) > 1:
         gains = runs.speedups(served, run)
-        first = runs.reference(served)
+        bounded = served[0].facts[0].bound_s  # without a bound there is no highest rate to compare
+        first = runs.reference(served) if bounded else None
         rows = [
             row | _compared(gain, each is first, each.outputs)
             for row, gain, each in zip(rows, gains, served, strict=True)
         ]
     notes = [
-        "highest rate: the highest that was tried and holds the bound. full batches: what the engine answers when the "
-        "largest batch is always full, without a bound. queue and compute: mean time until a request's batch begins, "
-        "and of that batch, at the highest rate.",
+        "highest rate: the highest that holds the bound; in a search it has held it twice, and one above that held it "
+        "once doesn't count. full batches: what the engine answers when the largest batch is always full, without a "
+        "bound. queue and compute: mean time until a request's batch begins, and of that batch, at the highest rate.",
         LATENCY_NOTE,
     ]
     return SERVE.of(SERVE_COLUMNS, rows, notes=tuple(notes), printed=_printed(SERVE_COLUMNS))

@@ -123,11 +123,10 @@ def _nothing_holds(served: Served, bound: str, once: bool) -> str:
     if all(t.step.verdict == judging.TOO_FEW for t in served.tried):
         return f"Whether {bound} holds can't be said of {'these rates' if several else 'this rate'}"
     name = _name(served.bounded)
-    falls = "that can't be said"
-    if lowest.step.verdict != judging.TOO_FEW:
-        falls = f"{name} falls on requests without an answer"
-    found = f"{name} is {_duration(latency.value)}" if latency else falls
     place = f"{_rate(lowest.step.rate)}{', the lowest,' if several else ''}"
+    if lowest.step.verdict == judging.TOO_FEW:
+        return f"Whether a rate that was tried holds {bound} can't be said: at {place} too few requests came"
+    found = f"{name} is {_duration(latency.value)}" if latency else f"{name} falls on requests without an answer"
     return f"No rate that was tried holds {bound}{' in every round' if once else ''}: at {place} {found}"
 
 

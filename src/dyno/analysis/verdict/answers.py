@@ -77,7 +77,9 @@ def real(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunDa
     confirmation is one)."""
     pairs = [each for each in (own, over) if each is not None]
     if not pairs:
-        return "nothing else is within the budget" if run.budget else "there is nothing to compare it with"
+        if run.budget:
+            return f"nothing else is {'shown to be ' if awaiting_images(ranking) else ''}within the budget"
+        return "there is nothing to compare it with"
     winner = ranking.fastest.iloc[0]
     how = f"{counting(int(winner['rounds']), 'round')}, measured {pairs[0].measured}"
     parts = [_opening(pairs, own, how)]
@@ -184,7 +186,7 @@ def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: 
         steps.append("choose by something other than speed")
     id = f" {winner['trial']}" if len(list(winners(run))) > 1 else ""
     steps.append(f"take it: dyno take {shlex.quote(str(run.records.folder))}{id}")
-    return "; ".join([*steps, *filter(None, [_undecided_budget(ranking)])])
+    return "; ".join([*steps, *filter(None, [_undecided_budget(ranking, run)])])
 
 
 def _more_rounds(more: int, builds: int, run: RunData) -> str:
@@ -197,14 +199,27 @@ def _more_rounds(more: int, builds: int, run: RunData) -> str:
     return "the same command without --rounds goes on until decided"
 
 
-def _undecided_budget(ranking: Ranking) -> str:
+def awaiting_images(ranking: Ranking) -> bool:
+    """Whether a trial ahead of the winner may be within the budget, too: more images could make it the winner."""
+    return bool((ranking.ahead["budget"] == UNDECIDED).any())
+
+
+def is_faster(ranking: Ranking, row: pd.Series, run: RunData) -> str:
+    """That a row ahead of the winner is faster, or seems so; "" without a winner."""
+    if ranking.fastest.empty:
+        return ""
+    own, other = run.trials[row["trial"]], run.trials[ranking.fastest.iloc[0]["trial"]]
+    return "is faster" if _pair(row, own, other, run).verdict == stats.FASTER else "seems faster"
+
+
+def _undecided_budget(ranking: Ranking, run: RunData) -> str:
     """How many images would decide whether a faster trial is within the budget; "" where none is undecided."""
     rows = [row for _, row in ranking.ahead.iterrows() if row["budget"] == UNDECIDED]
-    open_rows = ((row, settle) for row in rows if (settle := more_images(row)))
-    row, settle = next(open_rows, (None, ""))
-    return (
-        "" if row is None else f"{settle} whether {ranking.configuration(row)}, which is faster, is within the budget"
-    )
+    row, settle = next(((row, settle) for row in rows if (settle := more_images(row))), (None, ""))
+    if row is None:
+        return ""
+    faster = is_faster(ranking, row, run)
+    return f"{settle} whether {ranking.configuration(row)}{faster and f', which {faster},'} is within the budget"
 
 
 def more_images(row: pd.Series) -> str:
@@ -214,6 +229,6 @@ def more_images(row: pd.Series) -> str:
     return f"about {int(more):,} more images would settle" if estimated else ""
 
 
-def wider_budget(ranking: Ranking) -> str:
+def wider_budget(ranking: Ranking, run: RunData) -> str:
     """What to do where no trial is within the budget."""
-    return _undecided_budget(ranking) or "allow more loss, or calibrate and quantise differently"
+    return _undecided_budget(ranking, run) or "allow more loss, or calibrate and quantise differently"

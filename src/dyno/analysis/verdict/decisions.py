@@ -57,12 +57,12 @@ def failed(ranking: Ranking) -> Decision | None:
 
 def _fastest(ranking: Ranking, run: RunData) -> Decision:
     ranked = ranking.fastest
-    others = (*_left_out(ranking, run.budget), *apart(ranking))
+    others = (*_left_out(ranking, run), *apart(ranking))
     if (nothing := failed(ranking)) is not None:
         return Decision(nothing.kind, nothing.where, nothing.text, nothing.answers, others)
     if ranked.empty and run.budget and frontier.usable(ranking.first)[LATENCY].notna().any():
         text = f"no trial is within {run.budget} with confidence."
-        return Decision(FAILURE, ranking.where, text, (("next", answers.wider_budget(ranking)),), others)
+        return Decision(FAILURE, ranking.where, text, (("next", answers.wider_budget(ranking, run)),), others)
     if ranked.empty:
         return Decision(NOTE, ranking.where, "no latency was measured.", findings=others)
     winner = ranked.iloc[0]
@@ -70,6 +70,7 @@ def _fastest(ranking: Ranking, run: RunData) -> Decision:
     confirmed = tuple(confirmation.findings(ranking, LATENCY, run))
     doubted = any(each.kind == WARNING for each in confirmed)
     open_still = any(each is not None and each.verdict in OPEN for each in (gain, ahead)) or doubted
+    open_still = open_still or answers.awaiting_images(ranking)
     alone = gain is None and ahead is None and not run.budget
     return Decision(
         WARNING if open_still else NOTE if alone else BEST,
@@ -149,14 +150,15 @@ def _preparation(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
         yield Finding(NOTE, f"Making it takes {show(payoff.extra, 'duration')}, {when}.")
 
 
-def _left_out(ranking: Ranking, budget: str) -> Iterator[Finding]:
+def _left_out(ranking: Ranking, run: RunData) -> Iterator[Finding]:
     """Faster trials that the budget kept from being the fastest."""
+    budget, metric = run.budget, ranking.metric
     if not budget:
         return
-    ranked, metric = ranking.fastest, ranking.metric
     for _, row in ranking.ahead.iterrows():
         latency, name = ms(row[LATENCY]), ranking.configuration(row)
-        subject = f"{name} is faster ({latency})" if len(ranked) else f"{name} takes {latency}"
+        faster = answers.is_faster(ranking, row, run)
+        subject = f"{name} {faster} ({latency})" if faster else f"{name} takes {latency}"
         change = metric.change_in(row)[1]
         loss = "" if isnan(change) else f" ({points(change / 100)} points)"
         if row["budget"] == OVER:

@@ -9,14 +9,16 @@ from dyno.analysis.stats import MOST_ROUNDS, Interval, Rule, Speedup
 from dyno.analysis.tables.trial_columns import rounds_needed, within
 
 BEST, NOTE, WARNING, FAILURE = "best", "note", "warning", "failure"
+PROBLEMS = "problems"  # the report's part with every warning and failure
 
 
 @dataclass(frozen=True)
 class Finding:
-    """One sentence and what kind it is: best, note, warning or failure."""
+    """One sentence and what kind it is: best, note, warning or failure; `part` of the report has more on it."""
 
     kind: str
     text: str
+    part: str = ""
 
 
 @dataclass(frozen=True)

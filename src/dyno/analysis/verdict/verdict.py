@@ -25,7 +25,7 @@ from dyno.analysis.records.results import UNFINISHED, Results, TrialResult, cloc
 from dyno.analysis.records.rounds import GPU
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict import decisions
-from dyno.analysis.verdict.findings import FAILURE, NOTE, WARNING, Decision, Finding
+from dyno.analysis.verdict.findings import FAILURE, NOTE, PROBLEMS, WARNING, Decision, Finding
 from dyno.analysis.verdict.whole_run import devices, mixed_precision, pixels, routes, unscored
 
 COMPANY = "what the table calls faster or slower is so beside those programs; engines suffer from company differently"
@@ -204,11 +204,12 @@ def _outcome(results: Results, contention: Contention | None) -> Iterator[Findin
         yield Finding(
             FAILURE,
             f"{sum(failed.values())} of {counting(total, 'trial')} did not finish: {counts}; each has its reason.",
+            PROBLEMS,
         )
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
         yield Finding(WARNING, f"{_of(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
     if count["skipped"]:
-        yield Finding(NOTE, f"{_of(count['skipped'], total, 'was', 'were')} skipped, each with its reason.")
+        yield Finding(NOTE, f"{_of(count['skipped'], total, 'was', 'were')} skipped, each with its reason.", PROBLEMS)
     if contention and not contention.mostly:
         yield Finding(WARNING, contention.sentence)
     yield from pixels.findings(results)
@@ -220,7 +221,7 @@ def _outcome(results: Results, contention: Contention | None) -> Iterator[Findin
         )
     warned = sum(1 for t in results if t.warnings())
     if warned:
-        yield Finding(WARNING, f"{_of(warned, total, 'has', 'have')} warnings; the report lists them.")
+        yield Finding(WARNING, f"{_of(warned, total, 'has', 'have')} warnings; the report lists them.", PROBLEMS)
     for problem in results.problems:
         yield Finding(FAILURE, problem)
 

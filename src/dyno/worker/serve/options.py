@@ -39,7 +39,7 @@ class ServeOptions:
     )
     max_wait: str = _option("2ms", "Longest that a request waits for others to fill the batch (0ms: never).")
     instances: int = _option(1, "Sessions that answer at once, each with its own copy of the model.", common=True)
-    queue: int = _option(0, "Most requests that wait; those that come then are refused.", "no limit")
+    queue: int = _option(0, "Most requests that wait; those that come then are refused (0: no limit).", "no limit")
     duration: str = _option(
         "", "How long requests come at each rate, with its unit: 30s.", "10 s, longer where the percentile needs it"
     )
