@@ -214,6 +214,7 @@ def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: 
         code, _, text = call("train", data, "--model", NET, "--out", tmp_path / "run", *words)
         assert code == 2, text
         assert text.startswith("dyno: ") and text.count("\n") == 1, text
+        assert not (tmp_path / "run").exists()
         return text
 
     (tmp_path / "only/test").mkdir(parents=True)

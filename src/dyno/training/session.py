@@ -17,7 +17,7 @@ from dyno.engine import gpu_lock
 from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_device, check_threads, check_weights
 from dyno.planning.model_info import inspect_model, model_spec, sizes
-from dyno.store import Run, sha256_of
+from dyno.store import Run, begun, sha256_of
 from dyno.study import Choice, Study, check_types, model_name, native
 from dyno.training import split
 from dyno.training.display import CURVES, Row, TrainingView, chart, history
@@ -124,7 +124,7 @@ def train(
     if resume and not (folder / "state.pt").is_file():
         raise UserError(f"there is no training to resume in {folder}; omit --resume to start one")
     view = TrainingView(folder, chosen.epochs, quiet=quiet)
-    with Run(folder).locked():
+    with begun(folder), Run(folder).locked():
         plan = _planned(study, chosen, holdout, folder, view)
         record, now = _run(plan, folder, view)
     result = _result(record, folder)
