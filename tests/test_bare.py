@@ -106,7 +106,7 @@ def test_what_is_missing_is_listed() -> None:
     ("words", "extra"),
     [
         (["report", "{golden}", "-o", "page"], "report"),
-        (["demo"], "data,torch"),
+        (["demo"], "data,onnx,openvino,report,torch"),
         (["run", "torchvision:resnet18"], "onnx,openvino,torch"),
         (["run", "torchvision:resnet18", "--backends", "pytorch"], "torch"),
         (["run", "timm:resnet18", "--backends", "pytorch"], "torch"),

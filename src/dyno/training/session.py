@@ -22,6 +22,7 @@ from dyno.study import Choice, Study, check_types, model_name, native
 from dyno.training import split
 from dyno.training.display import CURVES, Row, TrainingView, chart, history
 from dyno.worker import registry, system
+from dyno.worker.extras import lacking
 from dyno.worker.facts.job import Trained
 from dyno.worker.record import Damaged, Record, read_record, write_json
 from dyno.worker.spec import FIXED, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
@@ -164,7 +165,10 @@ def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool
     with gpu_lock.held(job.runtime, view.waiting), view.running(opening):
         record = launch(job, folder, math.inf, view.tick)
     if rows := history(folder):
-        chart(rows, folder / CURVES)
+        try:
+            chart(rows, folder / CURVES)
+        except ModuleNotFoundError as e:
+            view.say(f"no {CURVES}: {lacking([e.name or 'matplotlib'])}")
     about = {"status": record.status, "reason": record.reason, "started": begun}
     _describe(plan, folder, {**about, "result": to_json(record.facts.training), "system": record.system})
     if record.status != "ok":

@@ -54,8 +54,8 @@ def distribution(library: str) -> str:
     return name if name in EXTRAS or name.replace("_", "-") not in EXTRAS else name.replace("_", "-")
 
 
-def lacking(names: Iterable[str]) -> str:
-    """One line for a command that can't go on without some libraries."""
+def lacking(names: Iterable[str], also: Iterable[str] = ()) -> str:
+    """One line for a command that can't go on without some libraries, and of more use with others."""
     named = [distribution(name) for name in names]
     listed = ", ".join(named[:-1]) + " and " * (len(named) > 1) + named[-1]
-    return f"this needs {listed}, not installed here; {install(*named)}"
+    return f"this needs {listed}, not installed here; {install(*named, *also)}"
