@@ -117,6 +117,8 @@ def test_what_is_missing_is_listed() -> None:
         (["export", "torchvision:resnet18", "-o", "r.onnx"], "torch"),
         (["build", "m.onnx", "-o", "m2.xml"], "openvino"),
         (["time", "m.onnx"], "onnx"),
+        (["explain", "m.onnx", "onnxruntime", "openvino", "--save", "w.svg"], "report"),
+        (["profile", "m.onnx", "--roofline", "--save", "r.roofline.svg"], "report"),
         (["agree", "m.onnx", "torchvision:resnet18"], "onnx"),
         (["eval", "torchvision:resnet18", "--data", "photos"], "torch"),
         (["train", "digits", "--model", "torchvision:resnet18"], "torch"),
