@@ -79,8 +79,9 @@ format: $(READY)  ## put the code into its format
 bench: setup  ## the benchmarks, one after the other, but for the fault campaign, which takes hours
 	@for file in $(filter-out benchmarks/faults.py,$(wildcard benchmarks/*.py)); do echo "== $$file"; $(BIN)/python "$$file" || exit 1; done
 
+# Not --quiet: --strict would take no notice of the warnings.
 site: $(READY)  ## the documentation as a site that needs no network, into build/site
-	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict --quiet
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 clean:  ## remove caches and what was built; results and environments stay
 	rm -rf build dist .mypy_cache .pytest_cache .ruff_cache .hypothesis src/*.egg-info

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 import subprocess
 import tomllib
 from collections.abc import Callable, Iterator
@@ -75,12 +76,37 @@ def test_what_to_install(libraries: list[str], line: str) -> None:
     assert extras.install(*libraries) == line
 
 
+@pytest.mark.parametrize(
+    ("file", "line"),
+    [
+        ("uv-receipt.toml", "uv pip install --python {} 'inference-dyno[onnx]'"),
+        ("pipx_metadata.json", "pipx inject tool 'inference-dyno[onnx]'"),
+    ],
+)
+def test_what_to_install_into_the_environment_of_a_tool(
+    file: str, line: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tool = tmp_path / "it's" / "tool"
+    tool.mkdir(parents=True)
+    (tool / file).touch()
+    monkeypatch.setattr("sys.prefix", str(tool))
+    assert extras.install("onnx") == line.format(shlex.quote(str(tool)))
+
+
+def test_what_is_missing_is_listed() -> None:
+    assert extras.lacking(["jinja2"]).startswith("this needs jinja2, not")
+    assert extras.lacking(["torch", "sklearn"]).startswith("this needs torch and scikit-learn, not")
+    assert extras.lacking(["torch", "torchvision", "sklearn"]).startswith(
+        "this needs torch, torchvision and scikit-learn"
+    )
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("words", "extra"),
     [
         (["report", "{golden}", "-o", "page"], "report"),
-        (["demo"], "data,torch"),
+        (["demo"], "data,onnx,openvino,report,torch"),
         (["run", "torchvision:resnet18"], "onnx,openvino,torch"),
         (["run", "torchvision:resnet18", "--backends", "pytorch"], "torch"),
         (["run", "timm:resnet18", "--backends", "pytorch"], "torch"),
@@ -91,6 +117,8 @@ def test_what_to_install(libraries: list[str], line: str) -> None:
         (["export", "torchvision:resnet18", "-o", "r.onnx"], "torch"),
         (["build", "m.onnx", "-o", "m2.xml"], "openvino"),
         (["time", "m.onnx"], "onnx"),
+        (["explain", "m.onnx", "onnxruntime", "openvino", "--save", "w.svg"], "report"),
+        (["profile", "m.onnx", "--roofline", "--save", "r.roofline.svg"], "report"),
         (["agree", "m.onnx", "torchvision:resnet18"], "onnx"),
         (["eval", "torchvision:resnet18", "--data", "photos"], "torch"),
         (["train", "digits", "--model", "torchvision:resnet18"], "torch"),

@@ -25,6 +25,11 @@ def test_an_image_copies_what_there_is_and_installs_extras_that_exist(file: Path
     assert re.search(r"^USER dyno$", text, re.M) and re.search(r'^HEALTHCHECK .*"dyno", "doctor"', text, re.M)
 
 
+def test_onnx_runtime_for_gpus_has_the_version_of_the_extra() -> None:
+    (extra,) = re.findall(r'"onnxruntime(==[^"]+)"', (ROOT / "pyproject.toml").read_text())
+    assert f"\nARG ORT=onnxruntime-gpu{extra}\n" in (ROOT / "docker/Dockerfile.gpu").read_text()
+
+
 def test_the_services_are_built_from_these_files() -> None:
     services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
     built = {

@@ -73,6 +73,7 @@ def test_the_distributions_hold_what_they_need(built: Path) -> None:
     with tarfile.open(source) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}
     assert {"SECURITY.md", "CITATION.cff", "CHANGELOG.md", "Makefile", "tests/test_release.py"} <= inside
+    assert {"docker/Dockerfile.gpu", "docker/compose.yaml", "docker/runs/.gitignore", ".dockerignore"} <= inside
 
 
 def test_the_wheel_alone_says_what_to_install(bare: Call) -> None:

@@ -1,7 +1,7 @@
 """Hooks of mkdocs that make the documentation's site out of what the repository has: `mkdocs build --strict`.
 
 The first page is the README; the reference of commands is what `--help-all` prints, that of Python is read from the
-docstrings. Links to the source, which the site doesn't have, become plain words.
+docstrings. Links to the source and to folders, which the site doesn't have, become plain words.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def linked(markdown: str, page: str) -> str:
             return match[0]
         place = posixpath.normpath(posixpath.join(folder, path))
         target = PAGES.get(place) or (place.removeprefix("docs/") if place.startswith("docs/") else "")
-        if place == "docs/measured":
-            target = "measured/README.md"
+        if (ROOT / place).is_dir():
+            target = f"{target}/README.md" if target and (ROOT / place / "README.md").is_file() else ""
         if not target:
             return text
         return f"{image}[{text}]({posixpath.relpath(target, posixpath.dirname(page) or '.')}{anchor})"

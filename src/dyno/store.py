@@ -34,6 +34,7 @@ FILES = (
     "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "routes.json",
     "serve.json", "video.json", "results.csv", "tables.md", "report.html", LOCK,
 )  # fmt: skip
+UNMEASURED = {"serve.json", "video.json", LOCK}  # files of a folder in which nothing was planned yet
 # What a round's folder is called: one that selects, one after the selection, or one that others took turns with.
 ROUND, CONFIRMATION, COMPANION = "r", "c", "t"
 
@@ -101,6 +102,19 @@ class Run:
 
         with lock(self.folder / LOCK, busy):
             yield
+
+
+@contextmanager
+def begun(folder: Path) -> Iterator[None]:
+    """Work that begins in a folder: where it is refused, a folder that was made for it goes again, so that a mistyped
+    command leaves nothing."""
+    new = not folder.exists()
+    try:
+        yield
+    except UserError:
+        if new and folder.is_dir() and {each.name for each in folder.iterdir()} <= UNMEASURED:
+            shutil.rmtree(folder)
+        raise
 
 
 def sha256_of(path: Path) -> str:

@@ -15,9 +15,9 @@ import typing
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
-from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions, described
+from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions, described, settings
 from dyno.worker import registry, tasks
 from dyno.worker.jobs.turns import LEAST_BLOCKS
 from dyno.worker.option_values import check_types, native, several
@@ -94,7 +94,7 @@ def _value(text: str) -> Option:
     return text
 
 
-@dataclass(frozen=True)
+@settings
 class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
     """Models x backends x precisions x batches x sizes, and how to measure them.
 
@@ -197,9 +197,10 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
             raise UserError("an accuracy budget needs labelled images; give --data")
 
     @classmethod
-    def from_toml(cls, path: Path, usual: Mapping[str, Any] | None = None, **changes: Any) -> Study:
+    def from_toml(cls, path: str | Path, usual: Mapping[str, Any] | None = None, **changes: Any) -> Self:
         """Read a study file; `changes` (options that were given) win over the file, which wins over what is `usual`.
         Unknown keys are a `UserError`."""
+        path = Path(path)
         try:
             table = tomllib.loads(regular(path, "study file").read_text(encoding="utf-8-sig"))
         except FileNotFoundError:

@@ -3,10 +3,48 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Generic, TypeVar, dataclass_transform
 
 from dyno.worker.spec import BOUNDARIES, PRECISIONS, ROUNDS, Plan
+
+Group = TypeVar("Group")
+Kept = TypeVar("Kept", covariant=True)
+Taken = TypeVar("Taken", contravariant=True)
+
+if TYPE_CHECKING:
+
+    class Field(Generic[Kept, Taken]):
+        """A field that takes more types than it keeps, in the only form that type checkers know: a descriptor."""
+
+        def __get__(self, study: object, kind: type | None = None) -> Kept: ...
+        def __set__(self, study: object, value: Taken) -> None: ...
+
+else:
+
+    class Field:
+        """As the annotation of a field, the type that is kept: values are checked against it."""
+
+        def __class_getitem__(cls, types: tuple[Any, Any]) -> Any:
+            return types[0]
+
+
+Models = Field[tuple[str, ...], Any]  # sources, paths, modules, modules with their inputs, functions; one or several
+Strings = Field[tuple[str, ...], str | Iterable[str]]
+Sizes = Field[tuple[str, ...], str | int | Iterable[str | int]]
+Ints = Field[tuple[int, ...], int | Iterable[int]]
+Floats = Field[tuple[float, ...], float | Iterable[float]]
+Location = Field[str, str | Path]
+
+
+# Of a frozen dataclass mypy forgets what an inherited descriptor gives.
+@dataclass_transform()
+def settings(group: type[Group]) -> type[Group]:
+    """A frozen dataclass of options."""
+    return dataclass(frozen=True)(group)
+
 
 MODEL_HELP = (
     "torchvision:NAME, timm:NAME, ultralytics:NAME.yaml, MODULE:FUNCTION, FILE.py:FUNCTION, FILE.onnx, FILE.xml, "
@@ -23,31 +61,34 @@ def option(default: Any, help: str, flag: str = "", *, usual: str = "", common: 
     return field(default=default, metadata=metadata)
 
 
-@dataclass(frozen=True)
+def required(help: str) -> Any:
+    """A field without a default, which is not an option of the command line."""
+    return field(metadata={"help": help, "flag": None})
+
+
+@settings
 class Compared:
     """What to compare."""
 
-    models: tuple[str, ...] = field(metadata={"help": MODEL_HELP, "flag": None})
-    backends: tuple[str, ...] = option(
+    models: Models = required(MODEL_HELP)
+    backends: Strings = option(
         (),
         "Backends, with options as NAME@option=value: pytorch,onnxruntime@optimization=basic.",
         usual="all that are installed for the device",
         common=True,
     )
-    precisions: tuple[str, ...] = option(
+    precisions: Strings = option(
         (), f"Precisions: {', '.join(PRECISIONS)}.", "--precision", usual="the file's own, else fp32", common=True
     )
-    batches: tuple[int, ...] = option(
-        (), "Batch sizes: 1,8,32.", "--batch", usual="1, or the file's fixed batch", common=True
-    )
-    sizes: tuple[str, ...] = option(
+    batches: Ints = option((), "Batch sizes: 1,8,32.", "--batch", usual="1, or the file's fixed batch", common=True)
+    sizes: Sizes = option(
         (),
         "Image sizes in pixels: 224, or HEIGHTxWIDTH.",
         "--size",
         usual="the model's own, else 224",
         common=True,
     )
-    routes: tuple[str, ...] = option(
+    routes: Strings = option(
         (),
         "Routes to the ONNX file, a row each: dynamo, torchscript, static, fold, opset17 joined by +; usual; or all.",
         usual="the usual one, and another where that fails or another is faster",
@@ -67,27 +108,27 @@ class Compared:
     )
 
 
-@dataclass(frozen=True)
+@settings
 class ModelOptions:
     """Model."""
 
-    shapes: tuple[str, ...] = option(
+    shapes: Strings = option(
         (), "Shape of an input that batch and size don't describe, its type last: ids:batchx128:int64."
     )
-    inputs: tuple[str, ...] = option(
+    inputs: Strings = option(
         (),
         "Values of an input: ids=0..30521 (a range), sr=16000 (a constant), or feeds.npz.",
         "--input",
         usual="random",
     )
-    weights: str = option("", "Checkpoint: .safetensors, or .pt/.pth read without running code.", common=True)
+    weights: Location = option("", "Checkpoint: .safetensors, or .pt/.pth read without running code.", common=True)
     pretrained: bool = option(False, "Use the weights that the model's library publishes.", common=True)
     classes: int | None = option(None, "Number of classes to build the model with.", usual="the model's own")
     channels: int = option(3, "Channels of the input image.")
-    mean: tuple[float, ...] = option(
+    mean: Floats = option(
         (), "Mean of each channel, of pixels in 0..1: 0.485,0.456,0.406.", usual="the library's, else ImageNet's"
     )
-    std: tuple[float, ...] = option((), "Standard deviation of each channel, as for mean.", usual="as for mean")
+    std: Floats = option((), "Standard deviation of each channel, as for mean.", usual="as for mean")
     task: str = option(
         "",
         "What a file's network is for: classify, detect, segment, pose, or a plug-in's task.",
@@ -96,22 +137,22 @@ class ModelOptions:
     seed: int = option(0, "Seed of the weights of a model without a checkpoint, and of inputs that aren't given.")
 
 
-@dataclass(frozen=True)
+@settings
 class DataOptions:
     """Data and accuracy."""
 
-    data: str = option(
+    data: Location = option(
         "",
         "Images to measure accuracy on: a folder of class folders or images, in COCO's or YOLO's format, or digits.",
         usual="none: random inputs, no accuracy",
         common=True,
     )
-    calibration: str = option(
+    calibration: Location = option(
         "", "Images to calibrate INT8 on; no accuracy is measured on them.", usual="some of the data"
     )
     unreadable: str = option("refuse", "What to do about images that can't be read: refuse, or skip them.")
     compared: int = option(32, "Number of random inputs to compare outputs on where there is no data.", "--inputs")
-    budget: dict[str, float] = option(  # noqa: RUF009  (a factory, as `option` makes one)
+    budget: dict[str, float] = option(
         {}, "Percentage points of accuracy that may be lost: top1=0.5, top5=0.5 or mAP=0.5.", common=True
     )
     search: bool | None = option(
@@ -119,7 +160,7 @@ class DataOptions:
     )
 
 
-@dataclass(frozen=True)
+@settings
 class Measurement:
     """Measurement."""
 
@@ -144,7 +185,7 @@ class Measurement:
     confirm: int | None = option(
         None, "Rounds that measure the winners again after they were selected.", usual="3 with a budget, else 0"
     )
-    boundaries: tuple[str, ...] = option(BOUNDARIES, f"What is timed: {', '.join(BOUNDARIES)}.", usual="all three")
+    boundaries: Strings = option(BOUNDARIES, f"What is timed: {', '.join(BOUNDARIES)}.", usual="all three")
     turns: bool | None = option(
         None,
         "What is compared measures in turns: all processes alive, short blocks, one runs and the others are frozen.",
@@ -171,7 +212,7 @@ class Measurement:
     )
 
 
-@dataclass(frozen=True)
+@settings
 class RuntimeOptions:
     """Where it runs."""
 
@@ -183,7 +224,7 @@ class RuntimeOptions:
         usual="this host",
     )  # fmt: skip
     threads: int = option(0, "CPU threads of every backend.", usual="one per physical core")
-    runtime: dict[str, dict[str, Any]] = option(  # noqa: RUF009
+    runtime: dict[str, dict[str, Any]] = option(
         {}, "Another interpreter for a backend: tensorrt=/path/to/python.", "--python", usual="this one"
     )
 

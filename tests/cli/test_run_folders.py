@@ -156,3 +156,19 @@ def test_a_failed_row_names_its_log(call: Call, run: Path) -> None:
     log = line.rpartition("; log: ")[2]
     assert log.startswith("trials/") and "RuntimeError: scripted failure" in (run / log).read_text()
     assert "log:" not in next(line for line in out.splitlines() if "has no fp8" in line)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("serve-test", "nosuch.onnx", "--p99", "20ms", "-o", "new"),
+        ("video", "frame.png", "out.png", "--model", "nosuch.onnx", "-o", "new"),
+    ],
+)
+def test_nothing_is_left_of_a_mistyped_model(call: Call, tmp_path: Path, words: tuple[str, ...]) -> None:
+    (tmp_path / "frame.png").touch()
+    (tmp_path / "old").mkdir()
+    for folder in ("new", "old"):
+        code, _, errors = call(*words[:-1], folder)
+        assert code == 2 and "there is no model file nosuch.onnx" in errors
+    assert not (tmp_path / "new").exists() and (tmp_path / "old").is_dir(), "what was there before is somebody's own"

@@ -214,6 +214,7 @@ def test_a_layout_that_can_not_work_is_one_line(flat: Path, parted: Path, call: 
         code, _, text = call("train", data, "--model", NET, "--out", tmp_path / "run", *words)
         assert code == 2, text
         assert text.startswith("dyno: ") and text.count("\n") == 1, text
+        assert not (tmp_path / "run").exists()
         return text
 
     (tmp_path / "only/test").mkdir(parents=True)
@@ -336,3 +337,15 @@ def test_a_model_that_can_not_work_is_one_line(flat: Path, tmp_path: Path) -> No
     assert "there is a single class, 'а'" in said(tmp_path / "single", NET, size=32, channels=1)
     assert "--weights and --pretrained can't be used together" in said(flat, NET, weights=__file__, pretrained=True)
     assert "did you mean 'epochs'" in said(flat, NET, epoch=3)
+
+
+def test_without_the_library_of_charts_a_training_ends_well(
+    flat: Path, call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ["matplotlib", *(name for name in sys.modules if name.startswith("matplotlib."))]:
+        monkeypatch.setitem(sys.modules, name, None)
+    words = ("--size", "32", "--channels", "1", "--epochs", "1", "--out", "run")
+    code, out, errors = call("train", flat, "--model", NET, *words)
+    assert code == 0, errors
+    assert "no curves.png: this needs matplotlib" in out + errors and "next: dyno run" in out + errors
+    assert json.loads((tmp_path / "run/training.json").read_text())["status"] == "ok"

@@ -24,6 +24,7 @@ SIZE = 64
 TRAINING: dict[str, Any] = {"epochs": 8, "lr": 0.005, "augment": "shift"}
 QUICK: dict[str, Any] = {"rounds": 1, "confirm": 0, "search": False, "seconds": 0.3, "warmup": 0.3}
 NEEDS = ("torch", "torchvision", "scikit-learn")
+SHOWS = ("onnxruntime", "openvino", "matplotlib")  # without these there is little to compare, and no report
 BACKENDS = (
     "pytorch@precision=fp32+bf16",
     "onnxruntime@precision=fp32+int8",
@@ -51,7 +52,7 @@ def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
     if not minutes > 0:
         raise UserError(f"minutes is {minutes}; it must be more than 0")
     if missing := [name for name in NEEDS if name not in versions(Runtime(), NEEDS)]:
-        raise UserError(lacking(missing))
+        raise UserError(lacking(missing, SHOWS))
     console = Console(stderr=True)
     result = trained()
     study = Study(

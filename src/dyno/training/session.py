@@ -17,11 +17,12 @@ from dyno.engine import gpu_lock
 from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_device, check_threads, check_weights
 from dyno.planning.model_info import inspect_model, model_spec, sizes
-from dyno.store import Run, sha256_of
+from dyno.store import Run, begun, sha256_of
 from dyno.study import Choice, Study, model_name
 from dyno.training import split
 from dyno.training.display import CURVES, Row, TrainingView, chart, history
 from dyno.worker import registry, system
+from dyno.worker.extras import lacking
 from dyno.worker.facts.job import Trained
 from dyno.worker.option_values import check_types, native
 from dyno.worker.record import Damaged, Record, read_record, write_json
@@ -125,7 +126,7 @@ def train(
     if resume and not (folder / "state.pt").is_file():
         raise UserError(f"there is no training to resume in {folder}; omit --resume to start one")
     view = TrainingView(folder, chosen.epochs, quiet=quiet)
-    with Run(folder).locked():
+    with begun(folder), Run(folder).locked():
         plan = _planned(study, chosen, holdout, folder, view)
         record, now = _run(plan, folder, view)
     result = _result(record, folder)
@@ -165,7 +166,10 @@ def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool
     with gpu_lock.held(job.runtime, view.waiting), view.running(opening):
         record = launch(job, folder, math.inf, view.tick)
     if rows := history(folder):
-        chart(rows, folder / CURVES)
+        try:
+            chart(rows, folder / CURVES)
+        except ModuleNotFoundError as e:
+            view.say(f"no {CURVES}: {lacking([e.name or 'matplotlib'])}")
     about = {"status": record.status, "reason": record.reason, "started": begun}
     _describe(plan, folder, {**about, "result": to_json(record.facts.training), "system": record.system})
     if record.status != "ok":

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import shlex
+import sys
 from collections.abc import Iterable
+from pathlib import Path
 
 EXTRAS = {
     **dict.fromkeys(("torch", "torchvision", "timm", "safetensors"), "torch"),
@@ -33,7 +36,16 @@ def install(*libraries: str) -> str:
     names = [distribution(library) for library in libraries]
     extras = sorted({EXTRAS[name] for name in names if name in EXTRAS})
     alone = [name for name in dict.fromkeys(names) if name not in EXTRAS]
-    return "pip install " + " ".join([*([f"'inference-dyno[{','.join(extras)}]'"] if extras else []), *alone])
+    return " ".join([_installer(), *([f"'inference-dyno[{','.join(extras)}]'"] if extras else []), *alone])
+
+
+def _installer() -> str:
+    """What installs into this Python: the `pip` on the PATH is none of a tool's own environment."""
+    if (Path(sys.prefix) / "uv-receipt.toml").is_file():
+        return f"uv pip install --python {shlex.quote(sys.prefix)}"
+    if (Path(sys.prefix) / "pipx_metadata.json").is_file():
+        return f"pipx inject {Path(sys.prefix).name}"
+    return "pip install"
 
 
 def distribution(library: str) -> str:
@@ -42,7 +54,8 @@ def distribution(library: str) -> str:
     return name if name in EXTRAS or name.replace("_", "-") not in EXTRAS else name.replace("_", "-")
 
 
-def lacking(names: Iterable[str]) -> str:
-    """One line for a command that can't go on without some libraries."""
+def lacking(names: Iterable[str], also: Iterable[str] = ()) -> str:
+    """One line for a command that can't go on without some libraries, and of more use with others."""
     named = [distribution(name) for name in names]
-    return f"this needs {' and '.join(named)}, not installed here; {install(*named)}"
+    listed = ", ".join(named[:-1]) + " and " * (len(named) > 1) + named[-1]
+    return f"this needs {listed}, not installed here; {install(*named, *also)}"

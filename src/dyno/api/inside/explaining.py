@@ -121,6 +121,8 @@ def check_saved(path: Path) -> None:
     if path.suffix not in SAVED:
         known = ", ".join(f"{ending} ({what})" for ending, what in SAVED.items())
         raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
+    if path.suffix != STORED:
+        files.check_library(files.CHARTS)
     check_writable(path)
 
 

@@ -31,7 +31,7 @@ from dyno.worker.record import write_text
 from dyno.worker.spec import Job, UserError
 
 EXPORTER = "dyno"
-PAGE, GRAPH, LAYOUT = ".html", ".onnx", "squarify"
+PAGE, GRAPH, LAYOUT, CHARTS = ".html", ".onnx", "squarify", "matplotlib"
 TIMEOUT_S = 600.0
 
 
@@ -107,9 +107,11 @@ def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool, rated: bool
     for path in paths:
         kind = kind_of(path, timed)
         if kind is KINDS[PAGE]:
-            check_page()
+            check_library(LAYOUT)
         if kind.rated and not rated:
             raise UserError(f"{path.name} needs the device's ceilings; add --roofline")
+        if kind.rated:
+            check_library(CHARTS)
         check_writable(path)
         if any(path.exists() and Path(s.source).is_file() and path.samefile(s.source) for s in sides):
             raise UserError(f"{path} is the model itself; give another file to save to")
@@ -148,10 +150,10 @@ def save_all(found: Found, paths: Sequence[Path], quiet: bool) -> None:
                 print(f"saved {written}, for {kind_of(path, bool(found.times)).opens}", file=sys.stderr)
 
 
-def check_page() -> None:
-    """A `UserError` where the library that lays out tree maps is missing."""
-    if importlib.util.find_spec(LAYOUT) is None:
-        raise UserError(lacking([LAYOUT]))
+def check_library(name: str) -> None:
+    """A `UserError` where the library that draws or lays out is missing: before anything is measured."""
+    if importlib.util.find_spec(name) is None:
+        raise UserError(lacking([name]))
 
 
 def fragment(found: Found) -> str:

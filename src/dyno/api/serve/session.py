@@ -15,6 +15,7 @@ from dyno.engine.execute import execute
 from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import folder_for, reference_of, study_of
+from dyno.store import begun
 from dyno.study import Study
 from dyno.worker import registry
 from dyno.worker.option_values import check_types
@@ -86,9 +87,10 @@ def serve_test(
     sha256 = hashlib.sha256(read_trace(path).tobytes()).hexdigest() if path else ""
     requests = Requests(options, samples_for(options.quantile), str(path or ""), sha256)
     folder = folder_for(out, "serve-test", [name])
-    _remember(requests, folder)
     progress = Progress(quiet=quiet)
-    execute(study, folder, progress, retry_failed=True, launch=requests.launch)
+    with begun(folder):
+        _remember(requests, folder)
+        execute(study, folder, progress, retry_failed=True, launch=requests.launch)
     if measured(folder) and (reference := reference_of(study)):
         _compare(reference, folder / BESIDE, progress)
     return Served(folder)

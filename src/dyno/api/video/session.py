@@ -14,7 +14,7 @@ from dyno.engine.execute import execute
 from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import folder_for, study_of
-from dyno.store import check_writable
+from dyno.store import begun, check_writable
 from dyno.study import Study
 from dyno.worker.option_values import check_types
 from dyno.worker.record import read_json, write_json, write_text
@@ -100,10 +100,11 @@ def video(
     if save:
         check_writable(Path(save))
     folder = folder_for(out, "video", [name])
-    _remember(shot, folder)
     stopped = False
     try:
-        execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=shot.launch)
+        with begun(folder):
+            _remember(shot, folder)
+            execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=shot.launch)
     except KeyboardInterrupt:
         if not list(folder.glob("trials/*/r*/video.npz")):
             raise

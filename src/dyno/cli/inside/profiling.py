@@ -48,7 +48,7 @@ def profile(
 
     check_format(format)
     if format == "html":
-        files.check_page()
+        files.check_library(files.LAYOUT)
     profiled = profiling.profile(
         *models,
         batch=batch,
