@@ -20,6 +20,7 @@ MOST_NUMBERED = 20  # classes up to which the picture has the numbers in it
 MOST_LABELLED = 60
 MOST_SQUARES = 30  # classes up to which each cell is a shape of its own in the page, beyond it a picture
 LONGEST = 24
+SHADE, ON_SHADE = "#0072B2", "#fdfdfd"  # the second isn't the page's own white, which is dark on a dark screen
 
 
 def matrices(run: RunData) -> Any:
@@ -57,7 +58,7 @@ def _matrix(axes: Any, matrix: Confusion) -> None:
     total = np.maximum(matrix.counts.sum(axis=1, keepdims=True), 1)
     count = len(matrix.classes)
     axes.grid(False)
-    axes.pcolormesh(matrix.counts / total, cmap="Blues", vmin=0, vmax=1, rasterized=count > MOST_SQUARES)
+    axes.pcolormesh(matrix.counts / total, cmap=_shades(), vmin=0, vmax=1, rasterized=count > MOST_SQUARES)
     axes.set_aspect("equal")
     axes.invert_yaxis()
     axes.set_xlabel("answer")
@@ -71,10 +72,17 @@ def _matrix(axes: Any, matrix: Confusion) -> None:
         _numbers(axes, matrix.counts, matrix.counts / total)
 
 
+def _shades() -> Any:
+    """From nothing to the whole colour, so that what lies below, white or dark, is seen through."""
+    from matplotlib.colors import LinearSegmentedColormap, to_rgba
+
+    return LinearSegmentedColormap.from_list("shares", [to_rgba(SHADE, 0), to_rgba(SHADE, 1)])
+
+
 def _numbers(axes: Any, counts: np.ndarray, shares: np.ndarray) -> None:
     for i, j in zip(*np.nonzero(counts), strict=True):
-        shade = "white" if shares[i, j] > 0.5 else INK
-        axes.text(j + 0.5, i + 0.5, f"{counts[i, j]:,}", ha="center", va="center", fontsize=7, color=shade)
+        color = ON_SHADE if shares[i, j] > 0.5 else INK
+        axes.text(j + 0.5, i + 0.5, f"{counts[i, j]:,}", ha="center", va="center", fontsize=7, color=color)
 
 
 CONFUSION = Chart(
@@ -83,5 +91,4 @@ CONFUSION = Chart(
     "the label's images.",
     matrices,
     14,
-    on_paper=True,
 )

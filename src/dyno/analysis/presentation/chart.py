@@ -22,4 +22,3 @@ class Chart:
     caption: str
     draw: Callable[[RunData], Any]
     place: int = 100
-    on_paper: bool = False

@@ -30,13 +30,11 @@ _one: partial[Drawn | None]  # in a process that draws: what draws the chart of 
 
 @dataclass(frozen=True)
 class Drawn:
-    """A chart inside the page: its name, its caption, the <svg> element, which matplotlib has escaped, and whether it
-    keeps a white background."""
+    """A chart inside the page: its name, its caption, and the <svg> element, which matplotlib has escaped."""
 
     name: str
     caption: str
     svg: Any
-    on_paper: bool
 
 
 def draw(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
@@ -86,8 +84,8 @@ def _drawn(run: RunData, chart: Chart, prefix: str, caption: str, file: Path | N
     box = style.laid_out(figure)
     if file is not None:
         style.save(figure, file, box)
-    svg = Markup(style.svg(figure, f"{prefix}-{chart.name}", box, chart.on_paper))
-    return Drawn(chart.name, caption, svg, chart.on_paper)
+    svg = Markup(style.svg(figure, f"{prefix}-{chart.name}", box))
+    return Drawn(chart.name, caption, svg)
 
 
 def _side_by_side(one: partial[Drawn | None], count: range, most: int) -> list[Drawn | None]:
