@@ -79,8 +79,7 @@ def end(app: typer.Typer) -> None:
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # from `timeout` or a scheduler: it ends as after Ctrl-C
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        for word in sys.argv[1:]:
-            check_utf8(word)
+        _check_words(sys.argv[1:])
         code = app(prog_name="dyno", standalone_mode=False)
         if code == INTERRUPTED:  # what typer makes of an interrupt
             raise KeyboardInterrupt
@@ -106,6 +105,17 @@ def end(app: typer.Typer) -> None:
         if e.errno not in OS_ERRORS:
             raise
         _fail(f"{e.filename or 'output'}: {OS_ERRORS[e.errno]}")
+
+
+def _check_words(words: Sequence[str]) -> None:
+    """Refuse names with bytes of no text, and empty words: an option that is empty would silently be left at its
+    default, so that `--weights "$UNSET"` measured random weights."""
+    for before, word in zip(("", *words), words, strict=False):
+        check_utf8(word)
+        name, equals, value = word.partition("=")
+        if not word or (word.startswith("--") and equals and not value):
+            what = before if not word and before.startswith("-") else name or "an argument"
+            raise UserError(f"{what} is empty, perhaps for a variable that is not set; give a value, or omit it")
 
 
 def _left(words: Sequence[str]) -> str:
