@@ -54,7 +54,10 @@ Refused = Callable[..., str]
         ),
         (["run", "a.toml", "b.toml"], "give either one study file or models, not a.toml and 1 more"),
         (["run", "fake:n", "--weights", "none.pt"], "there is no weights file none.pt"),
-        (["run", "fake:n", "--weights", ""], "--weights is empty, perhaps for a variable that is not set; give a value"),
+        (
+            ["run", "fake:n", "--weights", ""],
+            "--weights is empty, perhaps for a variable that is not set; give a value",
+        ),
         (["run", "fake:n", "--data="], "--data is empty, "),
         (["show", ""], "an argument is empty, "),
         (["show", "nowhere"], ""),

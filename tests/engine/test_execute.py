@@ -153,7 +153,7 @@ def test_a_refusal_is_a_row_until_its_reason_is_gone(fake_study: Studies, tmp_pa
     (planned,) = expand(study)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "dyno.engine.execute.expand", lambda _: [Planned(planned.trial, "x is not installed; pip install x")]
+            "dyno.engine.execute.expand", lambda *_: [Planned(planned.trial, "x is not installed; pip install x")]
         )
         assert run(study, tmp_path).began == []
         record = Run(tmp_path).record(planned.trial, 0)

@@ -99,7 +99,7 @@ def test_damage_inside_is_counted_and_left_out(run: Call, clip: Path, tmp_path: 
     ("name", "content", "says", "ends"),
     [
         ("empty.mp4", b"", "is empty", 2),
-        ("text.mp4", b"no video at all, but words " * 100, "is no video that FFmpeg knows", 2),
+        ("text.mp4", b"no video at all, but words " * 100, "is not a video that FFmpeg can read", 2),
         ("photo.png", b"no image", "can't be read as an image", 3),  # which is read like any frame of a video
     ],
 )

@@ -74,7 +74,7 @@ def test_counters_stand_beside_the_times_of_layers(profile: Any, place: Path) ->
     assert rows[0]["time_us"] == pytest.approx(288.608) and rows[0]["dram_mb"] == pytest.approx(95.26, abs=0.01)
     assert rows[0]["finding"] == "memory-bound: caches at 86 %, DRAM at 7 %"
     assert len(rows) == 4 and rows[3]["modules"] == "21 more kernels" and rows[3]["finding"] is None
-    assert any("no latency" in note for note in found["counters"]["notes"])
+    assert any("not a latency" in note for note in found["counters"]["notes"])
     (line,) = found["reconciliation"]["rows"]
     assert line["unprofiled_ms"] < 50, "of a job of its own, without ncu"
     page = (place / "p.html").read_text(encoding="utf-8")
