@@ -57,10 +57,14 @@ def test_most_jobs_disturbed_leave_no_winner(tmp_path: Path) -> None:
     assert next_step in printed(results)
 
 
-def test_a_lone_trial_has_no_winner_to_withhold(tmp_path: Path) -> None:
+def test_a_lone_configuration_has_no_winner_to_withhold(tmp_path: Path) -> None:
+    """At however many batches."""
     text = "\n".join(said(run(tmp_path, BUSY)))
     assert "way0 fp32 takes 10." in text and "winner" not in text
     assert "during 3 of 3 jobs: those latencies are too long; measure again on a quiet machine." in text
+    ways = [Way("way0", batch=batch, seconds=0.01 * batch, facts=dict(BUSY)) for batch in (1, 2)]
+    text = "\n".join(said(load(synthetic.write_run(tmp_path / "batches", ways, samples=50))))
+    assert "way0 fp32 takes 10." in text and "No winner" not in text and "during 6 of 6 jobs" in text
 
 
 def test_in_turns_a_winner_is_named_beside_whatever_disturbs_all_alike(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dyno.analysis.records.results import TrialResult
 @dataclass(frozen=True)
 class Contention:
     """The number of timed jobs, of disturbed ones, of those that did not measure in turns, the most processors that
-    other programs kept busy, and whether any trials are compared: a lone one is slow, but has no rank to lose."""
+    other programs kept busy, and whether any configurations are compared: a lone one has no rank to lose."""
 
     jobs: int
     disturbed: int
@@ -51,5 +51,5 @@ def cpu_contention(results: Iterable[TrialResult]) -> Contention | None:
     over = [(processors, turns) for processors, most, turns in busy if most is not None and processors > most]
     if not over:
         return None
-    compared = len({t.model for t in trials}) < len(trials)
+    compared = len({t.model for t in trials}) < len({(t.model, t.configuration) for t in trials})
     return Contention(len(timed), len(over), sum(not turns for _, turns in over), max(over)[0], compared)
