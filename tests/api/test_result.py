@@ -14,11 +14,12 @@ import dyno
 DYNO: Any = dyno  # the arguments are wrong on purpose
 CASES: dict[str, tuple[Callable[[], Any], str]] = {
     "load": (lambda: DYNO.load(None), "folder is None; it must be text or a path"),
+    "not a run": (lambda: DYNO.load("run"), "run is not a folder; give the folder that `dyno run` wrote"),
     "run": (lambda: DYNO.run("study.toml"), "study is 'study.toml'; it must be of type Study"),
     "out": (lambda: DYNO.Study(models="no.onnx").run(5), "out is 5; it must be text or a path"),
-    "report": (lambda: DYNO.load("run").report(5), "out is 5; it must be text or a path"),
-    "take": (lambda: DYNO.load("run").take(5), "trial is 5; it must be text"),
-    "confusion": (lambda: DYNO.load("run").confusion(5), "trial is 5; it must be text"),
+    "report": (lambda: DYNO.Result("run").report(5), "out is 5; it must be text or a path"),
+    "take": (lambda: DYNO.Result("run").take(5), "trial is 5; it must be text"),
+    "confusion": (lambda: DYNO.Result("run").confusion(5), "trial is 5; it must be text"),
     "compare": (lambda: DYNO.compare(None), "there is nothing to compare; give two run folders or models"),
     "compared": (lambda: DYNO.compare("a.onnx", "b.onnx", out=5), "out is 5; it must be text or a path"),
     "evaluate": (lambda: DYNO.evaluate("no.onnx", "digits", out=5), "out is 5; it must be text or a path"),

@@ -101,5 +101,7 @@ class Result:
 
 
 def load(folder: str | Path) -> Result:
-    """The result of an earlier study; a folder that isn't one is a `UserError` as soon as it is read."""
-    return Result(folder)
+    """The result of an earlier study, read; a `UserError` where the folder isn't one of a run."""
+    result = Result(folder)
+    _ = result.records
+    return result
