@@ -23,7 +23,8 @@ from dyno import Study
 from dyno.analysis.ranking.correctness import TOLERANCES
 from dyno.analysis.tables import trial_table
 from dyno.cli import app
-from dyno.worker import registry
+from dyno.engine import run_folder
+from dyno.worker import main, registry
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.job import Facts
 from dyno.worker.inspection import Inspection
@@ -148,6 +149,25 @@ def test_every_key_of_a_study_is_described() -> None:
 
 def test_every_column_is_described() -> None:
     assert first_cells(section("docs/file-format.md", "results.csv")) == {column.name for column in trial_table.COLUMNS}
+
+
+def test_every_setting_that_a_folder_may_change_is_named() -> None:
+    (row,) = [
+        line for line in section("docs/file-format.md", "study.toml").splitlines() if line.startswith("| `rounds`, ")
+    ]
+    assert set(re.findall(r"`(\w+)`", row.split("|")[1])) == set(run_folder.REPEATABLE)
+
+
+def test_every_folder_of_the_cache_is_described() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    folders = set(re.findall(r'cache_dir\(\)\)? / "([\w-]+)"', source))
+    described = set(re.findall(r"^\| `([\w-]+)/", section("docs/file-format.md", "The cache"), re.M))
+    assert len(folders) > 8 and folders <= described
+
+
+def test_every_kind_of_job_is_described() -> None:
+    (row,) = [line for line in section("docs/file-format.md", "job.json").splitlines() if line.startswith("| `kind`")]
+    assert {"run", *main.OTHER_JOBS} <= set(re.findall(r"`(\w+)`", row))
 
 
 @pytest.mark.parametrize(
