@@ -212,6 +212,20 @@ def test_every_backend_is_in_the_matrix(backend_name: str) -> None:
         assert [p for p in engine.precisions if p not in row] == []
 
 
+def test_the_ranges_of_options_are_those_of_the_code() -> None:
+    found = 0
+    for row in section("docs/backends.md", "Options").splitlines():
+        if not (cells := re.match(r"\| (.*) \| `(\w+)` \| (\d+) to (\d+) \|", row)):
+            continue
+        low, high = int(cells[3]), int(cells[4])
+        for backend in re.findall(r"\w+", cells[1]):
+            check = registry.find(backend).values[cells[2]]
+            assert not check(low) and not check(high), row
+            assert check(low - 1) and check(high + 1), row
+            found += 1
+    assert found > 8
+
+
 def section(page: str, title: str) -> str:
     """The text below a second-level heading, up to the next one."""
     text = (ROOT / page).read_text(encoding="utf-8")
