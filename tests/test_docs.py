@@ -22,6 +22,7 @@ import preloaded as forked
 from dyno import Study
 from dyno.analysis.ranking.correctness import TOLERANCES
 from dyno.analysis.tables import trial_table
+from dyno.api.inside import files
 from dyno.cli import app
 from dyno.engine import run_folder
 from dyno.worker import main, registry
@@ -210,6 +211,11 @@ def test_every_backend_is_in_the_matrix(backend_name: str) -> None:
     (row,) = [line for line in words.splitlines() if line.startswith(f"| `{engine.name}` |")]
     if engine.name != "compile":  # "as pytorch"
         assert [p for p in engine.precisions if p not in row] == []
+
+
+def test_every_kind_of_file_for_other_tools_is_described() -> None:
+    rows = re.findall(r"^\| (`\..*?) \|", (ROOT / "docs/layer-files.md").read_text(encoding="utf-8"), re.M)
+    assert {ending for row in rows for ending in re.findall(r"`(.*?)`", row)} == set(files.KINDS)
 
 
 def test_the_ranges_of_options_are_those_of_the_code() -> None:
