@@ -24,13 +24,16 @@ from dyno.analysis.ranking.correctness import TOLERANCES
 from dyno.analysis.tables import trial_table
 from dyno.api.inside import files
 from dyno.cli import app
+from dyno.datasets.data_format import DataFormat
 from dyno.engine import run_folder
 from dyno.worker import main, registry
+from dyno.worker.backend import Backend, FileFormat, Maker, Session
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.job import Facts
 from dyno.worker.inspection import Inspection
 from dyno.worker.record import STATUSES, Measurement, Record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Recipe, Trial
+from dyno.worker.tasks.task import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -276,6 +279,13 @@ def test_what_the_page_on_extending_shows_is_the_example() -> None:
     assert shown
     written = {line.strip() for block in shown for line in block.splitlines()}
     assert sorted(written - known - {"..."}) == []
+
+
+@pytest.mark.parametrize("kind", [Backend, Session, Maker, FileFormat, DataFormat, Task])
+def test_what_an_extension_may_have_is_described(kind: type) -> None:
+    text = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    members = {name for name in vars(kind) if not name.startswith("_")}
+    assert sorted(name for name in members if not re.search(rf"\b{name}\b", text)) == []
 
 
 def measured(*words: str) -> subprocess.CompletedProcess[str]:
