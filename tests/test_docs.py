@@ -288,6 +288,13 @@ def test_what_an_extension_may_have_is_described(kind: type) -> None:
     assert sorted(name for name in members if not re.search(rf"\b{name}\b", text)) == []
 
 
+def test_where_something_is_decided_is_a_file_or_a_folder() -> None:
+    text = section("docs/architecture.md", "Where is it decided …")
+    named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text)
+    assert len(named) > 50
+    assert [path for path in named if not (ROOT / "src/dyno" / path).exists()] == []
+
+
 def measured(*words: str) -> subprocess.CompletedProcess[str]:
     return python(str(ROOT / "tools/measured.py"), *words, cwd=ROOT)
 
