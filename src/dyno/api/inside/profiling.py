@@ -117,7 +117,7 @@ def profile(
     """How long each layer of a model takes: of a module in PyTorch, and in each of the other forms.
 
     `model` and `others` are as in `dyno.inspect`. An ONNX file or an IR is profiled in the backend that usually runs
-    it; if forms of the first model are given, only these are profiled. In one process per form the latency is measured
+    it, or, if it is the first and forms of it are given, only in these. In one process per form the latency is measured
     first, then `runs` profiled runs. `top` layers are listed (0: all) in one of ORDERS. `save` names files to write,
     whose names are checked first (see `Profiled.save`). With `roofline` the device's ceilings are measured too, and the
     layers are rated by them and by those of the data sheet (`sheet`: texts such as `fp16=989` in TFLOPS, `memory=4800`
