@@ -22,13 +22,18 @@ import preloaded as forked
 from dyno import Study
 from dyno.analysis.ranking.correctness import TOLERANCES
 from dyno.analysis.tables import trial_table
+from dyno.api.inside import files
 from dyno.cli import app
-from dyno.worker import registry
+from dyno.datasets.data_format import DataFormat
+from dyno.engine import run_folder
+from dyno.worker import main, registry
+from dyno.worker.backend import Backend, FileFormat, Maker, Session
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.job import Facts
 from dyno.worker.inspection import Inspection
 from dyno.worker.record import STATUSES, Measurement, Record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Recipe, Trial
+from dyno.worker.tasks.task import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
@@ -150,6 +155,25 @@ def test_every_column_is_described() -> None:
     assert first_cells(section("docs/file-format.md", "results.csv")) == {column.name for column in trial_table.COLUMNS}
 
 
+def test_every_setting_that_a_folder_may_change_is_named() -> None:
+    (row,) = [
+        line for line in section("docs/file-format.md", "study.toml").splitlines() if line.startswith("| `rounds`, ")
+    ]
+    assert set(re.findall(r"`(\w+)`", row.split("|")[1])) == set(run_folder.REPEATABLE)
+
+
+def test_every_folder_of_the_cache_is_described() -> None:
+    source = "\n".join(path.read_text(encoding="utf-8") for path in (ROOT / "src").rglob("*.py"))
+    folders = set(re.findall(r'cache_dir\(\)\)? / "([\w-]+)"', source))
+    described = set(re.findall(r"^\| `([\w-]+)/", section("docs/file-format.md", "The cache"), re.M))
+    assert len(folders) > 8 and folders <= described
+
+
+def test_every_kind_of_job_is_described() -> None:
+    (row,) = [line for line in section("docs/file-format.md", "job.json").splitlines() if line.startswith("| `kind`")]
+    assert {"run", *main.OTHER_JOBS} <= set(re.findall(r"`(\w+)`", row))
+
+
 @pytest.mark.parametrize(
     "kind",
     [Job, Trial, Recipe, Artifact, ModelSpec, DataSpec, Dims, Plan, Record, Measurement, Facts, MadeBy, Inspection],
@@ -190,6 +214,25 @@ def test_every_backend_is_in_the_matrix(backend_name: str) -> None:
     (row,) = [line for line in words.splitlines() if line.startswith(f"| `{engine.name}` |")]
     if engine.name != "compile":  # "as pytorch"
         assert [p for p in engine.precisions if p not in row] == []
+
+
+def test_every_kind_of_file_for_other_tools_is_described() -> None:
+    rows = re.findall(r"^\| (`\..*?) \|", (ROOT / "docs/layer-files.md").read_text(encoding="utf-8"), re.M)
+    assert {ending for row in rows for ending in re.findall(r"`(.*?)`", row)} == set(files.KINDS)
+
+
+def test_the_ranges_of_options_are_those_of_the_code() -> None:
+    found = 0
+    for row in section("docs/backends.md", "Options").splitlines():
+        if not (cells := re.match(r"\| (.*) \| `(\w+)` \| (\d+) to (\d+) \|", row)):
+            continue
+        low, high = int(cells[3]), int(cells[4])
+        for backend in re.findall(r"\w+", cells[1]):
+            check = registry.find(backend).values[cells[2]]
+            assert not check(low) and not check(high), row
+            assert check(low - 1) and check(high + 1), row
+            found += 1
+    assert found > 8
 
 
 def section(page: str, title: str) -> str:
@@ -236,6 +279,20 @@ def test_what_the_page_on_extending_shows_is_the_example() -> None:
     assert shown
     written = {line.strip() for block in shown for line in block.splitlines()}
     assert sorted(written - known - {"..."}) == []
+
+
+@pytest.mark.parametrize("kind", [Backend, Session, Maker, FileFormat, DataFormat, Task])
+def test_what_an_extension_may_have_is_described(kind: type) -> None:
+    text = (ROOT / "docs/extending.md").read_text(encoding="utf-8")
+    members = {name for name in vars(kind) if not name.startswith("_")}
+    assert sorted(name for name in members if not re.search(rf"\b{name}\b", text)) == []
+
+
+def test_where_something_is_decided_is_a_file_or_a_folder() -> None:
+    text = section("docs/architecture.md", "Where is it decided …")
+    named = re.findall(r"`((?:\w+/)+(?:\w+\.py)?)`", text)
+    assert len(named) > 50
+    assert [path for path in named if not (ROOT / "src/dyno" / path).exists()] == []
 
 
 def measured(*words: str) -> subprocess.CompletedProcess[str]:

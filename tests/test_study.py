@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import math
 import tomllib
 from pathlib import Path
@@ -38,6 +40,12 @@ def test_a_backend_with_options(text: str, expected: Choice) -> None:
 def test_a_broken_option_is_named(text: str) -> None:
     with pytest.raises(UserError, match="is not NAME=VALUE"):
         Choice.parse(text)
+
+
+def test_the_help_of_a_study_has_every_field_at_the_same_indentation() -> None:
+    lines = (inspect.getdoc(Study) or "").splitlines()
+    assert not [line for line in lines if line.startswith(" ")]
+    assert {line.partition(":")[0] for line in lines} >= {f.name for f in dataclasses.fields(Study)}
 
 
 def test_one_thing_need_not_be_a_list() -> None:

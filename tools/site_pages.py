@@ -6,6 +6,7 @@ docstrings. Links to the source and to folders, which the site doesn't have, bec
 
 from __future__ import annotations
 
+import inspect
 import os
 import posixpath
 import re
@@ -108,6 +109,19 @@ def python() -> str:
     lines = ["# Python", "", "What `import dyno` has. [From Python](../python.md) shows how these go together.", ""]
     for name in dyno.__all__:
         one = getattr(dyno, name)
-        if hasattr(one, "__module__"):
-            lines += [f"::: {one.__module__}.{one.__qualname__}", ""]
+        place = f"{one.__module__}.{one.__qualname__}"
+        if one is dyno.Study:  # whose docstring is made of its fields, which mkdocstrings doesn't see
+            lines += [f"::: {place}", "    options:", "      members: false", "", *_fields(one)]
+            lines += [f"::: {place}.run", "    options:", "      heading_level: 3", ""]
+        else:
+            lines += [f"::: {place}", ""]
     return "\n".join(lines)
+
+
+def _fields(study: type) -> Iterator[str]:
+    """The docstring of a study, with its fields as a list."""
+    *paragraphs, fields = (inspect.getdoc(study) or "").split("\n\n")
+    for paragraph in paragraphs:
+        yield from (paragraph, "")
+    yield from (f"- `{name}`: {what}" for name, _, what in (line.partition(": ") for line in fields.splitlines()))
+    yield ""

@@ -98,8 +98,8 @@ def _value(text: str) -> Option:
 class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
     """Models x backends x precisions x batches x sizes, and how to measure them.
 
-        In Python a model may also be a path, a module, or a pair of a module and its example inputs; the last two are
-        stored in the cache.
+    In Python a model may also be a path, a module, or a pair of a module and its example inputs; the last two are
+    stored in the cache.
 
     {fields}
     """

@@ -232,7 +232,7 @@ class RuntimeOptions:
 def described(kind: type) -> str:
     """Each field with its help and its default, in lines for a docstring."""
     fields = [f for f in dataclasses.fields(kind) if "help" in f.metadata]
-    return "\n".join(f"    {f.name}: {f.metadata['help'].rstrip('.')}{_default(f)}." for f in fields)
+    return "\n    ".join(f"{f.name}: {f.metadata['help'].rstrip('.')}{_default(f)}." for f in fields)
 
 
 def _default(one: dataclasses.Field[Any]) -> str:

@@ -252,6 +252,21 @@ def test_the_environment_fixes_threads_and_silences_telemetry() -> None:
     assert (env["PATH"], env["PYTHONPATH"]) == ("/bin", "/ours")
 
 
+@pytest.mark.parametrize(("kind", "shared"), [("run", True), ("train", False), ("take", False)])
+def test_a_compiler_cache_lies_beside_the_rounds_of_a_trial_alone(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path, kind: str, shared: bool
+) -> None:
+    """A training left a folder `compiler` in the folder that its own was made in."""
+    monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+    python = tmp_path / "python"
+    python.write_text("#!/bin/sh\nenv\n")
+    python.chmod(0o755)
+    launch(Job(kind, Runtime(python=str(python))), tmp_path / "out" / "job", 60)
+    seen = (tmp_path / "out/job/stdout.log").read_text()
+    assert (f"TORCHINDUCTOR_CACHE_DIR={tmp_path}/out/compiler" in seen) == shared
+    assert ("TORCHINDUCTOR_CACHE_DIR" in seen) == shared
+
+
 def test_another_interpreter_is_not_led_astray() -> None:
     ours = {"PYTHONPATH": "/ours", "PYTHONHOME": "/ours", "VIRTUAL_ENV": "/ours", "HOME": "/home"}
     assert environment(Runtime(python="/opt/python3"), ours).keys() & ours.keys() == {"HOME"}

@@ -44,7 +44,8 @@ RULES = tuple(f.name for f in dataclasses.fields(Rules) if f.name != "gate")
 @dataclass(frozen=True)
 class Comparison:
     """B compared with A: `table` has a row for each pair of trials, `folder` is the run folder of what was measured for
-    it, None where two stored runs were compared. Of two runs of a video `video` has it end to end and by stage."""
+    it, None where two stored runs were compared. For two runs of a video, `video` compares them end to end and by
+    stage."""
 
     table: Table
     folder: Path | None = None
@@ -126,12 +127,12 @@ def compare(
 ) -> Comparison:
     """B compared with A, trial by trial: speed, accuracy, outputs, status.
 
-    `a` and `b` are two run folders (or `Result`s), or anything else that a study takes as a model, which is then
-    measured here in turns; a run folder beside a model, or two with `again`, is measured again as well.
-    `against` has the interpreters of A where both are one model: {"onnxruntime": {"python": PATH}}, and `commits` the
-    git commits of A and B: "main..HEAD". One run folder that a comparison was measured into is read once more.
-    `settings` are fields of `dyno.Study`, and of the rules: fail_on, tolerance, least, rtol, atol, any_outputs. The run
-    folder is `out`, or a new one below runs/compare. UserError where nothing can be compared.
+    `a` and `b` are two run folders (or `Result`s), or anything that a study takes as a model; models are measured here,
+    in turns. A run folder together with a model, or two run folders with `again`, are measured again as well. If `a`
+    and `b` are one model, `against` has the interpreters of A, {"onnxruntime": {"python": PATH}}, or `commits` the git
+    commits of A and B, "main..HEAD". A single run folder that a comparison was measured into is read again. `settings`
+    are fields of `dyno.Study` and of the rules: fail_on, tolerance, least, rtol, atol, any_outputs. The run folder is
+    `out`, or a new one below runs/compare. Raises `UserError` where nothing can be compared.
     """
     rules = Rules(**{name: settings.pop(name) for name in RULES if name in settings})
     sources = [source for source in (a, b) if source is not None]

@@ -19,7 +19,7 @@ def evaluate(
 ) -> Result:
     """Accuracy and speed of one model on the images of a data set; returns what was stored.
 
-    `settings` are fields of `Study`; by default the model runs under the default backend of its kind of file, in one
+    `settings` are fields of `Study`; by default the model runs in the default backend of its kind of file, in one
     round of batches of 8. The run folder is `out`, or a new one below runs/eval. `Result.confusion` and
     `Result.per_class` are about single classes. Raises `UserError`, one line.
     """

@@ -55,7 +55,7 @@ class Result:
         return table
 
     def confusion(self, trial: str = "") -> pd.DataFrame:
-        """How often each label (row) was taken for each class (column) in a trial, by its id (default: the first)."""
+        """How often images of each label (row) got each class (column) in a trial, by its id (default: the first)."""
         return self._confusion(trial).to_pandas()
 
     def per_class(self, trial: str = "") -> pd.DataFrame:

@@ -32,6 +32,8 @@ SILENCE = {
     "NO_ALBUMENTATIONS_UPDATE": "1",
 }
 
+APART = ("train", "take")  # kinds of jobs that compile nothing, and whose folder lies among the user's own
+
 Tick = Callable[[str, float], None]
 
 
@@ -56,9 +58,9 @@ def environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict
     return env
 
 
-def _own(folder: Path) -> dict[str, str]:
+def _own(kind: str, folder: Path) -> dict[str, str]:
     """A compiler cache that the rounds of one trial share: the first build of a study is cold, whatever ran before."""
-    return {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent.resolve() / "compiler")}
+    return {} if kind in APART else {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent.resolve() / "compiler")}
 
 
 def launch(
@@ -155,8 +157,8 @@ def start(
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**_own(folder), **environment(job.runtime), **(extra or {}), "DYNO_LAUNCHER": str(launcher),
-                     STARTED: repr(time.monotonic())},
+                env={**_own(job.kind, folder), **environment(job.runtime), **(extra or {}),
+                     "DYNO_LAUNCHER": str(launcher), STARTED: repr(time.monotonic())},
                 start_new_session=True,
                 pass_fds=inherited,
             )  # fmt: skip

@@ -39,8 +39,8 @@ LIBRARIES = ("torchvision:", "timm:")
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """A finished training: its folder, its best weights, their top-1 and top-5 on the test images (percent), the
-    epoch they are of, a row per epoch, and what was measured of them as engines, where `then` named any."""
+    """A finished training: its folder, its best weights, their top-1 and top-5 on the test images (percent) and their
+    epoch, a row per epoch, and what was measured with the engines that `then` named."""
 
     folder: Path
     weights: Path
@@ -103,9 +103,9 @@ def train(
 
     `settings` are the fields of `TrainOptions`: epochs, batch, optimizer, lr… Everything is stored in `out` (default
     `runs/train-NAME`); a training that was stopped resumes after its last finished epoch when it is started again, and
-    `resume` insists that there is one. `holdout` is the share of a folder without test/ that is tested on. `then` names
-    backends that the trained weights are measured under beside PyTorch. `advise` ends with the commands that measure
-    them. Raises `UserError`.
+    with `resume` it is an error if there is none. `holdout` is the share of a folder without test/ that is tested on.
+    `then` names backends in which the trained weights are measured, besides PyTorch. With `advise` the commands that
+    measure them are printed. Raises `UserError`.
     """
     settings = native(settings)
     kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}

@@ -109,7 +109,7 @@ def visible(summary: Summary, rounds: int, seconds: float, in_turns: bool) -> fl
 
 
 class SelfTest:
-    """A self-test's figures, worked out of what is stored of it."""
+    """The figures of a self-test, computed from its stored measurements."""
 
     def __init__(self, stored: Stored) -> None:
         self.stored = stored

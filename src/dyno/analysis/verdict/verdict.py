@@ -28,7 +28,7 @@ from dyno.analysis.verdict import decisions
 from dyno.analysis.verdict.findings import FAILURE, NOTE, PROBLEMS, WARNING, Decision, Finding
 from dyno.analysis.verdict.whole_run import devices, mixed_precision, pixels, routes, unscored
 
-COMPANY = "what the table calls faster or slower is so beside those programs; engines suffer from company differently"
+COMPANY = "what the table calls faster or slower holds beside those programs, which slow some engines down more"
 OTHER_NETWORK = (
     " The files were taken for one network, since their inputs and outputs have the same shapes; "
     "if they are two, give each a command of its own."

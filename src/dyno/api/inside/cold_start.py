@@ -34,8 +34,8 @@ FILES = {"memory": (WARM,), "disk": (COLD,), "both": (WARM, COLD)}
 
 @dataclass(frozen=True)
 class ColdStarts:
-    """The cold starts of forms of a model: `starts` has those of each form and place of its files, `left_out` says of
-    forms that can't be made or don't answer which and why."""
+    """The cold starts of forms of a model: `starts` has those of each form and place of its files, `left_out` names the
+    forms that can't be made or don't answer, with the reason."""
 
     starts: tuple[Starts, ...]
     left_out: tuple[str, ...] = ()
@@ -66,10 +66,10 @@ def cold_start(
 ) -> ColdStarts:
     """How long each form of a model takes from the start of a process to its first answer, part by part.
 
-    `model` and `others` are as in `dyno.inspect`, but each has to be what a backend runs. Every form starts once
+    `model` and `others` are as in `dyno.inspect`, but a backend must be able to run each. Every form starts once
     unmeasured, and then in `rounds` processes of its own, in shuffled order, with its code and model in the kernel's
     cache (`files` "memory"), dropped from it ("disk"), or one after the other ("both"). `settings` are fields of
-    `dyno.Study`. Forms that can't be made or don't answer are left out; raises `UserError` where that is all of them.
+    `dyno.Study`. Forms that can't be made or don't answer are left out; raises `UserError` if none is left.
     """
     batch, rounds = at_least(1, batch=batch, rounds=rounds)
     check_known("files", files, FILES)

@@ -46,8 +46,8 @@ SAVED = {STORED: "what was measured", ".svg": "the waterfall", ".png": "the wate
 
 @dataclass(frozen=True)
 class Explained:
-    """A pair and why its latencies differ: nothing here measures. `top` parts are listed (0: all); `tried` is what came
-    of prescriptions, where they were tried."""
+    """Two forms, and why their latencies differ; nothing here measures. `top` parts are listed (0: all); `tried` has
+    the results of prescriptions, if they were tried."""
 
     pair: Pair
     top: int = TOP
@@ -60,7 +60,7 @@ class Explained:
 
     @cached_property
     def reasons(self) -> list[Reason]:
-        """Sentences to act on, each with what it rests on."""
+        """Sentences to act on, each with the evidence for it."""
         return reasons.reasons(self.waterfall)
 
     @cached_property
@@ -71,7 +71,7 @@ class Explained:
 
     @property
     def sentences(self) -> list[str]:
-        """The reasons in words, and what came of prescriptions."""
+        """The reasons in words, and the results of prescriptions."""
         return [reason.text for reason in self.reasons] + (self.tried.sentences if self.tried else [])
 
     def to_pandas(self) -> pd.DataFrame:
@@ -144,9 +144,9 @@ def explain(
     `explain(model, a, b)` takes two forms of a model as `dyno.profile` does, `explain(a, b)` two models or files as
     they are, `explain(run, a, b)` two trials of a run folder by BACKEND/PRECISION or id, and `explain(file)` a pair
     that `Explained.save` stored, for which nothing is measured. Both are profiled in `rounds` processes each, in turn,
-    `runs` watched runs in each; `top` parts are listed (0: all). `save` names files to write, which are checked first
-    (see `Explained.save`). With `prescriptions` variants of B that may cure what costs it time are then measured beside
-    it (see `Explained.tried`); that may take long, so what is known before is saved, and `first` is given it.
+    with `runs` profiled runs in each. `top` parts are listed (0: all). `save` names files to write, which are checked
+    first (see `Explained.save`). With `prescriptions`, variants of B that may be faster are then measured beside it
+    (see `Explained.tried`). That may take long, so the result so far is saved before, and passed to `first`.
     `settings` are fields of `dyno.Study`. Raises `UserError` where layers have no times.
     """
     batch, rounds = at_least(1, batch=batch, rounds=rounds)

@@ -26,10 +26,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Inspected:
-    """Forms of a model: the indices of those that were asked for are in `shown`; the others are the ONNX graphs behind
-    engines, by which those are aligned, and `graph_of` has the index of each engine's. `module_of` has that of the
-    module, where it is shown too, and `graphs` each graph's file. `left_out` says of forms that can't be made or read
-    which and why."""
+    """Forms of a model: `shown` has the indices of the requested ones. The others are the ONNX graphs from which
+    engines were made, by which they are aligned: `graph_of` has the index of each engine's graph. `module_of` has that
+    of the module, if it is shown too, and `graphs` each graph's file. `left_out` names the forms that can't be made or
+    read, with the reason."""
 
     forms: tuple[Inside, ...]
     shown: tuple[int, ...]
@@ -76,11 +76,11 @@ def inspect(
 ) -> Inspected:
     """The layers of a model, beside those of others or of its own other forms.
 
-    `model` is whatever a study takes: of a module its parts' calls are listed, of an ONNX file its nodes, of an engine
-    its layers. Each of `others` is the same again, or a form of the first: `onnx`, or a backend as in a study with a
-    precision behind a slash, `openvino` or `onnxruntime@optimization=basic/int8`. `save` names files to write, whose
-    names are checked first (see `Inspected.save`). `settings` are fields of `dyno.Study`. Forms that can't be
-    made or read are left out; raises `UserError` where that is all of them.
+    `model` is anything that a study takes: the calls of a module's parts are listed, the nodes of an ONNX file, or the
+    layers of an engine. Each of `others` is such a model, or a form of the first: `onnx`, or a backend as in a study
+    with a precision behind a slash, `openvino` or `onnxruntime@optimization=basic/int8`. `save` names files to write,
+    whose names are checked first (see `Inspected.save`). `settings` are fields of `dyno.Study`. Forms that can't be
+    made or read are left out; raises `UserError` if none is left.
     """
     (batch,) = at_least(1, batch=batch)
     study = one_model(model, settings)

@@ -34,8 +34,8 @@ NODE_BY_NODE = Choice("onnxruntime", {"optimization": "disable"})  # runs a grap
 
 @dataclass(frozen=True)
 class LayerAgreement:
-    """Engines against the first model, layer by layer; values are close by `rtol` and `atol`; `top` rows of each are
-    listed in one of ORDERS. `left_out` says of forms that can't be made or compared which and why."""
+    """Engines compared with the first model, layer by layer; values are close by `rtol` and `atol`; `top` rows of each
+    are listed in one of ORDERS. `left_out` names the forms that can't be made or compared, with the reason."""
 
     compared: tuple[Compared, ...]
     rtol: float = RTOL
@@ -77,7 +77,7 @@ def agree_layers(
     `model` is a module or an ONNX file, and `others` are forms of it as in `dyno.inspect`, such as `openvino/int8`, or
     other ONNX files of the same graph. Tensors are compared on `compared` inputs, of the data where `settings`, fields
     of `dyno.Study`, have some. `top` rows of each engine are listed (0: all), in one of ORDERS. Forms that can't be
-    made or compared are left out. Raises `UserError` where nothing else is left, for what isn't a graph, and for graphs
+    made or compared are left out. Raises `UserError` if none is left, if one has no graph, and for graphs
     that have no tensors in common.
     """
     batch, compared = at_least(1, batch=batch, inputs=compared)

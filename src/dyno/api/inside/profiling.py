@@ -45,10 +45,10 @@ class Profiled:
     """Forms of a model with the times of their layers, which `times` has by the index of the form.
 
     `records` are those of the jobs, in the order of `times`; none has a latency. The other forms are the ONNX graphs
-    behind engines, by which layers get their names: `graph_of` has the index of each engine's, `module_of` that of its
-    module, where that was profiled too, and `graphs` each graph's file. `ceilings` are the device's, where they were
-    asked for, and so are the hardware `counters` of each form's kernels, which `counters` has by the index of the form.
-    `left_out` says of forms that can't be made or timed which and why.
+    from which engines were made, by which layers get their names: `graph_of` has the index of each engine's graph,
+    `module_of` that of its module, if that was profiled too, and `graphs` each graph's file. If requested, `ceilings`
+    has those of the device, and `counters` the hardware counters of each form's kernels, by the index of the form.
+    `left_out` names the forms that can't be made or timed, with the reason.
     """
 
     forms: tuple[Inside, ...]
@@ -66,8 +66,8 @@ class Profiled:
 
     @cached_property
     def tables(self) -> list[Table]:
-        """The layers of each form with their times, and what of the latency they explain; on a GPU the critical path
-        where its functions were seen; the ceilings where they were measured."""
+        """The layers of each form with their times, and how much of the latency they explain; on a GPU the critical
+        path, if its functions were seen; the ceilings, if they were measured."""
         paths = {self.forms[k].library: each.path for k, each in self.times.items() if each.functions}
         return [
             times.profile(self.forms, self.graph_of, self.module_of, self.times, self.order, self.top, self.ceilings),
@@ -83,7 +83,7 @@ class Profiled:
 
     @property
     def shown(self) -> tuple[int, ...]:
-        """The indices of the forms that were asked for."""
+        """The indices of the requested forms."""
         return tuple(self.times)
 
     @property
@@ -116,15 +116,15 @@ def profile(
 ) -> Profiled:
     """How long each layer of a model takes: of a module in PyTorch, and in each of the other forms.
 
-    `model` and `others` are as in `dyno.inspect`. Of an ONNX file or an IR the backend that usually runs it is
-    profiled; of the first one only its forms, where some are asked for. In one process per form the latency is measured
-    first, then `runs` runs that are watched. `top` layers are listed (0: all) in one of ORDERS. `save` names files to
-    write, whose names are checked first (see `Profiled.save`). With `roofline` the device's
-    ceilings are measured then, and the layers are rated by them, and by those of the data sheet (`sheet`: texts such as
-    `fp16=989` in TFLOPS, `memory=4800` in GB/s). With `counters` NVIDIA's ncu counts what the kernels of another run of
-    each form do on a GPU. `settings` are fields of `dyno.Study`; `warmup` and
-    `seconds` are those of the latency. On a GPU `Times.gpu` says how long it did nothing. Forms that can't be made or
-    timed are left out; raises `UserError` where that is all of them, or where layers have no times.
+    `model` and `others` are as in `dyno.inspect`. An ONNX file or an IR is profiled in the backend that usually runs
+    it, or, if it is the first and forms of it are given, only in these. In one process per form the latency is measured
+    first, then `runs` profiled runs. `top` layers are listed (0: all) in one of ORDERS. `save` names files to write,
+    whose names are checked first (see `Profiled.save`). With `roofline` the device's ceilings are measured too, and the
+    layers are rated by them and by those of the data sheet (`sheet`: texts such as `fp16=989` in TFLOPS, `memory=4800`
+    in GB/s). With `counters` NVIDIA's ncu reads hardware counters of the kernels in another run of each form, on a GPU.
+    `settings` are fields of `dyno.Study`; `warmup` and `seconds` are those of the latency. On a GPU `Times.gpu` says
+    how long it was idle. Forms that can't be made or timed are left out; raises `UserError` if none is left, or where
+    layers have no times.
     """
     (batch,), (runs,), (top,) = at_least(1, batch=batch), at_least(5, runs=runs), at_least(0, top=top)
     check_known("order", order, ORDERS)

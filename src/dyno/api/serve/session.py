@@ -49,7 +49,7 @@ class Served(Result):
 
     @cached_property
     def sentences(self) -> list[str]:
-        """For each engine the highest rate that holds, where the time goes there, and what is to be doubted."""
+        """For each engine the highest rate that holds, where the time goes there, and reasons for doubt."""
         from dyno.analysis.serve import runs, words
 
         return words.of_run(runs.of_run(self.data))

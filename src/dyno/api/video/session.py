@@ -35,8 +35,8 @@ DEFAULTS: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Filmed(Result):
-    """A video that went through one or several engines: its run folder, whether the user stopped it, and the files that
-    were asked for and not written, because the rounds that write were measured before."""
+    """A video that went through one or several engines: its run folder, whether the user stopped it, and the requested
+    files that were not written, because the rounds that write them were measured before."""
 
     folder: Path
     stopped: bool = False
@@ -44,7 +44,7 @@ class Filmed(Result):
 
     @property
     def refused(self) -> str:
-        """Why the source can't be read, "" where it can."""
+        """Why the source can't be read, "" if it can."""
         worst = [trial.worst for trial in self.records]
         opening = all(w is not None and w.status == "failed" and w.record.stage == OPENING for w in worst)
         return worst[0].record.reason if worst and worst[0] is not None and opening else ""
@@ -56,7 +56,7 @@ class Filmed(Result):
 
     @cached_property
     def sentences(self) -> list[str]:
-        """For each engine how fast it is, what bounds it, and what changing that would bring."""
+        """For each engine how fast it is, what limits it, and what a change would gain."""
         from dyno.analysis.video import runs, words
 
         return words.of_run(runs.of_run(self.data))

@@ -50,7 +50,7 @@ class VideoOptions:
     prepare: str = _option(
         "",
         "Where frames become the network's input: host (OpenCV), or device (PyTorch, where the engine computes).",
-        "device where PyTorch is the engine, on a GPU; else host",
+        "device where PyTorch or ONNX Runtime is the engine, on a GPU; else host",
     )
     decode: str = _option(
         "", "What decodes a video: host (FFmpeg), or device (the GPU's own decoder, whose frames stay there).", "host"
