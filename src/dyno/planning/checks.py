@@ -43,6 +43,8 @@ def check_device(study: Study) -> None:
         )
     if "," in study.device:
         raise UserError(f"several devices ({study.device}) are for `dyno run` alone; give one --device here")
+    if study.on:
+        raise UserError(f"a cluster (--on {study.on}) is for `dyno run` alone; omit it here")
     check_kind(study)
     if missing_gpu(study.device):
         raise UserError(

@@ -37,9 +37,10 @@ def study_of(model: str, defaults: Mapping[str, Any], settings: Mapping[str, Any
 
 
 def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> Study:
-    """The model's study with what was asked for over what is usual; a `UserError` for a device that isn't there."""
+    """The model's study with what was asked for over what is usual; a `UserError` for a device that isn't there, and for
+    several."""
     study = Study(models=(model,), **{**(usual or {}), **settings})
-    if "device" in settings:  # whether a file's usual one has to be there, is up to what is done with it
+    if "device" in settings or study.on:  # whether a file's usual one has to be there, is up to what is done with it
         check_device(study)
     return study
 
