@@ -63,7 +63,7 @@ class Configuration:
     def key(self) -> str:
         return _key(self.trial)
 
-    def by(self, route: str = "") -> Trial:
+    def by(self, route: str) -> Trial:
         """Its trial by that route."""
         return replace(self.trial, options={**self.trial.options, **(options_of(route) if route else {})})
 

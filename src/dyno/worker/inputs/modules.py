@@ -90,7 +90,7 @@ def describe_inputs(
 
 
 def describe_file_inputs(
-    file: Sequence[Tensor], overrides: Mapping[str, Mapping[str, Any]], stored: Sequence[InputSpec] = ()
+    file: Sequence[Tensor], overrides: Mapping[str, Mapping[str, Any]], stored: Sequence[InputSpec]
 ) -> tuple[InputSpec, ...]:
     """The file's inputs with the value ranges of the user or of its metadata (`stored`); () where there are none.
 
