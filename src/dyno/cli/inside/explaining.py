@@ -17,7 +17,7 @@ WHAT = (
 )
 
 
-@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED.removesuffix(" timeout"))
+@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED)
 def explain(
     overrides: options.Overrides,
     what: Annotated[list[str], typer.Argument(help=WHAT, metavar="MODEL|RUN A B|FILE.json")],
