@@ -76,18 +76,18 @@ class Starts:
         return sorted(self.rounds, key=lambda one: one.first_answer)[len(self.rounds) // 2]
 
 
-def table(each: Sequence[Starts]) -> Table:
+def table(starts: Sequence[Starts]) -> Table:
     """A row for each form and place of its files, compared with the first form's of the same place as one family."""
-    first = {one.files: one for one in reversed(each)}
-    evidence = [None if one is first[one.files] else _evidence(one, first[one.files]) for one in each]
+    first = {one.files: one for one in reversed(starts)}
+    evidence = [None if one is first[one.files] else _evidence(one, first[one.files]) for one in starts]
     decided = stats.decide_family(evidence)
-    rows = [_row(one, speedup if e else None) for one, e, speedup in zip(each, evidence, decided, strict=True)]
-    return STARTS.of(COLUMNS, rows, notes=(NOTE, *sentences(each)), printed=PRINTED)
+    rows = [_row(one, speedup if e else None) for one, e, speedup in zip(starts, evidence, decided, strict=True)]
+    return STARTS.of(COLUMNS, rows, notes=(NOTE, *sentences(starts)), printed=PRINTED)
 
 
-def sentences(each: Sequence[Starts]) -> list[str]:
+def sentences(starts: Sequence[Starts]) -> list[str]:
     """What takes longest before the first answer, how a later call compares, and which starts compile libraries."""
-    return [_sentence(one) for one in each] + [line for one in each if (line := _uncompiled(one))]
+    return [_sentence(one) for one in starts] + [line for one in starts if (line := _uncompiled(one))]
 
 
 def without_byte_code(modules: int, uncompiled: int) -> str:

@@ -31,6 +31,6 @@ def cold_start(
     from dyno.planning.checks import check_format
 
     check_format(format)
-    found = cold_start.cold_start(*models, batch=batch, rounds=rounds, files=files, quiet=False, **overrides)
-    print(export([found.table], format), end="")
-    raise typer.Exit(exits.left_out(found.left_out))
+    starts = cold_start.cold_start(*models, batch=batch, rounds=rounds, files=files, quiet=False, **overrides)
+    print(export([starts.table], format), end="")
+    raise typer.Exit(exits.left_out(starts.left_out))

@@ -49,7 +49,7 @@ def explain(
         if at_once:
             print(known.export(format), flush=True)
 
-    found = explaining.explain(
+    explained = explaining.explain(
         model,
         *sides,
         batch=batch,
@@ -62,4 +62,4 @@ def explain(
         quiet=False,
         **overrides,
     )
-    print(found.tried.export(format) if at_once and found.tried else found.export(format), end="")
+    print(explained.tried.export(format) if at_once and explained.tried else explained.export(format), end="")

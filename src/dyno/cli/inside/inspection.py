@@ -44,6 +44,6 @@ def inspect(
     from dyno.planning.checks import check_format
 
     check_format(format)
-    found = inspection.inspect(*models, batch=batch, save=save, quiet=False, **overrides)
-    print(export(found.tables, format), end="")
-    raise typer.Exit(exits.left_out(found.left_out))
+    inspected = inspection.inspect(*models, batch=batch, save=save, quiet=False, **overrides)
+    print(export(inspected.tables, format), end="")
+    raise typer.Exit(exits.left_out(inspected.left_out))

@@ -175,17 +175,17 @@ def _tried(
     )  # fmt: skip
     names = ", ".join(dict.fromkeys(route for one in wanted for route in one.routes))
     progress.other(f"other routes of {model.name}: {names}")
-    found: list[Attempt] = []
+    attempts: list[Attempt] = []
     for rounds in (1, PROOF):
         try:
             measure(replace(own, rounds=rounds), folder)
         except UserError as e:
             progress.note(f"other routes of {model.name} can't be tried: {e}")
             return []
-        found = _attempts(wanted, folder)
-        if not any(route.ratio >= LEAST_GAIN for one in found for route in one.routes):
+        attempts = _attempts(wanted, folder)
+        if not any(route.ratio >= LEAST_GAIN for one in attempts for route in one.routes):
             break
-    return found
+    return attempts
 
 
 def _source(study: Study, model: ModelSpec) -> str:

@@ -41,13 +41,13 @@ def measure(
     inside = watched_whole(module, plainly, restore)
     import_torch().cuda.synchronize()
     events, whole = traced(module, once, DISCARDED + runs, restore)
-    found = kernel_trace.read(events, rows_of(inside), len(inside.layers))[DISCARDED:]
-    if len(found) != runs or not any(run.kernels for run in found):
+    traced_runs = kernel_trace.read(events, rows_of(inside), len(inside.layers))[DISCARDED:]
+    if len(traced_runs) != runs or not any(run.kernels for run in traced_runs):
         raise Unavailable("torch.profiler saw no kernel on the GPU; CUPTI may be missing or forbidden here")
-    labels = kernel_trace.labels(found, len(inside.layers))
+    labels = kernel_trace.labels(traced_runs, len(inside.layers))
     layers = tuple(replace(layer, tactic=label) for layer, label in zip(inside.layers, labels, strict=True))
-    work = GpuWork(*(np.array([getattr(run, name) for run in found]) for name in ("busy", "calls", "kernels")))
-    seconds = np.array([run.seconds for run in found])
+    work = GpuWork(*(np.array([getattr(run, name) for run in traced_runs]) for name in ("busy", "calls", "kernels")))
+    seconds = np.array([run.seconds for run in traced_runs])
     return LayerTimes(replace(inside, layers=layers), seconds, np.array(whole[DISCARDED:]), NOTE, work,
                       critical_path.functions(events, DISCARDED))  # fmt: skip
 
