@@ -138,6 +138,12 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
     def _check(self) -> None:
         if self.baseline:
             _ = self.sides
+        self._check_names()
+        self._check_numbers()
+        self._check_together()
+
+    def _check_names(self) -> None:
+        """A `UserError` for a word, a path or a table that can't be meant."""
         if not self.models:
             raise UserError("no model given; name one, e.g. torchvision:resnet18 or model.onnx")
         for text in (*self.models, *self.inputs, self.data, self.weights, self.calibration):
@@ -160,6 +166,9 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
             from dyno.sources import input_options
 
             input_options.shapes(self.shapes)
+
+    def _check_numbers(self) -> None:
+        """A `UserError` for a number out of its range."""
         least_of = {"rounds": 1, "builds": 1, "compared": 1, "channels": 1, "samples": 0, "threads": 0, "seed": 0}
         for name, least in least_of.items():
             if getattr(self, name) < least:
@@ -184,6 +193,9 @@ class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
             raise UserError(f"classes is {self.classes}; it must be at least 1")
         if self.confirm is not None and self.confirm < 0:
             raise UserError(f"confirm is {self.confirm}; it must be at least 0")
+
+    def _check_together(self) -> None:
+        """A `UserError` for options that don't go together."""
         check_known("until", self.until, (DECIDED, FIXED))
         if self.until == DECIDED and self.rounds < 2:
             raise UserError("until=decided goes by the spread between rounds; give --rounds 2 or more")

@@ -45,9 +45,8 @@ ONE = (Compared, ModelOptions, DataOptions, RuntimeOptions)
 # Defaults that go by the kind of file.
 FIXED = "the file's fixed batch"
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
-# Options that a command doesn't have: the first are for studies of several configurations.
+# Options for studies of several configurations, which a command doesn't have.
 NOT_FOR_ONE = "routes reference search confirm peak energy turns block equivalent until minutes"
-NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"
 
 
 def command(panel: str, name: str | None = None) -> Callable[[options.F], options.F]:
@@ -159,7 +158,7 @@ def report(
 
 
 @command(MAKE)
-@options.takes(Compared, ModelOptions, DataOptions, omit=NOT_FOR_FILES)
+@options.takes(Compared, ModelOptions, DataOptions, omit=options.NOT_FOR_FILES)
 def export(
     overrides: options.Overrides,
     model: options.Model,
@@ -179,7 +178,7 @@ def export(
 
 
 @command(MAKE)
-@options.takes(*ONE, omit=f"{NOT_FOR_FILES} shapes threads", device="cpu, cuda:0 for TensorRT")
+@options.takes(*ONE, omit=f"{options.NOT_FOR_FILES} shapes threads", device="cpu, cuda:0 for TensorRT")
 def build(
     overrides: options.Overrides,
     model: Annotated[str, typer.Argument(help="An ONNX file, or any model.", metavar="FILE.onnx")],

@@ -30,6 +30,8 @@ PANELS: dict[type, str] = {
     Measurement: "Measurement",
     RuntimeOptions: "Where it runs",
 }
+# Options that a command on files or on the forms of one model doesn't have.
+NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"
 REPEATED = ("shapes", "inputs", "budget", "runtime")  # fields with a value for each time that the option is written
 
 Studied = Annotated[list[str], typer.Argument(help=MODEL_HELP + "; or STUDY.toml", metavar="MODEL...|STUDY.toml")]

@@ -71,7 +71,7 @@ def _files(folder: Path) -> list[Path]:
     return sorted((folder / "annotations").glob("*.json")) or sorted(beside)
 
 
-def chosen(folder: Path, needs: str = "") -> Path:
+def chosen(folder: Path, needs: str) -> Path:
     """The annotation file of the folder that has what is needed; a `UserError` when several do, or none."""
     every = _files(folder)
     files = [file for file in every if not file.name.startswith(OTHER)]

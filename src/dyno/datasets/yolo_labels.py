@@ -30,7 +30,7 @@ def read_labels(
     classes: list[str],
     keypoints: tuple[int, ...],
     folder: Path,
-    warnings: Sequence[str] = (),
+    warnings: Sequence[str],
 ) -> Annotations:
     """Read the label files of the test images; an image without one is background. `warnings` come before its own."""
     names = [f"point {i}" for i in range(keypoints[0])] if keypoints else []

@@ -160,7 +160,7 @@ class Rounds:
         trials: Sequence[Trial],
         number: int,
         others: Sequence[Trial],
-        options: Mapping[str, Any] | None = None,
+        options: Mapping[str, Any],
     ) -> None:
         """One round of a model's trials, those that are compared in turns."""
         groups = ensemble.groups([*trials, *others])
@@ -180,7 +180,7 @@ class Rounds:
             for trial in ensemble.measure(self.run, pending, reference, number, self.files.of, self.progress, options):
                 self._alone(trial, number, options)
 
-    def _alone(self, trial: Trial, number: int, options: Mapping[str, Any] | None = None) -> None:
+    def _alone(self, trial: Trial, number: int, options: Mapping[str, Any]) -> None:
         """One round of one trial, unless it is stored already or an earlier round showed that it can't run."""
         if (stored := _stored(self.run, trial, number)) is not None:
             self.progress.done(trial, stored, stored=True)

@@ -176,7 +176,7 @@ def abandon(started: Started) -> None:
     started.telemetry.stop(started.folder / "telemetry.npz")
 
 
-def finish(started: Started, timeout_s: float, timed_out: bool = False) -> Record:
+def finish(started: Started, timeout_s: float, timed_out: bool) -> Record:
     """End the job, killing what still runs of it, and return its record; one is written where it left none."""
     abandon(started)
     job, folder, code = started.job, started.folder, started.process.returncode

@@ -153,16 +153,16 @@ def share(model: str, cores: Sequence[int]) -> str:
     return f"{model}, processors {','.join(map(str, cores))}"
 
 
-def left(found: Sequence[Place]) -> list[Place]:
+def left(places: Sequence[Place]) -> list[Place]:
     """The places where something can be begun; `Unfinished` where there is none left."""
-    there = [place for place in found if not place.gone]
+    there = [place for place in places if not place.gone]
     if not there:
         raise Unfinished("every device of the study was lost; the same command again goes on with what is missing")
     return there
 
 
-def at_one(study: Study, found: Sequence[Place]) -> Study:
+def at_one(study: Study, places: Sequence[Place]) -> Study:
     """The study as each place's process measures it."""
     here = len(os.sched_getaffinity(0))  # it is planned here
-    few = min(here, *(place.threads for place in found))
-    return replace(study, device=found[0].device, threads=study.threads or few, on="")
+    few = min(here, *(place.threads for place in places))
+    return replace(study, device=places[0].device, threads=study.threads or few, on="")

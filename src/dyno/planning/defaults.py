@@ -14,7 +14,7 @@ from dyno.sources.model_files import keeps_weights
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry
 from dyno.worker.option_values import check_types
-from dyno.worker.spec import ENDPOINT, UserError
+from dyno.worker.spec import ENDPOINT, FIXED, UserError
 
 T = TypeVar("T")
 OWN = (ENDPOINT, "fake:")  # prefixes of models that nothing but the backend of that name has
@@ -25,6 +25,12 @@ DEMO_MINUTES = 4.5
 EVALUATION: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
 }  # fmt: skip
+# A video or requests: their jobs measure in a way of their own, one after the other.
+OWN_JOBS: dict[str, Any] = {
+    "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False, "until": FIXED, "confirm": 0,
+    "search": False,
+}  # fmt: skip
+COMPARED_ROUNDS = 3  # of those, where engines are compared
 
 
 def study_of(model: str, defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> Study:
@@ -34,6 +40,15 @@ def study_of(model: str, defaults: Mapping[str, Any], settings: Mapping[str, Any
     if registry.format_of(model):  # a file's batch may be fixed
         fields.pop("batches", None)
     return one_model(model, settings, fields)
+
+
+def study_of_own_jobs(model: str, batch: int, settings: Mapping[str, Any]) -> tuple[Study, bool]:
+    """The study of a command whose jobs are no study's, at that batch unless told, and whether it compares engines."""
+    study = study_of(model, {**OWN_JOBS, "batches": (batch,)}, settings)
+    several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
+    if "rounds" not in settings:
+        study = replace(study, rounds=COMPARED_ROUNDS if several else 1)
+    return study, several
 
 
 def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> Study:

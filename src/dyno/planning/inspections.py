@@ -49,18 +49,18 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> d
         """Confine what this thread starts: processes on the same cores, with threads for all, wait for each other."""
         os.sched_setaffinity(0, shares.popleft())
 
-    found = {}
+    inspected = {}
     with ThreadPoolExecutor(most, initializer=keep_to_share) as pool:
         pending = {key: pool.submit(inspect_model, model, study, tick) for key, model in models.items()}
         try:
             for key, future in pending.items():
                 with suppress(UserError):
-                    found[key] = future.result()
+                    inspected[key] = future.result()
         except BaseException:
             stopped.set()
             pool.shutdown(wait=False, cancel_futures=True)
             raise
-    return found
+    return inspected
 
 
 def _shares(count: int) -> list[list[int]]:

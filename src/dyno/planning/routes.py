@@ -60,12 +60,12 @@ def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False
     return by_route
 
 
-def others(made: MadeBy, folds: bool) -> tuple[str, ...]:
+def others(made_by: MadeBy, folds: bool) -> tuple[str, ...]:
     """The routes that may give an engine another graph than the one that was exported first; `folds` says whether the
     engine's usual route fixes and folds the shapes anyway."""
-    if made.operators.keys() <= ALIKE:
+    if made_by.operators.keys() <= ALIKE:
         return ()
-    other = () if made.exporter == "torchscript" else ("torchscript",)
+    other = () if made_by.exporter == "torchscript" else ("torchscript",)
     if folds:
         return tuple(f"{name}+static+fold" for name in other)
-    return (*other, f"{made.exporter}+static+fold")
+    return (*other, f"{made_by.exporter}+static+fold")

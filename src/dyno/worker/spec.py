@@ -77,9 +77,9 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
 
 
-def numbered(count: int, one: str, many: str = "") -> str:
+def numbered(count: int, noun: str, many: str = "") -> str:
     """`1 image`, `2 images`; `many` where the plural takes more than an s."""
-    return f"{count} {one if count == 1 else many or f'{one}s'}"
+    return f"{count} {noun if count == 1 else many or f'{noun}s'}"
 
 
 def check_utf8(name: str) -> None:

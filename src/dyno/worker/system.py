@@ -108,10 +108,10 @@ def core_threads() -> list[tuple[int, ...]]:
     return sorted({tuple(_siblings(cpu, allowed)) for cpu in allowed})
 
 
-def last_cache(folder: Path = Path("/sys/devices/system/cpu/cpu0/cache")) -> int:
-    """Bytes of the largest cache that a processor has, as Linux lists them in the folder; 0 where it doesn't."""
+def last_cache() -> int:
+    """Bytes of the largest cache that a processor has, as Linux lists them; 0 where it doesn't."""
     found = [0]
-    for file in folder.glob("index*/size"):
+    for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:
             found.append(int(file.read_text().strip().removesuffix("K")) * 1024)  # Linux always gives KiB
         except (OSError, ValueError):

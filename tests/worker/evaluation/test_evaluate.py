@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.backend import Session
-from dyno.worker.evaluation import evaluate
+from dyno.worker.evaluation.evaluate import evaluate
 from dyno.worker.facts.job import Evaluated
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial
 
@@ -50,7 +50,7 @@ def trial(data: DataSpec, batch: int) -> Trial:
 @pytest.mark.parametrize("batch", [1, 3, 7, 10])
 def test_every_image_once_and_in_order_at_any_batch(data: DataSpec, batch: int) -> None:
     session = Linear(batch)
-    arrays = evaluate.outputs(session, trial(data, batch))
+    arrays = evaluate(session, trial(data, batch), timed=False).arrays
     pixels = np.load(Path(data.folder) / "images.npy")[[3, 1, 4, 15, 9, 2, 6]].astype(np.float32)
     expected = ((pixels / 255 - 0.5) / 0.5).reshape(7, -1) @ session.weights
     np.testing.assert_allclose(arrays["output:output"], expected, rtol=1e-4, atol=1e-5)
@@ -60,7 +60,7 @@ def test_every_image_once_and_in_order_at_any_batch(data: DataSpec, batch: int) 
 
 
 def test_the_best_ten_are_ranked(data: DataSpec) -> None:
-    arrays = evaluate.outputs(Linear(2), trial(data, 2))
+    arrays = evaluate(Linear(2), trial(data, 2), timed=False).arrays
     assert arrays["topk_index"].shape == arrays["topk_score"].shape == (7, 10)
     assert (arrays["topk_index"].dtype, arrays["topk_score"].dtype) == (np.int32, np.float32)
     assert (np.diff(arrays["topk_score"]) <= 0).all()
@@ -68,27 +68,27 @@ def test_the_best_ten_are_ranked(data: DataSpec) -> None:
 
 
 def test_fewer_classes_than_ten(data: DataSpec) -> None:
-    assert evaluate.outputs(Linear(2, classes=4), trial(data, 2))["topk_index"].shape == (7, 4)
-    assert "topk_index" not in evaluate.outputs(Linear(2, classes=1), trial(data, 2))
+    assert evaluate(Linear(2, classes=4), trial(data, 2), timed=False).arrays["topk_index"].shape == (7, 4)
+    assert "topk_index" not in evaluate(Linear(2, classes=1), trial(data, 2), timed=False).arrays
 
 
 def test_ties_rank_alike_everywhere(data: DataSpec) -> None:
     session = Linear(1)
     session.weights[:] = 0
-    arrays = evaluate.outputs(session, trial(data, 1))
+    arrays = evaluate(session, trial(data, 1), timed=False).arrays
     assert (arrays["topk_index"] == np.arange(10)).all()
 
 
 def test_random_inputs_have_no_labels() -> None:
-    arrays = evaluate.outputs(Linear(2), trial(DataSpec(count=5), 2))
+    arrays = evaluate(Linear(2), trial(DataSpec(count=5), 2), timed=False).arrays
     assert set(arrays) == {"output:output", "output:scale", "rows:scale", "topk_index", "topk_score", "sample"}
     assert arrays["sample"].tolist() == [0, 1, 2, 3, 4]
     assert arrays["output:output"].shape == (5, CLASSES)
 
 
 def test_raw_outputs_are_capped_and_answers_are_not(data: DataSpec, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(evaluate, "RAW_BYTES", 2 * (2 * CLASSES + 1) * 4)
-    arrays = evaluate.outputs(Linear(2), trial(data, 2))
+    monkeypatch.setattr("dyno.worker.evaluation.evaluate.RAW_BYTES", 2 * (2 * CLASSES + 1) * 4)
+    arrays = evaluate(Linear(2), trial(data, 2), timed=False).arrays
     assert arrays["output:output"].shape == (4, CLASSES)
     assert len(arrays["topk_index"]) == len(arrays["label"]) == len(arrays["sample"]) == 7
 
@@ -101,39 +101,39 @@ def test_the_session_may_reuse_its_output(data: DataSpec) -> None:
             self.place[:] = self.result
             return {"output": self.place}
 
-    plain, reusing = evaluate.outputs(Linear(2), trial(data, 2)), evaluate.outputs(Reusing(2), trial(data, 2))
+    plain, reusing = (evaluate(kind(2), trial(data, 2), timed=False).arrays for kind in (Linear, Reusing))
     np.testing.assert_array_equal(plain["output:output"], reusing["output:output"])
 
 
 def test_real_images_are_timed_after_a_tenth_of_warm_up(data: DataSpec) -> None:
     session = Linear(2)
-    evaluation = evaluate.evaluate(session, trial(data, 2))
+    evaluation = evaluate(session, trial(data, 2))
     assert (evaluation.images, evaluation.warm_up) == (7, 2)
     assert evaluation.seconds > 0 and {m.tag: m.unit for m in evaluation.measurements()} == {
         "preprocess": "s", "inference": "s", "postprocess": "s", "pipeline": "1/s",
     }  # fmt: skip
     assert evaluation.facts() == Evaluated(7, evaluation.seconds, 2)
     assert all(len(samples) >= 3 and (samples > 0).all() for samples in evaluation.stages.values())
-    for name, array in evaluate.outputs(Linear(2), trial(data, 2)).items():
+    for name, array in evaluate(Linear(2), trial(data, 2), timed=False).arrays.items():
         np.testing.assert_array_equal(array, evaluation.arrays[name])
 
 
 def test_random_inputs_are_not_timed() -> None:
-    evaluation = evaluate.evaluate(Linear(2), trial(DataSpec(count=5), 2))
+    evaluation = evaluate(Linear(2), trial(DataSpec(count=5), 2))
     assert (evaluation.measurements(), evaluation.facts()) == ([], None)
 
 
 def test_pixels_go_as_they_are_to_a_uint8_input(data: DataSpec) -> None:
     session = Linear(3)
     session.inputs = (Tensor("input", "uint8", (3, 1, 2, 2)),)
-    evaluate.outputs(session, trial(data, 3))
+    evaluate(session, trial(data, 3), timed=False)
     assert {bound.dtype for bound in session.seen} == {np.dtype(np.uint8)}
 
 
 def test_metadata_of_the_data_set_is_recorded(data: DataSpec) -> None:
     metadata = '{"decode_s": 0.002, "classes": ["a", "б"], "warnings": ["class \'б\' is in no image"]}'
     (Path(data.folder) / "meta.json").write_text(metadata, encoding="utf-8")
-    evaluation = evaluate.evaluate(Linear(2), trial(data, 2))
+    evaluation = evaluate(Linear(2), trial(data, 2))
     assert evaluation.measurements()[0].tag == "decode" and evaluation.decode == 0.002
     assert evaluation.arrays["classes"].tolist() == ["a", "б"]
     assert evaluation.oddities == ("class 'б' is in no image",)

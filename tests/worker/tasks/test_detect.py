@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.backend import Session
-from dyno.worker.evaluation import evaluate
+from dyno.worker.evaluation.evaluate import evaluate
 from dyno.worker.inputs.letterbox import geometry
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial, UserError
 
@@ -70,7 +70,7 @@ def trial(data: DataSpec, batch: int, task: str = "detect") -> Trial:
 
 @pytest.mark.parametrize("batch", [1, 2, 5, 8])
 def test_boxes_are_those_of_the_original_images(data: DataSpec, boxes, batch: int) -> None:
-    found = evaluate.evaluate(Knowing(batch, boxes), trial(data, batch)).arrays
+    found = evaluate(Knowing(batch, boxes), trial(data, batch)).arrays
     assert found["sample"].tolist() == [2, 0, 4, 1, 3]
     assert found["detection_image"].tolist() == [2, 2, 0, 0, 4, 4, 1, 1, 3, 3]
     assert found["detection_image"].dtype == np.int64 and found["detection_class"].dtype == np.int32
@@ -91,19 +91,19 @@ def test_they_are_worth_what_they_overlap(data: DataSpec, boxes) -> None:
         "categories": [{"id": k, "name": str(k)} for k in range(CLASSES)],
     }  # fmt: skip
     truth = json.loads(json.dumps(truth))
-    right = evaluate.outputs(Knowing(2, boxes), trial(data, 2))
-    shifted = evaluate.outputs(Knowing(2, boxes, shift=0.25), trial(data, 2))
+    right = evaluate(Knowing(2, boxes), trial(data, 2), timed=False).arrays
+    shifted = evaluate(Knowing(2, boxes, shift=0.25), trial(data, 2), timed=False).arrays
     assert detection.scores(right, truth, "bbox").map50[0] == pytest.approx(1)
     assert detection.scores(right, truth, "bbox").map50_95[0] > 0.9
     assert 0.1 <= detection.scores(shifted, truth, "bbox").map50_95[0] <= 0.5, "a quarter aside shares 0.75 / 1.25"
 
 
 def test_nothing_found_is_no_error(data: DataSpec) -> None:
-    found = evaluate.outputs(Knowing(2, [[] for _ in SIZES]), trial(data, 2))
+    found = evaluate(Knowing(2, [[] for _ in SIZES]), trial(data, 2), timed=False).arrays
     assert found["detection_box"].shape == (0, 4) and found["detection_image"].dtype == np.int64
 
 
 def test_a_data_set_without_sizes_is_one_line(data: DataSpec, boxes) -> None:
     (Path(data.folder) / "sizes.npy").unlink()
     with pytest.raises(UserError, match="decoded without the images' sizes"):
-        evaluate.outputs(Knowing(2, boxes), trial(data, 2))
+        evaluate(Knowing(2, boxes), trial(data, 2), timed=False)

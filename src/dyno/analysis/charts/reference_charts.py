@@ -28,12 +28,12 @@ def inference_time(run: RunData) -> Any:
     from matplotlib.patches import Patch
 
     rows = series.configurations(frontier.usable(run.frame).dropna(subset=[LATENCY]))
-    found = [
+    groups = [
         (f"{sized(size, 'size ')}, batch {batch}".lstrip(", "), group)
         for (size, batch), group in rows.groupby(["size", "batch"], sort=False)
         if group["model"].nunique() > 1
     ]
-    panels, left = found[: series.MOST_PANELS], max(0, len(found) - series.MOST_PANELS)
+    panels, left = groups[: series.MOST_PANELS], max(0, len(groups) - series.MOST_PANELS)
     if not panels:
         return None
     with styled() as figure_class:

@@ -121,11 +121,11 @@ def _modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     by_name: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(calls):
         by_name[call.name].append(index)
-    known = {name: call.name for call in calls for name in (*call.modules, call.name)}
+    name_of = {name: call.name for call in calls for name in (*call.modules, call.name)}
     nodes: dict[str, dict[int | None, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, node in enumerate(graph):
         for text in node.modules:
-            name, number = _call(text, known)
+            name, number = _call(text, name_of)
             nodes[name][number].append(index)
     claims: Claims = defaultdict(set)
     for name, by_call in nodes.items():
@@ -232,18 +232,18 @@ class _Groups:
         self.parent = {one: one for one in every}
         self._forms = {one: {one[0]} for one in every}
 
-    def root(self, one: tuple[int, int]) -> tuple[int, int]:
+    def root(self, layer: tuple[int, int]) -> tuple[int, int]:
         """The layer that stands for the group."""
-        while self.parent[one] != one:
-            self.parent[one] = self.parent[self.parent[one]]
-            one = self.parent[one]
-        return one
+        while self.parent[layer] != layer:
+            self.parent[layer] = self.parent[self.parent[layer]]
+            layer = self.parent[layer]
+        return layer
 
-    def join(self, one: tuple[int, int], other: tuple[int, int], sure: bool) -> None:
+    def join(self, layer: tuple[int, int], other: tuple[int, int], sure: bool) -> None:
         """Make one group of both layers' groups. Where that isn't sure, a group that has its place stays as it is: a
         node may be guessed to be in this layer of one engine, and be known to be in that one of another."""
-        a, b = self.root(one), self.root(other)
-        if a == b or (not sure and other[0] in self._forms[a] and one[0] in self._forms[b]):
+        a, b = self.root(layer), self.root(other)
+        if a == b or (not sure and other[0] in self._forms[a] and layer[0] in self._forms[b]):
             return
         self.parent[b] = a
         self._forms[a] |= self._forms[b]

@@ -310,6 +310,6 @@ def medians(side: Side) -> np.ndarray:
     return np.array(np.median([np.median(each.layers, axis=0) for each in side.processes], axis=0))
 
 
-def by_cause(found: Sequence[Part]) -> Mapping[Cause, list[int]]:
+def by_cause(parts: Sequence[Part]) -> Mapping[Cause, list[int]]:
     """The places of the parts of each cause, in the order of CAUSES."""
-    return {cause: own for cause in CAUSES if (own := [k for k, part in enumerate(found) if part.cause == cause])}
+    return {cause: own for cause in CAUSES if (own := [k for k, part in enumerate(parts) if part.cause == cause])}

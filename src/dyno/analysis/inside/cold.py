@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import bounded
+from dyno.analysis.presentation.limits import limited, limits_of, printed
 from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
 from dyno.worker.facts.job import ColdStart
 
@@ -38,8 +39,7 @@ COLUMNS = (
     Column("files", "where code and model lie when the process starts", kind=TEXT, title="files are"),
     Column("first_answer_ms", "from the start of the process to its first answer: the mean over rounds", "ms",
            title="first answer, ms", interval=True),
-    Column("first_answer_ms_low", "its lower limit", "ms"),
-    Column("first_answer_ms_high", "its upper limit", "ms"),
+    *limits_of("first_answer_ms", "ms"),
     *(Column(f"{name}_ms", f"{meaning}, in the round in the middle", "ms", title=name.replace("_", " "), rank=1)
       for name, meaning in PARTS.items()),
     Column("rest_ms", "what lies between the parts", "ms", title="rest", rank=2),
@@ -47,12 +47,11 @@ COLUMNS = (
     Column("read_mb", "read from disk for the process, in the round in the middle", "MB", title="read, MB", rank=1),
     Column("speedup", "the first form's first answer over this one's, by rounds", kind=RATIO, title="speed-up",
            interval=True),
-    Column("speedup_low", "its lower limit", kind=RATIO),
-    Column("speedup_high", "its upper limit", kind=RATIO),
+    *limits_of("speedup", "", RATIO),
     Column("verdict", "whether that is real", kind=TEXT, cell=_verdict),
     Column("rounds", "processes", kind=COUNT, rank=3),
 )  # fmt: skip
-PRINTED = tuple(column.name for column in COLUMNS if not column.name.endswith(("_low", "_high")))
+PRINTED = printed(COLUMNS)
 NOTE = "Parts, in ms, are those of the round in the middle, and with the rest they sum to its first answer."
 NAMED = 2  # parts that a sentence names
 MANY_UNCOMPILED = 0.1  # of the modules: a program's own few files say nothing of its libraries
@@ -77,18 +76,18 @@ class Starts:
         return sorted(self.rounds, key=lambda one: one.first_answer)[len(self.rounds) // 2]
 
 
-def table(each: Sequence[Starts]) -> Table:
+def table(starts: Sequence[Starts]) -> Table:
     """A row for each form and place of its files, compared with the first form's of the same place as one family."""
-    first = {one.files: one for one in reversed(each)}
-    evidence = [None if one is first[one.files] else _evidence(one, first[one.files]) for one in each]
+    first = {one.files: one for one in reversed(starts)}
+    evidence = [None if one is first[one.files] else _evidence(one, first[one.files]) for one in starts]
     decided = stats.decide_family(evidence)
-    rows = [_row(one, speedup if e else None) for one, e, speedup in zip(each, evidence, decided, strict=True)]
-    return STARTS.of(COLUMNS, rows, notes=(NOTE, *sentences(each)), printed=PRINTED)
+    rows = [_row(one, speedup if e else None) for one, e, speedup in zip(starts, evidence, decided, strict=True)]
+    return STARTS.of(COLUMNS, rows, notes=(NOTE, *sentences(starts)), printed=PRINTED)
 
 
-def sentences(each: Sequence[Starts]) -> list[str]:
+def sentences(starts: Sequence[Starts]) -> list[str]:
     """What takes longest before the first answer, how a later call compares, and which starts compile libraries."""
-    return [_sentence(one) for one in each] + [line for one in each if (line := _uncompiled(one))]
+    return [_sentence(one) for one in starts] + [line for one in starts if (line := _uncompiled(one))]
 
 
 def without_byte_code(modules: int, uncompiled: int) -> str:
@@ -132,5 +131,4 @@ def _row(one: Starts, speedup: stats.Speedup | None) -> Row:
     }  # fmt: skip
     if speedup is None:
         return {**row, "verdict": "reference"}
-    bounds = {"speedup_low": speedup.low, "speedup_high": speedup.high}
-    return {**row, "speedup": speedup.value, **bounds, "verdict": speedup.verdict}
+    return {**row, **limited("speedup", speedup), "verdict": speedup.verdict}

@@ -34,12 +34,12 @@ class Reason:
     high: float | None = None
 
 
-def reasons(found: Waterfall) -> list[Reason]:
+def reasons(waterfall: Waterfall) -> list[Reason]:
     """The difference, its causes from the largest on, and how much of it they explain.
 
     A cause whose interval holds 0 has no sentence, nor has one of less than 5 % of the difference.
     """
-    words = _Words(found)
+    words = _Words(waterfall)
     told = [words.gap(), *words.strangers(), *words.causes(), *words.alone(), *words.narrower(), *words.attributed()]
     return [*told, *words.watched()]
 
@@ -47,9 +47,9 @@ def reasons(found: Waterfall) -> list[Reason]:
 class _Words:
     """Makes the sentences of a waterfall."""
 
-    def __init__(self, found: Waterfall) -> None:
-        self._w, self._gap = found, found.gap
-        self._a, self._b = _short(found.pair.titles)
+    def __init__(self, waterfall: Waterfall) -> None:
+        self._w, self._gap = waterfall, waterfall.gap
+        self._a, self._b = _short(waterfall.pair.titles)
         whole = abs(self._gap.difference.value) if self._gap.proven else self._gap.a
         self._least, self._large = NOTEWORTHY * whole, BY_ITSELF * whole
 

@@ -175,10 +175,10 @@ def _what_happened(forms: Sequence[Inside], there: Sequence[int], last: int, reg
     return ", ".join(remarks)
 
 
-def coverage(forms: Sequence[Inside], each: align.Link) -> str:
+def coverage(forms: Sequence[Inside], link: align.Link) -> str:
     """How the layers of the upper form found their counterparts, and how many have none."""
-    total = sum(not layer.skipped for layer in forms[each.upper].layers)
-    count = {why: sum(one == why for one in each.how.values()) for why in (NAMED, FLOW, CONSTANT)}
+    total = sum(not layer.skipped for layer in forms[link.upper].layers)
+    count = {why: sum(one == why for one in link.how.values()) for why in (NAMED, FLOW, CONSTANT)}
     alone = total - sum(count.values())
     if not total:
         return ""
@@ -186,7 +186,7 @@ def coverage(forms: Sequence[Inside], each: align.Link) -> str:
     shares = [f"{n:,} {words[why]}" for why, n in count.items() if n]
     shares += [f"{alone:,} unaligned ({alone / total:.1%})"] if alone else []
     return (
-        f"{forms[each.upper].library} aligned with {forms[each.lower].library}, {total:,} in all: {', '.join(shares)}."
+        f"{forms[link.upper].library} aligned with {forms[link.lower].library}, {total:,} in all: {', '.join(shares)}."
     )
 
 

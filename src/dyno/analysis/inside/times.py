@@ -164,21 +164,21 @@ def origins(forms: Sequence[Inside], k: int, graph: int | None, owner: int | Non
             return [forms[owner].layers[call].name or MODEL for call in calls[node]]
         return [name or MODEL for name in forms[pivot].layers[node].modules]
 
-    found = []
+    origin_of = []
     for i, layer in enumerate(form.layers):
         own = nodes.get(i, ()) if not layer.moves else ()
         runs = [node for node in own if node not in constant] or own  # parts may share what shapes decide
         modules = dict.fromkeys(name for node in runs for name in named(node))
-        found.append(([*modules], [forms[pivot].layers[node].name for node in own]))
-    return found
+        origin_of.append(([*modules], [forms[pivot].layers[node].name for node in own]))
+    return origin_of
 
 
-def turned(each: align.Link) -> dict[int, list[int]]:
+def turned(link: align.Link) -> dict[int, list[int]]:
     """The upper form's counterparts of each layer of the lower one; of a module around others only where it's sure."""
     by_lower: dict[int, list[int]] = {}
-    for upper, own in sorted(each.pairs.items()):
+    for upper, own in sorted(link.pairs.items()):
         for lower in own:
-            if upper not in each.outer or (upper, lower) in each.sure:
+            if upper not in link.outer or (upper, lower) in link.sure:
                 by_lower.setdefault(lower, []).append(upper)
     return by_lower
 

@@ -14,18 +14,22 @@ LONGEST = 52  # characters of a name on the axis
 LESS, MORE, REST = "#009E73", "#D55E00", "#8A8A8A"  # shorter, longer, and time outside the layers
 
 
-def draw(found: Waterfall) -> Any:
+def draw(waterfall: Waterfall) -> Any:
     """A matplotlib Figure: microseconds from A's latency (above) to B's, green where B takes less.
 
     Hatched steps aren't layers of the model; whiskers are the 95 % intervals of a step's own difference.
     """
-    steps = [step for step in found.causes if step.a or step.b]
+    steps = [step for step in waterfall.causes if step.a or step.b]
     with styled() as figure_class:
         figure = figure_class((WIDTH, ROW * (len(steps) + 2) + EDGE), layout="constrained")
         axes = figure.add_subplot()
-        names = [f"A: {found.pair.titles[0]}", *(step.cause.title for step in steps), f"B: {found.pair.titles[1]}"]
-        texts = [_whole(axes, 0, found.gap.a)]
-        reached = 1e6 * found.gap.a
+        names = [
+            f"A: {waterfall.pair.titles[0]}",
+            *(step.cause.title for step in steps),
+            f"B: {waterfall.pair.titles[1]}",
+        ]
+        texts = [_whole(axes, 0, waterfall.gap.a)]
+        reached = 1e6 * waterfall.gap.a
         corners = [reached]
         for y, step in enumerate(steps, 1):
             value = 1e6 * step.difference.value
@@ -39,7 +43,7 @@ def draw(found: Waterfall) -> Any:
             reached += value
             corners.append(reached)
         axes.plot([reached, reached], [len(steps), len(steps) + 1], color=INK, lw=0.6)
-        texts.append(_whole(axes, len(steps) + 1, found.gap.b))
+        texts.append(_whole(axes, len(steps) + 1, waterfall.gap.b))
         axes.set_yticks(range(len(names)), [short(name, LONGEST) for name in names])
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)

@@ -39,22 +39,22 @@ TIMES = (
 )
 
 
-def tables(found: Waterfall, top: int) -> list[Table]:
+def tables(waterfall: Waterfall, top: int) -> list[Table]:
     """The causes, and the `top` parts (0: all) with the largest differences; the other parts are one row."""
-    return [by_cause(found), by_part(found, top)]
+    return [by_cause(waterfall), by_part(waterfall, top)]
 
 
-def by_cause(found: Waterfall) -> Table:
+def by_cause(waterfall: Waterfall) -> Table:
     """A's latency, a step for each cause, B's latency; `reached` is the latency after the step."""
-    gap, (title_a, title_b) = found.gap, found.pair.titles
+    gap, (title_a, title_b) = waterfall.gap, waterfall.pair.titles
     rows: list[Row] = [{"cause": f"A: {title_a}", "a_us": 1e6 * gap.a, "reached_us": 1e6 * gap.a}]
     reached = gap.a
-    for step in found.causes:
+    for step in waterfall.causes:
         reached += step.difference.value
         parts = len(step.parts) or None
-        rows.append({"cause": step.cause.title, "key": step.cause.key, "parts": parts, **_times(found, step),
+        rows.append({"cause": step.cause.title, "key": step.cause.key, "parts": parts, **_times(waterfall, step),
                      "reached_us": 1e6 * reached})  # fmt: skip
-    last = {"cause": f"B: {title_b}", **_times(found, gap), "reached_us": 1e6 * gap.b}
+    last = {"cause": f"B: {title_b}", **_times(waterfall, gap), "reached_us": 1e6 * gap.b}
     rows.append({**last, "a_us": None})
     columns = (
         Column("cause", "why these parts take another time", kind=TEXT),
@@ -63,48 +63,48 @@ def by_cause(found: Waterfall) -> Table:
         *TIMES,
         Column("reached_us", "the latency after this step", "µs", title="latency, µs", rank=1),
     )
-    return WATERFALL.of(columns, rows, notes=_notes(found))
+    return WATERFALL.of(columns, rows, notes=_notes(waterfall))
 
 
-def _notes(found: Waterfall) -> tuple[str, ...]:
-    rounds = len(found.pair.a.processes)
+def _notes(waterfall: Waterfall) -> tuple[str, ...]:
+    rounds = len(waterfall.pair.a.processes)
     process, spread = (
         ("one process", "repeats within it; another process may differ")
         if rounds == 1
         else (f"{rounds} processes", "processes")
     )
-    sides = list(zip(found.pair.titles, found.pair.sides, strict=True))
-    notes = [f"Medians over {process} of each side; the intervals are from the {spread}.", *found.pair.notes]
+    sides = list(zip(waterfall.pair.titles, waterfall.pair.sides, strict=True))
+    notes = [f"Medians over {process} of each side; the intervals are from the {spread}.", *waterfall.pair.notes]
     notes += [f"{title} in the run: {significant(1e3 * side.stored)} ms." for title, side in sides if side.stored]
-    notes += [note for side in found.pair.sides for note in found.pair.forms[side.form].notes]
+    notes += [note for side in waterfall.pair.sides for note in waterfall.pair.forms[side.form].notes]
     notes += [f"{title}: {warning}" for title, side in sides for warning in pairs.warned(side)]
     return tuple(dict.fromkeys(notes))
 
 
-def _times(found: Waterfall, step: Step) -> Row:
+def _times(waterfall: Waterfall, step: Step) -> Row:
     value = step.difference
     return {
         "a_us": 1e6 * step.a, "b_us": 1e6 * step.b, "difference_us": 1e6 * value.value,
         "difference_us_low": 1e6 * value.low, "difference_us_high": 1e6 * value.high,
-        "share": _share(found, value.value),
+        "share": _share(waterfall, value.value),
     }  # fmt: skip
 
 
-def _share(found: Waterfall, seconds: float) -> float | None:
+def _share(waterfall: Waterfall, seconds: float) -> float | None:
     """Percent of the difference; none of one that is not shown."""
-    return 100 * found.share(seconds) + 0.0 if found.gap.proven else None
+    return 100 * waterfall.share(seconds) + 0.0 if waterfall.gap.proven else None
 
 
-def by_part(found: Waterfall, top: int) -> Table:
+def by_part(waterfall: Waterfall, top: int) -> Table:
     """The parts of the model, the largest differences first, and what else there is in a row."""
-    order = sorted(range(len(found.parts)), key=lambda k: -abs(found.steps[k].difference.value))
-    rows = [_row(found, k) for k in order[: top or None]]
+    order = sorted(range(len(waterfall.parts)), key=lambda k: -abs(waterfall.steps[k].difference.value))
+    rows = [_row(waterfall, k) for k in order[: top or None]]
     if rest := order[len(rows) :]:
-        steps = [found.steps[k] for k in rest]
+        steps = [waterfall.steps[k] for k in rest]
         a, b = sum(s.a for s in steps), sum(s.b for s in steps)
         rows.append({"modules": counting(len(rest), "more part"), "modules_names": [counting(len(rest), "more part")],
                      "a_us": 1e6 * a, "b_us": 1e6 * b, "difference_us": 1e6 * (b - a),
-                     "share": _share(found, b - a)})  # fmt: skip
+                     "share": _share(waterfall, b - a)})  # fmt: skip
     columns = (
         Column("modules", "the model's own modules, else nodes or layers", kind=TEXT, cell=names_cell("modules")),
         Column("cause", "why it takes another time", kind=TEXT),
@@ -121,16 +121,16 @@ def by_part(found: Waterfall, top: int) -> Table:
     return PARTS.of(columns, rows)
 
 
-def _row(found: Waterfall, k: int) -> Row:
-    part, step = found.parts[k], found.steps[k]
+def _row(waterfall: Waterfall, k: int) -> Row:
+    part, step = waterfall.parts[k], waterfall.steps[k]
     row: Row = {"modules": " ".join(part.names), "modules_names": list(part.names), "cause": part.cause.title}
     if part.before:
         row["modules_names"] = [f"{part.names[0]} before {part.before}"]
-    for name, side, own, kind in zip("ab", found.pair.sides, (part.a, part.b), part.types, strict=True):
-        layers = [found.pair.forms[side.form].layers[i] for i in own]
+    for name, side, own, kind in zip("ab", waterfall.pair.sides, (part.a, part.b), part.types, strict=True):
+        layers = [waterfall.pair.forms[side.form].layers[i] for i in own]
         row[f"layers_{name}"] = " ".join(filter(None, (_counted([each.type for each in layers]), kind)))
         row[f"kernels_{name}"] = _counted([each.tactic for each in layers if each.tactic])
-    return row | _times(found, step)
+    return row | _times(waterfall, step)
 
 
 def _counted(names: Sequence[str]) -> str:

@@ -18,37 +18,37 @@ from dyno.analysis.style import laid_out, svg
 PREFIX = "waterfall"  # of the ids in a chart, which may stand in a page with others
 
 
-def chart(found: Waterfall, prefix: str = PREFIX) -> str:
+def chart(waterfall: Waterfall, prefix: str = PREFIX) -> str:
     """The waterfall as an <svg> element."""
-    figure = waterfall_chart.draw(found)
+    figure = waterfall_chart.draw(waterfall)
     return svg(figure, prefix, laid_out(figure))
 
 
-def fragment(found: Waterfall, tables: Sequence[Table], sentences: Sequence[str], prefix: str = PREFIX) -> str:
+def fragment(waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str], prefix: str = PREFIX) -> str:
     """The chart, the tables and the sentences: a part of a page."""
     listed = "".join(f"<li>{escape(sentence)}</li>\n" for sentence in sentences)
-    return f"{chart(found, prefix)}\n{export(tables, 'html')}\n<ul>\n{listed}</ul>\n"
+    return f"{chart(waterfall, prefix)}\n{export(tables, 'html')}\n<ul>\n{listed}</ul>\n"
 
 
-def graphs(found: Waterfall) -> str:
+def graphs(waterfall: Waterfall) -> str:
     """The layers of both forms side by side, by their times in the waterfall; selecting one shows its counterpart. The
     page needs `layer_graph.scripts` once."""
-    sides, estimates = found.pair.sides, (found.a, found.b)
-    parts = [{layer: number for number, part in enumerate(found.parts) for layer in (part.a, part.b)[k]}
+    sides, estimates = waterfall.pair.sides, (waterfall.a, waterfall.b)
+    parts = [{layer: number for number, part in enumerate(waterfall.parts) for layer in (part.a, part.b)[k]}
              for k in range(2)]  # fmt: skip
-    return layer_graph.figure([_graph(found, *each) for each in zip(sides, estimates, parts, strict=True)])
+    return layer_graph.figure([_graph(waterfall, *each) for each in zip(sides, estimates, parts, strict=True)])
 
 
-def _graph(found: Waterfall, side: Side, times: Estimates, parts: dict[int, int]) -> dict[str, object]:
+def _graph(waterfall: Waterfall, side: Side, times: Estimates, parts: dict[int, int]) -> dict[str, object]:
     modules = {side.form: side.module} if side.module is not None else {}
-    (bare,) = timelines(found.pair.forms, found.pair.graph_of, modules, {}, [side.form])
+    (bare,) = timelines(waterfall.pair.forms, waterfall.pair.graph_of, modules, {}, [side.form])
     seconds = times.layers[:1, [step.index for step in bare.steps]]
-    form = found.pair.forms[side.form]
+    form = waterfall.pair.forms[side.form]
     return layer_graph.graph(form, replace(bare, seconds=seconds, own=True), parts)
 
 
-def html(found: Waterfall, tables: Sequence[Table], sentences: Sequence[str]) -> str:
+def html(waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str]) -> str:
     """The whole page: the fragment and the graphs."""
-    a, b = found.pair.titles
-    body = f"{fragment(found, tables, sentences)}\n{graphs(found)}\n{layer_graph.scripts()}"
+    a, b = waterfall.pair.titles
+    body = f"{fragment(waterfall, tables, sentences)}\n{graphs(waterfall)}\n{layer_graph.scripts()}"
     return page.whole(f"From {a} to {b}", body)

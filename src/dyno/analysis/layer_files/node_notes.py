@@ -45,7 +45,7 @@ def notes(
 
     A layer that stands for several nodes has its whole time at each of them, and says for how many.
     """
-    found = [Note() for _ in forms[graph].layers]
+    notes_of = [Note() for _ in forms[graph].layers]
     for k, timeline in timelines.items():
         if k == module:
             layers_of = turned(align.link(forms, k, graph))
@@ -53,10 +53,10 @@ def notes(
             layers_of = {node: sorted(own) for node, own in align.link(forms, graph, k).pairs.items()}
         place = {step.index: at for at, step in enumerate(timeline.steps)}
         nodes = Counter(i for own in layers_of.values() for i in own)
-        for node, note in enumerate(found):
+        for node, note in enumerate(notes_of):
             ran = [i for i in layers_of.get(node, ()) if i in place]
             for i in ran:
                 note.add(timeline.title, timeline.about(place[i]), nodes[i])
             if not ran:
                 note.lines.append(f"{timeline.title}: {UNKNOWN}")
-    return found
+    return notes_of

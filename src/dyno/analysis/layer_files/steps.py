@@ -22,15 +22,14 @@ class Step:
     """One layer that runs, under the modules that are around all of it.
 
     `index` is its place in the form. `stack` has full names, outermost first: of modules, then of the layer itself,
-    unless a module's call is the layer. One that no module is known for is under its operator. `modules` and `nodes`
-    are what it came from.
+    unless a module's call is the layer. One that no module is known for is under its operator. `modules` are what it
+    came from.
     """
 
     index: int
     layer: Layer
     stack: tuple[str, ...]
     modules: tuple[str, ...] = ()
-    nodes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -78,30 +77,30 @@ def timelines(
     """The forms of the indices `shown`; `times` has what was timed, the others are as in `times.profile`."""
     found = []
     for k in shown:
-        own = origins(forms, k, graph_of.get(k), module_of.get(k))
+        origin = origins(forms, k, graph_of.get(k), module_of.get(k))
         timed = times.get(k)
         seconds = timed.layers if timed else np.zeros((0, len(forms[k].layers)))
         ran = [i for i, layer in enumerate(forms[k].layers) if not layer.skipped or seconds[:, i].any()]
-        steps = tuple(_step(forms[k], i, *own[i]) for i in ran)
+        steps = tuple(_step(forms[k], i, origin[i][0]) for i in ran)
         each = len(timed.profiled) // len(timed.layers) if timed else 1
         found.append(Timeline(forms[k].library, steps, seconds[:, ran], each, forms[k].form == MODULES))
     return found
 
 
-def _step(form: Inside, index: int, modules: list[str], nodes: list[str]) -> Step:
+def _step(form: Inside, index: int, modules: list[str]) -> Step:
     layer = form.layers[index]
     around = _around(modules)
     if form.form == MODULES:
         return Step(index, layer, (MODEL, *around), tuple(modules))
     if not modules:
         group = CONVERSIONS if layer.moves else f"({layer.type})"
-        return Step(index, layer, (MODEL, group, layer.name or layer.type), (), tuple(nodes))
+        return Step(index, layer, (MODEL, group, layer.name or layer.type))
     label = layer.type
     if len(modules) > 1:
         label = names_cell("modules")({"modules_names": modules})
     if form.form == LAYERS and len(modules) > 1:
         label = f"{label}: {layer.type}"
-    return Step(index, layer, (MODEL, *around, label), tuple(modules), tuple(nodes))
+    return Step(index, layer, (MODEL, *around, label), tuple(modules))
 
 
 def _around(modules: Sequence[str]) -> tuple[str, ...]:

@@ -18,12 +18,9 @@ RANKS = 10
 
 @dataclass(frozen=True)
 class Agreement(Closeness):
-    """How close the values of A are to those of B (the reference) over all outputs of so many inputs, by these
-    tolerances."""
+    """How close the values of A are to those of B (the reference) over all outputs of so many inputs."""
 
     samples: int
-    atol: float = ATOL
-    rtol: float = RTOL
 
 
 @dataclass(frozen=True)
@@ -45,7 +42,7 @@ def agree(
     a, b = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
     found = closeness(a, b, rtol, atol)
     samples = min(min(len(own[n]), len(reference[n])) for n in reference)
-    return Agreement(**vars(found), samples=samples, atol=atol, rtol=rtol)
+    return Agreement(**vars(found), samples=samples)
 
 
 def _flat(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

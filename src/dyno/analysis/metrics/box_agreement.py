@@ -28,7 +28,6 @@ class BoxAgreement:
     reference.
     """
 
-    images: int
     expected: int
     matched: int
     own: int
@@ -56,7 +55,7 @@ def agree(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) ->
     expected, own_sure = int((b.scores >= SURE).sum()), int((a.scores >= SURE).sum())
     if not expected:
         return None
-    return BoxAgreement(len(images), expected, _matched_count(b, a), own_sure, _matched_count(a, b))
+    return BoxAgreement(expected, _matched_count(b, a), own_sure, _matched_count(a, b))
 
 
 def of(trial: TrialResult, reference: TrialResult) -> BoxAgreement | None:

@@ -29,7 +29,6 @@ class Truth:
     `ok`, `refuted` and `sentence` are the judgement of `worker.facts.precision`.
     """
 
-    requested: str
     share: float
     types: dict[str, int]
     ok: bool
@@ -67,7 +66,7 @@ def truth(t: TrialResult) -> Truth | None:
     if judged is None:  # a plug-in's engine, which only counted its layers
         by_type = {TYPES.get(name, name): number for name, number in counts.items()}
         judged = precision_truth(t.precision, by_type, t.backend)
-    return Truth(t.precision, share, types, judged.ok, judged.refuted, judged.sentence)
+    return Truth(share, types, judged.ok, judged.refuted, judged.sentence)
 
 
 def named(row: Mapping[str, Any]) -> str:

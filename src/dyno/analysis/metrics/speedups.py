@@ -41,11 +41,11 @@ def evidence(
     return found and of_rounds(found, own, reference, len(both))
 
 
-def of_rounds(found: stats.Evidence, own: TrialResult, reference: TrialResult, rounds: int) -> stats.Evidence:
+def of_rounds(compared: stats.Evidence, own: TrialResult, reference: TrialResult, rounds: int) -> stats.Evidence:
     """What was found of the two after so many rounds, and over how many builds it is."""
     # It was looked at after every round: those, too, that gave it no ratio, or another of a build.
     over = max(builds(own), builds(reference))
-    return replace(found, seen=rounds, builds=over if over > 1 else 0)
+    return replace(compared, seen=rounds, builds=over if over > 1 else 0)
 
 
 def builds(t: TrialResult) -> int:

@@ -60,7 +60,7 @@ def fps(frame: pd.DataFrame) -> pd.Series:
     return frame["batch"].astype(float) * 1e3 / frame[LATENCY]
 
 
-def pareto(frame: pd.DataFrame, speed: str = LATENCY, quality: str = "top1") -> pd.DataFrame:
+def pareto(frame: pd.DataFrame, speed: str, quality: str = "top1") -> pd.DataFrame:
     """The rows that no other row beats at both: fastest first, accuracy strictly rising.
 
     `speed` is LATENCY (less is better) or THROUGHPUT (more is better). Rows without either number are left out.

@@ -60,7 +60,7 @@ def matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
     return fits
 
 
-def first(trials: Sequence[T], fits: Callable[[T], bool] | None = None) -> T | None:
+def first(trials: Sequence[T], fits: Callable[[T], bool] | None) -> T | None:
     """The reference of trials that are compared with each other, in their order in tables: the first that `fits`; by
     default pytorch fp32 with the fewest options, else the first; None where there is none."""
     if fits:

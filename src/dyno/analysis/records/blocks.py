@@ -22,7 +22,7 @@ def log_ratios(a: TrialResult, b: TrialResult, boundary: str, clock: str = "") -
 
 
 def block_ratios(
-    a: TrialResult, b: TrialResult, boundary: str, clock: str = ""
+    a: TrialResult, b: TrialResult, boundary: str, clock: str
 ) -> list[tuple[tuple[int, int] | None, np.ndarray]]:
     """log(a / b) of each block, float64 [blocks], for each set of fresh processes in which both took turns, with the
     builds of the two that ran; None where neither has several.

@@ -236,10 +236,6 @@ class TrialResult:
         values = [v for r in self.good if (v := r.value(tag, boundary)) is not None]
         return statistics.median(values) if values else None
 
-    def confirmed(self, boundary: str, clock: str) -> list[float]:
-        """Median latency in seconds of each confirmation that ended well."""
-        return [m for r in self.confirmations if r.ok and (m := r.median(boundary, clock)) is not None]
-
     def count(self, tag: str) -> int | None:
         """A count that may differ between builds: the median round's, the lower of two in the middle; or None."""
         counts = [v for r in self.good if (v := r.value(tag)) is not None]

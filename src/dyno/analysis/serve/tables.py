@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import limits, show
+from dyno.analysis.presentation.limits import duration, limited, limits_of, printed
 from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.serve import runs, words
@@ -15,7 +13,7 @@ from dyno.analysis.serve.figures import QUANTILES, Tried
 from dyno.analysis.serve.outputs import Outputs
 from dyno.analysis.serve.runs import Served
 from dyno.analysis.serve.words import bound_of
-from dyno.analysis.stats import Interval, Speedup
+from dyno.analysis.stats import Speedup
 
 LATENCY_NOTE = (
     "Latency counts from the moment at which a request was due, never from when it was sent: whoever is late, also the "
@@ -42,7 +40,7 @@ def _serve(run: RunData) -> Table | None:
         "bound. queue and compute: mean time until a request's batch begins, and of that batch, at the highest rate.",
         LATENCY_NOTE,
     ]
-    return SERVE.of(SERVE_COLUMNS, rows, notes=tuple(notes), printed=_printed(SERVE_COLUMNS))
+    return SERVE.of(SERVE_COLUMNS, rows, notes=tuple(notes), printed=printed(SERVE_COLUMNS))
 
 
 def _row(served: Served) -> Row:
@@ -50,14 +48,14 @@ def _row(served: Served) -> Row:
     row: Row = {
         "label": served.trial.label, "trial": served.trial.id, "rounds": len(served.facts),
         "bound": bound_of(served), "holds": "" if not served.facts[0].bound_s else "yes" if served.highest else "none",
-        **_limited("rate", served.highest), **_limited("full_rate", served.capacity),
+        **limited("rate", served.highest), **limited("full_rate", served.capacity),
         "lanes": served.facts[0].lanes, **_outputs(served.outputs),
     }  # fmt: skip
     if there is None:
         return row
     found = there.percentile(served.bounded)
     return row | {
-        **_limited("latency_s", found), "mean_batch": there.mean_batch, "queue_s": there.queued,
+        **limited("latency_s", found), "mean_batch": there.mean_batch, "queue_s": there.queued,
         "compute_s": there.computed,
     }  # fmt: skip
 
@@ -76,13 +74,7 @@ def _compared(gain: Speedup | None, first: bool, outputs: Outputs) -> Row:
         return {}
     if first:
         return {"speedup": 1.0, "verdict": "reference"}
-    return {**_limited("speedup", gain), "verdict": gain.verdict} if gain else {}
-
-
-def _limited(name: str, interval: Interval | Speedup | None) -> Row:
-    if interval is None:
-        return {}
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+    return {**limited("speedup", gain), "verdict": gain.verdict} if gain else {}
 
 
 def _rates(run: RunData) -> Table | None:
@@ -93,7 +85,7 @@ def _rates(run: RunData) -> Table | None:
     ]
     if not rows:
         return None
-    return RATES.of(RATE_COLUMNS, rows, group=("label",), notes=tuple(_rate_notes()), printed=_printed(RATE_COLUMNS))
+    return RATES.of(RATE_COLUMNS, rows, group=("label",), notes=tuple(_rate_notes()), printed=printed(RATE_COLUMNS))
 
 
 def _rate_notes() -> Iterator[str]:
@@ -114,34 +106,13 @@ def _rate_row(served: Served, tried: Tried) -> Row:
         "holds": tried.step.verdict or ("unstable" if tried.step.unstable else ""),
     }  # fmt: skip
     for name in QUANTILES:
-        row |= _limited(f"{name}_s", tried.percentile(name))
+        row |= limited(f"{name}_s", tried.percentile(name))
     return row
-
-
-def _printed(columns: Sequence[Column]) -> tuple[str, ...]:
-    """The columns for people: without limits, which stand behind their value, and without ids."""
-    return tuple(c.name for c in columns if not c.name.endswith(("_low", "_high")) and c.name != TRIAL.name)
-
-
-def _duration(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:
-    def cell(row: Row) -> str:
-        value, low, high = row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high")
-        text = show(value, "duration")
-        if value is None or low is None or high is None or not np.isfinite([low, high]).all():
-            return text
-        return text + limits(low, high, lambda v: show(v, "duration"))
-
-    return Column(name, meaning, "s", title=title or name.removesuffix("_s"), cell=cell, rank=rank)
 
 
 def _some(name: str, meaning: str) -> Column:
     """A count that is shown where there are any."""
     return Column(name, meaning, kind=COUNT, cell=lambda row: f"{row[name]:,}" if row.get(name) else "", rank=2)
-
-
-def _limits_of(name: str, unit: str, kind: str = "number") -> tuple[Column, Column]:
-    return (Column(f"{name}_low", "its lower limit", unit, kind=kind),
-            Column(f"{name}_high", "its upper limit", unit, kind=kind))  # fmt: skip
 
 
 LABEL = Column("label", "model, backend with its options, precision, largest batch, size", kind=TEXT, title="trial")
@@ -153,20 +124,20 @@ SERVE_COLUMNS = (
     Column("bound", "that must hold", kind=TEXT, rank=3),
     Column("holds", "whether a rate that was tried holds it in every round", kind=TEXT, rank=2),
     Column("rate", "the highest that holds the bound", "requests/s", title="highest rate, requests/s", interval=True),
-    *_limits_of("rate", "requests/s"),
-    _duration("latency_s", "the bounded percentile there", "latency there"),
-    *_limits_of("latency_s", "s"),
+    *limits_of("rate", "requests/s"),
+    duration("latency_s", "the bounded percentile there", "latency there"),
+    *limits_of("latency_s", "s"),
     Column("mean_batch", "requests per batch there", title="mean batch", rank=4),
-    _duration("queue_s", "mean time until a request's batch begins, there", rank=3),
-    _duration("compute_s", "mean time of a request's batch, there", rank=3),
+    duration("queue_s", "mean time until a request's batch begins, there", rank=3),
+    duration("compute_s", "mean time of a request's batch, there", rank=3),
     Column("full_rate", "with full batches, without a bound", "requests/s", title="full batches, requests/s",
            interval=True, rank=5),
-    *_limits_of("full_rate", "requests/s"),
+    *limits_of("full_rate", "requests/s"),
     Column("lanes", "batches at once", kind=COUNT, rank=7),
     Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT, rank=6),
     Column("output_error", "relative error of the outputs against the reference's", title="output error", rank=6),
     Column("speedup", "highest rate over the reference's", kind=RATIO, interval=True, rank=1),
-    *_limits_of("speedup", "", RATIO),
+    *limits_of("speedup", "", RATIO),
     Column("verdict", "on the highest rate, against the reference", kind=TEXT, rank=1),
 )  # fmt: skip
 RATE_COLUMNS = (
@@ -180,13 +151,13 @@ RATE_COLUMNS = (
         column
         for name, q in QUANTILES.items()
         for column in (
-            _duration(f"{name}_s", "latency from when a request was due", f"p{100 * q:g}", rank=0 if q == 0.99 else 4),
-            *_limits_of(f"{name}_s", "s"),
+            duration(f"{name}_s", "latency from when a request was due", f"p{100 * q:g}", rank=0 if q == 0.99 else 4),
+            *limits_of(f"{name}_s", "s"),
         )
     ),
     Column("mean_batch", "requests per batch", title="mean batch", rank=5),
-    _duration("queue_s", "mean time until a request's batch begins", rank=3),
-    _duration("compute_s", "mean time of a request's batch", rank=3),
+    duration("queue_s", "mean time until a request's batch begins", rank=3),
+    duration("compute_s", "mean time of a request's batch", rank=3),
     _some("refused", "requests that found the queue full, or got no answer of a server"),
     _some("left", "requests that were never answered"),
     Column("holds", "the bound: yes, no, unstable (more come than are answered), too few requests", kind=TEXT, rank=1),

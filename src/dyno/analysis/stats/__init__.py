@@ -9,7 +9,6 @@ from dyno.analysis.stats.decisions import FASTER as FASTER
 from dyno.analysis.stats.decisions import ONE_ROUND as ONE_ROUND
 from dyno.analysis.stats.decisions import SLOWER as SLOWER
 from dyno.analysis.stats.decisions import UNDECIDED as UNDECIDED
-from dyno.analysis.stats.decisions import VERDICTS as VERDICTS
 from dyno.analysis.stats.decisions import Rule as Rule
 from dyno.analysis.stats.decisions import Speedup as Speedup
 from dyno.analysis.stats.decisions import decide as decide

@@ -16,7 +16,7 @@ from dyno.analysis.stats.power import more_rounds
 from dyno.analysis.stats.sequential import share
 
 ALPHA = 1 - CONFIDENCE
-VERDICTS = FASTER, SLOWER, EQUIVALENT, UNDECIDED, ONE_ROUND = (
+FASTER, SLOWER, EQUIVALENT, UNDECIDED, ONE_ROUND = (
     "faster", "slower", "equivalent", "undecided", "one round only",
 )  # fmt: skip
 

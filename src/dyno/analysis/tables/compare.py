@@ -115,7 +115,7 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
     return table
 
 
-def of_sides(run: Results, rules: Rules | None = None) -> Table:
+def of_sides(run: Results, rules: Rules) -> Table:
     """The table of `compare` for the two sides of a comparison that was measured as one study.
 
     Outputs are compared with the other side's. UserError for a run folder without a comparison.
@@ -123,8 +123,7 @@ def of_sides(run: Results, rules: Rules | None = None) -> Table:
     a, b = (replace(run, trials=[t for t in run if t.side == side]) for side in "ab")
     if not pairs(a, b):
         raise UserError(f"{run.folder} holds no comparison; give two run folders, or a run and a model")
-    rules, checked = rules or Rules(), _checked(run)
-    return _table(a, b, rules, ({}, {} if rules.any_outputs else checked))
+    return _table(a, b, rules, ({}, {} if rules.any_outputs else _checked(run)))
 
 
 def _table(a: Results, b: Results, rules: Rules, checked: tuple[Checked, Checked]) -> Table:

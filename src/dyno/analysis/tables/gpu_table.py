@@ -70,11 +70,11 @@ def _sampling(r: Round, boundary: str, clock: str) -> Row:
                            interval.high, "mean_s": s.mean, "max_s": s.max}  # fmt: skip
 
 
-def _duration(name: str, meaning: str, digits: int = 3) -> Column:
+def _duration(name: str, digits: int = 3) -> Column:
     def cell(row: Row) -> str:
         return show(row.get(name), "duration", digits)
 
-    return Column(name, meaning, "s", title=name.removesuffix("_s"), cell=cell)
+    return Column(name, "of the samples", "s", title=name.removesuffix("_s"), cell=cell)
 
 
 def _interval(row: Row) -> str:
@@ -132,14 +132,14 @@ ROUND_COLUMNS = (
     Column("boundary", "model or all", kind=TEXT),
     Column("clock", "gpu or host", kind=TEXT),
     Column("samples", "after the warm-up", kind=COUNT),
-    _duration("median_s", "of the samples", 4),
+    _duration("median_s", 4),
     Column("median_s_low", "lower limit of the median's 95 % interval", "s", title="95 % interval", cell=_interval),
     Column("median_s_high", "upper limit of it", "s", cell=lambda _: ""),
-    _duration("mean_s", "of the samples"),
+    _duration("mean_s"),
     *_percentile("p90"),
     *_percentile("p95"),
     *_percentile("p99"),
-    _duration("max_s", "of the samples"),
+    _duration("max_s"),
     Column("ended", "why sampling ended", kind=TEXT, title="ended because"),
 )
 ROUNDS = TableKind(

@@ -55,7 +55,7 @@ def over_builds(row: Row) -> bool:
     return not missing(row.get("builds")) and row["builds"] > 1
 
 
-def rounds_needed(more: int, builds: bool = False) -> str:
+def rounds_needed(more: int, builds: bool) -> str:
     """How many more rounds, or builds, would settle what is undecided, in words."""
     what = "build" if builds else "round"
     if more > MOST_ROUNDS:
@@ -63,7 +63,7 @@ def rounds_needed(more: int, builds: bool = False) -> str:
     return f"about {more} more {what}{'s' * (more != 1)}"
 
 
-def _limits(name: str, of: str, unit: str = "%", kind: str = PERCENT) -> tuple[Column, ...]:
+def _limits(name: str, of: str, unit: str, kind: str) -> tuple[Column, ...]:
     return tuple(Column(f"{name}_{end}", f"{words} limit of {of}", unit, kind) for end, words in LIMITS.items())
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 
+from dyno.analysis.presentation.limits import limited
 from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records import timeline
 from dyno.analysis.records.results import TrialResult
@@ -37,9 +38,9 @@ def _energy(run: RunData) -> Table | None:
 def _row(t: TrialResult, meter: Meter) -> Row:
     found = meter.of(t)
     return {
-        "label": t.label, "trial": t.id, "energy_j": found.net.value, "energy_j_low": found.net.low,
-        "energy_j_high": found.net.high, "gross_j": found.gross, "power_w": found.watts, "idle_w": found.idle,
-        "images_s": found.rate, "rounds": found.rounds, "missing": found.missing,
+        "label": t.label, "trial": t.id, **limited("energy_j", found.net), "gross_j": found.gross,
+        "power_w": found.watts, "idle_w": found.idle, "images_s": found.rate, "rounds": found.rounds,
+        "missing": found.missing,
     }  # fmt: skip
 
 

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -78,12 +77,12 @@ def own(trial: TrialResult) -> Own:
         rate=images / trial.batch if images else None,
         graph=bool(trial.facts.options.get("graph", True)),
         clock=_clock(trial),
-        device=next(filter(None, (str(_array(one, "gpu_name")) for one in trial.good)), ""),
+        device=next(filter(None, map(_gpu_name, trial.good)), ""),
     )
 
 
-def _array(one: Round, name: str) -> Any:
-    return one.arrays("telemetry.npz", (name,)).get(name, "")
+def _gpu_name(one: Round) -> str:
+    return str(one.arrays("telemetry.npz", ("gpu_name",)).get("gpu_name", ""))
 
 
 def _clock(trial: TrialResult) -> float | None:

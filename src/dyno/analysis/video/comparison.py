@@ -6,11 +6,11 @@ from collections.abc import Iterator, Sequence
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import plain, ratio
+from dyno.analysis.presentation.limits import limits_of, printed
 from dyno.analysis.presentation.table import FINE, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.video import runs
 from dyno.analysis.video.runs import Filmed
-from dyno.analysis.video.tables import printed
 
 WHOLE = "end to end"
 COMPARED = TableKind("video-comparison", "Videos, B against A",
@@ -22,8 +22,7 @@ COLUMNS = (
     Column("a_ms", "A's time per frame", "ms", title="A ms"),
     Column("b_ms", "B's", "ms", title="B ms"),
     Column("ratio", "B's time over A's: above 1 is slower", kind=FINE, title="B / A", interval=True),
-    Column("ratio_low", "its lower limit", kind=FINE),
-    Column("ratio_high", "its upper limit", kind=FINE),
+    *limits_of("ratio", "", FINE),
     Column("verdict", "whether that is real: end to end over all trials as one family, and so the stages", kind=TEXT),
     Column("rounds_a", "of A", rank=2),
     Column("rounds_b", "of B", rank=2),

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-
-import numpy as np
+from collections.abc import Iterator
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import counting, limits, show, significant
+from dyno.analysis.formatting import counting, show, significant
+from dyno.analysis.presentation.limits import duration, limited, limits_of, printed
 from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.stats import Interval, Speedup
+from dyno.analysis.stats import Speedup
 from dyno.analysis.video import runs, streams, words
 from dyno.analysis.video.figures import PERCENTILES, Stage, Video, inverse
 from dyno.analysis.video.runs import Filmed
@@ -30,7 +29,7 @@ def _video(run: RunData) -> Table | None:
 
 def _compared(gain: Speedup | None) -> Row:
     """The columns against the reference, of which None is the reference's own."""
-    return {**_limited("speedup", gain), "verdict": gain.verdict} if gain else {"speedup": 1.0, "verdict": "reference"}
+    return {**limited("speedup", gain), "verdict": gain.verdict} if gain else {"speedup": 1.0, "verdict": "reference"}
 
 
 def _row(filmed: Filmed) -> Row:
@@ -43,17 +42,13 @@ def _row(filmed: Filmed) -> Row:
         "dropped": video.facts.dropped if video.facts.live else None,
         "objects": sum(video.facts.objects.values()) if video.facts.tracker else None,
         "inference_fps": video.inference_rate, "beside_fps": video.inference_beside,
-        **_limited("fps", filmed.rate), "bound_fps": video.bound.rate.value, "bound_by": video.bound.name,
+        **limited("fps", filmed.rate), "bound_fps": video.bound.rate.value, "bound_by": video.bound.name,
         "reached": 100 * video.bound.share(video.rate),
         **{f"p{100 * q:g}_s": stats.percentile_of(known, q) if len(known) >= least else None for q, least in LEAST},
     }  # fmt: skip
 
 
 LEAST = tuple((q, 1 if q == PERCENTILES[0] else stats.samples_for(q)) for q in PERCENTILES)
-
-
-def _limited(name: str, interval: Interval) -> Row:
-    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def _video_notes(filmed: list[Filmed]) -> Iterator[str]:
@@ -76,8 +71,8 @@ def _stages(run: RunData) -> Table | None:
 def _stage_row(filmed: Filmed, stage: Stage) -> Row:
     return {
         "label": filmed.trial.label, "trial": filmed.trial.id, "stage": stage.name,
-        **_limited("alone_s", stage.alone), "alone_fps": inverse(stage.alone).value,
-        **_limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.crowded,
+        **limited("alone_s", stage.alone), "alone_fps": inverse(stage.alone).value,
+        **limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.crowded,
         "working": 100 * stage.working,
         "starved": 100 * stage.starved, "blocked": 100 * stage.blocked, "queue": stage.queue,
     }  # fmt: skip
@@ -134,22 +129,6 @@ def stream_sentences(video: Video, rows: list[Row]) -> list[str]:
     return said
 
 
-def printed(columns: Sequence[Column]) -> tuple[str, ...]:
-    """The columns for people: without limits, which stand behind their value, and without ids."""
-    return tuple(c.name for c in columns if not c.name.endswith(("_low", "_high")) and c.name != TRIAL.name)
-
-
-def _duration(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:
-    def cell(row: Row) -> str:
-        value, low, high = row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high")
-        text = show(value, "duration")
-        if value is None or low is None or high is None or not np.isfinite([low, high]).all():
-            return text
-        return text + limits(low, high, lambda v: show(v, "duration"))
-
-    return Column(name, meaning, "s", title=title or name.removesuffix("_s"), cell=cell, rank=rank)
-
-
 LABEL = Column("label", "model, backend with its options, precision, batch, size", kind=TEXT, title="trial")
 TRIAL = Column("trial", "the trial's id", kind=TEXT)
 VIDEO_COLUMNS = (
@@ -168,27 +147,24 @@ VIDEO_COLUMNS = (
     Column("bound_fps", "what the stages allow at most", "1/s", title="bound, fps", rank=4),
     Column("bound_by", "the stage that bounds the whole, or the processors", kind=TEXT, title="bound by", rank=2),
     Column("reached", "share of the bound", "%", rank=4),
-    _duration("p50_s", "from a frame's reading to its boxes", rank=6),
-    _duration("p95_s", "from a frame's reading to its boxes", rank=6),
-    _duration("p99_s", "from a frame's reading to its boxes", rank=6),
+    duration("p50_s", "from a frame's reading to its boxes", rank=6),
+    duration("p95_s", "from a frame's reading to its boxes", rank=6),
+    duration("p99_s", "from a frame's reading to its boxes", rank=6),
     Column("speedup", "fps over the reference's", kind=RATIO, interval=True, rank=1),
-    Column("speedup_low", "its lower limit", kind=RATIO),
-    Column("speedup_high", "its upper limit", kind=RATIO),
+    *limits_of("speedup", "", RATIO),
     Column("verdict", "end to end, against the reference", kind=TEXT, rank=1),
 )
 STAGE_COLUMNS = (
     LABEL,
     TRIAL,
     Column("stage", "of the pipeline, in its order", kind=TEXT),
-    _duration("alone_s", "per frame, with nothing beside it"),
-    Column("alone_s_low", "its lower limit", "s"),
-    Column("alone_s_high", "its upper limit", "s"),
+    duration("alone_s", "per frame, with nothing beside it"),
+    *limits_of("alone_s", "s"),
     Column("alone_fps", "what it allows", "1/s", title="alone, fps", rank=3),
-    _duration("beside_s", "per frame, in the pipeline", "in the pipeline"),
-    Column("beside_s_low", "its lower limit", "s"),
-    Column("beside_s_high", "its upper limit", "s"),
-    _duration("cpu_s", "processor time per frame, alone, of all threads", "processor time", rank=2),
-    _duration("crowded_s", "the same with every processor at work", "processor time, all busy", rank=3),
+    duration("beside_s", "per frame, in the pipeline", "in the pipeline"),
+    *limits_of("beside_s", "s"),
+    duration("cpu_s", "processor time per frame, alone, of all threads", "processor time", rank=2),
+    duration("crowded_s", "the same with every processor at work", "processor time, all busy", rank=3),
     Column("working", "share of the pipeline's time in which it worked", "%"),
     Column("starved", "share in which it had nothing to do", "%", rank=1),
     Column("blocked", "share in which the next queue was full", "%", rank=1),
@@ -200,11 +176,11 @@ STREAM_COLUMNS = (
     Column("streams", "at once, each like this one, through one engine", kind=COUNT),
     Column("fps", "of all together, predicted", "1/s", title="fps in all"),
     Column("each_fps", "of one of them, predicted", "1/s", title="fps of each"),
-    _duration("p99_s", "from a frame's reading to its boxes, predicted"),
+    duration("p99_s", "from a frame's reading to its boxes, predicted"),
     Column("bound_by", "what bounds them", kind=TEXT, title="bound by"),
     Column("reached_fps", "of all together, where that many ran", "1/s", title="reached, fps"),
     Column("error", "how far the predicted fps is above what was reached", "%"),
-    _duration("reached_p99_s", "from a frame's reading to its boxes, where that many ran", "reached, p99"),
+    duration("reached_p99_s", "from a frame's reading to its boxes, where that many ran", "reached, p99"),
 )
 VIDEO = TableKind(
     "video", "Video", "Frames per second of a video end to end and of inference, what bounds it, and latency.", _video,

@@ -282,16 +282,16 @@ def no_form(trial: Trial, reason: str) -> NoForm:
     return NoForm(f"{trial.model.name}{form}: {reason}")
 
 
-def distinct(found: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Inside, ...]:
+def distinct(forms: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Inside, ...]:
     """The forms with titles that tell them apart: with the model where there are several, and numbered."""
     titles: Counter[str] = Counter()
-    named = list(found)
+    named = list(forms)
     for k, source in sources.items():
-        title = found[k].library
+        title = forms[k].library
         if len(set(sources.values())) > 1:
             title = f"{title}, {Path(source).name}"
         titles[title] += 1
-        named[k] = replace(found[k], library=f"{title} ({titles[title]})" if titles[title] > 1 else title)
+        named[k] = replace(forms[k], library=f"{title} ({titles[title]})" if titles[title] > 1 else title)
     return tuple(named)
 
 

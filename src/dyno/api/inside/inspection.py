@@ -92,8 +92,8 @@ def inspect(
     if not any(reading.forms[k].layers for k in reading.shown):
         raise UserError(f"{model_name(study.models[0])} has no layers: it has no part that can run")
     sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
-    found = Inspected(forms.distinct(reading.forms, sources), tuple(reading.shown), reading.graph_of,
-                      reading.module_of(sides), reading.graphs, model_name(study.models[0]),
-                      tuple(reading.left_out))  # fmt: skip
-    files.save_all(found, paths, quiet)
-    return found
+    inspected = Inspected(forms.distinct(reading.forms, sources), tuple(reading.shown), reading.graph_of,
+                          reading.module_of(sides), reading.graphs, model_name(study.models[0]),
+                          tuple(reading.left_out))  # fmt: skip
+    files.save_all(inspected, paths, quiet)
+    return inspected

@@ -141,14 +141,13 @@ def profile(
     sides = reading.read_all(sides)
     sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
     timed = dict(zip(reading.shown, reading.times, strict=True))
-    records = tuple(reading.records)
-    found = Profiled(forms.distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed, records,
-                     reading.graphs, model_name(study.models[0]), order, top,
-                     reading.ceilings(study, rates) if roofline else None,
-                     dict(zip(reading.shown, reading.counted, strict=True)) if counters else {},
-                     tuple(reading.left_out))  # fmt: skip
-    files.save_all(found, paths, quiet)
-    return found
+    profiled = Profiled(forms.distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed,
+                        tuple(reading.records), reading.graphs, model_name(study.models[0]), order, top,
+                        reading.ceilings(study, rates) if roofline else None,
+                        dict(zip(reading.shown, reading.counted, strict=True)) if counters else {},
+                        tuple(reading.left_out))  # fmt: skip
+    files.save_all(profiled, paths, quiet)
+    return profiled
 
 
 def engines(requested: Sequence[forms.Side]) -> list[forms.Side]:

@@ -64,7 +64,9 @@ def check(model: Any, sides: Sequence[Any]) -> None:
                         "torchvision:resnet18 onnxruntime onnxruntime/int8")  # fmt: skip
 
 
-def run(found: Waterfall, sides: Sequence[Side], study: Study, batch: int, rounds: int, progress: Progress) -> Tried:
+def run(
+    waterfall: Waterfall, sides: Sequence[Side], study: Study, batch: int, rounds: int, progress: Progress
+) -> Tried:
     """Try what the waterfall from A to B calls for: A, B and each variant measure side by side for so many rounds.
 
     `study` has the model, the data and how it is measured. A prescription is kept where its variant is proven faster
@@ -72,7 +74,7 @@ def run(found: Waterfall, sides: Sequence[Side], study: Study, batch: int, round
     """
     a, b = ((side.choice, side.precision) for side in sides[-2:])
     title = _text(*b)
-    called = prescriptions.called_for(found, b[0].name, b[1], study.device, b[0].options)
+    called = prescriptions.called_for(waterfall, b[0].name, b[1], study.device, b[0].options)
     variants = {_text(*variant): (variant, one) for one in called if (variant := _variant(*b, one)) not in (a, b)}
     if not variants:
         return Tried(title, ())

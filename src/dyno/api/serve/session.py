@@ -14,7 +14,7 @@ from dyno.api.serve.jobs import Requests
 from dyno.engine.execute import execute
 from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
-from dyno.planning.defaults import folder_for, reference_of, study_of
+from dyno.planning.defaults import folder_for, reference_of, study_of_own_jobs
 from dyno.store import begun
 from dyno.study import Study
 from dyno.worker import registry
@@ -22,18 +22,13 @@ from dyno.worker.option_values import check_types
 from dyno.worker.record import read_json, write_json
 from dyno.worker.serve.arrivals import read_trace
 from dyno.worker.serve.options import ServeOptions
-from dyno.worker.spec import ENDPOINT, FIXED, UserError
+from dyno.worker.spec import ENDPOINT, UserError
 
 if TYPE_CHECKING:
     from dyno.analysis.presentation.table import Table
 
 ABOUT = "serve.json"  # in the run folder: which requests it is of
-COMPARED = 3  # rounds where engines are compared
 INPUTS = 512  # that are compared at most, unless three times the largest batch is more
-DEFAULTS: dict[str, Any] = {
-    "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False,
-    "until": FIXED, "confirm": 0, "search": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -75,13 +70,10 @@ def serve_test(
     options = options or ServeOptions(p99="20ms")
     if options.endpoint:
         model, settings = _at_server(model, options.endpoint, settings)
-    study = study_of(model, DEFAULTS, settings)
+    study, _ = study_of_own_jobs(model, 8, settings)
     (name,) = study.models
     if "compared" not in settings:
         study = replace(study, compared=_inputs(max(study.batches, default=1)))
-    several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
-    if "rounds" not in settings:
-        study = replace(study, rounds=COMPARED if several else 1)
     _check(options, study)
     path = Path(options.trace).absolute() if options.trace else None
     sha256 = hashlib.sha256(read_trace(path).tobytes()).hexdigest() if path else ""

@@ -13,12 +13,12 @@ from dyno.api.video.jobs import STDIN, Shot
 from dyno.engine.execute import execute
 from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
-from dyno.planning.defaults import folder_for, study_of
+from dyno.planning.defaults import folder_for, study_of_own_jobs
 from dyno.store import begun, check_writable
 from dyno.study import Study
 from dyno.worker.option_values import check_types
 from dyno.worker.record import read_json, write_json, write_text
-from dyno.worker.spec import FIXED, UserError
+from dyno.worker.spec import UserError
 from dyno.worker.video.options import IMAGES, OPENING, VIDEOS, VideoOptions
 
 if TYPE_CHECKING:
@@ -26,11 +26,6 @@ if TYPE_CHECKING:
 
 TRACE, EXPORTER = ".trace.json", "dyno"
 ABOUT = "video.json"  # in the run folder: which video it is of
-COMPARED = 3  # rounds where engines are compared
-DEFAULTS: dict[str, Any] = {
-    "batches": (1,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False,
-    "until": FIXED, "confirm": 0, "search": False,
-}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -88,11 +83,8 @@ def video(
     `UserError`, one line.
     """
     check_types({"options": options}, {"options": VideoOptions | None})
-    study = study_of(model, DEFAULTS, settings)
+    study, several = study_of_own_jobs(model, 1, settings)
     (name,) = study.models
-    several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
-    if "rounds" not in settings:
-        study = replace(study, rounds=COMPARED if several else 1)
     shot = Shot(_named(source), str(output or ""), str(boxes or ""), options or VideoOptions(), several)
     _check(shot, study)
     if save and not str(save).endswith(TRACE):

@@ -7,19 +7,17 @@ from typing import Annotated
 import typer
 
 from dyno.cli import exits, options
-from dyno.cli.inside.inspection import FORMS
-from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.cli.inside.inspection import ModelAndForms
+from dyno.cli.inside.profiling import UNUSED
+from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 
-UNUSED = (
-    "backends precisions batches routes reference compared budget search rounds samples interval confirm boundaries "
-    "turns block until minutes equivalent peak energy timeout seconds warmup"
+
+@options.takes(
+    Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=f"{UNUSED} timeout seconds warmup"
 )
-
-
-@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED)
 def cold_start(
     overrides: options.Overrides,
-    models: Annotated[list[str], typer.Argument(help=f"{MODEL_HELP}; then {FORMS}.", metavar="MODEL [FORM...]")],
+    models: ModelAndForms,
     batch: Annotated[int, typer.Option(help="Batch.")] = 1,
     rounds: Annotated[int, typer.Option(help="Starts of each form, a process each.")] = 5,
     files: Annotated[
@@ -33,6 +31,6 @@ def cold_start(
     from dyno.planning.checks import check_format
 
     check_format(format)
-    found = cold_start.cold_start(*models, batch=batch, rounds=rounds, files=files, quiet=False, **overrides)
-    print(export([found.table], format), end="")
-    raise typer.Exit(exits.left_out(found.left_out))
+    starts = cold_start.cold_start(*models, batch=batch, rounds=rounds, files=files, quiet=False, **overrides)
+    print(export([starts.table], format), end="")
+    raise typer.Exit(exits.left_out(starts.left_out))

@@ -17,7 +17,7 @@ WHAT = (
 )
 
 
-@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED.removesuffix(" timeout"))
+@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED)
 def explain(
     overrides: options.Overrides,
     what: Annotated[list[str], typer.Argument(help=WHAT, metavar="MODEL|RUN A B|FILE.json")],
@@ -49,7 +49,7 @@ def explain(
         if at_once:
             print(known.export(format), flush=True)
 
-    found = explaining.explain(
+    explained = explaining.explain(
         model,
         *sides,
         batch=batch,
@@ -62,4 +62,4 @@ def explain(
         quiet=False,
         **overrides,
     )
-    print(found.tried.export(format) if at_once and found.tried else found.export(format), end="")
+    print(explained.tried.export(format) if at_once and explained.tried else explained.export(format), end="")

@@ -15,7 +15,12 @@ Save = Annotated[
     typer.Option(help="File for another tool, by its name's ending: see docs/layer-files.md.", metavar="FILE",
                  rich_help_panel=options.OUTPUT),
 ]  # fmt: skip
-FORMS = "more models, or forms of the first: onnx, or BACKEND/PRECISION such as openvino/int8"
+ModelAndForms = Annotated[
+    list[str],
+    typer.Argument(help=f"{MODEL_HELP}; then more models, or forms of the first: onnx, or BACKEND/PRECISION such as "
+                        "openvino/int8.",
+                   metavar="MODEL [FORM...]"),
+]  # fmt: skip
 
 
 @options.takes(
@@ -23,12 +28,12 @@ FORMS = "more models, or forms of the first: onnx, or BACKEND/PRECISION such as 
     ModelOptions,
     DataOptions,
     RuntimeOptions,
-    omit="backends precisions batches routes reference compared budget search",
+    omit=options.NOT_FOR_FILES,
     device="cpu, cuda:0 for TensorRT's engines",
 )
 def inspect(
     overrides: options.Overrides,
-    models: Annotated[list[str], typer.Argument(help=f"{MODEL_HELP}; then {FORMS}.", metavar="MODEL [FORM...]")],
+    models: ModelAndForms,
     batch: Annotated[int, typer.Option(help="Batch of the shapes.")] = 1,
     save: Save = [],  # noqa: B006
     format: options.Format = "text",
@@ -39,6 +44,6 @@ def inspect(
     from dyno.planning.checks import check_format
 
     check_format(format)
-    found = inspection.inspect(*models, batch=batch, save=save, quiet=False, **overrides)
-    print(export(found.tables, format), end="")
-    raise typer.Exit(exits.left_out(found.left_out))
+    inspected = inspection.inspect(*models, batch=batch, save=save, quiet=False, **overrides)
+    print(export(inspected.tables, format), end="")
+    raise typer.Exit(exits.left_out(inspected.left_out))

@@ -7,19 +7,19 @@ from typing import Annotated
 import typer
 
 from dyno.cli import exits, options
-from dyno.cli.inside.inspection import FORMS, Save
-from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.cli.inside.inspection import ModelAndForms, Save
+from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
 
 UNUSED = (
-    "backends precisions batches routes reference compared budget search rounds samples interval confirm boundaries "
-    "turns block until minutes equivalent peak energy timeout"
+    f"{options.NOT_FOR_FILES} rounds samples interval confirm boundaries turns block until minutes equivalent peak "
+    "energy"
 )
 
 
-@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED)
+@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=f"{UNUSED} timeout")
 def profile(
     overrides: options.Overrides,
-    models: Annotated[list[str], typer.Argument(help=f"{MODEL_HELP}; then {FORMS}.", metavar="MODEL [FORM...]")],
+    models: ModelAndForms,
     batch: Annotated[int, typer.Option(help="Batch.")] = 1,
     runs: Annotated[int, typer.Option(help="Watched runs.")] = 50,
     top: Annotated[int, typer.Option(help="Layers that are listed one by one; 0 is all.")] = 20,

@@ -63,7 +63,7 @@ class Configuration:
     def key(self) -> str:
         return _key(self.trial)
 
-    def by(self, route: str = "") -> Trial:
+    def by(self, route: str) -> Trial:
         """Its trial by that route."""
         return replace(self.trial, options={**self.trial.options, **(options_of(route) if route else {})})
 
@@ -175,17 +175,17 @@ def _tried(
     )  # fmt: skip
     names = ", ".join(dict.fromkeys(route for one in wanted for route in one.routes))
     progress.other(f"other routes of {model.name}: {names}")
-    found: list[Attempt] = []
+    attempts: list[Attempt] = []
     for rounds in (1, PROOF):
         try:
             measure(replace(own, rounds=rounds), folder)
         except UserError as e:
             progress.note(f"other routes of {model.name} can't be tried: {e}")
             return []
-        found = _attempts(wanted, folder)
-        if not any(route.ratio >= LEAST_GAIN for one in found for route in one.routes):
+        attempts = _attempts(wanted, folder)
+        if not any(route.ratio >= LEAST_GAIN for one in attempts for route in one.routes):
             break
-    return found
+    return attempts
 
 
 def _source(study: Study, model: ModelSpec) -> str:

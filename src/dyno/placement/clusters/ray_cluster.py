@@ -88,17 +88,17 @@ def _places(device: str) -> list[Place]:
     if not actors:
         kind = "GPU" if device == "cuda" else "processor"
         raise UserError(f"no node of the Ray cluster has a {kind}; see `ray status`")
-    taken, found = Counter[str](), []
+    taken, places = Counter[str](), []
     for node, count, actor in actors:
         host = RayHost(actor)
         about = _described(host, node, device)
         if about is not None:
-            found.append(
+            places.append(
                 gpu(about, f"cuda:{about.gpu}", host) if device == "cuda" else _processors(about, count, taken, host)
             )
-    if not found:
+    if not places:
         raise UserError("every node of the Ray cluster was lost while it was asked; see `ray status`")
-    return distinct(found)
+    return distinct(places)
 
 
 def _alive() -> dict[str, dict[str, Any]]:

@@ -136,10 +136,10 @@ def processors(about: Described, own: Sequence[tuple[int, ...]], host: RemoteHos
     return Place(about.host, "cpu", share(about.card, cores), cores, threads=len(own), machine=about.host, host=host)
 
 
-def distinct(found: Sequence[Place]) -> list[Place]:
+def distinct(places: Sequence[Place]) -> list[Place]:
     """The places, each with a name of its own: the second of a name is NAME#2."""
     names, named = Counter[str](), []
-    for place in found:
+    for place in places:
         names[place.name] += 1
         number = names[place.name]
         named.append(replace(place, name=f"{place.name}#{number}") if number > 1 else place)

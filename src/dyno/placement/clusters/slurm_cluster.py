@@ -176,7 +176,7 @@ def _slurm(submitit: Any, wanted: Wanted, device: str, logs: Path) -> Any:
 
 def _places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> list[Place]:
     """Each job's device."""
-    found, owners, why = list[Place](), dict[tuple[str, int], SlurmHost](), ""
+    places, owners, why = list[Place](), dict[tuple[str, int], SlurmHost](), ""
     for host in jobs:
         try:
             about = same_dyno(host.name, host.call("describe", device, within=SILENT_S))
@@ -186,19 +186,19 @@ def _places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> list[
             continue
         if device == "cuda":
             unique = about.card.rpartition(", ")[2]
-            found.append(gpu(about, unique[:12] if unique.startswith("GPU-") else f"cuda:{about.gpu}", host))
+            places.append(gpu(about, unique[:12] if unique.startswith("GPU-") else f"cuda:{about.gpu}", host))
             continue
-        found.append(processors(about, about.cores, host))
-        for cpu in found[-1].cores:
+        places.append(processors(about, about.cores, host))
+        for cpu in places[-1].cores:
             if (other := owners.setdefault((about.host, cpu), host)) is not host:
                 raise UserError(
                     f"{other.name} and {host.name} have the same processors of {about.host}: Slurm binds none to a "
                     "job there; leave cpus-per-task out, so that each has a host for itself"
                 )
-    if not found:
+    if not places:
         raise UserError(f"no job of --on slurm can take part: {why}")
     # The jobs of one host in an order of their own: the next command's may start in another.
-    return distinct(sorted(found, key=lambda place: (place.name, place.cores)))
+    return distinct(sorted(places, key=lambda place: (place.name, place.cores)))
 
 
 def _end(jobs: Sequence[SlurmHost], mail: Path) -> None:

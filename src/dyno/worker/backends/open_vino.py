@@ -210,22 +210,22 @@ class OpenVinoSession(Session):
     def profile(self, runs: int) -> LayerTimes:
         """The execution graph's layers by OpenVINO's counters: each repeat is the mean over the runs of a compilation,
         of which the first runs are taken off again."""
-        each = -(-runs // REPEATS)
+        runs_each = -(-runs // REPEATS)
         whole, repeats = list[float](), list[dict[str, float]]()
         for _ in range(REPEATS):
             compiled, request = self._counting()
             for _ in range(DISCARDED):
                 request.infer()
             before = _counted(request, DISCARDED)
-            for _ in range(each):
+            for _ in range(runs_each):
                 start = time.perf_counter()
                 request.infer(share_outputs=True)
                 whole.append(time.perf_counter() - start)
-            after = _counted(request, DISCARDED + each)
-            repeats.append({name: max(0.0, after[name] - before[name]) / each for name in after})
+            after = _counted(request, DISCARDED + runs_each)
+            repeats.append({name: max(0.0, after[name] - before[name]) / runs_each for name in after})
         inside = ExecutionGraph(compiled.get_runtime_model(), self._requested).inside(f"{ENGINE} {version()}")
         layers = [[repeat.get(layer.name, 0.0) for layer in inside.layers] for repeat in _named_as_last(repeats)]
-        repeat = f"the mean of {each} runs" if each > 1 else "one run"
+        repeat = f"the mean of {runs_each} runs" if runs_each > 1 else "one run"
         note = f"{ENGINE} tells means in whole microseconds: a repeat is {repeat} of a new compilation."
         return LayerTimes(inside, np.array(layers), np.array(whole), note)
 

@@ -56,11 +56,6 @@ class Evaluation:
         return facts.Evaluated(self.images, self.seconds, self.warm_up) if self.seconds else None
 
 
-def outputs(session: Session, trial: Trial) -> dict[str, np.ndarray]:
-    """See `evaluate`: its arrays alone, without warm-up."""
-    return evaluate(session, trial, timed=False).arrays
-
-
 def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     """Every image of the data through the session, at the trial's own batch, in a pipeline.
 

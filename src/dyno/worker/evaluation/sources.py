@@ -8,7 +8,6 @@ import numpy as np
 
 from dyno.worker.backend import Session
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.spec import Trial
 
 Feed = Mapping[str, np.ndarray]
@@ -51,7 +50,6 @@ class RandomInputs(Source):
     """Random inputs, the same for every run: they are drawn one after the other from the data's seed."""
 
     def __init__(self, session: Session, trial: Trial, count: int) -> None:
-        self._shapes = static_shapes(session.inputs, trial.dims)
         model, tensors = trial.model, session.inputs
         self._batches = list(input_data.batches(trial.data, model.preprocess, tensors, trial.dims, count, model.inputs))
 

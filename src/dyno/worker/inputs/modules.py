@@ -90,7 +90,7 @@ def describe_inputs(
 
 
 def describe_file_inputs(
-    file: Sequence[Tensor], overrides: Mapping[str, Mapping[str, Any]], stored: Sequence[InputSpec] = ()
+    file: Sequence[Tensor], overrides: Mapping[str, Mapping[str, Any]], stored: Sequence[InputSpec]
 ) -> tuple[InputSpec, ...]:
     """The file's inputs with the value ranges of the user or of its metadata (`stored`); () where there are none.
 
@@ -367,13 +367,11 @@ def call(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims
         return module(*args, **keywords)
 
 
-def example(
-    model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims, seed: int = 0
-) -> tuple[list[Any], dict[str, Any]]:
+def example(model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> tuple[list[Any], dict[str, Any]]:
     """Random arguments of forward: tensors in the described ranges."""
     import torch
 
-    (arrays,) = feeds.batches(DataSpec(seed=seed), model.preprocess, tensors(specs, dims), dims, 1, specs)
+    (arrays,) = feeds.batches(DataSpec(), model.preprocess, tensors(specs, dims), dims, 1, specs)
     return arguments(specs, {name: torch.from_numpy(np.asarray(array, order="C")) for name, array in arrays.items()})
 
 

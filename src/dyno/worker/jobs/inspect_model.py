@@ -165,7 +165,7 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
     outputs = [tensor.shape for tensor in contents.outputs]
     purpose = task_facts.facts(model, task, contents.task, outputs)
     lengths = [words["shape"][0] for words in overrides.values() if words.get("shape")]
-    fixed = lengths[0] if lengths and isinstance(lengths[0], int) else _fixed(tensors, 0)
+    fixed = lengths[0] if lengths and isinstance(lengths[0], int) else _fixed_batch(tensors)
     inspection = replace(
         inspection.joined(purpose),
         preprocess=purpose.preprocess or model.preprocess,
@@ -188,9 +188,9 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
     return inspection
 
 
-def _fixed(tensors: tuple[Tensor, ...], axis: int) -> int:
-    """The fixed length of that axis in every input, 0 where it is free in any."""
-    lengths = [_number(t.shape[axis]) for t in tensors if len(t.shape) > axis]
+def _fixed_batch(tensors: tuple[Tensor, ...]) -> int:
+    """The fixed length of the first axis of every input, 0 where it is free in any."""
+    lengths = [_number(t.shape[0]) for t in tensors if t.shape]
     return min(lengths, default=0)
 
 

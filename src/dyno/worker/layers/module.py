@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -12,6 +13,7 @@ from dyno.worker.sessions.torch_support import import_torch, takes_hooks, tensor
 from dyno.worker.spec import UserError
 
 UNSEEN = f"{UNWATCHED}; look at its graph: dyno inspect MODEL onnx"
+MakeHook = Callable[[str], Callable[..., None]]
 MARK = "_dyno_port"  # the attribute by which a tensor is known again where it is read
 
 
@@ -73,6 +75,20 @@ def _dispatched(torch: Any) -> Any:
 def parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
     """The module and its parts by name, but for containers that only hold others, and what takes no hooks."""
     return [(name, part) for name, part in _parts(torch, module) if takes_hooks(torch, part)]
+
+
+@contextmanager
+def hooked(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -> Iterator[None]:
+    """While it is open, each of `parts` has a hook before its calls and one after them, each made for its name."""
+    hooks = []
+    for name, part in parts(torch, module):
+        hooks.append(part.register_forward_pre_hook(entering(name)))
+        hooks.append(part.register_forward_hook(leaving(name)))
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
 
 
 def _parts(torch: Any, module: Any) -> list[tuple[str, Any]]:

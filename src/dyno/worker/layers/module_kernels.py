@@ -14,12 +14,12 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import GpuWork, LayerTimes
-from dyno.worker.layers import critical_path, kernel_trace, module_times
-from dyno.worker.layers import module as calls
+from dyno.worker.layers import critical_path, kernel_trace
+from dyno.worker.layers.module import hooked
+from dyno.worker.layers.module_times import DISCARDED, rows_of, watched_whole
 from dyno.worker.sessions.torch_support import import_torch
 from dyno.worker.spec import Unavailable
 
-DISCARDED = 3  # runs that don't count
 NOTE = (
     "PyTorch's rows have the time of the kernels and copies that a module launched itself, by torch.profiler; while "
     "none ran is in no row."
@@ -38,19 +38,16 @@ def measure(
     `once` returns when the GPU is done; `plainly` and `restore` are as in `module_times.measure`. Raises `UserError` as
     `layers.module.watched` does, and `Unavailable` where the profiler sees no kernel.
     """
-    torch = import_torch()
-    restore()
-    with torch.no_grad():
-        inside = module_times.with_whole(calls.watched(module, plainly), module)
-    torch.cuda.synchronize()
+    inside = watched_whole(module, plainly, restore)
+    import_torch().cuda.synchronize()
     events, whole = traced(module, once, DISCARDED + runs, restore)
-    found = kernel_trace.read(events, module_times.rows_of(inside), len(inside.layers))[DISCARDED:]
-    if len(found) != runs or not any(run.kernels for run in found):
+    traced_runs = kernel_trace.read(events, rows_of(inside), len(inside.layers))[DISCARDED:]
+    if len(traced_runs) != runs or not any(run.kernels for run in traced_runs):
         raise Unavailable("torch.profiler saw no kernel on the GPU; CUPTI may be missing or forbidden here")
-    labels = kernel_trace.labels(found, len(inside.layers))
+    labels = kernel_trace.labels(traced_runs, len(inside.layers))
     layers = tuple(replace(layer, tactic=label) for layer, label in zip(inside.layers, labels, strict=True))
-    work = GpuWork(*(np.array([getattr(run, name) for run in found]) for name in ("busy", "calls", "kernels")))
-    seconds = np.array([run.seconds for run in found])
+    work = GpuWork(*(np.array([getattr(run, name) for run in traced_runs]) for name in ("busy", "calls", "kernels")))
+    seconds = np.array([run.seconds for run in traced_runs])
     return LayerTimes(replace(inside, layers=layers), seconds, np.array(whole[DISCARDED:]), NOTE, work,
                       critical_path.functions(events, DISCARDED))  # fmt: skip
 
@@ -75,23 +72,16 @@ def traced(
     def leave(*_: Any) -> None:
         calling.pop().__exit__(None, None, None)
 
-    hooks, whole = [], []
-    for name, part in calls.parts(torch, module):
-        hooks.append(part.register_forward_pre_hook(entering(name)))
-        hooks.append(part.register_forward_hook(leave))
-    try:
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # it warns of what other uses of it need
-            with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
-                for _ in range(runs):
-                    restore()
-                    start = time.perf_counter()
-                    with record_function(kernel_trace.RUN):
-                        once()
-                    whole.append(time.perf_counter() - start)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    whole = []
+    with hooked(torch, module, entering, lambda _: leave), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of what other uses of it need
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for _ in range(runs):
+                restore()
+                start = time.perf_counter()
+                with record_function(kernel_trace.RUN):
+                    once()
+                whole.append(time.perf_counter() - start)
     with tempfile.TemporaryDirectory() as scratch:
         path = Path(scratch) / "trace.json"
         profiler.export_chrome_trace(str(path))

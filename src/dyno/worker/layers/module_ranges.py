@@ -7,7 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from dyno.worker.facts.kernels import range_name
-from dyno.worker.layers import module as calls
+from dyno.worker.layers.module import hooked
 from dyno.worker.sessions.torch_support import import_torch
 
 
@@ -29,13 +29,5 @@ def run(module: Any, once: Callable[[], None]) -> None:
     def leave(*_: Any) -> None:
         torch.cuda.nvtx.range_pop()
 
-    hooks = []
-    for name, part in calls.parts(torch, module):
-        hooks.append(part.register_forward_pre_hook(entering(name)))
-        hooks.append(part.register_forward_hook(leave))
-    try:
-        with torch.cuda.profiler.profile():
-            once()
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with hooked(torch, module, entering, lambda _: leave), torch.cuda.profiler.profile():
+        once()

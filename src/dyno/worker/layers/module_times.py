@@ -33,19 +33,19 @@ def measure(
     `restore` is called before each run, untimed. Hooks cost less than the profiler of PyTorch, which watches every
     operator. Raises `UserError` as `watched` does.
     """
-    torch = import_torch()
-    restore()
-    with torch.no_grad():
-        inside = with_whole(calls.watched(module, plainly), module)
+    inside = watched_whole(module, plainly, restore)
     marks: list[Mark] = []
     clock = time.perf_counter_ns
-    hooks = []
-    for name, part in calls.parts(torch, module):
-        hooks.append(part.register_forward_pre_hook(lambda *_: marks.append((None, clock()))))
-        hooks.append(part.register_forward_hook(lambda *_, name=name: marks.append((name, clock()))))
+
+    def entering(_: str) -> Callable[..., None]:
+        return lambda *_: marks.append((None, clock()))
+
+    def leaving(name: str) -> Callable[..., None]:
+        return lambda *_: marks.append((name, clock()))
+
     rows = rows_of(inside)
     layers, whole = [], []
-    try:
+    with calls.hooked(import_torch(), module, entering, leaving):
         for _ in range(DISCARDED + runs):
             restore()
             marks.clear()
@@ -53,10 +53,14 @@ def measure(
             once()
             whole.append((clock() - start) / 1e9)
             layers.append(own_seconds(marks, rows, len(inside.layers)))
-    finally:
-        for hook in hooks:
-            hook.remove()
     return LayerTimes(inside, np.array(layers[DISCARDED:]), np.array(whole[DISCARDED:]), NOTE)
+
+
+def watched_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], None]) -> Inside:
+    """The calls of the module's parts by `layers.module.watched`, and the module itself."""
+    restore()
+    with import_torch().no_grad():
+        return with_whole(calls.watched(module, plainly), module)
 
 
 def with_whole(inside: Inside, module: Any) -> Inside:

@@ -175,7 +175,7 @@ def _options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
     return chosen, opset
 
 
-def _source(torch: Any, module: Any, recipe: Recipe, rows: bool = False) -> Source:
+def _source(torch: Any, module: Any, recipe: Recipe, rows: bool) -> Source:
     model, dims = recipe.model, recipe.dims
     free = not dims.batch and (has_batch(model.inputs) or not model.inputs)
     batches = OTHER_BATCHES if free else (dims.batch or 1,)

@@ -57,8 +57,8 @@ class OnnxInput(Maker):
             input=PixelInput("uint8", tuple(scale.ravel().tolist()), tuple(offset.ravel().tolist())),
             input_check=_check(path, recipe, parent, image),
         )
-        made = derived(parent, path, parent.precision, made_by, started)
-        return replace(made, inputs=(replace(image, dtype="uint8"),))
+        artifact = derived(parent, path, parent.precision, made_by, started)
+        return replace(artifact, inputs=(replace(image, dtype="uint8"),))
 
 
 ONNX_INPUT = OnnxInput()

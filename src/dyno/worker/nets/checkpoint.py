@@ -17,6 +17,7 @@ NESTED = ("state_dict", "model_state_dict", "model")
 PREFIXES = ("module.", "_orig_mod.")  # written by DataParallel and by torch.compile
 SAVE_AGAIN = "save it again with torch.save or as .safetensors"
 COUNTER = "num_batches_tracked"  # batch norm's counter, absent from old checkpoints and unused in eval mode
+NAMED = 3  # entries that a message lists
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
@@ -68,11 +69,11 @@ def head_classes(module: Any, state: Mapping[str, Any]) -> int | None:
     return pairs.pop()[1] if len(pairs) == 1 else None
 
 
-def _some(what: str, names: list[str], count: int = 3) -> str:
+def _some(what: str, names: list[str]) -> str:
     if not names:
         return ""
-    more = f" and {len(names) - count} more" if len(names) > count else ""
-    return f"{what} {', '.join(names[:count])}{more}"
+    more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
+    return f"{what} {', '.join(names[:NAMED])}{more}"
 
 
 def _safetensors(file: Path) -> Any:

@@ -30,7 +30,7 @@ class Closeness:
     reference_nonfinite: int
 
 
-def closeness(a: np.ndarray, b: np.ndarray, rtol: float = RTOL, atol: float = ATOL) -> Closeness:
+def closeness(a: np.ndarray, b: np.ndarray, rtol: float, atol: float) -> Closeness:
     """Compare two arrays of as many values, in double precision."""
     a, b = (array.astype(np.float64).ravel() for array in (a, b))
     finite_a, finite_b = np.isfinite(a), np.isfinite(b)

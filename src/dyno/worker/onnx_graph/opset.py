@@ -42,14 +42,14 @@ def in_opset(model: Any, wanted: int) -> Any:
     return with_metadata(converted, model)
 
 
-def with_metadata(made: Any, model: Any) -> Any:
-    """The graph `made` of the model, its nodes with the metadata of the model's nodes of these names; libraries that
+def with_metadata(rewritten: Any, model: Any) -> Any:
+    """The `rewritten` model, its nodes with the metadata of the model's nodes of these names; libraries that
     rewrite graphs drop it."""
     known = {node.name: node.metadata_props for node in model.graph.node if node.name and node.metadata_props}
-    for node in made.graph.node:
+    for node in rewritten.graph.node:
         if node.name in known and not node.metadata_props:
             node.metadata_props.extend(known[node.name])
-    return made
+    return rewritten
 
 
 def keep_metadata(path: Path, model: Any) -> None:

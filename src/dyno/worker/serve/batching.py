@@ -58,7 +58,7 @@ class Batcher:
     """
 
     def __init__(self, arrivals: Arrivals, rules: Rules, clock: Clock) -> None:
-        self._times, self._rules, self._clock = arrivals.times, rules, clock
+        self._rules, self._clock = rules, clock
         self._due: list[float] = arrivals.times.tolist()
         count = len(self._due)
         self.began, self.ended = np.full(count, np.nan), np.full(count, np.nan)

@@ -29,7 +29,7 @@ NO_MEMORY = (
 )
 
 
-def configure(torch: Any, trial: Trial, benchmark: bool = False) -> None:
+def configure(torch: Any, trial: Trial, benchmark: bool) -> None:
     """Threads and the meaning of fp32: IEEE, unless the trial asks for tf32."""
     torch.set_num_threads(trial.runtime.threads)
     if torch.get_num_interop_threads() != 1:

@@ -318,14 +318,14 @@ class Found:
     hand_over: float
 
 
-def joined(found: Sequence[Found]) -> Found:
+def joined(measurements: Sequence[Found]) -> Found:
     """Several measurements as one: all seconds, and the means of processor times and factors."""
     stages = {}
-    for name in found[0].stages:
-        each = [one.stages[name] for one in found]
+    for name in measurements[0].stages:
+        each = [one.stages[name] for one in measurements]
         stages[name] = Alone(np.concatenate([a.seconds for a in each]), float(np.mean([a.cpu for a in each])))
-    crowds = [one.crowd for one in found if one.crowd is not None]
-    handed = float(np.mean([one.hand_over for one in found]))
+    crowds = [one.crowd for one in measurements if one.crowd is not None]
+    handed = float(np.mean([one.hand_over for one in measurements]))
     if not crowds:
         return Found(stages, None, handed)
     factor, inference = (float(np.mean([getattr(c, name) for c in crowds])) for name in ("factor", "inference"))

@@ -370,21 +370,21 @@ class Encode(Step):
 def line(frame: Frame) -> dict[str, Any]:
     """A frame's boxes as JSON: pixels of the frame, left, top, right, bottom; the identity of its object (null: not
     yet), where objects are tracked; run lengths of masks; keypoints."""
-    found = frame.detections
-    assert found is not None
+    detections = frame.detections
+    assert detections is not None
     boxes = []
-    for k in range(len(found.scores)):
+    for k in range(len(detections.scores)):
         box: dict[str, Any] = {
-            "box": [round(float(v), 2) for v in found.boxes[k]],
-            "score": round(float(found.scores[k]), 4),
-            "class": int(found.classes[k]),
+            "box": [round(float(v), 2) for v in detections.boxes[k]],
+            "score": round(float(detections.scores[k]), 4),
+            "class": int(detections.classes[k]),
         }
         if frame.identities is not None:
             box["identity"] = int(frame.identities[k]) if frame.identities[k] != NOBODY else None
-        if found.masks is not None:
-            box["mask"] = {"size": list(frame.size), "counts": found.masks[k].tolist()}
-        if found.keypoints is not None:
-            box["keypoints"] = [[round(float(v), 2) for v in point] for point in found.keypoints[k]]
+        if detections.masks is not None:
+            box["mask"] = {"size": list(frame.size), "counts": detections.masks[k].tolist()}
+        if detections.keypoints is not None:
+            box["keypoints"] = [[round(float(v), 2) for v in point] for point in detections.keypoints[k]]
         boxes.append(box)
     height, width = frame.size
     named = {"name": frame.name} if frame.name else {}

@@ -94,11 +94,11 @@ class Called:
 
 
 def called_for(
-    found: Waterfall, backend: str, precision: str, device: str, options: Mapping[str, Option]
+    waterfall: Waterfall, backend: str, precision: str, device: str, options: Mapping[str, Option]
 ) -> list[Called]:
     """The prescriptions for B, an engine of that backend and options, by what their causes cost, the most first."""
-    costs = {step.cause: _cost(found, step) for step in found.causes}
-    least = LEAST * found.gap.b
+    costs = {step.cause: _cost(waterfall, step) for step in waterfall.causes}
+    least = LEAST * waterfall.gap.b
     called = []
     for each in PRESCRIPTIONS:
         cause = max(each.causes, key=lambda cause: costs.get(cause, 0.0))
@@ -107,15 +107,15 @@ def called_for(
     return sorted(called, key=lambda one: -one.seconds)
 
 
-def _cost(found: Waterfall, step: Step) -> float:
+def _cost(waterfall: Waterfall, step: Step) -> float:
     """Seconds that B might be rid of."""
     if step.cause in OVERHEADS:
         return step.b
-    return sum(_slower(found, step)) if step.parts else max(0.0, step.difference.value)
+    return sum(_slower(waterfall, step)) if step.parts else max(0.0, step.difference.value)
 
 
-def _slower(found: Waterfall, step: Step) -> Iterator[float]:
+def _slower(waterfall: Waterfall, step: Step) -> Iterator[float]:
     """By how many seconds each part is slower in B, of those that are."""
     for k in step.parts:
-        if (more := found.step(step.cause, (k,)).difference.value) > 0:
+        if (more := waterfall.step(step.cause, (k,)).difference.value) > 0:
             yield more

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from dyno.analysis.formatting import counting, ratio
 from dyno.analysis.inside.cures.prescriptions import Called
+from dyno.analysis.presentation.limits import limited
 from dyno.analysis.presentation.table import RATIO, TEXT, Column, Table, TableKind
 from dyno.analysis.stats import FASTER, Speedup
 
@@ -55,11 +56,9 @@ def table(outcomes: Sequence[Outcome], title: str) -> Table:
     """A row for each prescription that B, `title`, was tried with."""
     rows = []
     for one in outcomes:
-        found = one.speedup
-        limits = {"speedup": found.value, "speedup_low": found.low, "speedup_high": found.high} if found else {}
         rows.append({"prescription": one.called.prescription.text, "called_by": one.called.cause.title,
-                     "cost_us": 1e6 * one.called.seconds, "engine": one.engine, **limits, "verdict": one.verdict,
-                     "outputs": one.outputs, "kept": "yes" if one.kept else "no"})  # fmt: skip
+                     "cost_us": 1e6 * one.called.seconds, "engine": one.engine, **limited("speedup", one.speedup),
+                     "verdict": one.verdict, "outputs": one.outputs, "kept": "yes" if one.kept else "no"})  # fmt: skip
     note = (
         f"Each is a trial beside {title}, in turns, all of them as one family (Holm); a profiled run is not among them."
     )

@@ -45,12 +45,12 @@ def watched(trt: Any, context: Any, launch: Callable[[], None], runs: int) -> li
 
     profiler = Profiler()
     context.profiler = profiler
-    found = []
+    repeats = []
     for _ in range(runs):
         seconds.clear()
         launch()
-        found.append(dict(seconds))
-    return found
+        repeats.append(dict(seconds))
+    return repeats
 
 
 def profiled(trt: Any, context: Any, launch: Callable[[], None]) -> dict[str, float]:
