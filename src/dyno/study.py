@@ -17,7 +17,16 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Self
 
-from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions, described, settings
+from dyno.study_options import (
+    ClusterOptions,
+    Compared,
+    DataOptions,
+    Measurement,
+    ModelOptions,
+    RuntimeOptions,
+    described,
+    settings,
+)
 from dyno.worker import registry, tasks
 from dyno.worker.jobs.turns import LEAST_BLOCKS
 from dyno.worker.option_values import check_types, native, several
@@ -95,7 +104,7 @@ def _value(text: str) -> Option:
 
 
 @settings
-class Study(RuntimeOptions, Measurement, DataOptions, ModelOptions, Compared):
+class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptions, Compared):
     """Models x backends x precisions x batches x sizes, and how to measure them.
 
     In Python a model may also be a path, a module, or a pair of a module and its example inputs; the last two are

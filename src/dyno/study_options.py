@@ -213,16 +213,22 @@ class Measurement:
 
 
 @settings
+class ClusterOptions:
+    """Over which hosts it is spread: an option of `dyno run` alone."""
+
+    on: str = option(
+        "", "A cluster to spread the study over: ray=ADDRESS of its head node, or slurm=4 for four jobs of Slurm.",
+        usual="this host",
+    )  # fmt: skip
+
+
+@settings
 class RuntimeOptions:
     """Where it runs."""
 
     device: str = option(
         "cpu", "Device: cpu, or cuda:0; several share the work of `dyno run`: cuda:0,cuda:1.", common=True
     )
-    on: str = option(
-        "", "A cluster to spread the study over: ray=ADDRESS of its head node, or slurm=4 for four jobs of Slurm.",
-        usual="this host",
-    )  # fmt: skip
     threads: int = option(0, "CPU threads of every backend.", usual="one per physical core")
     runtime: dict[str, dict[str, Any]] = option(
         {}, "Another interpreter for a backend: tensorrt=/path/to/python.", "--python", usual="this one"

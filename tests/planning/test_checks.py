@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import typer
 
+import dyno
 from dyno.cli import app, commands, demo
 from dyno.jobs import launcher
 from dyno.planning import checks
@@ -101,7 +102,7 @@ COMMANDS: dict[str, tuple[object, ...]] = {
 }  # fmt: skip
 DEVICES = {
     "cpu:0": "cpu:0 alone is not a device: write cpu, or for `dyno run` cpu:0,cpu:1", "gpu": "unknown device 'gpu'",
-    "": "unknown device ''", "cuda:9": "there is no cuda:9 here", "cuda:x": "device 'cuda:x' has no number",
+    "cuda:9": "there is no cuda:9 here", "cuda:x": "device 'cuda:x' has no number",
 }  # fmt: skip
 
 
@@ -119,6 +120,20 @@ def test_all_commands_with_a_device_are_listed() -> None:
 def test_what_is_no_device_here_is_refused_at_once(refused: Refused, tmp_path: Path, command: str, device: str) -> None:
     assert refused(command, *COMMANDS[command], "--device", device).startswith(DEVICES[device])
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_study_alone_is_spread_over_a_cluster(refused: Refused) -> None:
+    for command, words in COMMANDS.items():
+        if command != "run":
+            assert refused(command, *words, "--on", "ray").startswith("no such option: --on")
+    calls: list[Callable[[], object]] = [
+        lambda: dyno.cold_start("fake:n", "fake", on="ray"),
+        lambda: dyno.inspect("fake:n", on="ray"),
+        lambda: dyno.evaluate("fake:n", "digits", on="ray"),
+    ]
+    for call in calls:
+        with pytest.raises(UserError, match=r"a cluster .* is for `dyno run` alone"):
+            call()
 
 
 @pytest.mark.parametrize("command", sorted(typer.main.get_command(app.app).commands))

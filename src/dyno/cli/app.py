@@ -15,7 +15,15 @@ from dyno.cli.comparison import bisection, compare
 from dyno.cli.images import train, video
 from dyno.cli.inside import cold_starts, explaining, inspection, layer_agreement, profiling
 from dyno.planning.defaults import DEMO_MINUTES, EVALUATION, ONE_ROUND, SELF_TEST_MINUTES
-from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.study_options import (
+    MODEL_HELP,
+    ClusterOptions,
+    Compared,
+    DataOptions,
+    Measurement,
+    ModelOptions,
+    RuntimeOptions,
+)
 from dyno.worker.spec import ROUNDS, UserError
 
 # Groups in which `dyno --help` lists commands.
@@ -88,7 +96,7 @@ def demo(
 
 
 @command(MEASURE)
-@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions)
+@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, ClusterOptions)
 def run(
     overrides: options.Overrides,
     models: options.Studied,

@@ -14,7 +14,15 @@ import typer
 import typer.core
 
 from dyno.study import parse_budget
-from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.study_options import (
+    MODEL_HELP,
+    ClusterOptions,
+    Compared,
+    DataOptions,
+    Measurement,
+    ModelOptions,
+    RuntimeOptions,
+)
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import UserError
 from dyno.worker.video.options import VideoOptions
@@ -29,6 +37,7 @@ PANELS: dict[type, str] = {
     DataOptions: "Data and accuracy",
     Measurement: "Measurement",
     RuntimeOptions: "Where it runs",
+    ClusterOptions: "Where it runs",
 }
 # Options that a command on files or on the forms of one model doesn't have.
 NOT_FOR_FILES = "backends precisions batches routes reference compared budget search"

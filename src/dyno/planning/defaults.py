@@ -52,8 +52,8 @@ def study_of_own_jobs(model: str, batch: int, settings: Mapping[str, Any]) -> tu
 
 
 def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> Study:
-    """The model's study with what was asked for over what is usual; a `UserError` for a device that isn't there, and for
-    several."""
+    """The model's study with what was asked for over what is usual; a `UserError` for a device that isn't there, and
+    for several."""
     study = Study(models=(model,), **{**(usual or {}), **settings})
     if "device" in settings or study.on:  # whether a file's usual one has to be there, is up to what is done with it
         check_device(study)
