@@ -43,13 +43,12 @@ class Contention:
         return f"{busy.capitalize()}: {doubt}."
 
 
-def cpu_contention(results: Iterable[TrialResult]) -> Contention | None:
-    """The contention that the records show; None where no job was disturbed."""
-    trials = list(results)
-    timed = [r for t in trials for r in t.good]
+def cpu_contention(results: Iterable[TrialResult], compared: bool = True) -> Contention | None:
+    """The contention that the records show, of trials that are `compared` with each other or of one configuration
+    alone; None where no job was disturbed."""
+    timed = [r for t in results for r in t.good]
     busy = [(max(r.facts.others_busy.values(), default=0.0), r.facts.contention_threshold, r.turns) for r in timed]
     over = [(processors, turns) for processors, most, turns in busy if most is not None and processors > most]
     if not over:
         return None
-    compared = len({t.model for t in trials}) < len({(t.model, t.configuration) for t in trials})
     return Contention(len(timed), len(over), sum(not turns for _, turns in over), max(over)[0], compared)

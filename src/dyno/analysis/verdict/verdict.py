@@ -82,7 +82,8 @@ def sentences(run: RunData) -> list[str]:
 def read(run: RunData) -> Verdict:
     """The verdict: the fastest within the budget with its evidence, then precision truth, reasons, failures."""
     results = run.records
-    all_rankings, contention = rankings(run), cpu_contention(results)
+    several = len({(t.model, t.configuration) for t in results}) > len({t.model for t in results})
+    all_rankings, contention = rankings(run), cpu_contention(results, compared=several)
     shown, wrong = all_rankings[:MOST_GROUPS], (*_wrong_outputs(run), *unscored.findings(run))
     if contention and contention.mostly:  # an order would be that of the machine's load
         failures = [decision for ranking in shown if (decision := decisions.failed(ranking)) is not None]
