@@ -305,11 +305,13 @@ def _source(model: Any, study: Study) -> Any:
 
 
 def _in_memory(value: Any) -> bool:
-    """Whether it is an `nn.Module`, or one with its example inputs; PyTorch is not imported to tell."""
+    """Whether it is an `nn.Module` or a program of torch.export, or one with its example inputs; PyTorch is not
+    imported to tell."""
     torch = sys.modules.get("torch")
     first = value[0] if isinstance(value, tuple) and len(value) == 2 else value
     pair = first is not value
-    if torch is None or not isinstance(first, torch.nn.Module):
+    program = getattr(sys.modules.get("torch.export"), "ExportedProgram", ())
+    if torch is None or not isinstance(first, (torch.nn.Module, program)):
         return False
     return not (pair and isinstance(value[1], (str, Path, torch.nn.Module)))
 

@@ -203,6 +203,25 @@ def test_a_module_of_a_library_is_built_again(model: str, size: str, tmp_path: P
         np.testing.assert_allclose(made[f"output:{name}"], values, rtol=1e-4, atol=1e-5)
 
 
+def test_what_a_function_wrapped_is_built_again(tmp_path: Path) -> None:
+    """It is measured without torch.compile and DataParallel around it, and its weights have its names then."""
+    pytest.importorskip("torch")
+    (tmp_path / "nets.py").write_text(
+        "import torch\n\n"
+        "def net(): return torch.nn.Sequential(torch.compile(torch.nn.Conv2d(3, 4, 3)), torch.nn.Flatten())\n"
+        "def wrapped(): return torch.nn.DataParallel(torch.compile(net()))\n"
+        "def program(): return torch.export.export(net()[1:], (torch.zeros(1, 3, 8, 8),))\n"
+        "def running(): return program().module()\n"
+    )
+    for name in ("wrapped", "program", "running"):
+        study = Study(models=(f"{tmp_path}/nets.py:{name}",), backends=("pytorch",), sizes=("8",), compared=2)
+        taken = (result := ran(study, tmp_path / name)).take(out=tmp_path / f"best-{name}")
+        found = result.records.trial(taken.trial)
+        made = run_alone(taken.script, feeds(from_json(Trial, found.job["trial"]), 2), [], tmp_path)
+        for output, values in found.outputs().items():
+            np.testing.assert_allclose(made[f"output:{output}"], values, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("where", ["file", "memory"])
 def test_a_module_with_described_inputs_is_called_as_it_was(where: str, tmp_path: Path) -> None:

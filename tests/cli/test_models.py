@@ -45,6 +45,14 @@ def test_a_file_is_in_the_opset_of_its_target_or_the_one_asked_for(
     assert onnx.load(tmp_path / "net.onnx").opset_import[0].version == opset
 
 
+def test_a_program_of_one_batch_says_which(refused: Refused, call: Callable[..., Any], tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    torch.export.save(torch.export.export(torch.nn.Conv2d(3, 4, 3), (torch.randn(2, 3, 8, 8),)), tmp_path / "n.pt2")
+    for words in (("export", "n.pt2", "-o", "n.onnx"), ("build", "n.pt2", "-o", "n.xml")):
+        assert refused(*words) == "n takes a batch of 2 alone; export with a fixed batch (--batch 2)"
+    assert "input float32 2x3x8x8" in call("export", "n.pt2", "-o", "n.onnx", "--batch", "2")[1]
+
+
 def test_batch_and_size_that_a_file_refuses(refused: Refused, onnx_file: Path) -> None:
     usual = ("run", onnx_file, "--backends", "onnxruntime")
     assert refused(*usual, "--batch", "3").startswith("m: the file's batch is fixed at 2, not 3; export it again")

@@ -185,6 +185,15 @@ class Sloped(nn.Module):  # type: ignore[misc, name-defined]
         return torch.autograd.grad((x * x).sum(), x.requires_grad_())[0]
 
 
+def test_a_program_or_frozen_script_is_a_model() -> None:
+    net, x = nn.Conv2d(3, 4, 3).eval(), torch.randn(2, 3, 8, 8)
+    program = torch.export.export(net, (x,))
+    scripted = torch.jit.freeze(torch.jit.script(net))
+    for given in (program, (program, (x,)), (program.module(), (x,)), (scripted, (x,))):
+        (path,) = Study(models=given).models
+        assert torch.allclose(saved_modules.load(path)(x), net(x), atol=1e-5)
+
+
 def test_what_can_not_be_handed_over_is_one_line(nets: Any) -> None:
     with pytest.raises(UserError, match=r"Bad can't be handed to other processes .* give that as FILE.py:FUNCTION"):
         dyno.Study(models=(Bad(), torch.randn(2, 3)))

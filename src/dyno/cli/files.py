@@ -44,10 +44,9 @@ def export(
     if shape:
         batch, overrides["channels"], overrides["sizes"] = _shape(shape)
     study = one_model(model, {**overrides, "precisions": (precision,)})
-    trial = _trial(study, precision)
-    dims = replace(trial.dims, batch=_number(batch))
+    trial = _trial(study, precision, _number(batch))
     options: dict[str, Option] = {"target": target, **({"opset": opset} if opset else {})}
-    return _make(file_format.recipe(replace(trial, dims=dims, options=options)), out)
+    return _make(file_format.recipe(replace(trial, options=options)), out)
 
 
 @dataclass(frozen=True)
@@ -114,10 +113,9 @@ def build(overrides: Overrides, model: str, out: Path, request: Build) -> int:
         )
     if not on_gpu and (request.profile or request.batch is not None):
         raise UserError(f"{engine.name}'s files take any batch; omit --batch, --min, --opt, --max and --shapes")
-    trial = _trial(study, request.precision)
-    dims = replace(trial.dims, batch=(request.batch or 1) if on_gpu and not request.profile else 0)
+    trial = _trial(study, request.precision, (request.batch or 1) if on_gpu and not request.profile else 0)
     runtime = replace(runtime, threads=trial.runtime.threads)
-    trial = replace(trial, backend=engine.name, options=options, runtime=runtime, dims=dims)
+    trial = replace(trial, backend=engine.name, options=options, runtime=runtime)
     if refusal := engine.refuse(trial):
         raise UserError(refusal)
     _make(engine.recipe(trial), out)
@@ -151,15 +149,19 @@ def _number(batch: str) -> int:
     return 0 if batch == "dynamic" else int(batch)
 
 
-def _trial(study: Study, precision: str) -> Trial:
+def _trial(study: Study, precision: str, batch: int) -> Trial:
+    """A trial of the study's model at that batch; where it is 0, free, and the model's is not, a `UserError`."""
     if len(study.sizes) > 1:
         raise UserError(f"a file is for one image size, not for {', '.join(study.sizes)}")
     check_weights(study, study.models)
     model, inspection = inspect_model(model_spec(study, study.models[0]), study)
+    if not batch and inspection.batch and not model.file:
+        reason = inspection.batch_reason or f"{model.name} takes a batch of {inspection.batch} alone"
+        raise UserError(f"{reason}; export with a fixed batch (--batch {inspection.batch})")
     size = sizes(study, inspection)[0]
     data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
     runtime = Runtime(threads=system.physical_cores())
-    return Trial(model, "", precision, Dims(0, *size), data=data, runtime=runtime)
+    return Trial(model, "", precision, Dims(batch, *size), data=data, runtime=runtime)
 
 
 def _make(recipe: Recipe | None, out: Path) -> Artifact:

@@ -21,7 +21,7 @@ from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.nets import models, saved_modules
 from dyno.worker.nets.saved_modules import INPUTS
-from dyno.worker.sessions.torch_support import import_torch, positional, unwrapped
+from dyno.worker.sessions.torch_support import evaluating, first_line, import_torch, positional, unwrapped
 from dyno.worker.spec import Dims, InputSpec, ModelSpec, UserError, to_json
 
 Specs = tuple[InputSpec, ...]
@@ -45,7 +45,10 @@ def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int
     if isinstance(module, type) or not hasattr(module, "named_buffers"):
         name = getattr(module, "__name__", type(module).__name__)
         raise UserError(f"the model {name} is not a torch.nn.Module; call it, or name it as FILE.py:FUNCTION")
-    module = unwrapped(import_torch(), module)
+    torch = import_torch()
+    if (running := saved_modules.runnable(module)) is not module:
+        module, examples = running, saved_modules.program_examples(module) if examples is None else examples
+    module = unwrapped(torch, module)
     name = getattr(module, "original_name", type(module).__name__)
     devices = {each.device.type for each in (*module.parameters(), *module.buffers())}
     if "meta" in devices:
@@ -197,13 +200,13 @@ def _put(path: Path, write: Callable[..., Any], description: str) -> None:
 @contextmanager
 def _evaluating(module: Any) -> Iterator[None]:
     """In eval mode meanwhile, and afterwards as it was, buffers that calls change too: the module is the user's."""
-    modes = [(each, each.training) for each in module.modules()]
+    modes = [(each, each.training) for each in module.modules() if hasattr(each, "training")]  # not if it is frozen
     buffers = [
         (each, name, buffer, buffer.detach().clone(), _version(buffer))
         for each in module.modules()
         for name, buffer in each.named_buffers(recurse=False)
     ]
-    module.eval()
+    evaluating(module)
     try:
         yield
     finally:
@@ -242,4 +245,4 @@ def _quiet() -> Iterator[None]:
 
 
 def _line(e: Exception) -> str:
-    return next((line.strip() for line in str(e).splitlines() if line.strip()), type(e).__name__)[:200]
+    return first_line(e)[:200]

@@ -41,6 +41,14 @@ class Mixed(nn.Module):
     def forward(self, x):
         return self.fc(self.conv.float()(x.float()).mean((2, 3)).to(x.dtype))
 
+class Pixels(nn.Module):
+    """Makes numbers in float32 whatever it is asked for."""
+    def __init__(self):
+        super().__init__()
+        self.conv = nn.Conv2d(3, 4, 3)
+    def forward(self, x):
+        return self.conv(x.float())
+
 class Huge(nn.Module):
     def forward(self, x):
         return x.new_empty(1 << 46)
@@ -79,6 +87,7 @@ def several(): return Several()
 def spectrum(): return Spectrum()
 def mixed(): return Mixed()
 def huge(): return Huge()
+def pixels(): return Pixels()
 def broken(): return Broken()
 def nothing(): return nn.ModuleList()
 '''
@@ -237,6 +246,12 @@ def test_facts_of_a_module_with_a_scripted_part(nets):
 def test_what_the_model_refuses_is_one_line_in_its_own_words():
     session = find("pytorch").load(trial(ModelSpec("vit", "torchvision:vit_b_16"), size=8), None)
     with pytest.raises(UserError, match="vit refuses 2x3x8x8 in fp32: Wrong image height! Expected 224 but got 8!"):
+        outputs(session)
+
+
+def test_a_module_that_makes_float32_itself_is_told_what_helps(nets):
+    session = find("pytorch").load(trial(ModelSpec("pixels", f"{nets}:pixels"), "bf16", size=8), None)
+    with pytest.raises(UserError, match=r"pixels refuses 2x3x8x8 in bf16: .*; let forward make numbers in the type of"):
         outputs(session)
 
 

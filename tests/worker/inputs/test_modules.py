@@ -127,10 +127,14 @@ def test_a_module_that_refuses_is_told_what_helps(tmp_path: Path) -> None:
         "import torch\n\n\ndef gray():\n    return torch.nn.Conv2d(1, 2, 3)\n\n\n"
         "def half():\n    return torch.nn.Conv2d(3, 2, 3).bfloat16()\n\n\nclass Force(torch.nn.Module):\n"
         "    def forward(self, x):\n        x = x.clone().requires_grad_()\n"
-        "        return torch.autograd.grad((x * x).sum(), x)[0]\n\n\nmade = gray()\n"
+        "        return torch.autograd.grad((x * x).sum(), x)[0]\n\n\nmade = gray()\n\n\nclass Ids(torch.nn.Module):\n"
+        "    def forward(self, ids=None, mask=None):\n        batch, length = ids.shape\n        return ids\n\n\n"
+        "def small():\n    return torch.nn.Sequential(torch.nn.Conv2d(3, 1, 3), torch.nn.Linear(2, 4))\n"
     )
     for name, advice in (
         ("gray", "give --channels 1, or describe its inputs with --shapes input:SHAPE"),
+        ("small", "multiplied .*; give another --size, or describe its inputs with --shapes input:SHAPE"),
+        ("Ids", r"expected 2\); describe its inputs with --shapes ids:SHAPE"),
         ("half", r"its weights are bfloat16: return module.float\(\), since precisions say in which type it runs"),
         ("Force", "it computes gradients, which are off"),
         ("made", "made is a Conv2d; it must be a function that returns a module"),

@@ -11,15 +11,19 @@ import torch
 from onnx import numpy_helper, parser
 from torch import nn
 
-from dyno.worker.makers.verify import Case, Source, Wrong, doubtful, verified
+from dyno.worker.makers.verify import Case, Source, Undecided, Wrong, doubtful, verified
 from dyno.worker.onnx_graph.file import read_io
 
 
 class Rounding(nn.Module):
     """The identity by way of numbers so large that FP32 loses its last digits."""
 
+    def __init__(self, by: float = 1e5) -> None:
+        super().__init__()
+        self.by = by
+
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return (x + 1e5) - 1e5
+        return (x + self.by) - self.by
 
 
 class Scaled(nn.Module):
@@ -67,6 +71,16 @@ def test_rounding_is_no_excuse_for_a_wrong_graph(tmp_path):
     for module in (Scaled(1.0), Rounding()):
         with pytest.raises(Wrong, match="output is off by"):
             verified(path, read_io(str(path))[1], source(module))
+
+
+def test_outputs_that_rounding_decides_are_not_called_wrong(tmp_path):
+    """A graph of another number of values is wrong whatever rounding does."""
+    path = graph(Scaled(1.05), tmp_path / "more.onnx")
+    with pytest.raises(Undecided, match=r"^the module's own output in FP32 is off by .* from FP64, where the largest"):
+        verified(path, read_io(str(path))[1], source(Rounding(1e7)))
+    path = graph(nn.Linear(64, 8), tmp_path / "fewer.onnx")
+    with pytest.raises(Wrong, match=r"output is \[3, 8\] where the module's is \[3, 64\]"):
+        verified(path, read_io(str(path))[1], source(Rounding(1e7)))
 
 
 def suppressing(order: np.ndarray, shift: float, path: Path) -> Path:

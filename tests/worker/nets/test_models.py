@@ -290,6 +290,24 @@ def test_what_its_function_compiled_runs_eagerly(tmp_path: Path) -> None:
         models.build(ModelSpec("lazy", f"{tmp_path / 'nets.py'}:lazy"))
 
 
+def test_a_program_or_frozen_script_is_a_model_of_a_function_and_of_a_file(tmp_path: Path) -> None:
+    """Neither has modes to be switched between."""
+    (tmp_path / "nets.py").write_text(
+        "import torch\n\n"
+        "def net(): return torch.nn.Sequential(torch.nn.Conv2d(3, 2, 3), torch.nn.BatchNorm2d(2)).eval()\n"
+        "def program(): return torch.export.export(net(), (torch.zeros(2, 3, 8, 8),))\n"
+        "def running(): return program().module()\n"
+        "def frozen(): return torch.jit.freeze(torch.jit.script(net()))\n"
+    )
+    nets, x = {name: models.build(ModelSpec(name, f"{tmp_path / 'nets.py'}:{name}"))
+               for name in ("net", "program", "running", "frozen")}, torch.randn(2, 3, 8, 8)  # fmt: skip
+    nets["frozen"].save(tmp_path / "net.torchscript")
+    nets["file"] = models.build(ModelSpec("file", f"saved:{tmp_path / 'net.torchscript'}"))
+    assert not nets["file"].training and not nets["frozen"].training, "exporters and torch.compile ask"
+    for name, net in nets.items():
+        assert torch.allclose(net(x), nets["net"](x), atol=1e-5), name
+
+
 SETS = """
 import torch
 torch.set_num_threads(1)

@@ -268,7 +268,10 @@ class TorchSession(Session):
         if self._ran or isinstance(e, (UserError, Unavailable, MemoryError)) or "CUDA error" in str(e):
             return e
         shown = ", ".join("x".join(map(str, t.shape)) or t.name for t in self.inputs)
-        return UserError(f"{self._trial.model.name} refuses {shown} in {self._trial.precision}: {first_line(e)}")
+        reason, precision = first_line(e), self._trial.precision
+        lower = precision in ("fp16", "bf16") and "type" in reason
+        hint = "; let forward make numbers in the type of its weights, not in float32" if lower else ""
+        return UserError(f"{self._trial.model.name} refuses {shown} in {precision}: {reason}{hint}")
 
     def wait(self, slot: int = 0) -> None:
         """Wait for the slot's work; a CPU has finished when `run` returns."""

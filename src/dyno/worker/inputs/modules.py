@@ -152,15 +152,17 @@ def advice_on_reason(module: Any, reason: str, verb: str) -> str:
     return ""
 
 
-def advice_after_refusal(module: Any, model: ModelSpec, function: str) -> str:
+def advice_after_refusal(module: Any, model: ModelSpec, function: str, image: bool) -> str:
     """What to do about a module that refused its inputs, as the end of a message; `function` is the user's own that
-    returns it, "" where there is none."""
-    needed = [name for name, required in signature_of(module).required.items() if required] or ["input"]
+    returns it, "" where there is none, `image` whether it was given the one that is assumed."""
+    known = signature_of(module).required
+    needed = [name for name, required in known.items() if required] or [*known][:1] or ["input"]
     shapes = " ".join(f"--shapes {name}:SHAPE" for name in needed)
     beside = f", or by {function}_inputs() beside {function}" if function else ""
-    first = next((layer.in_channels for layer in module.modules() if type(layer).__name__ == "Conv2d"), model.channels)
-    channels = f"give --channels {first}, or " if first != model.channels else ""
-    return f"{channels}describe its inputs with {shapes} (followed by :int64 for token ids){beside}"
+    first = next((layer.in_channels for layer in module.modules() if type(layer).__name__ == "Conv2d"), 0)
+    channels = f"give --channels {first}, or " if first and first != model.channels else ""
+    size = "give another --size, or " if first and image and len(needed) == 1 and not channels else ""
+    return f"{channels}{size}describe its inputs with {shapes} (followed by :int64 for token ids){beside}"
 
 
 def _of_examples(examples: Any, signature: Signature, model: ModelSpec) -> list[InputSpec]:
@@ -189,7 +191,7 @@ def _spec(name: str, value: Any, keyword: bool, model: ModelSpec) -> InputSpec:
     if not isinstance(value, torch.Tensor) or value.is_complex() or value.is_quantized:
         raise UserError(
             f"the example of {model.name}'s input {name!r} is a {type(value).__name__}; "
-            "it must be a tensor, an array of real numbers or a number"
+            "it must be a tensor, an array of real numbers or a number: wrap the module in one whose forward takes such"
         )
     dtype = "float32" if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
     low, high = _range(value)

@@ -18,5 +18,5 @@ def failure() -> UserError:
     """What such an engine's row fails with."""
     return UserError(
         "the outputs are not finite (NaN or infinity): this engine is wrong, its precision overflows, or the model "
-        "gives them itself"
+        "gives them itself: then let its forward replace them (torch.nan_to_num)"
     )

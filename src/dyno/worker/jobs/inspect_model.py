@@ -126,7 +126,7 @@ def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tup
     except Exception as e:  # the module is anyone's code, and may raise anything for an input that it doesn't take
         reason = first_line(e)
         shown = modules.listed(inputs.inputs, dims) or f"{dims.batch}x{model.channels}x{dims.height}x{dims.width}"
-        raise UserError(f"the model refuses {shown}: {reason}{_hint(module, model, reason)}") from e
+        raise UserError(f"the model refuses {shown}: {reason}{_hint(module, model, reason, not inputs.inputs)}") from e
     return inputs, [tuple(tensor.shape) for tensor in tensors_of(result)]
 
 
@@ -134,7 +134,7 @@ def _no_memory(e: Exception) -> bool:
     return isinstance(e, MemoryError) or is_memory_error(e)
 
 
-def _hint(module: Any, model: ModelSpec, reason: str) -> str:
+def _hint(module: Any, model: ModelSpec, reason: str, image: bool) -> str:
     """What to do about a module that refuses its input; most of a library's networks take an image of some size."""
     several = sum(modules.signature_of(module).required.values()) > 1
     video = any(type(layer).__name__ == "Conv3d" for layer in module.modules())
@@ -143,7 +143,7 @@ def _hint(module: Any, model: ModelSpec, reason: str) -> str:
     kind, rest = models.parse(model.source)
     function = rest.rpartition(":")[2] if kind in ("python", "module") else ""
     advice = modules.advice_on_reason(module, reason, "return")
-    return f"; {advice or modules.advice_after_refusal(module, model, function)}"
+    return f"; {advice or modules.advice_after_refusal(module, model, function, image)}"
 
 
 def _classes(shapes: Sequence[Sequence[int | str]]) -> int:

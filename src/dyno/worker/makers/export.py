@@ -22,7 +22,7 @@ from dyno.worker.inputs.shapes import REFUSALS
 from dyno.worker.inputs.specs import BATCH, arguments, has_batch, tensors
 from dyno.worker.makers.control_flow import batch_limit, check_control_flow, follow_batch, traced_values
 from dyno.worker.makers.export_names import unwrap
-from dyno.worker.makers.verify import DOUBT, Case, Refused, Source, Wrong, doubtful, verified
+from dyno.worker.makers.verify import DOUBT, Case, Refused, Source, Undecided, Wrong, doubtful, verified
 from dyno.worker.nets import models, task_facts, torchvision_detectors
 from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, opset_of, prepare_given, read_io
 from dyno.worker.onnx_graph.fusible import fusible
@@ -111,6 +111,7 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
     source = _source(torch, module, recipe, detects)
     static = check_control_flow(torch, source.module, source.example)
     notes: list[str] = []
+    undecided = ""
     attempts = [(exporter, opset) for exporter in exporters]
     for exporter, number in attempts:
         try:
@@ -121,6 +122,7 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
             if traced and source.free_batch:
                 notes += _verify_larger(torch, module, recipe, source, path)
         except Wrong as e:
+            undecided = str(e) if isinstance(e, Undecided) else undecided
             notes.append(f"the {exporter} exporter{f' in opset {number}' if number != opset else ''}: {e}")
             if isinstance(e, Refused) and exporter == "dynamo" and number == opset and "opset" not in recipe.options:
                 attempts.append((exporter, LATER))
@@ -135,17 +137,29 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
             verified=checked,
             warnings=tuple(notes),
         )
+    raise _failure(torch, module, recipe, source, undecided, notes)
+
+
+def _failure(
+    torch: Any, module: Any, recipe: Recipe, source: Source, undecided: str, notes: Sequence[str]
+) -> UserError:
+    """What to say of a module that no exporter wrote a graph of with its outputs."""
     if _changes(torch, module, recipe.model, source.expected[0]):
-        raise UserError(
+        return UserError(
             f"{recipe.model.name} gives other outputs at each call on one input, so no graph can be compared with it; "
             "let its forward draw no random numbers and keep nothing of earlier calls, or measure it with "
             "--backends pytorch"
+        )
+    if undecided:
+        return UserError(
+            f"{recipe.model.name} amplifies rounding so much that no graph can be compared with it ({undecided}); "
+            "give trained weights (--weights), or measure it with --backends pytorch"
         )
     other = (
         "try another --opset, measure it with --backends pytorch,compile, or give an ONNX file from another exporter"
     )
     remedy = "export with a fixed batch (--batch 1)" if source.free_batch else other
-    raise UserError(f"{recipe.model.name} can't be exported correctly, {remedy}; {'; '.join(notes)}")
+    return UserError(f"{recipe.model.name} can't be exported correctly, {remedy}; {'; '.join(notes)}")
 
 
 def _refuse_quantised(module: Any, recipe: Recipe) -> None:

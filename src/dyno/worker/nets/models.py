@@ -20,7 +20,7 @@ from dyno.worker.nets import local_code, saved_modules, torchvision_detectors, u
 from dyno.worker.nets.checkpoint import apply, head_classes, read_checkpoint
 from dyno.worker.nets.darknet import network as darknet
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
-from dyno.worker.sessions.torch_support import eager
+from dyno.worker.sessions.torch_support import eager, evaluating
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
 
 LIBRARIES = ("torchvision", "timm")
@@ -100,7 +100,7 @@ def build(model: ModelSpec, dims: Dims | None = None) -> Any:
         if model.classes is None and classes is not None and parse(model.source)[0] in LIBRARIES:
             module = _from_source(model, dims, classes)
         apply(module, state, model.weights, _other_classes(model, classes) if classes is not None else "")
-    return module if parse(model.source)[0] == "saved" else module.eval()  # an exported program is in one mode for ever
+    return module if parse(model.source)[0] == "saved" else evaluating(module)
 
 
 def examples(model: ModelSpec) -> Any:
@@ -185,7 +185,7 @@ def _from_source(
         if len(model.source_sha256) == SHA256:  # else it is the name of a folder in the cache
             _check_unchanged(rest, model.source_sha256, "saved module")
         return saved_modules.load(rest)
-    module = _call(_function(model), model)
+    module = saved_modules.runnable(_call(_function(model), model))
     if not isinstance(module, torch.nn.Module):
         raise UserError(f"{model.source} returned a {type(module).__name__}; it must return a torch.nn.Module")
     return eager(torch, module)

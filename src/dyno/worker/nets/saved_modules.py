@@ -24,6 +24,13 @@ def load(path: str) -> Any:
     return _program(path).module(**unguarded()) if path.endswith(PROGRAM) else _script(path)
 
 
+def runnable(value: Any) -> Any:
+    """The module that runs a program of torch.export; anything else as it is."""
+    from torch.export import ExportedProgram
+
+    return value.module(**unguarded()) if isinstance(value, ExportedProgram) else value
+
+
 def unflattened(path: str) -> Any:
     """A stored program as modules with the names that they had before it was exported."""
     from torch.export import unflatten
@@ -48,6 +55,11 @@ def examples(path: str) -> Any:
         return ModuleInputs(specs, description["batch"], tuple(description["size"]))
     if not path.endswith(PROGRAM) or program.example_inputs is None:
         return None
+    return program_examples(program)
+
+
+def program_examples(program: Any) -> Any:
+    """What a program was exported with, as `examples` has it."""
     args, keywords = program.example_inputs
     if not keywords:
         return tuple(args)  # a program refuses by name what it was exported with by place
@@ -89,7 +101,10 @@ def _registered(torch: Any, path: str) -> bool:
 def _script(path: str, extra: dict[str, str] | None = None) -> Any:
     import torch
 
-    return _read(path, lambda: torch.jit.load(path, map_location="cpu", _extra_files=extra))
+    module = _read(path, lambda: torch.jit.load(path, map_location="cpu", _extra_files=extra))
+    if not hasattr(module, "training"):  # frozen, it is in one mode for ever; the exporters and torch.compile ask
+        module.training = False
+    return module
 
 
 def _read(path: str, action: Any) -> Any:

@@ -104,6 +104,13 @@ def positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool =
     return wrapper
 
 
+def evaluating(module: Any) -> Any:
+    """The module in eval mode; a program of torch.export is in one mode for ever, and refuses to change it."""
+    with contextlib.suppress(NotImplementedError):
+        module.eval()
+    return module
+
+
 def named_outputs(result: Any) -> dict[str, Any]:
     """A module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts.
 
@@ -211,11 +218,12 @@ def kernels() -> set[str]:
 
 
 def first_line(e: BaseException) -> str:
-    """The first line of the error's message; of TorchScript's, which begins with where it happened, what happened."""
+    """The first line of the error's message, without its full stop; of TorchScript's, which begins with where it
+    happened, what happened."""
     text = str(e)
     if "TorchScript interpreter" in text and (found := SCRIPTED.findall(text)):
         return str(found[-1])[:300]
-    return next((line.strip() for line in text.splitlines() if line.strip()), type(e).__name__)[:300]
+    return next((line.strip() for line in text.splitlines() if line.strip()), type(e).__name__)[:300].removesuffix(".")
 
 
 def allocator_peaks(torch: Any, device: Any) -> dict[str, Any]:

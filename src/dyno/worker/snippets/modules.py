@@ -52,6 +52,26 @@ def build():
 WEIGHTS = """    network.load_state_dict(torch.load(FILE, map_location="cpu", weights_only=True))
     network.eval()
 """
+OWN_WEIGHTS = """    network = eager(network)
+    network.load_state_dict(torch.load(FILE, map_location="cpu", weights_only=True))
+    with contextlib.suppress(NotImplementedError):  # a program of torch.export is in one mode for ever
+        network.eval()
+"""
+EAGER = '''
+
+def eager(network):
+    """The network as it was measured: what is inside torch.compile, DataParallel or a program, and so are its parts."""
+    if isinstance(network, torch.export.ExportedProgram):
+        return network.module()
+    if isinstance(network, torch.nn.DataParallel):
+        return eager(network.module)
+    if hasattr(network, "_orig_mod"):
+        return eager(network._orig_mod)
+    if not isinstance(network, torch.jit.ScriptModule):
+        for name, part in network.named_children():
+            setattr(network, name, eager(part))
+    return network
+'''
 LOAD = '''
 
 def load():
@@ -118,7 +138,8 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
             f"{trial.model.name} was quantised dynamically by PyTorch, which can't be stored as weights alone"
         )
     imports, needs, constants, build = _built(trial, network, about, folder)
-    saved = models.parse(trial.model.source)[0] in STORED
+    kind = models.parse(trial.model.source)[0]
+    saved, own = kind in STORED, kind in ("python", "module")
     if not saved:
         torch.save(network.state_dict(), folder / "state.pt")
     options = find(trial.backend).checked(trial)  # type: ignore[attr-defined]
@@ -132,8 +153,11 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
         )
     end = PIXELS if pixels else "    called = network\n"
     end += COMPILED if trial.backend == "compile" else "    return called\n"
-    code = build + LOAD.format(weights="" if saved else WEIGHTS, end=end)
-    return Part(("numpy", "torch", *needs), f"import dataclasses\nimport torch\n{imports}", constants, code)
+    weights = "" if saved else OWN_WEIGHTS if own else WEIGHTS
+    code = build + (EAGER if own else "") + LOAD.format(weights=weights, end=end)
+    return Part(
+        ("numpy", "torch", *needs), f"import contextlib\nimport dataclasses\nimport torch\n{imports}", constants, code
+    )
 
 
 def _called(trial: Trial) -> dict[str, Any]:
