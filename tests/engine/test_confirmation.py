@@ -49,7 +49,7 @@ def stored(folder: Path) -> dict[str, int]:
 def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(verdict, "cpu_contention", lambda results: None)  # whatever else runs here
+    monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # whatever else runs here
     study = fake_study(backends=(*THREE, "fake@latency_ms=40.0"), rounds=2, confirm=2, reference="fake@latency_ms=40.0")
     began = run(study, tmp_path)
     assert sorted(began[:8]) == [(ms, k) for ms in (0.5, 1.5, 30.0, 40.0) for k in (0, 1)]

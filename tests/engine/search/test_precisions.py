@@ -39,7 +39,7 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
     assert made_by.kept[0].op == "Conv" and made_by.kept[0].sqnr_db < 10
     assert made_by.ranked == 4
     assert [step.maker for step in made_by.steps][-2:] == ["onnx_sensitivity", "onnx_precision"]
-    monkeypatch.setattr(verdict, "cpu_contention", lambda results: None)  # whatever else runs here
+    monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # whatever else runs here
     loaded = results.load(tmp_path / "run")
     said = "\n".join(verdict.sentences(trial_table.read(loaded)))
     assert f"with 1 of 4 layers in a higher precision ({made_by.kept[0].node}) it is within" in said
