@@ -16,10 +16,10 @@ from dyno.analysis.metrics import quality
 from dyno.analysis.ranking import rankings as rankings_module
 from dyno.analysis.ranking.rankings import rankings
 from dyno.analysis.records.results import Results, load
-from dyno.analysis.stats import TURNS
+from dyno.analysis.stats import TURNS, Speedup
 from dyno.analysis.tables import trial_table
 from dyno.analysis.tables.frontier_table import FRONTIER
-from dyno.analysis.verdict import verdict
+from dyno.analysis.verdict import answers, verdict
 
 BIG, SMALL = 64, 32
 
@@ -133,3 +133,27 @@ def test_of_two_in_turns_their_own_ratio_says_which_is_ahead(tmp_path: Path, mon
     assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
     monkeypatch.setattr(rankings_module, "log_ratios", lambda a, b, *_: [])
     assert [*replace(contest).fastest["backend"]] == ["b", "a", "pytorch"], "never side by side: their speed-ups decide"
+
+
+def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that changes its speed between rounds makes medians over other rounds incomparable."""
+    ways = [Way(name, seconds=ms / 1e3, size=BIG) for name, ms in (("pytorch", 10.0), ("a", 1.05), ("b", 1.0))]
+    run = trial_table.read(load(synthetic.write_run(tmp_path / "run", ways, samples=40)))
+    (contest,) = rankings(run)
+    group = contest.group.assign(
+        measured=contest.group["backend"].map({"pytorch": "", "a": TURNS, "b": TURNS}),
+        rounds=contest.group["backend"].map({"pytorch": 3, "a": 3, "b": 2}),
+    )
+    contest = replace(contest, group=group)
+    seconds = {"pytorch": 10.0, "a": 0.8, "b": 1.0}
+    monkeypatch.setattr(
+        rankings_module, "log_ratios", lambda a, b, *_: [math.log(seconds[a.backend] / seconds[b.backend])]
+    )
+    assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
+    pair = Speedup(1.07, 1.02, 1.12, "faster", TURNS)
+    monkeypatch.setattr(answers, "_pair", lambda *_: pair)
+    said = answers.real(contest, pair, None, run, False)
+    assert (
+        "b fp32 has a lower median, 1.02 ms over 2 rounds, but in turns the winner is 1.07x [1.02, 1.12] as fast"
+        in said
+    )

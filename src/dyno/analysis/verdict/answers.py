@@ -15,12 +15,13 @@ from dyno.analysis.metrics.precision import NO, UNCONFIRMED, YES
 from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking.contention import cpu_contention
 from dyno.analysis.ranking.correctness import distance
+from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.ranking.rankings import Ranking, winners
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import MOST_ROUNDS, Speedup
 from dyno.analysis.tables.trial_columns import over_builds
-from dyno.analysis.verdict.findings import equivalent, settled
+from dyno.analysis.verdict.findings import equivalent, ms, settled
 from dyno.worker.spec import DECIDED
 
 if TYPE_CHECKING:
@@ -87,7 +88,7 @@ def real(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunDa
     if over is not None:
         parts.append(_over(ranking.configuration(ranking.fastest.iloc[1]), over, run))
         trials.append(run.trials[ranking.fastest.iloc[1]["trial"]])
-    return "; ".join([*parts, *_builds(trials, pairs), *_doubts(run, doubted)])
+    return "; ".join([*parts, *_lower_median(ranking, run), *_builds(trials, pairs), *_doubts(run, doubted)])
 
 
 def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> str:
@@ -97,6 +98,23 @@ def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> s
     name = f"{ranking.configuration(second)} at batch {second['batch']}"
     trials = [run.trials[row["trial"]] for row in (best, second)]
     return "; ".join([opening, _over(name, over, run), *_builds(trials, [over]), *_doubts(run, doubted)])
+
+
+def _lower_median(ranking: Ranking, run: RunData) -> Iterator[str]:
+    """Why the table shows a lower latency than the winner's: between rounds a machine changes its speed, so medians
+    over other rounds say less than a ratio within the same ones."""
+    winner = ranking.fastest.iloc[0]
+    lower = ranking.fastest[ranking.fastest[LATENCY] < winner[LATENCY]]
+    if lower.empty:
+        return
+    row = lower.sort_values(LATENCY).iloc[0]
+    pair = _pair(winner, run.trials[winner["trial"]], run.trials[row["trial"]], run)
+    if pair.measured != stats.TURNS:
+        return
+    rounds = f" over {counting(int(row['rounds']), 'round')}" if row["rounds"] != winner["rounds"] else ""
+    shown = ratio(pair.value, pair.low, pair.high)
+    compared = "the winner is ahead" if shown == UNBOUNDED else f"the winner is {shown} as fast"
+    yield f"{ranking.configuration(row)} has a lower median, {ms(row[LATENCY])}{rounds}, but in turns {compared}"
 
 
 def _builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> Iterator[str]:
