@@ -101,7 +101,6 @@ BESIDES = {
     "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.array_files inputs.modules "
     "sessions.torch_support",
 }
-MOST_MODULES = 12
 
 
 def _named(root: str, rooms: str) -> tuple[str, ...]:
@@ -131,13 +130,6 @@ def rooms() -> Iterator[tuple[str, Path]]:
         for name in names:
             place = SRC.joinpath(*root.split("."), name)
             yield f"{root}.{name}", place if place.is_dir() else place.with_suffix(".py")
-
-
-def crowded() -> list[str]:
-    """Folders of the source with more modules than a newcomer takes in."""
-    folders = {path.parent for path in (SRC / "dyno").rglob("*.py")}
-    counted = {folder: len([p for p in folder.glob("*.py") if p.name != "__init__.py"]) for folder in folders}
-    return [f"{folder.relative_to(ROOT)} has {n} modules" for folder, n in counted.items() if n > MOST_MODULES]
 
 
 def what_it_is(place: Path) -> str:
