@@ -94,7 +94,8 @@ WORKER = {
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {
-    "dyno.analysis": "facts spec record option_values extras plugins system tasks numerics.closeness serve.judging",
+    "dyno.analysis": "facts spec record option_values extras plugins system tasks jobs.turns numerics.closeness "
+    "serve.judging",
     "dyno.api": f"{BORDER} numerics.closeness",
     "dyno.datasets": "spec record extras plugins inputs.array_files inputs.letterbox",
     "dyno.cli": f"{BORDER} snippets",  # `dyno doctor` names what is broken of every kind that a plug-in may bring

@@ -35,6 +35,7 @@ from dyno.worker.spec import (
     BOUNDARIES,
     DECIDED,
     FIXED,
+    LOOKS,
     NETWORK_FILES,
     PRECISIONS,
     ROUNDS,
@@ -205,9 +206,9 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
 
     def _check_together(self) -> None:
         """A `UserError` for options that don't go together."""
-        check_known("until", self.until, (DECIDED, FIXED))
-        if self.until == DECIDED and self.rounds < 2:
-            raise UserError("until=decided goes by the spread between rounds; give --rounds 2 or more")
+        check_known("until", self.until, (*LOOKS, FIXED))
+        if self.until in LOOKS and self.rounds < 2:
+            raise UserError(f"until={self.until} goes by the spread between rounds; give --rounds 2 or more")
         if self.turns and not CAN_FREEZE:
             raise UserError("whoever waits for its turn has to be frozen, which this system can't; omit --turns")
         if self.turns and self.samples:

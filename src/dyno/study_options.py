@@ -194,8 +194,9 @@ class Measurement:
     block: float = option(0.1, "Seconds of a block, in turns.")
     until: str = option(
         "",
-        "decided: after the first rounds more for each pair that matters, until it is faster, slower or equivalent, or "
-        "--minutes are over. rounds: no more than --rounds.",
+        "decided: after the first rounds more for the winner, against its reference and its runner-up, until it is "
+        "faster, slower or equivalent, or --minutes are over. every-row: for each row against its reference too. "
+        "rounds: no more than --rounds.",
         usual="decided, or rounds where --rounds is given",
     )
     minutes: float = option(

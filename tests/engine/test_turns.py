@@ -354,3 +354,52 @@ def test_what_makes_no_sense_in_turns_is_refused(study: Studies) -> None:
         study(samples=10)
     with pytest.raises(UserError, match="block"):
         study(block=0.0)
+
+
+def test_a_disturbed_block_is_measured_again_by_all(
+    study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "find_disturbed", lambda delays: [k in (0, 2) for k in range(len(delays))])
+    run(study(), tmp_path)
+    records = stored(tmp_path).values()
+    assert {len(r["facts"]["blocks"]["model"]) for r in records} == {3 + 2}
+    assert all(len(r["facts"]["delays"]["model"]) == 5 for r in records)
+
+
+def test_blocks_that_stay_disturbed_end_with_twice_the_time(
+    study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns, "find_disturbed", lambda delays: [True] * len(delays))
+    run(study(), tmp_path)
+    assert {r["status"] for r in stored(tmp_path).values()} == {"ok"}
+    assert all(3 <= len(r["facts"]["blocks"]["model"]) <= 3 + 4 for r in stored(tmp_path).values())
+
+
+def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
+    study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the counters alone: what is left is the median of the blocks' ratios as NumPy has it."""
+    monkeypatch.setattr(turns, "find_disturbed", lambda delays: [False] * len(delays))
+    run(study(rounds=3, seconds=0.5), tmp_path)
+    quiet = {0: 0.0, 1: 0.0, 2: 0.0}
+    for path in tmp_path.glob("trials/*/r*/record.json"):
+        record = json.loads(path.read_text())
+        count = len(record["facts"]["blocks"]["model"])
+        is_slow = json.loads(path.with_name("job.json").read_text())["trial"]["options"]["latency_ms"] == 4
+        # Of the slow trial round 1's second block is disturbed; of round 2 all but the first two.
+        delays = {0: quiet, 1: {1: 0.3}, 2: dict.fromkeys(range(2, count), 0.5)}[record["round"]] if is_slow else {}
+        record["facts"]["delays"] = {"model": [delays.get(k, 0.0) for k in range(count)]}
+        path.write_text(json.dumps(record))
+    slow, fast = load(tmp_path)
+    logs = []
+    for a, b in zip(slow.rounds, fast.rounds, strict=True):
+        samples = [dict(np.load(r.folder / "samples.npz")) for r in (a, b)]
+        medians = [
+            [np.median(s["latency_model"][s["latency_model_block"] == k]) for k in np.unique(s["latency_model_block"])]
+            for s in samples
+        ]
+        logs.append([*np.log(np.divide(*medians))])
+    expected = [np.median(logs[0]), np.median([*logs[1][:1], *logs[1][2:]])]
+    assert log_ratios(slow, fast, "model") == pytest.approx(expected)
+    everything = log_ratios(slow, fast, "model", keep_disturbed=True)
+    assert everything == pytest.approx([np.median(each) for each in logs])

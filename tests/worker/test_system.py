@@ -7,6 +7,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import numpy as np
@@ -157,3 +158,27 @@ def test_no_more_processors_are_busy_than_there_are(
     contention = system.CpuContention()
     monkeypatch.setattr(contention, "_seconds", lambda: (others, 1.0))
     assert contention.busy() == busy
+
+
+def test_waiting_for_a_processor_is_counted() -> None:
+    """This process and another that spins share one processor: either waits about half of the time."""
+    if not Path("/proc/self/schedstat").exists():
+        pytest.skip("this kernel counts no delays")
+    shared = min(os.sched_getaffinity(0))
+    code = f"import os; os.sched_setaffinity(0, [{shared}]); print(flush=True)\nwhile True: pass"
+    with subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None
+        other.stdout.readline()
+        os.sched_setaffinity(0, [shared])
+        before, end = system.run_delay(), time.monotonic() + 0.5
+        while time.monotonic() < end:
+            pass
+        waited = system.run_delay() - before
+        other.kill()
+    assert waited > 0.1
+
+
+def test_sleeping_is_not_waiting_for_a_processor() -> None:
+    before = system.run_delay()
+    time.sleep(0.5)
+    assert system.run_delay() - before < 0.25

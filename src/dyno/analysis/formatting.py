@@ -16,8 +16,8 @@ from dyno.worker.spec import plain as plain
 
 UNLIMITED = 100_000  # characters of a line in a file or a pipe
 DURATIONS = ((1.0, "s"), (1e-3, "ms"), (1e-6, "µs"), (1e-9, "ns"))
-WIDEST = 2.0  # times its lower end: an interval that is wider is said in words, because its digits look like knowledge
-UNBOUNDED = "too uncertain to bound"
+WIDEST = 2.0  # times its lower end: of a wider interval the useful limit alone is printed
+UNCLEAR = "unclear"
 FORMULA = ("=", "+", "-", "@")  # how what a spreadsheet works out begins
 NUMERAL = re.compile(r"[+-]?\d+(\.\d*)?(e[+-]?\d+)?", re.IGNORECASE)
 SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
@@ -97,17 +97,33 @@ def bounded(low: float, high: float) -> bool:
 
 
 def limits(low: float, high: float, shown: Callable[[float], str]) -> str:
-    """` [1.9, 2.3]` to stand behind a value; words where the interval is too wide to say anything, "" without one."""
+    """Return ` [1.9, 2.3]` to stand behind a value, ` [at least 1.9]` of a wide interval, "" without one."""
     if math.isnan(low) or math.isnan(high):
         return ""
-    return f" [{shown(low)}, {shown(high)}]" if bounded(low, high) else f" [{UNBOUNDED}]"
+    if bounded(low, high):
+        return f" [{shown(low)}, {shown(high)}]"
+    return f" [at least {shown(low)}]" if low > 0 else f" [{UNCLEAR}]"
 
 
 def ratio(value: float, low: float, high: float) -> str:
-    """`2.1x [1.9, 2.3]`; without an interval where there is none, words alone for one that is too wide."""
+    """Return `2.10x [1.90, 2.30]`, `2.10x` without an interval, and of a wide one its `bound` alone."""
     if low == low and not bounded(low, high):
-        return UNBOUNDED
+        return bound(low, high)
     return f"{value:.2f}x{limits(low, high, lambda v: f'{v:.2f}')}"
+
+
+def bound(low: float, high: float) -> str:
+    """Return the useful limit of a ratio's wide interval: `at least 3.10x`, `at most 0.40x`, or UNCLEAR."""
+    if low > 1 or (low >= 1 / WIDEST and high > WIDEST):
+        return f"at least {_floor(low):.2f}x"
+    if high < 1 or high <= WIDEST:
+        return f"at most {-_floor(-high):.2f}x"
+    return UNCLEAR
+
+
+def _floor(value: float) -> float:
+    """Round down to hundredths, so that a limit that is printed still holds."""
+    return math.floor(value * 100) / 100
 
 
 def moment(iso: str) -> str:

@@ -20,7 +20,7 @@ from dyno.planning.model_info import model_spec
 from dyno.planning.routes import USUAL
 from dyno.study import Study, model_name
 from dyno.worker.extras import lacking
-from dyno.worker.spec import DECIDED, Trial, UserError, plain
+from dyno.worker.spec import LOOKS, Trial, UserError, plain
 
 if TYPE_CHECKING:
     from dyno.analysis.records.run_data import RunData
@@ -94,7 +94,7 @@ def _at_most(study: Study, trials: Sequence[Trial]) -> str:
     if study.samples:
         said = f"Each boundary takes {study.samples} samples, however long they take"
     said += "; starting, loading and evaluating come on top."
-    if study.until == DECIDED:
+    if study.until in LOOKS:
         said += f" Then rounds go on for what is undecided, until {study.minutes:g} minutes were measured in all."
     return said
 

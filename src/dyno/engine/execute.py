@@ -30,7 +30,7 @@ from dyno.study import Study
 from dyno.worker import registry, system
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import TIMING, Record, refuse_links, write_bytes, write_record, write_text
-from dyno.worker.spec import BUILD, DECIDED, ENERGY, TIMING_CACHE, Artifact, Job, Plan, Recipe, Trial, UserError
+from dyno.worker.spec import BUILD, ENERGY, LOOKS, TIMING_CACHE, Artifact, Job, Plan, Recipe, Trial, UserError
 
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
@@ -87,7 +87,7 @@ def execute(
         rounds.all(todo)
         if study.searches:
             todo += precisions.search(study, folder, todo, rounds.all)
-        if study.until == DECIDED:
+        if study.until in LOOKS:
             further_rounds.go_on(study, run, todo, rounds.further, progress)
         if study.confirmations:
             _confirm(run, further_rounds.finalists(folder, todo), study.confirmations, files, progress, fits)

@@ -16,7 +16,7 @@ from dyno.study import Choice, Study, model_name
 from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.record import Damaged, read_json, read_record, write_json, write_text
-from dyno.worker.spec import DECIDED, FIXED, NETWORK_FILES, SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
+from dyno.worker.spec import FIXED, LOOKS, NETWORK_FILES, SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
 
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
 # Settings that may differ when a folder is used again: none of them changes a stored number.
@@ -103,7 +103,7 @@ def _good(record: Path) -> bool:
 def contradictions(before: Study, study: Study) -> list[tuple[str, Any, Any]]:
     """The settings that keep two studies from sharing a folder: (name, before, now)."""
     # Rounds until pairs are decided are judged by the number of rounds before the first look.
-    fixed = ("rounds", "until") if before.until == DECIDED else ()
+    fixed = ("rounds", "until") if before.until in LOOKS else ()
     free = {*AXES, *REPEATABLE, "runtime"}.difference(fixed)
     names = [f.name for f in fields(Study) if f.name not in free]
     settings = [(name, a, b) for name in names if (a := getattr(before, name)) != (b := getattr(study, name))]

@@ -25,12 +25,13 @@ from dyno.jobs import launcher, memory
 from dyno.jobs.memory import ROOM, UNKNOWN_B
 from dyno.jobs.nvml import Gpu, find_gpu
 from dyno.jobs.progress import Progress
-from dyno.worker.jobs.turns import CONDUCTOR, DONE, END, GO, IMPORTED, LEAST_BLOCKS, READY
+from dyno.worker.jobs.turns import CONDUCTOR, DONE, END, GO, IMPORTED, LEAST_BLOCKS, READY, find_disturbed
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Trial
 
 T = TypeVar("T")
 POLL_S = 0.05
+MOST_AGAIN = 1.0  # of a boundary's time, for blocks in place of disturbed ones
 
 
 @dataclass
@@ -39,7 +40,8 @@ class Player:
     known to need (bytes, 0: unknown). It is started within `where`, which may confine what is started there.
 
     The rest is what became of it: `said` is its last word, "" before any and once it has ended; `used_s` is the time
-    that it ran; `company` has for each of its blocks how many measured then, itself included.
+    that it ran; `company` has for each of its blocks how many measured then, itself included; `delays` what share of
+    each block of this boundary its threads waited for a processor.
     """
 
     job: Job
@@ -50,6 +52,7 @@ class Player:
     said: str = ""
     used_s: float = 0.0
     company: list[int] = field(default_factory=list)
+    delays: list[float] = field(default_factory=list)
     record: Record | None = None
     started: launcher.Started | None = None
     ends: tuple[int, int] = (-1, -1)
@@ -193,15 +196,29 @@ class Group:
         _close(player)
 
     def _boundary(self) -> None:
-        """One boundary's blocks for all that are alive, then each in turn to its next boundary or its end."""
+        """One boundary's blocks for all that are alive, then each in turn to its next boundary or its end.
+
+        A block in which other programs disturbed a player is measured again by all, within MOST_AGAIN.
+        """
         plan, boundary = self.alive[0].trial.plan, self.alive[0].said.removeprefix(READY).strip()
         last = self.alive[0].job.boundaries[-1]
-        began, spent, number = len(self.alive), 0.0, 0
-        while number < plan.blocks and (number < LEAST_BLOCKS or spent < plan.seconds * began):
+        seconds = plan.seconds * len(self.alive)
+        for player in self.alive:
+            player.delays.clear()
+        spent: list[float] = []  # by each block
+        while self.alive:
+            disturbed = self._disturbed_blocks()
+            again = sum(spent[number] for number in disturbed)
+            counted, left = sum(spent) - again, len(spent) - len(disturbed)
+            if left >= min(plan.blocks, LEAST_BLOCKS) and (left >= plan.blocks or counted >= seconds):
+                break
+            if again > MOST_AGAIN * seconds and len(spent) >= min(plan.blocks, LEAST_BLOCKS):
+                break
+            number, begun = len(spent), sum(spent)
+            spent.append(0.0)
             for turn in self._shuffled(f"{boundary} {number}", self.turns(self.alive)):
-                self.progress.tick(f"{boundary} in turns, block {number + 1}", spent)
-                spent += self._block([player for player in turn if player in self.alive])
-            number += 1
+                self.progress.tick(f"{boundary} in turns, block {number + 1}", begun + spent[number])
+                spent[number] += self._block([player for player in turn if player in self.alive])
         order = self._shuffled(f"{boundary} end", self.alive)
         if boundary == last:  # the first is what others are compared with: its record is on disk first
             order.sort(key=lambda player: player is not self.players[0])
@@ -209,12 +226,23 @@ class Group:
             self.progress.start(together[0].trial, together[0].number)
             self._advance(together, END)
 
+    def _disturbed_blocks(self) -> set[int]:
+        """Return the numbers of this boundary's blocks in which other programs disturbed any of the players; those that
+        measure at once disturb each other."""
+        flags = [find_disturbed(player.delays) for player in self.alive] if self.turns is each else []
+        return {number for own in flags for number, is_disturbed in enumerate(own) if is_disturbed}
+
     def _block(self, players: Sequence[Player]) -> float:
         """A block that these measure at once; the seconds that they ran, in sum."""
         before = sum(player.used_s for player in players)
         for player in players:
             player.company.append(len(players))
         self._advance(players, GO)
+        for player in players:
+            word, _, delay = player.said.partition(" ")
+            if word == DONE:
+                player.said = DONE
+                player.delays.append(float(delay or 0.0))
         return sum(player.used_s for player in players) - before
 
     def _shuffled(self, what: str, listed: Sequence[T]) -> list[T]:
@@ -251,7 +279,7 @@ class Group:
             started.telemetry.pause()
         player.used_s += elapsed
         if player.said:
-            if player.said not in (IMPORTED, DONE):
+            if player.said != IMPORTED and not player.said.startswith(DONE):
                 self.largest = max(self.largest, _resident(started.process.pid))
             return
         player.record = launcher.finish(started, player.trial.plan.timeout_s, timed_out)

@@ -27,7 +27,8 @@ NETWORK_FILES = ("ultralytics", "darknet")  # prefixes behind which a user's own
 # Unless a study says otherwise; where rounds go on until decided, those before the first look. Three would have two
 # degrees of freedom, with which a row of a family of seven needs a difference of ten spreads; five need three.
 ROUNDS = 5
-DECIDED, FIXED = "decided", "rounds"  # what a study goes on until
+DECIDED, EVERY_ROW, FIXED = "decided", "every-row", "rounds"  # what a study goes on until
+LOOKS = (DECIDED, EVERY_ROW)  # further rounds follow the first look
 PARTS = ("enqueue", "h2d", "compute", "d2h")  # of one inference from host to host on a GPU
 SAVED = (".pt2", ".torchscript")  # modules as PyTorch stores them, by torch.export.save and torch.jit.save
 PHASES = ("min", "opt", "max", "random")  # batches of the stress test, by name

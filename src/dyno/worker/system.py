@@ -203,6 +203,13 @@ class CpuContention:
         return others, time.monotonic() - self._since
 
 
+def run_delay() -> float:
+    """Return the seconds that this process's threads have waited for a processor, in sum (Linux's schedstat); 0 where
+    the kernel doesn't count them."""
+    threads = (_first_line(str(file)).split() for file in Path("/proc/self/task").glob("*/schedstat"))
+    return sum(int(fields[1]) for fields in threads if len(fields) > 1) / 1e9
+
+
 def _busy_seconds() -> float:
     # user, nice, system, irq, softirq and steal of all processors; idle, iowait and guests (counted in user) left out.
     fields = _first_line("/proc/stat").split()

@@ -192,7 +192,7 @@ def test_shares_of_the_error_sum_to_one() -> None:
 def test_the_advised_rounds_have_the_promised_power(difference: float, first: int) -> None:
     """With the true difference and spread, so many more rounds decide about 80 % of studies."""
     spread = PROCESS * math.sqrt(2)
-    seen = stats.Evidence(difference, spread / 2, 3, 4, stats.TURNS, spread)
+    seen = stats.Evidence(difference, spread / 2, 3, 4, stats.TURNS, spread, rejected=0)
     more = more_rounds(seen, RULE.reach, stats.ALPHA, first)
     assert 1 <= more <= stats.MOST_ROUNDS
     rule = replace(RULE, first=first)

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.charts.series import LONGEST, Panel, scaling, title_of
-from dyno.analysis.formatting import UNBOUNDED, bounded, limits, ratio, short, show, significant
+from dyno.analysis.formatting import bounded, limits, ratio, short, show, significant
 from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking import frontier
@@ -49,8 +49,8 @@ def compared(rows: pd.DataFrame) -> pd.DataFrame:
 
 def times(r: pd.Series) -> str:
     """The speed-up, without digits where its interval is too wide for any."""
-    shown = ratio(r["speedup"], r["speedup_low"], r["speedup_high"])
-    return UNCERTAIN if shown == UNBOUNDED else f"{r['speedup']:.2f}x"
+    low, high = r["speedup_low"], r["speedup_high"]
+    return f"{r['speedup']:.2f}x" if low != low or bounded(low, high) else UNCERTAIN
 
 
 def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:

@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import bounded
 from dyno.analysis.presentation.limits import limited, limits_of, printed
 from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
 from dyno.worker.facts.job import ColdStart
@@ -27,13 +26,6 @@ PARTS = {
 }
 
 
-def _verdict(row: Row) -> str:
-    """The verdict; beside a speed-up without digits, that its direction alone is certain."""
-    certain = row["verdict"] in (stats.FASTER, stats.SLOWER)
-    unclear = certain and not bounded(row["speedup_low"], row["speedup_high"])
-    return f"{row['verdict']}, by how much is unclear" if unclear else str(row["verdict"])
-
-
 COLUMNS = (
     Column("form", "which engine", kind=TEXT, identity=True),
     Column("files", "where code and model lie when the process starts", kind=TEXT, title="files are"),
@@ -48,7 +40,7 @@ COLUMNS = (
     Column("speedup", "the first form's first answer over this one's, by rounds", kind=RATIO, title="speed-up",
            interval=True),
     *limits_of("speedup", "", RATIO),
-    Column("verdict", "whether that is real", kind=TEXT, cell=_verdict),
+    Column("verdict", "whether that is real", kind=TEXT),
     Column("rounds", "processes", kind=COUNT, rank=3),
 )  # fmt: skip
 PRINTED = printed(COLUMNS)

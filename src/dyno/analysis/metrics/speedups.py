@@ -6,10 +6,12 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+
 from dyno.analysis import stats
 from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import TrialResult
-from dyno.worker.spec import DECIDED, ROUNDS
+from dyno.worker.spec import LOOKS, ROUNDS
 
 LEAST_ROUNDS = 2  # that both took turns in; fewer have no spread
 
@@ -18,7 +20,7 @@ def rule(settings: Mapping[str, Any], equivalent: float | None = None) -> stats.
     """How the pairs of a study are decided, by its settings; `equivalent` percent count in place of its own."""
     percent = settings.get("equivalent") if equivalent is None else equivalent
     margin = stats.Rule.margin if percent is None else float(percent) / 100
-    return stats.Rule(margin, int(settings.get("rounds", ROUNDS)) if settings.get("until") == DECIDED else 0)
+    return stats.Rule(margin, int(settings.get("rounds", ROUNDS)) if settings.get("until") in LOOKS else 0)
 
 
 def evidence(
@@ -31,11 +33,15 @@ def evidence(
     until decided, only those count that both have: others' further rounds must not change what was decided.
     """
     paired = log_ratios(reference, own, boundary, clock)
+    unfiltered = log_ratios(reference, own, boundary, clock, keep_disturbed=True)
     both = own.round_medians(boundary, clock).keys() & reference.round_medians(boundary, clock).keys()
     only = both if rule is not None and rule.first else None
     medians = [t.medians(boundary, clock, only) for t in (own, reference)]
     if len(paired) >= LEAST_ROUNDS or (paired and min(map(len, medians)) < LEAST_ROUNDS):
-        found = stats.paired(paired)
+        found = stats.paired(paired, are_rounds=max(builds(own), builds(reference)) < 2)
+        if found is not None:
+            left_out = len(unfiltered) - len(paired)
+            found = replace(found, disturbed=left_out, unfiltered=float(np.mean(unfiltered)))
     else:
         found = stats.unpaired(*medians)
     return found and of_rounds(found, own, reference, len(both))

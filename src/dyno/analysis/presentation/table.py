@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import NO_IMAGE, UNBOUNDED, bounded, limits, plain, points, significant
+from dyno.analysis.formatting import NO_IMAGE, bound, bounded, limits, plain, points, significant
 from dyno.analysis.records.run_data import RunData
 from dyno.worker.spec import UserError
 
@@ -90,7 +90,7 @@ class Column:
         if self.kind in (PERCENT, POINTS):
             return f"{show(value)} [{show(low)}, {show(high)}]"
         if self.kind in (RATIO, FINE) and not bounded(low, high):
-            return UNBOUNDED
+            return bound(low, high)
         return show(value) + limits(low, high, lambda v: show(v).removesuffix("x"))
 
 

@@ -11,6 +11,7 @@ from dyno.analysis.metrics import speedups
 from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.ranking.rankings import PLACES, rankings
 from dyno.analysis.records.run_data import RunData
+from dyno.worker.spec import EVERY_ROW
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -25,18 +26,23 @@ class Pair:
 
 
 def pending(run: RunData) -> list[Pair]:
-    """The pairs that another round is for: each trial with its reference, and each winner with its runner-up.
+    """Return the pairs that another round is for: each winner with its reference and with its runner-up.
 
+    Until every row is decided, and in a comparison, where each row is a question, it is each trial with its reference.
     A pair with a failed trial is left out.
     """
     rows = run.frame[run.frame["status"] == "ok"]
-    good = set(rows["trial"])
+    good, ranked = set(rows["trial"]), [ranking.ranked(LATENCY) for ranking in rankings(run)]
+    asked = {str(winners["trial"].iloc[0]) for winners in ranked if len(winners)}
+    if run.records.settings.get("until") == EVERY_ROW or any(run.trials[id].side for id in good):
+        asked = good
     pairs = [
         Pair(frozenset((row["trial"], row["reference"])), str(row["boundary"]))
         for row in rows[rows["verdict"] == stats.UNDECIDED].to_dict("records")
+        if row["trial"] in asked
     ]
-    for ranking in rankings(run):
-        pairs += _close(ranking.ranked(LATENCY), run)
+    for winners in ranked:
+        pairs += _close(winners, run)
     return [pair for pair in dict.fromkeys(pairs) if pair.trials <= good]
 
 

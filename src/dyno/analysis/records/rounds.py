@@ -13,6 +13,7 @@ import numpy as np
 from dyno.analysis.records import timeline
 from dyno.analysis.records.arrays import NUMBERS, read_answers, read_npz
 from dyno.worker.facts.job import Facts
+from dyno.worker.jobs.turns import find_disturbed
 from dyno.worker.record import Measurement, Record
 
 LATENCIES = ("model", "all")
@@ -108,6 +109,12 @@ class Round:
             samples = self.samples("latency", boundary, clock)
             self._medians[key] = float(np.median(samples)) if samples.size else None
         return self._medians[key]
+
+    def disturbed_blocks(self, boundary: str, quiet: float | None = None) -> set[int]:
+        """Return the numbers of the boundary's blocks that other programs disturbed; `quiet` is the engine's own delay
+        in its quietest round."""
+        flags = find_disturbed(self.facts.delays.get(boundary, ()), quiet)
+        return {number for number, is_disturbed in enumerate(flags) if is_disturbed}
 
     @property
     def turns(self) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dyno.analysis.stats.evidence import ALONE, Evidence, paired, unpaired
-from dyno.analysis.stats.intervals import CONFIDENCE, Interval, t_quantile
+from dyno.analysis.stats.intervals import CONFIDENCE, Interval
 from dyno.analysis.stats.power import more_rounds
 from dyno.analysis.stats.sequential import share
 
@@ -43,7 +43,7 @@ class Speedup(Interval):
 
     `p` is the p-value of "no difference", adjusted for the family and for looks (NaN with one round). `more` is how
     many more rounds would settle an undecided pair, MOST_ROUNDS + 1 for more than that; where it is over `builds`, how
-    many more builds.
+    many more builds. `rejected` disturbed rounds are left out; with them the value is `unfiltered`.
     """
 
     verdict: str
@@ -51,6 +51,8 @@ class Speedup(Interval):
     p: float = math.nan
     more: int | None = None
     builds: int = 0
+    rejected: int = 0
+    unfiltered: float = math.nan
 
     @property
     def decided(self) -> bool:
@@ -73,7 +75,7 @@ def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -
     """
     rule = rule or Rule()
     judged = [e for e in family if e is not None and not e.single]
-    steps = _holm([_p(e) / share(e.looked, rule.first) for e in judged])
+    steps = _holm([e.p_value / share(e.looked, rule.first) for e in judged])
     decided = {id(e): _judged(e, rule, *step, len(judged)) for e, step in zip(judged, steps, strict=True)}
     return [decided.get(id(e)) or _unjudged(e) for e in family]
 
@@ -98,7 +100,7 @@ def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Spee
     """A pair of `count` with its adjusted p-value and the level of its step in Holm's procedure (0: not rejected)."""
     simultaneous = ALPHA / count
     spent = share(e.looked, rule.first) * (level or simultaneous)
-    half = t_quantile(e.freedom, spent) * e.error if e.error else 0.0
+    half = e.half_width(spent)
     low, high = e.difference - half, e.difference + half
     more = None
     if level:
@@ -107,7 +109,8 @@ def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Spee
         verdict = EQUIVALENT
     else:
         verdict, more = UNDECIDED, more_rounds(e, rule.reach, simultaneous, rule.first)
-    return Speedup(math.exp(e.difference), _exp(low), _exp(high), verdict, e.measured, p, more, e.builds)
+    ratio, unfiltered, rejected = math.exp(e.difference), math.exp(e.unfiltered), (e.rejected or 0) + e.disturbed
+    return Speedup(ratio, _exp(low), _exp(high), verdict, e.measured, p, more, e.builds, rejected, unfiltered)
 
 
 def _holm(values: Sequence[float]) -> list[tuple[float, float]]:
@@ -119,15 +122,6 @@ def _holm(values: Sequence[float]) -> list[tuple[float, float]]:
         adjusted = min(1.0, max(adjusted, left * values[i]))
         steps[i] = (ALPHA / left if adjusted <= ALPHA else 0.0, adjusted)
     return steps
-
-
-def _p(e: Evidence) -> float:
-    """The two-sided p-value of Student's t test."""
-    from scipy.special import stdtr
-
-    if not e.error:
-        return 0.0 if e.difference else 1.0
-    return float(2 * stdtr(e.freedom, -abs(e.difference) / e.error))
 
 
 def _exp(log: float) -> float:

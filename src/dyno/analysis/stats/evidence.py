@@ -8,6 +8,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dyno.analysis.stats import rejection
+from dyno.analysis.stats.intervals import t_quantile
 from dyno.analysis.stats.summaries import deviation
 
 ALONE, TURNS = "one after the other", "in turns"
@@ -20,7 +22,9 @@ class Evidence:
 
     `spread` is the deviation of a round's log ratio and `parts` how many degrees of freedom each further round brings:
     what is needed to tell how the error falls. `seen` is after how many rounds it may have been looked at, where that
-    is more. With `builds` above 0 a round in all this is a build, the mean of its rounds.
+    is more. With `builds` above 0 a round in all this is a build, the mean of its rounds. `rejected` of the rounds
+    are far from the others and left out of mean and error; None where none may be. `disturbed` are further ones that
+    don't count, because other programs took the processors then. `unfiltered` is the mean of all.
     """
 
     difference: float
@@ -32,6 +36,27 @@ class Evidence:
     parts: float = 1.0
     seen: int = 0
     builds: int = 0
+    rejected: int | None = None
+    disturbed: int = 0
+    unfiltered: float = math.nan
+
+    @property
+    def p_value(self) -> float:
+        """The two-sided p-value of "no difference"."""
+        if not self.error:
+            return 0.0 if self.difference else 1.0
+        t = self.difference / self.error
+        if self.rejected is None:
+            return rejection.student_p(t, self.freedom)
+        return rejection.p_value(t, self.rounds, self.rejected)
+
+    def half_width(self, level: float) -> float:
+        """Return half the width of the interval whose error is `level`."""
+        if not self.error:
+            return 0.0
+        if self.rejected is None:
+            return self.error * t_quantile(self.freedom, level)
+        return self.error * rejection.critical_value(self.rounds, self.rejected, level)
 
     @property
     def looked(self) -> int:
@@ -44,17 +69,25 @@ class Evidence:
         return not self.freedom > 0
 
 
-def paired(logs: Sequence[float]) -> Evidence | None:
-    """Of two trials that measured in turns: `logs` holds for each round (a fresh process of each) the median over
-    blocks of log(reference / own seconds). What a round's machine did to both is in neither; None without rounds."""
+def paired(logs: Sequence[float], are_rounds: bool = True) -> Evidence | None:
+    """Return the evidence on two trials that measured in turns; None without rounds.
+
+    `logs` holds for each round (a fresh process of each) the median over blocks of log(reference / own seconds), so
+    what the machine did to both in a round is left out. Disturbed rounds are rejected, unless `logs` are means of
+    several rounds each.
+    """
     if not len(logs):
         return None
     each = np.asarray(logs, np.float64)
-    n, mean = len(each), float(each.mean())
+    n = len(each)
     if n < 2:
-        return Evidence(mean, math.nan, math.nan, n, TURNS)
-    spread = deviation(each)
-    return Evidence(mean, spread / math.sqrt(n), n - 1, n, TURNS, spread)
+        return Evidence(float(each.mean()), math.nan, math.nan, n, TURNS)
+    kept = rejection.keep_undisturbed(each) if are_rounds else each
+    spread = deviation(kept)
+    rejected = n - len(kept) if are_rounds else None
+    error, freedom = spread / math.sqrt(len(kept)), len(kept) - 1
+    mean, unfiltered = float(kept.mean()), float(each.mean())
+    return Evidence(mean, error, freedom, n, TURNS, spread, rejected=rejected, unfiltered=unfiltered)
 
 
 def unpaired(own: Sequence[float], reference: Sequence[float]) -> Evidence | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from bisect import bisect_left
 
+from dyno.analysis.stats import rejection
 from dyno.analysis.stats.evidence import Evidence
 from dyno.analysis.stats.intervals import t_quantile
 from dyno.analysis.stats.sequential import share
@@ -39,7 +40,8 @@ def power(evidence: Evidence, rounds: int, reach: float, level: float, first: in
     freedom = evidence.parts * (rounds - 1)
     error = max(evidence.spread, 1e-9) / math.sqrt(rounds)
     looked = rounds + evidence.looked - evidence.rounds
-    wall = t_quantile(freedom, level * share(looked, first))
+    reserved = 0.0 if evidence.rejected is None else rejection.RESERVE
+    wall = t_quantile(freedom, level * share(looked, first) * (1 - reserved))
 
     def below(difference: float, limit: float) -> float:
         return float(nctdtr(freedom, min(FARTHEST, max(-FARTHEST, difference / error)), limit))

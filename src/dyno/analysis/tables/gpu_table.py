@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import UNBOUNDED, bounded, limits, show
+from dyno.analysis.formatting import bounded, limits, show
 from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind, missing
 from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.results import TrialResult
@@ -81,7 +81,11 @@ def _interval(row: Row) -> str:
     low, high = row.get("median_s_low"), row.get("median_s_high")
     if low is None or high is None or missing(low):
         return ""
-    return f"{show(low, 'duration')} to {show(high, 'duration')}" if bounded(low, high) else UNBOUNDED
+    return (
+        f"{show(low, 'duration')} to {show(high, 'duration')}"
+        if bounded(low, high)
+        else f"at least {show(low, 'duration')}"
+    )
 
 
 def _percentile(name: str) -> tuple[Column, ...]:

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import metrics
-from dyno.analysis.formatting import UNBOUNDED, bounded
+from dyno.analysis.formatting import UNCLEAR, bound, bounded
 from dyno.analysis.metrics import agreement
 from dyno.analysis.presentation.table import COUNT, NUMBER, PERCENT, SHOWN, TEXT, Column, Row, Table, TableKind, missing
 from dyno.analysis.ranking.frontier import configuration, fps
@@ -69,8 +69,8 @@ def _doubts(rows: list[Row]) -> list[str]:
 
 def _cell(name: str, kind: str) -> Callable[[Row], str]:
     def cell(row: Row) -> str:
-        instead = row["instead"].get(name, "")
-        return instead if instead == UNBOUNDED or missing(row[name]) else _number(row, name, kind)
+        instead: str = row["instead"].get(name, "")
+        return instead or ("" if missing(row[name]) else _number(row, name, kind))
 
     return cell
 
@@ -80,10 +80,10 @@ def _number(row: Row, name: str, kind: str) -> str:
 
 
 def _instead(row: pd.Series, statistic: str) -> str:
-    """The text instead of a number: the trial's status, or that the interval is too wide."""
-    wide = not missing(row["speedup_low"]) and not bounded(row["speedup_low"], row["speedup_high"])
-    if statistic in LIMITS and wide:
-        return UNBOUNDED
+    """Return the text in place of a number: the trial's status, or the useful limit of an interval that is wide."""
+    low, high = row["speedup_low"], row["speedup_high"]
+    if statistic in LIMITS and not missing(low) and not bounded(low, high):
+        return bound(low, high) if statistic == LIMITS[0] else UNCLEAR
     return str(row["status"]) if row["status"] != "ok" else ""
 
 

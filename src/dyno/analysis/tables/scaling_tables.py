@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import NO_IMAGE, UNBOUNDED, bounded, significant, sized
+from dyno.analysis.formatting import NO_IMAGE, UNCLEAR, bounded, significant, sized
 from dyno.analysis.metrics import work
 from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, TableKind, missing
 from dyno.analysis.ranking.frontier import SATURATED, SERIES, configuration, fps, saturation, throughput, usable
@@ -29,7 +29,7 @@ def _limit(name: str) -> Column:
     def cell(row: Row) -> str:
         if missing(row[name]):
             return ""
-        return f"{row[name]:.2f}" if bounded(row["from"], row["to"]) else UNBOUNDED
+        return f"{row[name]:.2f}" if bounded(row["from"], row["to"]) else UNCLEAR
 
     return Column(name, "limit of the 95 % interval of the speed-up", kind=RATIO, cell=cell)
 

@@ -119,6 +119,8 @@ COLUMNS = (
     Column("first_call_ms", "the first inference", "ms"),
     Column("speedup", "the reference's latency over the trial's", "", RATIO, "speed-up", 0, True),
     *_limits("speedup", "speedup's interval, of 95 % for all rows of the reference together", "", RATIO),
+    Column("rounds_left_out", "disturbed rounds that the speed-up leaves out", kind=COUNT),
+    Column("speedup_all_rounds", "the speed-up with those rounds", kind=RATIO),
     Column("verdict", "against the reference: faster, slower, equivalent, undecided…", kind=TEXT, cell=outcome),
     Column("trial", "the id", kind=TEXT),
     Column("runtime", "main, or another interpreter's name", kind=TEXT, identity=True),

@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis import metrics, stats
-from dyno.analysis.formatting import images_tested
+from dyno.analysis.formatting import WIDEST, images_tested
 from dyno.analysis.metrics import accuracy, speedups, work
 from dyno.analysis.metrics.metric import in_percent
 from dyno.analysis.metrics.precision import truth
@@ -318,11 +318,22 @@ def _decide(
             evidence = speedups.evidence(t, references[t.id], row["boundary"], row["clock"], rule)
             if evidence is not None:
                 families[row["reference"]].append((row, evidence))
+    latencies = {row["trial"]: row.get("latency_ms", math.nan) for row in rows}
     for family in families.values():
         for (row, _), s in zip(family, stats.decide_family([e for _, e in family], rule), strict=True):
+            if not _fits_latencies(s, latencies[row["reference"]] / row["latency_ms"]):
+                verdict = s.verdict if s.verdict == stats.ONE_ROUND else stats.UNDECIDED
+                s = stats.Speedup(math.nan, math.nan, math.nan, verdict, s.measured)
             row |= {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict,
                     "measured": s.measured, "p_value": s.p, "equivalent": 100 * rule.margin,
-                    "more_rounds": s.more, "builds": s.builds or row.get("builds")}  # fmt: skip
+                    "more_rounds": s.more, "builds": s.builds or row.get("builds"),
+                    "rounds_left_out": s.rejected or None, "speedup_all_rounds": s.unfiltered}  # fmt: skip
+
+
+def _fits_latencies(s: stats.Speedup, ratio: float) -> bool:
+    """Whether a speed-up is within a factor of two of the ratio of the two latencies: one that isn't comes from blocks
+    that other programs disturbed."""
+    return not math.isfinite(s.value * ratio) or abs(math.log(s.value / ratio)) <= math.log(WIDEST)
 
 
 def _scale(value: Any, factor: float) -> float:

@@ -112,7 +112,7 @@ def _variance(run: RunData) -> Table | None:
             reference = run.references.get(t.id)
             if reference is not None and reference is not t:
                 ratios = block_ratios(reference, t, boundary, clock)
-                rows += _row(t, boundary, PAIR, _levels([(build, [*blocks[:, None]]) for build, blocks in ratios]))
+                rows += _row(t, boundary, PAIR, _levels([(each.builds, [*each.logs[:, None]]) for each in ratios]))
     return VARIANCE.of(VARIANCE_COLUMNS, rows, notes=(VARIANCE_NOTE,)) if rows else None
 
 

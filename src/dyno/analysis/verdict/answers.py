@@ -8,7 +8,7 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import UNBOUNDED, counting, points, ratio
+from dyno.analysis.formatting import UNCLEAR, counting, points, ratio
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import UNDECIDED
 from dyno.analysis.metrics.precision import NO, UNCONFIRMED, YES
@@ -22,7 +22,7 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import MOST_ROUNDS, Speedup
 from dyno.analysis.tables.trial_columns import over_builds
 from dyno.analysis.verdict.findings import equivalent, ms, settled
-from dyno.worker.spec import DECIDED
+from dyno.worker.spec import LOOKS
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -53,7 +53,9 @@ def gain(ranking: Ranking, run: RunData) -> Speedup | None:
         limits = winner["speedup"], winner["speedup_low"], winner["speedup_high"]
         more = None if missing(winner["more_rounds"]) else int(winner["more_rounds"])
         builds = int(winner["builds"]) if over_builds(winner.to_dict()) else 0
-        return Speedup(*limits, winner["verdict"], winner["measured"], more=more, builds=builds)
+        rejected = 0 if missing(winner["rounds_left_out"]) else int(winner["rounds_left_out"])
+        left_out = {"rejected": rejected, "unfiltered": winner["speedup_all_rounds"]}
+        return Speedup(*limits, winner["verdict"], winner["measured"], more=more, builds=builds, **left_out)
     return _pair(winner, run.trials[winner["trial"]], reference, run)
 
 
@@ -88,7 +90,9 @@ def real(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunDa
     if over is not None:
         parts.append(_over(ranking.configuration(ranking.fastest.iloc[1]), over, run))
         trials.append(run.trials[ranking.fastest.iloc[1]["trial"]])
-    return "; ".join([*parts, *_lower_median(ranking, run), *_builds(trials, pairs), *_doubts(run, doubted)])
+    return "; ".join(
+        [*parts, *_left_out(pairs), *_lower_median(ranking, run), *_builds(trials, pairs), *_doubts(run, doubted)]
+    )
 
 
 def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> str:
@@ -97,7 +101,19 @@ def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> s
     opening = _opening([over], None, counting(int(best["rounds"]), "round"))
     name = f"{ranking.configuration(second)} at batch {second['batch']}"
     trials = [run.trials[row["trial"]] for row in (best, second)]
-    return "; ".join([opening, _over(name, over, run), *_builds(trials, [over]), *_doubts(run, doubted)])
+    parts = [opening, _over(name, over, run), *_left_out([over])]
+    return "; ".join([*parts, *_builds(trials, [over]), *_doubts(run, doubted)])
+
+
+def _left_out(pairs: Sequence[Speedup]) -> Iterator[str]:
+    """Say which pairs leave out disturbed rounds, and what their ratio is with them."""
+    for pair in pairs:
+        if pair.rejected:
+            were = "was" if pair.rejected == 1 else "were"
+            yield (
+                f"{counting(pair.rejected, 'round')} {were} disturbed and left out "
+                f"({pair.value:.2f}x; {pair.unfiltered:.2f}x with all rounds)"
+            )
 
 
 def _lower_median(ranking: Ranking, run: RunData) -> Iterator[str]:
@@ -113,7 +129,7 @@ def _lower_median(ranking: Ranking, run: RunData) -> Iterator[str]:
         return
     rounds = f" over {counting(int(row['rounds']), 'round')}" if row["rounds"] != winner["rounds"] else ""
     shown = ratio(pair.value, pair.low, pair.high)
-    compared = "the winner is ahead" if shown == UNBOUNDED else f"the winner is {shown} as fast"
+    compared = "the winner is ahead" if shown == UNCLEAR else f"the winner is {shown} as fast"
     yield f"{ranking.configuration(row)} has a lower median, {ms(row[LATENCY])}{rounds}, but in turns {compared}"
 
 
@@ -155,7 +171,7 @@ def _opening(pairs: list[Speedup], own: Speedup | None, how: str) -> str:
 def _over(name: str, over: Speedup, run: RunData) -> str:
     shown = ratio(over.value, over.low, over.high)
     if over.verdict == stats.FASTER:
-        by = f"; by how much is {UNBOUNDED}" if shown == UNBOUNDED else f", by {shown}"
+        by = "" if shown == UNCLEAR else f", by {shown}"
         return f"ahead of the runner-up, {name}{by}"
     if over.verdict == stats.EQUIVALENT:
         return f"it is {equivalent(f'the runner-up, {name},', run.rule)} ({shown})"
@@ -195,7 +211,7 @@ def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: 
     steps = []
     if any(each.verdict == stats.ONE_ROUND for each in pairs):
         settings = run.records.settings
-        asked = settings.get("rounds", 2 if settings.get("until") == DECIDED else 1)
+        asked = settings.get("rounds", 2 if settings.get("until") in LOOKS else 1)
         others = "the same command measures the other rounds"
         steps.append(others if asked > 1 else f"measure with --rounds {ENOUGH} or more")
     elif more := [each.more or 0 for each in pairs if each.verdict == stats.UNDECIDED]:

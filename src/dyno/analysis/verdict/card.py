@@ -6,13 +6,13 @@ from collections.abc import Iterator
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import UNBOUNDED, bounded, counting, limits, points, ratio, show, significant
+from dyno.analysis.formatting import UNCLEAR, bounded, counting, limits, points, ratio, show, significant
 from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking.correctness import distance
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.ranking.rankings import Ranking
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.stats import FASTER, Speedup
+from dyno.analysis.stats import EQUIVALENT, FASTER, ONE_ROUND, Speedup
 from dyno.analysis.verdict.answers import reference_name
 from dyno.analysis.verdict.findings import Figure, ms
 
@@ -46,9 +46,12 @@ def _speedup(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: Run
         return
     name = reference_name(ranking, reference)
     shown = ratio(gain.value, gain.low, gain.high)
-    if shown == UNBOUNDED:
-        word = "faster" if gain.verdict == FASTER else "undecided"
-        yield Figure("speed-up", word, f"than {name}; by how much is {UNBOUNDED}")
+    if gain.verdict == ONE_ROUND:
+        yield Figure("speed-up", "unproven", f"over {name}: one round")
+    elif shown == UNCLEAR or gain.verdict not in (FASTER, EQUIVALENT):
+        yield Figure("speed-up", "undecided", f"against {name} ({shown})")
+    elif not bounded(gain.low, gain.high):
+        yield Figure("speed-up", shown, f"as fast as {name} (best estimate {significant(gain.value)}x)")
     else:
         value, _, interval = shown.partition(" ")
         yield Figure("speed-up", value, f"as fast as {name}{f' {interval}' if interval else ''}")

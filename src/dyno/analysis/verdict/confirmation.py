@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import UNBOUNDED, ratio
+from dyno.analysis.formatting import UNCLEAR, ratio
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.speedups import LEAST_ROUNDS
 from dyno.analysis.ranking.frontier import LATENCY
@@ -45,7 +45,7 @@ def findings(ranking: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
     gain = _gain(winner, reference, row, speed) if reference is not None and reference is not winner else None
     if gain is not None and reference is not None:
         shown, name = ratio(gain.value, gain.low, gain.high), _reference_name(ranking, reference)
-        text += f"; the ratio to {name} is {UNBOUNDED}" if shown == UNBOUNDED else f", {shown} {_unit(speed)} {name}"
+        text += f"; the ratio to {name} is {UNCLEAR}" if shown == UNCLEAR else f", {shown} {_unit(speed)} {name}"
     yield Finding(NOTE, text + ".")
     yield from _disagreements(ranking, speed, trials, own, gain)
 
@@ -118,7 +118,7 @@ def _faster(
     else:
         logs = log_ratios(own, other, "throughput")
     if len(logs) >= LEAST_ROUNDS:
-        found = stats.paired(logs)
+        found = stats.paired(logs, are_rounds=max(speedups.builds(own), speedups.builds(other)) < 2)
     else:
         found = stats.unpaired(_costs(own.rounds, row, speed), _costs(other.rounds, _scaled(row, of_other), speed))
     rounds = min(len(own.good), len(other.good))

@@ -7,7 +7,7 @@ from math import isinf, isnan
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import UNBOUNDED, limits, points, ratio, show, significant
+from dyno.analysis.formatting import bounded, limits, points, ratio, show, significant
 from dyno.analysis.metrics.accuracy import OVER, UNDECIDED
 from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking import frontier
@@ -107,10 +107,12 @@ def _headline(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: Ru
         return f"{text}; it is {equivalent(name, run.rule)} ({shown})."
     if gain.verdict == stats.UNDECIDED:
         return f"{text}; whether it is faster than {name} is undecided ({shown})."
-    if shown == UNBOUNDED:
-        return f"{text}; it is faster than {name}, by how much is {UNBOUNDED}."
-    unproven = " (one round only, so unproven)" if gain.verdict == stats.ONE_ROUND else ""
-    return f"{text}: {shown} as fast as {name}{unproven}."
+    if gain.verdict == stats.ONE_ROUND:
+        return f"{text}; one round can't prove that it is faster than {name}."
+    if gain.verdict == stats.SLOWER:
+        return f"{text}; but {name} is faster where both measured in turns ({shown})."
+    best = "" if bounded(gain.low, gain.high) else f" (best estimate {significant(gain.value)}x)"
+    return f"{text}: {shown} as fast as {name}{best}."
 
 
 def _latency(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:

@@ -56,9 +56,9 @@ class Timing(Sparse):
     """How a job was timed: the processors it was pinned to, windows and blocks by boundary, and who else was busy.
 
     `others_busy` is how many processors other programs kept busy by boundary; above `contention_threshold` a timing has
-    a warning. `sustained` is of a job that also ran for the energy of an image. `build` is which build of its
-    engine ran, where rounds go through several. `slowdown` is the share by
-    which a self-test slowed the job down on purpose.
+    a warning. `delays` has for each block the share of its time that the job's threads waited for a processor.
+    `sustained` is of a job that also ran for the energy of an image. `build` is which build of its engine ran, where
+    rounds go through several. `slowdown` is the share by which a self-test slowed the job down on purpose.
     """
 
     affinity: tuple[int, ...] = ()
@@ -67,6 +67,7 @@ class Timing(Sparse):
     blocks: dict[str, tuple[Window, ...]] = field(default_factory=dict)
     turns: Turns | None = None
     others_busy: dict[str, float] = field(default_factory=dict)
+    delays: dict[str, tuple[float, ...]] = field(default_factory=dict)
     contention_threshold: float | None = field(default=None, metadata={EARLIER: "others_bearable"})
     sustained: Sustained | None = None
     build: int | None = None

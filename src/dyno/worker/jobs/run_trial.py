@@ -95,6 +95,7 @@ def _time(
             journal.warn(f"{boundary}: the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
         journal.stage(f"time {boundary}")
         contention = system.CpuContention()
+        turns.delays = []
         blocks = contention.during(turns.blocks(boundary, trial.plan)) if trial.plan.blocks else None
         if boundary == "throughput":
             sampling = measure.throughput(session, feeds, trial.dims.batch, trial.plan, blocks)
@@ -103,6 +104,8 @@ def _time(
             sampling = measure.latency(once, trial.plan, watch, blocks, before)
             journal.sampled("latency", boundary, "s", "duration", sampling)
         journal.contended(boundary, contention.busy(), trial.runtime.device)
+        if turns.delays:
+            journal.facts(delays={**journal.record.facts.delays, boundary: tuple(turns.delays)})
     if "all" in boundaries and (parts := measure.parts(session, feeds, trial.plan)):
         journal.parted(parts)
 

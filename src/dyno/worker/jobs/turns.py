@@ -1,22 +1,41 @@
 """Measuring in blocks, by turns with other workers: the worker's side of a conversation of one line at a time.
 
 The worker says `ready import` once it has imported its library, and loads at `go`. It says `ready BOUNDARY` once it is
-warm, measures a block at each `go` and answers `done`, until `end`. Between two lines it is frozen by the conductor,
-which lets several import at a time, but one load or measure.
+warm, measures a block at each `go` and answers `done DELAY` (see `find_disturbed`), until `end`. Between two lines the
+conductor freezes it: several import at a time, but one loads or measures.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
+from dyno.worker import system
 from dyno.worker.spec import Plan
 
 CONDUCTOR = "DYNO_CONDUCTOR"  # the variable with the numbers of two inherited pipe ends, `READ,WRITE`
 READY, GO, DONE, END = "ready", "go", "done", "end"
 IMPORTED = f"{READY} import"
 LEAST_BLOCKS = 3  # even when one block outlasts the whole budget
+BEARABLE_DELAY = 0.02  # of a block's time and threads, waited for a processor
+OWN_DELAY = 2.0  # times what an engine's threads wait for each other in its quieter blocks
+
+
+def find_disturbed(delays: Sequence[float], quiet: float | None = None) -> list[bool]:
+    """Tell for each block of a process whether other programs disturbed it.
+
+    `delays` holds for each block the share of its time that the process's threads waited for a processor. An engine
+    with more threads than processors delays itself, so the limit is BEARABLE_DELAY, or OWN_DELAY times its `quiet`
+    delay, where none is given that of these blocks.
+    """
+    limit = max(BEARABLE_DELAY, OWN_DELAY * (quiet_delay(delays) if quiet is None else quiet))
+    return [delay > limit for delay in delays]
+
+
+def quiet_delay(delays: Sequence[float]) -> float:
+    """Return the delay that a quarter of the blocks stay below."""
+    return sorted(delays)[len(delays) // 4] if delays else 0.0
 
 
 class Alone:
@@ -25,16 +44,27 @@ class Alone:
     conducted = False
     waited_s = 0.0
 
+    def __init__(self) -> None:
+        self.delays: list[float] = []  # of the boundary's blocks so far: see `find_disturbed`
+
     def imported(self) -> None:
         """The library is imported: return when it is time to load."""
 
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
         """A number for each block that is to be measured now."""
+        self.delays = []
         deadline = time.monotonic() + plan.seconds
         for number in range(plan.blocks):
             if number >= LEAST_BLOCKS and time.monotonic() >= deadline:
                 return
-            yield number
+            yield from self._watch(number)
+
+    def _watch(self, number: int) -> Iterator[int]:
+        """Yield the block's number, and keep what share of the block each processor's thread waited."""
+        since, before = time.monotonic(), system.run_delay()
+        yield number
+        delay, seconds = system.run_delay() - before, time.monotonic() - since
+        self.delays.append(round(delay / max(seconds * len(os.sched_getaffinity(0)), 1e-9), 4))
 
 
 class Conducted(Alone):
@@ -43,6 +73,7 @@ class Conducted(Alone):
     conducted = True
 
     def __init__(self, read: int, write: int) -> None:
+        super().__init__()
         for end in (read, write):
             os.set_inheritable(end, False)
         self._heard, self._said = os.fdopen(read, "r"), os.fdopen(write, "w", buffering=1)
@@ -53,10 +84,11 @@ class Conducted(Alone):
 
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
         """See `Alone.blocks`."""
+        self.delays = []
         number, line = 0, f"{READY} {boundary}"
         while self._answer(line) == GO:
-            yield number
-            number, line = number + 1, DONE
+            yield from self._watch(number)
+            number, line = number + 1, f"{DONE} {self.delays[-1]:g}"
 
     def _answer(self, line: str) -> str:
         since = time.perf_counter()

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.formatting import UNBOUNDED, points, ratio
+from dyno.analysis.formatting import UNCLEAR, points, ratio
 from dyno.analysis.metrics import accuracy, known, quality, speedups
 from dyno.analysis.metrics.accuracy import OVER, UNDECIDED, WITHIN
 from dyno.analysis.ranking.frontier import LATENCY
@@ -97,7 +97,7 @@ def _success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series],
 
 def _as_fast(cost: Speedup) -> str:
     shown = ratio(cost.value, cost.low, cost.high)
-    return f"what that costs is {UNBOUNDED}" if shown == UNBOUNDED else f"{shown} as fast as without"
+    return f"what that costs is {UNCLEAR}" if shown == UNCLEAR else f"{shown} as fast as without"
 
 
 def _failure(plain: TrialResult, tried: Sequence[TrialResult], budget: str) -> Finding:

@@ -1,0 +1,117 @@
+"""Simulate the t statistic of rounds of which disturbed ones were rejected, and write the table of critical values.
+
+python benchmarks/critical_values.py --write   # src/dyno/analysis/stats/rejection.json, about half an hour on one core
+python benchmarks/critical_values.py           # levels and smallest visible differences of the rule beside Student's t
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from scipy.special import stdtr
+
+from dyno.analysis.stats import rejection, t_quantile
+
+FILE = Path(rejection.__file__).with_suffix(".json")
+SPREAD, HIT = 0.02, 0.8  # of a round's log ratio, and the mean effect of a disturbance on it
+LEAST_TAIL = 50  # simulated studies beyond a value of t, for its exceedance to be taken
+
+
+def reject_each(studies: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Return t and the number of rejected rounds of each study; `studies` is float [studies, rounds]."""
+    count = studies.shape[1]
+    most = rejection.most_rejected(count)
+    distance = np.abs(studies - np.median(studies, axis=1, keepdims=True))
+    order = np.argsort(distance, axis=1)
+    nearest, distance = np.take_along_axis(studies, order, 1), np.take_along_axis(distance, order, 1)
+    far = distance > rejection.CUT * rejection.NORMAL * np.median(distance, axis=1, keepdims=True)
+    far[:, : count - most] = False
+    rejected = far.sum(axis=1)
+    t = np.empty(len(studies))
+    for number in range(most + 1):
+        kept = nearest[rejected == number, : count - number]
+        with np.errstate(divide="ignore"):
+            t[rejected == number] = kept.mean(1) / (kept.std(1, ddof=1) / np.sqrt(count - number))
+    return t, rejected
+
+
+def simulate_row(count: int, studies: int, rng: np.random.Generator) -> list[dict[str, object]]:
+    """For each number of rejected rounds its probability, and on the grid of t how much likelier a larger |t| is than
+    Student's t says; undisturbed normal rounds."""
+    at_once = 500_000
+    parts = [reject_each(rng.standard_normal((at_once, count), np.float32)) for _ in range(studies // at_once)]
+    t, rejected = (np.concatenate([part[k] for part in parts]) for k in (0, 1))
+    row = []
+    for number in range(1, rejection.most_rejected(count) + 1):
+        own = np.sort(np.abs(t[rejected == number]))
+        factors: list[float] = []
+        for value in rejection.GRID:
+            beyond = len(own) - int(np.searchsorted(own, value))
+            if beyond < LEAST_TAIL:
+                break
+            factors.append(float(f"{beyond / len(own) / (2 * stdtr(count - number - 1, -value)):.4g}"))
+        # Three hits more than seen: the upper limit where there are none.
+        row.append({"chance": float(f"{(len(own) + 3) / len(t):.4g}"), "factors": factors})
+    return row
+
+
+def write_table(studies: int) -> None:
+    """Write the table for all numbers of rounds that it has."""
+    rng = np.random.default_rng(20261126)
+    table: dict[str, list[dict[str, object]]] = {}
+    for count in range(rejection.LEAST, rejection.TABLED + 1):
+        table[str(count)] = simulate_row(count, studies, rng)
+        print(count, table[str(count)], flush=True)
+    FILE.write_text(json.dumps(table, indent=0) + "\n", encoding="utf-8")
+
+
+def disturb(shape: tuple[int, int], chance: float, rng: np.random.Generator) -> np.ndarray:
+    """Draw log ratios of equal speeds, in units of their spread, some of them disturbed by an exponential effect."""
+    hits = rng.random(shape) < chance
+    return rng.standard_normal(shape) + hits * rng.exponential(HIT / SPREAD, shape)
+
+
+def judge(studies: np.ndarray, level: float, is_robust: bool) -> tuple[np.ndarray, np.ndarray]:
+    """Return the interval of each study's mean, low and high, by the rule or by Student's t alone."""
+    count = studies.shape[1]
+    if not is_robust:
+        half = t_quantile(count - 1, level) * studies.std(1, ddof=1) / np.sqrt(count)
+        return studies.mean(1) - half, studies.mean(1) + half
+    lows, highs = np.empty(len(studies)), np.empty(len(studies))
+    for k, study in enumerate(studies):
+        kept = rejection.keep_undisturbed(study)
+        half = rejection.critical_value(count, count - len(kept), level) * kept.std(ddof=1) / np.sqrt(len(kept))
+        lows[k], highs[k] = kept.mean() - half, kept.mean() + half
+    return lows, highs
+
+
+def compare_rules(cases: Sequence[tuple[int, float]], studies: int) -> None:
+    """Print for each case false alarms and the width of the interval, for the rule and for Student's t."""
+    rng = np.random.default_rng(7)
+    print("rounds  level  disturbed  rule       false alarms  median width  90 % of widths below")
+    for count, level in cases:
+        for chance in (0.0, 0.1, 0.2):
+            drawn = disturb((studies, count), chance, rng)
+            for is_robust in (False, True):
+                low, high = judge(drawn, level, is_robust)
+                width = np.expm1(SPREAD * (high - low))
+                name = "rejection" if is_robust else "Student's t"
+                print(
+                    f"{count:6}  {level:<6g} {chance:8.0%}   {name:12} {np.mean((low > 0) | (high < 0)):10.2%}"
+                    f"  {np.median(width):11.1%}  {np.quantile(width, 0.9):12.1%}"
+                )
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--write", action="store_true", help="simulate and write the table")
+    parser.add_argument("--studies", type=int, default=20_000, help="simulated studies of each case")
+    given = parser.parse_args()
+    if given.write:
+        write_table(given.studies)
+    else:
+        compare_rules([(5, 0.05), (5, 0.0036), (7, 0.05), (10, 0.0036)], given.studies)
