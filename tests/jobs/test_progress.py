@@ -68,3 +68,18 @@ def test_files_made_with_other_options_have_other_lines(fake_trial: Callable[...
     engine = Recipe("tensorrt", "engine", "int8", trial.model, trial.dims, {"optimization": 3}, parent=graph)
     progress.making(engine)
     assert told.getvalue() == "make net engine int8 b2 4 exporter=torchscript optimization=3\n"
+
+
+def test_an_answer_so_far_is_a_line_in_a_file_and_a_table_on_a_terminal(fake_trial: Callable[..., Trial]) -> None:
+    rows = [("b fp32", "1.00 ms", "2.10x [1.90, 2.30]"), ("a fp32", "2.10 ms", "reference")]
+    told = io.StringIO()
+    Progress(console=Console(file=told, width=200)).show_answer("after round 1", ["fastest is b fp32."], rows)
+    assert told.getvalue() == "after round 1: fastest is b fp32.\n"
+    drawn = io.StringIO()
+    progress = Progress(console=Console(file=drawn, width=80, force_terminal=True, color_system=None))
+    with progress.running([fake_trial()]):
+        progress.show_answer("after round 1", ["fastest is b fp32."], rows)
+        assert progress.live is not None
+        progress.live.refresh()
+    shown = drawn.getvalue()
+    assert "b fp32" in shown and "2.10x [1.90, 2.30]" in shown and "after round 1: fastest is b fp32." in shown

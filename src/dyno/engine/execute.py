@@ -7,6 +7,7 @@ import itertools
 import platform
 import random
 import shutil
+import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -32,6 +33,7 @@ from dyno.worker.facts.job import Facts
 from dyno.worker.record import TIMING, Record, refuse_links, write_bytes, write_record, write_text
 from dyno.worker.spec import BUILD, ENERGY, LOOKS, TIMING_CACHE, Artifact, Job, Plan, Recipe, Trial, UserError
 
+READING_S = 5.0  # of a run, beyond which its answer is not shown again before it ends
 Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
 
@@ -136,8 +138,11 @@ class Rounds:
                 # In turns, those whose rounds are stored may be measured once more beside others.
                 self.files.all([*same_model, *beside] if turns and incomplete else incomplete)
                 if turns:
-                    for number in range(max(trial.plan.rounds for trial in same_model)):
+                    last = max(trial.plan.rounds for trial in same_model) - 1
+                    for number in range(last + 1):
                         self._in_turns([t for t in same_model if number < t.plan.rounds], number, beside, self.options)
+                        if incomplete and number < last:
+                            self._show_answer(number)
                     continue
                 for trial, number in order:
                     self._alone(trial, number, self.options)
@@ -151,9 +156,21 @@ class Rounds:
             self.files.all(again)
             if again[0].plan.blocks:
                 self._in_turns(again, number, (), options)
+                self._show_answer(number)
                 return
             for trial in again:
                 self._alone(trial, number, options)
+
+    def _show_answer(self, number: int) -> None:
+        """Show what the study says after that round."""
+        from dyno.analysis.tables import trial_table
+        from dyno.analysis.verdict import verdict
+
+        if not self.progress.quiet and self.progress.answer_s < READING_S:
+            since = time.monotonic()
+            answer = verdict.answer_so_far(trial_table.read(self.run.folder))
+            self.progress.show_answer(f"after round {number + 1}", answer.sentences, answer.rows)
+            self.progress.answer_s = time.monotonic() - since
 
     def _in_turns(
         self,

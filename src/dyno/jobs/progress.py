@@ -7,7 +7,7 @@ from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from rich.console import Console, Group
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
 from rich.progress_bar import ProgressBar
 from rich.table import Table
@@ -17,6 +17,7 @@ from dyno.worker.record import Record
 from dyno.worker.spec import Recipe, Trial, plain
 
 SHOWN = 6
+SHOWN_ROWS = 12  # of the answer so far
 LONG_S = 60.0  # a file that takes as long has a line of its own once it is made
 COLOURS = {"ok": "green", "skipped": "yellow"}
 
@@ -32,6 +33,8 @@ class Progress:
         self.total = 0
         self.seconds: dict[str, float] = {}
         self.lines: list[Text] = []
+        self.answer: list[RenderableType] = []
+        self.answer_s = 0.0  # what reading the run for it took
         self.job: Trial | None = None
         self.now = ""
         self.step = ""
@@ -75,6 +78,19 @@ class Progress:
     def note(self, line: str) -> None:
         """Something that the user should know of, whatever begins next."""
         self._say(Text(plain(line), "yellow"))
+
+    def show_answer(self, title: str, sentences: list[str], rows: list[tuple[str, str, str]]) -> None:
+        """Show what the study says so far: on a terminal above the progress, with a table of (configuration, median
+        latency, speed-up), elsewhere a line for each sentence."""
+        lines = [Text(f"{plain(title)}: {plain(sentence)}", "bold") for sentence in sentences]
+        if self.live is None:
+            for line in lines:
+                self._say(line)
+            return
+        table = Table("configuration", "median", "speed-up", box=None, padding=(0, 2), header_style="dim")
+        for row in rows[:SHOWN_ROWS]:
+            table.add_row(*map(plain, row))
+        self.answer = [table, *lines, Text()]
 
     def relay(self, place: str, line: str) -> None:
         """A line of another process, which measures at that place."""
@@ -141,7 +157,7 @@ class Progress:
     def _render(self) -> Group:
         now = Text.assemble("now  ", (self.now, "bold"), f"  {self.stage}  for {_clock(time.monotonic() - self.since)}")
         if not self.total:
-            return Group(*self.lines, now)
+            return Group(*self.answer, *self.lines, now)
         finished, remaining = self.total - len(self.left), self.remaining()
         grid = Table.grid(padding=(0, 2))
         grid.add_row(
@@ -151,7 +167,7 @@ class Progress:
         )
         coming = self.left[1:] if self.job else self.left
         following = ", ".join(dict.fromkeys(plain(trial.label) for trial in coming[:2]))
-        return Group(*self.lines, grid, now, Text(f"then {following}" if following else "", "dim"))
+        return Group(*self.answer, *self.lines, grid, now, Text(f"then {following}" if following else "", "dim"))
 
 
 def _clock(seconds: float) -> str:

@@ -41,7 +41,7 @@ def test_a_few_disturbed_jobs_are_a_warning(tmp_path: Path) -> None:
     lines = said(run(tmp_path, BUSY, QUIET, QUIET))
     assert "fastest is" in lines[0]
     assert any(
-        "during 3 of 9 jobs: those latencies are too long and their order may be wrong" in line for line in lines
+        "during 3 of 9 jobs: those latencies are inflated and their order may be wrong" in line for line in lines
     )
 
 
@@ -61,7 +61,7 @@ def test_a_lone_configuration_has_no_winner_to_withhold(tmp_path: Path) -> None:
     """At however many batches."""
     text = "\n".join(said(run(tmp_path, BUSY)))
     assert "way0 fp32 takes 10." in text and "winner" not in text
-    assert "during 3 of 3 jobs: those latencies are too long; measure again on a quiet machine." in text
+    assert "during 3 of 3 jobs: those latencies are inflated; measure again on a quiet machine." in text
     ways = [Way("way0", batch=batch, seconds=0.01 * batch, facts=dict(BUSY)) for batch in (1, 2)]
     text = "\n".join(said(load(synthetic.write_run(tmp_path / "batches", ways, samples=50))))
     assert "way0 fp32 takes 10." in text and "No winner" not in text and "during 6 of 6 jobs" in text
@@ -74,8 +74,8 @@ def test_in_turns_a_winner_is_named_beside_whatever_disturbs_all_alike(tmp_path:
     assert contention is not None and (contention.disturbed, contention.alone) == (9, 0)
     lines = said(results)
     assert "fastest is way2" in lines[0]
-    assert "other programs disturbed 9 of 9 jobs, which slow engines down by different amounts" in lines[1]
-    assert any("who is faster was measured in turns, and is so beside such a load" in line for line in lines)
+    assert "9 of 9 jobs ran beside other programs, which may slow engines unequally" in lines[1]
+    assert any("rankings were measured interleaved and hold under this load" in line for line in lines)
 
 
 def test_failures_are_told_all_the_same(tmp_path: Path) -> None:

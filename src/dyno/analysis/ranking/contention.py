@@ -35,11 +35,11 @@ class Contention:
         if self.mostly:
             return f"No winner is named: {busy}, and on a quiet machine the order may be another."
         if not self.compared:
-            doubt = "those latencies are too long; measure again on a quiet machine"
+            doubt = "those latencies are inflated; measure again on a quiet machine"
         elif not self.alone:
-            doubt = "those latencies are too long; who is faster was measured in turns, and is so beside such a load"
+            doubt = "absolute latencies are inflated; rankings were measured interleaved and hold under this load"
         else:
-            doubt = "those latencies are too long and their order may be wrong; measure again on a quiet machine"
+            doubt = "those latencies are inflated and their order may be wrong; measure again on a quiet machine"
         return f"{busy.capitalize()}: {doubt}."
 
 

@@ -147,8 +147,8 @@ def _builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> I
 def _doubts(run: RunData, doubted: bool) -> Iterator[str]:
     contention = cpu_contention(run.records)
     if contention is not None:
-        unequal = "" if contention.alone else ", which slow engines down by different amounts"
-        yield f"other programs disturbed {contention.disturbed} of {contention.jobs} jobs{unequal}"
+        unequal = "" if contention.alone else ", which may slow engines unequally"
+        yield f"{contention.disturbed} of {contention.jobs} jobs ran beside other programs{unequal}"
     if doubted:
         yield "not all of it held when measured again"
 

@@ -17,6 +17,7 @@ from dyno.analysis.metrics.precision import NO, truth
 from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking.contention import Contention, cpu_contention
 from dyno.analysis.ranking.correctness import WRONG
+from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.ranking.rankings import rankings, winners
 from dyno.analysis.ranking.references import incomparable
 from dyno.analysis.records import gpu_remarks
@@ -25,7 +26,7 @@ from dyno.analysis.records.results import UNFINISHED, Results, TrialResult, cloc
 from dyno.analysis.records.rounds import GPU
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict import decisions
-from dyno.analysis.verdict.findings import FAILURE, NOTE, PROBLEMS, WARNING, Decision, Finding
+from dyno.analysis.verdict.findings import FAILURE, NOTE, PROBLEMS, WARNING, Decision, Finding, ms
 from dyno.analysis.verdict.whole_run import devices, mixed_precision, pixels, routes, unscored
 
 COMPANY = "what the table calls faster or slower holds beside those programs, which slow some engines down more"
@@ -72,6 +73,28 @@ class Verdict:
         notes = sum(each.kind == NOTE for each in rest)
         more = [f"{counting(notes, 'note')} more in the report."] if notes else []
         return [*(indentation(line) + plain(line) for line in lines), *more]
+
+
+@dataclass(frozen=True)
+class ProvisionalAnswer:
+    """What a study says before it ends: a sentence for each decision, and for the first ranking its `rows`, fastest
+    first, each with configuration, median latency and speed-up as text."""
+
+    sentences: list[str]
+    rows: list[tuple[str, str, str]]
+
+
+def answer_so_far(run: RunData) -> ProvisionalAnswer:
+    """Return what the rounds that are stored so far say."""
+    found = read(run)
+    sentences = [each.text for each in found.wrong] + [each.sentence for each in found.decisions]
+    rows = []
+    for ranking in rankings(run)[:1]:
+        for _, row in ranking.ranked(LATENCY).iterrows():
+            is_reference = row["trial"] == row["reference"]
+            shown = "" if missing(row["speedup"]) else ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
+            rows.append((ranking.configuration(row), ms(row[LATENCY]), "reference" if is_reference else shown))
+    return ProvisionalAnswer([plain(sentence) for sentence in sentences], rows)
 
 
 def sentences(run: RunData) -> list[str]:
