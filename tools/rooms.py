@@ -74,7 +74,7 @@ WORKER = {
     "inputs": "facts spec",
     "tasks": "spec inspection plugins inputs",
     "sessions": "facts spec backend option_values extras system inputs",
-    "nets": "spec inspection extras inputs tasks sessions",
+    "nets": "facts spec inspection extras inputs tasks sessions onnx_graph",
     "onnx_graph": "facts spec extras system inputs tasks sessions",
     "layers": "facts spec backend inputs sessions nets onnx_graph",
     "numerics": "facts spec backend nets sessions onnx_graph",
