@@ -188,14 +188,6 @@ class Backend(ABC):
             return f"{self.name} reads {suffixes or 'no model'} files, not {Path(file).name}"
         return ""
 
-    @staticmethod
-    def refuse_requantising(trial: Trial) -> str:
-        """The reason for which a file that is quantised already runs in no other precision; "" for another file."""
-        own = trial.model.precision
-        if own not in QUANTISED or trial.precision == own:
-            return ""
-        return f"the file's weights are {own} already; run it as {own}, or give the float file for {trial.precision}"
-
     def reads(self, path: str) -> bool:
         """Whether it can run the model file, as far as the file tells."""
         return self.files is None or path.endswith(self.files)
@@ -219,6 +211,14 @@ class Backend(ABC):
     def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
         """What the engine makes of the trial's model, layer by layer; `Unavailable` where it doesn't say."""
         raise Unavailable(f"{self.name} doesn't say what its layers are")
+
+
+def refuse_requantising(trial: Trial) -> str:
+    """Return why a file that is quantised already can't run in the trial's precision; "" where it can."""
+    own = trial.model.precision
+    if own not in QUANTISED or trial.precision == own:
+        return ""
+    return f"the file's weights are {own} already; run it as {own}, or give the float file for {trial.precision}"
 
 
 class Maker(ABC):

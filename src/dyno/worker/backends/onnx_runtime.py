@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Arrays, Backend, LayerTimes, Session
+from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.inside import Inside
@@ -77,7 +77,7 @@ class OnnxRuntime(Backend):
         """The base class's reasons, and int8 without data."""
         if reason := super().refuse(trial):
             return reason
-        if reason := self.refuse_requantising(trial):
+        if reason := refuse_requantising(trial):
             return reason
         if "streams" in trial.options and trial.runtime.device != "cpu":
             return "streams are of onnxruntime's CPU provider; on a GPU give slots"

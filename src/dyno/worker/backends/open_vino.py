@@ -15,7 +15,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Arrays, Backend, LayerTimes, Session
+from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
 from dyno.worker.backends.open_vino_layers import ExecutionGraph, plain
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import EngineFacts, Probe
@@ -56,7 +56,7 @@ class OpenVino(Backend):
         """The base class's reasons, and int8 without data."""
         if reason := super().refuse(trial):
             return reason
-        if reason := self.refuse_requantising(trial):
+        if reason := refuse_requantising(trial):
             return reason
         if trial.model.file.endswith(".xml") and trial.precision == "int8" != trial.model.precision:
             return "an IR can't be quantised here; give the ONNX file or the module it was made from"

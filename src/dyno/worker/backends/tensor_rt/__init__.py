@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dyno.worker.backend import Backend, Maker, Session
+from dyno.worker.backend import Backend, Maker, Session, refuse_requantising
 from dyno.worker.backends.onnx_runtime import ONE_ADD
 from dyno.worker.backends.tensor_rt import library, profiles, settings, values
 from dyno.worker.backends.tensor_rt.build import build
@@ -63,7 +63,7 @@ class TensorRT(Backend):
             return reason
         if trial.model.file.endswith(SUFFIXES):
             return ""
-        if reason := self.refuse_requantising(trial):
+        if reason := refuse_requantising(trial):
             return reason
         try:
             requested = Settings.of(trial.options)
