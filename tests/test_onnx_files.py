@@ -205,6 +205,11 @@ def test_what_draws_random_numbers_is_not_called_wrong(call: Call, operator: str
     assert "outputs change from call to call" in " ".join(out.split())
 
 
+def test_a_question_mark_names_no_dimension(call: Call) -> None:
+    found = measured(call, network(["?", 3, "?", "?"]), "--size", "16x24")
+    assert [(row["status"], row["size"]) for row in found] == [("ok", "16x24")] * 2
+
+
 def products(weights: list[np.ndarray], name: str = "x") -> tuple[list[Any], list[Any]]:
     """Nodes that multiply x by each weight in turn, and these weights; the last node writes `name`_out."""
     names = [name, *(f"{name}{k}" for k in range(1, len(weights))), f"{name}_out"]

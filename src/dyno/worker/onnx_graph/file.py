@@ -133,10 +133,11 @@ def _read(path: str) -> Any:
 
 
 def _tensor(value: Any) -> Tensor:
+    """The input or output; PaddlePaddle's converter calls every free dimension `?`, which is no name."""
     onnx = import_onnx()
     kind = value.type.tensor_type
     shape = tuple(
-        dim.dim_value if dim.dim_value > 0 else dim.dim_param or f"{value.name}_{axis}"
+        dim.dim_value if dim.dim_value > 0 else dim.dim_param.strip("?") or f"{value.name}_{axis}"
         for axis, dim in enumerate(kind.shape.dim)
     )
     if kind.elem_type == onnx.TensorProto.UNDEFINED:
