@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnxruntime
 import pytest
 from onnx import helper as h
 from onnx import numpy_helper
@@ -202,3 +203,134 @@ def test_what_draws_random_numbers_is_not_called_wrong(call: Call, operator: str
     assert (first["status"], second["status"], code) == ("ok", "ok", 0), (out, err)
     assert second["verdict"] == "not comparable: outputs change from call to call" and second["outputs"] == ""
     assert "outputs change from call to call" in " ".join(out.split())
+
+
+def test_a_question_mark_names_no_dimension(call: Call) -> None:
+    found = measured(call, network(["?", 3, "?", "?"]), "--size", "16x24")
+    assert [(row["status"], row["size"]) for row in found] == [("ok", "16x24")] * 2
+
+
+def products(weights: list[np.ndarray], name: str = "x") -> tuple[list[Any], list[Any]]:
+    """Nodes that multiply x by each weight in turn, and these weights; the last node writes `name`_out."""
+    names = [name, *(f"{name}{k}" for k in range(1, len(weights))), f"{name}_out"]
+    nodes = [
+        h.make_node("MatMul", [names[k] if k else "x", f"{name}w{k}"], [names[k + 1]]) for k in range(len(weights))
+    ]
+    return nodes, [numpy_helper.from_array(w, f"{name}w{k}") for k, w in enumerate(weights)]
+
+
+def from_x(nodes: list[Any], stored: list[Any], out: str, kind: int = KINDS.FLOAT) -> Any:
+    x, y = (h.make_tensor_value_info(name, kind, ["batch", 64]) for name in ("x", out))
+    opsets = [h.make_opsetid("", 21), h.make_opsetid("com.microsoft", 1)]
+    return h.make_model(h.make_graph(nodes, "net", [x], [y], stored), opset_imports=opsets, ir_version=10)
+
+
+def branching(weights: list[np.ndarray], before: int = 0) -> Any:
+    """So many products, and two branches around the others, of which the input's sum decides."""
+    kind = KINDS.FLOAT16 if weights[0].dtype == np.float16 else KINDS.FLOAT
+    first, stored = products(weights[:before], "a") if before else ([h.make_node("Identity", ["x"], ["a_out"])], [])
+    sides = {}
+    for side in ("then", "else"):
+        nodes, own = products(weights[before:], side)
+        nodes[0].input[0] = "a_out"
+        result = h.make_tensor_value_info(f"{side}_out", kind, None)
+        sides[f"{side}_branch"] = h.make_graph(nodes, side, [], [result], own)
+    flag = [h.make_node("ReduceSum", ["x"], ["sum"], keepdims=0), h.make_node("Cast", ["sum"], ["flag"], to=KINDS.BOOL)]
+    return from_x([*first, *flag, h.make_node("If", ["flag"], ["y"], name="choice", **sides)], stored, "y", kind)
+
+
+def random_weights(count: int, dtype: Any = np.float32) -> list[np.ndarray]:
+    rng = np.random.default_rng(0)
+    return [(rng.standard_normal((64, 64)) / 8).astype(dtype) for _ in range(count)]
+
+
+def test_half_precision_in_constants_is_what_the_same_initialisers_are(call: Call) -> None:
+    nodes, stored = products(random_weights(2, np.float16))
+    lifted = [h.make_node("Constant", [], [tensor.name], value=tensor) for tensor in stored]
+    onnx.save(from_x(nodes, stored, "x_out", KINDS.FLOAT16), "initialisers.onnx")
+    onnx.save(from_x([*lifted, *nodes], [], "x_out", KINDS.FLOAT16), "constants.onnx")
+    code, _, err = call("run", "initialisers.onnx", "constants.onnx", *QUICK, "--out", "run")
+    assert code == 0, err
+    found = {tuple(row[key] for key in ("status", "precision", "parameters")) for row in rows(Path("run"))}
+    assert len(rows(Path("run"))) == 4 and found == {("ok", "fp16", "8192")}
+
+
+@pytest.mark.parametrize("level", [0, 4])
+def test_weights_of_four_bits_are_named_and_so_is_what_is_computed_in(call: Call, level: int) -> None:
+    """That level 4 rounds activations to eight bits shows in ONNX Runtime's own outputs."""
+    rng = np.random.default_rng(1)
+    packed, scale = rng.integers(0, 256, (64, 2, 16), np.uint8), rng.random((64, 2, 1), np.float32)
+    values = np.stack([packed & 15, packed >> 4], -1).reshape(64, 2, 32).astype(np.float32) - 8  # 8 is zero
+    node = h.make_node("MatMulNBits", ["x", "q", "s"], ["y"], domain="com.microsoft", K=64, N=64, bits=4,
+                       block_size=32, accuracy_level=level)  # fmt: skip
+    stored = [numpy_helper.from_array(packed, "q"), numpy_helper.from_array(scale.ravel(), "s")]
+    model = from_x([node], stored, "y")
+    (row, other) = measured(call, model)
+    x = rng.standard_normal((4, 64)).astype(np.float32)
+    exact = x @ (values * scale).reshape(64, 64).T
+    (y,) = onnxruntime.InferenceSession("net.onnx", providers=["CPUExecutionProvider"]).run(None, {"x": x})
+    rounded = np.linalg.norm(y - exact) > 1e-3 * np.linalg.norm(exact)
+    assert (row["precision"], row["precision_ok"], row["ran_as"]) == ("int4", "yes", "1 int8" if rounded else "1 fp32")
+    assert row["parameters"] == other["parameters"] == "4096" and rounded == bool(level)
+    assert (other["backend"], other["precision"], other["outputs"]) == ("openvino", "int4", "agree")
+    code, *_ = call("run", "net.onnx", "--precision", "int8", "--input", "x=-3..3", *QUICK, "--out", "lower")
+    assert code == 3 and {row["reason"] for row in rows(Path("lower"))} == {
+        "the file's weights are int4 already; run it as int4, or give the float file for int8"
+    }
+
+
+def test_weights_of_eight_bits_that_are_widened_are_not_called_int8(call: Call) -> None:
+    """OpenVINO widens such weights, and ONNX Runtime makes an integer product of them."""
+    q = np.random.default_rng(2).integers(-127, 128, (64, 64)).astype(np.int8)
+    stored = [numpy_helper.from_array(q, "q"), numpy_helper.from_array(np.full((2, 64), 0.01, np.float32), "s")]
+    nodes = [h.make_node("DequantizeLinear", ["q", "s"], ["w"], axis=0, block_size=32),
+             h.make_node("MatMul", ["x", "w"], ["y"])]  # fmt: skip
+    found = {row["backend"]: row for row in measured(call, from_x(nodes, stored, "y"))}
+    assert {row["precision"] for row in found.values()} == {"int8"}
+    assert (found["openvino"]["ran_as"], found["openvino"]["precision_ok"]) == ("1 fp32", "no")
+
+
+def test_what_lies_in_branches_is_quantised_by_nothing_and_each_row_says_so(call: Call) -> None:
+    onnx.save(branching(random_weights(2)), "net.onnx")
+    words = ("--precision", "fp32,fp16,int8", "--input", "x=-3..3", *QUICK, "--backends", "onnxruntime", "--out", "run")
+    code, _, _ = call("run", "net.onnx", *words)
+    full, half, eight = rows(Path("run"))
+    assert (code, full["ran_as"], full["parameters"]) == (3, "2 fp32", str(4 * 64 * 64))
+    assert "4 of its 4 layers with weights are inside If operators, whose graphs are not converted" in half["reason"]
+    assert "all of its 4 layers with weights stay in fp32 (4 are inside If operators)" in eight["reason"]
+
+
+def test_a_part_that_lies_in_branches_is_named_where_the_rest_is_quantised(call: Call) -> None:
+    model = branching(random_weights(3), before=2)
+    (row,) = measured(call, model, "--precision", "int8", "--input", "x=-3..3", "--backends", "onnxruntime")
+    assert row["precision"] == "int8" and "int8" in row["ran_as"] and "fp32" in row["ran_as"]
+    job = json.loads(next(Path("run").glob("trials/*/r0/job.json")).read_text())
+    warning = "2 of 4 layers with weights are not in int8 (2 are inside If operators)"
+    assert warning in job["artifact"]["made_by"]["warnings"]
+
+
+def test_without_a_layer_that_multiplies_no_precision_is_confirmed(call: Call) -> None:
+    """An image of bytes, a boolean and integers are no INT8."""
+    nodes = [h.make_node("Cast", ["image"], ["x"], to=KINDS.FLOAT), h.make_node("GlobalAveragePool", ["x"], ["m"]),
+             h.make_node("Greater", ["m", "one"], ["flag"]), h.make_node("Where", ["flag", "m", "one"], ["y"])
+    ]  # fmt: skip
+    image = h.make_tensor_value_info("image", KINDS.UINT8, ["n", 3, 8, 8])
+    y = h.make_tensor_value_info("y", KINDS.FLOAT, ["n", 3, 1, 1])
+    graph = h.make_graph(nodes, "net", [image], [y], [numpy_helper.from_array(np.float32(1), "one")])
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    found = measured(call, model)
+    assert {(row["precision"], row["precision_ok"], row["ran_as"]) for row in found} == {("fp32", "unconfirmed", "")}
+    code, out, _ = call("show", "run")
+    assert code == 0 and "fp32 (unconfirmed)" in out and "shows no layer that multiplies" in out
+
+
+@pytest.mark.parametrize(("compressed", "precision"), [(True, "fp16"), (False, "fp32")])
+def test_an_ir_has_the_precision_of_its_stored_weights(call: Call, compressed: bool, precision: str) -> None:
+    import openvino
+
+    nodes, stored = products(random_weights(2))
+    onnx.save(from_x(nodes, stored, "x_out"), "net.onnx")
+    openvino.save_model(openvino.Core().read_model("net.onnx"), "net.xml", compress_to_fp16=compressed)
+    code, _, err = call("run", "net.xml", *QUICK[:-2], "--out", "run")
+    (row,) = rows(Path("run"))
+    assert (code, row["precision"], row["status"]) == (0, precision, "ok"), err

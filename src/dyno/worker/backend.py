@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.facts.inside import Function, Inside
+from dyno.worker.facts.precision import QUANTISED, STORED
 from dyno.worker.inspection import Purpose
 from dyno.worker.option_values import Check, check_values
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError, check_known
@@ -174,6 +175,8 @@ class Backend(ABC):
         on_cpu = trial.runtime.device == "cpu"
         if trial.precision == "tf32" and on_cpu:
             return "tf32 is a mode of NVIDIA GPUs; a CPU has none"
+        if trial.precision in STORED and trial.precision != trial.model.precision:
+            return f"{trial.precision} is for a file with such weights; Dyno doesn't quantise to it"
         precisions = [name for name in self.precisions if name != "tf32" or not on_cpu]
         if trial.precision not in precisions:
             return f"{self.name} has no {trial.precision} here (it has {', '.join(precisions)})"
@@ -210,6 +213,14 @@ class Backend(ABC):
         raise Unavailable(f"{self.name} doesn't say what its layers are")
 
 
+def refuse_requantising(trial: Trial) -> str:
+    """Return why a file that is quantised already can't run in the trial's precision; "" where it can."""
+    own = trial.model.precision
+    if own not in QUANTISED or trial.precision == own:
+        return ""
+    return f"the file's weights are {own} already; run it as {own}, or give the float file for {trial.precision}"
+
+
 class Maker(ABC):
     """One step on the way to a file; a recipe names it. `requires` is as a backend's."""
 
@@ -227,7 +238,7 @@ class FileContents:
 
     `batches` are the smallest, best and largest batch of an engine with a profile; `task` Dyno's metadata on the
     network's task (`task_facts`); `image` the exporter's on its images (`imgsz`, `batch`, `stride`);
-    and `flops` counts the operations at static shapes.
+    `flops` counts the operations at static shapes, and `parameters` is the number of weights (None: not counted).
     """
 
     inputs: tuple[Tensor, ...]
@@ -237,6 +248,7 @@ class FileContents:
     task: Purpose = field(default_factory=Purpose)
     image: Mapping[str, Any] = field(default_factory=dict)
     flops: Callable[[Mapping[str, tuple[int, ...]]], int] | None = None
+    parameters: int | None = None
 
 
 class FileFormat(ABC):

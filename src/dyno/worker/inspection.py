@@ -32,7 +32,7 @@ class Inspection(Purpose):
     `batch` is the one that it takes (0: any) and `batch_reason` why, `usual_batch` that of its example inputs or of
     its file's metadata, and `batches` an engine's smallest, best and largest. `inputs` are as `ModelSpec.inputs`.
     `outputs` is how many classes a classifier's scores are of (else 0), `flops` the operations of one image by size
-    (nothing where they can't be counted), `parameters` a module's, `channels` and `precision` a file's, and
+    (nothing where they can't be counted), `parameters` a module's or a file's, `channels` and `precision` a file's, and
     `signature` the shapes of the inputs and outputs of a file. `preprocess_guessed` says that images are normalised,
     and nothing says by which mean and standard deviation.
     """

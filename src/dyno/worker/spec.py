@@ -20,7 +20,7 @@ from dyno.worker.facts.json_values import Misfit, reader
 from dyno.worker.facts.sparse import Sparse
 
 SCHEMA = 2
-PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8")
+PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8", "int4", "fp4", "int2")
 BOUNDARIES = ("model", "all", "throughput")
 ENDPOINT = "endpoint:"  # prefix of the name of a model that a server has
 NETWORK_FILES = ("ultralytics", "darknet")  # prefixes behind which a user's own file may stand

@@ -9,7 +9,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from dyno.worker.onnx_graph.file import read_precision
+from dyno.worker.onnx_graph.file import read_facts
 
 
 @pytest.mark.parametrize(
@@ -28,4 +28,4 @@ def test_a_file_is_of_the_precision_that_its_weights_are_computed_with(
     nodes = [turned, *([cast] if computed else []), product]
     graph = helper.make_graph(nodes, "net", [x], [y], [numpy_helper.from_array(np.ones((8, 8), stored), "w")])
     onnx.save(helper.make_model(graph), tmp_path / "net.onnx")
-    assert read_precision(str(tmp_path / "net.onnx")) == precision
+    assert read_facts(str(tmp_path / "net.onnx")).precision == precision

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dyno.analysis.records.results import TrialResult
-from dyno.worker.facts.precision import TYPES, precision_truth
+from dyno.worker.facts.precision import STORED, TYPES, precision_truth
 
 # Engines' names of types, under the precision that they stand for.
 ALIASES = {
@@ -17,6 +17,9 @@ ALIASES = {
     "bf16": ("bfloat16", "bf16", "torch.bfloat16"),
     "int8": ("int8", "uint8", "i8", "u8", "qint8", "quint8", "torch.int8", "torch.uint8"),
     "fp8": ("fp8", "f8", "float8", "float8e4m3fn", "float8_e4m3fn", "f8e4m3", "f8e5m2"),
+    "int4": ("int4", "uint4", "i4", "u4"),
+    "fp4": ("fp4", "float4", "nf4"),
+    "int2": ("int2", "uint2", "u2"),
 }
 YES, NO, UNCONFIRMED = "yes", "no", "unconfirmed"  # of whether an engine ran in the requested type
 NAMES = {alias: precision for precision, aliases in ALIASES.items() for alias in aliases}
@@ -73,7 +76,7 @@ def named(row: Mapping[str, Any]) -> str:
     """A row's precision, with the truth beside it where the engine did something else or reported nothing."""
     precision, types, share = str(row["precision"]), str(row["ran_as"]), row["asked_share"]
     if row["precision_ok"] == YES:
-        return precision
+        return f"{precision} (computed in {types.split()[1].strip(',')})" if precision in STORED else precision
     if row["precision_ok"] == UNCONFIRMED or not types:
         return f"{precision} ({UNCONFIRMED})"
     return f"{precision} ({share:.0%} {precision})" if share else f"{precision} (ran {types.split()[1].strip(',')})"

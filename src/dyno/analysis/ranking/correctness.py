@@ -42,6 +42,9 @@ TOLERANCES = {
     "bf16": Tolerance(5e-2, 3e-1, 0.05),
     "int8": Tolerance(1e-1, 6e-1, 0.10, 0.95),
     "fp8": Tolerance(1e-1, 6e-1, 0.10, 0.95),
+    "int4": Tolerance(2e-1, 6e-1, 0.20, 0.95),
+    "fp4": Tolerance(2e-1, 6e-1, 0.20, 0.95),
+    "int2": Tolerance(3e-1, 8e-1, 0.30, 0.95),
 }
 
 

@@ -31,6 +31,7 @@ from dyno.analysis.records.rounds import LATENCIES, Round
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import COLUMNS, FEW, LIMITS, PERCENTILES, PRINTED, STAGES, STATISTICS, few
 from dyno.analysis.telemetry.energy import Meter
+from dyno.worker.facts.precision import STORED
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -156,7 +157,7 @@ def _precision(t: TrialResult) -> dict[str, Any]:
     types = truth(t)
     if types is None:
         return {}
-    share = types.share if types.reported else None
+    share = types.share if types.reported and t.precision not in STORED else None
     return {"ran_as": str(types), "asked_share": share, "precision_ok": types.answer}
 
 

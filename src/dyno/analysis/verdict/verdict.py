@@ -28,6 +28,7 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict import decisions
 from dyno.analysis.verdict.findings import FAILURE, NOTE, PROBLEMS, WARNING, Decision, Finding, ms
 from dyno.analysis.verdict.whole_run import devices, mixed_precision, pixels, routes, unscored
+from dyno.worker.facts.precision import STORED
 
 COMPANY = "what the table calls faster or slower holds beside those programs, which slow some engines down more"
 OTHER_NETWORK = (
@@ -40,7 +41,7 @@ NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
 # Wider precisions that a lowered one should be faster than, in the order of comparison.
 WIDER = {
     **dict.fromkeys(("tf32", "fp16", "bf16"), ("fp32",)),
-    **dict.fromkeys(("int8", "fp8"), ("fp32", "fp16", "bf16")),
+    **dict.fromkeys(("int8", "fp8", *STORED), ("fp32", "fp16", "bf16")),
 }
 
 

@@ -16,22 +16,23 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Arrays, Backend, LayerTimes, Session
+from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.inside import Inside
-from dyno.worker.facts.precision import precision_truth
+from dyno.worker.facts.precision import STORED, precision_truth
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.shapes import Shape, static_shapes
 from dyno.worker.layers import optimised
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
 from dyno.worker.onnx_graph.check import HALF_CRASHES, error_line
+from dyno.worker.onnx_graph.graph_facts import accuracy_levels
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions import onnx_runtime_cuda as cuda
 from dyno.worker.sessions.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
 from dyno.worker.sessions.onnx_runtime_cuda import VALUES as CUDA_VALUES
-from dyno.worker.sessions.onnx_runtime_profile import Profile, by_run, events_in
+from dyno.worker.sessions.onnx_runtime_profile import PACKED, Profile, by_run, events_in
 from dyno.worker.sessions.onnx_runtime_request import Request
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
@@ -62,7 +63,7 @@ class OnnxRuntime(Backend):
 
     name = "onnxruntime"
     requires = ("onnxruntime|onnxruntime-gpu",)
-    precisions = ("fp32", "tf32", "fp16", "int8")
+    precisions = ("fp32", "tf32", "fp16", "int8", *STORED)
     devices = ("cpu", "cuda")
     profiled = ("cpu",)
     options = ("optimization", "spinning", "streams", *CUDA_OPTIONS, *PREPARATION)
@@ -76,8 +77,8 @@ class OnnxRuntime(Backend):
         """The base class's reasons, and int8 without data."""
         if reason := super().refuse(trial):
             return reason
-        if trial.precision == "fp32" and trial.model.precision in ("int8", "fp8"):
-            return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
+        if reason := refuse_requantising(trial):
+            return reason
         if "streams" in trial.options and trial.runtime.device != "cpu":
             return "streams are of onnxruntime's CPU provider; on a GPU give slots"
         return missing_data(trial)
@@ -164,7 +165,7 @@ class OnnxFile:
     def facts(self, providers: Any, feeds: Arrays) -> EngineFacts:
         """Layers, types, providers and time by operator, from ONNX Runtime's profile of a second, short session."""
         with tempfile.TemporaryDirectory() as scratch:
-            nodes = Profile(self._profile(providers, feeds, scratch), self.requested)
+            nodes = self.read_profile(self._profile(providers, feeds, scratch))
         return EngineFacts(
             layers=len(nodes.seen),
             layers_by_type=nodes.by_type(),
@@ -181,11 +182,16 @@ class OnnxFile:
         """The optimised graph as the library writes it, with what a profile of its run says of each node."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
-            return self.optimised(path, Profile(self._profile(providers, feeds, scratch, path), self.requested))
+            return self.optimised(path, self.read_profile(self._profile(providers, feeds, scratch, path)))
+
+    def read_profile(self, events: list[dict[str, Any]]) -> Profile:
+        """A profile with what its events leave out, the type that packed products compute in; that needs onnx."""
+        packed = any(e.get("args", {}).get("op_name") == PACKED for e in events)
+        return Profile(events, self.requested, accuracy_levels(self.path) if packed else None)
 
     def optimised(self, path: str, profile: Profile) -> Inside:
         """The optimised graph that was written to the path, with what the profile says."""
-        return optimised.read(path, self.path, profile.outer, f"{ENGINE} {self.ort.__version__}")
+        return optimised.read(path, self.path, profile, f"{ENGINE} {self.ort.__version__}")
 
     def _profile(self, providers: Any, feeds: Arrays, scratch: str, optimised: str = "") -> list[dict[str, Any]]:
         rng = np.random.default_rng(0)
@@ -271,7 +277,7 @@ class OnnxRuntimeSession(Session):
                 whole.append(time.perf_counter() - start)
             events = _events(watched._session)
             watched.close()
-            inside = self._file.optimised(path, Profile(events, self._file.requested))
+            inside = self._file.optimised(path, self._file.read_profile(events))
         repeats = by_run(events)[DISCARDED:]
         kernels = optimised.kernels_of(inside.layers, set().union(*repeats), self._file.path)
         layers = [[repeat.get(kernel, 0.0) if kernel else 0.0 for kernel in kernels] for repeat in repeats]

@@ -15,12 +15,12 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Arrays, Backend, LayerTimes, Session
+from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
 from dyno.worker.backends.open_vino_layers import ExecutionGraph, plain
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.inside import Inside
-from dyno.worker.facts.precision import precision_truth
+from dyno.worker.facts.precision import QUANTISED, STORED, precision_truth
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.shapes import fitted, static_shapes
 from dyno.worker.makers.precision import PREPARATION, VALUES
@@ -30,7 +30,7 @@ from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailab
 
 ENGINE = "OpenVINO"
 # Left to itself OpenVINO computes an FP32 model in bfloat16 where the CPU can, so every precision is asked for by name.
-HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "f32"}
+HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", **dict.fromkeys(("int8", *STORED), "f32")}
 # What the CPU plugin must be able to do before a hint is more than a wish.
 CAPABILITIES = {"bf16": "BF16", "fp16": "FP16"}
 PROFILED_RUNS = 3
@@ -45,7 +45,7 @@ class OpenVino(Backend):
 
     name = "openvino"
     requires = ("openvino",)
-    precisions = ("fp32", "bf16", "fp16", "int8")
+    precisions = ("fp32", "bf16", "fp16", "int8", *STORED)
     profiled = ("cpu",)
     options = ("streams", "pinning", *PREPARATION)
     values: Mapping[str, Check] = {"streams": whole(1), "pinning": flag, **VALUES}
@@ -55,6 +55,8 @@ class OpenVino(Backend):
     def refuse(self, trial: Trial) -> str:
         """The base class's reasons, and int8 without data."""
         if reason := super().refuse(trial):
+            return reason
+        if reason := refuse_requantising(trial):
             return reason
         if trial.model.file.endswith(".xml") and trial.precision == "int8" != trial.model.precision:
             return "an IR can't be quantised here; give the ONNX file or the module it was made from"
@@ -67,7 +69,7 @@ class OpenVino(Backend):
         """
         # The conversion runs where OpenVINO is, which may be another Python than the one that exports.
         runtime = Runtime(name=trial.runtime.name, python=trial.runtime.python, env=trial.runtime.env)
-        precision = "int8" if trial.precision == "int8" else "fp32"
+        precision = trial.precision if trial.precision in QUANTISED else "fp32"
         ir = Recipe(self.name, "openvino", precision, trial.model, replace(trial.dims, batch=0), runtime=runtime)
         if trial.model.file.endswith(".xml"):
             return ir
@@ -96,8 +98,8 @@ class OpenVino(Backend):
         file, `MemoryError` when memory runs out.
         """
         ov = library()
-        capability, can = CAPABILITIES.get(trial.precision), _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
-        if capability and capability not in can:
+        if not _computes_in(trial.precision) and trial.precision != trial.model.precision:
+            can = _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
             raise Unavailable(f"OpenVINO doesn't compute in {trial.precision} on this CPU (it has {', '.join(can)})")
         model = read_model(ov, artifact.path if artifact else trial.model.file)
         try:
@@ -311,7 +313,7 @@ def settings(trial: Trial) -> dict[str, Any]:
     if not isinstance(streams, int) or not 1 <= streams <= most:
         raise UserError(f"openvino's streams must be from 1 to the number of threads ({most}), not {streams!r}")
     properties: dict[str, Any] = {
-        "INFERENCE_PRECISION_HINT": HINTS[trial.precision],
+        "INFERENCE_PRECISION_HINT": HINTS[trial.precision if _computes_in(trial.precision) else "fp32"],
         "INFERENCE_NUM_THREADS": trial.runtime.threads,
         "NUM_STREAMS": streams,
         "PERFORMANCE_HINT": "LATENCY" if streams == 1 else "THROUGHPUT",
@@ -342,6 +344,12 @@ def _tensor_of(port: Any, place: int) -> Tensor:
         name = file_name
     shape = tuple("" if dim.is_dynamic else dim.get_length() for dim in port.get_partial_shape())
     return Tensor(name, port.get_element_type().to_dtype().name, shape)
+
+
+def _computes_in(precision: str) -> bool:
+    """Whether the CPU has the instructions; a file in half precision is computed in float32 where it has none."""
+    capability = CAPABILITIES.get(precision)
+    return not capability or capability in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def _raise_if_memory(error: Exception, what: str) -> None:

@@ -3,18 +3,28 @@
 from __future__ import annotations
 
 import hashlib
+import math
+import re
 import time
+from collections import Counter
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 from dyno.worker.backend import FileContents, FileFormat, Maker
 from dyno.worker.backends.open_vino import library, read_model, tensors_of, version
-from dyno.worker.backends.open_vino_layers import plain
+from dyno.worker.backends.open_vino_layers import TYPE_NAMES, plain
 from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.precision import QUANTISED, TYPES
 from dyno.worker.makers.precision import INHERITED
 from dyno.worker.nets import file_images, task_facts
 from dyno.worker.spec import Artifact, Recipe, Trial, UserError
 
+LAYER = re.compile("Convolution|MatMul|LSTM|GRU|RNN|ScaledDotProduct|Einsum")
+RESTORING = ("Convert", "Multiply", "Subtract", "Reshape", "Transpose", "Unsqueeze", "Squeeze", "FakeQuantize")
+FULL = ("f32", "f64")
+NAMES = {type_: precision for precision, type_ in reversed(TYPES.items())} | {"float64": "fp32"}
 KEPT = "framework"  # the entry of an IR's information under which OpenVINO keeps an ONNX file's metadata
 
 
@@ -30,19 +40,69 @@ class IRFormat(FileFormat):
         return [path.with_suffix(".bin")]
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Its precision is int8 when it is quantised, else fp32, whatever type its weights are stored in.
+        """Its precision is that of its weights as they are stored, and int8 where activations are quantised.
 
         OpenVINO keeps the metadata of the ONNX file that it was made of.
         """
         model = read_model(library(), path)
-        quantised = any(op.get_type_name() == "FakeQuantize" for op in model.get_ops())
+        precision, parameters = read_weights(model)
         inputs, outputs = tensors_of(model.inputs), tensors_of(model.outputs)
         kept = model.get_rt_info([KEPT]).value if model.has_rt_info([KEPT]) else {}
         metadata = {key: str(plain(value)) for key, value in kept.items()}
         return FileContents(
-            inputs, outputs, "int8" if quantised else "fp32", task=task_facts.read(metadata),
-            image=file_images.read(metadata),
+            inputs, outputs, precision, task=task_facts.read(metadata), image=file_images.read(metadata),
+            parameters=parameters,
         )  # fmt: skip
+
+
+def read_weights(model: Any) -> tuple[str, int]:
+    """Return the precision of a model's layers, by the type of most of their weights, and the number of parameters.
+
+    Compressed weights are constants of few bits behind conversions, shifts and scales; those aren't parameters. A model
+    whose activations are quantised (FakeQuantize) is an int8 one, whatever its weights are stored in.
+    """
+    stored, layers, scales, fake = dict[str, tuple[str, int]](), set[str](), set[str](), False
+    for place, op in _ops_in(model):
+        kind = op.get_type_name()
+        fake = fake or kind == "FakeQuantize"
+        if kind == "Constant":
+            count = math.prod(op.get_output_shape(0))
+            precision = NAMES.get(TYPE_NAMES.get(op.get_element_type().get_type_name(), ""), "")
+            stored |= {place + op.get_friendly_name(): (precision, count)} if precision and count > 1 else {}
+        for port in op.inputs() if LAYER.search(kind) else op.inputs()[:1] if kind == "Gather" else ():
+            node, beside = _constant_behind(port)
+            if node is not None and not (kind == "Gather" and node.get_element_type().get_type_name() in FULL):
+                layers.add(place + node.get_friendly_name())
+            scales |= {place + each.get_friendly_name() for each in beside}
+    counts = Counter[str]()
+    for name in layers & stored.keys():
+        counts[stored[name][0]] += stored[name][1]
+    low = Counter({kind: count for kind, count in counts.items() if kind in QUANTISED})
+    kinds = low or (Counter(int8=1) if fake else counts) or Counter(fp32=1)
+    most = max(kinds, key=lambda kind: kinds[kind])
+    floats = {name for name, (kind, _) in stored.items() if kind not in QUANTISED} - scales
+    return most, sum(stored[name][1] for name in floats | (layers & stored.keys()))
+
+
+def _ops_in(model: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """Each operation of a model and of the models inside it, with a text for the model that it is in."""
+    for op in model.get_ops():
+        yield place, op
+        kind = op.get_type_name()
+        bodies = (op.get_then_body(), op.get_else_body()) if kind == "If" else ()
+        for number, body in enumerate(bodies or ((op.get_function(),) if kind in ("Loop", "TensorIterator") else ())):
+            yield from _ops_in(body, f"{place}{op.get_friendly_name()}/{number}/")
+
+
+def _constant_behind(port: Any) -> tuple[Any, list[Any]]:
+    """The constant that a layer's input is, behind what restores its values (None for none), and the scales on the
+    way."""
+    beside = []
+    node = port.get_source_output().get_node()
+    while node.get_type_name() in RESTORING:
+        beside += [each for other in node.inputs()[1:] if (each := _constant_behind(other)[0]) is not None]
+        node = node.input_value(0).get_node()
+    return (node, beside) if node.get_type_name() == "Constant" else (None, [])
 
 
 class IRMaker(Maker):

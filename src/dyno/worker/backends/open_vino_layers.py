@@ -10,9 +10,14 @@ from dataclasses import replace
 from typing import Any
 
 from dyno.worker.facts.inside import LAYERS, Inside, Layer, Port
-from dyno.worker.facts.precision import FLOATS, has_precision, why_not_faster
+from dyno.worker.facts.precision import COMPUTED, UNKNOWN, why_not_faster
 
-TYPE_NAMES = {"f32": "float32", "bf16": "bfloat16", "f16": "float16", "i8": "int8", "u8": "int8", "f64": "float64"}
+TYPE_NAMES = {
+    "f32": "float32", "bf16": "bfloat16", "f16": "float16", "f64": "float64", "i8": "int8", "u8": "int8", "i4": "int4",
+    "u4": "int4", "nf4": "float4", "f4e2m1": "float4", "u2": "int2", "f8e4m3": "float8", "f8e5m2": "float8",
+}  # fmt: skip
+NARROW = {"float16", "float8", "float4", "int8", "int4", "int2"}  # types of weights that a kernel may widen
+ENCLOSING = ("If", "Loop", "TensorIterator")  # layers with a graph of their own, which OpenVINO doesn't open
 COMPUTE = re.compile("Convolution|Deconvolution|FullyConnected|MatMul|MHA|ScaledDotProduct|QKVProj|LLMMLP|LSTM|GRU|RNN")
 NOT_LAYERS = {"Const", "Input", "Output"}
 NO_KERNEL = ("unknown", "undef", "reorder")  # how the kernel is called of what only passes a tensor on
@@ -29,10 +34,10 @@ class ExecutionGraph:
         self.layers = [info for info in self._infos if _kind(info) not in NOT_LAYERS and not _skipped(info)]
 
     def compute(self) -> list[dict[str, str]]:
-        """Convolutions, matrix products and the like; in a model that has none, all layers in a type of precision."""
-        return [layer for layer in self.layers if COMPUTE.search(layer["layerType"])] or [
-            layer for layer in self.layers if has_precision(_computed_in(layer), self._requested)
-        ]
+        """Convolutions, matrix products and the like, and the layers in which some may be hidden; products of indices
+        and shapes are left out."""
+        kinds = (*COMPUTED, UNKNOWN)
+        return [layer for layer in self.layers if _multiplies(layer) and _computed_in(layer) in kinds]
 
     def by_type(self) -> dict[str, int]:
         """Compute layers by the type they ran in, 8-bit ones signed or not as `int8`."""
@@ -90,7 +95,7 @@ class ExecutionGraph:
 def _weights(port: Any) -> int:
     """How many weights a constant holds; none where it holds indices or one number."""
     count = math.prod(port.shape)
-    return count if count > 1 and _port(port).dtype in FLOATS | {"int8"} else 0
+    return count if count > 1 and _port(port).dtype in COMPUTED else 0
 
 
 def _kind(info: dict[str, str]) -> str:
@@ -126,11 +131,16 @@ def _port(source: Any) -> Port:
 
 
 def _computed_in(layer: dict[str, str]) -> str:
-    """The type that a layer multiplies in; the library tells that of its weights, stored in FP16, where a kernel widens
-    them."""
-    if layer["runtimePrecision"] == "f16" and layer.get("primitiveType", "").endswith("_f32"):
-        return "float32"
-    return TYPE_NAMES.get(layer["runtimePrecision"], layer["runtimePrecision"])
+    """The type that a layer multiplies in; the library tells that of its weights where a kernel widens them."""
+    if layer["layerType"] in ENCLOSING:
+        return UNKNOWN
+    kind = TYPE_NAMES.get(layer["runtimePrecision"], layer["runtimePrecision"])
+    kernel = TYPE_NAMES.get(layer.get("primitiveType", "").lower().rpartition("_")[2], kind)
+    return kernel if kind in NARROW else kind
+
+
+def _multiplies(layer: dict[str, str]) -> bool:
+    return layer["layerType"] in ENCLOSING or bool(COMPUTE.search(layer["layerType"]))
 
 
 def _number(text: str) -> float:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
@@ -15,8 +16,16 @@ TYPES = {
     "bf16": "bfloat16",
     "int8": "int8",
     "fp8": "float8",
+    "int4": "int4",
+    "int2": "int2",
+    "fp4": "float4",
 }
-FLOATS = {*TYPES.values(), "float64"} - {"int8"}
+FLOATS = {"float64", "float32", "float16", "bfloat16", "float8", "float4"}
+COMPUTED = FLOATS | {"int8", "int4", "int2"}  # types of a layer's arithmetic; others are of indices, shapes and masks
+QUANTISED = ("int8", "fp8", "int4", "int2", "fp4")
+STORED = ("int4", "int2", "fp4")  # types of weights alone: layers compute in a wider one
+# Operators of ONNX that multiply, and their fused forms: a network's precision is that of these layers.
+COMPUTE = re.compile("Conv(?!ert)|Gemm|MatMul|Einsum|Attention|LSTM|GRU|RNN|MoE")
 # A lower precision keeps sensitive layers higher on purpose; IEEE FP32 has no such excuse.
 LEAST_SHARE = {"fp32": 1.0, "tf32": 1.0}
 LEAST_SHARE_LOWERED = 0.5
@@ -44,12 +53,14 @@ def precision_truth(requested: str, layers_by_type: Mapping[str, int], engine: s
 
     `ok` needs every compute layer for fp32 and at least half of them for a lowered precision; `refuted` means that they
     ran in another type. Parts that the engine doesn't describe (`UNKNOWN`) count for neither. `ok` also needs an engine
-    that reports the types of more than half of its compute layers.
+    that reports the types of more than half of its compute layers. Weights of four bits and fewer are the file's own,
+    and widened to the type that a layer computes in: that type refutes nothing.
     """
     total, wanted = sum(layers_by_type.values()), TYPES[requested]
     share = {kind: count / total for kind, count in sorted(layers_by_type.items())} if total else {}
     reported = total - layers_by_type.get(UNKNOWN, 0)
     held = layers_by_type.get(wanted, 0) >= LEAST_SHARE.get(requested, LEAST_SHARE_LOWERED) * reported
+    held = held or requested in STORED
     ok = held and 2 * reported > total
     sentence = _sentence(requested, wanted, layers_by_type, engine)
     if held and not ok:
@@ -57,21 +68,20 @@ def precision_truth(requested: str, layers_by_type: Mapping[str, int], engine: s
     return PrecisionTruth(requested, share, ok, not held, sentence)
 
 
-def has_precision(kind: str, requested: str) -> bool:
-    """Whether a layer of this type counts for the precision of a graph that has no matrix products.
-
-    Indices, shapes, sequences and booleans (bytes to an engine) have the same type in every precision.
-    """
-    return kind in FLOATS or kind == TYPES[requested]
-
-
 def _sentence(requested: str, wanted: str, layers: Mapping[str, int], engine: str) -> str:
     unknown = layers.get(UNKNOWN, 0)
     total = sum(layers.values()) - unknown
-    if not total:
+    if not total and unknown:
         return f"{engine} doesn't report the types that its layers ran in"
-    others = "".join(f", {n} in {kind}" for kind, n in sorted(layers.items()) if kind not in (wanted, UNKNOWN))
-    ran = f"asked for {requested}: {engine} ran {layers.get(wanted, 0)} of {total} compute layers in {wanted}{others}"
+    if not total:
+        return f"{engine} shows no layer that multiplies (convolution, matrix product, attention, recurrent layer)"
+    kinds = [f"{n} in {kind}" for kind, n in sorted(layers.items()) if kind not in (wanted, UNKNOWN)]
+    if requested in STORED and not layers.get(wanted):
+        ran = f"weights in {requested}: {engine} ran {total} compute layers, {', '.join(kinds)}"
+    else:
+        others = "".join(f", {kind}" for kind in kinds)
+        counts = f"{layers.get(wanted, 0)} of {total} compute layers in {wanted}"
+        ran = f"asked for {requested}: {engine} ran {counts}{others}"
     return f"{ran}; parts of the graph that it doesn't open: {unknown}" if unknown else ran
 
 
@@ -82,7 +92,7 @@ def why_not_faster(
 
     `converters` are the operators that only change types or layouts; shares of time are from 0 to 1.
     """
-    if requested == "fp32":
+    if requested == "fp32" or requested in STORED:
         return []
     reasons, layers = [], list(compute)
     in_float32 = Counter(operator for operator, kind in layers if kind == "float32")

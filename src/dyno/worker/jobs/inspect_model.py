@@ -174,6 +174,7 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
         batches=contents.batches,  # an engine knows which ones it was built for
         outputs=_classes(outputs),
         precision=contents.precision,
+        parameters=contents.parameters,
         signature=tuple(tuple(tensor.shape for tensor in side) for side in (tensors, contents.outputs)),
         inputs=tuple(modules.describe_file_inputs(tensors, overrides, contents.task.inputs)),
     )

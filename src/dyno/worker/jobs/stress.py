@@ -11,13 +11,15 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.facts.job import StressPhase
+from dyno.worker.facts.precision import STORED
 from dyno.worker.inputs import input_data
 from dyno.worker.spec import Trial, UserError
 
 WARM_UP = 50  # runs after which a session has allocated its memory
 # What a batch's outputs may differ by from the same images at another batch, relative to the largest output:
 # another batch may take another kernel, which sums in another order.
-TOLERANCE = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "fp8": 1e-1}
+TOLERANCE = {"fp32": 1e-4, "tf32": 2e-3, "fp16": 1e-2, "bf16": 5e-2, "int8": 5e-2, "fp8": 1e-1,
+             **dict.fromkeys(STORED, 5e-2)}  # fmt: skip
 GROWTH = 8 * 2**20  # bytes; less comes and goes with the allocators
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import math
 from collections import Counter
 from collections.abc import Mapping
 from typing import Any
@@ -11,6 +10,7 @@ from typing import Any
 from dyno.worker.facts.inside import NODES, Inside, Layer, Port
 from dyno.worker.nets import flops
 from dyno.worker.onnx_graph.file import import_onnx, read_io
+from dyno.worker.onnx_graph.graph_facts import open_graph
 from dyno.worker.onnx_graph.opset import opset
 from dyno.worker.onnx_graph.weights import check_beside
 
@@ -20,15 +20,6 @@ CLASSES = "pkg.torch.onnx.class_hierarchy"  # and the classes of these
 WRAPPED, WRAPPER = "dyno.worker.sessions.torch_support.positional.", "model"
 NOWHERE = "_empty_nn_module_stack_from_metadata_hook"  # the exporter's word for a node of which it lost the module
 UNKNOWN = (-1,)  # the shape of a tensor of which not even the number of dimensions is known
-# Which inputs are weights where not all constants are: the others are scales, statistics, limits, shapes.
-WEIGHTS: dict[str, tuple[int, ...]] = {
-    "BatchNormalization": (1, 2), "QuantizeLinear": (0,), "DequantizeLinear": (0,), "Clip": (0,), "Pad": (0,),
-    "Resize": (0,), "Slice": (0,), "Expand": (0,), "Tile": (0,), "OneHot": (), "QLinearConv": (0, 3, 8),
-    "QLinearMatMul": (0, 3), "QGemm": (0, 3, 6), "QLinearAdd": (0, 3), "QLinearMul": (0, 3), "MatMulInteger": (0, 1),
-    "MatMulIntegerToFloat": (0, 1, 6), "DynamicQuantizeMatMul": (0, 1, 4), "ConvInteger": (0, 1),
-    "QLinearGlobalAveragePool": (0,), "QLinearAveragePool": (0,), "QLinearSigmoid": (0,), "QLinearConcat": (),
-    "QLinearSoftmax": (0,), "QLinearLeakyRelu": (0,),
-}  # fmt: skip
 
 
 def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
@@ -48,7 +39,7 @@ def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
     model = onnx.load(path, load_external_data=False)
     inferred = flops.with_shapes(model, shapes)
     graph, inferred_shapes = inferred if inferred else (model.graph, {})
-    reader = _Reader(onnx, graph, inferred_shapes)
+    reader = _Reader(onnx, graph, model, inferred_shapes)
     layers = tuple(reader.layer(node) for node in graph.node if node.op_type != "Constant")
     unknown = sum(any(-1 in port.shape or not port.dtype for port in layer.outputs) for layer in layers)
     notes: tuple[str, ...] = (f"the shapes of {unknown} of {len(layers)} nodes can't be inferred",) * bool(unknown)
@@ -62,36 +53,24 @@ def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
 class _Reader:
     """A graph's constants, types and shapes, and its nodes as layers."""
 
-    def __init__(
-        self, onnx: Any, graph: Any, shapes: Mapping[str, tuple[int, ...]], around: _Reader | None = None
-    ) -> None:
-        self._onnx, self._shapes = onnx, dict(shapes)
+    def __init__(self, onnx: Any, graph: Any, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        self._shapes, self._scope = dict(shapes), open_graph(model)
         self._types = {v.name: v.type.tensor_type.elem_type for v in (*graph.input, *graph.value_info, *graph.output)}
         self._named = {kind: _type_name(onnx, kind) for kind in {*self._types.values()}}
-        tensors = {t.name: t for t in graph.initializer}
-        for node in graph.node:
-            if node.op_type == "Constant":
-                tensors[node.output[0]] = next((a.t for a in node.attribute if a.name == "value"), None)
-        self.constants = {name: tuple(t.dims) if t is not None else () for name, t in tensors.items()}
-        self._numbers = {name for name, t in tensors.items() if t is not None and t.data_type not in _indices(onnx)}
-        self._integers = {t.name for t in graph.initializer if t.data_type == onnx.TensorProto.INT32}
         self._readers = Counter(name for node in graph.node for name in node.input)
         self._wrapped = any(WRAPPED in e.value for node in graph.node for e in node.metadata_props if e.key == CLASSES)
         self._counted: set[str] = set()
-        self.own = frozenset(self.constants)
-        if around is not None:  # what a branch or a loop reads from outside has its size and its kind from there
-            self._numbers |= around._numbers - self.own
-            self.constants = {**around.constants, **self.constants}
         self.stored = 0
 
     def layer(self, node: Any) -> Layer:
         """The node; `self.stored` grows by the weights that no node before it had."""
-        weights = self._weights(node)
-        inside, read = self._inside(node)
-        every = dict.fromkeys((*weights, *read))
-        fresh = [name for name in every if name not in self._counted]
-        self._counted.update(fresh)
-        self.stored += sum(map(self._size, fresh)) + inside
+        own = self._scope.weights(node)
+        pairs = (pair for scope in self._scope.inner(node) for pair in scope.walk())
+        inside = (weight for scope, each in pairs for weight in scope.weights(each))
+        sizes = {weight.key: weight.count for weight in (*own, *inside)}
+        fresh = sizes.keys() - self._counted
+        self._counted |= fresh
+        self.stored += sum(sizes[key] for key in fresh)
         kind = node.op_type if node.domain in ("", "ai.onnx") else f"{node.domain}.{node.op_type}"
         name = name_of(node)
         operator = node.op_type.removeprefix("Fused")
@@ -99,24 +78,14 @@ class _Reader:
         return Layer(
             name=name,
             type=kind,
-            inputs=tuple(self._port(n) for n in node.input if n and n not in self.constants),
+            inputs=tuple(self._port(n) for n in node.input if n and n not in self._scope.constants),
             outputs=tuple(self._port(n) for n in node.output if n),
-            parameters=sum(map(self._size, every)) + inside,
-            shared=sum(self._size(name) for name in every if name not in fresh),
-            flops=None if _products_inside(node) else count,
-            modules=self._modules(node, [n for n in weights if self._readers[n] == 1]),
+            parameters=sum(sizes.values()),
+            shared=sum(sizes[key] for key in sizes.keys() - fresh),
+            flops=None if flops.has_products_inside(node) else count,
+            modules=self._modules(node, [weight.name for weight in own if self._readers[weight.name] == 1]),
             nodes=(name,),
         )
-
-    def _inside(self, node: Any) -> tuple[int, set[str]]:
-        """Of the weights in a node's branches or loop the size of those that lie there, and the names of the others."""
-        size, outside = 0, set[str]()
-        for graph in flops.graphs_in(node):
-            inner = _Reader(self._onnx, graph, {}, self)
-            weights = {name for each in graph.node for name in inner._weights(each)}
-            size += sum(map(inner._size, weights & inner.own))
-            outside |= weights - inner.own
-        return size, outside & self.constants.keys()
 
     def _modules(self, node: Any, weights: list[str]) -> tuple[str, ...]:
         """The modules that the node came from, by their own names."""
@@ -126,36 +95,14 @@ class _Reader:
         named = [name for name in owners if name]  # the wrapper's own are those of a program, which has lost its names
         return tuple("" if name == WRAPPER else name.removeprefix(f"{WRAPPER}.") for name in named)
 
-    def _weights(self, node: Any) -> list[str]:
-        """The constants among its inputs that are weights: of some dimension, and no indices, scales or statistics."""
-        places = WEIGHTS.get(node.op_type)
-        constants = [n for k, n in enumerate(node.input) if n in self.constants and (places is None or k in places)]
-        biased = node.op_type in ("DequantizeLinear", "QLinearConv", "QGemm")  # whose biases are of 32 bits
-        kept = [n for n in constants if n in self._numbers or (biased and n in self._integers)]
-        scalar = node.op_type in ("Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min")  # with a number for all
-        return [n for n in kept if self.constants[n] and not (scalar and self._size(n) == 1)]
-
-    def _size(self, name: str) -> int:
-        return math.prod(self.constants[name])
-
     def _port(self, name: str) -> Port:
         shape = tuple(length or -1 for length in self._shapes.get(name, UNKNOWN))
         return Port(name, shape, self._named.get(self._types.get(name, 0), ""))
 
 
-def _products_inside(node: Any) -> bool:
-    """Whether its branches or its loop multiply: how often they run, only a run decides."""
-    return any(each.op_type in flops.PRODUCTS for inner in flops.graphs_in(node) for each in inner.node)
-
-
 def name_of(node: Any) -> str:
     """The node's name; one without a name is called by what it writes."""
     return node.name or f"{node.op_type} to {next(iter(node.output), '')}"
-
-
-def _indices(onnx: Any) -> tuple[int, ...]:
-    kinds = onnx.TensorProto
-    return (kinds.INT64, kinds.INT32, kinds.INT16, kinds.BOOL, kinds.STRING, kinds.UINT64, kinds.UINT32, kinds.UINT16)
 
 
 def _type_name(onnx: Any, kind: int) -> str:

@@ -9,26 +9,25 @@ from typing import Any
 from dyno.worker.facts.inside import LAYERS, Inside, Layer
 from dyno.worker.layers import graph
 from dyno.worker.onnx_graph.file import import_onnx
-from dyno.worker.sessions.onnx_runtime_profile import COMPUTE, Kernel
+from dyno.worker.sessions.onnx_runtime_profile import Kernel, Profile
 
 TYPES = {"float": "float32", "double": "float64"}
 COPIES = ("MemcpyFromHost", "MemcpyToHost")
 MOVES = ("Cast", "ReorderInput", "ReorderOutput", *COPIES)
-Kernels = Mapping[Kernel, Mapping[str, Any]]
 
 
-def read(path: str, source: str, kernels: Kernels, library: str) -> Inside:
+def read(path: str, source: str, profile: Profile, library: str) -> Inside:
     """The optimised file's nodes as an engine's layers; a Transpose that its source doesn't have is a conversion.
 
-    `kernels` has the arguments of each kernel's event in ONNX Runtime's profile, by the event's name and the node's
-    index. A node of the file that no event tells of was not run. UserError for a file that can't be read.
+    A node of the file that no event of the profile tells of was not run. UserError for a file that can't be read.
     """
     written = graph.nodes(path, {})
     source_names = {graph.name_of(node) for node in _nodes(source)}
     layers, blocked = [], set[str]()
-    for layer, kernel in zip(written.layers, kernels_of(written.layers, kernels, source), strict=True):
+    for layer, kernel in zip(written.layers, kernels_of(written.layers, profile.outer, source), strict=True):
         moves = _operator(layer) in MOVES or (_operator(layer) == "Transpose" and layer.name not in source_names)
-        layer = _as_run(replace(layer, moves=moves), kernels[kernel] if kernel else None)
+        layer = replace(layer, moves=moves, computes_in=profile.computed_in.get(kernel, "") if kernel else "")
+        layer = _as_run(layer, profile.outer[kernel] if kernel else None)
         # Only a reordering ends the layout; an elementwise operator doesn't care for it.
         enters = ".nchwc." in layer.type or any(port.name in blocked for port in layer.inputs)
         if enters and _operator(layer) != "ReorderOutput":
@@ -69,15 +68,13 @@ def _nodes(source: str) -> Sequence[Any]:
 
 def _as_run(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
     """The layer with what the profile says; a shape is the run's own, which the file need not have."""
-    operator = _operator(layer)
     layer = replace(layer, flops=None, modules=(), skipped=event is None)
     if event is None:
         return layer
-    read, written = _typed(event.get("input_type_shape")), _typed(event.get("output_type_shape"))
+    written = _typed(event.get("output_type_shape"))
     outputs = [replace(p, shape=s, dtype=d) for p, (d, s) in zip(layer.outputs, written, strict=False)]
-    computes = read[0][0] if read and COMPUTE.search(operator) else ""
     provider = str(event.get("provider", "")).removesuffix("ExecutionProvider")
-    return replace(layer, outputs=tuple(outputs) or layer.outputs, computes_in=computes, tactic=provider)
+    return replace(layer, outputs=tuple(outputs) or layer.outputs, tactic=provider)
 
 
 def _operator(layer: Layer) -> str:

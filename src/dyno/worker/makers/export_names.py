@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Collection
 from pathlib import Path
 
-from dyno.worker.nets.flops import graphs_in
 from dyno.worker.onnx_graph.file import import_onnx
+from dyno.worker.onnx_graph.graph_facts import graphs_in
 
 
 def unwrap(path: Path) -> None:
@@ -14,8 +14,7 @@ def unwrap(path: Path) -> None:
     to belong to a part called `model`."""
     onnx = import_onnx()
     model = onnx.load(path, load_external_data=False)
-    graphs = [model.graph, *(inner for node in model.graph.node for inner in graphs_in(node))]
-    nodes = [node for graph in graphs for node in graph.node]
+    nodes = [node for graph in graphs_in(model.graph) for node in graph.node]
     paths = _without("/model/", "/", {node.name for node in nodes})
     tensors = {name for node in nodes for name in (*node.input, *node.output)}
     weights = _without("model.", "", tensors)

@@ -34,11 +34,12 @@ class OnnxFormat(FileFormat):
         inputs, outputs = file.read_io(path)
         if inputs:
             file.check(path)
-        metadata = file.read_metadata(path)
+        metadata, facts = file.read_metadata(path), file.read_facts(path)
         return FileContents(
             inputs,
             outputs,
-            file.read_precision(path),
+            facts.precision,
+            parameters=facts.parameters,
             task=task_facts.read(metadata),
             image=file_images.read(metadata),
             flops=partial(flops.of_onnx, path),

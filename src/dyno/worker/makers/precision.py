@@ -11,10 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dyno.worker.backend import Maker, derived
 from dyno.worker.extras import install
+from dyno.worker.facts.precision import QUANTISED
 from dyno.worker.inputs.calibration import NO_DATA, SAMPLES, calibration_data, example
 from dyno.worker.inputs.input_data import READ, wants_pixels
 from dyno.worker.makers.export import EXPORTERS, OPSET_RANGE, WRITTEN, exported
@@ -25,15 +24,16 @@ from dyno.worker.makers.sensitivity import layers_to_keep, ranked
 from dyno.worker.makers.static import static_of
 from dyno.worker.onnx_graph.bf16 import to_bf16
 from dyno.worker.onnx_graph.check import compared, outputs
-from dyno.worker.onnx_graph.file import QUANTISED, read_io
+from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.fold import lifted
 from dyno.worker.onnx_graph.fp16 import to_fp16
+from dyno.worker.onnx_graph.graph_facts import read_graph_facts
 from dyno.worker.onnx_graph.int8 import METHOD, METHODS, to_int8
 from dyno.worker.onnx_graph.opset import keep_metadata
 from dyno.worker.onnx_graph.placement import JOINTS
 from dyno.worker.onnx_graph.repair import to_fp32
 from dyno.worker.option_values import Check, flag, number, one_of, whole
-from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError, numbered
 
 # Options of a trial on which its file depends.
 PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opset", "static", "fold", "input", "keep")
@@ -148,17 +148,19 @@ class OnnxPrecision(Maker):
             raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
         model, path = lifted(_read(parent.path)), folder / "model.onnx"
         parents_count = parent.made_by.parameters
-        parameters = _parameters(model) if parents_count is None else parents_count
+        parameters = read_graph_facts(model).parameters if parents_count is None else parents_count
         before, _ = outputs(parent.path, example(recipe, parent), parent.precision)
         higher = layers_to_keep(recipe, parent)
         keywords = {"higher": [layer.node for layer in higher]} if higher else {}
         converted = convert(model, recipe, parent, path, **keywords)
         keep_metadata(path, model)
+        left = _unconverted(import_onnx().load(path, load_external_data=False), recipe.precision, recipe.model.name)
         made_by = replace(
             converted,
             backend=self.name,
             options=dict(recipe.options),
             versions=versions,
+            warnings=(*converted.warnings, *left),
             parameters=parameters,
             kept=tuple(higher),
             ranked=len(parent.made_by.ranking) if higher else None,
@@ -182,25 +184,30 @@ def _versions(distributions: tuple[str, ...]) -> dict[str, str]:
 
 
 def _read(path: str) -> Any:
-    import onnx
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     try:
-        model = onnx.load(path)
+        model = import_onnx().load(path)
     except (OSError, DecodeError) as e:
         raise UserError(f"{path} is not a readable ONNX file: {' '.join(str(e).split())[:200]}") from e
-    present = sorted({node.op_type for node in model.graph.node} & QUANTISED)
-    if present:
+    facts = read_graph_facts(model)
+    if facts.precision in QUANTISED:
         raise UserError(
-            f"{path} is quantised already (it has {present[0]} nodes): "
-            "run it as int8, which doesn't change the file, or give the float model"
+            f"{path} is quantised already (it has {facts.quantised_by} nodes): "
+            f"run it as {facts.precision}, which doesn't change the file, or give the float model"
         )
     return model
 
 
-def _parameters(model: Any) -> int:
-    """Number of floating-point weights, batch-norm statistics included where they were not folded."""
-    import onnx
-
-    floats = (onnx.TensorProto.FLOAT, onnx.TensorProto.FLOAT16, onnx.TensorProto.DOUBLE)
-    return sum(int(np.prod(t.dims, dtype=np.int64)) for t in model.graph.initializer if t.data_type in floats)
+def _unconverted(model: Any, precision: str, name: str) -> list[str]:
+    """Return a warning on the layers whose weights were not lowered; a `UserError` where that is all of them."""
+    facts = read_graph_facts(model)
+    total, lowered = sum(facts.layers.values()), facts.layers.get(precision, 0)
+    where = f" ({facts.enclosed} are inside {' and '.join(facts.enclosing)} operators)" if facts.enclosed else ""
+    if total and not lowered:
+        raise UserError(
+            f"nothing in {name} can be made {precision}: all of its {numbered(total, 'layer')} with weights stay in "
+            f"{max(facts.layers, key=lambda kind: facts.layers[kind])}{where}; run it in the file's own precision"
+        )
+    partly = facts.enclosed and lowered < total
+    return [f"{total - lowered} of {total} layers with weights are not in {precision}{where}"] if partly else []

@@ -11,10 +11,13 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
+from dyno.worker.facts.precision import COMPUTE
+from dyno.worker.onnx_graph.graph_facts import graphs_in, graphs_of
+
 LARGEST = 2**31 - 1  # of a size that is worked out
 RECURRENT = ("LSTM", "GRU", "RNN")
 PRODUCTS = ("Conv", "ConvTranspose", "DeformConv", "Gemm", "MatMul", "QLinearConv", "ConvInteger", "QLinearMatMul",
-            "MatMulInteger", "Einsum", "Attention", *RECURRENT)  # fmt: skip
+            "MatMulInteger", "MatMulNBits", "Einsum", "Attention", *RECURRENT)  # fmt: skip
 # Where the second factor stands among a node's inputs, when not at 1: quantised nodes have scales between.
 SECOND = {"QLinearConv": 3, "QLinearMatMul": 3}
 
@@ -71,9 +74,17 @@ def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
         return 0
     graph, known = inferred
     counts = [of_node(node, known) for node in graph.node if node.op_type in PRODUCTS]
-    if any(node.op_type in PRODUCTS for outer in graph.node for inner in graphs_in(outer) for node in inner.node):
+    if any(COMPUTE.search(node.op_type) for node in graph.node if node.op_type not in PRODUCTS):
+        return 0  # a fused or quantised layer whose operations aren't counted
+    if any(has_products_inside(node) for node in graph.node):
         return 0  # how often a branch or a loop runs, only a run decides
     return 0 if None in counts else sum(count for count in counts if count)
+
+
+def has_products_inside(node: Any) -> bool:
+    """Whether a node's branches or its loop multiply: how often they run, only a run decides."""
+    inside = (each for outer in graphs_of(node) for graph in graphs_in(outer) for each in graph.node)
+    return any(COMPUTE.search(each.op_type) for each in inside)
 
 
 def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, dict[str, tuple[int, ...]]] | None:
@@ -138,18 +149,12 @@ def _shape(value: Any) -> tuple[int, ...]:
     return tuple(d.dim_value if d.HasField("dim_value") else 0 for d in value.type.tensor_type.shape.dim)
 
 
-def graphs_in(node: Any) -> Iterator[Any]:
-    """The graphs of a node's branches or of its loop, and those inside them."""
-    for attribute in node.attribute:
-        for graph in (*((attribute.g,) if attribute.HasField("g") else ()), *attribute.graphs):
-            yield graph
-            for inner in graph.node:
-                yield from graphs_in(inner)
-
-
 def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
     """Operations of a product, None where its shapes aren't known."""
     first = shapes.get(node.input[0], ())
+    if node.op_type == "MatMulNBits":  # whose weights are packed
+        sizes = {a.name: a.i for a in node.attribute}
+        return 2 * math.prod(first) * sizes.get("N", 0) if first and 0 not in first else None
     second = shapes.get(node.input[SECOND.get(node.op_type, 1)], ())
     result = shapes.get(node.output[0], ())
     if node.op_type in RECURRENT:  # at each step both matrices: [directions, gates x hidden, …]

@@ -9,7 +9,8 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.files import MadeBy
-from dyno.worker.onnx_graph.fp16 import SENSITIVE, mixed, refuse_half
+from dyno.worker.onnx_graph.fp16 import SENSITIVE, mixed, refuse_unconvertible
+from dyno.worker.onnx_graph.graph_facts import graphs_in, tensors_in
 from dyno.worker.onnx_graph.head import decoding
 from dyno.worker.onnx_graph.opset import in_opset, opset
 from dyno.worker.spec import Artifact, Recipe
@@ -26,7 +27,7 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MadeBy:
     """
     import onnx
 
-    refuse_half(model, parent)
+    refuse_unconvertible(model, parent, "bf16")
     model = in_opset(model, max(OPSET, opset(model)))
     unsupported = {node.op_type for node in model.graph.node if not _has_bf16(node, opset(model))}
     converted, _ = mixed(
@@ -103,10 +104,10 @@ def _rewrite(graph: Any, change: Callable[[Any], Iterator[Any]]) -> None:
 
 def _tensors(graph: Any, kind: int) -> list[Any]:
     """Weights and constants of that type."""
-    constants = [attribute.t for node in graph.node for attribute in node.attribute]
-    return [tensor for tensor in (*graph.initializer, *constants) if tensor.data_type == kind]
+    return [tensor for tensor in tensors_in(graph) if tensor.data_type == kind]
 
 
 def _casts(graph: Any, kind: int) -> list[Any]:
     """The attributes that set a node's result type to that one."""
-    return [a for node in graph.node for a in node.attribute if a.name in ("to", "dtype") and a.i == kind]
+    nodes = (node for inner in graphs_in(graph) for node in inner.node)
+    return [a for node in nodes for a in node.attribute if a.name in ("to", "dtype") and a.i == kind]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import math
 from collections import Counter
 from dataclasses import replace
 from pathlib import Path
@@ -12,21 +11,16 @@ from typing import Any
 from dyno.worker.extras import install
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.onnx_graph import opset, repair
+from dyno.worker.onnx_graph.graph_facts import GraphFacts, read_graph_facts
 from dyno.worker.onnx_graph.weights import beside, check_beside
 from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError
 
-QUANTISED = set(
-    "QuantizeLinear DequantizeLinear DynamicQuantizeLinear QLinearConv QLinearMatMul QGemm ConvInteger "
-    "MatMulInteger".split()
-)
-PASSED_ON = set("Cast Identity Transpose Reshape Squeeze Unsqueeze".split())  # nodes whose result is what they read
 VALUES = {
     "sequence_type": "a sequence",
     "map_type": "a map",
     "optional_type": "optional",
     "sparse_tensor_type": "a sparse tensor",
 }
-FLOAT8 = range(17, 21)  # onnx.TensorProto's four types of it
 
 
 def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
@@ -45,26 +39,9 @@ def read_metadata(path: str) -> dict[str, str]:
     return {entry.key: entry.value for entry in _read(path).metadata_props}
 
 
-def read_precision(path: str) -> str:
-    """Precision of an ONNX file: int8 or fp8 when it has quantised nodes, else the type in which most weights are
-    computed with, which behind a cast is the cast's."""
-    import onnx
-
-    graph = _read(path).graph
-    if any(node.op_type in QUANTISED for node in graph.node):
-        return "fp8" if any(tensor.data_type in FLOAT8 for tensor in graph.initializer) else "int8"
-    kinds = {tensor.name: (tensor.data_type, math.prod(tensor.dims)) for tensor in graph.initializer}
-    passed = set()
-    for node in graph.node:
-        if node.op_type in PASSED_ON and node.input[0] in kinds:
-            kind, size = kinds[node.input[0]]
-            kinds[node.output[0]] = next((a.i for a in node.attribute if a.name == "to"), kind), size
-            passed.add(node.input[0])
-    weights = Counter[int]()
-    for kind, size in (kinds[name] for name in kinds.keys() - passed):
-        weights[kind] += size
-    names = {onnx.TensorProto.FLOAT16: "fp16", onnx.TensorProto.BFLOAT16: "bf16"}
-    return names.get(weights.most_common(1)[0][0], "fp32") if weights else "fp32"
+def read_facts(path: str) -> GraphFacts:
+    """Return the parameters and the precision of an ONNX file; see `graph_facts`."""
+    return read_graph_facts(_read(path))
 
 
 def check(path: str) -> None:
@@ -112,7 +89,7 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
     made_by = MadeBy(
         backend="given",
         opset=opset_of(Path(path)),
-        parameters=sum(math.prod(t.dims) for t in model.graph.initializer),
+        parameters=read_graph_facts(model).parameters,
         weights_sha256=_digest(path),
     )
     copy = folder / "model.onnx"
@@ -156,10 +133,11 @@ def _read(path: str) -> Any:
 
 
 def _tensor(value: Any) -> Tensor:
+    """The input or output; PaddlePaddle's converter calls every free dimension `?`, which is no name."""
     onnx = import_onnx()
     kind = value.type.tensor_type
     shape = tuple(
-        dim.dim_value if dim.dim_value > 0 else dim.dim_param or f"{value.name}_{axis}"
+        dim.dim_value if dim.dim_value > 0 else dim.dim_param.strip("?") or f"{value.name}_{axis}"
         for axis, dim in enumerate(kind.shape.dim)
     )
     if kind.elem_type == onnx.TensorProto.UNDEFINED:

@@ -14,6 +14,7 @@ import numpy as np
 
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.inputs.calibration import example, reader
+from dyno.worker.onnx_graph.graph_facts import read_graph_facts
 from dyno.worker.onnx_graph.head import decoding, named
 from dyno.worker.spec import Artifact, Recipe, UserError
 
@@ -31,7 +32,7 @@ def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Se
     """
     import onnx
 
-    refuse_half(model, parent)
+    refuse_unconvertible(model, parent, "fp16")
     head = decoding(model.graph, recipe.model)
     large = _too_large(model, example(recipe, parent), path.parent)
     converted, warnings = mixed(model, set(), sorted({*large, *head, *higher}))
@@ -43,14 +44,18 @@ def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Se
     return MadeBy(scheme=f"mixed FP16; inputs, outputs and {what} in FP32", warnings=tuple(warnings))
 
 
-def refuse_half(model: Any, parent: Artifact) -> None:
-    """A `UserError` for a graph with weights in half precision already."""
-    import onnx
-
-    names = {onnx.TensorProto.FLOAT16: ("float16", "fp16"), onnx.TensorProto.BFLOAT16: ("bfloat16", "bf16")}
-    kind = next((names[t.data_type] for t in model.graph.initializer if t.data_type in names), None)
-    if kind:
-        raise UserError(f"{parent.path} is in {kind[0]} already; run it as {kind[1]}, which leaves the file as it is")
+def refuse_unconvertible(model: Any, parent: Artifact, precision: str) -> None:
+    """Raise a `UserError` for a graph that is in half precision already, or multiplies where no conversion reaches."""
+    facts = read_graph_facts(model)
+    if (kind := facts.precision) in ("fp16", "bf16"):
+        raise UserError(f"{parent.path} is in {kind} already; run it as {kind}, which leaves the file as it is")
+    if facts.enclosed:
+        operators, total = " and ".join(facts.enclosing), sum(facts.layers.values())
+        raise UserError(
+            f"{parent.path} can't be converted to {precision}: {facts.enclosed} of its {total} layers with weights are "
+            f"inside {operators} operators, whose graphs are not converted; export it without control flow, or in "
+            f"{precision} already"
+        )
 
 
 def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[str]]:

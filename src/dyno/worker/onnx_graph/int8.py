@@ -23,6 +23,7 @@ from dyno.worker.onnx_graph.fold import folded
 from dyno.worker.onnx_graph.head import decoding, named
 from dyno.worker.onnx_graph.opset import in_opset, opset
 from dyno.worker.onnx_graph.placement import JOINTS, LINEAR, MOVES, OBSERVED, place
+from dyno.worker.onnx_graph.repair import order
 from dyno.worker.spec import Artifact, Recipe, UserError
 
 # Not ONNX Runtime's entropy: it counts in as many bins as it quantises to, and so keeps the whole range or nearly so.
@@ -159,6 +160,7 @@ def _reading_floats(path: Path, higher: Sequence[str]) -> None:
 
 def _quantise(scratch: Path, path: Path, method: str, types: list[str], excluded: list[str], **settings: Any) -> None:
     """onnxruntime's static quantisation, with the ranges that were calibrated before it."""
+    import onnx
     from onnxruntime import quantization
 
     kinds = quantization.QuantType
@@ -175,6 +177,9 @@ def _quantise(scratch: Path, path: Path, method: str, types: list[str], excluded
         calibration_cache_path=scratch / "ranges.json",
         **settings,
     )
+    quantised = onnx.load(path)
+    if order(quantised):  # the tool's own order overlooks what branches and loops read
+        onnx.save(quantised, path)
 
 
 def _one_of(name: str, choices: dict[str, Any], what: str) -> Any:

@@ -11,6 +11,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.files import MadeBy
+from dyno.worker.onnx_graph.graph_facts import graphs_in, graphs_of, tensors_in
 from dyno.worker.spec import Artifact, Recipe
 
 Functions = Mapping[tuple[str, str, str], Any]
@@ -33,7 +34,7 @@ def repaired(model: Any) -> tuple[Any, list[str]]:
 def order(model: Any) -> str:
     """Sort the nodes of each graph, as ONNX asks and ONNX Runtime's conversion to FP16 doesn't do; those that wait for
     each other stay as they are."""
-    changed = [graph for graph in _graphs(model.graph) if _order(graph)]
+    changed = [graph for graph in graphs_in(model.graph) if _order(graph)]
     return "nodes stood before those whose results they take, and were sorted" if changed else ""
 
 
@@ -55,18 +56,17 @@ def _order(graph: Any) -> bool:
 def _taken(node: Any) -> Iterator[str]:
     """Names of what a node takes, itself or in a graph within it."""
     yield from node.input
-    for attribute in node.attribute:
-        for inner in (attribute.g, *attribute.graphs) if attribute.HasField("g") or attribute.graphs else ():
-            for each in inner.node:
-                yield from _taken(each)
-            yield from (value.name for value in inner.output)
+    for graph in graphs_of(node):
+        for each in graph.node:
+            yield from _taken(each)
+        yield from (value.name for value in graph.output)
 
 
 def save(model: Any, path: Path) -> None:
     """Write the graph, its weights beside it where they are too large for one file."""
     import onnx
 
-    large = sum(len(tensor.raw_data) for tensor in model.graph.initializer) > WHOLE
+    large = sum(len(tensor.raw_data) for tensor in tensors_in(model.graph)) > WHOLE
     onnx.save(model, path, save_as_external_data=large, location=f"{path.name}.data")
 
 
@@ -87,16 +87,15 @@ def in_single(model: Any, kinds: tuple[int, ...]) -> None:
     import onnx
 
     single = onnx.TensorProto.FLOAT
-    for graph in _graphs(model.graph):
+    for tensor in tensors_in(model.graph):
+        if tensor.data_type in kinds:
+            values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
+            tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
+    for graph in graphs_in(model.graph):
         for value in (*graph.input, *graph.output):
             if value.type.tensor_type.elem_type in kinds:
                 value.type.tensor_type.elem_type = single
         del graph.value_info[:]  # their types are inferred again
-        constants = [a.t for node in graph.node for a in node.attribute if a.HasField("t")]
-        for tensor in (*graph.initializer, *constants):
-            if tensor.data_type in kinds:
-                values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
-                tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
         for node in graph.node:
             for attribute in node.attribute:
                 if attribute.name in ("to", "dtype") and attribute.i in kinds:
@@ -154,7 +153,7 @@ def _in_line(model: Any) -> Any:
         made.graph.node,
         functions,
         "",
-        {node.name for graph in _graphs(made.graph) for node in graph.node},
+        {node.name for graph in graphs_in(made.graph) for node in graph.node},
     )
     return made
 
@@ -168,7 +167,7 @@ def _rename(before: Sequence[Any], after: Sequence[Any], functions: Functions, w
         if call:
             made.name = next(each for k in count(1) if (each := f"{name}_{k}" if k > 1 else name) not in taken)
             taken.add(made.name)
-        for graph, inner in zip(_inner(node), _inner(made), strict=False):
+        for graph, inner in zip(graphs_of(node), graphs_of(made), strict=False):
             _rename(graph.node, inner.node, functions, call, taken)
 
 
@@ -191,30 +190,13 @@ def _singles(model: Any) -> str:
 
     kinds, graph = onnx.TensorProto, model.graph
     sizes = dict.fromkeys((kinds.DOUBLE, kinds.FLOAT), 0)
-    for tensor in graph.initializer:
+    for tensor in tensors_in(graph):
         if tensor.data_type in sizes:
             sizes[tensor.data_type] += int(np.prod(tensor.dims))
     fed = any(value.type.tensor_type.elem_type == kinds.DOUBLE for value in graph.input)
     if not fed and sizes[kinds.DOUBLE] <= sizes[kinds.FLOAT]:
         return ""
-    if any(tensor.external_data for tensor in graph.initializer if tensor.data_type == kinds.DOUBLE):
+    if any(tensor.external_data for tensor in tensors_in(graph) if tensor.data_type == kinds.DOUBLE):
         return ""
     in_single(model, (kinds.DOUBLE,))
     return "the graph was in float64, in part or as a whole, and is computed in float32"
-
-
-def _graphs(graph: Any) -> Iterator[Any]:
-    """The graph and those inside its nodes."""
-    yield graph
-    for node in graph.node:
-        for inner in _inner(node):
-            yield from _graphs(inner)
-
-
-def _inner(node: Any) -> list[Any]:
-    """The graphs within a node, by the names of their attributes."""
-    return [
-        graph
-        for a in sorted(node.attribute, key=lambda a: a.name)
-        for graph in ([a.g] if a.HasField("g") else [*a.graphs])
-    ]

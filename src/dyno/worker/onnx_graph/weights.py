@@ -9,9 +9,11 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+from dyno.worker.onnx_graph.graph_facts import tensors_in
 from dyno.worker.spec import UserError
 
 KEY = "location"  # how a graph names such a file
+EMPTY = SimpleNamespace(initializer=(), sparse_initializer=(), node=())  # a graph
 
 
 def beside(path: Path) -> list[Path]:
@@ -31,7 +33,7 @@ def check_beside(path: str) -> None:
     for file in files:
         if not file.is_file():
             raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
-    for tensor in _graph(Path(path)).initializer if files else ():
+    for tensor in tensors_in(_graph(Path(path))) if files else ():
         known = {entry.key: entry.value for entry in tensor.external_data}
         if KEY in known:
             file, end = Path(path).parent / known[KEY], int(known.get("offset", 0)) + int(known.get("length", 0))
@@ -65,12 +67,12 @@ def _graph(path: Path) -> Any:
         import onnx
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
     except ImportError:
-        return SimpleNamespace(initializer=())
+        return EMPTY
     try:
         return onnx.load(path, format="protobuf", load_external_data=False).graph
     except DecodeError:
-        return SimpleNamespace(initializer=())
+        return EMPTY
 
 
 def _entries(graph: Any) -> Iterator[Any]:
-    return (entry for tensor in graph.initializer for entry in tensor.external_data if entry.key == KEY)
+    return (entry for tensor in tensors_in(graph) for entry in tensor.external_data if entry.key == KEY)

@@ -7,14 +7,17 @@ import re
 import statistics
 from bisect import bisect_right
 from collections import Counter, defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dyno.worker.facts.precision import has_precision, why_not_faster
+from dyno.worker.facts.precision import COMPUTE, COMPUTED, UNKNOWN, why_not_faster
 
 Kernel = tuple[str, Any]  # the event's name, and the index of its node
 TYPE_NAMES = {"float": "float32", "uint8": "int8", "double": "float64"}
-COMPUTE = re.compile("Conv|Gemm|MatMul|Attention|LSTM|GRU|RNN")
+PACKED = "MatMulNBits"
+FUSED_LEVEL = 4  # `accuracy_level` of the products that ONNX Runtime fuses with their DequantizeLinear
+LEVELS = {1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}  # what that attribute has activations converted to
+CPU = "CPUExecutionProvider"
 CONTROL = ("If", "Loop", "Scan")  # operators that run a graph of their own, whose nodes have events too
 CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "ReorderOutput")
 EVENT = re.compile(r'("name"\s*:\s*)"(.*?)"(,"args"\s*:\s*\{)', re.DOTALL)
@@ -28,15 +31,19 @@ def events_in(text: str) -> list[dict[str, Any]]:
 
 
 class Profile:
-    """The kernels of a profile; the first run is left out, as it allocates and packs weights."""
+    """The kernels of a profile; the first run is left out, as it allocates and packs weights.
 
-    def __init__(self, events: list[dict[str, Any]], precision: str) -> None:
-        self._precision = precision
+    `levels` are the file's `graph_facts.accuracy_levels`, None where it couldn't be read.
+    """
+
+    def __init__(self, events: list[dict[str, Any]], precision: str, levels: Mapping[str, int] | None = None) -> None:
+        self._precision, self._levels = precision, levels
         runs = sorted(e["ts"] for e in events if e["name"] == "model_run")
         since = runs[1] if len(runs) > 1 else 0
         nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= since]
         kernels = [e for e in nodes if e["name"].endswith("_kernel_time")]
         self.seen = {(e["name"], e["args"].get("node_index")): e["args"] for e in kernels}
+        self.computed_in = self._types()  # of the compute nodes
         self.outer = {(e["name"], e["args"].get("node_index")): e["args"] for e in _outer(kernels)}
         taken: dict[Any, list[float]] = defaultdict(list)
         for event in kernels:
@@ -46,16 +53,9 @@ class Profile:
             # The median leaves out runs in which another program interrupted the node.
             self.seconds[op] += statistics.median(each)
 
-    def compute(self) -> list[dict[str, Any]]:
-        """Convolutions, matrix products and the like; in a model that has none, all nodes in a type of precision."""
-        nodes = self.seen.values()
-        return [node for node in nodes if COMPUTE.search(node["op_name"])] or [
-            node for node in nodes if has_precision(_computed_in(node), self._precision)
-        ]
-
     def by_type(self) -> dict[str, int]:
-        """Compute nodes by the type of their first input, 8-bit ones signed or not as `int8`."""
-        return dict(Counter(_computed_in(node) for node in self.compute()))
+        """Compute nodes by the type that they multiply in, 8-bit ones signed or not as `int8`."""
+        return dict(Counter(self.computed_in.values()))
 
     def by_provider(self) -> dict[str, int]:
         """Nodes by execution provider."""
@@ -72,8 +72,27 @@ class Profile:
 
     def notes(self) -> list[str]:
         """Sentences on why a lowered precision isn't faster."""
-        compute = [(node["op_name"], _computed_in(node)) for node in self.compute()]
+        compute = [(self.seen[kernel]["op_name"], kind) for kernel, kind in self.computed_in.items()]
         return why_not_faster(self._precision, compute, self.time_by_operator(), CONVERTERS)
+
+    def _types(self) -> dict[Kernel, str]:
+        """The type of each convolution, matrix product and the like; products of indices and shapes are left out."""
+        types = {kernel: self._type(kernel) for kernel, args in self.seen.items() if COMPUTE.search(args["op_name"])}
+        return {kernel: kind for kernel, kind in types.items() if kind in (*COMPUTED, UNKNOWN)}
+
+    def _type(self, kernel: Kernel) -> str:
+        """The type of the node's first input, unless its operator converts that before it multiplies."""
+        args = self.seen[kernel]
+        if args["op_name"] == PACKED and args["provider"] == CPU:  # on a GPU the attribute changes nothing
+            if self._levels is None:
+                return UNKNOWN
+            level = self._levels.get(kernel[0].removesuffix("_kernel_time"), 0 if self._levels else FUSED_LEVEL)
+            if level in LEVELS:
+                return LEVELS[level]
+        if "Integer" in args["op_name"] or args["op_name"].startswith("DynamicQuantize"):
+            return "int8"
+        kind = next((name for typed in args.get("input_type_shape", []) for name in typed), UNKNOWN)
+        return TYPE_NAMES.get(kind, kind)
 
 
 def by_run(events: Sequence[dict[str, Any]]) -> list[dict[Kernel, float]]:
@@ -97,10 +116,3 @@ def _outer(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
             if event["args"].get("op_name") in CONTROL:
                 end = event["ts"] + event["dur"]
     return kept
-
-
-def _computed_in(node: dict[str, Any]) -> str:
-    if "Integer" in node["op_name"] or node["op_name"].startswith("DynamicQuantize"):
-        return "int8"
-    kind = next((name for typed in node.get("input_type_shape", []) for name in typed), "unknown")
-    return TYPE_NAMES.get(kind, kind)

@@ -38,9 +38,10 @@ def test_both_are_found(name: str) -> None:
     ("asked", "said"),
     [
         (replace(trial(), runtime=Runtime()), "tensorrt can't run on cpu (it runs on cuda)"),
-        (trial("fp4"), "tensorrt has no fp4 here"),
+        (trial("fp6"), "tensorrt has no fp6 here"),
+        (trial("int4"), "int4 is for a file with such weights; Dyno doesn't quantise to it"),
         (trial(model=ModelSpec("ir", "file:net.xml")), "tensorrt reads .onnx, .engine and .plan files, not net.xml"),
-        (trial("tf32", model=replace(FILE, precision="int8")), "the file's graph is int8 already"),
+        (trial("tf32", model=replace(FILE, precision="int8")), "the file's weights are int8 already; run it as int8"),
         (replace(trial("int8"), data=DataSpec()), "int8 needs real calibration images: give --data"),
         (trial(batch=32, profile="1:8:16"), "batch 32 is outside the engine's profile (batches 1 to 16)"),
         (trial(profile="16:8:1"), "is out of order"),

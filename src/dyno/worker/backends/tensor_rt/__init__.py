@@ -15,7 +15,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dyno.worker.backend import Backend, Maker, Session
+from dyno.worker.backend import Backend, Maker, Session, refuse_requantising
 from dyno.worker.backends.onnx_runtime import ONE_ADD
 from dyno.worker.backends.tensor_rt import library, profiles, settings, values
 from dyno.worker.backends.tensor_rt.build import build
@@ -63,8 +63,8 @@ class TensorRT(Backend):
             return reason
         if trial.model.file.endswith(SUFFIXES):
             return ""
-        if trial.precision in ("fp32", "tf32") and trial.model.precision in ("int8", "fp8"):
-            return f"the file's graph is {trial.model.precision} already; give the fp32 file, or --precision"
+        if reason := refuse_requantising(trial):
+            return reason
         try:
             requested = Settings.of(trial.options)
             if reason := profiles.outside(requested.profile, trial.dims.batch) if trial.dims.batch else "":

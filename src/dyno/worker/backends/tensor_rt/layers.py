@@ -18,7 +18,7 @@ from dyno.worker import spec
 from dyno.worker.facts import inside as facts
 from dyno.worker.facts.engine import Layers
 from dyno.worker.facts.inside import Inside, Port
-from dyno.worker.facts.precision import NOTEWORTHY, UNKNOWN, precision_truth, why_not_faster
+from dyno.worker.facts.precision import COMPUTED, NOTEWORTHY, UNKNOWN, precision_truth, why_not_faster
 from dyno.worker.spec import UserError
 
 ENGINE = "TensorRT"
@@ -221,9 +221,9 @@ def _largest(constants: Iterable[Port]) -> Weights | None:
 
 
 def compute(listed: Sequence[Layer]) -> list[Layer]:
-    """Convolutions, matrix products and the like, opaque subgraphs too; without any, all layers with a type."""
+    """Convolutions, matrix products and the like, opaque subgraphs too; products of indices and shapes are left out."""
     computing = [layer for layer in listed if layer.computes or OPAQUE.search(layer.type)]
-    return computing or [layer for layer in listed if layer.computed_in in BITS]
+    return [layer for layer in computing if layer.computed_in in (*COMPUTED, UNKNOWN)]
 
 
 def by_type(listed: Sequence[Layer]) -> dict[str, int]:

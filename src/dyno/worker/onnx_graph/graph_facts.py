@@ -1,0 +1,314 @@
+"""Facts of an ONNX graph: its weights wherever they lie, the type that they have, and whether it is quantised.
+
+Weights lie in initialisers (dense or sparse) and Constant nodes of the graph, of branches and loops, and of the file's
+own functions. Casts, transpositions and dequantisations may stand between a weight and the layer that multiplies it.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any
+
+from dyno.worker.facts.precision import COMPUTE, QUANTISED
+
+# Which inputs are weights where not all constants are: the others are scales, statistics, limits, shapes.
+WEIGHTS: dict[str, tuple[int, ...]] = {
+    "BatchNormalization": (1, 2), "QuantizeLinear": (0,), "DequantizeLinear": (0,), "Clip": (0,), "Pad": (0,),
+    "Resize": (0,), "Slice": (0,), "Expand": (0,), "Tile": (0,), "OneHot": (), "QLinearConv": (0, 3, 8),
+    "QLinearMatMul": (0, 3), "QGemm": (0, 3, 6), "QLinearAdd": (0, 3), "QLinearMul": (0, 3), "MatMulInteger": (0, 1),
+    "MatMulIntegerToFloat": (0, 1, 6), "DynamicQuantizeMatMul": (0, 1, 4), "ConvInteger": (0, 1),
+    "QLinearGlobalAveragePool": (0,), "QLinearAveragePool": (0,), "QLinearSigmoid": (0,), "QLinearConcat": (),
+    "QLinearSoftmax": (0,), "QLinearLeakyRelu": (0,), "MatMulNBits": (1, 5), "MatMulBnb4": (1,),
+    "GatherBlockQuantized": (0,), "QAttention": (1, 2), "DynamicQuantizeLSTM": (1, 2, 3, 7),
+    "QMoE": (2, 4, 5, 7, 8, 10), "QEmbedLayerNormalization": (2, 3, 4, 5, 6),
+}  # fmt: skip
+# Operators that multiply or look up weights of few bits; a file that has them is quantised.
+QUANTISED_OPERATORS = {
+    "QLinearConv", "QLinearMatMul", "QGemm", "ConvInteger", "MatMulInteger", "MatMulIntegerToFloat", "MatMulNBits",
+    "MatMulBnb4", "GatherBlockQuantized", "QAttention", "DynamicQuantizeLSTM", "DynamicQuantizeMatMul", "QMoE",
+    "QEmbedLayerNormalization",
+}  # fmt: skip
+# Operators with several weights in a byte, by input: the attribute that says how many bits a weight has.
+PACKED = {
+    "MatMulNBits": ((1,), "bits"), "GatherBlockQuantized": ((0,), "bits"), "QMoE": ((2, 5, 8), "expert_weight_bits"),
+}  # fmt: skip
+PASSED_ON = {"Identity", "Transpose", "Reshape", "Squeeze", "Unsqueeze", "Flatten"}  # nodes with the values they read
+SCALED = {"Mul", "Div", "Sub", "Add"}  # what stands behind a Cast where weights of few bits are dequantised by hand
+BIASED = {"DequantizeLinear", "QLinearConv", "QGemm"}  # whose biases are of 32 bits
+SCALAR = {"Add", "Sub", "Mul", "Div", "Pow", "Where", "Max", "Min"}  # a constant of one number is a number for all
+
+
+@dataclass(frozen=True)
+class Constant:
+    """A stored tensor: `key` is the same for all that read it, `kind` the name of its type (behind casts, of theirs).
+
+    `count` is the number of values; `dims` are the stored ones.
+    """
+
+    key: str
+    kind: str
+    dims: tuple[int, ...]
+
+    @property
+    def count(self) -> int:
+        return math.prod(self.dims)
+
+
+@dataclass(frozen=True)
+class Weight:
+    """A constant that a node reads as a weight, by its name there; `count` of packed ones is that of their values."""
+
+    name: str
+    key: str
+    kind: str
+    count: int
+
+
+class Scope:
+    """The constants that the nodes of one graph can read: its own, those around it, and a call's arguments."""
+
+    def __init__(
+        self,
+        graph: Any,
+        functions: Mapping[tuple[str, str, str], Any],
+        place: str = "",
+        outer: Mapping[str, Constant] | None = None,
+        passed: Mapping[str, Constant] | None = None,
+    ) -> None:
+        self.graph, self._functions, self._place = graph, functions, place
+        self.constants = {**(outer or {}), **{c.key.removeprefix(place): c for c in _stored(graph, place)}}
+        self._behind = dict(passed or {})  # what only casts, reshapes or dequantises a constant
+        for node in graph.node:
+            if node.output and (source := self._source(node)) is not None:
+                self._behind[node.output[0]] = source
+
+    def weights(self, node: Any, *, behind: bool = False) -> list[Weight]:
+        """Return the constants among a node's inputs that are weights: of some dimension, no indices, scales, limits.
+
+        `behind`: those behind casts, transpositions and dequantisations too, as a compute layer multiplies them.
+        """
+        found = []
+        for place, name in enumerate(node.input):
+            constant = self._known(name) if behind else self.constants.get(name)
+            weight = _weight(node, place, name, constant) if constant is not None else None
+            found += [weight] if weight is not None else []
+        return found
+
+    def inner(self, node: Any) -> Iterator[Scope]:
+        """The scopes of a node's branches or its loop, and of the function that it calls."""
+        around = {**self.constants, **self._behind}
+        for number, graph in enumerate(graphs_of(node)):
+            place = f"{self._place}{next(iter(node.output), node.name)}/{number}/"
+            yield Scope(graph, self._functions, place, around)
+        key = (node.domain, node.op_type, getattr(node, "overload", ""))
+        if (function := self._functions.get(key)) is not None:
+            left = {name: each for name, each in self._functions.items() if name != key}  # none may call itself
+            passed = {
+                formal: around[name] for formal, name in zip(function.input, node.input, strict=False) if name in around
+            }
+            yield Scope(function, left, f"{':'.join(key)}/", {}, passed)
+
+    def walk(self) -> Iterator[tuple[Scope, Any]]:
+        """Each node of the graph and of those inside it, with its scope."""
+        for node in self.graph.node:
+            yield self, node
+            for scope in self.inner(node):
+                yield from scope.walk()
+
+    def _known(self, name: str) -> Constant | None:
+        return self._behind.get(name) or self.constants.get(name)
+
+    def _source(self, node: Any) -> Constant | None:
+        """The constant that the node's result is, in the type that it has there; None where it is none."""
+        read = [self._known(name) for name in node.input]
+        first = next(iter(read), None)
+        if node.op_type in SCALED and all(read):
+            return next((each for each in read if each is not None and each.kind in QUANTISED), None)
+        if first is None:
+            return None
+        if node.op_type in PASSED_ON or node.op_type == "DequantizeLinear":
+            return first
+        if node.op_type == "Cast":
+            return first if first.kind in QUANTISED else replace(first, kind=type_name(_attribute(node, "to", 0)))
+        if node.op_type == "QuantizeLinear":
+            zero = read[2].kind if len(read) > 2 and read[2] is not None else "int8"
+            return replace(first, kind=type_name(_attribute(node, "output_dtype", 0)) or zero)
+        return None
+
+
+@dataclass(frozen=True)
+class GraphFacts:
+    """The facts of a graph: parameters, precision, and the compute layers by the type of their weights.
+
+    `quantised_by` is an operator that makes it a quantised one, "" for none. `enclosed` counts the compute layers with
+    weights that lie in a branch, a loop or a function, and `enclosing` names the operators around them.
+    """
+
+    parameters: int
+    precision: str
+    layers: Mapping[str, int]
+    quantised_by: str
+    enclosed: int
+    enclosing: tuple[str, ...]
+
+
+def read_graph_facts(model: Any) -> GraphFacts:
+    """Return the facts of a model as `onnx.load` gives it, with or without its external data."""
+    counted: dict[str, int] = {}
+    every, multiplied, quantised = dict[str, Weight](), dict[str, Weight](), dict[str, Weight]()
+    layers, operators, enclosed = Counter[str](), list[str](), Counter[str]()
+    main = open_graph(model)
+    for outer in main.graph.node:
+        for scope, node in [(main, outer), *(pair for each in main.inner(outer) for pair in each.walk())]:
+            read = scope.weights(node)
+            counted |= {weight.key: weight.count for weight in read}
+            every |= {weight.key: weight for weight in read if weight.kind}
+            computes = COMPUTE.search(node.op_type)
+            own = [weight for weight in scope.weights(node, behind=True) if weight.kind] if computes else []
+            multiplied |= {weight.key: weight for weight in own}
+            if own:
+                layers[max(own, key=lambda weight: weight.count).kind] += 1
+                enclosed[outer.op_type] += scope is not main
+            low = [weight for weight in own or read if weight.kind in QUANTISED]
+            if low and (own or node.op_type in QUANTISED_OPERATORS):
+                quantised |= {weight.key: weight for weight in low}
+                operators.append(node.op_type if node.op_type in QUANTISED_OPERATORS else "DequantizeLinear")
+    precision = _most(quantised) or _most(multiplied) or _most(every) or _type_of_ends(model.graph)
+    enclosing = tuple(name for name, count in enclosed.items() if count)
+    parameters, by = sum(counted.values()), next(iter(operators), "")
+    return GraphFacts(parameters, precision, layers, by, enclosed.total(), enclosing)
+
+
+def accuracy_levels(path: str) -> dict[str, int] | None:
+    """The `accuracy_level` of a file's MatMulNBits nodes, by name or operator and place; None without onnx."""
+    try:
+        import onnx
+    except ImportError:
+        return None
+    graphs = graphs_in(onnx.load(path, load_external_data=False).graph)
+    return {
+        node.name or f"{node.op_type}_{place}": _attribute(node, "accuracy_level", 0)
+        for graph in graphs
+        for place, node in enumerate(graph.node)
+        if node.op_type == "MatMulNBits"
+    }
+
+
+def open_graph(model: Any) -> Scope:
+    """The scope of a model's graph, the model's functions known."""
+    functions = {(f.domain, f.name, getattr(f, "overload", "")): f for f in model.functions}
+    return Scope(model.graph, functions)
+
+
+def graphs_of(node: Any) -> list[Any]:
+    """The graphs of a node's branches or of its loop, by the names of their attributes."""
+    return [
+        graph
+        for a in sorted(node.attribute, key=lambda a: str(a.name))
+        for graph in ([a.g] if a.HasField("g") else [*a.graphs])
+    ]
+
+
+def graphs_in(graph: Any) -> Iterator[Any]:
+    """The graph and those inside its nodes."""
+    yield graph
+    for node in graph.node:
+        for inner in graphs_of(node):
+            yield from graphs_in(inner)
+
+
+def tensors_in(graph: Any) -> Iterator[Any]:
+    """Every tensor that is stored in the graph or in one inside it: initialisers, constants, both parts of sparse
+    ones."""
+    for inner in graphs_in(graph):
+        yield from inner.initializer
+        sparse = [*inner.sparse_initializer]
+        for attribute in (a for node in inner.node for a in node.attribute):
+            yield from (attribute.t,) if attribute.HasField("t") else attribute.tensors
+            sparse += [attribute.sparse_tensor] if attribute.HasField("sparse_tensor") else attribute.sparse_tensors
+        for tensor in sparse:
+            yield from (tensor.values, tensor.indices)
+
+
+@lru_cache(maxsize=1)
+def _names() -> dict[int, str]:
+    """The precision that each type of ONNX stands for; types of indices, shapes and masks stand for none."""
+    from onnx import TensorProto
+
+    names = {"FLOAT": "fp32", "DOUBLE": "fp32", "FLOAT16": "fp16", "BFLOAT16": "bf16"}
+    for bits in ("8", "4", "2"):
+        names |= {f"INT{bits}": f"int{bits}", f"UINT{bits}": f"int{bits}"}
+    kinds = dict(TensorProto.DataType.items())
+    names |= {name: f"fp{name[5]}" for name in kinds if name.startswith(("FLOAT8E", "FLOAT4E"))}
+    return {kinds[name]: precision for name, precision in names.items() if name in kinds}
+
+
+def type_name(kind: int) -> str:
+    """The precision that a type of ONNX stands for, "" for one of indices, shapes or masks."""
+    return _names().get(kind, "")
+
+
+def _stored(graph: Any, place: str) -> Iterator[Constant]:
+    """The constants that lie in one graph or function; `int32` is named, which is the type of quantised biases."""
+    from onnx import TensorProto
+
+    def constant(name: str, kind: int, dims: Sequence[int]) -> Constant:
+        shown = "int32" if kind == TensorProto.INT32 else type_name(kind)
+        return Constant(place + name, shown, tuple(dims))
+
+    for tensor in getattr(graph, "initializer", ()):
+        yield constant(tensor.name, tensor.data_type, tensor.dims)
+    for sparse in getattr(graph, "sparse_initializer", ()):
+        yield constant(sparse.values.name, sparse.values.data_type, sparse.dims)
+    for node in graph.node:
+        value = next(iter(node.attribute), None)
+        if node.op_type != "Constant" or value is None:
+            continue
+        if value.HasField("t"):
+            yield constant(node.output[0], value.t.data_type, value.t.dims)
+        elif value.HasField("sparse_tensor"):
+            yield constant(node.output[0], value.sparse_tensor.values.data_type, value.sparse_tensor.dims)
+        else:
+            kind = TensorProto.FLOAT if value.name in ("value_float", "value_floats") else TensorProto.INT64
+            dims = [len(value.floats or value.ints)] if value.name in ("value_floats", "value_ints") else []
+            yield constant(node.output[0], kind, dims)
+
+
+def _weight(node: Any, place: int, name: str, constant: Constant) -> Weight | None:
+    """The constant as the node's weight; None where it is an index, a scale or a limit to it."""
+    places, kind, count = WEIGHTS.get(node.op_type), constant.kind, constant.count
+    if (places is not None and place not in places) or not constant.dims:
+        return None
+    if not kind or (kind == "int32" and node.op_type not in BIASED) or (node.op_type in SCALAR and count == 1):
+        return None
+    if node.op_type == "MatMulBnb4":
+        return Weight(name, constant.key, "fp4", _attribute(node, "K", 0) * _attribute(node, "N", 0))
+    packed, attribute = PACKED.get(node.op_type, ((), ""))
+    if place in packed and kind == "int8":
+        bits = max(_attribute(node, attribute, 4), 1)
+        kind, count = next(f"int{b}" for b in (2, 4, 8, bits) if bits <= b), count * 8 // bits
+        if node.op_type == "MatMulNBits":  # whose blocks may be longer than a row
+            count = _attribute(node, "K", 0) * _attribute(node, "N", 0)
+    return Weight(name, constant.key, "" if kind == "int32" else kind, count)
+
+
+def _attribute(node: Any, name: str, default: int) -> int:
+    return next((int(a.i) for a in node.attribute if a.name == name), default)
+
+
+def _most(weights: Mapping[str, Weight]) -> str:
+    """The type of most weights, "" without any."""
+    counts = Counter[str]()
+    for weight in weights.values():
+        counts[weight.kind] += weight.count
+    return max(counts, key=lambda kind: counts[kind], default="")
+
+
+def _type_of_ends(graph: Any) -> str:
+    """The floating-point type of a graph without weights: its inputs', else its outputs'."""
+    kinds = (type_name(value.type.tensor_type.elem_type) for value in (*graph.input, *graph.output))
+    return next((kind for kind in kinds if kind and kind not in QUANTISED), "fp32")
