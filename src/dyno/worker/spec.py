@@ -384,7 +384,19 @@ def to_json(value: Any) -> Any:
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):  # a number of NumPy's
+        return value.tolist()
     return [to_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def check_readable(value: Any) -> Any:
+    """The dataclass as `to_json` has it; a `UserError` names what `from_json` would refuse, or JSON doesn't have."""
+    data = to_json(value)
+    try:
+        from_json(type(value), json.loads(json.dumps(data)))
+    except (TypeError, ValueError) as e:
+        raise UserError(f"{type(value).__name__} can't be stored as JSON: {e}") from e
+    return data
 
 
 def from_json(cls: type[T], data: Any) -> T:

@@ -33,6 +33,15 @@ ENGINE = "OpenVINO"
 HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", "int8": "f32"}
 # What the CPU plugin must be able to do before a hint is more than a wish.
 CAPABILITIES = {"bf16": "BF16", "fp16": "FP16"}
+NUMPY_TYPES = {"boolean": "bool"} | {
+    f"{letter}{bits}": f"{kind}{bits}"
+    for letter, kind, sizes in (
+        ("f", "float", (16, 32, 64)),
+        ("i", "int", (8, 16, 32, 64)),
+        ("u", "uint", (8, 16, 32, 64)),
+    )
+    for bits in sizes
+}  # of its element types
 PROFILED_RUNS = 3
 # OpenVINO tells a layer's mean since the compilation, in whole microseconds: a repeat of a profile is a compilation.
 REPEATS, DISCARDED = 5, 2
@@ -341,7 +350,11 @@ def _tensor_of(port: Any, place: int) -> Tensor:
     else:
         name = file_name
     shape = tuple("" if dim.is_dynamic else dim.get_length() for dim in port.get_partial_shape())
-    return Tensor(name, port.get_element_type().to_dtype().name, shape)
+    kind = port.get_element_type().get_type_name()  # its to_dtype() takes bf16 for float16
+    if kind not in NUMPY_TYPES:
+        raise UserError(f"{name!r} is {'text' if kind == 'string' else kind}, which no array of numbers holds; "
+                        "convert the model with inputs and outputs of float32")  # fmt: skip
+    return Tensor(name, NUMPY_TYPES[kind], shape)
 
 
 def _raise_if_memory(error: Exception, what: str) -> None:

@@ -96,8 +96,14 @@ def _only_tensors(path: str, sides: dict[str, Any]) -> None:
     for side, values in sides.items():
         for value in values:
             kind = value.type.WhichOneof("value") or "tensor_type"
-            if value.type.tensor_type.elem_type == onnx.TensorProto.STRING:
+            element = value.type.tensor_type.elem_type
+            if element == onnx.TensorProto.STRING:
                 raise UserError(f"{path}'s {side} {value.name!r} is text; {remedy}")
+            if kind == "tensor_type" and element and onnx.helper.tensor_dtype_to_np_dtype(element).kind not in "biuf":
+                name = onnx.TensorProto.DataType.Name(element).lower()
+                raise UserError(
+                    f"{path}'s {side} {value.name!r} is {name}, which NumPy doesn't have; cast it to float32"
+                )
             if kind in VALUES:
                 zipmap = kind == "map_type" or value.type.sequence_type.elem_type.HasField("map_type")
                 option = ", for scikit-learn's classifiers by skl2onnx's options={'zipmap': False}" if zipmap else ""
