@@ -14,7 +14,7 @@ from dyno.store import sha256_of
 from dyno.worker.facts.json_values import LARGEST
 from dyno.worker.inputs.array_files import load_arrays
 from dyno.worker.record import regular
-from dyno.worker.spec import UserError, check_known
+from dyno.worker.spec import UserError, absolute, check_known
 
 TYPES = (
     "float32", "float16", "float64", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
@@ -108,5 +108,5 @@ def _arrays(path: Path) -> dict[str, dict[str, Any]]:
                 "give numbers or booleans"
             )
         kind = "float32" if dtype.startswith("float") else dtype
-        by_name[name] = {"shape": axes, "dtype": kind, "feeds": str(path.resolve()), "feeds_sha256": sha256}
+        by_name[name] = {"shape": axes, "dtype": kind, "feeds": str(absolute(path)), "feeds_sha256": sha256}
     return by_name

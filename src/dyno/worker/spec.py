@@ -10,9 +10,11 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import os
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, Union
 
 from dyno.worker.facts.files import MadeBy
@@ -80,6 +82,13 @@ def plain(text: object) -> str:
 def numbered(count: int, noun: str, many: str = "") -> str:
     """`1 image`, `2 images`; `many` where the plural takes more than an s."""
     return f"{count} {noun if count == 1 else many or f'{noun}s'}"
+
+
+def absolute(path: Path) -> Path:
+    """The path from the root on, its links as they are: what they point to may have another name and no suffix."""
+    plain = Path(os.path.abspath(path))  # noqa: PTH100 - Path has nothing that leaves links alone
+    # Behind a link to a folder `..` is another folder than the text says.
+    return path.resolve() if path.exists() and not (plain.exists() and plain.samefile(path)) else plain
 
 
 def check_utf8(name: str) -> None:
