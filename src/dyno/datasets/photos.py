@@ -147,7 +147,8 @@ def name_below(path: Path, folder: Path) -> str:
 
 def images(root: Path) -> list[Path]:
     """Image files below the folder at any depth, in order; hidden files and folders are left out."""
-    paths, above = [], {os.fspath(root): {root.resolve()}}  # of each folder, where those on the way to it lie
+    paths: list[Path] = []
+    above = {os.fspath(root): {place.resolve() for place in (root, *root.parents)}}  # of each folder, the way to it
     for parent, folders, files in os.walk(root, followlinks=True):
         within = above.pop(parent)
         real = {name: Path(parent, name).resolve() for name in folders if not name.startswith(".")}

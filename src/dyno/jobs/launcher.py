@@ -16,7 +16,7 @@ from pathlib import Path
 from dyno.jobs.telemetry import Telemetry
 from dyno.worker import system
 from dyno.worker.record import Record, read_json, read_record, write_json, write_record
-from dyno.worker.spec import STARTED, Job, Runtime, UserError, check_readable, from_json
+from dyno.worker.spec import STARTED, Job, Runtime, UserError, check_readable, from_json, shorten
 
 MAIN = Path(__file__).parents[1] / "worker" / "main.py"
 POLL_S = 0.05
@@ -240,7 +240,7 @@ def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s
 
 def _last_line(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else ""
+    return shorten(lines[-1]) if lines else ""
 
 
 def _kernel_kills() -> int:

@@ -71,8 +71,8 @@ def _values(text: str) -> dict[str, dict[str, Any]]:
         raise UserError(f"input {text!r} is larger than any number of an input; give one below 2**64")
     if dots and numbers[0] > numbers[1]:
         raise UserError(f"input {text!r} has a range whose end is below its start; write NAME=LOW..HIGH")
-    low, high = (int(n) if isinstance(n, bool) else n for n in (numbers[0], numbers[-1]))
-    value_range = {"low": low, "high": high}
+    ends = [int(n) if isinstance(n, bool) else n for n in numbers]  # in a record they are numbers
+    value_range = {"low": ends[0], "high": ends[-1]}
     return {name: value_range if dots else {**value_range, "value": numbers[0]}}
 
 

@@ -14,7 +14,7 @@ from typing import IO, Any, BinaryIO
 
 from dyno.worker.facts.job import Facts
 from dyno.worker.inspection import Inspection
-from dyno.worker.spec import SCHEMA, Artifact, UserError, from_json, to_json
+from dyno.worker.spec import SCHEMA, Artifact, UserError, from_json, shorten, to_json
 
 STATUSES = ("ok", "skipped", "failed", "oom", "timeout", "crashed")
 TIMING = "DYNO_TIMING"  # the variable that tells a job where builders keep timings between jobs; unset: nowhere
@@ -262,4 +262,4 @@ def one_line(e: BaseException) -> str:
         lines.append(line)
         if not line.endswith(":"):
             break
-    return " ".join(lines)[:300] or "(no message)"
+    return shorten(" ".join(lines)) or "(no message)"

@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import json
 import os
+import re
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
@@ -41,6 +42,11 @@ ENERGY = "energy"  # option of a job: for how many seconds it also runs at full 
 STARTED = "DYNO_STARTED"  # in a job's environment: the time of CLOCK_MONOTONIC when its process was started
 SLOWDOWN = "slowdown"  # option of a job, of the self-test's alone: by which share each run is slowed down on purpose
 
+CUT = "…"  # stands where something of a long message was left out
+SENTENCE_ENDS = re.compile(r"(?<=[.;!?])\s+(?=[A-Z\[(\"'])|,?\s+(?=Error\b)|(?=\[\w*Error\])")
+WRONG = re.compile(
+    r"\b(?:[Ee]rror|must|should|expect|cannot|can't|not|un[a-z]+|[Ii]nvalid|in[a-z]+|mis[a-z]+|instead|[Ff]ail)"
+)
 Option = Union[str, int, float, bool]
 T = TypeVar("T")
 
@@ -77,6 +83,22 @@ def check_known(what: str, name: str, known: Iterable[str]) -> None:
 def plain(text: object) -> str:
     """Text for one line of a terminal: control characters (escape sequences, line ends) become spaces."""
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
+
+
+def shorten(text: object, most: int = 300) -> str:
+    """Return the text as one line of at most so many characters.
+
+    Of a longer one the last sentence that says what is wrong comes first, and the beginning behind it: libraries put
+    that sentence behind lists of nodes, types and places.
+    """
+    line = " ".join(str(text).split())
+    if len(line) <= most:
+        return line
+    sentences = [each for each in SENTENCE_ENDS.split(line) if each]
+    said = next((each for each in reversed(sentences) if WRONG.search(each)), sentences[-1]).strip(" ,;")
+    half = most // 2 - 4
+    said = said if len(said) <= half else f"{said[: half // 2]} {CUT} {said[-half // 2 :]}"
+    return f"{said} ({line[:half].rstrip()} {CUT})"
 
 
 def numbered(count: int, noun: str, many: str = "") -> str:

@@ -26,7 +26,7 @@ from dyno.worker.inputs.shapes import fitted, static_shapes
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
 from dyno.worker.option_values import Check, flag, whole
-from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError, shorten
 
 ENGINE = "OpenVINO"
 # Left to itself OpenVINO computes an FP32 model in bfloat16 where the CPU can, so every precision is asked for by name.
@@ -367,6 +367,6 @@ def _loading_error(error: Exception, what: str) -> Exception:
     _raise_if_memory(error, what)
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     if unknown := next((line for line in lines if "No conversion rule found" in line), ""):
-        return UserError(f"{what}: OpenVINO doesn't support {unknown.rpartition('operations: ')[2][:300]}")
+        return UserError(f"{what}: OpenVINO doesn't support {shorten(unknown.rpartition('operations: ')[2])}")
     text = next((line for line in reversed(lines) if not line.startswith("Exception from")), str(error))
-    return UserError(f"{what}: {text[:300]}")
+    return UserError(f"{what}: {shorten(text)}")

@@ -13,7 +13,7 @@ from dyno.worker.extras import install
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.onnx_graph import opset, repair
 from dyno.worker.onnx_graph.weights import beside, check_beside
-from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError
+from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError, shorten
 
 QUANTISED = set(
     "QuantizeLinear DequantizeLinear DynamicQuantizeLinear QLinearConv QLinearMatMul QGemm ConvInteger "
@@ -83,8 +83,7 @@ def check(path: str) -> None:
     except (onnx.checker.ValidationError, UnicodeDecodeError) as e:
         # Its message names a node: in other bytes than UTF-8 that is an error of its own, or lost (Python 3.11.2).
         said = "" if isinstance(e, UnicodeDecodeError) else str(e)
-        lines = [line.strip() for line in said.splitlines()[:2] if line.strip()]
-        reason = " ".join(lines)[:300] or "a name in it is not UTF-8; export it again"
+        reason = shorten(said) or "a name in it is not UTF-8; export it again"
         raise UserError(f"{path} is not a valid ONNX graph: {reason}") from e
 
 
