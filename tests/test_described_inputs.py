@@ -165,3 +165,69 @@ def test_arrays_of_a_file_are_what_is_fed(call: Call, nets: Path) -> None:
 )  # fmt: skip
 def test_inputs_that_can_not_be_known_are_one_line(refused: Any, nets: Path, words: tuple[str, ...], line: str) -> None:
     assert line in refused("run", *words, "--backends", "pytorch", *QUICK)
+
+
+TYPES = {
+    "bool": 1, "int8": -128, "int16": -32768, "int32": -(2**31), "int64": 2**40 + 1, "uint8": 255, "uint16": 65535,
+    "uint32": 2**32 - 1, "uint64": 2**63 + 2**40, "float16": -2.5, "float32": 0.125, "float64": -0.5,
+}  # fmt: skip
+
+
+def write_net_of_every_type(path: Path) -> None:
+    """An ONNX network with an input of each type; its output is the value of each in float32, less that of `x`."""
+    helper, kinds = onnx.helper, onnx.TensorProto
+    of_type = {name: helper.np_dtype_to_tensor_dtype(np.dtype(name)) for name in TYPES}
+    nodes = [helper.make_node("Cast", [name], [f"{name}_f"], to=kinds.FLOAT) for name in TYPES]
+    nodes.append(helper.make_node("Concat", [f"{name}_f" for name in TYPES], ["all"], axis=1))
+    nodes.append(helper.make_node("Neg", ["all"], ["y"]))
+    inputs = [helper.make_tensor_value_info(name, kind, ["batch", 1]) for name, kind in of_type.items()]
+    output = helper.make_tensor_value_info("y", kinds.FLOAT, ["batch", len(TYPES)])
+    graph = helper.make_graph(nodes, "types", inputs, [output])
+    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
+
+
+def test_inputs_of_every_type_take_values_and_arrays(call: Call, tmp_path: Path) -> None:
+    write_net_of_every_type(tmp_path / "types.onnx")
+    want = -np.array([[np.dtype(name).type(value) for name, value in TYPES.items()]], np.float64).astype(np.float32)
+    fixed = [
+        word for name, value in TYPES.items() for word in ("--input", f"{name}={value if name != 'bool' else 'true'}")
+    ]
+    run = ("run", "types.onnx", "--backends", "onnxruntime,openvino", *QUICK)
+    code, _, err = call(*run, *fixed, "--out", "r")
+    assert code == 0, err
+    for backend, found in outputs(Path("r")).items():
+        np.testing.assert_allclose(found["y"], want.repeat(4, axis=0), 1e-6, err_msg=backend)
+    np.savez("feeds.npz", **{name: np.full((3, 1), value, name) for name, value in TYPES.items()})
+    code, _, err = call(*run, "--input", "feeds.npz", "--out", "r2")
+    assert code == 0, err
+    for backend, found in outputs(Path("r2")).items():
+        np.testing.assert_allclose(found["y"], want.repeat(4, axis=0), 1e-6, err_msg=backend)
+
+
+def test_a_boolean_argument_of_a_module_is_what_it_is_given(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "flag.py").write_text(
+        "import torch\n\nclass Flag(torch.nn.Module):\n    def forward(self, x, flag):\n"
+        "        return torch.where(flag, x * 2, x * 0)\n\ndef build():\n    return Flag()\n\n"
+        "def build_inputs():\n    return {'x': torch.rand(2, 8) + 1, 'flag': torch.tensor(True)}\n"
+    )
+    for value, zero in (("true", False), ("false", True)):
+        words = ("--input", f"flag={value}", "--backends", "pytorch", *QUICK, "--out", value)
+        code, _, err = call("run", "flag.py:build", *words)
+        assert code == 0, err
+        assert (outputs(Path(value))["pytorch"]["output"] == 0).all() == zero
+
+
+@pytest.mark.parametrize(
+    ("word", "line"),
+    [
+        ("uint8=300", "input 'uint8' is uint8, whose values are 0 to 255, not 300"),
+        ("int64=1.5", "input 'int64' is int64, so its values are whole numbers, not 1.5"),
+        ("bool=2", "input 'bool' is bool, whose values are true or false, not 2"),
+        ("float16=70000", "input 'float16' is float16, whose values are -65504 to 65504, not 70000"),
+        ("feeds.npz", "has the value 0.5, which int64 doesn't have"),
+    ],
+)
+def test_values_that_the_type_does_not_have_are_refused(refused: Any, tmp_path: Path, word: str, line: str) -> None:
+    write_net_of_every_type(tmp_path / "types.onnx")
+    np.savez(tmp_path / "feeds.npz", int64=np.full((3, 1), 0.5))
+    assert line in refused("run", "types.onnx", "--input", word)

@@ -189,7 +189,7 @@ def test_the_tolerances_are_those_of_the_code() -> None:
     rows = [[cell.strip() for cell in line.strip("|").split("|")] for line in text.splitlines() if line[:3] == "| `"]
     told = {name: tuple(cells) for first, *cells in rows for name in re.findall(r"`(\w+)`", first)}
     assert told == {
-        name: (f"{t.close:g}", f"{t.limit:g}", f"{t.changed:.0%}".replace("%", " %"), shares(t.quantile))
+        name: (f"{t.close:g}", f"{t.limit:g}", f"{100 * t.changed:g} %", f"{100 * t.labels:g} %", shares(t.quantile))
         for name, t in TOLERANCES.items()
     }
 

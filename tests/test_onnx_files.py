@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import csv
+import hashlib
 import json
+import os
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,7 +17,10 @@ import onnxruntime
 import pytest
 from onnx import helper as h
 from onnx import numpy_helper
+from onnx.reference import ReferenceEvaluator
 from PIL import Image
+
+import dyno
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -334,3 +340,89 @@ def test_an_ir_has_the_precision_of_its_stored_weights(call: Call, compressed: b
     code, _, err = call("run", "net.xml", *QUICK[:-2], "--out", "run")
     (row,) = rows(Path("run"))
     assert (code, row["precision"], row["status"]) == (0, precision, "ok"), err
+
+
+def _hub(folder: Path, files: dict[str, Path]) -> Path:
+    """A snapshot as the hub's cache has it: links to blobs that are named by their hash, without a suffix."""
+    snapshot = folder / "models--me--net" / "snapshots" / ("a" * 40)
+    for name, file in files.items():
+        blob = folder / "models--me--net" / "blobs" / hashlib.sha256(file.read_bytes()).hexdigest()
+        blob.parent.mkdir(parents=True, exist_ok=True)
+        shutil.copyfile(file, blob)
+        (snapshot / name).parent.mkdir(parents=True, exist_ok=True)
+        (snapshot / name).symlink_to(os.path.relpath(blob, (snapshot / name).parent))
+    return snapshot
+
+
+def test_files_in_the_hub_s_cache_run_under_their_own_names(call: Call, tmp_path: Path) -> None:
+    weights = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
+    io = [h.make_tensor_value_info(name, KINDS.FLOAT, ["batch", 16]) for name in "xy"]
+    nodes = [h.make_node("MatMul", ["x", "w"], ["m"]), h.make_node("Relu", ["m"], ["y"])]
+    graph = h.make_graph(nodes, "g", io[:1], io[1:], [numpy_helper.from_array(weights, "w")])
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, tmp_path / "single.onnx")
+    beside = {"save_as_external_data": True, "location": "data/apart.bin", "size_threshold": 0}
+    (tmp_path / "data").mkdir()
+    onnx.save(model, tmp_path / "apart.onnx", **beside)
+    names = ("single.onnx", "apart.onnx", "data/apart.bin")
+    snapshot = _hub(tmp_path / "hub", {name: tmp_path / name for name in names})
+    x = np.random.default_rng(1).standard_normal((3, 16)).astype(np.float32)
+    np.savez(tmp_path / "feeds.npz", x=x)
+    (tmp_path / "linked.npz").symlink_to("feeds.npz")
+    hashes = []
+    for name in ("single", "apart"):
+        for place, out in ((snapshot, f"linked-{name}"), (tmp_path, f"plain-{name}")):
+            words = ("--input", "linked.npz", "--inputs", 3, "--out", out)
+            code, _, err = call("run", place / f"{name}.onnx", *QUICK, "--no-turns", *words)
+            assert code == 0, err
+            results = dyno.load(out).records
+            assert {trial.model for trial in results} == {name}
+            hashes.append({trial.spec["model"]["source_sha256"] for trial in results})
+            for trial in results:
+                np.testing.assert_allclose(trial.outputs()["y"], np.maximum(x @ weights, 0), 1e-4, 1e-5)
+    assert hashes[0] == hashes[1] and hashes[2] == hashes[3], "the same content is the same model"
+    code, out, err = call("inspect", snapshot / "apart.onnx")
+    assert code == 0 and "MatMul" in out, err
+
+
+def test_module_code_and_weights_behind_links_are_found_by_their_own_names(call: Call, tmp_path: Path) -> None:
+    torch = pytest.importorskip("torch")
+    save = pytest.importorskip("safetensors.torch").save_file
+    (tmp_path / "code.py").write_text(
+        "from sizes import WIDTH\nimport torch\n\ndef build():\n    return torch.nn.Linear(WIDTH, 3)\n"
+    )
+    (tmp_path / "sizes.py").write_text("WIDTH = 4\n")
+    weight = torch.arange(12.0).reshape(3, 4)
+    save({"weight": weight, "bias": torch.ones(3)}, tmp_path / "w.safetensors")
+    snapshot = _hub(tmp_path / "hub", {name: tmp_path / name for name in ("code.py", "sizes.py", "w.safetensors")})
+    for name in ("code.py", "sizes.py", "w.safetensors"):
+        (tmp_path / name).unlink()
+    words = ("--weights", snapshot / "w.safetensors", "--shapes", "input:batchx4", "--input", "input=1", "--out", "r")
+    code, _, err = call("run", f"{snapshot / 'code.py'}:build", *QUICK[:-1], "pytorch", *words)
+    assert code == 0, err
+    (trial,) = dyno.load("r").records
+    assert (trial.outputs()["output"] == weight.sum(axis=1).numpy() + 1).all()
+
+
+def test_a_class_map_s_changed_pixels_are_labels_in_every_comparison(call: Call, tmp_path: Path) -> None:
+    for name, bias in (("a", 0.0), ("b", 0.02), ("c", 9.0)):
+        model = network(["batch", 3, 32, 32])
+        graph = model.graph
+        offset = np.array([bias, 0, 0, 0, 0, 0], np.float32).reshape(1, 6, 1, 1)
+        graph.initializer.append(numpy_helper.from_array(offset, "offset"))
+        del graph.node[2:], graph.output[:]
+        graph.node.append(h.make_node("Add", ["r", "offset"], ["logits"]))
+        graph.node.append(h.make_node("ArgMax", ["logits"], ["map"], axis=1, keepdims=0))
+        graph.output.append(h.make_tensor_value_info("map", KINDS.INT64, ["batch", 32, 32]))
+        onnx.save(model, tmp_path / f"{name}.onnx")
+    x = np.random.default_rng(1).standard_normal((4, 3, 32, 32)).astype(np.float32)
+    np.savez(tmp_path / "feeds.npz", image=x)
+    maps = {n: ReferenceEvaluator(str(tmp_path / f"{n}.onnx")).run(None, {"image": x})[0] for n in "abc"}
+    for name in "bc":
+        differs = float((maps[name] != maps["a"]).mean())
+        assert differs < 0.05 if name == "b" else differs > 0.3
+        words = ("--input", "feeds.npz", "--inputs", 4, "--threads", 1, "--format", "json")
+        _, out, err = call("agree", "a.onnx", f"{name}.onnx", *words)
+        (row,) = json.loads(out)["rows"] if isinstance(json.loads(out), dict) else json.loads(out)
+        assert row["close"] == pytest.approx(1 - differs, abs=1e-3), err
+        assert row["labels_changed"] == pytest.approx(100 * differs, abs=0.1)

@@ -128,6 +128,34 @@ def sha256_of(path: Path) -> str:
     return hashed.hexdigest()
 
 
+def beside_its_parts(path: Path, sha256: str) -> Path:
+    """The file; where it has others that belong to it, and one of them all is a link, a copy of all in the cache.
+
+    Engines look for such files beside what a link points to, or refuse linked ones: onnx does, hard links too.
+    """
+    kind = registry.format_of(path)
+    parts = [path, *(kind.companions(path) if kind else ())]
+    names = [os.path.relpath(part, path.parent) for part in parts]
+    linked = len(parts) > 1 and any(part.is_symlink() for part in parts) and all(part.is_file() for part in parts)
+    if not linked or any(".." in Path(name).parts for name in names):
+        return path
+    folder = cache_dir() / "linked" / sha256[:24]
+    for part, name in zip(parts, names, strict=True):
+        real, own = part.resolve(), folder / name
+        if own.exists() and _is_like(own, real):
+            continue
+        own.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=own.parent) as scratch:
+            shutil.copy2(real, new := Path(scratch) / own.name)
+            new.replace(own)
+    return folder / path.name
+
+
+def _is_like(own: Path, real: Path) -> bool:
+    """Whether it is an unchanged copy of the file, by its size and time."""
+    return all(getattr(own.stat(), key) == getattr(real.stat(), key) for key in ("st_size", "st_mtime_ns"))
+
+
 def check_writable(path: Path, *, making: bool = False) -> None:
     """A `UserError` where no file can be made there; with `making`, folders above it are made when it is written.
 

@@ -33,3 +33,22 @@ def test_images_of_formats_that_are_not_read_are_counted(tmp_path: Path) -> None
     shutil.copy(folder / "a" / "0.jpg", plain)
     picture.save(plain / "moving.gif")
     assert datasets.meta(load(plain))["warnings"][0].startswith("1 image is left out")
+
+
+def test_linked_folders_and_images_count_under_their_own_names(tmp_path: Path) -> None:
+    """As the hub's cache has them, with classes that are links to folders, one to the same folder, and one back."""
+    blobs, folder = tmp_path / "blobs", tmp_path / "hub" / "photos"
+    (folder / "a").mkdir(parents=True)
+    for k in range(3):
+        Image.new("RGB", (40, 30), (60 * k, 0, 0)).save(tmp_path / "one.png")
+        blobs.mkdir(exist_ok=True)
+        shutil.move(tmp_path / "one.png", blobs / f"{k}")
+        (folder / "a" / f"{k}.png").symlink_to(blobs / f"{k}")
+    elsewhere = tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    Image.new("RGB", (40, 30), "green").save(elsewhere / "green.png")
+    (folder / "b").symlink_to(elsewhere)
+    (elsewhere / "back").symlink_to(folder)
+    (tmp_path / "data").symlink_to(folder)
+    data = datasets.load(tmp_path / "data", tmp_path / "cache", (16, 20), Preprocess(resize=0))
+    assert (data.name, data.count, datasets.meta(data)["classes"]) == ("data", 4, ["a", "b"])

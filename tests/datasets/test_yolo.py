@@ -272,3 +272,24 @@ def test_what_is_wrong_with_a_folder(yolo: Callable[..., Path], make: Make, tmp_
         make(tmp_path / "none")
     with pytest.raises(UserError, match="is in class folders, which has no boxes"):
         make(folder / "images")
+
+
+def test_linked_images_have_the_labels_beside_their_links_or_beside_themselves(
+    yolo: Callable[..., Path], make: Make, tmp_path: Path
+) -> None:
+    folder = yolo("box", val=3)
+    plain = make(folder)
+    blobs, linked = tmp_path / "blobs", tmp_path / "linked"
+    blobs.mkdir()
+    for kind in ("images", "labels"):
+        (linked / kind / "val").mkdir(parents=True)
+        for file in (folder / kind / "val").iterdir():
+            shutil.copy(file, blobs / f"{kind}{file.stem}")
+            (linked / kind / "val" / file.name).symlink_to(blobs / f"{kind}{file.stem}")
+    (linked / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
+    assert make(linked).sha256 == plain.sha256, "the same content is the same data"
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
+    (outside / "images").symlink_to(folder / "images")
+    assert make(outside).sha256 == plain.sha256

@@ -43,6 +43,14 @@ def test_ranges_and_constants() -> None:
     assert found["ids"] == {"low": 0, "high": 30521, "shape": [1, 8], "dtype": "int64"}
     assert found["sr"]["value"] == 16000 and found["flag"]["value"] is True
     assert found["x"] == {"low": -1.5, "high": 1}
+    assert type(found["flag"]["low"]) is int, "a number in a record is no bool"
+
+
+@pytest.mark.parametrize("text", ["x=nan", "x=0..inf", "x=-inf..0"])
+def test_values_that_can_not_be_drawn_are_named(text: str) -> None:
+    with pytest.raises(UserError, match="has values that can't be drawn; give finite numbers"):
+        overrides(inputs=[text])
+    assert overrides(inputs=["x=-inf"])["x"]["low"] == -np.inf, "as a mask of attention is filled"
 
 
 @pytest.mark.parametrize("text", ["ids", "ids=", "=3", "ids=a..b", "ids=true..false", "ids=1..", "feeds"])
@@ -74,4 +82,14 @@ def test_arrays_say_their_shapes_and_are_known_by_their_content(tmp_path: Path) 
 def test_arrays_that_no_model_can_be_fed_are_refused(tmp_path: Path, array: np.ndarray, wrong: str) -> None:
     np.savez(tmp_path / "feeds.npz", x=array)
     with pytest.raises(UserError, match=wrong):
+        overrides(inputs=[str(tmp_path / "feeds.npz")])
+
+
+@pytest.mark.parametrize(
+    ("array", "kind"),
+    [(np.array(["a"]), "text"), (np.ones(2, complex), "complex numbers"), (np.zeros(2, "V2"), "values of")],
+)
+def test_arrays_of_something_else_than_numbers_are_refused(tmp_path: Path, array: np.ndarray, kind: str) -> None:
+    np.savez(tmp_path / "feeds.npz", x=array)
+    with pytest.raises(UserError, match=f"the array 'x' in feeds.npz holds {kind}"):
         overrides(inputs=[str(tmp_path / "feeds.npz")])

@@ -2,16 +2,25 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
+import math
+import random
+import types
+import typing
+from dataclasses import replace
 from pathlib import Path
+from typing import Any, Union
 
 import numpy as np
 import pytest
 
+from dyno.jobs.launcher import launch
 from dyno.worker import record as module
 from dyno.worker.facts.job import Facts
+from dyno.worker.inspection import Inspection
 from dyno.worker.record import Measurement, Record, read_record, save_arrays, write_json, write_record
-from dyno.worker.spec import Artifact, Tensor, UserError
+from dyno.worker.spec import Artifact, InputSpec, Job, Runtime, Tensor, UserError, to_json
 
 RECORD = Record(
     "ok",
@@ -46,6 +55,68 @@ def test_a_field_is_read_by_its_earlier_name_and_written_by_its_own(tmp_path: Pa
     assert read_record(tmp_path) == record
     text = (tmp_path / "record.json").read_text()
     assert "contention_threshold" in text and "others_bearable" not in text
+
+
+ODD = [True, None, 2**64, np.bool_(True), np.float32(1), "text", 1.5, b"bytes", ("a", 1), {1: 2}]
+USUAL: dict[Any, list[Any]] = {
+    bool: [True, False], str: ["", "a", "\udcff"], int: [0, -(2**63), 2**64 - 1, np.int64(3)],
+    float: [0.5, 7, np.float32(0.25), math.inf], Any: [None, [1, "a"]], type(None): [None],
+}  # fmt: skip
+
+
+def any_value(kind: Any, rng: random.Random, odd: float = 0.0) -> Any:
+    """A value of the annotation, drawn; with the probability `odd` each part of it is of any other type."""
+    origin, args = typing.get_origin(kind), typing.get_args(kind)
+    if rng.random() < odd:
+        return rng.choice(ODD)
+    if dataclasses.is_dataclass(kind):
+        hints = typing.get_type_hints(kind)
+        names = [f.name for f in dataclasses.fields(kind) if f.name not in ("other", "schema", "status")]
+        status = {"status": rng.choice(module.STATUSES)} if kind is Record else {}
+        return kind(**{name: any_value(hints[name], rng, odd) for name in names}, **status)
+    if origin in (Union, types.UnionType):
+        return any_value(rng.choice(args), rng, odd)
+    if origin is tuple:
+        count = rng.randrange(3) if args[-1] is Ellipsis else len(args)
+        return tuple(any_value(args[0], rng, odd) for _ in range(count))
+    if origin is dict:
+        return {f"key {k}": any_value(args[1], rng, odd) for k in range(rng.randrange(3))}
+    return rng.choice(USUAL[kind])
+
+
+@pytest.mark.parametrize("seed", range(8))
+def test_every_field_of_a_record_comes_back_from_any_value_of_its_type(tmp_path: Path, seed: int) -> None:
+    record = any_value(Record, random.Random(seed))
+    write_record(tmp_path, record)
+    assert read_record(tmp_path) == record
+
+
+@pytest.mark.parametrize("seed", range(40))
+def test_no_value_of_another_type_makes_a_record_that_can_not_be_read(tmp_path: Path, seed: int) -> None:
+    record = any_value(Record, random.Random(seed), odd=0.003)
+    if not isinstance(record, Record):
+        return
+    write_record(tmp_path, record)
+    back = read_record(tmp_path)
+    assert back is not None
+    if "please report it: Record." in back.reason:
+        assert back.status == "failed" and back.measurements in (record.measurements, ())
+    else:
+        assert to_json(back) == json.loads(json.dumps(to_json(record)))
+
+
+def test_a_value_of_another_type_costs_its_field_alone(tmp_path: Path) -> None:
+    write_record(tmp_path, replace(RECORD, inspection=Inspection(inputs=(InputSpec("flag", low=True),))))
+    back = read_record(tmp_path)
+    assert back is not None and back.measurements == RECORD.measurements and back.facts == RECORD.facts
+    assert back.status == "failed" and "Record.inspection.inputs.low is of type bool" in back.reason
+
+
+def test_a_job_that_no_worker_could_read_is_refused_before_it_starts(tmp_path: Path) -> None:
+    job = Job("probe", Runtime(threads=True), backend="fake")
+    with pytest.raises(UserError, match=r"Job\.runtime.threads is of type bool, which is wrong here"):
+        launch(job, tmp_path / "job", 60)
+    assert not (tmp_path / "job" / "job.json").exists()
 
 
 def test_no_record_is_none(tmp_path: Path) -> None:

@@ -27,6 +27,7 @@ from dyno.worker.spec import (
     UserError,
     digest,
     from_json,
+    shorten,
     to_json,
 )
 
@@ -173,3 +174,25 @@ def test_labels_say_what_is_unusual() -> None:
     assert replace(TRIAL, options={}, runtime=Runtime("old")).variant == "onnxruntime@runtime=old"
     assert ModelSpec("m", "file:/a/m.onnx").file == "/a/m.onnx"
     assert MODEL.file == ""
+
+
+def test_of_a_long_message_the_sentence_that_helps_comes_first() -> None:
+    """As ONNX Runtime has it: behind all inputs of a node, and behind the places of an inference error."""
+    inputs = ", ".join(f'"layer_{k}.weight": tensor(float)' for k in range(30))
+    shortened = shorten(
+        f'Invalid model. In Node, ("n", Op) : ({inputs}) -> ("y") , Error Unrecognized attribute: k for Op'
+    )
+    assert shortened.startswith("Error Unrecognized attribute: k for Op (Invalid model. In Node")
+    assert len(shortened) <= 300 and shortened.endswith("…)")
+    places = "".join(f"(op_type:If, node name: pick{k}): " for k in range(20))
+    shortened = shorten(
+        f"[ShapeInferenceError] Inference error(s): {places}[ShapeInferenceError] B has inconsistent type"
+    )
+    assert shortened.startswith("[ShapeInferenceError] B has inconsistent type")
+
+
+@pytest.mark.parametrize("text", ["", "short.", "x" * 5000, "word " * 900, "Error. " * 300])
+def test_a_shortened_message_is_one_line_of_limited_length(text: str) -> None:
+    for most in (120, 300):
+        assert len(shorten(text, most)) <= most
+    assert shorten("two\n lines") == "two lines"

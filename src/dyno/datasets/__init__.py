@@ -26,7 +26,7 @@ from dyno.datasets.photos import CALIBRATION, DecodeOptions, cached_data, spec, 
 from dyno.datasets.photos import OnUnreadable as OnUnreadable
 from dyno.datasets.rows import Timed, timed
 from dyno.worker.extras import distribution, install
-from dyno.worker.spec import DataSpec, Preprocess, Unavailable, UserError
+from dyno.worker.spec import DataSpec, Preprocess, Unavailable, UserError, absolute
 
 DIGITS = Preprocess(mean=(0.5,), std=(0.5,), resize=0.0)
 DIGITS_TEST, DIGITS_CALIBRATION = 900, 128
@@ -102,7 +102,7 @@ def load(
     """
     if isinstance(calibration, int) and calibration < 0:
         raise UserError(f"the number of calibration images can't be {calibration}")
-    path = Path(path).resolve()
+    path = absolute(Path(path))
     data_format = format_of(path)
     if data_format.labels and (data_format.labels == "objects") != objects:
         missing = "boxes, masks or keypoints" if objects else "a class for each image"
@@ -134,7 +134,7 @@ def calibration_alone(
     preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
     transform = Transform(size, preprocess, channels, upright=objects)
     listing = dataclasses.replace(calibration_listing(folder), sized=objects)
-    return cached_data(listing, Path(folder).resolve(), DecodeOptions(Path(cache), transform, on_unreadable, progress))
+    return cached_data(listing, absolute(Path(folder)), DecodeOptions(Path(cache), transform, on_unreadable, progress))
 
 
 def meta(data: DataSpec) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from dyno.datasets.photos import (
 )
 from dyno.datasets.photos import Photo as Photo
 from dyno.datasets.standard import COUNT, all_known, readable, synsets
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, absolute
 
 
 class ClassFolders(DataFormat):
@@ -100,7 +100,7 @@ def calibration_listing(folder: Path) -> Listing:
     """The images of a calibration folder where there are no others to test on."""
     photos = [replace(photo, split="test", calibrates=True) for photo in calibration_photos(folder)]
     warning = "outputs are compared on the calibration images themselves; give --data for others"
-    return Listing(printable(folder.resolve().name), [], photos, about={"label_source": "none", "warnings": [warning]})
+    return Listing(printable(absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]})
 
 
 def _listing(folder: Path, classes: list[str], standard: bool, photos: list[Photo], own: bool = False) -> Listing:

@@ -13,7 +13,7 @@ import numpy as np
 from dyno.datasets import cache as store
 from dyno.datasets.decode import Progress, Transform, decoded, image_sizes, library_version
 from dyno.datasets.rows import Timed
-from dyno.worker.spec import DataSpec, UserError
+from dyno.worker.spec import DataSpec, UserError, absolute
 
 EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
 UNREAD = {".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".svg", ".dng"}  # images too, of formats that aren't read
@@ -147,9 +147,13 @@ def name_below(path: Path, folder: Path) -> str:
 
 def images(root: Path) -> list[Path]:
     """Image files below the folder at any depth, in order; hidden files and folders are left out."""
-    paths = []
-    for parent, folders, files in os.walk(root):
-        folders[:] = [name for name in folders if not name.startswith(".")]
+    paths: list[Path] = []
+    above = {os.fspath(root): {place.resolve() for place in (root, *root.parents)}}  # of each folder, the way to it
+    for parent, folders, files in os.walk(root, followlinks=True):
+        within = above.pop(parent)
+        real = {name: Path(parent, name).resolve() for name in folders if not name.startswith(".")}
+        folders[:] = [name for name, place in real.items() if place not in within]  # a link may lead back
+        above |= {os.fspath(Path(parent, name)): within | {real[name]} for name in folders}
         paths += [Path(parent, name) for name in files if not name.startswith(".") and is_image(name)]
     return sorted(paths)
 
@@ -189,10 +193,10 @@ def calibration_photos(folder: Path) -> list[Photo]:
     """All images of a calibration folder, in class folders or not; their labels don't matter."""
     if not folder.is_dir():
         raise UserError(f"no calibration folder {folder}")
-    paths = images(folder.resolve())
+    paths = images(absolute(folder))
     if not paths:
         raise UserError(f"no images in the calibration folder {folder}; known formats: {', '.join(sorted(EXTENSIONS))}")
-    base = folder.resolve().parent
+    base = absolute(folder).parent
     return [Photo(path, name_below(path, base), -1, "calibration") for path in paths]
 
 

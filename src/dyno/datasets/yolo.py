@@ -27,7 +27,7 @@ from dyno.datasets.photos import (
 )
 from dyno.datasets.yolo_labels import classes_used, label_file, read_labels
 from dyno.worker.extras import install
-from dyno.worker.spec import Unavailable, UserError, numbered
+from dyno.worker.spec import Unavailable, UserError, absolute, numbered
 
 SPLITS = ("val", "valid", "test")  # of which images are tested on
 BESIDE = ("classes.txt",)  # what labelling tools leave among the labels
@@ -149,7 +149,7 @@ def _from_yaml(file: Path) -> _Description:
         taken = "" if train else "; calibration images are taken from the test images"
         lost = f"{file.name}, train: {lost}{taken}"
     classes = [printable(str(name)) for name in names]
-    return _Description(file.parent.resolve(), classes, _shape(file, about), test, train, [file], lost)
+    return _Description(absolute(file.parent), classes, _shape(file, about), test, train, [file], lost)
 
 
 def _shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
@@ -165,7 +165,7 @@ def _root(file: Path, about: dict[str, Any]) -> Path:
     path = Path(str(about.get("path") or ""))
     for root in (file.parent / path, file.parent):
         if root.is_dir():
-            return root.resolve()
+            return absolute(root)
     raise UserError(f"{file}: there is no folder {path}")
 
 
@@ -178,7 +178,7 @@ def _listed(root: Path, entries: Any) -> tuple[list[Path], str]:
         # Exports of some tools write ../valid/images for the folder beside the file, and those on Windows backslashes.
         names = [str(entry), str(entry).removeprefix("../"), str(entry).replace("\\", "/")]
         places = [root / name for name in names]
-        place = next((place.resolve() for place in places if place.exists()), None)
+        place = next((absolute(place) for place in places if place.exists()), None)
         if place is not None:
             paths += images(place) if place.is_dir() else _in_text(place, root)
         else:
@@ -196,12 +196,12 @@ def _in_text(file: Path, root: Path) -> list[Path]:
     paths = [next((p for p in (file.parent / line, root / line) if p.is_file()), root / line) for line in lines]
     if lost := [path for path in paths if not path.is_file() or not is_image(path.name)]:
         raise UserError(f"{len(lost)} of {len(paths)} images in {file} are missing, e.g. {lost[0]}")
-    return [path.resolve() for path in paths]
+    return [absolute(path) for path in paths]
 
 
 def _from_folders(folder: Path) -> _Description:
     """images/val or val/images, with labels beside; all of images/ where there are no splits."""
-    folder = folder.resolve()
+    folder = absolute(folder)
 
     def images_of(*splits: str) -> list[Path]:
         for split in splits:

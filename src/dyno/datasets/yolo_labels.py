@@ -15,7 +15,15 @@ BODY = 0.53  # of a person's box is body: the mean in COCO, by which keypoints a
 
 
 def label_file(image: Path) -> Path:
-    """Where the labels of an image lie: labels/ instead of the last images/ above it, else beside it."""
+    """Where the labels of an image lie: labels/ instead of the last images/ above it, else beside it; so, too, of the
+    file that a link points to."""
+    label = _label_place(image)
+    if not label.is_file() and (real := _label_place(image.resolve())).is_file():
+        return real
+    return label
+
+
+def _label_place(image: Path) -> Path:
     parts = list(image.parts)
     for i in range(len(parts) - 2, -1, -1):
         if parts[i] == "images":

@@ -16,7 +16,7 @@ from pathlib import Path
 from dyno.jobs.telemetry import Telemetry
 from dyno.worker import system
 from dyno.worker.record import Record, read_json, read_record, write_json, write_record
-from dyno.worker.spec import STARTED, Job, Runtime, UserError, from_json, to_json
+from dyno.worker.spec import STARTED, Job, Runtime, UserError, check_readable, from_json, shorten
 
 MAIN = Path(__file__).parents[1] / "worker" / "main.py"
 POLL_S = 0.05
@@ -145,7 +145,7 @@ def start(
     # Files of an earlier job must not pass for this one's.
     for stale in ("record.json", "partial.json", "stage", "stdout.log", "stderr.log"):
         (folder / stale).unlink(missing_ok=True)
-    write_json(folder / "job.json", to_json(job))
+    write_json(folder / "job.json", check_readable(job))
     python = job.runtime.python or sys.executable
     kills = _kernel_kills()
     telemetry = Telemetry(job.runtime.device, environment(job.runtime), mates)
@@ -224,7 +224,8 @@ def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s
     stage = read_stage(folder)
     record = Record("crashed", trial=job.trial.id if job.trial else "", round=job.round)
     if (folder / "partial.json").exists():
-        record = from_json(Record, read_json(folder / "partial.json"))
+        with suppress(UserError, ValueError):
+            record = from_json(Record, read_json(folder / "partial.json"))
     if timed_out:
         status, reason = "timeout", f"not finished after {timeout_s:g} s; killed"
     elif oom_killed and code == -signal.SIGKILL:
@@ -239,7 +240,7 @@ def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s
 
 def _last_line(path: Path) -> str:
     lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
-    return lines[-1][:300] if lines else ""
+    return shorten(lines[-1]) if lines else ""
 
 
 def _kernel_kills() -> int:

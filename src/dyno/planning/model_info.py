@@ -16,6 +16,7 @@ from dyno.planning.interpreters import missing, runtime_of
 from dyno.sources import commits, input_options
 from dyno.sources.model_files import keeps_weights, stored_source
 from dyno.store import (
+    beside_its_parts,
     cache_dir,
     code_file,
     good_record,
@@ -43,6 +44,7 @@ from dyno.worker.spec import (
     Runtime,
     Trial,
     UserError,
+    absolute,
     digest,
 )
 
@@ -78,16 +80,16 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         if study.pretrained:
             raise UserError("--weights and --pretrained can't be used together")
         if not keeps_weights(source):
-            common |= {"weights": str(path.resolve()), "weights_sha256": sha256_of(path)}
+            common |= {"weights": str(absolute(path)), "weights_sha256": sha256_of(path)}
     if registry.format_of(source):
-        path = _existing(source, "model file")
-        return ModelSpec(source=f"file:{path.resolve()}", source_sha256=sha256_of(path), **common)
+        sha256 = sha256_of(path := absolute(_existing(source, "model file")))
+        return ModelSpec(source=f"file:{beside_its_parts(path, sha256)}", source_sha256=sha256, **common)
     if source.endswith(SAVED) or source.startswith("saved:"):
         path = _existing(source.removeprefix("saved:"), "saved module")
         # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
         own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
         sha256 = path.resolve().parent.name if own else sha256_of(path)
-        return ModelSpec(source=f"saved:{path.resolve()}", source_sha256=sha256, **common)
+        return ModelSpec(source=f"saved:{absolute(path)}", source_sha256=sha256, **common)
     if ":" not in source:
         raise UserError(_no_model(source))
     return ModelSpec(source=_absolute(source), source_sha256=_source_sha256(source), **common)
@@ -157,8 +159,8 @@ def _existing(text: str, what: str) -> Path:
 def _absolute(source: str) -> str:
     path, _, function = source.rpartition(":")
     if path in NETWORK_FILES:
-        return f"{path}:{Path(function).resolve()}" if regular(Path(function), "checkpoint").is_file() else source
-    return f"{_existing(path, 'Python file').resolve()}:{function}" if path.endswith(".py") else source
+        return f"{path}:{absolute(Path(function))}" if regular(Path(function), "checkpoint").is_file() else source
+    return f"{absolute(_existing(path, 'Python file'))}:{function}" if path.endswith(".py") else source
 
 
 def _source_sha256(source: str) -> str:

@@ -22,7 +22,7 @@ from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.nets import models, saved_modules
 from dyno.worker.nets.saved_modules import INPUTS
 from dyno.worker.sessions.torch_support import evaluating, first_line, import_torch, positional, unwrapped
-from dyno.worker.spec import Dims, InputSpec, ModelSpec, UserError, to_json
+from dyno.worker.spec import Dims, InputSpec, ModelSpec, UserError, shorten, to_json
 
 Specs = tuple[InputSpec, ...]
 
@@ -245,4 +245,4 @@ def _quiet() -> Iterator[None]:
 
 
 def _line(e: Exception) -> str:
-    return first_line(e)[:200]
+    return shorten(first_line(e), 200)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Iterable
 from pathlib import Path
@@ -10,14 +11,19 @@ from typing import Any
 import numpy as np
 
 from dyno.store import sha256_of
+from dyno.worker.facts.json_values import LARGEST
 from dyno.worker.inputs.array_files import load_arrays
 from dyno.worker.record import regular
-from dyno.worker.spec import UserError, check_known
+from dyno.worker.spec import UserError, absolute, check_known
 
-TYPES = ("float32", "int64", "int32", "int16", "int8", "uint8", "bool")
+TYPES = (
+    "float32", "float16", "float64", "int64", "int32", "int16", "int8", "uint64", "uint32", "uint16", "uint8", "bool",
+)  # fmt: skip
 AXIS = r"(?:batch|height|width|\d+)"
 SHAPE = re.compile(rf"(.+):({AXIS}(?:x{AXIS})*)(?::([A-Za-z]\w*))?")
 BOOLS = {"true": True, "false": False}
+OTHER_KINDS = {"U": "text", "S": "text", "c": "complex numbers", "M": "dates", "m": "durations",
+               "V": "values of a type that NumPy doesn't have"}  # fmt: skip
 
 
 def overrides(inputs: Iterable[str], input_shapes: Iterable[str]) -> dict[str, dict[str, Any]]:
@@ -59,9 +65,14 @@ def _values(text: str) -> dict[str, dict[str, Any]]:
         raise UserError(
             f"input {text!r} is not NAME=VALUE such as sr=16000, NAME=LOW..HIGH such as ids=0..30521, or FILE.npz"
         )
+    if any(n != n or (dots and abs(n) == math.inf) for n in numbers):
+        raise UserError(f"input {text!r} has values that can't be drawn; give finite numbers")
+    if any(isinstance(n, int) and abs(n) >= LARGEST for n in numbers):
+        raise UserError(f"input {text!r} is larger than any number of an input; give one below 2**64")
     if dots and numbers[0] > numbers[1]:
         raise UserError(f"input {text!r} has a range whose end is below its start; write NAME=LOW..HIGH")
-    value_range = {"low": numbers[0], "high": numbers[-1]}
+    ends = [int(n) if isinstance(n, bool) else n for n in numbers]  # in a record they are numbers
+    value_range = {"low": ends[0], "high": ends[-1]}
     return {name: value_range if dots else {**value_range, "value": numbers[0]}}
 
 
@@ -91,8 +102,11 @@ def _arrays(path: Path) -> dict[str, dict[str, Any]]:
     sha256, by_name = sha256_of(path), {}
     for name, (shape, dtype) in arrays.items():
         axes = ["batch", *shape[1:]] if shape and shape[0] == rows else [*shape]
-        if not dtype.startswith("float"):
-            check_known(f"type of the array {name!r} in {path.name}", dtype, TYPES)
+        if not dtype.startswith("float") and dtype not in TYPES:
+            raise UserError(
+                f"the array {name!r} in {path.name} holds {OTHER_KINDS.get(np.dtype(dtype).kind, dtype)}; "
+                "give numbers or booleans"
+            )
         kind = "float32" if dtype.startswith("float") else dtype
-        by_name[name] = {"shape": axes, "dtype": kind, "feeds": str(path.resolve()), "feeds_sha256": sha256}
+        by_name[name] = {"shape": axes, "dtype": kind, "feeds": str(absolute(path)), "feeds_sha256": sha256}
     return by_name

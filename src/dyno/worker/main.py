@@ -46,7 +46,7 @@ from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, Record, one_line, read_json, save_arrays, write_record
 from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
-from dyno.worker.spec import SCHEMA, Artifact, Job, NoRoute, Unavailable, UserError, from_json
+from dyno.worker.spec import CUT, SCHEMA, Artifact, Job, NoRoute, Unavailable, UserError, from_json
 
 AS_THEY_ARE = ("probe", "cold_start")  # jobs that say what the user's own processes find
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
@@ -225,6 +225,8 @@ def perform(job: Job, journal: Journal, turns: Alone) -> Record:
     except Unavailable as e:
         return _ended(journal, "skipped", str(e))
     except UserError as e:
+        if CUT in str(e) and e.__cause__ is not None:
+            traceback.print_exc()  # the log has what was left out
         if isinstance(e, NoRoute):
             journal.facts(no_route=True)
         return _ended(journal, "failed", str(e))

@@ -14,7 +14,7 @@ from typing import IO, Any, BinaryIO
 
 from dyno.worker.facts.job import Facts
 from dyno.worker.inspection import Inspection
-from dyno.worker.spec import SCHEMA, Artifact, UserError, from_json, to_json
+from dyno.worker.spec import SCHEMA, Artifact, UserError, from_json, shorten, to_json
 
 STATUSES = ("ok", "skipped", "failed", "oom", "timeout", "crashed")
 TIMING = "DYNO_TIMING"  # the variable that tells a job where builders keep timings between jobs; unset: nowhere
@@ -191,8 +191,28 @@ def save_arrays(path: Path, arrays: Mapping[str, Any]) -> None:
 
 
 def write_record(folder: Path, record: Record) -> None:
-    """Store the record as FOLDER/record.json, atomically."""
-    write_json(folder / "record.json", to_json(record))
+    """Store the record as FOLDER/record.json, atomically.
+
+    A field that `read_record` would refuse is a fault of Dyno or a plug-in: the record is stored without it, as failed.
+    """
+    data: dict[str, Any] = to_json(record)
+    faults = {name: fault for name, item in data.items() if (fault := _fault(name, item))}
+    if faults:
+        reason = f"a fault of Dyno or of a plug-in, please report it: {'; '.join(faults.values())}"
+        data = {**{name: item for name, item in data.items() if name not in faults}, "status": "failed"}
+        data["reason"] = f"{record.reason}; {reason}" if data.get("reason") else reason
+    write_json(folder / "record.json", data)
+
+
+def _fault(name: str, item: Any) -> str:
+    """Why a record with that value of a field couldn't be read back; "" where it can."""
+    try:
+        from_json(Record, json.loads(json.dumps({"status": "ok", name: item})))
+    except UserError as e:
+        return str(e)
+    except (TypeError, ValueError) as e:  # of json: a value that it doesn't have
+        return f"Record.{name}: {e}"
+    return ""
 
 
 def check_schema(path: Path, data: Mapping[str, Any]) -> None:
@@ -242,4 +262,4 @@ def one_line(e: BaseException) -> str:
         lines.append(line)
         if not line.endswith(":"):
             break
-    return " ".join(lines)[:300] or "(no message)"
+    return shorten(" ".join(lines)) or "(no message)"

@@ -10,9 +10,12 @@ import dataclasses
 import difflib
 import hashlib
 import json
+import os
+import re
 import typing
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, TypeVar, Union
 
 from dyno.worker.facts.files import MadeBy
@@ -40,6 +43,11 @@ ENERGY = "energy"  # option of a job: for how many seconds it also runs at full 
 STARTED = "DYNO_STARTED"  # in a job's environment: the time of CLOCK_MONOTONIC when its process was started
 SLOWDOWN = "slowdown"  # option of a job, of the self-test's alone: by which share each run is slowed down on purpose
 
+CUT = "…"  # stands where something of a long message was left out
+SENTENCE_ENDS = re.compile(r"(?<=[.;!?])\s+(?=[A-Z\[(\"'])|,?\s+(?=Error\b)|(?=\[\w*Error\])")
+WRONG = re.compile(
+    r"\b(?:[Ee]rror|must|should|expect|cannot|can't|not|un[a-z]+|[Ii]nvalid|in[a-z]+|mis[a-z]+|instead|[Ff]ail)"
+)
 Option = Union[str, int, float, bool]
 T = TypeVar("T")
 
@@ -78,9 +86,32 @@ def plain(text: object) -> str:
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
 
 
+def shorten(text: object, most: int = 300) -> str:
+    """Return the text as one line of at most so many characters.
+
+    Of a longer one the last sentence that says what is wrong comes first, and the beginning behind it: libraries put
+    that sentence behind lists of nodes, types and places.
+    """
+    line = " ".join(str(text).split())
+    if len(line) <= most:
+        return line
+    sentences = [each for each in SENTENCE_ENDS.split(line) if each]
+    said = next((each for each in reversed(sentences) if WRONG.search(each)), sentences[-1]).strip(" ,;")
+    half = most // 2 - 4
+    said = said if len(said) <= half else f"{said[: half // 2]} {CUT} {said[-half // 2 :]}"
+    return f"{said} ({line[:half].rstrip()} {CUT})"
+
+
 def numbered(count: int, noun: str, many: str = "") -> str:
     """`1 image`, `2 images`; `many` where the plural takes more than an s."""
     return f"{count} {noun if count == 1 else many or f'{noun}s'}"
+
+
+def absolute(path: Path) -> Path:
+    """The path from the root on, its links as they are: what they point to may have another name and no suffix."""
+    plain = Path(os.path.abspath(path))  # noqa: PTH100 - Path has nothing that leaves links alone
+    # Behind a link to a folder `..` is another folder than the text says.
+    return path.resolve() if path.exists() and not (plain.exists() and plain.samefile(path)) else plain
 
 
 def check_utf8(name: str) -> None:
@@ -385,7 +416,19 @@ def to_json(value: Any) -> Any:
         return {f.name: to_json(getattr(value, f.name)) for f in dataclasses.fields(value)}
     if isinstance(value, dict):
         return {key: to_json(item) for key, item in value.items()}
+    if hasattr(value, "tolist"):  # a number of NumPy's
+        return value.tolist()
     return [to_json(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def check_readable(value: Any) -> Any:
+    """The dataclass as `to_json` has it; a `UserError` names what `from_json` would refuse, or JSON doesn't have."""
+    data = to_json(value)
+    try:
+        from_json(type(value), json.loads(json.dumps(data)))
+    except (TypeError, ValueError) as e:
+        raise UserError(f"{type(value).__name__} can't be stored as JSON: {e}") from e
+    return data
 
 
 def from_json(cls: type[T], data: Any) -> T:

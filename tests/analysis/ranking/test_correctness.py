@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -168,3 +169,116 @@ def test_trials_of_other_weights_are_not_called_wrong(tmp_path: Path) -> None:
         synthetic.write_run(tmp_path / "run", [Way("pytorch", "fp32", facts={"weights_sha256": "a" * 64}), other])
     )
     assert check(*reversed(results.trials)) is None
+
+
+def _class_maps(
+    folder: Path, precision: str, change: Callable[[np.ndarray], None], dtype: str = "int64"
+) -> Correctness:
+    """How a class map of 40 classes is judged whose copy, as the other engine left it, was changed in place."""
+    results = _run(folder, Way("onnxruntime", precision, 0.001))
+    reference = np.random.default_rng(1).integers(0, 40, (12, 64, 64)).astype(dtype)
+    own = reference.copy()
+    change(own)
+    _change(results.trials[0], lambda a: reference)
+    _change(results.trials[1], lambda a: own)
+    held = check(*reversed(load(folder).trials))
+    assert held is not None and held.labels_changed == pytest.approx((own != reference).mean())
+    return held
+
+
+def _next_class(rows: int, columns: int) -> Callable[[np.ndarray], None]:
+    """Another class for the pixels of a corner of each map, beside the first in its number."""
+
+    def change(a: np.ndarray) -> None:
+        a[:, :rows, :columns] += 1
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("precision", "rows", "columns", "ok"),
+    [
+        ("fp32", 0, 0, True), ("fp32", 1, 1, True), ("fp32", 3, 8, False), ("fp16", 1, 16, True), ("fp16", 8, 8, False),
+        ("int8", 8, 16, True), ("int8", 16, 16, True), ("int8", 24, 24, False), ("int8", 64, 22, False),
+        ("bf16", 64, 22, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["int64", "uint8"])
+def test_of_class_maps_the_share_of_pixels_that_change_decides(
+    tmp_path: Path, precision: str, rows: int, columns: int, ok: bool, dtype: str
+) -> None:
+    held = _class_maps(tmp_path / "run", precision, _next_class(rows, columns), dtype)
+    assert held.ok is ok and np.isnan(held.error)
+    assert held.labels_changed == pytest.approx(rows * columns / 64**2)
+    assert held.reason == "" if ok else f"{precision} allows" in held.reason and "of labels differ" in held.reason
+
+
+def test_one_map_whose_third_changed_is_wrong_however_many_others_there_are(tmp_path: Path) -> None:
+    def change(a: np.ndarray) -> None:
+        a[3, :22] += 1
+
+    held = _class_maps(tmp_path / "run", "int8", change)
+    assert not held.ok and "34 % of labels differ in one input" in held.reason
+
+
+def test_labels_beyond_the_whole_numbers_of_float32_are_compared_exactly(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
+    reference = np.full((12, 4), 2**53 + 1, np.int64)
+    _change(results.trials[0], lambda a: reference)
+    _change(results.trials[1], lambda a: reference - 1)
+    held = check(*reversed(load(tmp_path / "run").trials))
+    assert held is not None and not held.ok and held.labels_changed == 1
+
+
+def test_booleans_are_labels_and_pixels_are_none(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    mask, image = rng.random((12, 1, 32, 32)) < 0.5, rng.integers(0, 250, (12, 3, 32, 32)).astype(np.uint8)
+    for name, reference, own, ok in (
+        ("mask", mask, mask ^ (rng.random(mask.shape) < 0.1), False),
+        ("image", image, image + rng.integers(0, 2, image.shape).astype(np.uint8), True),
+        ("other image", image, rng.permuted(image, axis=3), False),
+    ):
+        results = _run(tmp_path / name, Way("onnxruntime", "fp16", 0.001))
+        _change(results.trials[0], lambda a, reference=reference: reference)
+        _change(results.trials[1], lambda a, own=own: own)
+        held = check(*reversed(load(tmp_path / name).trials))
+        assert held is not None and held.ok is ok, name
+        assert np.isnan(held.labels_changed) == (name != "mask")
+
+
+def test_scores_and_labels_of_one_network_are_judged_each_by_its_kind(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "fp16", 0.001))
+    labels = np.arange(360) % 7
+    for number, trial in enumerate(results.trials):
+        for stored in trial.rounds:
+            scores = np.load(stored.folder / "outputs.npz")["output:output"] * (1 + 1e-3 * number)
+            own = np.where(np.arange(360) < 100 * number, labels + 1, labels)
+            np.savez(stored.folder / "outputs.npz", **{"output:output": scores, "output:classes": own})
+    held = check(*reversed(load(tmp_path / "run").trials))
+    assert held is not None and not held.ok and held.error == pytest.approx(1e-3, rel=1e-2)
+    assert held.reason == "28 % of labels differ (fp16 allows 1 %)"
+
+
+def test_indices_of_equal_scores_may_change_places_and_others_may_not(tmp_path: Path) -> None:
+    scores = np.tile(np.array([9.0, 8.0, 4.0, 4.0 - 1e-4, 1.0], np.float32), (50, 1))
+    indices = np.tile(np.array([5, 3, 8, 2, 7]), (50, 1))
+    for name, order, ok in (("tied", [0, 1, 3, 2, 4], True), ("apart", [1, 0, 2, 3, 4], False)):
+        results = _run(tmp_path / name, Way("onnxruntime", "fp32", 0.001))
+        for number, trial in enumerate(results.trials):
+            for stored in trial.rounds:
+                own = indices[:, order] if number else indices
+                np.savez(stored.folder / "outputs.npz", **{"output:scores": scores, "output:indices": own})
+        held = check(*reversed(load(tmp_path / name).trials))
+        assert held is not None and held.ok is ok, name
+
+
+def test_the_verdict_says_how_many_labels_differ(tmp_path: Path) -> None:
+    for rows, said in (
+        (0, "no label differs"),
+        (4, "6.2 % of labels differ"),
+        (8, "12 % of labels differ (int8 allows 10 %)"),
+    ):
+        _class_maps(tmp_path / str(rows), "int8", _next_class(rows, 64))
+        text = "\n".join(verdict.sentences(trial_table.read(load(tmp_path / str(rows)))))
+        assert said in text
+        assert ("gave wrong outputs" in text) == (rows == 8)

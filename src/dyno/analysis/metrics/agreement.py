@@ -20,7 +20,7 @@ RANKS = 10
 class Agreement(Closeness):
     """How close the values of A are to those of B (the reference) over all outputs of so many inputs."""
 
-    samples: int
+    samples: int = 0
 
 
 @dataclass(frozen=True)
@@ -38,18 +38,16 @@ def agree(
     """Compare outputs by name, each [N, ...]; UserError when names or shapes differ, N apart (the shorter counts)."""
     if set(own) != set(reference) or not own:
         raise UserError(f"outputs differ in name: {', '.join(own) or 'none'} against {', '.join(reference) or 'none'}")
-    parts = [_flat(name, own[name], reference[name]) for name in reference]
-    a, b = (np.concatenate([part[side] for part in parts]) for side in (0, 1))
-    found = closeness(a, b, rtol, atol)
+    found = closeness([_cut(name, own[name], reference[name]) for name in reference], rtol, atol)
     samples = min(min(len(own[n]), len(reference[n])) for n in reference)
     return Agreement(**vars(found), samples=samples)
 
 
-def _flat(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _cut(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if a.shape[1:] != b.shape[1:]:
         raise UserError(f"output {name!r} differs in shape: {list(a.shape)} against {list(b.shape)}")
     n = min(len(a), len(b))
-    return a[:n].astype(np.float64).ravel(), b[:n].astype(np.float64).ravel()
+    return a[:n], b[:n]
 
 
 def of(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float = ATOL) -> Agreement | None:

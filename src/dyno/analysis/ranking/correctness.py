@@ -5,6 +5,8 @@ The speed of a graph with other outputs is meaningless: such a trial is in no ra
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -14,10 +16,12 @@ from dyno.analysis.metrics import agreement, box_agreement
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.ranking.references import incomparable
 from dyno.analysis.records.results import TrialResult
+from dyno.worker.facts.numerics import MANY, is_labels
 from dyno.worker.numerics.closeness import errors as distances
 
 AGREE, WRONG = "agree", "wrong outputs"  # of a row's outputs; the second begins the verdict of a row without a speed
 EXACT = 1e-5  # relative error below which digits say nothing
+MOST_OF_ONE = 0.3  # of the labels of an input
 
 
 @dataclass(frozen=True)
@@ -27,43 +31,50 @@ class Tolerance:
 
     Up to `close` outputs agree, beyond `limit` they are wrong. Between the two the task decides: the share of inputs
     whose class (or of sure detections whose box) changes may be `changed`. Of the inputs, `quantile` must hold it.
+    Of an output's labels (see `is_labels`) the share `labels` may differ.
     """
 
     close: float
     limit: float
     changed: float
+    labels: float
     quantile: float = 1.0
 
 
 TOLERANCES = {
-    "fp32": Tolerance(1e-3, 1e-2, 0.01),
-    "tf32": Tolerance(5e-3, 5e-2, 0.01),
-    "fp16": Tolerance(1e-2, 1e-1, 0.02),
-    "bf16": Tolerance(5e-2, 3e-1, 0.05),
-    "int8": Tolerance(1e-1, 6e-1, 0.10, 0.95),
-    "fp8": Tolerance(1e-1, 6e-1, 0.10, 0.95),
-    "int4": Tolerance(2e-1, 6e-1, 0.20, 0.95),
-    "fp4": Tolerance(2e-1, 6e-1, 0.20, 0.95),
-    "int2": Tolerance(3e-1, 8e-1, 0.30, 0.95),
+    "fp32": Tolerance(1e-3, 1e-2, 0.01, 0.001),
+    "tf32": Tolerance(5e-3, 5e-2, 0.01, 0.005),
+    "fp16": Tolerance(1e-2, 1e-1, 0.02, 0.01),
+    "bf16": Tolerance(5e-2, 3e-1, 0.05, 0.05),
+    "int8": Tolerance(1e-1, 6e-1, 0.10, 0.10, 0.95),
+    "fp8": Tolerance(1e-1, 6e-1, 0.10, 0.10, 0.95),
+    "int4": Tolerance(2e-1, 6e-1, 0.20, 0.20, 0.95),
+    "fp4": Tolerance(2e-1, 6e-1, 0.20, 0.20, 0.95),
+    "int2": Tolerance(3e-1, 8e-1, 0.30, 0.30, 0.95),
 }
 
 
 @dataclass(frozen=True)
 class Correctness:
-    """How far a trial's outputs are from its reference's: the relative `error`, the share of answers that `changed`
-    (None where there are no answers to compare), and the tolerance."""
+    """How far a trial's outputs are from its reference's: the relative `error` (NaN where all outputs are labels), the
+    share of answers that `changed` (None where there are no answers to compare), and the tolerance.
+
+    `labels_changed` is the largest share of an output's labels that differ (NaN: none has labels)."""
 
     error: float
     changed: float | None
     tolerance: Tolerance
     precision: str
-    mismatch: str = ""  # what is wrong whatever the error: other shapes, or too many other boxes
+    mismatch: str = ""  # what is wrong whatever the error: other shapes, too many other boxes or labels
+    labels_changed: float = math.nan
 
     @property
     def ok(self) -> bool:
         """Whether the outputs are within the tolerance."""
-        if self.mismatch or not self.error <= self.tolerance.limit:
+        if self.mismatch or self.error > self.tolerance.limit:
             return False
+        if math.isnan(self.error):
+            return True
         return self.error <= self.tolerance.close or self.changed is None or self.changed <= self.tolerance.changed
 
     @property
@@ -73,14 +84,22 @@ class Correctness:
             return self.mismatch
         allowed = self.tolerance
         text = f"off by {significant(self.error, 2)} of their size"
-        if not self.error <= allowed.limit:
+        if self.error > allowed.limit:
             return f"{text} ({self.precision} allows {allowed.limit:g})"
         return f"{text} and {self.changed:.1%} of the answers changed ({self.precision} allows {allowed.changed:.0%})"
 
 
-def distance(error: float) -> str:
-    """How far outputs are from the reference's, in words."""
-    return f"off by {show(error, 'percentage', 2)}" if error > EXACT else f"to {show(EXACT, 'percentage', 1)}"
+def distance(error: float, labels_changed: float = math.nan) -> str:
+    """How far outputs are from the reference's, in words; `labels_changed` in percent."""
+    words = []
+    if not math.isnan(error):
+        words.append(
+            f"off by {show(error, 'percentage', 2)}" if error > EXACT else f"to {show(EXACT, 'percentage', 1)}"
+        )
+    if not math.isnan(labels_changed):
+        share = show(labels_changed / 100, "percentage", 2)
+        words.append(f"{share} of labels differ" if labels_changed else "no label differs")
+    return ", ".join(words)
 
 
 def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
@@ -109,12 +128,61 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
         text = f"other numbers of rows for {apart:.1%} of the inputs ({precision} allows {tolerance.changed:.0%})"
         return Correctness(np.inf, None, tolerance, precision, text)
     channels = trial.task.labels == "objects" and tolerance.quantile == 1
-    errors = [distances(a, b, channels) for a, b in zip(own, other, strict=True)]
-    if not any(e.size for e in errors):
+    pairs = [(a[:n], b[:n]) for a, b in zip(own, other, strict=True) if (n := min(len(a), len(b))) and b[:1].size]
+    if not pairs:
         return None
-    worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors if e.size), default=0.0)
-    changed = None if worst <= tolerance.close else _changed(trial, reference, own[0], other[0], tolerance)
-    return Correctness(worst, changed, tolerance, precision)
+    values = [pair for pair in pairs if not is_labels(pair[1])]
+    errors = [distances(a, b, channels) for a, b in values]
+    worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors), default=math.nan)
+    changed = _changed(trial, reference, own[0], other[0], tolerance) if worst > tolerance.close else None
+    labels = [_compare_labels(*pair, values, tolerance, precision) for pair in pairs if is_labels(pair[1])]
+    mismatch = next((wrong for _, wrong in labels if wrong), "")
+    share = max((share for share, _ in labels), default=math.nan)
+    return Correctness(worst, changed, tolerance, precision, mismatch, share)
+
+
+def _compare_labels(
+    own: np.ndarray,
+    other: np.ndarray,
+    values: Sequence[tuple[np.ndarray, np.ndarray]],
+    tolerance: Tolerance,
+    precision: str,
+) -> tuple[float, str]:
+    """The share of an output's labels that differ, and what is wrong with it, else "".
+
+    One label may differ by chance where there are enough; in no input of many may too large a part.
+    """
+    differs = own != other
+    scores = next((b for _, b in values if _are_ranked(b, other)), None)
+    if scores is not None:
+        differs &= ~_are_tied(own, other, scores, tolerance.limit)
+    share = float(differs.mean())
+    if share > tolerance.labels and not (differs.sum() == 1 and differs.size >= MANY):
+        return (
+            share,
+            f"{show(share, 'percentage', 2)} of labels differ ({precision} allows {100 * tolerance.labels:g} %)",
+        )
+    most = float(differs.reshape(len(differs), -1).mean(axis=1).max())
+    if most > MOST_OF_ONE and differs[0].size >= MANY:
+        return share, f"{show(most, 'percentage', 2)} of labels differ in one input ({100 * MOST_OF_ONE:g} % may)"
+    return share, ""
+
+
+def _are_ranked(scores: np.ndarray, indices: np.ndarray) -> bool:
+    """Whether these are the scores of indices of a top-k, the highest first."""
+    return bool(scores.shape == indices.shape and scores.ndim == 2 and scores.shape[1] > 1
+                and (np.diff(scores.astype(np.float64), axis=1) <= 0).all())  # fmt: skip
+
+
+def _are_tied(own: np.ndarray, other: np.ndarray, scores: np.ndarray, limit: float) -> np.ndarray:
+    """Whether each of a top-k's indices may stand at its rank: the reference's score of it is as near to that rank's as
+    the tolerance allows each score. Of one that the reference doesn't list that score is at most its last."""
+    scores = scores.astype(np.float64)
+    room = limit * np.sqrt(np.mean(scores**2, axis=1, keepdims=True))
+    listed = own[:, :, None] == other[:, None, :]
+    theirs = np.where(listed.any(axis=2), np.take_along_axis(scores, listed.argmax(axis=2), axis=1), scores[:, -1:])
+    tied: np.ndarray = np.abs(theirs - scores) <= room
+    return tied
 
 
 def _boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Correctness | None:
@@ -137,7 +205,7 @@ def _changed(
     """Share of the reference's answers that the trial doesn't give; None where there are no answers."""
     if boxes := box_agreement.of(trial, reference):
         return 1 - min(boxes.share, boxes.own_share if boxes.own_share is not None else 0.0)
-    if trial.task.labels != "classes" or own.ndim != 2 or own.shape[1] < 2:
+    if trial.task.labels != "classes" or is_labels(other) or own.ndim != 2 or own.shape[1] < 2:
         return None
     count = min(len(own), len(other))
     a, b = own[:count].astype(np.float64), other[:count].astype(np.float64)

@@ -15,10 +15,12 @@ from dyno.worker.spec import ENDPOINT
 @dataclass(frozen=True)
 class Outputs:
     """A trial's outputs against those of the trial called `against`: `word` is the table's ("" where they weren't
-    compared), `error` the relative error, `wrong` what is wrong with them, and `missing` why they weren't compared."""
+    compared), `error` the relative error, `labels_changed` the percent of labels that differ, `wrong` what is wrong
+    with them, and `missing` why they weren't compared."""
 
     word: str = ""
     error: float = math.nan
+    labels_changed: float = math.nan
     wrong: str = ""
     against: str = ""
     missing: str = ""
@@ -27,12 +29,12 @@ class Outputs:
 def of_run(run: RunData) -> dict[str, Outputs]:
     """Those of each trial of the run, by its id."""
     found = {}
-    columns = [run.frame[name] for name in ("trial", "outputs", "output_error", "verdict")]
-    for id, word, error, verdict in zip(*columns, strict=True):
+    columns = [run.frame[name] for name in ("trial", "outputs", "output_error", "labels_changed", "verdict")]
+    for id, word, error, labels, verdict in zip(*columns, strict=True):
         trial, other = run.trials[id], run.compared.get(id)
         if word and other:
             wrong = word == WRONG
-            found[id] = Outputs(word, float(error), verdict if wrong else "", other.configuration)
+            found[id] = Outputs(word, float(error), float(labels), verdict if wrong else "", other.configuration)
         else:
             found[id] = Outputs(missing=_missing(trial, other, run))
     return found

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 
 from dyno.analysis import stats
 from dyno.analysis.presentation.limits import duration, limited, limits_of, printed
-from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.serve import runs, words
 from dyno.analysis.serve.figures import QUANTILES, Tried
@@ -65,7 +65,7 @@ def _outputs(outputs: Outputs) -> Row:
     if not outputs.word:
         return {}
     verdict = {"verdict": outputs.wrong} if outputs.wrong else {}
-    return {"outputs": outputs.word, "output_error": outputs.error, **verdict}
+    return {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed, **verdict}
 
 
 def _compared(gain: Speedup | None, first: bool, outputs: Outputs) -> Row:
@@ -136,6 +136,8 @@ SERVE_COLUMNS = (
     Column("lanes", "batches at once", kind=COUNT, rank=7),
     Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT, rank=6),
     Column("output_error", "relative error of the outputs against the reference's", title="output error", rank=6),
+    Column("labels_changed", "share of the outputs' labels (whole numbers, booleans) that differ", "%", PERCENT,
+           title="labels that differ", rank=6),
     Column("speedup", "highest rate over the reference's", kind=RATIO, interval=True, rank=1),
     *limits_of("speedup", "", RATIO),
     Column("verdict", "on the highest rate, against the reference", kind=TEXT, rank=1),

@@ -62,7 +62,7 @@ def _wrong(served: Served) -> Iterator[str]:
 def _right(served: Served) -> Iterator[str]:
     outputs = served.outputs
     if outputs.word and not outputs.wrong:
-        yield f"Outputs agree with those of {outputs.against}, {distance(outputs.error)}."
+        yield f"Outputs agree with those of {outputs.against}, {distance(outputs.error, outputs.labels_changed)}."
     elif outputs.missing:
         yield f"Outputs are compared with none: {outputs.missing}."
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import Any
 
@@ -91,6 +92,7 @@ def _row(name: str, reference: str, result: Agreement) -> dict[str, Any]:
         "trial": name, "reference": reference, "inputs": result.samples, "values": result.count, "close": result.close,
         "max_abs": result.max_abs, "mean_abs": result.mean_abs, "max_rel": result.max_rel,
         "nonfinite": result.nonfinite,
+        **({} if math.isnan(result.labels_changed) else {"labels_changed": 100 * result.labels_changed}),
     }  # fmt: skip
 
 
@@ -104,13 +106,15 @@ def columns(rtol: float, atol: float) -> tuple[Column, ...]:
         Column("reference", "the trial that it is compared with", kind=TEXT, title="against", rank=2),
         Column("inputs", "that both answered", kind=COUNT, rank=3),
         Column("values", "that were compared", kind=COUNT, rank=1),
-        Column("close", "share of values with |a - b| <= atol + rtol |b|, 0 to 1",
+        Column("close", "share of values with |a - b| <= atol + rtol |b|, of labels of the same, 0 to 1",
                title=f"close, % (rtol {rtol:g}, atol {atol:g})", cell=lambda row: f"{100 * row['close']:.2f}"),
         Column("max_abs", "largest |a - b|", title="max abs"),
         Column("mean_abs", "mean |a - b|", title="mean abs"),
         Column("max_rel", "largest |a - b| / |b|", title="max rel"),
         Column("nonfinite", "values that are NaN or infinite where the reference's are not", kind=COUNT,
                title="not finite"),
+        Column("labels_changed", "share of the whole numbers and booleans that differ", "%", PERCENT,
+               title="labels that differ"),
     )  # fmt: skip
 
 

@@ -161,6 +161,7 @@ COLUMNS = (
     Column("set_aside", "images not tested on, as they are for calibration", kind=COUNT),
     Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT),
     Column("output_error", "relative error of the outputs against the reference's"),
+    Column("labels_changed", "share of the outputs' labels (whole numbers, booleans) that differ", "%", PERCENT),
     Column("answers_changed", "share of answers that are not the reference's", "%", PERCENT),
     Column("measured", "beside its reference: in turns, or one after the other", kind=TEXT),
     Column("route", "by which the ONNX file was made", kind=TEXT),

@@ -141,11 +141,12 @@ def _outputs(against: Comparison, row: Mapping[str, Any]) -> dict[str, Any]:
     if outputs is None:
         return {}
     accurate = (
-        bool(against.budgets) and row.get("budget") == accuracy.WITHIN and outputs.error <= outputs.tolerance.limit
+        bool(against.budgets) and row.get("budget") == accuracy.WITHIN and not outputs.error > outputs.tolerance.limit
     )
     columns: dict[str, Any] = {
         "output_error": outputs.error,
         "answers_changed": math.nan if outputs.changed is None else 100 * outputs.changed,
+        "labels_changed": 100 * outputs.labels_changed,
         "outputs": AGREE if outputs.ok or accurate else WRONG,
     }
     if columns["outputs"] == WRONG and not str(row["verdict"]).startswith(INCOMPARABLE):

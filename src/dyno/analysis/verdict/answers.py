@@ -188,9 +188,11 @@ def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
     compared = run.compared.get(winner["trial"])
     if compared is not None and winner["reference"] == winner["trial"] == compared.id:
         parts.append("it is what the others' outputs are compared with")
-    elif winner["outputs"] and not isnan(winner["output_error"]):
+    elif winner["outputs"]:
         name = compared.configuration if compared else "the reference"
-        parts.append(f"outputs agree with those of {name}, {distance(winner['output_error'])}")
+        parts.append(
+            f"outputs agree with those of {name}, {distance(winner['output_error'], winner['labels_changed'])}"
+        )
     else:
         parts.append("its outputs were not compared with any")
     parts += [_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))

@@ -69,8 +69,8 @@ def _accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Figure]:
         known = not isnan(ranking.metric.change_in(winner)[0])
         lost = f", {change} points [{low}, {high}] against the reference" if known else ""
         yield Figure("accuracy", f"{value:.2f} %", f"{ranking.metric.label}{lost}")
-    elif not isnan(winner["output_error"]):
-        yield Figure("outputs", "agree", distance(winner["output_error"]))
+    elif winner["outputs"]:
+        yield Figure("outputs", "agree", distance(winner["output_error"], winner["labels_changed"]))
 
 
 def _cost(winner: pd.Series) -> Iterator[Figure]:

@@ -17,7 +17,7 @@ from dyno.placement.clusters.node import Described, Node
 from dyno.placement.clusters.remote import Lost, RemoteHost, Silent, check_device, distinct, gpu, processors, same_dyno
 from dyno.placement.places import Place
 from dyno.worker.extras import install
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, shorten
 
 START_S = 120.0  # that a node has to start Ray's process with Dyno in it
 CONNECT_S = 10.0  # for a connection to the head node
@@ -52,7 +52,7 @@ def places(address: str, device: str) -> Iterator[list[Place]]:
         raise KeyboardInterrupt from e
     except (ConnectionError, RuntimeError, ValueError, OSError) as e:
         where = f"at {address}" if address else "here"
-        raise UserError(f"no Ray cluster answers {where}: {' '.join(str(e).split())[:200]}") from e
+        raise UserError(f"no Ray cluster answers {where}: {shorten(e, 200)}") from e
     try:
         yield _places(device)
     finally:

@@ -26,13 +26,22 @@ from dyno.worker.inputs.shapes import fitted, static_shapes
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
 from dyno.worker.option_values import Check, flag, whole
-from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, Trial, Unavailable, UserError, shorten
 
 ENGINE = "OpenVINO"
 # Left to itself OpenVINO computes an FP32 model in bfloat16 where the CPU can, so every precision is asked for by name.
 HINTS = {"fp32": "f32", "bf16": "bf16", "fp16": "f16", **dict.fromkeys(("int8", *STORED), "f32")}
 # What the CPU plugin must be able to do before a hint is more than a wish.
 CAPABILITIES = {"bf16": "BF16", "fp16": "FP16"}
+NUMPY_TYPES = {"boolean": "bool"} | {
+    f"{letter}{bits}": f"{kind}{bits}"
+    for letter, kind, sizes in (
+        ("f", "float", (16, 32, 64)),
+        ("i", "int", (8, 16, 32, 64)),
+        ("u", "uint", (8, 16, 32, 64)),
+    )
+    for bits in sizes
+}  # of its element types
 PROFILED_RUNS = 3
 # OpenVINO tells a layer's mean since the compilation, in whole microseconds: a repeat of a profile is a compilation.
 REPEATS, DISCARDED = 5, 2
@@ -343,7 +352,11 @@ def _tensor_of(port: Any, place: int) -> Tensor:
     else:
         name = file_name
     shape = tuple("" if dim.is_dynamic else dim.get_length() for dim in port.get_partial_shape())
-    return Tensor(name, port.get_element_type().to_dtype().name, shape)
+    kind = port.get_element_type().get_type_name()  # its to_dtype() takes bf16 for float16
+    if kind not in NUMPY_TYPES:
+        raise UserError(f"{name!r} is {'text' if kind == 'string' else kind}, which no array of numbers holds; "
+                        "convert the model with inputs and outputs of float32")  # fmt: skip
+    return Tensor(name, NUMPY_TYPES[kind], shape)
 
 
 def _computes_in(precision: str) -> bool:
@@ -362,6 +375,6 @@ def _loading_error(error: Exception, what: str) -> Exception:
     _raise_if_memory(error, what)
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     if unknown := next((line for line in lines if "No conversion rule found" in line), ""):
-        return UserError(f"{what}: OpenVINO doesn't support {unknown.rpartition('operations: ')[2][:300]}")
+        return UserError(f"{what}: OpenVINO doesn't support {shorten(unknown.rpartition('operations: ')[2])}")
     text = next((line for line in reversed(lines) if not line.startswith("Exception from")), str(error))
-    return UserError(f"{what}: {text[:300]}")
+    return UserError(f"{what}: {shorten(text)}")

@@ -11,7 +11,7 @@ from typing import Any, Union
 
 from dyno.worker.facts.sparse import Sparse
 
-LARGEST = 2**63  # a whole number beyond fits no array, and is none that Dyno wrote
+LARGEST = 2**64  # a whole number from there on fits no array, and is none that Dyno wrote
 EARLIER = "earlier name"  # in a field's metadata: the name under which older records store it
 
 

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 from dyno.worker.facts.sparse import Sparse
+
+MANY = 16  # labels, of which one may differ by chance
 
 
 @dataclass(frozen=True)
@@ -61,3 +64,15 @@ class LayerErrors(Sparse):
     mismatched: int = 0
     reference_layers: int = 0
     parts: int = 0
+
+
+def is_labels(array: Any) -> bool:
+    """Whether an output's values are labels, which are the same or not, and no quantities that are more or less apart.
+
+    Booleans and whole numbers are, but for those of one byte with several channels (N x C, or N x C x H x W in either
+    order): pixels, or scores that a quantised network doesn't convert back.
+    """
+    kind, shape = array.dtype.kind, array.shape
+    if kind not in "iu" or array.dtype.itemsize > 1:
+        return bool(kind in "biu")
+    return not (len(shape) in (2, 4) and min(shape[1], shape[-1]) > 1)

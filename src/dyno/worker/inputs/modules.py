@@ -13,7 +13,7 @@ import numpy as np
 
 from dyno.worker.inputs import input_data as feeds
 from dyno.worker.inputs.layout import axes
-from dyno.worker.inputs.specs import BATCH, arguments, has_batch, tensors
+from dyno.worker.inputs.specs import BATCH, arguments, check_values, has_batch, tensors
 from dyno.worker.spec import DataSpec, Dims, InputSpec, ModelSpec, Tensor, UserError
 
 SIZE = ("height", "width")
@@ -108,7 +108,7 @@ def describe_file_inputs(
     keys = ("low", "high", "feeds", "feeds_sha256")
     ranges = {name: {key: override[key] for key in keys if key in override} for name, override in overrides.items()}
     base = [replace(specs.get(t.name, InputSpec(t.name)), dtype=t.dtype, shape=t.shape) for t in file]
-    return tuple(replace(spec, **ranges.get(spec.name, {})) for spec in base)
+    return tuple(check_values(replace(spec, **ranges.get(spec.name, {}))) for spec in base)
 
 
 def signature_of(module: Any) -> Signature:
@@ -204,8 +204,9 @@ def _range(example: Any) -> tuple[float | None, float | None]:
 
     if example.dtype == torch.bool or not example.numel():
         return None, None
-    finite = example[torch.isfinite(example)] if example.is_floating_point() else example
-    low, high = (finite.min().item(), finite.max().item()) if finite.numel() else (0, 0)
+    values = (example.detach().double() if example.is_floating_point() else example).cpu().numpy()
+    finite = values[np.isfinite(values)]
+    low, high = (finite.min().item(), finite.max().item()) if finite.size else (0, 0)
     if example.is_floating_point():
         constant = low == high and example.numel() > 1
         return (None, None) if constant or (example.ndim == 4 and low < 0) else (low, high)
@@ -242,7 +243,11 @@ def _overridden(
         fields["shape"] = tuple(override["shape"])
     if fields.get("dtype", base.dtype) != base.dtype and "low" not in override:
         fields |= {"low": None, "high": None}
-    return replace(base, **fields)
+    spec = replace(base, **fields)
+    if spec.dtype.startswith("float") and spec.dtype != "float32":
+        raise UserError(f"a module's floating-point inputs are float32, and --precision says in which type it runs; "
+                        f"omit the type {spec.dtype} of {name!r}")  # fmt: skip
+    return check_values(spec)
 
 
 def _symbolic(specs: tuple[InputSpec, ...]) -> ModuleInputs:

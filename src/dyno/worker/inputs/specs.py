@@ -78,9 +78,12 @@ class Values:
             return self._stored(spec, shape, number)
         rng = self._rng[spec.name]
         if spec.low is not None and spec.high is not None:
+            if spec.low == spec.high:
+                return np.full(shape, spec.low, spec.dtype)
             if spec.dtype.startswith("float"):
                 return rng.uniform(spec.low, spec.high, shape).astype(spec.dtype)
-            return rng.integers(int(spec.low), int(spec.high), shape, endpoint=True).astype(spec.dtype)
+            widest = np.uint64 if spec.dtype == "uint64" else np.int64
+            return rng.integers(int(spec.low), int(spec.high), shape, widest, endpoint=True).astype(spec.dtype)
         if "mask" in spec.name.lower() and shape and not spec.dtype.startswith("float"):
             return _mask(rng, spec.dtype, shape)
         return self._draw_default(rng, "uint8" if pixels else spec.dtype, shape)
@@ -94,7 +97,44 @@ class Values:
             array = array[np.arange(number * shape[0], (number + 1) * shape[0]) % len(array)]
         if array.shape != shape:
             raise UserError(f"{spec.feeds} has {spec.name!r} as {array.shape}, but the model takes {shape}")
-        return array.astype(spec.dtype)
+        return cast_exactly(array, spec)
+
+
+def check_values(spec: InputSpec) -> InputSpec:
+    """The input; a `UserError` where its type doesn't have the values that were given for it."""
+    ends = [end for end in (spec.low, spec.high) if end is not None]
+    try:
+        kind = np.dtype(spec.dtype)
+    except TypeError:
+        raise UserError(
+            f"input {spec.name!r} is {spec.dtype}, which NumPy doesn't have; give the model an input of float32"
+        ) from None
+    if kind.kind == "f":
+        least, most = float(np.finfo(kind).min), float(np.finfo(kind).max)
+    else:
+        least, most = (0, 1) if kind.kind == "b" else (int(np.iinfo(kind).min), int(np.iinfo(kind).max))
+    for end in ends:
+        if kind.kind != "f" and end % 1:
+            raise UserError(f"input {spec.name!r} is {spec.dtype}, so its values are whole numbers, not {end:g}")
+        if not (least <= end <= most or (kind.kind == "f" and abs(end) == np.inf)):
+            allowed = "true or false" if kind.kind == "b" else f"{least:g} to {most:g}"
+            raise UserError(f"input {spec.name!r} is {spec.dtype}, whose values are {allowed}, not {end:g}")
+    if spec.feeds:
+        cast_exactly(_read(spec), spec)
+    return spec
+
+
+def cast_exactly(array: np.ndarray, spec: InputSpec) -> np.ndarray:
+    """The array in the input's type; a `UserError` where that changes values by more than the rounding of floats."""
+    with np.errstate(invalid="ignore", over="ignore"):
+        cast: np.ndarray = array.astype(spec.dtype)
+    kept = np.isfinite(cast) == np.isfinite(array) if cast.dtype.kind == "f" else cast == array
+    if not np.all(kept):
+        value = array[~kept].flat[0]
+        raise UserError(
+            f"the array {spec.name!r} in {spec.feeds} has the value {value}, which {spec.dtype} doesn't have"
+        )
+    return cast
 
 
 def _mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray:

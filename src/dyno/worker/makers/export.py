@@ -28,7 +28,7 @@ from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, ops
 from dyno.worker.onnx_graph.fusible import fusible
 from dyno.worker.onnx_graph.opset import lower_file
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
-from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, UserError
+from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, UserError, shorten
 
 OPTIONS = ("exporter", "opset")
 EXPORTERS = ("auto", "dynamo", "torchscript")
@@ -364,7 +364,7 @@ def _last_line(e: BaseException) -> str:
     """The cause in one line: exporters wrap it in pages of advice."""
     while e.__cause__ is not None:
         e = e.__cause__
-    return f"{type(e).__name__}: {first_line(e)}"[:200]
+    return shorten(f"{type(e).__name__}: {first_line(e)}", 200)
 
 
 @contextlib.contextmanager

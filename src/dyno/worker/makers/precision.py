@@ -33,7 +33,18 @@ from dyno.worker.onnx_graph.opset import keep_metadata
 from dyno.worker.onnx_graph.placement import JOINTS
 from dyno.worker.onnx_graph.repair import to_fp32
 from dyno.worker.option_values import Check, flag, number, one_of, whole
-from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Trial, Unavailable, UserError, numbered
+from dyno.worker.spec import (
+    Artifact,
+    DataSpec,
+    Option,
+    Recipe,
+    Runtime,
+    Trial,
+    Unavailable,
+    UserError,
+    numbered,
+    shorten,
+)
 
 # Options of a trial on which its file depends.
 PREPARATION = ("samples", "method", "percentile", "quantizer", "exporter", "opset", "static", "fold", "input", "keep")
@@ -189,7 +200,7 @@ def _read(path: str) -> Any:
     try:
         model = import_onnx().load(path)
     except (OSError, DecodeError) as e:
-        raise UserError(f"{path} is not a readable ONNX file: {' '.join(str(e).split())[:200]}") from e
+        raise UserError(f"{path} is not a readable ONNX file: {shorten(e, 200)}") from e
     facts = read_graph_facts(model)
     if facts.precision in QUANTISED:
         raise UserError(

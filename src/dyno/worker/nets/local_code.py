@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 from dyno.worker.sessions.torch_support import import_torch, settings_kept
-from dyno.worker.spec import Unavailable, UserError
+from dyno.worker.spec import Unavailable, UserError, absolute
 
 
 def sha256_with_imports(file: Path) -> str:
@@ -36,18 +36,19 @@ def sha256_with_imports(file: Path) -> str:
 
 def local_files(file: Path) -> list[Path]:
     """The files below the file's own folder that it imports, directly or through each other, in alphabetical order."""
-    root, seen, todo = _root(file), {file.resolve()}, [file.resolve()]
+    file = absolute(file)
+    root, seen, todo = _root(file), {file}, [file]
     while todo:
         for path in _imported(todo.pop(), root):
             if path not in seen:
                 seen.add(path)
                 todo.append(path)
-    return sorted(seen - {file.resolve()})
+    return sorted(seen - {file})
 
 
 def _root(file: Path) -> Path:
     """The folder that absolute imports start from: for a package, its parent."""
-    folder = file.resolve().parent
+    folder = absolute(file).parent
     return folder.parent if file.name == "__init__.py" else folder
 
 
@@ -101,7 +102,7 @@ def load_file(path: Path, sha256: str) -> Any:
     if sha256 and sha256_with_imports(path) != sha256:
         what = f"model file {path}, or one that it imports,"
         raise UserError(f"{what} changed since the study was planned; run the same command again")
-    name = f"dyno_model_{hashlib.sha256(str(path.resolve()).encode()).hexdigest()[:12]}"
+    name = f"dyno_model_{hashlib.sha256(str(absolute(path)).encode()).hexdigest()[:12]}"
     spec = importlib.util.spec_from_file_location(name, path)
     assert spec is not None and spec.loader is not None  # true for every path that ends with .py
     module = importlib.util.module_from_spec(spec)
@@ -119,7 +120,7 @@ class _Beside(importlib.abc.MetaPathFinder):
     """
 
     def __init__(self, file: Path, name: str) -> None:
-        self._folder = str(file.resolve().parent)
+        self._folder = str(absolute(file).parent)
         self._named = {path.relative_to(_root(file)).parts[0].removesuffix(".py") for path in local_files(file)}
         self._own = {name}
 

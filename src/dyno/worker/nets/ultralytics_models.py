@@ -20,7 +20,7 @@ from dyno.worker.extras import install
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets import torch_archive
 from dyno.worker.nets.checkpoint import apply
-from dyno.worker.spec import ModelSpec, Preprocess, Unavailable, UserError
+from dyno.worker.spec import ModelSpec, Preprocess, Unavailable, UserError, shorten
 from dyno.worker.tasks import find as find_task
 
 QUIET = {
@@ -178,7 +178,7 @@ def _config(tasks: Any, source: str, name: str) -> dict[str, Any]:
 
             config["scale"] = (yaml.safe_load(Path(name).read_text(encoding="utf-8")) or {}).get("scale", "")
     except Exception as e:  # of the YAML reader, which the library chooses
-        raise UserError(f"{source} can't be read: {' '.join(str(e).split())[:200]}") from e
+        raise UserError(f"{source} can't be read: {shorten(e, 200)}") from e
     return config
 
 

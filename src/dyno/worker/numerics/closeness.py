@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import numpy as np
+
+from dyno.worker.facts.numerics import is_labels
 
 ATOL, RTOL = 1e-8, 1e-3
 MOST_VALUES = 4_000_000  # of each output that are compared by `errors`; from the first input on
@@ -16,9 +19,10 @@ FLOOR = 1e-3  # a channel's size counts as at least this share of the largest ch
 class Closeness:
     """Values of A against those of B (the reference).
 
-    `close` is the share with |a - b| <= atol + rtol * |b|; `max_abs`, `mean_abs` and `max_rel` (|a - b| / |b|, where b
-    isn't 0) are over the finite pairs. `nonfinite` counts values of A that are NaN or infinite where B's are not (they
-    are never close), `reference_nonfinite` such values of B; equal infinities and NaN at the same place agree.
+    `close` is the share with |a - b| <= atol + rtol * |b|, of labels that of the same ones; `max_abs`, `mean_abs` and
+    `max_rel` (|a - b| / |b|, where b isn't 0) are over the finite pairs that aren't labels. `nonfinite` counts values
+    of A that are NaN or infinite where B's are not (they are never close), `reference_nonfinite` such values of B;
+    equal infinities and NaN at the same place agree. `labels_changed` is the share of labels that differ (NaN: none).
     """
 
     count: int
@@ -28,32 +32,51 @@ class Closeness:
     max_rel: float
     nonfinite: int
     reference_nonfinite: int
+    labels_changed: float = math.nan
 
 
-def closeness(a: np.ndarray, b: np.ndarray, rtol: float, atol: float) -> Closeness:
-    """Compare two arrays of as many values, in double precision."""
-    a, b = (array.astype(np.float64).ravel() for array in (a, b))
+def closeness(pairs: Iterable[tuple[np.ndarray, np.ndarray]], rtol: float, atol: float) -> Closeness:
+    """Compare arrays of as many values, all pairs as one: labels exactly, and the rest in double precision."""
+    labels, values = [], [(np.zeros(0), np.zeros(0))]
+    for a, b in pairs:
+        if is_labels(b):
+            labels.append(np.ravel(a) == np.ravel(b))
+        else:
+            values.append((a.astype(np.float64).ravel(), b.astype(np.float64).ravel()))
+    a, b = (np.concatenate([pair[side] for pair in values]) for side in (0, 1))
     finite_a, finite_b = np.isfinite(a), np.isfinite(b)
     both = finite_a & finite_b
     error, size = np.abs(a[both] - b[both]), np.abs(b[both])
     same = ~finite_a & ~finite_b & ((a == b) | (np.isnan(a) & np.isnan(b)))
-    close = int((error <= atol + rtol * size).sum()) + int(same.sum())
-    nonzero = size > 0
+    kept = int(sum(equal.sum() for equal in labels))
+    close = kept + int((error <= atol + rtol * size).sum()) + int(same.sum())
+    label_count = sum(map(len, labels))
+    count, nonzero = len(a) + label_count, size > 0
     return Closeness(
-        count=len(a),
-        close=close / len(a) if len(a) else math.nan,
+        count=count,
+        close=close / count if count else math.nan,
         max_abs=float(error.max(initial=0.0)),
         mean_abs=float(error.mean()) if len(error) else math.nan,
         max_rel=float((error[nonzero] / size[nonzero]).max(initial=0.0)),
         nonfinite=int((~finite_a & ~same).sum()),
         reference_nonfinite=int((~finite_b).sum()),
+        labels_changed=1 - kept / label_count if label_count else math.nan,
     )
+
+
+def shares_changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """The share of each input's labels (axis 0) that differ."""
+    shares: np.ndarray = (a != b).reshape(len(a), -1).mean(axis=1) if b.size else np.zeros(0)
+    return shares
 
 
 def errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.ndarray:
     """|a - b| / |b| in the 2-norm of each input (axis 0); by channel (axis 1), the worst of them, where there are
-    several. What isn't finite is infinitely far off, but for the same at the same place."""
+    several. What isn't finite is infinitely far off, but for the same at the same place. Of labels it is the share
+    that differs."""
     count = min(len(a), len(b))
+    if is_labels(b):
+        return shares_changed(a[:count], b[:count])
     count = min(count, max(1, MOST_VALUES // max(1, a[:1].size)))
     if not count or not a[:1].size:
         return np.zeros(0)

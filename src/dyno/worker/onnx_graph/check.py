@@ -10,7 +10,7 @@ import numpy as np
 
 from dyno.worker.facts.files import Check
 from dyno.worker.onnx_graph.bf16 import EMULATION, emulated
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, shorten
 from dyno.worker.system import physical_cores
 
 Feeds = Mapping[str, np.ndarray]
@@ -66,4 +66,4 @@ def error_line(error: Exception) -> str:
     text = " ".join(str(error).split())
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
     text = re.sub(r"^Load model from .*? failed: ?", "", text)
-    return re.sub(r"^\S+\.(?:cc|h):\d+ .*?\) (?=\S)", "", text)[:300]
+    return shorten(re.sub(r"^\S+\.(?:cc|h):\d+ .*?\) (?=\S)", "", text))

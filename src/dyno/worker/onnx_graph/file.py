@@ -13,7 +13,7 @@ from dyno.worker.facts.files import MadeBy
 from dyno.worker.onnx_graph import opset, repair
 from dyno.worker.onnx_graph.graph_facts import GraphFacts, read_graph_facts
 from dyno.worker.onnx_graph.weights import beside, check_beside
-from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError
+from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError, shorten
 
 VALUES = {
     "sequence_type": "a sequence",
@@ -60,8 +60,7 @@ def check(path: str) -> None:
     except (onnx.checker.ValidationError, UnicodeDecodeError) as e:
         # Its message names a node: in other bytes than UTF-8 that is an error of its own, or lost (Python 3.11.2).
         said = "" if isinstance(e, UnicodeDecodeError) else str(e)
-        lines = [line.strip() for line in said.splitlines()[:2] if line.strip()]
-        reason = " ".join(lines)[:300] or "a name in it is not UTF-8; export it again"
+        reason = shorten(said) or "a name in it is not UTF-8; export it again"
         raise UserError(f"{path} is not a valid ONNX graph: {reason}") from e
 
 
@@ -73,8 +72,14 @@ def _only_tensors(path: str, sides: dict[str, Any]) -> None:
     for side, values in sides.items():
         for value in values:
             kind = value.type.WhichOneof("value") or "tensor_type"
-            if value.type.tensor_type.elem_type == onnx.TensorProto.STRING:
+            element = value.type.tensor_type.elem_type
+            if element == onnx.TensorProto.STRING:
                 raise UserError(f"{path}'s {side} {value.name!r} is text; {remedy}")
+            if kind == "tensor_type" and element and onnx.helper.tensor_dtype_to_np_dtype(element).kind not in "biuf":
+                name = onnx.TensorProto.DataType.Name(element).lower()
+                raise UserError(
+                    f"{path}'s {side} {value.name!r} is {name}, which NumPy doesn't have; cast it to float32"
+                )
             if kind in VALUES:
                 zipmap = kind == "map_type" or value.type.sequence_type.elem_type.HasField("map_type")
                 option = ", for scikit-learn's classifiers by skl2onnx's options={'zipmap': False}" if zipmap else ""

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.spec import UserError
+from dyno.worker.spec import UserError, shorten
 
 DOMAINS = ("", "ai.onnx")
 SPLIT_SIZES_OPSET = 13  # Split has its sizes as an input from here on; from 18 on it may have their number instead
@@ -37,7 +37,7 @@ def in_opset(model: Any, wanted: int) -> Any:
             converted = _shown(onnx.version_converter.convert_version(model, wanted))
         onnx.checker.check_model(converted, full_check=True)
     except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
-        reason = " ".join(str(e).split())[:160]
+        reason = shorten(e, 200)
         raise UserError(f"the graph can't be written in opset {wanted} instead of {opset(model)}: {reason}") from e
     return with_metadata(converted, model)
 

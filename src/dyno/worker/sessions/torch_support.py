@@ -14,7 +14,7 @@ from typing import Any
 from dyno.worker import system
 from dyno.worker.extras import install
 from dyno.worker.inputs.specs import arguments
-from dyno.worker.spec import InputSpec, Trial, Unavailable, UserError
+from dyno.worker.spec import InputSpec, Trial, Unavailable, UserError, shorten
 
 NATIVE = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fphp")}
 NO_COMPILER = "torch.compile needs a C++ compiler and found no {}; install one (Debian: apt-get install g++)"
@@ -222,8 +222,9 @@ def first_line(e: BaseException) -> str:
     happened, what happened."""
     text = str(e)
     if "TorchScript interpreter" in text and (found := SCRIPTED.findall(text)):
-        return str(found[-1])[:300]
-    return next((line.strip() for line in text.splitlines() if line.strip()), type(e).__name__)[:300].removesuffix(".")
+        return shorten(found[-1])
+    first = next((line.strip() for line in text.splitlines() if line.strip()), type(e).__name__)
+    return shorten(first).removesuffix(".")
 
 
 def allocator_peaks(torch: Any, device: Any) -> dict[str, Any]:

@@ -263,7 +263,7 @@ def _user_function(
 def _source_file(location: str) -> Path | None:
     """The one file of the code: a FILE.py, or a module of Dyno's own, which must not be needed to run the script."""
     if location.endswith(".py"):
-        return Path(location).resolve()
+        return Path(location)
     spec = importlib.util.find_spec(location) if location.startswith("dyno.") else None
     return Path(spec.origin) if spec and spec.origin else None
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.extras import install
-from dyno.worker.spec import Unavailable, UserError
+from dyno.worker.spec import Unavailable, UserError, shorten
 
 NAMES = {"tensorrt": "TensorRT", "tensorrt_rtx": "TensorRT-RTX"}  # by module
 INSTALL = {"tensorrt": "tensorrt", "tensorrt_rtx": "tensorrt-rtx"}
@@ -49,7 +49,7 @@ def load(product: str) -> Any:
     except ImportError as e:
         if e.name == product:
             raise Unavailable(f"{INSTALL[product]} is not installed in this Python; {install(INSTALL[product])}") from e
-        reason = " ".join(str(e).split())[:200]
+        reason = shorten(e, 200)
         raise Unavailable(f"{product} can't be imported ({reason}); is its folder of libraries on the path?") from e
     finally:
         sys.setdlopenflags(flags)
@@ -128,7 +128,7 @@ def reason(errors: list[str]) -> str:
     text = " ".join(first.split())
     text = re.sub(r"^(\d+: )?(\[\S+\] )?(I\w+::\w+: )?(Error Code \d+: )?", "", text)  # where in its sources, and codes
     text = re.sub(r"\.? ?In \w+ at \S+?:\d+", "", text)
-    return text[:300]
+    return shorten(text)
 
 
 def new_network(trt: Any, builder: Any, typed: bool) -> Any:
@@ -281,12 +281,12 @@ def parse_error(parser: Any, log: Any) -> str:
     text = " ".join(str(error.desc()).split())
     match = re.search(r'While parsing node number (\d+) \[(\w+)(?: -> "([^"]*)")?', log_text)
     if match is None:
-        return text[:300]
+        return shorten(text)
     name = re.search(r'Node name: (.*)|^(?:.*\s)?name: "([^"]*)"', log_text, re.MULTILINE)
     node = next((part for part in (name.groups() if name else ()) if part), "") or f"number {match[1]}"
     if re.search("UNSUPPORTED_NODE$", str(error.code())) or "Plugin not found" in text or text == "false":
         return f"it doesn't support the operator {match[2]} of node {node!r}"
-    return f"node {node!r} ({match[2]}): {text[:200]}"
+    return f"node {node!r} ({match[2]}): {shorten(text, 200)}"
 
 
 def dtype_name(kind: Any) -> str:
