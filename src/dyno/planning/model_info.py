@@ -219,6 +219,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
         classes=model.classes if inspection.classes is None else inspection.classes,
         keypoints=inspection.keypoints,
         inputs=inspection.inputs,
+        outputs=inspection.declared,
     ), inspection
 
 
@@ -265,15 +266,3 @@ def batches(study: Study, inspection: Inspection) -> tuple[int, ...]:
             raise UserError(f"the model takes a batch of {fixed} alone, and not {wrong[0]}; omit the batch")
         raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
     return study.batches or (fixed or (best if inspection.usual_batch is None else inspection.usual_batch),)
-
-
-def file_shapes(study: Study, model: ModelSpec, batch: int) -> dict[str, tuple[int, ...]]:
-    """The shapes that the user gave a file's inputs, at this batch; a module's are in its description."""
-    if not model.file:
-        return {}
-    overrides = input_options.overrides(study.inputs, study.shapes)
-    return {
-        name: tuple(batch if isinstance(axis, str) else axis for axis in override["shape"])
-        for name, override in overrides.items()
-        if "shape" in override
-    }

@@ -13,7 +13,7 @@ from dyno.planning.checks import check_kind, check_threads, check_weights
 from dyno.planning.images import prepared
 from dyno.planning.inspections import Inspected, inspect_models
 from dyno.planning.interpreters import installed, missing, placed, runtime_of
-from dyno.planning.model_info import InspectionFailed, batches, file_shapes, model_spec, sizes
+from dyno.planning.model_info import InspectionFailed, batches, model_spec, sizes
 from dyno.planning.planned import Planned
 from dyno.planning.routes import routed
 from dyno.planning.sides import paired
@@ -112,7 +112,7 @@ def _of_model(study: Study, inspected: Inspected | UserError, choices: list[Choi
         data = prepared(study, model, (height, width), inspection.outputs)
         _check_budget(study, model, data, inspection.outputs)
         for batch in counts:
-            dims = Dims(batch, height, width, file_shapes(study, model, batch))
+            dims = Dims(batch, height, width, inspection.shapes)
             model_facts = _model_facts(study, inspection, dims, model)
             planned += [
                 replace(_checked(study, _trial(study, choice, model, precision, dims, data)), model_facts=model_facts)
