@@ -183,7 +183,8 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     if model.source.startswith(("fake:", ENDPOINT)):
         normalised(model.preprocess, study, study.channels)  # refuses what doesn't fit
         # A server's says what it takes where it is used.
-        return model, Inspection(size=(8, 8)) if model.source.startswith("fake:") else Inspection()
+        size = (8, 8) if model.source.startswith("fake:") else parse_size(study.sizes[0]) if study.sizes else (0, 0)
+        return model, Inspection(size=size)
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
         "overrides": input_options.overrides(study.inputs, study.shapes),
@@ -209,6 +210,8 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
                 raise InspectionFailed(model.name, record)
             remember(Path(scratch) / "job", "inspections", key)
     inspection = record.inspection or Inspection()
+    if len(study.models) == 1:
+        refuse_sizes(study, model, inspection)
     channels = study.channels if inspection.channels is None else inspection.channels
     return replace(
         model,
@@ -238,8 +241,17 @@ def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
     return runtime
 
 
+def refuse_sizes(study: Study, model: ModelSpec, inspection: Inspection) -> None:
+    """Raise a `UserError` for sizes of images, and a model that takes none."""
+    if study.sizes and not any(inspection.size):
+        raise UserError(f"{model.name} takes no image, so a size doesn't apply to it; omit it")
+
+
 def sizes(study: Study, inspection: Inspection) -> list[tuple[int, int]]:
-    """Heights and widths that the study asks for, or the model's own; one that its file can't take is a `UserError`."""
+    """Heights and widths that the study asks for, or the model's own, (0, 0) where it takes no image; one that its file
+    can't take is a `UserError`."""
+    if not any(inspection.size):
+        return [inspection.size]
     fixed = inspection.size if inspection.fixed_size else None
     requested = [parse_size(size) for size in study.sizes]
     wrong = [size for size in requested if fixed and size != fixed]

@@ -77,7 +77,7 @@ def _arrays(path: Path) -> dict[str, dict[str, Any]]:
     except (OSError, ValueError) as e:
         raise UserError(f"{path} can't be read as arrays by input name (numpy.savez): {e}") from e
     if empty := [name for name, a in stored.items() if a.ndim and not len(a)]:
-        raise UserError(f"the array {empty[0]!r} in {path} has no rows; give one with values")
+        raise UserError(f"the array {empty[0]!r} in {path} is empty; give one with values")
     # An infinite value is fine: masks of attention are made of it.
     if unusable := [name for name, a in stored.items() if a.dtype.kind == "f" and np.isnan(a).any()]:
         raise UserError(f"the array {unusable[0]!r} in {path} has values that are not numbers (NaN); replace them")

@@ -10,6 +10,7 @@ import numpy as np
 
 from dyno.worker.backend import Session
 from dyno.worker.inputs import input_data
+from dyno.worker.inputs.input_data import relative_change
 from dyno.worker.inputs.layout import image_of
 from dyno.worker.spec import BATCH, Trial, UserError
 
@@ -54,7 +55,7 @@ class _RowTest:
         model, tensors = trial.model, session.inputs
         first, second = input_data.batches(trial.data, model.preprocess, tensors, trial.dims, 2, model.inputs)
         self._feeds, self._other = first, second
-        repeated = {name: self._repeated(name, a) for name, a in first.items()}
+        repeated = input_data.repeat_input(first, {n: trial.dims.batch_axis(n, a.shape) for n, a in first.items()}, self._place)
         self._differ = any(not np.array_equal(a, repeated[name]) for name, a in first.items())
         self._answers, self._repeats = self._answer(first), self._answer(repeated)
         self._limit = max(TOLERANCE[name] for name in (trial.precision, trial.model.precision or "fp32"))
@@ -89,7 +90,7 @@ class _RowTest:
         free = next((any(isinstance(n, str) for n in t.shape) for t in self._session.outputs if t.name == name), False)
         if free or a.size < 2 or any(n and n % self._batch == 0 for n in a.shape) or self._varies(name, a):
             return True
-        return not self._differ or _distance(a, self._repeats[name]) <= SAME
+        return not self._differ or relative_change(a, self._repeats[name]) <= SAME
 
     def _varies(self, name: str, a: np.ndarray) -> bool:
         """Whether the number of an output's rows depends on values, as of detections; none at all may be of those."""
@@ -101,13 +102,13 @@ class _RowTest:
         if a.shape != b.shape or not self._differ:
             return 0.0
         at = tuple(self._place if k in axes else slice(None) for k in range(a.ndim))
-        return _distance(a[at], b[at])
+        return relative_change(a[at], b[at])
 
     def _mixed(self, change: float) -> str:
         """Return the warning of inputs that influence each other where the batch's axis is assumed; where it is known,
         raise that as a `UserError`. Nothing can be told of a model that draws random numbers."""
         again = self._answer(self._feeds)
-        if any(a.shape != again[name].shape or _distance(a, again[name]) > self._limit / 2 for name, a in
+        if any(a.shape != again[name].shape or relative_change(a, again[name]) > self._limit / 2 for name, a in
                self._answers.items()):  # fmt: skip
             return ""
         text = (
@@ -136,27 +137,12 @@ class _RowTest:
             "NAME:50xbatchx16 names"
         )
 
-    def _repeated(self, name: str, array: np.ndarray) -> np.ndarray:
-        """Return the batch with one input in all its places."""
-        axis = self._trial.dims.batch_axis(name, array.shape)
-        if axis is None or array.shape[axis] != self._batch:
-            return array
-        return np.ascontiguousarray(array.take([self._place] * self._batch, axis))
-
     def _answer(self, feeds: Arrays) -> dict[str, np.ndarray]:
         session = self._session
         session.bind(session.stage(feeds))
         session.run()
         session.wait()
         return {name: np.array(a) for name, a in session.fetch().items()}
-
-
-def _distance(a: np.ndarray, b: np.ndarray) -> float:
-    """Return |a - b| / |a| in the 2-norm; of whole numbers and text, which are labels, the share that differs."""
-    if a.dtype.kind != "f":
-        return float((a != b).mean()) if a.size else 0.0
-    a, b = (np.nan_to_num(each.astype(np.float64), posinf=0.0, neginf=0.0) for each in (a, b))
-    return float(np.linalg.norm((a - b).ravel()) / max(np.linalg.norm(a.ravel()), np.finfo(np.float64).tiny))
 
 
 def _text(shape: Sequence[int | str]) -> str:

@@ -187,6 +187,23 @@ def _random(rng: np.random.Generator, tensor: Tensor, preprocess: Preprocess) ->
     return rng.integers(0, 256 if dtype == "uint8" else 2, shape).astype(dtype)
 
 
+def repeat_input(feeds: Mapping[str, np.ndarray], batched: Mapping[str, int | None], place: int) -> dict[str, np.ndarray]:
+    """Return the feeds with the input at that place of the batch in all its places; `batched` are the batch's axes."""
+    repeated = dict(feeds)
+    for name, array in feeds.items():
+        if (axis := batched.get(name)) is not None:
+            repeated[name] = np.ascontiguousarray(array.take([place] * array.shape[axis], axis))
+    return repeated
+
+
+def relative_change(a: np.ndarray, b: np.ndarray) -> float:
+    """Return |a - b| / |a| in the 2-norm; of whole numbers and text, which are labels, the share that differs."""
+    if a.dtype.kind != "f":
+        return float((a != b).mean()) if a.size else 0.0
+    a, b = (np.nan_to_num(each.astype(np.float64), posinf=0.0, neginf=0.0) for each in (a, b))
+    return float(np.linalg.norm((a - b).ravel()) / max(np.linalg.norm(a.ravel()), np.finfo(np.float64).tiny))
+
+
 def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess | None = None) -> str:
     """sha256 of the feeds' bytes: two runs with the same value were fed the same.
 

@@ -94,10 +94,10 @@ def _mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray:
     return mask.astype(dtype)
 
 
-def rows(spec: InputSpec) -> int:
-    """Number of rows of the user's array for an input; 1 for a number."""
+def rows(spec: InputSpec, axis: int = 0) -> int:
+    """Number of rows of the user's array for an input, on the batch's axis; 1 for a number."""
     array = _read(spec)
-    return len(array) if array.ndim else 1
+    return array.shape[axis] if axis < array.ndim else 1
 
 
 def _read(spec: InputSpec) -> np.ndarray:

@@ -47,7 +47,8 @@ def _module(
         else ModuleInputs()
     )
     own = inputs.size if all(inputs.size) else own if inputs.image else (0, 0)
-    _check_sizes(model, sizes, inputs, overrides)
+    sizes = sizes if inputs.image else []
+    _check_sizes(sizes, inputs, overrides)
     described = models.DESCRIBED.get(models.parse(model.source)[0])
     inspection, operations = Inspection(), {}
     for number, (height, width) in enumerate(sizes or [own]):
@@ -57,6 +58,7 @@ def _module(
         if described:
             ultralytics_models.check_size(model.source, declared.stride or 1, height, width)
         inputs, outputs = _try(module, model, inputs, dims)
+        dims = replace(dims, batch=inputs.batch)
         operations[dims.size] = _count(module, model, inputs, dims)
         purpose = (
             declared if described and task in ("", declared.task) else task_facts.facts(model, task, declared, outputs)
@@ -83,9 +85,7 @@ def _may_differ(model: ModelSpec, overrides: Mapping[str, Any]) -> bool:
     return bool(overrides) or models.parse(model.source)[0] not in (*models.LIBRARIES, *models.DESCRIBED)
 
 
-def _check_sizes(model: ModelSpec, sizes: list[list[int]], inputs: ModuleInputs, overrides: Mapping[str, Any]) -> None:
-    if sizes and not inputs.image:
-        raise UserError(f"{model.name} takes no image, so a size doesn't apply to it; omit it")
+def _check_sizes(sizes: list[list[int]], inputs: ModuleInputs, overrides: Mapping[str, Any]) -> None:
     fixed_shape = all(inputs.size) and any("shape" in override for override in overrides.values())
     conflicting = [size for size in sizes if fixed_shape and tuple(size) != inputs.size]
     if conflicting:
