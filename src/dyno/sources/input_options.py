@@ -89,5 +89,11 @@ def _arrays(path: Path) -> dict[str, dict[str, Any]]:
         if not dtype.startswith("float"):
             check_known(f"type of the array {name!r} in {path.name}", dtype, TYPES)
         kind = "float32" if dtype.startswith("float") else dtype
-        by_name[name] = {"shape": axes, "array": [*shape], "dtype": kind, "feeds": str(path.resolve()), "feeds_sha256": sha256}
+        by_name[name] = {
+            "shape": axes,
+            "array": [*shape],
+            "dtype": kind,
+            "feeds": str(path.resolve()),
+            "feeds_sha256": sha256,
+        }
     return by_name

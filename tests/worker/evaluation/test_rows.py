@@ -1,4 +1,4 @@
-"""The outputs of a batch are those of its inputs, one row for each, on whichever axis; anything else fails the trial."""
+"""The outputs of a batch are those of its inputs, a row for each, on any axis; anything else fails the trial."""
 
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ def test_random_outputs_prove_nothing() -> None:
 
 def test_the_rows_of_a_later_axis_are_stacked_in_the_order_of_the_inputs() -> None:
     """Of 7 inputs in batches of 3: what is stored is what each gives alone."""
+
     def net(x: np.ndarray) -> dict[str, np.ndarray]:
         seen.append(np.array(x))
         return {"y": np.cumsum(x @ WEIGHTS, axis=0)}

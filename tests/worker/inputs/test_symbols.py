@@ -38,7 +38,9 @@ def decoder(mask: str) -> list[Tensor]:
         ({"x": ("batch_seq_len", 4)}, {"y": ("batch_seq_len", 4)}, None),
     ],
 )
-def test_the_batch_is_the_axis_of_that_name(inputs: dict[str, Axes], outputs: dict[str, Axes], axis: int | None) -> None:
+def test_the_batch_is_the_axis_of_that_name(
+    inputs: dict[str, Axes], outputs: dict[str, Axes], axis: int | None
+) -> None:
     assert batch_axes(tensors(**inputs), tensors(**outputs)) == {"x": axis}
 
 
@@ -67,9 +69,7 @@ def test_lengths_that_do_not_add_up_are_refused() -> None:
     inputs = decoder(f"{PAST} + sequence_length")
     axes = batch_axes(inputs, [])
     with pytest.raises(UserError, match=r"don't add up: past_sequence_length 15, sequence_length 1, for a sum of 17"):
-        described_shapes(
-            inputs, axes, {"ids": ("batch", 1), "mask": ("batch", 17), "past_key": ("batch", 4, 15, 8)}
-        )
+        described_shapes(inputs, axes, {"ids": ("batch", 1), "mask": ("batch", 17), "past_key": ("batch", 4, 15, 8)})
     with pytest.raises(UserError, match="leave -2 for past_sequence_length"):
         described_shapes(inputs, axes, {"ids": ("batch", 3), "mask": ("batch", 1)})
 
@@ -79,7 +79,9 @@ def test_what_is_missing_is_listed_with_the_shapes_to_give() -> None:
     with pytest.raises(UserError) as refused:
         described_shapes(inputs, batch_axes(inputs, []), {})
     assert "sequence_length (ids, mask); past_sequence_length (mask, past_key, past_value)" in str(refused.value)
-    assert "--shapes ids:batchx<sequence_length> --shapes past_key:batchx4x<past_sequence_length>x8" in str(refused.value)
+    assert "--shapes ids:batchx<sequence_length> --shapes past_key:batchx4x<past_sequence_length>x8" in str(
+        refused.value
+    )
 
 
 def test_sums_of_numbers_and_factors() -> None:

@@ -55,7 +55,9 @@ class _RowTest:
         model, tensors = trial.model, session.inputs
         first, second = input_data.batches(trial.data, model.preprocess, tensors, trial.dims, 2, model.inputs)
         self._feeds, self._other = first, second
-        repeated = input_data.repeat_input(first, {n: trial.dims.batch_axis(n, a.shape) for n, a in first.items()}, self._place)
+        repeated = input_data.repeat_input(
+            first, {n: trial.dims.batch_axis(n, a.shape) for n, a in first.items()}, self._place
+        )
         self._differ = any(not np.array_equal(a, repeated[name]) for name, a in first.items())
         self._answers, self._repeats = self._answer(first), self._answer(repeated)
         self._limit = max(TOLERANCE[name] for name in (trial.precision, trial.model.precision or "fp32"))
@@ -117,7 +119,9 @@ class _RowTest:
         )
         trial, images = self._trial, image_of(self._session.inputs) is not None
         if images or trial.model.outputs or any(BATCH in shape for shape in trial.dims.shapes.values()):
-            raise UserError(f"{text}: the model mixes them, so they aren't those of each alone; measure it with --batch 1")
+            raise UserError(
+                f"{text}: the model mixes them, so they aren't those of each alone; measure it with --batch 1"
+            )
         return f"{text}: the model mixes them, or the batch is another axis, which --shapes NAME:50xbatchx16 names"
 
     def _not_declared(self, name: str, a: np.ndarray) -> str:
@@ -132,8 +136,8 @@ class _RowTest:
         """Raise the `UserError` for outputs without a row for each input, none of them declared."""
         shapes = ", ".join(_text(a.shape) for a in self._answers.values())
         raise UserError(
-            f"the outputs are {shapes} for a batch of {self._batch}, which has no row for each input: a length is fixed "
-            "inside the model (measure it with --batch 1), or the batch is another axis, which --shapes "
+            f"the outputs are {shapes} for a batch of {self._batch}, which has no row for each input: a length is "
+            "fixed inside the model (measure it with --batch 1), or the batch is another axis, which --shapes "
             "NAME:50xbatchx16 names"
         )
 

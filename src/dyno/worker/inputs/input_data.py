@@ -146,7 +146,9 @@ def batches(
     if specs:
         unread = [Tensor(s.name, s.dtype, s.shape) for s in specs if s.dtype and s.name not in shapes]
         fed_shapes = {**shapes, **static_shapes(unread, dims)}
-        yield from Values(specs, data.seed, partial(_random, preprocess=preprocess)).batches(fed_shapes, kinds, dims, count)
+        yield from Values(specs, data.seed, partial(_random, preprocess=preprocess)).batches(
+            fed_shapes, kinds, dims, count
+        )
         return
     rng = np.random.default_rng(data.seed)
     for _ in range(count):
@@ -187,7 +189,9 @@ def _random(rng: np.random.Generator, tensor: Tensor, preprocess: Preprocess) ->
     return rng.integers(0, 256 if dtype == "uint8" else 2, shape).astype(dtype)
 
 
-def repeat_input(feeds: Mapping[str, np.ndarray], batched: Mapping[str, int | None], place: int) -> dict[str, np.ndarray]:
+def repeat_input(
+    feeds: Mapping[str, np.ndarray], batched: Mapping[str, int | None], place: int
+) -> dict[str, np.ndarray]:
     """Return the feeds with the input at that place of the batch in all its places; `batched` are the batch's axes."""
     repeated = dict(feeds)
     for name, array in feeds.items():

@@ -335,7 +335,9 @@ def _second_axis(
         return replace(spec, shape=(*spec.shape[:axis], BATCH, *spec.shape[axis + 1 :])) if batched else spec
 
     moved, larger = tuple(map(symbols, specs)), replace(dims, batch=length + 1)
-    if not accepts(partial(call, module, model, moved, larger), lambda e: False) or _mixes(module, model, moved, larger):
+    if not accepts(partial(call, module, model, moved, larger), lambda e: False) or _mixes(
+        module, model, moved, larger
+    ):
         return None
     return lambda described: replace(described, inputs=moved, batch=length)
 

@@ -13,6 +13,7 @@ from dyno.worker.inputs.array_files import load_arrays
 from dyno.worker.inputs.shapes import Shape
 from dyno.worker.spec import BATCH, Dims, InputSpec, Tensor, UserError
 
+
 def tensors(specs: Sequence[InputSpec], dims: Dims) -> tuple[Tensor, ...]:
     """The arguments that are tensors, in the trial's shapes."""
     return tuple(Tensor(spec.name, spec.dtype, dims.resolve(spec.shape)) for spec in specs if spec.dtype)

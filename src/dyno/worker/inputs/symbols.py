@@ -95,9 +95,7 @@ def described_shapes(
 class _Lengths:
     """The lengths of axes by their names, from the shapes that are given and the sums that they must fit."""
 
-    def __init__(
-        self, inputs: Sequence[Tensor], batched: Mapping[str, int | None], given: Mapping[str, Shape]
-    ) -> None:
+    def __init__(self, inputs: Sequence[Tensor], batched: Mapping[str, int | None], given: Mapping[str, Shape]) -> None:
         self._inputs, self._batched, self._given = inputs, batched, given
         self._image = image_of(inputs)
         self._known: dict[str, Axis] = {}
@@ -141,9 +139,10 @@ class _Lengths:
             if place is not None:
                 wanted[place.name] = "x".join(map(self._placeholder, self.shape(place)))
         options = " ".join(f"--shapes {name}:{shape}" for name, shape in wanted.items())
-        axes_text = "an axis" if len(unknown) == 1 else "axes"
-        raise UserError(f"the inputs have {axes_text} of unknown length: {'; '.join(shown)}; give numbers for the names "
-                        f"in {options}")  # fmt: skip
+        what = "an axis" if len(unknown) == 1 else "axes"
+        raise UserError(
+            f"the inputs have {what} of unknown length: {'; '.join(shown)}; give numbers for the names in {options}"
+        )
 
     def _placeholder(self, axis: Axis) -> str:
         return str(axis) if isinstance(axis, int) or axis in (BATCH, "height", "width") else f"<{axis}>"

@@ -17,8 +17,8 @@ from pathlib import Path
 import numpy as np
 
 from dyno.worker import measure, system, tasks
-from dyno.worker.extras import install
 from dyno.worker.evaluation.rows import find_rows
+from dyno.worker.extras import install
 from dyno.worker.facts.video import DEVICE, HOST, VideoFacts
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays

@@ -131,7 +131,8 @@ def traced_values(torch: Any, caught: Sequence[warnings.WarningMessage]) -> str:
 
 
 def follow_batch(torch: Any, module: Any, example: Sequence[Any], batched: Sequence[int | None]) -> Any:
-    """The module as `torch.export` reads it with a free batch, `batched` its axis of each input; None where it can't."""
+    """The module as `torch.export` reads it with a free batch, on the axis `batched` of each input; None where it
+    can't."""
     free = getattr(torch.export.Dim, "AUTO", None)
     shapes = tuple(None if axis is None else {axis: free} for axis in batched)
     variadic = type(module).__name__ == "Positional"

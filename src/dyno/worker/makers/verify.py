@@ -46,8 +46,8 @@ class Case(NamedTuple):
 class Source:
     """The module, an example of each input, the names of its outputs, and cases that a graph of it must pass.
 
-    With `free_batch`, `batched` are the inputs that have the batch, and its axis. With `rows` the outputs are boxes after
-    suppression, a row for each, whose order and number rounding may change a little.
+    With `free_batch`, `batched` are the inputs that have the batch, and its axis. With `rows` the outputs are boxes
+    after suppression, a row for each, whose order and number rounding may change a little.
     """
 
     module: Any

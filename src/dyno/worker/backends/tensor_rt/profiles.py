@@ -93,8 +93,8 @@ def _own_batch(inputs: Sequence[Tensor], dims: Dims) -> int:
             raise UserError(
                 f"the batch of {tensor.name!r} is free; give a batch, or a range MIN:OPT:MAX such as 1:8:16"
             )
-    lengths = (t.shape[axes[t.name] or 0] for t in inputs if t.shape and t.name not in dims.shapes or axes[t.name])
-    return next(map(int, lengths), 1)
+    described = [t for t in inputs if t.shape and (t.name not in dims.shapes or axes[t.name] is not None)]
+    return next((int(t.shape[axes[t.name] or 0]) for t in described), 1)
 
 
 def _of_batches(batches: tuple[int, int, int], inputs: Sequence[Tensor], dims: Dims) -> Profile:
