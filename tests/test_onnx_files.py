@@ -326,3 +326,9 @@ def test_a_size_is_for_the_images_of_a_study_alone(call: Call) -> None:
     }  # fmt: skip
     code, _, err = call("run", "net.onnx", *words, "--out", "alone")
     assert code == 2 and "net takes no image, so a size doesn't apply to it; omit it" in err
+
+
+def test_axes_that_share_a_question_mark_may_differ(call: Call) -> None:
+    """PaddlePaddle writes `?` for every free axis."""
+    found = measured(call, network(["n", 3, "?", "?"]), "--shapes", "image:batchx3x16x24", "--batch", 2)
+    assert [(row["status"], row["size"], row["batch"]) for row in found] == [("ok", "16x24", "2")] * 2
