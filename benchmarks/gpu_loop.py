@@ -128,7 +128,7 @@ def random(shape: tuple[int, ...], dtype: Any) -> np.ndarray:
 def session(engine: Path, shapes: Shapes, product: str, device: str) -> Iterator[TensorRTSession]:
     """Dyno's session over the engine, with these input shapes."""
     batch = next(iter(shapes.values()))[0]
-    model, dims = ModelSpec(engine.stem, f"file:{engine}"), Dims(batch, 0, 0, shapes=shapes)
+    model, dims = ModelSpec(engine.stem, f"file:{engine}"), Dims(batch, 0, 0, shapes={**shapes})
     made = TensorRTSession(Trial(model, product, "fp32", dims, runtime=Runtime(device=device)), None, product)
     try:
         yield made

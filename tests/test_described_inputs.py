@@ -231,3 +231,86 @@ def test_values_that_the_type_does_not_have_are_refused(refused: Any, tmp_path: 
     write_net_of_every_type(tmp_path / "types.onnx")
     np.savez(tmp_path / "feeds.npz", int64=np.full((3, 1), 0.5))
     assert line in refused("run", "types.onnx", "--input", word)
+
+
+TIME_FIRST = """
+import torch
+from torch import nn
+
+
+class Recurrent(nn.Module):
+    def __init__(self, last):
+        super().__init__()
+        torch.manual_seed(0)
+        self.lstm, self.last = nn.LSTM(3, 5), last
+
+    def forward(self, x):
+        steps, (state, _) = self.lstm(x)
+        return state[0] if self.last else steps
+
+
+def last():
+    return Recurrent(True)
+
+
+def steps():
+    return Recurrent(False)
+
+
+def last_inputs():
+    return torch.randn(7, 4, 3)
+
+
+steps_inputs = last_inputs
+
+
+class Merged(nn.Module):
+    def forward(self, image):
+        return image.mean((0, 2, 3), keepdim=True)
+
+
+def merged():
+    return Merged()
+"""
+
+
+@pytest.mark.parametrize("name", ["last", "steps"])
+def test_a_recurrent_network_that_takes_time_first_has_the_batch_behind_it(
+    call: Call, tmp_path: Path, name: str
+) -> None:
+    """Its outputs in batches of three are those of the module for all sequences at once."""
+    import torch
+
+    (tmp_path / "first.py").write_text(TIME_FIRST)
+    code, _, err = call("run", f"first.py:{name}", "--backends", "pytorch", *QUICK, "--out", "r")
+    assert code == 0, err
+    assert [trial.batch for trial in dyno.load("r").records] == [4]
+    arrays = np.random.default_rng(1).standard_normal((7, 9, 3)).astype(np.float32)
+    np.savez("x.npz", x=arrays)
+    words = ("--input", "x.npz", "--shapes", "x:7xbatchx3", "--batch", 3, "--inputs", 9, "--out", "named")
+    code, _, err = call("run", f"first.py:{name}", "--backends", "pytorch,onnxruntime", *QUICK, *words)
+    assert code == 0, err
+    nets: dict[str, Any] = {}
+    exec(TIME_FIRST, nets)
+    with torch.no_grad():
+        want = nets[name]()(torch.from_numpy(arrays)).numpy()
+    for trial in dyno.load("named").records:
+        found = trial.outputs()["output"]
+        np.testing.assert_allclose(found, want if name == "last" else want.transpose(1, 0, 2), 1e-3, 1e-4)
+
+
+def test_a_module_in_memory_that_takes_time_first_counts_sequences(tmp_path: Path) -> None:
+    import torch
+
+    net = torch.nn.LSTM(3, 5), torch.randn(7, 4, 3)
+    result = dyno.Study(models=net, backends="pytorch", rounds=1, seconds=0.02).run(tmp_path / "r")
+    assert [trial.batch for trial in result.records] == [4]
+
+
+def test_a_module_that_merges_its_batch_fails_at_larger_ones(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "first.py").write_text(TIME_FIRST)
+    words = ("--backends", "pytorch", *QUICK, "--size", 8, "--batch", "1,4", "--out", "r")
+    code, _, err = call("run", "first.py:merged", *words)
+    rows = dyno.load("r").to_pandas().set_index("batch")
+    assert code == 3 and rows["status"].to_dict() == {1: "ok", 4: "failed"}, err
+    assert "the outputs are 1 x 3 x 1 x 1 for a batch of 4, which has no row for each input" in rows["reason"][4]

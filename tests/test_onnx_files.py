@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 import onnx
+import onnx.reference
 import onnxruntime
 import pytest
 from onnx import helper as h
@@ -426,3 +427,130 @@ def test_a_class_map_s_changed_pixels_are_labels_in_every_comparison(call: Call,
         (row,) = json.loads(out)["rows"] if isinstance(json.loads(out), dict) else json.loads(out)
         assert row["close"] == pytest.approx(1 - differs, abs=1e-3), err
         assert row["labels_changed"] == pytest.approx(100 * differs, abs=0.1)
+
+
+def saved(nodes: list[Any], inputs: dict[str, list[Any]], outs: dict[str, list[Any]], **stored: np.ndarray) -> Any:
+    """A graph that is net.onnx too; inputs are whole numbers where their name says ids or mask."""
+    whole = ("ids", "mask")
+    ends = [
+        [h.make_tensor_value_info(name, KINDS.INT64 if name.endswith(whole) else KINDS.FLOAT, shape) for name, shape in
+         side.items()] for side in (inputs, outs)
+    ]  # fmt: skip
+    arrays = [numpy_helper.from_array(array, name) for name, array in stored.items()]
+    graph = h.make_graph(nodes, "net", *ends, arrays)
+    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    onnx.save(model, "net.onnx")
+    return model
+
+
+def recurrent(last: bool = True) -> Any:
+    """An LSTM as ONNX has it: time x batch x features; of all steps, or the scores of the last one."""
+    rng = np.random.default_rng(0)
+    stored = {
+        "w": rng.standard_normal((1, 32, 3)),
+        "r": rng.standard_normal((1, 32, 8)),
+        "g": rng.standard_normal((8, 5)),
+    }
+    names = ["", "s0"] if last else ["s0"]
+    nodes = [h.make_node("LSTM", ["x", "w", "r"], names, hidden_size=8), h.make_node("Squeeze", ["s0", "one"], ["s"]),
+             h.make_node("MatMul", ["s", "g"], ["y"])]  # fmt: skip
+    arrays = {name: array.astype(np.float32) for name, array in stored.items()}
+    shape = ["batch", 5] if last else ["time", "batch", 5]
+    return saved(nodes, {"x": ["time", "batch", 3]}, {"y": shape}, one=np.array([0 if last else 1]), **arrays)
+
+
+@pytest.mark.parametrize("last", [True, False])
+def test_the_batch_is_the_axis_that_the_file_names(call: Call, last: bool) -> None:
+    """Of four arrays of two sequences, batches of two are what onnx.reference gives for each sequence."""
+    model = recurrent(last)
+    steps = np.random.default_rng(1).standard_normal((6, 8, 3)).astype(np.float32)
+    np.savez("x.npz", x=steps)
+    code, _, err = call("run", "net.onnx", *QUICK, "--input", "x.npz", "--batch", 2, "--inputs", 8, "--out", "run")
+    assert code == 0, err
+    (want,) = onnx.reference.ReferenceEvaluator(model).run(None, {"x": steps})
+    found = list(dyno.load("run").records)
+    assert [trial.batch for trial in found] == [2, 2]
+    for trial in found:
+        np.testing.assert_allclose(trial.outputs()["y"], want if last else want.transpose(1, 0, 2), 1e-3, 1e-4)
+
+
+def test_numbers_for_a_batch_behind_the_time_are_that_many_sequences(call: Call) -> None:
+    recurrent()
+    code, _, err = call("run", "net.onnx", *QUICK, "--shapes", "x:6x4x3", "--out", "run")
+    assert code == 0, err
+    assert [row["batch"] for row in rows(Path("run"))] == ["4", "4"]
+    code, _, err = call("run", "net.onnx", *QUICK, "--shapes", "x:6x4x3", "--batch", 8, "--out", "other")
+    assert code == 2 and "--shapes gives a batch of 4; omit the batch, 8" in err
+    code, _, err = call("run", "net.onnx", *QUICK, "--out", "other")
+    assert code == 2 and "unknown length: time (x); give numbers for the names in --shapes x:<time>xbatchx3" in err
+
+
+def test_a_graph_with_a_batch_of_one_inside_fails_at_larger_ones(call: Call) -> None:
+    rng = np.random.default_rng(0)
+    nodes = [h.make_node("Reshape", ["x", "shape"], ["f"]), h.make_node("MatMul", ["m", "g"], ["y"])]
+    nodes.insert(1, h.make_node("ReduceMean", ["f"], ["m"], axes=[2], keepdims=0))
+    weights = rng.standard_normal((3, 5)).astype(np.float32)
+    model = saved(nodes, {"x": ["batch", 3, 8, 8]}, {"y": ["batch", 5]}, shape=np.array([1, 3, -1]), g=weights)
+    (one,) = onnx.reference.ReferenceEvaluator(model).run(None, {"x": np.ones((4, 3, 8, 8), np.float32)})
+    assert one.shape == (1, 5), "onnx.reference mixes them too"
+    code, _, _ = call("run", "net.onnx", *QUICK, "--batch", "1,4", "--out", "run")
+    found = {(row["batch"], row["status"]) for row in rows(Path("run"))}
+    assert code == 3 and found == {("1", "ok"), ("4", "failed")}
+    reasons = {row["reason"] for row in rows(Path("run")) if row["batch"] == "4"}
+    assert all("the file says batch x 5, but gave 1 x 5 for a batch of 4" in reason for reason in reasons)
+
+
+def decoder() -> None:
+    """A step of attention that appends its keys to a cache of 4 heads, which look like channels."""
+    rng = np.random.default_rng(0)
+    nodes = [h.make_node("Gather", ["e", "ids"], ["x"]), h.make_node("Unsqueeze", ["x", "one"], ["k0"]),
+             h.make_node("Expand", ["k0", "heads"], ["k"]),
+             h.make_node("Concat", ["past_key", "k"], ["present_key"], axis=2),
+             h.make_node("ReduceSum", ["present_key", "axes"], ["y"], keepdims=0)]  # fmt: skip
+    cache, new = ["batch", 4, "past_length", 8], ["batch", 4, "past_length + sequence_length", 8]
+    saved(nodes, {"ids": ["batch", "sequence_length"], "past_key": cache}, {"y": ["batch", 8], "present_key": new},
+          e=rng.standard_normal((10, 8)).astype(np.float32), one=np.array([1]), heads=np.array([1, 4, 1, 1]),
+          axes=np.array([1, 2]))  # fmt: skip
+
+
+@pytest.mark.parametrize("past", [0, 3])
+def test_a_cache_is_no_image_and_may_be_empty(call: Call, past: int) -> None:
+    decoder()
+    code, _, err = call("run", "net.onnx", *QUICK, "--shapes", "ids:batchx2", "--out", "run")
+    assert code == 2 and "unknown length: past_length (past_key)" in err and "past_key:batchx4x<past_length>x8" in err
+    shapes = ("--shapes", "ids:batchx2", "--shapes", f"past_key:batchx4x{past}x8", "--batch", 2)
+    code, _, err = call("run", "net.onnx", *QUICK, *shapes, "--out", "run")
+    assert code == 0, err
+    assert {row["size"] for row in rows(Path("run"))} == {"0"}
+    for trial in dyno.load("run").records:
+        assert trial.outputs()["present_key"].shape[1:] == (4, past + 2, 8)
+    code, _, err = call("run", "net.onnx", *QUICK, *shapes, "--size", 32, "--out", "sized")
+    assert code == 2 and "net takes no image, so a size doesn't apply to it; omit it" in err
+
+
+def test_an_empty_cache_may_come_from_an_array(call: Call) -> None:
+    decoder()
+    np.savez("first.npz", ids=np.array([[1, 2], [3, 4]]), past_key=np.zeros((2, 4, 0, 8), np.float32))
+    code, _, err = call("run", "net.onnx", *QUICK, "--input", "first.npz", "--batch", 2, "--out", "run")
+    assert code == 0, err
+    assert {row["status"] for row in rows(Path("run"))} == {"ok"}
+
+
+def test_a_size_is_for_the_images_of_a_study_alone(call: Call) -> None:
+    weights = np.random.default_rng(0).standard_normal((12, 5)).astype(np.float32)
+    saved([h.make_node("MatMul", ["x", "g"], ["y"])], {"x": ["batch", 12]}, {"y": ["batch", 5]}, g=weights)
+    onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
+    words = ("--backends", "onnxruntime", "--rounds", 1, "--seconds", 0.02, "--size", 16)
+    code, _, err = call("run", "net.onnx", "image.onnx", *words, "--out", "run")
+    assert code == 0, err
+    assert {(row["model"], row["size"], row["status"]) for row in rows(Path("run"))} == {
+        ("net", "0", "ok"), ("image", "16", "ok"),
+    }  # fmt: skip
+    code, _, err = call("run", "net.onnx", *words, "--out", "alone")
+    assert code == 2 and "net takes no image, so a size doesn't apply to it; omit it" in err
+
+
+def test_axes_that_share_a_question_mark_may_differ(call: Call) -> None:
+    """PaddlePaddle writes `?` for every free axis."""
+    found = measured(call, network(["n", 3, "?", "?"]), "--shapes", "image:batchx3x16x24", "--batch", 2)
+    assert [(row["status"], row["size"], row["batch"]) for row in found] == [("ok", "16x24", "2")] * 2

@@ -28,9 +28,12 @@ def test_a_broken_shape_is_named(text: str) -> None:
         input_options.shapes([text])
 
 
-def test_a_batch_behind_another_axis_is_told_so() -> None:
-    with pytest.raises(UserError, match="has the batch behind another axis; it must be the first"):
-        input_options.shapes(["a:3xbatch"])
+def test_the_batch_may_be_any_axis_and_a_later_one_may_be_empty() -> None:
+    assert input_options.shapes(["a:50xbatchx16", "past:batchx4x0x8"]) == {
+        "a": {"shape": [50, "batch", 16]}, "past": {"shape": ["batch", 4, 0, 8]},
+    }  # fmt: skip
+    with pytest.raises(UserError, match="with one batch"):
+        input_options.shapes(["a:batchxbatch"])
 
 
 def test_an_unknown_type_is_named() -> None:

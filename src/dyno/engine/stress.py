@@ -18,7 +18,7 @@ from dyno.planning.plan import expand
 from dyno.study import Study
 from dyno.worker.facts.job import StressPhase
 from dyno.worker.record import Record, refuse_links
-from dyno.worker.spec import PHASES, Artifact, Job, Trial, UserError
+from dyno.worker.spec import BATCH, PHASES, Artifact, Job, Trial, UserError
 
 SLOWEST_S = 1.0  # per batch, its check included, before the job counts as hung
 DYNAMIC = ("onnxruntime", "tensorrt", "tensorrt_rtx", "fake")
@@ -49,6 +49,10 @@ def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
         trial = replace(entry.trial, dims=replace(entry.trial.dims, batch=0))
         if trial.backend not in DYNAMIC:
             raise UserError(f"a stress test changes the batch; {trial.backend} takes only one, {WHO} take several")
+        if any(BATCH in shape[1:] for shape in trial.dims.shapes.values()):
+            raise UserError(
+                f"{trial.model.name}'s batch is not the first axis of its inputs, which a stress test takes it for"
+            )
         artifact = Files(progress, trial.plan.build_timeout_s).file(trial.recipe) if trial.recipe else None
         if isinstance(artifact, Record):
             raise UserError(f"{trial.label}: {artifact.reason}")

@@ -185,7 +185,8 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
     if model.source.startswith(("fake:", ENDPOINT)):
         normalised(model.preprocess, study, study.channels)  # refuses what doesn't fit
         # A server's says what it takes where it is used.
-        return model, Inspection(size=(8, 8)) if model.source.startswith("fake:") else Inspection()
+        size = (8, 8) if model.source.startswith("fake:") else parse_size(study.sizes[0]) if study.sizes else (0, 0)
+        return model, Inspection(size=size)
     options = {
         "sizes": [list(parse_size(size)) for size in study.sizes],
         "overrides": input_options.overrides(study.inputs, study.shapes),
@@ -211,6 +212,8 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
                 raise InspectionFailed(model.name, record)
             remember(Path(scratch) / "job", "inspections", key)
     inspection = record.inspection or Inspection()
+    if len(study.models) == 1:
+        refuse_sizes(study, model, inspection)
     channels = study.channels if inspection.channels is None else inspection.channels
     return replace(
         model,
@@ -221,6 +224,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
         classes=model.classes if inspection.classes is None else inspection.classes,
         keypoints=inspection.keypoints,
         inputs=inspection.inputs,
+        outputs=inspection.declared,
     ), inspection
 
 
@@ -239,8 +243,17 @@ def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
     return runtime
 
 
+def refuse_sizes(study: Study, model: ModelSpec, inspection: Inspection) -> None:
+    """Raise a `UserError` for sizes of images, and a model that takes none."""
+    if study.sizes and not any(inspection.size):
+        raise UserError(f"{model.name} takes no image, so a size doesn't apply to it; omit it")
+
+
 def sizes(study: Study, inspection: Inspection) -> list[tuple[int, int]]:
-    """Heights and widths that the study asks for, or the model's own; one that its file can't take is a `UserError`."""
+    """Heights and widths that the study asks for, or the model's own, (0, 0) where it takes no image; one that its file
+    can't take is a `UserError`."""
+    if not any(inspection.size):
+        return [inspection.size]
     fixed = inspection.size if inspection.fixed_size else None
     requested = [parse_size(size) for size in study.sizes]
     wrong = [size for size in requested if fixed and size != fixed]
@@ -267,15 +280,3 @@ def batches(study: Study, inspection: Inspection) -> tuple[int, ...]:
             raise UserError(f"the model takes a batch of {fixed} alone, and not {wrong[0]}; omit the batch")
         raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
     return study.batches or (fixed or (best if inspection.usual_batch is None else inspection.usual_batch),)
-
-
-def file_shapes(study: Study, model: ModelSpec, batch: int) -> dict[str, tuple[int, ...]]:
-    """The shapes that the user gave a file's inputs, at this batch; a module's are in its description."""
-    if not model.file:
-        return {}
-    overrides = input_options.overrides(study.inputs, study.shapes)
-    return {
-        name: tuple(batch if isinstance(axis, str) else axis for axis in override["shape"])
-        for name, override in overrides.items()
-        if "shape" in override
-    }

@@ -13,7 +13,7 @@ from dyno.planning.checks import check_kind, check_threads, check_weights
 from dyno.planning.images import prepared
 from dyno.planning.inspections import Inspected, inspect_models
 from dyno.planning.interpreters import installed, missing, placed, runtime_of
-from dyno.planning.model_info import InspectionFailed, batches, file_shapes, model_spec, sizes
+from dyno.planning.model_info import InspectionFailed, batches, model_spec, refuse_sizes, sizes
 from dyno.planning.planned import Planned
 from dyno.planning.routes import routed
 from dyno.planning.sides import paired
@@ -70,6 +70,8 @@ def _expanded(study: Study, sources: Sequence[str]) -> list[Planned]:
         check_known("backend of a runtime", name, {*users, *STEPS, *registry.names()})
     failed = []
     inspected = _inspected(study, sources)
+    if len(sources) == len(study.models):
+        _check_sizes(study, inspected)
     by_id: dict[str, Planned] = {}
     for source in sources:
         try:
@@ -112,7 +114,7 @@ def _of_model(study: Study, inspected: Inspected | UserError, choices: list[Choi
         data = prepared(study, model, (height, width), inspection.outputs)
         _check_budget(study, model, data, inspection.outputs)
         for batch in counts:
-            dims = Dims(batch, height, width, file_shapes(study, model, batch))
+            dims = Dims(batch, height, width, inspection.shapes)
             model_facts = _model_facts(study, inspection, dims, model)
             planned += [
                 replace(_checked(study, _trial(study, choice, model, precision, dims, data)), model_facts=model_facts)
@@ -163,6 +165,13 @@ def _check_reference(reference: str, planned: list[Planned]) -> None:
     if not any(map(references.matcher(reference, trials), trials)):
         configurations = sorted({f"{t.backend}/{t.precision}" for t in trials})
         raise UserError(f"no trial fits the reference {reference!r}; there are {', '.join(configurations)}")
+
+
+def _check_sizes(study: Study, inspected: dict[str, Inspected | UserError]) -> None:
+    """Refuse sizes where no model takes an image; beside one that does, the others run without a size."""
+    known = [each for each in inspected.values() if not isinstance(each, UserError)]
+    if known and not any(any(inspection.size) for _, inspection in known):
+        refuse_sizes(study, *known[0])
 
 
 def _check_builds(study: Study, planned: list[Planned]) -> None:

@@ -62,7 +62,7 @@ def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int
         first = next(iter(modules.signature_of(module).required), "input")
         image = InputSpec(first, "float32", ("batch", channels, "height", "width"))
         specs = described.inputs or (image,)
-        if not described.batch or any(0 in spec.shape for spec in specs):
+        if not described.batch or any(spec.shape[:1] == (0,) for spec in specs):
             raise UserError(f"an example input of {name} has no elements; give one of at least one item")
         try:
             verified, _ = modules.verify_inputs(module, model, replace(described, inputs=specs), dims)
@@ -74,7 +74,7 @@ def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int
             refused = f"{name} refuses {modules.listed(specs, dims)}: {_line(e)}"
             raise UserError(f"{refused}; {hint}" if hint else refused) from e
     with _evaluating(module):  # again, with the buffers as they were before it was called
-        return _stored(module, model, verified, dims)
+        return _stored(module, model, verified, replace(dims, batch=verified.batch))
 
 
 @dataclass(frozen=True)

@@ -43,13 +43,8 @@ def shapes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     for text in texts:
         parts = SHAPE.fullmatch(text)
         axes = [int(axis) if axis.isdecimal() else axis for axis in parts[2].split("x")] if parts else []
-        if "batch" in axes[1:]:
-            raise UserError(
-                f"shape {text!r} has the batch behind another axis; it must be the first: give a module whose forward "
-                "transposes its input"
-            )
-        if parts is None or 0 in axes:
-            raise UserError(f"shape {text!r} is not NAME:1x3x224x224 or NAME:batchx128:int64")
+        if parts is None or axes[0] == 0 or axes.count("batch") > 1:
+            raise UserError(f"shape {text!r} is not NAME:1x3x224x224 or NAME:batchx128:int64, with one batch")
         if parts[3] is not None:
             check_known(f"type of input {parts[1]!r}", parts[3], TYPES)
         by_name[parts[1]] = {"shape": axes, **({"dtype": parts[3]} if parts[3] else {})}
@@ -87,12 +82,12 @@ def _number(text: str) -> Any:
 
 def _arrays(path: Path) -> dict[str, dict[str, Any]]:
     """Shape, type and place of each array of an .npz file; the first axis of those as long as the first one's is the
-    batch."""
+    batch, unless the model's file names another (`array` is the shape in numbers)."""
     try:
         stored = load_arrays(regular(path, "array file"))
     except (OSError, ValueError) as e:
         raise UserError(f"{path} can't be read as arrays by input name (numpy.savez): {e}") from e
-    if empty := [name for name, a in stored.items() if not a.size]:
+    if empty := [name for name, a in stored.items() if a.ndim and not len(a)]:
         raise UserError(f"the array {empty[0]!r} in {path} is empty; give one with values")
     # An infinite value is fine: masks of attention are made of it.
     if unusable := [name for name, a in stored.items() if a.dtype.kind == "f" and np.isnan(a).any()]:
@@ -108,5 +103,11 @@ def _arrays(path: Path) -> dict[str, dict[str, Any]]:
                 "give numbers or booleans"
             )
         kind = "float32" if dtype.startswith("float") else dtype
-        by_name[name] = {"shape": axes, "dtype": kind, "feeds": str(absolute(path)), "feeds_sha256": sha256}
+        by_name[name] = {
+            "shape": axes,
+            "array": [*shape],
+            "dtype": kind,
+            "feeds": str(absolute(path)),
+            "feeds_sha256": sha256,
+        }
     return by_name

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dyno.worker.facts.sparse import Sparse
-from dyno.worker.spec import InputSpec, Preprocess
+from dyno.worker.spec import InputSpec, Preprocess, Tensor
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,6 +31,7 @@ class Inspection(Purpose):
     `size` [h, w] is the model's own, (0, 0) without an image, and `fixed_size` says that its file takes no other.
     `batch` is the one that it takes (0: any) and `batch_reason` why, `usual_batch` that of its example inputs or of
     its file's metadata, and `batches` an engine's smallest, best and largest. `inputs` are as `ModelSpec.inputs`.
+    `shapes` are as `Dims.shapes`, and `declared` as `ModelSpec.outputs`.
     `outputs` is how many classes a classifier's scores are of (else 0), `flops` the operations of one image by size
     (nothing where they can't be counted), `parameters` a module's or a file's, `channels` and `precision` a file's, and
     `signature` the shapes of the inputs and outputs of a file. `preprocess_guessed` says that images are normalised,
@@ -43,6 +44,8 @@ class Inspection(Purpose):
     batch_reason: str = ""
     usual_batch: int | None = None
     batches: tuple[int, int, int] | None = None
+    shapes: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
+    declared: tuple[Tensor, ...] = ()
     outputs: int = 0
     flops: dict[str, int] = field(default_factory=dict)
     parameters: int | None = None

@@ -13,7 +13,7 @@ import json
 import os
 import re
 import typing
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, Union
@@ -23,6 +23,7 @@ from dyno.worker.facts.json_values import Misfit, reader
 from dyno.worker.facts.sparse import Sparse
 
 SCHEMA = 2
+BATCH = "batch"  # name of the axis of a shape that has the inputs of a batch
 PRECISIONS = ("fp32", "tf32", "fp16", "bf16", "int8", "fp8", "int4", "fp4", "int2")
 BOUNDARIES = ("model", "all", "throughput")
 ENDPOINT = "endpoint:"  # prefix of the name of a model that a server has
@@ -180,6 +181,7 @@ class ModelSpec:
     how many it tells apart (None: the library's own number), and `keypoints` how many points a pose has and the values
     of each, (17, 3).
     `inputs` are a module's arguments, () for the one image called `input`; of a file, () unless values were described.
+    `outputs` are those outputs of a file in whose shapes it declares the batch, with `batch` at its axis.
     """
 
     name: str
@@ -196,6 +198,7 @@ class ModelSpec:
     task: str = "classify"
     keypoints: tuple[int, ...] = ()
     inputs: tuple[InputSpec, ...] = ()
+    outputs: tuple[Tensor, ...] = ()
 
     @property
     def file(self) -> str:
@@ -205,12 +208,26 @@ class ModelSpec:
 
 @dataclass(frozen=True)
 class Dims:
-    """Batch and image size of a run; `shapes` fixes the inputs by name where batch and size can't say it."""
+    """Batch and image size of a run; `shapes` describes the inputs by name where batch and size can't say it, with
+    `batch`, `height` and `width` at the axes that follow the trial."""
 
     batch: int
     height: int
     width: int
-    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    shapes: dict[str, tuple[int | str, ...]] = field(default_factory=dict)
+
+    def resolve(self, shape: Sequence[int | str]) -> tuple[int, ...]:
+        """Return the shape with this batch and size for the axes that are named after them."""
+        lengths = {BATCH: self.batch, "height": self.height, "width": self.width}
+        return tuple(lengths[axis] if isinstance(axis, str) else axis for axis in shape)
+
+    def batch_axis(self, name: str, shape: Sequence[int | str]) -> int | None:
+        """Return the axis of an input that is the batch, None for an input without one."""
+        described = self.shapes.get(name, shape)
+        if BATCH in described:
+            return [*described].index(BATCH)
+        may_be = bool(shape) and name not in self.shapes
+        return 0 if may_be and (isinstance(shape[0], str) or shape[0] == self.batch) else None
 
     @property
     def size(self) -> str:
@@ -368,7 +385,7 @@ class Job:
 # Where a thing lies, what it is called and how often it is repeated do not change what is measured.
 UNHASHED = {
     InputSpec: {"feeds"},
-    ModelSpec: {"name", "weights"},
+    ModelSpec: {"name", "weights", "outputs"},
     DataSpec: {"folder", "name"},
     Plan: {"rounds", "timeout_s", "build_timeout_s", "builds"},
     Recipe: {"fallback"},

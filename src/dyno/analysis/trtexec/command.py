@@ -56,7 +56,10 @@ def engine(trial: TrialResult) -> str:
 def shapes(trial: TrialResult) -> dict[str, tuple[int, ...]]:
     """The shapes that were fed, by input; empty where the record has neither shapes nor a described file."""
     dims = trial.spec["dims"]
-    given = {name: tuple(int(n) for n in shape) for name, shape in (dims.get("shapes") or {}).items()}
+    given = {
+        name: tuple(int(dims[n] if isinstance(n, str) else n) for n in shape)
+        for name, shape in (dims.get("shapes") or {}).items()
+    }
     described = {t.name: t.shape for t in (trial.artifact.inputs if trial.artifact else ())}
     return {name: given.get(name) or _static(shape, dims) for name, shape in described.items()} or given
 

@@ -17,7 +17,7 @@ from dyno.planning import defaults
 from dyno.planning.checks import check_weights
 from dyno.planning.images import prepared
 from dyno.planning.interpreters import missing, placed, runtime_of
-from dyno.planning.model_info import file_shapes, inspect_model, model_spec, sizes
+from dyno.planning.model_info import inspect_model, model_spec, sizes
 from dyno.sources import input_options
 from dyno.store import cache_dir
 from dyno.study import Choice, Study, model_name, parse_size
@@ -181,7 +181,7 @@ class Reading:
         precision = side.precision or model.precision or "fp32"
         study = replace(study, precisions=(precision,))
         data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
-        dims = Dims(batch, *size, file_shapes(study, model, batch))
+        dims = Dims(batch, *size, inspection.shapes)
         trial = replace(trial, model=model, precision=precision, dims=dims, data=data)
         if reason := self._refused(side, trial):
             raise no_form(trial, reason)

@@ -110,7 +110,7 @@ class ServerSession(Session):
         shape = [int(n) for n in described["shape"]]
         if shape and shape[0] < 0:
             shape[0] = dims.batch
-        shape = list(dims.shapes.get(name, shape))
+        shape = list(dims.resolve(dims.shapes.get(name, shape)))
         if kind is None or kind is np.object_:
             raise UserError(f"{self._model}'s {name!r} is {described['datatype']}, which can't be made up here")
         return Tensor(name, np.dtype(kind).name, tuple(n if n >= 0 else f"axis{k}" for k, n in enumerate(shape)))

@@ -350,10 +350,16 @@ def _tensor(arg: Any) -> Tensor:
 
 
 def overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
-    """The size of each free dimension that has a name; one that would need two sizes is a `UserError`."""
+    """The size of each free dimension that has a name; one that would need two sizes is a `UserError`.
+
+    PaddlePaddle calls every free dimension `?`: such ones have a size here only where they share it.
+    """
     sizes: dict[str, int] = {}
+    nameless = {size for t in inputs for name, size in zip(t.shape, shapes[t.name], strict=True) if name == "?"}
     for tensor in inputs:
         for name, size in zip(tensor.shape, shapes[tensor.name], strict=True):
+            if name == "?" and len(nameless) > 1:
+                continue
             if isinstance(name, str) and name and sizes.setdefault(name, size) != size:
                 raise UserError(f"dimension {name!r} can't be both {sizes[name]} and {size}; make the --shapes agree")
     return sizes

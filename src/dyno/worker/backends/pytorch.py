@@ -38,7 +38,7 @@ from dyno.worker.sessions.torch_support import (
     takes_hooks,
     tensors,
 )
-from dyno.worker.spec import Artifact, DataSpec, Tensor, Trial, Unavailable, UserError
+from dyno.worker.spec import BATCH, Artifact, DataSpec, Tensor, Trial, Unavailable, UserError
 
 TYPES = {"fp32": "float32", "tf32": "float32", "fp16": "float16", "bf16": "bfloat16"}
 SLOTS = 3  # on a GPU: one computes while the next is copied in and the host has the last
@@ -145,8 +145,8 @@ class TorchSession(Session):
 
     def _allocate(self, dtype: Any) -> None:
         dims, model = self._trial.dims, self._trial.model
-        image = (dims.batch, model.channels, dims.height, dims.width)
-        usual = Tensor("input", "float32", tuple(dims.shapes.get("input", image)))
+        image = dims.shapes.get("input", (BATCH, model.channels, "height", "width"))
+        usual = Tensor("input", "float32", dims.resolve(image))
         self.inputs = tensors_of(model.inputs, dims) or (usual,)
         if self._pixels:
             self.inputs = (replace(self._image(), dtype="uint8"),)

@@ -13,6 +13,7 @@ import numpy as np
 from dyno.worker import tasks
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.pipeline import Outputs, Pipeline
+from dyno.worker.evaluation.rows import find_rows
 from dyno.worker.evaluation.sources import DecodedImages, RandomInputs
 from dyno.worker.facts import job as facts
 from dyno.worker.inputs import input_data
@@ -73,18 +74,24 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     pipeline = Pipeline(session, decoded or RandomInputs(session, trial, batches), helpers if decoded else 1)
     collector = tasks.find(trial.model.task).collector(_evaluated(trial, decoded, batch, count))
     warm_up = min(batches, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch)) if decoded and timed else 0
-    raw_outputs = _RawOutputs(collector)
-    result = pipeline.run(batches, raw_outputs.add, collector.of, warm_up)
+    raw_outputs, rows = _RawOutputs(collector), find_rows(session, trial, batch)
+
+    def keep(number: int, fetched: Outputs) -> None:
+        raw_outputs.add(number, rows.arranged(fetched))
+
+    def work(number: int, fetched: Outputs) -> Any:
+        return collector.of(number, rows.arranged(fetched))
+
+    result = pipeline.run(batches, keep, work, warm_up)
     seconds, stages = 0.0, {}
     if decoded and timed:
         seconds = result.seconds
-        stages = {
-            name: s / batch for name, s in pipeline.stages(collector.of, min(STAGES_S, trial.plan.seconds)).items()
-        }
+        stages = {name: s / batch for name, s in pipeline.stages(work, min(STAGES_S, trial.plan.seconds)).items()}
     metadata = input_data.metadata(trial.data)
     arrays = {**raw_outputs.arrays(), **collector.arrays(result.results), **_identity(decoded, count, metadata)}
     decode = float(metadata.get("decode_s") or 0)
     oddities = (*metadata.get("warnings", ()), *_left_out(metadata.get("unreadable", ())))
+    oddities += (rows.warning,) if rows.warning else ()
     if isinstance(collector, TopKCollector) and metadata.get("classes") and "topk_index" not in arrays:
         oddities += (UNSCORED,)
     return Evaluation(arrays, count, min(warm_up * batch, count), seconds, decode, stages, oddities)
@@ -107,7 +114,7 @@ def _left_out(unreadable: Sequence[str]) -> list[str]:
 
 def _batch(session: Session, trial: Trial) -> int:
     first = next((shape for shape in static_shapes(session.inputs, trial.dims).values() if shape), (1,))
-    return trial.dims.batch if trial.model.inputs and trial.dims.batch else first[0]
+    return trial.dims.batch or first[0]
 
 
 def _evaluated(trial: Trial, decoded: DecodedImages | None, batch: int, count: int) -> Evaluated:

@@ -3,7 +3,7 @@ something else, values within the ranges that were given for its inputs."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import replace
 from itertools import islice
 from pathlib import Path
@@ -112,8 +112,10 @@ class CalibrationInputs:
         self._requested = _samples(recipe)
         # Beside drawn values the rows are fed again and again, each time with others.
         drawn = len(self._from_files) < len(self._specs)
-        batched = [spec for spec in self._from_files if spec.shape and isinstance(spec.shape[0], str)]
-        self.available = self._requested if drawn else max(map(rows, batched or self._from_files))
+        axes = {spec.name: recipe.dims.batch_axis(spec.name, spec.shape) for spec in self._from_files}
+        batched = [s for s in self._from_files if (k := axes[s.name]) is not None and isinstance(s.shape[k], str)]
+        counts = (rows(spec, axes[spec.name] or 0) for spec in batched or self._from_files)
+        self.available = self._requested if drawn else max(counts)
         self.count = min(self.available, self._requested)
         self.batch = _batch(recipe, parent)
 
@@ -200,8 +202,13 @@ def _generated(recipe: Recipe, parent: Artifact, count: int) -> Iterator[dict[st
 
 def _batch(recipe: Recipe, parent: Artifact) -> int:
     """The batch of the requested shapes, else the file's own, else 1."""
-    shapes: list[Sequence[int | str]] = [recipe.dims.shapes.get(t.name, t.shape) for t in parent.inputs]
-    first = next((shape[0] for shape in shapes if shape), 1)
+    dims, lengths = recipe.dims, list[object]()
+    for tensor in parent.inputs:
+        if (axis := dims.batch_axis(tensor.name, tensor.shape)) is not None:
+            lengths.append(tensor.shape[axis])
+        elif tensor.shape and tensor.name not in dims.shapes:
+            lengths.append(tensor.shape[0])
+    first = next(iter(lengths), 1)
     return first if isinstance(first, int) else 1
 
 

@@ -11,9 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.inputs.layout import CHANNELS_LAST, MOST_CHANNELS, arranged, channels_first, channels_last
+from dyno.worker.inputs.layout import CHANNELS_LAST, MOST_CHANNELS, arranged, channels_first, channels_last, is_image
 from dyno.worker.inputs.shapes import static_shapes
-from dyno.worker.inputs.specs import Values, shape_of
+from dyno.worker.inputs.specs import Values
 from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError
 
 FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever
@@ -144,12 +144,15 @@ def batches(
         return
     kinds = {t.name: t.dtype for t in tensors}
     if specs:
-        fed_shapes = {**shapes, **{s.name: shape_of(s, dims) for s in specs if s.dtype and s.name not in shapes}}
-        yield from Values(specs, data.seed, partial(_random, preprocess=preprocess)).batches(fed_shapes, kinds, count)
+        unread = [Tensor(s.name, s.dtype, s.shape) for s in specs if s.dtype and s.name not in shapes]
+        fed_shapes = {**shapes, **static_shapes(unread, dims)}
+        yield from Values(specs, data.seed, partial(_random, preprocess=preprocess)).batches(
+            fed_shapes, kinds, dims, count
+        )
         return
     rng = np.random.default_rng(data.seed)
     for _ in range(count):
-        yield {name: _random(rng, kinds[name], shape, preprocess) for name, shape in shapes.items()}
+        yield {name: _random(rng, Tensor(name, kinds[name], shape), preprocess) for name, shape in shapes.items()}
 
 
 def open_images(
@@ -173,9 +176,10 @@ def image_input(tensors: Sequence[Tensor], shapes: dict[str, tuple[int, ...]]) -
     return tensors[0].name, shapes[tensors[0].name]
 
 
-def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], preprocess: Preprocess) -> np.ndarray:
+def _random(rng: np.random.Generator, tensor: Tensor, preprocess: Preprocess) -> np.ndarray:
+    dtype, shape = tensor.dtype, tuple(map(int, tensor.shape))
     floating = dtype.startswith(("float", "bfloat"))
-    if len(shape) == 4 and channels_first(shape)[1] <= MOST_CHANNELS and (floating or dtype == "uint8"):
+    if is_image(tensor) and channels_first(shape)[1] <= MOST_CHANNELS:
         pixels = rng.integers(0, 256, channels_first(shape), np.uint8)
         return arranged(_as_read(pixels, preprocess, dtype), channels_last(shape))
     if floating:
@@ -183,6 +187,25 @@ def _random(rng: np.random.Generator, dtype: str, shape: tuple[int, ...], prepro
     if dtype == "bool":
         return rng.integers(0, 2, shape).astype(bool)
     return rng.integers(0, 256 if dtype == "uint8" else 2, shape).astype(dtype)
+
+
+def repeat_input(
+    feeds: Mapping[str, np.ndarray], batched: Mapping[str, int | None], place: int
+) -> dict[str, np.ndarray]:
+    """Return the feeds with the input at that place of the batch in all its places; `batched` are the batch's axes."""
+    repeated = dict(feeds)
+    for name, array in feeds.items():
+        if (axis := batched.get(name)) is not None:
+            repeated[name] = np.ascontiguousarray(array.take([place] * array.shape[axis], axis))
+    return repeated
+
+
+def relative_change(a: np.ndarray, b: np.ndarray) -> float:
+    """Return |a - b| / |a| in the 2-norm; of whole numbers and text, which are labels, the share that differs."""
+    if a.dtype.kind != "f":
+        return float((a != b).mean()) if a.size else 0.0
+    a, b = (np.nan_to_num(each.astype(np.float64), posinf=0.0, neginf=0.0) for each in (a, b))
+    return float(np.linalg.norm((a - b).ravel()) / max(np.linalg.norm(a.ravel()), np.finfo(np.float64).tiny))
 
 
 def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess | None = None) -> str:

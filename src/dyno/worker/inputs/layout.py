@@ -1,13 +1,51 @@
-"""Memory layout of image inputs: channels first (N x C x H x W, as in PyTorch) or last (N x H x W x C, TensorFlow)."""
+"""Which inputs are images, and how they lie: channels first (N x C x H x W, as in PyTorch) or last (N x H x W x C,
+TensorFlow)."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 
 import numpy as np
 
+from dyno.worker.spec import Tensor
+
 MOST_CHANNELS = 4  # of an image; a four-dimensional input with more is something else
 CHANNELS_LAST = (0, 3, 1, 2)  # the axes of N x H x W x C in the order of N x C x H x W
+# Names of axes that are lengths of sequences, and of inputs that are kept from step to step.
+LENGTH = re.compile(
+    r"(^|[_\W])(time|times|seq|sequence|len|length|lengths|steps?|tokens?|past|total|t|l)\d*($|[_\W])|seq(uence)?_?len"
+    r"|past_|total_seq",
+    re.IGNORECASE,
+)
+CACHE = re.compile(r"past|present|cache|(^|[._/])kv([._/\d]|$)|(^|[./])(key|value|state)s?([._/\d]|$)", re.IGNORECASE)
+PICTURE = re.compile("image|img|pixel|photo|frame", re.IGNORECASE)
+
+
+def is_length(axis: int | str) -> bool:
+    """Whether a free axis is named after the length of a sequence."""
+    return isinstance(axis, str) and bool(LENGTH.search(axis))
+
+
+def is_image(tensor: Tensor) -> bool:
+    """Whether shape, type and names are those of an image: four axes, none the length of a sequence, and no cache."""
+    return (
+        len(tensor.shape) == 4
+        and 0 not in tensor.shape
+        and tensor.dtype.startswith(("float", "bfloat", "uint8"))
+        and not CACHE.search(tensor.name)
+        and not any(map(is_length, tensor.shape))
+    )
+
+
+def image_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the first image among a model's inputs; beside token ids only one that is named so, or has as few channels
+    as images have."""
+    beside_tokens = any(len(t.shape) == 2 and t.dtype.startswith("int") for t in tensors)
+    images = [tensor for tensor in tensors if is_image(tensor)]
+    if beside_tokens:
+        images = [t for t in images if PICTURE.search(t.name) or t.shape[axes(t.shape)[0]] in (1, 3)]
+    return images[0] if images else None
 
 
 def channels_last(shape: Sequence[int | str]) -> bool:

@@ -12,13 +12,14 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.inputs import input_data as feeds
-from dyno.worker.inputs.layout import axes
-from dyno.worker.inputs.specs import BATCH, arguments, check_values, has_batch, tensors
-from dyno.worker.spec import DataSpec, Dims, InputSpec, ModelSpec, Tensor, UserError
+from dyno.worker.inputs.layout import axes, image_of, is_image
+from dyno.worker.inputs.specs import arguments, check_values, has_batch, tensors
+from dyno.worker.spec import BATCH, DataSpec, Dims, InputSpec, ModelSpec, Tensor, UserError
 
 SIZE = ("height", "width")
 NUMBERS = (int, float, bool, str)
 NEEDS_GRADIENTS = re.compile("requires?.grad|[Ii]nference tensor")  # in PyTorch's words
+MIXED = 0.02  # of its size: a row's outputs that change by more with the other rows depend on them
 TOKENS = re.compile("ids|mask|token")  # names of inputs that are integers
 
 
@@ -257,14 +258,17 @@ def _symbolic(specs: tuple[InputSpec, ...]) -> ModuleInputs:
     named = has_batch(arrays)
     first = next((spec.shape[0] for spec in arrays if isinstance(spec.shape[0], int)), 1)
     batch = 1 if named or any(spec.feeds for spec in arrays) or not isinstance(first, int) else first
-    image = next((_sides(spec.shape) for spec in arrays if _may_be_image(spec)), SIZE)
+    as_tensors = {spec.name: Tensor(spec.name, spec.dtype, spec.shape) for spec in arrays}
+    first_image = image_of([*as_tensors.values()])
+    image = _sides(first_image.shape) if first_image else SIZE
+    images = {name for name, tensor in as_tensors.items() if first_image and is_image(tensor)}
     height, width = (side if isinstance(side, int) else 0 for side in image)
 
     def symbols(spec: InputSpec) -> InputSpec:
         shape = spec.shape
         if spec in arrays and not named and shape[0] == first:
             shape = (BATCH, *shape[1:])
-        if _may_be_image(spec) and _sides(shape) == image:
+        if spec.name in images and _sides(shape) == image:
             places = dict(zip(axes(shape)[1:], SIZE, strict=True))
             shape = tuple(places.get(axis, length) for axis, length in enumerate(shape))
         return replace(spec, shape=shape)
@@ -276,10 +280,6 @@ def _sides(shape: Sequence[int | str]) -> tuple[int | str, int | str]:
     """Height and width of an image with its channels first or last."""
     _, height, width = axes(shape)
     return shape[height], shape[width]
-
-
-def _may_be_image(spec: InputSpec) -> bool:
-    return len(spec.shape) == 4 and spec.dtype.startswith(("float", "uint8"))
 
 
 def _is_image(specs: Sequence[InputSpec], signature: Signature, model: ModelSpec) -> bool:
@@ -301,6 +301,8 @@ def verify_inputs(
 
     Token ids get the range of the embedding that they reach, unless a range was given. An axis that was taken for the
     batch only because of its length stays so if the module accepts another length there too, or has `no_memory` for it.
+    Where the first axis is none, since its rows have no outputs of their own, the second is tried: recurrent networks
+    take time x batch x features.
     """
     result, limits = _run_and_record(module, *example(model, described.inputs, dims), described.inputs)
     specs = tuple(
@@ -314,8 +316,60 @@ def verify_inputs(
     larger_batch = replace(dims, batch=dims.batch + 1)
     for choice in dict.fromkeys(_choices(specs, dims.batch)):
         if has_batch(choice) and accepts(partial(call, module, model, choice, larger_batch), no_memory):
-            return replace(described, inputs=choice), result
-    return replace(described, inputs=_fixed(specs, dims.batch, lambda spec: True), free=False), result
+            if described.image or not _mixes(module, model, choice, larger_batch):
+                return replace(described, inputs=choice), result
+            second = _second_axis(module, model, _fixed(specs, dims.batch, lambda spec: True), dims)
+            return second(described) if second else replace(described, inputs=choice), result
+    fixed = _fixed(specs, dims.batch, lambda spec: True)
+    second = None if described.image else _second_axis(module, model, fixed, dims)
+    return second(described) if second else replace(described, inputs=fixed, free=False), result
+
+
+def _second_axis(
+    module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims
+) -> Callable[[ModuleInputs], ModuleInputs] | None:
+    """What changes a description where the batch is the second axis of the inputs, or the first of those of one axis;
+    None where the module refuses another length there, or its rows have no outputs of their own."""
+    length = next((spec.shape[1] for spec in specs if spec.dtype and len(spec.shape) > 1), 0)
+    if not isinstance(length, int) or not length:
+        return None
+
+    def symbols(spec: InputSpec) -> InputSpec:
+        axis = min(1, len(spec.shape) - 1)
+        batched = spec.dtype and axis >= 0 and spec.shape[axis] == length
+        return replace(spec, shape=(*spec.shape[:axis], BATCH, *spec.shape[axis + 1 :])) if batched else spec
+
+    moved, larger = tuple(map(symbols, specs)), replace(dims, batch=length + 1)
+    if not accepts(partial(call, module, model, moved, larger), lambda e: False) or _mixes(
+        module, model, moved, larger
+    ):
+        return None
+    return lambda described: replace(described, inputs=moved, batch=length)
+
+
+def _mixes(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> bool:
+    """Whether the outputs for one row of the batch change with its other rows, or no output has a row for each."""
+    import torch
+    from torch.utils import _pytree
+
+    (arrays,) = feeds.batches(DataSpec(), model.preprocess, tensors(specs, dims), dims, 1, specs)
+    batched = {spec.name: spec.shape.index(BATCH) for spec in specs if BATCH in spec.shape}
+    place, answers = dims.batch // 2, []
+    for fed in (arrays, feeds.repeat_input(arrays, batched, place)):
+        args, keywords = arguments(specs, {name: torch.from_numpy(np.array(array)) for name, array in fed.items()})
+        try:
+            with torch.inference_mode():
+                leaves = _pytree.tree_leaves(module(*args, **keywords))
+        except Exception:  # a module may raise anything at values that it doesn't take: nothing is known then
+            return False
+        answers.append([leaf.float().numpy() for leaf in leaves if isinstance(leaf, torch.Tensor)])
+    changes = list[float]()
+    for a, b in zip(*answers, strict=False):
+        if a.shape == b.shape and a.size > 1 and not np.array_equal(a, b):
+            rows = [k for k, n in enumerate(a.shape) if n == dims.batch]
+            own = [feeds.relative_change(a.take(place, k), b.take(place, k)) for k in rows]
+            changes.append(min(own, default=feeds.relative_change(a, b)))
+    return min(changes, default=0.0) > MIXED
 
 
 def _run_and_record(

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 
 import numpy as np
 
-from dyno.worker.inputs.layout import axes
+from dyno.worker.inputs.layout import axes, image_of, is_image
 from dyno.worker.spec import Dims, Tensor, UserError
 
 Shape = tuple[int, ...]
@@ -15,24 +15,22 @@ REFUSALS = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, Zer
 
 
 def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
-    """The shape of every input in this trial: free dimensions come from batch, height, width, or `dims.shapes`.
+    """The shape of every input in this trial: free dimensions come from batch, height, width, or `dims.shapes`, which
+    may describe inputs that an engine dropped.
 
     A file that is fixed at another batch or size, or has a free dimension without a length, is a `UserError`. The size
     is that of the first image: a second one, a map or a mask of four dimensions may have its own.
     """
     tensors = list(inputs)
-    unknown = sorted(set(dims.shapes) - {tensor.name for tensor in tensors})
-    if unknown:
-        names = ", ".join(tensor.name for tensor in tensors)
-        raise UserError(f"the model has no input {unknown[0]!r}; its inputs: {names}")
-    image = next((tensor.name for tensor in tensors if len(tensor.shape) == 4), "")
-    return {tensor.name: _static(tensor, dims, tensor.name == image) for tensor in tensors}
+    image = image_of(tensors)
+    return {tensor.name: _static(tensor, dims, tensor == image) for tensor in tensors}
 
 
 def _static(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
-    requested = dims.shapes.get(tensor.name)
-    lengths: dict[int, tuple[str, int]] = {0: ("batch", dims.batch)}
-    if len(tensor.shape) == 4 and dims.height:  # of a server's model no size is known before it describes itself
+    described = dims.shapes.get(tensor.name)
+    requested = None if described is None else dims.resolve(described)
+    lengths = {dims.batch_axis(tensor.name, tensor.shape) or 0: ("batch", dims.batch)}
+    if is_image(tensor) and dims.height:  # of a server's model no size is known before it describes itself
         _, height, width = axes(tensor.shape)
         lengths |= {height: ("height", dims.height), width: ("width", dims.width)}
     if requested is not None:

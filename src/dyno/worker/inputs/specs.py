@@ -11,27 +11,12 @@ import numpy as np
 
 from dyno.worker.inputs.array_files import load_arrays
 from dyno.worker.inputs.shapes import Shape
-from dyno.worker.spec import Dims, InputSpec, Tensor, UserError
-
-BATCH = "batch"
-
-
-def resolved(shape: Sequence[int | str], batch: int) -> Shape:
-    """The shape that the user gave for a file's input, with this batch for the axis `batch`."""
-    if wrong := [axis for axis in shape if isinstance(axis, str) and axis != BATCH]:
-        raise UserError(f"shape has {wrong[0]!r}; the axes of a file's input are numbers, or {BATCH} for the batch")
-    return tuple(batch if isinstance(axis, str) else axis for axis in shape)
-
-
-def shape_of(spec: InputSpec, dims: Dims) -> Shape:
-    """The input's shape in a trial of these dims."""
-    lengths = {BATCH: dims.batch, "height": dims.height, "width": dims.width}
-    return tuple(lengths[axis] if isinstance(axis, str) else axis for axis in spec.shape)
+from dyno.worker.spec import BATCH, Dims, InputSpec, Tensor, UserError
 
 
 def tensors(specs: Sequence[InputSpec], dims: Dims) -> tuple[Tensor, ...]:
     """The arguments that are tensors, in the trial's shapes."""
-    return tuple(Tensor(spec.name, spec.dtype, shape_of(spec, dims)) for spec in specs if spec.dtype)
+    return tuple(Tensor(spec.name, spec.dtype, dims.resolve(spec.shape)) for spec in specs if spec.dtype)
 
 
 def has_batch(specs: Sequence[InputSpec]) -> bool:
@@ -51,7 +36,7 @@ def arguments(specs: Sequence[InputSpec], arrays: Mapping[str, Any]) -> tuple[li
 class Values:
     """Values for described inputs, the same for every backend: each input has its own random numbers, from the seed.
 
-    `draw_default` draws inputs without a range, from a generator, a type and a shape.
+    `draw_default` draws inputs without a range, from a generator and a tensor of a type and a shape.
     """
 
     def __init__(self, specs: Sequence[InputSpec], seed: int, draw_default: Callable[..., np.ndarray]) -> None:
@@ -61,21 +46,21 @@ class Values:
         self._arrays: dict[str, np.ndarray] = {}
 
     def batches(
-        self, shapes: Mapping[str, Shape], engine_types: Mapping[str, str], count: int
+        self, shapes: Mapping[str, Shape], engine_types: Mapping[str, str], dims: Dims, count: int
     ) -> Iterator[dict[str, np.ndarray]]:
         """`count` feeds of these shapes; `engine_types` are the types in which an engine reads them."""
         for number in range(count):
             yield {
-                name: self._one(self._specs[name], shape, engine_types.get(name, ""), number)
+                name: self._one(self._specs[name], shape, engine_types.get(name, ""), dims, number)
                 for name, shape in shapes.items()
             }
 
-    def _one(self, spec: InputSpec, shape: Shape, engine_type: str, number: int) -> np.ndarray:
+    def _one(self, spec: InputSpec, shape: Shape, engine_type: str, dims: Dims, number: int) -> np.ndarray:
         pixels = engine_type == "uint8" and spec.dtype.startswith("float")
         if pixels and (spec.feeds or spec.low is not None):
             raise UserError(f"input=uint8 reads pixels of images, but {spec.name!r} has values of its own; omit it")
         if spec.feeds:
-            return self._stored(spec, shape, number)
+            return self._stored(spec, shape, dims.batch_axis(spec.name, spec.shape), number)
         rng = self._rng[spec.name]
         if spec.low is not None and spec.high is not None:
             if spec.low == spec.high:
@@ -86,15 +71,16 @@ class Values:
             return rng.integers(int(spec.low), int(spec.high), shape, widest, endpoint=True).astype(spec.dtype)
         if "mask" in spec.name.lower() and shape and not spec.dtype.startswith("float"):
             return _mask(rng, spec.dtype, shape)
-        return self._draw_default(rng, "uint8" if pixels else spec.dtype, shape)
+        return self._draw_default(rng, Tensor(spec.name, "uint8" if pixels else spec.dtype, shape))
 
-    def _stored(self, spec: InputSpec, shape: Shape, number: int) -> np.ndarray:
+    def _stored(self, spec: InputSpec, shape: Shape, axis: int | None, number: int) -> np.ndarray:
         """Rows of the user's array, wrapping around; the whole of one that has no batch."""
         if spec.name not in self._arrays:
             self._arrays[spec.name] = _read(spec)
         array = self._arrays[spec.name]
-        if array.shape != shape and array.ndim and array.shape[1:] == shape[1:]:
-            array = array[np.arange(number * shape[0], (number + 1) * shape[0]) % len(array)]
+        if axis is not None and array.shape != shape and array.ndim == len(shape) and array.shape[axis]:
+            rows = np.arange(number * shape[axis], (number + 1) * shape[axis]) % array.shape[axis]
+            array = array.take(rows, axis)
         if array.shape != shape:
             raise UserError(f"{spec.feeds} has {spec.name!r} as {array.shape}, but the model takes {shape}")
         return cast_exactly(array, spec)
@@ -149,10 +135,10 @@ def _mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray:
     return mask.astype(dtype)
 
 
-def rows(spec: InputSpec) -> int:
-    """Number of rows of the user's array for an input; 1 for a number."""
+def rows(spec: InputSpec, axis: int = 0) -> int:
+    """Number of rows of the user's array for an input, on the batch's axis; 1 for a number."""
     array = _read(spec)
-    return len(array) if array.ndim else 1
+    return array.shape[axis] if axis < array.ndim else 1
 
 
 def _read(spec: InputSpec) -> np.ndarray:

@@ -10,13 +10,13 @@ from dyno.worker import registry
 from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.inputs.shapes import static_shapes
-from dyno.worker.inputs.specs import resolved
+from dyno.worker.inputs.symbols import Shape, batch_axes, described_shapes, fixed_batch, names_batch
 from dyno.worker.inspection import Inspection, Purpose
 from dyno.worker.nets import file_images, flops, models, task_facts, torchvision_detectors, ultralytics_models
 from dyno.worker.nets.file_images import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import first_line, is_memory_error
 from dyno.worker.sessions.torch_support import tensors as tensors_of
-from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError
+from dyno.worker.spec import BATCH, Dims, ModelSpec, Tensor, Trial, UserError
 from dyno.worker.tasks import classify
 
 
@@ -47,7 +47,8 @@ def _module(
         else ModuleInputs()
     )
     own = inputs.size if all(inputs.size) else own if inputs.image else (0, 0)
-    _check_sizes(model, sizes, inputs, overrides)
+    sizes = sizes if inputs.image else []
+    _check_sizes(sizes, inputs, overrides)
     described = models.DESCRIBED.get(models.parse(model.source)[0])
     inspection, operations = Inspection(), {}
     for number, (height, width) in enumerate(sizes or [own]):
@@ -57,6 +58,7 @@ def _module(
         if described:
             ultralytics_models.check_size(model.source, declared.stride or 1, height, width)
         inputs, outputs = _try(module, model, inputs, dims)
+        dims = replace(dims, batch=inputs.batch)
         operations[dims.size] = _count(module, model, inputs, dims)
         purpose = (
             declared if described and task in ("", declared.task) else task_facts.facts(model, task, declared, outputs)
@@ -71,6 +73,7 @@ def _module(
         size=own,
         flops={size: n for size, n in operations.items() if n},
         inputs=inputs.inputs,
+        shapes={spec.name: spec.shape for spec in inputs.inputs if BATCH in spec.shape[1:]},
         usual_batch=inputs.batch,
         batch=1 if one_image else 0 if inputs.free else inputs.batch,
         batch_reason=torchvision_detectors.ONE_IMAGE if one_image else "",
@@ -82,9 +85,7 @@ def _may_differ(model: ModelSpec, overrides: Mapping[str, Any]) -> bool:
     return bool(overrides) or models.parse(model.source)[0] not in (*models.LIBRARIES, *models.DESCRIBED)
 
 
-def _check_sizes(model: ModelSpec, sizes: list[list[int]], inputs: ModuleInputs, overrides: Mapping[str, Any]) -> None:
-    if sizes and not inputs.image:
-        raise UserError(f"{model.name} takes no image, so a size doesn't apply to it; omit it")
+def _check_sizes(sizes: list[list[int]], inputs: ModuleInputs, overrides: Mapping[str, Any]) -> None:
     fixed_shape = all(inputs.size) and any("shape" in override for override in overrides.values())
     conflicting = [size for size in sizes if fixed_shape and tuple(size) != inputs.size]
     if conflicting:
@@ -159,28 +160,30 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
     tensors = contents.inputs
     if not tensors:
         raise UserError(f"{model.file} has no inputs, so there is nothing to run it on; export the model with one")
-    shapes = {name: resolved(words["shape"], 1) for name, words in overrides.items() if "shape" in words}
-    inspection = file_images.image_facts(model, tensors, shapes, sizes, contents.image)
+    inputs = tuple(modules.describe_file_inputs(tensors, overrides, contents.task.inputs))
+    batched, given = _given_shapes(tensors, contents.outputs, overrides)
+    inspection = file_images.image_facts(model, tensors, given, sizes, contents.image)
     model = replace(model, channels=inspection.channels or model.channels)
     outputs = [tensor.shape for tensor in contents.outputs]
     purpose = task_facts.facts(model, task, contents.task, outputs)
-    lengths = [words["shape"][0] for words in overrides.values() if words.get("shape")]
-    fixed = lengths[0] if lengths and isinstance(lengths[0], int) else _fixed_batch(tensors)
+    fixed = fixed_batch(tensors, batched, given)
     inspection = replace(
         inspection.joined(purpose),
         preprocess=purpose.preprocess or model.preprocess,
         preprocess_guessed=purpose.preprocess is None and file_images.normalised(tensors),
         batch=fixed,
+        batch_reason=_batch_reason(tensors, batched, given),
         batches=contents.batches,  # an engine knows which ones it was built for
+        shapes=described_shapes(tensors, batched, given),
+        declared=_declared(tensors, contents.outputs, batched),
         outputs=_classes(outputs),
         precision=contents.precision,
         parameters=contents.parameters,
         signature=tuple(tuple(tensor.shape for tensor in side) for side in (tensors, contents.outputs)),
-        inputs=tuple(modules.describe_file_inputs(tensors, overrides, contents.task.inputs)),
+        inputs=inputs,
     )
     batch = fixed or (contents.batches[1] if contents.batches else inspection.usual_batch or 1)
-    shapes = {name: resolved(words["shape"], batch) for name, words in overrides.items() if "shape" in words}
-    dims = Dims(batch, *inspection.size, shapes)
+    dims = Dims(batch, *inspection.size, inspection.shapes)
     static_shapes(tensors, dims)
     if contents.flops:
         sized = [dims] if inspection.fixed_size or not sizes else [replace(dims, height=h, width=w) for h, w in sizes]
@@ -189,11 +192,47 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
     return inspection
 
 
-def _fixed_batch(tensors: tuple[Tensor, ...]) -> int:
-    """The fixed length of the first axis of every input, 0 where it is free in any."""
-    lengths = [_number(t.shape[0]) for t in tensors if t.shape]
-    return min(lengths, default=0)
+def _given_shapes(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], overrides: Mapping[str, Mapping[str, Any]]
+) -> tuple[dict[str, int | None], dict[str, Shape]]:
+    """The batch's axis of each input (None: it has none), and the shapes that the user gave.
+
+    A `batch` among the user's axes decides, and what has none beside it has no batch. Of an array, which names no axis,
+    the file's names do.
+    """
+    batched, given = batch_axes(inputs, outputs), dict[str, Shape]()
+    for tensor in inputs:
+        words = overrides.get(tensor.name, {})
+        if "shape" not in words:
+            continue
+        shape, own = tuple(words["shape"]), batched[tensor.name]
+        if wrong := [axis for axis in shape if isinstance(axis, str) and axis != BATCH]:
+            raise UserError(f"shape has {wrong[0]!r}; the axes of a file's input are numbers, or {BATCH} for the batch")
+        if len(shape) != len(tensor.shape):
+            shown = "x".join(map(str, shape))
+            raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, not {shown}")
+        if "array" in words and shape[:1] == (BATCH,) and own != 0 and any(map(names_batch, tensor.shape)):
+            shape = tuple(BATCH if k == own else n for k, n in enumerate(words["array"]))
+        given[tensor.name] = shape
+    if any(BATCH in shape for shape in given.values()):
+        batched |= {name: shape.index(BATCH) if BATCH in shape else None for name, shape in given.items()}
+    return batched, given
 
 
-def _number(length: int | str) -> int:
-    return length if isinstance(length, int) else 0
+def _batch_reason(inputs: Sequence[Tensor], batched: Mapping[str, int | None], given: Mapping[str, Shape]) -> str:
+    """Why the batch is one, where the file alone doesn't fix it; "" where it does, or leaves it free."""
+    if all(axis is None for axis in batched.values()):
+        return "no axis of the inputs is the batch (--shapes NAME:50xbatchx16 names one)"
+    free = any(axis is not None and isinstance(t.shape[axis], str) for t in inputs for axis in [batched[t.name]])
+    return f"--shapes gives a batch of {n}" if free and (n := fixed_batch(inputs, batched, given)) else ""
+
+
+def _declared(
+    inputs: Sequence[Tensor], outputs: Sequence[Tensor], batched: Mapping[str, int | None]
+) -> tuple[Tensor, ...]:
+    """The outputs in whose shapes the file has the batch's name, with `batch` at its axes."""
+    names = {t.shape[k] for t in inputs for k in [batched[t.name]] if k is not None} - {"", "?"}
+    marked = [
+        replace(o, shape=tuple(BATCH if isinstance(n, str) and n in names else n for n in o.shape)) for o in outputs
+    ]
+    return tuple(output for output in marked if BATCH in output.shape)

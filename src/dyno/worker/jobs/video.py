@@ -17,6 +17,7 @@ from pathlib import Path
 import numpy as np
 
 from dyno.worker import measure, system, tasks
+from dyno.worker.evaluation.rows import find_rows
 from dyno.worker.extras import install
 from dyno.worker.facts.video import DEVICE, HOST, VideoFacts
 from dyno.worker.journal import Journal
@@ -67,6 +68,8 @@ def video(job: Job, journal: Journal) -> None:
     engine = steps.Engine(
         lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)), on_cpu, lanes_beside(on_cpu)
     )
+    if job.round == 0:
+        engine.call(lambda: find_rows(engine.session, trial, trial.dims.batch))
     work = _Work(job, options, engine, source, journal)
     work.before()
     work.pipeline()

@@ -130,10 +130,11 @@ def traced_values(torch: Any, caught: Sequence[warnings.WarningMessage]) -> str:
     return ""
 
 
-def follow_batch(torch: Any, module: Any, example: Sequence[Any], batched: Sequence[bool]) -> Any:
-    """The module as `torch.export` reads it with a free batch; None where it can't."""
-    free = {0: getattr(torch.export.Dim, "AUTO", None)}
-    shapes = tuple(free if each else None for each in batched)
+def follow_batch(torch: Any, module: Any, example: Sequence[Any], batched: Sequence[int | None]) -> Any:
+    """The module as `torch.export` reads it with a free batch, on the axis `batched` of each input; None where it
+    can't."""
+    free = getattr(torch.export.Dim, "AUTO", None)
+    shapes = tuple(None if axis is None else {axis: free} for axis in batched)
     variadic = type(module).__name__ == "Positional"
     try:
         with torch.no_grad(), warnings.catch_warnings():
@@ -153,7 +154,7 @@ def batch_limit(program: Any) -> int | None:
     """
     try:
         inputs = [n for n in program.graph.nodes if n.name in program.graph_signature.user_inputs]
-        lengths = [getattr(n.meta["val"].shape[0], "node", None) for n in inputs if n.meta["val"].ndim]
+        lengths = [getattr(length, "node", None) for n in inputs for length in n.meta["val"].shape]
         ranges = [program.range_constraints.get(length.expr) for length in lengths if length is not None]
         limits = [int(each.upper) for each in ranges if each is not None and each.upper <= LARGE]
     except (AttributeError, KeyError, TypeError):  # another PyTorch

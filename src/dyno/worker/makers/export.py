@@ -19,7 +19,7 @@ from dyno.worker.backend import Maker
 from dyno.worker.facts.files import MadeBy
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.shapes import REFUSALS
-from dyno.worker.inputs.specs import BATCH, arguments, has_batch, tensors
+from dyno.worker.inputs.specs import arguments, has_batch, tensors
 from dyno.worker.makers.control_flow import batch_limit, check_control_flow, follow_batch, traced_values
 from dyno.worker.makers.export_names import unwrap
 from dyno.worker.makers.verify import DOUBT, Case, Refused, Source, Undecided, Wrong, doubtful, verified
@@ -28,7 +28,19 @@ from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, ops
 from dyno.worker.onnx_graph.fusible import fusible
 from dyno.worker.onnx_graph.opset import lower_file
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
-from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Option, Recipe, Runtime, Tensor, UserError, shorten
+from dyno.worker.spec import (
+    BATCH,
+    Artifact,
+    DataSpec,
+    Dims,
+    ModelSpec,
+    Option,
+    Recipe,
+    Runtime,
+    Tensor,
+    UserError,
+    shorten,
+)
 
 OPTIONS = ("exporter", "opset")
 EXPORTERS = ("auto", "dynamo", "torchscript")
@@ -210,7 +222,7 @@ def _source(torch: Any, module: Any, recipe: Recipe, rows: bool) -> Source:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             flat = torch.jit.trace(flat, tuple(tensor_feeds.values()), check_trace=False)
-    batched = tuple(s.name for s in model.inputs if BATCH in s.shape) if model.inputs else ("input",)
+    batched = {s.name: s.shape.index(BATCH) for s in model.inputs if BATCH in s.shape} if model.inputs else {"input": 0}
     return Source(flat, tuple(tensor_feeds.values()), tuple(case.outputs), tuple(cases[:-1]), free, batched, rows)
 
 
@@ -231,7 +243,9 @@ def _answered(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
             "let its forward return .float()"
         )
     outputs = {name: tensor.numpy() for name, tensor in named.items()}
-    return result, Case(next((len(a) for a in feeds.values() if a.ndim), 1), feeds, outputs)
+    axes = {spec.name: spec.shape.index(BATCH) for spec in model.inputs if BATCH in spec.shape}
+    batches = [a.shape[axes.get(name, 0)] for name, a in feeds.items() if a.ndim and (name in axes or not axes)]
+    return result, Case(next(iter(batches), 1), feeds, outputs)
 
 
 def _changes(torch: Any, module: Any, model: ModelSpec, case: Case) -> bool:
@@ -295,9 +309,9 @@ def _feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool) -> 
     dims, model = recipe.dims, recipe.model
     generator = torch.Generator().manual_seed(0)
     for number, batch in enumerate(batches):
-        shape = dims.shapes.get("input", (batch, model.channels, dims.height, dims.width))
+        own_dims, data = replace(dims, batch=batch), DataSpec(seed=number)
+        shape = own_dims.resolve(dims.shapes.get("input", (BATCH, model.channels, "height", "width")))
         if model.inputs or pixels:
-            own_dims, data = replace(dims, batch=batch), DataSpec(seed=number)
             inputs = tensors(model.inputs, own_dims) if model.inputs else (Tensor("input", "float32", shape),)
             yield next(input_data.batches(data, model.preprocess, inputs, own_dims, 1, model.inputs))
         else:
@@ -312,11 +326,13 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
         raise Wrong(f"PyTorch {torch.__version__} doesn't have it")
     options: dict[str, Any] = {"dynamo": dynamo, "verbose": False, "external_data": dynamo and _is_huge(source.module)}
     if source.free_batch and dynamo:
-        free = {0: torch.export.Dim("batch")}
-        axes = tuple(free if name in source.batched else None for name in names)
+        batch = torch.export.Dim("batch")
+        axes = tuple({source.batched[name]: batch} if name in source.batched else None for name in names)
         options["dynamic_shapes"] = (axes,) if type(source.module).__name__ == "Positional" else axes
     elif source.free_batch:
-        options["dynamic_axes"] = {name: {0: "batch"} for name in (*source.batched, *source.following)}
+        options["dynamic_axes"] = {
+            name: {axis: "batch"} for name, axis in {**source.batched, **source.following}.items()
+        }
     options = {key: value for key, value in options.items() if key in supported}
     options |= {"input_names": names, "output_names": list(source.outputs), "opset_version": opset}
     try:
@@ -347,7 +363,7 @@ def _refuse_batch_limit(torch: Any, source: Source, exported_program: Any, warne
     A trace doesn't know, but it warns, of harmless things too: then `torch.export` is asked.
     """
     if exported_program is None and warned:
-        batched = [name in source.batched for name in source.expected[0].feeds]
+        batched = [source.batched.get(name) for name in source.expected[0].feeds]
         exported_program = follow_batch(torch, source.module, source.example, batched)
     limit = batch_limit(exported_program)
     if limit is not None:

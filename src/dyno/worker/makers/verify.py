@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,8 +49,8 @@ class Case(NamedTuple):
 class Source:
     """The module, an example of each input, the names of its outputs, and cases that a graph of it must pass.
 
-    With `free_batch`, `batched` are the inputs whose first axis is the batch. With `rows` the outputs are boxes after
-    suppression, a row for each, whose order and number rounding may change a little.
+    With `free_batch`, `batched` are the inputs that have the batch, and its axis. With `rows` the outputs are boxes
+    after suppression, a row for each, whose order and number rounding may change a little.
     """
 
     module: Any
@@ -58,17 +58,21 @@ class Source:
     outputs: tuple[str, ...]
     expected: tuple[Case, ...]
     free_batch: bool
-    batched: tuple[str, ...] = ("input",)
+    batched: Mapping[str, int] = field(default_factory=lambda: {"input": 0})
     rows: bool = False
 
     @property
-    def following(self) -> tuple[str, ...]:
-        """The outputs whose first axis is the batch in every case."""
-        return tuple(
-            name
-            for name in self.outputs
-            if all(case.outputs[name].ndim and len(case.outputs[name]) == case.batch for case in self.expected)
-        )
+    def following(self) -> dict[str, int]:
+        """The outputs of which an axis is the batch in every case, and that axis."""
+        found = {}
+        for name in self.outputs:
+            shapes = [case.outputs[name].shape for case in self.expected]
+            axes = range(min(map(len, shapes)))
+            batches = [case.batch for case in self.expected]
+            axis = next((k for k in axes if [shape[k] for shape in shapes] == batches), None)
+            if axis is not None and (axis == 0 or len({*batches}) > 1):
+                found[name] = axis
+        return found
 
 
 def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> Verified | None:
@@ -158,9 +162,11 @@ def _signature(outputs: Sequence[Tensor], source: Source) -> None:
     if names != source.outputs:
         raise Wrong(f"wrote the outputs {', '.join(names)} instead of {', '.join(source.outputs)}")
     if source.free_batch:
-        fixed = [o for o in outputs if o.name in source.following and o.shape and isinstance(o.shape[0], int)]
-        if fixed:
-            raise Wrong(f"wrote the batch {fixed[0].shape[0]} into {fixed[0].name}, which follows the input's")
+        following = source.following
+        for output in outputs:
+            length = output.shape[following[output.name]] if output.name in following and output.shape else ""
+            if isinstance(length, int):
+                raise Wrong(f"wrote the batch {length} into {output.name}, which follows the input's")
 
 
 def _largest(array: np.ndarray) -> float:

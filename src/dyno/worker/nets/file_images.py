@@ -6,8 +6,7 @@ import ast
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from dyno.worker.inputs.layout import axes
-from dyno.worker.inputs.shapes import Shape
+from dyno.worker.inputs.layout import axes, image_of
 from dyno.worker.inspection import Inspection
 from dyno.worker.nets import ultralytics_models
 from dyno.worker.spec import ModelSpec, Tensor, UserError
@@ -25,7 +24,7 @@ def read(metadata: Mapping[str, str]) -> dict[str, Any]:
 def image_facts(
     model: ModelSpec,
     tensors: Sequence[Tensor],
-    shapes: Mapping[str, Shape],
+    shapes: Mapping[str, Sequence[int | str]],
     sizes: Sequence[Sequence[int]],
     metadata: Mapping[str, Any],
 ) -> Inspection:
@@ -35,12 +34,13 @@ def image_facts(
     else DEFAULT_SIZE. One of the user's `sizes` that contradicts `shapes`, or that the network's stride doesn't divide,
     is a `UserError`.
     """
-    image = _image(tensors)
+    image = image_of(tensors)
     if image is None:
         return Inspection()
     channel, *sides = axes(image.shape)
     fixed = [_number(image.shape[side]) for side in sides]
-    requested = [shapes[image.name][side] for side in sides] if len(shapes.get(image.name, ())) == 4 else [0, 0]
+    given = shapes.get(image.name, ())
+    requested = [_number(given[side]) for side in sides] if len(given) == 4 else [0, 0]
     default = _pair(metadata.get("imgsz")) or [DEFAULT_SIZE, DEFAULT_SIZE]
     height, width = (side or shape or own for side, shape, own in zip(fixed, requested, default, strict=True))
     usual = metadata.get("batch")
@@ -55,12 +55,8 @@ def image_facts(
 
 def normalised(tensors: Sequence[Tensor]) -> bool:
     """Whether a file's image is fed as normalised numbers: one of uint8 takes the pixels as they are."""
-    image = _image(tensors)
+    image = image_of(tensors)
     return image is not None and image.dtype != "uint8"
-
-
-def _image(tensors: Sequence[Tensor]) -> Tensor | None:
-    return next((tensor for tensor in tensors if len(tensor.shape) == 4), None)
 
 
 def _check(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Sequence[int], stride: Any) -> None:

@@ -42,7 +42,7 @@ class Engine:
         inputs = tuple(Tensor(value.name, str(first[value.name].dtype), first[value.name].shape)
                        for value in model.graph.input)  # fmt: skip
         artifact = Artifact("onnx", str(self._path), "", 0, self._trial.precision, inputs, (), 0.0)
-        shapes = {tensor.name: tuple(map(int, tensor.shape)) for tensor in inputs}
+        shapes = {tensor.name: tensor.shape for tensor in inputs}
         trial = replace(self._trial, dims=replace(self._trial.dims, shapes=shapes))
         session = self._load(trial, artifact)
         try:

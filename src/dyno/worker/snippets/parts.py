@@ -11,7 +11,7 @@ from typing import Any
 from dyno.worker import tasks
 from dyno.worker.inputs import input_data, specs
 from dyno.worker.inputs.shapes import static_shapes
-from dyno.worker.spec import Artifact, Tensor, Trial
+from dyno.worker.spec import BATCH, Artifact, Tensor, Trial
 
 PREPARED = '''
 
@@ -105,7 +105,7 @@ def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
         shapes = static_shapes(artifact.inputs, trial.dims)
         return tuple(Tensor(t.name, t.dtype, shapes[t.name]) for t in artifact.inputs)
     dims = trial.dims
-    shape = dims.shapes.get("input", (dims.batch, trial.model.channels, dims.height, dims.width))
+    shape = dims.resolve(dims.shapes.get("input", (BATCH, trial.model.channels, "height", "width")))
     tensors = specs.tensors(trial.model.inputs, dims) or (Tensor("input", "float32", tuple(shape)),)
     return tuple(replace(t, dtype="uint8") for t in tensors) if input_data.wants_pixels(trial.options) else tensors
 

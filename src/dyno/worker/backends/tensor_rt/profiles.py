@@ -87,12 +87,14 @@ def _static(inputs: Sequence[Tensor], dims: Dims) -> Profile:
 
 
 def _own_batch(inputs: Sequence[Tensor], dims: Dims) -> int:
+    axes = {tensor.name: dims.batch_axis(tensor.name, tensor.shape) for tensor in inputs}
     for tensor in inputs:
-        if tensor.shape and tensor.name not in dims.shapes and isinstance(tensor.shape[0], str):
+        if (axis := axes[tensor.name]) is not None and isinstance(tensor.shape[axis], str):
             raise UserError(
                 f"the batch of {tensor.name!r} is free; give a batch, or a range MIN:OPT:MAX such as 1:8:16"
             )
-    return next((int(t.shape[0]) for t in inputs if t.shape and t.name not in dims.shapes), 1)
+    described = [t for t in inputs if t.shape and (t.name not in dims.shapes or axes[t.name] is not None)]
+    return next((int(t.shape[axes[t.name] or 0]) for t in described), 1)
 
 
 def _of_batches(batches: tuple[int, int, int], inputs: Sequence[Tensor], dims: Dims) -> Profile:

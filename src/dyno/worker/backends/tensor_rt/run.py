@@ -69,7 +69,8 @@ class TensorRTSession(DeviceSession):
         """The shapes of the trial, where the engine's profiles have them."""
         dims = trial.dims
         if not dims.batch:  # any batch of the profile: begin with the one it was tuned for
-            dims = replace(dims, batch=int(self._engine.get_tensor_profile_shape(inputs[0].name, 0)[1][0]))
+            axis = dims.batch_axis(inputs[0].name, inputs[0].shape) or 0
+            dims = replace(dims, batch=int(self._engine.get_tensor_profile_shape(inputs[0].name, 0)[1][axis]))
         shapes = static_shapes(inputs, dims)
         for tensor in inputs:
             ranges = [self._engine.get_tensor_profile_shape(tensor.name, p) for p in range(self._profiles)]
@@ -90,9 +91,10 @@ class TensorRTSession(DeviceSession):
     def batches(self) -> tuple[int, int, int]:
         """Of the profile in use; a static engine's one batch three times."""
         name, shape = next(iter(self._shapes.items()))
+        axis = self._trial.dims.batch_axis(name, shape) or 0
         if not self._dynamic:
-            return shape[0], shape[0], shape[0]
-        low, opt, high = (int(s[0]) for s in self._engine.get_tensor_profile_shape(name, self._profile))
+            return shape[axis], shape[axis], shape[axis]
+        low, opt, high = (int(s[axis]) for s in self._engine.get_tensor_profile_shape(name, self._profile))
         return low, opt, high
 
     def _new_contexts(self) -> list[Any]:
