@@ -96,12 +96,18 @@ def test_shapes_say_the_rest_as_far_as_they_can(
     [
         ("pose", {}, {"task": "detect"}, [(1, 84, 8400)], "is a network for detect, not pose"),
         ("detect", {"classes": 3}, {}, [(1, 84, 8400)], "1x84x8400, which has 80 classes for detect, not 3"),
-        ("segment", {"classes": 3}, {}, [(1, 38, 8400), (1, 32, 160, 160)], "has 2 classes.*check --task and --classes"),
+        (
+            "segment",
+            {"classes": 3},
+            {},
+            [(1, 38, 8400), (1, 32, 160, 160)],
+            "has 2 classes.*check --task and --classes",
+        ),
     ],
 )
 def test_options_that_contradict_the_file_are_one_line(
     task: str, known: dict[str, Any], metadata: dict[str, Any], shapes: list[Any], reason: str
 ) -> None:
+    model = ModelSpec("net", "file:net.onnx", **known)
     with pytest.raises(UserError, match=reason):
-        model = ModelSpec("net", "file:net.onnx", **known)
         task_facts.facts(model, task, Purpose(**metadata), outputs(*shapes))

@@ -146,6 +146,7 @@ class Table(Layout):
 
 BOX = ("x1", "y1", "x2", "y2")
 LAST_ROW = (*BOX, "score", "class")
+BATCH_ROW = ("image", *BOX, "class", "score")
 
 
 @dataclass(frozen=True)
@@ -363,7 +364,7 @@ LAYOUTS: tuple[Layout, ...] = (
     Rows(LAST_ROW),
     Rows((*BOX, "class", "score"), rank=1.1),
     Rows(("class", "score", *BOX), rank=1.2),
-    Rows(("image", *BOX, "class", "score")),
+    Rows(BATCH_ROW),
     Rows(("image", *BOX, "score", "class"), rank=1.1),
     Rows(("image", "class", "score", *BOX), rank=1.2),
     Lists(),
@@ -373,19 +374,21 @@ LAYOUTS: tuple[Layout, ...] = (
 )
 
 
-def possible(seen: Seen) -> list[Fit]:
+def possible(seen: Seen, kinds: tuple[type[Layout], ...] = (Layout,)) -> list[Fit]:
     """Return how each layout that may be the outputs' fits them, the likeliest first; `Unread` where there is none."""
-    fits = sorted((fit for layout in LAYOUTS if (fit := layout.fits(seen))), key=lambda fit: fit.rank)
+    layouts = (layout for layout in LAYOUTS if isinstance(layout, kinds))
+    fits = sorted((fit for layout in layouts if (fit := layout.fits(seen))), key=lambda fit: fit.rank)
     if not fits:
         known = f" with {seen.classes} classes" if seen.classes else ""
         raise Unread(describe(seen.shapes, f"no known layout{known} has these shapes"))
     return fits
 
 
-def choose(seen: Seen) -> tuple[Fit, Form] | None:
-    """Return the layout and the form of boxes that fit the values too, None where they have no box; else `Unread`."""
+def choose(seen: Seen, kinds: tuple[type[Layout], ...] = (Layout,)) -> tuple[Fit, Form] | None:
+    """Return the layout of those kinds and the form of boxes that fit the values too, None where they have no box; else
+    `Unread`."""
     reasons = list[str]()
-    for _, fits in groupby(possible(seen), key=lambda fit: fit.rank):
+    for _, fits in groupby(possible(seen, kinds), key=lambda fit: fit.rank):
         results = [(fit, _examine(fit, seen)) for fit in fits]
         reasons += [result for _, result in results if isinstance(result, str)]
         chosen = [(fit, result) for fit, result in results if isinstance(result, Form)]
