@@ -106,12 +106,19 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
         text = f"other numbers of rows for {apart:.1%} of the inputs ({precision} allows {tolerance.changed:.0%})"
         return Correctness(np.inf, None, tolerance, precision, text)
     channels = trial.task.labels == "objects" and tolerance.quantile == 1
+    if channels:
+        own, other = ([_values_first(array) for array in arrays] for arrays in (own, other))
     errors = [distances(a, b, channels) for a, b in zip(own, other, strict=True)]
     if not any(e.size for e in errors):
         return None
     worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors if e.size), default=0.0)
     changed = None if worst <= tolerance.close else _changed(trial, reference, own[0], other[0], tolerance)
     return Correctness(worst, changed, tolerance, precision)
+
+
+def _values_first(array: np.ndarray) -> np.ndarray:
+    """Predictions as batch x values x anchors, of which there are more than values in all but the smallest images."""
+    return np.swapaxes(array, 1, 2) if array.ndim == 3 and array.shape[2] < array.shape[1] / 2 else array
 
 
 def _boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Correctness | None:

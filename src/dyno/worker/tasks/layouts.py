@@ -381,7 +381,7 @@ def possible(seen: Seen, kinds: tuple[type[Layout], ...] = (Layout,)) -> list[Fi
     if not fits:
         known = f" with {seen.classes} classes" if seen.classes else ""
         raise Unread(describe(seen.shapes, f"no known layout{known} has these shapes"))
-    return fits
+    return [fit for fit in fits if len(fit.names) > 1] or fits  # beside an output of boxes no other one has any
 
 
 def choose(seen: Seen, kinds: tuple[type[Layout], ...] = (Layout,)) -> tuple[Fit, Form] | None:
@@ -393,7 +393,7 @@ def choose(seen: Seen, kinds: tuple[type[Layout], ...] = (Layout,)) -> tuple[Fit
         reasons += [result for _, result in results if isinstance(result, str)]
         chosen = [(fit, result) for fit, result in results if isinstance(result, Form)]
         if len(chosen) > 1:
-            counts = " or ".join(str(fit.classes) for fit, _ in chosen)
+            counts = " or ".join(sorted({str(fit.classes) for fit, _ in chosen}))
             raise Unread(describe(seen.shapes, f"they are of {counts} classes; say how many with --classes"))
         if chosen or any(result is None for _, result in results):
             return chosen[0] if chosen else None
