@@ -9,7 +9,7 @@ import numpy as np
 
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
-from dyno.worker.tasks.task import Arrays, Collector, Evaluated, Outputs, Task
+from dyno.worker.tasks.task import Arrays, Collector, Evaluated, OutputShapes, Task
 
 
 class Grades(Collector):
@@ -37,7 +37,7 @@ class Grade(Task):
         """Pixels in 0..1."""
         return Preprocess((0.0,) * channels, (1.0,) * channels, resize=1.0)
 
-    def layout(self, model: ModelSpec, metadata: Purpose, outputs: Outputs) -> Purpose:
+    def layout(self, model: ModelSpec, metadata: Purpose, outputs: OutputShapes) -> Purpose:
         """Nothing to be said, but the outputs must be right."""
         shapes = [list(shape) for shape in outputs.shapes.values()]
         if len(shapes) != 1 or shapes[0][1:] != [1]:

@@ -11,15 +11,15 @@ from dyno.worker.inspection import Purpose
 from dyno.worker.nets import task_facts
 from dyno.worker.onnx_graph.file import read_metadata
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
-from dyno.worker.tasks.task import Outputs
+from dyno.worker.tasks.task import OutputShapes
 
 onnx = pytest.importorskip("onnx")
 
 MODEL = ModelSpec("net", "file:net.onnx")
 
 
-def outputs(*shapes: Any, size: tuple[int, int] = (640, 640)) -> Outputs:
-    return Outputs({f"output{number}": shape for number, shape in enumerate(shapes)}, size)
+def outputs(*shapes: Any, size: tuple[int, int] = (640, 640)) -> OutputShapes:
+    return OutputShapes({f"output{number}": shape for number, shape in enumerate(shapes)}, size)
 
 
 def file(path: Path, **metadata: str) -> str:

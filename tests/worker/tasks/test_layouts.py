@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.tasks.detect import DETECT, BoxReader, numbered_as
-from dyno.worker.tasks.layouts import Unread
+from dyno.worker.tasks.layouts import UnreadBoxes
 from dyno.worker.tasks.pose import POSE
 from dyno.worker.tasks.segment import SEGMENT
 
@@ -201,7 +201,7 @@ def test_masks_and_keypoints_of_boxes_that_are_left() -> None:
     ids=["shape", "logits", "classes", "outside", "objectness or not", "too few classes"],
 )
 def test_what_is_not_understood_is_one_line(arrays: Arrays, classes: int, reason: str) -> None:
-    with pytest.raises(Unread, match=reason) as raised:
+    with pytest.raises(UnreadBoxes, match=reason) as raised:
         BoxReader(DETECT, classes).detections(arrays, np.array([SIZE, SIZE]), SIZE)
     assert "understood are batch x (4 + classes) x anchors" in str(raised.value) and "\n" not in str(raised.value)
 

@@ -10,8 +10,8 @@ import numpy as np
 
 from dyno.analysis.records.results import TrialResult
 from dyno.worker.tasks import layouts
-from dyno.worker.tasks.layouts import Lists, Pairs, Rows, Seen
-from dyno.worker.tasks.postprocess import Form
+from dyno.worker.tasks.layouts import FinalRows, Lists, Pairs, Seen
+from dyno.worker.tasks.postprocess import BoxForm
 
 BOX = 4  # values of a box
 MOST_IMAGES = 100  # whose rows are read
@@ -70,7 +70,7 @@ def of(trial: TrialResult) -> BoxRows | None:
 
 def _chosen(
     trial: TrialResult, tables: Mapping[str, np.ndarray]
-) -> tuple[layouts.Fit, Form, tuple[int, int], dict[str, np.ndarray]] | None:
+) -> tuple[layouts.Fit, BoxForm, tuple[int, int], dict[str, np.ndarray]] | None:
     """The layout of all rows as if they were of one image, with the form of the boxes and the size of the image."""
     arrays = {name: table[None].copy() for name, table in tables.items()}
     for array in arrays.values():
@@ -81,12 +81,12 @@ def _chosen(
         return None
     task, shapes = trial.task, {name: array.shape for name, array in arrays.items()}
     extra = None if task.needs else 0  # of masks or keypoints any number
-    fits = (Rows, Lists, Pairs) if task.labels == "objects" else (Rows, Lists)
+    fits = (FinalRows, Lists, Pairs) if task.labels == "objects" else (FinalRows, Lists)
     try:
         seen = Seen(shapes, size, 0, extra, values=arrays)
         likeliest = layouts.possible(seen, fits)[0]
         fit, form = layouts.choose(seen, fits) or (likeliest, likeliest.layout.form)
-    except layouts.Unread:
+    except layouts.UnreadBoxes:
         return None
     return (fit, form, size, arrays) if fit.layout.free_order else None
 

@@ -17,7 +17,7 @@ from dyno.worker.nets.file_images import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import first_line, is_memory_error, named_outputs
 from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError
 from dyno.worker.tasks import classify
-from dyno.worker.tasks.task import Outputs, Shape
+from dyno.worker.tasks.task import OutputShapes, Shape
 
 
 def inspect_model(
@@ -61,7 +61,7 @@ def _module(
         purpose = (
             declared
             if described and task in ("", declared.task)
-            else task_facts.facts(model, task, declared, Outputs(outputs, (height, width)))
+            else task_facts.facts(model, task, declared, OutputShapes(outputs, (height, width)))
         )
         parameters = sum(int(p.numel()) for p in module.parameters())
         inspection = replace(inspection, outputs=_classes(outputs, purpose), parameters=parameters).joined(purpose)
@@ -166,7 +166,7 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
     inspection = file_images.image_facts(model, tensors, shapes, sizes, contents.image)
     model = replace(model, channels=inspection.channels or model.channels)
     outputs = {tensor.name: tensor.shape for tensor in contents.outputs}
-    purpose = task_facts.facts(model, task, contents.task, Outputs(outputs, inspection.size))
+    purpose = task_facts.facts(model, task, contents.task, OutputShapes(outputs, inspection.size))
     lengths = [words["shape"][0] for words in overrides.values() if words.get("shape")]
     fixed = lengths[0] if lengths and isinstance(lengths[0], int) else _fixed_batch(tensors)
     inspection = replace(

@@ -17,7 +17,7 @@ from typing import Any
 from dyno.worker import tasks
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, UserError, from_json, to_json
-from dyno.worker.tasks.task import Outputs
+from dyno.worker.tasks.task import OutputShapes
 
 
 def read(metadata: Mapping[str, str]) -> Purpose:
@@ -62,7 +62,7 @@ def _metadata(model: ModelSpec) -> dict[str, str]:
     return metadata
 
 
-def facts(model: ModelSpec, requested: str, metadata: Purpose, outputs: Outputs) -> Purpose:
+def facts(model: ModelSpec, requested: str, metadata: Purpose, outputs: OutputShapes) -> Purpose:
     """For the inspection: the task, and for detection and its kin classes, keypoints and preprocessing.
 
     `requested` is the user's --task, `metadata` the file's; `outputs` have free axes as text.

@@ -14,9 +14,9 @@ from dyno.worker.inputs import input_data
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks import layouts
-from dyno.worker.tasks.layouts import Fit, Seen, Unread
-from dyno.worker.tasks.postprocess import CORNERS, Detections, Form, Place, best
-from dyno.worker.tasks.task import Arrays, Collector, Evaluated, Outputs, Shape, Task
+from dyno.worker.tasks.layouts import Fit, Seen, UnreadBoxes
+from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, Place, best
+from dyno.worker.tasks.task import Arrays, Collector, Evaluated, OutputShapes, Shape, Task
 
 COCO_CLASSES = 80
 NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of its numbers from 1 to 90
@@ -45,7 +45,7 @@ class Detect(Task):
         beside: np.ndarray,
         boxes: np.ndarray,
         place: Place,
-        form: Form,
+        form: BoxForm,
         keypoints: Sequence[int],
     ) -> dict[str, Any]:
         """Return fields of `Detections` besides the boxes, from the `rest` of the rows that survived."""
@@ -58,14 +58,14 @@ class Detect(Task):
     def preprocess(self, channels: int) -> Preprocess:
         return Preprocess((0.0,) * channels, (1.0,) * channels, letterbox=True)
 
-    def layout(self, model: ModelSpec, metadata: Purpose, outputs: Outputs) -> Purpose:
+    def layout(self, model: ModelSpec, metadata: Purpose, outputs: OutputShapes) -> Purpose:
         """Return classes and keypoints from the metadata and the likeliest layout; where none fits, what the metadata
         says: the network can be timed, and its trials say that no boxes are read."""
         known = replace(metadata, classes=model.classes or metadata.classes,
                         keypoints=tuple(model.keypoints or metadata.keypoints))  # fmt: skip
         try:
             fits = layouts.possible(self.seen(outputs.shapes, outputs.size, known.classes or 0, known.keypoints))
-        except Unread:
+        except UnreadBoxes:
             self._check_classes(model, outputs, known)
             return Purpose(classes=known.classes, keypoints=known.keypoints)
         keypoints = known.keypoints
@@ -73,7 +73,7 @@ class Detect(Task):
             keypoints = keypoints or layouts.keypoints_of(fits[0].extra) or ()
         return Purpose(classes=layouts.agreed_classes(fits) or known.classes, keypoints=keypoints)
 
-    def _check_classes(self, model: ModelSpec, outputs: Outputs, known: Purpose) -> None:
+    def _check_classes(self, model: ModelSpec, outputs: OutputShapes, known: Purpose) -> None:
         """Raise a `UserError` where the outputs would be understood but for the user's number of classes."""
         if not model.classes:
             return
@@ -81,7 +81,7 @@ class Detect(Task):
             other = layouts.agreed_classes(
                 layouts.possible(self.seen(outputs.shapes, outputs.size, 0, known.keypoints))
             )
-        except Unread:
+        except UnreadBoxes:
             return
         has = f"{other} classes" if other else "another number of classes"
         raise UserError(
@@ -97,7 +97,7 @@ class Detect(Task):
         keypoints: Sequence[int],
         images: int = 1,
     ) -> Seen:
-        """Return what layouts are to fit; `Unread` without an output that the task needs."""
+        """Return what layouts are to fit; `UnreadBoxes` without an output that the task needs."""
         beside = self.beside(shapes)
         boxes = {name: shape for name, shape in shapes.items() if name != beside}
         return Seen(boxes, size, classes, self.extra(shapes, keypoints), images)
@@ -118,7 +118,7 @@ class BoxReader:
 
     def __init__(self, task: Detect, classes: int = 0, keypoints: Sequence[int] = ()) -> None:
         self._task, self._classes, self._keypoints = task, classes, tuple(keypoints)
-        self._chosen: tuple[Fit, Form] | None = None
+        self._chosen: tuple[Fit, BoxForm] | None = None
         self._choosing = threading.Lock()
 
     @property
@@ -133,7 +133,7 @@ class BoxReader:
         """Return the detections of each image of a batch.
 
         `sizes` is B x 2, height and width of the original images that count; `input_size` those of the network's
-        input. Raises `Unread` where no layout fits.
+        input. Raises `UnreadBoxes` where no layout fits.
         """
         if not len(sizes):
             return []
@@ -147,7 +147,9 @@ class BoxReader:
         self._check_labels(found, outputs)
         return found
 
-    def _choose(self, outputs: Mapping[str, np.ndarray], size: tuple[int, int], images: int) -> tuple[Fit, Form] | None:
+    def _choose(
+        self, outputs: Mapping[str, np.ndarray], size: tuple[int, int], images: int
+    ) -> tuple[Fit, BoxForm] | None:
         with self._choosing:
             if self._chosen is None:
                 shapes = {name: array.shape for name, array in outputs.items()}
@@ -157,7 +159,7 @@ class BoxReader:
 
     def _image(
         self, outputs: Mapping[str, np.ndarray], image: int, place: Place, beside: np.ndarray,
-        chosen: tuple[Fit, Form] | None, limits: tuple[float, float, int],
+        chosen: tuple[Fit, BoxForm] | None, limits: tuple[float, float, int],
     ) -> Detections:  # fmt: skip
         confidence, iou, most = limits
         shapes = {name: array.shape for name, array in outputs.items()}
@@ -177,12 +179,12 @@ class BoxReader:
         return Detections(boxes, scores, kinds, **fields)
 
     def _check_labels(self, found: Sequence[Detections], outputs: Mapping[str, np.ndarray]) -> None:
-        """Raise `Unread` where classes are seen that the network can't have."""
+        """Raise `UnreadBoxes` where classes are seen that the network can't have."""
         highest = max((int(one.classes.max()) for one in found if len(one.classes)), default=0)
         most = max(NOT_IN_COCO[-1] + 7, self._classes) if self._classes == COCO_CLASSES else self._classes
         if self._classes and highest > most:
             shapes = {name: array.shape for name, array in outputs.items()}
-            raise Unread(layouts.describe(shapes, f"a box is of class {highest}, and there are {self._classes}"))
+            raise UnreadBoxes(layouts.describe(shapes, f"a box is of class {highest}, and there are {self._classes}"))
 
 
 class DetectionCollector(Collector):
@@ -213,7 +215,7 @@ class DetectionCollector(Collector):
         samples = self._samples[first : first + images] if self._samples is not None else np.arange(images)
         try:
             found = self._reader.detections(fetched, self._sizes[samples], self.evaluated.input_size)
-        except Unread as e:
+        except UnreadBoxes as e:
             return str(e)
         return list(zip(samples.tolist(), found, strict=True)) if self._samples is not None else []
 

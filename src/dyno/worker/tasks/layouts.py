@@ -15,7 +15,7 @@ from itertools import groupby
 import numpy as np
 
 from dyno.worker.spec import UserError
-from dyno.worker.tasks.postprocess import CENTRES, CORNERS, CORNERS_Y_FIRST, SIDES, Candidates, Form, valid_share
+from dyno.worker.tasks.postprocess import CENTRES, CORNERS, CORNERS_Y_FIRST, SIDES, BoxForm, Candidates, valid_share
 from dyno.worker.tasks.task import Shape
 
 STRIDES = ((8, 16, 32), (8, 16, 32, 64), (4, 8, 16, 32), (16, 32))  # of the grids whose cells have anchors
@@ -27,7 +27,7 @@ MOST_EXAMINED = 1000  # boxes of them, of the highest scores
 UNREAD = "no boxes are read from the outputs"
 
 
-class Unread(UserError):
+class UnreadBoxes(UserError):
     """Outputs that no layout fits."""
 
 
@@ -53,14 +53,14 @@ class Fit:
     """Outputs that a layout fits: their `names` by the layout's own order, the number of classes (None: not said), how
     many values a box has besides, and `rank`, which of several layouts that fit is preferred (the lowest)."""
 
-    layout: Layout
+    layout: BoxLayout
     names: tuple[str, ...]
     classes: int | None = None
     extra: int = 0
     rank: float = 1
 
 
-class Layout(ABC):
+class BoxLayout(ABC):
     """How boxes lie in a network's outputs.
 
     `shown` describes it in messages, `form` is the usual form of its boxes (`fixed_form`: the only one), `suppressed`
@@ -68,7 +68,7 @@ class Layout(ABC):
     """
 
     shown: str
-    form: Form = CORNERS
+    form: BoxForm = CORNERS
     fixed_form = False
     suppressed = True
     free_order = True
@@ -87,7 +87,7 @@ class Layout(ABC):
 
 
 @dataclass(frozen=True)
-class Table(Layout):
+class AnchorTable(BoxLayout):
     """Predictions of every anchor as YOLO networks give them: a box, perhaps objectness, class scores, extra values."""
 
     axis: int  # of the values: 1 or 2
@@ -150,7 +150,7 @@ BATCH_ROW = ("image", *BOX, "class", "score")
 
 
 @dataclass(frozen=True)
-class Rows(Layout):
+class FinalRows(BoxLayout):
     """Boxes that are left in the end, a row for each: its `columns`, then mask coefficients or keypoints.
 
     Where they have a column `image`, rows are of the batch's image of that number.
@@ -194,7 +194,7 @@ class Rows(Layout):
 
 
 @dataclass(frozen=True)
-class Lists(Layout):
+class Lists(BoxLayout):
     """Boxes that are left in the end, with their scores and classes in outputs of their own, and perhaps their number:
     torchvision's detectors, RT-DETR with its post-processing, TensorRT's EfficientNMS, TensorFlow's detection API."""
 
@@ -247,7 +247,7 @@ class TensorFlowLists(Lists):
 
 
 @dataclass(frozen=True)
-class Selected(Layout):
+class Selected(BoxLayout):
     """All boxes and scores, with the rows (image, class, box) that ONNX's NonMaxSuppression selected."""
 
     shown = "boxes, scores and selected indices (ONNX's NonMaxSuppression)"
@@ -276,7 +276,7 @@ class Selected(Layout):
 
 
 @dataclass(frozen=True)
-class Pairs(Layout):
+class Pairs(BoxLayout):
     """Boxes, and the values of every class for each: `kind` says which.
 
     DETR and its successors leave logits, of independent classes or with "no object" as the last one; other detectors
@@ -301,7 +301,7 @@ class Pairs(Layout):
         return self.suppressed
 
     @property
-    def form(self) -> Form:  # type: ignore[override]
+    def form(self) -> BoxForm:  # type: ignore[override]
         """A transformer's boxes are centres."""
         return CENTRES if self.suppressed else CORNERS
 
@@ -356,17 +356,17 @@ class Pairs(Layout):
         return Candidates(values[fit.names[0]][image].astype(np.float32).T, np.ascontiguousarray(table.T))
 
 
-LAYOUTS: tuple[Layout, ...] = (
-    Table(axis=1),
-    Table(axis=2),
-    Table(axis=2, objectness=True),
-    Table(axis=1, objectness=True),
-    Rows(LAST_ROW),
-    Rows((*BOX, "class", "score"), rank=1.1),
-    Rows(("class", "score", *BOX), rank=1.2),
-    Rows(BATCH_ROW),
-    Rows(("image", *BOX, "score", "class"), rank=1.1),
-    Rows(("image", "class", "score", *BOX), rank=1.2),
+LAYOUTS: tuple[BoxLayout, ...] = (
+    AnchorTable(axis=1),
+    AnchorTable(axis=2),
+    AnchorTable(axis=2, objectness=True),
+    AnchorTable(axis=1, objectness=True),
+    FinalRows(LAST_ROW),
+    FinalRows((*BOX, "class", "score"), rank=1.1),
+    FinalRows(("class", "score", *BOX), rank=1.2),
+    FinalRows(BATCH_ROW),
+    FinalRows(("image", *BOX, "score", "class"), rank=1.1),
+    FinalRows(("image", "class", "score", *BOX), rank=1.2),
     Lists(),
     TensorFlowLists(),
     Selected(),
@@ -374,33 +374,33 @@ LAYOUTS: tuple[Layout, ...] = (
 )
 
 
-def possible(seen: Seen, kinds: tuple[type[Layout], ...] = (Layout,)) -> list[Fit]:
-    """Return how each layout that may be the outputs' fits them, the likeliest first; `Unread` where there is none."""
+def possible(seen: Seen, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> list[Fit]:
+    """Return how each layout that may be the outputs' fits them, the likeliest first; else `UnreadBoxes`."""
     layouts = (layout for layout in LAYOUTS if isinstance(layout, kinds))
     fits = sorted((fit for layout in layouts if (fit := layout.fits(seen))), key=lambda fit: fit.rank)
     if not fits:
         known = f" with {seen.classes} classes" if seen.classes else ""
-        raise Unread(describe(seen.shapes, f"no known layout{known} has these shapes"))
+        raise UnreadBoxes(describe(seen.shapes, f"no known layout{known} has these shapes"))
     return [fit for fit in fits if len(fit.names) > 1] or fits  # beside an output of boxes no other one has any
 
 
-def choose(seen: Seen, kinds: tuple[type[Layout], ...] = (Layout,)) -> tuple[Fit, Form] | None:
+def choose(seen: Seen, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> tuple[Fit, BoxForm] | None:
     """Return the layout of those kinds and the form of boxes that fit the values too, None where they have no box; else
-    `Unread`."""
+    `UnreadBoxes`."""
     reasons = list[str]()
     for _, fits in groupby(possible(seen, kinds), key=lambda fit: fit.rank):
         results = [(fit, _examine(fit, seen)) for fit in fits]
         reasons += [result for _, result in results if isinstance(result, str)]
-        chosen = [(fit, result) for fit, result in results if isinstance(result, Form)]
+        chosen = [(fit, result) for fit, result in results if isinstance(result, BoxForm)]
         if len(chosen) > 1:
             counts = " or ".join(sorted({str(fit.classes) for fit, _ in chosen}))
-            raise Unread(describe(seen.shapes, f"they are of {counts} classes; say how many with --classes"))
+            raise UnreadBoxes(describe(seen.shapes, f"they are of {counts} classes; say how many with --classes"))
         if chosen or any(result is None for _, result in results):
             return chosen[0] if chosen else None
-    raise Unread(describe(seen.shapes, reasons[0]))
+    raise UnreadBoxes(describe(seen.shapes, reasons[0]))
 
 
-def _examine(fit: Fit, seen: Seen) -> Form | str | None:
+def _examine(fit: Fit, seen: Seen) -> BoxForm | str | None:
     """Return the form of the boxes, None without any, or what contradicts the layout."""
     if reason := fit.layout.refute(fit, seen.values):
         return reason
@@ -425,7 +425,7 @@ def _examine(fit: Fit, seen: Seen) -> Form | str | None:
     return form or "what should be boxes lies outside the image"
 
 
-def _form(boxes: np.ndarray, layout: Layout, size: tuple[int, int]) -> Form | None:
+def _form(boxes: np.ndarray, layout: BoxLayout, size: tuple[int, int]) -> BoxForm | None:
     """Return the layout's usual form unless another one fits clearly better; None where none is of boxes."""
     usual = replace(layout.form, shares=bool(np.abs(boxes).max() <= 2))
     inside = valid_share(boxes, usual, size)

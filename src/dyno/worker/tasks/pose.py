@@ -10,7 +10,7 @@ import numpy as np
 
 from dyno.worker.spec import ModelSpec
 from dyno.worker.tasks.detect import Detect, joined
-from dyno.worker.tasks.postprocess import Detections, Form, Place
+from dyno.worker.tasks.postprocess import BoxForm, Detections, Place
 from dyno.worker.tasks.task import Shape
 
 
@@ -32,7 +32,7 @@ class Pose(Detect):
         beside: np.ndarray,
         boxes: np.ndarray,
         place: Place,
-        form: Form,
+        form: BoxForm,
         keypoints: Sequence[int],
     ) -> dict[str, Any]:
         points = rest.reshape(len(rest), *keypoints)

@@ -33,7 +33,7 @@ class Detections:
 
 
 @dataclass(frozen=True)
-class Form:
+class BoxForm:
     """How four numbers are a box: the `order` of its values, in pixels of the input or as `shares` of its sides."""
 
     order: str
@@ -60,12 +60,12 @@ class Form:
         return points * scale
 
 
-CENTRES, CORNERS = Form("centre, width and height"), Form("left, top, right and bottom")
-SIDES, CORNERS_Y_FIRST = Form("left, top, width and height"), Form("top, left, bottom and right")
+CENTRES, CORNERS = BoxForm("centre, width and height"), BoxForm("left, top, right and bottom")
+SIDES, CORNERS_Y_FIRST = BoxForm("left, top, width and height"), BoxForm("top, left, bottom and right")
 OUTSIDE = 0.05  # of the input's sides: how far a box that lies in it may reach out
 
 
-def valid_share(boxes: np.ndarray, form: Form, size: tuple[int, int], loose: bool = False) -> float:
+def valid_share(boxes: np.ndarray, form: BoxForm, size: tuple[int, int], loose: bool = False) -> float:
     """Return the share of the boxes that have sides and lie in the input; `loose`: their centres lie near it.
 
     The boxes of a network with random weights are much too large, but still lie around places in the image.

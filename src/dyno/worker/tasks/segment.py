@@ -9,8 +9,8 @@ import numpy as np
 
 from dyno.worker.spec import ModelSpec
 from dyno.worker.tasks.detect import Detect, joined
-from dyno.worker.tasks.layouts import Seen, Unread, describe
-from dyno.worker.tasks.postprocess import Detections, Form, Place, encode
+from dyno.worker.tasks.layouts import Seen, UnreadBoxes, describe
+from dyno.worker.tasks.postprocess import BoxForm, Detections, Place, encode
 from dyno.worker.tasks.task import Shape
 
 USUAL = 32  # prototypes, where a file doesn't say
@@ -42,7 +42,7 @@ class Segment(Detect):
         images: int = 1,
     ) -> Seen:
         if not self.beside(shapes):
-            raise Unread(describe(shapes, "there are no prototypes of masks"))
+            raise UnreadBoxes(describe(shapes, "there are no prototypes of masks"))
         return super().seen(shapes, size, classes, keypoints, images)
 
     def read(
@@ -51,7 +51,7 @@ class Segment(Detect):
         beside: np.ndarray,
         boxes: np.ndarray,
         place: Place,
-        form: Form,
+        form: BoxForm,
         keypoints: Sequence[int],
     ) -> dict[str, Any]:
         return {"masks": _masks(rest, beside, boxes, place)}

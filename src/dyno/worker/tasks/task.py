@@ -19,7 +19,7 @@ Shape = Sequence[Any]  # a number per fixed axis, text for a free one
 
 
 @dataclass(frozen=True)
-class Outputs:
+class OutputShapes:
     """A network's outputs as an inspection knows them: shapes by name, and the height and width of its image, (0, 0)
     without one."""
 
@@ -90,7 +90,7 @@ class Task(ABC):
         """The default preprocessing of images."""
 
     @abstractmethod
-    def layout(self, model: ModelSpec, metadata: Purpose, outputs: Outputs) -> Purpose:
+    def layout(self, model: ModelSpec, metadata: Purpose, outputs: OutputShapes) -> Purpose:
         """`classes` and `keypoints` from the file's metadata and the outputs' shapes; a `UserError` for a misfit."""
 
     @abstractmethod

@@ -20,7 +20,7 @@ from dyno.worker.inputs.letterbox import geometry
 from dyno.worker.sessions.on_device import OnDevice
 from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.tasks.detect import BoxReader
-from dyno.worker.tasks.layouts import Table
+from dyno.worker.tasks.layouts import AnchorTable
 from dyno.worker.video.media.pictures import Picture, weights
 from dyno.worker.video.media.surfaces import Surface
 from dyno.worker.video.preparing import GREY, Preparation
@@ -260,7 +260,7 @@ def drop_low_scores(torch: Any, reader: BoxReader, confidence: float) -> Change:
 
     def change(outputs: dict[str, Any]) -> dict[str, Any]:
         fit = reader.fit
-        if fit is None or fit.layout != Table(axis=1):
+        if fit is None or fit.layout != AnchorTable(axis=1):
             return outputs
         name, classes = fit.names[0], fit.classes or 0
         predictions = outputs[name]
