@@ -22,7 +22,9 @@ from dyno.worker.makers.export import OnnxExport, exported
 from dyno.worker.makers.precision import OnnxPrecision, converted
 from dyno.worker.nets import models
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Trial
+from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.postprocess import Detections
+from dyno.worker.tasks.segment import SEGMENT
 from yolo_small import SIZE, Trained
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -45,7 +47,8 @@ class Network:
     def found(self, outputs: list[np.ndarray]) -> list[Detections]:
         """Detections in the original images."""
         sizes = np.load(Path(self.data.folder) / "sizes.npy")[: len(self.images)]
-        return tasks.find(TASK).detections(outputs, sizes, (SIZE, SIZE), classes=3)
+        named = {f"output{number}": array for number, array in enumerate(outputs)}
+        return BoxReader(SEGMENT, classes=3).detections(named, sizes, (SIZE, SIZE))
 
     def scores(self, outputs: list[np.ndarray], kind: str = "bbox") -> tuple[float, float]:
         """mAP50 and mAP50-95."""

@@ -9,7 +9,7 @@ import numpy as np
 
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
-from dyno.worker.tasks.task import Arrays, Collector, Evaluated, Shape, Task
+from dyno.worker.tasks.task import Arrays, Collector, Evaluated, OutputShapes, Task
 
 
 class Grades(Collector):
@@ -37,10 +37,11 @@ class Grade(Task):
         """Pixels in 0..1."""
         return Preprocess((0.0,) * channels, (1.0,) * channels, resize=1.0)
 
-    def layout(self, model: ModelSpec, metadata: Purpose, outputs: Sequence[Shape]) -> Purpose:
+    def layout(self, model: ModelSpec, metadata: Purpose, outputs: OutputShapes) -> Purpose:
         """Nothing to be said, but the outputs must be right."""
-        if len(outputs) != 1 or list(outputs[0][1:]) != [1]:
-            raise UserError(f"{model.name} gives {list(map(list, outputs))}; a network for grade gives batch x 1")
+        shapes = [list(shape) for shape in outputs.shapes.values()]
+        if len(shapes) != 1 or shapes[0][1:] != [1]:
+            raise UserError(f"{model.name} gives {shapes}; a network for grade gives batch x 1")
         return Purpose()
 
     def collector(self, evaluated: Evaluated) -> Collector:

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 from dyno.api.runnable import run
 from dyno.planning.defaults import EVALUATION, folder_for, study_of
 from dyno.study import Study
+from dyno.worker.spec import UserError
+from dyno.worker.tasks.layouts import UNREAD
 
 if TYPE_CHECKING:
     from dyno.api.result import Result
@@ -30,7 +32,10 @@ def evaluate(
 
 
 def show(folders: Sequence[Path], format: str, per_class: bool) -> int:
-    """Print the tables of evaluated runs and a section for each trial, write their classes; returns the exit code."""
+    """Print the tables of evaluated runs and a section for each trial, write their classes; return the exit code.
+
+    Raises `UserError` for a model whose boxes no trial could read: what it is asked for is missing.
+    """
     from dyno.analysis.metrics import confusion
     from dyno.analysis.presentation.export import export
     from dyno.analysis.presentation.table import joined
@@ -38,7 +43,7 @@ def show(folders: Sequence[Path], format: str, per_class: bool) -> int:
     from dyno.analysis.tables.trial_table import TRIALS
     from dyno.analysis.verdict import evaluation_summary
     from dyno.analysis.verdict.about import about
-    from dyno.analysis.verdict.whole_run import pixels
+    from dyno.analysis.verdict.whole_run import pixels, unscored
 
     runs = [trial_table.read(folder) for folder in folders]
     table = joined([TRIALS.table(data) for data in runs])
@@ -49,4 +54,8 @@ def show(folders: Sequence[Path], format: str, per_class: bool) -> int:
                 of_run = [text] if (text := pixels.guessed(t, data.records)) else []
                 print("\n" + evaluation_summary.describe(t, format, per_class, of_run).rstrip("\n"))
         confusion.write(data.records, data.records.folder)
+    for data in runs:
+        reasons = [unscored.unscored(t) for t in data.records if t.good]
+        if reasons and all(UNREAD in reason for reason in reasons):
+            raise UserError(reasons[0])
     return trial_table.exit_code(table.to_pandas())

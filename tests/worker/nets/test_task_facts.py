@@ -11,10 +11,15 @@ from dyno.worker.inspection import Purpose
 from dyno.worker.nets import task_facts
 from dyno.worker.onnx_graph.file import read_metadata
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
+from dyno.worker.tasks.task import OutputShapes
 
 onnx = pytest.importorskip("onnx")
 
 MODEL = ModelSpec("net", "file:net.onnx")
+
+
+def outputs(*shapes: Any, size: tuple[int, int] = (640, 640)) -> OutputShapes:
+    return OutputShapes({f"output{number}": shape for number, shape in enumerate(shapes)}, size)
 
 
 def file(path: Path, **metadata: str) -> str:
@@ -40,7 +45,7 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 def test_metadata_of_ultralytics_is_read(tmp_path: Path) -> None:
     path = file(tmp_path / "m.onnx", task="pose", names="{0: 'a', 1: 'person, adult'}", kpt_shape="[17, 3]")
     assert task_facts.read(read_metadata(path)) == Purpose(task="pose", classes=2, keypoints=(17, 3))
-    found = task_facts.facts(MODEL, "", task_facts.read(read_metadata(path)), [("batch", 57, 8400)])
+    found = task_facts.facts(MODEL, "", task_facts.read(read_metadata(path)), outputs(("batch", 57, 8400)))
     assert found.preprocess.letterbox
 
 
@@ -49,38 +54,60 @@ def test_metadata_of_others_is_no_harm(tmp_path: Path) -> None:
         tmp_path / "m.onnx", task="obb", names="__import__('os')", kpt_shape="7", preprocess='{"mean": 3, "a": 1}'
     )
     assert task_facts.read(read_metadata(path)) == Purpose()
-    assert task_facts.facts(MODEL, "", Purpose(), [("batch", 10)]) == Purpose()
+    assert task_facts.facts(MODEL, "", Purpose(), outputs(("batch", 10))) == Purpose()
 
 
 @pytest.mark.parametrize(
-    ("task", "outputs", "known", "found"),
+    ("task", "shapes", "known", "found"),
     [
         ("detect", [(1, 84, 8400)], {}, (80, ())),
+        ("detect", [("n", 84, "anchors")], {}, (80, ())),
+        ("detect", [(1, 8400, 84)], {"classes": 80}, (80, ())),
+        ("detect", [(1, 25200, 85)], {}, (80, ())),
+        ("detect", [(1, 25200, 6)], {}, (1, ())),
+        ("detect", [(1, 8400, 85)], {}, (None, ())),  # 80 with objectness, or 81: values say
+        ("detect", [(1, 8400, 85)], {"classes": 80}, (80, ())),
+        ("detect", [(1, 300, 6)], {}, (None, ())),
+        ("detect", [("n", 4), ("n",), ("n",)], {}, (None, ())),
+        ("detect", [(1, 84, 8400)], {"metadata": 3}, (3, ())),  # they contradict each other, so no boxes are read
+        ("detect", [(1, 1000)], {}, (None, ())),
+        ("detect", [(1, "n", 8400)], {}, (None, ())),
         ("segment", [(1, 38, 8400), (1, 32, 160, 160)], {}, (2, ())),
         ("segment", [("b", "c", "a"), ("b", 32, 160, 160)], {"classes": 2}, (2, ())),
+        ("segment", [(1, 300, 38), (1, 32, 160, 160)], {}, (None, ())),
+        ("segment", [(1, 25200, 117), (1, 32, 160, 160)], {}, (80, ())),
+        ("segment", [(1, 84, 8400)], {}, (None, ())),
         ("pose", [(1, 56, 8400)], {}, (1, (17, 3))),
         ("pose", [(1, 13, 8400)], {}, (1, (4, 2))),
         ("pose", [(1, 19, 8400)], {"classes": 3}, (3, (4, 3))),
+        ("pose", [(1, 300, 57)], {}, (None, (17, 3))),
     ],
 )
-def test_the_length_of_a_prediction_says_the_rest(
-    task: str, outputs: list[Any], known: dict[str, Any], found: tuple[int, tuple[int, ...]]
+def test_shapes_say_the_rest_as_far_as_they_can(
+    task: str, shapes: list[Any], known: dict[str, Any], found: tuple[int | None, tuple[int, ...]]
 ) -> None:
-    facts = task_facts.facts(ModelSpec("net", "file:net.onnx", **known), task, Purpose(), outputs)
+    metadata = Purpose(classes=known.pop("metadata", None))
+    facts = task_facts.facts(ModelSpec("net", "file:net.onnx", **known), task, metadata, outputs(*shapes))
     assert (facts.classes, facts.keypoints) == found
 
 
 @pytest.mark.parametrize(
-    ("task", "metadata", "outputs", "reason"),
+    ("task", "known", "metadata", "shapes", "reason"),
     [
-        ("pose", {"task": "detect"}, [(1, 84, 8400)], "is a network for detect, not pose"),
-        ("detect", {}, [(1, 1000)], "1x1000; a network for detect gives predictions"),
-        ("segment", {}, [(1, 84, 8400)], "and prototypes"),
-        ("detect", {}, [(1, "n", 8400)], "give --classes"),
-        ("detect", {"classes": 3}, [(1, 84, 8400)], "84 values for each anchor, which is not 4 . 3 classes"),
-        ("segment", {}, [(1, 30, 8400), (1, 32, 160, 160)], "check --task and --classes"),
+        ("pose", {}, {"task": "detect"}, [(1, 84, 8400)], "is a network for detect, not pose"),
+        ("detect", {"classes": 3}, {}, [(1, 84, 8400)], "1x84x8400, which has 80 classes for detect, not 3"),
+        (
+            "segment",
+            {"classes": 3},
+            {},
+            [(1, 38, 8400), (1, 32, 160, 160)],
+            "has 2 classes.*check --task and --classes",
+        ),
     ],
 )
-def test_contradictions_are_one_line(task: str, metadata: dict[str, Any], outputs: list[Any], reason: str) -> None:
+def test_options_that_contradict_the_file_are_one_line(
+    task: str, known: dict[str, Any], metadata: dict[str, Any], shapes: list[Any], reason: str
+) -> None:
+    model = ModelSpec("net", "file:net.onnx", **known)
     with pytest.raises(UserError, match=reason):
-        task_facts.facts(MODEL, task, Purpose(**metadata), outputs)
+        task_facts.facts(model, task, Purpose(**metadata), outputs(*shapes))

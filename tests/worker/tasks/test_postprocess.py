@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from dyno.worker.inputs.letterbox import geometry
 from dyno.worker.spec import UserError
-from dyno.worker.tasks.detect import DETECT
+from dyno.worker.tasks.detect import DETECT, BoxReader, Detect
 from dyno.worker.tasks.pose import POSE
 from dyno.worker.tasks.postprocess import Detections, encode, suppress
 from dyno.worker.tasks.segment import SEGMENT
@@ -34,6 +36,14 @@ def reference(raw: np.ndarray, classes: int, **settings: float) -> list[np.ndarr
     options = {"conf_thres": 0.001, "iou_thres": 0.7, "max_det": 300, **settings}
     found = nms.non_max_suppression(torch.from_numpy(raw), nc=classes, multi_label=True, **options)
     return [rows.numpy() for rows in found]
+
+
+def detections(
+    task: Detect, outputs: list[np.ndarray], images: np.ndarray, classes: int, keypoints: tuple[int, ...] = (),
+    **settings: Any,
+) -> list[Detections]:  # fmt: skip
+    named = {f"output{number}": array for number, array in enumerate(outputs)}
+    return BoxReader(task, classes, keypoints).detections(named, images, SIZE, **settings)
 
 
 def decode(counts: np.ndarray, height: int, width: int) -> np.ndarray:
@@ -69,7 +79,7 @@ def test_boxes_are_ultralyticss(seed: int, settings: dict[str, float]) -> None:
     raw = predictions(seed)
     names = {"confidence": "conf_thres", "iou": "iou_thres", "most": "max_det"}
     wanted = reference(raw, CLASSES, **{names[key]: value for key, value in settings.items()})
-    found = DETECT.detections([raw], IMAGES, SIZE, classes=CLASSES, **settings)
+    found = detections(DETECT, [raw], IMAGES, classes=CLASSES, **settings)
     assert len(found) == 4
     for got, want, image in zip(found, wanted, IMAGES, strict=True):
         assert len(got.scores) == len(want) > 5
@@ -83,9 +93,9 @@ def test_boxes_are_ultralyticss(seed: int, settings: dict[str, float]) -> None:
 
 def test_one_class_and_half_precision() -> None:
     raw = predictions(1, classes=1)
-    found = DETECT.detections([raw], IMAGES, SIZE, classes=1)
+    found = detections(DETECT, [raw], IMAGES, classes=1)
     assert [len(d.scores) for d in found] == [len(rows) for rows in reference(raw, 1)]
-    half = DETECT.detections([raw.astype(np.float16)], IMAGES, SIZE, classes=1, confidence=0.3)
+    half = detections(DETECT, [raw.astype(np.float16)], IMAGES, classes=1, confidence=0.3)
     assert all(d.boxes.dtype == np.float32 and (np.diff(d.scores) <= 0).all() for d in half)
 
 
@@ -94,7 +104,7 @@ def test_masks_are_ultralyticss() -> None:
     raw = predictions(3, extra=8, anchors=60)
     coarse = np.random.default_rng(5).normal(0, 1, (4, 8, 10, 8)).astype(np.float32)
     smooth = torch.nn.functional.interpolate(torch.from_numpy(coarse), (80, 64), mode="bicubic")  # as a network's are
-    found = SEGMENT.detections([raw, smooth.numpy()], IMAGES, SIZE, classes=CLASSES, confidence=0.1)
+    found = detections(SEGMENT, [raw, smooth.numpy()], IMAGES, classes=CLASSES, confidence=0.1)
     for k, (want, image) in enumerate(zip(reference(raw, CLASSES, conf_thres=0.1), IMAGES.tolist(), strict=True)):
         boxes = ops.scale_boxes(SIZE, torch.from_numpy(want[:, :4].copy()), tuple(image))
         masks = ops.process_mask_native(smooth[k], torch.from_numpy(want[:, 6:].copy()), boxes, tuple(image)).numpy()
@@ -108,7 +118,7 @@ def test_keypoints_are_ultralyticss() -> None:
     torch, ops = pytest.importorskip("torch"), pytest.importorskip("ultralytics.utils.ops")
     raw = predictions(4, extra=12)
     raw[:, 4 + CLASSES :] = raw[:, 4 + CLASSES :] * 90 + 100
-    found = POSE.detections([raw], IMAGES, SIZE, classes=CLASSES, keypoints=(4, 3), confidence=0.05)
+    found = detections(POSE, [raw], IMAGES, classes=CLASSES, keypoints=(4, 3), confidence=0.05)
     for got, want, image in zip(found, reference(raw, CLASSES, conf_thres=0.05), IMAGES.tolist(), strict=True):
         points = torch.from_numpy(want[:, 6:].reshape(-1, 4, 3).copy())
         np.testing.assert_allclose(got.keypoints, ops.scale_coords(SIZE, points, tuple(image)).numpy(), atol=1e-3)
@@ -133,38 +143,38 @@ def test_run_lengths_are_cocos() -> None:
 
 def test_nothing_found_is_empty_arrays() -> None:
     raw = np.zeros((1, 4 + CLASSES + 12, 10), np.float32)
-    pose = POSE.detections([raw], IMAGES[:1], SIZE, classes=CLASSES, keypoints=(4, 3))[0]
+    pose = detections(POSE, [raw], IMAGES[:1], classes=CLASSES, keypoints=(4, 3))[0]
     assert pose.boxes.shape == (0, 4)
     assert pose.keypoints is not None
     assert pose.keypoints.shape == (0, 4, 3)
     prototypes = np.zeros((1, 12, 80, 64), np.float32)
-    assert SEGMENT.detections([raw, prototypes], IMAGES[:1], SIZE, classes=CLASSES)[0].masks == []
+    assert detections(SEGMENT, [raw, prototypes], IMAGES[:1], classes=CLASSES)[0].masks == []
 
 
 def test_values_that_are_not_finite_are_no_detections() -> None:
     raw = predictions(0, images=1)
     raw[0, 4:, :50] = np.nan
     raw[0, :2, 50:80] = np.inf
-    found: Detections = DETECT.detections([raw], IMAGES[:1], SIZE, classes=CLASSES)[0]
+    found: Detections = detections(DETECT, [raw], IMAGES[:1], classes=CLASSES)[0]
     assert np.isfinite(found.scores).all()
     assert np.isfinite(found.boxes).all()
     assert len(found.scores)
 
 
 def test_outputs_of_another_network_are_refused_in_one_line() -> None:
-    with pytest.raises(UserError, match=r"4x9x400.*batch x 84 x anchors.*--classes"):
-        DETECT.detections([predictions(0)], IMAGES, SIZE, classes=80)
+    with pytest.raises(UserError, match=r"4x9x400.*no known layout with 80 classes.*batch x anchors x .5 . classes"):
+        detections(DETECT, [predictions(0)], IMAGES, classes=80)
     with pytest.raises(UserError, match="prototypes"):
-        SEGMENT.detections([predictions(0)], IMAGES, SIZE, classes=CLASSES)
-    with pytest.raises(UserError, match="keypoint values"):
-        POSE.detections([predictions(0)], IMAGES, SIZE, classes=CLASSES, keypoints=(17, 3))
+        detections(SEGMENT, [predictions(0)], IMAGES, classes=CLASSES)
+    with pytest.raises(UserError, match="no known layout with 5 classes"):
+        detections(POSE, [predictions(0)], IMAGES, classes=CLASSES, keypoints=(17, 3))
 
 
 def test_the_way_back_is_the_way_in() -> None:
     for height, width in IMAGES.tolist():
         _, new_height, new_width, top, left = geometry(height, width, *SIZE)
         whole = np.array([left + new_width / 2, top + new_height / 2, new_width, new_height, 1.0], np.float32)
-        found = DETECT.detections([whole.reshape(1, 5, 1)], np.array([[height, width]]), SIZE, classes=1)[0]
+        found = detections(DETECT, [whole.reshape(1, 5, 1)], np.array([[height, width]]), classes=1)[0]
         np.testing.assert_allclose(found.boxes, [[0, 0, width, height]], atol=1e-3)
 
 
@@ -172,5 +182,5 @@ def test_a_full_head_is_cut_to_the_best() -> None:
     """8,400 anchors and 80 classes whose scores are all above the threshold, as an untrained network's are."""
     raw = predictions(0, anchors=8400, classes=80, images=1)
     raw[:, 4:] = raw[:, 4:].clip(0.002)
-    found = DETECT.detections([raw], IMAGES[:1], SIZE, classes=80)[0]
+    found = detections(DETECT, [raw], IMAGES[:1], classes=80)[0]
     assert len(found.scores) == 300

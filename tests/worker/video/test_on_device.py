@@ -11,11 +11,11 @@ import pytest
 import moving_photos
 from dyno.worker.sessions.on_device import OnDevice
 from dyno.worker.spec import Dims, Preprocess, Tensor, UserError
-from dyno.worker.tasks.detect import DETECT
+from dyno.worker.tasks.detect import DETECT, BoxReader
 from dyno.worker.video.media import pictures
 from dyno.worker.video.media.decoding import VideoSource
 from dyno.worker.video.media.surfaces import Surface
-from dyno.worker.video.on_device import DevicePreparation, Feed, only_seen
+from dyno.worker.video.on_device import DevicePreparation, Feed, drop_low_scores
 from dyno.worker.video.preparing import Preparation
 
 torch, av = pytest.importorskip("torch"), pytest.importorskip("av")
@@ -145,24 +145,30 @@ def test_boxes_are_those_of_all_predictions(dtype: str, confidence: float) -> No
     scores[0, 0, :5] = confidence  # at the threshold itself
     boxes = np.concatenate([rng.random((4, 2, 200)) * 64, 1 + rng.random((4, 2, 200)) * 20], 1)
     whole = np.concatenate([boxes, scores], 1).astype(dtype)
-    seen = only_seen(torch, classes, confidence)({"output": torch.from_numpy(whole), "more": torch.ones(2)})
+    reader = BoxReader(DETECT, classes)
+    drop = drop_low_scores(torch, reader, confidence)
+    everything = {"output": torch.from_numpy(whole), "more": torch.ones(2)}
+    assert drop(everything) is everything, "no layout was chosen yet"
+    sizes = np.full((4, 2), 64)
+    first = reader.detections({"output": whole.astype(np.float32)}, sizes, (64, 64), confidence=confidence)
+    seen = drop(everything)
     assert list(seen) == ["output", "more"]
     assert seen["output"].shape[2] < 200 or confidence == 0
-    found = [
-        DETECT.detections(
-            [one.astype(np.float32)], np.full((4, 2), 64), (64, 64), classes=classes, confidence=confidence
-        )
-        for one in (whole, seen["output"].numpy())
-    ]
+    fewer = {"output": seen["output"].numpy().astype(np.float32)}
+    found = [first, reader.detections(fewer, sizes, (64, 64), confidence=confidence)]
     for all_, few in zip(*found, strict=True):
         np.testing.assert_array_equal(all_.boxes, few.boxes)
         np.testing.assert_array_equal(all_.scores, few.scores)
         np.testing.assert_array_equal(all_.classes, few.classes)
 
 
-def test_outputs_of_another_shape_are_left_to_whoever_reads_them() -> None:
-    odd = {"output": torch.ones(2, 7)}
-    assert only_seen(torch, 3, 0.5)(odd) is odd
+def test_outputs_in_another_layout_are_left_as_they_are() -> None:
+    rng, reader = np.random.default_rng(1), BoxReader(DETECT)
+    corners = rng.random((1, 300, 2)) * 30
+    rows = np.concatenate([corners, corners + 20, rng.random((1, 300, 1)), rng.integers(0, 9, (1, 300, 1))], 2)
+    everything = {"output0": torch.from_numpy(rows.astype(np.float32))}
+    reader.detections({"output0": everything["output0"].numpy()}, np.full((1, 2), 64), (64, 64))
+    assert drop_low_scores(torch, reader, 0.5)(everything) is everything
 
 
 def test_without_its_decoder_a_device_is_named_and_not_the_video(tmp_path: Path) -> None:

@@ -100,12 +100,12 @@ def test_what_lanes_did_is_kept_in_the_order_of_the_frames() -> None:
 def test_outputs_that_were_read_are_memory_for_later_ones() -> None:
     class Answering:
         def detections(self, outputs: Any, of: Any, size: Any) -> list[Any]:
-            return [float(row.sum()) for row in outputs[0]]
+            return [float(row.sum()) for row in outputs["output"][: len(of)]]
 
     taken: list[list[np.ndarray]] = []
     step = steps.Postprocess(Answering(), (32, 32), read=taken.append)  # type: ignore[arg-type]  # all that it needs
     outputs = [np.ones((4, 2), np.float32)]
-    batch = Batch(frames(3), None, outputs)
+    batch = Batch(frames(3), None, outputs, ("output",))
     assert [frame.detections for frame in step.work(batch)] == [2.0, 2.0, 2.0]
     assert taken[0] is outputs and batch.outputs == []
 

@@ -9,7 +9,7 @@ import numpy as np
 
 from dyno.analysis.metrics.accuracy import same_photographs
 from dyno.analysis.records import box_rows
-from dyno.analysis.records.box_rows import CORNERS, IN_ONE, BoxRows
+from dyno.analysis.records.box_rows import BoxRows
 from dyno.analysis.records.results import TrialResult
 
 SURE = 0.25  # the score from which a detection is usually shown
@@ -195,9 +195,9 @@ def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> n
         np.abs(own.boxes[a] - boxes).max(axis=1, initial=0) / side,
         np.abs(own.scores[a] - other.scores[b]) / other.scores.max(initial=np.finfo(np.float64).tiny),
     ]
-    for name, values in other.values.items():
-        if len(values) and values.shape[1] not in (1, CORNERS, IN_ONE):  # masks, keypoints
-            apart = np.linalg.norm(own.values[name][a] - values[b], axis=1)
+    for mine, values in zip(own.rest, other.rest, strict=True):
+        if len(values):
+            apart = np.linalg.norm(mine[a] - values[b], axis=1)
             errors.append(apart / max(float(np.sqrt(np.mean(np.square(np.linalg.norm(values, axis=1))))), 1e-30))
     worst: np.ndarray = np.max(errors, axis=0)
     return np.where(np.isnan(worst), 1.0, worst)

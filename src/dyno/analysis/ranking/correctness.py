@@ -128,6 +128,8 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
         text = f"other numbers of rows for {apart:.1%} of the inputs ({precision} allows {tolerance.changed:.0%})"
         return Correctness(np.inf, None, tolerance, precision, text)
     channels = trial.task.labels == "objects" and tolerance.quantile == 1
+    if channels:
+        own, other = ([_values_first(array) for array in arrays] for arrays in (own, other))
     pairs = [(a[:n], b[:n]) for a, b in zip(own, other, strict=True) if (n := min(len(a), len(b))) and b[:1].size]
     if not pairs:
         return None
@@ -183,6 +185,11 @@ def _are_tied(own: np.ndarray, other: np.ndarray, scores: np.ndarray, limit: flo
     theirs = np.where(listed.any(axis=2), np.take_along_axis(scores, listed.argmax(axis=2), axis=1), scores[:, -1:])
     tied: np.ndarray = np.abs(theirs - scores) <= room
     return tied
+
+
+def _values_first(array: np.ndarray) -> np.ndarray:
+    """Predictions as batch x values x anchors, of which there are more than values in all but the smallest images."""
+    return np.swapaxes(array, 1, 2) if array.ndim == 3 and array.shape[2] < array.shape[1] / 2 else array
 
 
 def _boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Correctness | None:

@@ -19,6 +19,7 @@ from dyno.study import Study
 from dyno.worker.option_values import check_types
 from dyno.worker.record import read_json, write_json, write_text
 from dyno.worker.spec import UserError
+from dyno.worker.tasks.layouts import UNREAD
 from dyno.worker.video.options import IMAGES, OPENING, VIDEOS, VideoOptions
 
 if TYPE_CHECKING:
@@ -39,10 +40,13 @@ class Filmed(Result):
 
     @property
     def refused(self) -> str:
-        """Why the source can't be read, "" if it can."""
+        """Why the source, or the boxes in the networks' outputs, can't be read; "" if they can."""
         worst = [trial.worst for trial in self.records]
-        opening = all(w is not None and w.status == "failed" and w.record.stage == OPENING for w in worst)
-        return worst[0].record.reason if worst and worst[0] is not None and opening else ""
+        refused = all(
+            w is not None and w.status == "failed" and (w.record.stage == OPENING or UNREAD in w.record.reason)
+            for w in worst
+        )
+        return worst[0].record.reason if worst and worst[0] is not None and refused else ""
 
     @cached_property
     def tables(self) -> list[Table]:

@@ -92,6 +92,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     decode = float(metadata.get("decode_s") or 0)
     oddities = (*metadata.get("warnings", ()), *_left_out(metadata.get("unreadable", ())))
     oddities += (rows.warning,) if rows.warning else ()
+    oddities += (*collector.oddities(result.results),)
     if isinstance(collector, TopKCollector) and metadata.get("classes") and "topk_index" not in arrays:
         oddities += (UNSCORED,)
     return Evaluation(arrays, count, min(warm_up * batch, count), seconds, decode, stages, oddities)
@@ -119,7 +120,7 @@ def _batch(session: Session, trial: Trial) -> int:
 
 def _evaluated(trial: Trial, decoded: DecodedImages | None, batch: int, count: int) -> Evaluated:
     if decoded is None:
-        return Evaluated(trial, batch, count)
+        return Evaluated(trial, batch, count, input_size=(trial.dims.height, trial.dims.width))
     height, width = channels_first(decoded.shape)[2:]
     return Evaluated(trial, batch, count, decoded.images.index[:count], (height, width))
 

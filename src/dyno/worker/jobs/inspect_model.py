@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dyno.worker import registry
+from dyno.worker import registry, tasks
 from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
 from dyno.worker.inputs.shapes import static_shapes
@@ -14,10 +14,10 @@ from dyno.worker.inputs.symbols import Shape, batch_axes, described_shapes, fixe
 from dyno.worker.inspection import Inspection, Purpose
 from dyno.worker.nets import file_images, flops, models, task_facts, torchvision_detectors, ultralytics_models
 from dyno.worker.nets.file_images import DEFAULT_SIZE
-from dyno.worker.sessions.torch_support import first_line, is_memory_error
-from dyno.worker.sessions.torch_support import tensors as tensors_of
+from dyno.worker.sessions.torch_support import first_line, is_memory_error, named_outputs
 from dyno.worker.spec import BATCH, Dims, ModelSpec, Tensor, Trial, UserError
 from dyno.worker.tasks import classify
+from dyno.worker.tasks.task import OutputShapes
 
 
 def inspect_model(
@@ -61,10 +61,12 @@ def _module(
         dims = replace(dims, batch=inputs.batch)
         operations[dims.size] = _count(module, model, inputs, dims)
         purpose = (
-            declared if described and task in ("", declared.task) else task_facts.facts(model, task, declared, outputs)
+            declared
+            if described and task in ("", declared.task)
+            else task_facts.facts(model, task, declared, OutputShapes(outputs, (height, width)))
         )
         parameters = sum(int(p.numel()) for p in module.parameters())
-        inspection = replace(inspection, outputs=_classes(outputs), parameters=parameters).joined(purpose)
+        inspection = replace(inspection, outputs=_classes(outputs, purpose), parameters=parameters).joined(purpose)
     one_image = models.is_torchvision_detector(model)
     return replace(
         inspection,
@@ -108,8 +110,8 @@ def _count(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> i
         return 0
 
 
-def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tuple[ModuleInputs, list[tuple[int, ...]]]:
-    """Run the module once; what it takes, and the shapes of its outputs."""
+def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tuple[ModuleInputs, dict[str, Shape]]:
+    """Run the module once; what it takes, and the shapes of its outputs by name."""
     import torch
 
     try:
@@ -128,7 +130,7 @@ def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tup
         reason = first_line(e)
         shown = modules.listed(inputs.inputs, dims) or f"{dims.batch}x{model.channels}x{dims.height}x{dims.width}"
         raise UserError(f"the model refuses {shown}: {reason}{_hint(module, model, reason, not inputs.inputs)}") from e
-    return inputs, [tuple(tensor.shape) for tensor in tensors_of(result)]
+    return inputs, {name: tuple(tensor.shape) for name, tensor in named_outputs(result).items()}
 
 
 def _no_memory(e: Exception) -> bool:
@@ -147,9 +149,10 @@ def _hint(module: Any, model: ModelSpec, reason: str, image: bool) -> str:
     return f"; {advice or modules.advice_after_refusal(module, model, function, image)}"
 
 
-def _classes(shapes: Sequence[Sequence[int | str]]) -> int:
+def _classes(shapes: Mapping[str, Shape], purpose: Purpose) -> int:
     """How many classes a classifier's scores are of; 0 for any other output, or where a file doesn't say."""
-    return classify.classes_of(shapes[0]) if shapes else 0
+    objects = bool(purpose.task) and tasks.find(purpose.task).labels == "objects"
+    return 0 if objects or not shapes else classify.classes_of(next(iter(shapes.values())))
 
 
 def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[str, Any]], task: str) -> Inspection:
@@ -164,8 +167,8 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
     batched, given = _given_shapes(tensors, contents.outputs, overrides)
     inspection = file_images.image_facts(model, tensors, given, sizes, contents.image)
     model = replace(model, channels=inspection.channels or model.channels)
-    outputs = [tensor.shape for tensor in contents.outputs]
-    purpose = task_facts.facts(model, task, contents.task, outputs)
+    outputs = {tensor.name: tensor.shape for tensor in contents.outputs}
+    purpose = task_facts.facts(model, task, contents.task, OutputShapes(outputs, inspection.size))
     fixed = fixed_batch(tensors, batched, given)
     inspection = replace(
         inspection.joined(purpose),
@@ -176,7 +179,7 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
         batches=contents.batches,  # an engine knows which ones it was built for
         shapes=described_shapes(tensors, batched, given),
         declared=_declared(tensors, contents.outputs, batched),
-        outputs=_classes(outputs),
+        outputs=_classes(outputs, purpose),
         precision=contents.precision,
         parameters=contents.parameters,
         signature=tuple(tuple(tensor.shape for tensor in side) for side in (tensors, contents.outputs)),

@@ -25,7 +25,7 @@ from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
 from dyno.worker.sessions.on_device import OnDevice
 from dyno.worker.spec import Job, Trial, Unavailable, UserError
-from dyno.worker.tasks.detect import Detect
+from dyno.worker.tasks.detect import BoxReader, Detect
 from dyno.worker.video import alone, on_device, stages, steps
 from dyno.worker.video.media.ends import Batch, Sink, Source, codec_threads, disk_full, lanes_beside, now
 from dyno.worker.video.media.memory import MemorySource
@@ -87,10 +87,12 @@ class _Work:
         self._engine, self._source, self._journal = engine, source, journal
         session = self._host = engine.session
         self._ends = self._reached()
+        model = job.trial.model
+        reader = BoxReader(_task(job.trial), model.classes or 0, model.keypoints)
         if self._ends is not None:
-            change = on_device.only_seen(self._ends.torch, job.trial.model.classes or 0, options.confidence)
+            change = on_device.drop_low_scores(self._ends.torch, reader, options.confidence)
             engine.session = on_device.OnDeviceSession(session, self._ends, change)
-        self._answering = steps.Answering(_task(job.trial), job.trial, options.confidence, options.iou, options.most)
+        self._answering = steps.Answering(reader, options.confidence, options.iou, options.most)
         self._output, self._boxes = (Path(job.options[k]) if job.options[k] else None for k in ("output", "boxes"))
         self._scratch, self._source_text = bool(job.options["scratch"]), str(job.options["source"])
         self._lanes = lanes_beside(job.trial.runtime.device == "cpu")

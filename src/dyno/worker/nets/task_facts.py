@@ -10,14 +10,14 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
 from dyno.worker import tasks
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, UserError, from_json, to_json
-from dyno.worker.tasks.task import Shape
+from dyno.worker.tasks.task import OutputShapes
 
 
 def read(metadata: Mapping[str, str]) -> Purpose:
@@ -62,10 +62,10 @@ def _metadata(model: ModelSpec) -> dict[str, str]:
     return metadata
 
 
-def facts(model: ModelSpec, requested: str, metadata: Purpose, outputs: Sequence[Shape]) -> Purpose:
+def facts(model: ModelSpec, requested: str, metadata: Purpose, outputs: OutputShapes) -> Purpose:
     """For the inspection: the task, and for detection and its kin classes, keypoints and preprocessing.
 
-    `requested` is the user's --task, `metadata` the file's, `outputs` the shapes of the outputs, free axes as text.
+    `requested` is the user's --task, `metadata` the file's; `outputs` have free axes as text.
     Empty where neither names the task. Raises `UserError` where they contradict each other.
     """
     if requested and (metadata.task or requested) != requested:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess
-from dyno.worker.tasks.task import Arrays, Collector, Evaluated, Shape, Task
+from dyno.worker.tasks.task import Arrays, Collector, Evaluated, OutputShapes, Task
 
 TOP = 10
 UNSCORED = "no accuracy was measured: the first output has no row of class scores for each image (N x C)"
@@ -56,7 +56,7 @@ class Classify(Task):
     def preprocess(self, channels: int) -> Preprocess:
         return Preprocess((0.0,) * channels, (1.0,) * channels, resize=1.0)
 
-    def layout(self, model: ModelSpec, metadata: Purpose, outputs: Sequence[Shape]) -> Purpose:
+    def layout(self, model: ModelSpec, metadata: Purpose, outputs: OutputShapes) -> Purpose:
         return Purpose()
 
     def collector(self, evaluated: Evaluated) -> Collector:

@@ -2,132 +2,204 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dyno.worker.inputs import input_data
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
-from dyno.worker.tasks.postprocess import Detections, Place, best, corners
-from dyno.worker.tasks.task import Arrays, Collector, Evaluated, Shape, Task
+from dyno.worker.tasks import layouts
+from dyno.worker.tasks.layouts import Fit, Seen, UnreadBoxes
+from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, Place, best
+from dyno.worker.tasks.task import Arrays, Collector, Evaluated, OutputShapes, Shape, Task
 
-COORDINATES = 4
+COCO_CLASSES = 80
+NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of its numbers from 1 to 90
 
 
 class Detect(Task):
-    """Objects with boxes, as YOLO networks give them: predictions, batch x values x anchors.
-
-    The values are centre, width and height in input pixels, a score from 0 to 1 for each class, and what a derived
-    task adds (`extra`, `read`, `arrays`).
-    """
+    """Objects with boxes, and what a derived task adds (`extra`, `read`, `arrays`), in any layout of `layouts`."""
 
     name = "detect"
     labels = "objects"
     metrics: tuple[str, ...] = ("mAP", "mAP50")
     coco = "bbox"
-    note = "The outputs are the network's own, before non-maximum suppression."
-    besides = ""  # outputs besides the predictions, for messages
+    note = "The outputs are the network's own: nothing here decodes boxes or suppresses overlapping ones."
 
-    def extra(self, shapes: Sequence[Shape], keypoints: Sequence[int]) -> int:
-        """How many values a prediction has behind the scores."""
+    def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
+        """Return how many values a box has besides its scores; None for keypoints whose number isn't known."""
         return 0
 
-    def extra_shown(self, extra: int) -> str:
-        """The same for messages."""
+    def beside(self, shapes: Mapping[str, Shape]) -> str:
+        """Return the name of the output that boxes refer to, "" for none."""
         return ""
 
-    def fits(self, shapes: Sequence[Shape]) -> bool:
-        """Whether there are as many outputs of as many axes as the task has."""
-        return bool(shapes) and len(shapes[0]) == 3
-
-    def keypoints(self, model: ModelSpec, metadata: Purpose, values: Any, classes: int) -> tuple[int, ...]:
-        """How many keypoints there are and how many values each has, () for none."""
-        return ()
-
-    def read(self, rest: np.ndarray, outputs: Sequence[np.ndarray], image: int, boxes: np.ndarray, place: Place,
-             keypoints: tuple[int, ...]) -> dict[str, Any]:  # fmt: skip
-        """Fields of `Detections` besides the boxes, from the `rest` of the predictions that survived."""
+    def read(
+        self,
+        rest: np.ndarray,
+        beside: np.ndarray,
+        boxes: np.ndarray,
+        place: Place,
+        form: BoxForm,
+        keypoints: Sequence[int],
+    ) -> dict[str, Any]:
+        """Return fields of `Detections` besides the boxes, from the `rest` of the rows that survived."""
         return {}
 
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
-        """Arrays for outputs.npz besides the boxes'."""
+        """Return arrays for outputs.npz besides the boxes'."""
         return {}
 
     def preprocess(self, channels: int) -> Preprocess:
         return Preprocess((0.0,) * channels, (1.0,) * channels, letterbox=True)
 
-    def layout(self, model: ModelSpec, metadata: Purpose, outputs: Sequence[Shape]) -> Purpose:
-        """From the metadata and the length of a prediction."""
-        if not self.fits(outputs):
-            raise UserError(
-                f"{model.name} gives {shown(outputs)}; a network for {self.name} gives predictions, "
-                f"batch x values x anchors{self.besides}"
+    def layout(self, model: ModelSpec, metadata: Purpose, outputs: OutputShapes) -> Purpose:
+        """Return classes and keypoints from the metadata and the likeliest layout; where none fits, what the metadata
+        says: the network can be timed, and its trials say that no boxes are read."""
+        known = replace(metadata, classes=model.classes or metadata.classes,
+                        keypoints=tuple(model.keypoints or metadata.keypoints))  # fmt: skip
+        try:
+            fits = layouts.possible(self.seen(outputs.shapes, outputs.size, known.classes or 0, known.keypoints))
+        except UnreadBoxes:
+            self._check_classes(model, outputs, known)
+            return Purpose(classes=known.classes, keypoints=known.keypoints)
+        keypoints = known.keypoints
+        if self.needs == "keypoints" and fits[0].extra:
+            keypoints = keypoints or layouts.keypoints_of(fits[0].extra) or ()
+        return Purpose(classes=layouts.agreed_classes(fits) or known.classes, keypoints=keypoints)
+
+    def _check_classes(self, model: ModelSpec, outputs: OutputShapes, known: Purpose) -> None:
+        """Raise a `UserError` where the outputs would be understood but for the user's number of classes."""
+        if not model.classes:
+            return
+        try:
+            other = layouts.agreed_classes(
+                layouts.possible(self.seen(outputs.shapes, outputs.size, 0, known.keypoints))
             )
-        values, classes = outputs[0][1], model.classes or metadata.classes or 0
-        keypoints = self.keypoints(model, metadata, values, classes)
-        if isinstance(values, int):
-            extra = self.extra(outputs, keypoints)
-            classes = classes or values - COORDINATES - extra
-            if classes < 1 or values != COORDINATES + classes + extra:
-                raise UserError(
-                    f"{model.name} has {values} values for each anchor, which is not 4 + {classes} classes + {extra} "
-                    f"more for {self.name}; check --task and --classes"
-                )
-        elif not classes or (self.needs == "keypoints" and not keypoints):
-            raise UserError(f"{model.name} doesn't say how long its predictions are; give --classes")
-        return Purpose(classes=classes, keypoints=tuple(keypoints))
+        except UnreadBoxes:
+            return
+        has = f"{other} classes" if other else "another number of classes"
+        raise UserError(
+            f"{model.name} gives {shown(outputs.shapes.values())}, which has {has} for {self.name}, not "
+            f"{model.classes}; check --task and --classes"
+        )
+
+    def seen(
+        self,
+        shapes: Mapping[str, Shape],
+        size: tuple[int, int],
+        classes: int,
+        keypoints: Sequence[int],
+        images: int = 1,
+    ) -> Seen:
+        """Return what layouts are to fit; `UnreadBoxes` without an output that the task needs."""
+        beside = self.beside(shapes)
+        boxes = {name: shape for name, shape in shapes.items() if name != beside}
+        return Seen(boxes, size, classes, self.extra(shapes, keypoints), images)
 
     def collector(self, evaluated: Evaluated) -> Collector:
-        return Collector(evaluated) if evaluated.samples is None else DetectionCollector(self, evaluated)
-
-    def detections(
-        self,
-        outputs: Sequence[np.ndarray],
-        sizes: np.ndarray,
-        input_size: tuple[int, int],
-        *,
-        classes: int,
-        keypoints: tuple[int, ...] = (),
-        confidence: float = 0.001,
-        iou: float = 0.7,
-        most: int = 300,
-    ) -> list[Detections]:
-        """Detections of each image of a batch, by the same code for every backend.
-
-        `sizes` is B x 2, height and width of the original images; `input_size` those of the network's input. Raises
-        `UserError` where the outputs aren't those of such a network.
-        """
-        predictions = np.asarray(outputs[0])
-        extra = self.extra([np.shape(output) for output in outputs], keypoints)
-        values = COORDINATES + classes + extra
-        if predictions.ndim != 3 or predictions.shape[1] != values:
-            raise UserError(
-                f"the predictions are {shown([predictions.shape])}; for task {self.name} they are batch x {values} x "
-                f"anchors (4 + {classes} classes{self.extra_shown(extra)}); check --task and --classes"
-            )
-        detections_ = []
-        for k, (height, width) in enumerate(np.asarray(sizes).tolist()):
-            rows, labels, scores = best(predictions[k], classes, confidence, iou, most)
-            place = Place(height, width, *input_size)
-            boxes = place.boxes(corners(rows[:, :COORDINATES]))
-            fields = self.read(rows[:, COORDINATES + classes :], outputs, k, boxes, place, keypoints)
-            detections_.append(Detections(boxes, scores, labels, **fields))
-        return detections_
+        return DetectionCollector(self, evaluated)
 
 
 DETECT = Detect()
 
 
+class BoxReader:
+    """Detections of the batches of one network, by the same code for every backend.
+
+    The first batch with boxes decides on the layout; several threads may read at once. `classes` is their number (0:
+    unknown), `keypoints` how many there are and the values of each.
+    """
+
+    def __init__(self, task: Detect, classes: int = 0, keypoints: Sequence[int] = ()) -> None:
+        self._task, self._classes, self._keypoints = task, classes, tuple(keypoints)
+        self._chosen: tuple[Fit, BoxForm] | None = None
+        self._choosing = threading.Lock()
+
+    @property
+    def fit(self) -> Fit | None:
+        """How the layout fits that was chosen; None before a batch had boxes."""
+        return self._chosen[0] if self._chosen else None
+
+    def detections(
+        self, outputs: Mapping[str, np.ndarray], sizes: np.ndarray, input_size: tuple[int, int], *,
+        confidence: float = 0.001, iou: float = 0.7, most: int = 300,
+    ) -> list[Detections]:  # fmt: skip
+        """Return the detections of each image of a batch.
+
+        `sizes` is B x 2, height and width of the original images that count; `input_size` those of the network's
+        input. Raises `UnreadBoxes` where no layout fits.
+        """
+        if not len(sizes):
+            return []
+        chosen = self._choose(outputs, input_size, len(sizes))
+        beside = self._task.beside({name: array.shape for name, array in outputs.items()})
+        found = []
+        for image, (height, width) in enumerate(np.asarray(sizes).tolist()):
+            place = Place(height, width, *input_size)
+            pool = np.asarray(outputs[beside])[image].astype(np.float32) if beside else np.empty(0, np.float32)
+            found.append(self._image(outputs, image, place, pool, chosen, (confidence, iou, most)))
+        self._check_labels(found, outputs)
+        return found
+
+    def _choose(
+        self, outputs: Mapping[str, np.ndarray], size: tuple[int, int], images: int
+    ) -> tuple[Fit, BoxForm] | None:
+        with self._choosing:
+            if self._chosen is None:
+                shapes = {name: array.shape for name, array in outputs.items()}
+                seen = self._task.seen(shapes, size, self._classes, self._keypoints, images)
+                self._chosen = layouts.choose(replace(seen, values=outputs))
+            return self._chosen
+
+    def _image(
+        self, outputs: Mapping[str, np.ndarray], image: int, place: Place, beside: np.ndarray,
+        chosen: tuple[Fit, BoxForm] | None, limits: tuple[float, float, int],
+    ) -> Detections:  # fmt: skip
+        confidence, iou, most = limits
+        shapes = {name: array.shape for name, array in outputs.items()}
+        extra = (chosen[0].extra if chosen else self._task.extra(shapes, self._keypoints)) or 0
+        rows, kinds, scores = np.empty((0, 4 + extra), np.float32), np.empty(0, np.int32), np.empty(0, np.float32)
+        form = chosen[1] if chosen else CORNERS
+        if chosen:
+            fit = chosen[0]
+            one = fit.layout.decode(fit, outputs, image)
+            overlap = None if fit.layout.suppressed else iou
+            kept, kinds, scores = best(one, lambda boxes: form.corners(boxes, place.input), confidence, overlap, most)
+            parts = [one.boxes, *([one.rest] if one.rest is not None else [])]
+            rows = np.concatenate([part[:, kept] for part in parts]).T.astype(np.float32)
+        boxes = place.boxes(form.corners(rows[:, :4], place.input))
+        keypoints = self._keypoints or layouts.keypoints_of(extra) or (0, 3)
+        fields = self._task.read(rows[:, 4:], beside, boxes, place, form, keypoints)
+        return Detections(boxes, scores, kinds, **fields)
+
+    def _check_labels(self, found: Sequence[Detections], outputs: Mapping[str, np.ndarray]) -> None:
+        """Raise `UnreadBoxes` where classes are seen that the network can't have."""
+        highest = max((int(one.classes.max()) for one in found if len(one.classes)), default=0)
+        most = max(NOT_IN_COCO[-1] + 7, self._classes) if self._classes == COCO_CLASSES else self._classes
+        if self._classes and highest > most:
+            shapes = {name: array.shape for name, array in outputs.items()}
+            raise UnreadBoxes(layouts.describe(shapes, f"a box is of class {highest}, and there are {self._classes}"))
+
+
 class DetectionCollector(Collector):
-    """Detections of each image by the task's post-processing, which all backends share."""
+    """Detections of each image by the task's post-processing, which all backends share; of random inputs none are kept,
+    but whether boxes are read is found out."""
 
     def __init__(self, task: Detect, evaluated: Evaluated) -> None:
         super().__init__(evaluated)
-        assert evaluated.samples is not None
         self._task, self._model, self._samples = task, evaluated.trial.model, evaluated.samples
         data = evaluated.trial.data
+        self._names = len(input_data.metadata(data).get("classes") or ())
+        self._reader = BoxReader(task, self._model.classes or 0, self._model.keypoints)
+        self._sizes = np.full((evaluated.count, 2), evaluated.input_size)
+        if self._samples is None:
+            return
         try:
             self._sizes = np.load(Path(data.folder) / "sizes.npy")
         except (OSError, ValueError) as e:
@@ -137,33 +209,64 @@ class DetectionCollector(Collector):
             ) from e
 
     def of(self, turn: int, fetched: Arrays) -> Any:
-        cut = list(self.cut(turn, fetched).values())
+        """Return the samples of a batch with their detections, or why there are none."""
         first = turn * self.evaluated.batch
-        samples = self._samples[first : first + len(cut[0])]
-        sizes, model = self._sizes[samples], self._model
-        detections = self._task.detections(
-            cut, sizes, self.evaluated.input_size, classes=model.classes or 0, keypoints=model.keypoints
-        )
-        return list(zip(samples.tolist(), detections, strict=True))
+        images = self.images(turn)
+        samples = self._samples[first : first + images] if self._samples is not None else np.arange(images)
+        try:
+            found = self._reader.detections(fetched, self._sizes[samples], self.evaluated.input_size)
+        except UnreadBoxes as e:
+            return str(e)
+        return list(zip(samples.tolist(), found, strict=True)) if self._samples is not None else []
+
+    def oddities(self, batches: Sequence[Any]) -> list[str]:
+        unread = next((batch for batch in batches if isinstance(batch, str)), "")
+        if unread or self._samples is None:
+            return [unread] if unread else []
+        labels = joined([found.classes for batch in batches for _, found in batch], np.int32)
+        _, note = numbered_as(labels, self._names)
+        return [note] if note else []
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
+        if self._samples is None or any(isinstance(batch, str) for batch in batches):
+            return {}
         pairs = [pair for batch in batches for pair in batch]
         detections = [detections for _, detections in pairs]
+        labels, _ = numbered_as(joined([d.classes for d in detections], np.int32), self._names)
+        if labels is None:
+            return {}
         image = np.repeat([sample for sample, _ in pairs], [len(d.scores) for d in detections])
         return {
             "detection_image": image.astype(np.int64),
             "detection_box": joined([d.boxes for d in detections], np.float32, 4),
             "detection_score": joined([d.scores for d in detections], np.float32),
-            "detection_class": joined([d.classes for d in detections], np.int32),
+            "detection_class": labels,
             **self._task.arrays(detections, self._model),
         }
 
 
+def numbered_as(labels: np.ndarray, classes: int) -> tuple[np.ndarray | None, str]:
+    """Return labels as the data numbers its classes, from 0, and a note where the network counts otherwise.
+
+    Networks with a background count from 1, and those of COCO's 80 classes often by COCO's own numbers up to 90. None
+    where the labels are of other classes than the data's.
+    """
+    if not classes or not len(labels) or labels.max() < classes:
+        return labels, ""
+    if labels.min() >= 1 and labels.max() == classes:
+        return labels - 1, "the network's classes count from 1 (0 is the background) and were taken so"
+    if classes == COCO_CLASSES and labels.min() >= 1 and labels.max() <= 90 and not np.isin(labels, NOT_IN_COCO).any():
+        return labels - 1 - np.searchsorted(NOT_IN_COCO, labels).astype(labels.dtype), (
+            "the network's classes have COCO's numbers up to 90 and were taken so"
+        )
+    return None, f"{layouts.UNREAD}: a box is of class {labels.max()}, and the data has {classes} classes"
+
+
 def joined(parts: list[np.ndarray], dtype: Any, *shape: int) -> np.ndarray:
-    """The parts one after the other, of which there may be none."""
+    """Return the parts one after the other, of which there may be none."""
     return np.concatenate([np.empty((0, *shape), dtype), *(part.reshape(-1, *shape) for part in parts)]).astype(dtype)
 
 
-def shown(shapes: Sequence[Shape]) -> str:
-    """Shapes for messages: 1x84x8400, 1x32x160x160."""
+def shown(shapes: Iterable[Shape]) -> str:
+    """Return shapes for messages: 1x84x8400, 1x32x160x160."""
     return ", ".join("x".join(map(str, shape)) for shape in shapes)

@@ -1,4 +1,4 @@
-"""Steps from the raw outputs of a YOLO-like network to detections in the original image.
+"""Steps from the boxes of a detector's outputs to detections in the original image.
 
 Non-maximum suppression is greedy, for each class by itself (Girshick et al., 2014), over every pair of an anchor
 and a class whose score is above the threshold, as COCO's metric wants it; masks are sums of prototypes (Bolya et al.,
@@ -7,6 +7,7 @@ and a class whose score is above the threshold, as COCO's metric wants it; masks
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -29,6 +30,70 @@ class Detections:
     classes: np.ndarray
     masks: list[np.ndarray] | None = None
     keypoints: np.ndarray | None = None
+
+
+@dataclass(frozen=True)
+class BoxForm:
+    """How four numbers are a box: the `order` of its values, in pixels of the input or as `shares` of its sides."""
+
+    order: str
+    shares: bool = False
+
+    def corners(self, boxes: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        """Return left, top, right and bottom in pixels of an input of that height and width."""
+        height, width = size
+        if self.shares:
+            scale = [height, width] if self.order == CORNERS_Y_FIRST.order else [width, height]
+            boxes = boxes * np.array(scale * 2, np.float32)
+        if self.order == CORNERS_Y_FIRST.order:
+            return boxes[:, [1, 0, 3, 2]]
+        if self.order == CORNERS.order:
+            return boxes
+        if self.order == SIDES.order:
+            return np.concatenate([boxes[:, :2], boxes[:, :2] + boxes[:, 2:]], axis=1)
+        return corners(boxes)
+
+    def points(self, points: np.ndarray, size: tuple[int, int]) -> np.ndarray:
+        """Return points (x, y, ...) in pixels of the input."""
+        scale = np.ones(points.shape[-1], np.float32)
+        scale[:2] = (size[1], size[0]) if self.shares else 1
+        return points * scale
+
+
+CENTRES, CORNERS = BoxForm("centre, width and height"), BoxForm("left, top, right and bottom")
+SIDES, CORNERS_Y_FIRST = BoxForm("left, top, width and height"), BoxForm("top, left, bottom and right")
+OUTSIDE = 0.05  # of the input's sides: how far a box that lies in it may reach out
+
+
+def valid_share(boxes: np.ndarray, form: BoxForm, size: tuple[int, int], loose: bool = False) -> float:
+    """Return the share of the boxes that have sides and lie in the input; `loose`: their centres lie near it.
+
+    The boxes of a network with random weights are much too large, but still lie around places in the image.
+    """
+    places = form.corners(boxes, size)
+    limit = np.array([size[1], size[0]] * 2, np.float32)
+    ordered = (places[:, 2:] >= places[:, :2]).all(1)
+    if loose:
+        middle = (places[:, :2] + places[:, 2:]) / 2
+        return float((ordered & (np.abs(middle / limit[:2] - 0.5) <= 1).all(1)).mean())
+    return float((ordered & (np.abs(places / limit - 0.5) <= 0.5 + OUTSIDE).all(1)).mean())
+
+
+@dataclass(frozen=True)
+class Candidates:
+    """Boxes of one image in the network's own form: `boxes` 4 x n, and `rest` (values x n) besides.
+
+    `scores` are classes x n, or n where each box has one class of `labels` (n).
+    """
+
+    boxes: np.ndarray
+    scores: np.ndarray
+    labels: np.ndarray | None = None
+    rest: np.ndarray | None = None
+
+    def best_scores(self) -> np.ndarray:
+        """Return the highest score of each box."""
+        return (self.scores if self.labels is not None else self.scores.max(0)).astype(np.float32)
 
 
 def suppress(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np.ndarray:
@@ -125,28 +190,33 @@ def _taps(at: np.ndarray, margin: int, length: int, ratio: float, count: int) ->
 
 
 def best(
-    prediction: np.ndarray, classes: int, confidence: float, iou: float, most: int
+    found: Candidates, corner_boxes: Callable[[np.ndarray], np.ndarray], confidence: float, iou: float | None, most: int
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Rows of the prediction after suppression, by falling score, with their classes and scores."""
-    seen = (prediction[4 : 4 + classes] > confidence).any(0)
-    table = prediction[:, seen].T  # of most anchors nothing is looked at but their scores
-    if not len(table):
-        return table.astype(np.float32), np.empty(0, np.int32), np.empty(0, np.float32)
-    scores = np.ascontiguousarray(table[:, 4 : 4 + classes])
-    pairs = np.flatnonzero(scores > confidence)
-    values = scores.reshape(-1)[pairs].astype(np.float32)
-    if len(pairs) > CANDIDATES:
+    """Return which boxes are left, by falling score, with their classes and scores.
+
+    Of those above `confidence` boxes that overlap by more than `iou` are suppressed (None: the network did it).
+    """
+    if found.labels is None:
+        seen = np.flatnonzero((found.scores > confidence).any(0))  # of most anchors nothing else is looked at
+        scores = np.ascontiguousarray(found.scores[:, seen].T)
+        pairs = np.flatnonzero(scores > confidence)
+        values = scores.reshape(-1)[pairs].astype(np.float32)
+        anchors, labels = np.divmod(pairs, max(1, scores.shape[1]))
+        anchors = seen[anchors]
+    else:
+        anchors = np.flatnonzero(found.scores > confidence)
+        values, labels = found.scores[anchors].astype(np.float32), found.labels[anchors]
+    if len(values) > CANDIDATES:
         chosen = np.sort(np.argpartition(-values, CANDIDATES)[:CANDIDATES])
-        pairs, values = pairs[chosen], values[chosen]
+        anchors, labels, values = anchors[chosen], labels[chosen], values[chosen]
     order = np.argsort(-values, kind="stable")
-    anchors, labels = np.divmod(pairs[order], classes)
-    values = values[order]
-    boxes = table[anchors, :4].astype(np.float32)
+    anchors, labels, values = anchors[order], labels[order], values[order]
+    boxes = found.boxes[:, anchors].T.astype(np.float32)
     finite = np.isfinite(boxes).all(1)
     if not finite.all():
         anchors, labels, values, boxes = anchors[finite], labels[finite], values[finite], boxes[finite]
-    survivors = suppress(corners(boxes), labels, iou, most)
-    return table[anchors[survivors]].astype(np.float32), labels[survivors].astype(np.int32), values[survivors]
+    kept = slice(most) if iou is None else suppress(corner_boxes(boxes), labels, iou, most)
+    return anchors[kept], labels[kept].astype(np.int32), values[kept]
 
 
 def corners(boxes: np.ndarray) -> np.ndarray:

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
-from dyno.worker.spec import ModelSpec, UserError
-from dyno.worker.tasks.detect import Detect, joined, shown
-from dyno.worker.tasks.postprocess import Detections, Place, encode
+from dyno.worker.spec import ModelSpec
+from dyno.worker.tasks.detect import Detect, joined
+from dyno.worker.tasks.layouts import Seen, UnreadBoxes, describe
+from dyno.worker.tasks.postprocess import BoxForm, Detections, Place, encode
 from dyno.worker.tasks.task import Shape
 
 USUAL = 32  # prototypes, where a file doesn't say
@@ -22,23 +23,38 @@ class Segment(Detect):
     needs = "masks"
     metrics = ("mAP", "mAP50", "box_mAP", "box_mAP50")
     coco = "segm"
-    besides = " and prototypes"
 
-    def extra(self, shapes: Sequence[Shape], keypoints: Sequence[int]) -> int:
-        """One coefficient for each prototype."""
-        if not self.fits(shapes):
-            raise UserError(f"a network that segments gives predictions and prototypes; this one has {shown(shapes)}")
-        return shapes[1][1] if isinstance(shapes[1][1], int) else USUAL
+    def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
+        """Return one coefficient for each prototype."""
+        count = shapes[beside][1] if (beside := self.beside(shapes)) else USUAL
+        return count if isinstance(count, int) else USUAL
 
-    def extra_shown(self, extra: int) -> str:
-        return f" + {extra} mask coefficients"
+    def beside(self, shapes: Mapping[str, Shape]) -> str:
+        """Return the name of the prototypes."""
+        return next((name for name, shape in shapes.items() if len(shape) == 4), "")
 
-    def fits(self, shapes: Sequence[Shape]) -> bool:
-        return super().fits(shapes) and len(shapes) > 1 and len(shapes[1]) == 4
+    def seen(
+        self,
+        shapes: Mapping[str, Shape],
+        size: tuple[int, int],
+        classes: int,
+        keypoints: Sequence[int],
+        images: int = 1,
+    ) -> Seen:
+        if not self.beside(shapes):
+            raise UnreadBoxes(describe(shapes, "there are no prototypes of masks"))
+        return super().seen(shapes, size, classes, keypoints, images)
 
-    def read(self, rest: np.ndarray, outputs: Sequence[np.ndarray], image: int, boxes: np.ndarray, place: Place,
-             keypoints: tuple[int, ...]) -> dict[str, Any]:  # fmt: skip
-        return {"masks": _masks(rest, np.asarray(outputs[1])[image].astype(np.float32), boxes, place)}
+    def read(
+        self,
+        rest: np.ndarray,
+        beside: np.ndarray,
+        boxes: np.ndarray,
+        place: Place,
+        form: BoxForm,
+        keypoints: Sequence[int],
+    ) -> dict[str, Any]:
+        return {"masks": _masks(rest, beside, boxes, place)}
 
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
         masks = [mask for detection in detections for mask in detection.masks or ()]

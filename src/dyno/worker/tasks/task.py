@@ -19,6 +19,15 @@ Shape = Sequence[Any]  # a number per fixed axis, text for a free one
 
 
 @dataclass(frozen=True)
+class OutputShapes:
+    """A network's outputs as an inspection knows them: shapes by name, and the height and width of its image, (0, 0)
+    without one."""
+
+    shapes: Mapping[str, Shape]
+    size: tuple[int, int] = (0, 0)
+
+
+@dataclass(frozen=True)
 class Evaluated:
     """What goes through a session: `count` inputs in batches; of real images also their places in the data set
     (`samples`) and the height and width that the session takes."""
@@ -53,6 +62,10 @@ class Collector:
         """All batches together, by the names they have in outputs.npz."""
         return {}
 
+    def oddities(self, batches: Sequence[Any]) -> list[str]:
+        """Return warnings on the answers."""
+        return []
+
 
 class Task(ABC):
     """What a network is for.
@@ -77,7 +90,7 @@ class Task(ABC):
         """The default preprocessing of images."""
 
     @abstractmethod
-    def layout(self, model: ModelSpec, metadata: Purpose, outputs: Sequence[Shape]) -> Purpose:
+    def layout(self, model: ModelSpec, metadata: Purpose, outputs: OutputShapes) -> Purpose:
         """`classes` and `keypoints` from the file's metadata and the outputs' shapes; a `UserError` for a misfit."""
 
     @abstractmethod

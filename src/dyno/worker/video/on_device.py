@@ -19,6 +19,8 @@ from dyno.worker.inputs import input_data
 from dyno.worker.inputs.letterbox import geometry
 from dyno.worker.sessions.on_device import OnDevice
 from dyno.worker.spec import Dims, Preprocess, Tensor
+from dyno.worker.tasks.detect import BoxReader
+from dyno.worker.tasks.layouts import AnchorTable
 from dyno.worker.video.media.pictures import Picture, weights
 from dyno.worker.video.media.surfaces import Surface
 from dyno.worker.video.preparing import GREY, Preparation
@@ -248,18 +250,20 @@ class OnDeviceSession(Session):
         self.host.close()
 
 
-def only_seen(torch: Any, classes: int, confidence: float) -> Change:
-    """Of predictions, batch x values x anchors, only the anchors of which a class has about that score or more.
+def drop_low_scores(torch: Any, reader: BoxReader, confidence: float) -> Change:
+    """Of predictions, batch x values x anchors, keep only the anchors of which a class has about that score or more.
 
     Of each image they keep their order; where it has fewer than another one, predictions of zeros follow. What else
-    the network gives stays as it is, and so do predictions of another shape: whoever reads them says what is wrong.
+    the network gives stays as it is, and so do predictions in another layout, or before one was chosen.
     """
     least = (1 - MARGIN) * confidence
 
     def change(outputs: dict[str, Any]) -> dict[str, Any]:
-        name, predictions = next(iter(outputs.items()))
-        if predictions.ndim != 3:
+        fit = reader.fit
+        if fit is None or fit.layout != AnchorTable(axis=1):
             return outputs
+        name, classes = fit.names[0], fit.classes or 0
+        predictions = outputs[name]
         values = predictions.shape[1]
         seen = (predictions[:, 4 : 4 + classes] > least).any(1)
         counts = seen.sum(1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
@@ -15,8 +15,7 @@ from typing import IO, Any, TypeVar
 import numpy as np
 
 from dyno.worker.backend import Session
-from dyno.worker.spec import Trial
-from dyno.worker.tasks.detect import Detect
+from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video.drawing import draw
 from dyno.worker.video.media.ends import Batch, Frame, Sink, now
@@ -34,23 +33,20 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Answering:
-    """How predictions become boxes: the task, the least score, the overlap above which the weaker of two boxes of a
+    """How predictions become boxes: their reader, the least score, the overlap above which the weaker of two boxes of a
     class is dropped, and the most boxes of a frame."""
 
-    task: Detect
-    trial: Trial
+    reader: BoxReader
     confidence: float = 0.25
     iou: float = 0.7
     most: int = 300
 
-    def detections(self, outputs: list[np.ndarray], frames: list[Frame], size: tuple[int, int]) -> list[Detections]:
+    def detections(
+        self, outputs: Mapping[str, np.ndarray], frames: list[Frame], size: tuple[int, int]
+    ) -> list[Detections]:
         """The boxes of each frame of a batch, in the frame's own pixels."""
-        sizes = np.array([frame.size for frame in frames])
-        model = self.trial.model
-        return self.task.detections(
-            outputs, sizes, size, classes=model.classes or 0, keypoints=model.keypoints,
-            confidence=self.confidence, iou=self.iou, most=self.most,
-        )  # fmt: skip
+        limits: dict[str, Any] = {"confidence": self.confidence, "iou": self.iou, "most": self.most}
+        return self.reader.detections(outputs, np.array([frame.size for frame in frames]), size, **limits)
 
 
 def room_for(batch: int) -> int:
@@ -169,6 +165,7 @@ class Engine:
         for slot in range(self.session.slots):
             self._free.put(slot)
         self._spare: SimpleQueue[list[np.ndarray]] = SimpleQueue()
+        self._names: tuple[str, ...] = ()
 
     def call(self, action: Callable[[], T]) -> T:
         """The action's result, from the engine's thread."""
@@ -181,7 +178,7 @@ class Engine:
         try:
             self.session.bind(batch.feed, slot)
             self.session.complete(slot)
-            batch.outputs = self._copied(slot)
+            batch.outputs, batch.names = self._copied(slot), self._names
         finally:
             self._free.put(slot)
         return batch
@@ -197,7 +194,7 @@ class Engine:
 
     def finish(self, batch: Batch, slot: int) -> Batch:
         """The batch with its outputs; the slot is free again."""
-        batch.outputs = self.call(lambda: self._outputs(slot))
+        batch.outputs, batch.names = self.call(lambda: self._outputs(slot)), self._names
         self._free.put(slot)
         return batch
 
@@ -215,7 +212,8 @@ class Engine:
 
     def _copied(self, slot: int) -> list[np.ndarray]:
         """The slot's outputs, in memory that stays when the slot runs again."""
-        fetched = list(self.session.fetch(slot).values())
+        outputs = self.session.fetch(slot)
+        self._names, fetched = tuple(outputs), list(outputs.values())
         try:
             room = self._spare.get_nowait()
         except Empty:
@@ -314,14 +312,13 @@ class Postprocess(Step):
         self.room, self.lanes = room_for(batch), lanes
 
     def work(self, item: Any) -> Iterable[Frame]:
-        count = len(item.frames)
-        outputs = [output[:count] for output in item.outputs]
+        outputs = dict(zip(item.names, item.outputs, strict=True))
         found = self._answering.detections(outputs, item.frames, self._size)
         for frame, detections in zip(item.frames, found, strict=True):
             frame.detections = detections
         if self._read is not None:
-            outputs, item.outputs = item.outputs, []
-            self._read(outputs)
+            read, item.outputs = item.outputs, []
+            self._read(read)
         return list(item.frames)
 
     def in_order(self, done: Sequence[Frame]) -> None:

@@ -1,4 +1,4 @@
-"""Labelled images on which no accuracy was measured, since the network's first output isn't a classifier's."""
+"""Outputs from which no accuracy was measured: no class scores for labelled images, or no boxes in a known layout."""
 
 from __future__ import annotations
 
@@ -8,14 +8,19 @@ from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict.findings import WARNING, Finding
 from dyno.worker.tasks.classify import UNSCORED
+from dyno.worker.tasks.layouts import UNREAD
 
 
 def findings(run: RunData) -> Iterator[Finding]:
-    """A warning for each model without class scores, and that a budget wasn't checked: none of its trials has lost."""
+    """A warning for each model without class scores or boxes, and that a budget wasn't checked: none of its trials has
+    lost."""
     budget = "; the budget was not checked" if run.budgets else ""
-    for model in dict.fromkeys(t.given for t in run.records if t.good and _unscored(t)):
-        yield Finding(WARNING, f"{model}: {UNSCORED}{budget}.")
+    sentences = ((t.given, sentence) for t in run.records if t.good and (sentence := unscored(t)))
+    for model, sentence in dict.fromkeys(sentences):
+        yield Finding(WARNING, f"{model}: {sentence}{budget}.")
 
 
-def _unscored(t: TrialResult) -> bool:
-    return any(warning.endswith(UNSCORED) for warning in t.warnings())  # behind the stage that it is of
+def unscored(t: TrialResult) -> str:
+    """Return the trial's warning on outputs that can't be scored, "" without one."""
+    marked = ((warning, warning.find(mark)) for warning in t.warnings() for mark in (UNSCORED, UNREAD))
+    return next((warning[place:] for warning, place in marked if place >= 0), "")  # behind the stage that it is of

@@ -59,11 +59,13 @@ class Frame:
 
 @dataclass
 class Batch:
-    """Frames that go through the network together: the arrays it reads, and later its outputs (copies)."""
+    """Frames that go through the network together: the arrays it reads, and later its outputs (copies) and their
+    names."""
 
     frames: list[Frame]
     feed: Any
     outputs: list[np.ndarray] = field(default_factory=list)
+    names: tuple[str, ...] = ()
 
 
 class Source(ABC):

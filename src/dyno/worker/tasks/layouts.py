@@ -1,0 +1,486 @@
+"""The layouts in which detectors give boxes, one object each: what it looks like, and how it is decoded.
+
+A layout is chosen by shapes and names, the number of classes where it is known, and the values: scores lie within 0 and
+1, classes are whole numbers, and boxes lie in the image. Whether coordinates are pixels or shares of the image, and
+corners or a centre with its sides, is decided by values too.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import groupby
+
+import numpy as np
+
+from dyno.worker.spec import UserError
+from dyno.worker.tasks.postprocess import CENTRES, CORNERS, CORNERS_Y_FIRST, SIDES, BoxForm, Candidates, valid_share
+from dyno.worker.tasks.task import Shape
+
+STRIDES = ((8, 16, 32), (8, 16, 32, 64), (4, 8, 16, 32), (16, 32))  # of the grids whose cells have anchors
+LONGEST_ROW = 512  # values of a box, where nothing says how many keypoints it has
+SLACK = 0.01  # of a score: what half precision and INT8 make of 0 and 1
+FILLED = 0.001  # rows of a lower score only fill a fixed number of rows
+EXAMINED = 4  # images whose values decide
+MOST_EXAMINED = 1000  # boxes of them, of the highest scores
+UNREAD = "no boxes are read from the outputs"
+
+
+class UnreadBoxes(UserError):
+    """Outputs that no layout fits."""
+
+
+@dataclass(frozen=True)
+class Seen:
+    """Outputs as shapes by name and, once the network has run, values; and what is known of them.
+
+    `size` is the height and width of the network's input, `classes` their number (0: unknown), and `extra` how many
+    values a box has besides its scores: mask coefficients or keypoints (None: unknown keypoints). `images` of the
+    batch count, the others fill it.
+    """
+
+    shapes: Mapping[str, Shape]
+    size: tuple[int, int] = (0, 0)
+    classes: int = 0
+    extra: int | None = 0
+    images: int = 1
+    values: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Fit:
+    """Outputs that a layout fits: their `names` by the layout's own order, the number of classes (None: not said), how
+    many values a box has besides, and `rank`, which of several layouts that fit is preferred (the lowest)."""
+
+    layout: BoxLayout
+    names: tuple[str, ...]
+    classes: int | None = None
+    extra: int = 0
+    rank: float = 1
+
+
+class BoxLayout(ABC):
+    """How boxes lie in a network's outputs.
+
+    `shown` describes it in messages, `form` is the usual form of its boxes (`fixed_form`: the only one), `suppressed`
+    says that overlapping boxes are left out already, and `free_order` that rounding may change the order of its boxes.
+    """
+
+    shown: str
+    form: BoxForm = CORNERS
+    fixed_form = False
+    suppressed = True
+    free_order = True
+
+    @abstractmethod
+    def fits(self, seen: Seen) -> Fit | None:
+        """Return how the outputs lie, None where their shapes, names or classes are not of this layout."""
+
+    @abstractmethod
+    def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
+        """Return the boxes of one image of the batch."""
+
+    def refute(self, fit: Fit, values: Mapping[str, np.ndarray]) -> str:
+        """Return what in the values contradicts the layout besides scores, classes and boxes; "" for nothing."""
+        return ""
+
+
+@dataclass(frozen=True)
+class AnchorTable(BoxLayout):
+    """Predictions of every anchor as YOLO networks give them: a box, perhaps objectness, class scores, extra values."""
+
+    axis: int  # of the values: 1 or 2
+    objectness: bool = False
+    form = CENTRES
+    suppressed = False
+    free_order = False
+
+    @property
+    def shown(self) -> str:  # type: ignore[override]
+        """The axes in their order, with networks that have them."""
+        if self.objectness:
+            return "batch x anchors x (5 + classes) (YOLOv5, v7)" if self.axis == 2 else ""
+        return "batch x (4 + classes) x anchors, in either order (YOLOv8, v11)" if self.axis == 1 else ""
+
+    def fits(self, seen: Seen) -> Fit | None:
+        name = next((name for name, shape in seen.shapes.items() if len(shape) == 3), None)
+        if name is None:
+            return None
+        length, anchors = seen.shapes[name][self.axis], seen.shapes[name][3 - self.axis]
+        if not isinstance(length, int):
+            return Fit(self, (name,), seen.classes or None, seen.extra or 0, rank=5) if self.axis == 1 else None
+        head = 4 + self.objectness
+        extra = seen.extra if seen.extra is not None else length - head - (seen.classes or 1)
+        classes = length - head - extra
+        if classes < 1 or classes != (seen.classes or classes) or (seen.extra is None and keypoints_of(extra) is None):
+            return None
+        each = anchors_per_cell(anchors, seen.size)
+        longer = not isinstance(anchors, int) or anchors >= length
+        if not seen.classes and ((not longer and not each) or (self.objectness and self.axis == 1)):
+            return None
+        return Fit(self, (name,), classes, extra, self._rank(each, bool(seen.classes)))
+
+    def _rank(self, each: int, known: bool) -> float:
+        """Return 0 where the number of anchors is that of the image's cells; two of one rank are ambiguous."""
+        if self.axis == 1:
+            return 0 if each else 0.9 if known else 3
+        usual = each == 3 if self.objectness else each == 1
+        return (0 if usual and (known or self.objectness) else 0.5) if each == 1 or usual else 2 if known else 4
+
+    def refute(self, fit: Fit, values: Mapping[str, np.ndarray]) -> str:
+        first = np.moveaxis(values[fit.names[0]], self.axis, 0)[4]
+        constant = not self.objectness and (fit.classes or 0) > 1 and first.size > 1 and bool((first == 1).all())
+        return "the fifth value is 1 for every anchor" if constant else ""  # YOLOv6's objectness
+
+    def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
+        table = values[fit.names[0]][image]
+        table = table if self.axis == 1 else table.T
+        first = 4 + self.objectness
+        last = first + (fit.classes or 0)
+        scores = table[first:last]
+        if self.objectness:
+            scores = scores.astype(np.float32) * table[4].astype(np.float32)
+        return Candidates(table[:4], scores, None, table[last:])
+
+
+BOX = ("x1", "y1", "x2", "y2")
+LAST_ROW = (*BOX, "score", "class")
+BATCH_ROW = ("image", *BOX, "class", "score")
+
+
+@dataclass(frozen=True)
+class FinalRows(BoxLayout):
+    """Boxes that are left in the end, a row for each: its `columns`, then mask coefficients or keypoints.
+
+    Where they have a column `image`, rows are of the batch's image of that number.
+    """
+
+    columns: tuple[str, ...]
+    rank: float = 1
+
+    @property
+    def shown(self) -> str:  # type: ignore[override]
+        """What a row has, once for all orders of its columns."""
+        return "rows of box, score and class (end to end)" if self.columns == LAST_ROW else ""
+
+    def fits(self, seen: Seen) -> Fit | None:
+        for name, shape in seen.shapes.items():
+            extra = self._extra(seen, shape)
+            if extra is not None:
+                return Fit(self, (name,), seen.classes or None, extra, self.rank)
+        return None
+
+    def _extra(self, seen: Seen, shape: Shape) -> int | None:
+        several = "image" in self.columns
+        axes = len(shape) == 3 or (len(shape) == 2 and (several or seen.images == 1))
+        axes |= several and len(shape) == 4 and [*shape[:2]] == [1, 1]
+        if not axes or not isinstance(shape[-1], int):
+            return None
+        extra = shape[-1] - len(self.columns)
+        if seen.extra is None:
+            return extra if extra > 0 and shape[-1] <= LONGEST_ROW and keypoints_of(extra) else None
+        return extra if extra == seen.extra else None
+
+    def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
+        array = values[fit.names[0]]
+        if "image" in self.columns:
+            array = array.reshape(-1, array.shape[-1])
+            array = array[array[:, 0] == image]
+        table = (array[image] if array.ndim == 3 else array).astype(np.float32).T
+        at = {name: place for place, name in enumerate(self.columns)}
+        boxes = table[at["x1"] : at["x1"] + 4]
+        return Candidates(boxes, table[at["score"]], table[at["class"]], table[len(self.columns) :])
+
+
+@dataclass(frozen=True)
+class Lists(BoxLayout):
+    """Boxes that are left in the end, with their scores and classes in outputs of their own, and perhaps their number:
+    torchvision's detectors, RT-DETR with its post-processing, TensorRT's EfficientNMS, TensorFlow's detection API."""
+
+    shown = "boxes, scores and classes (torchvision, EfficientNMS)"
+
+    def fits(self, seen: Seen) -> Fit | None:
+        boxes = boxes_in(seen)
+        if boxes is None or seen.extra:
+            return None
+        lead = seen.shapes[boxes][:-1]
+        if len(lead) == 1 and seen.images != 1:
+            return None
+        single = [name for name, shape in seen.shapes.items() if same(shape, lead) or same(shape, (*lead, 1))]
+        scores, labels = named(single, "score", "conf"), named(single, "class", "label", "cls")
+        if not (scores and labels) and len(single) == 2:
+            order = sorted(single, key=lambda name: _whole(seen.values.get(name)))
+            scores, labels = order if not (scores or labels) else (
+                scores or next(n for n in single if n != labels), labels or next(n for n in single if n != scores)
+            )  # fmt: skip
+        if not (scores and labels) and not (len(single) == 1 and len(lead) == 1):
+            return None
+        count = [n for n in seen.shapes if n not in single and "num" in n.lower() and len(seen.shapes[n]) <= 2]
+        return Fit(self, (boxes, scores or single[0], labels, *count[:1]), seen.classes or None, rank=0.5)
+
+    def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
+        boxes, scores, labels, *count = (values.get(name) for name in fit.names)
+        assert boxes is not None and scores is not None
+        rows = boxes[image] if boxes.ndim == 3 else boxes
+        n = int(np.ravel(count[0])[image]) if count and count[0] is not None else len(rows)
+
+        def column(array: np.ndarray) -> np.ndarray:
+            whole = array[image] if boxes.ndim == 3 else array
+            return np.asarray(whole).reshape(-1)[:n].astype(np.float32)
+
+        kinds = column(labels) if labels is not None else np.zeros(len(rows[:n]), np.float32)
+        return Candidates(rows[:n].astype(np.float32).T, column(scores), kinds)
+
+
+@dataclass(frozen=True)
+class TensorFlowLists(Lists):
+    """The same by the names of TensorFlow's detection API: y before x."""
+
+    form = CORNERS_Y_FIRST
+    fixed_form = True
+    shown = ""
+
+    def fits(self, seen: Seen) -> Fit | None:
+        fit = super().fits(seen)
+        return replace(fit, rank=0) if fit and "detection_boxes" in fit.names[0] else None
+
+
+@dataclass(frozen=True)
+class Selected(BoxLayout):
+    """All boxes and scores, with the rows (image, class, box) that ONNX's NonMaxSuppression selected."""
+
+    shown = "boxes, scores and selected indices (ONNX's NonMaxSuppression)"
+
+    def fits(self, seen: Seen) -> Fit | None:
+        boxes = boxes_in(seen)
+        others = {name: shape for name, shape in seen.shapes.items() if name != boxes}
+        indices = [name for name, shape in others.items() if len(shape) in (2, 3) and shape[-1] == 3
+                   and (name not in seen.values or seen.values[name].dtype.kind in "iu")]  # fmt: skip
+        if boxes is None or seen.extra or not indices:
+            return None
+        rows = seen.shapes[boxes][1]
+        scores = [n for n, shape in others.items() if n != indices[0] and len(shape) == 3 and same(shape[2:], [rows])]
+        classes = seen.shapes[scores[0]][1] if scores else None
+        if not scores or (seen.classes and isinstance(classes, int) and classes != seen.classes):
+            return None
+        known = classes if isinstance(classes, int) else seen.classes or None
+        return Fit(self, (boxes, scores[0], indices[0]), known, rank=0)
+
+    def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
+        boxes, scores, indices = (values[name] for name in fit.names)
+        rows = indices.reshape(-1, 3)
+        _, kinds, places = rows[rows[:, 0] == image].T
+        chosen = scores[image][kinds, places].astype(np.float32)
+        return Candidates(boxes[image][places].astype(np.float32).T, chosen, kinds.astype(np.float32))
+
+
+@dataclass(frozen=True)
+class Pairs(BoxLayout):
+    """Boxes, and the values of every class for each: `kind` says which.
+
+    DETR and its successors leave logits, of independent classes or with "no object" as the last one; other detectors
+    leave probabilities before suppression, perhaps with a background among them.
+    """
+
+    kind: str
+
+    @property
+    def shown(self) -> str:  # type: ignore[override]
+        """What is beside the boxes, once for all kinds."""
+        return {"sigmoid": "boxes and logits (DETR)", "scores": "boxes and a score of each class"}.get(self.kind, "")
+
+    @property
+    def suppressed(self) -> bool:  # type: ignore[override]
+        """Whether the network learned to leave one box of each object."""
+        return self.kind in ("sigmoid", "softmax")
+
+    @property
+    def free_order(self) -> bool:  # type: ignore[override]
+        """Whether queries are chosen by their scores."""
+        return self.suppressed
+
+    @property
+    def form(self) -> BoxForm:  # type: ignore[override]
+        """A transformer's boxes are centres."""
+        return CENTRES if self.suppressed else CORNERS
+
+    def fits(self, seen: Seen) -> Fit | None:
+        boxes = boxes_in(seen)
+        if boxes is None or len(seen.shapes[boxes]) != 3 or seen.extra:
+            return None
+        rows = seen.shapes[boxes][1]
+        tables = {name: shape for name, shape in seen.shapes.items() if name != boxes and len(shape) == 3}
+        others = [n for n, shape in tables.items() if same(shape[1:2], [rows]) or same(shape[2:], [rows])]
+        scores = named(others, "logit", "score", "conf", "class", "label", "cls") or (others[0] if others else "")
+        if not scores:
+            return None
+        shape = seen.shapes[scores]
+        count = shape[2] if same(shape[1:2], [rows]) else shape[1]
+        classes = (
+            count - (self.kind in ("softmax", "first", "last")) if isinstance(count, int) else seen.classes or None
+        )
+        if classes is not None and (classes < 1 or classes != (seen.classes or classes)):
+            return None
+        return Fit(self, (boxes, scores), classes)
+
+    def refute(self, fit: Fit, values: Mapping[str, np.ndarray]) -> str:
+        table = self._table(fit, values, slice(None)).astype(np.float32)
+        table = table[np.isfinite(table).all(-1)]
+        logits = bool(table.size and (table.min() < -SLACK or table.max() > 1 + SLACK))
+        nothing = (
+            table.shape[-1] > 1 and bool(table.size) and float((table.argmax(-1) == table.shape[-1] - 1).mean()) > 0.5
+        )
+        distribution = table.shape[-1] > 1 and bool(table.size and np.abs(table.sum(-1) - 1).max() < 2 * SLACK)
+        first = bool(table.size) and float(table[..., 0].mean()) > float(table[..., -1].mean())
+        kind = ("softmax" if nothing else "sigmoid") if logits else "scores"
+        if distribution and not logits:
+            kind = "first" if first else "last"
+        return "" if kind == self.kind else f"the values are {kind}"
+
+    def _table(self, fit: Fit, values: Mapping[str, np.ndarray], image: int | slice) -> np.ndarray:
+        boxes, scores = (values[name] for name in fit.names)
+        return scores[image] if scores.shape[1] == boxes.shape[1] else np.swapaxes(scores, 1, 2)[image]
+
+    def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
+        table = self._table(fit, values, image).astype(np.float32)
+        if self.kind == "sigmoid":
+            table = 1 / (1 + np.exp(-table.clip(-80, 80)))
+        elif self.kind == "softmax":
+            powers = np.exp(table - table.max(-1, keepdims=True))
+            table = powers / powers.sum(-1, keepdims=True)
+        if self.kind in ("softmax", "last"):
+            table = table[:, :-1]
+        elif self.kind == "first":
+            table = table[:, 1:]
+        return Candidates(values[fit.names[0]][image].astype(np.float32).T, np.ascontiguousarray(table.T))
+
+
+LAYOUTS: tuple[BoxLayout, ...] = (
+    AnchorTable(axis=1),
+    AnchorTable(axis=2),
+    AnchorTable(axis=2, objectness=True),
+    AnchorTable(axis=1, objectness=True),
+    FinalRows(LAST_ROW),
+    FinalRows((*BOX, "class", "score"), rank=1.1),
+    FinalRows(("class", "score", *BOX), rank=1.2),
+    FinalRows(BATCH_ROW),
+    FinalRows(("image", *BOX, "score", "class"), rank=1.1),
+    FinalRows(("image", "class", "score", *BOX), rank=1.2),
+    Lists(),
+    TensorFlowLists(),
+    Selected(),
+    *(Pairs(kind) for kind in ("sigmoid", "softmax", "scores", "first", "last")),
+)
+
+
+def possible(seen: Seen, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> list[Fit]:
+    """Return how each layout that may be the outputs' fits them, the likeliest first; else `UnreadBoxes`."""
+    layouts = (layout for layout in LAYOUTS if isinstance(layout, kinds))
+    fits = sorted((fit for layout in layouts if (fit := layout.fits(seen))), key=lambda fit: fit.rank)
+    if not fits:
+        known = f" with {seen.classes} classes" if seen.classes else ""
+        raise UnreadBoxes(describe(seen.shapes, f"no known layout{known} has these shapes"))
+    return [fit for fit in fits if len(fit.names) > 1] or fits  # beside an output of boxes no other one has any
+
+
+def choose(seen: Seen, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> tuple[Fit, BoxForm] | None:
+    """Return the layout of those kinds and the form of boxes that fit the values too, None where they have no box; else
+    `UnreadBoxes`."""
+    reasons = list[str]()
+    for _, fits in groupby(possible(seen, kinds), key=lambda fit: fit.rank):
+        results = [(fit, _examine(fit, seen)) for fit in fits]
+        reasons += [result for _, result in results if isinstance(result, str)]
+        chosen = [(fit, result) for fit, result in results if isinstance(result, BoxForm)]
+        if len(chosen) > 1:
+            counts = " or ".join(sorted({str(fit.classes) for fit, _ in chosen}))
+            raise UnreadBoxes(describe(seen.shapes, f"they are of {counts} classes; say how many with --classes"))
+        if chosen or any(result is None for _, result in results):
+            return chosen[0] if chosen else None
+    raise UnreadBoxes(describe(seen.shapes, reasons[0]))
+
+
+def _examine(fit: Fit, seen: Seen) -> BoxForm | str | None:
+    """Return the form of the boxes, None without any, or what contradicts the layout."""
+    if reason := fit.layout.refute(fit, seen.values):
+        return reason
+    found = [fit.layout.decode(fit, seen.values, image) for image in range(min(seen.images, EXAMINED))]
+    scores = np.concatenate([one.best_scores() for one in found])
+    finite = scores[np.isfinite(scores)]
+    if finite.size and (finite.min() < -SLACK or finite.max() > 1 + SLACK):
+        return f"what should be scores is from {finite.min():.3g} to {finite.max():.3g}"
+    boxes = np.concatenate([one.boxes.T for one in found]).astype(np.float32)
+    usable = np.isfinite(boxes).all(1)
+    rows = np.flatnonzero(usable & (scores > FILLED))
+    if not rows.size and not fit.layout.suppressed:
+        rows = np.flatnonzero(usable & boxes.any(1))
+    if not rows.size:
+        return None
+    if found[0].labels is not None:
+        kinds = np.concatenate([one.labels for one in found if one.labels is not None])[rows]
+        if not (_whole(kinds) and kinds.min() >= 0):
+            return "what should be classes are not whole numbers from 0"
+    rows = rows[np.argsort(-scores[rows], kind="stable")[:MOST_EXAMINED]]
+    form = _form(boxes[rows], fit.layout, seen.size)
+    return form or "what should be boxes lies outside the image"
+
+
+def _form(boxes: np.ndarray, layout: BoxLayout, size: tuple[int, int]) -> BoxForm | None:
+    """Return the layout's usual form unless another one fits clearly better; None where none is of boxes."""
+    usual = replace(layout.form, shares=bool(np.abs(boxes).max() <= 2))
+    inside = valid_share(boxes, usual, size)
+    if inside < 0.9 and not layout.fixed_form:
+        others = [replace(form, shares=usual.shares) for form in (CORNERS, CENTRES, SIDES) if form != layout.form]
+        shares = [valid_share(boxes, form, size) for form in others]
+        if max(shares) > max(0.95, inside + 0.2):
+            return others[int(np.argmax(shares))]
+    return usual if valid_share(boxes, usual, size, loose=True) >= 0.5 else None
+
+
+def describe(shapes: Mapping[str, Shape], reason: str) -> str:
+    """Return the sentence on outputs that aren't read: what was seen, why, and what is understood."""
+    seen = ", ".join(f"{name} {'x'.join(map(str, shape))}" for name, shape in shapes.items())
+    understood = "; ".join(layout.shown for layout in LAYOUTS if layout.shown)
+    return f"{UNREAD} ({seen}): {reason}; understood are {understood}"
+
+
+def anchors_per_cell(anchors: object, size: tuple[int, int]) -> int:
+    """Return 1 or 3 where that is how many anchors the cells of the image's grids have, 0 for other numbers."""
+    if not all(size):
+        return 0
+    cells = {sum(-(-size[0] // stride) * -(-size[1] // stride) for stride in strides) for strides in STRIDES}
+    return next((each for each in (1, 3) if any(anchors == each * count for count in cells)), 0)
+
+
+def keypoints_of(values: int) -> tuple[int, int] | None:
+    """Return how many keypoints there are in so many values, and how many values each has; None for other numbers."""
+    each = next((n for n in (3, 2) if values > 0 and values % n == 0), 0)
+    return (values // each, each) if each else None
+
+
+def boxes_in(seen: Seen) -> str | None:
+    """Return the name of the output that has boxes, rows of four values."""
+    found = [name for name, shape in seen.shapes.items() if len(shape) in (2, 3) and shape[-1] == 4]
+    return next((n for n in found if "box" in n.lower() and "raw" not in n.lower()), found[0] if found else None)
+
+
+def named(names: Sequence[str], *words: str) -> str:
+    """Return the first name in which one of the words is, "" where there is none."""
+    return next((name for name in names if any(word in name.lower() for word in words)), "")
+
+
+def same(shape: Shape, other: Shape) -> bool:
+    """Return whether shapes may be the same: a free axis may have any length."""
+    return len(shape) == len(other) and all(
+        a == b or isinstance(a, str) or isinstance(b, str) for a, b in zip(shape, other, strict=True)
+    )
+
+
+def _whole(values: np.ndarray | None) -> bool:
+    return values is not None and bool(np.all(values == np.round(values)))
+
+
+def agreed_classes(fits: Sequence[Fit]) -> int | None:
+    """Return the number of classes of the likeliest layouts, None where they differ in it."""
+    counts = {fit.classes for fit in fits if fit.rank == fits[0].rank}
+    return counts.pop() if len(counts) == 1 else None
