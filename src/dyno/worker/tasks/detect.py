@@ -93,11 +93,13 @@ class Detect(Task):
         confidence: float = 0.001,
         iou: float = 0.7,
         most: int = 300,
+        aspects: Sequence[float] = (),
     ) -> list[Detections]:
         """Detections of each image of a batch, by the same code for every backend.
 
-        `sizes` is B x 2, height and width of the original images; `input_size` those of the network's input. Raises
-        `UserError` where the outputs aren't those of such a network.
+        `sizes` is B x 2, height and width of the original images; `input_size` those of the network's input. `aspects`
+        are the widths of each image's pixels over their heights (default: 1). Raises `UserError` where the outputs
+        aren't those of such a network.
         """
         predictions = np.asarray(outputs[0])
         extra = self.extra([np.shape(output) for output in outputs], keypoints)
@@ -110,7 +112,7 @@ class Detect(Task):
         detections_ = []
         for k, (height, width) in enumerate(np.asarray(sizes).tolist()):
             rows, labels, scores = best(predictions[k], classes, confidence, iou, most)
-            place = Place(height, width, *input_size)
+            place = Place(height, width, *input_size, aspects[k] if aspects else 1.0)
             boxes = place.boxes(corners(rows[:, :COORDINATES]))
             fields = self.read(rows[:, COORDINATES + classes :], outputs, k, boxes, place, keypoints)
             detections_.append(Detections(boxes, scores, labels, **fields))
