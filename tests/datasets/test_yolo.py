@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import drawn
 import numpy as np
 import pytest
 from PIL import Image
@@ -272,3 +273,23 @@ def test_what_is_wrong_with_a_folder(yolo: Callable[..., Path], make: Make, tmp_
         make(tmp_path / "none")
     with pytest.raises(UserError, match="is in class folders, which has no boxes"):
         make(folder / "images")
+
+
+@pytest.mark.parametrize("place", ["images", "val/images", "beside"])
+def test_a_folder_of_images_has_its_labels(yolo: Callable[..., Path], make: Make, tmp_path: Path, place: str) -> None:
+    """Given without what lies around it, the images are still not without labels."""
+    folder = yolo(yaml=False, val=6)
+    if place == "val/images":
+        for part in ("images", "labels"):
+            (tmp_path / "set/val").mkdir(parents=True, exist_ok=True)
+            (folder / part / "val").rename(tmp_path / "set/val" / part)
+        given = tmp_path / "set/val/images"
+    elif place == "beside":
+        given = folder / "labels/val"
+        for image in (folder / "images/val").iterdir():
+            image.rename(given / image.name)
+    else:
+        given = folder / "images/val"
+    data = make(given, outputs=2)
+    truth = json.loads(Path(data.folder, "truth.json").read_text())
+    assert [one["category_id"] for one in truth["annotations"]] == [drawn.shape(k)[0] for k in range(6)]
