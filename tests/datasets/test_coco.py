@@ -15,7 +15,8 @@ from PIL import Image
 from pycocotools.coco import COCO
 
 from dyno import datasets
-from dyno.worker.spec import DataSpec, UserError
+from dyno.planning import images
+from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
 Make = Callable[..., DataSpec]
 Folder = Callable[..., Path]
@@ -110,6 +111,8 @@ def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Make) -> 
     """A network with a class for each category, roots included, or a category that groups no others: none goes."""
     folder = roboflow(tmp_path / "set")
     assert datasets.meta(make(folder, outputs=3))["classes"] == ["shapes", *drawn.NAMES]
+    with pytest.raises(UserError, match="has 3 classes, but net has 4 classes \\(shapes without annotation\\); give"):
+        images._check("set", datasets.meta(make(folder, outputs=4)), ModelSpec("net", "net.py:net", task="detect"), 4)
     file = folder / "valid/_annotations.coco.json"
     tables = json.loads(file.read_text())
     tables["categories"][0] = {"id": 0, "name": "circle", "supercategory": "round"}
@@ -118,13 +121,24 @@ def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Make) -> 
     assert (about["classes"], about["unused"]) == (["circle", *drawn.NAMES], ["circle"])
 
 
-@pytest.mark.parametrize(("name", "images"), [("labels.json", "data"), ("result.json", "images")])
-def test_exports_of_other_tools(coco: Folder, make: Make, name: str, images: str) -> None:
+def test_a_root_may_have_the_name_of_a_class(tmp_path: Path, make: Make) -> None:
+    folder = roboflow(tmp_path / "set")
+    file = folder / "valid/_annotations.coco.json"
+    tables = json.loads(file.read_text())
+    for category in tables["categories"]:
+        category["name" if category["id"] in (0, 7) else "supercategory"] = "disc"
+        category["supercategory"] = "none" if category["id"] == 0 else "disc"
+    file.write_text(json.dumps(tables))
+    assert datasets.meta(make(folder, outputs=2))["classes"] == drawn.NAMES
+
+
+@pytest.mark.parametrize(("name", "place"), [("labels.json", "data"), ("result.json", "images")])
+def test_exports_of_other_tools(coco: Folder, make: Make, name: str, place: str) -> None:
     """FiftyOne's, and Label Studio's on Windows: the file is known by its content."""
     folder = coco(train=0)
     tables = json.loads((folder / "annotations/instances_val2017.json").read_text())
     before = make(folder).sha256
-    (folder / "val2017").rename(folder / images)
+    (folder / "val2017").rename(folder / place)
     for image in tables["images"] if name == "result.json" else ():
         image["file_name"] = f"images\\{image['file_name']}"
     (folder / name).write_text(json.dumps({"info": {}, **tables}))

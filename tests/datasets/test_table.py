@@ -62,6 +62,16 @@ def test_columns_are_found(folder: Path, head: str, row: str) -> None:
     assert load(file).sha256 == data.sha256
 
 
+def test_the_only_other_folder_is_no_class(folder: Path) -> None:
+    """As in Kaggle's competitions, `train.csv` beside `train_images/` and `test_images/`."""
+    (folder / "images").rename(folder / "train_images")
+    (folder / "test_images").mkdir()
+    Image.new("RGB", (40, 30)).save(folder / "test_images/other.jpg")
+    rows = [f"{name}.jpg,{colour}" for name, colour in zip(NAMES, COLOURS, strict=True)]
+    (folder / "train.csv").write_text("\n".join(["image_id,label", *rows]))
+    assert labels(load(folder)) == labels(load(folder / "train.csv")) == dict(enumerate(COLOURS))
+
+
 def test_numbers_are_the_network_s_classes(folder: Path) -> None:
     file = folder / "labels.csv"
     file.write_text("path,label\n" + "".join(f"{name}.jpg,{k % 3 + 1}\n" for k, name in enumerate(NAMES)))

@@ -126,8 +126,9 @@ class _File:
         """Leave out categories without annotations that only group others, or are the background, where the network
         has one class for each of the rest; any other category keeps its number, though it is in no image."""
         used = {annotation.get("category_id") for annotation in self.annotations}
-        groups = {c.get("supercategory") for c in self.categories if c["name"] != c.get("supercategory")}
-        roots = [c for c in self.categories if c["id"] not in used and c["name"] in {*groups, *BACKGROUND}]
+        groups = Counter(str(category.get("supercategory")) for category in self.categories)
+        roots = [c for c in self.categories if c["id"] not in used and
+                 (groups[c["name"]] > (c["name"] == c.get("supercategory")) or c["name"] in BACKGROUND)]  # fmt: skip
         if roots and len(self.categories) - len(roots) == outputs:
             self.categories = [category for category in self.categories if category not in roots]
             named = ", ".join(repr(printable(str(category["name"]))) for category in roots)

@@ -181,6 +181,7 @@ def find_image_folder(file: Path, names: list[str]) -> tuple[Path, str]:
     split = file.stem.rpartition("_")[2]
     bases = [base / inner for base in (file.parent, file.parent.parent) for inner in ("", "images", "data", split)]
     bases.append(file.parent.parent / "images" / split)
+    bases += sorted(inner for inner in file.parent.iterdir() if inner.is_dir() and not is_system(inner.name))[:SEEN]
     first, suffixes = names[:SEEN], [""]
     if not any(map(is_image, first)):
         suffixes += [case for suffix in sorted(EXTENSIONS) for case in (suffix, suffix.upper())]

@@ -55,7 +55,7 @@ class LabelTable(DataFormat):
         if not path.is_dir():
             return path.suffix.lower() in self.suffixes
         folders = [inner.name.lower() for inner in path.iterdir() if inner.is_dir() and not is_system(inner.name)]
-        return set(folders) <= PARTS and bool(_find_tables(path))
+        return any(set(folders) <= PARTS or _are_in_one_folder(table) for table in _find_tables(path))
 
     def scan(self, path: Path, wanted: Wanted) -> Listing:
         file = path
@@ -89,6 +89,13 @@ class _Table:
     labels: list[str]
     splits: list[str]
     classes: list[str]
+
+
+def _are_in_one_folder(file: Path) -> bool:
+    """Whether all images of the table lie in one folder beside it, by their names alone: then it is no class."""
+    names = _read(file).names
+    folder, suffix = find_image_folder(file, names)
+    return folder.parent == file.parent and all("/" not in n and (folder / (n + suffix)).is_file() for n in names)
 
 
 def _unlisted(photos: list[Photo], folder: Path, file: Path) -> str:
@@ -210,7 +217,7 @@ def _split(photos: list[Photo], wanted: Wanted) -> list[Photo]:
     if isinstance(wanted.calibration, Path):
         return test + calibration_photos(wanted.calibration)
     training = [Photo(p.path, p.name, p.label, "calibration") for p in photos if p.split in TRAINED]
-    order = (
-        stratified_order(np.array([p.label for p in training]), wanted.seed)[: wanted.calibration] if training else []
-    )
-    return test + [training[i] for i in sorted(order)]
+    if not training:
+        return test
+    order = stratified_order(np.array([p.label for p in training]), wanted.seed)[: wanted.calibration]
+    return test + [training[i] for i in sorted(order.tolist())]
