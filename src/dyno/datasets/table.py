@@ -82,7 +82,7 @@ TABLE = LabelTable()
 
 
 @dataclass(frozen=True)
-class _Table:
+class _LabelRows:
     """Each image's name, label and split; `classes` are named in their order where a column is one of them."""
 
     names: list[str]
@@ -121,7 +121,7 @@ def _find_tables(folder: Path) -> list[Path]:
     return tables
 
 
-def _read(file: Path) -> _Table:
+def _read(file: Path) -> _LabelRows:
     """Read the table, whose columns are known by their names or by what they hold."""
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -153,7 +153,7 @@ def _is_path(rows: list[list[str]], column: int | None) -> bool:
     return bool(cells) and all(any(map(is_image, row)) for row in cells)
 
 
-def _choose(file: Path, header: list[str], shown: list[str], body: list[list[str]], begin: int) -> _Table:
+def _choose(file: Path, header: list[str], shown: list[str], body: list[list[str]], begin: int) -> _LabelRows:
     """Choose the columns of paths, labels and splits; several columns of 0 and 1 are classes."""
     named = [header.index(name) for name in PATHS if name in header]
     paths = next((c for c in [*named, *range(len(header))] if _is_path(body, c)), named[0] if named else None)
@@ -180,7 +180,7 @@ def _choose(file: Path, header: list[str], shown: list[str], body: list[list[str
     if twice := next((name for name in _repeated(names)), ""):
         raise UserError(f"{file} lists {twice} twice; each image needs one row with one class")
     splits = ["test"] * len(body) if split is None else [row[split].lower() for row in body]
-    return _Table(names, labels, splits, classes)
+    return _LabelRows(names, labels, splits, classes)
 
 
 def _repeated(names: list[str]) -> list[str]:
