@@ -6,12 +6,15 @@ that finds it (`MARKER_NET`) tells whether boxes belong to the frame on which th
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+import io
+import struct
+from collections.abc import Callable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+from PIL import Image
 
 PLACES, CELL = 12, 32  # places of the marker, and their size in pixels
 RATE = 25
@@ -97,11 +100,17 @@ def write(
     sound: bool = False,
     options: dict[str, str] | None = None,
     pixels: str = "yuv420p",
+    set_up: Callable[[Any], None] = lambda stream: None,
+    still: bool = False,
 ) -> Path:
-    """A video of the frames; `times` are theirs in ms (default: RATE a second), `pixels` FFmpeg's name of a format."""
+    """A video of the frames; `times` are theirs in ms (default: RATE a second), `pixels` FFmpeg's name of a format.
+
+    `set_up` is called with the stream before its first frame; a blue `still` of 200 x 200 is another stream before it.
+    """
     import av
 
     with av.open(str(path), "w") as container:
+        cover = container.add_stream("mjpeg", rate=1) if still else None
         stream, voice = None, container.add_stream("aac", rate=SOUND_RATE) if sound else None
         for k, frame in enumerate(frames):
             if stream is None:
@@ -110,6 +119,9 @@ def write(
                 stream.pix_fmt = pixels
                 if times is not None:
                     stream.codec_context.time_base = Fraction(1, 1000)
+                set_up(stream)
+                if cover is not None:
+                    container.mux(_still(cover))
             picture = av.VideoFrame.from_ndarray(frame, format="rgb24")
             if times is not None:
                 picture.pts, picture.time_base = times[k], Fraction(1, 1000)
@@ -118,6 +130,35 @@ def write(
                 container.mux(voice.encode(_tone(k)))
         for each in filter(None, (stream, voice)):
             container.mux(each.encode())
+    return path
+
+
+def _still(stream: Any) -> list[Any]:
+    """The packets of a stream that is one blue picture."""
+    import av
+
+    stream.height, stream.width, stream.pix_fmt = 200, 200, "yuvj420p"
+    picture = av.VideoFrame.from_ndarray(np.full((200, 200, 3), (0, 0, 255), np.uint8), format="rgb24")
+    return [*stream.encode(picture), *stream.encode()]
+
+
+def with_cover(clip: Path, path: Path) -> Path:
+    """The MP4 file with a blue cover in front of its streams, as programs that tag files write it (`covr`)."""
+
+    def box(kind: bytes, *parts: bytes) -> bytes:
+        return struct.pack(">I4s", 8 + sum(map(len, parts)), kind) + b"".join(parts)
+
+    still = io.BytesIO()
+    Image.new("RGB", (200, 200), (0, 0, 255)).save(still, "JPEG")
+    cover = box(b"covr", box(b"data", struct.pack(">II", 13, 0), still.getvalue()))
+    kind = box(b"hdlr", bytes(8), b"mdirappl", bytes(9))
+    tags = box(b"udta", box(b"meta", bytes(4), kind, box(b"ilst", cover)))
+    data = clip.read_bytes()
+    start = data.index(b"moov") - 4
+    assert start > data.index(b"mdat"), "places of frames don't move where the index comes last"
+    size, first = struct.unpack_from(">I", data, start)[0], struct.unpack_from(">I", data, start + 8)[0]
+    head, tail = data[start + 8 : start + 8 + first], data[start + 8 + first : start + size]
+    path.write_bytes(data[:start] + box(b"moov", head, tags, tail) + data[start + size :])
     return path
 
 

@@ -143,7 +143,8 @@ class DataOptions:
 
     data: Location = option(
         "",
-        "Images to measure accuracy on: a folder of class folders or images, in COCO's or YOLO's format, or digits.",
+        "Images to measure accuracy on: a folder of class folders or images, in COCO's or YOLO's format, "
+        "a CSV of path,label, or digits.",
         usual="none: random inputs, no accuracy",
         common=True,
     )

@@ -75,6 +75,96 @@ def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> N
     assert any(row.startswith("| нуль | 10 |") for row in rows) and any(row.startswith("| one | 10 |") for row in rows)
 
 
+COLOUR_NETS = """
+import torch
+
+
+class Colours(torch.nn.Module):
+    def forward(self, x):
+        return x.mean((2, 3))
+
+
+class Cells(torch.nn.Module):
+    def forward(self, x):
+        p = torch.nn.functional.avg_pool2d(x, 16)
+        red, blue = (p[:, 0] - p[:, 2]).clamp(0, 1), (p[:, 2] - p[:, 0]).clamp(0, 1)
+        n, rows, columns = red.shape
+        y, x = torch.meshgrid(16 * (torch.arange(rows) + 0.5), 16 * (torch.arange(columns) + 0.5), indexing="ij")
+        places = [v.reshape(1, -1).expand(n, -1) for v in (x, y, torch.full_like(x, 16), torch.full_like(x, 16))]
+        return torch.stack([*places, red.reshape(n, -1), blue.reshape(n, -1)], 1)
+
+
+def colours():
+    return Colours()
+
+
+def cells():
+    return Cells()
+"""
+
+
+@pytest.fixture
+def evaluated(preloaded: str, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """`dyno eval` of a network that knows colours: its exit code and what it prints."""
+    (tmp_path / "nets.py").write_text(COLOUR_NETS)
+
+    def run(out: str, *words: object) -> tuple[int, str]:
+        asked = ["eval", *words, "--seconds", 0.05, "--threads", 1, "--out", out]
+        done = forked.command(preloaded, [*map(str, asked)], tmp_path, os.environ, 1200)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_table_of_labels_and_images_without(evaluated: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    """Three of eight images are labelled wrongly, so five are right; without the table no accuracy is measured."""
+    from PIL import Image
+
+    (tmp_path / "photos").mkdir()
+    for k in range(8):
+        colour = tuple(200 + k if k % 3 == channel else 0 for channel in range(3))
+        Image.new("RGB", (32, 32), colour).save(tmp_path / f"photos/{k}.png")
+    labels = [k % 3 if k < 5 else (k + 1) % 3 for k in range(8)]
+    words = ("nets.py:colours", "--size", 32, "--data", "photos")
+    code, out = evaluated("alone", *words)
+    assert code == 0 and "no accuracy was measured: the images of photos have no labels" in out
+    (tmp_path / "photos/labels.csv").write_text("".join(f"{k}.png,{label}\n" for k, label in enumerate(labels)))
+    code, out = evaluated("labelled", *words)
+    assert code == 0 and "top-1 62.50 %" in out and "no accuracy was measured" not in out, out
+    (tmp_path / "photos/labels.csv").rename(tmp_path / "photos/labels.txt")
+    code, out = evaluated("unread", *words)
+    assert code == 2 and "photos holds labels that can't be read there: labels.txt" in out
+
+
+@pytest.mark.slow
+def test_coco_as_roboflow_writes_it(evaluated: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    """Every square is found, so mAP is 100 %: the first category is a group of the others, not their first class."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 3), ("valid", 6)):
+        images, annotations = [], []
+        (tmp_path / "set" / split).mkdir(parents=True)
+        for k in range(count):
+            (row, column), kind = rng.integers(0, 4, 2).tolist(), k % 2
+            image = np.full((64, 64, 3), 60 + len(split), np.uint8)
+            image[16 * row : 16 * row + 16, 16 * column : 16 * column + 16] = (0, 0, 255) if kind else (255, 0, 0)
+            Image.fromarray(image).save(tmp_path / "set" / split / f"{k}.png")
+            images.append({"id": k, "file_name": f"{k}.png", "height": 64, "width": 64})
+            box = {"bbox": [16 * column, 16 * row, 16, 16], "area": 256, "segmentation": [], "iscrowd": 0}
+            annotations.append({"id": k, "image_id": k, "category_id": 1 + kind, **box})
+        groups = zip(("things", "red", "blue"), ("none", "things", "things"), strict=True)
+        categories = [{"id": k, "name": name, "supercategory": group} for k, (name, group) in enumerate(groups)]
+        tables = {"images": images, "annotations": annotations, "categories": categories}
+        (tmp_path / "set" / split / "_annotations.coco.json").write_text(json.dumps(tables))
+    words = ("nets.py:cells", "--task", "detect", "--size", 64)
+    for out, given in (("whole", "set"), ("split", "set/valid")):
+        code, out = evaluated(out, *words, "--data", given)
+        assert code == 0 and "mAP50-95 of boxes 100.00 %" in out and "on 6 images" in out, out
+        assert "'things' of _annotations.coco.json is left out" in out
+
+
 @pytest.mark.slow
 def test_csv_and_json_hold_every_column(command: Callable[..., str], tmp_path: Path) -> None:
     command("--out", tmp_path / "run")

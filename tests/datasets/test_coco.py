@@ -11,10 +11,12 @@ from typing import Any
 import drawn
 import numpy as np
 import pytest
+from PIL import Image
 from pycocotools.coco import COCO
 
 from dyno import datasets
-from dyno.worker.spec import DataSpec, UserError
+from dyno.planning import images
+from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
 Make = Callable[..., DataSpec]
 Folder = Callable[..., Path]
@@ -77,6 +79,85 @@ def test_the_file_may_lie_in_the_folder_itself(coco: Folder, make: Make) -> None
     assert datasets.meta(make(folder))["splits"] == {"test": 6}
     (folder / "annotations/captions_val2017.json").write_text("{}")
     with pytest.raises(UserError, match=r"annotations has no file with objects, only captions_val2017.json; give"):
+        make(folder)
+
+
+def roboflow(folder: Path) -> Path:
+    """The layout of Roboflow's export: a file in each split's folder, and a first category that groups the others."""
+    tables = drawn.coco_file(6)
+    root = {"id": 0, "name": "shapes", "supercategory": "none"}
+    tables["categories"] = [root, *({**one, "supercategory": "shapes"} for one in tables["categories"])]
+    for split in ("train", "valid", "test"):
+        for number in range(6):
+            drawn.draw(folder / split / f"{number:03}.jpg", number)
+            if split != "valid":  # or they would be copies of the images that are tested on
+                with (folder / split / f"{number:03}.jpg").open("ab") as file:
+                    file.write(split.encode())
+        (folder / split / "_annotations.coco.json").write_text(json.dumps(tables))
+    return folder
+
+
+@pytest.mark.parametrize("given", ["", "valid", "valid/_annotations.coco.json"])
+def test_roboflow_s_layout_without_its_root_category(tmp_path: Path, make: Make, given: str) -> None:
+    data = make(roboflow(tmp_path / "set") / given, outputs=2)
+    about, found = datasets.meta(data), truth(data)
+    assert about["splits"] == {"test": 6, "calibration": 6} and about["classes"] == drawn.NAMES
+    assert [one["category_id"] for one in found["annotations"]] == [drawn.shape(k)[0] for k in range(6)]
+    (warning,) = about["warnings"]
+    assert warning.startswith("'shapes' of _annotations.coco.json is left out: it has no annotation")
+
+
+def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Make) -> None:
+    """A network with a class for each category, roots included, or a category that groups no others: none goes."""
+    folder = roboflow(tmp_path / "set")
+    assert datasets.meta(make(folder, outputs=3))["classes"] == ["shapes", *drawn.NAMES]
+    with pytest.raises(UserError, match="has 3 classes, but net has 4 classes \\(shapes without annotation\\); give"):
+        images._check("set", datasets.meta(make(folder, outputs=4)), ModelSpec("net", "net.py:net", task="detect"), 4)
+    file = folder / "valid/_annotations.coco.json"
+    tables = json.loads(file.read_text())
+    tables["categories"][0] = {"id": 0, "name": "circle", "supercategory": "round"}
+    file.write_text(json.dumps(tables))
+    about = datasets.meta(make(folder, outputs=2))
+    assert (about["classes"], about["unused"]) == (["circle", *drawn.NAMES], ["circle"])
+
+
+def test_a_root_may_have_the_name_of_a_class(tmp_path: Path, make: Make) -> None:
+    folder = roboflow(tmp_path / "set")
+    file = folder / "valid/_annotations.coco.json"
+    tables = json.loads(file.read_text())
+    for category in tables["categories"]:
+        category["name" if category["id"] in (0, 7) else "supercategory"] = "disc"
+        category["supercategory"] = "none" if category["id"] == 0 else "disc"
+    file.write_text(json.dumps(tables))
+    assert datasets.meta(make(folder, outputs=2))["classes"] == drawn.NAMES
+
+
+@pytest.mark.parametrize(("name", "place"), [("labels.json", "data"), ("result.json", "images")])
+def test_exports_of_other_tools(coco: Folder, make: Make, name: str, place: str) -> None:
+    """FiftyOne's, and Label Studio's on Windows: the file is known by its content."""
+    folder = coco(train=0)
+    tables = json.loads((folder / "annotations/instances_val2017.json").read_text())
+    before = make(folder).sha256
+    (folder / "val2017").rename(folder / place)
+    for image in tables["images"] if name == "result.json" else ():
+        image["file_name"] = f"images\\{image['file_name']}"
+    (folder / name).write_text(json.dumps({"info": {}, **tables}))
+    (folder / "annotations/instances_val2017.json").rename(folder / "annotations/._instances_val2017.json")
+    data = make(folder)
+    assert truth(data)["annotations"] and (name == "result.json" or data.sha256 == before)
+
+
+def test_labels_of_an_image_that_lies_on_its_side(coco: Folder, make: Make) -> None:
+    """Labels are of the upright image; a file that gives the sizes of the stored ones is refused."""
+    folder, exif = coco(), Image.Exif()
+    exif[0x112] = 6
+    photo = folder / "val2017/000.jpg"
+    with Image.open(photo) as image:
+        image.load()
+    image.rotate(90, expand=True).save(photo, exif=exif, quality=95)
+    assert make(folder).count == 6
+    image.save(photo, exif=exif, quality=95)
+    with pytest.raises(UserError, match=r"is 64 x 96 pixels, but .* says 96 x 64; its EXIF orientation turns it"):
         make(folder)
 
 

@@ -2,13 +2,113 @@
 
 from __future__ import annotations
 
+import json
 import shutil
+from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
+import pytest
 from PIL import Image
 
 from dyno import datasets
-from dyno.worker.spec import DataSpec, Preprocess
+from dyno.worker.spec import DataSpec, Preprocess, UserError
+
+NAMES = [f"img_{k:03}.jpg" for k in range(6)]
+
+
+def fill(folder: Path, names: list[str] = NAMES, shade: int = 0) -> Path:
+    """Images of those names, all of which differ."""
+    for k, name in enumerate(names):
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (40, 30), (20 * k, shade, 0)).save(folder / name)
+    return folder
+
+
+def beside(folder: Path, suffix: str, text: str) -> None:
+    for name in NAMES:
+        (folder / name).with_suffix(suffix).write_text(text.format(name))
+
+
+# What other tools leave beside images, by the file that is to be named.
+OTHERS: dict[str, Callable[[Path], object]] = {
+    "img_000.xml (Pascal VOC's or CVAT's format); convert": lambda d: beside(d, ".xml", "<annotation></annotation>"),
+    "img_000.json (labels of one image); convert": lambda d: beside(d, ".json", '{{"imagePath": "{}"}}'),
+    "img_000.txt (a text for each image); write": lambda d: beside(d, ".txt", "cat"),
+    "annotations.xml (Pascal VOC's or CVAT's format)": lambda d: (d / "annotations.xml").write_text(
+        f"<?xml version='1.0'?>\n<annotations><image name='{NAMES[0]}'/></annotations>"
+    ),
+    "_annotations.createml.json (CreateML's format)": lambda d: (d / "_annotations.createml.json").write_text(
+        json.dumps([{"image": name, "annotations": []} for name in NAMES])
+    ),
+    "_annotations.csv (a table of boxes); convert": lambda d: (d / "_annotations.csv").write_text(
+        "filename,width,height,class,xmin,ymin,xmax,ymax\n" + "".join(f"{n},40,30,a,1,1,9,9\n" for n in NAMES)
+    ),
+    "metadata.jsonl (a table that names the images)": lambda d: (d / "metadata.jsonl").write_text(
+        "".join(json.dumps({"file_name": name, "label": 1}) + "\n" for name in NAMES)
+    ),
+    "val.txt (a table that names the images); write": lambda d: (d / "val.txt").write_text(
+        "".join(f"{name} {k}\n" for k, name in enumerate(NAMES))
+    ),
+    "ILSVRC2012_validation_ground_truth.txt (a label for each image); sort ImageNet's images": lambda d: (
+        d / "ILSVRC2012_validation_ground_truth.txt"
+    ).write_text("490\n361\n171\n822\n297\n482\n"),
+    "imagelabels.mat (labels in .mat)": lambda d: (d / "imagelabels.mat").write_bytes(b"MATLAB 5.0"),
+}
+
+
+@pytest.mark.parametrize("place", ["", "valid", "images"])
+@pytest.mark.parametrize("named", OTHERS)
+def test_labels_that_are_not_read_are_named(tmp_path: Path, named: str, place: str) -> None:
+    """Neither as images alone nor with a part of the data set as a class."""
+    folder = tmp_path / "d"
+    OTHERS[named](fill(folder / place))
+    if place == "valid":
+        fill(folder / "train", shade=9)
+    with pytest.raises(UserError, match="holds labels that can't be read there") as e:
+        datasets.format_of(folder)
+    assert named in str(e.value) and "a folder of the images alone" in str(e.value) and "\n" not in str(e.value)
+
+
+def test_files_that_are_no_labels(tmp_path: Path) -> None:
+    folder = fill(tmp_path / "d")
+    (folder / "README.txt").write_text("img_001.jpg is the best")
+    (folder / "all.txt").write_text("\n".join(NAMES))
+    (folder / "notes.txt").write_text("hello\nworld")
+    (folder / "settings.json").write_text('{"a": [1, 2]}')
+    for name in (".DS_Store", "Thumbs.db", ".labels.csv"):
+        (folder / name).write_bytes(b"img_000.jpg,1")
+    (folder / "__MACOSX").mkdir()
+    assert datasets.format_of(folder).name == "images"
+
+
+def test_class_folders_among_strays(tmp_path: Path) -> None:
+    """Their names are the labels, and a table beside them is named; folders of systems are no classes."""
+    folder = tmp_path / "d"
+    for k, name in enumerate(("cat", "dog")):
+        fill(folder / name, shade=40 * k + 9)
+        fill(folder / name / "@eaDir", ["thumb.jpg"], shade=200 + k)
+    (folder / "__MACOSX").mkdir()
+    (folder / "noisy.csv").write_text("path,noisy\n" + "".join(f"cat/{name},dog\n" for name in NAMES))
+    data = datasets.load(folder, tmp_path / "cache", (16, 20), Preprocess(resize=0))
+    about = datasets.meta(data)
+    assert (about["classes"], data.count) == (["cat", "dog"], 12)
+    assert about["warnings"] == ["labels are the folders' names; noisy.csv (a table that names the images) is not read"]
+
+
+def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
+    folder = tmp_path / "d"
+    for k, part in enumerate(("test", "train", "valid")):
+        fill(folder / part, shade=k)
+    with pytest.raises(UserError, match="has test, train, valid, which are parts of a data set and no classes"):
+        datasets.format_of(folder)
+    for part, shade in (("train", 100), ("valid", 200)):
+        for k, name in enumerate(("cat", "dog")):
+            fill(folder / part / name, shade=shade + k)
+    shutil.rmtree(folder / "test")
+    data = datasets.load(folder, tmp_path / "cache", (16, 20), Preprocess(resize=0))
+    assert datasets.meta(data)["splits"] == {"test": 12, "calibration": 12}
+    assert np.load(Path(data.folder, "labels.npy"))[:12].tolist() == [0] * 6 + [1] * 6
 
 
 def test_images_of_formats_that_are_not_read_are_counted(tmp_path: Path) -> None:

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import drawn
 import numpy as np
 import pytest
 from PIL import Image
@@ -293,3 +294,23 @@ def test_linked_images_have_the_labels_beside_their_links_or_beside_themselves(
     (outside / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
     (outside / "images").symlink_to(folder / "images")
     assert make(outside).sha256 == plain.sha256
+
+
+@pytest.mark.parametrize("place", ["images", "val/images", "beside"])
+def test_a_folder_of_images_has_its_labels(yolo: Callable[..., Path], make: Make, tmp_path: Path, place: str) -> None:
+    """Given without what lies around it, the images are still not without labels."""
+    folder = yolo(yaml=False, val=6)
+    if place == "val/images":
+        for part in ("images", "labels"):
+            (tmp_path / "set/val").mkdir(parents=True, exist_ok=True)
+            (folder / part / "val").rename(tmp_path / "set/val" / part)
+        given = tmp_path / "set/val/images"
+    elif place == "beside":
+        given = folder / "labels/val"
+        for image in (folder / "images/val").iterdir():
+            image.rename(given / image.name)
+    else:
+        given = folder / "images/val"
+    data = make(given, outputs=2)
+    truth = json.loads(Path(data.folder, "truth.json").read_text())
+    assert [one["category_id"] for one in truth["annotations"]] == [drawn.shape(k)[0] for k in range(6)]

@@ -105,7 +105,7 @@ def load(
     path = absolute(Path(path))
     data_format = format_of(path)
     if data_format.labels and (data_format.labels == "objects") != objects:
-        missing = "boxes, masks or keypoints" if objects else "a class for each image"
+        missing = "boxes, masks or keypoints" if objects else "class for each image"
         raise UserError(f"{path} is in {data_format.described}, which has no {missing}")
     preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
     aside = 0 if isinstance(calibration, Path) or not set_aside else calibration

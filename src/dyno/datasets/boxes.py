@@ -55,7 +55,7 @@ class Labels:
         if empty:
             more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
             self.warnings.append(f"class {empty[0]!r}{more} is in no image")
-        about: dict[str, Any] = {"has": has, "warnings": self.warnings}
+        about: dict[str, Any] = {"has": has, "warnings": self.warnings, **({"unused": empty} if empty else {})}
         if self.keypoints:
             about["keypoints"] = list(self.keypoints)
         return Annotations(about, self._truth)

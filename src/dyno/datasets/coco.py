@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
@@ -15,14 +15,28 @@ import numpy as np
 
 from dyno.datasets.boxes import Annotation, Labels, checked_box, checked_keypoints, checked_polygon, polygon_area
 from dyno.datasets.data_format import DataFormat, Wanted
-from dyno.datasets.photos import Annotations, Listing, Photo, Sizes, calibration_photos, images, name_below, printable
+from dyno.datasets.label_files import is_coco
+from dyno.datasets.photos import (
+    Annotations,
+    Listing,
+    Photo,
+    Sizes,
+    calibration_photos,
+    find_image_folder,
+    images,
+    is_system,
+    name_below,
+    printable,
+    without_missing,
+)
 from dyno.worker.spec import UserError
 
 SPLITS = ("val", "test")  # of which images are tested on; COCO's own test images come without annotations
+SPLIT_FOLDERS = ("validation", "valid", "val", "test")
+BACKGROUND = ("background", "__background__", "_background_")
 OTHER = ("captions", "image_info", "panoptic", "stuff")  # files of COCO that hold no objects
 INSTANCES, KEYPOINTS = "instances", "person_keypoints"  # what files begin with
 LARGEST = 1e12  # no image has such a coordinate or area
-SEEN = 20  # images that decide which folder they are all in
 
 
 class Coco(DataFormat):
@@ -37,38 +51,40 @@ class Coco(DataFormat):
         return bool(_files(path)) if path.is_dir() else path.suffix in self.suffixes
 
     def scan(self, path: Path, wanted: Wanted) -> Listing:
-        return _scan(path, wanted.calibration, wanted.seed, wanted.needs, wanted.skip_missing)
+        return _scan(path, wanted)
 
 
 COCO = Coco()
 
 
-def _scan(path: Path, calibration: int | Path, seed: int, needs: str, skip_missing: bool) -> Listing:
-    file = path if path.is_file() else chosen(path, needs)
+def _scan(path: Path, wanted: Wanted) -> Listing:
+    file = path if path.is_file() else chosen(path, wanted.needs)
     about = _read(file)
-    folder = _image_folder(file, about.images)
+    about.leave_out_roots(wanted.outputs)
+    folder, _ = find_image_folder(file, [image["file_name"] for image in about.images])
     shown = path if path.is_dir() else folder
     photos = [Photo(folder / image["file_name"], printable(image["file_name"]), -1, "test") for image in about.images]
-    if lost := [photo.name for photo in photos if not photo.path.is_file()]:
-        missing = f"{len(lost)} of {len(photos)} images of {file.name} are not in {folder}, e.g. {lost[0]}"
-        photos = [photo for photo in photos if photo.path.is_file()]
-        if not (skip_missing and photos):
-            remedy = "leave them out with --unreadable skip" if photos else "put them there"
-            raise UserError(f"{missing}; {remedy}")
-        about.missing = f"{missing}; they were left out"
-    own = isinstance(calibration, Path)
-    if isinstance(calibration, Path):
-        photos = photos + calibration_photos(calibration)
+    photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
+    about.notes += [missing] * bool(missing)
+    own = isinstance(wanted.calibration, Path)
+    if isinstance(wanted.calibration, Path):
+        photos = photos + calibration_photos(wanted.calibration)
     else:
-        photos = photos + _training(folder, shown, calibration, seed)
+        photos = photos + _training(folder, shown, wanted.calibration, wanted.seed)
     name = printable(path.name if path.is_dir() else path.stem)
     return Listing(name, about.classes, photos, own, sources=[file], annotate=about.annotate)
 
 
 def _files(folder: Path) -> list[Path]:
-    """The files in annotations/, whatever they are called, else those in the folder itself that have COCO's names."""
-    beside = (file for file in folder.glob("*.json") if file.name.startswith((INSTANCES, KEYPOINTS)))
-    return sorted((folder / "annotations").glob("*.json")) or sorted(beside)
+    """Return the files in annotations/, whatever they are called, else those that have COCO's names or content: in the
+    folder itself, or one for each split in its folder, as Roboflow writes them."""
+    for places in (("annotations",), ("",), (*SPLIT_FOLDERS, "train")):
+        every = sorted(file for place in places for file in (folder / place).glob("*.json"))
+        named = (INSTANCES, KEYPOINTS) if places != ("annotations",) else ""
+        found = [file for file in every if not is_system(file.name) and (file.name.startswith(named) or is_coco(file))]
+        if found:
+            return found
+    return []
 
 
 def chosen(folder: Path, needs: str) -> Path:
@@ -80,7 +96,7 @@ def chosen(folder: Path, needs: str) -> Path:
     if len(files) == 1:
         return files[0]
     for split in SPLITS:
-        here = [file for file in files if split in file.stem]
+        here = [file for file in files if split in file.stem or file.parent.name.startswith(split)]
         first = KEYPOINTS if needs == "keypoints" else INSTANCES
         fitting = [file for file in here if file.name.startswith(first)] or here
         if len(fitting) == 1:
@@ -88,7 +104,7 @@ def chosen(folder: Path, needs: str) -> Path:
         if fitting:
             files = fitting
             break
-    named = ", ".join(file.name for file in files[:4])
+    named = ", ".join(name_below(file, files[0].parent) for file in files[:4])
     raise UserError(f"{files[0].parent} has several files ({named}); give the path of the one to use")
 
 
@@ -100,11 +116,26 @@ class _File:
     images: list[dict[str, Any]]
     categories: list[dict[str, Any]]
     annotations: list[dict[str, Any]]
-    missing: str = ""  # images that were left out
+    notes: list[str] = field(default_factory=list)
 
     @property
     def classes(self) -> list[str]:
         return [printable(str(category["name"])) for category in self.categories]
+
+    def leave_out_roots(self, outputs: int) -> None:
+        """Leave out categories without annotations that only group others, or are the background, where the network
+        has one class for each of the rest; any other category keeps its number, though it is in no image."""
+        used = {annotation.get("category_id") for annotation in self.annotations}
+        groups = Counter(str(category.get("supercategory")) for category in self.categories)
+        roots = [c for c in self.categories if c["id"] not in used and
+                 (groups[c["name"]] > (c["name"] == c.get("supercategory")) or c["name"] in BACKGROUND)]  # fmt: skip
+        if roots and len(self.categories) - len(roots) == outputs:
+            self.categories = [category for category in self.categories if category not in roots]
+            named = ", ".join(repr(printable(str(category["name"]))) for category in roots)
+            self.notes.append(
+                f"{named} of {self.path.name} is left out: it has no annotation, and the network "
+                f"has a class for each of the others"
+            )
 
     def annotate(self, photos: list[Photo], sizes: Sizes) -> Annotations:
         rows = {photo.name: row for row, photo in enumerate(photos) if photo.split == "test"}
@@ -113,7 +144,7 @@ class _File:
         self._check_sizes(rows, sizes)
         names = self._keypoints()
         labels = Labels(photos, sizes, self.classes, (len(names), 3) if names else (), names)
-        labels.warnings += [self.missing] * bool(self.missing)
+        labels.warnings += self.notes
         for number, annotation in enumerate(self.annotations):
             where = f"{self.path.name}, annotation {annotation.get('id', number)}"
             row = _by_id(row_of, annotation, "image_id", "image", where)
@@ -130,7 +161,11 @@ class _File:
             declared = (image.get("height"), image.get("width"))
             if size is not None and None not in declared and declared != size:
                 real = f"{image['file_name']} is {size[1]} x {size[0]} pixels"
-                raise UserError(f"{real}, but {self.path.name} says {declared[1]} x {declared[0]}")
+                turned = "; its EXIF orientation turns it, and labels must be of the upright image"
+                raise UserError(
+                    f"{real}, but {self.path.name} says {declared[1]} x {declared[0]}"
+                    f"{turned if declared == size[::-1] else ''}"
+                )
 
     def _keypoints(self) -> list[str]:
         """Names of the keypoints, which all categories that have any must share."""
@@ -169,9 +204,11 @@ def _read(file: Path) -> _File:
             raise UserError(f"{file}: the ids of {part} are neither all numbers nor all strings")
         if len(set(ids)) < len(ids):
             raise UserError(f"{file}: two {part} have the same id")
-    names = [image["file_name"] for image in parts["images"]]
-    if not all(isinstance(name, str) for name in names):
+    if not all(isinstance(image["file_name"], str) for image in parts["images"]):
         raise UserError(f"{file}: a file_name among its images is not a string")
+    for image in parts["images"]:
+        image["file_name"] = image["file_name"].replace("\\", "/")
+    names = [image["file_name"] for image in parts["images"]]
     if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
         raise UserError(f"{file} lists {twice} twice; list each image once, with one image_id for all its annotations")
     if any(not isinstance(category.get("keypoints", []), list) for category in parts["categories"]):
@@ -179,23 +216,9 @@ def _read(file: Path) -> _File:
     return _File(file, parts["images"], sorted(parts["categories"], key=lambda c: c["id"]), parts["annotations"])
 
 
-def _image_folder(file: Path, listed: list[dict[str, Any]]) -> Path:
-    """The folder below which most of the first images lie."""
-    split = file.stem.rpartition("_")[2]
-    bases = [base / inner for base in (file.parent, file.parent.parent) for inner in ("", "images", split)]
-    bases.append(file.parent.parent / "images" / split)
-    names = [image["file_name"] for image in listed[:SEEN]]
-    hits = {base: sum((base / name).is_file() for name in names) for base in bases}
-    best = max(bases, key=lambda base: hits[base])
-    if not hits[best]:
-        searched = ", ".join(str(base) for base in dict.fromkeys(bases))
-        raise UserError(f"image {names[0]} of {file.name} is in none of {searched}")
-    return best
-
-
 def _training(folder: Path, shown: Path, wanted: int, seed: int) -> list[Photo]:
     """Calibration images out of the training images beside these, whose annotations aren't needed for that."""
-    for split in SPLITS:
+    for split in SPLIT_FOLDERS:
         beside = folder.with_name(folder.name.replace(split, "train"))
         if split in folder.name and beside.is_dir() and (paths := images(beside)):
             order = np.random.default_rng(seed).permutation(len(paths))[:wanted]

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
+from dyno.datasets.label_files import refuse_labels
 from dyno.datasets.photos import CALIBRATION, Listing
 from dyno.worker import plugins
 from dyno.worker.spec import UserError
@@ -66,15 +67,18 @@ def formats() -> dict[str, DataFormat]:
 
 
 def format_of(path: Path) -> DataFormat:
-    """The format of the data set at the path; raises `UserError` when two fit, or none."""
+    """Return the format of the data set at the path; raises `UserError` when two fit, or none, or when only a format
+    fits that would overlook labels."""
     path, every_format = Path(path), formats().values()
     if not path.exists():
         raise UserError(f"no data folder {path}")
     try:
         fitting = [f for f in every_format if f.fits(path)]
+        fitting = [f for f in fitting if not f.fallback] or fitting
+        if fitting and fitting[0].fallback:
+            refuse_labels(path, is_class_folders=fitting[0].labels == "classes")
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
-    fitting = [f for f in fitting if not f.fallback] or fitting
     if not fitting:
         files = ", ".join(f"a file in {f.described} ({f.suffixes[0]})" for f in every_format if f.suffixes)
         raise UserError(f"{path} is not a folder, nor {files}")

@@ -10,11 +10,13 @@ from typing import Any
 import numpy as np
 
 from dyno.datasets.data_format import DataFormat, Wanted
+from dyno.datasets.label_files import warn_labels
 from dyno.datasets.photos import (
     EXTENSIONS,
     Listing,
     calibration_photos,
     images,
+    is_system,
     left_out,
     name_below,
     printable,
@@ -24,9 +26,11 @@ from dyno.datasets.photos import Photo as Photo
 from dyno.datasets.standard import COUNT, all_known, readable, synsets
 from dyno.worker.spec import UserError, absolute
 
+SPLITS = ("test", "val", "valid", "validation")  # of which images are tested on
+
 
 class ClassFolders(DataFormat):
-    """`DIR/<class>/…` or `DIR/{train,test|val}/<class>/…` (test before val).
+    """`DIR/<class>/…` or `DIR/{train,test|val|valid|validation}/<class>/…` (the first of these).
 
     A label is the class folder's place in the folders' order by Unicode code point; train/ decides the order where
     there is one. Where the model has 1,000 classes and each folder is named by a synset of ImageNet's 1,000
@@ -55,7 +59,7 @@ class UnlabelledImages(DataFormat):
     def fits(self, path: Path) -> bool:
         if not path.is_dir():
             return False
-        folders = any(inner.is_dir() and not inner.name.startswith(".") for inner in path.iterdir())
+        folders = any(inner.is_dir() and not is_system(inner.name) for inner in path.iterdir())
         return not folders and bool(images(path))
 
     def scan(self, path: Path, wanted: Wanted) -> Listing:
@@ -124,13 +128,14 @@ def _unlabelled(folder: Path, calibration: int | Path) -> Listing:
 
 def _about(labels: str, folder: Path) -> dict[str, Any]:
     warnings = left_out(folder)
+    warnings += warn_labels(folder) if labels != "none" else []
     return {"label_source": labels, **({"warnings": warnings} if warnings else {})}
 
 
 def _roots(folder: Path) -> tuple[Path, Path | None]:
     """The folders that hold the class folders of the test and of the training images."""
     train = folder / "train"
-    for name in ("test", "val"):
+    for name in SPLITS:
         if _folders(folder / name):
             return folder / name, train if _folders(train) else None
     if _folders(train):
@@ -142,7 +147,7 @@ def _folders(root: Path) -> list[str]:
     if not root.is_dir():
         return []
     with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not entry.name.startswith("."))
+        return sorted(entry.name for entry in entries if entry.is_dir() and not is_system(entry.name))
 
 
 def _photos(folder: Path, root: Path, classes: list[str], split: str) -> list[Photo]:

@@ -17,6 +17,8 @@ from dyno.worker.spec import DataSpec, UserError, absolute
 
 EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
 UNREAD = {".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".svg", ".dng"}  # images too, of formats that aren't read
+SYSTEM = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "__pycache__"}
+SEEN = 20  # images that decide which folder all are in
 CALIBRATION = 128
 CALIBRATION_SHARE = 5  # at most one image in five is taken from the test images
 
@@ -146,15 +148,15 @@ def name_below(path: Path, folder: Path) -> str:
 
 
 def images(root: Path) -> list[Path]:
-    """Image files below the folder at any depth, in order; hidden files and folders are left out."""
+    """Image files below the folder at any depth, in order; hidden files and those of the system are left out."""
     paths: list[Path] = []
     above = {os.fspath(root): {place.resolve() for place in (root, *root.parents)}}  # of each folder, the way to it
     for parent, folders, files in os.walk(root, followlinks=True):
         within = above.pop(parent)
-        real = {name: Path(parent, name).resolve() for name in folders if not name.startswith(".")}
+        real = {name: Path(parent, name).resolve() for name in folders if not is_system(name)}
         folders[:] = [name for name, place in real.items() if place not in within]  # a link may lead back
         above |= {os.fspath(Path(parent, name)): within | {real[name]} for name in folders}
-        paths += [Path(parent, name) for name in files if not name.startswith(".") and is_image(name)]
+        paths += [Path(parent, name) for name in files if not is_system(name) and is_image(name)]
     return sorted(paths)
 
 
@@ -171,6 +173,45 @@ def left_out(root: Path) -> list[str]:
 def is_image(name: str) -> bool:
     """Whether the file's suffix is one of the formats that are read."""
     return Path(name).suffix.lower() in EXTENSIONS
+
+
+def is_system(name: str) -> bool:
+    """Whether a file or folder is hidden, or one that an operating system or an archive leaves."""
+    return name.startswith(".") or name in SYSTEM
+
+
+def find_image_folder(file: Path, names: list[str]) -> tuple[Path, str]:
+    """Return the folder in which most of the first images lie that a file of labels names, and the suffix they lack."""
+    split = file.stem.rpartition("_")[2]
+    bases = [base / inner for base in (file.parent, file.parent.parent) for inner in ("", "images", "data", split)]
+    bases.append(file.parent.parent / "images" / split)
+    bases += sorted(inner for inner in file.parent.iterdir() if inner.is_dir() and not is_system(inner.name))[:SEEN]
+    first, suffixes = names[:SEEN], [""]
+    if not any(map(is_image, first)):
+        suffixes += [case for suffix in sorted(EXTENSIONS) for case in (suffix, suffix.upper())]
+    hits = {
+        (base, suffix): sum((base / (name + suffix)).is_file() for name in first)
+        for suffix in suffixes
+        for base in dict.fromkeys(bases)
+    }
+    best = max(hits, key=lambda place: hits[place])
+    if not hits[best]:
+        searched = ", ".join(str(base) for base in dict.fromkeys(bases))
+        raise UserError(f"image {names[0]} of {file.name} is in none of {searched}")
+    return best
+
+
+def without_missing(photos: list[Photo], folder: Path, file: Path, skip: bool) -> tuple[list[Photo], str]:
+    """Return the images that are there and a warning on the others; refuse those unless they may be skipped."""
+    lost = [photo.name for photo in photos if not photo.path.is_file()]
+    if not lost:
+        return photos, ""
+    missing = f"{len(lost)} of {len(photos)} images of {file.name} are not in {folder}, e.g. {lost[0]}"
+    photos = [photo for photo in photos if photo.path.is_file()]
+    if not (skip and photos):
+        remedy = "leave them out with --unreadable skip" if photos else "put them there"
+        raise UserError(f"{missing}; {remedy}")
+    return photos, f"{missing}; they were left out"
 
 
 def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:

@@ -14,6 +14,7 @@ from typing import Any
 import numpy as np
 
 from dyno.datasets.data_format import DataFormat, Wanted
+from dyno.datasets.label_files import is_yolo
 from dyno.datasets.photos import (
     Annotations,
     Listing,
@@ -22,6 +23,7 @@ from dyno.datasets.photos import (
     calibration_photos,
     images,
     is_image,
+    is_system,
     name_below,
     printable,
 )
@@ -30,6 +32,7 @@ from dyno.worker.extras import install
 from dyno.worker.spec import Unavailable, UserError, absolute, numbered
 
 SPLITS = ("val", "valid", "test")  # of which images are tested on
+SEEN = 20  # images of a folder whose label files are looked for
 BESIDE = ("classes.txt",)  # what labelling tools leave among the labels
 
 
@@ -55,20 +58,26 @@ class Yolo(DataFormat):
     labels = "objects"
 
     def fits(self, path: Path) -> bool:
-        """Whether there is a data.yaml, or label files where YOLO looks for them."""
+        """Whether there is a data.yaml, or label files where YOLO looks for them: those of a folder of images, too."""
         if not path.is_dir():
             return path.suffix in self.suffixes
         if any(path.glob("data.y*ml")):
             return True
         beside = [path / "labels", *(path / split / "labels" for split in ("val", "valid", "test", "train"))]
         first_labels = (next(labels.rglob("*.txt"), None) for labels in beside if (labels.parent / "images").is_dir())
-        return any(file is not None for file in first_labels)
+        return any(file is not None for file in first_labels) or _has_labels(path)
 
     def scan(self, path: Path, wanted: Wanted) -> Listing:
         return _scan(path, wanted.calibration, wanted.seed, wanted.outputs, wanted.set_aside)
 
 
 YOLO = Yolo()
+
+
+def _has_labels(folder: Path) -> bool:
+    """Whether one of the first images that lie in the folder itself has a label file."""
+    first = sorted(file for file in folder.iterdir() if is_image(file.name) and not is_system(file.name))[:SEEN]
+    return any(is_yolo(label_file(file)) for file in first)
 
 
 def _scan(path: Path, calibration: int | Path, seed: int, classes: int, set_aside: bool) -> Listing:
@@ -213,7 +222,7 @@ def _from_folders(folder: Path) -> _Description:
     test, train = images_of(*SPLITS), images_of("train")
     if not test and train:
         raise UserError(f"{folder} has training images but no test images; add images/val and labels/val")
-    test = test or images(folder / "images")
+    test = test or images(folder / "images") or (images(folder) if _has_labels(folder) else [])
     if not test:
         raise UserError(f"no images in {folder / 'images'}")
     return _Description(folder, test=test, train=train)
@@ -224,7 +233,7 @@ def _check_orphans(folder: Path, labels: dict[Path, Path]) -> None:
     places = {label.parent: image.parent for image, label in labels.items() if "labels" in label.parts}
     for place, beside in sorted(places.items()):
         pictured = {image.stem for image in beside.iterdir() if is_image(image.name)}
-        files = sorted(place.glob("*.txt"))
+        files = sorted(file for file in place.glob("*.txt") if not is_system(file.name))
         orphans = [file for file in files if file.stem not in pictured and file.name not in BESIDE]
         if orphans:
             more = f" (and {len(orphans) - 1} more)" if len(orphans) > 1 else ""

@@ -51,7 +51,8 @@ def prepared(
     path, outputs = Path(study.data), outputs or model.classes or 0
     data_format = datasets.format_of(path)
     if data_format.labels not in ("", task.labels):
-        expected = "annotations in COCO's or YOLO's format, or one folder of images" if objects else "class folders"
+        labelled = "class folders or a table of path,label"
+        expected = "annotations in COCO's or YOLO's format, or one folder of images" if objects else labelled
         raise UserError(
             f"{study.data} is in {data_format.described}, but {model.name} is for {model.task}; give {expected}"
         )
@@ -127,10 +128,16 @@ def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> 
     has_now = numbered(classes, "class folder") if folders else numbered(classes, "class", "classes")
     line = f"{name} has {has_now}, but {model.name} has {numbered(outputs, 'class', 'classes')}"
     if has or classes > outputs:
+        unused = about.get("unused", [])
+        line += f" ({', '.join(unused[:3])}{', …' if len(unused) > 3 else ''} without annotation)" if unused else ""
         raise UserError(f"{line}; give the data that it was trained for, or build it with --classes {classes}")
+    synsets = "by their ImageNet synsets (n01440764)"
+    named = (
+        f"name the folders {synsets}" if folders else f"write the network's numbers as labels, or name them {synsets}"
+    )
     raise UserError(
-        f"{line}; build it with --classes {classes}, name the folders by their ImageNet synsets "
-        "(n01440764), or put the images into one folder to use them without labels"
+        f"{line}; build it with --classes {classes}, {named}, or put the images into one folder to use them without "
+        "labels"
     )
 
 

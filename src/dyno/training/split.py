@@ -38,6 +38,8 @@ def source(data: str, holdout: float | None, out: Path, seed: int) -> str:
         raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
     if (kind := datasets.format_of(folder)).labels == "objects":
         raise UserError(f"{folder} is in {kind.described}; only classifiers are trained here, give class folders")
+    if kind.suffixes:
+        raise UserError(f"{folder} is in {kind.described}; training needs class folders")
     tested = any(_has_classes(folder / name) for name in ("test", "val"))
     has_training = _has_classes(folder / "train")
     if tested and not has_training:

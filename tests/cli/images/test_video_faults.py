@@ -14,7 +14,9 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -119,6 +121,84 @@ def test_sound_alone_is_no_video(run: Call, clip: Path, tmp_path: Path) -> None:
                 after.mux(packet)
     code, _, errors = run("sound.m4a")
     assert code == 2 and "has no pictures, only audio" in one_line(errors)
+
+
+@pytest.mark.parametrize("suffix", [".mp4", ".mkv"])
+def test_cover_art_is_not_the_video(run: Call, tmp_path: Path, suffix: str) -> None:
+    """In an MP4 it is said to be a cover; in the other file it is a stream of one frame like any other."""
+    source = videos.write(tmp_path / f"plain{suffix}", videos.pictures(20), sound=True, still=suffix == ".mkv")
+    if suffix == ".mp4":
+        source = videos.with_cover(source, tmp_path / "cover.mp4")
+    with av.open(str(source)) as container:
+        assert container.streams[0].codec_context.name == "mjpeg"
+    code, _, errors = run(source, f"out{suffix}", "--json", "boxes.jsonl")
+    assert code == 0, errors
+    assert places(tmp_path / f"out{suffix}") == expected(20)
+    stored = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
+    assert [round(line["boxes"][0]["box"][0] / videos.CELL) for line in stored] == expected(20)
+    assert {(line["width"], line["height"]) for line in stored} == {(384, 288)}
+    np.testing.assert_allclose([line["seconds"] for line in stored], np.arange(20) / videos.RATE, atol=1e-3)
+    said = "plain.mkv has 2 videos: stream 2 (h264, 384 x 288) is used, the other is left out"
+    assert (said in record(tmp_path).warnings) == (suffix == ".mkv")
+
+
+def test_a_song_with_a_cover_is_no_video(run: Call, tmp_path: Path) -> None:
+    with av.open(str(tmp_path / "song.mp3"), "w") as container:
+        cover = container.add_stream("mjpeg", rate=1)
+        cover.height, cover.width, cover.pix_fmt = 64, 64, "yuvj420p"
+        cover.disposition = av.stream.Disposition.attached_pic
+        voice = container.add_stream("mp3", rate=videos.SOUND_RATE)
+        picture = av.VideoFrame.from_ndarray(np.full((64, 64, 3), 90, np.uint8), format="rgb24")
+        container.mux([*cover.encode(picture), *cover.encode()])
+        tone = av.AudioFrame.from_ndarray(np.zeros((1, 1152), np.float32), format="fltp", layout="mono")
+        tone.sample_rate = videos.SOUND_RATE
+        container.mux([*voice.encode(tone), *voice.encode()])
+    code, _, errors = run("song.mp3")
+    assert code == 2 and "song.mp3 has no video: its only picture is cover art beside audio" in one_line(errors)
+
+
+def with_square(left: int, top: int, width: int, height: int) -> list[np.ndarray]:
+    """Frames of 288 x 384 with a red rectangle."""
+    frame = np.full((288, 384, 3), 40, np.uint8)
+    frame[top : top + height, left : left + width] = (255, 0, 0)
+    return [frame] * 8
+
+
+@pytest.mark.parametrize(("suffix", "prepare"), [(".mp4", "host"), (".webm", "host"), (".avi", "device")])
+def test_pixels_that_are_not_square_keep_their_shape(call: Call, tmp_path: Path, suffix: str, prepare: str) -> None:
+    """At 2:1 a picture of 384 x 288 is shown as 768 x 288, half of which lies in the rows 72 to 216 of the network's
+    384 x 288: there a rectangle of 32 x 64 is the square of 32 that the network finds."""
+    (tmp_path / "rows.py").write_text(videos.ROWS_NET)
+
+    def wide(stream: Any) -> None:
+        stream.codec_context.sample_aspect_ratio = Fraction(2)
+
+    videos.write(tmp_path / "wide.mp4", with_square(128, 48, 32, 64), set_up=wide)
+    words = ["rows.py:net" if word == "marker.py:net" else word for word in WORDS]
+    words += ["--json", "boxes.jsonl", "--confidence", 0.8, "--prepare", prepare]
+    code, _, errors = call("video", "wide.mp4", f"out{suffix}", *words)
+    assert code == 0, errors
+    stored = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
+    assert {(line["width"], line["height"], line["pixel_aspect"]) for line in stored} == {(384, 288, 2.0)}
+    np.testing.assert_allclose([line["boxes"][0]["box"] for line in stored], [[128, 48, 160, 112]] * 8, atol=2)
+    with av.open(str(tmp_path / f"out{suffix}")) as container:
+        written, frame = container.streams.video[0], next(container.decode(video=0))
+        shape = frame.width, frame.height, written.sample_aspect_ratio
+    assert shape == ((768, 288, 1) if suffix == ".webm" else (384, 288, 2))
+    warnings = record(tmp_path).warnings
+    assert any("not square (2:1): the network sees its 384 x 288 as 768 x 288" in line for line in warnings)
+    assert any("were written as 768 x 288" in line for line in warnings) == (suffix == ".webm")
+
+
+@pytest.mark.parametrize("pixels", ["yuv420p10le", "yuv420p"])
+def test_ten_bits_and_interlaced_frames(run: Call, tmp_path: Path, pixels: str) -> None:
+    woven = {"x264-params": "tff=1"} if pixels == "yuv420p" else {}
+    videos.write(tmp_path / "clip.mp4", videos.pictures(6), pixels=pixels, options=woven)
+    code, _, errors = run("clip.mp4", "out.mp4")
+    assert code == 0, errors
+    assert places(tmp_path / "out.mp4") == expected(6)
+    said = "the video is interlaced: each frame shows two moments at once and is used as it is"
+    assert (said in record(tmp_path).warnings) == bool(woven)
 
 
 def test_a_recording_that_was_never_finished_is_said_to_be_so(run: Call, tmp_path: Path) -> None:

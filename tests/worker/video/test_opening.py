@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
+import numpy as np
 import pytest
+from PIL import Image
 
 import moving_photos as videos
+from dyno.worker.spec import UserError
 from dyno.worker.video.media import opening
 from dyno.worker.video.media.decoding import VideoSource
 from dyno.worker.video.media.encoding import VideoSink
@@ -28,3 +33,37 @@ def test_a_pyav_that_is_too_old_is_not_used(tmp_path: Path, monkeypatch: pytest.
     assert len(list(source.read())) == 3
     said = opening.old_pyav()
     assert said.startswith("PyAV 17.0.1 is too old, so OpenCV reads and writes; ") and said.endswith("17.1 or newer")
+
+
+def test_opencv_refuses_cover_art_and_keeps_the_shape_of_pixels(tmp_path: Path) -> None:
+    clip = videos.write(tmp_path / "clip.mp4", videos.pictures(3))
+    with pytest.raises(
+        UserError, match=r"OpenCV reads the cover art of cover.mp4 in place of its video; PyAV .*install"
+    ):
+        CaptureSource(str(videos.with_cover(clip, tmp_path / "cover.mp4")), live=False)
+
+    def wide(stream: Any) -> None:
+        stream.codec_context.sample_aspect_ratio = Fraction(2)
+        stream.set_display_rotation(90)
+
+    source = CaptureSource(str(videos.write(tmp_path / "wide.mp4", videos.pictures(3), set_up=wide)), live=False)
+    out = WriterSink(tmp_path / "out.avi", source)
+    for frame in source.read():
+        assert (frame.size, frame.picture.aspect) == ((384, 288), Fraction(1, 2))
+        out.write(frame)
+    out.close()
+    assert {frame.shape for frame in videos.read(tmp_path / "out.avi")[0]} == {(384, 144, 3)}
+
+
+@pytest.mark.parametrize("suffix", [".webp", ".png", ".tif"])
+def test_images_are_upright_and_the_first_of_several(tmp_path: Path, suffix: str) -> None:
+    exif, photo = Image.Exif(), Image.fromarray(next(videos.pictures(1, 64, 96)))
+    exif[0x112] = 6  # to be turned clockwise by 90 degrees
+    photo.save(tmp_path / "turned.jpg", exif=exif, quality=95)
+    others = [Image.new("RGB", (96, 64), colour) for colour in ("white", "red")]
+    photo.save(tmp_path / f"moving{suffix}", save_all=True, append_images=others)
+    source = opening.source_of(str(tmp_path), VideoOptions())
+    pictures = {frame.name: frame.picture.rgb().astype(int) for frame in source.read()}
+    assert np.abs(pictures["turned.jpg"] - np.asarray(photo.rotate(-90, expand=True))).mean() < 5
+    assert np.abs(pictures[f"moving{suffix}"] - np.asarray(photo)).mean() < 8
+    assert source.notes == [f"moving{suffix} holds 3 pictures; the first is used"]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -107,3 +108,34 @@ def test_every_kind_of_pixels_is_written_as_it_was(
         shown = frame.to_ndarray(format="rgb24")[: size[0], : size[1]].astype(int)
         change = shown - image
         assert np.abs(change).mean() < 8 and np.abs(change.mean((0, 1))).max() < 2, "no tint, nothing is moved"
+
+
+@pytest.mark.parametrize("mirrored", [False, True])
+@pytest.mark.parametrize("quarters", range(4))
+def test_frames_are_upright_as_their_display_matrix_says(tmp_path: Path, quarters: int, mirrored: bool) -> None:
+    """All eight: counter-clockwise by quarters, then mirrored; pixels of 4:3 lie on their side after one or three."""
+
+    def set_up(stream: Any) -> None:
+        stream.codec_context.sample_aspect_ratio = Fraction(4, 3)
+        if quarters or mirrored:
+            stream.set_display_rotation(90 * quarters, hflip=mirrored)
+
+    stored = next(videos.pictures(1, 64, 96))
+    clip = videos.write(tmp_path / "turned.mp4", [stored], set_up=set_up, options=LOSSLESS)
+    expected = np.rot90(stored, quarters)
+    source = VideoSource(str(clip), live=False)
+    (frame,) = source.read()
+    picture = frame.picture.rgb()
+    assert picture.shape == expected.shape
+    assert np.abs(picture.astype(int) - (expected[:, ::-1] if mirrored else expected)).mean() < 6
+    assert frame.picture.aspect == (Fraction(3, 4) if quarters % 2 else Fraction(4, 3))
+
+
+def test_a_rotation_by_no_right_angle_is_said(tmp_path: Path) -> None:
+    def set_up(stream: Any) -> None:
+        stream.set_display_rotation(30)
+
+    clip = videos.write(tmp_path / "tilted.mp4", videos.pictures(1, 64, 96), set_up=set_up)
+    source = VideoSource(str(clip), live=False)
+    assert [frame.size for frame in source.read()] == [(64, 96)]
+    assert source.notes == ["the file turns its frames by 30 degrees, which is no right angle: left out"]

@@ -17,6 +17,7 @@ from dyno.analysis.stats import Interval
 from dyno.analysis.tables.trial_columns import FEW, STAGES, few, parenthesised
 
 COLUMNS = ("mean", "median", "p90", "p95", "p99", "max")
+UNMEASURED = "no accuracy was measured"
 WORST = 5  # classes and confusions that are named
 
 Rows = list[list[str]]
@@ -37,7 +38,10 @@ def describe(trial: TrialResult, format: str = "text", per_class: bool = False, 
 
 
 def _accuracy(trial: TrialResult) -> Iterator[str]:
-    for place, (metric, score) in enumerate(metrics.measured(trial)):
+    measured = metrics.measured(trial)
+    if not measured and not any(UNMEASURED in warning for warning in trial.warnings()):
+        yield f"{UNMEASURED}: the images of {trial.spec['data']['name']} have no labels"
+    for place, (metric, score) in enumerate(measured):
         images = "" if place else f" on {images_tested(score.images, accuracy.set_aside(trial))}"
         yield f"{metric.label}{f' of {score.of}' if score.of else ''} {_percent(score.interval)}{images}"
 

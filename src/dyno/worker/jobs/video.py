@@ -242,7 +242,7 @@ class _Work:
             objects=lines[0].tracker.counts if lines[0].tracker else {},
         )  # fmt: skip
         self._keep()
-        for sentence in (*notes, *self._oddities(counts[0], stopped)):
+        for sentence in (*self._source.notes, *notes, *self._oddities(counts[0], stopped)):
             journal.warn(sentence)
         for path in filter(None, (self._output, self._boxes) if self._scratch else ()):
             _remove(path)

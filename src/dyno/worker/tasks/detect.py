@@ -128,12 +128,12 @@ class BoxReader:
 
     def detections(
         self, outputs: Mapping[str, np.ndarray], sizes: np.ndarray, input_size: tuple[int, int], *,
-        confidence: float = 0.001, iou: float = 0.7, most: int = 300,
+        confidence: float = 0.001, iou: float = 0.7, most: int = 300, aspects: Sequence[float] = (),
     ) -> list[Detections]:  # fmt: skip
         """Return the detections of each image of a batch.
 
         `sizes` is B x 2, height and width of the original images that count; `input_size` those of the network's
-        input. Raises `UnreadBoxes` where no layout fits.
+        input. `aspects` are the widths of each image's pixels over their heights (default: 1). Raises `UnreadBoxes` where no layout fits.
         """
         if not len(sizes):
             return []
@@ -141,7 +141,7 @@ class BoxReader:
         beside = self._task.beside({name: array.shape for name, array in outputs.items()})
         found = []
         for image, (height, width) in enumerate(np.asarray(sizes).tolist()):
-            place = Place(height, width, *input_size)
+            place = Place(height, width, *input_size, aspects[image] if aspects else 1.0)
             pool = np.asarray(outputs[beside])[image].astype(np.float32) if beside else np.empty(0, np.float32)
             found.append(self._image(outputs, image, place, pool, chosen, (confidence, iou, most)))
         self._check_labels(found, outputs)

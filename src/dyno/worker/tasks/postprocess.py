@@ -145,12 +145,16 @@ def encode(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np
 
 
 class Place:
-    """Where one image lies in the network's input, and the inverse mapping."""
+    """Where one image lies in the network's input, and the inverse mapping.
 
-    def __init__(self, height: int, width: int, to_height: int, to_width: int) -> None:
+    `aspect` is the width of the image's pixels over their height: it is letterboxed by the shape that is displayed.
+    """
+
+    def __init__(self, height: int, width: int, to_height: int, to_width: int, aspect: float = 1.0) -> None:
         self.height, self.width = height, width
         self.input = (to_height, to_width)
-        _, self.new_height, self.new_width, self.top, self.left = geometry(height, width, to_height, to_width)
+        placed = geometry(height, width * aspect, to_height, to_width)
+        _, self.new_height, self.new_width, self.top, self.left = placed
         # Each side is rounded to whole pixels, so its own scale maps back, not the common one.
         self.down, self.across = self.new_height / height, self.new_width / width
 

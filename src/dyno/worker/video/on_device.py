@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import cache
 from typing import Any
 
@@ -37,6 +38,7 @@ class Kind:
 
     height: int
     width: int
+    aspect: Fraction
     matrix: int | None
     shapes: tuple[tuple[int, ...], ...]  # of their arrays; of two, when the device decoded them
 
@@ -96,7 +98,8 @@ class DevicePreparation(Preparation):
         entry = feed.entries[place]
         if isinstance(picture, Surface):
             half = picture.height // 2, picture.width // 2, 2
-            entry.kind = Kind(picture.height, picture.width, picture.matrix, ((picture.height, picture.width), half))
+            whole = picture.height, picture.width
+            entry.kind = Kind(*whole, picture.aspect, picture.matrix, (whole, half))
             entry.surface = picture
             return
         pixels = picture.pixels()
@@ -108,7 +111,7 @@ class DevicePreparation(Preparation):
             np.copyto(room[start : start + array.size].reshape(array.shape), array)
             start += array.size
         shapes = tuple(array.shape for array in pixels.arrays)
-        entry.kind = Kind(picture.height, picture.width, pixels.matrix, shapes)
+        entry.kind = Kind(picture.height, picture.width, picture.aspect, pixels.matrix, shapes)
 
     def _room(self, feed: Feed, place: int, count: int) -> Any:
         """So many bytes for a picture in that place: beside those of the others, which then go in one copy."""
@@ -198,7 +201,7 @@ class DevicePreparation(Preparation):
         if self._channels == 1:
             shares = zip(GREYS, image.split(1, dim=1), strict=True)
             image = sum(share * part for share, part in shares).round_()
-        _, height, width, top, left = geometry(kind.height, kind.width, *self.size)
+        _, height, width, top, left = geometry(kind.height, kind.width * float(kind.aspect), *self.size)
         if (height, width) != (kind.height, kind.width):
             resize = self._torch.nn.functional.interpolate
             image = resize(image, (height, width), mode="bilinear", align_corners=False).round_()

@@ -44,7 +44,7 @@ class Preparation:
         if canvas.ndim == 2:
             image = cv2.cvtColor(image, cv2.COLOR_RGB2GRAY)
         rows, columns = image.shape[:2]
-        _, height, width, top, left = geometry(rows, columns, *self.size)
+        _, height, width, top, left = geometry(rows, columns * float(picture.aspect), *self.size)
         if self._filled != (height, width, top, left):
             canvas[:] = GREY
             self._filled = (height, width, top, left)

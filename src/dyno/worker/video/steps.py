@@ -19,6 +19,7 @@ from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video.drawing import draw
 from dyno.worker.video.media.ends import Batch, Frame, Sink, now
+from dyno.worker.video.media.pictures import SQUARE
 from dyno.worker.video.preparing import Preparation
 from dyno.worker.video.stages import AHEAD, DEPTH, Step, numbers
 from dyno.worker.video.tracking import NOBODY, Tracker
@@ -46,7 +47,9 @@ class Answering:
     ) -> list[Detections]:
         """The boxes of each frame of a batch, in the frame's own pixels."""
         limits: dict[str, Any] = {"confidence": self.confidence, "iou": self.iou, "most": self.most}
-        return self.reader.detections(outputs, np.array([frame.size for frame in frames]), size, **limits)
+        sizes = np.array([frame.size for frame in frames])
+        aspects = [float(frame.picture.aspect) for frame in frames]
+        return self.reader.detections(outputs, sizes, size, aspects=aspects, **limits)
 
 
 def room_for(batch: int) -> int:
@@ -365,8 +368,9 @@ class Encode(Step):
 
 
 def line(frame: Frame) -> dict[str, Any]:
-    """A frame's boxes as JSON: pixels of the frame, left, top, right, bottom; the identity of its object (null: not
-    yet), where objects are tracked; run lengths of masks; keypoints."""
+    """Return a frame's boxes as JSON: left, top, right and bottom in pixels of the frame, whose aspect is given where
+    they aren't square; the identity of its object (null: not yet) where objects are tracked; run lengths of masks;
+    keypoints."""
     detections = frame.detections
     assert detections is not None
     boxes = []
@@ -384,6 +388,9 @@ def line(frame: Frame) -> dict[str, Any]:
             box["keypoints"] = [[round(float(v), 2) for v in point] for point in detections.keypoints[k]]
         boxes.append(box)
     height, width = frame.size
-    named = {"name": frame.name} if frame.name else {}
+    named: dict[str, Any] = {"name": frame.name} if frame.name else {}
+    shape: dict[str, Any] = {"width": width, "height": height}
+    if frame.picture.aspect != SQUARE:
+        shape["pixel_aspect"] = round(float(frame.picture.aspect), 6)
     seconds = None if frame.seconds is None else round(frame.seconds, 6)
-    return {"frame": frame.index, **named, "seconds": seconds, "width": width, "height": height, "boxes": boxes}
+    return {"frame": frame.index, **named, "seconds": seconds, **shape, "boxes": boxes}

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import suppress
+import math
+from collections.abc import Callable, Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,11 @@ import numpy as np
 from dyno.worker.spec import UserError
 from dyno.worker.video.media import surfaces
 from dyno.worker.video.media.ends import Frame, Source, codec_threads, now
-from dyno.worker.video.media.pictures import Converter, Picture, Planes, Rgb, fits, usual
+from dyno.worker.video.media.pictures import SQUARE, Converter, Picture, Planes, Rgb, fits, usual
 
-TURNS = {90: "ROTATE_90_COUNTERCLOCKWISE", 180: "ROTATE_180", 270: "ROTATE_90_CLOCKWISE"}
+Turn = tuple[bool, bool, bool]  # whether rows become columns, and then whether it is mirrored across and down
+UPRIGHT: Turn = (False, False, False)
+NEARLY = 0.01  # of a display matrix's largest value, below which others are rounding
 PATIENCE_S = 10.0  # without a byte from a stream, after which it is gone
 
 
@@ -28,9 +31,25 @@ class VideoSource(Source):
         super().__init__(place if "://" in place else Path(place).name)
         self.place, self.live, self.once, self._device = place, live, "://" in place, ""
         with opened(place) as container:
-            stream = container.streams.video[0]
+            stream = video_stream(container)
+            self._aspect = stream.sample_aspect_ratio or SQUARE
             self.count, self.rate = int(stream.frames or 0), float(stream.average_rate or 0)
+            self._note_streams(container, stream)
             self._device = device if device and surfaces.suits(stream.codec_context) else ""
+
+    def _note_streams(self, container: Any, stream: Any) -> None:
+        """Note what was chosen of several videos, and that pixels are not square."""
+        context = stream.codec_context
+        if others := len(_videos(container)) - 1:
+            left_out = "the other is" if others == 1 else f"{others} others are"
+            chosen = f"stream {stream.index} ({context.name}, {context.width} x {context.height})"
+            self.note(f"{self.name} has {others + 1} videos: {chosen} is used, {left_out} left out")
+        if self._aspect != SQUARE:
+            shown = f"{round(context.width * self._aspect)} x {context.height}"
+            self.note(
+                f"the pixels of {self.name} are not square ({self._aspect.numerator}:{self._aspect.denominator}): the "
+                f"network sees its {context.width} x {context.height} as {shown}; boxes are in stored pixels"
+            )
 
     def template(self) -> Any:
         return opened(self.place)
@@ -38,10 +57,10 @@ class VideoSource(Source):
     def read(self, sound: bool = False) -> Iterator[Frame]:
         self.damaged = 0
         with opened(self.place, self._device) as container:
-            video = container.streams.video[0]
+            video = video_stream(container)
             video.thread_type, video.codec_context.thread_count = "AUTO", codec_threads()
             heard = container.streams.audio[:1] if sound else []
-            picture_of, index, packets, began = _Pictures(), 0, [], now()
+            picture_of, index, packets, began = _Pictures(self._aspect, self.note), 0, [], now()
             for packet in self._packets(container, [video, *heard]):
                 if packet.stream.type == "audio":
                     if packet.dts is not None:  # the last one is empty
@@ -104,12 +123,29 @@ def opened(place: str, device: str = "") -> Any:
         )
     elif not container.streams.video:
         problem = f"{place} has no pictures, only {', '.join(sorted({s.type for s in container.streams}))}"
-    elif container.streams.video[0].codec_context is None:
+    elif (stream := video_stream(container)) is None:
+        others = ", ".join(sorted({s.type for s in container.streams} - {"video"}))
+        problem = f"{place} has no video: its only picture is cover art{f' beside {others}' if others else ''}"
+    elif stream.codec_context is None:
         problem = f"this FFmpeg has no decoder for the pictures of {place}; convert it, e.g. to H.264"
     if problem:
         container.close()
         raise UserError(problem)
     return container
+
+
+def video_stream(container: Any) -> Any:
+    """Return the stream that is the video: of several the one that FFmpeg considers best; None where there is none."""
+    videos, best = _videos(container), container.streams.best("video")
+    return next((s for s in videos if s.index == best.index), videos[0] if videos else None)
+
+
+def _videos(container: Any) -> list[Any]:
+    """Return the streams of pictures that are neither cover art nor thumbnails, decodable ones first."""
+    from av.stream import Disposition
+
+    videos = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
+    return sorted(videos, key=lambda stream: stream.codec_context is None)
 
 
 def _unreadable(place: str, e: Exception) -> Exception:
@@ -125,22 +161,45 @@ def _unreadable(place: str, e: Exception) -> Exception:
 
 
 class _Pictures:
-    """Decoded frames as pictures, upright."""
+    """Decoded frames as pictures, upright and not mirrored, as a player shows them."""
 
-    def __init__(self) -> None:
-        self._convert = Converter()
+    def __init__(self, aspect: Fraction, note: Callable[[str], None]) -> None:
+        self._convert, self._aspect, self._note = Converter(), aspect, note
 
     def __call__(self, decoded: Any) -> Picture:
-        turn = None
-        with suppress(AttributeError):
-            turn = TURNS.get(int(decoded.rotation) % 360)
+        turn = self._turn(decoded)
+        if decoded.interlaced_frame:
+            self._note("the video is interlaced: each frame shows two moments at once and is used as it is")
         if decoded.format.name == surfaces.FORMAT:
-            surface = surfaces.Surface(decoded, self._convert)
-            if turn is None and usual(decoded):
+            surface = surfaces.Surface(decoded, self._convert, self._aspect)
+            if turn == UPRIGHT and usual(decoded):
                 return surface
             decoded = surface.planes().video()
-        if turn is not None:
-            import cv2
+        if turn != UPRIGHT:
+            return self._turned(decoded, turn)
+        if fits(decoded):
+            return Planes(decoded, self._convert, self._aspect)
+        return Rgb(self._convert(decoded), self._aspect)
 
-            return Rgb(np.asarray(cv2.rotate(self._convert(decoded), getattr(cv2, turn))))
-        return Planes(decoded, self._convert) if fits(decoded) else Rgb(self._convert(decoded))
+    def _turn(self, decoded: Any) -> Turn:
+        """Return how the display matrix turns and mirrors a frame: x' = ax + cy, y' = bx + dy (FFmpeg's display.h)."""
+        matrix = decoded.side_data.get("DISPLAYMATRIX")
+        if matrix is None:
+            return UPRIGHT
+        values = np.frombuffer(matrix, np.int32)[[0, 1, 3, 4]].astype(float)
+        a, b, c, d = np.where(abs(values) < NEARLY * abs(values).max(), 0, values).tolist()
+        if (a or d) and (b or c):
+            angle = -round(math.degrees(math.atan2(b, a)))
+            self._note(f"the file turns its frames by {angle} degrees, which is no right angle: left out")
+            return UPRIGHT
+        return (True, c < 0, b < 0) if b or c else (False, a < 0, d < 0)
+
+    def _turned(self, decoded: Any, turn: Turn) -> Rgb:
+        import cv2
+
+        (transposed, right, down), image = turn, self._convert(decoded)
+        if transposed:
+            image = cv2.transpose(image)
+        if right or down:
+            image = cv2.flip(image, -1 if right and down else int(right))
+        return Rgb(np.ascontiguousarray(image), 1 / self._aspect if transposed else self._aspect)

@@ -12,8 +12,9 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.spec import UserError
+from dyno.worker.video.media.decoding import video_stream
 from dyno.worker.video.media.ends import Frame, Sink, Source, codec_threads
-from dyno.worker.video.media.pictures import ITU_601, PIXELS, UNKNOWN, Picture, matrix_of, of_image
+from dyno.worker.video.media.pictures import ITU_601, PIXELS, SQUARE, UNKNOWN, Picture, matrix_of, of_image
 
 # Quick presets: what is written is to be looked at, and the encoder shares the processors with the network.
 FASTEST = {
@@ -30,6 +31,8 @@ IN_PIECES = {"movflags": "+hybrid_fragmented+delay_moov", "flush_packets": "1"}
 CLUSTERS = {"flush_packets": "1", "cluster_time_limit": "1000"}
 CONTAINERS = {".mp4": IN_PIECES, ".mov": IN_PIECES, ".m4v": IN_PIECES, ".mkv": CLUSTERS, ".webm": CLUSTERS}
 KNOWN_PIXELS = {"mjpeg": ("yuvj420p",)}  # of codecs whose usual ones aren't `PIXELS`, which every player knows
+# What stores the shape of pixels that aren't square: codecs in their own stream, and containers of any codec.
+SHAPED, SHAPED_CONTAINERS = ("h264", "hevc", "mpeg4", "mjpeg"), (".mp4", ".mov", ".m4v")
 CODECS_CHOICE = 0  # FFmpeg's number of it: a frame must not become of the kind that it was in its source
 USUAL_RATE = 30  # of a source that doesn't say
 PIECE_S = 1  # seconds between pictures at which a player can begin, which also end a piece of an MP4
@@ -64,7 +67,7 @@ class VideoSink(Sink):
     def write(self, frame: Frame) -> None:
         if self._stream is None:
             self._begin(frame.picture)
-        self._resized += frame.size != self._size
+        self._resized += frame.size != self._first
         picture, stream = self._video(frame.picture), self._stream
         picture.time_base, picture.pts = stream.codec_context.time_base, self._time(frame)
         self._mux_sound(frame.packets)
@@ -119,7 +122,8 @@ class VideoSink(Sink):
 
     def _begin(self, picture: Picture) -> None:
         """The streams, now that the first picture says how large it is, and how its colours were made."""
-        height, width = self._size = picture.height, picture.width
+        self._first = picture.height, picture.width
+        height, width = self._size = self._written_size(picture)
         rate = Fraction(self._source.rate or USUAL_RATE).limit_denominator(1001)
         options = {"g": str(max(1, round(PIECE_S * rate))), **FASTEST.get(self._codec, {})}
         self._stream = self._container.add_stream(self._codec, rate=rate, options=options)
@@ -136,6 +140,8 @@ class VideoSink(Sink):
         # Frames that refer to later ones take time to wait for those, and MP4 in pieces would begin late by as much.
         stream.codec_context.max_b_frames = 0
         stream.width, stream.height = width + width % 2, height + height % 2
+        if self._size == self._first and picture.aspect != SQUARE:
+            context.sample_aspect_ratio = picture.aspect
         if (stream.width, stream.height) != (width, height):
             self._notes.append(
                 f"{width} x {height} became {stream.width} x {stream.height}: the codec needs even sides"
@@ -143,11 +149,24 @@ class VideoSink(Sink):
         base = Fraction(1, 1) / rate
         self._template = self._source.template()
         if self._template is not None:
-            base = self._template.streams.video[0].time_base or base
+            base = video_stream(self._template).time_base or base
             self._add_sound()
         # MPEG-4's clock has 16 bits; a rate that fits in keeps the times of a constant one.
         self._counts = self._template is None or base.denominator > 65535 or self._codec in ("mpeg4", "mjpeg")
         stream.codec_context.time_base = Fraction(1, 1) / rate if self._counts else base
+
+    def _written_size(self, picture: Picture) -> tuple[int, int]:
+        """Return the picture's height and width, or those in square pixels where the file can't say they aren't."""
+        import av
+
+        kind = av.codec.Codec(self._codec, "w").canonical_name
+        if picture.aspect == SQUARE or kind in SHAPED or self._path.suffix.lower() in SHAPED_CONTAINERS:
+            return picture.height, picture.width
+        width = max(1, round(picture.width * picture.aspect))
+        self._notes.append(
+            f"{kind} in {self._path.suffix} has square pixels: frames were written as {width} x {picture.height}"
+        )
+        return picture.height, width
 
     def _pixels(self) -> str:
         """The format of pixels that every player knows, or what the codec has in its place."""

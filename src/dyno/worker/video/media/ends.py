@@ -74,7 +74,7 @@ class Source(ABC):
     `count` is the number of frames as far as the source says (0: it doesn't), `rate` its average per second (0: none).
     `live` frames come when they come, and each is an image file of its own with `images`. Some can be read only
     `once`, or should be: they can't be read twice at the same time. After reading, `damaged` is how many pieces could
-    not be decoded, and `left` are packets of sound behind the last frame.
+    not be decoded, `left` are packets of sound behind the last frame, and `notes` are sentences on how it was read.
     """
 
     count = 0
@@ -87,6 +87,12 @@ class Source(ABC):
     def __init__(self, name: str) -> None:
         self.name = name
         self.left: list[Any] = []
+        self.notes: list[str] = []
+
+    def note(self, sentence: str) -> None:
+        """Add a sentence to the notes, once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
 
     @abstractmethod
     def read(self, sound: bool = False) -> Iterator[Frame]:

@@ -14,6 +14,8 @@ from dyno.worker.video.media.ends import Frame, Sink, Source, now
 from dyno.worker.video.media.pictures import Rgb
 from dyno.worker.video.options import IMAGES
 
+SEVERAL = (".png", ".webp", ".tif", ".tiff")  # what may hold more than one picture
+
 
 class ImageSource(Source):
     """An image, or those of a folder in the order of their names."""
@@ -35,6 +37,8 @@ class ImageSource(Source):
             image = cv2.imdecode(np.fromfile(file, np.uint8), cv2.IMREAD_COLOR) if file.stat().st_size else None
             if image is None:
                 raise UserError(f"{file} can't be read as an image; remove it")
+            if file.suffix.lower() in SEVERAL and (count := cv2.imcount(str(file))) > 1:
+                self.note(f"{file.name} holds {count} pictures; the first is used")
             seconds = index / self.rate
             yield Frame(index, Rgb(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)), began, None, seconds, name=file.name)
 

@@ -19,6 +19,7 @@ class MemorySource(Source):
         super().__init__(source.name)
         self.images, self.rate = source.images, source.rate
         self._held = [(frame.picture, frame.name) for frame in itertools.islice(source.read(), most)]
+        self.notes = source.notes
         if not self._held:
             raise UserError(f"{source.name} has no frames")
         self.count = count or len(self._held)

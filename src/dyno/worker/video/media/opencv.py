@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
+from dyno.worker.extras import install
 from dyno.worker.spec import UserError
 from dyno.worker.video.media.ends import Frame, Sink, Source, now
-from dyno.worker.video.media.pictures import Rgb
+from dyno.worker.video.media.pictures import SQUARE, Rgb
 
 FOURCC = {".mp4": "mp4v", ".mov": "mp4v", ".m4v": "mp4v", ".mkv": "mp4v", ".avi": "MJPG", ".webm": "VP80"}
 USUAL_RATE = 30.0  # of a source that doesn't say
+COVER_RATE = 90_000  # frames per second that FFmpeg gives to cover art
 
 
 class CaptureSource(Source):
@@ -26,6 +29,11 @@ class CaptureSource(Source):
         self._place, self.live, self.once = place, live, isinstance(place, int) or "://" in place
         capture = self._opened()
         self.rate = max(0.0, float(capture.get(cv2.CAP_PROP_FPS)))
+        if self.rate >= COVER_RATE:
+            raise UserError(
+                f"OpenCV reads the cover art of {self.name} in place of its video; PyAV reads that: {install('av')}"
+            )
+        self._aspect = _aspect(capture)
         if not live:
             self.count = max(0, int(capture.get(cv2.CAP_PROP_FRAME_COUNT)))
         capture.release()
@@ -51,7 +59,8 @@ class CaptureSource(Source):
                     self.damaged += 1
                     continue
                 seconds = index / self.rate if self.rate else None
-                yield Frame(index, Rgb(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)), began, None, seconds)
+                picture = Rgb(cv2.cvtColor(image, cv2.COLOR_BGR2RGB), self._aspect)
+                yield Frame(index, picture, began, None, seconds)
                 index, began = index + 1, now()
             if not index:
                 raise UserError(f"{self.name} has no frame that can be decoded; it is empty or damaged")
@@ -59,8 +68,19 @@ class CaptureSource(Source):
             capture.release()
 
 
+def _aspect(capture: Any) -> Fraction:
+    """Return the width of a pixel over its height in the frames that OpenCV gives, which are turned upright."""
+    import cv2
+
+    parts = [round(capture.get(each)) for each in (cv2.CAP_PROP_SAR_NUM, cv2.CAP_PROP_SAR_DEN)]
+    if min(parts) < 1:
+        return SQUARE
+    sideways = round(capture.get(cv2.CAP_PROP_ORIENTATION_META)) % 180
+    return Fraction(*(reversed(parts) if sideways else parts))
+
+
 class WriterSink(Sink):
-    """A video file of the source's average rate; its sound is left out."""
+    """A video file of the source's average rate, of square pixels; its sound is left out."""
 
     def __init__(self, path: Path, source: Source) -> None:
         self._path, self._rate = path, source.rate or USUAL_RATE
@@ -75,7 +95,7 @@ class WriterSink(Sink):
 
         height, width = frame.size
         if self._writer is None:
-            self._size = (width, height)
+            self._size = (max(1, round(width * frame.picture.aspect)), height)
             code = cv2.VideoWriter.fourcc(*FOURCC[self._path.suffix.lower()])
             self._writer = cv2.VideoWriter(str(self._path), code, self._rate, self._size)
             if not self._writer.isOpened():

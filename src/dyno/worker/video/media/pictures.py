@@ -11,6 +11,7 @@ import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
@@ -20,6 +21,7 @@ Colour = tuple[int, int, int]  # red, green, blue
 # Of each channel of a layer: its shares of red, green and blue, and what is added.
 Weights = tuple[tuple[float, float, float, float], ...]
 
+SQUARE = Fraction(1)
 PIXELS = "yuv420p"
 FULL_RANGE = 2  # FFmpeg's number of it: black is 0, not 16
 UNKNOWN = 2  # FFmpeg's number of a matrix that isn't said
@@ -58,10 +60,11 @@ class Pixels:
 
 
 class Picture(ABC):
-    """The pixels of a frame, `height` x `width`, which belong to it."""
+    """The pixels of a frame, `height` x `width`, which belong to it; `aspect` is a pixel's width over its height."""
 
     height: int
     width: int
+    aspect: Fraction = SQUARE
 
     @abstractmethod
     def rgb(self) -> np.ndarray:
@@ -91,8 +94,8 @@ class Picture(ABC):
 class Rgb(Picture):
     """A picture of red, green and blue: uint8, height x width x RGB."""
 
-    def __init__(self, image: np.ndarray) -> None:
-        self._image = image
+    def __init__(self, image: np.ndarray, aspect: Fraction = SQUARE) -> None:
+        self._image, self.aspect = image, aspect
         self.height, self.width = image.shape[:2]
 
     def rgb(self) -> np.ndarray:
@@ -105,7 +108,7 @@ class Rgb(Picture):
         return (Layer(self._image, 1, ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0))),)
 
     def copy(self) -> Rgb:
-        return Rgb(self._image.copy())
+        return Rgb(self._image.copy(), self.aspect)
 
 
 class Planes(Picture):
@@ -114,8 +117,8 @@ class Planes(Picture):
     `tags` are FFmpeg's numbers of the matrix, primaries and transfer characteristics that its values were made with.
     """
 
-    def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray]) -> None:
-        self.height, self.width = decoded.height, decoded.width
+    def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE) -> None:
+        self.height, self.width, self.aspect = decoded.height, decoded.width, aspect
         self.tags = tags(decoded)
         self._decoded, self._convert = decoded, convert
         self._own: Any = None  # a frame like the decoded one
@@ -139,12 +142,12 @@ class Planes(Picture):
         return tuple(Layer(plane, step, (row,)) for plane, step, row in parts)
 
     def copy(self) -> Planes:
-        made = Planes(self._copied(), self._convert)
+        made = Planes(self._copied(), self._convert, self.aspect)
         made.height, made.width = self.height, self.width
         return made
 
     def again(self) -> Planes:
-        return Planes(self._decoded, self._convert)
+        return Planes(self._decoded, self._convert, self.aspect)
 
     def video(self) -> Any:
         """As a frame for an encoder, of even height and width: the last row and column are repeated where one lacks."""

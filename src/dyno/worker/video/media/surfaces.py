@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from fractions import Fraction
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import numpy as np
 from dyno.worker.video.media.pictures import (
     ITU_601,
     PIXELS,
+    SQUARE,
     UNKNOWN,
     Layer,
     Picture,
@@ -52,8 +54,8 @@ class Surface(Picture):
     It is copied to the host as soon as someone there wants to see it or draws on it.
     """
 
-    def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray]) -> None:
-        self.height, self.width = decoded.height, decoded.width
+    def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE) -> None:
+        self.height, self.width, self.aspect = decoded.height, decoded.width, aspect
         self._tags = tags(decoded)
         self._decoded, self._convert = decoded, convert
         self._host: Planes | None = None
@@ -78,7 +80,7 @@ class Surface(Picture):
             for target, values in zip(planes_of(copied), (light, colours[..., 0], colours[..., 1]), strict=True):
                 np.copyto(target, values)
             copied.colorspace, copied.color_range = self._decoded.colorspace, self._decoded.color_range
-            self._host = Planes(copied, self._convert)
+            self._host = Planes(copied, self._convert, self.aspect)
             self._host.tags = self._tags
         return self._host
 
@@ -95,7 +97,7 @@ class Surface(Picture):
         return self.host().copy()
 
     def again(self) -> Surface:
-        return Surface(self._decoded, self._convert)
+        return Surface(self._decoded, self._convert, self.aspect)
 
     def planes(self) -> Planes:
         return self.host()

@@ -1,0 +1,125 @@
+"""A table of labels gives each image its class, whatever its columns are called, or is refused in one line."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from dyno import datasets
+from dyno.worker.spec import DataSpec, Preprocess, UserError
+
+NAMES = [f"img_{k:03}" for k in range(6)]
+COLOURS = ["red", "blue", "red", "green", "blue", "red"]
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    """Images in a folder of their own beside the table."""
+    (tmp_path / "d/images").mkdir(parents=True)
+    for k, name in enumerate(NAMES):
+        Image.new("RGB", (40, 30), (20 * k, 0, 0)).save(tmp_path / f"d/images/{name}.jpg")
+    return tmp_path / "d"
+
+
+def load(path: Path, **more: Any) -> DataSpec:
+    return datasets.load(path, path.parent / "cache", (16, 20), Preprocess(resize=0), **more)
+
+
+def labels(data: DataSpec) -> dict[int, str]:
+    """Each image's class, by the image's red, which says which it is."""
+    found, pixels = np.load(Path(data.folder, "labels.npy")), np.load(Path(data.folder, "images.npy"))
+    classes = datasets.meta(data)["classes"]
+    return {round(image[0].mean() / 20): classes[label] for image, label in zip(pixels, found, strict=True)}
+
+
+@pytest.mark.parametrize(
+    ("head", "row"),
+    [
+        ("", "images/{name}.jpg,{colour}"),
+        ("path,label", "images/{name}.jpg,{colour}"),
+        ("filename,class", "{name}.jpg,{colour}"),
+        (",File Name,width,Category", "7,{name}.jpg,40,{colour}"),
+        ("id;label", "{name};{colour}"),
+        ("label\tImage-Path", "{colour}\timages\\{name}.jpg"),
+        ("filename, red, green, blue", "{name}.jpg, {red}, {green}, {blue}"),
+    ],
+)
+def test_columns_are_found(folder: Path, head: str, row: str) -> None:
+    rows = []
+    for name, colour in zip(NAMES, COLOURS, strict=True):
+        marks = {other: int(other == colour) for other in ("red", "green", "blue")}
+        rows.append(row.format(name=name, colour=colour, **marks))
+    file = folder / ("labels.tsv" if "\t" in row else "labels.csv")
+    file.write_text("\n".join([*([head] if head else []), *rows]), encoding="utf-8-sig")
+    data = load(folder)
+    assert labels(data) == dict(enumerate(COLOURS))
+    order = ["red", "green", "blue"] if "{red}" in row else ["blue", "green", "red"]
+    assert datasets.meta(data)["classes"] == order and datasets.meta(data)["label_source"] == "table"
+    assert load(file).sha256 == data.sha256
+
+
+def test_the_only_other_folder_is_no_class(folder: Path) -> None:
+    """As in Kaggle's competitions, `train.csv` beside `train_images/` and `test_images/`."""
+    (folder / "images").rename(folder / "train_images")
+    (folder / "test_images").mkdir()
+    Image.new("RGB", (40, 30)).save(folder / "test_images/other.jpg")
+    rows = [f"{name}.jpg,{colour}" for name, colour in zip(NAMES, COLOURS, strict=True)]
+    (folder / "train.csv").write_text("\n".join(["image_id,label", *rows]))
+    assert labels(load(folder)) == labels(load(folder / "train.csv")) == dict(enumerate(COLOURS))
+
+
+def test_numbers_are_the_network_s_classes(folder: Path) -> None:
+    file = folder / "labels.csv"
+    file.write_text("path,label\n" + "".join(f"{name}.jpg,{k % 3 + 1}\n" for k, name in enumerate(NAMES)))
+    assert labels(load(folder, outputs=10)) == {k: str(k % 3 + 1) for k in range(6)}
+    assert datasets.meta(load(folder, outputs=10))["classes"] == [str(k) for k in range(10)]
+    with pytest.raises(UserError, match="has class 3, but the network has 3 classes, 0 to 2; the table counts from 1"):
+        load(folder, outputs=3)
+
+
+def test_a_split_is_tested_on_and_another_calibrated(folder: Path) -> None:
+    """Images that the table doesn't list are left out, with a warning."""
+    splits = ("train", "val", "train", "val", "train")
+    rows = [f"{name}.jpg,{colour},{split}" for name, colour, split in zip(NAMES, COLOURS, splits, strict=False)]
+    (folder / "labels.csv").write_text("\n".join(["path,label,split", *rows]))
+    about = datasets.meta(load(folder))
+    assert about["splits"] == {"test": 2, "calibration": 3}
+    assert about["warnings"] == ["1 image is not in labels.csv and left out, e.g. img_005.jpg"]
+
+
+@pytest.mark.parametrize(
+    ("text", "wrong"),
+    [
+        ("path,label\nimg_000.jpg,a\nimg_000.jpg,b\n", "lists img_000.jpg twice"),
+        ("path,label\nimg_000.jpg,a\nimg_001.jpg,\n", "row 3 has no label"),
+        ("path,label\nimg_000.jpg,a,b\n", "row 2 has 3 cells, not 2"),
+        ("path,label\nimg_000.jpg,a\nlost.jpg,b\n", "1 of 2 images of t.csv are not in .*images, e.g. lost.jpg"),
+        ("path,label\nlost.jpg,b\n", "image lost.jpg of t.csv is in none of"),
+        ("path,a,b\nimg_000.jpg,1,1\nimg_001.jpg,0,1\n", "row 2: 2 classes are 1; each image needs one"),
+        ("path,size,age\nimg_000.jpg,40,3\n", "has no column that is called label or class, but path, size, age"),
+        ("path,label,xmin\nimg_000.jpg,a,1\n", "holds boxes"),
+        ("a,b,c\n1,2,3\n", "has no column of image files"),
+        ("path,label\n", "has no rows"),
+        ("", "is not a table of labels"),
+        ("path,label\nimg_000.jpg,9999999999\n", "has class 9999999999, but no class is so"),
+    ],
+)
+def test_what_is_wrong_is_one_line(folder: Path, text: str, wrong: str) -> None:
+    (folder / "t.csv").write_text(text)
+    with pytest.raises(UserError, match=wrong) as e:
+        load(folder / "t.csv")
+    assert "\n" not in str(e.value)
+
+
+def test_of_two_tables_one_must_be_given(folder: Path) -> None:
+    for name in ("a", "b"):
+        (folder / f"{name}.csv").write_text("img_000.jpg,cat\nimg_001.jpg,dog\n")
+    with pytest.raises(UserError, match=r"has several tables of labels \(a.csv, b.csv\); give the path of the one"):
+        load(folder)
+    assert load(folder / "b.csv").count == 2
+    with pytest.raises(UserError, match="training needs class folders"):
+        load(folder / "b.csv", train=True)
