@@ -4,7 +4,8 @@
 # a call that is cut short loses nothing. PARTS names the parts to do (default: tests doctor study benchmarks matrix; beside
 # them profile; video: how well the GPU is fed; verdicts; and cores: verdicts on the CPU, a copy on each two cores). The tests
 # want a GPU for themselves: where the machine has two, tests and doctor have the first and everything else the second,
-# side by side.
+# side by side. All 71 tests take more than 15 minutes: where a call may take ten, TESTS=1 does one half of them and TESTS=2
+# the other, in whole files, as the tests of a file share what they build (TESTS=all, the default, does both).
 # STUDY_BATCHES are those of the study (default 1,32,256: twelve engines, so a quarter of an hour; 32 takes four minutes).
 # MATRIX_MINUTES ends the matrix of networks in time (default 9), MATRIX_JOBS says how many are built at once (default 3: with
 # seven on one GPU, whose builders all time kernels on it, none was done in seven minutes), VERDICT_MINUTES ends each copy of
@@ -29,6 +30,7 @@ check "${DYNO_ORTGPU_PYTHON:-}" onnxruntime
 check "${DYNO_TORCH_TENSORRT_PYTHON:-}" torch_tensorrt
 
 PARTS=${PARTS:-tests doctor study benchmarks matrix}
+case ${TESTS:-all} in 1 | 2 | all) ;; *) echo "gpu.sh: TESTS is $TESTS; give 1, 2 or all" >&2; exit 2 ;; esac
 wanted() { [[ " $PARTS " == *" $1 "* ]]; }
 
 # Two GPUs: the script once on each.
@@ -43,9 +45,13 @@ fi
 
 if wanted tests; then
   # Other tests need what a machine with a GPU often lacks, and it is said of them when they are read.
-  mapfile -t files < <(grep -rl "mark[.]gpu" tests)
-  python3 -m pytest -c /dev/null --rootdir . --import-mode=importlib -q -m gpu -p no:cacheprovider \
-    -W ignore --durations=12 "${files[@]}" 2>&1 | tee "$out/tests.log" | tail -n 30
+  mapfile -t files < <(grep -rl "mark[.]gpu" tests | sort)
+  pytest() { python3 -m pytest -c /dev/null --rootdir . --import-mode=importlib -q -m gpu -p no:cacheprovider -W ignore "$@"; }
+  if [ "${TESTS:-all}" != all ]; then # the file with the most tests first, each into the half that has fewer so far
+    mapfile -t files < <(pytest --collect-only "${files[@]}" 2>/dev/null | grep :: | cut -d: -f1 | sort | uniq -c | sort -k1,1rn -k2 |
+      awk -v half="$TESTS" '{ k = tests[1] <= tests[2] ? 1 : 2; tests[k] += $1; if (k == half) print $2 }')
+  fi
+  pytest --durations=12 "${files[@]}" 2>&1 | tee "$out/tests${TESTS:+-$TESTS}.log" | tail -n 30
 fi
 if wanted doctor; then dyno doctor "${pythons[@]}" | tee "$out/doctor.txt"; fi
 

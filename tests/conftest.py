@@ -206,11 +206,12 @@ def pytest_collection_finish() -> None:
 def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp_path: Path) -> Callable[..., Any]:
     """The command line in this process, in a folder of its own: (exit code, standard output, standard error).
 
-    What a command leaves in that folder must be named by its words, or by what it says.
+    What a command leaves in that folder must be named by its words, or by what it says. It may have no internal error
+    unless that is `allowed`.
     """
     monkeypatch.chdir(tmp_path)
 
-    def run(*words: object) -> tuple[int, str, str]:
+    def run(*words: object, allowed: bool = False) -> tuple[int, str, str]:
         before = {path.name for path in tmp_path.iterdir()}
         monkeypatch.setattr(sys, "argv", ["dyno", *map(str, words)])
         capfd.readouterr()
@@ -220,6 +221,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
         except SystemExit as e:
             code = int(e.code or 0)
         out, err = capfd.readouterr()
+        if "internal error" in err and not allowed:
+            raise AssertionError(err + Path(os.environ["DYNO_CACHE"], "last-error.log").read_text())
         named = " ".join([*map(str, words), "runs", "__pycache__", os.environ.get("DYNO_CACHE", ""), out, err])
         strays = [
             path.name

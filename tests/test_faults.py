@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ctypes
+import errno
 import json
 import os
 import shutil
@@ -19,10 +21,13 @@ from dyno.analysis.formatting import csv_cell
 from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import TEXT, Column, Table
 from dyno.analysis.records.arrays import read_npz
+from dyno.jobs.launcher import environment
+from dyno.jobs.progress import Progress
 from dyno.store import Cache, Run
 from dyno.study import Study
+from dyno.worker import system
 from dyno.worker.record import Record, parse_json, read_record, refuse_links, write_json, write_text
-from dyno.worker.spec import UserError, from_json
+from dyno.worker.spec import Runtime, UserError, from_json
 
 Call = Callable[..., tuple[int, str, str]]
 Refused = Callable[..., str]
@@ -272,3 +277,304 @@ def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path, mo
 def test_what_write_json_writes_is_read_back(tmp_path: Path) -> None:
     write_json(tmp_path / "a.json", {"a": "\udc80"})
     assert parse_json((tmp_path / "a.json").read_bytes()) == {"a": "\udc80"}
+
+
+OWN_FILES = {"results.csv": "my,results\n", "lock": "my lock", "notes/a.txt": "mine"}
+
+
+@pytest.fixture
+def theirs(tmp_path: Path) -> Path:
+    """A folder of the user's, with files that are named like some of Dyno's."""
+    folder = tmp_path / "theirs"
+    for name, text in OWN_FILES.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(text)
+    return folder
+
+
+def content(folder: Path) -> dict[str, str]:
+    return {str(path.relative_to(folder)): path.read_text() for path in sorted(folder.rglob("*")) if path.is_file()}
+
+
+@pytest.mark.parametrize("command", [
+    FAKE, ["time", *FAKE[1:]], ["eval", *FAKE[1:], "--data", "digits"],
+    ["agree", *FAKE[1:], "--backends", "fake,fake@noise=1"],
+    ["stress", *FAKE[1:]], ["compare", "fake:net", "fake:other", *FAKE[2:]],
+    ["video", "clip.png", "--model", *FAKE[1:]],
+    ["serve-test", *FAKE[1:], "--rate", "5"], ["train", "digits", "--model", "torchvision:resnet18"], ["demo"],
+    ["report", "golden"],
+], ids=lambda words: words[0])  # fmt: skip
+@pytest.mark.usefixtures("golden")
+def test_a_folder_of_the_user_s_is_refused(refused: Refused, theirs: Path, tmp_path: Path, command: list[str]) -> None:
+    """`dyno run` wrote over a results.csv and a lock that it hadn't made."""
+    (tmp_path / "clip.png").touch()
+    assert "theirs holds files that Dyno did not write (lock, notes, results.csv)" in refused(
+        *command, "--out", "theirs"
+    )
+    assert content(theirs) == OWN_FILES
+
+
+def test_a_report_may_be_written_again_but_over_no_file_of_others(call: Call, refused: Refused, golden: Path) -> None:
+    page = golden.parent / "page"
+    for _ in range(2):
+        assert call("report", golden, "--out", page)[0] == 0
+    (page / "report.html").write_text("<title>mine</title>")
+    assert "page holds files that Dyno did not write" in refused("report", golden, "--out", page)
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_what_was_just_begun_goes_on_if_it_is_dyno_s_alone(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "run/trials").mkdir(parents=True)
+    (tmp_path / "run/lock").write_text("12345")
+    (tmp_path / "run/mine.txt").touch()
+    assert call(*FAKE, *SHORT, "--out", "run")[0] == 2
+    (tmp_path / "run/mine.txt").unlink()
+    assert call(*FAKE, *SHORT, "--out", "run")[0] == 0
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_a_study_file_among_the_user_s_files_is_measured_elsewhere(call: Call, theirs: Path, tmp_path: Path) -> None:
+    (theirs / "study.toml").write_text('models = ["fake:net"]\nchannels = 1\nbackends = ["fake@latency_ms=0.1"]\n')
+    before = content(theirs)
+    assert call("run", theirs / "study.toml", *SHORT)[0] == 0
+    assert content(theirs) == before and (tmp_path / "runs/study/trials").is_dir()
+
+
+def test_a_lock_that_is_a_hard_link_is_refused(refused: Refused, golden: Path, tmp_path: Path) -> None:
+    """The process's number was written into the file that it was another name of."""
+    (tmp_path / "precious").write_text("2026")
+    (tmp_path / "begun").mkdir()
+    for folder in (golden, tmp_path / "begun"):
+        (folder / "lock").unlink(missing_ok=True)
+        (folder / "lock").hardlink_to(tmp_path / "precious")
+    for words in (["rm", "golden"], [*FAKE, "--out", "begun"]):
+        assert "lock is a hard link to another file" in refused(*words)
+    assert (tmp_path / "precious").read_text() == "2026"
+
+
+def test_an_explanation_is_not_stored_behind_a_link(refused: Refused, golden: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    (golden / "explained").symlink_to(tmp_path / "elsewhere")
+    names = [path.name for path in sorted((golden / "trials").iterdir())][:2]
+    assert "explained is a symbolic link" in refused("explain", golden, *names)
+    assert not list((tmp_path / "elsewhere").iterdir())
+
+
+def test_all_that_dyno_wrote_into_a_run_is_removed(call: Call, golden: Path) -> None:
+    for name in ("explained", "stress"):
+        (golden / name).mkdir()
+        (golden / name / "a--b.json").write_text("{}")
+    code, out, _ = call("rm", golden)
+    assert code == 0 and not golden.exists(), out
+
+
+HUGE = 10**30
+
+
+@pytest.mark.parametrize(
+    "option", "--batch --size --rounds --samples --channels --seed --confirm --builds --classes".split()
+)
+def test_numbers_have_a_most(refused: Refused, option: str) -> None:
+    """A batch of 10**30 was measured; then no table of any run could be made."""
+    assert "must be at most" in refused(*FAKE, option, str(HUGE), "--dry-run")
+
+
+def test_a_number_that_no_table_holds_hides_no_other_row(call: Call, golden: Path) -> None:
+    shutil.copytree(golden, golden.with_name("whole"))
+    rows = call("show", "golden", "--format", "csv")[1].count("\n")
+    trial = record_of(golden).parents[1]
+    for path in trial.glob("*/job.json"):
+        job = json.loads(path.read_text())
+        job["trial"]["dims"]["batch"] = HUGE
+        path.write_text(json.dumps(job))
+    code, out, err = call("show", "golden", "--format", "csv")
+    assert code == 0 and out.count("\n") == rows - 1
+    assert "'batch'" in err and "is left out" in err
+    code, out, _ = call("list", ".")
+    assert code == 0 and "golden" in out and "whole" in out
+
+
+def test_a_run_that_cannot_be_read_hides_no_other(call: Call, golden: Path) -> None:
+    shutil.copytree(golden, golden.with_name("broken"))
+    for path in golden.with_name("broken").glob("trials/*/*/job.json"):
+        path.write_text("{")
+    code, out, err = call("report", "broken", "golden", "--out", "page")
+    assert code == 3 and out == "page/report.html\n" and "left out: nothing in broken can be read" in err
+    assert "golden" in (golden.parent / "page/report.html").read_text()
+
+
+LONG = "a" * 300
+
+
+@pytest.mark.parametrize("words", [
+    [*FAKE, "--out", LONG], ["run", f"{LONG}.onnx"], ["run", f"{LONG}.py:net"], ["run", f"{LONG}.toml"], ["time", LONG],
+    [*FAKE, "--data", LONG], [*FAKE, "--weights", LONG], [*FAKE, "--calibration", LONG], ["show", LONG], ["list", LONG],
+    ["rm", LONG], ["open", LONG], ["report", LONG], ["report", "golden", "--out", LONG], ["inspect", f"{LONG}.onnx"],
+    ["take", "golden", "--out", LONG], ["show", "golden", "--over-time", f"{LONG}.svg"], ["compare", LONG, "golden"],
+    ["profile", "fake:net", "--save", f"{LONG}.trace.json"], ["explain", LONG, "a", "b"],
+    ["video", LONG, "--model", "fake:net"],
+    ["train", LONG, "--model", "torchvision:resnet18"], ["export", "torchvision:resnet18", "--out", f"{LONG}.onnx"],
+    ["data", "imagenet-val", LONG, "--out", "x"],
+    [*FAKE, "--python", f"fake={LONG}"],
+    ["calibrate", LONG], ["eval", "fake:net", "--data", LONG], ["stress", "fake:net", "--out", LONG],
+])  # fmt: skip
+@pytest.mark.usefixtures("golden")
+def test_a_name_that_is_too_long_is_one_line(refused: Refused, words: list[str]) -> None:
+    """Seven of seven ended in a traceback, with the exit code of a regression."""
+    assert "too long" in refused(*words)
+
+
+HOMELESS = "setpriv --reuid 12345 --regid 12345 --clear-groups --inh-caps=+dac_override --ambient-caps=+dac_override"
+
+
+@pytest.fixture
+def of_no_home(golden: Path) -> list[str]:
+    """Words before a command, whose user is a number without a name and a home then."""
+    words = ["env", *(f"-u{name}" for name in ("HOME", "USER", "LOGNAME", "DYNO_CACHE")), *HOMELESS.split()]
+    if os.geteuid() or subprocess.run([*words, "true"], check=False).returncode:
+        pytest.skip("this needs root and setpriv")
+    golden.parent.chmod(0o777)
+    return [*words, "env", f"TMPDIR={golden.parent}"]
+
+
+@pytest.mark.slow
+def test_a_user_without_a_home_and_a_name_can_measure(of_no_home: list[str], golden: Path) -> None:
+    """As in a container that was started with --user 12345: everything but --version ended in a traceback."""
+    words = [*of_no_home, sys.executable, "-m", "dyno", *FAKE, *SHORT]
+    done = subprocess.run([*words, "--out", "run"], cwd=golden.parent, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    assert (golden.parent / "dyno-12345").is_dir() and (golden.parent / "run/report.html").exists()
+
+
+def test_jobs_have_a_home_and_a_user_where_the_system_knows_none(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """torch.compile's row was `KeyError: getpwuid(): uid not found: 12345`."""
+
+    def unknown(uid: int) -> None:
+        raise KeyError(uid)
+
+    monkeypatch.setattr("pwd.getpwuid", unknown)
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    env = environment(Runtime(), {"HOME": "/nowhere"})
+    assert Path(env["HOME"]).parent == tmp_path and Path(env["HOME"]).is_dir() and env["USER"]
+    env = environment(Runtime(), {"HOME": str(tmp_path), "LOGNAME": "me"})
+    assert env["HOME"] == str(tmp_path) and "USER" not in env
+
+
+def test_a_temporary_home_of_somebody_else_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    (tmp_path / "mine").mkdir()
+    (tmp_path / f"dyno-{os.getuid()}").symlink_to(tmp_path / "mine")
+    with pytest.raises(PermissionError):
+        system.temporary_home()
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("line", "said"), [
+    ("dyno show golden 1</dev/null", "standard output: it is not open for writing"),
+    ("ulimit -v 300000; dyno show golden", "memory ran out"),
+])  # fmt: skip
+def test_what_a_command_is_not_given_is_one_line(shell: Callable[[str], Any], line: str, said: str) -> None:
+    done = shell(line)
+    assert done.returncode == 2 and said in done.stderr and done.stderr.count("\n") == 1, done.stderr
+
+
+@pytest.mark.slow
+def test_where_charts_would_be_shown_does_not_matter(shell: Callable[[str], Any], golden: Path) -> None:
+    """MPLBACKEND of a screen that isn't there, or of no library at all, ended `dyno run` after its last round."""
+    done = shell("MPLBACKEND=nonsense dyno report golden 2</dev/null")
+    assert done.returncode == 0 and (golden / "report.html").exists()
+
+
+@pytest.mark.slow
+def test_no_further_process_is_one_line(of_no_home: list[str], golden: Path) -> None:
+    words = [*of_no_home, "prlimit", "--nproc=1", sys.executable, "-m", "dyno", *FAKE, "--out", "run"]
+    done = subprocess.run(words, cwd=golden.parent, capture_output=True, text=True)
+    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
+    assert "no further process or thread may be started here" in done.stderr.splitlines()[-1]
+
+
+def _obey_permissions() -> None:
+    for capability in (1, 2):  # CAP_DAC_OVERRIDE, CAP_DAC_READ_SEARCH: with them root needs no permission
+        ctypes.CDLL(None).prctl(24, capability, 0, 0, 0)  # PR_CAPBSET_DROP
+
+
+@pytest.mark.slow
+def test_trials_that_may_not_be_read_are_not_called_missing(golden: Path) -> None:
+    """It "has no trials yet"."""
+    command = [sys.executable, "-m", "dyno", "show", str(golden)]
+    (golden / "trials").chmod(0)
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=_obey_permissions)
+    assert done.returncode == 2 and "trials: permission denied; allow this user to read" in done.stderr, done.stderr
+    (golden / "trials").chmod(0o755)
+    trial = record_of(golden).parents[1]
+    trial.chmod(0)
+    done = subprocess.run(command, capture_output=True, text=True, preexec_fn=_obey_permissions)
+    trial.chmod(0o755)
+    assert done.returncode == 0 and f"{trial} can't be read (permission denied); it is left out" in done.stderr
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+@pytest.mark.parametrize("turns", ["--turns", "--no-turns"])
+def test_a_run_that_is_removed_meanwhile_is_said(
+    call: Call, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, turns: str
+) -> None:
+    def remove(progress: Progress, trial: Any, record: Any, **_: Any) -> None:
+        shutil.rmtree(tmp_path / "run", ignore_errors=True)
+
+    monkeypatch.setattr(Progress, "done", remove)
+    code, out, err = call(*FAKE, *SHORT, turns, "--out", "run")
+    assert (code, out) == (3, "") and "run was removed or replaced while it was measured" in err, err
+    assert not (tmp_path / "run").exists()
+
+
+def test_an_error_of_dyno_s_own_is_one_line_with_its_details(
+    call: Call, monkeypatch: pytest.MonkeyPatch, golden: Path
+) -> None:
+    """The exit code was 1, which CI reads as a regression."""
+
+    def fail(*_: Any, **__: Any) -> None:
+        raise TypeError("first line\nsecond line")
+
+    monkeypatch.setattr("dyno.cli.commands.show", fail)
+    code, out, err = call("show", golden, allowed=True)
+    assert (code, out) == (2, "") and err.count("\n") == 1 and "internal error, TypeError: first line; please" in err
+    details = Path(err.strip().rpartition(" ")[2]).read_text()
+    assert "Traceback" in details and "second line" in details
+    monkeypatch.setenv("DYNO_TRACEBACK", "1")
+    assert "second line" in call("show", golden, allowed=True)[2]
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_a_killed_job_is_measured_again_by_the_same_command(call: Call, tmp_path: Path) -> None:
+    """Both rounds of the trial were lost, and the same command left it so."""
+    marker = tmp_path / "killed"
+    (tmp_path / "backend.py").write_text(
+        "import os, signal\nfrom pathlib import Path\nfrom dyno.worker.backends.fake import Fake\n\n"
+        "class Victim(Fake):\n    name = 'victim'\n\n    def load(self, trial, artifact):\n"
+        f"        if not os.path.exists({str(marker)!r}):\n            Path({str(marker)!r}).touch()\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n        return super().load(trial, artifact)\n"
+    )
+    words = ["run", "fake:net", "--channels", "1", "--backends", "backend:Victim@latency_ms=0.1", *SHORT, "--no-turns"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", str(tmp_path))
+        patch.syspath_prepend(str(tmp_path))
+        code, out, _ = call(*words, "--out", "run")
+        said = " ".join(out.split())
+        assert code == 3 and "the same `dyno run` measures that round again" in said and "--retry-failed" in said
+        statuses = [
+            json.loads(path.read_text())["status"] for path in sorted(tmp_path.glob("run/trials/*/r*/record.json"))
+        ]
+        assert statuses == ["crashed", "ok"], "the other round is measured all the same"
+        code, _, err = call(*words, "--out", "run")
+    assert code == 0 and "1 failed job tried again: killed by SIGKILL" in err
+
+
+def test_a_full_disk_is_told_from_words_and_causes(tmp_path: Path) -> None:
+    system.raise_if_disk_full(other := RuntimeError("iostream error"), tmp_path, 1 << 20)
+    with pytest.raises(OSError, match="No space left"):
+        system.raise_if_disk_full(RuntimeError("PytorchStreamWriter failed: No space left on device"), tmp_path)
+    other.__cause__ = OSError(errno.EDQUOT, "quota")
+    with pytest.raises(OSError, match="quota"):
+        system.raise_if_disk_full(other, tmp_path)

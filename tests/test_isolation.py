@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+import resource
 import subprocess
 import sys
 from collections.abc import Callable
@@ -196,3 +197,32 @@ def test_a_stored_job_runs_again_by_hand(
     assert hashlib.sha256((folder / "job.json").read_bytes()).hexdigest() == digest
     record = read_record(folder)
     assert record is not None and record.status == "ok" and record.trial == folder.parent.name
+
+
+@pytest.mark.slow
+def test_a_conversion_on_a_full_disk_is_no_failed_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """OpenVINO says "basic_ios::clear: iostream error" then, and removes what it wrote: another route was tried."""
+    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("openvino")
+    weights = onnx.numpy_helper.from_array(np.random.default_rng(0).random((64, 20_000), np.float32), "w")
+    ends = [onnx.helper.make_tensor_value_info(*end) for end in (("x", 1, [1, 64]), ("y", 1, [1, 20_000]))]
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])], "g", ends[:1], ends[1:], [weights]
+    )
+    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    onnx.save(model, tmp_path / "m.onnx")
+    monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
+    (planned,) = expand(Study(models=(str(tmp_path / "m.onnx"),), backends=("openvino",)))
+    files = Files(Progress(quiet=True))
+    recipe = planned.trial.recipe
+    assert recipe is not None
+    if recipe.parent:
+        assert not isinstance(files.file(recipe.parent), Record)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, before[1]))
+    try:
+        with pytest.raises(OSError, match=r"File too large|No space left"):
+            files.file(recipe)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+    assert not isinstance(files.file(recipe), Record), "with room again it is made"

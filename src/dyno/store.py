@@ -19,8 +19,8 @@ from pathlib import Path
 
 from dyno.jobs.nvml import find_gpu
 from dyno.worker import registry, system
-from dyno.worker.record import Record, lock, read_record, write_json, write_record
-from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, UserError, digest, to_json
+from dyno.worker.record import Record, lock, read_json, read_record, write_json, write_record
+from dyno.worker.spec import Artifact, Job, Recipe, Runtime, Trial, Unfinished, UserError, digest, to_json
 
 cache_dir = system.cache_dir
 LOCK = "lock"  # who works in a folder holds this file in it
@@ -28,13 +28,16 @@ SLURM = "slurm"  # what jobs of Slurm and the host that started them say to each
 # What Dyno writes into a run folder; whatever else lies there is somebody's own.
 FOLDERS = (
     "trials", "archive", "charts", "tables", "truth", "peak", "idle", "blocks", "anchors", "placements", "routes",
-    "reference", SLURM,
+    "reference", "explained", "stress", SLURM,
 )  # fmt: skip
 FILES = (
     "study.toml", "environment.json", "models.json", "self-test.json", "devices.json", "routes.json",
     "serve.json", "video.json", "results.csv", "tables.md", "report.html", LOCK,
 )  # fmt: skip
 UNMEASURED = {"serve.json", "video.json", LOCK}  # files of a folder in which nothing was planned yet
+BEGUN = {*UNMEASURED, "trials", "stress", "data", SLURM, "study.toml.part"}  # in a folder whose study was cut short
+TRAINING, REPORT = "training.json", "report.html"
+REPORT_TITLE = b"<title>Dyno: "  # near the beginning of each report
 # What a round's folder is called: one that selects, one after the selection, or one that others took turns with.
 ROUND, CONFIRMATION, COMPANION = "r", "c", "t"
 
@@ -81,6 +84,8 @@ class Run:
     def fresh(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
         """An empty folder for that round: files of an interrupted job are removed."""
         folder = self.round_folder(trial, number, kind)
+        if not self.folder.is_dir():  # made anew, it would hold a part of a study
+            raise self._gone()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
@@ -92,8 +97,8 @@ class Run:
         write_record(folder, replace(record, trial=trial.id, round=number))
 
     @contextmanager
-    def locked(self) -> Iterator[None]:
-        """Hold the folder for one study; a second one is refused."""
+    def locked(self, *, removing: bool = False) -> Iterator[None]:
+        """Hold the folder for one study; a second one is refused. `Unfinished` where somebody else removed it."""
 
         def busy(owner: str) -> None:
             raise UserError(
@@ -101,13 +106,73 @@ class Run:
             )
 
         with lock(self.folder / LOCK, busy):
-            yield
+            held = (self.folder / LOCK).stat()
+            try:
+                yield
+            except OSError as e:
+                if self._is_there(held):
+                    raise
+                raise self._gone() from e
+            if not removing and not self._is_there(held):
+                raise self._gone()
+
+    def _is_there(self, held: os.stat_result) -> bool:
+        """Return whether the folder is still the one that was locked."""
+        try:
+            return os.path.samestat(held, (self.folder / LOCK).stat())
+        except OSError:
+            return False
+
+    def _gone(self) -> Unfinished:
+        return Unfinished(
+            f"{self.folder} was removed or replaced while it was measured, and what it held with it; run again"
+        )
+
+
+def is_run(folder: Path) -> bool:
+    """Return whether a study was measured in the folder, or begun."""
+    return (folder / "study.toml").is_file() and (folder / "trials").is_dir()
+
+
+def check_own(folder: Path) -> None:
+    """Raise a `UserError` for a folder with files that Dyno did not write: among them might be some of the same names.
+
+    Dyno's are folders of runs, of trainings and of reports, and those that a killed command had just begun.
+    """
+    names = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+    if not names or is_run(folder) or _is_training(folder) or _is_report(folder):
+        return
+    if names <= BEGUN and LOCK in names and _has_owner(folder / LOCK):
+        return
+    shown = ", ".join(sorted(names)[:3]) + (", …" if len(names) > 3 else "")
+    raise UserError(f"{folder} holds files that Dyno did not write ({shown}); give a new or an empty folder with --out")
+
+
+def _is_training(folder: Path) -> bool:
+    try:
+        return {"status", "model", "settings"} <= read_json(folder / TRAINING).keys()
+    except (OSError, ValueError):
+        return False
+
+
+def _is_report(folder: Path) -> bool:
+    try:
+        with open(folder / REPORT, "rb") as f:
+            return REPORT_TITLE in f.read(2000)
+    except OSError:
+        return False
+
+
+def _has_owner(path: Path) -> bool:
+    """Return whether the file is a lock as Dyno leaves it, which holds a process's number."""
+    return path.is_file() and not path.is_symlink() and path.read_bytes()[:20].strip().isdigit()
 
 
 @contextmanager
 def begun(folder: Path) -> Iterator[None]:
     """Work that begins in a folder: where it is refused, a folder that was made for it goes again, so that a mistyped
-    command leaves nothing."""
+    command leaves nothing. A folder of others is refused."""
+    check_own(folder)
     new = not folder.exists()
     try:
         yield

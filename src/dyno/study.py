@@ -29,7 +29,7 @@ from dyno.study_options import (
 )
 from dyno.worker import registry, tasks
 from dyno.worker.jobs.turns import LEAST_BLOCKS
-from dyno.worker.option_values import check_types, native, several
+from dyno.worker.option_values import MOST, check_range, check_types, native, several
 from dyno.worker.record import regular
 from dyno.worker.spec import (
     BOUNDARIES,
@@ -48,6 +48,13 @@ from dyno.worker.spec import (
 )
 
 LARGEST = 1e9  # of seconds, minutes and percent
+MOST_ROUNDS, LARGEST_BATCH, LARGEST_SIZE = 10_000, 2**31 - 1, 1_000_000  # the last is pixels of a side
+# The least and the most that a whole number may be.
+RANGES = {
+    "rounds": (1, MOST_ROUNDS), "builds": (1, MOST_ROUNDS), "confirm": (0, MOST_ROUNDS), "compared": (1, 10_000_000),
+    "channels": (1, LARGEST_SIZE), "classes": (1, LARGEST_BATCH), "samples": (0, 100_000_000), "threads": (0, 10_000),
+    "seed": (0, MOST),
+}  # fmt: skip
 CAN_FREEZE = hasattr(signal, "SIGSTOP")  # what measuring in turns needs
 CONFIRMATIONS = 3  # of a winner, where the study has a budget and doesn't say
 LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
@@ -88,8 +95,8 @@ class Choice:
         precisions = tuple(found["precision"].split("+")) if "precision" in found else ()
         options = {key: _value(value) for key, value in found.items() if key not in RESERVED}
         rounds = found.get("rounds", "")
-        if rounds and (not rounds.isdecimal() or int(rounds) < 1):
-            raise UserError(f"rounds={rounds} in {text!r} is not a whole number of at least 1")
+        if rounds and not (rounds.isdecimal() and 1 <= int(rounds) <= MOST_ROUNDS):
+            raise UserError(f"rounds={rounds} in {text!r} is not a whole number from 1 to {MOST_ROUNDS:,}")
         return cls(name, options, precisions, found.get("runtime", ""), int(rounds or 0))
 
 
@@ -179,10 +186,9 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
 
     def _check_numbers(self) -> None:
         """A `UserError` for a number out of its range."""
-        least_of = {"rounds": 1, "builds": 1, "compared": 1, "channels": 1, "samples": 0, "threads": 0, "seed": 0}
-        for name, least in least_of.items():
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        for name, (least, most) in RANGES.items():
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), least, most)
         if self.builds > self.rounds:
             raise UserError(
                 f"builds is {self.builds}, but a round runs one build, and rounds is {self.rounds}; "
@@ -193,16 +199,14 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0 and at most {LARGEST:,.0f}")
         if any(batch < 1 for batch in self.batches):
             raise UserError(f"batch sizes must be whole numbers of at least 1, not {', '.join(map(str, self.batches))}")
+        for batch in self.batches:
+            check_range("batch", batch, 1, LARGEST_BATCH)
         if len(self.mean) != len(self.std):  # an inspection says how many channels there are
             raise UserError("mean and std go together, one number for each channel")
         if self.std and not min(self.std) > 0:
             raise UserError(
                 f"std is {', '.join(map(str, self.std))}; pixels are divided by it, so it must be more than 0"
             )
-        if self.classes is not None and self.classes < 1:
-            raise UserError(f"classes is {self.classes}; it must be at least 1")
-        if self.confirm is not None and self.confirm < 0:
-            raise UserError(f"confirm is {self.confirm}; it must be at least 0")
 
     def _check_together(self) -> None:
         """A `UserError` for options that don't go together."""
@@ -343,6 +347,7 @@ def parse_size(text: str) -> tuple[int, int]:
         found = (0, 0)
     if min(found) < 1:
         raise UserError(f"image size {text!r} is not a number of pixels like 224, or HEIGHTxWIDTH like 480x640")
+    check_range("image size", max(found), 1, LARGEST_SIZE)
     return found
 
 

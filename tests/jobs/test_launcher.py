@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -192,6 +194,119 @@ def test_children_of_a_job_end_with_it(
     assert gone(int((tmp_path / "pid").read_text()))
 
 
+STARTING = {
+    "a session": 'child = subprocess.Popen(["sleep", "600"], start_new_session=True).pid',
+    "two forks": """
+read, write = os.pipe()
+if not os.fork():
+    os.setsid()
+    if not (grandchild := os.fork()):
+        time.sleep(600)
+    os.write(write, str(grandchild).encode())
+    os._exit(0)
+os.wait()
+child = int(os.read(read, 20))
+""",
+}
+LEAVING = """
+import os, subprocess, time
+from dyno.worker.backends.fake import Fake
+
+class Leaving(Fake):
+    name = "leaving"
+
+    def load(self, trial, artifact):
+{starting}
+        open(trial.options["pids"], "w").write(str(child))
+        return super().load(trial, artifact)
+"""
+
+
+def leaving(fake_trial: Trials, folder: Path, how: str, **options: Any) -> Trial:
+    """A trial whose engine starts a process that leaves the job's group; its id is in the file `pid`."""
+    starting = "\n".join(" " * 8 + line for line in STARTING[how].strip().splitlines())
+    (folder / "leaves.py").write_text(LEAVING.format(starting=starting))
+    runtime = Runtime(threads=1, env={"PYTHONPATH": str(folder)})
+    return fake_trial("leaves:Leaving", runtime=runtime, pids=str(folder / "pid"), **options)
+
+
+@pytest.mark.parametrize("how", STARTING)
+def test_what_leaves_the_group_of_a_job_ends_with_it(fake_trial: Trials, tmp_path: Path, how: str) -> None:
+    assert run(leaving(fake_trial, tmp_path, how), tmp_path / "job").status == "ok"
+    assert gone(int((tmp_path / "pid").read_text()), within_s=20)
+
+
+FORKS = """
+import os
+from dyno.worker.backends.fake import Fake, FakeSession
+
+class Forking(Fake):
+    name = "forking"
+
+    def load(self, trial, artifact):
+        return Session(trial)
+
+class Session(FakeSession):
+    runs = 0
+
+    def run(self, slot=0):
+        super().run(slot)
+        Session.runs += 1
+        if Session.runs in (1, 4, 40):
+            os.fork()
+
+    def fetch(self, slot=0):
+        with open(self.options["pids"], "a") as f:
+            f.write(f"{os.getpid()}\\n")
+        return super().fetch(slot)
+"""
+
+
+def test_a_fork_that_returns_does_not_work_on_in_the_job(fake_trial: Trials, tmp_path: Path) -> None:
+    """Both went on: two processes measured beside each other, and wrote the same files."""
+    (tmp_path / "forks.py").write_text(FORKS)
+    runtime = Runtime(threads=1, env={"PYTHONPATH": str(tmp_path)})
+    record = run(fake_trial("forks:Forking", runtime=runtime, pids=str(tmp_path / "pids")), tmp_path / "job")
+    assert record.status == "ok", record
+    first, *copies = Counter((tmp_path / "pids").read_text().split()).most_common()
+    assert first[1] > 5 and all(count == 1 for _, count in copies), "a copy ends where it comes back to the clock"
+
+
+PRINTS = """
+import os, sys
+from dyno.worker.backends.fake import Fake
+
+class Printing(Fake):
+    name = "printing"
+
+    def load(self, trial, artifact):
+        for stream in (sys.stdout, sys.stderr):
+            print("the first line", file=stream)
+            for _ in range(trial.options["megabytes"]):
+                print("x" * 999_999, file=stream)
+            print("the last line", file=stream, flush=True)
+        os._exit(7)
+"""
+
+
+def test_what_a_job_prints_is_kept_to_a_length(fake_trial: Trials, tmp_path: Path) -> None:
+    (tmp_path / "prints.py").write_text(PRINTS)
+    runtime = Runtime(threads=1, env={"PYTHONPATH": str(tmp_path)})
+    tracemalloc.start()
+    try:
+        record = run(fake_trial("prints:Printing", runtime=runtime, megabytes=40), tmp_path / "job")
+        assert tracemalloc.get_traced_memory()[1] < 20e6, "the launcher keeps none of it"
+    finally:
+        tracemalloc.stop()
+    assert record.reason == "exited with code 7 without a record: the last line"
+    for name in ("stdout.log", "stderr.log"):
+        text = (tmp_path / "job" / name).read_text()
+        assert text.startswith("the first line\n") and text.endswith("x\nthe last line\n")
+        before, left_out, after = re.split(r"\n\[Dyno left out about ([\d,]+) bytes here\]\n", text)
+        assert len(text) < 1.1e6
+        assert len(before) + int(left_out.replace(",", "")) + len(after) == pytest.approx(40e6, rel=0.3)
+
+
 LAUNCHER = """
 import sys
 from pathlib import Path
@@ -202,6 +317,19 @@ job = from_json(Job, json.loads(Path(sys.argv[1]).read_text()))
 print("ready", flush=True)
 launch(job, Path(sys.argv[2]), 3600.0)
 """
+
+
+@pytest.mark.parametrize("how", STARTING)
+def test_what_a_job_started_dies_with_its_launcher(fake_trial: Trials, tmp_path: Path, how: str) -> None:
+    trial = leaving(fake_trial, tmp_path, how, fail="hang")
+    write_json(tmp_path / "job", to_json(Job("run", trial.runtime, trial)))
+    with subprocess.Popen([sys.executable, "-c", LAUNCHER, str(tmp_path / "job"), str(tmp_path / "r0")]) as launcher:
+        deadline = time.monotonic() + 600
+        while read_stage(tmp_path / "r0") != STAGES["run"]:
+            assert time.monotonic() < deadline
+            time.sleep(0.01)
+        os.kill(launcher.pid, signal.SIGKILL)
+    assert gone(int((tmp_path / "pid").read_text()), within_s=20)
 
 
 @pytest.mark.parametrize("wait_for", ["spawn", "first call"])

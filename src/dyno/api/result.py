@@ -86,9 +86,13 @@ class Result:
     def report(self, out: str | Path | None = None) -> Path:
         """Write report.html, the charts and results.csv into the folder (default: the run's own); returns the page."""
         from dyno.analysis.report.report import write
+        from dyno.store import check_own
 
         check_types({"out": out}, {"out": OUT})
-        return write([self.data], Path(out) if out else self.folder)
+        folder = Path(out) if out else self.folder
+        if folder.resolve() != self.folder.resolve():
+            check_own(folder)
+        return write([self.data], folder)
 
     def _repr_html_(self) -> str:
         """What a notebook shows: the decisions, the trials and one chart."""

@@ -162,7 +162,7 @@ def report(
     """Write one self-contained HTML page, PNG charts and results.csv."""
     from dyno.cli import commands
 
-    commands.report(runs, Path(out) if out else runs[0])
+    raise typer.Exit(commands.report(runs, Path(out) if out else runs[0]))
 
 
 @command(MAKE)

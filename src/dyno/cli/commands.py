@@ -11,13 +11,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dyno.cli.exits import INTERRUPTED
+from dyno.cli.exits import INTERRUPTED, left_out
 from dyno.cli.options import Overrides
 from dyno.engine.run_names import RUNS, choose_folder
 from dyno.planning.checks import check_format, check_several, missing_gpu
 from dyno.planning.defaults import EVALUATION, each_of, each_with, new_folder, study_of
 from dyno.planning.model_info import model_spec
 from dyno.planning.routes import USUAL
+from dyno.store import check_own, is_run
 from dyno.study import Study, model_name
 from dyno.worker.extras import lacking
 from dyno.worker.spec import LOOKS, Trial, UserError, plain
@@ -45,7 +46,7 @@ def folder(study: Study, models: Sequence[str], out: str) -> Path:
     first = None
     if len(models) == 1 and models[0].endswith(".toml"):
         path = Path(models[0])
-        if path.name == "study.toml":
+        if path.name == "study.toml" and is_run(path.parent):
             return path.parent
         first = RUNS / path.stem
     chosen, notice = choose_folder(study, first)
@@ -192,17 +193,28 @@ def list_tables(format: str) -> None:
     print(export([tables.listed()], format), end="")
 
 
-def report(runs: Sequence[Path], out: Path) -> None:
-    """Write the report of one or several runs."""
+def report(runs: Sequence[Path], out: Path) -> int:
+    """Write the report of one or several runs; 3 where one of several can't be read and is left out."""
     from dyno.analysis.report import report as page
 
     if out.suffix == ".html" and not out.is_dir():
         raise UserError(
             f"--out {out} is the folder for the page, its charts and tables; give a folder, such as {out.stem}"
         )
-    if (out / "trials").is_dir() and {run.resolve() for run in runs} != {out.resolve()}:
-        raise UserError(f"{out} is a run with a report and results.csv of its own; give another folder with -o")
-    print(page.write([_read(run) for run in runs], out))
+    if {run.resolve() for run in runs} != {out.resolve()}:
+        if (out / "trials").is_dir():
+            raise UserError(f"{out} is a run with a report and results.csv of its own; give another folder with -o")
+        check_own(out)
+    readable, problems = [], []
+    for run in runs:
+        try:
+            readable.append(_read(run))
+        except UserError as e:
+            problems.append(e)
+    if not readable:
+        raise problems[0]
+    print(page.write(readable, out))
+    return left_out(map(str, problems))
 
 
 def _single(overrides: Overrides, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:

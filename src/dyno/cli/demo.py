@@ -12,7 +12,7 @@ from dyno.api.runnable import run
 from dyno.cli.commands import finish
 from dyno.engine.run_names import RUNS, choose_folder
 from dyno.planning.model_info import model_spec
-from dyno.store import cache_dir, versions
+from dyno.store import cache_dir, check_own, versions
 from dyno.study import Study
 from dyno.training.session import TrainingResult, train
 from dyno.worker.extras import lacking
@@ -51,6 +51,8 @@ def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
         raise UserError(f"rounds is {rounds}; it must be at least 1")
     if not minutes > 0:
         raise UserError(f"minutes is {minutes}; it must be more than 0")
+    if out != PLACE:  # which is left for another name where it is in use
+        check_own(out)
     if missing := [name for name in NEEDS if name not in versions(Runtime(), NEEDS)]:
         raise UserError(lacking(missing, SHOWS))
     console = Console(stderr=True)

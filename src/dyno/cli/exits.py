@@ -1,4 +1,4 @@
-"""How the command line ends: an error that the user can correct is one line on standard error and exit code 2."""
+"""How the command line ends: an error is one line on standard error and exit code 2."""
 
 from __future__ import annotations
 
@@ -7,37 +7,60 @@ import io
 import os
 import signal
 import sys
+import traceback
 from collections.abc import Iterable, Sequence
+from contextlib import suppress
 from typing import Any
 
 import typer
 
 from dyno.cli import hints
+from dyno.worker import system
 from dyno.worker.extras import EXTRAS, distribution, lacking
+from dyno.worker.record import one_line, write_text
 from dyno.worker.spec import Unavailable, Unfinished, UserError, check_utf8, plain
 
 INTERRUPTED = 130
 CONTINUES = ("run", "demo", "train")  # commands that go on in the folder of the time before
 BAD_INPUT, UNFINISHED = 2, 3
+TRACEBACK = "DYNO_TRACEBACK"  # the variable with which an error that isn't the user's is printed in full, too
+INTERNAL = "internal error"
 ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache)"
+STORED = "what was measured is stored"
+NO_MEMORY = f"memory ran out; free some, or allow more (ulimit -v), and run again: {STORED}"
+NO_PROCESS = f"no further process or thread may be started here (ulimit -u); allow more and run again: {STORED}"
 OS_ERRORS = {
-    errno.ENOSPC: "the disk is full; free some space and run again, what was measured is stored",
-    errno.EDQUOT: "the disk quota is used up; free some space and run again, what was measured is stored",
-    errno.EFBIG: "no file may grow that large here (ulimit -f); allow more and run again, what was measured is stored",
+    errno.ENOSPC: f"the disk is full; free some space and run again, {STORED}",
+    errno.EDQUOT: f"the disk quota is used up; free some space and run again, {STORED}",
+    errno.EFBIG: f"no file may grow that large here (ulimit -f); allow more and run again, {STORED}",
     errno.EROFS: f"the file system is read-only; {ELSEWHERE}",
-    errno.EACCES: f"permission denied; {ELSEWHERE}",
+    errno.EACCES: f"permission denied; allow this user to read and write there, or {ELSEWHERE}",
     errno.EPERM: f"writing is not permitted; {ELSEWHERE}",
-    errno.ELOOP: "is a symbolic link, and nothing is written through one; remove it",
+    errno.ELOOP: "is a symbolic link that nothing is read or written through; remove it",
     errno.ENOENT: f"there is no such file or folder; {ELSEWHERE}",
     errno.EEXIST: "is a file where a folder is needed; give another path",
     errno.EISDIR: "is a folder where a file is needed; give another path",
     errno.ENOTDIR: "is a file where a folder is needed; give another path",
+    errno.ENAMETOOLONG: "the name is too long; give a shorter one",
+    errno.EBADF: f"it is not open for writing; redirect it elsewhere, {STORED}",
+    errno.ENOMEM: NO_MEMORY,
+    errno.EAGAIN: NO_PROCESS,
+    errno.EMFILE: f"too many files are open; allow more (ulimit -n) and run again, {STORED}",
+}
+# How libraries word what a limit of this process makes of them.
+LIMITS = {
+    "can't start new thread": NO_PROCESS,
+    "failed to map segment": NO_MEMORY,
+    "cannot allocate memory": NO_MEMORY,
 }
 _USAGE: Any = typer.BadParameter.__base__  # UsageError of the click that typer brings with it
 
 
 class _Stream(io.FileIO):
-    """Standard output or error whose reader may go away: the rest of the output is dropped, and the command goes on."""
+    """Standard output or error whose reader may go away: the rest of the output is dropped, and the command goes on.
+
+    Standard output that can't be written to is an error, standard error is not: nobody would read of it.
+    """
 
     lost = False
 
@@ -49,8 +72,9 @@ class _Stream(io.FileIO):
             return super().write(content) or 0
         except OSError as e:
             self.lost = True
-            if isinstance(e, BrokenPipeError):
+            if isinstance(e, BrokenPipeError) or self.fileno() == 2:
                 return len(content)
+            e.filename = "standard output"
             raise
 
 
@@ -74,8 +98,12 @@ def _outlive_readers() -> None:
 
 
 def end(app: typer.Typer) -> None:
-    """Run the command line; the user's errors become one line and exit code 2, an interrupt 130."""
+    """Run the command line; every error becomes one line and exit code 2 (3 where work is left), an interrupt 130."""
     _outlive_readers()
+    with suppress(OSError):  # which is said where the folder is needed
+        os.environ.update(system.missing_variables(os.environ))
+    os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # this process needs no more; without one it is interrupted
+    os.environ["MPLBACKEND"] = "agg"  # charts are files; a user's own setting may be of a screen that isn't here
     if signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:  # from `timeout` or a scheduler: it ends as after Ctrl-C
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
@@ -94,17 +122,42 @@ def end(app: typer.Typer) -> None:
         _fail(str(e), UNFINISHED)
     except (UserError, Unavailable) as e:
         _fail(str(e))
-    except ModuleNotFoundError as e:
-        if distribution(str(e.name)) not in EXTRAS:
-            raise
-        _fail(lacking([str(e.name)]))
     except (KeyboardInterrupt, typer.Abort):
         print("dyno: stopped; " + _left(sys.argv[1:]), file=sys.stderr)
         sys.exit(INTERRUPTED)
-    except OSError as e:
-        if e.errno not in OS_ERRORS:
-            raise
-        _fail(f"{e.filename or 'output'}: {OS_ERRORS[e.errno]}")
+    except Exception as e:  # the border: an exit code of 1 would be read as a regression
+        if os.environ.get(TRACEBACK):
+            traceback.print_exc()
+        _fail(_describe_error(e))
+
+
+def _describe_error(e: Exception) -> str:
+    """Return one line on an error that no command expects: what to do, or where its details are."""
+    if isinstance(e, ModuleNotFoundError) and distribution(str(e.name)) in EXTRAS:
+        return lacking([str(e.name)])
+    if isinstance(e, MemoryError):
+        return NO_MEMORY
+    for words, advice in LIMITS.items():
+        if words in str(e).lower():
+            return advice
+    if isinstance(e, OSError) and e.errno is not None:
+        advice = OS_ERRORS.get(e.errno, f"{e.strerror or os.strerror(e.errno)}; {ELSEWHERE}")
+        return advice if advice in (NO_MEMORY, NO_PROCESS) else f"{e.filename or 'output'}: {advice}"
+    line = f"{INTERNAL}, {type(e).__name__}: {one_line(e)}"
+    if len(sys.argv) > 1 and sys.argv[1] in CONTINUES:
+        line += f"; {STORED}"
+    return f"{line}; please report it with {_keep_details(e)}"
+
+
+def _keep_details(e: Exception) -> str:
+    """Store the traceback in the cache, and return where; how to see it, where it can't be stored."""
+    try:
+        path = system.cache_dir() / "last-error.log"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_text(path, "".join(traceback.format_exception(e)))
+    except (OSError, RuntimeError):
+        return f"what {TRACEBACK}=1 prints"
+    return f"its details in {path}"
 
 
 def _check_words(words: Sequence[str]) -> None:

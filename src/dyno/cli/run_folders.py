@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from dyno.cli import options
+from dyno.worker.record import one_line
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
@@ -61,11 +62,13 @@ def runs_below(folder: Path) -> Iterator[Path]:
 
 def why_no_run(folder: Path) -> str:
     """Why the folder is not a run folder; "" if it is one."""
+    from dyno.store import is_run
+
     if folder.is_symlink():
         return "is a symbolic link, which is not followed; give the folder itself"
     if not folder.is_dir():
         return "is not a folder" if folder.exists() else "does not exist"
-    if not (folder / "study.toml").is_file() or not (folder / "trials").is_dir():
+    if not is_run(folder):
         return "is not a run folder: it has no study.toml with trials/ beside it"
     return "has symbolic links where trials/ should be" if (folder / "trials").is_symlink() else ""
 
@@ -80,6 +83,8 @@ def _row(run: Path) -> tuple[str, str, str, str]:
     except UserError as e:
         _, unreadable, why = str(e).partition(":")
         return "", "unreadable" if unreadable else "none yet", "", why.strip()
+    except Exception as e:  # one bad folder must not hide the others
+        return "", "unreadable", "", f"{type(e).__name__}: {one_line(e)}"
     records = data.records
     models = dict.fromkeys(t.model for t in records)
     counts = Counter(t.status if t.status in STATUSES else "failed" for t in records)
@@ -109,7 +114,7 @@ def remove(run: options.RunFolder, trials: Trials = []) -> None:  # noqa: B006  
         runs = [str(path) for path in runs_below(run)] if run.is_dir() and not run.is_symlink() else []
         hint = f"; the run folders in it: {', '.join(runs)}" if runs else ""
         raise UserError(f"{run} {reason}{hint}")
-    with Run(run).locked():
+    with Run(run).locked(removing=True):
         if trials:
             _remove_trials(run, trials)
         else:

@@ -22,11 +22,12 @@ from dyno.engine.gpu_lock import launch_in_turn
 from dyno.engine.peak import SUSTAINED_S, find_peak, keep_idle
 from dyno.engine.run_folder import prepare_folder, refuse_other
 from dyno.engine.search import precisions, routes
+from dyno.jobs.launcher import LOGS, read_end
 from dyno.jobs.progress import Progress
 from dyno.planning.checks import check_device
 from dyno.planning.plan import expand
 from dyno.planning.planned import Part, Planned
-from dyno.store import CONFIRMATION, FOLDERS, Cache, Run
+from dyno.store import CONFIRMATION, FOLDERS, Cache, Run, check_own
 from dyno.study import Study
 from dyno.worker import registry, system
 from dyno.worker.facts.job import Facts
@@ -38,7 +39,7 @@ Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that w
 Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
 
 OTHER_ROUTE = ("failed", "crashed", "timeout")  # statuses of a failed route after which the next one is tried
-LONGEST_LOG = 100_000  # characters
+LONGEST_LOG = 100_000  # bytes of what making a file printed
 
 
 def execute(
@@ -57,6 +58,8 @@ def execute(
     jobs of another kind if it makes them such. With `other_routes`, other routes to the ONNX file are tried first where
     the study names none."""
     check_device(study)
+    if only is None:  # else the folder is a part of a run that was checked
+        check_own(folder)
     refuse_other(study, folder)
     planned = expand(study, only.sources if only else ())
     if only and (strange := {*only.trials} - {entry.trial.id for entry in planned}):
@@ -207,7 +210,7 @@ class Rounds:
             record = replace(artifact, facts=Facts())
             self.run.store(trial, number, record)
             if artifact.facts.printed:
-                write_text(folder / "stderr.log", artifact.facts.printed)
+                write_text(folder / LOGS[1], artifact.facts.printed)
         else:
             self.progress.start(trial, number)
             job = ensemble.job(trial, number, self.files.of, options)
@@ -276,9 +279,10 @@ def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
 
 
 def _stored(run: Run, trial: Trial, number: int) -> Record | None:
-    """The record of that round, or the one of an earlier round that failed."""
+    """The record of that round, or the one of an earlier round that failed, unless another program killed that."""
     records = [run.record(trial, k) for k in range(number + 1)]
-    return records[-1] or next((record for record in records if record is not None and record.status != "ok"), None)
+    failed = (record for record in records if record is not None and record.status != "ok" and not record.was_killed)
+    return records[-1] or next(failed, None)
 
 
 def _incomplete(run: Run, trial: Trial) -> bool:
@@ -360,7 +364,8 @@ class Files:
             timing = {TIMING: str(self.cache.timing)}
             record = launch_in_turn(job, folder, self.timeout_s, self.progress, timing)
             _warn_of_shared_gpu(folder, record)
-            failure = Facts(no_route=record.facts.no_route, printed=_printed(folder))  # its folder is gone after this
+            printed = read_end(folder / LOGS[1], LONGEST_LOG)  # its folder is gone after this
+            failure = Facts(no_route=record.facts.no_route, printed=printed)
         if record.status != "ok":
             return Record(record.status, record.stage, record.reason, system=record.system, facts=failure)
         self.built += 1
@@ -377,12 +382,6 @@ def _of_build(recipe: Recipe, build: int, backend: str) -> Recipe:
     fresh = {TIMING_CACHE: False} if TIMING_CACHE in registry.find(backend).options else {}
     fallback = _of_build(recipe.fallback, build, backend) if recipe.fallback else None
     return replace(recipe, options={**recipe.options, **fresh, BUILD: build}, fallback=fallback)
-
-
-def _printed(folder: Path) -> str:
-    """The end of a making job's standard error, to be stored where it failed."""
-    path = folder / "stderr.log"
-    return path.read_text(encoding="utf-8", errors="replace")[-LONGEST_LOG:] if path.is_file() else ""
 
 
 def _warn_of_shared_gpu(folder: Path, record: Record) -> None:

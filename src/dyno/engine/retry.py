@@ -12,7 +12,7 @@ from dyno.engine.run_folder import archive_round
 from dyno.store import ROUND, Run, outside, versions, worker_code_sha256
 from dyno.worker import registry
 from dyno.worker.backend import Backend, Maker
-from dyno.worker.record import Damaged, Record, read_json, read_record, write_json
+from dyno.worker.record import OUT_OF_MEMORY, Damaged, Record, read_json, read_record, write_json
 from dyno.worker.spec import Recipe, Runtime, Trial, UserError
 
 MADE_WITH = "made-with.json"
@@ -96,6 +96,8 @@ def clear_stopped(run: Run, trials: list[Trial]) -> list[str]:
 
 def _reason_to_retry(folder: Path, record: Record, trial: Trial) -> str:
     """Why the failure may not happen again, "" for no reason."""
+    if record.was_killed or record.reason == OUT_OF_MEMORY:
+        return record.reason
     before, now = _json(folder / MADE_WITH), _made_with(trial)
     earlier, limit = before.pop(LIMIT, None), trial.plan.build_timeout_s
     if record.status == "timeout":

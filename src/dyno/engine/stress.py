@@ -15,6 +15,8 @@ from dyno.engine.execute import Files
 from dyno.engine.gpu_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
+from dyno.planning.planned import Planned
+from dyno.store import Run, begun
 from dyno.study import Study
 from dyno.worker.facts.job import StressPhase
 from dyno.worker.record import Record, refuse_links
@@ -42,8 +44,13 @@ def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
     a test could not be finished."""
     if iterations < 1:
         raise UserError(f"--iterations is {iterations}; it must be at least 1")
+    with begun(folder):
+        return _test(expand(study), phases, iterations, folder)
+
+
+def _test(planned: list[Planned], phases: list[str], iterations: int, folder: Path) -> int:
     codes, progress = [], Progress()
-    for number, entry in enumerate(expand(study)):
+    for number, entry in enumerate(planned):
         if entry.refusal:
             raise UserError(entry.refusal)
         trial = replace(entry.trial, dims=replace(entry.trial.dims, batch=0))
@@ -65,7 +72,8 @@ def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
         timeout = max(trial.plan.timeout_s, iterations * len(phases) * SLOWEST_S)
         with progress.running([]):
             progress.other(f"stress test of {trial.label}: {len(phases)} phases of {iterations:,} batches")
-            record = launch_in_turn(job, job_folder, timeout, progress)
+            with Run(folder).locked():
+                record = launch_in_turn(job, job_folder, timeout, progress)
         stored = job_folder / "samples.npz"
         _print(trial.label, record, read_npz(stored) if stored.exists() else {})
         codes.append(_code(record))

@@ -267,6 +267,8 @@ class Group:
             for player in [p for p in running if p.said or p in late or _process(p).poll() is not None]:
                 running.remove(player)
                 self._stop(player, elapsed, player in late)
+            for player in players:
+                launcher.trim_logs(player.folder)
             if not measuring:
                 self.progress.tick(launcher.read_stage(players[-1].folder), players[-1].used_s + elapsed)
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import atexit
 import errno
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
+from functools import lru_cache
 from pathlib import Path
+from typing import BinaryIO
+from uuid import uuid4
 
 from dyno.jobs.telemetry import Telemetry
 from dyno.worker import system
-from dyno.worker.record import Record, read_json, read_record, write_json, write_record
+from dyno.worker.record import OUT_OF_MEMORY, Record, read_json, read_record, write_json, write_record
 from dyno.worker.spec import STARTED, Job, Runtime, UserError, check_readable, from_json, shorten
 
 MAIN = Path(__file__).parents[1] / "worker" / "main.py"
@@ -30,7 +35,23 @@ SILENCE = {
     "DO_NOT_TRACK": "1",
     "ORT_DISABLE_TELEMETRY": "1",
     "NO_ALBUMENTATIONS_UPDATE": "1",
+    "MPLBACKEND": "agg",  # there is no screen, and a user's own setting may need one
 }
+OF_THIS_PROCESS = (errno.EAGAIN, errno.ENOMEM, errno.EMFILE, errno.ENFILE)  # errors that no other program would end
+LAST_LINES_B = 10_000
+LOGS = ("stdout.log", "stderr.log")
+HEAD_B, TAIL_B = 1 << 18, 3 << 18  # what is kept of each of them
+LEFT_OUT = "\n[Dyno left out about {:,} bytes here]\n"  # what is printed while it is counted is not
+MOST_SWEEPS = 20  # for processes that go on starting others while they are killed
+JOB = "DYNO_JOB"  # the variable that a job and all that it starts have: the id of this process's jobs, and its own
+# What a shell does that outlives this process: where that was killed, it kills what its jobs left.
+SWEEP = """
+read _ && exit
+for _ in 1 2 3; do
+  for f in $(grep -lsF "$0" /proc/[0-9]*/environ); do f=${f#/proc/}; kill -9 "${f%/environ}"; done
+  sleep 0.1
+done
+"""
 
 APART = ("train", "take")  # kinds of jobs that compile nothing, and whose folder lies among the user's own
 
@@ -50,6 +71,7 @@ def environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict
     env = dict(os.environ if base is None else base)
     if runtime.python:
         env = {key: value for key, value in env.items() if key not in system.PYTHON_VARIABLES}
+    env.update(system.missing_variables(env))
     env.update(SILENCE)
     env.update({name: str(runtime.threads) for name in THREAD_VARIABLES})
     env["PYTHONUNBUFFERED"] = "1"
@@ -127,6 +149,7 @@ class Started:
     process: subprocess.Popen[bytes]
     telemetry: Telemetry
     kills: int
+    id: str
 
 
 def start(
@@ -143,14 +166,15 @@ def start(
     """
     folder.mkdir(parents=True, exist_ok=True)
     # Files of an earlier job must not pass for this one's.
-    for stale in ("record.json", "partial.json", "stage", "stdout.log", "stderr.log"):
+    for stale in ("record.json", "partial.json", "stage", *LOGS):
         (folder / stale).unlink(missing_ok=True)
     write_json(folder / "job.json", check_readable(job))
     python = job.runtime.python or sys.executable
     kills = _kernel_kills()
     telemetry = Telemetry(job.runtime.device, environment(job.runtime), mates)
     launcher = system.UNDER_TOOL if tool else os.getpid()
-    with open(folder / "stdout.log", "wb") as out, open(folder / "stderr.log", "wb") as err:
+    id = f"{_id_of_jobs()}-{uuid4().hex[:12]}"
+    with open(folder / LOGS[0], "ab") as out, open(folder / LOGS[1], "ab") as err:  # what is added goes to the end
         try:
             process = subprocess.Popen(
                 [*tool, python, str(MAIN), str(folder.resolve())],
@@ -158,21 +182,26 @@ def start(
                 stdout=out,
                 stderr=err,
                 env={**_own(job.kind, folder), **environment(job.runtime), **(extra or {}),
-                     "DYNO_LAUNCHER": str(launcher), STARTED: repr(time.monotonic())},
+                     "DYNO_LAUNCHER": str(launcher), STARTED: repr(time.monotonic()),
+                     JOB: " ".join(filter(None, (os.environ.get(JOB), id)))},
                 start_new_session=True,
                 pass_fds=inherited,
             )  # fmt: skip
         except OSError as e:
+            if e.errno in OF_THIS_PROCESS:
+                raise
             if tool:
                 raise UserError(f"{tool[0]} can't be started ({e.strerror})") from e
             raise UserError(f"the interpreter {python} can't be started ({e.strerror}); give another --python") from e
     telemetry.watch(process.pid)
-    return Started(job, folder, process, telemetry, kills)
+    return Started(job, folder, process, telemetry, kills, id)
 
 
 def abandon(started: Started) -> None:
     """Kill the job with all that it started, whether it runs, is stopped or has ended."""
     _kill_group(started.process)
+    _kill_strays(started.id)
+    trim_logs(started.folder, most=HEAD_B + TAIL_B + len(LEFT_OUT))
     started.telemetry.stop(started.folder / "telemetry.npz")
 
 
@@ -198,6 +227,7 @@ def _watch(process: subprocess.Popen[bytes], folder: Path, timeout_s: float, tic
             return False
         except subprocess.TimeoutExpired:
             elapsed = time.monotonic() - begin
+            trim_logs(folder)
             if tick is not None:
                 tick(read_stage(folder), elapsed)
             if elapsed > timeout_s:
@@ -209,6 +239,85 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
     with suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
+
+
+def _kill_strays(id: str) -> None:
+    """Kill processes of the job that left its group, and those that they start meanwhile."""
+    for _ in range(MOST_SWEEPS):
+        found = list(_having(id.encode()))
+        for pid in found:
+            with suppress(ProcessLookupError, PermissionError):
+                os.kill(pid, signal.SIGKILL)
+        if not found:
+            return
+        time.sleep(0.01)
+
+
+def _having(text: bytes) -> Iterator[int]:
+    """Yield the ids of other processes with the text in the environment that they were started with."""
+    for path in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):
+            if text in path.read_bytes() and int(path.parent.name) != os.getpid():
+                yield int(path.parent.name)
+
+
+@lru_cache(maxsize=1)
+def _id_of_jobs() -> str:
+    """Return the id of this process's jobs; from now on a shell waits for this process's end, to sweep after it."""
+    id = uuid4().hex
+    read, write = os.pipe()
+    with suppress(OSError):
+        _sweepers.append(subprocess.Popen(
+            ["/bin/sh", "-c", SWEEP, id], stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        ))  # fmt: skip
+        atexit.register(_dismiss, write)
+    os.close(read)
+    return id
+
+
+_sweepers: list[subprocess.Popen[bytes]] = []  # kept, as Python warns of those that it forgets while they run
+
+
+def _dismiss(write: int) -> None:
+    """Tell the shell that there is nothing to sweep: all jobs have ended."""
+    with suppress(OSError):
+        os.write(write, b"\n")
+
+
+def trim_logs(folder: Path, most: int = 2 * (HEAD_B + TAIL_B)) -> None:
+    """Keep the beginning and the end of what the job printed where that is more than `most` bytes."""
+    for path in (folder / name for name in LOGS):
+        with suppress(OSError):
+            if path.stat().st_size > most:
+                with open(path, "r+b") as f:
+                    _trim(f)
+
+
+def _trim(f: BinaryIO) -> None:
+    size = f.seek(0, os.SEEK_END)
+    f.seek(HEAD_B)
+    pattern = re.escape(LEFT_OUT).replace(re.escape("{:,}"), "([0-9,]+)")
+    before = re.match(pattern.encode(), f.read(100))
+    begin = HEAD_B + (before.end() if before else 0)
+    if size - begin <= TAIL_B:
+        return
+    left_out = size - begin - TAIL_B + (int(before[1].replace(b",", b"")) if before else 0)
+    f.seek(-TAIL_B, os.SEEK_END)
+    tail = f.read(TAIL_B)
+    f.seek(HEAD_B)
+    f.write(LEFT_OUT.format(left_out).encode() + tail)
+    f.truncate()
+
+
+def read_end(path: Path, most: int) -> str:
+    """Return the last bytes of a file as text; "" without one."""
+    try:
+        with open(path, "rb") as f:
+            f.seek(max(0, f.seek(0, os.SEEK_END) - most))
+            return f.read(most).decode("utf-8", "replace")
+    except OSError:
+        return ""
 
 
 def read_stage(folder: Path) -> str:
@@ -229,7 +338,7 @@ def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s
     if timed_out:
         status, reason = "timeout", f"not finished after {timeout_s:g} s; killed"
     elif oom_killed and code == -signal.SIGKILL:
-        status, reason = "oom", "killed by the kernel because memory ran out"
+        status, reason = "oom", OUT_OF_MEMORY
     elif code < 0:
         status, reason = "crashed", f"killed by {signal.Signals(-code).name}"
     else:
@@ -239,7 +348,7 @@ def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s
 
 
 def _last_line(path: Path) -> str:
-    lines = path.read_text(encoding="utf-8", errors="replace").strip().splitlines()
+    lines = read_end(path, LAST_LINES_B).strip().splitlines()
     return shorten(lines[-1]) if lines else ""
 
 

@@ -22,7 +22,7 @@ from dyno.placement.clusters import ray_cluster, slurm_cluster
 from dyno.placement.places import Place
 from dyno.placement.running import Running
 from dyno.planning.plan import expand
-from dyno.store import Run
+from dyno.store import Run, check_own
 from dyno.study import Study
 from dyno.worker.record import read_json, write_json
 from dyno.worker.spec import SCHEMA, UserError, check_known, digest
@@ -41,6 +41,7 @@ def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = 
         if getattr(study, name):
             on = study.on or study.device
             raise UserError(f"{name} is for a study on one device, and there are several ({on}); give one")
+    check_own(folder)
     refuse_other(study, folder)
     if folder.is_dir():
         with Run(folder).locked():  # in use by another dyno: nobody should wait for a cluster first

@@ -19,11 +19,16 @@ from dyno.worker.record import Measurement, Record, save_arrays, write_json
 from dyno.worker.spec import Job, to_json
 
 
+def end_at_next_sample() -> None:
+    """Let a forked copy of this process end when it comes back to the timing loop, which looks at the clock."""
+    measure.now = system.end_copy
+
+
 class Journal:
     """The job's results so far, on disk after every stage, so that a later crash loses nothing."""
 
     def __init__(self, folder: Path, job: Job) -> None:
-        self.folder = folder
+        self.folder, self._process = folder, os.getpid()
         self.record = Record(
             "crashed", started=datetime.now(timezone.utc).isoformat(timespec="seconds"), round=job.round
         )
@@ -33,9 +38,15 @@ class Journal:
 
     def stage(self, name: str) -> None:
         """Begin a stage, whose name the progress display and the record of a crash show."""
+        self.check_process()
         self.record = replace(self.record, stage=name)
         (self.folder / "stage").write_text(name)
         self._write()
+
+    def check_process(self) -> None:
+        """End this process where it is a copy of the job's, forked by the model's code."""
+        if os.getpid() != self._process:
+            system.end_copy()
 
     def add(self, *measurements: Measurement) -> None:
         """Store measurements."""
@@ -43,6 +54,7 @@ class Journal:
         self._write()
 
     def _write(self) -> None:
+        self.check_process()
         write_json(self.folder / "partial.json", to_json(self.record))
 
     def sampled(self, tag: str, boundary: str, unit: str, hint: str, sampling: measure.Sampling) -> None:

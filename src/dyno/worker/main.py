@@ -29,7 +29,6 @@ def _enter() -> None:
 if __name__ == "__main__":
     _enter()
 
-import errno
 import os
 import time
 import traceback
@@ -42,14 +41,14 @@ from dyno.worker.facts.files import MadeBy, Step
 from dyno.worker.facts.job import Turns
 from dyno.worker.jobs.run_trial import run_trial
 from dyno.worker.jobs.turns import Alone, conductor
-from dyno.worker.journal import Journal
+from dyno.worker.journal import Journal, end_at_next_sample
 from dyno.worker.record import Measurement, Record, one_line, read_json, save_arrays, write_record
 from dyno.worker.registry import find
 from dyno.worker.registry import maker as find_maker
 from dyno.worker.spec import CUT, SCHEMA, Artifact, Job, NoRoute, Unavailable, UserError, from_json
 
 AS_THEY_ARE = ("probe", "cold_start")  # jobs that say what the user's own processes find
-DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+LEAST_FILE_B = 1 << 20
 
 
 def stress_trial(job: Job, journal: Journal) -> None:
@@ -225,6 +224,7 @@ def perform(job: Job, journal: Journal, turns: Alone) -> Record:
     except Unavailable as e:
         return _ended(journal, "skipped", str(e))
     except UserError as e:
+        _raise_if_disk_full(e, job, journal)
         if CUT in str(e) and e.__cause__ is not None:
             traceback.print_exc()  # the log has what was left out
         if isinstance(e, NoRoute):
@@ -233,14 +233,16 @@ def perform(job: Job, journal: Journal, turns: Alone) -> Record:
     except MemoryError as e:
         traceback.print_exc()
         return _ended(journal, "oom", f"out of memory: {one_line(e)}" if str(e) else "out of memory")
-    except OSError as e:
-        if e.errno in DISK_FULL:
-            raise
-        traceback.print_exc()
-        return _ended(journal, "failed", f"{type(e).__name__}: {one_line(e)}")
     except Exception as e:  # the border: whatever a library raises is this row's reason, never the study's end
+        _raise_if_disk_full(e, job, journal)
         traceback.print_exc()
         return _ended(journal, "failed", f"{type(e).__name__}: {one_line(e)}")
+
+
+def _raise_if_disk_full(error: Exception, job: Job, journal: Journal) -> None:
+    """Raise an `OSError` where the job failed for a full disk; a file that is made is about as large as its source."""
+    source = job.artifact.bytes if job.artifact else 0
+    system.raise_if_disk_full(error, journal.folder, max(LEAST_FILE_B, source) if job.kind == "make" else 0)
 
 
 def _ended(journal: Journal, status: str, reason: str) -> Record:
@@ -262,11 +264,13 @@ def main(folder: Path) -> int:
     if job.kind not in AS_THEY_ARE:
         system.keep_byte_code()
     journal, turns = Journal(folder, job), conductor()
+    os.register_at_fork(after_in_child=end_at_next_sample)
     try:
         record = perform(job, journal, turns)
+        journal.check_process()
         write_record(folder, replace(record, seconds=time.perf_counter() - begin - turns.waited_s))
     except OSError as e:
-        if e.errno not in DISK_FULL:
+        if e.errno not in system.DISK_FULL:
             raise
         print(f"dyno: {e}", file=sys.stderr)
         return os.EX_CANTCREAT  # says nothing about the trial: no record, so that it is measured once there is room

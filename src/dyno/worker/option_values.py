@@ -5,13 +5,14 @@ from __future__ import annotations
 
 import difflib
 import typing
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from dyno.worker.spec import Option, UserError
 
 LARGEST = 2**31
+MOST = 2**53  # the last of the whole numbers that JSON, tables and 64 bits all hold
 LONGEST = 80  # characters of a value in a message
 WORDS: dict[Any, str] = {
     str: "text", Path: "a path", int: "a whole number", float: "a number", bool: "true or false", Any: "any value",
@@ -97,6 +98,27 @@ def check_types(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
     for name, value in given.items():
         if name in kinds and not _fits(value, kinds[name]):
             raise UserError(f"{name} is {_shown(value)}; it must be {_kind(kinds[name])}")
+        if name in kinds and any(abs(number) > MOST for number in _whole_numbers(value)):
+            raise UserError(f"{name} is {_shown(value)}; it must be at most {MOST:,}")
+
+
+def check_range(name: str, value: float, least: float, most: float) -> None:
+    """Raise a `UserError` for a number out of the range."""
+    if not least <= value <= most:
+        raise UserError(
+            f"{name} is {value:,}; it must be " + (f"at least {least:,}" if value < least else f"at most {most:,}")
+        )
+
+
+def _whole_numbers(value: Any) -> Iterator[int]:
+    """Yield the whole numbers in a value, at any depth."""
+    if isinstance(value, int):
+        yield value
+    elif isinstance(value, (tuple, list)):
+        for item in value:
+            yield from _whole_numbers(item)
+    elif isinstance(value, dict):
+        yield from _whole_numbers([*value.values()])
 
 
 def at_least(least: int, kind: type = int, **given: Any) -> list[Any]:

@@ -17,6 +17,8 @@ from dyno.worker.inspection import Inspection
 from dyno.worker.spec import SCHEMA, Artifact, UserError, from_json, shorten, to_json
 
 STATUSES = ("ok", "skipped", "failed", "oom", "timeout", "crashed")
+OUT_OF_MEMORY = "killed by the kernel because memory ran out"
+KILLED = ("killed by SIGKILL", "killed by SIGTERM")  # reasons of jobs that another program or a person ended
 TIMING = "DYNO_TIMING"  # the variable that tells a job where builders keep timings between jobs; unset: nowhere
 
 
@@ -63,6 +65,11 @@ class Record:
     inspection: Inspection | None = None
     schema: int = SCHEMA
 
+    @property
+    def was_killed(self) -> bool:
+        """Whether another program or a person ended the job, which says nothing about its trial."""
+        return self.status == "crashed" and self.reason in KILLED
+
     def value(self, tag: str, boundary: str = "") -> float | None:
         """The single value measured under this tag and boundary, or None."""
         values = (m.value for m in self.measurements if m.tag == tag and m.boundary == boundary)
@@ -103,6 +110,8 @@ def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterat
         except FileNotFoundError:  # its folder went this moment
             continue
         with open(number, "a+") as f:
+            if os.fstat(number).st_nlink > 1:  # and what another name has would be overwritten
+                raise UserError(f"{path} is a hard link to another file, so it can't be locked; remove it")
             try:
                 fcntl.flock(f, fcntl.LOCK_EX | fcntl.LOCK_NB)
             except BlockingIOError:

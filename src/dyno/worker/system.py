@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import ctypes
+import errno
 import hashlib
 import importlib.util
 import os
 import platform
+import pwd
 import resource
 import signal
 import sys
+import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
 from importlib import metadata
 from importlib.machinery import ModuleSpec
 from pathlib import Path
@@ -33,14 +37,44 @@ HEAVY = ("numpy", "torch", "torchvision", "timm", "onnx", "openvino")  # librari
 PR_SET_PDEATHSIG = 1
 # Variables of one interpreter that would break another one.
 PYTHON_VARIABLES = ("PYTHONPATH", "PYTHONHOME", "VIRTUAL_ENV", "PYTHONSTARTUP")
+USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # any of them names the user
 
 
 def cache_dir() -> Path:
-    """Where all caches lie: DYNO_CACHE, or `dyno` in the user's cache folder."""
+    """Where all caches lie: DYNO_CACHE, or `dyno` in the user's cache folder, or a temporary one without such."""
     if own := os.environ.get("DYNO_CACHE"):
         return Path(own)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # its specification has a relative one ignored
-    return (base if base.is_absolute() else Path.home() / ".cache") / "dyno"
+    if base.is_absolute():
+        return base / "dyno"
+    try:
+        usual = Path.home() / ".cache" / "dyno"
+    except RuntimeError:  # HOME is not set, and the user is a number alone, as in a container
+        return temporary_home() / ".cache" / "dyno"
+    return usual if usual.exists() or _can_be_written(usual) else temporary_home() / ".cache" / "dyno"
+
+
+def temporary_home() -> Path:
+    """Return a folder for a user without a home; a `PermissionError` where somebody else has made it."""
+    path = Path(tempfile.gettempdir()) / f"dyno-{os.getuid()}"
+    with suppress(FileExistsError):
+        path.mkdir(mode=0o700)
+    if path.is_symlink() or path.stat().st_uid != os.getuid():
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(path))
+    return path
+
+
+def missing_variables(environment: Mapping[str, str]) -> dict[str, str]:
+    """Return a HOME and a USER where the system knows neither, as of a number that a container was given for a user:
+    libraries that ask for them would fail."""
+    try:
+        pwd.getpwuid(os.getuid())
+        return {}
+    except KeyError:
+        pass
+    missing = {} if any(map(environment.get, USER_VARIABLES)) else {"USER": f"user{os.getuid()}"}
+    home = Path(environment.get("HOME") or "/nowhere")
+    return missing if home.is_dir() and os.access(home, os.W_OK) else {**missing, "HOME": str(temporary_home())}
 
 
 def compiled() -> tuple[int, int]:
@@ -136,6 +170,35 @@ def pin(threads: int) -> list[int]:
     return chosen
 
 
+DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
+
+
+def raise_if_disk_full(error: BaseException, folder: Path, needed: int = 0) -> None:
+    """Raise an `OSError` where the disk of the folder was full, which says nothing about what failed for it.
+
+    Libraries wrap such an error, put it into words, or say no more than that a stream failed and remove what they had
+    written: so the folder must also have room for `needed` bytes.
+    """
+    cause: BaseException | None = error
+    while cause is not None:
+        if isinstance(cause, OSError) and cause.errno in DISK_FULL:
+            raise OSError(cause.errno, os.strerror(cause.errno), str(cause.filename or folder)) from error
+        cause = cause.__cause__ or cause.__context__
+    named = next((number for number in DISK_FULL if os.strerror(number) in str(error)), 0)
+    if number := named or (_lacks_room(folder, needed) if needed else 0):
+        raise OSError(number, os.strerror(number), str(folder)) from error
+
+
+def _lacks_room(folder: Path, size: int) -> int:
+    """Return the number of the error with which the folder has no room for a file of that size, 0 where it has."""
+    try:
+        with tempfile.TemporaryFile(dir=folder) as f:
+            os.posix_fallocate(f.fileno(), 0, size)
+    except OSError as e:
+        return e.errno if e.errno in DISK_FULL else 0
+    return 0
+
+
 UNDER_TOOL = 0  # the launcher's id for a job whose process another program starts
 
 
@@ -148,6 +211,11 @@ def die_with_parent(parent: int) -> None:
         ctypes.CDLL(None, use_errno=True).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
         if os.getppid() != parent:
             os.kill(os.getpid(), signal.SIGKILL)
+
+
+def end_copy(*_: object) -> NoReturn:
+    """End a copy of this process that the model's code forked and let return: there is one process to a job."""
+    os._exit(0)
 
 
 def end(code: int) -> NoReturn:

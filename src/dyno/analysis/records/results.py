@@ -7,6 +7,7 @@ Records become dataclasses; of a job, which holds what was requested, only what 
 from __future__ import annotations
 
 import math
+import os
 import statistics
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass, field
@@ -162,6 +163,8 @@ class TrialResult:
         text = " ".join((worst.record.reason or "no reason recorded").split())
         text = f"{stage}: {text}" if stage not in ("", "plan") and worst.status != "skipped" else text
         text = f"{text} ({len(self.good)} of {len(self.rounds)} rounds good)" if self.good else text
+        if worst.record.was_killed:
+            return f"{text}; the same `dyno run` measures that round again"
         return f"{text}; log: {self.log}" if self.log else text
 
     @property
@@ -368,6 +371,8 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
     job: dict[str, Any] | None = None
     artifact: Artifact | None = None
     rounds: dict[str, list[Round]] = {"r": [], "c": [], "t": []}  # by their kind, the first letter of their folders
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+        problems.append(f"{folder} can't be read (permission denied); it is left out")
     for path in sorted(folder.glob("[rct][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
         if job is None:
             job, artifact = read_job(path / "job.json", problems)

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dyno.worker.facts.json_values import fits
+from dyno.worker.facts.json_values import LARGEST, fits
 
 NUMBER = (int, float)
 TRIAL = {
@@ -36,7 +36,8 @@ MODELS = {
 
 
 def wrong(data: Any, shape: Any, where: str = "") -> str:
-    """Where data has another type than its shape, "" where it fits; null and whatever the shape doesn't name may be.
+    """Where data has another type than its shape, or a number that no table holds, "" where it fits; null and whatever
+    the shape doesn't name may be.
 
     A shape is a type, a list with the shape of each item, or a table of shapes by key, "" for those of any key.
     """
@@ -54,4 +55,5 @@ def wrong(data: Any, shape: Any, where: str = "") -> str:
         if not isinstance(data, list) or None in data:
             return where or "it"
         return next((place for item in data if (place := wrong(item, shape[0], where))), "")
-    return "" if fits(data, shape) else where or "it"
+    too_large = isinstance(data, int) and abs(data) >= LARGEST
+    return where or "it" if too_large or not fits(data, shape) else ""

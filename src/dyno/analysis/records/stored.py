@@ -18,8 +18,8 @@ BLOCKS = "blocks"  # a study on several devices has the trials of a block in its
 
 
 def trials_in(run: Path) -> list[Path]:
-    """The folders of the run's trials."""
-    return sorted([*run.glob("trials/*"), *run.glob(f"{BLOCKS}/*/trials/*")])
+    """The folders of the run's trials; an `OSError` where the user may not read which there are."""
+    return sorted([*(run / "trials").iterdir(), *run.glob(f"{BLOCKS}/*/trials/*")])
 
 
 def read_table(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[str, Any] | None:

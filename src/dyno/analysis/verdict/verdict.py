@@ -228,7 +228,8 @@ def _outcome(results: Results, contention: Contention | None) -> Iterator[Findin
         counts = ", ".join(f"{n} {status}" for status, n in failed.items())
         yield Finding(
             FAILURE,
-            f"{sum(failed.values())} of {counting(total, 'trial')} did not finish: {counts}; each has its reason.",
+            f"{sum(failed.values())} of {counting(total, 'trial')} did not finish: {counts}; each has its reason, and "
+            "`dyno run` with --retry-failed measures them again.",
             PROBLEMS,
         )
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured

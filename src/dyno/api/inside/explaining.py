@@ -32,7 +32,7 @@ from dyno.store import check_writable
 from dyno.study import Choice, Study
 from dyno.worker.facts.inside import MODULES, Inside
 from dyno.worker.option_values import at_least
-from dyno.worker.record import write_text
+from dyno.worker.record import refuse_links, write_text
 from dyno.worker.spec import Artifact, Trial, UserError, from_json, to_json
 
 if TYPE_CHECKING:
@@ -220,6 +220,7 @@ def _of_run(
     """Two trials of a run, profiled now with their own options and files; the run's own medians stand beside."""
     if settings:
         raise UserError(f"{', '.join(settings)} can't be given for a run: its trials say how they are measured")
+    refuse_links(folder, [pairs.FOLDER])  # before anything is measured: what was, is stored there
     records = load(folder)
     found = [find(records, str(name)) for name in names]
     if failed := next((each for each in found if not each.good), None):

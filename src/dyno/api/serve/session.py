@@ -15,7 +15,7 @@ from dyno.engine.execute import execute
 from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import folder_for, reference_of, study_of_own_jobs
-from dyno.store import begun
+from dyno.store import Run, begun
 from dyno.study import Study
 from dyno.worker import registry
 from dyno.worker.option_values import check_types
@@ -132,5 +132,5 @@ def _remember(requests: Requests, folder: Path) -> None:
         raise UserError(f"{folder} is of other requests; give another --out")
     if (folder / "study.toml").is_file() and not path.is_file():
         raise UserError(f"{folder} is of a run without requests; give another --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, about)
+    with Run(folder).locked():  # makes the folder Dyno's, too
+        write_json(path, about)

@@ -14,7 +14,7 @@ from dyno.engine.execute import execute
 from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import folder_for, study_of_own_jobs
-from dyno.store import begun, check_writable
+from dyno.store import Run, begun, check_writable
 from dyno.study import Study
 from dyno.worker.option_values import check_types
 from dyno.worker.record import read_json, write_json, write_text
@@ -170,5 +170,5 @@ def _remember(shot: Shot, folder: Path) -> None:
         raise UserError(f"{folder} is of another video, or of other settings; give another --out")
     if (folder / "study.toml").is_file() and not path.is_file():
         raise UserError(f"{folder} is of a run without a video; give another --out")
-    folder.mkdir(parents=True, exist_ok=True)
-    write_json(path, about)
+    with Run(folder).locked():  # makes the folder Dyno's, too
+        write_json(path, about)

@@ -341,6 +341,7 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
     except MemoryError:
         raise
     except Exception as e:  # each exporter has errors of its own, and with any of them the next one is tried
+        system.raise_if_disk_full(e, path.parent)
         raise Wrong(f"failed, {_last_line(e)}") from e
     traced = traced_values(torch, caught)
     if source.free_batch:

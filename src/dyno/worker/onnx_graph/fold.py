@@ -13,6 +13,7 @@ from typing import Any
 
 import numpy as np
 
+from dyno.worker import system
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.opset import DOMAINS
 from dyno.worker.sessions.torch_support import first_line
@@ -43,6 +44,7 @@ def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[
         except MemoryError:
             raise
         except Exception as e:  # rewriters raise nearly everything on graphs that they don't expect
+            system.raise_if_disk_full(e, scratch)
             notes.append(f"{fold.__name__.strip('_')}: {first_line(e)[:120]}")
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
     return _typed(inferred), [f"constants and batch norms could not be folded ({'; '.join(notes)})"]

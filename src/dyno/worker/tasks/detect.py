@@ -133,7 +133,8 @@ class BoxReader:
         """Return the detections of each image of a batch.
 
         `sizes` is B x 2, height and width of the original images that count; `input_size` those of the network's
-        input. `aspects` are the widths of each image's pixels over their heights (default: 1). Raises `UnreadBoxes` where no layout fits.
+        input. `aspects` are the widths of each image's pixels over their heights (default: 1). Raises `UnreadBoxes`
+        where no layout fits.
         """
         if not len(sizes):
             return []
