@@ -111,7 +111,7 @@ def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Make) -> 
     """A network with a class for each category, roots included, or a category that groups no others: none goes."""
     folder = roboflow(tmp_path / "set")
     assert datasets.meta(make(folder, outputs=3))["classes"] == ["shapes", *drawn.NAMES]
-    with pytest.raises(UserError, match="has 3 classes, but net has 4 classes \\(shapes without annotation\\); give"):
+    with pytest.raises(UserError, match=r"has 3 classes, but net has 4 classes; .* \(without annotation: shapes\)"):
         images._check("set", datasets.meta(make(folder, outputs=4)), ModelSpec("net", "net.py:net", task="detect"), 4)
     file = folder / "valid/_annotations.coco.json"
     tables = json.loads(file.read_text())

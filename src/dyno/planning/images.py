@@ -129,8 +129,8 @@ def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> 
     line = f"{name} has {has_now}, but {model.name} has {numbered(outputs, 'class', 'classes')}"
     if has or classes > outputs:
         unused = about.get("unused", [])
-        line += f" ({', '.join(unused[:3])}{', …' if len(unused) > 3 else ''} without annotation)" if unused else ""
-        raise UserError(f"{line}; give the data that it was trained for, or build it with --classes {classes}")
+        without = f" (without annotation: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''})" if unused else ""
+        raise UserError(f"{line}; give the data that it was trained for, or build it with --classes {classes}{without}")
     synsets = "by their ImageNet synsets (n01440764)"
     named = (
         f"name the folders {synsets}" if folders else f"write the network's numbers as labels, or name them {synsets}"
