@@ -54,9 +54,10 @@ def _assumed_axis(tensor: Tensor, outputs: Sequence[Tensor]) -> int | None:
     if isinstance(first, str):
         free = {axis for output in outputs for axis in output.shape if isinstance(axis, str) and axis}
         leading = {output.shape[0] for output in outputs if output.shape} & free
-        if not is_length(first) and (first in free or not leading):
-            return 0
-        return next((k for k in later if tensor.shape[k] in leading and not is_length(tensor.shape[k])), None)
+        other = next((k for k in later if tensor.shape[k] in leading and not is_length(tensor.shape[k])), None)
+        if is_length(first):
+            return other
+        return 0 if other is None or first in free else other
     lengths = {axis for output in outputs for axis in output.shape}
     if first < 2 or not all(isinstance(n, int) for n in lengths) or any(int(n) % first == 0 for n in lengths):
         return 0
