@@ -10,6 +10,7 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
@@ -20,6 +21,7 @@ import psutil
 import pytest
 
 from dyno import Study
+from dyno.analysis.metrics import speedups
 from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import load
 from dyno.engine import turns
@@ -401,5 +403,7 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
         logs.append([*np.log(np.divide(*medians))])
     expected = [np.median(logs[0]), np.median([*logs[1][:1], *logs[1][2:]])]
     assert log_ratios(slow, fast, "model") == pytest.approx(expected)
+    one = [replace(t, rounds=t.rounds[2:], companions=[]) for t in (fast, slow)]
+    assert np.isnan(speedups.speedup(*one, "model").value), "a single round that was disturbed is no evidence"
     everything = log_ratios(slow, fast, "model", keep_disturbed=True)
     assert everything == pytest.approx([np.median(each) for each in logs])

@@ -20,6 +20,7 @@ IMPORTED = f"{READY} import"
 LEAST_BLOCKS = 3  # even when one block outlasts the whole budget
 BEARABLE_DELAY = 0.02  # of a block's time and threads, waited for a processor
 OWN_DELAY = 2.0  # times what an engine's threads wait for each other in its quieter blocks
+MOST_OWN_DELAY = 0.1  # more than that isn't the engine's doing
 
 
 def find_disturbed(delays: Sequence[float], quiet: float | None = None) -> list[bool]:
@@ -27,9 +28,10 @@ def find_disturbed(delays: Sequence[float], quiet: float | None = None) -> list[
 
     `delays` holds for each block the share of its time that the process's threads waited for a processor. An engine
     with more threads than processors delays itself, so the limit is BEARABLE_DELAY, or OWN_DELAY times its `quiet`
-    delay, where none is given that of these blocks.
+    delay, where none is given that of these blocks, of which at most MOST_OWN_DELAY count.
     """
-    limit = max(BEARABLE_DELAY, OWN_DELAY * (quiet_delay(delays) if quiet is None else quiet))
+    quiet = quiet_delay(delays) if quiet is None else quiet
+    limit = max(BEARABLE_DELAY, OWN_DELAY * min(quiet, MOST_OWN_DELAY))
     return [delay > limit for delay in delays]
 
 
