@@ -94,6 +94,11 @@ def test_a_free_axis_of_the_engine_has_any_number_of_rows() -> None:
         find_rows(Net(most, (8, 4)), trial(), 8)
 
 
+def test_one_row_of_all_inputs_is_none_for_each() -> None:
+    with pytest.raises(UserError, match="the outputs are 1 x 40 for a batch of 8, which has no row for each input"):
+        find_rows(Net(lambda x: {"y": scores(x).reshape(1, -1)}, (8, 4)), trial(), 8)
+
+
 def test_rows_that_change_with_others_where_the_axis_is_assumed_are_a_warning() -> None:
     rows = find_rows(Net(lambda x: {"y": np.cumsum(x, 0)}, (8, 4)), trial(), 8)
     assert "the model mixes them, or the batch is another axis" in rows.warning
