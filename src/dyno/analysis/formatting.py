@@ -112,6 +112,11 @@ def ratio(value: float, low: float, high: float) -> str:
     return f"{value:.2f}x{limits(low, high, lambda v: f'{v:.2f}')}"
 
 
+def in_brackets(shown: str) -> str:
+    """Return ` (2.10x)` to stand behind a sentence; "" where the ratio is UNCLEAR."""
+    return "" if shown == UNCLEAR else f" ({shown})"
+
+
 def bound(low: float, high: float) -> str:
     """Return the useful limit of a ratio's wide interval: `at least 3.10x`, `at most 0.40x`, or UNCLEAR."""
     if low > 1 or (low >= 1 / WIDEST and high > WIDEST):

@@ -8,7 +8,7 @@ from math import isnan
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import UNCLEAR, counting, points, ratio
+from dyno.analysis.formatting import UNCLEAR, counting, in_brackets, points, ratio
 from dyno.analysis.metrics import speedups
 from dyno.analysis.metrics.accuracy import UNDECIDED
 from dyno.analysis.metrics.precision import NO, UNCONFIRMED, YES
@@ -176,7 +176,7 @@ def _over(name: str, over: Speedup, run: RunData) -> str:
     if over.verdict == stats.EQUIVALENT:
         return f"it is {equivalent(f'the runner-up, {name},', run.rule)} ({shown})"
     if over.verdict == stats.UNDECIDED:
-        return f"whether it is faster than the runner-up, {name}, is undecided ({shown}): {settled(over)}"
+        return f"whether it is faster than the runner-up, {name}, is undecided{in_brackets(shown)}: {settled(over)}"
     if over.verdict == stats.SLOWER:  # the rounds' latencies and the ratio within blocks may disagree
         return f"the runner-up, {name}, is faster where both measured in turns ({shown})"
     return f"the runner-up is {name} ({shown})"

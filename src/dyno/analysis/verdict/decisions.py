@@ -7,7 +7,7 @@ from math import isinf, isnan
 from typing import TYPE_CHECKING
 
 from dyno.analysis import stats
-from dyno.analysis.formatting import bounded, limits, points, ratio, show, significant
+from dyno.analysis.formatting import bounded, in_brackets, limits, points, ratio, show, significant
 from dyno.analysis.metrics.accuracy import OVER, UNDECIDED
 from dyno.analysis.presentation.table import missing
 from dyno.analysis.ranking import frontier
@@ -106,7 +106,7 @@ def _headline(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: Ru
     if gain.verdict == stats.EQUIVALENT:
         return f"{text}; it is {equivalent(name, run.rule)} ({shown})."
     if gain.verdict == stats.UNDECIDED:
-        return f"{text}; whether it is faster than {name} is undecided ({shown})."
+        return f"{text}; whether it is faster than {name} is undecided{in_brackets(shown)}."
     if gain.verdict == stats.ONE_ROUND:
         return f"{text}; one round can't prove that it is faster than {name}."
     if gain.verdict == stats.SLOWER:
