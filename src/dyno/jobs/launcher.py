@@ -46,11 +46,14 @@ MOST_SWEEPS = 20  # for processes that go on starting others while they are kill
 JOB = "DYNO_JOB"  # the variable that a job and all that it starts have: the id of this process's jobs, and its own
 # What a shell does that outlives this process: where that was killed, it kills what its jobs left.
 SWEEP = """
-read _ && exit
-for _ in 1 2 3; do
-  for f in $(grep -lsF "$0" /proc/[0-9]*/environ); do f=${f#/proc/}; kill -9 "${f%/environ}"; done
-  sleep 0.1
-done
+exec 3<&0
+(
+  read _ <&3 && exit
+  for _ in 1 2 3; do
+    for f in $(grep -lsF "$0" /proc/[0-9]*/environ); do f=${f#/proc/}; kill -9 "${f%/environ}"; done
+    sleep 0.1
+  done
+) &
 """
 
 APART = ("train", "take")  # kinds of jobs that compile nothing, and whose folder lies among the user's own
@@ -267,16 +270,13 @@ def _id_of_jobs() -> str:
     id = uuid4().hex
     read, write = os.pipe()
     with suppress(OSError):
-        _sweepers.append(subprocess.Popen(
+        subprocess.Popen(
             ["/bin/sh", "-c", SWEEP, id], stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
-        ))  # fmt: skip
+        ).wait()  # fmt: skip
         atexit.register(_dismiss, write)
     os.close(read)
     return id
-
-
-_sweepers: list[subprocess.Popen[bytes]] = []  # kept, as Python warns of those that it forgets while they run
 
 
 def _dismiss(write: int) -> None:
