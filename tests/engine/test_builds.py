@@ -210,7 +210,8 @@ def test_processes_in_turns_run_their_build(plugin: Path, dyno: Any) -> None:
     other = next(t for t in run.records if t.backend == "fake")
     assert [[r.build for r in t.rounds] for t in drawn] == [[1, 2, 1, 2]] * 2
     assert not any(r.build for r in other.rounds) and other.builds == 0
-    assert len(log_ratios(*drawn, "model")) == len(log_ratios(other, drawn[0], "model")) == 2
+    ratios = [log_ratios(*pair, "model", keep_disturbed=True) for pair in (drawn, (other, drawn[0]))]
+    assert [len(each) for each in ratios] == [2, 2]
     rows = list(csv.DictReader((plugin / "r/results.csv").open()))
     assert {row["builds"] for row in rows if row["reference"] != row["trial"]} == {"2"}
     report = (plugin / "r/report.html").read_text(encoding="utf-8")

@@ -116,7 +116,7 @@ def test_in_turns_the_reference_and_what_is_left_go_on_together(
     execute(study(turns=True, block=0.02, boundaries=("model", "throughput")), tmp_path, progress := Stopped())
     assert progress.began == {0: 12, 1: 12, 2: 6, 3: 6}, "each begins anew to load, for each boundary, and to end"
     reference, clear, like = (next(t for t in load(tmp_path) if t.variant == name) for name in (REFERENCE, CLEAR, LIKE))
-    assert [len(log_ratios(reference, t, "model")) for t in (clear, like)] == [FIRST, 4]
+    assert [len(log_ratios(reference, t, "model", keep_disturbed=True)) for t in (clear, like)] == [FIRST, 4]
     assert not reference.companions
     assert [len([r for r in t.rounds if r.value("throughput", "throughput")]) for t in (clear, like)] == [FIRST, FIRST]
     found = trial_table.read(tmp_path).frame.set_index("trial")

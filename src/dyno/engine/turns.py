@@ -212,7 +212,7 @@ class Group:
             counted, left = sum(spent) - again, len(spent) - len(disturbed)
             if left >= min(plan.blocks, LEAST_BLOCKS) and (left >= plan.blocks or counted >= seconds):
                 break
-            if again > MOST_AGAIN * seconds and len(spent) >= min(plan.blocks, LEAST_BLOCKS):
+            if sum(spent) >= (1 + MOST_AGAIN) * seconds and len(spent) >= min(plan.blocks, LEAST_BLOCKS):
                 break
             number, begun = len(spent), sum(spent)
             spent.append(0.0)

@@ -51,7 +51,7 @@ def test_without_a_far_round_it_is_students_t_at_nine_tenths_of_the_error() -> N
 @pytest.mark.parametrize(("rounds", "level"), [(4, 0.05), (5, 0.05), (5, 0.01), (7, 0.05), (10, 0.02), (20, 0.05)])
 @pytest.mark.parametrize("chance", [0.0, 0.1])
 def test_false_alarms_keep_their_level(rounds: int, level: float, chance: float) -> None:
-    studies, alarms = 4000, 0
+    studies, alarms = 2000, 0
     for study in simulate(studies, rounds, chance, seed=rounds):
         found = stats.paired(study)
         assert found is not None

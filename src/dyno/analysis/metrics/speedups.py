@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dyno.analysis import stats
-from dyno.analysis.records.blocks import block_ratios, log_ratios
+from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import TrialResult
 from dyno.worker.spec import LOOKS, ROUNDS
 
@@ -43,8 +42,6 @@ def evidence(
         if found is not None:
             left_out = len(unfiltered) - len(paired)
             found = replace(found, disturbed=left_out, unfiltered=float(np.mean(unfiltered)))
-            if found.single and not any(each.is_quiet for each in block_ratios(reference, own, boundary, clock)):
-                found = replace(found, difference=math.nan)  # one round that was disturbed throughout is no evidence
     else:
         found = stats.unpaired(*medians)
     return found and of_rounds(found, own, reference, len(both))

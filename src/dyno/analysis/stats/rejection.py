@@ -11,6 +11,7 @@ import json
 import math
 from functools import lru_cache
 from pathlib import Path
+from statistics import median
 
 import numpy as np
 
@@ -30,11 +31,13 @@ def most_rejected(count: int) -> int:
 
 def keep_undisturbed(values: np.ndarray) -> np.ndarray:
     """Return the values that aren't rejected, in their order; float64 [rounds]."""
-    distance = np.abs(values - np.median(values))
-    is_far = distance > CUT * NORMAL * np.median(distance)
-    farthest = np.argsort(-distance, kind="stable")[: most_rejected(len(values))]
-    rejected = [k for k in farthest if is_far[k]]
-    return np.delete(values, rejected)
+    each = values.tolist()
+    middle = median(each)
+    distances = [abs(value - middle) for value in each]
+    limit = CUT * NORMAL * median(distances)
+    far = [k for k, distance in enumerate(distances) if distance > limit]
+    farthest = sorted(far, key=lambda k: -distances[k])[: most_rejected(len(each))]
+    return np.delete(values, farthest) if farthest else values
 
 
 def p_value(t: float, count: int, rejected: int) -> float:
@@ -49,6 +52,7 @@ def p_value(t: float, count: int, rejected: int) -> float:
     return min(1.0, max(plain, min(plain * factor / (1 - RESERVE + share / chance), chance / share)))
 
 
+@lru_cache(maxsize=4096)
 def critical_value(count: int, rejected: int, level: float) -> float:
     """Return the |t| whose p-value is `level`."""
     from scipy.optimize import brentq
