@@ -4,7 +4,7 @@
 # a call that is cut short loses nothing. PARTS names the parts to do (default: tests doctor study benchmarks matrix; beside
 # them profile; video: how well the GPU is fed; verdicts; and cores: verdicts on the CPU, a copy on each two cores). The tests
 # want a GPU for themselves: where the machine has two, tests and doctor have the first and everything else the second,
-# side by side. All 71 tests take more than 15 minutes: where a call may take ten, TESTS=1 does one half of them and TESTS=2
+# side by side. All tests take more than 15 minutes: where a call may take ten, TESTS=1 does one half of them and TESTS=2
 # the other, in whole files, as the tests of a file share what they build (TESTS=all, the default, does both).
 # STUDY_BATCHES are those of the study (default 1,32,256: twelve engines, so a quarter of an hour; 32 takes four minutes).
 # MATRIX_MINUTES ends the matrix of networks in time (default 9), MATRIX_JOBS says how many are built at once (default 3: with

@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import io
 import os
+import resource
 import signal
 import sys
 import traceback
@@ -23,6 +24,7 @@ from dyno.worker.spec import Unavailable, Unfinished, UserError, check_utf8, pla
 INTERRUPTED = 130
 CONTINUES = ("run", "demo", "train")  # commands that go on in the folder of the time before
 BAD_INPUT, UNFINISHED = 2, 3
+LEAST_MEMORY_B = 1 << 29
 TRACEBACK = "DYNO_TRACEBACK"  # the variable with which an error that isn't the user's is printed in full, too
 INTERNAL = "internal error"
 ELSEWHERE = "give another path (--out; DYNO_CACHE for the cache)"
@@ -108,6 +110,7 @@ def end(app: typer.Typer) -> None:
         signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
         _check_words(sys.argv[1:])
+        _check_memory()
         code = app(prog_name="dyno", standalone_mode=False)
         if code == INTERRUPTED:  # what typer makes of an interrupt
             raise KeyboardInterrupt
@@ -158,6 +161,16 @@ def _keep_details(e: Exception) -> str:
     except (OSError, RuntimeError):
         return f"what {TRACEBACK}=1 prints"
     return f"its details in {path}"
+
+
+def _check_memory() -> None:
+    """Refuse a limit on memory with which libraries hang or end the process while they are imported."""
+    allowed, _ = resource.getrlimit(resource.RLIMIT_AS)
+    if allowed != resource.RLIM_INFINITY and allowed < LEAST_MEMORY_B:
+        raise UserError(
+            f"memory is limited to {allowed >> 20:,} MiB (ulimit -v), which is too little; "
+            f"allow {LEAST_MEMORY_B >> 20:,} MiB or more"
+        )
 
 
 def _check_words(words: Sequence[str]) -> None:

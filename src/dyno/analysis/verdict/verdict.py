@@ -229,7 +229,7 @@ def _outcome(results: Results, contention: Contention | None) -> Iterator[Findin
         yield Finding(
             FAILURE,
             f"{sum(failed.values())} of {counting(total, 'trial')} did not finish: {counts}; each has its reason, and "
-            "`dyno run` with --retry-failed measures them again.",
+            "dyno run --retry-failed measures them again.",
             PROBLEMS,
         )
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
