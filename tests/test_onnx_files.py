@@ -286,6 +286,15 @@ def test_weights_of_four_bits_are_named_and_so_is_what_is_computed_in(call: Call
     }
 
 
+def test_weights_of_four_bits_are_run_in_batches(call: Call) -> None:
+    rng = np.random.default_rng(3)
+    packed, scale = rng.integers(0, 256, (64, 2, 16), np.uint8), rng.random(128, np.float32)
+    node = h.make_node("MatMulNBits", ["x", "q", "s"], ["y"], domain="com.microsoft", K=64, N=64, bits=4, block_size=32)
+    stored = [numpy_helper.from_array(packed, "q"), numpy_helper.from_array(scale, "s")]
+    found = measured(call, from_x([node], stored, "y"), "--batch", "1,4")
+    assert [(row["status"], row["precision"]) for row in found] == [("ok", "int4")] * 4
+
+
 def test_weights_of_eight_bits_that_are_widened_are_not_called_int8(call: Call) -> None:
     """OpenVINO widens such weights, and ONNX Runtime makes an integer product of them."""
     q = np.random.default_rng(2).integers(-127, 128, (64, 64)).astype(np.int8)

@@ -78,6 +78,16 @@ def test_a_ratio_has_its_useful_limit(low: float, high: float, text: str) -> Non
     assert formatting.ratio(2.0, low, high) == text
 
 
+def test_a_ratio_that_the_medians_contradict_is_printed_nowhere(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(trial_table, "_fits_latencies", lambda *_: False)
+    ways = [Way("pytorch"), Way("a", seconds=0.005), Way("b", seconds=0.004)]
+    run = trial_table.read(load(synthetic.write_run(tmp_path / "run", ways)))
+    texts = [*verdict.sentences(run), printed.trials(run, "text")]
+    assert "whether it is faster than pytorch fp32 is undecided." in texts[0] and "nan" not in " ".join(texts)
+
+
 def test_no_wide_interval_is_printed(wild: Results, tmp_path: Path) -> None:
     run = trial_table.read(wild)
     loose = run.frame["speedup_high"] > 2 * run.frame["speedup_low"]

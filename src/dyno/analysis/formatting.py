@@ -106,7 +106,9 @@ def limits(low: float, high: float, shown: Callable[[float], str]) -> str:
 
 
 def ratio(value: float, low: float, high: float) -> str:
-    """Return `2.10x [1.90, 2.30]`, `2.10x` without an interval, and of a wide one its `bound` alone."""
+    """Return `2.10x [1.90, 2.30]`, `2.10x` without an interval, of a wide one its `bound` alone, and UNCLEAR of NaN."""
+    if value != value:
+        return UNCLEAR
     if low == low and not bounded(low, high):
         return bound(low, high)
     return f"{value:.2f}x{limits(low, high, lambda v: f'{v:.2f}')}"

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from dyno.worker.backend import Session
+from dyno.worker.facts.precision import QUANTISED
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.input_data import relative_change
 from dyno.worker.inputs.layout import image_of
@@ -17,7 +18,7 @@ from dyno.worker.spec import BATCH, Trial, UserError
 Arrays = Mapping[str, np.ndarray]
 # What an input's outputs may change by, of their size, with the others of its batch: rounding changes little, but INT8
 # may take its ranges from the whole batch.
-TOLERANCE = {"fp32": 0.02, "tf32": 0.1, "fp16": 0.1, "bf16": 0.2, "int8": 0.3, "fp8": 0.3}
+TOLERANCE = {"fp32": 0.02, "tf32": 0.1, "fp16": 0.1, "bf16": 0.2, **dict.fromkeys(QUANTISED, 0.3)}
 SAME = 1e-6
 
 
