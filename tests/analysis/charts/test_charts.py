@@ -19,6 +19,7 @@ from dyno.analysis.charts import charts
 from dyno.analysis.records.results import Results
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables import trial_table
+from dyno.worker.spec import PRECISIONS
 
 
 @pytest.fixture(scope="module")
@@ -105,7 +106,7 @@ def test_many_trials_stay_a_picture_of_bounded_size(tmp_path: Path) -> None:
 def test_one_backend_one_colour_one_precision_one_marker() -> None:
     assert len({style.color(b) for b in style.COLORS}) == len(style.COLORS)
     assert style.color("my_engine") == style.color("my_engine")
-    assert len(set(style.MARKERS.values())) == len(set(style.HATCHES.values())) == 6
+    assert len(set(style.MARKERS.values())) == len(set(style.HATCHES.values())) == len(PRECISIONS)
 
 
 @pytest.mark.slow
