@@ -21,6 +21,7 @@ from pathlib import Path
 import pytest
 
 import preloaded as forked
+from decoder_file import write_decoder
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = {
@@ -183,7 +184,8 @@ def thin(folder: Path) -> None:
 
 
 def lay_out(folder: Path) -> None:
-    """What the pages take from a checkout."""
+    """What the pages take from a checkout, and the file of a decoder that one names."""
+    write_decoder(folder / "decoder.onnx")
     (folder / "examples").symlink_to(ROOT / "examples")
     shutil.copytree(ROOT / "studies", folder / "studies")
     for study in (folder / "studies").glob("*.toml"):

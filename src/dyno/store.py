@@ -109,7 +109,7 @@ class Run:
             held = (self.folder / LOCK).stat()
             try:
                 yield
-            except OSError as e:
+            except (OSError, UserError) as e:  # what reads the folder finds no run there
                 if self._is_there(held):
                     raise
                 raise self._gone() from e

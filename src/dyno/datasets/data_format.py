@@ -67,14 +67,17 @@ def formats() -> dict[str, DataFormat]:
 
 
 def format_of(path: Path) -> DataFormat:
-    """Return the format of the data set at the path; raises `UserError` when two fit, or none, or when only a format
-    fits that would overlook labels."""
+    """Return the format of the data set at the path: a plug-in's before Dyno's own.
+
+    Raises `UserError` when two fit, or none, or when only a format fits that would overlook labels.
+    """
     path, every_format = Path(path), formats().values()
     if not path.exists():
         raise UserError(f"no data folder {path}")
     try:
         fitting = [f for f in every_format if f.fits(path)]
         fitting = [f for f in fitting if not f.fallback] or fitting
+        fitting = [f for f in fitting if not type(f).__module__.startswith("dyno.")] or fitting
         if fitting and fitting[0].fallback:
             refuse_labels(path, is_class_folders=fitting[0].labels == "classes")
     except PermissionError as e:

@@ -286,7 +286,7 @@ def parse_error(parser: Any, log: Any) -> str:
     node = next((part for part in (name.groups() if name else ()) if part), "") or f"number {match[1]}"
     if re.search("UNSUPPORTED_NODE$", str(error.code())) or "Plugin not found" in text or text == "false":
         return f"it doesn't support the operator {match[2]} of node {node!r}"
-    return f"node {node!r} ({match[2]}): {shorten(text, 200)}"
+    return f"node {node!r} ({match[2]}): {shorten(text)}"
 
 
 def dtype_name(kind: Any) -> str:
