@@ -23,6 +23,24 @@ def test_a_wait_gets_a_line_where_nothing_is_drawn_anew(fake_trial: Callable[...
     assert told.getvalue() == said
 
 
+@pytest.fixture
+def verbose(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Progress, "is_verbose", True)
+
+
+def test_in_a_file_a_job_has_a_line_only_where_it_failed(fake_trial: Callable[..., Trial]) -> None:
+    told, trial = io.StringIO(), fake_trial()
+    progress = Progress(console=Console(file=told, width=200))
+    with progress.running([trial, trial]):
+        progress.other("make net engine int8 b1 224")
+        progress.start(trial, 0)
+        progress.done(trial, Record("ok", seconds=2.0))
+        progress.done(trial, Record("failed", reason="no file"))
+    (line,) = told.getvalue().splitlines()
+    assert line.startswith("2/2 failed ") and line.endswith("no file")
+
+
+@pytest.mark.usefixtures("verbose")
 def test_a_line_says_which_job_of_how_many_and_which_round(fake_trial: Callable[..., Trial]) -> None:
     told, trial = io.StringIO(), fake_trial()
     progress = Progress(console=Console(file=told, width=200))
@@ -51,6 +69,7 @@ def test_there_is_no_estimate_before_a_job_has_ended_and_it_never_falls_below_wh
         assert progress.remaining() == pytest.approx(200, rel=0.1)
 
 
+@pytest.mark.usefixtures("verbose")
 def test_a_file_that_takes_long_says_how_long() -> None:
     told = io.StringIO()
     progress = Progress(console=Console(file=told, width=200))
@@ -61,6 +80,7 @@ def test_a_file_that_takes_long_says_how_long() -> None:
     assert told.getvalue().splitlines() == ["make net engine int8 b1 224", "make net engine int8 b1 224: 1:23 minutes"]
 
 
+@pytest.mark.usefixtures("verbose")
 def test_files_made_with_other_options_have_other_lines(fake_trial: Callable[..., Trial]) -> None:
     told, trial = io.StringIO(), fake_trial()
     progress = Progress(console=Console(file=told, width=200))
@@ -75,6 +95,12 @@ def test_an_answer_so_far_is_a_line_in_a_file_and_a_table_on_a_terminal(fake_tri
     told = io.StringIO()
     Progress(console=Console(file=told, width=200)).show_answer("after round 1", ["fastest is b fp32."], rows)
     assert told.getvalue() == "after round 1: fastest is b fp32.\n"
+    timed = Progress(console=Console(file=(told := io.StringIO()), width=200))
+    with timed.running([fake_trial(), fake_trial()]):
+        timed.start(fake_trial(), 0)
+        timed.done(fake_trial(), Record("ok"), seconds=83)
+        timed.show_answer("after round 1 of 2", ["fastest is b fp32.", "most images with a."], rows)
+    assert told.getvalue() == "after round 1 of 2, about 1:23 left: fastest is b fp32. most images with a.\n"
     drawn = io.StringIO()
     progress = Progress(console=Console(file=drawn, width=80, force_terminal=True, color_system=None))
     with progress.running([fake_trial()]):

@@ -59,7 +59,13 @@ NOT_FOR_ONE = "routes reference search confirm peak energy turns block equivalen
 
 def command(panel: str, name: str | None = None) -> Callable[[options.F], options.F]:
     """Add a command below that heading of `dyno --help`."""
-    return app.command(name, cls=options.Command, rich_help_panel=panel)
+    register = app.command(name, cls=options.Command, rich_help_panel=panel)
+
+    def registered(function: options.F) -> options.F:
+        register(options.takes_verbose(function) if panel == MEASURE else function)
+        return function
+
+    return registered
 
 
 def _version(show: bool) -> None:

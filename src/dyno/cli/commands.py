@@ -104,8 +104,28 @@ def run(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
     """Run the study, print its tables, write its report; exit code 0, 1 (no trial within budget) or 3 (unfinished)."""
     from dyno.api import runnable
 
-    runnable.run(study, folder, retry_failed=retry_failed)
+    try:
+        runnable.run(study, folder, retry_failed=retry_failed)
+    except KeyboardInterrupt:
+        show_stopped(folder)
+        raise
     return finish(folder)
+
+
+def show_stopped(folder: Path) -> None:
+    """Print the answer so far of a study that was interrupted, if any round of it is stored."""
+    from dyno.analysis.formatting import wrapped
+    from dyno.analysis.presentation.export import export
+    from dyno.analysis.tables.trial_table import TRIALS
+    from dyno.analysis.verdict import verdict
+
+    try:
+        run = _read(folder)
+    except UserError:
+        return
+    if any(t.status == "ok" for t in run.records):
+        print(export([TRIALS.table(run)]))
+        print("\n".join(map(wrapped, verdict.read(run).lines)))
 
 
 def finish(folder: Path) -> int:

@@ -8,8 +8,7 @@ from typing import Any
 from rich.console import Console
 
 from dyno import datasets
-from dyno.api.runnable import run
-from dyno.cli.commands import finish
+from dyno.cli import commands
 from dyno.engine.run_names import RUNS, choose_folder
 from dyno.planning.model_info import model_spec
 from dyno.store import cache_dir, check_own, versions
@@ -71,5 +70,4 @@ def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
     if out == PLACE:
         out, notice = choose_folder(study, out)
         console.print(notice, soft_wrap=True, end="\n" if notice else "")
-    run(study, out)
-    return finish(out)
+    return commands.run(study, out)

@@ -116,6 +116,25 @@ def takes(*kinds: type, only: str = "", omit: str = "", **defaults: Any) -> Call
     return decorated
 
 
+def takes_verbose(command: F) -> F:
+    """Give a command that measures the option `--verbose`, which is the display's."""
+
+    @functools.wraps(command)
+    def called(*args: Any, verbose: bool, **values: Any) -> None:
+        from dyno.jobs.progress import Progress
+
+        Progress.is_verbose = verbose
+        command(*args, **values)
+
+    help_text = "Where output is no terminal, print a line for each job too."
+    option = typer.Option("--verbose", "-v", help=help_text, rich_help_panel=OUTPUT)
+    signature = inspect.signature(command, eval_str=True)
+    parameters = [*signature.parameters.values(), _named("verbose", Annotated[bool, option], False)]
+    vars(called).update(__signature__=signature.replace(parameters=parameters))
+    called.__annotations__ = {p.name: p.annotation for p in parameters}
+    return typing.cast(F, called)
+
+
 def _named(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 

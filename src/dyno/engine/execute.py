@@ -145,10 +145,13 @@ class Rounds:
                     for number in range(last + 1):
                         self._in_turns([t for t in same_model if number < t.plan.rounds], number, beside, self.options)
                         if incomplete and number < last:
-                            self._show_answer(number)
+                            self._show_answer(number, last + 1)
                     continue
-                for trial, number in order:
-                    self._alone(trial, number, self.options)
+                for number, jobs in itertools.groupby(order, key=lambda job: job[1]):
+                    for trial, _ in jobs:
+                        self._alone(trial, number, self.options)
+                    if incomplete and number < order[-1][1]:
+                        self._show_answer(number, order[-1][1] + 1)
 
     def further(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
         """Measure round `number` of trials of one model, at these boundaries only."""
@@ -164,15 +167,16 @@ class Rounds:
             for trial in again:
                 self._alone(trial, number, options)
 
-    def _show_answer(self, number: int) -> None:
-        """Show what the study says after that round."""
+    def _show_answer(self, number: int, planned: int = 0) -> None:
+        """Show what the study says after that round, one of those planned (0: of further ones)."""
         from dyno.analysis.tables import trial_table
         from dyno.analysis.verdict import verdict
 
         if not self.progress.quiet and self.progress.answer_s < READING_S:
             since = time.monotonic()
             answer = verdict.answer_so_far(trial_table.read(self.run.folder))
-            self.progress.show_answer(f"after round {number + 1}", answer.sentences, answer.rows)
+            title = f"after round {number + 1}" + (f" of {planned}" if planned else "")
+            self.progress.show_answer(title, answer.sentences, answer.rows)
             self.progress.answer_s = time.monotonic() - since
 
     def _in_turns(

@@ -6,6 +6,7 @@ import time
 from collections import ChainMap
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import ClassVar
 
 from rich.console import Console, Group, RenderableType
 from rich.live import Live
@@ -23,7 +24,12 @@ COLOURS = {"ok": "green", "skipped": "yellow"}
 
 
 class Progress:
-    """Live lines on a terminal, one plain line per finished job elsewhere, nothing when quiet."""
+    """Live lines on a terminal; elsewhere a line for each round and for what went wrong; nothing when quiet.
+
+    Where `is_verbose` is set, each job and each file has a line elsewhere too.
+    """
+
+    is_verbose: ClassVar[bool] = False
 
     def __init__(self, *, quiet: bool = False, console: Console | None = None) -> None:
         self.quiet = quiet
@@ -62,10 +68,10 @@ class Progress:
         if wrong:
             self._say(Text(f"{plain(wrong)}; building it again", "yellow"))
         if self.live is None:
-            self._say(Text(self.now))
+            self._say_detail(Text(self.now))
 
     def took(self) -> None:
-        """The file is there; one that took long has a line that says how long."""
+        """Say how long a file took that took long."""
         if (seconds := time.monotonic() - self.since) >= LONG_S:
             self._say(Text(f"{self.now}: {_clock(seconds)} minutes", "dim"))
 
@@ -73,7 +79,7 @@ class Progress:
         """A step that is neither a file nor a trial begins."""
         self._begin(what)
         if self.live is None:
-            self._say(Text(self.now))
+            self._say_detail(Text(self.now))
 
     def note(self, line: str) -> None:
         """Something that the user should know of, whatever begins next."""
@@ -81,11 +87,12 @@ class Progress:
 
     def show_answer(self, title: str, sentences: list[str], rows: list[tuple[str, str, str]]) -> None:
         """Show what the study says so far: on a terminal above the progress, with a table of (configuration, median
-        latency, speed-up), elsewhere a line for each sentence."""
+        latency, speed-up), elsewhere in one line with the time that is left."""
         lines = [Text(f"{plain(title)}: {plain(sentence)}", "bold") for sentence in sentences]
         if self.live is None:
-            for line in lines:
-                self._say(line)
+            left = self.remaining()
+            until = f", about {_clock(left)} left" if left and left >= 1 else ""
+            self._say(Text(": ".join(filter(None, (f"{plain(title)}{until}", " ".join(map(plain, sentences)))))))
             return
         table = Table("configuration", "median", "speed-up", box=None, padding=(0, 2), header_style="dim")
         for row in rows[:SHOWN_ROWS]:
@@ -129,12 +136,20 @@ class Progress:
             (f"  {self.step}" if self.step else "", "dim"),
             (f"  {plain(record.reason)}" if record.reason else f"  {record.seconds:.1f} s", "dim"),
         )
-        self._say(text)
+        if record.status == "ok":
+            self._say_detail(text)
+        else:
+            self._say(text)
         self.job, self.step = None, ""
 
     def _begin(self, what: str) -> None:
         self.now, self.stage, self.since = plain(what), "start", time.monotonic()
         self.job, self.step = None, ""
+
+    def _say_detail(self, line: Text) -> None:
+        """Say what a terminal shows for a moment, and a log only where it is verbose."""
+        if self.live is not None or self.is_verbose:
+            self._say(line)
 
     def _say(self, line: Text) -> None:
         if self.quiet:

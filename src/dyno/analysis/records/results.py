@@ -192,6 +192,12 @@ class TrialResult:
         return int((self.spec.get("plan") or {}).get("builds") or 0)
 
     @property
+    def is_cut_short(self) -> bool:
+        """Whether the study was stopped before all of the trial's rounds were measured."""
+        planned = int((self.spec.get("plan") or {}).get("rounds") or 0)
+        return self.status == "ok" and len(self.rounds) < planned
+
+    @property
     def made_by(self) -> MadeBy:
         """How that file was made; empty without one."""
         return self.artifact.made_by if self.artifact else MadeBy()

@@ -234,6 +234,9 @@ def _outcome(results: Results, contention: Contention | None) -> Iterator[Findin
         )
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
         yield Finding(WARNING, f"{_of(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
+    if short := [t for t in results if t.is_cut_short]:
+        rounds = counting(min(len(t.rounds) for t in short), "round")
+        yield Finding(WARNING, f"Stopped early, after {rounds}: this is the answer so far; the same command goes on.")
     if count["skipped"]:
         yield Finding(NOTE, f"{_of(count['skipped'], total, 'was', 'were')} skipped, each with its reason.", PROBLEMS)
     if contention and not contention.mostly:
