@@ -15,7 +15,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))  # for engine_ru
 import engine_run
 
 from dyno.api import cross_check
-from dyno.engine import gpu_lock
+from dyno.engine import device_lock
 from dyno.store import cache_dir, lock
 from dyno.worker.spec import UserError
 
@@ -76,7 +76,7 @@ def test_trtexec_waits_for_a_gpu_that_another_dyno_has(
     run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
-    monkeypatch.setattr(gpu_lock, "find_gpu", lambda device, environment: card)
+    monkeypatch.setattr(device_lock, "find_gpu", lambda device, environment: card)
     words, said = tool(run, "exit 0"), ""
     thread = threading.Thread(target=cross_check.cross_check, args=(run,))
     with lock(cache_dir() / "gpus" / "GPU-of-a-test.lock", pytest.fail):

@@ -22,7 +22,7 @@ from dyno.analysis.tables.compare import compare
 from dyno.analysis.verdict import comparison, verdict
 from dyno.api.take import take
 from dyno.engine.execute import Files, execute
-from dyno.engine.gpu_lock import launch_in_turn
+from dyno.engine.device_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.planning import plan
 from dyno.planning.plan import expand

@@ -25,7 +25,7 @@ from rich.console import Console
 
 import dyno
 import preloaded as forked
-from dyno.engine import gpu_lock
+from dyno.engine import device_lock
 from dyno.store import cache_dir, lock
 from dyno.training import display, session, split
 from dyno.worker.record import Record
@@ -194,7 +194,7 @@ def test_a_training_waits_for_a_gpu_that_another_dyno_has(
     flat: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
-    monkeypatch.setattr(gpu_lock, "find_gpu", lambda device, environment: card)
+    monkeypatch.setattr(device_lock, "find_gpu", lambda device, environment: card)
     words = {"model": NET, "channels": 1, "size": 32, "threads": 1, "epochs": 1, "batch": 16}
     thread = threading.Thread(target=dyno.train, args=(flat,), kwargs={**words, "out": tmp_path / "run"})
     said = ""

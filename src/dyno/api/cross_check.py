@@ -15,7 +15,7 @@ from pathlib import Path
 from dyno.analysis.records import timeline
 from dyno.analysis.records.results import TrialResult, load
 from dyno.analysis.trtexec import command, differences, log, terms
-from dyno.engine.gpu_lock import held
+from dyno.engine.device_lock import held
 from dyno.jobs.telemetry import Telemetry
 from dyno.worker.spec import Runtime, UserError
 

@@ -8,7 +8,7 @@ from typing import Any
 from dyno.analysis.ranking import references
 from dyno.analysis.records.results import place_in_group
 from dyno.engine import retry
-from dyno.engine.gpu_lock import held
+from dyno.engine.device_lock import held
 from dyno.engine.turns import Group, Player
 from dyno.jobs.progress import Progress
 from dyno.store import COMPANION, ROUND, Run

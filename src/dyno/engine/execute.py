@@ -18,7 +18,7 @@ from dyno.analysis.ranking import references
 from dyno.analysis.records import gpu_remarks, timeline
 from dyno.engine import ensemble, further_rounds, retry, self_test
 from dyno.engine.ensemble import model_key
-from dyno.engine.gpu_lock import launch_in_turn
+from dyno.engine.device_lock import launch_in_turn
 from dyno.engine.peak import SUSTAINED_S, find_peak, keep_idle
 from dyno.engine.run_folder import prepare_folder, refuse_other
 from dyno.engine.search import precisions, routes

@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.analysis.telemetry.energy import IDLE
-from dyno.engine.gpu_lock import held, launch_in_turn
+from dyno.engine.device_lock import held, launch_in_turn
 from dyno.jobs.launcher import environment
 from dyno.jobs.progress import Progress
 from dyno.jobs.telemetry import Telemetry

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.api.runnable import run
-from dyno.engine import gpu_lock
+from dyno.engine import device_lock
 from dyno.jobs.launcher import launch
 from dyno.planning.checks import check_device, check_threads, check_weights
 from dyno.planning.model_info import inspect_model, model_spec, sizes
@@ -163,7 +163,7 @@ def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool
         return stored, False
     begun = datetime.now(UTC).isoformat(timespec="seconds")
     _describe(plan, folder, {"status": "running", "started": begun})
-    with gpu_lock.held(job.runtime, view.waiting), view.running(opening):
+    with device_lock.held(job.runtime, view.waiting), view.running(opening):
         record = launch(job, folder, math.inf, view.tick)
     if rows := history(folder):
         try:

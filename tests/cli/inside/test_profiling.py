@@ -14,7 +14,7 @@ import torch
 
 import dyno
 from dyno.api.inside import forms
-from dyno.engine.gpu_lock import launch_in_turn
+from dyno.engine.device_lock import launch_in_turn
 from dyno.planning import checks
 from dyno.worker.spec import Job
 

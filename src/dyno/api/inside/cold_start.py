@@ -16,7 +16,7 @@ from dyno.analysis.inside.cold import COLD, WARM, Starts
 from dyno.analysis.presentation.table import Table
 from dyno.api.inside import forms
 from dyno.api.inside.profiling import engines
-from dyno.engine.gpu_lock import launch_in_turn
+from dyno.engine.device_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import one_model
 from dyno.study import Study

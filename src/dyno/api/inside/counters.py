@@ -10,7 +10,7 @@ from pathlib import Path
 
 from dyno.analysis.inside.gpu import ncu
 from dyno.analysis.inside.gpu.ncu import Report
-from dyno.engine.gpu_lock import launch_in_turn
+from dyno.engine.device_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Trial, UserError

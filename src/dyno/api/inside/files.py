@@ -21,7 +21,7 @@ from dyno.analysis.layer_files.steps import Timeline, timelines
 from dyno.analysis.presentation.table import Table
 from dyno.api.inside import forms
 from dyno.api.inside.forms import GraphFile, Side
-from dyno.engine.gpu_lock import launch_in_turn
+from dyno.engine.device_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.store import check_writable
 from dyno.worker import registry

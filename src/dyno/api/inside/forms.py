@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.engine.execute import Files
-from dyno.engine.gpu_lock import launch_in_turn
+from dyno.engine.device_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.planning import defaults
 from dyno.planning.checks import check_weights

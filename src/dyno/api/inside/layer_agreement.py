@@ -13,7 +13,7 @@ from dyno.analysis.numerics.tables import ORDERS, Compared
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.ranking.correctness import TOLERANCES
 from dyno.api.inside import forms
-from dyno.engine.gpu_lock import launch_in_turn
+from dyno.engine.device_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import one_model
 from dyno.study import Choice, Study, model_name

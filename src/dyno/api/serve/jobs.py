@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.api.video.jobs import SHARED_PROCESSORS
-from dyno.engine.gpu_lock import launch_in_turn
+from dyno.engine.device_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.worker.record import Record
 from dyno.worker.serve.options import ServeOptions

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from dyno.engine.gpu_lock import held
+from dyno.engine.device_lock import held
 from dyno.jobs.launcher import Interrupted, launch
 from dyno.jobs.progress import Progress
 from dyno.worker.record import Record

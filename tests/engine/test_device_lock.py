@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from dyno import Study
-from dyno.engine import gpu_lock
-from dyno.engine.gpu_lock import launch_in_turn
+from dyno.engine import device_lock
+from dyno.engine.device_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
 from dyno.store import cache_dir
@@ -28,7 +28,7 @@ CUDA = Runtime(threads=1, device="cuda:0")
 def gpu(monkeypatch: pytest.MonkeyPatch) -> Path:
     """A GPU that jobs are told of, as far as its lock; the file of that lock."""
     card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
-    monkeypatch.setattr(gpu_lock, "find_gpu", lambda device, environment: card if device == "cuda:0" else None)
+    monkeypatch.setattr(device_lock, "find_gpu", lambda device, environment: card if device == "cuda:0" else None)
     return cache_dir() / "gpus" / "GPU-of-a-test.lock"
 
 
