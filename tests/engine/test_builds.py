@@ -21,8 +21,8 @@ from dyno.analysis.tables import trial_table
 from dyno.analysis.tables.compare import compare
 from dyno.analysis.verdict import comparison, verdict
 from dyno.api.take import take
-from dyno.engine.execute import Files, execute
 from dyno.engine.device_lock import launch_in_turn
+from dyno.engine.execute import Files, execute
 from dyno.jobs.progress import Progress
 from dyno.planning import plan
 from dyno.planning.plan import expand

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import subprocess
+import sys
 import threading
 import time
 import types
 from collections.abc import Callable
+from contextlib import suppress
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
 
 from dyno import Study
 from dyno.engine import device_lock
-from dyno.engine.device_lock import launch_in_turn
+from dyno.engine.device_lock import launch_in_turn, processors_held
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
 from dyno.store import cache_dir
@@ -53,7 +57,7 @@ def test_a_job_waits_for_another_s_gpu_and_says_so(fake_trial: Trials, tmp_path:
         deadline = time.monotonic() + 600
         while not progress.stage and time.monotonic() < deadline:
             time.sleep(0.01)
-        assert progress.stage == f"waiting for process {os.getpid()}, another dyno on this GPU"
+        assert progress.stage == f"waiting for process {os.getpid()}, another dyno on this device"
         assert not ended and not (tmp_path / "gpu").exists()
     thread.join()
     assert ended[0].status == "ok"
@@ -90,3 +94,70 @@ def test_two_jobs_are_not_timed_at_once(tmp_path: Path) -> None:
     assert [record.status for record in ended] == ["ok", "ok"], [record.reason for record in ended]
     (_, first_end), (second_begin, _) = sorted(record.facts.timed["model"] for record in ended)
     assert first_end < second_begin
+
+
+# A process that holds the processors for blocks of a twentieth of a second and writes down when.
+HOLDER = """
+import sys, time
+from dyno.engine.device_lock import processors_held
+from dyno.worker.spec import Runtime
+
+said = []
+for _ in range(10):
+    with processors_held(Runtime(device="cpu"), said.append):
+        begin = time.monotonic()
+        time.sleep(0.05)
+        print(begin, time.monotonic(), flush=True)
+print(*{*said})
+"""
+
+
+def test_two_studies_measure_in_turns_on_the_same_processors() -> None:
+    holders = [subprocess.Popen([sys.executable, "-c", HOLDER], stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    ended = [holder.communicate(timeout=600)[0].splitlines() for holder in holders]
+    spans = sorted((*map(float, line.split()), number) for number, lines in enumerate(ended) for line in lines[:-1])
+    assert len(spans) == 20
+    assert all(first[1] <= second[0] for first, second in pairwise(spans)), "no two at once"
+    begins = [max(float(lines[0].split()[0]) for lines in ended), min(float(lines[-2].split()[1]) for lines in ended)]
+    both = [number for begin, end, number in spans if begin >= begins[0] and end <= begins[1]]
+    assert all(a != b for a, b in pairwise(both)), "the one that waits is next"
+    for lines, other in zip(ended, reversed(holders), strict=True):
+        assert lines[-1] in (str(other.pid), ""), "the process that is waited for"
+    assert any(lines[-1] for lines in ended)
+
+
+def test_studies_on_processors_apart_do_not_wait() -> None:
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        pytest.skip("needs two processors")
+    waited: list[str] = []
+    apart = HOLDER.replace("said = []", f"said = []\nimport os\nos.sched_setaffinity(0, [{cores[1]}])")
+    try:
+        os.sched_setaffinity(0, cores[:1])
+        with processors_held(Runtime(device="cpu"), waited.append):
+            done = subprocess.run([sys.executable, "-c", apart], capture_output=True, text=True, timeout=600)
+    finally:
+        os.sched_setaffinity(0, cores)
+    assert done.returncode == 0 and len(done.stdout.splitlines()) == 11 and not done.stdout.splitlines()[-1]
+
+
+def test_an_interrupt_while_waiting_keeps_nothing() -> None:
+    code = HOLDER.replace("range(10)", "range(1)").replace("0.05", "600")
+    holder = subprocess.Popen([sys.executable, "-c", code + "\n"], stdout=subprocess.PIPE, text=True)
+    try:
+        deadline = time.monotonic() + 600
+        waited: list[str] = []
+
+        def interrupt(owner: str) -> None:
+            waited.append(owner)
+            raise KeyboardInterrupt
+
+        while not waited and time.monotonic() < deadline:
+            with suppress(KeyboardInterrupt), processors_held(Runtime(device="cpu"), interrupt):
+                time.sleep(0.01)
+        assert waited == [str(holder.pid)]
+    finally:
+        holder.kill()
+        holder.wait()
+    done = subprocess.run([sys.executable, "-c", HOLDER], capture_output=True, text=True, timeout=600)
+    assert done.stdout.splitlines()[-1] == "", "nobody has a place in the queue any more"

@@ -19,7 +19,7 @@ def test_a_wait_gets_a_line_where_nothing_is_drawn_anew(fake_trial: Callable[...
     progress.start(fake_trial(), 0)
     progress.tick("load", 0.1)
     progress.waiting("7")
-    said = "net fake@latency_ms=0.1 fp32 b2 4  round 1 of 1: waiting for process 7, another dyno on this GPU\n"
+    said = "net fake@latency_ms=0.1 fp32 b2 4  round 1 of 1: waiting for process 7, another dyno on this device\n"
     assert told.getvalue() == said
 
 

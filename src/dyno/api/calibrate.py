@@ -21,8 +21,8 @@ from dyno.analysis.records.rounds import Round
 from dyno.analysis.self_test.figures import CURVE, SelfTest
 from dyno.analysis.self_test.stored import Pair, Stored, TestRound
 from dyno.engine import self_test
-from dyno.engine.execute import Files
 from dyno.engine.device_lock import held
+from dyno.engine.execute import Files
 from dyno.engine.turns import Group, Player
 from dyno.jobs.progress import Progress
 from dyno.planning.checks import check_device

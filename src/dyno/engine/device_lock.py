@@ -1,10 +1,16 @@
-"""One job at a time on a GPU, among all studies of a user."""
+"""One job at a time on a GPU, and on a processor, among all studies of a user."""
 
 from __future__ import annotations
 
+import fcntl
 import os
+import platform
+import struct
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from functools import cache
+from itertools import groupby
 from pathlib import Path
 
 from dyno.jobs.launcher import launch
@@ -13,6 +19,10 @@ from dyno.jobs.progress import Progress
 from dyno.store import cache_dir
 from dyno.worker.record import Record, lock
 from dyno.worker.spec import Job, Runtime
+
+NEXT = 1 << 20  # the byte of the process that is next, behind those of all processors
+OWNER = "hhqqi4x"  # struct flock of 64-bit Linux: type, whence, start, length, process
+Waiting = Callable[[str], None]
 
 
 def launch_in_turn(
@@ -23,13 +33,14 @@ def launch_in_turn(
     extra: Mapping[str, str] | None = None,
     tool: Sequence[str] = (),
 ) -> Record:
-    """`launch` for a job that times something, when its GPU is `held`; the wait doesn't count towards `timeout_s`."""
-    with held(job.runtime, progress.waiting):
+    """`launch` for a job that times something, when its GPU or the processors are held; the wait doesn't count towards
+    `timeout_s`."""
+    with held(job.runtime, progress.waiting), processors_held(job.runtime, progress.waiting):
         return launch(job, folder, timeout_s, progress.tick, extra, tool=tool)
 
 
 @contextmanager
-def held(runtime: Runtime, waiting: Callable[[str], None]) -> Iterator[None]:
+def held(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
     """Hold the runtime's GPU while the block runs, after a wait for any other dyno that holds it.
 
     Two studies side by side would slow each other down unevenly, and a builder that times its kernels beside a running
@@ -40,6 +51,86 @@ def held(runtime: Runtime, waiting: Callable[[str], None]) -> Iterator[None]:
         return
     with lock(cache_dir() / "gpus" / f"{uuid}.lock", waiting):
         yield
+
+
+@contextmanager
+def processors_held(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
+    """Hold the processors that this process may use while the block runs, after a wait for any other dyno on one.
+
+    The next one has a place in a queue, so that two studies that hold them for short blocks measure in turns. `waiting`
+    is called with the process that holds one. Nothing is held for a job on a GPU, nor where files can't be locked.
+    """
+    ranges = _ranges(os.sched_getaffinity(0)) if runtime.device == "cpu" else []
+    try:
+        held_now = ranges and _processors(cache_dir() / "processors" / f"{platform.node()}.lock")
+    except OSError:
+        held_now = None
+    if not held_now:
+        yield
+        return
+    held_now.take(ranges, waiting)
+    try:
+        yield
+    finally:
+        held_now.let_go()
+
+
+class _Processors:
+    """A byte of a file for each processor, locked by the process that measures there; a lock ends with its process.
+
+    The locks are of the whole process: threads that measure at once are those of one study, on processors apart.
+    """
+
+    def __init__(self, path: Path) -> None:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o666)
+        self._users = 0
+        self._guard = threading.Lock()
+
+    def take(self, ranges: Sequence[tuple[int, int]], waiting: Waiting) -> None:
+        """Lock the ranges of processors (first, count)."""
+        with self._guard:
+            if not self._users:
+                try:
+                    self._lock([(NEXT, 1)], lambda owner: None)
+                    self._lock(ranges, waiting)
+                except BaseException:  # an interrupt while it waits, in a process that may live on
+                    fcntl.lockf(self._file, fcntl.LOCK_UN)
+                    raise
+                fcntl.lockf(self._file, fcntl.LOCK_UN, 1, NEXT)
+            self._users += 1
+
+    def let_go(self) -> None:
+        """Let the next one take them, unless another thread of this process still measures."""
+        with self._guard:
+            self._users -= 1
+            if not self._users:
+                fcntl.lockf(self._file, fcntl.LOCK_UN)
+
+    def _lock(self, ranges: Sequence[tuple[int, int]], waiting: Waiting) -> None:
+        for first, count in ranges:
+            try:
+                fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first)
+            except OSError:
+                waiting(self._owner(first, count))
+                fcntl.lockf(self._file, fcntl.LOCK_EX, count, first)
+
+    def _owner(self, first: int, count: int) -> str:
+        """Return the process that holds one of the range; "unknown" once it has let go, or in another container."""
+        asked = struct.pack(OWNER, fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
+        kind, *_, process = struct.unpack(OWNER, fcntl.fcntl(self._file, fcntl.F_GETLK, asked))
+        return str(process) if kind != fcntl.F_UNLCK and process > 0 else "unknown"
+
+
+_processors = cache(_Processors)
+
+
+def _ranges(processors: set[int]) -> list[tuple[int, int]]:
+    """Return the runs of numbers without a gap, as (first, count), in ascending order: whoever locks several locks
+    them in the same order, so that no two wait for each other."""
+    numbered = groupby(enumerate(sorted(processors)), key=lambda pair: pair[1] - pair[0])
+    runs = [[number for _, number in run] for _, run in numbered]
+    return [(run[0], len(run)) for run in runs]
 
 
 def _uuid(runtime: Runtime) -> str:

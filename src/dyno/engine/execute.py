@@ -17,8 +17,8 @@ from typing import Any
 from dyno.analysis.ranking import references
 from dyno.analysis.records import gpu_remarks, timeline
 from dyno.engine import ensemble, further_rounds, retry, self_test
-from dyno.engine.ensemble import model_key
 from dyno.engine.device_lock import launch_in_turn
+from dyno.engine.ensemble import model_key
 from dyno.engine.peak import SUSTAINED_S, find_peak, keep_idle
 from dyno.engine.run_folder import prepare_folder, refuse_other
 from dyno.engine.search import precisions, routes

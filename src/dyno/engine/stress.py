@@ -11,8 +11,8 @@ from dyno.analysis.formatting import show
 from dyno.analysis.presentation.export import export
 from dyno.analysis.records.arrays import read_npz
 from dyno.analysis.tables import stress_table
-from dyno.engine.execute import Files
 from dyno.engine.device_lock import launch_in_turn
+from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
 from dyno.planning.planned import Planned

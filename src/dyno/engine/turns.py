@@ -21,6 +21,7 @@ from uuid import uuid4
 
 import psutil
 
+from dyno.engine.device_lock import processors_held
 from dyno.jobs import launcher, memory
 from dyno.jobs.memory import ROOM, UNKNOWN_B
 from dyno.jobs.nvml import Gpu, find_gpu
@@ -249,7 +250,14 @@ class Group:
         return random.Random(f"{self.seed} {what}").sample(list(listed), len(listed))
 
     def _advance(self, players: Sequence[Player], word: str = "") -> None:
-        """Let the players run at once, after telling them the word, until each has spoken again or ended."""
+        """Let the players run at once, after telling them the word, until each has spoken again or ended; no other dyno
+        measures on these processors meanwhile."""
+        if not players:
+            return
+        with processors_held(players[0].job.runtime, self.progress.sharing):
+            self._run(players, word)
+
+    def _run(self, players: Sequence[Player], word: str) -> None:
         running, begin = list(players), time.monotonic()
         measuring = word == GO and any(player.said != IMPORTED for player in players)
         if word:

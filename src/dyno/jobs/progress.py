@@ -45,6 +45,7 @@ class Progress:
         self.now = ""
         self.step = ""
         self.stage = ""
+        self.shared_with: set[str] = set()  # processes of other studies that measure on the same processors
         self.since = time.monotonic()
 
     @contextmanager
@@ -115,9 +116,17 @@ class Progress:
 
     def waiting(self, owner: str) -> None:
         """The job waits for that process's; without a terminal it gets a line, or it would look like a hang."""
-        self.stage = f"waiting for process {plain(owner)}, another dyno on this GPU"
+        self.stage = f"waiting for process {plain(owner)}, another dyno on this device"
         if self.live is None:
             self._say(Text(f"{self.now}: {self.stage}"))
+
+    def sharing(self, owner: str) -> None:
+        """Blocks are measured in turns with that process's; the user learns it once."""
+        if owner not in self.shared_with:
+            self.shared_with.add(owner)
+            self.note(
+                f"another dyno (process {owner}) measures on these processors: both go on in turns, block by block"
+            )
 
     def done(self, trial: Trial, record: Record, *, stored: bool = False, seconds: float | None = None) -> None:
         """A job ended after that long (default: since it began), or its record was stored already."""

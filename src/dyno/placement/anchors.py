@@ -12,8 +12,8 @@ from pathlib import Path
 
 from dyno.analysis.records.notes.devices import Device, of_rounds
 from dyno.analysis.records.rounds import Round
-from dyno.engine.execute import Files
 from dyno.engine.device_lock import held
+from dyno.engine.execute import Files
 from dyno.engine.turns import Group, Player, each_and_all
 from dyno.jobs import memory
 from dyno.jobs.progress import Progress

@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from dyno.engine.execute import Files
 from dyno.engine.device_lock import launch_in_turn
+from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
 from dyno.planning import defaults
 from dyno.planning.checks import check_weights
