@@ -7,7 +7,7 @@
     python benchmarks/verdicts.py --short
 
 The same as `dyno calibrate`, for longer, with more equal pairs, and twice for each backend: as the machine is, and
-beside a neighbour that keeps one core busy at random. Prints how many studies of three, five and ten rounds called
+beside the programs of a person, which `beside.py` plays. Prints how many studies of three, five and ten rounds called
 equal processes faster or slower (with the one-sided upper 95 % limit), how many intervals hold the true ratio, and in
 how many studies a slow-down was seen. --store keeps the self-tests, and --read prints the tables of all that a folder
 holds: several copies, each on cores of its own, are pooled.
@@ -18,20 +18,19 @@ from __future__ import annotations
 import argparse
 import csv
 import json
-import multiprocessing
 import os
-import random
 import statistics
 import sys
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import groupby
 from pathlib import Path
 from typing import Any
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from beside import SHARE, company
 
 from dyno.analysis.formatting import markdown_table
 from dyno.analysis.self_test.figures import Rate, SelfTest, Verdicts
@@ -48,33 +47,7 @@ LAYOUT = Layout((0.0, 0.0, 0.0, 0.0, 0.02, 0.05), ((0, 1), (2, 3), (0, 4), (2, 5
 UNTIL_PAIRS = ((0, 1), (2, 3), (4, 5))
 UNTIL_S = 2.0  # of each process and round, as `dyno run` has them
 SHORT: dict[str, Any] = {"rounds": 3, "seconds": 0.2, "warmup": 0.1}
-BURST_S = 0.5  # of the neighbour, on average; between two of them as long
-ALONE, BESIDE = "the machine as it is", "beside a neighbour"
-
-
-def bursts(seed: int) -> None:
-    """Keep a core busy for random times with random rests, for ever."""
-    draw = random.Random(seed)
-    while True:
-        end = time.monotonic() + draw.expovariate(1 / BURST_S)
-        while time.monotonic() < end:
-            pass
-        time.sleep(draw.expovariate(1 / BURST_S))
-
-
-@contextmanager
-def neighbour(wanted: bool) -> Iterator[None]:
-    """A process that is busy at random while the block runs."""
-    if not wanted:
-        yield
-        return
-    beside = multiprocessing.Process(target=bursts, args=(0,), daemon=True)
-    beside.start()
-    try:
-        yield
-    finally:
-        beside.terminate()
-        beside.join()
+ALONE, BESIDE = "the machine as it is", "beside a person's programs"
 
 
 @dataclass(frozen=True)
@@ -200,7 +173,7 @@ def measured(asked: argparse.Namespace) -> Iterator[Measured]:
     for backend in backends:
         for condition in conditions:
             minutes = asked.minutes / len(backends) / len(conditions)
-            with neighbour(condition == BESIDE):
+            with company(SHARE if condition == BESIDE else 0.0, os.getpid()):
                 since = time.monotonic()
                 test = calibrate(asked.model, backend=backend, device=asked.device, minutes=minutes, layout=layout,
                                  keep=False, **fields)  # fmt: skip
@@ -243,8 +216,8 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--python", action="append", default=[], help="NAME=PATH, as dyno run has it")
     conditions = parser.add_mutually_exclusive_group()
-    conditions.add_argument("--alone", action="store_true", help="without the neighbour only")
-    conditions.add_argument("--beside", action="store_true", help="beside the neighbour only")
+    conditions.add_argument("--alone", action="store_true", help="without the programs only")
+    conditions.add_argument("--beside", action="store_true", help="beside the programs only")
     parser.add_argument("--short", action="store_true", help="three short rounds: does it run at all?")
     parser.add_argument("--csv", type=Path, help="beginning of the names of two files for docs/measured/data")
     parser.add_argument("--run", default="", help="the run's name there")

@@ -1,0 +1,198 @@
+"""A person's machine: programs that come and go beside a measurement, the same ones for the same seed.
+
+    python benchmarks/beside.py -- dyno run model.onnx --out runs/beside      any command beside them
+    python benchmarks/beside.py --demos 20 [--share 0.3] [--seed 0]           how the demo's verdict holds beside them
+    python benchmarks/beside.py --demos 3 --share 0                           the same on the machine as it is
+
+The programs come in bursts of 0.2 to 20 s, on one processor or on all of this process's, and take about 30 % of the
+time. Each burst computes, copies memory, or writes files and reads them. Of each demo a row says which configuration
+won at batch 1, its speed-up over the reference with the interval, how long the command took, and whether it decided
+within its time; the last lines count in how many the winner was among the best of the first demo, the interval was
+within 15 % and the decision came within 5 minutes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import multiprocessing
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+
+from dyno.analysis.formatting import markdown_table
+from dyno.analysis.ranking import rankings
+from dyno.analysis.ranking.frontier import LATENCY
+from dyno.analysis.stats import FASTER
+from dyno.analysis.tables import trial_table
+
+SHARE = 0.3  # of the time in which a program runs
+SHORTEST_S, LONGEST_S = 0.2, 20.0  # of a burst; log-uniform between them
+MEAN_S = (LONGEST_S - SHORTEST_S) / math.log(LONGEST_S / SHORTEST_S)
+MEMORY_MB, FILE_MB = 128, 32
+NARROW, SOON_S = 1.15, 300.0
+KINDS = ("compute", "memory", "disk")
+
+
+@dataclass(frozen=True)
+class Burst:
+    """What runs from `begin` to `end`, in seconds since the beginning, on these processors."""
+
+    begin: float
+    end: float
+    cores: tuple[int, ...]
+    kind: str
+
+
+def bursts(seed: int, share: float, cores: list[int]) -> Iterator[Burst]:
+    """Draw bursts for ever; they take the share of the time."""
+    draw, now = random.Random(seed), 0.0
+    while True:
+        now += draw.expovariate(share / ((1 - share) * MEAN_S))
+        length = math.exp(draw.uniform(math.log(SHORTEST_S), math.log(LONGEST_S)))
+        chosen = tuple(cores) if draw.random() < 0.5 else (draw.choice(cores),)
+        yield Burst(now, now + length, chosen, draw.choice(KINDS))
+        now += length
+
+
+def work(kind: str, until: float, scratch: Path) -> None:
+    """Keep a processor busy until then (by the monotonic clock)."""
+    noise = np.random.default_rng(0).integers(0, 256, MEMORY_MB << 20, np.uint8)
+    while time.monotonic() < until:
+        if kind == "compute":
+            zlib.compress(noise[: 1 << 20].tobytes(), 6)
+        elif kind == "memory":
+            noise.copy()
+        else:
+            path = scratch / f"{os.getpid()}.bin"
+            path.write_bytes(noise[: FILE_MB << 20].tobytes())
+            path.read_bytes()
+            path.unlink()
+
+
+def play(core: int, seed: int, share: float, cores: list[int], scratch: Path) -> None:
+    """Play the bursts of a processor, for ever."""
+    os.sched_setaffinity(0, cores)
+    start = time.monotonic()
+    for burst in bursts(seed, share, cores):
+        if core in burst.cores:
+            time.sleep(max(0.0, start + burst.begin - time.monotonic()))
+            work(burst.kind, start + burst.end, scratch)
+
+
+@contextmanager
+def company(share: float, seed: int = 0) -> Iterator[None]:
+    """Play a person's programs while the block runs; none for a share of 0."""
+    cores = sorted(os.sched_getaffinity(0)) if share else []
+    with tempfile.TemporaryDirectory() as scratch:
+        players = [
+            multiprocessing.Process(target=play, args=(core, seed, share, cores, Path(scratch)), daemon=True)
+            for core in cores
+        ]
+        for player in players:
+            player.start()
+        try:
+            yield
+        finally:
+            for player in players:
+                player.terminate()
+                player.join()
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """How a demo ended: the winner at batch 1, those that may be as fast, its speed-up, and the seconds it took."""
+
+    winner: str
+    equals: frozenset[str]
+    speedup: tuple[float, float, float]
+    word: str
+    rounds: int
+    seconds: float
+
+    @property
+    def is_narrow(self) -> bool:
+        value, low, high = self.speedup
+        return max(value / low, high / value) <= NARROW
+
+
+def read(folder: Path, seconds: float) -> Verdict:
+    """Read how the demo in the folder ended."""
+    run = trial_table.read(folder)
+    rows = next(iter(rankings.rankings(run))).ranked(LATENCY)
+    ordered = rows.to_dict("records")
+    names = [f"{row['backend']} {row['precision']} b{row['batch']}" for row in ordered]
+    best = ordered[0]
+    return Verdict(
+        names[0],
+        frozenset(name for name, row in zip(names, ordered, strict=True) if row["speedup_high"] >= best["speedup_low"]),
+        (best["speedup"], best["speedup_low"], best["speedup_high"]), best["verdict"],
+        len(run.trials[best["trial"]].good), seconds,
+    )  # fmt: skip
+
+
+def demo(share: float, seed: int, *flags: str) -> Verdict:
+    """Run the demo beside the programs."""
+    with tempfile.TemporaryDirectory() as scratch, company(share, seed):
+        begin = time.monotonic()
+        command = [sys.executable, "-m", "dyno", "demo", "--out", "demo", *flags]
+        done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
+        seconds = time.monotonic() - begin
+        assert done.returncode in (0, 1), done.stderr
+        return read(Path(scratch, "demo"), seconds)
+
+
+def row(number: int, one: Verdict) -> list[str]:
+    """A row of the table."""
+    value, low, high = one.speedup
+    ends = f"{value:.3g} [{low:.3g}, {high:.3g}]"
+    return [str(number), one.winner, ends, one.word, str(one.rounds), f"{one.seconds / 60:.1f}"]
+
+
+def main() -> None:
+    """Run the command or the demos beside the programs."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("--share", type=float, default=SHARE, help="of the time in which a program runs")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--demos", type=int, default=0, help="so many demos, each beside other bursts")
+    parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND…")
+    asked = parser.parse_args()
+    if not asked.demos:
+        command = asked.command[1:] if asked.command[:1] == ["--"] else asked.command
+        if not command:
+            parser.error("give --demos, or a command behind --")
+        with company(asked.share, asked.seed):
+            sys.exit(subprocess.run([shutil.which(command[0]) or command[0], *command[1:]]).returncode)
+    demo(0.0, 0, "--quick")  # trains the network and makes the files, which the others find in the cache
+    ended: list[Verdict] = []
+    for number in range(asked.demos):
+        ended.append(demo(asked.share, asked.seed + number))
+        print(f"{number + 1}/{asked.demos} {' '.join(row(number + 1, ended[-1])[1:])}", file=sys.stderr)
+    headings = ["demo", "fastest at batch 1", "speed-up", "verdict", "rounds", "minutes"]
+    print(
+        markdown_table(
+            headings, [row(n + 1, one) for n, one in enumerate(ended)], [True, False, True, False, True, True]
+        )
+    )
+    best, count = ended[0].equals, len(ended)
+    print(f"\nthe winner is among the best of the first demo in {sum(one.winner in best for one in ended)} of {count}")
+    print(f"its interval is within 15 % in {sum(one.is_narrow for one in ended)} of {count}")
+    soon = sum(one.word == FASTER and one.seconds <= SOON_S for one in ended)
+    print(f"decided within 5 minutes, starting and the report included, in {soon} of {count}")
+
+
+if __name__ == "__main__":
+    main()
