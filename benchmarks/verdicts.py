@@ -28,9 +28,10 @@ from itertools import groupby
 from pathlib import Path
 from typing import Any
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT / "src"), str(ROOT)]
 
-from beside import SHARE, company
+from benchmarks.beside import SHARE, company
 
 from dyno.analysis.formatting import markdown_table
 from dyno.analysis.self_test.figures import Rate, SelfTest, Verdicts
