@@ -33,7 +33,7 @@ def cells(tmp_path_factory: pytest.TempPathFactory, preloaded: str) -> list[Any]
     for cell in notebook.cells:
         cell.source = cell.source.replace("seconds=0.2", SHORT)
     notebook.cells.insert(0, nbformat.v4.new_code_cell(code))
-    limits = {"timeout": 900, "startup_timeout": 900}
+    limits = {"timeout": 900, "startup_timeout": 900, "iopub_timeout": 600}
     NotebookClient(notebook, **limits, resources={"metadata": {"path": str(folder)}}).execute()
     assert (folder / "runs/notebook/report.html").is_file()
     return [cell for cell in notebook.cells[1:] if cell.cell_type == "code"]
