@@ -3,6 +3,7 @@
     python benchmarks/beside.py -- dyno run model.onnx --out runs/beside      any command beside them
     python benchmarks/beside.py --demos 20 [--share 0.3] [--seed 0]           how the demo's verdict holds beside them
     python benchmarks/beside.py --demos 3 --share 0                           the same on the machine as it is
+    python benchmarks/beside.py --demos 8 --cores 2                           each on two processors, several at once
 
 The programs come in bursts of 0.2 to 20 s, on one processor or on all of this process's, and take about 30 % of the
 time. Each burst computes, copies memory, or writes files and reads them. Of each demo a row says which configuration
@@ -14,6 +15,7 @@ within 15 % and the decision came within 5 minutes.
 from __future__ import annotations
 
 import argparse
+import itertools
 import math
 import multiprocessing
 import os
@@ -25,6 +27,7 @@ import tempfile
 import time
 import zlib
 from collections.abc import Iterator
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -155,6 +158,11 @@ def demo(share: float, seed: int, *flags: str) -> Verdict:
         return read(Path(scratch, "demo"), seconds)
 
 
+def keep_to(groups: multiprocessing.Queue[list[int]]) -> None:
+    """Keep this process, and what it starts, to processors that no other one has."""
+    os.sched_setaffinity(0, groups.get())
+
+
 def row(number: int, one: Verdict) -> list[str]:
     """A row of the table."""
     value, low, high = one.speedup
@@ -167,6 +175,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--share", type=float, default=SHARE, help="of the time in which a program runs")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--cores", type=int, default=0, help="of each demo (default: all, one demo after the other)")
     parser.add_argument("--demos", type=int, default=0, help="so many demos, each beside other bursts")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND…")
     asked = parser.parse_args()
@@ -177,10 +186,18 @@ def main() -> None:
         with company(asked.share, asked.seed):
             sys.exit(subprocess.run([shutil.which(command[0]) or command[0], *command[1:]]).returncode)
     demo(0.0, 0, "--quick")  # trains the network and makes the files, which the others find in the cache
-    ended: list[Verdict] = []
-    for number in range(asked.demos):
-        ended.append(demo(asked.share, asked.seed + number))
-        print(f"{number + 1}/{asked.demos} {' '.join(row(number + 1, ended[-1])[1:])}", file=sys.stderr)
+    processors = sorted(os.sched_getaffinity(0))
+    width = asked.cores or len(processors)
+    queue: multiprocessing.Queue[list[int]] = multiprocessing.Queue()
+    groups = [processors[k : k + width] for k in range(0, len(processors) - width + 1, width)]
+    for group in groups:
+        queue.put(group)
+    with ProcessPoolExecutor(len(groups), initializer=keep_to, initargs=(queue,)) as pool:
+        seeds = range(asked.seed, asked.seed + asked.demos)
+        ended: list[Verdict] = []
+        for one in pool.map(demo, itertools.repeat(asked.share), seeds):
+            ended.append(one)
+            print(f"{len(ended)}/{asked.demos} {' '.join(row(len(ended), one)[1:])}", file=sys.stderr, flush=True)
     headings = ["demo", "fastest at batch 1", "speed-up", "verdict", "rounds", "minutes"]
     print(
         markdown_table(
