@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,6 +16,7 @@ from dyno.store import cache_dir, check_own, versions
 from dyno.study import Study
 from dyno.training.session import TrainingResult, train
 from dyno.worker.extras import lacking
+from dyno.worker.record import lock
 from dyno.worker.spec import Runtime, UserError, digest
 
 PLACE = RUNS / "demo"
@@ -33,7 +35,7 @@ BACKENDS = (
 
 
 def trained() -> TrainingResult:
-    """The digits network, trained once and then taken from the cache."""
+    """Return the digits network, trained once and then taken from the cache; wait for another demo that trains it."""
     shaped_by = [
         model_spec(Study(models=(MODEL,), channels=1), MODEL),
         datasets.digits(cache_dir() / "datasets", SIZE).sha256,
@@ -41,7 +43,12 @@ def trained() -> TrainingResult:
         versions(Runtime(), ("torch", "torchvision")),
     ]
     folder = cache_dir() / "trained" / digest(shaped_by)[:24]
-    return train("digits", model=MODEL, size=SIZE, channels=1, out=folder, advise=False, **TRAINING)
+    with lock(folder.with_suffix(".lock"), _say_waiting):
+        return train("digits", model=MODEL, size=SIZE, channels=1, out=folder, advise=False, **TRAINING)
+
+
+def _say_waiting(owner: str) -> None:
+    print(f"dyno: waiting for process {owner}, another demo that trains the network", file=sys.stderr)
 
 
 def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
