@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import subprocess
+import time
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -166,7 +167,9 @@ def test_after_the_time_is_over_what_was_counted_is_kept_and_nothing_runs_on(
 ) -> None:
     trial, progress = fake_trial("counted_backend:Counted"), Seen(quiet=True)
     trial = replace(trial, runtime=replace(trial.runtime, env={counted_backend.HANG: "1"}))
-    monkeypatch.setattr(launcher, "time", SimpleNamespace(monotonic=lambda: 7.0 * (progress.at == "counters")))
+    monkeypatch.setattr(
+        launcher, "time", SimpleNamespace(monotonic=lambda: 7.0 * (progress.at == "counters"), sleep=time.sleep)
+    )
     report = counters.count(str(place / "bin/ncu"), trial, None, progress, timeout_s=6.0)
     assert report.cut_short == "ncu wasn't done after 6 s" and len(report.kernels) == 10
     running = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]

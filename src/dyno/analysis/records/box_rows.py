@@ -74,7 +74,9 @@ def _chosen(
     """The layout of all rows as if they were of one image, with the form of the boxes and the size of the image."""
     arrays = {name: table[None].copy() for name, table in tables.items()}
     for array in arrays.values():
-        array[..., 0] -= _batch_places(array[0]) // PLACES
+        places = _batch_places(array[0])
+        if np.any(places):
+            array[..., 0] -= places // PLACES
     dims = trial.spec.get("dims") or {}
     size = int(dims.get("height") or 0), int(dims.get("width") or 0)
     if not all(size):
@@ -93,7 +95,11 @@ def _chosen(
 
 def _batch_places(table: np.ndarray) -> np.ndarray | int:
     """What sets labels of several images of a batch apart, where the first of seven columns is the image."""
-    if table.shape[-1] != len(layouts.BATCH_ROW) or not np.all(table[:, 0] == np.round(table[:, 0])):
+    if (
+        table.shape[-1] != len(layouts.BATCH_ROW)
+        or table.dtype == bool
+        or not np.all(table[:, 0] == np.round(table[:, 0]))
+    ):
         return 0
     places: np.ndarray = table[:, 0] * PLACES
     return places
