@@ -53,7 +53,7 @@ def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
 
 
 def table(shown: Sequence[Shown]) -> Table:
-    """A row for each look at each of the trials, with what was timed then."""
+    """Return a table with one row per telemetry sample of each trial, with the boundary timed at that moment."""
     wanted = quantities(series for _, series in shown)
     columns = (
         Column("trial", "the id", kind=TEXT),
