@@ -33,7 +33,7 @@ BACKENDS = (
 
 
 def trained() -> TrainingResult:
-    """The digits network, trained once and then taken from the cache."""
+    """Train the digits network, or take it from the cache if it was trained before."""
     shaped_by = [
         model_spec(Study(models=(MODEL,), channels=1), MODEL),
         datasets.digits(cache_dir() / "datasets", SIZE).sha256,

@@ -185,7 +185,7 @@ def _check_words(words: Sequence[str]) -> None:
 
 
 def _left(words: Sequence[str]) -> str:
-    """What an interrupt left of the command; most commands begin a new folder each time, or store nothing."""
+    """Return what an interrupt left of the command; most commands begin a new folder each time, or store nothing."""
     if words and words[0] in CONTINUES:
         return "what was measured is stored, the same command continues from there"
     return "files and rounds that were finished are kept, in the cache and in the run folder"
