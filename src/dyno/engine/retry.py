@@ -70,7 +70,7 @@ def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
 
 
 def _damaged(folder: Path) -> str:
-    """The file of the round that can't be read any more, "" for none."""
+    """Return the name of the round's unreadable file, or ""."""
     try:
         record = read_record(folder)
     except Damaged:
@@ -95,7 +95,7 @@ def clear_stopped(run: Run, trials: list[Trial]) -> list[str]:
 
 
 def _reason_to_retry(folder: Path, record: Record, trial: Trial) -> str:
-    """Why the failure may not happen again, "" for no reason."""
+    """Return why the failure may not happen again, or "" if there is no reason."""
     if record.was_killed or record.reason == OUT_OF_MEMORY:
         return record.reason
     before, now = _json(folder / MADE_WITH), _made_with(trial)

@@ -29,7 +29,7 @@ REMEDY = "export or build it with a dynamic batch"
 
 
 def phases_of(text: str) -> list[str]:
-    """`min,opt,max,random` or numbers, as a list; anything else is a `UserError`."""
+    """Parse `min,opt,max,random` or numbers into a list; raise `UserError` for anything else."""
     names = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [name for name in names if name not in PHASES and not (name.isdecimal() and int(name) > 0)]
     if unknown or not names:
