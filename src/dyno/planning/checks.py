@@ -16,7 +16,7 @@ FORMATS = ("text", "markdown", "csv", "json", "html")
 
 
 def check_format(format: str) -> None:
-    """A `UserError` for a format in which no table is printed."""
+    """Raise `UserError` for a format in which no table can be printed."""
     check_known("format", format, FORMATS)
 
 
@@ -61,7 +61,7 @@ def check_kind(study: Study) -> None:
 
 
 def missing_gpu(device: str) -> bool:
-    """Whether the device is a GPU that neither NVML nor the CUDA driver has; a `UserError` for a broken number."""
+    """Return whether the device is a GPU unknown to NVML and CUDA's driver; raise `UserError` for a bad number."""
     kind, _, index = device.partition(":")
     if kind == "cuda" and index and not index.isdecimal():
         raise UserError(f"device {device!r} has no number after the colon; write cuda:0 for the first GPU")
@@ -69,7 +69,7 @@ def missing_gpu(device: str) -> bool:
 
 
 def _driver_count() -> int:
-    """How many GPUs the CUDA driver has, which serves where NVML doesn't (containers, small boards)."""
+    """Count the CUDA driver's GPUs, for systems without NVML (containers, small boards)."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -85,7 +85,7 @@ def check_several(studies: Sequence[Study]) -> None:
 
 
 def _configurations(study: Study) -> int:
-    """The least number of rows that the study has."""
+    """Return the least number of rows that the study has."""
     default = len(study.precisions) or 1
     configurations = sum(len(choice.precisions) or default for choice in map(Choice.parse, study.backends))
     return configurations * _count(study.batches) * _count(study.sizes)
