@@ -55,12 +55,12 @@ def find_labels(folder: Path) -> LabelFile | None:
 
 
 def is_coco(file: Path) -> bool:
-    """Whether a JSON file begins as COCO's do."""
+    """Return whether a JSON file begins as COCO's do."""
     return bool(COCO_KEYS.match(_read_head(file, FIRST)))
 
 
 def is_yolo(file: Path) -> bool:
-    """Whether the file's first line is a class and four or more numbers."""
+    """Return whether the file's first line is a class and four or more numbers."""
     fields = next((line.split() for line in _read_head(file).splitlines() if line.strip()), [])
     try:
         return len([float(field) for field in fields]) >= 5 and fields[0].isdecimal()
@@ -106,7 +106,7 @@ def warn_labels(folder: Path) -> list[str]:
 
 
 def _has_classes(folder: Path) -> bool:
-    """Whether the folder's splits hold folders that may be classes."""
+    """Return whether the folder's splits hold folders that may be classes."""
     splits = [part for part in _list_folders(folder) if part.lower() in SPLITS]
     return any(name.lower() not in PARTS for split in splits for name in _list_folders(folder / split))
 
