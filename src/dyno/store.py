@@ -98,7 +98,7 @@ class Run:
 
     @contextmanager
     def locked(self, *, removing: bool = False) -> Iterator[None]:
-        """Hold the folder for one study; a second one is refused. `Unfinished` where somebody else removed it."""
+        """Hold the folder for one study and refuse a second; raise `Unfinished` if the folder was removed meanwhile."""
 
         def busy(owner: str) -> None:
             raise UserError(
@@ -241,7 +241,7 @@ def check_writable(path: Path, *, making: bool = False) -> None:
 
 
 def copy(source: Path, out: Path) -> None:
-    """Copy a file with what belongs to it to where the user wants it."""
+    """Copy a file with its companions to `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     kind = registry.format_of(source)
     if kind is None:

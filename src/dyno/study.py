@@ -138,7 +138,7 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
         self._check()
 
     def _settle(self) -> None:
-        """Fill in what is left open: a number of rounds that was asked for is what is measured, else until decided."""
+        """Fill in open settings: a requested number of rounds is measured, else rounds go on until decided."""
         asked = self.rounds is not None
         least = max(ROUNDS, self.builds) if isinstance(self.builds, int) else ROUNDS
         object.__setattr__(self, "rounds", self.rounds if asked else least)
@@ -224,8 +224,10 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
 
     @classmethod
     def from_toml(cls, path: str | Path, usual: Mapping[str, Any] | None = None, **changes: Any) -> Self:
-        """Read a study file; `changes` (options that were given) win over the file, which wins over what is `usual`.
-        Unknown keys are a `UserError`."""
+        """Read a study file; `changes` (given options) override the file, which overrides the `usual` values.
+
+        Raises `UserError` for unknown keys.
+        """
         path = Path(path)
         try:
             table = tomllib.loads(regular(path, "study file").read_text(encoding="utf-8-sig"))

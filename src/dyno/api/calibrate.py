@@ -71,12 +71,12 @@ def calibrate(
 ) -> SelfTest:
     """Test the instrument on this machine for `minutes`, or until there are `rounds` of them (0: no limit).
 
-    In each round fresh processes of one trial measure in turns: equal ones, and some that are slowed down by 1, 2
-    and 5 %. With `builds` each round has two builds of the engine of its own, one for the first process and one for the
-    others, so that the difference between builds is part of the noise. `model` is a source as in `Study` (default: a
-    small network of Dyno's), `fields` are others of `Study`. The result has the figures; studies on this machine keep a
-    summary of it, unless `keep` is False or it is of builds. UserError where the minutes are too few, where the trial
-    does not run, or where builds of its engine don't differ.
+    In each round fresh processes of one trial are measured interleaved: equal ones, and some that are slowed down by 1,
+    2 and 5 %. With `builds` each round builds the engine twice, once for the first process and once for the others, so
+    that the difference between builds is part of the noise. `model` is a source as in `Study` (default: a small network
+    of Dyno's), `fields` are others of `Study`. The result has the figures; studies on this machine keep a summary of
+    it, unless `keep` is False or it is of builds. Raises `UserError` if the minutes are too few, if the trial does not
+    run, or if builds of its engine don't differ.
     """
     minutes, rounds = native((minutes, rounds))
     check_types({"minutes": minutes, "rounds": rounds}, {"minutes": float, "rounds": int})

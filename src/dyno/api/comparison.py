@@ -108,7 +108,6 @@ class Comparison:
 
 
 def _describe(side: Study) -> str:
-    """Return a short description of one side of a comparison."""
     pythons = {str(table["python"]): None for table in side.runtime.values() if table.get("python")}
     weights = f" with {side.weights}" if side.weights and not keeps_weights(side.models[0]) else ""
     return f"{side.models[0]}{weights}" + (f" under {', '.join(pythons)}" if pythons else "")
@@ -159,7 +158,7 @@ def _names(study: Study) -> list[str]:
 
 
 def measured(study: Study, folder: Path, rules: Rules, progress: Progress) -> Comparison:
-    """Measure what the folder lacks of the comparison and judge it.
+    """Measure those parts of the comparison that the folder lacks, and judge it.
 
     Pairs that fail a gate, or are undecided, are measured again in as many fresh rounds, and judged by all of them: a
     false alarm is then no likelier than in a comparison of twice the rounds.

@@ -214,7 +214,7 @@ def list_tables(format: str) -> None:
 
 
 def report(runs: Sequence[Path], out: Path) -> int:
-    """Write the report of one or several runs; 3 where one of several can't be read and is left out."""
+    """Write the report of one or several runs; return 3 if one of several can't be read and is left out."""
     from dyno.analysis.report import report as page
 
     if out.suffix == ".html" and not out.is_dir():
@@ -332,7 +332,7 @@ def agree(
 def calibrate(
     overrides: Overrides, model: str, minutes: float, rounds: int, backend: str, builds: bool, format: str
 ) -> None:
-    """Test the instrument on this machine and print what it can see."""
+    """Test the instrument on this machine and print the differences that it can detect."""
     from dyno.analysis.formatting import bullet, wrapped
     from dyno.analysis.presentation.export import export
     from dyno.analysis.self_test import words

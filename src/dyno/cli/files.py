@@ -165,7 +165,7 @@ def _trial(study: Study, precision: str, batch: int) -> Trial:
 
 
 def _make(recipe: Recipe | None, out: Path) -> Artifact:
-    """Make the file through the cache and copy it, with all its parts, to where the user wants it."""
+    """Make the file through the cache and copy it, with all its parts, to `out`."""
     assert recipe is not None
     progress = Progress()
     files = Files(progress)

@@ -29,11 +29,11 @@ class Labels:
     warnings: list[str] = field(default_factory=list)
 
     def add(self, row: int, annotation: Annotation) -> None:
-        """Add an annotation: category_id, bbox, area, iscrowd, and segmentation or keypoints where there are."""
+        """Add an annotation: category_id, bbox, area, iscrowd, and segmentation or keypoints if it has any."""
         self.by_row.setdefault(row, []).append(annotation)
 
     def done(self) -> Annotations:
-        """Decide what the data set has: boxes, and masks or keypoints where every object has them."""
+        """Decide what the data set has: boxes, and masks or keypoints if every object has them."""
         annotations = [annotation for all_of_row in self.by_row.values() for annotation in all_of_row]
         if not annotations:
             raise UserError(

@@ -156,7 +156,7 @@ def _into_place(folder: Path, target: Path) -> Path:
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Remove what killed processes left behind: parts in which nothing has been written for a week."""
+    """Remove parts left by killed processes, in which nothing has been written for a week."""
     for part in cache.glob(".part-*"):
         with suppress(OSError):
             touched = max(path.stat().st_mtime for path in (part, *part.rglob("*")))

@@ -76,8 +76,10 @@ def _scan(path: Path, wanted: Wanted) -> Listing:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files in annotations/, whatever they are called, else those that have COCO's names or content: in the
-    folder itself, or one for each split in its folder, as Roboflow writes them."""
+    """Return the files in annotations/, under any name, else those with COCO's names or content.
+
+    The latter lie in the folder itself, or one in each split's folder, as Roboflow writes them.
+    """
     for places in (("annotations",), ("",), (*SPLIT_FOLDERS, "train")):
         every = sorted(file for place in places for file in (folder / place).glob("*.json"))
         named = (INSTANCES, KEYPOINTS) if places != ("annotations",) else ""
@@ -123,8 +125,11 @@ class _File:
         return [printable(str(category["name"])) for category in self.categories]
 
     def leave_out_roots(self, outputs: int) -> None:
-        """Leave out categories without annotations that only group others, or are the background, where the network
-        has one class for each of the rest; any other category keeps its number, though it is in no image."""
+        """Leave out categories without annotations that only group others, or are the background.
+
+        This applies if the network has one class for each of the rest; any other category keeps its number, though it
+        is in no image.
+        """
         used = {annotation.get("category_id") for annotation in self.annotations}
         groups = Counter(str(category.get("supercategory")) for category in self.categories)
         roots = [c for c in self.categories if c["id"] not in used and

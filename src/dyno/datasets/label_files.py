@@ -37,8 +37,10 @@ class LabelFile:
 
 
 def find_labels(folder: Path) -> LabelFile | None:
-    """Return a file of labels in the folder or near its top, of objects if there is one; of large folders only a part
-    is looked into."""
+    """Return a file of labels in the folder or near its top, of objects if there is one.
+
+    Of large folders only a part is searched.
+    """
     listed = _list_files(folder)
     names = {name for files in listed.values() for name in files if is_image(name)}
     known = names | {stem for name in names if len(stem := Path(name).stem) >= 4 or not stem.isdecimal()}
@@ -98,7 +100,7 @@ def _remedy(found: LabelFile) -> str:
 
 
 def warn_labels(folder: Path) -> list[str]:
-    """Return a warning where a file of labels lies among class folders, whose names are the labels."""
+    """Return a warning if a file of labels lies among class folders, whose names are the labels."""
     found = find_labels(folder)
     if found is None:
         return []

@@ -215,7 +215,7 @@ def without_missing(photos: list[Photo], folder: Path, file: Path, skip: bool) -
 
 
 def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
-    """Set test images aside for calibration where there are no others: no class's only image, and at most a fifth."""
+    """Set test images aside for calibration if there are no others: no class's only image, and at most a fifth."""
     test = listing.photos
     if listing.own_calibration or any(photo.split != "test" for photo in test):
         return listing

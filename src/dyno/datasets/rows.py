@@ -64,7 +64,7 @@ class Written:
 
 
 def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows: Source) -> Written:
-    """Write `count` rows of `shape` to images.npy, resuming from what a killed run left there.
+    """Write `count` rows of `shape` to images.npy, resuming after the rows that a killed run left there.
 
     Plain writes, because writing to mapped memory on a full disk would kill the process.
     """

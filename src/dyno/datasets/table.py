@@ -125,7 +125,7 @@ def _find_tables(folder: Path) -> list[Path]:
 
 
 def _read(file: Path) -> _LabelRows:
-    """Read the table, whose columns are known by their names or by what they hold."""
+    """Read the table, whose columns are recognised by their names or contents."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:

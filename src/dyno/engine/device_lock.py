@@ -128,8 +128,10 @@ _processors = cache(_Processors)
 
 
 def _ranges(processors: set[int]) -> list[tuple[int, int]]:
-    """Return the runs of numbers without a gap, as (first, count), in ascending order: whoever locks several locks
-    them in the same order, so that no two wait for each other."""
+    """Return the runs of numbers without a gap, as (first, count), in ascending order.
+
+    Several locks are always taken in the same order, so that no two processes wait for each other.
+    """
     numbered = groupby(enumerate(sorted(processors)), key=lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in run] for _, run in numbered]
     return [(run[0], len(run)) for run in runs]

@@ -72,11 +72,11 @@ def measure(
     options: Mapping[str, Any] | None = None,
     kind: str = ROUND,
 ) -> list[Trial]:
-    """Measure one round of trials in turns with each other and with their `reference`; `options` are further ones of
-    their jobs, and `kind` is ROUND or CONFIRMATION.
+    """Measure one round of trials interleaved with each other and with their `reference`.
 
-    A reference whose round is stored already measures once more, as a companion. Returns the trials that could not take
-    turns: there is only one, or memory for only one process.
+    `options` are added to those of their jobs, and `kind` is ROUND or CONFIRMATION. A reference whose round is stored
+    already measures once more, as a companion. Returns the trials that could not be interleaved: there is only one, or
+    memory for only one process.
     """
     unmeasured = list(trials)
     while len({*(t.id for t in unmeasured), *([reference.id] if reference else [])}) > 1 and unmeasured:

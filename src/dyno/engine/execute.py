@@ -52,11 +52,13 @@ def execute(
     launch: Launch | None = None,
     other_routes: bool = False,
 ) -> None:
-    """Measure whatever the folder doesn't hold yet; of what is stored only failures whose reason may be gone are tried
-    again, or all of them with `retry_failed`. With `only`, other trials are left as they are; it is a `UserError` where
-    the study hasn't these here. `launch` runs the jobs of rounds that don't take turns (default: `launch_in_turn`), as
-    jobs of another kind if it makes them such. With `other_routes`, other routes to the ONNX file are tried first where
-    the study names none."""
+    """Measure the parts of the study that the folder doesn't hold yet.
+
+    Of the stored results, only failures whose reason may be gone are retried, or all failures with `retry_failed`. With
+    `only`, other trials are left as they are; raises `UserError` if the study doesn't have these here. `launch` runs
+    the jobs of rounds that are not interleaved (default: `launch_in_turn`), and may turn them into jobs of another
+    kind. With `other_routes`, other routes to the ONNX file are tried first if the study names none.
+    """
     check_device(study)
     if only is None:  # else the folder is a part of a run that was checked
         check_own(folder)
@@ -168,7 +170,7 @@ class Rounds:
                 self._alone(trial, number, options)
 
     def _show_answer(self, number: int, planned: int = 0) -> None:
-        """Show what the study says after that round, one of those planned (0: of further ones)."""
+        """Show the study's answer after this round, one of those planned (0: a further round)."""
         from dyno.analysis.tables import trial_table
         from dyno.analysis.verdict import verdict
 
@@ -290,7 +292,6 @@ def _stored(run: Run, trial: Trial, number: int) -> Record | None:
 
 
 def _incomplete(run: Run, trial: Trial) -> bool:
-    """Return whether any round of the trial is still to be measured."""
     return any(_stored(run, trial, number) is None for number in range(trial.plan.rounds))
 
 
@@ -395,7 +396,7 @@ def _of_build(recipe: Recipe, build: int, backend: str) -> Recipe:
 
 
 def _warn_of_shared_gpu(folder: Path, record: Record) -> None:
-    """Warn where others used the GPU while a builder timed its kernels, as it may have picked the wrong ones."""
+    """Warn if other programs used the GPU while a builder timed its kernels, as it may have picked the wrong ones."""
     trace = timeline.read(folder)
     others = timeline.most_others(trace) if trace else 0
     if record.artifact is None or not others:

@@ -22,11 +22,10 @@ Measure = Callable[[list[Trial], int, tuple[str, ...]], None]
 
 
 def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, progress: Progress) -> None:
-    """Measure rounds of the pairs that are undecided, one model after the other, within `study.minutes` in all: only
-    the boundary that a pair is compared at.
+    """Measure further rounds of the undecided pairs, one model after the other, within `study.minutes` in all.
 
-    What was measured before counts, so the same command again changes nothing, and one with more minutes goes on. A
-    backend that was given rounds of its own keeps to them.
+    Only the boundary that a pair is compared at is measured. Earlier measurements count, so the same command again
+    changes nothing, and one with more minutes goes on. A backend with its own number of rounds keeps to it.
     """
     trials = [trial for trial in trials if trial.plan.rounds == study.rounds]
     models = list(dict.fromkeys(model_key(trial) for trial in trials))
@@ -90,6 +89,5 @@ def _seconds(run: Run, trials: Sequence[Trial]) -> float:
 
 
 def _last_seconds(run: Run, trial: Trial) -> float:
-    """Return the seconds that the trial's last round took."""
     record = run.record(trial, _last(run, trial))
     return record.seconds if record else 0.0

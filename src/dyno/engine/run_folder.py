@@ -311,7 +311,7 @@ def archive(run: Run, row: Path, name: str) -> None:
 
 
 def archive_round(run: Run, folder: Path) -> Path:
-    """Move a round that can't be read to the archive, where whatever is left of it stays; returns its place."""
+    """Move an unreadable round to the archive, where its remains stay; return its new place."""
     return _move(folder, run.folder / ARCHIVE / DAMAGED / folder.parent.name)
 
 
@@ -330,7 +330,7 @@ def _move(folder: Path, destination: Path) -> Path:
 
 
 def _models(run: Run, planned: list[Planned]) -> None:
-    """Store what the inspection of each model counted, by size, which isn't part of a trial's id."""
+    """Store the counts from the inspection of each model, by size, which aren't part of a trial's id."""
     path = run.folder / "models.json"
     current = {
         (entry.trial.model.name, entry.trial.dims.size): entry.model_facts for entry in planned if entry.model_facts

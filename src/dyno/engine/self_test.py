@@ -97,7 +97,7 @@ def summary(device: str) -> dict[str, Any]:
 
 
 def keep_in(folder: Path, device: str) -> None:
-    """Have the run folder keep the summary of this machine's self-test, where there is one."""
+    """Store the summary of this machine's self-test, if there is one, in the run folder."""
     if stored := summary(device):
         write_json(folder / SELF_TEST, stored)
 

@@ -40,8 +40,10 @@ def phases_of(text: str) -> list[str]:
 
 
 def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
-    """Test every trial of the study, print its table; 0 when all passed, 1 for a wrong output or growing memory, 3 when
-    a test could not be finished."""
+    """Stress-test every trial of the study, print its table and return the exit code.
+
+    0 if all passed, 1 for a wrong output or growing memory, 3 if a test could not be finished.
+    """
     if iterations < 1:
         raise UserError(f"--iterations is {iterations}; it must be at least 1")
     with begun(folder):

@@ -231,8 +231,10 @@ class Group:
             self._advance(together, END)
 
     def _disturbed_blocks(self) -> set[int]:
-        """Return the numbers of this boundary's blocks in which other programs disturbed any of the players; those that
-        measure at once disturb each other."""
+        """Return the numbers of this boundary's blocks in which other programs disturbed any of the players.
+
+        Players that measure in parallel disturb each other, so no block of theirs counts as disturbed.
+        """
         flags = [find_disturbed(player.delays) for player in self.alive] if self.turns is each else []
         return {number for own in flags for number, is_disturbed in enumerate(own) if is_disturbed}
 
@@ -253,8 +255,10 @@ class Group:
         return random.Random(f"{self.seed} {what}").sample(list(listed), len(listed))
 
     def _advance(self, players: Sequence[Player], word: str = "") -> None:
-        """Let the players run at once, after telling them the word, until each has spoken again or ended; no other dyno
-        measures on these processors meanwhile."""
+        """Send the players the word and let them run in parallel until each has answered or ended.
+
+        No other dyno measures on these processors meanwhile.
+        """
         if not players:
             return
         with processors_held(players[0].job.runtime, self.progress.sharing):

@@ -209,7 +209,7 @@ def abandon(started: Started) -> None:
 
 
 def finish(started: Started, timeout_s: float, timed_out: bool) -> Record:
-    """End the job, killing what still runs of it, and return its record; one is written where it left none."""
+    """End the job, kill its remaining processes, and return its record; one is written if it left none."""
     abandon(started)
     job, folder, code = started.job, started.folder, started.process.returncode
     record = read_record(folder)
@@ -286,7 +286,7 @@ def _dismiss(write: int) -> None:
 
 
 def trim_logs(folder: Path, most: int = 2 * (HEAD_B + TAIL_B)) -> None:
-    """Keep the beginning and the end of what the job printed where that is more than `most` bytes."""
+    """Keep the beginning and the end of the job's output if it is longer than `most` bytes."""
     for path in (folder / name for name in LOGS):
         with suppress(OSError):
             if path.stat().st_size > most:

@@ -87,8 +87,11 @@ class Progress:
         self._say(Text(plain(line), "yellow"))
 
     def show_answer(self, title: str, sentences: list[str], rows: list[tuple[str, str, str]]) -> None:
-        """Show what the study says so far: on a terminal above the progress, with a table of (configuration, median
-        latency, speed-up), elsewhere in one line with the time that is left."""
+        """Show the study's answer so far.
+
+        On a terminal it stands above the progress, with a table of (configuration, median latency, speed-up); elsewhere
+        it is one line with the remaining time.
+        """
         lines = [Text(f"{plain(title)}: {plain(sentence)}", "bold") for sentence in sentences]
         if self.live is None:
             left = self.remaining()
@@ -156,7 +159,7 @@ class Progress:
         self.job, self.step = None, ""
 
     def _say_detail(self, line: Text) -> None:
-        """Say what a terminal shows for a moment, and a log only where it is verbose."""
+        """Print a line that a terminal shows for a moment, and a log only if it is verbose."""
         if self.live is not None or self.is_verbose:
             self._say(line)
 

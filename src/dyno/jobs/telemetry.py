@@ -61,7 +61,7 @@ class Telemetry:
         self._whole = False
 
     def resume(self) -> None:
-        """Look again; what was busy since the last look is nobody's, and is NaN."""
+        """Resume sampling; the load since the last sample can't be attributed and becomes NaN."""
         self._frozen.clear()
 
     def loads(self) -> None:

@@ -41,10 +41,10 @@ def planned(trial: Trial, count: int) -> Trial:
 
 
 def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, progress: Progress) -> Lost:
-    """Measure those of so many rounds that the folder doesn't hold yet; where that failed, after which none is begun.
+    """Measure those of `rounds` rounds that the folder doesn't hold yet; return the failed places with the reason.
 
-    The processes of all rounds start at once where memory is free for them, since to start them is what takes time;
-    rounds that fail are tried by themselves.
+    After a failed round no other is begun. The processes of all rounds start at once if there is enough memory, because
+    starting them takes most of the time; rounds that fail are retried by themselves.
     """
     lost: Lost = {}
     with progress.running([]):

@@ -99,7 +99,7 @@ def _in_turns(
 
 
 def _without(lost: anchors.Lost, study: Study, folder: Path, places: Sequence[Place], progress: Progress) -> Company:
-    """Go on without the places where the anchor could not be measured; with all where that is the trial's own fault."""
+    """Go on without the places where the anchor could not be measured; with all if the trial itself is at fault."""
     rest = [place for place in places if place.name not in lost]
     for name, why in lost.items():
         progress.note(f"{name}: the trial that all devices repeat could not be measured ({why})")

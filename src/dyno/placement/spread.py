@@ -114,7 +114,7 @@ class Spread:
     losses: dict[str, list[str]] = field(default_factory=dict)
 
     def measure(self, waiting: list[Block]) -> None:
-        """Measure the blocks, each at the place where it was begun, else at the free one that has had the fewest."""
+        """Measure the blocks, each at the place where it was begun, else at the free place that has had the fewest."""
         waiting = list(waiting)
         try:
             while waiting or self.running:
@@ -212,7 +212,7 @@ class Spread:
         return [block]
 
     def _take(self, block: Block) -> None:
-        """Move what the block's folder has into the run folder, and remove it."""
+        """Move the contents of the block's folder into the run folder, and remove it."""
         folder = _folder(self.run, block)
         for part in ("trials", "truth"):
             for found in sorted((folder / part).glob("*")):

@@ -28,15 +28,18 @@ def check_threads(study: Study) -> None:
 
 
 def check_weights(study: Study, models: Sequence[str]) -> None:
-    """Refuse weights where all models are files with their own: they would be left out."""
+    """Refuse weights if all models are files with their own weights: they would be ignored."""
     flag = "weights" if study.weights else "pretrained"
     if (study.weights or study.pretrained) and all(map(keeps_weights, models)):
         raise UserError(f"{models[0]} has weights of its own, which {flag} can't replace; leave {flag} out")
 
 
 def check_device(study: Study) -> None:
-    """Refuse what isn't a device, a GPU that isn't there, one share of the processor alone, and several devices where
-    blocks aren't spread over them."""
+    """Refuse unusable devices.
+
+    These are unknown devices, missing GPUs, one share of the processor alone, and several devices if blocks aren't
+    spread over them.
+    """
     if study.device.startswith("cpu:") and "," not in study.device:
         raise UserError(
             f"{study.device} alone is not a device: write cpu, or for `dyno run` cpu:0,cpu:1, two shares of its cores"

@@ -85,7 +85,7 @@ def calibrates(study: Study) -> bool:
 
 
 def warn_unreadable(about: dict[str, Any], console: Console | None) -> None:
-    """Name the images that could not be read, where they are left out."""
+    """Print the names of the images that could not be read and are left out."""
     if unreadable := about.get("unreadable"):
         from rich.console import Console
 

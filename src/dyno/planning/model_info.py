@@ -184,7 +184,7 @@ def _source_sha256(source: str) -> str:
 
 
 def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> tuple[ModelSpec, Inspection]:
-    """Build the model once in a process of its own: whether it exists, its weights fit, and it takes these sizes.
+    """Build the model once in a separate process, to check that it exists, its weights fit, and it takes these sizes.
 
     Returns the model with its own preprocessing, and the inspection's result. Cached. `tick` is as in `launch`.
     """

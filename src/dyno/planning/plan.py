@@ -168,14 +168,14 @@ def _check_reference(reference: str, planned: list[Planned]) -> None:
 
 
 def _check_sizes(study: Study, inspected: dict[str, Inspected | UserError]) -> None:
-    """Refuse sizes where no model takes an image; beside one that does, the others run without a size."""
+    """Refuse sizes if no model takes an image; beside one that does, the others run without a size."""
     known = [each for each in inspected.values() if not isinstance(each, UserError)]
     if known and not any(any(inspection.size) for _, inspection in known):
         refuse_sizes(study, *known[0])
 
 
 def _check_builds(study: Study, planned: list[Planned]) -> None:
-    """Refuse several builds of nothing, and of a backend with fewer rounds of its own."""
+    """Refuse several builds if nothing is built, or of a backend whose own number of rounds is smaller."""
     if study.builds == 1:
         return
     if not any(one.trial.plan.builds or _draws(one) for one in planned):

@@ -151,7 +151,7 @@ def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: 
 
 
 def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool]:
-    """Run the job and store its outcome beside the weights; False where it was done before."""
+    """Run the job and store its outcome beside the weights; return its record, and False if it was done before."""
     names = ", ".join(plan.classes[:5]) + (", …" if len(plan.classes) > 5 else "")
     opening = (
         f"training {plan.model.name} at {plan.size[0]}x{plan.size[1]} on {_count(plan.training)} images of "

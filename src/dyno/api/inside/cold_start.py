@@ -103,7 +103,7 @@ class Starting(forms.Reading):
         self.engine(study, side, trial)
 
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
-        """Note what is started."""
+        """Add the trial and its file to those to start, once per trial."""
         if reason := registry.find(trial.backend).refuse(trial):
             raise forms.no_form(trial, reason)
         if trial.id not in {other.id for other, _ in self.trials}:

@@ -79,10 +79,11 @@ class Explained:
         return self.tables[1].to_pandas()
 
     def save(self, path: str | Path) -> list[Path]:
-        """Store what was measured (.json), which `dyno.explain(path)` reads, draw the waterfall (.svg, .png), or write
-        a page with the tables and the graphs of the layers, too (.html).
+        """Save the measurement, its waterfall, or a page, depending on the suffix; return the written files.
 
-        Returns what was written."""
+        `.json` stores the measurement, which `dyno.explain(path)` reads; `.svg` and `.png` draw the waterfall; `.html`
+        is a page with the tables and also the graphs of the layers.
+        """
         place = Path(path)
         check_saved(place)
         if place.suffix == STORED:
@@ -263,7 +264,7 @@ class Explaining(profiling.Profiling):
         self._ran: list[tuple[Trial, Artifact | None]] = []
 
     def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
-        """See `Profiling.ran`; what ran is kept, to run again."""
+        """See `Profiling.ran`; the trial and its file are kept for further rounds."""
         self._ran.append((trial, artifact))
         return super().ran(trial, artifact)
 

@@ -129,9 +129,9 @@ def _has_graph(side: Side) -> bool:
 
 
 def save(found: Found, path: Path) -> list[Path]:
-    """Write the file, or with several ONNX graphs one for each; returns what was written.
+    """Write the file, or one for each of several ONNX graphs; return the written files.
 
-    Raises `UserError` for a name of no known ending, and OSError where it can't be written.
+    Raises `UserError` for an unknown suffix, and OSError if the file can't be written.
     """
     kind = kind_of(path, bool(found.times))
     lines = _lines(found)
@@ -145,7 +145,7 @@ def save(found: Found, path: Path) -> list[Path]:
 
 
 def save_all(found: Found, paths: Sequence[Path], quiet: bool) -> None:
-    """Write the files, and unless `quiet` say what opens each."""
+    """Write the files, and unless `quiet` print the programs that open them."""
     for path in paths:
         for written in save(found, path):
             if not quiet:

@@ -174,7 +174,7 @@ class Reading:
         return self._launched(trial, artifact)
 
     def engine(self, study: Study, side: Side, trial: Trial) -> None:
-        """Read what an engine makes of the model, after its file was made, and the graph of that."""
+        """Read the form that an engine makes of the model, after making its file, and the graph of that file."""
         model, inspection = inspect_model(trial.model, study)
         size = sizes(study, inspection)[0]
         batch = inspection.batch or self._batch
@@ -201,7 +201,7 @@ class Reading:
         return f"there is no ONNX graph in {trial.model.file}" if kind and kind.name != ONNX else ""
 
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
-        """Read what the trial runs, made by the recipe, and the graph behind it."""
+        """Read the form that the trial runs, made by the recipe, and the graph behind it."""
         form = self._add(self.titled(self.ran(trial, artifact), trial), "")
         behind = self._behind(recipe, artifact)
         if behind is not None:

@@ -72,13 +72,13 @@ def agree_layers(
     quiet: bool = True,
     **settings: Any,
 ) -> LayerAgreement:
-    """Compare every layer of a model in other forms with the same layer of the first: where they diverge.
+    """Compare every layer of a model in other forms with the same layer of the first, to find where they diverge.
 
     `model` is a module or an ONNX file, and `others` are forms of it as in `dyno.inspect`, such as `openvino/int8`, or
-    other ONNX files of the same graph. Tensors are compared on `compared` inputs, of the data where `settings`, fields
+    other ONNX files of the same graph. Tensors are compared on `compared` inputs, from the data if `settings`, fields
     of `dyno.Study`, have some. `top` rows of each engine are listed (0: all), in one of ORDERS. Forms that can't be
-    made or compared are left out. Raises `UserError` if none is left, if one has no graph, and for graphs
-    that have no tensors in common.
+    made or compared are left out. Raises `UserError` if no form is left, if one has no graph, and for graphs that have
+    no tensors in common.
     """
     batch, compared = at_least(1, batch=batch, inputs=compared)
     (top,), (rtol, atol) = at_least(0, top=top), at_least(0, float, rtol=rtol, atol=atol)

@@ -92,7 +92,7 @@ class Profiled:
         return files.fragment(self)
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write a file for another tool, by its name's ending; see docs/layer-files.md. Returns what was written."""
+        """Write a file for another tool, chosen by its suffix; see docs/layer-files.md. Return the written files."""
         return files.save(self, Path(path))
 
     def to_pandas(self) -> pd.DataFrame:

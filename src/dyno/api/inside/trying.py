@@ -67,10 +67,10 @@ def check(model: Any, sides: Sequence[Any]) -> None:
 def run(
     waterfall: Waterfall, sides: Sequence[Side], study: Study, batch: int, rounds: int, progress: Progress
 ) -> Tried:
-    """Try what the waterfall from A to B calls for: A, B and each variant measure side by side for so many rounds.
+    """Try the variants that the waterfall from A to B suggests: measure A, B and each variant interleaved.
 
-    `study` has the model, the data and how it is measured. A prescription is kept where its variant is proven faster
-    than B, all of them as one family, and its outputs are right.
+    `study` has the model, the data and the measurement settings; `rounds` is the number of rounds. A prescription is
+    kept if its variant is proven faster than B, all of them as one family, and its outputs are right.
     """
     a, b = ((side.choice, side.precision) for side in sides[-2:])
     title = _text(*b)

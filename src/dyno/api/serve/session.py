@@ -98,7 +98,7 @@ def _inputs(most: int) -> int:
 
 
 def _compare(reference: Study, folder: Path, progress: Progress) -> None:
-    """Have the reference answer the inputs that the engines got; where it can't, sentences say so."""
+    """Run the reference on the inputs that the engines got; if it can't run, a note says so."""
     progress.other(f"the answers of {reference.backends[0]}, with which the others' are compared")
     try:
         execute(reference, folder, progress, retry_failed=True)

@@ -210,7 +210,7 @@ def unpack(packed: bytes, folder: Path) -> None:
 
 
 def mirror(news: News, folder: Path) -> None:
-    """Make the folder what the node's is: with what changed, and without what is gone."""
+    """Update the folder to the node's: write changed files, and remove those that are gone there."""
     unpack(news.changed, folder)
     for name in _stamps(folder).keys() - set(news.names):
         (folder / name).unlink(missing_ok=True)

@@ -72,7 +72,7 @@ def places(spec: str, device: str, folder: Path, progress: Progress) -> Iterator
 
 
 def _end_earlier(base: Path) -> None:
-    """End what is left of a command that died: jobs that run end without its files, and others leave the queue."""
+    """End the jobs of a command that died: running jobs end without its files, and others leave the queue."""
     found = [path.read_text(errors="replace").strip() for path in base.glob(f"*/*/{ID}") if path.is_file()]
     cancel([one for one in found if one.isascii() and one.isdecimal()])  # a folder from elsewhere may hold anything
     shutil.rmtree(base, ignore_errors=True)
@@ -204,7 +204,7 @@ def _places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> list[
 
 
 def _end(jobs: Sequence[SlurmHost], mail: Path) -> None:
-    """End all jobs: those that have started by themselves, with what they run, and the others by Slurm."""
+    """End all jobs: those that have started by themselves, with their processes, and the others through Slurm."""
     with suppress(OSError):
         (mail / OVER).touch()
     until = time.monotonic() + END_S

@@ -139,7 +139,7 @@ class SlurmHost(RemoteHost):
 
 
 def cancel(ids: Sequence[str]) -> None:
-    """Take the jobs from Slurm; submitit's own way prints what scancel says of those that have ended."""
+    """Cancel the jobs in Slurm; submitit's own method prints scancel's messages on those that have ended."""
     if ids:
         with suppress(OSError, subprocess.SubprocessError):
             command = ["scancel", "--quiet", f"--name={JOB_NAME}", *ids]

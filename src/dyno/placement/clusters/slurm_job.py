@@ -45,7 +45,7 @@ class Mail:
         write(self._path(kind, number, "json"), message)
 
     def receive(self, kind: str, number: int) -> tuple[dict[str, Any], bytes] | None:
-        """Take the message of that number away; None where it isn't there yet."""
+        """Take and return the message of this number; None if it hasn't arrived."""
         self._refresh()
         path, beside = self._path(kind, number, "json"), self._path(kind, number, "tar")
         if not path.is_file():
