@@ -46,7 +46,7 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> d
     shares = deque(_shares(most))
 
     def keep_to_share() -> None:
-        """Confine this thread's processes to a share: on the same cores they would wait for each other."""
+        """Confine this thread's processes to a share: with threads for all cores, they would wait for each other."""
         os.sched_setaffinity(0, shares.popleft())
 
     inspected = {}
