@@ -150,7 +150,7 @@ def _number(batch: str) -> int:
 
 
 def _trial(study: Study, precision: str, batch: int) -> Trial:
-    """Build a trial of the study's model at this batch; raise `UserError` for a free batch (0) of a fixed model."""
+    """Build a trial of the model at this batch; raise `UserError` for a free batch (0) of a module with a fixed one."""
     if len(study.sizes) > 1:
         raise UserError(f"a file is for one image size, not for {', '.join(study.sizes)}")
     check_weights(study, study.models)
