@@ -43,7 +43,7 @@ ROUND, CONFIRMATION, COMPANION = "r", "c", "t"
 
 
 def good_record(folder: Path) -> Record | None:
-    """The record of a job that ended well; None without one, and where it is damaged or of another Dyno."""
+    """Return the record of a job that ended well; None without one, or if it is damaged or of another Dyno."""
     try:
         record = read_record(folder)
     except UserError:
@@ -52,7 +52,7 @@ def good_record(folder: Path) -> Record | None:
 
 
 def remembered(kind: str, key: str) -> Path:
-    """The folder of the cache in which a job of that kind is kept by its key: see `remember`."""
+    """Return the cache folder that keeps a job of this kind by its key: see `remember`."""
     return cache_dir() / kind / key
 
 
@@ -74,15 +74,15 @@ class Run:
         self.folder = folder
 
     def round_folder(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
-        """The folder of that round of the trial, or of what else it was measured for (kind)."""
+        """Return the folder of this round of the trial, or of another kind of measurement (kind)."""
         return self.folder / "trials" / trial.id / f"{kind}{number}"
 
     def record(self, trial: Trial, number: int, kind: str = ROUND) -> Record | None:
-        """The stored record of that round, or None when it was not finished."""
+        """Return the stored record of this round, or None if it was not finished."""
         return read_record(self.round_folder(trial, number, kind))
 
     def fresh(self, trial: Trial, number: int, kind: str = ROUND) -> Path:
-        """An empty folder for that round: files of an interrupted job are removed."""
+        """Create an empty folder for this round: files of an interrupted job are removed."""
         folder = self.round_folder(trial, number, kind)
         if not self.folder.is_dir():  # made anew, it would hold a part of a study
             raise self._gone()
@@ -98,7 +98,7 @@ class Run:
 
     @contextmanager
     def locked(self, *, removing: bool = False) -> Iterator[None]:
-        """Hold the folder for one study; a second one is refused. `Unfinished` where somebody else removed it."""
+        """Hold the folder for one study and refuse a second; raise `Unfinished` if the folder was removed meanwhile."""
 
         def busy(owner: str) -> None:
             raise UserError(
@@ -170,8 +170,11 @@ def _has_owner(path: Path) -> bool:
 
 @contextmanager
 def begun(folder: Path) -> Iterator[None]:
-    """Work that begins in a folder: where it is refused, a folder that was made for it goes again, so that a mistyped
-    command leaves nothing. A folder of others is refused."""
+    """Guard the start of work in a folder while the block runs; refuse a folder with other files.
+
+    If the block raises `UserError`, a folder that was made for it is removed, so that a mistyped command leaves
+    nothing.
+    """
     check_own(folder)
     new = not folder.exists()
     try:
@@ -183,7 +186,7 @@ def begun(folder: Path) -> Iterator[None]:
 
 
 def sha256_of(path: Path) -> str:
-    """sha256 of a file with what belongs to it: an OpenVINO .xml's .bin, the weights beside an ONNX graph."""
+    """Return the sha256 of a file with its companions: an OpenVINO .xml's .bin, the weights beside an ONNX graph."""
     hashed, kind = hashlib.sha256(), registry.format_of(path)
     for part in (path, *(kind.companions(path) if kind else ())):
         if part.is_file():
@@ -194,9 +197,9 @@ def sha256_of(path: Path) -> str:
 
 
 def beside_its_parts(path: Path, sha256: str) -> Path:
-    """The file; where it has others that belong to it, and one of them all is a link, a copy of all in the cache.
+    """Return the file; if it or a companion file is a link, return a copy of all of them in the cache.
 
-    Engines look for such files beside what a link points to, or refuse linked ones: onnx does, hard links too.
+    Engines look for companion files beside the target of a link, or refuse linked ones: onnx does, hard links too.
     """
     kind = registry.format_of(path)
     parts = [path, *(kind.companions(path) if kind else ())]
@@ -217,14 +220,14 @@ def beside_its_parts(path: Path, sha256: str) -> Path:
 
 
 def _is_like(own: Path, real: Path) -> bool:
-    """Whether it is an unchanged copy of the file, by its size and time."""
+    """Return whether `own` is an unchanged copy of the file, by its size and time."""
     return all(getattr(own.stat(), key) == getattr(real.stat(), key) for key in ("st_size", "st_mtime_ns"))
 
 
 def check_writable(path: Path, *, making: bool = False) -> None:
-    """A `UserError` where no file can be made there; with `making`, folders above it are made when it is written.
+    """Raise `UserError` if no file can be created there; with `making`, its folders may be missing until it is written.
 
-    By an empty file beside it: what permissions say isn't all that decides.
+    Tested by an empty file beside it, because permissions alone don't decide.
     """
     beside = path.absolute().parent
     while making and not beside.exists():
@@ -238,7 +241,7 @@ def check_writable(path: Path, *, making: bool = False) -> None:
 
 
 def copy(source: Path, out: Path) -> None:
-    """Copy a file with what belongs to it to where the user wants it."""
+    """Copy a file with its companions to `out`."""
     out.parent.mkdir(parents=True, exist_ok=True)
     kind = registry.format_of(source)
     if kind is None:
@@ -248,7 +251,7 @@ def copy(source: Path, out: Path) -> None:
 
 
 def code_file(module: str) -> Path | None:
-    """A module's own file, None where there is none; located without running it, but for its packages."""
+    """Return a module's own file, or None; located without running the module, but its parent packages are run."""
     try:
         spec = importlib.util.find_spec(module)
     except (ImportError, ValueError):
@@ -257,13 +260,13 @@ def code_file(module: str) -> Path | None:
 
 
 def module_sha256(module: str) -> str:
-    """sha256 of a module's own file, "" where there is none."""
+    """Return the sha256 of a module's own file, or "" if it has none."""
     file = code_file(module)
     return sha256_of(file) if file else ""
 
 
 def versions(runtime: Runtime, distributions: tuple[str, ...]) -> dict[str, str]:
-    """Installed version of each distribution (`a|b`: of either) where the runtime's jobs run."""
+    """Return the installed version of each distribution (`a|b`: of either) where the runtime's jobs run."""
     if not runtime.python and not runtime.env:
         return system.versions(distributions)
     return dict(_versions_there(runtime.python, tuple(sorted(runtime.env.items())), distributions))
@@ -297,7 +300,7 @@ def _versions_there(
 
 @lru_cache(maxsize=8)
 def gpu_identity(device: str) -> str:
-    """The GPU's model and driver, "" where NVML has no such GPU: an engine is built for both."""
+    """Return the GPU's model and driver, for which an engine is built; "" if NVML has no such GPU."""
     gpu = find_gpu(device, os.environ)
     if gpu is None:
         return ""
@@ -309,7 +312,9 @@ def gpu_identity(device: str) -> str:
 
 @lru_cache(maxsize=8)
 def worker_code_sha256(*outside: str) -> str:
-    """sha256 over the worker's source, which draws weights, exports, converts and builds: other code, other files.
+    """Return the sha256 of the worker's source, which draws weights, exports, converts and builds.
+
+    Other code makes other files.
 
     `outside` are modules of plug-ins, whose own file counts as well, but not what it imports.
     """
@@ -323,18 +328,18 @@ def worker_code_sha256(*outside: str) -> str:
 
 
 def outside(*declared: object) -> list[str]:
-    """The modules of those objects that a plug-in brought."""
+    """Return the modules of those objects that come from a plug-in."""
     places = {type(each).__module__ for each in declared}
     return sorted(place for place in places if not place.startswith("dyno."))
 
 
 def _chain(recipe: Recipe | None) -> list[Recipe]:
-    """The recipe after those of the files that its own is made from."""
+    """Return the recipe, after those that its file is made from."""
     return [*_chain(recipe.parent), recipe] if recipe else []
 
 
 def _at_any_threads(recipe: Recipe) -> Recipe:
-    """The recipe without its threads and its parents': making a file takes all cores, however many its engine gets."""
+    """Return the recipe without its and its parents' threads: making a file takes all cores, unlike its engine."""
     parent = _at_any_threads(recipe.parent) if recipe.parent else None
     return replace(recipe, runtime=replace(recipe.runtime, threads=0), parent=parent)
 
@@ -347,9 +352,9 @@ class Cache:
         self.timing = (folder or cache_dir()) / "timing"  # what builders remember of kernels they timed
 
     def key(self, recipe: Recipe) -> str:
-        """The recipe's hash, with the makers' code, their libraries' versions, and the processor or GPU it is for.
+        """Return the hash of the recipe, the makers' code, their libraries' versions, and the target processor or GPU.
 
-        What a parent is made with shapes the file as well.
+        A parent's makers shape the file as well, so they count too.
         """
         device, chain = recipe.runtime.device, _chain(recipe)
         steps = [registry.maker(one.maker) for one in chain]
@@ -363,7 +368,7 @@ class Cache:
         return hashlib.sha256(json.dumps(shaped_by, sort_keys=True).encode()).hexdigest()[:24]
 
     def find(self, key: str) -> tuple[Artifact | None, str]:
-        """The file stored under this key, and why there is none: "" (never built) or what is wrong with it."""
+        """Return the file stored under this key; without one, also why: "" (never built) or the fault."""
         try:
             record = read_record(self.folder / key)
         except UserError:
@@ -380,7 +385,7 @@ class Cache:
 
     @contextmanager
     def making(self, key: str) -> Iterator[Path]:
-        """A folder to make the file in; it joins the cache when the block ends with a good record there."""
+        """Hold a folder to make the file in; it joins the cache if the block ends with a good record there."""
         with self._scratch(key) as scratch:
             folder = scratch / key
             folder.mkdir()
@@ -395,7 +400,7 @@ class Cache:
 
     @contextmanager
     def _scratch(self, key: str) -> Iterator[Path]:
-        """A folder that is gone afterwards; those that killed processes left, which nobody holds, go now."""
+        """Hold a temporary folder while the block runs; stale ones of killed processes are removed first."""
         with ExitStack() as held:
             with lock(self.folder / ".lock"):  # none is swept before its maker holds it
                 for left in self.folder.glob(".*.*"):

@@ -138,7 +138,7 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
         self._check()
 
     def _settle(self) -> None:
-        """Fill in what is left open: a number of rounds that was asked for is what is measured, else until decided."""
+        """Fill in open settings: a requested number of rounds is measured, else rounds go on until decided."""
         asked = self.rounds is not None
         least = max(ROUNDS, self.builds) if isinstance(self.builds, int) else ROUNDS
         object.__setattr__(self, "rounds", self.rounds if asked else least)
@@ -148,7 +148,7 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
             object.__setattr__(self, "turns", CAN_FREEZE and not alone)
 
     def _otherwise(self, name: str, value: Any) -> Any:
-        """A value of the baseline as a study file has it."""
+        """Return a value of the baseline as a study file has it."""
         check_known("baseline", name, BASELINE)
         return [_source(model, self) for model in _tuple(value)] if name == "models" else native(value)
 
@@ -160,7 +160,7 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
         self._check_together()
 
     def _check_names(self) -> None:
-        """A `UserError` for a word, a path or a table that can't be meant."""
+        """Raise `UserError` for an unusable word, path or table."""
         if not self.models:
             raise UserError("no model given; name one, e.g. torchvision:resnet18 or model.onnx")
         for text in (*self.models, *self.inputs, self.data, self.weights, self.calibration):
@@ -185,7 +185,7 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
             input_options.shapes(self.shapes)
 
     def _check_numbers(self) -> None:
-        """A `UserError` for a number out of its range."""
+        """Raise `UserError` for a number out of its range."""
         for name, (least, most) in RANGES.items():
             if getattr(self, name) is not None:
                 check_range(name, getattr(self, name), least, most)
@@ -209,7 +209,7 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
             )
 
     def _check_together(self) -> None:
-        """A `UserError` for options that don't go together."""
+        """Raise `UserError` for options that contradict each other."""
         check_known("until", self.until, (*LOOKS, FIXED))
         if self.until in LOOKS and self.rounds < 2:
             raise UserError(f"until={self.until} goes by the spread between rounds; give --rounds 2 or more")
@@ -224,8 +224,10 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
 
     @classmethod
     def from_toml(cls, path: str | Path, usual: Mapping[str, Any] | None = None, **changes: Any) -> Self:
-        """Read a study file; `changes` (options that were given) win over the file, which wins over what is `usual`.
-        Unknown keys are a `UserError`."""
+        """Read a study file; `changes` (given options) override the file, which overrides the `usual` values.
+
+        Raises `UserError` for unknown keys.
+        """
         path = Path(path)
         try:
             table = tomllib.loads(regular(path, "study file").read_text(encoding="utf-8-sig"))
@@ -247,7 +249,7 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
             raise UserError(f"{path}: {e}") from e
 
     def to_table(self) -> dict[str, Any]:
-        """The study as a TOML table: everything that isn't at its default."""
+        """Return the study as a TOML table: everything that isn't at its default."""
         defaults = {f.name: f.default for f in dataclasses.fields(self) if f.default is not dataclasses.MISSING}
         table = {}
         for f in dataclasses.fields(self):
@@ -257,7 +259,7 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
         return table
 
     def to_toml(self) -> str:
-        """The study as a TOML document that `from_toml` reads back."""
+        """Return the study as a TOML document that `from_toml` reads back."""
         return "".join(f"{key} = {_toml(value)}\n" for key, value in self.to_table().items())
 
     @property
@@ -300,7 +302,7 @@ Study.__doc__ = (Study.__doc__ or "").format(fields=described(Study))
 
 
 def _source(model: Any, study: Study) -> Any:
-    """A model as text: a path's, or that of the file which a module in memory is stored in."""
+    """Return a model as text: its path, or the file in which a module in memory is stored."""
     if not _in_memory(model) and not callable(model):
         return native(model)
     from dyno.sources import in_memory, input_options
@@ -310,8 +312,10 @@ def _source(model: Any, study: Study) -> Any:
 
 
 def _in_memory(value: Any) -> bool:
-    """Whether it is an `nn.Module` or a program of torch.export, or one with its example inputs; PyTorch is not
-    imported to tell."""
+    """Return whether the value is an `nn.Module` or a program of torch.export, or one with its example inputs.
+
+    PyTorch is not imported for this.
+    """
     torch = sys.modules.get("torch")
     first = value[0] if isinstance(value, tuple) and len(value) == 2 else value
     pair = first is not value
@@ -328,7 +332,7 @@ def _tuple(value: Any) -> tuple[Any, ...]:
 
 
 def _toml(value: Any) -> str:
-    """A value in TOML; text as JSON writes it, which is TOML too but for one control character."""
+    """Format a value as TOML; text as JSON, which is TOML too but for one control character."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_toml(str(key))} = {_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
@@ -339,7 +343,7 @@ def _toml(value: Any) -> str:
 
 
 def parse_size(text: str) -> tuple[int, int]:
-    """Height and width from `224` or `480x640`."""
+    """Parse height and width from `224` or `480x640`."""
     height, _, width = text.lower().partition("x")
     try:
         found = int(height), int(width if "x" in text.lower() else height)
@@ -352,7 +356,7 @@ def parse_size(text: str) -> tuple[int, int]:
 
 
 def parse_budget(texts: Iterable[str]) -> dict[str, float]:
-    """Points an engine may lose, from `top1=0.5`."""
+    """Parse the points that an engine may lose from `top1=0.5`."""
     found = {}
     for text in texts:
         name, _, points = text.partition("=")
@@ -364,7 +368,7 @@ def parse_budget(texts: Iterable[str]) -> dict[str, float]:
 
 
 def model_name(source: str) -> str:
-    """The model's name in tables and folders: what stands behind the colon, or the file's stem."""
+    """Return the model's name in tables and folders: the part behind the colon, or the file's stem."""
     if source.partition(":")[0] in NETWORK_FILES:
         return Path(source.partition(":")[2]).stem
     if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth", ".cfg")):
@@ -379,7 +383,7 @@ def _check_runtimes(tables: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def runtimes(study: Study, choice: Choice) -> Mapping[str, Any]:
-    """The `[runtime.…]` table a backend runs under: the one it names, else the one of its own name, else none."""
+    """Return the `[runtime.…]` table of a backend: the one it names, else the one of its own name, else none."""
     if choice.runtime and choice.runtime not in study.runtime:
         raise UserError(f"backend {choice.name!r} asks for runtime {choice.runtime!r}, which the study does not define")
     return study.runtime.get(choice.runtime or choice.name, {})

@@ -42,7 +42,7 @@ Location = Field[str, str | Path]
 # Of a frozen dataclass mypy forgets what an inherited descriptor gives.
 @dataclass_transform()
 def settings(group: type[Group]) -> type[Group]:
-    """A frozen dataclass of options."""
+    """Make a frozen dataclass of options."""
     return dataclass(frozen=True)(group)
 
 
@@ -53,8 +53,11 @@ MODEL_HELP = (
 
 
 def option(default: Any, help: str, flag: str = "", *, usual: str = "", common: bool = False) -> Any:
-    """A field with its help: `flag` is its name on the command line (default: the field's), `usual` says what the
-    default means, and `common` options are the ones that a command's short help shows."""
+    """Return a field with its help.
+
+    `flag` is its name on the command line (default: the field's), `usual` describes the default, and `common` options
+    appear in a command's short help.
+    """
     metadata = {"help": help, "flag": flag, "usual": usual, "common": common}
     if isinstance(default, dict):
         return field(default_factory=dict, metadata=metadata)
@@ -62,7 +65,7 @@ def option(default: Any, help: str, flag: str = "", *, usual: str = "", common: 
 
 
 def required(help: str) -> Any:
-    """A field without a default, which is not an option of the command line."""
+    """Return a field without a default, which is not an option of the command line."""
     return field(metadata={"help": help, "flag": None})
 
 
@@ -238,7 +241,7 @@ class RuntimeOptions:
 
 
 def described(kind: type) -> str:
-    """Each field with its help and its default, in lines for a docstring."""
+    """Describe each field with its help and its default, in lines for a docstring."""
     fields = [f for f in dataclasses.fields(kind) if "help" in f.metadata]
     return "\n    ".join(f"{f.name}: {f.metadata['help'].rstrip('.')}{_default(f)}." for f in fields)
 

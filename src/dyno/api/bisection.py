@@ -69,7 +69,7 @@ class Bisection:
         return changes(trials[0], trials[1]) if trials[0] and trials[1] else []
 
     def _trial(self, name: str) -> TrialResult | None:
-        """The trial under that version; the first one's stands beside the first bad one's."""
+        """Return the trial under this version; the first version's comes from its comparison with the first bad one."""
         step = next((s for s in self.steps if s.name == (self.bad if name == self.first else name)), None)
         if step is None or step.comparison is None or step.comparison.result is None:
             return None
@@ -104,12 +104,13 @@ def bisect(
     quiet: bool = True,
     **settings: Any,
 ) -> Bisection:
-    """The first of several versions of a library, in order, under which a model is slower than under the first.
+    """Find the first version of a library, in order, under which a model is slower than under the first version.
 
-    Either `library` with `versions`, which uv installs into environments of their own together with the packages to
-    `add`, or `pythons`, interpreters by name. Each is compared with the first one as `dyno.compare` does it, in a
-    binary search: it assumes that versions are good up to one and bad from there. What can't be installed or run is
-    skipped. `settings` are fields of `dyno.Study`. Run folders lie below `out`, or a new folder below runs/bisect.
+    Give either `library` with `versions`, which uv installs into separate environments together with the packages in
+    `add`, or `pythons`, which maps names to interpreters. Each version is compared with the first one as in
+    `dyno.compare`, in a binary search, which assumes that all versions are good up to some version and bad from there
+    on. Versions that can't be installed or run are skipped. `settings` are fields of `dyno.Study`. Run folders lie
+    below `out`, or below a new folder in runs/bisect.
     """
     rules = Rules(fail_on=(fail_on,))
     if not rules.gate or rules.fail_on != (SLOWER,):
@@ -132,7 +133,7 @@ def bisect(
 
 
 def _backend(source: str, library: str, chosen: Sequence[str]) -> str:
-    """The backend that runs the model with the library: the one that was chosen, else the default, else any."""
+    """Return the backend that runs the model with the library: the chosen one, else the default, else any."""
     if len(chosen) > 1:
         raise UserError(f"bisect runs one backend, not {', '.join(chosen)}")
     default, _ = default_runner(commits.split(source)[0])
@@ -182,7 +183,7 @@ class Search:
         return Bisection(tuple(self.steps), names[0], undecided=reasons.get(outcome, ""))
 
     def _bisected(self, names: list[str], high: int) -> Bisection:
-        """The first bad version between the first one, which is good, and that one, which is bad."""
+        """Find the first bad version between the first version (good) and the version at index `high` (bad)."""
         low, untried, reason = 0, list(range(1, high)), ""
         while untried and not reason:
             middle = untried.pop(len(untried) // 2)
@@ -197,7 +198,7 @@ class Search:
         return Bisection(tuple(self.steps), names[0], names[low], names[high], between, reason)
 
     def _compared(self, first: str, name: str) -> str:
-        """The outcome of comparing the version with the first."""
+        """Compare the version with the first one and return the outcome."""
         if reason := self._unusable(name):
             return self._record(Step(name, SKIPPED, reason))
         a, b = ({self._runtime: {"python": self.pythons[version]}} for version in (first, name))
@@ -214,7 +215,7 @@ class Search:
         return choice.runtime or choice.name
 
     def _unusable(self, name: str) -> str:
-        """Why the version can't be run, "" where it can."""
+        """Return why the version can't be run, or "" if it can."""
         if name in self.pythons:
             return ""
         try:
@@ -234,7 +235,7 @@ class Search:
 
 
 def _step(name: str, first: str, comparison: Comparison) -> Step:
-    """A version's step from its comparison: one that failed, or has wrong outputs, is skipped."""
+    """Return a version's step, judged by its comparison; a version that failed or has wrong outputs is skipped."""
     rows = comparison.rows
     if failed := next((r for r in rows if r["status_a"] != "ok"), None):
         return Step(name, UNDECIDED, f"{first} is {failed['status_a']}", comparison)

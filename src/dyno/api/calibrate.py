@@ -71,12 +71,12 @@ def calibrate(
 ) -> SelfTest:
     """Test the instrument on this machine for `minutes`, or until there are `rounds` of them (0: no limit).
 
-    In each round fresh processes of one trial measure in turns: equal ones, and some that are slowed down by 1, 2
-    and 5 %. With `builds` each round has two builds of the engine of its own, one for the first process and one for the
-    others, so that the difference between builds is part of the noise. `model` is a source as in `Study` (default: a
-    small network of Dyno's), `fields` are others of `Study`. The result has the figures; studies on this machine keep a
-    summary of it, unless `keep` is False or it is of builds. UserError where the minutes are too few, where the trial
-    does not run, or where builds of its engine don't differ.
+    In each round fresh processes of one trial are measured interleaved: equal ones, and some that are slowed down by 1,
+    2 and 5 %. With `builds` each round builds the engine twice, once for the first process and once for the others, so
+    that the difference between builds is part of the noise. `model` is a source as in `Study` (default: a small network
+    of Dyno's), `fields` are others of `Study`. The result has the figures; studies on this machine keep a summary of
+    it, unless `keep` is False or it is of builds. Raises `UserError` if the minutes are too few, if the trial does not
+    run, or if builds of its engine don't differ.
     """
     minutes, rounds = native((minutes, rounds))
     check_types({"minutes": minutes, "rounds": rounds}, {"minutes": float, "rounds": int})
@@ -103,7 +103,7 @@ def calibrate(
 
 
 def _study(model: str, backend: str, device: str, fields: dict[str, Any]) -> Study:
-    """The study of the one trial, on the backend that is given or the first that is installed."""
+    """Return the study of the single trial, on the given backend or the first one installed."""
     given = {**USUAL, **({} if model else OF_MODEL), **fields}
     study = Study(models=(model or MODEL,), device=device, boundaries=("model",), **given)
     check_device(study)
@@ -120,7 +120,7 @@ class _Engines:
     builds: bool
 
     def of(self, number: int) -> tuple[Artifact | None, Artifact | None]:
-        """The file of the round's first process, and that of the others; None where the trial needs none."""
+        """Return the file of the round's first process and that of the others; None if the trial needs no file."""
         if not self.builds:
             return self._file(0), self._file(0)
         return self._file(2 * number), self._file(2 * number + 1)
@@ -154,7 +154,7 @@ def _too_short(minutes: float, least_s: float) -> UserError:
 
 
 def _rounds(engines: _Engines, layout: Layout, minutes: float, most: int, progress: Progress) -> Iterator[TestRound]:
-    """Rounds of fresh processes until the time is over, or until there are `most` of them (0: no limit)."""
+    """Yield rounds of fresh processes until the time is up or there are `most` of them (0: no limit)."""
     began, longest, number = time.monotonic(), 0.0, 0
     with tempfile.TemporaryDirectory(prefix="dyno-self-test-") as folder:
         while number < LEAST_ROUNDS or time.monotonic() - began + longest <= minutes * 60:
@@ -172,7 +172,7 @@ def _rounds(engines: _Engines, layout: Layout, minutes: float, most: int, progre
 
 
 def _round(engines: _Engines, layout: Layout, place: Path, number: int, progress: Progress) -> TestRound:
-    """One round: a fresh process for each slow-down, all measured in turns."""
+    """Measure one round: a fresh process for each slow-down, all interleaved."""
     players, trial = [], engines.trial
     first, others = engines.of(number)
     for index, share in enumerate(layout.slowdowns):
@@ -193,7 +193,7 @@ def _round(engines: _Engines, layout: Layout, place: Path, number: int, progress
 
 
 def _measured(player: Player, count: int) -> Round:
-    """What the player's process measured; a `UserError` where it failed."""
+    """Return the round that the player's process measured; raise `UserError` if the process failed."""
     record = player.record
     if record is None:
         raise UserError(f"not enough memory for {count} processes of {player.trial.label}; use a smaller model")
@@ -203,14 +203,14 @@ def _measured(player: Player, count: int) -> Round:
 
 
 def _stolen(before: Any) -> float:
-    """The share of all processors' time since then that the host gave to other guests; 0 where unknown."""
+    """Return the share of all processors' time since `before` that the host gave to other guests; 0 if unknown."""
     now = psutil.cpu_times()
     span = sum(now) - sum(before)
     return max(0.0, getattr(now, "steal", 0.0) - getattr(before, "steal", 0.0)) / span if span > 0 else 0.0
 
 
 def _clocks(measured: Sequence[Round]) -> tuple[float, ...]:
-    """The mean clock of each process in MHz, the GPU's where it ran on one; () where the system has no figure."""
+    """Return the mean clock of each process in MHz (the GPU's if it ran on one), or () if the system reports none."""
     clocks = []
     for process in measured:
         name = "gpu_clock" if process.device.startswith("cuda") else "frequency"

@@ -77,7 +77,7 @@ class Comparison:
         return Result(self.folder) if self.folder else None
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per pair of trials."""
+        """Return one row per pair of trials."""
         return self.table.to_pandas()
 
     def junit(self, path: str | Path) -> None:
@@ -108,7 +108,6 @@ class Comparison:
 
 
 def _describe(side: Study) -> str:
-    """A side of a comparison in a few words."""
     pythons = {str(table["python"]): None for table in side.runtime.values() if table.get("python")}
     weights = f" with {side.weights}" if side.weights and not keeps_weights(side.models[0]) else ""
     return f"{side.models[0]}{weights}" + (f" under {', '.join(pythons)}" if pythons else "")
@@ -125,14 +124,14 @@ def compare(
     quiet: bool = True,
     **settings: Any,
 ) -> Comparison:
-    """B compared with A, trial by trial: speed, accuracy, outputs, status.
+    """Compare B with A, trial by trial: speed, accuracy, outputs, status.
 
     `a` and `b` are two run folders (or `Result`s), or anything that a study takes as a model; models are measured here,
-    in turns. A run folder together with a model, or two run folders with `again`, are measured again as well. If `a`
+    interleaved. A run folder together with a model, or two run folders with `again`, are measured again as well. If `a`
     and `b` are one model, `against` has the interpreters of A, {"onnxruntime": {"python": PATH}}, or `commits` the git
     commits of A and B, "main..HEAD". A single run folder that a comparison was measured into is read again. `settings`
     are fields of `dyno.Study` and of the rules: fail_on, tolerance, least, rtol, atol, any_outputs. The run folder is
-    `out`, or a new one below runs/compare. Raises `UserError` where nothing can be compared.
+    `out`, or a new one below runs/compare. Raises `UserError` if nothing can be compared.
     """
     rules = Rules(**{name: settings.pop(name) for name in RULES if name in settings})
     sources = [source for source in (a, b) if source is not None]
@@ -159,7 +158,7 @@ def _names(study: Study) -> list[str]:
 
 
 def measured(study: Study, folder: Path, rules: Rules, progress: Progress) -> Comparison:
-    """Measure what the folder lacks of the comparison and judge it.
+    """Measure those parts of the comparison that the folder lacks, and judge it.
 
     Pairs that fail a gate, or are undecided, are measured again in as many fresh rounds, and judged by all of them: a
     false alarm is then no likelier than in a comparison of twice the rounds.
@@ -182,7 +181,7 @@ def _suspect(r: Row) -> bool:
 
 
 def _loaded(source: Any) -> Results | None:
-    """The stored run that the user gave, None for anything else."""
+    """Return the stored run that the user gave, or None for anything else."""
     if isinstance(source, Result):
         return source.records
     if isinstance(source, (str, Path)) and Path(source).is_dir():
@@ -193,7 +192,7 @@ def _loaded(source: Any) -> Results | None:
 def _study(
     sources: list[Any], again: bool, against: Mapping[str, Any] | None, span: str, settings: Mapping[str, Any]
 ) -> Study:
-    """The study of the two sides that the user names."""
+    """Build the study of the two sides that the user names."""
     runs = [_loaded(source) for source in sources]
     first, last = _side(sources[0]), _side(sources[-1])
     if len(sources) == 1 and not (against or span):
@@ -219,7 +218,7 @@ def _study(
 
 
 def _side(source: Any) -> Study:
-    """One side as a study of its own: a stored one's, or the model with a comparison's defaults."""
+    """Return one side as a separate study: that of the stored run, or the model with the defaults of a comparison."""
     run = _loaded(source)
     if run is None:
         (source,) = Study(models=(source,)).models
@@ -240,7 +239,7 @@ def _side(source: Any) -> Study:
 
 
 def _at_commits(model: str, span: str) -> tuple[str, str]:
-    """The model at both commits of `A..B`; without B, the file as it is now."""
+    """Return the model at both commits of `A..B`; without B, the second is the file in its current state."""
     before, dots, after = span.partition("..")
     if not (before and dots) or after.startswith(".") or commits.split(model)[1]:
         raise UserError(

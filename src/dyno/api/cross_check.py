@@ -25,11 +25,11 @@ LOAD_S = 300.0  # what trtexec may take besides warming up and timing: an engine
 def cross_check(
     records: Path | TrialResult | Sequence[TrialResult], trtexec_file: Path | None = None, run: bool = True
 ) -> list[str]:
-    """Sentences on every TensorRT trial of a run folder, or of `records`.
+    """Return sentences that cross-check every TensorRT trial of a run folder, or of `records`, with trtexec.
 
-    Each is explained in trtexec's terms, followed by the commands that should give the same. `trtexec_file` is a log or
-    exported times to compare with; without one, trtexec is run where it is on the PATH and `run` allows. UserError
-    for a file that trtexec didn't write and for records without a TensorRT trial.
+    Each trial is explained in trtexec's terms, followed by the commands that should give the same. `trtexec_file` is a
+    log or exported times to compare with; without one, trtexec is run if it is on the PATH and `run` allows it. Raises
+    `UserError` for a file that trtexec didn't write and for records without a TensorRT trial.
     """
     log_times = log.read(trtexec_file) if trtexec_file else None
     trials = _trials(records)
@@ -52,18 +52,18 @@ def _trials(records: Path | TrialResult | Sequence[TrialResult]) -> list[TrialRe
 
 
 def is_engine(trial: TrialResult) -> bool:
-    """Whether the trial ran a TensorRT engine's file, which trtexec runs too."""
+    """Return whether the trial ran a TensorRT engine file, which trtexec can run too."""
     return bool(trial.good) and trial.artifact is not None and trial.artifact.format == "engine"
 
 
 def boundaries(trial: TrialResult) -> list[str]:
-    """Those of the trial's boundaries that a run of trtexec can repeat; `all` gives its throughput, too."""
+    """Return the trial's boundaries that a trtexec run can repeat; `all` also gives its throughput."""
     measured = trial.spec.get("plan", {}).get("boundaries") or ("model", "all")
     return [b for b in ("model", "all") if b in measured] or ["all"]
 
 
 def command_lines(trial: TrialResult) -> list[str]:
-    """The shell commands that should give the trial's numbers, and its engine where Dyno built it."""
+    """Return the shell commands that should reproduce the trial's numbers, and its engine if Dyno built it."""
     purposes = [(command.timing(trial, boundary), f"latency/{boundary}") for boundary in boundaries(trial)]
     if build := command.built(trial):
         purposes.append((build.command(), "such an engine"))

@@ -19,11 +19,11 @@ if TYPE_CHECKING:
 def evaluate(
     model: Any, data: str | Path, out: str | Path | None = None, *, quiet: bool = True, **settings: Any
 ) -> Result:
-    """Accuracy and speed of one model on the images of a data set; returns what was stored.
+    """Measure the accuracy and speed of one model on the images of a data set; return the stored result.
 
-    `settings` are fields of `Study`; by default the model runs in the default backend of its kind of file, in one
-    round of batches of 8. The run folder is `out`, or a new one below runs/eval. `Result.confusion` and
-    `Result.per_class` are about single classes. Raises `UserError`, one line.
+    `settings` are fields of `Study`; by default the model runs in the default backend of its file format, in one round
+    of batches of 8. The run folder is `out`, or a new one below runs/eval. `Result.confusion` and `Result.per_class`
+    describe single classes. Raises `UserError`, one line.
     """
     source_settings = {name: settings[name] for name in ("shapes", "inputs", "sizes", "channels") if name in settings}
     (source,) = Study(models=(model,), **source_settings).models

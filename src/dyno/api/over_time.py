@@ -24,10 +24,11 @@ ENDINGS = (".svg", ".png", ".csv")
 
 
 def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
-    """Write what the trials' first rounds did over time, on one axis: .svg and .png are drawn, .csv has each look.
+    """Write the telemetry of the trials' first rounds on one time axis: .svg and .png are drawn, .csv has each sample.
 
-    `choices` are trials by their ids, or as BACKEND/PRECISION; without any it is what the report draws: the reference
-    and the fastest other trial of each group. A `UserError` for what can't be written, and where nothing was recorded.
+    `choices` are trials by their ids, or as BACKEND/PRECISION; without any, the report's are taken: the reference and
+    the fastest other trial of each group. Raises `UserError` for a file that can't be written, and if nothing was
+    recorded.
     """
     if path.suffix not in ENDINGS:
         raise UserError(f"{path} would be no chart over time; give a name that ends in {', '.join(ENDINGS)}")
@@ -53,7 +54,7 @@ def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
 
 
 def table(shown: Sequence[Shown]) -> Table:
-    """A row for each look at each of the trials, with what was timed then."""
+    """Return a table with one row per telemetry sample of each trial, with the boundary timed at that moment."""
     wanted = quantities(series for _, series in shown)
     columns = (
         Column("trial", "the id", kind=TEXT),

@@ -44,22 +44,25 @@ class Result:
         return trial_table.read(self.records)
 
     def to_pandas(self) -> pd.DataFrame:
-        """One row per trial, with the columns that `results.csv` has."""
+        """Return one row per trial, with the columns of `results.csv`."""
         return self.data.frame.copy()
 
     def table(self, name: str = "trials") -> Table:
-        """The table of that name, as `dyno show --table NAME`: its rows, its notes, and `to_pandas()`."""
+        """Return the table of this name, as `dyno show --table NAME`: its rows, its notes, and `to_pandas()`."""
         from dyno.analysis import tables
 
         (table,) = tables.named(self.data, name)
         return table
 
     def confusion(self, trial: str = "") -> pd.DataFrame:
-        """How often images of each label (row) got each class (column) in a trial, by its id (default: the first)."""
+        """Return how often images of each label (row) got each class (column).
+
+        `trial` is the id of a trial (default: the first).
+        """
         return self._confusion(trial).to_pandas()
 
     def per_class(self, trial: str = "") -> pd.DataFrame:
-        """Accuracy of each class in a trial, the worst first: `Confusion.per_class`."""
+        """Return the accuracy of each class in a trial, the worst first: `Confusion.per_class`."""
         return self._confusion(trial).per_class()
 
     def _confusion(self, trial: str) -> Confusion:
@@ -95,7 +98,7 @@ class Result:
         return write([self.data], folder)
 
     def _repr_html_(self) -> str:
-        """What a notebook shows: the decisions, the trials and one chart."""
+        """Return the HTML for a notebook: the decisions, the trials and one chart."""
         from dyno.analysis.report.notebook import cell
 
         return cell(self.data)
@@ -105,7 +108,7 @@ class Result:
 
 
 def load(folder: str | Path) -> Result:
-    """The result of an earlier study, read; a `UserError` where the folder isn't one of a run."""
+    """Read the result of an earlier study; raise `UserError` if the folder isn't a run folder."""
     result = Result(folder)
     _ = result.records
     return result

@@ -87,7 +87,7 @@ def _copied_code(script: Path) -> Path:
 
 
 def _chosen(run: RunData, choice: str) -> TrialResult:
-    """The chosen trial, which must have run."""
+    """Return the chosen trial; raise `UserError` if it did not run."""
     chosen = find(run.records, choice) if choice else _winner(run)
     if not chosen.good:
         raise UserError(f"{chosen.label} did not run ({chosen.status}: {chosen.reason}), so there is nothing to take")
@@ -105,13 +105,13 @@ def _winner(run: RunData) -> TrialResult:
 
 
 def _caveats(results: Results, choice: str) -> list[str]:
-    """A note where no trial was chosen and the verdict names no winner."""
+    """Return a note if no trial was chosen and the verdict names no winner because of CPU contention."""
     contention = None if choice else cpu_contention(results)
     return [f"{contention.sentence} This was the fastest measured."] if contention and contention.mostly else []
 
 
 def find(results: Results, choice: str) -> TrialResult:
-    """A trial by its id, or by backend and precision: then the one that ran at the smallest batch."""
+    """Find a trial by its id, or by backend and precision; among several batches, the smallest one that ran."""
     name, fitting = of_form(results, choice)
     fitting = [t for t in fitting if t.good] or fitting
     matching = [t for t in fitting if t.variant == name] or fitting
@@ -129,13 +129,13 @@ def find(results: Results, choice: str) -> TrialResult:
 
 
 def of_form(results: Results, text: str) -> tuple[str, list[TrialResult]]:
-    """The backend, with options or without, that BACKEND/PRECISION names, and the trials of both."""
+    """Return the backend, with or without options, that BACKEND/PRECISION names, and the trials that match both."""
     name, _, precision = text.replace("/", ":").rpartition(":") if "/" in text else (text, "", "")
     return name, [t for t in results if name in (t.backend, t.variant) and precision in ("", t.precision)]
 
 
 def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[str]]:
-    """The file that was measured, of several builds the fastest; where it is missing or changed, it is built again.
+    """Return the measured file, of several builds the fastest, with notes; if missing or changed, it is built again.
 
     None for a module.
     """
@@ -160,7 +160,7 @@ def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None,
 
 
 def _fastest_build(measured: TrialResult) -> Round | None:
-    """A round of the build with the shortest latency, by the geometric mean; None where all ran the same file."""
+    """Return a round of the build with the shortest latency, by the geometric mean; None if all ran the same file."""
     seconds: dict[int, list[tuple[Round, float]]] = {}
     for one in measured.good:
         if one.build and (median := one.median("model")) is not None:
@@ -180,7 +180,7 @@ def _name(trial: TrialResult) -> str:
 
 
 def _place(out: Path, suffix: str) -> Path:
-    """The file to write, with the suffix of its kind."""
+    """Return the path to write, with the suffix of the file's kind."""
     if out.suffix == suffix:
         return out
     suffixes = {*registry.suffixes(), STATE, ".py", ".pth", ".safetensors"}
@@ -205,7 +205,7 @@ def _check_free(file: Path, script: Path, artifact: Artifact | None) -> None:
 
 
 def _heading(trial: TrialResult, results: Results) -> str:
-    """The script's first line: what it is and how fast it was."""
+    """Return the script's first line: which trial it is and how fast it was."""
     versions = trial.good[0].record.system.get("versions", {})
     library = next((f" ({name} {v})" for name, v in versions.items() if name != "numpy"), "")
     medians = trial.medians("model")

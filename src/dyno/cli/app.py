@@ -352,7 +352,7 @@ def doctor(
 
 
 def main() -> None:
-    """Entry point: the user's errors become one line and exit code 2, an interrupt 130."""
+    """Run the command line; a user's error becomes one line and exit code 2, an interrupt exit code 130."""
     exits.end(app)
 
 

@@ -30,7 +30,7 @@ UNFINISHED = 3  # exit code where some of the models could not be measured
 
 
 def study(overrides: Overrides, models: Sequence[str]) -> Study:
-    """The study that the command line describes: a TOML file with options on top, or models and options."""
+    """Build the study that the command line describes: a TOML file with options on top, or models and options."""
     files = [model for model in models if model.endswith(".toml")]
     if not files:
         return Study(models=tuple(models), **overrides)
@@ -40,7 +40,7 @@ def study(overrides: Overrides, models: Sequence[str]) -> Study:
 
 
 def folder(study: Study, models: Sequence[str], out: str) -> Path:
-    """`--out`, else runs/NAME after the study file or the models, with a suffix where that folder is taken."""
+    """Return `--out`, else runs/NAME after the study file or the models, with a suffix if that folder is taken."""
     if out:
         return Path(out)
     first = None
@@ -86,7 +86,7 @@ def dry_run(study: Study) -> int:
 
 
 def _at_most(study: Study, trials: Sequence[Trial]) -> str:
-    """How long the study measures at most, in a sentence."""
+    """Return a sentence with an upper bound on how long the study measures."""
     from dyno.analysis.formatting import show
 
     rounds = sum(trial.plan.rounds for trial in trials)
@@ -129,7 +129,7 @@ def show_stopped(folder: Path) -> None:
 
 
 def finish(folder: Path) -> int:
-    """Tables, verdict and report of a study that has just ended, and its exit code."""
+    """Print the trials and the verdict of a study that has just ended, write its report, and return its exit code."""
     from dyno.analysis import tables
     from dyno.analysis.formatting import wrapped
     from dyno.analysis.presentation.export import export
@@ -152,7 +152,7 @@ def finish(folder: Path) -> int:
 
 
 def _read(folder: Path, overrides: Overrides | None = None) -> RunData:
-    """The run with its table, and with this machine's self-test where it has none of its own."""
+    """Read the run with its table, and with this machine's self-test if it has none stored."""
     from dyno.analysis.records.results import load
     from dyno.analysis.tables import trial_table
     from dyno.engine import self_test
@@ -163,7 +163,7 @@ def _read(folder: Path, overrides: Overrides | None = None) -> RunData:
 
 
 def _say_visible(run: RunData) -> None:
-    """Which differences the run can see, where the machine has tested that."""
+    """Print which differences the run can detect, if the machine's self-test has measured that."""
     from dyno.analysis.formatting import wrapped
     from dyno.analysis.self_test import words
 
@@ -214,7 +214,7 @@ def list_tables(format: str) -> None:
 
 
 def report(runs: Sequence[Path], out: Path) -> int:
-    """Write the report of one or several runs; 3 where one of several can't be read and is left out."""
+    """Write the report of one or several runs; return 3 if one of several can't be read and is left out."""
     from dyno.analysis.report import report as page
 
     if out.suffix == ".html" and not out.is_dir():
@@ -251,7 +251,7 @@ def _single(overrides: Overrides, models: Sequence[str], out: str, command: str,
 
 
 def _part(out: Path, models: Sequence[str], number: int) -> Path:
-    """The run folder of one of several models: two files may have one name."""
+    """Return the run folder of one of several models; a number keeps files of the same name apart."""
     return out if len(models) == 1 else out / f"{number}-{model_name(models[number]).replace('/', '-')}"
 
 
@@ -279,7 +279,7 @@ def time(overrides: Overrides, models: Sequence[str], out: str, format: str, trt
 
 
 def stress(overrides: Overrides, models: Sequence[str], out: str, batches: str, iterations: int) -> int:
-    """The stress test of each model's engine."""
+    """Stress-test each model's engine and return the exit code."""
     from dyno.engine import stress as module
 
     folder = Path(out) if out else new_folder("stress", models)
@@ -296,7 +296,7 @@ def stress(overrides: Overrides, models: Sequence[str], out: str, batches: str, 
 
 
 def evaluate(overrides: Overrides, models: Sequence[str], out: str, format: str, per_class: bool) -> int:
-    """Accuracy of each model on labelled images, beside its speed."""
+    """Measure each model's accuracy on labelled images, and its speed; return the exit code."""
     from dyno.api import evaluation
 
     check_format(format)
@@ -307,8 +307,10 @@ def evaluate(overrides: Overrides, models: Sequence[str], out: str, format: str,
 def agree(
     overrides: Overrides, models: Sequence[str], out: str, rtol: float, atol: float, least: float, format: str
 ) -> int:
-    """Outputs of every model and backend against the first one's: 1 when a share is below `least`, 3 when a trial left
-    no outputs."""
+    """Compare the outputs of every model and backend with the first one's and return the exit code.
+
+    1 if a share is below `least`, 3 if a trial left no outputs.
+    """
     from dyno.analysis.presentation.export import export
     from dyno.analysis.records import results
     from dyno.analysis.tables import agreement_table
@@ -330,7 +332,7 @@ def agree(
 def calibrate(
     overrides: Overrides, model: str, minutes: float, rounds: int, backend: str, builds: bool, format: str
 ) -> None:
-    """Test the instrument on this machine and print what it can see."""
+    """Test the instrument on this machine and print the differences that it can detect."""
     from dyno.analysis.formatting import bullet, wrapped
     from dyno.analysis.presentation.export import export
     from dyno.analysis.self_test import words

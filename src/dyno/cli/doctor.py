@@ -49,9 +49,10 @@ COLUMNS = tuple(
 
 
 def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
-    """One row per backend and interpreter: name, python, status, version, devices, detail or reason.
+    """Probe every backend in every interpreter and return one row for each.
 
-    A plug-in that can't be used has a row too, with the status `broken`.
+    A row has name, python, status, version, devices, detail or reason. A plug-in that can't be used has a row too, with
+    the status `broken`.
     """
     threads = system.physical_cores()
     places = [(name, Runtime(threads=threads)) for name in registry.names()]
@@ -81,11 +82,11 @@ class _Pending:
             yield
 
     def tick(self, who: str, seconds: float) -> None:
-        """`who` has been running for that long."""
+        """Note how many seconds `who` has been running."""
         self.waiting[who] = seconds
 
     def done(self, who: str, status: str) -> None:
-        """`who` has answered."""
+        """Note that `who` has answered."""
         seconds = self.waiting.pop(who, 0.0)
         self.answered += 1
         if not self.console.is_terminal:
@@ -120,7 +121,7 @@ def _detail(probe: Probe, of: Mapping[str, Any]) -> str:
 
 
 def _broken() -> Iterator[dict[str, Any]]:
-    """A row for each entry point that gives nothing Dyno can use."""
+    """Yield a row for each entry point that provides nothing that Dyno can use."""
     for group, kind in KINDS.items():
         for name, reason in plugins.broken(group, kind).items():
             detail = f"an entry point of {group} that {reason}"

@@ -100,7 +100,7 @@ def _outlive_readers() -> None:
 
 
 def end(app: typer.Typer) -> None:
-    """Run the command line; every error becomes one line and exit code 2 (3 where work is left), an interrupt 130."""
+    """Run the command line; every error becomes one line and exit code 2 (3 if work is left), an interrupt 130."""
     _outlive_readers()
     with suppress(OSError):  # which is said where the folder is needed
         os.environ.update(system.missing_variables(os.environ))
@@ -135,7 +135,7 @@ def end(app: typer.Typer) -> None:
 
 
 def _describe_error(e: Exception) -> str:
-    """Return one line on an error that no command expects: what to do, or where its details are."""
+    """Return one line on an error that no command expects: a remedy, or where its details are."""
     if isinstance(e, ModuleNotFoundError) and distribution(str(e.name)) in EXTRAS:
         return lacking([str(e.name)])
     if isinstance(e, MemoryError):
@@ -153,7 +153,7 @@ def _describe_error(e: Exception) -> str:
 
 
 def _keep_details(e: Exception) -> str:
-    """Store the traceback in the cache, and return where; how to see it, where it can't be stored."""
+    """Store the traceback in the cache and return where it is, or how to see it if it can't be stored."""
     try:
         path = system.cache_dir() / "last-error.log"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -174,8 +174,10 @@ def _check_memory() -> None:
 
 
 def _check_words(words: Sequence[str]) -> None:
-    """Refuse names with bytes of no text, and empty words: an option that is empty would silently be left at its
-    default, so that `--weights "$UNSET"` measured random weights."""
+    """Refuse names with undecodable bytes, and empty words.
+
+    An empty option would silently be left at its default, so that `--weights "$UNSET"` measured random weights.
+    """
     for before, word in zip(("", *words), words, strict=False):
         check_utf8(word)
         name, equals, value = word.partition("=")
@@ -185,14 +187,14 @@ def _check_words(words: Sequence[str]) -> None:
 
 
 def _left(words: Sequence[str]) -> str:
-    """What an interrupt left of the command; most commands begin a new folder each time, or store nothing."""
+    """Return what an interrupt left of the command; most commands begin a new folder each time, or store nothing."""
     if words and words[0] in CONTINUES:
         return "what was measured is stored, the same command continues from there"
     return "files and rounds that were finished are kept, in the cache and in the run folder"
 
 
 def left_out(lines: Iterable[str]) -> int:
-    """Say what is missing of what was asked for, on standard error; the exit code for that."""
+    """Print on standard error the requested parts that are missing; return the exit code for that."""
     code = 0
     for line in lines:
         print("dyno: left out: " + plain(line), file=sys.stderr)

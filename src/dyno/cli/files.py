@@ -63,7 +63,7 @@ class Build:
 
 
 def profile(shapes: str, low: int, opt: int, high: int) -> str:
-    """An engine's option `profile` from `--shapes`, or from the batches of `--min --opt --max`; "" for neither."""
+    """Return an engine's `profile` option from `--shapes`, or from the batches of `--min --opt --max`; else ""."""
     if shapes and (low or opt or high):
         raise UserError("--shapes and --min, --opt, --max both set the batches; give one or the other")
     if not (low or opt or high):
@@ -123,14 +123,14 @@ def build(overrides: Overrides, model: str, out: Path, request: Build) -> int:
 
 
 def _suffixes(*, built: bool) -> str:
-    """The suffixes of files that a backend builds, or of those that are exported."""
+    """Return the suffixes of files that a backend builds, or of those that are exported."""
     return ", ".join(
         suffix for kind in registry.formats().values() if bool(kind.builders) == built for suffix in kind.suffixes
     )
 
 
 def _shape(text: str) -> tuple[str, int, tuple[str]]:
-    """Batch, channels and size from `-1,3,224,224` (commas, spaces or x between the numbers)."""
+    """Return batch, channels and size from `-1,3,224,224` (commas, spaces or x between the numbers)."""
     try:
         n, c, h, w = (int(part) for part in text.replace(",", " ").replace("x", " ").split())
     except ValueError:
@@ -143,14 +143,14 @@ def _shape(text: str) -> tuple[str, int, tuple[str]]:
 
 
 def _number(batch: str) -> int:
-    """The batch to export with, 0 for a dynamic one."""
+    """Return the batch to export with, 0 for a dynamic one."""
     if batch != "dynamic" and (not batch.isdecimal() or int(batch) < 1):
         raise UserError(f"batch {batch!r} must be 'dynamic' or a whole number of at least 1")
     return 0 if batch == "dynamic" else int(batch)
 
 
 def _trial(study: Study, precision: str, batch: int) -> Trial:
-    """A trial of the study's model at that batch; where it is 0, free, and the model's is not, a `UserError`."""
+    """Build a trial of the model at this batch; raise `UserError` for a free batch (0) of a module with a fixed one."""
     if len(study.sizes) > 1:
         raise UserError(f"a file is for one image size, not for {', '.join(study.sizes)}")
     check_weights(study, study.models)
@@ -165,7 +165,7 @@ def _trial(study: Study, precision: str, batch: int) -> Trial:
 
 
 def _make(recipe: Recipe | None, out: Path) -> Artifact:
-    """Make the file through the cache and copy it, with all its parts, to where the user wants it."""
+    """Make the file through the cache and copy it, with all its parts, to `out`."""
     assert recipe is not None
     progress = Progress()
     files = Files(progress)
@@ -184,7 +184,7 @@ def _make(recipe: Recipe | None, out: Path) -> Artifact:
 
 
 def _summary(artifact: Artifact, built: int) -> str:
-    """Size, inputs and outputs, and the steps that made it: the last `built` of them now, the others earlier."""
+    """Return the file's size, inputs, outputs and the steps that made it: the last `built` now, others earlier."""
     steps = artifact.made_by.steps
     cached = len(steps) - built
     listed = ", ".join(

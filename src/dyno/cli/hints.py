@@ -12,7 +12,7 @@ KINDS = {"int_parsing": "a whole number", "int_from_float": "a whole number", "f
 
 
 def no_command(name: str, commands: Iterable[str]) -> str:
-    """The error for an unknown command, with what may have been meant."""
+    """Return the error message for an unknown command, with a suggestion."""
     from dyno.worker import registry  # with NumPy, which `dyno --help` has no use for
 
     if name in ("help", "version"):
@@ -28,7 +28,7 @@ def no_command(name: str, commands: Iterable[str]) -> str:
 
 
 def usage(error: Any, command: str) -> str:
-    """The message of click's `UsageError`, with the nearest option and where the help is."""
+    """Return the message of click's `UsageError`, with the nearest option and a pointer to the help."""
     option = getattr(error, "option_name", "")
     if option in ("--model", "--models"):
         return f"no such option: {option}; give the model alone: {command} torchvision:resnet18; see {command} --help"

@@ -145,7 +145,7 @@ def _all(rare: int) -> Any:
 
 
 def written(ctx: typer.Context, name: str) -> bool:
-    """Whether the user wrote the option, which may say what its default says."""
+    """Return whether the user gave the option, even if its value equals the default."""
     source = ctx.get_parameter_source(name)
     # By name: typer brings a click of its own, whose enumeration is another object than click's.
     return source is not None and source.name == "COMMANDLINE"
@@ -158,7 +158,7 @@ def _fields(kind: type) -> list[tuple[dataclasses.Field[Any], Any]]:
 
 
 def _plain(hint: Any) -> Any:
-    """A type without its None."""
+    """Return a type without its None."""
     return next((kind for kind in typing.get_args(hint) if kind is not type(None)), hint)
 
 
@@ -171,7 +171,7 @@ class _Option:
         self.flag = self.about.get("flag") or "--" + self.name.replace("_", "-")
 
     def parameter(self, default: Any) -> inspect.Parameter:
-        """Typer's parameter; `default` goes before the field's own, and text describes one that is decided later."""
+        """Return typer's parameter; `default` overrides the field's, and a text describes one that is decided later."""
         described = default if isinstance(default, str) else self.about.get("usual", "") if default is None else ""
         value = self.default if default is None else default
         kind, help, metavar = _plain(self.hint), self.about["help"], None
@@ -190,7 +190,7 @@ class _Option:
         return _named(self.name, annotation, inspect.Parameter.empty if default is ... else value)
 
     def read(self, value: Any) -> Any:
-        """The field's value from what was written."""
+        """Parse the field's value from the command line."""
         if self.name in READERS:
             return READERS[self.name](value)
         if typing.get_origin(self.hint) is not tuple or self.name in REPEATED:
@@ -208,13 +208,13 @@ class _Option:
 
 
 def pythons(texts: Sequence[str], flag: str = "--python") -> dict[str, dict[str, Any]]:
-    """`[runtime]` tables from `BACKEND=/path/to/python`."""
+    """Return `[runtime]` tables from `BACKEND=/path/to/python`."""
     named = (interpreter(text, flag, "BACKEND=PATH, e.g. onnxruntime=/usr/bin/python3.10") for text in texts)
     return {name: {"python": path} for name, path in named}
 
 
 def interpreter(text: str, flag: str, form: str) -> tuple[str, str]:
-    """The name and the absolute path of `NAME=PATH`; a `UserError` for text without the `form` or the file."""
+    """Return the name and the absolute path of `NAME=PATH`; raise `UserError` for a wrong `form` or a missing file."""
     name, _, path = text.partition("=")
     if not name or not path:
         raise UserError(f"{flag} {text!r} is not {form}")

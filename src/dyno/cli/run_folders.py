@@ -50,7 +50,7 @@ def list_runs(
 
 
 def runs_below(folder: Path) -> Iterator[Path]:
-    """Every run folder there, in alphabetical order; symbolic links are not followed."""
+    """Yield every run folder below `folder`, in alphabetical order; symbolic links are not followed."""
     from dyno.store import FOLDERS
 
     for path, subfolders, _ in os.walk(folder):
@@ -61,7 +61,7 @@ def runs_below(folder: Path) -> Iterator[Path]:
 
 
 def why_no_run(folder: Path) -> str:
-    """Why the folder is not a run folder; "" if it is one."""
+    """Return why the folder is not a run folder, or "" if it is one."""
     from dyno.store import is_run
 
     if folder.is_symlink():
@@ -93,7 +93,7 @@ def _row(run: Path) -> tuple[str, str, str, str]:
 
 
 def _fastest(data: RunData) -> str:
-    """The winner of the run's first ranking, as in the verdict; nothing where no trial is good."""
+    """Return the winner of the run's first ranking with a good trial, as in the verdict; "" if there is none."""
     from dyno.analysis.formatting import significant
     from dyno.analysis.ranking import rankings
     from dyno.analysis.ranking.frontier import LATENCY
@@ -142,7 +142,7 @@ def _remove_trials(run: Path, wanted: list[str]) -> None:
 
 
 def _of_form(run: Path, places: list[Path], text: str) -> list[Path]:
-    """The folder of the trial of that backend and precision; a `UserError` where there are several."""
+    """Return the folder of the trial of this backend and precision; raise `UserError` if several match."""
     from dyno.analysis.records.results import load
     from dyno.api.take import of_form
 

@@ -48,6 +48,6 @@ def serve_test(
 
 
 def _chosen(overrides: options.Overrides) -> ServeOptions:
-    """The requests' own options, taken out of what the user wrote."""
+    """Take the requests' own options out of the options that the user gave."""
     names: Any = ServeOptions.__dataclass_fields__
     return ServeOptions(**{name: overrides.pop(name) for name in names if name in overrides})

@@ -33,11 +33,11 @@ DIGITS_TEST, DIGITS_CALIBRATION = 900, 128
 
 
 def digits(cache: Path, size: int = 64) -> DataSpec:
-    """scikit-learn's 1,797 handwritten digits, enlarged to `size` (bilinear): 897 to train, 900 to test.
+    """Return scikit-learn's 1,797 handwritten digits, enlarged to `size` (bilinear): 897 to train, 900 to test.
 
-    One channel; 8 x 8 pixels in 17 shades before. 128 of the training images are the calibration split, and `DIGITS` is
-    the preprocessing that goes with them. Raises `Unavailable` without scikit-learn or Pillow, `UserError` for a size
-    below 8 or an unwritable cache.
+    One channel; originally 8 x 8 pixels in 17 shades. 128 of the training images are the calibration split, and
+    `DIGITS` is the preprocessing that goes with them. Raises `Unavailable` without scikit-learn or Pillow, `UserError`
+    for a size below 8 or an unwritable cache.
     """
     if size < 8:
         raise UserError(f"digits can't be shrunk to {size} pixels; the smallest size is 8")
@@ -78,7 +78,7 @@ def load(
     objects: bool = False,
     needs: str = "",
 ) -> DataSpec:
-    """Images in a folder, in any of the `formats`, decoded to `size` (height, width).
+    """Decode the images in a folder, in any of the `formats`, to `size` (height, width).
 
     For a classifier the shorter side becomes `size * preprocess.resize`, then the centre is cropped (resize 0: straight
     to the size), as torchvision does it on PIL images: with antialiasing and without JPEG's reduced-scale decoding,
@@ -86,19 +86,19 @@ def load(
     16-bit grey keeps its upper 8 bits and doesn't go white. With `objects` (boxes, masks, keypoints) each image is
     rotated by its EXIF orientation and letterboxed, as ultralytics' LetterBox does it, within a grey level.
 
-    Calibration images are never test images: a number is taken from the training images; where there are none, and only
-    with `set_aside`, out of the test images (at most a fifth of them; meta.json has the number as `set_aside`). A path
-    is a folder of calibration images. With `train` every training image is decoded too, calibration ones among them,
-    and listed in train.npy. Copies of test images are left out of both. `outputs` is the model's number of classes, and
+    Calibration images are never test images: a number is taken from the training images; if there are none, and only
+    with `set_aside`, from the test images (at most a fifth of them; meta.json has the number as `set_aside`). A path is
+    a folder of calibration images. With `train` every training image is decoded too, calibration ones among them, and
+    listed in train.npy. Copies of test images are left out of both. `outputs` is the model's number of classes, and
     `needs` (masks, keypoints) chooses between two annotation files of COCO. `progress` is called with the number of
     images done and in all.
 
     With objects sizes.npy has the height and width of the originals and truth.json COCO's ground truth of the test
-    images, in original pixels; images alone have none. Annotations are checked when the images are decoded.
+    images, in original pixels; images alone have neither. Annotations are checked when the images are decoded.
 
     The cache key is made from the images' content and the transform. Images that can't be read are refused together,
-    counted and named; with "skip" they are left out and listed in meta.json, and images of COCO's file that aren't
-    there are left out with a warning. Raises `UserError`, one line each.
+    counted and named; with "skip" they are left out and listed in meta.json, and images missing from COCO's file are
+    left out with a warning. Raises `UserError`, one line each.
     """
     if isinstance(calibration, int) and calibration < 0:
         raise UserError(f"the number of calibration images can't be {calibration}")
@@ -126,7 +126,7 @@ def calibration_alone(
     channels: int = 3,
     objects: bool = False,
 ) -> DataSpec:
-    """All images below the folder, without labels, as test and as calibration images in one.
+    """Decode all images below the folder, without labels, as test and calibration images in one.
 
     They serve for calibration, timing and comparing outputs; accuracy can't be measured. Decoded as in `load`, with
     `objects` for a network that gives boxes.
@@ -138,7 +138,7 @@ def calibration_alone(
 
 
 def meta(data: DataSpec) -> dict[str, Any]:
-    """A decoded data set's meta.json: name, sha256, classes, size, count, splits, unreadable, preprocess."""
+    """Read a decoded data set's meta.json: name, sha256, classes, size, count, splits, unreadable, preprocess."""
     return store.meta(Path(data.folder))
 
 

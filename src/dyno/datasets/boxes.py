@@ -29,11 +29,11 @@ class Labels:
     warnings: list[str] = field(default_factory=list)
 
     def add(self, row: int, annotation: Annotation) -> None:
-        """Add an annotation: category_id, bbox, area, iscrowd, and segmentation or keypoints where there are."""
+        """Add an annotation: category_id, bbox, area, iscrowd, and segmentation or keypoints if it has any."""
         self.by_row.setdefault(row, []).append(annotation)
 
     def done(self) -> Annotations:
-        """Decide what the data set has: boxes, and masks or keypoints where every object has them."""
+        """Decide what the data set has: boxes, and masks or keypoints if every object has them."""
         annotations = [annotation for all_of_row in self.by_row.values() for annotation in all_of_row]
         if not annotations:
             raise UserError(
@@ -61,7 +61,7 @@ class Labels:
         return Annotations(about, self._truth)
 
     def _truth(self, kept: np.ndarray) -> dict[str, Any]:
-        """COCO's ground truth of the test images: an image's id is its row, a category's id its class."""
+        """Return COCO's ground truth of the test images: an image's id is its row, a category's id its class."""
         images: list[Annotation] = []
         annotations: list[Annotation] = []
         for place, row in enumerate(kept.tolist()):
@@ -77,7 +77,7 @@ class Labels:
 
 
 def checked_box(box: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
-    """The box (x, y, width, height in pixels), or a `UserError` when it has no area or leaves the image."""
+    """Return the box (x, y, width, height in pixels); raise `UserError` if it has no area or leaves the image."""
     x, y, width, height = box
     shown = ", ".join(f"{value:g}" for value in box)
     if not all(map(math.isfinite, box)) or width <= 0 or height <= 0:
@@ -90,7 +90,7 @@ def checked_box(box: Sequence[float], size: tuple[int, int], where: str) -> list
 
 
 def checked_polygon(points: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
-    """The polygon (x1, y1, x2, y2, … in pixels), or a `UserError` when it has too few points or leaves the image."""
+    """Return the polygon (x1, y1, x2, y2, … in pixels); raise `UserError` for too few points or points outside."""
     if len(points) < 6 or len(points) % 2:
         raise UserError(f"{where}: a polygon has {len(points) / 2:g} points; it needs three or more, x and y of each")
     pairs = np.asarray(points, float).reshape(-1, 2)
@@ -102,7 +102,7 @@ def checked_polygon(points: Sequence[float], size: tuple[int, int], where: str) 
 
 
 def checked_keypoints(points: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
-    """Keypoints (x, y, visibility 0 to 2 of each), or a `UserError` for one that is marked but leaves the image."""
+    """Return the keypoints (x, y, visibility 0 to 2 of each); raise `UserError` for a marked one outside the image."""
     for number, (x, y, visible) in enumerate(zip(points[::3], points[1::3], points[2::3], strict=True)):
         if visible not in (0, 1, 2):
             raise UserError(f"{where}: keypoint {number} has visibility {visible:g}; it is 0, 1 or 2")
@@ -115,6 +115,6 @@ def checked_keypoints(points: Sequence[float], size: tuple[int, int], where: str
 
 
 def polygon_area(points: Sequence[float]) -> float:
-    """Area of a polygon in square pixels (the shoelace formula)."""
+    """Return the area of a polygon in square pixels (the shoelace formula)."""
     x, y = np.asarray(points, float).reshape(-1, 2).T
     return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)

@@ -53,12 +53,12 @@ class Content:
 
 
 def key_of(*parts: Any) -> str:
-    """Key of the data set with these parts: a sha256 over their JSON."""
+    """Return the key of the data set with these parts: a sha256 over their JSON."""
     return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True).encode()).hexdigest()[:24]
 
 
 def find(cache: Path, key: str) -> Path | None:
-    """The data set's folder; None when it has to be written, also where a file is missing or cut short."""
+    """Find the data set's folder; None if it has to be written, or if a file is missing or cut short."""
     folder = Path(cache) / key
     try:
         about = meta(folder)
@@ -74,14 +74,14 @@ def find(cache: Path, key: str) -> Path | None:
 
 
 def _numbers(path: Path, many: int, below: int | None = None) -> bool:
-    """Whether the file holds so many whole numbers, places below a number if there is one."""
+    """Return whether the file holds `many` whole numbers, with `below` indices from 0 to `below` - 1."""
     found = load_array(path)
     whole = found.shape == (many,) and found.dtype.kind == "i"
     return whole and (below is None or not many or bool(found.min() >= 0 and found.max() < below))
 
 
 def meta(folder: Path) -> dict[str, Any]:
-    """The data set's meta.json."""
+    """Read the data set's meta.json."""
     about: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
     return about
 
@@ -156,7 +156,7 @@ def _into_place(folder: Path, target: Path) -> Path:
 
 
 def _remove_abandoned(cache: Path) -> None:
-    """Remove what killed processes left behind: parts in which nothing has been written for a week."""
+    """Remove parts left by killed processes, in which nothing has been written for a week."""
     for part in cache.glob(".part-*"):
         with suppress(OSError):
             touched = max(path.stat().st_mtime for path in (part, *part.rglob("*")))
@@ -177,10 +177,10 @@ def _file_errors_explained(cache: Path, needed: int = 0) -> Iterator[None]:
 
 
 def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
-    """sha256 of every file, "" where it can't be read.
+    """Return the sha256 of every file, "" for one that can't be read.
 
-    An index keeps 50,000 images cheap: a file whose inode, size, modification and change time are as they were is not
-    read again, unless it had changed less than two seconds before it was hashed.
+    An index keeps 50,000 images cheap: a file with unchanged inode, size, modification and change time is not read
+    again, unless it had changed less than two seconds before it was hashed.
     """
     index = Path(cache) / "hashes" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]}.json"
     cached = _index(index)
@@ -199,7 +199,7 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
 
 
 def _index(path: Path) -> dict[str, list[Any]]:
-    """The entries of the index that are of the right types: see `_entry`."""
+    """Read the index's entries that have the right types: see `_entry`."""
     try:
         stored = read_json(path)
     except (OSError, ValueError):
@@ -209,7 +209,7 @@ def _index(path: Path) -> dict[str, list[Any]]:
 
 
 def _entry(path: Path, cached: list[Any] | None) -> list[Any] | None:
-    """[inode, size, mtime, ctime, when it was hashed, sha256] of a file; times in ns."""
+    """Return [inode, size, mtime, ctime, time of hashing, sha256] of a file, times in ns; None if it can't be read."""
     try:
         now = path.stat()
         if not stat.S_ISREG(now.st_mode):

@@ -76,8 +76,10 @@ def _scan(path: Path, wanted: Wanted) -> Listing:
 
 
 def _files(folder: Path) -> list[Path]:
-    """Return the files in annotations/, whatever they are called, else those that have COCO's names or content: in the
-    folder itself, or one for each split in its folder, as Roboflow writes them."""
+    """Return the files in annotations/, under any name, else those with COCO's names or content.
+
+    The latter lie in the folder itself, or one in each split's folder, as Roboflow writes them.
+    """
     for places in (("annotations",), ("",), (*SPLIT_FOLDERS, "train")):
         every = sorted(file for place in places for file in (folder / place).glob("*.json"))
         named = (INSTANCES, KEYPOINTS) if places != ("annotations",) else ""
@@ -88,7 +90,7 @@ def _files(folder: Path) -> list[Path]:
 
 
 def chosen(folder: Path, needs: str) -> Path:
-    """The annotation file of the folder that has what is needed; a `UserError` when several do, or none."""
+    """Choose the folder's annotation file that has what the task needs; raise `UserError` if several do, or none."""
     every = _files(folder)
     files = [file for file in every if not file.name.startswith(OTHER)]
     if not files:
@@ -123,8 +125,11 @@ class _File:
         return [printable(str(category["name"])) for category in self.categories]
 
     def leave_out_roots(self, outputs: int) -> None:
-        """Leave out categories without annotations that only group others, or are the background, where the network
-        has one class for each of the rest; any other category keeps its number, though it is in no image."""
+        """Leave out categories without annotations that only group others, or are the background.
+
+        This applies if the network has one class for each of the rest; any other category keeps its number, though it
+        is in no image.
+        """
         used = {annotation.get("category_id") for annotation in self.annotations}
         groups = Counter(str(category.get("supercategory")) for category in self.categories)
         roots = [c for c in self.categories if c["id"] not in used and
@@ -168,7 +173,7 @@ class _File:
                 )
 
     def _keypoints(self) -> list[str]:
-        """Names of the keypoints, which all categories that have any must share."""
+        """Return the keypoint names of the first category; raise `UserError` if others have more or fewer."""
         used = {annotation.get("category_id") for annotation in self.annotations if annotation.get("keypoints")}
         named = {c["name"]: [str(n) for n in c["keypoints"]] for c in self.categories if c.get("keypoints")}
         named = {c["name"]: named[c["name"]] for c in self.categories if c["id"] in used and c["name"] in named}
@@ -217,7 +222,7 @@ def _read(file: Path) -> _File:
 
 
 def _training(folder: Path, shown: Path, wanted: int, seed: int) -> list[Photo]:
-    """Calibration images out of the training images beside these, whose annotations aren't needed for that."""
+    """Take calibration images from the training images beside the folder, whose annotations aren't needed for that."""
     for split in SPLIT_FOLDERS:
         beside = folder.with_name(folder.name.replace(split, "train"))
         if split in folder.name and beside.is_dir() and (paths := images(beside)):
@@ -260,7 +265,7 @@ def _object(annotation: Annotation, category: int, size: tuple[int, int], names:
 
 
 def _mask(mask: Any, size: tuple[int, int], where: str) -> Any:
-    """Polygons, or a run-length encoding of the image's own size."""
+    """Return the mask: polygons, or a run-length encoding of the image's own size; raise `UserError` for others."""
     if isinstance(mask, dict):
         counts = mask.get("counts")
         runs = _unpacked(counts) if isinstance(counts, str) else counts if isinstance(counts, list) else []
@@ -274,9 +279,10 @@ def _mask(mask: Any, size: tuple[int, int], where: str) -> Any:
 
 
 def _unpacked(text: str) -> list[int]:
-    """The lengths in COCO's packed text, [-1] where it is invalid: an evaluation was seen to hang on such a text.
+    """Unpack the run lengths of COCO's packed text; [-1] if it is invalid: an evaluation was seen to hang on one.
 
-    Five bits and a sign of "more" to a letter, from the third length on as the change from the one before the last.
+    Each letter has five bits and a continuation bit; from the fourth length on, the difference to the one before the
+    last is stored.
     """
     runs: list[int] = []
     value = shift = 0
@@ -295,7 +301,11 @@ def _unpacked(text: str) -> list[int]:
 
 
 def _area(annotation: Annotation) -> float:
-    """Square pixels that the object covers, for files without areas."""
+    """Return the square pixels that the object covers, for files without areas.
+
+    That is the area of its polygons or of its run lengths; of its box if the run lengths are packed text, or without a
+    mask.
+    """
     mask = annotation.get("segmentation")
     if isinstance(mask, list):
         return sum(polygon_area(points) for points in mask)
@@ -305,7 +315,7 @@ def _area(annotation: Annotation) -> float:
 
 
 def _numbers(values: Any) -> TypeGuard[list[float]]:
-    """Finite, and no whole number that a float can't hold."""
+    """Return whether these are finite numbers, without whole numbers too large for a float."""
     return isinstance(values, list) and all(
         isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < LARGEST for v in values
     )

@@ -51,7 +51,7 @@ class DataFormat(ABC):
 
     @abstractmethod
     def fits(self, path: Path) -> bool:
-        """Whether the path is a data set of this format: a folder, or a file with one of the suffixes."""
+        """Return whether the path is a data set of this format: a folder, or a file with one of the suffixes."""
 
     @abstractmethod
     def scan(self, path: Path, wanted: Wanted) -> Listing:
@@ -60,7 +60,7 @@ class DataFormat(ABC):
 
 @cache
 def formats() -> dict[str, DataFormat]:
-    """Every format of data sets by its name."""
+    """Return every format of data sets by its name."""
     from dyno import datasets
 
     return plugins.declared(datasets, DataFormat, GROUP)  # type: ignore[type-abstract]

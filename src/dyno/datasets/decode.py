@@ -65,7 +65,7 @@ class Transform:
             self.identity["upright"] = True
 
     def pixels(self, image: Any) -> np.ndarray:
-        """The PIL image as uint8, channels x height x width."""
+        """Convert the PIL image to uint8 pixels, channels x height x width."""
         from PIL import Image
 
         channels, height, width = self.shape
@@ -78,10 +78,11 @@ class Transform:
         return np.ascontiguousarray(pixels.reshape(height, width, channels).transpose(2, 0, 1))
 
     def _letterboxed(self, image: Any) -> np.ndarray:
-        """The whole image, its longer side as long as the size's, with grey evenly on both sides.
+        """Letterbox the image: scale its longer side to the size's, with grey evenly on both sides.
 
-        Each pixel is read between its four neighbours as OpenCV's INTER_LINEAR does, because detectors are trained on
-        that: Pillow's own resize averages over more when it shrinks, which changes pixels by tens of grey levels.
+        Each pixel is interpolated between its four neighbours as in OpenCV's INTER_LINEAR, because detectors are
+        trained on that: Pillow's own resize averages over more when it shrinks, which changes pixels by tens of grey
+        levels.
         """
         from PIL import Image
 
@@ -95,7 +96,7 @@ class Transform:
         return canvas
 
     def _before_crop(self, width: int, height: int) -> tuple[int, int]:
-        """Width and height to resize to: one side is exact, the other follows, truncated as in torchvision."""
+        """Return (width, height) to resize to: one side is exact, the other follows, truncated as in torchvision."""
         _, crop_height, crop_width = self.shape
         if not self._resize:
             return crop_width, crop_height
@@ -105,7 +106,7 @@ class Transform:
         return wanted_height * width // height, wanted_height
 
     def read(self, path: Path) -> Row:
-        """The file's pixels, or why it can't be read."""
+        """Read the file's pixels; return the reason if it can't be read."""
         from PIL import Image, ImageOps, UnidentifiedImageError
 
         try:
@@ -119,7 +120,7 @@ class Transform:
             return (str(e).replace(str(path), path.name) or type(e).__name__)[:REASON_CHARACTERS]
 
     def size_of(self, path: Path) -> tuple[int, int] | None:
-        """Height and width of the file's image before any of this, from its header; None where it can't be read."""
+        """Read the image's height and width, before any transform, from the file's header; None if it can't be read."""
         from PIL import Image
 
         try:
@@ -146,10 +147,10 @@ def _in_colours(image: Any, channels: int) -> Any:
 def decoded(
     paths: list[Path], transform: Transform, progress: Progress | None = None, start: int = 0
 ) -> Iterator[Timed]:
-    """Each file's pixels, or why it can't be read, in order from `start` on, and the seconds that took one thread.
+    """Yield each file's pixels, or why it can't be read, in order from `start` on, with the seconds of one thread.
 
-    Pixels don't depend on what decodes them. Threads begin, as Pillow decodes and resizes outside the interpreter's
-    lock; where there are more cores than they keep busy and much is left to do, processes go on.
+    Threads and processes decode the same pixels. Threads begin, because Pillow decodes and resizes outside the
+    interpreter's lock; if there are more cores than they keep busy and much is left to do, processes take over.
     """
     report = progress or (lambda done, total: None)
     cores = len(os.sched_getaffinity(0))
@@ -174,7 +175,7 @@ def _decoded(paths: list[Path], transform: Transform, start: int, cores: int) ->
 
 
 def _in_flight(workers: int, transform: Transform) -> int:
-    """How many images are decoded ahead of the one that is asked for."""
+    """Return how many images are decoded ahead of the requested one."""
     many = max(2 * workers, IN_FLIGHT_BYTES // int(np.prod(transform.shape)))
     return min(many, 64 * workers)
 
@@ -195,12 +196,12 @@ def _by_threads(paths: list[Path], transform: Transform, start: int) -> Iterator
 
 
 def threads() -> int:
-    """How many threads to work on images with."""
+    """Return how many threads to work on images with."""
     return min(len(os.sched_getaffinity(0)), MOST_THREADS)
 
 
 def image_sizes(paths: list[Path], transform: Transform) -> list[tuple[int, int] | None]:
-    """Each file's height and width, None where they can't be read."""
+    """Return each file's height and width, None if they can't be read."""
     register_formats()
     with ThreadPoolExecutor(threads()) as pool:
         return list(pool.map(transform.size_of, paths))
@@ -214,7 +215,7 @@ def register_formats() -> None:
 
 
 def library_version(distribution: str) -> str:
-    """Version of a library that shapes the pixels; raises `Unavailable` with what to install."""
+    """Return the version of a library that shapes the pixels; raise `Unavailable` with what to install."""
     try:
         return metadata.version(distribution)
     except metadata.PackageNotFoundError as e:

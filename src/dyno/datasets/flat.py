@@ -83,7 +83,7 @@ def _images(folder: Path) -> list[str]:
 
 
 def _check(label_of: dict[str, str], before: dict[str, str], target: Path) -> None:
-    """Before anything is placed: every label is a class, and none contradicts the files in the target."""
+    """Check, before anything is placed, that every label is a class and none contradicts the files in the target."""
     classes = synsets()
     for name, label in label_of.items():
         if label and label not in classes:
@@ -100,7 +100,7 @@ def _from_name(name: str) -> str:
 
 
 def _from_table(file: Path, names: list[str], order: str) -> dict[str, str]:
-    """The synset of each image by a table: Kaggle's CSV, lines of a name and a synset, or a label for each in order."""
+    """Read each image's synset from a table: Kaggle's CSV, lines of a name and a synset, or one label each in order."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
@@ -130,13 +130,13 @@ def _from_table(file: Path, names: list[str], order: str) -> dict[str, str]:
 
 
 def _by_name(names: list[str], table: dict[str, str]) -> dict[str, str]:
-    """Each image's label by a table whose names may lack the suffix."""
+    """Return each image's label by a table whose names may lack the suffix."""
     stems = {Path(name).stem if is_image(name) else name: label for name, label in table.items()}
     return {name: stems.get(Path(name).stem, "") for name in names}
 
 
 def _synsets_of(file: Path, labels: list[str], order: str) -> list[str]:
-    """The labels as synsets: themselves, or what their numbers count."""
+    """Return the labels as synsets, converted from class numbers if they are numbers."""
     wrong = next((n for n, label in enumerate(labels, 1) if not (SYNSET.fullmatch(label) or label.isdecimal())), 0)
     if wrong:
         raise UserError(f"{file}, line {wrong}: {labels[wrong - 1]!r} is neither a synset nor a number")
@@ -152,7 +152,7 @@ def _synsets_of(file: Path, labels: list[str], order: str) -> list[str]:
 
 
 def _first(file: Path, numbers: list[int], order: str) -> int:
-    """Whether the numbers begin with 0 or with 1; a `UserError` where they may be in another order."""
+    """Return the number of the first class, 0 or 1; raise `UserError` if the numbers may be in another order."""
     if order in ("synset-0", "synset-1"):
         return int(order[-1])
     if 0 in numbers:
@@ -168,7 +168,7 @@ def _first(file: Path, numbers: list[int], order: str) -> int:
 
 
 def _place(source: Path, target: Path, transfer: Transfer) -> bool:
-    """Whether the file had to be put there; a half-written copy never has the target's name."""
+    """Put the file in place, and return whether it was missing; a partial copy never has the target's name."""
     if target.exists():
         if source.exists() and not source.samefile(target):
             if source.stat().st_size != target.stat().st_size:

@@ -101,14 +101,14 @@ def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False, 
 
 
 def calibration_listing(folder: Path) -> Listing:
-    """The images of a calibration folder where there are no others to test on."""
+    """List the images of a calibration folder if there are no others to test on."""
     photos = [replace(photo, split="test", calibrates=True) for photo in calibration_photos(folder)]
     warning = "outputs are compared on the calibration images themselves; give --data for others"
     return Listing(printable(absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]})
 
 
 def _listing(folder: Path, classes: list[str], standard: bool, photos: list[Photo], own: bool = False) -> Listing:
-    """The photos labelled by their folder's place, or by its place among ImageNet's 1,000 classes."""
+    """List the photos with labels by the order of their folders, or by their place among ImageNet's 1,000 classes."""
     name, about = printable(folder.name), _about("imagenet1k" if standard else "folders", folder)
     if not standard:
         return Listing(name, [printable(one) for one in classes], photos, own, about)
@@ -119,7 +119,7 @@ def _listing(folder: Path, classes: list[str], standard: bool, photos: list[Phot
 
 
 def _unlabelled(folder: Path, calibration: int | Path) -> Listing:
-    """The images of a folder without class folders: for timing and comparing outputs; accuracy can't be measured."""
+    """List the images of a folder without class folders, for timing and comparing outputs but not for accuracy."""
     photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
     own = isinstance(calibration, Path)
     photos = photos + calibration_photos(calibration) if isinstance(calibration, Path) else photos
@@ -133,7 +133,7 @@ def _about(labels: str, folder: Path) -> dict[str, Any]:
 
 
 def _roots(folder: Path) -> tuple[Path, Path | None]:
-    """The folders that hold the class folders of the test and of the training images."""
+    """Return the folders that hold the class folders of the test images and of the training images."""
     train = folder / "train"
     for name in SPLITS:
         if _folders(folder / name):

@@ -37,8 +37,10 @@ class LabelFile:
 
 
 def find_labels(folder: Path) -> LabelFile | None:
-    """Return a file of labels in the folder or near its top, of objects if there is one; of large folders only a part
-    is looked into."""
+    """Return a file of labels in the folder or near its top, of objects if there is one.
+
+    Of large folders only a part is searched.
+    """
     listed = _list_files(folder)
     names = {name for files in listed.values() for name in files if is_image(name)}
     known = names | {stem for name in names if len(stem := Path(name).stem) >= 4 or not stem.isdecimal()}
@@ -55,12 +57,12 @@ def find_labels(folder: Path) -> LabelFile | None:
 
 
 def is_coco(file: Path) -> bool:
-    """Whether a JSON file begins as COCO's do."""
+    """Return whether a JSON file begins as COCO's do."""
     return bool(COCO_KEYS.match(_read_head(file, FIRST)))
 
 
 def is_yolo(file: Path) -> bool:
-    """Whether the file's first line is a class and four or more numbers."""
+    """Return whether the file's first line is a class and four or more numbers."""
     fields = next((line.split() for line in _read_head(file).splitlines() if line.strip()), [])
     try:
         return len([float(field) for field in fields]) >= 5 and fields[0].isdecimal()
@@ -98,7 +100,7 @@ def _remedy(found: LabelFile) -> str:
 
 
 def warn_labels(folder: Path) -> list[str]:
-    """Return a warning where a file of labels lies among class folders, whose names are the labels."""
+    """Return a warning if a file of labels lies among class folders, whose names are the labels."""
     found = find_labels(folder)
     if found is None:
         return []
@@ -106,7 +108,7 @@ def warn_labels(folder: Path) -> list[str]:
 
 
 def _has_classes(folder: Path) -> bool:
-    """Whether the folder's splits hold folders that may be classes."""
+    """Return whether the folder's splits hold folders that may be classes."""
     splits = [part for part in _list_folders(folder) if part.lower() in SPLITS]
     return any(name.lower() not in PARTS for split in splits for name in _list_folders(folder / split))
 

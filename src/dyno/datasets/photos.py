@@ -85,7 +85,7 @@ class DecodeOptions:
 
 
 def cached_data(listing: Listing, folder: Path, options: DecodeOptions) -> DataSpec:
-    """The listed images below the folder, decoded unless the cache has them already."""
+    """Decode the listed images below the folder, unless the cache has them already."""
     made_by = {"pillow": library_version("pillow")}
     listing = _with_calibration(listing, options.set_aside, options.seed)
     files = [*(photo.path for photo in listing.photos), *listing.sources]
@@ -117,13 +117,13 @@ def cached_data(listing: Listing, folder: Path, options: DecodeOptions) -> DataS
 
 
 def spec(name: str, folder: Path) -> DataSpec:
-    """The test split of the decoded data set in that folder."""
+    """Return the test split of the decoded data set in the folder."""
     about = store.meta(folder)
     return DataSpec(name, str(folder.resolve()), about["sha256"], "test", about["splits"]["test"])
 
 
 def stratified_order(labels: np.ndarray, seed: int) -> np.ndarray:
-    """A seeded order in which any beginning holds the classes in their proportions (systematic sampling by class)."""
+    """Return a seeded order in which any prefix holds the classes in proportion (systematic sampling by class)."""
     rng = np.random.default_rng(seed)
     values, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
     shuffled = rng.permutation(len(labels))
@@ -136,19 +136,19 @@ def stratified_order(labels: np.ndarray, seed: int) -> np.ndarray:
 
 
 def printable(name: str) -> str:
-    """The name on one line of valid Unicode: file names may hold line breaks and bytes of no encoding."""
+    """Return the name on one line of valid Unicode: file names may hold line breaks and undecodable bytes."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
 
 
 def name_below(path: Path, folder: Path) -> str:
-    """The path for messages: relative to the folder where it is inside."""
+    """Return the path for messages: relative to the folder if it is inside."""
     if not path.is_relative_to(folder):
         return printable(path.as_posix())
     return printable(path.relative_to(folder).as_posix())
 
 
 def images(root: Path) -> list[Path]:
-    """Image files below the folder at any depth, in order; hidden files and those of the system are left out."""
+    """Find image files below the folder at any depth, in order; hidden files and those of the system are left out."""
     paths: list[Path] = []
     above = {os.fspath(root): {place.resolve() for place in (root, *root.parents)}}  # of each folder, the way to it
     for parent, folders, files in os.walk(root, followlinks=True):
@@ -161,7 +161,7 @@ def images(root: Path) -> list[Path]:
 
 
 def left_out(root: Path) -> list[str]:
-    """A warning where images of formats that aren't read lie below the folder."""
+    """Return a warning if images of unsupported formats lie below the folder."""
     found = sorted(path for path in root.rglob("*") if path.suffix.lower() in UNREAD and path.is_file())
     if not found:
         return []
@@ -171,12 +171,12 @@ def left_out(root: Path) -> list[str]:
 
 
 def is_image(name: str) -> bool:
-    """Whether the file's suffix is one of the formats that are read."""
+    """Return whether the file's suffix is one of the supported formats."""
     return Path(name).suffix.lower() in EXTENSIONS
 
 
 def is_system(name: str) -> bool:
-    """Whether a file or folder is hidden, or one that an operating system or an archive leaves."""
+    """Return whether a file or folder is hidden, or left by an operating system or an archive."""
     return name.startswith(".") or name in SYSTEM
 
 
@@ -215,7 +215,7 @@ def without_missing(photos: list[Photo], folder: Path, file: Path, skip: bool) -
 
 
 def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
-    """Set test images aside for calibration where there are no others: no class's only image, and at most a fifth."""
+    """Set test images aside for calibration if there are no others: no class's only image, and at most a fifth."""
     test = listing.photos
     if listing.own_calibration or any(photo.split != "test" for photo in test):
         return listing
@@ -231,7 +231,7 @@ def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
 
 
 def calibration_photos(folder: Path) -> list[Photo]:
-    """All images of a calibration folder, in class folders or not; their labels don't matter."""
+    """List all images of a calibration folder, in class folders or not; their labels don't matter."""
     if not folder.is_dir():
         raise UserError(f"no calibration folder {folder}")
     paths = images(absolute(folder))

@@ -32,9 +32,9 @@ Source = Callable[[int], Iterable[Timed]]  # the rows from that one on
 
 
 def timed(row: Row, seconds: float) -> Timed:
-    """The row with its seal, computed by the decoding thread: one thread that seals them all would hold up sixteen.
+    """Return the row with its seal, computed by the decoding thread: one thread to seal all would hold up sixteen.
 
-    Blake2b, as it takes half of sha256's time where the processor has no instruction for that.
+    Blake2b takes half of sha256's time if the processor has no instruction for that.
     """
     return Timed(row, seconds, "" if isinstance(row, str) else hashlib.blake2b(row.data, digest_size=32).hexdigest())
 
@@ -64,7 +64,7 @@ class Written:
 
 
 def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows: Source) -> Written:
-    """Write `count` rows of `shape` to images.npy, resuming from what a killed run left there.
+    """Write `count` rows of `shape` to images.npy, resuming after the rows that a killed run left there.
 
     Plain writes, because writing to mapped memory on a full disk would kill the process.
     """
@@ -90,7 +90,7 @@ def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows:
 
 
 def header(count: int, shape: tuple[int, ...]) -> bytes:
-    """The .npy header; numpy pads it so that its length doesn't depend on the first axis."""
+    """Return the .npy header; numpy pads it so that its length doesn't depend on the first axis."""
     beginning = io.BytesIO()
     about = {"descr": "|u1", "fortran_order": False, "shape": (count, *shape)}
     np.lib.format.write_array_header_1_0(beginning, about)

@@ -16,7 +16,7 @@ SYNSET = re.compile(r"n\d{8}")
 
 @lru_cache(maxsize=1)
 def synsets() -> dict[str, str]:
-    """First name of each of the 1,000 classes by its synset, in their order; raises `Unavailable` without timm.
+    """Return the first name of each of the 1,000 classes by its synset, in order; raise `Unavailable` without timm.
 
     The lists that come with timm are read as files: importing timm would load torch for a table of names.
     """
@@ -32,10 +32,10 @@ def synsets() -> dict[str, str]:
 
 
 def all_known(names: list[str]) -> bool:
-    """Whether these are all synsets of the standard classes; nothing is read unless they look like it."""
+    """Return whether these are all synsets of the standard classes; nothing is read unless they look like synsets."""
     return bool(names) and all(SYNSET.fullmatch(name) for name in names) and set(names) <= synsets().keys()
 
 
 def readable(synset: str) -> str:
-    """The class's name beside its synset: two of the 1,000 are called crane."""
+    """Return the class's name beside its synset: two of the 1,000 are called crane."""
     return f"{synsets()[synset]} ({synset})"

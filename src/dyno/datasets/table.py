@@ -51,7 +51,10 @@ class LabelTable(DataFormat):
     labels = "classes"
 
     def fits(self, path: Path) -> bool:
-        """Whether it is such a file, or a folder without class folders in which one lies."""
+        """Return whether the path is a table, or a folder with one.
+
+        Such a folder has no class folders, or the table's images all lie in one folder.
+        """
         if not path.is_dir():
             return path.suffix.lower() in self.suffixes
         folders = [inner.name.lower() for inner in path.iterdir() if inner.is_dir() and not is_system(inner.name)]
@@ -92,7 +95,7 @@ class _LabelRows:
 
 
 def _are_in_one_folder(file: Path) -> bool:
-    """Whether all images of the table lie in one folder beside it, by their names alone: then it is no class."""
+    """Return whether all images of the table lie in one folder beside it, by their names alone: then it is no class."""
     names = _read(file).names
     folder, suffix = find_image_folder(file, names)
     return folder.parent == file.parent and all("/" not in n and (folder / (n + suffix)).is_file() for n in names)
@@ -122,7 +125,7 @@ def _find_tables(folder: Path) -> list[Path]:
 
 
 def _read(file: Path) -> _LabelRows:
-    """Read the table, whose columns are known by their names or by what they hold."""
+    """Read the table, whose columns are recognised by their names or contents."""
     try:
         text = file.read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as e:
@@ -148,7 +151,7 @@ def _read(file: Path) -> _LabelRows:
 
 
 def _is_path(rows: list[list[str]], column: int | None) -> bool:
-    """Whether the first rows name images: in that column, or in any."""
+    """Return whether the first rows name images: in this column, or in any."""
     cells = [row if column is None else row[column : column + 1] for row in rows[:SEEN]]
     return bool(cells) and all(any(map(is_image, row)) for row in cells)
 

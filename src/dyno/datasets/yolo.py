@@ -58,7 +58,7 @@ class Yolo(DataFormat):
     labels = "objects"
 
     def fits(self, path: Path) -> bool:
-        """Whether there is a data.yaml, or label files where YOLO looks for them: those of a folder of images, too."""
+        """Return whether there is a data.yaml, or label files where YOLO looks for them (also beside images alone)."""
         if not path.is_dir():
             return path.suffix in self.suffixes
         if any(path.glob("data.y*ml")):
@@ -75,13 +75,16 @@ YOLO = Yolo()
 
 
 def _has_labels(folder: Path) -> bool:
-    """Whether one of the first images that lie in the folder itself has a label file."""
+    """Return whether any of the first images directly in the folder has a label file."""
     first = sorted(file for file in folder.iterdir() if is_image(file.name) and not is_system(file.name))[:SEEN]
     return any(is_yolo(label_file(file)) for file in first)
 
 
 def _scan(path: Path, calibration: int | Path, seed: int, classes: int, set_aside: bool) -> Listing:
-    """`classes` is their number where they have no names. `set_aside`: missing training images are a warning."""
+    """List the data set's images.
+
+    `classes` is their number if they have no names. With `set_aside`, missing training images are a warning.
+    """
     description = _from_folders(path) if path.is_dir() and _yaml(path) is None else _from_yaml(_yaml(path) or path)
     test = [Photo(file, name_below(file, description.folder), -1, "test") for file in description.test]
     labels = {photo.path: label_file(photo.path) for photo in test}
@@ -113,7 +116,7 @@ def _scan(path: Path, calibration: int | Path, seed: int, classes: int, set_asid
 
 
 def _yaml(path: Path) -> Path | None:
-    """The folder's data.yaml, or its only YAML file."""
+    """Return the folder's data.yaml, or its only YAML file."""
     if path.is_file():
         return path
     files = sorted([*path.glob("*.yaml"), *path.glob("*.yml")])
@@ -170,7 +173,7 @@ def _shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
 
 
 def _root(file: Path, about: dict[str, Any]) -> Path:
-    """What the paths in data.yaml start from: its `path`, which may start from the file's own folder."""
+    """Return the base of the paths in data.yaml: its `path` (may be relative to the file's folder), or that folder."""
     path = Path(str(about.get("path") or ""))
     for root in (file.parent / path, file.parent):
         if root.is_dir():
@@ -179,8 +182,10 @@ def _root(file: Path, about: dict[str, Any]) -> Path:
 
 
 def _listed(root: Path, entries: Any) -> tuple[list[Path], str]:
-    """The images of a split (of a folder, of a text file that lists them, or of several of those), and what is wrong
-    where one of them isn't there or there are no images, else ""."""
+    """List the images of a split: of a folder, of a text file that lists them, or of several of those.
+
+    Returned with the fault if an entry doesn't exist or there are no images, else "".
+    """
     paths: list[Path] = []
     entries, wrong = entries if isinstance(entries, list) else [entries], ""
     for entry in entries:
@@ -209,7 +214,7 @@ def _in_text(file: Path, root: Path) -> list[Path]:
 
 
 def _from_folders(folder: Path) -> _Description:
-    """images/val or val/images, with labels beside; all of images/ where there are no splits."""
+    """Find the images in images/val or val/images, with labels beside; all of images/ if there are no splits."""
     folder = absolute(folder)
 
     def images_of(*splits: str) -> list[Path]:

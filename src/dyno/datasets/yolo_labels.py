@@ -15,8 +15,10 @@ BODY = 0.53  # of a person's box is body: the mean in COCO, by which keypoints a
 
 
 def label_file(image: Path) -> Path:
-    """Where the labels of an image lie: labels/ instead of the last images/ above it, else beside it; so, too, of the
-    file that a link points to."""
+    """Return the path of an image's label file: labels/ instead of the last images/ above it, else beside it.
+
+    For a link, the label file of its target is tried too.
+    """
     label = _label_place(image)
     if not label.is_file() and (real := _label_place(image.resolve())).is_file():
         return real
@@ -69,7 +71,7 @@ def read_labels(
 
 
 def classes_used(files: list[Path]) -> int:
-    """One more than the highest class in the files; errors in them are reported when they are read."""
+    """Return one more than the highest class in the files; errors in them are reported when they are read."""
     firsts = ((file, line.split()[0]) for file in files for _, line in _lines(file))
     highest, file = max(((int(first), file) for file, first in firsts if first.isdecimal()), default=(0, Path()))
     if highest > MOST_CLASSES:
@@ -109,7 +111,7 @@ def _box(shares: list[float], size: tuple[int, int], where: str) -> list[float]:
 
 
 def _pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int], where: str) -> Annotation:
-    """Box and keypoints; a point with two values is visible unless it lies left of or above the image."""
+    """Parse box and keypoints; a point with two values is visible unless it lies left of or above the image."""
     points, values = shape
     if len(rest) != 4 + points * values:
         raise UserError(

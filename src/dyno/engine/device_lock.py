@@ -33,8 +33,10 @@ def launch_in_turn(
     extra: Mapping[str, str] | None = None,
     tool: Sequence[str] = (),
 ) -> Record:
-    """`launch` for a job that times something, when its GPU or the processors are held; the wait doesn't count towards
-    `timeout_s`."""
+    """Run `launch` for a timed job while its GPU and processors are locked.
+
+    The wait for the locks doesn't count towards `timeout_s`.
+    """
     with held(job.runtime, progress.waiting), processors_held(job.runtime, progress.waiting):
         return launch(job, folder, timeout_s, progress.tick, extra, tool=tool)
 
@@ -126,15 +128,17 @@ _processors = cache(_Processors)
 
 
 def _ranges(processors: set[int]) -> list[tuple[int, int]]:
-    """Return the runs of numbers without a gap, as (first, count), in ascending order: whoever locks several locks
-    them in the same order, so that no two wait for each other."""
+    """Return the runs of numbers without a gap, as (first, count), in ascending order.
+
+    Several locks are always taken in the same order, so that no two processes wait for each other.
+    """
     numbered = groupby(enumerate(sorted(processors)), key=lambda pair: pair[1] - pair[0])
     runs = [[number for _, number in run] for _, run in numbered]
     return [(run[0], len(run)) for run in runs]
 
 
 def _uuid(runtime: Runtime) -> str:
-    """The job's GPU, "" for a CPU and where NVML has none."""
+    """Return the UUID of the job's GPU; "" for a CPU, or if NVML finds none."""
     gpu = find_gpu(runtime.device, {**os.environ, **runtime.env})
     if gpu is None:
         return ""

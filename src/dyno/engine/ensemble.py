@@ -19,15 +19,17 @@ FileOf = Callable[[Trial, int], "Artifact | Record | None"]  # the file of a tri
 
 
 def model_key(trial: Trial) -> str:
-    """What trials that are measured before the next model begins have in common: the model's name, or "" for both
-    sides of a comparison."""
+    """Return the key shared by trials that are measured before the next model begins.
+
+    It is the model's name, or "" for both sides of a comparison.
+    """
     return "" if trial.side else trial.model.name
 
 
 def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
-    """The trials that are compared with each other: at one size and batch, on one device, of one model.
+    """Group the trials that are compared with each other: same model, size, batch and device.
 
-    In a comparison it is one configuration on both sides, whatever the models are called.
+    In a comparison a group is one configuration on both sides, whatever the models are called.
     """
     by_key: dict[tuple[object, ...], list[Trial]] = {}
     for trial in trials:
@@ -40,12 +42,12 @@ def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
 
 
 def reference(trials: Sequence[Trial], fits: Callable[[Trial], bool] | None) -> Trial | None:
-    """The trial that the others are compared with, chosen as in tables: one that `fits` the request, if any."""
+    """Return the trial that the others are compared with, chosen as in tables: one that `fits` the request, if any."""
     return references.first(sorted(trials, key=lambda t: (t.side, *place_in_group(t))), fits)
 
 
 def job(trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] | None = None, kind: str = ROUND) -> Job:
-    """The job of that round of the trial, which says which build of its engine it runs; `options` are others of it.
+    """Build the job of a round of the trial, with the build of its engine to run; `options` are added to the job's.
 
     Confirmations and companions count from 1: round 0 answers all images, which the trial's own round does.
     """
@@ -70,11 +72,11 @@ def measure(
     options: Mapping[str, Any] | None = None,
     kind: str = ROUND,
 ) -> list[Trial]:
-    """Measure one round of trials in turns with each other and with their `reference`; `options` are further ones of
-    their jobs, and `kind` is ROUND or CONFIRMATION.
+    """Measure one round of trials interleaved with each other and with their `reference`.
 
-    A reference whose round is stored already measures once more, as a companion. Returns the trials that could not take
-    turns: there is only one, or memory for only one process.
+    `options` are added to those of their jobs, and `kind` is ROUND or CONFIRMATION. A reference whose round is stored
+    already measures once more, as a companion. Returns the trials that could not be interleaved: there is only one, or
+    memory for only one process.
     """
     unmeasured = list(trials)
     while len({*(t.id for t in unmeasured), *([reference.id] if reference else [])}) > 1 and unmeasured:
@@ -108,7 +110,10 @@ def _players(
     kind: str,
     options: Mapping[str, Any] | None,
 ) -> list[Player]:
-    """A player for each trial, the reference first; where its round is stored already, as a companion with round -1."""
+    """Build a player for each trial, the reference first.
+
+    If the reference's round is stored already, it takes part as a companion with round -1.
+    """
     ids = {trial.id for trial in trials}
     order = sorted(trials, key=lambda trial: reference is None or trial.id != reference.id)
     players = [
@@ -130,6 +135,6 @@ def _players(
 
 
 def _memory(run: Run, trial: Trial) -> int:
-    """Bytes that the trial's process took in round 0; 0 where that isn't known."""
+    """Return the bytes that the trial's process took in round 0; 0 if unknown."""
     record = run.record(trial, 0)
     return int((record.value("peak_memory") if record else 0) or 0)

@@ -52,11 +52,13 @@ def execute(
     launch: Launch | None = None,
     other_routes: bool = False,
 ) -> None:
-    """Measure whatever the folder doesn't hold yet; of what is stored only failures whose reason may be gone are tried
-    again, or all of them with `retry_failed`. With `only`, other trials are left as they are; it is a `UserError` where
-    the study hasn't these here. `launch` runs the jobs of rounds that don't take turns (default: `launch_in_turn`), as
-    jobs of another kind if it makes them such. With `other_routes`, other routes to the ONNX file are tried first where
-    the study names none."""
+    """Measure the parts of the study that the folder doesn't hold yet.
+
+    Of the stored results, only failures whose reason may be gone are retried, or all failures with `retry_failed`. With
+    `only`, other trials are left as they are; raises `UserError` if the study doesn't have these here. `launch` runs
+    the jobs of rounds that are not interleaved (default: `launch_in_turn`), and may turn them into jobs of another
+    kind. With `other_routes`, other routes to the ONNX file are tried first if the study names none.
+    """
     check_device(study)
     if only is None:  # else the folder is a part of a run that was checked
         check_own(folder)
@@ -124,10 +126,10 @@ class Rounds:
     options: Mapping[str, Any] = field(default_factory=dict)
 
     def all(self, trials: list[Trial], others: Sequence[Trial] = ()) -> None:
-        """Every round of the trials that isn't stored yet, one model after the other; in turns also with their
-        reference among the `others`.
+        """Measure every round of the trials that isn't stored yet, one model after the other.
 
-        Nothing compares two models, and whoever stops a long study early has some of them whole.
+        Interleaved trials also run beside their reference among the `others`. Models are not compared with each other,
+        and if a long study is stopped early, some of its models are complete.
         """
         models: dict[str, list[Trial]] = {}
         for trial in trials:
@@ -168,7 +170,7 @@ class Rounds:
                 self._alone(trial, number, options)
 
     def _show_answer(self, number: int, planned: int = 0) -> None:
-        """Show what the study says after that round, one of those planned (0: of further ones)."""
+        """Show the study's answer after this round, one of those planned (0: a further round)."""
         from dyno.analysis.tables import trial_table
         from dyno.analysis.verdict import verdict
 
@@ -186,7 +188,7 @@ class Rounds:
         others: Sequence[Trial],
         options: Mapping[str, Any],
     ) -> None:
-        """One round of a model's trials, those that are compared in turns."""
+        """Measure one round of a model's trials, interleaving those that are compared."""
         groups = ensemble.groups([*trials, *others])
         random.Random(number).shuffle(groups)
         for group in groups:
@@ -205,7 +207,7 @@ class Rounds:
                 self._alone(trial, number, options)
 
     def _alone(self, trial: Trial, number: int, options: Mapping[str, Any]) -> None:
-        """One round of one trial, unless it is stored already or an earlier round showed that it can't run."""
+        """Measure one round of one trial, unless it is stored already or an earlier round showed that it can't run."""
         if (stored := _stored(self.run, trial, number)) is not None:
             self.progress.done(trial, stored, stored=True)
             return
@@ -243,7 +245,7 @@ def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: 
 
 
 def _confirm_alone(run: Run, trial: Trial, number: int, files: Files, progress: Progress) -> None:
-    """One confirmation of a trial by itself."""
+    """Measure one confirmation of a trial by itself."""
     artifact = files.of(trial, number)
     if isinstance(artifact, Record):
         run.store(trial, number, artifact, CONFIRMATION)
@@ -273,7 +275,7 @@ def _copy_truth(run: Run, planned: list[Planned]) -> None:
 
 
 def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
-    """Every job of these trials: round by round, each round shuffled by its number, so the same on every machine."""
+    """Return all jobs of these trials by round, each round shuffled with its number as seed: the same everywhere."""
     order = []
     for number in range(max((trial.plan.rounds for trial in trials), default=0)):
         jobs = [(trial, number) for trial in trials if number < trial.plan.rounds]
@@ -283,14 +285,13 @@ def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
 
 
 def _stored(run: Run, trial: Trial, number: int) -> Record | None:
-    """The record of that round, or the one of an earlier round that failed, unless another program killed that."""
+    """Return the record of the round, or of an earlier round that failed, unless another program killed that one."""
     records = [run.record(trial, k) for k in range(number + 1)]
     failed = (record for record in records if record is not None and record.status != "ok" and not record.was_killed)
     return records[-1] or next(failed, None)
 
 
 def _incomplete(run: Run, trial: Trial) -> bool:
-    """Whether a round of the trial is still to be measured."""
     return any(_stored(run, trial, number) is None for number in range(trial.plan.rounds))
 
 
@@ -311,20 +312,24 @@ class Files:
                 self.of(trial, number)
 
     def of(self, trial: Trial, number: int) -> Artifact | Record | None:
-        """The file of that round of the trial, a record with the reason where it could not be made; None where it
-        needs none."""
+        """Return the file for this round of the trial.
+
+        If the file could not be made, return a record with the reason; None if the trial needs no file.
+        """
         return self.file(_of_build(trial.recipe, trial.build(number), trial.backend)) if trial.recipe else None
 
     def file(self, recipe: Recipe) -> Artifact | Record:
-        """The file this recipe makes, from the cache if nothing on which it depends has changed."""
+        """Return the file that this recipe makes, from the cache if all that it depends on is unchanged."""
         key = self._substitute_key(recipe)
         if key not in self.results:
             self.results[key] = self._with_fallback(recipe, key)
         return self.results[key]
 
     def _substitute_key(self, recipe: Recipe) -> str:
-        """The recipe's key; where others may stand in for it, a key of all of them: a file of a free batch may be
-        replaced by one of batch 1 in one trial and by one of batch 8 in another."""
+        """Return the recipe's key, combined with the keys of its fallbacks if it has any.
+
+        A file of a free batch may be replaced by one of batch 1 in one trial and by one of batch 8 in another.
+        """
         key = self.cache.key(recipe)
         if recipe.fallback is None:
             return key
@@ -347,7 +352,7 @@ class Files:
         return other if isinstance(other, Record) else self._substitute(other, artifact, substitute_key)
 
     def _substitute(self, other: Artifact, failed: Record, key: str) -> Artifact:
-        """Another route's file in place of the one that could not be made; cached, so that it isn't tried again."""
+        """Cache and return another route's file in place of the failed one, so that the failed route isn't retried."""
         warning = f"made by another route ({other.made_by.onnx_route or 'not folded'}), because the usual one "
         warning += f"ended as {failed.status} at {failed.stage}: {failed.reason}"
         substitute = replace(other, made_by=replace(other.made_by, warnings=(*other.made_by.warnings, warning)))
@@ -356,7 +361,7 @@ class Files:
         return substitute
 
     def _build(self, recipe: Recipe, key: str, damage: str) -> Artifact | Record:
-        """The file by this recipe, without its fallback."""
+        """Build the file by this recipe, without its fallback."""
         parent = self.file(recipe.parent) if recipe.parent else None
         if isinstance(parent, Record):
             return parent
@@ -379,8 +384,10 @@ class Files:
 
 
 def _of_build(recipe: Recipe, build: int, backend: str) -> Recipe:
-    """The recipe of that build of the backend's engine, from nothing: timings shared with another build would make
-    both alike; as it is for build 0."""
+    """Return the recipe of this build of the backend's engine; unchanged for build 0.
+
+    It builds from scratch, because timings shared with another build would make both alike.
+    """
     if not build:
         return recipe
     fresh = {TIMING_CACHE: False} if TIMING_CACHE in registry.find(backend).options else {}
@@ -389,7 +396,7 @@ def _of_build(recipe: Recipe, build: int, backend: str) -> Recipe:
 
 
 def _warn_of_shared_gpu(folder: Path, record: Record) -> None:
-    """Warn where others used the GPU while a builder timed its kernels, as it may have picked the wrong ones."""
+    """Warn if other programs used the GPU while a builder timed its kernels, as it may have picked the wrong ones."""
     trace = timeline.read(folder)
     others = timeline.most_others(trace) if trace else 0
     if record.artifact is None or not others:

@@ -22,11 +22,10 @@ Measure = Callable[[list[Trial], int, tuple[str, ...]], None]
 
 
 def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, progress: Progress) -> None:
-    """Measure rounds of the pairs that are undecided, one model after the other, within `study.minutes` in all: only
-    the boundary that a pair is compared at.
+    """Measure further rounds of the undecided pairs, one model after the other, within `study.minutes` in all.
 
-    What was measured before counts, so the same command again changes nothing, and one with more minutes goes on. A
-    backend that was given rounds of its own keeps to them.
+    Only the boundary that a pair is compared at is measured. Earlier measurements count, so the same command again
+    changes nothing, and one with more minutes goes on. A backend with its own number of rounds keeps to it.
     """
     trials = [trial for trial in trials if trial.plan.rounds == study.rounds]
     models = list(dict.fromkeys(model_key(trial) for trial in trials))
@@ -49,7 +48,7 @@ def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, pro
 
 
 def finalists(folder: Path, trials: list[Trial]) -> list[Trial]:
-    """The winners of a run, their runners-up and references, by the selection's rounds alone.
+    """Return the winners of a run, their runners-up and references, by the rounds of the selection alone.
 
     Because confirmations never enter the selection, an interrupted study finds the same ones when it is run again.
     """
@@ -62,8 +61,10 @@ def finalists(folder: Path, trials: list[Trial]) -> list[Trial]:
 
 
 def _pending(folder: Path, trials: Sequence[Trial]) -> list[Pair]:
-    """The pairs of these trials that another round is for, by what lies in the folder: a study that is killed loses
-    nothing."""
+    """Return the pairs of these trials that need another round.
+
+    They are read from the folder, so a study that is killed loses nothing.
+    """
     from dyno.analysis.ranking.pending import pending
     from dyno.analysis.tables import trial_table
 
@@ -76,18 +77,17 @@ def _folders(run: Run, trial: Trial, kind: str) -> list[Path]:
 
 
 def _last(run: Run, trial: Trial) -> int:
-    """The highest number of a round that the trial has finished."""
+    """Return the number of the last round that the trial has finished."""
     folders = _folders(run, trial, ROUND)
     return max(int(folder.name.removeprefix(ROUND)) for folder in folders if read_record(folder))
 
 
 def _seconds(run: Run, trials: Sequence[Trial]) -> float:
-    """Seconds that the trials' processes have measured, one at a time."""
+    """Return the seconds that the trials' processes have measured, one at a time."""
     folders = [folder for trial in trials for kind in (ROUND, COMPANION) for folder in _folders(run, trial, kind)]
     return sum(record.seconds for folder in folders if (record := read_record(folder)))
 
 
 def _last_seconds(run: Run, trial: Trial) -> float:
-    """Seconds that the trial's last round took."""
     record = run.record(trial, _last(run, trial))
     return record.seconds if record else 0.0

@@ -31,7 +31,7 @@ SUSTAINED_S = 3.0  # that a trial runs at full load, for the energy of an image
 
 
 def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
-    """The peak in the study's own folder: reused where it is good, else from the cache, else measured.
+    """Return the peak in the study's folder: reused if it is good, else from the cache, else measured.
 
     A measurement that other programs disturbed is stored but not cached. A failure is a record with the reason.
     """
@@ -53,7 +53,7 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
 
 
 def find_ceilings(runtime: Runtime, types: Collection[str], folder: Path, progress: Progress) -> Record:
-    """The highest rates of products in these types and of a copy on the runtime's device, measured now in the folder.
+    """Measure the highest rates of products in these types and of a copy on the runtime's device, now, in the folder.
 
     A failure is a record with the reason.
     """
@@ -63,7 +63,7 @@ def find_ceilings(runtime: Runtime, types: Collection[str], folder: Path, progre
 
 
 def keep_idle(study: Study, folder: Path, progress: Progress) -> None:
-    """Telemetry of IDLE_S seconds without any job, in the run folder, unless it is there."""
+    """Record telemetry of IDLE_S seconds without any job in the run folder, unless it is already there."""
     path = folder / IDLE / "telemetry.npz"
     if path.is_file():
         return
@@ -78,7 +78,7 @@ def keep_idle(study: Study, folder: Path, progress: Progress) -> None:
 
 
 def _key(runtime: Runtime) -> str:
-    """A hash of everything that the peak depends on."""
+    """Return a hash of everything that the peak depends on."""
     machine = system.describe()
     parts: dict[str, Any] = {
         "cpu": [machine["cpu"], machine["cpu_flags"], machine["cores"]],

@@ -20,8 +20,11 @@ LIMIT = "build_timeout_s"
 
 
 def note(folder: Path, trial: Trial, *, unmade: bool = False) -> None:
-    """Store beside a failed round what it failed with: versions of Dyno's code and the trial's libraries, and the
-    seconds that its file could take where that was not made."""
+    """Store the circumstances of a failure beside the failed round.
+
+    They are the versions of Dyno's code and the trial's libraries, and the timeout in seconds of its file if that was
+    not made.
+    """
     write_json(folder / MADE_WITH, _made_with(trial) | ({LIMIT: trial.plan.build_timeout_s} if unmade else {}))
 
 
@@ -59,7 +62,9 @@ def clear(run: Run, trials: list[Trial], all_failed: bool) -> list[str]:
 
 def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
     """Archive rounds whose record, samples or outputs can't be read any more, so that they are measured again.
-    Returns what was done, in sentences."""
+
+    Returns a sentence for each.
+    """
     notes = []
     for trial in trials:
         for folder in sorted(run.round_folder(trial, 0).parent.glob("[rct][0-9]*")):
@@ -70,7 +75,7 @@ def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
 
 
 def _damaged(folder: Path) -> str:
-    """The file of the round that can't be read any more, "" for none."""
+    """Return the name of the round's unreadable file, or ""."""
     try:
         record = read_record(folder)
     except Damaged:
@@ -81,9 +86,11 @@ def _damaged(folder: Path) -> str:
 
 
 def clear_stopped(run: Run, trials: list[Trial]) -> list[str]:
-    """Remove rounds of a video that the user stopped before its end, so that they are measured again: a rate of its
-    first frames is not one of the whole. A live source has no end, so its rounds stay. Returns what was done, in
-    sentences."""
+    """Remove rounds of a video that the user stopped before its end, so that they are measured again.
+
+    The rate of its first frames is not that of the whole. A live source has no end, so its rounds stay. Returns a
+    sentence for each.
+    """
     notes = []
     for trial in trials:
         for folder in sorted(run.round_folder(trial, 0).parent.glob(f"{ROUND}[0-9]*")):
@@ -95,7 +102,7 @@ def clear_stopped(run: Run, trials: list[Trial]) -> list[str]:
 
 
 def _reason_to_retry(folder: Path, record: Record, trial: Trial) -> str:
-    """Why the failure may not happen again, "" for no reason."""
+    """Return why the failure may not happen again, or "" if there is no reason."""
     if record.was_killed or record.reason == OUT_OF_MEMORY:
         return record.reason
     before, now = _json(folder / MADE_WITH), _made_with(trial)

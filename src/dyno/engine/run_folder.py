@@ -63,12 +63,12 @@ class Stored:
 
 
 def question(trial: Trial) -> str:
-    """The hash of what a trial measures, however its file is made."""
+    """Return the hash of what a trial measures, however its file is made."""
     return digest(replace(trial, recipe=None))
 
 
 def stored(folder: Path) -> list[Stored]:
-    """The trials below a folder; unreadable ones are left out; `analysis.records` reports them."""
+    """Return the trials below a folder; unreadable ones are left out, and `analysis.records` reports them."""
     trials = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
         for job in sorted(path.glob("[rc][0-9]*/job.json")):
@@ -83,13 +83,13 @@ def stored(folder: Path) -> list[Stored]:
 
 
 def earlier(folder: Path) -> Study | None:
-    """The folder's study, None where it has none."""
+    """Return the folder's study, or None if it has none."""
     path = folder / "study.toml"
     return Study.from_toml(path, usual=EARLIER_DEFAULTS) if path.is_file() else None
 
 
 def measured(folder: Path) -> bool:
-    """Whether the folder has any successful measurement."""
+    """Return whether the folder has any successful measurement."""
     return any(_good(record) for of in ("", "blocks/*/") for record in folder.glob(f"{of}trials/*/*/record.json"))
 
 
@@ -101,7 +101,7 @@ def _good(record: Path) -> bool:
 
 
 def contradictions(before: Study, study: Study) -> list[tuple[str, Any, Any]]:
-    """The settings that keep two studies from sharing a folder: (name, before, now)."""
+    """Return the settings that keep two studies from sharing a folder: (name, before, now)."""
     # Rounds until pairs are decided are judged by the number of rounds before the first look.
     fixed = ("rounds", "until") if before.until in LOOKS else ()
     free = {*AXES, *REPEATABLE, "runtime"}.difference(fixed)
@@ -121,12 +121,12 @@ def _same_content(a: str, b: str) -> bool:
 
 
 def _same_kind(a: str, b: str) -> bool:
-    """Whether both are clusters of a kind, at whatever addresses, or neither is one."""
+    """Return whether both are clusters of the same kind, at any addresses, or neither is a cluster."""
     return a.partition("=")[0] == b.partition("=")[0]
 
 
 def differences(settings: Iterable[tuple[str, Any, Any]]) -> str:
-    """`was measured with seconds=3, this command says seconds=1`, for these settings."""
+    """Return `was measured with seconds=3, this command says seconds=1`, for these settings."""
     before, now = ([_setting(name, pair[i]) for name, *pair in settings] for i in (0, 1))
     return f"was measured with {', '.join(before)}, this command says {', '.join(now)}"
 
@@ -140,7 +140,7 @@ def _setting(name: str, value: Any) -> str:
 
 
 def refuse_other(study: Study, folder: Path) -> None:
-    """A `UserError` where the folder's numbers were measured with settings that the study contradicts."""
+    """Raise `UserError` if the folder's numbers were measured with settings that the study contradicts."""
     before = earlier(folder)
     if before is not None and (settings := contradictions(before, study)) and measured(folder):
         remove = f"dyno rm {shlex.quote(str(folder))}"
@@ -171,7 +171,10 @@ def prepare_folder(study: Study, run: Run, planned: list[Planned]) -> tuple[list
 
 
 def _union(before: Study, study: Study, stored_trials: list[Stored], planned: list[Planned]) -> Study:
-    """Every combination of both studies; an axis that only one of them leaves open gets the values that it had."""
+    """Join both studies to one of all combinations.
+
+    An axis that only one of the studies leaves open gets the values that it had in its trials.
+    """
     trials = [entry.trial for entry in stored_trials], [entry.trial for entry in planned]
     joined: dict[str, Any] = {"runtime": {**before.runtime, **study.runtime}}
     for name in AXES:
@@ -183,7 +186,7 @@ def _union(before: Study, study: Study, stored_trials: list[Stored], planned: li
 
 
 def _values_of(axis: str, study: Study, trials: list[Trial]) -> tuple[Any, ...]:
-    """The values of an axis that the study leaves open, from its trials."""
+    """Return the values of an axis that the study leaves open, read from its trials."""
     own = [t for t in trials if t.model.name in map(model_name, study.models)] or trials
     if axis == "backends":
         return tuple(dict.fromkeys(t.backend for t in own if not t.options))
@@ -196,7 +199,10 @@ def _values_of(axis: str, study: Study, trials: list[Trial]) -> tuple[Any, ...]:
 
 
 def _named(planned: list[Planned], stored_trials: list[Stored]) -> list[Planned]:
-    """The trials under the folder's names for their models; a new model with a name in use is called by its source."""
+    """Return the trials with the folder's names for their models.
+
+    A new model whose name is in use is called by its source.
+    """
     names = {old.trial.model.source: old.trial.model.name for old in stored_trials}
     models = {old.trial.model.name: old.trial.model for old in reversed(stored_trials)}
     named = []
@@ -211,7 +217,7 @@ def _named(planned: list[Planned], stored_trials: list[Stored]) -> list[Planned]
 
 
 def _moved(old: ModelSpec, new: ModelSpec) -> bool:
-    """Whether the new model takes the old one's place: its file is gone, or both have the same content."""
+    """Return whether the new model takes the old one's place: its file is gone, or both have the same content."""
     path = _place(old)
     gone = (path.suffix == ".py" or registry.format_of(path)) and not path.exists()
     return old.name == new.name and (gone or _content(old) == _content(new))
@@ -249,9 +255,9 @@ def _archive(run: Run, stored_trials: list[Stored], planned: list[Planned]) -> l
 
 
 def _what_changed(old: ModelSpec, now: Planned) -> str:
-    """The file in which the planned model differs from the old one; "" where it doesn't.
+    """Return the file in which the planned model differs from the old one, or "" if it doesn't.
 
-    Of one that could not be inspected, by its file alone.
+    A model that could not be inspected is compared by its file alone.
     """
     new = now.trial.model
     if _content(old) == _content(new) if now.uninspected else digest(old) == digest(new):
@@ -264,7 +270,7 @@ def _what_changed(old: ModelSpec, now: Planned) -> str:
 
 
 def overwritten(model: ModelSpec) -> str:
-    """The file of an unplanned model, where its content has changed; "" where it hasn't."""
+    """Return the file of an unplanned model if its content has changed, else ""."""
     place, weights = _place(model), Path(model.weights)
     if model.source_sha256 and place.is_file():
         now = sha256_with_imports(place) if place.suffix == ".py" else sha256_of(place)
@@ -275,7 +281,7 @@ def overwritten(model: ModelSpec) -> str:
 
 
 def _place(model: ModelSpec) -> Path:
-    """The file that a model's source names, as far as it does."""
+    """Return the file that a model's source names, if it names one."""
     before, _, after = model.source.rpartition(":")
     return Path(model.file or (after if before in NETWORK_FILES else before))
 
@@ -305,7 +311,7 @@ def archive(run: Run, row: Path, name: str) -> None:
 
 
 def archive_round(run: Run, folder: Path) -> Path:
-    """Move a round that can't be read to the archive, where whatever is left of it stays; returns its place."""
+    """Move an unreadable round to the archive, where its remains stay; return its new place."""
     return _move(folder, run.folder / ARCHIVE / DAMAGED / folder.parent.name)
 
 
@@ -324,7 +330,7 @@ def _move(folder: Path, destination: Path) -> Path:
 
 
 def _models(run: Run, planned: list[Planned]) -> None:
-    """Store what the inspection of each model counted, by size, which isn't part of a trial's id."""
+    """Store the counts from the inspection of each model, by size, which aren't part of a trial's id."""
     path = run.folder / "models.json"
     current = {
         (entry.trial.model.name, entry.trial.dims.size): entry.model_facts for entry in planned if entry.model_facts

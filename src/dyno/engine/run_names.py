@@ -25,7 +25,10 @@ OWN = {"lock"}  # files that a refused study may have left in its folder
 
 
 def folder_name(models: Sequence[str]) -> str:
-    """`resnet18` for torchvision:resnet18, `m` for a/m.onnx, `net-build` for net.py:build; of several, all of them."""
+    """Return a folder's name: `resnet18` for torchvision:resnet18, `m` for a/m.onnx, `net-build` for net.py:build.
+
+    Several models are joined by a hyphen.
+    """
     return _clean("-".join(map(_name, models)))
 
 
@@ -43,9 +46,10 @@ def _clean(name: str) -> str:
 
 
 def choose_folder(study: Study, preferred: Path | None = None) -> tuple[Path, str]:
-    """The folder for the study, and one line where it is not the `preferred` one (default runs/NAME): why not.
+    """Choose the folder for the study; return it and one line on why it is not the `preferred` one (default runs/NAME).
 
-    A folder fits if it is free, or of the same models with settings that may share it.
+    A folder fits if it is free, or holds the same models with settings that may share it. The line is "" if the
+    preferred folder is chosen.
     """
     preferred = preferred or RUNS / folder_name(study.models)
     reason = _in_use(study, preferred)
@@ -60,7 +64,7 @@ def choose_folder(study: Study, preferred: Path | None = None) -> tuple[Path, st
 
 
 def _in_use(study: Study, folder: Path) -> str:
-    """Why the study can't use the folder, "" if it can."""
+    """Return why the study can't use the folder, or "" if it can."""
     if not folder.exists():
         return ""
     if not (folder / "study.toml").is_file():
@@ -81,7 +85,7 @@ def _in_use(study: Study, folder: Path) -> str:
 
 
 def _alternatives(study: Study, preferred: Path) -> Iterator[Path]:
-    """Other names: with what distinguishes the study from the one in that folder, then with a number."""
+    """Yield other folders, named by what distinguishes the study from the one in `preferred`, then with a number."""
     try:
         before = earlier(preferred)
     except UserError:

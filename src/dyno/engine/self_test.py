@@ -27,7 +27,7 @@ def _read(path: Path) -> Stored | None:
 
 
 def machine(device: str) -> dict[str, Any]:
-    """What identifies this machine and device: another one's self-test says nothing here."""
+    """Return the facts that identify this machine and device; another machine's self-test is not valid here."""
     about = system.describe()
     host = {"host": platform.node(), "cpu": about["cpu"], "cores": about["cores"], "machine": about["machine"]}
     if device == "cpu":
@@ -40,7 +40,7 @@ def machine(device: str) -> dict[str, Any]:
 
 
 def place(device: str) -> Path:
-    """Where the self-test of a device of this host is kept."""
+    """Return the path of the self-test of a device of this host."""
     key = hashlib.sha256(f"{platform.node()} {device}".encode()).hexdigest()[:24]
     return cache_dir() / "self-tests" / f"{key}.json"
 
@@ -53,7 +53,7 @@ def keep(stored: Stored) -> None:
 
 
 def find(device: str) -> tuple[SelfTest | None, str]:
-    """The self-test of this machine and device, and why there is none: "" (never tested) or what is wrong with it."""
+    """Return the self-test of this machine and device; without one, also why: "" (never tested) or the fault."""
     path = place(device)
     if (stored := _read(path)) is None:
         return None, "it can't be read" if path.is_file() else ""
@@ -68,8 +68,10 @@ def find(device: str) -> tuple[SelfTest | None, str]:
 
 
 def states() -> list[dict[str, Any]]:
-    """For the CPU and every other device that was tested: `device`, `grade`, `date` ("" without a test that counts) and
-    its `state` in words."""
+    """Return the self-test's state of the CPU and of every other device that was tested.
+
+    Each has `device`, `grade`, `date` ("" without a valid test) and its `state` in words.
+    """
     kept = (cache_dir() / "self-tests").glob("*.json")
     devices = sorted({"cpu", *(one.device for path in kept if (one := _read(path)) and place(one.device) == path)})
     return [_state(device) for device in devices]
@@ -86,7 +88,7 @@ def _state(device: str) -> dict[str, Any]:
 
 
 def summary(device: str) -> dict[str, Any]:
-    """What a run on this machine and device keeps of the self-test; empty without a good one."""
+    """Return the summary of the self-test that a run on this machine and device keeps; empty without a valid one."""
     test, _ = find(device)
     if test is None:
         return {}
@@ -95,13 +97,16 @@ def summary(device: str) -> dict[str, Any]:
 
 
 def keep_in(folder: Path, device: str) -> None:
-    """Have the run folder keep the summary of this machine's self-test, where there is one."""
+    """Store the summary of this machine's self-test, if there is one, in the run folder."""
     if stored := summary(device):
         write_json(folder / SELF_TEST, stored)
 
 
 def attach(results: Results) -> Results:
-    """The results, with this machine's self-test where they have none and were measured here, before it."""
+    """Return the results, with this machine's self-test if they have none and were measured on this machine.
+
+    They lack one if they were measured before it.
+    """
     here, there = system.describe(), results.environment
     devices = {t.device for t in results}
     same = all(here[name] == there.get(name) for name in ("cpu", "cores", "memory_bytes", "os"))

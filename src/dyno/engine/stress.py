@@ -29,7 +29,7 @@ REMEDY = "export or build it with a dynamic batch"
 
 
 def phases_of(text: str) -> list[str]:
-    """`min,opt,max,random` or numbers, as a list; anything else is a `UserError`."""
+    """Parse `min,opt,max,random` or numbers into a list; raise `UserError` for anything else."""
     names = [part.strip() for part in text.split(",") if part.strip()]
     unknown = [name for name in names if name not in PHASES and not (name.isdecimal() and int(name) > 0)]
     if unknown or not names:
@@ -40,8 +40,10 @@ def phases_of(text: str) -> list[str]:
 
 
 def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
-    """Test every trial of the study, print its table; 0 when all passed, 1 for a wrong output or growing memory, 3 when
-    a test could not be finished."""
+    """Stress-test every trial of the study, print its table and return the exit code.
+
+    0 if all passed, 1 for a wrong output or growing memory, 3 if a test could not be finished.
+    """
     if iterations < 1:
         raise UserError(f"--iterations is {iterations}; it must be at least 1")
     with begun(folder):

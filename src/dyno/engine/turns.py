@@ -66,12 +66,12 @@ class Player:
 
 
 def each(players: Sequence[Player]) -> list[list[Player]]:
-    """A turn for everyone."""
+    """Return one turn per player."""
     return [[player] for player in players]
 
 
 def each_and_all(players: Sequence[Player]) -> list[list[Player]]:
-    """A turn for everyone, and one for all of them at once."""
+    """Return one turn per player, and one for all players at once."""
     return [*each(players), list(players)]
 
 
@@ -150,7 +150,10 @@ class Group:
                 self.largest_on_gpu = max(self.largest_on_gpu, free - self.gpu.free())
 
     def _at_once(self) -> int:
-        """How many import at once: a job keeps to as many processors as it has threads, all to the same ones."""
+        """Return how many jobs import in parallel.
+
+        A job is pinned to as many processors as it has threads, and all jobs to the same ones.
+        """
         if self.apart:
             return len(self.players)
         return max(1, min(len(os.sched_getaffinity(0)), self.players[0].job.runtime.threads))
@@ -166,7 +169,7 @@ class Group:
         self._advance(players, GO)
 
     def _room(self, player: Player, count: int) -> bool:
-        """Whether that many processes of the player's size fit into what memory is free."""
+        """Return whether `count` processes of the player's size fit into the free memory."""
         need = max(player.memory, self.largest) or UNKNOWN_B
         if self.gpu and self.gpu.free() < ROOM * self.largest_on_gpu * count:
             return False
@@ -197,7 +200,7 @@ class Group:
         _close(player)
 
     def _boundary(self) -> None:
-        """One boundary's blocks for all that are alive, then each in turn to its next boundary or its end.
+        """Measure one boundary's blocks for all live players, then advance each to its next boundary or its end.
 
         A block in which other programs disturbed a player is measured again by all, within MOST_AGAIN.
         """
@@ -228,13 +231,15 @@ class Group:
             self._advance(together, END)
 
     def _disturbed_blocks(self) -> set[int]:
-        """Return the numbers of this boundary's blocks in which other programs disturbed any of the players; those that
-        measure at once disturb each other."""
+        """Return the numbers of this boundary's blocks in which other programs disturbed any of the players.
+
+        Players that measure in parallel disturb each other, so no block of theirs counts as disturbed.
+        """
         flags = [find_disturbed(player.delays) for player in self.alive] if self.turns is each else []
         return {number for own in flags for number, is_disturbed in enumerate(own) if is_disturbed}
 
     def _block(self, players: Sequence[Player]) -> float:
-        """A block that these measure at once; the seconds that they ran, in sum."""
+        """Measure a block with these players at once; return the sum of the seconds that they ran."""
         before = sum(player.used_s for player in players)
         for player in players:
             player.company.append(len(players))
@@ -250,8 +255,10 @@ class Group:
         return random.Random(f"{self.seed} {what}").sample(list(listed), len(listed))
 
     def _advance(self, players: Sequence[Player], word: str = "") -> None:
-        """Let the players run at once, after telling them the word, until each has spoken again or ended; no other dyno
-        measures on these processors meanwhile."""
+        """Send the players the word and let them run in parallel until each has answered or ended.
+
+        No other dyno measures on these processors meanwhile.
+        """
         if not players:
             return
         with processors_held(players[0].job.runtime, self.progress.sharing):
@@ -339,7 +346,7 @@ def _close(player: Player) -> None:
 
 
 def _resident(pid: int) -> int:
-    """Resident bytes of the process and its children; 0 once it is gone."""
+    """Return the resident bytes of the process and its children; 0 once it is gone."""
     try:
         root = psutil.Process(pid)
         return sum(one.memory_info().rss for one in (root, *root.children(recursive=True)))

@@ -70,7 +70,7 @@ class Interrupted(KeyboardInterrupt):
 
 
 def environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict[str, str]:
-    """The job's environment: threads fixed alike for every BLAS and OpenMP, telemetry off, the runtime's own on top."""
+    """Build the job's environment: equal threads for every BLAS and OpenMP, telemetry off, the runtime's own on top."""
     env = dict(os.environ if base is None else base)
     if runtime.python:
         env = {key: value for key, value in env.items() if key not in system.PYTHON_VARIABLES}
@@ -84,7 +84,7 @@ def environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict
 
 
 def _own(kind: str, folder: Path) -> dict[str, str]:
-    """A compiler cache that the rounds of one trial share: the first build of a study is cold, whatever ran before."""
+    """Return a compiler cache that the rounds of one trial share, so that the first build of a study is always cold."""
     return {} if kind in APART else {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent.resolve() / "compiler")}
 
 
@@ -125,7 +125,7 @@ def launch(
 
 
 def _interrupted(started: Started, patience_s: float) -> Record | None:
-    """The record of a job that ends well after an interrupt of its own, None of any other."""
+    """Interrupt the job and return its record if it ends well within `patience_s` seconds, else None."""
     with suppress(ProcessLookupError):
         os.kill(started.process.pid, signal.SIGINT)
     try:
@@ -209,7 +209,7 @@ def abandon(started: Started) -> None:
 
 
 def finish(started: Started, timeout_s: float, timed_out: bool) -> Record:
-    """End the job, killing what still runs of it, and return its record; one is written where it left none."""
+    """End the job, kill its remaining processes, and return its record; one is written if it left none."""
     abandon(started)
     job, folder, code = started.job, started.folder, started.process.returncode
     record = read_record(folder)
@@ -286,7 +286,7 @@ def _dismiss(write: int) -> None:
 
 
 def trim_logs(folder: Path, most: int = 2 * (HEAD_B + TAIL_B)) -> None:
-    """Keep the beginning and the end of what the job printed where that is more than `most` bytes."""
+    """Keep the beginning and the end of the job's output if it is longer than `most` bytes."""
     for path in (folder / name for name in LOGS):
         with suppress(OSError):
             if path.stat().st_size > most:
@@ -321,7 +321,7 @@ def read_end(path: Path, most: int) -> str:
 
 
 def read_stage(folder: Path) -> str:
-    """The stage of the job in the folder, or its last one."""
+    """Return the stage of the job in the folder, or its last one."""
     try:
         return (folder / "stage").read_text(encoding="utf-8")
     except OSError:
@@ -329,7 +329,7 @@ def read_stage(folder: Path) -> str:
 
 
 def _ended_without(job: Job, folder: Path, code: int, timed_out: bool, timeout_s: float, oom_killed: bool) -> Record:
-    """A record for a job that wrote none: what it had measured until then, and how it ended."""
+    """Build a record for a job that wrote none: its measurements until then, and how it ended."""
     stage = read_stage(folder)
     record = Record("crashed", trial=job.trial.id if job.trial else "", round=job.round)
     if (folder / "partial.json").exists():
@@ -353,7 +353,7 @@ def _last_line(path: Path) -> str:
 
 
 def _kernel_kills() -> int:
-    """How many processes the kernel has killed since it started because memory ran out."""
+    """Return how many processes the kernel has killed since boot because memory ran out."""
     try:
         text = Path("/proc/vmstat").read_text()
     except OSError:

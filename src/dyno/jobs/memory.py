@@ -11,7 +11,7 @@ UNKNOWN_B = 1 << 30  # what a process is taken to need before any was seen
 
 
 def available() -> int:
-    """Bytes that new processes can take: the machine's, or what is left of the container's limit."""
+    """Return the bytes that new processes can take: those of the machine, or the rest of the container's limit."""
     free = int(psutil.virtual_memory().available)
     try:
         limit = Path("/sys/fs/cgroup/memory.max").read_text().strip()

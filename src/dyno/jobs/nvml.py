@@ -43,12 +43,15 @@ class Gpu:
         )
 
     def sample(self, own: Collection[int]) -> tuple[float, ...]:
-        """COLUMNS now: B, %, MHz, MHz, W, J since the driver was loaded, degrees C, NVML's bit mask of reasons, compute
-        processes, and how many of these are among `own`."""
+        """Return the values of COLUMNS now.
+
+        They are B, %, MHz, MHz, W, J since the driver was loaded, degrees C, NVML's bit mask of reasons, compute
+        processes, and how many of these are among `own`.
+        """
         return (*(self._query(query) for query in self._queries), *self._processes(own))
 
     def free(self) -> float:
-        """Bytes of the GPU's memory that nobody has, NaN where that isn't reported."""
+        """Return the free bytes of the GPU's memory, or NaN if they aren't reported."""
         return self._query(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
 
     def close(self) -> None:
@@ -69,15 +72,15 @@ class Gpu:
             return math.nan
 
     def _first(self, *queries: Query) -> Query:
-        """The first of several queries that is answered; decided once, so that a column has one meaning."""
+        """Return the first of several queries that is answered; decided once, so that a column has one meaning."""
         return next((query for query in queries if not math.isnan(self._query(query))), queries[-1])
 
 
 def find_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
-    """The GPU that a job with this environment knows as `cuda:N`; None for a CPU, and where NVML or the GPU is missing.
+    """Find the GPU that a job with this environment knows as `cuda:N`; None for a CPU, or without NVML or the GPU.
 
     CUDA_VISIBLE_DEVICES is honoured (numbers, UUIDs and beginnings of UUIDs). Numbers count in the order of the PCI
-    bus, as NVML's do; CUDA counts the fastest first, which is another order where GPUs of several kinds are mixed.
+    bus, as in NVML; CUDA counts the fastest first, which is another order if GPUs of several kinds are mixed.
     """
     kind, _, number = device.partition(":")
     if kind != "cuda" or not (number or "0").isdigit():
@@ -98,7 +101,7 @@ def find_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
 
 
 def _handle(nvml: Any, number: int, visible: str | None) -> Any:
-    """NVML's handle of the job's device; LookupError when the job sees no such device."""
+    """Return NVML's handle of the job's device; raise LookupError if the job sees no such device."""
     if visible is None:
         return nvml.nvmlDeviceGetHandleByIndex(number)
     chosen = visible.split(",")[number].strip()

@@ -61,7 +61,7 @@ class Progress:
         self.live = None
 
     def making(self, recipe: Recipe, wrong: str = "") -> None:
-        """A file is being made; `wrong` is the reason why the cached one was not used."""
+        """Show that a file is being made; `wrong` is the reason why the cached one was not used."""
         what = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
         batch = f"b{recipe.dims.batch}" if recipe.dims.batch else ""
         words = (what, recipe.model.name, recipe.format, recipe.precision, batch, recipe.dims.shown, *_options(recipe))
@@ -77,18 +77,21 @@ class Progress:
             self._say(Text(f"{self.now}: {_clock(seconds)} minutes", "dim"))
 
     def other(self, what: str) -> None:
-        """A step that is neither a file nor a trial begins."""
+        """Show that a step begins which is neither a file nor a trial."""
         self._begin(what)
         if self.live is None:
             self._say_detail(Text(self.now))
 
     def note(self, line: str) -> None:
-        """Something that the user should know of, whatever begins next."""
+        """Show a note to the user, which stays when the next step begins."""
         self._say(Text(plain(line), "yellow"))
 
     def show_answer(self, title: str, sentences: list[str], rows: list[tuple[str, str, str]]) -> None:
-        """Show what the study says so far: on a terminal above the progress, with a table of (configuration, median
-        latency, speed-up), elsewhere in one line with the time that is left."""
+        """Show the study's answer so far.
+
+        On a terminal it stands above the progress, with a table of (configuration, median latency, speed-up); elsewhere
+        it is one line with the remaining time.
+        """
         lines = [Text(f"{plain(title)}: {plain(sentence)}", "bold") for sentence in sentences]
         if self.live is None:
             left = self.remaining()
@@ -101,27 +104,27 @@ class Progress:
         self.answer = [table, *lines, Text()]
 
     def relay(self, place: str, line: str) -> None:
-        """A line of another process, which measures at that place."""
+        """Show a line of another process, which measures at this place."""
         self._say(Text.assemble((f"{plain(place)} ", "dim"), plain(line)))
 
     def start(self, trial: Trial, number: int, what: str = "round") -> None:
-        """A job begins, the round (or confirmation) of that number, counted from 0."""
+        """Show that a job begins: the round (or confirmation) of this number, counted from 0."""
         step = f"{what} {number + 1} of {trial.plan.rounds}"
         self._begin(f"{trial.label}  {step}")
         self.job, self.step = trial, step
 
     def tick(self, stage: str, elapsed: float) -> None:
-        """The running job's stage."""
+        """Show the running job's stage."""
         self.stage = plain(stage)
 
     def waiting(self, owner: str) -> None:
-        """The job waits for that process's; without a terminal it gets a line, or it would look like a hang."""
+        """Show that the job waits for another process; without a terminal as a line, or it would look like a hang."""
         self.stage = f"waiting for process {plain(owner)}, another dyno on this device"
         if self.live is None:
             self._say(Text(f"{self.now}: {self.stage}"))
 
     def sharing(self, owner: str) -> None:
-        """Blocks are measured in turns with that process's; the user learns it once."""
+        """Tell the user once that another process's blocks are interleaved with these."""
         if owner not in self.shared_with:
             self.shared_with.add(owner)
             self.note(
@@ -129,7 +132,7 @@ class Progress:
             )
 
     def done(self, trial: Trial, record: Record, *, stored: bool = False, seconds: float | None = None) -> None:
-        """A job ended after that long (default: since it began), or its record was stored already."""
+        """Show that a job ended after `seconds` (default: since it began), or that its record was stored already."""
         if trial in self.left:
             self.left.remove(trial)
         if stored:
@@ -156,7 +159,7 @@ class Progress:
         self.job, self.step = None, ""
 
     def _say_detail(self, line: Text) -> None:
-        """Say what a terminal shows for a moment, and a log only where it is verbose."""
+        """Print a line that a terminal shows for a moment, and a log only if it is verbose."""
         if self.live is not None or self.is_verbose:
             self._say(line)
 
@@ -169,7 +172,7 @@ class Progress:
             self.lines = [*self.lines[-SHOWN:], line]
 
     def remaining(self) -> float | None:
-        """Estimated seconds until the study ends, by the jobs that have ended; None before the first one has."""
+        """Estimate the seconds until the study ends from the jobs that have ended; None before the first one has."""
         if not self.seconds:
             return None
         usual = sum(self.seconds.values()) / len(self.seconds)
@@ -200,7 +203,7 @@ def _clock(seconds: float) -> str:
 
 
 def _options(recipe: Recipe) -> list[str]:
-    """The options that the file is made with, its parents' among them, as OPTION=VALUE."""
+    """Return the options that the file is made with, including its parents', as OPTION=VALUE."""
     steps: list[Recipe] = [recipe]
     while (parent := steps[0].parent) is not None:
         steps.insert(0, parent)

@@ -19,7 +19,7 @@ class Package:
     overflows: int = 0
 
     def joules(self) -> float:
-        """The counter's value now as if it never began anew, which it may do once between two calls."""
+        """Return the counter's value in joules, corrected for overflows, of which one may happen between two calls."""
         now = int(self.file.read_text())
         self.overflows += now < self.last
         self.last = now
@@ -33,7 +33,7 @@ class Rapl:
         self._packages = packages
 
     def joules(self) -> float:
-        """Joules since some moment in the past; NaN without a counter, and where one can no longer be read."""
+        """Return the joules since some moment in the past; NaN without a counter, or if one can no longer be read."""
         try:
             return sum(package.joules() for package in self._packages) if self._packages else math.nan
         except (OSError, ValueError):
@@ -41,9 +41,9 @@ class Rapl:
 
 
 def find_rapl(root: Path | None = None) -> Rapl:
-    """The sockets' counters that this process may read: of all sockets or of none, as a part would pass for the whole.
+    """Find the sockets' counters that this process may read: all or none, because a part would pass for the whole.
 
-    Intel's and AMD's processors have the same files.
+    Processors of Intel and AMD have the same files.
     """
     try:
         zones = sorted((root or POWERCAP).glob("intel-rapl:*"))

@@ -56,18 +56,18 @@ class Telemetry:
         self._thread.start()
 
     def pause(self) -> None:
-        """Don't look while the job is frozen: it does nothing, and others are measured meanwhile."""
+        """Stop sampling while the job is frozen: it is idle, and others are measured meanwhile."""
         self._frozen.set()
         self._whole = False
 
     def resume(self) -> None:
-        """Look again; what was busy since the last look is nobody's, and is NaN."""
+        """Resume sampling; the load since the last sample can't be attributed and becomes NaN."""
         self._frozen.clear()
 
     def loads(self) -> None:
-        """The frozen job has imported its libraries and loads next: what is on the GPU by now was there before it.
+        """Note that the frozen job has imported its libraries and loads next; store the GPU's state before that.
 
-        The GPU's memory until then, none of which was the job's, is NaN.
+        The GPU's memory until then, which the job did not use, becomes NaN.
         """
         self._importing, self._mates_before = len(self._rows), frozenset(self._mates)
         self._before = self._gpu.sample(()) if self._gpu else ()
@@ -86,7 +86,7 @@ class Telemetry:
             self._gpu.close()
 
     def _gpu_facts(self) -> dict[str, np.ndarray]:
-        """The GPU's name and UUID, and its state before the job."""
+        """Return the GPU's name and UUID, and its state before the job."""
         if self._gpu is None:
             return {}
         before = dict(zip(nvml.COLUMNS, self._before, strict=True))
@@ -127,7 +127,7 @@ def _busy_seconds() -> float:
 
 
 def _tree(pid: int) -> tuple[float, float, set[int]]:
-    """Resident bytes, processor seconds and ids of the process and its children; nothing once it is gone."""
+    """Return resident bytes, processor seconds and ids of a process and its children; 0 and none once it is gone."""
     rss = cpu = 0.0
     pids: set[int] = set()
     try:

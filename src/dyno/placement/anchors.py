@@ -31,7 +31,7 @@ Lost = dict[str, str]  # place -> why the anchor could not be measured there
 
 
 def planned(trial: Trial, count: int) -> Trial:
-    """The anchor as so many devices measure it, however the study's own trials are timed."""
+    """Return the anchor with the plan for `count` devices, however the study's own trials are timed."""
     block_s = min(BLOCK_S, STEP_S / count)
     own = Plan(
         ("model",), trial.plan.warmup_s, SLACK * 2 * BLOCKS * block_s, rounds=ROUNDS, timeout_s=trial.plan.timeout_s,
@@ -41,10 +41,10 @@ def planned(trial: Trial, count: int) -> Trial:
 
 
 def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, progress: Progress) -> Lost:
-    """Measure those of so many rounds that the folder doesn't hold yet; where that failed, after which none is begun.
+    """Measure those of `rounds` rounds that the folder doesn't hold yet; return the failed places with the reason.
 
-    The processes of all rounds start at once where memory is free for them, since to start them is what takes time;
-    rounds that fail are tried by themselves.
+    After a failed round no other is begun. The processes of all rounds start at once if there is enough memory, because
+    starting them takes most of the time; rounds that fail are retried by themselves.
     """
     lost: Lost = {}
     with progress.running([]):
@@ -64,7 +64,7 @@ def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, pr
 
 
 def read(folder: Path, places: Sequence[Place], rounds: int) -> list[Device]:
-    """What so many stored rounds say of each place."""
+    """Return each place's figures from `rounds` stored rounds."""
     company = [read_json(folder / _company(number))["company"] for number in range(rounds)]
     return [
         of_rounds(
@@ -80,12 +80,15 @@ def read(folder: Path, places: Sequence[Place], rounds: int) -> list[Device]:
 
 
 def file_name(place: Place) -> str:
-    """The place's name as that of a folder."""
+    """Return the place's name as a folder name."""
     return re.sub(r"[^\w.-]", "_", place.name.replace(":", ""))
 
 
 def _rounds(trial: Trial, folder: Path, places: Sequence[Place], numbers: Sequence[int], progress: Progress) -> Lost:
-    """Those rounds in fresh processes, side by side; one counts once each device's process has ended well."""
+    """Measure these rounds in fresh processes, in parallel; return the places that failed, with the reason.
+
+    A round counts once the process of every device has ended well.
+    """
     with ExitStack() as stack:
         files = {}
         for place in sorted(places, key=lambda place: place.card):  # in one order, whoever else wants several
@@ -112,7 +115,7 @@ def _rounds(trial: Trial, folder: Path, places: Sequence[Place], numbers: Sequen
 
 
 def _each_round(players: Sequence[Player]) -> list[list[Player]]:
-    """The turns of each round: each device alone, and all of them at once."""
+    """Return the turns of each round: each device alone, and all devices at once."""
     numbers = sorted({player.number for player in players})
     return [turn for number in numbers for turn in each_and_all([p for p in players if p.number == number])]
 
@@ -124,7 +127,7 @@ def _player(trial: Trial, folder: Path, place: Place, number: int, file: Artifac
 
 
 def _why(player: Player) -> str:
-    """Why the player's process has nothing to say, "" where it has."""
+    """Return why the player's process has no result, or "" if it has one."""
     record = player.record
     if record is None:
         return "it was not started"
@@ -140,7 +143,7 @@ def _own(folder: Path, place: Place, number: int) -> Path:
 
 
 def _complete(folder: Path, places: Sequence[Place], number: int) -> bool:
-    """Whether the round is stored, and readable."""
+    """Return whether the round is stored and readable."""
     if not (folder / _company(number)).is_file():
         return False
     return all(_stored(folder, place, number).block_medians("latency", "model") for place in places)

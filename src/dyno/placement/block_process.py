@@ -25,7 +25,7 @@ BAD_INPUT = 2
 
 
 def main(folder: Path) -> int:
-    """Measure what the folder's block.json asks for and the folder lacks; the exit code."""
+    """Measure the trials that the folder's block.json asks for and the folder lacks; return the exit code."""
     order: dict[str, Any] = read_json(folder / ORDER)
     system.die_with_parent(order["driver"])
     if order["cores"]:

@@ -36,13 +36,13 @@ class Block:
 
 
 def blocks(planned: Sequence[Planned]) -> list[Block]:
-    """The blocks of the trials that can run, in their order; each trial is in exactly one."""
+    """Return the blocks of the trials that can run, in their order; each trial is in exactly one."""
     sources = {entry.trial.id: entry.source for entry in planned}
     groups = ensemble.groups([entry.trial for entry in planned if not entry.refusal])
     return [Block(tuple(group), sources[group[0].id]) for group in groups]
 
 
 def anchor(planned: Sequence[Planned]) -> Planned | None:
-    """The trial that is repeated on every device of a study, the reference of its first block; None without a block."""
+    """Return the trial repeated on every device of a study: the reference of its first block; None without a block."""
     trial = next((ensemble.reference(block.trials, None) for block in blocks(planned)), None)
     return next((entry for entry in planned if entry.trial == trial), None)

@@ -75,17 +75,17 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
 
 
 def _machines(found: Devices, places: Sequence[Place]) -> set[str]:
-    """Those whose devices disturb each other."""
+    """Return the machines whose devices disturb each other."""
     return {place.machine for place in places if place.name in found.disturbed}
 
 
 def _in_turns(
     trial: Trial, folder: Path, places: Sequence[Place], equivalent: float, progress: Progress
 ) -> list[Device] | anchors.Lost:
-    """The anchor at places of this host; where it couldn't be measured.
+    """Measure the anchor interleaved at places of this host; return the devices, or the places where that failed.
 
-    That a place is slower beside the others makes a study take several times as long, and another program may have come
-    between: as many processes are asked again, and all of them decide.
+    If a place is slower beside the others, a study takes several times as long; because another program may have caused
+    it, as many processes are measured again, and all of them decide.
     """
     for rounds in (anchors.ROUNDS, 2 * anchors.ROUNDS):
         if lost := anchors.measure(trial, folder, places, rounds, progress):
@@ -99,7 +99,7 @@ def _in_turns(
 
 
 def _without(lost: anchors.Lost, study: Study, folder: Path, places: Sequence[Place], progress: Progress) -> Company:
-    """Go on without the places where the anchor could not be measured; with all where that is the trial's own fault."""
+    """Go on without the places where the anchor could not be measured; with all if the trial itself is at fault."""
     rest = [place for place in places if place.name not in lost]
     for name, why in lost.items():
         progress.note(f"{name}: the trial that all devices repeat could not be measured ({why})")
@@ -111,8 +111,10 @@ def _without(lost: anchors.Lost, study: Study, folder: Path, places: Sequence[Pl
 
 
 def _apart(study: Study, anchor: Planned, folder: Path, places: Sequence[Place], progress: Progress) -> list[Device]:
-    """The anchor at places of a cluster: alone on its host, on all hosts at once, then at all places at once but those
-    that have a host of their own."""
+    """Measure the anchor at places of a cluster.
+
+    Each place first runs alone on its host, in parallel on all hosts; then all places that share a host run at once.
+    """
     hosts: dict[str, list[Place]] = {}
     for place in places:
         hosts.setdefault(place.machine, []).append(place)
@@ -154,5 +156,5 @@ def _folder(folder: Path, place: Place, how: str) -> Path:
 
 
 def _medians(folder: Path) -> tuple[float, ...]:
-    """Medians of the rounds in seconds."""
+    """Return the medians of the rounds, in seconds."""
     return tuple(median for t in load(folder) for median in t.medians("model"))

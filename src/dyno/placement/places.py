@@ -59,7 +59,7 @@ class Place:
 
 @contextmanager
 def confined(place: Place) -> Iterator[None]:
-    """What this process starts in the block is confined to the place, as the processes of its blocks are."""
+    """Confine processes started while the block runs to the place, as the processes of its blocks are."""
     cores, before = os.sched_getaffinity(0), {name: os.environ.get(name) for name in place.env}
     os.environ.update(place.env)
     try:
@@ -76,18 +76,20 @@ def confined(place: Place) -> Iterator[None]:
 
 
 def several(study: Study) -> bool:
-    """Whether the study is spread over devices, and not measured by this process."""
+    """Return whether the study is spread over devices rather than measured by this process."""
     return bool(study.on) or len(names(study.device)) > 1
 
 
 def names(device: str) -> list[str]:
-    """The devices of a study's option, `cuda:0,cuda:1` being two."""
+    """Split a study's `device` option into devices; `cuda:0,cuda:1` are two."""
     return device.split(",")
 
 
 def places(device: str, threads: int = 0) -> list[Place]:
-    """The places of a study's devices, whose jobs have so many threads (0: not said); a `UserError` for one that isn't
-    there, two of a name, or two kinds."""
+    """Return the places of a study's devices, whose jobs have `threads` threads (0: unspecified).
+
+    Raises `UserError` for a missing device, a name given twice, or devices of two kinds.
+    """
     listed = names(device)
     if len(set(listed)) < len(listed):
         raise UserError(f"a device is named twice in {device!r}; name each once")
@@ -100,8 +102,10 @@ def places(device: str, threads: int = 0) -> list[Place]:
 
 
 def _gpus(listed: list[str], threads: int) -> list[Place]:
-    """The GPUs, with a share of the physical cores for each where that is enough for the threads: jobs pin themselves
-    to the first processors that they may use, which would be the same ones for all."""
+    """Return the GPUs, each with a share of the physical cores if a share has enough cores for the threads.
+
+    Jobs pin themselves to the first processors that they may use; without shares these would be the same for all.
+    """
     cores = system.core_threads()
     each = len(cores) // len(listed)
     found = [_gpu(name) for name in listed]
@@ -112,12 +116,12 @@ def _gpus(listed: list[str], threads: int) -> list[Place]:
 
 
 def _share(cores: Sequence[Sequence[int]], each: int, k: int) -> tuple[int, ...]:
-    """The logical processors of the k-th share of so many physical cores."""
+    """Return the logical processors of the k-th share of `each` physical cores."""
     return tuple(cpu for core in cores[k * each : (k + 1) * each] for cpu in core)
 
 
 def _gpu(name: str) -> Place:
-    """The GPU of that name, as the only one that a process there sees."""
+    """Return the GPU of this name as a place, whose processes see no other GPU."""
     if missing_gpu(name):
         raise UserError(f"there is no {name} here: neither NVML nor CUDA's driver sees such a GPU; omit it")
     number = int(name.partition(":")[2] or 0)
@@ -130,7 +134,7 @@ def _gpu(name: str) -> Place:
 
 
 def _shares(listed: list[str]) -> list[Place]:
-    """Equal shares of the physical cores that this process may use, `cpu:0` the first; no core is in two of them."""
+    """Return equal, disjoint shares of the physical cores that this process may use, `cpu:0` first."""
     count = len(listed)
     if set(listed) != {f"cpu:{k}" for k in range(count)}:
         usual = ",".join(f"cpu:{k}" for k in range(count)) if count < 5 else f"cpu:0,cpu:1,…,cpu:{count - 1}"
@@ -149,12 +153,12 @@ def _shares(listed: list[str]) -> list[Place]:
 
 
 def share(model: str, cores: Sequence[int]) -> str:
-    """The card of a share of a processor."""
+    """Return the card of a share of a processor."""
     return f"{model}, processors {','.join(map(str, cores))}"
 
 
 def left(places: Sequence[Place]) -> list[Place]:
-    """The places where something can be begun; `Unfinished` where there is none left."""
+    """Return the places that can still begin a block; raise `Unfinished` if there are none."""
     there = [place for place in places if not place.gone]
     if not there:
         raise Unfinished("every device of the study was lost; the same command again goes on with what is missing")
@@ -162,7 +166,7 @@ def left(places: Sequence[Place]) -> list[Place]:
 
 
 def at_one(study: Study, places: Sequence[Place]) -> Study:
-    """The study as each place's process measures it."""
+    """Return the study as each place's process measures it."""
     here = len(os.sched_getaffinity(0))  # it is planned here
     few = min(here, *(place.threads for place in places))
     return replace(study, device=places[0].device, threads=study.threads or few, on="")

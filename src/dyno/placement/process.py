@@ -52,7 +52,7 @@ class BlockProcess(Running):
 
 
 def popen(folder: Path, env: Mapping[str, str], cwd: str | None = None) -> subprocess.Popen[bytes]:
-    """The process that measures what the folder's order asks for; it dies with the one that calls this."""
+    """Start the process that measures what the folder's order asks for; it dies with its caller."""
     write_json(folder / ORDER, {**read_json(folder / ORDER), "driver": os.getpid()})
     with open(folder / LOG, "ab") as log:
         return subprocess.Popen(

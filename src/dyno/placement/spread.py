@@ -51,7 +51,7 @@ def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = 
 
 
 def _cluster(study: Study) -> tuple[str, str]:
-    """The kind of cluster, "" for this host, and what is said of it."""
+    """Return the kind of cluster ("" for this host) and its specification."""
     kind, _, spec = study.on.partition("=")
     if kind:
         check_known("cluster", kind, ("ray", "slurm"))
@@ -64,7 +64,7 @@ def _cluster(study: Study) -> tuple[str, str]:
 
 @contextmanager
 def _found_places(study: Study, folder: Path, progress: Progress) -> Iterator[list[Place]]:
-    """The places over which the study is spread, as long as the block is entered."""
+    """Hold the places over which the study is spread, while the block runs."""
     kind, spec = _cluster(study)
     if kind == "slurm":
         with slurm_cluster.places(spec, study.device, folder, progress) as found:
@@ -76,7 +76,7 @@ def _found_places(study: Study, folder: Path, progress: Progress) -> Iterator[li
 
 @contextmanager
 def expected_places(study: Study) -> Iterator[list[Place]]:
-    """The places as a plan needs to know them: the same, but that no job is begun for it."""
+    """Hold the places that a plan needs, while the block runs: the same as in a study, but no job is started."""
     kind, spec = _cluster(study)
     if kind == "ray":
         with ray_cluster.places(spec, study.device) as found:
@@ -114,7 +114,7 @@ class Spread:
     losses: dict[str, list[str]] = field(default_factory=dict)
 
     def measure(self, waiting: list[Block]) -> None:
-        """Measure the blocks, each at the place where it was begun, else at the free one that has had the fewest."""
+        """Measure the blocks, each at the place where it was begun, else at the free place that has had the fewest."""
         waiting = list(waiting)
         try:
             while waiting or self.running:
@@ -139,12 +139,12 @@ class Spread:
                 self._begin(block, place)
 
     def _begun(self) -> Counter[str]:
-        """How many blocks each place has had so far; where blocks are measured one at a time, none stays idle."""
+        """Count the blocks that each place has had so far, so that none stays idle if blocks run one at a time."""
         notes = (read_json(path) for path in (self.run.folder / PLACEMENTS).glob("*.json"))
         return Counter(str(note.get("place", "")) for note in notes)
 
     def _begun_at(self, block: Block) -> str:
-        """The place that the block belongs to, "" where it can go anywhere."""
+        """Return the place that the block belongs to, or "" if it can go anywhere."""
         note = stored(self.run, block)
         return next((place.name for place in self.places if not place.gone and _is(place, note)), "")
 
@@ -194,7 +194,7 @@ class Spread:
         return lost
 
     def _lost(self, block: Block, place: Place, reason: str) -> list[Block]:
-        """The block, to be begun anew elsewhere: no two of its rounds are of two devices."""
+        """Return the block, to start anew elsewhere as its rounds must be of one device; none after MOST_LOSSES."""
         losses = self.losses.setdefault(block.id, [])
         losses.append(f"{place.name}: {reason}")
         if len(losses) >= MOST_LOSSES:
@@ -212,7 +212,7 @@ class Spread:
         return [block]
 
     def _take(self, block: Block) -> None:
-        """Move what the block's folder has into the run folder, and remove it."""
+        """Move the contents of the block's folder into the run folder, and remove it."""
         folder = _folder(self.run, block)
         for part in ("trials", "truth"):
             for found in sorted((folder / part).glob("*")):
@@ -233,12 +233,12 @@ class Spread:
 
 
 def _is(place: Place, note: Mapping[str, Any]) -> bool:
-    """Whether the place is the one of the note: its name, and what it is."""
+    """Return whether the note names the place: the same name and card."""
     return (place.name, place.card) == (note.get("place"), note.get("card"))
 
 
 def stored(run: Run, block: Block) -> dict[str, Any]:
-    """Where the block was begun, as the run folder has it; empty before it is."""
+    """Return the run folder's note of where the block was begun; empty before it is."""
     path = _path(run, block)
     return dict(read_json(path)) if path.is_file() else {}
 
@@ -254,11 +254,11 @@ def _folder(run: Run, block: Block) -> Path:
 
 
 def _request(block: Block, study: Study) -> str:
-    """The hash of what was asked of a block."""
+    """Return the hash of a block's request."""
     return digest([sorted(trial.id for trial in block.trials), study.to_toml()])
 
 
 def _done(run: Run, block: Block, study: Study) -> bool:
-    """Whether the folder has all of it already."""
+    """Return whether the folder has all of the block already."""
     present = all((run.folder / "trials" / trial.id).is_dir() for trial in block.trials)
     return present and stored(run, block).get("done") == _request(block, study)

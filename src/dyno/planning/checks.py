@@ -16,7 +16,7 @@ FORMATS = ("text", "markdown", "csv", "json", "html")
 
 
 def check_format(format: str) -> None:
-    """A `UserError` for a format in which no table is printed."""
+    """Raise `UserError` for a format in which no table can be printed."""
     check_known("format", format, FORMATS)
 
 
@@ -28,15 +28,18 @@ def check_threads(study: Study) -> None:
 
 
 def check_weights(study: Study, models: Sequence[str]) -> None:
-    """Refuse weights where all models are files with their own: they would be left out."""
+    """Refuse weights if all models are files with their own weights: they would be ignored."""
     flag = "weights" if study.weights else "pretrained"
     if (study.weights or study.pretrained) and all(map(keeps_weights, models)):
         raise UserError(f"{models[0]} has weights of its own, which {flag} can't replace; leave {flag} out")
 
 
 def check_device(study: Study) -> None:
-    """Refuse what isn't a device, a GPU that isn't there, one share of the processor alone, and several devices where
-    blocks aren't spread over them."""
+    """Refuse unusable devices.
+
+    These are unknown devices, missing GPUs, one share of the processor alone, and several devices if blocks aren't
+    spread over them.
+    """
     if study.device.startswith("cpu:") and "," not in study.device:
         raise UserError(
             f"{study.device} alone is not a device: write cpu, or for `dyno run` cpu:0,cpu:1, two shares of its cores"
@@ -61,7 +64,7 @@ def check_kind(study: Study) -> None:
 
 
 def missing_gpu(device: str) -> bool:
-    """Whether the device is a GPU that neither NVML nor the CUDA driver has; a `UserError` for a broken number."""
+    """Return whether the device is a GPU unknown to NVML and CUDA's driver; raise `UserError` for a bad number."""
     kind, _, index = device.partition(":")
     if kind == "cuda" and index and not index.isdecimal():
         raise UserError(f"device {device!r} has no number after the colon; write cuda:0 for the first GPU")
@@ -69,7 +72,7 @@ def missing_gpu(device: str) -> bool:
 
 
 def _driver_count() -> int:
-    """How many GPUs the CUDA driver has, which serves where NVML doesn't (containers, small boards)."""
+    """Count the CUDA driver's GPUs, for systems without NVML (containers, small boards)."""
     try:
         cuda = ctypes.CDLL("libcuda.so.1")
     except OSError:
@@ -85,7 +88,7 @@ def check_several(studies: Sequence[Study]) -> None:
 
 
 def _configurations(study: Study) -> int:
-    """The least number of rows that the study has."""
+    """Return the least number of rows that the study has."""
     default = len(study.precisions) or 1
     configurations = sum(len(choice.precisions) or default for choice in map(Choice.parse, study.backends))
     return configurations * _count(study.batches) * _count(study.sizes)

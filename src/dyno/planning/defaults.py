@@ -34,7 +34,7 @@ COMPARED_ROUNDS = 3  # of those, where engines are compared
 
 
 def study_of(model: str, defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> Study:
-    """One round of the model under its file format's default backend; `settings` override a command's `defaults`."""
+    """Build a one-round study of the model in its format's default backend; `settings` override `defaults`."""
     backend, device = default_runner(model)
     fields = {"backends": (backend,), "device": device, **ONE_ROUND, **defaults}
     if registry.format_of(model):  # a file's batch may be fixed
@@ -43,7 +43,10 @@ def study_of(model: str, defaults: Mapping[str, Any], settings: Mapping[str, Any
 
 
 def study_of_own_jobs(model: str, batch: int, settings: Mapping[str, Any]) -> tuple[Study, bool]:
-    """The study of a command whose jobs are no study's, at that batch unless told, and whether it compares engines."""
+    """Build the study of a command that runs its own kind of job, and return with it whether it compares engines.
+
+    The batch is `batch` unless `settings` has another.
+    """
     study = study_of(model, {**OWN_JOBS, "batches": (batch,)}, settings)
     several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
     if "rounds" not in settings:
@@ -52,8 +55,10 @@ def study_of_own_jobs(model: str, batch: int, settings: Mapping[str, Any]) -> tu
 
 
 def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> Study:
-    """The model's study with what was asked for over what is usual; a `UserError` for a device that isn't there, and
-    for several."""
+    """Build the model's study, with `settings` over the `usual` ones.
+
+    Raises `UserError` for a missing device, and for several devices.
+    """
     study = Study(models=(model,), **{**(usual or {}), **settings})
     if "device" in settings or study.on:  # whether a file's usual one has to be there, is up to what is done with it
         check_device(study)
@@ -61,10 +66,10 @@ def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] 
 
 
 def each_with(models: Sequence[str], settings: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
-    """Each of several models with what of the settings is for it.
+    """Return each of several models with the settings that apply to it.
 
     A form behind a model, such as openvino/int8, is the first model in that backend and precision. A file has weights,
-    and those of the settings are for others.
+    so those in the settings apply to the other models.
     """
     forms = [_form(model) if number else {} for number, model in enumerate(models)]
     sources = [models[0] if form else model for model, form in zip(models, forms, strict=True)]
@@ -76,15 +81,17 @@ def each_with(models: Sequence[str], settings: Mapping[str, Any]) -> list[tuple[
 
 
 def _form(text: str) -> dict[str, Any]:
-    """The settings that a form stands for, none for a model."""
+    """Return the settings that a form stands for, or none for a model."""
     backend, precision = form(text, registry.names()) or ("", "")
     settings = {"backends": backend, "precisions": precision}
     return {name: (value,) for name, value in settings.items() if value}
 
 
 def form(text: str, names: Sequence[str]) -> tuple[str, str] | None:
-    """The backend with its options and the precision ("" for its usual one) of a form such as openvino/bf16, by the
-    `names` that forms may have; None for what is a file or has another name, so a model."""
+    """Return the backend with its options, and the precision ("" for the usual one), of a form such as openvino/bf16.
+
+    `names` are the names that a form may have; None for a file or any other name, which is a model.
+    """
     backend, _, precision = text.partition("/")
     if Path(text).is_file() or backend.partition("@")[0] not in names:
         return None
@@ -92,7 +99,7 @@ def form(text: str, names: Sequence[str]) -> tuple[str, str] | None:
 
 
 def default_runner(model: str) -> tuple[str, str]:
-    """The default backend and device of a model, by its file format."""
+    """Return the default backend and device of a model, by its file format."""
     kind = registry.format_of(model)
     if kind is None:
         return "pytorch", "cpu"
@@ -100,8 +107,11 @@ def default_runner(model: str) -> tuple[str, str]:
 
 
 def reference_of(study: Study) -> Study | None:
-    """The study of what the outputs of one model's trials are compared with, untimed: eager PyTorch
-    in fp32, of a file its usual backend. None where that is among the trials, or nothing but these runs the model."""
+    """Return the untimed study whose outputs one model's trials are compared with, or None.
+
+    It runs eager PyTorch in fp32, or a file's usual backend. None if that is among the trials, or if no other backend
+    can run the model.
+    """
     (model,) = study.models
     kind = registry.format_of(model)
     if model.startswith(OWN) or (kind and kind.on_device):
@@ -115,13 +125,13 @@ def reference_of(study: Study) -> Study | None:
 
 
 def folder_for(out: str | Path | None, command: str, models: Sequence[str]) -> Path:
-    """The folder that the user gave, or a new one."""
+    """Return the folder that the user gave, or the path of a new one."""
     check_types({"out": out}, {"out": str | Path | None})
     return Path(out) if out else new_folder(command, models)
 
 
 def new_folder(command: str, models: Sequence[str]) -> Path:
-    """A new folder for a command that always measures again."""
+    """Return the path of a new folder for a command that always measures again."""
     name = "-".join(map(model_name, models))[:60]
     first = Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
     path, number = first, 1
@@ -132,9 +142,9 @@ def new_folder(command: str, models: Sequence[str]) -> Path:
 
 
 def each_of(models: Sequence[str], measure: Callable[[int, str], T], needed: int = 0) -> list[T]:
-    """The function's result for each model; a model that can't be measured is a line on stderr, and the others go on.
+    """Call `measure` for each model and return the results; a failure is a line on stderr, and the others go on.
 
-    Raises the `UserError` of the first `needed` models, and the first error when none can be measured.
+    Raises the `UserError` of the first `needed` models, and the first error if every model fails.
     """
     results: list[T] = []
     errors: list[UserError] = []

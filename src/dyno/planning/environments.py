@@ -20,10 +20,10 @@ DONE = "packages.txt"  # in an environment in which everything was installed
 
 
 def python_with(packages: Sequence[str]) -> str:
-    """The interpreter of an environment with these packages, of this Python's version.
+    """Return the interpreter of an environment with these packages, of this Python's version.
 
-    uv takes them from the index that it is configured for. `UserError` where there is no uv, or, with uv's
-    message, where they can't be installed.
+    uv takes them from its configured index. Raises `UserError` if uv is missing, or, with uv's message, if the packages
+    can't be installed.
     """
     for package in packages:
         if not REQUIREMENT.fullmatch(package):

@@ -27,11 +27,11 @@ RANKED = {"int8", "fp16"}  # precisions whose layers are ranked on images, where
 def prepared(
     study: Study, model: ModelSpec, size: tuple[int, int], outputs: int = 0, console: Console | None = None
 ) -> DataSpec:
-    """The study's images decoded for this model and size, or random inputs when it has none, not even to calibrate on.
+    """Decode the study's images for this model and size; random inputs if it has no images, not even for calibration.
 
-    `outputs` is the model's number of classes (0: not known). Every image that isn't for training is tested on, but for
-    those set aside for calibration where `calibrates(study)` and no others are given. Raises `UserError` when the data
-    is for another task or has other classes.
+    `outputs` is the model's number of classes (0: unknown). Every image that isn't for training is tested on, except
+    those set aside for calibration if `calibrates(study)` and no others are given. Raises `UserError` if the data is
+    for another task or has other classes.
     """
     if not study.data and not study.calibration:
         return DataSpec(count=study.compared, seed=study.seed)
@@ -70,9 +70,9 @@ def prepared(
 
 
 def calibrates(study: Study) -> bool:
-    """Whether any configuration in the study needs calibration images; all its trials share the data.
+    """Return whether any configuration in the study needs calibration images; all its trials share the data.
 
-    Those of int8 and fp8, those with some layers kept higher (`keep=N`), and those that a search may add for a budget.
+    These are int8 and fp8, those with some layers kept higher (`keep=N`), and those that a search may add for a budget.
     """
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in registry.names()]
     for choice in choices:
@@ -85,7 +85,7 @@ def calibrates(study: Study) -> bool:
 
 
 def warn_unreadable(about: dict[str, Any], console: Console | None) -> None:
-    """Name the images that could not be read, where they are left out."""
+    """Print the names of the images that could not be read and are left out."""
     if unreadable := about.get("unreadable"):
         from rich.console import Console
 
@@ -143,7 +143,7 @@ def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> 
 
 @contextmanager
 def decoding(console: Console | None = None, verbs: tuple[str, str] = ("decoding", "decoded")) -> Iterator[Progress]:
-    """Where decoding reports its progress: a bar on stderr after a second; without a terminal, a line at the end."""
+    """Report decoding progress while the block runs: a bar on stderr after 1 s, or without a terminal a final line."""
     shown = _Bar(console, verbs)
     try:
         yield shown

@@ -20,10 +20,10 @@ Inspected = tuple[ModelSpec, Inspection]
 
 
 def inspect_models(study: Study, models: Mapping[str, ModelSpec]) -> dict[str, Inspected | UserError]:
-    """What the inspection of each model says, by its key there, or why it can't be used.
+    """Inspect each model; return the results, or why a model can't be used, by its key.
 
-    As many are inspected at once as there are processors, and memory for, each on its share of them. One that fails
-    beside others is inspected again alone: it may have lacked memory or time for no fault of its own.
+    Models are inspected in parallel, as many as processors and memory allow, each on its share of the processors. One
+    that fails beside others is inspected again alone, because it may have lacked memory or time.
     """
     most = min(len(models), len(os.sched_getaffinity(0)), int(available() / (ROOM * UNKNOWN_B)))
     found: dict[str, Inspected | UserError] = {**_side_by_side(study, models, most)} if most > 1 else {}
@@ -36,7 +36,7 @@ def inspect_models(study: Study, models: Mapping[str, ModelSpec]) -> dict[str, I
 
 
 def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> dict[str, Inspected]:
-    """What the inspections say that end well, with so many at once; an interrupt ends all."""
+    """Inspect up to `most` models in parallel; return the successful ones. An interrupt stops all."""
     stopped = Event()
 
     def tick(stage: str, seconds: float) -> None:
@@ -46,7 +46,7 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> d
     shares = deque(_shares(most))
 
     def keep_to_share() -> None:
-        """Confine what this thread starts: processes on the same cores, with threads for all, wait for each other."""
+        """Confine this thread's processes to a share: with threads for all cores, they would wait for each other."""
         os.sched_setaffinity(0, shares.popleft())
 
     inspected = {}
@@ -64,6 +64,6 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> d
 
 
 def _shares(count: int) -> list[list[int]]:
-    """The processors that this process may use in so many shares, threads of one core next to each other."""
+    """Split the processors that this process may use into `count` shares, keeping threads of a core adjacent."""
     order = [cpu for core in system.core_threads() for cpu in core]
     return [order[k * len(order) // count : (k + 1) * len(order) // count] for k in range(count)]

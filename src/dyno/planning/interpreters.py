@@ -13,20 +13,20 @@ HERE = Runtime()
 
 
 def installed(device: str) -> list[str]:
-    """The backends that run on the device and whose libraries this Python has."""
+    """Return the backends that run on the device and whose libraries this Python has."""
     kind = device.split(":")[0]
     return [name for name in registry.names() if kind in registry.find(name).devices and not missing(name)]
 
 
 def missing(name: str, runtime: Runtime = HERE) -> str:
-    """The first library that the backend needs and that runtime lacks, or ""."""
+    """Return the first library that the backend needs and that the runtime lacks, or ""."""
     requires = registry.find(name).requires
     present = versions(runtime, requires)
     return next((either.split("|")[0] for either in requires if not present.keys() & set(either.split("|"))), "")
 
 
 def placed(recipe: Recipe | None, study: Study) -> Recipe | None:
-    """The recipe with each step in the interpreter that the study has for the name of its runtime."""
+    """Return the recipe with each step in the interpreter that the study has for its runtime's name."""
     if recipe is None:
         return None
     runtime = recipe.runtime
@@ -39,7 +39,7 @@ def placed(recipe: Recipe | None, study: Study) -> Recipe | None:
 
 
 def runtime_of(study: Study, choice: Choice) -> Runtime:
-    """The interpreter, environment and device that the study has for a backend."""
+    """Return the interpreter, environment and device that the study has for a backend."""
     table = runtimes(study, choice)
     return Runtime(
         name=choice.runtime or "main",

@@ -62,7 +62,7 @@ class InspectionFailed(UserError):
 
 
 def model_spec(study: Study, source: str) -> ModelSpec:
-    """The model as the user named it, with the hashes of every file that decides what it is."""
+    """Return the model as the user named it, with the hashes of every file that defines it."""
     named, source = source, stored_source(commits.checked_out(source))
     first, *others = source.split(",")
     if others and (":" in first or registry.format_of(first)) and not Path(source).exists():
@@ -96,7 +96,7 @@ def model_spec(study: Study, source: str) -> ModelSpec:
 
 
 def _no_model(source: str) -> str:
-    """The error for a name without a source prefix."""
+    """Return the error message for a name without a source prefix."""
     if not source:  # as a path it would be the folder that the command runs in
         return "a model has an empty name; give a model's file, or one like torchvision:resnet18"
     if Path(source, "study.toml").is_file():
@@ -125,7 +125,7 @@ def _no_model(source: str) -> str:
 
 
 def no_such(path: str) -> str:
-    """The error for a path at which nothing is, where a model or a run is wanted."""
+    """Return the error message for a missing path that should be a model or a run."""
     return (
         f"there is no file or folder {path}; give a model such as torchvision:resnet18, a model's file "
         f"({', '.join(registry.suffixes())}) or FILE.py:FUNCTION, or where a run is meant its folder, such as runs/demo"
@@ -133,8 +133,11 @@ def no_such(path: str) -> str:
 
 
 def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
-    """The study's own mean and std, a `UserError` where they don't fit the channels; others that don't fit become 0.5,
-    so that pixels lie in -1..1."""
+    """Return the preprocessing with the study's own mean and std, if given.
+
+    Raises `UserError` if they don't fit the channels; other values that don't fit become 0.5, so that pixels lie in
+    -1..1.
+    """
     if study.mean and len(study.mean) != channels:
         raise UserError(
             f"mean and std are {len(study.mean)} numbers each, but the image has {counting(channels, 'channel')}; "
@@ -164,7 +167,10 @@ def _absolute(source: str) -> str:
 
 
 def _source_sha256(source: str) -> str:
-    """Hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source; a library's is its version."""
+    """Return the hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source, with the files it imports.
+
+    Of a library only the module's own file is hashed, because its version identifies it; "" without such a file.
+    """
     module, _, name = source.rpartition(":")
     if module in NETWORK_FILES:
         return sha256_of(Path(name)) if Path(name).is_file() else ""
@@ -178,7 +184,7 @@ def _source_sha256(source: str) -> str:
 
 
 def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> tuple[ModelSpec, Inspection]:
-    """Build the model once in a process of its own: whether it exists, its weights fit, and it takes these sizes.
+    """Build the model once in a separate process, to check that it exists, its weights fit, and it takes these sizes.
 
     Returns the model with its own preprocessing, and the inspection's result. Cached. `tick` is as in `launch`.
     """
@@ -229,7 +235,7 @@ def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> t
 
 
 def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
-    """Where a model is inspected: here, but for an engine, which only the backend of that name on its GPU can read."""
+    """Return the runtime to inspect a model in: this one, or for an engine that of its backend `name`, on its GPU."""
     threads = system.physical_cores()
     if not name:
         return Runtime(threads=threads)
@@ -250,8 +256,10 @@ def refuse_sizes(study: Study, model: ModelSpec, inspection: Inspection) -> None
 
 
 def sizes(study: Study, inspection: Inspection) -> list[tuple[int, int]]:
-    """Heights and widths that the study asks for, or the model's own, (0, 0) where it takes no image; one that its file
-    can't take is a `UserError`."""
+    """Return the (height, width) pairs that the study asks for, or the model's own; (0, 0) if it takes no image.
+
+    Raises `UserError` for a size that the model's file can't take.
+    """
     if not any(inspection.size):
         return [inspection.size]
     fixed = inspection.size if inspection.fixed_size else None

@@ -37,10 +37,10 @@ STEPS = ("modelopt",)  # steps of making a file that may have an interpreter of 
 
 
 def expand(study: Study, sources: Collection[str] = ()) -> list[Planned]:
-    """Every trial of the study in a fixed order; input that can't be used is a `UserError` before anything runs.
+    """Return every trial of the study in a fixed order; raise `UserError` for unusable input before anything runs.
 
-    Of a comparison, the trials of both sides, with at least one pair. With `sources`, only those of these models, of a
-    study that was planned as a whole before: what is checked over all of them is not checked again.
+    For a comparison, return the trials of both sides, with at least one pair. With `sources`, return only those of
+    these models, of a study that was planned as a whole before: checks over all models are not repeated.
     """
     if sources:
         return _expanded(study, [source for source in study.models if source in sources])
@@ -55,7 +55,7 @@ def expand(study: Study, sources: Collection[str] = ()) -> list[Planned]:
 
 
 def _expanded(study: Study, sources: Sequence[str]) -> list[Planned]:
-    """The trials of those of the study's models."""
+    """Return the trials of these models of the study."""
     check_threads(study)
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
     check_kind(study)
@@ -89,7 +89,7 @@ def _expanded(study: Study, sources: Sequence[str]) -> list[Planned]:
 
 
 def _inspected(study: Study, sources: Sequence[str]) -> dict[str, Inspected | UserError]:
-    """What each of those models of the study is, or why it can't be used."""
+    """Inspect these models of the study; return the results, or why a model can't be used."""
     models: dict[str, ModelSpec] = {}
     wrong: dict[str, UserError] = {}
     for source in sources:
@@ -101,7 +101,7 @@ def _inspected(study: Study, sources: Sequence[str]) -> dict[str, Inspected | Us
 
 
 def _of_model(study: Study, inspected: Inspected | UserError, choices: list[Choice]) -> list[Planned]:
-    """The trials of one model, whose images are decoded."""
+    """Return the trials of one model, after decoding its images."""
     if isinstance(inspected, UserError):
         raise inspected
     model, inspection = inspected
@@ -124,7 +124,7 @@ def _of_model(study: Study, inspected: Inspected | UserError, choices: list[Choi
 
 
 def _of_uninspected(study: Study, source: str, choices: list[Choice], error: UserError) -> list[Planned]:
-    """Rows for a model whose inspection failed: the other models of the study are measured anyway."""
+    """Return rows for a model whose inspection failed, so that the study's other models are measured anyway."""
     try:
         model = _named(study, source, model_spec(study, source))
     except UserError:  # there is no such file
@@ -142,12 +142,12 @@ def _of_uninspected(study: Study, source: str, choices: list[Choice], error: Use
 
 
 def _named(study: Study, source: str, model: ModelSpec) -> ModelSpec:
-    """The model, called by its whole source where another one has its name: they would share a reference."""
+    """Return the model, named by its whole source if another one has its name: they would share a reference."""
     return replace(model, name=source) if [*map(model_name, study.models)].count(model.name) > 1 else model
 
 
 def _configurations(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[Choice, str]]:
-    """Every backend in each of its precisions."""
+    """Return every backend in each of its precisions."""
     default = study.precisions or (model.precision or "fp32",)
     readers = choices if study.backends else [choice for choice in choices if _reads(choice.name, model)] or choices
     by_route = routed(readers, study.routes, file=bool(model.file))
@@ -155,7 +155,7 @@ def _configurations(study: Study, choices: list[Choice], model: ModelSpec) -> li
 
 
 def _reads(name: str, model: ModelSpec) -> bool:
-    """Whether the backend can run the model at all; one that declares no file formats may."""
+    """Return whether the backend can run the model at all; one that declares no file formats may."""
     return not model.file or registry.find(name).reads(model.file)
 
 
@@ -168,14 +168,14 @@ def _check_reference(reference: str, planned: list[Planned]) -> None:
 
 
 def _check_sizes(study: Study, inspected: dict[str, Inspected | UserError]) -> None:
-    """Refuse sizes where no model takes an image; beside one that does, the others run without a size."""
+    """Refuse sizes if no model takes an image; beside one that does, the others run without a size."""
     known = [each for each in inspected.values() if not isinstance(each, UserError)]
     if known and not any(any(inspection.size) for _, inspection in known):
         refuse_sizes(study, *known[0])
 
 
 def _check_builds(study: Study, planned: list[Planned]) -> None:
-    """Refuse several builds of nothing, and of a backend with fewer rounds of its own."""
+    """Refuse several builds if nothing is built, or of a backend whose own number of rounds is smaller."""
     if study.builds == 1:
         return
     if not any(one.trial.plan.builds or _draws(one) for one in planned):
@@ -192,7 +192,7 @@ def _check_builds(study: Study, planned: list[Planned]) -> None:
 
 
 def _draws(entry: Planned) -> bool:
-    """Whether it is only refused here, and its backend has builds."""
+    """Return whether the trial is only refused here, and its backend has builds."""
     return bool(entry.refusal) and BUILD in registry.find(entry.trial.backend).options
 
 
@@ -210,8 +210,11 @@ def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) 
 
 
 def _model_facts(study: Study, inspection: Inspection, dims: Dims, model: ModelSpec) -> dict[str, Any]:
-    """Operations of one image at that size, and parameters, where counted; a file's name and signature; whether
-    images are normalised by a guess."""
+    """Return facts about the model, where known.
+
+    They are the operations of one image at this size, the parameters, a file's name and signature, and whether the
+    normalisation of images is a guess.
+    """
     counts = {"flops": inspection.flops.get(dims.size, 0), "parameters": inspection.parameters or 0}
     file_facts = (
         {"file": Path(model.file).name, "signature": to_json(inspection.signature)} if inspection.signature else {}
@@ -228,7 +231,7 @@ def _trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims:
 
 
 def _checked(study: Study, trial: Trial) -> Planned:
-    """The trial with the recipe of its file, or the reason for which it is refused."""
+    """Return the trial with the recipe of its file, or with the reason why it is refused."""
     engine, python = registry.find(trial.backend), trial.runtime.python
     if library := missing(trial.backend, trial.runtime):
         return Planned(trial, f"{library} is not installed in {python}; pip install {library}" if python else
@@ -240,8 +243,11 @@ def _checked(study: Study, trial: Trial) -> Planned:
 
 
 def _builds(study: Study, engine: Backend, trial: Trial) -> int:
-    """How many builds of its engine a trial goes through: one that was named, all that the study has, or 0 where a
-    build is not in the recipe, as of a model that is an engine already."""
+    """Return how many builds of its engine a trial goes through.
+
+    That is one if a build was named, else all of the study's, or 0 if the recipe has no build, as for a model that is
+    an engine already.
+    """
     if BUILD not in engine.options or BUILD in trial.options:
         return int(BUILD in trial.options)
     again = engine.recipe(replace(trial, options={**trial.options, BUILD: 1}))

@@ -23,7 +23,7 @@ ALIKE = frozenset(
 
 
 def options_of(text: str) -> dict[str, Option]:
-    """The backend's options that a route like `torchscript+opset17+static+fold` stands for; else a `UserError`."""
+    """Parse a route, `torchscript+opset17+static+fold`, into backend options; raise `UserError` for an unknown one."""
     options: dict[str, Option] = {}
     if text == USUAL:
         return options
@@ -41,9 +41,9 @@ def options_of(text: str) -> dict[str, Option]:
 
 
 def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False) -> list[Choice]:
-    """Each backend that reads ONNX by each of the routes (`all`: those that differ most); the others as they are.
+    """Return each backend that reads ONNX by each of the routes (`all`: those that differ most), others unchanged.
 
-    Of a `file`, which is exported already, only routes without an exporter apply.
+    For a `file`, which is exported already, only routes without an exporter apply.
     """
     names = [name for route in routes for name in (ALL if route == "all" else (route,))]
     if file:
@@ -61,8 +61,10 @@ def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False
 
 
 def others(made_by: MadeBy, folds: bool) -> tuple[str, ...]:
-    """The routes that may give an engine another graph than the one that was exported first; `folds` says whether the
-    engine's usual route fixes and folds the shapes anyway."""
+    """Return the routes that may give an engine another graph than the one exported first.
+
+    `folds` tells whether the engine's usual route fixes and folds the shapes anyway.
+    """
     if made_by.operators.keys() <= ALIKE:
         return ()
     other = () if made_by.exporter == "torchscript" else ("torchscript",)

@@ -11,9 +11,9 @@ from dyno.worker.spec import ModelSpec, Recipe, Trial, UserError, digest
 
 
 def paired(sides: Mapping[str, Sequence[Planned]]) -> list[Planned]:
-    """The trials of both sides, each with its side; two models of one name are called by their files.
+    """Return the trials of both sides, each with its side; two models of the same name are called by their files.
 
-    `UserError` where no trial of one side has a counterpart on the other.
+    Raises `UserError` if no trial of one side has a counterpart on the other.
     """
     names: dict[str, set[str]] = {}
     for entry in (entry for planned in sides.values() for entry in planned):
@@ -30,7 +30,7 @@ def paired(sides: Mapping[str, Sequence[Planned]]) -> list[Planned]:
 
 
 def renamed(trial: Trial, name: str) -> Trial:
-    """The trial, and the files that it needs, of the model by another name."""
+    """Return the trial with its model renamed, in the trial and in the files that it needs."""
 
     def recipe(old: Recipe | None) -> Recipe | None:
         if old is None:
@@ -42,7 +42,7 @@ def renamed(trial: Trial, name: str) -> Trial:
 
 
 def place_of(model: ModelSpec) -> str:
-    """What distinguishes models of one name: the file, or the whole source."""
+    """Return what distinguishes models of the same name: the file, or the whole source."""
     return os.path.relpath(model.file) if model.file else model.source
 
 

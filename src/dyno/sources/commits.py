@@ -16,7 +16,10 @@ LENGTH = 12  # hex digits by which a commit is called
 
 
 def split(source: str) -> tuple[str, str]:
-    """The source and its commit, "" where it has none: only of files, and not where a file has that whole name."""
+    """Split a source into itself and its commit, "" if it has none.
+
+    Only files have commits, and not if a file has that whole name.
+    """
     before, at, commit = source.rpartition("@")
     file, _, _ = _file(before)
     known = file.endswith((".py", *SAVED)) or registry.format_of(file) is not None
@@ -26,16 +29,16 @@ def split(source: str) -> tuple[str, str]:
 
 
 def fixed(source: str) -> str:
-    """The source with its commit by its hash, so that it means the same when a branch has moved on."""
+    """Return the source with its commit as a hash, so that it means the same after a branch has moved on."""
     place, commit = split(source)
     return f"{place}@{_hash(_root(_file(place)[0]), commit)[:LENGTH]}" if commit else source
 
 
 def checked_out(source: str) -> str:
-    """The source with its file at the commit instead, which lies in the cache with all other files of that commit.
+    """Return the source with its file at the commit, in the cache with all other files of that commit.
 
-    What `git lfs` keeps elsewhere is fetched as git does it; submodules are left out. `UserError` where there is no
-    git, no repository, no such commit or no such file in it.
+    Files kept by `git lfs` are fetched as git does it; submodules are left out. Raises `UserError` if there is no git,
+    no repository, no such commit or no such file in it.
     """
     place, commit = split(source)
     if not commit:
@@ -50,13 +53,13 @@ def checked_out(source: str) -> str:
 
 
 def _file(source: str) -> tuple[str, str, str]:
-    """The file of `FILE.py:FUNCTION`, or of any file, with what follows it."""
+    """Split `FILE.py:FUNCTION`, or any file, into the file and what follows it."""
     file, colon, function = source.rpartition(":")
     return (file, colon, function) if file.endswith(".py") else (source, "", "")
 
 
 def _root(file: str) -> Path:
-    """The top folder of the repository that the file is, or was, in."""
+    """Return the top folder of the repository that the file is, or was, in."""
     folder = Path(file).absolute().parent
     while not folder.is_dir():
         folder = folder.parent
@@ -76,7 +79,7 @@ def _hash(root: Path, commit: str) -> str:
 
 
 def _tree(root: Path, commit: str) -> Path:
-    """Every file of the commit, in a folder of the cache."""
+    """Check out every file of the commit into a folder of the cache, and return the folder."""
     folder = cache_dir() / "commits" / commit
     if folder.is_dir():
         return folder

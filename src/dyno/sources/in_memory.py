@@ -31,10 +31,10 @@ ONE_AT_A_TIME = threading.RLock()  # torch.export can't run in two threads at on
 
 
 def saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, size: tuple[int, int] | None) -> str:
-    """Path of a file with the module, or the (module, example inputs) pair, in the cache folder; named after its class.
+    """Store the module, or the (module, example inputs) pair, in the cache and return the file, named after its class.
 
-    Its folder is named after the content, so that the same module is the same file again. Stored by torch.export where
-    that takes the module, else as TorchScript. Raises `UserError` where neither does, or its inputs are unknown.
+    Its folder is named after the content, so that the same module is the same file again. Stored by torch.export if
+    that takes the module, else as TorchScript. Raises `UserError` if neither does, or if its inputs are unknown.
     """
     with ONE_AT_A_TIME:
         return _saved(value, overrides, channels, size)
@@ -115,7 +115,7 @@ def _stored(module: Any, model: ModelSpec, described: ModuleInputs, dims: Dims) 
 
 
 def _program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
-    """The module as torch.export has it, with a free batch where its inputs have one."""
+    """Export the module with torch.export, with a free batch if its inputs have one."""
     args, keywords = modules.example(model, specs, _wide(specs, dims))
     names = [*modules.signature_of(module).required]
     positional_axes = [_axes(spec) for spec in specs if not spec.keyword]
@@ -127,7 +127,10 @@ def _program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[s
 
 
 def _flat_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
-    """The same around a module whose results torch.export doesn't know, a dataclass for one: a tuple of tensors."""
+    """Export a wrapper that returns a tuple of tensors, for a module with results that torch.export doesn't know.
+
+    A dataclass is such a result.
+    """
     import torch
 
     args, keywords = modules.example(model, specs, _wide(specs, dims))
@@ -153,7 +156,7 @@ def _saving(program: Any) -> Callable[..., Any]:
 
 
 def _wide(specs: Specs, dims: Dims) -> Dims:
-    """Dims with a batch that torch.export doesn't take for a constant."""
+    """Return dims with a batch that torch.export doesn't take for a constant."""
     return replace(dims, batch=max(dims.batch, 2)) if _free(specs) else dims
 
 
@@ -162,7 +165,7 @@ def _free(specs: Specs) -> bool:
 
 
 def _axes(spec: InputSpec) -> Any:
-    """The free axes as torch.export takes them: the batch must be free, the size is where the module allows it."""
+    """Return the free axes for torch.export: the batch must be free, the size is free if the module allows it."""
     import torch
 
     if not spec.dtype:
@@ -188,7 +191,7 @@ STORAGES = (
 
 
 def _put(path: Path, write: Callable[..., Any], description: str) -> None:
-    """Written beside and renamed into place: another process may read it meanwhile."""
+    """Write the file beside its place and rename it into place: another process may read it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
         part = Path(scratch) / path.name
@@ -199,7 +202,7 @@ def _put(path: Path, write: Callable[..., Any], description: str) -> None:
 
 @contextmanager
 def _evaluating(module: Any) -> Iterator[None]:
-    """In eval mode meanwhile, and afterwards as it was, buffers that calls change too: the module is the user's."""
+    """Hold the module in eval mode while the block runs, then restore its modes and buffers: it is the user's."""
     modes = [(each, each.training) for each in module.modules() if hasattr(each, "training")]  # not if it is frozen
     buffers = [
         (each, name, buffer, buffer.detach().clone(), _version(buffer))
@@ -216,7 +219,7 @@ def _evaluating(module: Any) -> Iterator[None]:
 
 
 def _version(buffer: Any) -> int:
-    """What counts the changes in place; -1 where nothing does."""
+    """Return the counter of in-place changes; -1 if the buffer has none."""
     return -1 if buffer.is_inference() else int(buffer._version)
 
 
@@ -233,7 +236,7 @@ def _restore(buffers: Sequence[tuple[Any, str, Any, Any, int]]) -> None:
 
 @contextmanager
 def _quiet() -> Iterator[None]:
-    """PyTorch prints and logs whole graphs of what it refuses."""
+    """Silence PyTorch while the block runs: it prints and logs whole graphs that it refuses."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
     try:

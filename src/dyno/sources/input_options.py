@@ -27,7 +27,10 @@ OTHER_KINDS = {"U": "text", "S": "text", "c": "complex numbers", "M": "dates", "
 
 
 def overrides(inputs: Iterable[str], input_shapes: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """By input: `shape` (numbers, batch, height, width), `dtype`, `low` and `high`, a constant's `value`, `feeds`."""
+    """Parse the options into overrides by input name.
+
+    Keys: `shape` (numbers, batch, height, width), `dtype`, `low` and `high`, a constant's `value`, `feeds`.
+    """
     by_name: dict[str, dict[str, Any]] = {}
     for text in inputs:
         for name, override in (_arrays(Path(text)) if text.endswith(".npz") else _values(text)).items():
@@ -38,7 +41,7 @@ def overrides(inputs: Iterable[str], input_shapes: Iterable[str]) -> dict[str, d
 
 
 def shapes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
-    """Shape and type by input, from `NAME:1x3x224x224` or `NAME:batchx128:int64`."""
+    """Parse the shape and type by input from `NAME:1x3x224x224` or `NAME:batchx128:int64`."""
     by_name: dict[str, dict[str, Any]] = {}
     for text in texts:
         parts = SHAPE.fullmatch(text)
@@ -52,7 +55,7 @@ def shapes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
 
 
 def _values(text: str) -> dict[str, dict[str, Any]]:
-    """A constant from `sr=16000`, a range from `ids=0..30521`."""
+    """Parse a constant from `sr=16000`, or a range from `ids=0..30521`."""
     name, equals, value = text.partition("=")
     low, dots, high = value.partition("..")
     numbers = [BOOLS.get(part.lower(), _number(part)) for part in ((low, high) if dots else (low,))]
@@ -81,8 +84,11 @@ def _number(text: str) -> Any:
 
 
 def _arrays(path: Path) -> dict[str, dict[str, Any]]:
-    """Shape, type and place of each array of an .npz file; the first axis of those as long as the first one's is the
-    batch, unless the model's file names another (`array` is the shape in numbers)."""
+    """Return the shape, type and place of each array of an .npz file.
+
+    The first axis is the batch for arrays as long as the first one, unless the model's file names another (`array` is
+    the shape in numbers).
+    """
     try:
         stored = load_arrays(regular(path, "array file"))
     except (OSError, ValueError) as e:

@@ -14,7 +14,7 @@ DARKNET = ".cfg"
 
 
 def stored_source(source: str) -> str:
-    """The source with the prefix for its content: a YOLO checkpoint (best.pt) or a TorchScript program.
+    """Return the source with the prefix for its content: a YOLO checkpoint (best.pt) or a TorchScript program.
 
     A .cfg is Darknet's. Raises `UserError` for any other file of torch.save; any other source stays as it is.
     """
@@ -31,9 +31,9 @@ def stored_source(source: str) -> str:
 
 
 def keeps_weights(source: str) -> bool:
-    """Whether it is a file with weights of its own, which no checkpoint and no library's weights take the place of.
+    """Return whether the source is a file with its own weights, which no checkpoint and no library's weights replace.
 
-    What such a file answers is often compared with the network under a checkpoint, so that one must not enter the file.
+    Such a file's outputs are often compared with the network under a checkpoint, which must not enter the file.
     """
     file = commits.split(source)[0]
     return bool(registry.format_of(file)) or file.startswith("saved:") or file.endswith((*SAVED, *SUFFIXES))

@@ -18,7 +18,7 @@ Row = dict[str, float]
 
 
 def history(folder: Path) -> tuple[Row, ...]:
-    """The rows of history.csv: epoch, lr, train_loss, test_loss, top1 (percent), seconds, images_per_s."""
+    """Read the rows of history.csv: epoch, lr, train_loss, test_loss, top1 (percent), seconds, images_per_s."""
     try:
         with open(folder / HISTORY, encoding="utf-8", newline="") as f:
             return tuple({name: float(value) for name, value in row.items()} for row in csv.DictReader(f))
@@ -62,7 +62,7 @@ class TrainingView:
         self._bar = None
 
     def tick(self, stage: str, elapsed: float) -> None:
-        """Called about twenty times a second while the job runs."""
+        """Update the display; called about twenty times a second while the job runs."""
         if stage.startswith(BEGUN):
             self._open()
         if self._bar is not None:
@@ -76,11 +76,11 @@ class TrainingView:
             self._lines()
 
     def waiting(self, owner: str) -> None:
-        """The training waits for that process's job."""
+        """Show that the training waits for another process's job."""
         self.say(f"waiting for process {owner}, another dyno on this GPU")
 
     def say(self, line: str) -> None:
-        """One line, unless quiet."""
+        """Print one line, unless quiet."""
         if not self.quiet:
             self.console.print(escape(line), soft_wrap=True, highlight=False)
 
@@ -99,7 +99,7 @@ class TrainingView:
 
 
 def line(row: Row, epochs: int) -> str:
-    """An epoch in one line."""
+    """Format an epoch as one line."""
     width = len(str(epochs))
     return (
         f"epoch {row['epoch']:{width}.0f}/{epochs}  lr {row['lr']:.2e}  loss {row['train_loss']:.4f}  "
@@ -109,7 +109,7 @@ def line(row: Row, epochs: int) -> str:
 
 
 def chart(rows: tuple[Row, ...], path: Path) -> None:
-    """Losses, top-1 and learning rate over the epochs, as PNG."""
+    """Draw losses, top-1 and learning rate over the epochs, as PNG."""
     from dyno.analysis.style import COLORS, WIDTH, save, styled
 
     epochs = [row["epoch"] for row in rows]

@@ -51,7 +51,7 @@ class TrainingResult:
     engines: Result | None = None
 
     def to_pandas(self) -> pd.DataFrame:
-        """The history as a table."""
+        """Return the history as a table."""
         import pandas as pd
 
         return pd.DataFrame(list(self.history))
@@ -70,7 +70,7 @@ class Training:
     classes: list[str]
 
     def job(self) -> Job:
-        """The job that does it."""
+        """Build the job that trains the model."""
         runtime = Runtime(device=self.options.device, threads=self.study.threads or system.physical_cores())
         trial = Trial(self.model, "", "fp32", Dims(self.options.batch, *self.size), data=self.test, runtime=runtime)
         return Job(
@@ -151,7 +151,7 @@ def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: 
 
 
 def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool]:
-    """Run the job and store its outcome beside the weights; False where it was done before."""
+    """Run the job and store its outcome beside the weights; return its record, and False if it was done before."""
     names = ", ".join(plan.classes[:5]) + (", …" if len(plan.classes) > 5 else "")
     opening = (
         f"training {plan.model.name} at {plan.size[0]}x{plan.size[1]} on {_count(plan.training)} images of "
@@ -178,7 +178,10 @@ def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool
 
 
 def _finished(job: Job, folder: Path) -> Record | None:
-    """The record of the very same training, when its weights are still there."""
+    """Return the record of the very same training if its weights are still there, else None.
+
+    Raises `UserError` if the record is damaged.
+    """
     try:
         same = json.loads((folder / "job.json").read_text(encoding="utf-8")) == json.loads(json.dumps(to_json(job)))
     except (OSError, ValueError):
@@ -198,7 +201,7 @@ def _count(data: DataSpec) -> int:
 
 
 def _describe(plan: Training, folder: Path, about: dict[str, Any]) -> None:
-    """training.json: settings, model, data and the outcome."""
+    """Write training.json: settings, model, data and the outcome."""
     data = {
         "source": plan.study.data,
         "classes": plan.classes,
@@ -213,7 +216,7 @@ def _describe(plan: Training, folder: Path, about: dict[str, Any]) -> None:
 
 
 def _why(record: Record, plan: Training, done: int) -> str:
-    """How the job ended, in one line."""
+    """Return how the job ended, in one line."""
     if record.status == "oom":
         size = "x".join(map(str, plan.size))
         return (
@@ -237,7 +240,7 @@ def _result(record: Record, folder: Path) -> TrainingResult:
 def _tell(
     plan: Training, record: Record, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
 ) -> None:
-    """The best weights' accuracy with its interval, and what to do with them."""
+    """Print the best weights' accuracy with its interval, and what to do with them."""
     from dyno.analysis.formatting import show
     from dyno.analysis.stats import wilson
 
@@ -256,7 +259,7 @@ def _tell(
 
 
 def next_command(command: str, plan: Training, weights: Path) -> str:
-    """A command line that measures the trained weights on the test images."""
+    """Return a command line that measures the trained weights on the test images."""
     study, model = plan.study, plan.model
     command_line = ["dyno", command, study.models[0], "--weights", str(weights), "--data", study.data]
     command_line += ["--size", Dims(1, *plan.size).size]

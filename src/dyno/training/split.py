@@ -24,7 +24,7 @@ CROPPING = ("light", "standard")
 
 
 def source(data: str, holdout: float | None, out: Path, seed: int) -> str:
-    """A folder with train/ and test/ (or val/): the given one, or one of links to its images below `out`.
+    """Return a folder with train/ and test/ (or val/): the given one, or one of links to its images below `out`.
 
     A folder of classes alone is split class by class, `holdout` of each for testing; the same images and seed give the
     same split. `digits` stays as it is. Raises `UserError`.
@@ -60,7 +60,7 @@ def _has_classes(root: Path) -> bool:
 
 
 def _split(root: Path, share: float, seed: int) -> dict[str, Path]:
-    """Every image by its path in the split folder: `train/CLASS/…` or `test/CLASS/…`."""
+    """Return every image by its path in the split folder: `train/CLASS/…` or `test/CLASS/…`."""
     listing = scan(root, 0, seed)
     rng = np.random.default_rng(seed)
     placed: dict[str, Path] = {}
@@ -79,7 +79,7 @@ def _place(photo: Photo, root: Path, tested: bool) -> str:
 
 
 def _link_folder(split: dict[str, Path], where: Path, out: Path) -> Path:
-    """The folder of links, created where it is missing; a different one under a training that has begun is refused."""
+    """Return the folder of links, created if missing; refuse a different one under a training that has begun."""
     wanted = {place: os.fspath(path) for place, path in split.items()}
     if where.is_dir():
         links = [path for path in where.rglob("*") if path.is_symlink()]
@@ -103,10 +103,10 @@ def _link_folder(split: dict[str, Path], where: Path, out: Path) -> Path:
 def decoded(
     study: Study, model: ModelSpec, size: tuple[int, int], options: TrainOptions, console: Console | None = None
 ) -> tuple[DataSpec, DataSpec]:
-    """Images to train on, larger than `size` (height, width) where the augmentation crops, and those to test on.
+    """Decode the training images, larger than `size` (height, width) if the augmentation crops, and the test images.
 
     The test images are decoded as for any other command, so that accuracies can be compared; after the others, which
-    are read together with them, so that images that can't be read are named together.
+    are read together with them, so that all unreadable images are named together.
     """
     if study.data == "digits":
         test = prepared(study, model, size, console=console)
@@ -128,7 +128,7 @@ def decoded(
 
 
 def classes(training: DataSpec) -> list[str]:
-    """The names of the classes; `UserError` when there is only one."""
+    """Return the names of the classes; raise `UserError` if there is only one."""
     names: list[str] = datasets.meta(training)["classes"]
     if len(names) < 2:
         raise UserError(f"there is a single class, {names[0]!r}; a classifier needs two or more")

@@ -51,7 +51,7 @@ class ColdStarts:
         return cold.sentences(self.starts)
 
     def to_pandas(self) -> pd.DataFrame:
-        """The table's rows."""
+        """Return the table's rows."""
         return self.table.to_pandas()
 
 
@@ -64,12 +64,12 @@ def cold_start(
     quiet: bool = True,
     **settings: Any,
 ) -> ColdStarts:
-    """How long each form of a model takes from the start of a process to its first answer, part by part.
+    """Measure how long each form of a model takes from process start to its first answer, part by part.
 
     `model` and `others` are as in `dyno.inspect`, but a backend must be able to run each. Every form starts once
-    unmeasured, and then in `rounds` processes of its own, in shuffled order, with its code and model in the kernel's
+    unmeasured, and then in `rounds` separate processes, in shuffled order, with its code and model in the kernel's
     cache (`files` "memory"), dropped from it ("disk"), or one after the other ("both"). `settings` are fields of
-    `dyno.Study`. Forms that can't be made or don't answer are left out; raises `UserError` if none is left.
+    `dyno.Study`. Forms that can't be made or don't answer are left out; raises `UserError` if no form is left.
     """
     batch, rounds = at_least(1, batch=batch, rounds=rounds)
     check_known("files", files, FILES)
@@ -95,15 +95,15 @@ class Starting(forms.Reading):
         self.trials: list[tuple[Trial, Artifact | None]] = []
 
     def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
-        """A module is started as PyTorch runs it."""
+        """Start a module as PyTorch runs it."""
         self.engine(study, side, trial)
 
     def built(self, study: Study, side: forms.Side, trial: Trial) -> None:
-        """An engine's file has shapes, which a look at it tells."""
+        """Start a built engine, whose shapes are read by inspecting its file."""
         self.engine(study, side, trial)
 
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
-        """Note what is started."""
+        """Add the trial and its file to those to start, once per trial."""
         if reason := registry.find(trial.backend).refuse(trial):
             raise forms.no_form(trial, reason)
         if trial.id not in {other.id for other, _ in self.trials}:
@@ -122,7 +122,7 @@ class Form:
 
 
 def _started(trials: Sequence[tuple[Trial, Artifact | None]], progress: Progress) -> tuple[list[Form], list[str]]:
-    """The forms that answer an unmeasured start, and why the others don't; a `UserError` where none does."""
+    """Return the forms that answer an unmeasured start, and why the others don't; raise `UserError` if all fail."""
     several = len({trial.model.name for trial, _ in trials}) > 1
     found, errors = [], list[UserError]()
     for trial, artifact in trials:
@@ -155,7 +155,7 @@ def _title(trial: Trial, several: bool) -> str:
 
 
 def _start(form: Form, progress: Progress) -> ColdStart:
-    """One start in a process of its own; a `UserError` where it doesn't answer."""
+    """Measure one start in a fresh process; raise `UserError` if it doesn't answer."""
     job = Job("cold_start", form.trial.runtime, form.trial, artifact=form.artifact)
     with tempfile.TemporaryDirectory() as scratch:
         record = launch_in_turn(job, Path(scratch) / "job", form.trial.plan.timeout_s, progress)

@@ -31,7 +31,7 @@ FAILED = "Failed to profile"
 
 
 def find_tool() -> str:
-    """The path of ncu; a `UserError` where there is none."""
+    """Return the path of ncu; raise `UserError` if it is not installed."""
     if found := shutil.which(TOOL):
         return found
     raise UserError(
@@ -41,7 +41,7 @@ def find_tool() -> str:
 
 
 def command(tool: str, log: Path) -> list[str]:
-    """ncu's words before those of the program: what it counts between the start and the stop of CUDA's profiler.
+    """Return ncu's part of the command line: it counts between the start and the stop of CUDA's profiler.
 
     It leaves the GPU's clocks as they are, and empties the caches before each kernel, so that its runs are alike.
     """
@@ -53,10 +53,10 @@ def command(tool: str, log: Path) -> list[str]:
 def count(
     tool: str, trial: Trial, artifact: Artifact | None, progress: Progress, timeout_s: float = TIMEOUT_S
 ) -> Report:
-    """The counters of the kernels of one inference of the trial's engine, while no other job runs on its GPU.
+    """Read the hardware counters of the kernels in one inference of the trial's engine, without other jobs on its GPU.
 
-    Those that were counted before ncu failed or its time was over are returned with the reason; a `UserError` has the
-    reason where there are none.
+    If ncu fails or times out, the counters read until then are returned with the reason; raises `UserError` with the
+    reason if there are no counters.
     """
     progress.other(f"counters of {trial.label} under {TOOL}")
     with tempfile.TemporaryDirectory() as scratch:
@@ -73,7 +73,7 @@ def _text(path: Path) -> str:
 
 
 def outcome(record: Record, report: Report, timeout_s: float) -> Report:
-    """The report with the reason why it isn't whole; a `UserError` where it is empty."""
+    """Return the report, with the reason if it is incomplete; raise `UserError` if it is empty."""
     if report.kernels and record.status == "ok" and not any(FAILED in error for error in report.errors):
         return report
     reason = _reason(record, report.errors, timeout_s)
@@ -83,7 +83,7 @@ def outcome(record: Record, report: Report, timeout_s: float) -> Report:
 
 
 def _reason(record: Record, errors: Sequence[str], timeout_s: float) -> str:
-    """Why not all kernels were counted: ncu's word before the job's, which it may have ended."""
+    """Return why not all kernels were counted; ncu's reason comes before the job's, which ncu may have ended."""
     known = next((said for sign, said in CAUSES.items() if any(sign in error for error in errors)), "")
     if known:
         return known

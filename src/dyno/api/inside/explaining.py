@@ -75,14 +75,15 @@ class Explained:
         return [reason.text for reason in self.reasons] + (self.tried.sentences if self.tried else [])
 
     def to_pandas(self) -> pd.DataFrame:
-        """The parts' rows."""
+        """Return the rows of the parts."""
         return self.tables[1].to_pandas()
 
     def save(self, path: str | Path) -> list[Path]:
-        """Store what was measured (.json), which `dyno.explain(path)` reads, draw the waterfall (.svg, .png), or write
-        a page with the tables and the graphs of the layers, too (.html).
+        """Save the measurement, its waterfall, or a page, depending on the suffix; return the written files.
 
-        Returns what was written."""
+        `.json` stores the measurement, which `dyno.explain(path)` reads; `.svg` and `.png` draw the waterfall; `.html`
+        is a page with the tables and also the graphs of the layers.
+        """
         place = Path(path)
         check_saved(place)
         if place.suffix == STORED:
@@ -102,7 +103,7 @@ class Explained:
         return explained_page.fragment(self.waterfall, self.tables, self.sentences)
 
     def export(self, format: str = "text") -> str:
-        """Tables and sentences in one of the formats of tables."""
+        """Return the tables and sentences in one of the table formats."""
         if format == "html":
             return self.html
         if format == "json":
@@ -117,7 +118,7 @@ class Explained:
 
 
 def check_saved(path: Path) -> None:
-    """A `UserError` for a file that can't be saved."""
+    """Raise `UserError` for a file that can't be saved."""
     if path.suffix not in SAVED:
         known = ", ".join(f"{ending} ({what})" for ending, what in SAVED.items())
         raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
@@ -139,15 +140,15 @@ def explain(
     quiet: bool = True,
     **settings: Any,
 ) -> Explained:
-    """Why B is faster or slower than A: a waterfall in microseconds from A's latency to B's, by parts of the model.
+    """Explain why B is faster or slower than A, with a waterfall in µs from A's latency to B's by parts of the model.
 
     `explain(model, a, b)` takes two forms of a model as `dyno.profile` does, `explain(a, b)` two models or files as
     they are, `explain(run, a, b)` two trials of a run folder by BACKEND/PRECISION or id, and `explain(file)` a pair
-    that `Explained.save` stored, for which nothing is measured. Both are profiled in `rounds` processes each, in turn,
+    stored by `Explained.save`, for which nothing is measured. Both are profiled in `rounds` processes each, in turn,
     with `runs` profiled runs in each. `top` parts are listed (0: all). `save` names files to write, which are checked
     first (see `Explained.save`). With `prescriptions`, variants of B that may be faster are then measured beside it
-    (see `Explained.tried`). That may take long, so the result so far is saved before, and passed to `first`.
-    `settings` are fields of `dyno.Study`. Raises `UserError` where layers have no times.
+    (see `Explained.tried`). That may take long, so the result so far is saved before, and passed to `first`. `settings`
+    are fields of `dyno.Study`. Raises `UserError` if layers have no times.
     """
     batch, rounds = at_least(1, batch=batch, rounds=rounds)
     (runs,), (top,) = at_least(5, runs=runs), at_least(0, top=top)
@@ -174,14 +175,14 @@ def explain(
 
 
 def _nothing_at(model: Any) -> bool:
-    """Whether it is a path, as it has no source's prefix, at which nothing is."""
+    """Return whether the model is a path (it has no source prefix) that does not exist."""
     return isinstance(model, (str, Path)) and ":" not in str(model) and not Path(model).exists()
 
 
 def _pair(
     model: Any, sides: Sequence[Any], batch: int, rounds: int, runs: int, settings: dict[str, Any], progress: Progress
 ) -> Pair:
-    """What `explain` is about, read or measured."""
+    """Read or measure the pair that `explain` compares."""
     if not sides and Path(str(model)).suffix == STORED:
         return _stored(Path(model))
     if len(sides) not in (1, 2) or (len(sides) == 1 and forms.is_form(sides[0])):
@@ -200,7 +201,7 @@ def _pair(
 
 
 def _as_they_are(study: Study, other: Any) -> list[forms.Side]:
-    """Two models, each in the form that it has."""
+    """Return two models, each in the form that it already has."""
     sides = [forms.first(study.models[0]), forms.first(Study(models=(other,)).models[0])]
     return profiling.engines(sides)
 
@@ -217,7 +218,7 @@ def _stored(path: Path) -> Pair:
 def _of_run(
     folder: Path, names: Sequence[Any], rounds: int, runs: int, settings: dict[str, Any], progress: Progress
 ) -> Pair:
-    """Two trials of a run, profiled now with their own options and files; the run's own medians stand beside."""
+    """Profile two trials of a run now, with their own options and files, beside the run's own medians."""
     if settings:
         raise UserError(f"{', '.join(settings)} can't be given for a run: its trials say how they are measured")
     refuse_links(folder, [pairs.FOLDER])  # before anything is measured: what was, is stored there
@@ -263,12 +264,15 @@ class Explaining(profiling.Profiling):
         self._ran: list[tuple[Trial, Artifact | None]] = []
 
     def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
-        """See `Profiling.ran`; what ran is kept, to run again."""
+        """See `Profiling.ran`; the trial and its file are kept for further rounds."""
         self._ran.append((trial, artifact))
         return super().ran(trial, artifact)
 
     def pair(self, rounds: int, sources: Sequence[str], precisions: Sequence[str]) -> Pair:
-        """What was read, with the times of all rounds; each side of that source, and asked for in that precision."""
+        """Return the pair of forms that were read, with the times of all rounds.
+
+        `sources` and `precisions` are each side's source and requested precision.
+        """
         times = self.again(rounds)
         by_form = dict(zip(self.shown, sources, strict=True))
         modules = {source: k for k, source in by_form.items() if self.forms[k].form == MODULES}
@@ -279,8 +283,11 @@ class Explaining(profiling.Profiling):
         return Pair(forms.distinct(self.forms, by_form), sides[0], sides[1], sources[0])
 
     def again(self, rounds: int) -> list[tuple[Times, ...]]:
-        """The times of each form by process: the first ones, and those of further rounds, each in the order opposite
-        to the round before. A `UserError` where a form has other layers in another process."""
+        """Return the times of each form by process: the first ones, then those of further rounds.
+
+        Each round profiles the forms in the opposite order of the round before. Raises `UserError` if a form has other
+        layers in another process.
+        """
         found = [[times] for times in self.times]
         for number in range(1, rounds):
             order = range(len(found)) if number % 2 == 0 else reversed(range(len(found)))
@@ -291,10 +298,10 @@ class Explaining(profiling.Profiling):
 
 
 def fitted(first: Inside, inside: Inside, times: Times) -> Times:
-    """The times of a form in another process, its layers in the order of the first one.
+    """Return the times of a form in another process, with its layers in the order of the first process.
 
-    Engines number the conversions that they put in anew each time, so these are known by what writes what they read.
-    A `UserError` where the layers are others.
+    Engines number the conversions that they insert anew each time, so these are identified by the layers that write
+    their inputs. Raises `UserError` if the layers differ.
     """
     places = {key: k for k, key in enumerate(_keys(inside))}
     keys = _keys(first)
@@ -304,7 +311,7 @@ def fitted(first: Inside, inside: Inside, times: Times) -> Times:
 
 
 def _keys(form: Inside) -> list[tuple[str, str, int]]:
-    """What each layer is known by in another process."""
+    """Return a key for each layer that identifies it in another process."""
     writers = {port.name: layer for layer in form.layers for port in layer.outputs}
     seen: Counter[tuple[str, str]] = Counter()
     keys = []

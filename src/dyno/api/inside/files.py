@@ -86,13 +86,15 @@ KINDS: dict[str, Kind] = {
 
 
 def named(save: str | Path | Sequence[str | Path]) -> list[Path]:
-    """The files that `save` names: one, or several."""
+    """Return the files that `save` names: one or several."""
     return [Path(path) for path in ([save] if isinstance(save, (str, Path)) else save)]
 
 
 def kind_of(path: Path, timed: bool) -> Kind:
-    """The kind of a file by its name's ending; a `UserError` for an unknown one, and where nothing is `timed` for one
-    of times."""
+    """Return the kind of a file by its suffix.
+
+    Raises `UserError` for an unknown suffix, and for a file of times if nothing is `timed`.
+    """
     kind = next((kind for ending, kind in KINDS.items() if path.name.endswith(ending)), None)
     if kind is not None and (timed or not kind.timed):
         return kind
@@ -103,7 +105,7 @@ def kind_of(path: Path, timed: bool) -> Kind:
 
 
 def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool, rated: bool = False) -> None:
-    """A `UserError` for a file that can't be written, or not of these forms, before anything is read."""
+    """Raise `UserError`, before anything is read, for a file that can't be written or made from these forms."""
     for path in paths:
         kind = kind_of(path, timed)
         if kind is KINDS[PAGE]:
@@ -121,15 +123,15 @@ def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool, rated: bool
 
 
 def _has_graph(side: Side) -> bool:
-    """Whether the form is an ONNX graph, or may be made from one."""
+    """Return whether the form is an ONNX graph, or may be made from one."""
     kind = registry.format_of(side.source)
     return kind.name == forms.ONNX if kind else side.choice.name != forms.MODULE
 
 
 def save(found: Found, path: Path) -> list[Path]:
-    """Write the file, or with several ONNX graphs one for each; returns what was written.
+    """Write the file, or one for each of several ONNX graphs; return the written files.
 
-    Raises `UserError` for a name of no known ending, and OSError where it can't be written.
+    Raises `UserError` for an unknown suffix, and OSError if the file can't be written.
     """
     kind = kind_of(path, bool(found.times))
     lines = _lines(found)
@@ -143,7 +145,7 @@ def save(found: Found, path: Path) -> list[Path]:
 
 
 def save_all(found: Found, paths: Sequence[Path], quiet: bool) -> None:
-    """Write the files, and unless `quiet` say what opens each."""
+    """Write the files, and unless `quiet` print the programs that open them."""
     for path in paths:
         for written in save(found, path):
             if not quiet:
@@ -151,13 +153,13 @@ def save_all(found: Found, paths: Sequence[Path], quiet: bool) -> None:
 
 
 def check_library(name: str) -> None:
-    """A `UserError` where the library that draws or lays out is missing: before anything is measured."""
+    """Raise `UserError`, before anything is measured, if the library that draws or lays out is missing."""
     if importlib.util.find_spec(name) is None:
         raise UserError(lacking([name]))
 
 
 def fragment(found: Found) -> str:
-    """The tree maps and the tables as a part of a page."""
+    """Return the tree maps and the tables as a part of a page."""
     return page.fragment(_lines(found), found.tables)
 
 
@@ -178,7 +180,7 @@ def _lines(found: Found) -> list[Timeline]:
 
 
 def _graphs(found: Found, lines: Mapping[int, Timeline], path: Path) -> list[Path]:
-    """Each graph with the notes of what was made from it; those after the first have a number in their name."""
+    """Write each graph, annotated with the forms made from it; file names from the second on have a number."""
     written: list[Path] = []
     for graph, file in found.graphs.items():
         made = {k: line for k, line in lines.items() if found.graph_of.get(k) == graph}

@@ -55,7 +55,7 @@ class GraphFile:
 
 
 def sides(study: Study, others: Sequence[Any]) -> list[Side]:
-    """The study's model as it is, then the others: forms of it, or other models as they are."""
+    """Return the study's model as it is, then the others: forms of it, or other models as they are."""
     source = study.models[0]
     found = [first(source), *(_named(str(o), source) or first(Study(models=(o,)).models[0]) for o in others)]
     check_weights(study, [side.source for side in found])
@@ -63,7 +63,7 @@ def sides(study: Study, others: Sequence[Any]) -> list[Side]:
 
 
 def first(source: str) -> Side:
-    """A model in the form that it has already."""
+    """Return a model in the form that it already has."""
     kind = registry.format_of(source)
     if kind is None:
         return Side(source, Choice(MODULE), "fp32")
@@ -73,7 +73,7 @@ def first(source: str) -> Side:
 
 
 def is_form(text: Any) -> bool:
-    """Whether it names a form of a model, not a model."""
+    """Return whether the text names a form of a model rather than a model."""
     return defaults.form(str(text), _names()) is not None
 
 
@@ -82,7 +82,7 @@ def _names() -> tuple[str, ...]:
 
 
 def _named(text: str, source: str) -> Side | None:
-    """A form of the first model, None for text that is another model."""
+    """Return a form of the first model, or None for text that names another model."""
     found = defaults.form(text, _names())
     if found is None:
         named = text.partition("/")[0]
@@ -152,7 +152,7 @@ class Reading:
             self.engine(study, side, trial)
 
     def module_of(self, sides: Sequence[Side]) -> dict[int, int]:
-        """The index of each shown form's module, where that is shown too; `sides` are what was read, in order."""
+        """Map each shown form to the index of its module, if that is shown too; `sides` were read, in this order."""
         sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
         modules = {source: k for k, source in sources.items() if self.forms[k].form == MODULES}
         return {k: modules[source] for k, source in sources.items() if source in modules}
@@ -170,11 +170,11 @@ class Reading:
         self._add(self.ran(trial, None), "")
 
     def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
-        """The form that an engine runs."""
+        """Return the form that an engine runs."""
         return self._launched(trial, artifact)
 
     def engine(self, study: Study, side: Side, trial: Trial) -> None:
-        """Read what an engine makes of the model, after its file was made, and the graph of that."""
+        """Read the form that an engine makes of the model, after making its file, and the graph of that file."""
         model, inspection = inspect_model(trial.model, study)
         size = sizes(study, inspection)[0]
         batch = inspection.batch or self._batch
@@ -194,14 +194,14 @@ class Reading:
         self.made(trial, recipe, artifact)
 
     def _refused(self, side: Side, trial: Trial) -> str:
-        """Why the form can't be made of the model, "" where nothing is known."""
+        """Return why the form can't be made of the model, or "" if no reason is known."""
         if side.choice.name != ONNX:
             return registry.find(side.choice.name).refuse(trial)
         kind = registry.format_of(trial.model.file)
         return f"there is no ONNX graph in {trial.model.file}" if kind and kind.name != ONNX else ""
 
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
-        """Read what the trial runs, made by the recipe, and the graph behind it."""
+        """Read the form that the trial runs, made by the recipe, and the graph behind it."""
         form = self._add(self.titled(self.ran(trial, artifact), trial), "")
         behind = self._behind(recipe, artifact)
         if behind is not None:
@@ -209,7 +209,7 @@ class Reading:
                 self.graph_of[form] = self.graph(trial, behind)
 
     def titled(self, form: Inside, trial: Trial) -> Inside:
-        """The form with its precision, where that isn't the usual one, and its options in its title."""
+        """Return the form with its precision (unless fp32) and its options in its title."""
         lowered = (trial.precision,) if trial.precision != "fp32" else ()
         options = [f"{name}={value}" for name, value in trial.options.items()]
         return replace(form, library=" ".join((form.library, *lowered, *options)))
@@ -231,7 +231,7 @@ class Reading:
         return artifact
 
     def _behind(self, recipe: Recipe | None, artifact: Artifact | None) -> Artifact | None:
-        """The ONNX file that the engine was made from, or that it reads."""
+        """Return the ONNX file that the engine was made from, or that it reads."""
         while recipe is not None and artifact is not None:
             if artifact.format == ONNX:
                 return artifact
@@ -242,7 +242,7 @@ class Reading:
         return None
 
     def graph(self, trial: Trial, file: Artifact) -> int:
-        """The form of the engine's graph, read once."""
+        """Return the index of the form of the engine's graph, which is read once."""
         if file.sha256 not in self._graphs:
             form = self._graph_form(trial, file)
             form = replace(form, library=f"{form.library} for {trial.backend}")
@@ -252,7 +252,7 @@ class Reading:
         return self._graphs[file.sha256]
 
     def _graph_form(self, trial: Trial, file: Artifact | None) -> Inside:
-        """The form of an ONNX file (None: the trial's model), whatever Python the engine has."""
+        """Return the form of an ONNX file (None: the trial's model), whichever Python the engine has."""
         return self.titled(self._launched(replace(trial, backend="", runtime=_reader(trial)), file), trial)
 
     def _add(self, form: Inside, graph: str) -> int:
@@ -268,7 +268,7 @@ class Reading:
             return self.launched(job, Path(scratch) / "job")[1]
 
     def launched(self, job: Job, folder: Path) -> tuple[Record, Inside]:
-        """The record of the job that ran in the folder, and the form in it; `NoForm` where there is none."""
+        """Run the job in the folder and return its record and its form; raise `NoForm` if there is no form."""
         record = launch_in_turn(job, folder, TIMEOUT_S, self._progress)
         assert job.trial is not None
         if record.status != "ok" or record.facts.inside is None:
@@ -277,13 +277,16 @@ class Reading:
 
 
 def no_form(trial: Trial, reason: str) -> NoForm:
-    """Why the trial's form isn't there, in a line that names it; what is wrong with a module is so in every form."""
+    """Return the error for a form that can't be made, in one line that names it.
+
+    A fault of a PyTorch module affects all its forms, so such an error names the model alone.
+    """
     form = "" if trial.backend == MODULE else f" {trial.variant if trial.backend else ONNX} {trial.precision}"
     return NoForm(f"{trial.model.name}{form}: {reason}")
 
 
 def distinct(forms: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Inside, ...]:
-    """The forms with titles that tell them apart: with the model where there are several, and numbered."""
+    """Return the forms with distinct titles: numbered, and with the model's name if there are several models."""
     titles: Counter[str] = Counter()
     named = list(forms)
     for k, source in sources.items():
@@ -296,7 +299,7 @@ def distinct(forms: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Insid
 
 
 def _unwatched(side: Side, error: UserError) -> UserError:
-    """The error, in the words of who gave a module in memory where Dyno stored one."""
+    """Return the error, worded for a user who gave a module in memory if Dyno stored it as a program."""
     if cache_dir() not in Path(side.source).parents:
         return error
     name = model_name(side.source)
@@ -305,7 +308,7 @@ def _unwatched(side: Side, error: UserError) -> UserError:
 
 
 def _reader(trial: Trial) -> Runtime:
-    """What reads ONNX files: this Python, for an engine's own needs no onnx."""
+    """Return the runtime that reads ONNX files: this Python, because an engine's own may lack onnx."""
     return Runtime(threads=trial.runtime.threads)
 
 

@@ -58,11 +58,11 @@ class Inspected:
         return [table for table in each if table.rows]
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write a file for another tool, by its name's ending; see docs/layer-files.md. Returns what was written."""
+        """Write a file for another tool, chosen by its suffix; see docs/layer-files.md. Return the written files."""
         return files.save(self, Path(path))
 
     def to_pandas(self) -> pd.DataFrame:
-        """The first table's rows."""
+        """Return the rows of the first table."""
         return self.tables[0].to_pandas()
 
 
@@ -74,13 +74,13 @@ def inspect(
     quiet: bool = True,
     **settings: Any,
 ) -> Inspected:
-    """The layers of a model, beside those of others or of its own other forms.
+    """List the layers of a model, beside those of other models or of its other forms.
 
     `model` is anything that a study takes: the calls of a module's parts are listed, the nodes of an ONNX file, or the
     layers of an engine. Each of `others` is such a model, or a form of the first: `onnx`, or a backend as in a study
     with a precision behind a slash, `openvino` or `onnxruntime@optimization=basic/int8`. `save` names files to write,
     whose names are checked first (see `Inspected.save`). `settings` are fields of `dyno.Study`. Forms that can't be
-    made or read are left out; raises `UserError` if none is left.
+    made or read are left out; raises `UserError` if no form is left.
     """
     (batch,) = at_least(1, batch=batch)
     study = one_model(model, settings)

@@ -56,7 +56,7 @@ class LayerAgreement:
         return min(each.errors.unmodified.close if each.errors.unmodified else 0.0 for each in self.compared)
 
     def to_pandas(self) -> pd.DataFrame:
-        """The rows of all layers."""
+        """Return the rows of all layers."""
         return tables.layers(self.compared, self.order, 0).to_pandas()
 
 
@@ -72,13 +72,13 @@ def agree_layers(
     quiet: bool = True,
     **settings: Any,
 ) -> LayerAgreement:
-    """Compare every layer of a model in other forms with the same layer of the first: where they diverge.
+    """Compare every layer of a model in other forms with the same layer of the first, to find where they diverge.
 
     `model` is a module or an ONNX file, and `others` are forms of it as in `dyno.inspect`, such as `openvino/int8`, or
-    other ONNX files of the same graph. Tensors are compared on `compared` inputs, of the data where `settings`, fields
+    other ONNX files of the same graph. Tensors are compared on `compared` inputs, from the data if `settings`, fields
     of `dyno.Study`, have some. `top` rows of each engine are listed (0: all), in one of ORDERS. Forms that can't be
-    made or compared are left out. Raises `UserError` if none is left, if one has no graph, and for graphs
-    that have no tensors in common.
+    made or compared are left out. Raises `UserError` if no form is left, if one has no graph, and for graphs that have
+    no tensors in common.
     """
     batch, compared = at_least(1, batch=batch, inputs=compared)
     (top,), (rtol, atol) = at_least(0, top=top), at_least(0, float, rtol=rtol, atol=atol)
@@ -97,7 +97,7 @@ def agree_layers(
 
 
 def _runnable(side: forms.Side, later: bool) -> forms.Side:
-    """The form with the engine that runs it; a `UserError` for one whose graph can't be cut."""
+    """Return the form with the engine that runs it; raise `UserError` for one whose graph can't be cut."""
     if later and side.choice.name == forms.MODULE:
         raise UserError(f"{model_name(side.source)} is a PyTorch module, and layers are compared with those of a "
                         "graph; give a form of the first model, such as openvino, or an ONNX file")  # fmt: skip
@@ -140,11 +140,11 @@ class _Comparing(forms.Reading):
         self._float = -1
 
     def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
-        """A module is inspected as for a run, so that it gets the same inputs."""
+        """Inspect a module as for a run, so that it gets the same inputs."""
         self.engine(study, side, trial)
 
     def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
-        """The form's own layers where it is a module; an engine's are those of its graph."""
+        """Return a module's own layers; an engine's layers are those of its graph."""
         if reason := registry.find(trial.backend).refuse(trial):
             raise forms.no_form(trial, reason)
         of_module = trial.backend == forms.MODULE
@@ -153,12 +153,12 @@ class _Comparing(forms.Reading):
         return inside
 
     def titled(self, form: Inside, trial: Trial) -> Inside:
-        """The form with its title; a graph that runs node by node has no engine's."""
+        """Return the form with its title; a graph that runs node by node has no engine options in its title."""
         plain = form.form == LAYERS and Choice(trial.backend, trial.options) == NODE_BY_NODE
         return super().titled(form, replace(trial, options={}) if plain else trial)
 
     def graph(self, trial: Trial, file: Artifact) -> int:
-        """The index of the graph's form, whose file is kept by it."""
+        """Return the index of the graph's form, and keep the graph's file under that index."""
         try:
             index = super().graph(trial, file)
         except forms.NoForm as e:
@@ -167,7 +167,7 @@ class _Comparing(forms.Reading):
         return index
 
     def all_compared(self, rtol: float, atol: float) -> list[Compared]:
-        """The engines that can be, each against the first; the others are left out, unless it is all of them."""
+        """Compare each engine with the first; those that can't be compared are left out, unless all fail."""
         found, errors = [], list[forms.NoForm]()
         for place in range(1, len(self.shown)):
             try:
@@ -180,7 +180,7 @@ class _Comparing(forms.Reading):
         return found
 
     def compared(self, place: int, rtol: float, atol: float) -> Compared:
-        """The engine at that place of those that were asked for, against the first."""
+        """Compare the engine at this place in the requested order with the first."""
         shown, own, first = self.shown[place], self._ran[place], self._ran[0]
         graph, against = self.graph_of[shown], self._reference_graph(own)
         precision = max(own.trial.precision, first.trial.precision, key=lambda name: TOLERANCES[name].limit)
@@ -198,12 +198,12 @@ class _Comparing(forms.Reading):
         return Compared(names[0], names[1], self.forms[graph], errors, precision, limit)
 
     def _name(self, place: int, title: str) -> str:
-        """The form's title, with the model where there are several."""
+        """Return the form's title, with the model's name if there are several models."""
         sources = [ran.trial.model.source or ran.trial.model.name for ran in self._ran]
         return f"{Path(sources[place]).name} {title}" if len({*sources}) > 1 else title
 
     def _reference_graph(self, own: _Ran) -> int:
-        """The index of the reference's graph; of a module its export in FP32, the engine's own if possible."""
+        """Return the index of the reference's graph; for a module its FP32 export, the engine's own if possible."""
         first = self._ran[0].trial
         if first.backend != forms.MODULE:
             return self.graph_of[self.shown[0]]
@@ -215,7 +215,7 @@ class _Comparing(forms.Reading):
         return self._float
 
     def _reference(self, first: _Ran, graph: int) -> Path:
-        """The folder of the reference's tensors by their names in the graph, stored once for each graph."""
+        """Return the folder of the reference's tensors by their names in the graph, stored once per graph."""
         if graph not in self._stored:
             file, options = self._graph_files[graph], dict[str, Any](runs=self._runs)
             artifact: Artifact | None = file
@@ -228,7 +228,7 @@ class _Comparing(forms.Reading):
         return self._stored[graph]
 
     def _finished(self, job: Job) -> Record:
-        """The record of the job; `NoForm` where it failed."""
+        """Run the job and return its record; raise `NoForm` if it failed."""
         self._jobs += 1
         record = launch_in_turn(job, self._folder / str(self._jobs), forms.TIMEOUT_S, self._progress)
         assert job.trial is not None

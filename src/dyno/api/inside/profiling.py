@@ -92,11 +92,11 @@ class Profiled:
         return files.fragment(self)
 
     def save(self, path: str | Path) -> list[Path]:
-        """Write a file for another tool, by its name's ending; see docs/layer-files.md. Returns what was written."""
+        """Write a file for another tool, chosen by its suffix; see docs/layer-files.md. Return the written files."""
         return files.save(self, Path(path))
 
     def to_pandas(self) -> pd.DataFrame:
-        """The layers' rows."""
+        """Return the rows of the layers."""
         return self.tables[0].to_pandas()
 
 
@@ -114,7 +114,7 @@ def profile(
     quiet: bool = True,
     **settings: Any,
 ) -> Profiled:
-    """How long each layer of a model takes: of a module in PyTorch, and in each of the other forms.
+    """Measure how long each layer of a model takes: as a module in PyTorch, and in each of its other forms.
 
     `model` and `others` are as in `dyno.inspect`. An ONNX file or an IR is profiled in the backend that usually runs
     it, or, if it is the first and forms of it are given, only in these. In one process per form the latency is measured
@@ -122,8 +122,8 @@ def profile(
     whose names are checked first (see `Profiled.save`). With `roofline` the device's ceilings are measured too, and the
     layers are rated by them and by those of the data sheet (`sheet`: texts such as `fp16=989` in TFLOPS, `memory=4800`
     in GB/s). With `counters` NVIDIA's ncu reads hardware counters of the kernels in another run of each form, on a GPU.
-    `settings` are fields of `dyno.Study`; `warmup` and `seconds` are those of the latency. On a GPU `Times.gpu` says
-    how long it was idle. Forms that can't be made or timed are left out; raises `UserError` if none is left, or where
+    `settings` are fields of `dyno.Study`; `warmup` and `seconds` are those of the latency. On a GPU `Times.gpu` tells
+    how long it was idle. Forms that can't be made or timed are left out; raises `UserError` if no form is left, or if
     layers have no times.
     """
     (batch,), (runs,), (top,) = at_least(1, batch=batch), at_least(5, runs=runs), at_least(0, top=top)
@@ -151,14 +151,14 @@ def profile(
 
 
 def engines(requested: Sequence[forms.Side]) -> list[forms.Side]:
-    """The forms with the usual backend of each file; of a first file whose forms are asked for only these."""
+    """Return the forms with the usual backend of each file; if forms of the first file are requested, only these."""
     first, *others = requested
     only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
     return [_usual(side) if _is_file(side) else side for side in (others if only_forms else requested)]
 
 
 def _is_file(side: forms.Side) -> bool:
-    """Whether it is a model file as it is."""
+    """Return whether the side is a model file as it is."""
     return not side.precision and not side.named
 
 
@@ -169,8 +169,10 @@ def _usual(side: forms.Side) -> forms.Side:
 
 
 def check(side: forms.Side, device: str, counters: bool = False) -> None:
-    """A `UserError` for a form whose layers nobody times there, or for `counters` on a CPU; an engine's file has its
-    own device."""
+    """Raise `UserError` for a form whose layers can't be timed on the device, or for `counters` on a CPU.
+
+    An engine file runs on the device of its format if `device` is the CPU.
+    """
     file_format = registry.format_of(side.source)
     if file_format and file_format.on_device and device == "cpu":
         device = file_format.device
@@ -198,15 +200,15 @@ class Profiling(forms.Reading):
         self._devices: set[str] = set()
 
     def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
-        """A module is timed as PyTorch runs it."""
+        """Time a module as PyTorch runs it."""
         self.engine(study, side, trial)
 
     def built(self, study: Study, side: forms.Side, trial: Trial) -> None:
-        """An engine's file runs with shapes, which a look at it tells, on a device of its own."""
+        """Time a built engine, whose shapes are read by inspecting its file, on the engine's own device."""
         self.engine(replace(study, device=trial.runtime.device), side, trial)
 
     def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
-        """The form with its times, from one process."""
+        """Return the form after storing its times, all from one process."""
         if reason := registry.find(trial.backend).refuse(trial):
             raise forms.no_form(trial, reason)
         # First: where it can't count, nothing was measured in vain.
@@ -227,7 +229,7 @@ class Profiling(forms.Reading):
         return inside
 
     def ceilings(self, study: Study, sheet: Rates) -> Ceilings:
-        """The ceilings of the device that all forms ran on, in the types that their layers compute in, by PyTorch."""
+        """Measure with PyTorch the ceilings of the device that all forms ran on, for their layers' data types."""
         device, *others = self._devices
         if others:
             raise UserError("the forms ran on several devices, which have no common ceilings; profile them one by one")
@@ -247,6 +249,6 @@ class Profiling(forms.Reading):
 
 
 def _clock(folder: Path, *windows: timeline.Window) -> float:
-    """The GPU's median SM clock in MHz while the job in that folder timed something; NaN without a GPU."""
+    """Return the GPU's median SM clock in MHz while the job in the folder timed something; NaN without a GPU."""
     trace = timeline.read(folder)
     return timeline.summary(trace, windows).clock if trace else math.nan

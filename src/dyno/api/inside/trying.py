@@ -53,12 +53,12 @@ class Tried:
         return [*tried.sentences(self.outcomes, self.title), *where]
 
     def export(self, format: str = "text") -> str:
-        """The table and the sentences, in text or Markdown."""
+        """Return the table and the sentences, in text or Markdown."""
         return with_sentences([self.table] if self.outcomes else [], self.sentences, format)
 
 
 def check(model: Any, sides: Sequence[Any]) -> None:
-    """A `UserError` where no variant of B can be made: there is no module, or A and B aren't two forms of it."""
+    """Raise `UserError` if no variant of B can be made: there is no module, or A and B aren't two forms of it."""
     if len(sides) != 2 or not isinstance(model, str) or registry.format_of(model) is not None or Path(model).is_dir():
         raise UserError("--try makes variants of an engine from its module; give the module and two forms of it: "
                         "torchvision:resnet18 onnxruntime onnxruntime/int8")  # fmt: skip
@@ -67,10 +67,10 @@ def check(model: Any, sides: Sequence[Any]) -> None:
 def run(
     waterfall: Waterfall, sides: Sequence[Side], study: Study, batch: int, rounds: int, progress: Progress
 ) -> Tried:
-    """Try what the waterfall from A to B calls for: A, B and each variant measure side by side for so many rounds.
+    """Try the variants that the waterfall from A to B suggests: measure A, B and each variant interleaved.
 
-    `study` has the model, the data and how it is measured. A prescription is kept where its variant is proven faster
-    than B, all of them as one family, and its outputs are right.
+    `study` has the model, the data and the measurement settings; `rounds` is the number of rounds. A prescription is
+    kept if its variant is proven faster than B, all of them as one family, and its outputs are right.
     """
     a, b = ((side.choice, side.precision) for side in sides[-2:])
     title = _text(*b)
@@ -98,7 +98,7 @@ def run(
 def _outcomes(
     pairs: Sequence[tuple[Called, str, TrialResult | None]], beside: TrialResult, data: RunData
 ) -> tuple[Outcome, ...]:
-    """What came of each, decided as one family."""
+    """Return the outcome of each variant, all decided as one family."""
     rows = {row["trial"]: row for row in data.frame.to_dict("records")}
     evidence = [
         speedups.evidence(t, beside, BOUNDARY, rule=data.rule) if t is not None and t.good else None
@@ -112,7 +112,7 @@ def _outcomes(
 
 
 def _state(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool, str]:
-    """What is known of the trial's outputs, whether they are right, and why it has no speed."""
+    """Return the state of the trial's outputs, whether they are right, and why it has no speed."""
     if t is None:
         return "", False, "no such engine was planned"
     outputs = str(rows[t.id]["outputs"] or "")
@@ -120,14 +120,14 @@ def _state(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -> tupl
 
 
 def _variant(choice: Choice, precision: str, called: Called) -> tuple[Choice, str]:
-    """B with the prescription."""
+    """Return B's configuration with the prescription applied."""
     new = called.prescription
     kept = choice.options if new.backend in ("", choice.name) else {}
     return replace(choice, name=new.backend or choice.name, options={**kept, **new.options}), new.precision or precision
 
 
 def _text(choice: Choice, precision: str) -> str:
-    """A configuration as `--backends` has it."""
+    """Return a configuration in the notation of `--backends`."""
     return replace(choice, precisions=(precision,), rounds=0).text
 
 

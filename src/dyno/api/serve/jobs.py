@@ -30,12 +30,12 @@ class Requests:
     sha256: str = ""
 
     def settings(self) -> dict[str, Any]:
-        """What the run folder remembers, by which other requests are refused there."""
+        """Return the settings stored in the run folder, which refuses requests with other settings."""
         settings = to_json(self.options)
         return {"options": {**settings, "trace": Path(self.options.trace).name}, "trace_sha256": self.sha256}
 
     def launch(self, job: Job, folder: Path, timeout_s: float, progress: Progress) -> Record:
-        """The job's record; how long it takes is up to the rates, so it has no time limit."""
+        """Run the job and return its record; the rates decide how long it takes, so it has no timeout."""
         options = {"settings": to_json(self.options), "least": self.least, "trace": self.path}
         own = dataclasses.replace(job, kind="serve", options={**job.options, **options})
         said = {**os.environ, **own.runtime.env}

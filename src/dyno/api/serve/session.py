@@ -89,13 +89,16 @@ def serve_test(
 
 
 def _inputs(most: int) -> int:
-    """How many inputs are answered and compared: of three of the largest batches every power of two below it is formed,
-    of four nearly every one full as well; their outputs are stored, so there is a limit to the fourth."""
+    """Return how many inputs are answered and compared.
+
+    With three of the largest batches, every smaller power of two occurs as a batch; with four, nearly every one occurs
+    full as well. Outputs are stored, so INPUTS limits the fourth batch.
+    """
     return max(Study.compared, 3 * most, min(4 * most, INPUTS))
 
 
 def _compare(reference: Study, folder: Path, progress: Progress) -> None:
-    """Have the reference answer the inputs that the engines got; where it can't, sentences say so."""
+    """Run the reference on the inputs that the engines got; if it can't run, a note says so."""
     progress.other(f"the answers of {reference.backends[0]}, with which the others' are compared")
     try:
         execute(reference, folder, progress, retry_failed=True)
@@ -104,7 +107,7 @@ def _compare(reference: Study, folder: Path, progress: Progress) -> None:
 
 
 def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """The model, or where it is none here, its name on the server; and the settings with the server as the backend."""
+    """Return the model (if not local, its name on the server) and the settings with the server as the backend."""
     if settings.get("backends"):
         raise UserError("an endpoint takes the place of a backend; omit --backends")
     if expected := registry.find(ENDPOINT.rstrip(":")).values["url"](url):
@@ -117,7 +120,7 @@ def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dic
 
 
 def _check(options: ServeOptions, study: Study) -> None:
-    """A `UserError` for what can't work, before anything is started."""
+    """Raise `UserError` for options that can't work, before anything is started."""
     most = max(study.batches, default=1)
     if options.queue and options.queue < most:
         raise UserError(f"queue is {options.queue}; it must be at least the largest batch, {most}")

@@ -39,31 +39,31 @@ class Shot:
     several: bool = False
 
     def settings(self) -> dict[str, Any]:
-        """What the run folder remembers, by which another video is refused there."""
+        """Return the settings stored in the run folder, which refuses another video."""
         path = Path(self.source)
         content = {"bytes": path.stat().st_size} if path.is_file() else {}
         options = dataclasses.asdict(self.options)
         return {"source": self.source, "options": options, "written": bool(self.output), **content}
 
     def unwritten(self) -> tuple[str, ...]:
-        """The files that were asked for and aren't there."""
+        """Return the requested files that don't exist."""
         wanted = [Path(path) for path in (self.output, self.boxes) if path]
         kept = [p for p in wanted if not p.exists() and not (self.several and [*p.parent.glob(self._any(p))])]
         return tuple(map(str, kept))
 
     def _any(self, path: Path) -> str:
-        """A pattern of the names that the trials write to."""
+        """Return a glob pattern of the file names that the trials write to."""
         return f"{glob.escape(path.stem)}-*{glob.escape(path.suffix)}"
 
     def named(self, path: str, trial: Trial) -> str:
-        """The output of that trial."""
+        """Return the output path of this trial."""
         if not path or not self.several:
             return path
         whole = Path(path)
         return str(whole.with_name(f"{whole.stem}-{trial.variant}-{trial.precision}{whole.suffix}"))
 
     def job(self, job: Job, folder: Path) -> Job:
-        """A round's job with the video in place of the usual measurement."""
+        """Return a round's job with the video in place of the usual measurement."""
         assert job.trial is not None
         outputs = [self.named(path, job.trial) for path in (self.output, self.boxes)]
         if scratch := job.round > 0:
@@ -75,9 +75,9 @@ class Shot:
         return dataclasses.replace(job, kind="video", options={**job.options, **video})
 
     def launch(self, job: Job, folder: Path, timeout_s: float, progress: Progress) -> Record:
-        """The job's record; however long the video is, it has no time limit.
+        """Run the job and return its record; it has no timeout, however long the video is.
 
-        Interrupted, it closes its file and its record is stored before the interrupt goes on.
+        If it is interrupted, it closes its file, and its record is stored before the interrupt goes on.
         """
         own = self.job(job, folder)
         pipe = own.options["source"]
@@ -95,6 +95,6 @@ class Shot:
 
 
 def _environment(job: Job) -> dict[str, str]:
-    """What a pipeline's job has besides, where the user doesn't say otherwise."""
+    """Return the extra environment variables of a pipeline's job, except those that the user has set."""
     said = {**os.environ, **dict(job.runtime.env)}
     return {name: value for name, value in SHARED_PROCESSORS.items() if name not in said}

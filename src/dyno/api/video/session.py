@@ -114,13 +114,13 @@ def video(
 
 
 def _named(source: str | Path) -> str:
-    """A path made absolute, as jobs may run elsewhere; anything else as it is."""
+    """Return a path made absolute, because jobs may run elsewhere; anything else unchanged."""
     text = str(source)
     return text if text == STDIN or ":" in text.split("/")[0] else str(Path(text).absolute())
 
 
 def _check(shot: Shot, study: Study) -> None:
-    """A `UserError` for what can't work, before anything is started."""
+    """Raise `UserError` for options that can't work, before anything is started."""
     if shot.source == STDIN and (shot.several or study.rounds > 1):
         raise UserError("standard input can be read only once; give one backend and --rounds 1")
     if shot.source == STDIN and not shot.options.width:
@@ -142,7 +142,7 @@ def _check(shot: Shot, study: Study) -> None:
 
 
 def _check_output(output: Path, source: Path | None) -> None:
-    """A `UserError` for a suffix or a folder that can't be written, and for images where `source` has none."""
+    """Raise `UserError` for a suffix or a folder that can't be written, and for images if `source` has none."""
     suffix = output.suffix.lower()
     images = source is not None and (source.is_dir() or source.suffix.lower() in IMAGES)
     if images and not suffix:

@@ -73,8 +73,10 @@ def compare(
 
 
 def check_files(junit: str, summary: str) -> None:
-    """A `UserError` for a file that can't be written, before anything is measured. A summary is appended, to whatever
-    is there: no file is made beside it."""
+    """Raise `UserError`, before anything is measured, for a file that can't be written.
+
+    A summary is appended to an existing file, so no temporary file is created beside it.
+    """
     from dyno.store import check_writable
 
     if junit:

@@ -67,6 +67,6 @@ def video(
 
 
 def _chosen(overrides: options.Overrides) -> VideoOptions:
-    """The video's own options, taken out of what the user wrote."""
+    """Take the video's own options out of the options that the user gave."""
     names: Any = VideoOptions.__dataclass_fields__
     return VideoOptions(**{name: overrides.pop(name) for name in names if name in overrides})

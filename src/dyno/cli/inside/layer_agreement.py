@@ -77,7 +77,7 @@ def agree_layers(
 
 
 def refuse_without_layers(rows: Mapping[str, Any]) -> None:
-    """A `UserError` for an option that only `--layers` has."""
+    """Raise `UserError` for an option that requires `--layers`."""
     for name, value in rows.items():
         if value is not None:
             raise UserError(f"--{name} is for --layers; add that, or omit it")

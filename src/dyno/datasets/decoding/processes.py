@@ -30,10 +30,10 @@ class Died(Exception):
 def rows(
     paths: Sequence[Path], transform: list[Any], shape: tuple[int, ...], start: int, processes: int, slots: int
 ) -> Iterator[Timed]:
-    """Each file's pixels, or why it can't be read, in order from `start` on, with what that took and the seal.
+    """Yield each file's pixels, or why it can't be read, in order from `start` on, with its seconds and seal.
 
-    `transform` is what a `Transform` is made of; so many `slots` of shared memory hold pixels on their way. Raises
-    `Died`, and an `OSError` where there can't be such memory or processes.
+    `transform` holds the arguments of a `Transform`; `slots` is the number of images that shared memory holds in
+    transit. Raises `Died`, and OSError if such memory or processes can't be had.
     """
     slots = min(slots, MOST_SLOTS)
     size = int(np.prod(shape))

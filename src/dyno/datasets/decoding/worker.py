@@ -24,7 +24,7 @@ INDEX_BYTES = 8
 
 
 def main() -> int:
-    """Decode until no more is asked for; the exit code is 1 where a process died of an image."""
+    """Decode until no more is asked for; return exit code 1 if a process died of an image."""
     order: dict[str, Any] = json.load(sys.stdin)
     register_formats()
     children = set()

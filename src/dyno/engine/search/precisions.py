@@ -38,7 +38,7 @@ def search(study: Study, folder: Path, trials: list[Trial], measure: Measure) ->
 
 
 def with_kept_layers(study: Study, trial: Trial, layers: int) -> Trial | None:
-    """The trial with that many layers kept higher; None where its backend or its file has no such layers."""
+    """Return the trial with `layers` layers kept in higher precision; None if its backend or file has none."""
     engine = registry.find(trial.backend)
     if KEEP not in engine.options:
         return None
@@ -65,7 +65,7 @@ class _Search:
     measure: Measure
 
     def run(self) -> list[Trial]:
-        """The candidates that were measured, those within the budget in all rounds, the best one at all batches."""
+        """Return the measured candidates: those within the budget in all rounds, the best one at all batches."""
         self.tried: dict[int, bool] = {}
         fewest = self._fewest()
         good = [self._at(self.plain, layers) for layers, holds in self.tried.items() if holds]
@@ -76,7 +76,7 @@ class _Search:
         return [*good, *(replace(t, plan=replace(t.plan, rounds=1)) for t in failed)]
 
     def _fewest(self) -> int | None:
-        """Doubling until the budget holds, then halving down; None when half of the layers are not enough."""
+        """Double the layers until the budget holds, then bisect; return None if half of the layers are not enough."""
         if self._holds(1):
             return 1
         most = self._layers() // 2
@@ -93,7 +93,7 @@ class _Search:
         return high
 
     def _holds(self, layers: int) -> bool:
-        """Whether the candidate is within the budget with confidence; one round answers all images."""
+        """Return whether the candidate is within the budget with confidence; one round answers all images."""
         from dyno.analysis.metrics.accuracy import WITHIN
         from dyno.analysis.tables import trial_table
 
@@ -105,7 +105,7 @@ class _Search:
         return self.tried[layers]
 
     def _layers(self) -> int:
-        """The number of layers that can be kept; 0 where the first candidate could not be made."""
+        """Return how many layers can be kept in higher precision; 0 if the first candidate could not be made."""
         from dyno.analysis.records import results
 
         trial = next((t for t in results.load(self.folder) if t.id == self._at(self.plain, 1).id), None)

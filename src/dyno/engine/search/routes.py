@@ -64,15 +64,15 @@ class Configuration:
         return _key(self.trial)
 
     def by(self, route: str) -> Trial:
-        """Its trial by that route."""
+        """Return the configuration's trial by this route."""
         return replace(self.trial, options={**self.trial.options, **(options_of(route) if route else {})})
 
     def place(self, route: str = "") -> tuple[str, str]:
-        """What tells its row by that route from others."""
+        """Return the variant and precision that distinguish this route's row from others."""
         return self.by(route).variant, self.trial.precision
 
     def text(self, route: str = "") -> str:
-        """It by that route, as `--backends` has it."""
+        """Return the configuration by this route in the notation of `--backends`."""
         trial = self.by(route)
         runtime = "" if trial.runtime.name == "main" else trial.runtime.name
         return Choice(trial.backend, trial.options, (trial.precision,), runtime).text
@@ -102,7 +102,7 @@ def search(
 
 
 def _key(trial: Trial) -> str:
-    """The model's content and the trial's shape, which the stored attempts are found by."""
+    """Return the key of stored attempts: a hash of the model's content and the trial's shape."""
     return digest([trial.model, trial.dims])[:12]
 
 
@@ -118,7 +118,7 @@ def _by_model(trials: Sequence[Trial]) -> list[list[Trial]]:
 
 
 def _configurations(own: Sequence[Trial], file_of: FileOf) -> Iterator[Configuration]:
-    """What may gain by another route, of one model's trials, with those routes."""
+    """Yield the configurations of one model's trials that may gain by another route, with the routes to try."""
     seen = set()
     for trial in own:
         if not _open(trial) or (probe := _probe(trial, own)) is None or probe.variant + probe.precision in seen:
@@ -133,28 +133,33 @@ def _configurations(own: Sequence[Trial], file_of: FileOf) -> Iterator[Configura
 
 
 def _open(trial: Trial) -> bool:
-    """Whether the trial's file is exported, by a route that nobody named."""
+    """Return whether the trial's file is exported by a route that the user did not choose."""
     reads = "exporter" in registry.find(trial.backend).options
     return reads and trial.recipe is not None and not trial.model.file and not trial.options.keys() & set(NAMES)
 
 
 def _chain(recipe: Recipe | None) -> Iterator[Recipe]:
-    """A recipe before those that its file is made from."""
+    """Yield a recipe, then those that its file is made from."""
     while recipe is not None:
         yield recipe
         recipe = recipe.parent
 
 
 def _probe(trial: Trial, own: Sequence[Trial]) -> Trial | None:
-    """What is tried for the trial: it at the model's first shape, and in a floating-point type that the study has of
-    it, else in float32; None of a trial at another shape, whose first has its turn anyway."""
+    """Return the trial to try routes on: at the model's first shape, in the floating-point type that decides the route.
+
+    None for a trial at another shape, because the first shape represents it.
+    """
     if trial.dims != own[0].dims:
         return None
     return replace(trial, precision=_float(trial, own), recipe=None, data=DataSpec())
 
 
 def _float(trial: Trial, own: Sequence[Trial]) -> str:
-    """The floating-point type that decides the trial's route."""
+    """Return the floating-point type that decides the trial's route.
+
+    A quantised trial takes the first type in FROM in which the study runs its configuration, else fp32.
+    """
     if trial.precision not in LOWERED:
         return trial.precision
     has = {other.precision for other in own if other.variant == trial.variant}
@@ -164,7 +169,7 @@ def _float(trial: Trial, own: Sequence[Trial]) -> str:
 def _tried(
     study: Study, folder: Path, wanted: Sequence[Configuration], progress: Progress, measure: Measure
 ) -> list[Attempt]:
-    """What came of each configuration's routes, beside its usual one; none where they can't be planned."""
+    """Measure each configuration's routes beside its usual one; return the attempts, none if they can't be planned."""
     model, dims = wanted[0].trial.model, wanted[0].trial.dims
     asked = dict.fromkeys(one.text(route) for one in wanted for route in ("", *one.routes))
     own = replace(
@@ -189,12 +194,12 @@ def _tried(
 
 
 def _source(study: Study, model: ModelSpec) -> str:
-    """The model as the study names it."""
+    """Return the model's source as the study names it."""
     return next(source for source in study.models if model_spec(study, source).source == model.source)
 
 
 def _attempts(wanted: Sequence[Configuration], folder: Path) -> list[Attempt]:
-    """What came of every route, all decided as one family; of each configuration the fastest is kept that is proven."""
+    """Return the attempts, all routes decided as one family; of each configuration the fastest proven route is kept."""
     from dyno.analysis.tables import trial_table
 
     data = trial_table.read(folder)
@@ -227,13 +232,13 @@ def _outcome(name: str, t: TrialResult | None, speedup: stats.Speedup, outputs: 
 
 
 def _best_kept(routes: Sequence[Tried]) -> list[Tried]:
-    """The routes, of which the fastest that is to be kept is, and no other."""
+    """Return the routes, of which only the fastest to be kept is kept; the others are marked as beaten."""
     best = max((route for route in routes if route.outcome == KEPT), key=lambda route: route.ratio, default=None)
     return [replace(one, outcome=BEATEN) if one.outcome == KEPT and one is not best else one for one in routes]
 
 
 def _by(trial: Trial, route: str, study: Study) -> Trial | None:
-    """The trial by that route; None where its backend refuses it."""
+    """Return the trial by this route; None if its backend refuses it."""
     engine = registry.find(trial.backend)
     candidate = replace(trial, options={**trial.options, **options_of(route)}, recipe=None)
     if engine.refuse(candidate):

@@ -38,7 +38,7 @@ FOLDERS = "dyno-block-"  # what folders of blocks are called on a node
 
 
 def carried(device: str) -> dict[str, str | None]:
-    """The environment's variables that a block of the device has from here, None for one that isn't set."""
+    """Return the environment variables that a block of the device takes over from here; None for one that isn't set."""
     names = (*CARRIED, places.VISIBLE) if device == "cpu" else CARRIED
     return {name: os.environ.get(name) for name in names}
 
@@ -79,7 +79,7 @@ class Node:
         self._sent: dict[str, tuple[int, int]] = {}
 
     def describe(self, device: str) -> Described:
-        """What and where it is."""
+        """Return the node's description: its host, version, card and cores."""
         host, cores = platform.node(), tuple(tuple(core) for core in system.core_threads())
         if device == "cpu":
             return Described(host, __version__, system.describe()["cpu"], "", cores)
@@ -107,13 +107,13 @@ class Node:
         self._process = process.popen(self._folder, env, cwd if Path(cwd).is_dir() else None)
 
     def _say(self, line: str) -> None:
-        """A line of the block's log."""
+        """Append a line to the block's log."""
         assert self._folder is not None
         with open(self._folder / LOG, "a", encoding="utf-8") as log:
             log.write(f"{line}\n")
 
     def news(self) -> News:
-        """What there is since the last call."""
+        """Return the changes since the last call."""
         assert self._folder is not None and self._process is not None
         code = self._process.poll()  # before the files are looked at: those of a process that ended are all there
         stamps = _stamps(self._folder)
@@ -133,9 +133,9 @@ class Node:
 
 
 def _own_folder() -> tuple[Path, int]:
-    """A new folder, and the open file that locks it while this process lives.
+    """Create a folder and lock it while this process lives; return it with the open file of the lock.
 
-    What processes left here that were killed is removed first.
+    Folders left here by killed processes are removed first.
     """
     for left in Path(tempfile.gettempdir()).glob(f"{FOLDERS}*"):
         with suppress(OSError):  # in use, or another user's
@@ -162,7 +162,7 @@ def _lock(folder: Path, how: int = 0) -> int:
 
 
 def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
-    """Each file with its time and size."""
+    """Return each file's time and size."""
     found = {}
     for path in sorted(folder.rglob("*")):
         try:
@@ -175,7 +175,7 @@ def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
 
 
 def pack(folder: Path, names: Collection[str]) -> bytes:
-    """Those files of the folder as a tar; without those that are gone meanwhile."""
+    """Pack these files of the folder into a tar, without those that have disappeared meanwhile."""
     written = io.BytesIO()
     with tarfile.open(fileobj=written, mode="w") as tar:
         for name in names:
@@ -190,7 +190,7 @@ def pack(folder: Path, names: Collection[str]) -> bytes:
 
 
 def whole(folder: Path) -> bytes:
-    """All files of the folder as a tar."""
+    """Pack all files of the folder into a tar."""
     return pack(folder, list(_stamps(folder)))
 
 
@@ -210,7 +210,7 @@ def unpack(packed: bytes, folder: Path) -> None:
 
 
 def mirror(news: News, folder: Path) -> None:
-    """Make the folder what the node's is: with what changed, and without what is gone."""
+    """Update the folder to the node's: write changed files, and remove those that are gone there."""
     unpack(news.changed, folder)
     for name in _stamps(folder).keys() - set(news.names):
         (folder / name).unlink(missing_ok=True)

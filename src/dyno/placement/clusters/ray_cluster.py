@@ -30,10 +30,10 @@ SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 @contextmanager
 def places(address: str, device: str) -> Iterator[list[Place]]:
-    """The places of the cluster for a device, `cpu` or `cuda`, while the block is entered.
+    """Hold the places of the cluster for a device, `cpu` or `cuda`, while the block runs.
 
-    `address` is a head node's (HOST:PORT or ray://…), "" for the cluster of this host; where there is none Ray is
-    started here and ended afterwards. Raises `UserError`, one line.
+    `address` is a head node's (HOST:PORT or ray://…), "" for the cluster of this host; if there is none, Ray is started
+    here and ended afterwards. Raises `UserError`, one line.
     """
     check_device(device)
     os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
@@ -60,7 +60,7 @@ def places(address: str, device: str) -> Iterator[list[Place]]:
 
 
 def _check_reachable(address: str) -> None:
-    """A `UserError` for what isn't an address, and where nobody listens there: Ray would go on trying for minutes."""
+    """Raise `UserError` for a malformed or unreachable address, for which Ray would retry for minutes."""
     if address in OWN:
         return
     scheme, _, place = address.rpartition("://")
@@ -74,7 +74,7 @@ def _check_reachable(address: str) -> None:
 
 
 def _places(device: str) -> list[Place]:
-    """A place for each device, with an actor that has it for itself."""
+    """Return a place for each device, with an actor that reserves it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
@@ -102,7 +102,7 @@ def _places(device: str) -> list[Place]:
 
 
 def _alive() -> dict[str, dict[str, Any]]:
-    """The nodes that Ray takes for alive, by their identifiers."""
+    """Return the nodes that Ray considers alive, by their identifiers."""
     import ray
 
     cluster: Any = ray  # its list of nodes has no types
@@ -110,8 +110,10 @@ def _alive() -> dict[str, dict[str, Any]]:
 
 
 def _described(host: RayHost, node: dict[str, Any], device: str) -> Described | None:
-    """What the node says of itself; None where it was dead already, which Ray notices late. A `UserError` where it
-    can't take part."""
+    """Return the node's description; None if it was already dead, which Ray notices late.
+
+    Raises `UserError` if it can't take part.
+    """
     name = node["NodeManagerHostname"]
     try:
         about: Described = host.call("describe", device, within=START_S)
@@ -125,8 +127,10 @@ def _described(host: RayHost, node: dict[str, Any], device: str) -> Described | 
 
 
 def _processors(about: Described, count: int, taken: Counter[str], host: RayHost) -> Place:
-    """A node's processors: all physical cores of its host, or as many as Ray counts where those are fewer; two nodes of
-    one host have no core in common while there are enough."""
+    """Return a node's processors: all physical cores of its host, or as many as Ray counts if those are fewer.
+
+    Two nodes of one host share no core while there are enough.
+    """
     first = taken[about.host]
     own = about.cores[first : first + count] if count < len(about.cores) else about.cores
     if not own:

@@ -42,10 +42,10 @@ class RemoteHost(ABC):
 
     @abstractmethod
     def answer(self) -> tuple[Any] | None:
-        """The answer to the last call, None until it is there; raises `Lost`."""
+        """Return the answer to the last call, or None until it has arrived; raise `Lost` if it never will."""
 
     def call(self, call: str, *given: Any, within: float) -> Any:
-        """The method's answer; raises `Lost`, also after so many seconds."""
+        """Call the method and return its answer; raise `Lost` if there is none, also after `within` seconds."""
         self.ask(call, *given)
         until = time.monotonic() + within
         while (answer := self.answer()) is None:
@@ -112,32 +112,32 @@ class RemoteBlock(Running):
 
 
 def check_device(device: str) -> None:
-    """A `UserError` for a single device of a host."""
+    """Raise `UserError` for a single device of a host."""
     if device not in ("cpu", "cuda"):
         raise UserError(f"on a cluster every device of a kind takes part; give --device cpu or cuda, not {device!r}")
 
 
 def same_dyno(name: str, about: Described) -> Described:
-    """The same; a `UserError` where that host has another Dyno."""
+    """Return `about` unchanged; raise `UserError` if that host has another version of Dyno."""
     if about.version != __version__:
         raise UserError(f"{name} has Dyno {about.version}, and this is {__version__}; install the same on all hosts")
     return about
 
 
 def gpu(about: Described, name: str, host: RemoteHost) -> Place:
-    """The GPU of a node, by its name on that host."""
+    """Return the GPU of a node as a place, by its name on that host."""
     where = f"{about.host}/{name}"
     return Place(where, "cuda:0", about.card, threads=len(about.cores), machine=about.host, host=host)
 
 
 def processors(about: Described, own: Sequence[tuple[int, ...]], host: RemoteHost) -> Place:
-    """Those physical cores of a node."""
+    """Return these physical cores of a node as a place."""
     cores = tuple(cpu for core in own for cpu in core)
     return Place(about.host, "cpu", share(about.card, cores), cores, threads=len(own), machine=about.host, host=host)
 
 
 def distinct(places: Sequence[Place]) -> list[Place]:
-    """The places, each with a name of its own: the second of a name is NAME#2."""
+    """Return the places with distinct names: the second one of a name is NAME#2."""
     names, named = Counter[str](), []
     for place in places:
         names[place.name] += 1

@@ -35,7 +35,7 @@ END_S = 20.0  # that jobs have to end by themselves
 
 
 def expected(spec: str, device: str) -> list[Place]:
-    """What the places will be as far as a plan needs to know, without a job."""
+    """Return the expected places, as far as a plan needs to know them, without starting a job."""
     check_device(device)
     parse(spec)
     return [Place("slurm", "cuda:0" if device == "cuda" else "cpu", "", threads=system.physical_cores())]
@@ -43,9 +43,9 @@ def expected(spec: str, device: str) -> list[Place]:
 
 @contextmanager
 def places(spec: str, device: str, folder: Path, progress: Progress) -> Iterator[list[Place]]:
-    """A place for each job that has started, while the block is entered; then the jobs end.
+    """Hold a place for each job that has started while the block runs; then end the jobs.
 
-    `folder` is the study's run folder, which nobody else uses, on a file system that the nodes have too. Raises
+    `folder` is the study's run folder, used by no other program, on a file system that the nodes share. Raises
     `UserError`, one line.
     """
     check_device(device)
@@ -72,14 +72,14 @@ def places(spec: str, device: str, folder: Path, progress: Progress) -> Iterator
 
 
 def _end_earlier(base: Path) -> None:
-    """End what is left of a command that died: jobs that run end without its files, and others leave the queue."""
+    """End the jobs of a command that died: running jobs end without its files, and others leave the queue."""
     found = [path.read_text(errors="replace").strip() for path in base.glob(f"*/*/{ID}") if path.is_file()]
     cancel([one for one in found if one.isascii() and one.isdecimal()])  # a folder from elsewhere may hold anything
     shutil.rmtree(base, ignore_errors=True)
 
 
 def _library() -> Any:
-    """The library that hands jobs in."""
+    """Import and return submitit, the library that submits jobs."""
     try:
         import submitit.helpers
     except ImportError as e:
@@ -134,8 +134,10 @@ def _submit(submitit: Any, wanted: Wanted, device: str, mail: Path, number: int)
 
 @contextmanager
 def _interrupts_ignored() -> Iterator[None]:
-    """What is started meanwhile outlives the Ctrl-C of a terminal, which goes to all processes there: this command
-    then ends its jobs in order."""
+    """Ignore interrupts while the block runs, so that processes started in it outlive a Ctrl-C.
+
+    A terminal sends Ctrl-C to all processes there; this command then ends its jobs in order.
+    """
     if current_thread() is not main_thread():
         yield
         return
@@ -147,7 +149,7 @@ def _interrupts_ignored() -> Iterator[None]:
 
 
 def _own(wanted: Wanted, device: str, number: int) -> dict[str, Any]:
-    """What a job on this host has for itself: a share of the processors, or a GPU."""
+    """Return what a job on this host reserves: a share of the processors, or a GPU."""
     if device == "cuda":
         return {"visible": devices.places(f"cuda:{number}")[0].env[devices.VISIBLE]}
     devices.places(",".join(f"cpu:{k}" for k in range(wanted.jobs)))  # a `UserError` where there are fewer
@@ -155,7 +157,7 @@ def _own(wanted: Wanted, device: str, number: int) -> dict[str, Any]:
 
 
 def _slurm(submitit: Any, wanted: Wanted, device: str, logs: Path) -> Any:
-    """What submits to Slurm."""
+    """Return the executor that submits to Slurm."""
     try:
         # In place of the shell: Slurm kills what is left of a job as soon as its shell has ended, which a signal does.
         executor = submitit.SlurmExecutor(logs, python=f"exec {shlex.quote(sys.executable)}")
@@ -175,7 +177,7 @@ def _slurm(submitit: Any, wanted: Wanted, device: str, logs: Path) -> Any:
 
 
 def _places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> list[Place]:
-    """Each job's device."""
+    """Return each job's device as a place."""
     places, owners, why = list[Place](), dict[tuple[str, int], SlurmHost](), ""
     for host in jobs:
         try:
@@ -202,7 +204,7 @@ def _places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> list[
 
 
 def _end(jobs: Sequence[SlurmHost], mail: Path) -> None:
-    """End all jobs: those that have started by themselves, with what they run, and the others by Slurm."""
+    """End all jobs: those that have started by themselves, with their processes, and the others through Slurm."""
     with suppress(OSError):
         (mail / OVER).touch()
     until = time.monotonic() + END_S

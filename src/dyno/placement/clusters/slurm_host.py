@@ -114,7 +114,7 @@ class SlurmHost(RemoteHost):
             raise self._lost(f"it gave no sign of life for {silent:.0f} s")
 
     def _lost(self, why: str) -> Lost:
-        """The job has nothing more to do, whether it is there or not."""
+        """End the job, whether it still exists or not, and return the error."""
         self.gone = True
         with suppress(OSError):
             (self.mail.folder / OVER).touch()
@@ -130,7 +130,7 @@ class SlurmHost(RemoteHost):
                 os.kill(int(self.id), signal.SIGTERM)
 
     def last_words(self) -> str:
-        """The last line of the job's log, or where to look where it has none."""
+        """Return the last line of the job's log, or a hint if it wrote none."""
         for path in (self.job.paths.stderr, self.job.paths.stdout):
             with suppress(OSError):
                 if lines := path.read_text(encoding="utf-8", errors="replace").strip().splitlines():
@@ -139,7 +139,7 @@ class SlurmHost(RemoteHost):
 
 
 def cancel(ids: Sequence[str]) -> None:
-    """Take the jobs from Slurm; submitit's own way prints what scancel says of those that have ended."""
+    """Cancel the jobs in Slurm; submitit's own method prints scancel's messages on those that have ended."""
     if ids:
         with suppress(OSError, subprocess.SubprocessError):
             command = ["scancel", "--quiet", f"--name={JOB_NAME}", *ids]
@@ -147,14 +147,14 @@ def cancel(ids: Sequence[str]) -> None:
 
 
 def over(state: str) -> bool:
-    """Whether a job of that state will do nothing more; "" is a state that nobody knows."""
+    """Return whether a job in this state is over; "" is an unknown state."""
     return state not in ("", *WAITING, *ALIVE)
 
 
 def states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
-    """Slurm's state of each job with its reason, `FORGOTTEN` for one that it knows no more; empty where it is silent.
+    """Return Slurm's state of each job with its reason; `FORGOTTEN` for an unknown job, empty if Slurm doesn't answer.
 
-    Asked of `squeue`, as `sacct` knows nothing on clusters without accounting, and never why a job waits.
+    Asked of `squeue`, because `sacct` knows nothing on clusters without accounting, and never why a job waits.
     """
     ids = [host.id for host in hosts]
     command = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r"]

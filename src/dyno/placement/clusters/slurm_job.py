@@ -45,7 +45,7 @@ class Mail:
         write(self._path(kind, number, "json"), message)
 
     def receive(self, kind: str, number: int) -> tuple[dict[str, Any], bytes] | None:
-        """Take the message of that number away; None where it isn't there yet."""
+        """Take and return the message of this number; None if it hasn't arrived."""
         self._refresh()
         path, beside = self._path(kind, number, "json"), self._path(kind, number, "tar")
         if not path.is_file():
@@ -56,7 +56,7 @@ class Mail:
         return message, packed
 
     def beat(self, name: str) -> dict[str, Any] | None:
-        """The last sign of life of that side; None without one."""
+        """Return the last sign of life of that side, or None without one."""
         self._refresh()
         try:
             return read_json(self.folder / name)
@@ -109,7 +109,7 @@ def main(folder: str, device: str, setting: dict[str, Any]) -> None:
 
 
 def _share(number: int, count: int) -> Iterable[int]:
-    """The logical processors of one of so many equal shares."""
+    """Return the logical processors of share `number` of `count` equal shares."""
     threads = system.core_threads()
     each = len(threads) // count
     return [cpu for core in threads[number * each : (number + 1) * each] for cpu in core]
@@ -128,7 +128,7 @@ class Pilot:
         self._beaten, self._beats = 0.0, 0
 
     def interrupt(self, number: int, _frame: object) -> None:
-        """What a signal does: Slurm sends one to end a job."""
+        """Handle a signal: Slurm sends one to end a job."""
         self._signal = signal.Signals(number).name
 
     def serve(self) -> None:
@@ -154,7 +154,7 @@ class Pilot:
             self._node.end()
 
     def _over(self) -> str:
-        """Why the job is to end; "" while it isn't."""
+        """Return why the job is to end, or "" while it isn't."""
         if self._signal:
             return f"it was ended by {self._signal}: cancelled, preempted, or out of its time"
         if not self.mail.folder.is_dir() or any((f / OVER).exists() for f in (self.mail.folder, self._common)):
@@ -177,7 +177,7 @@ class Pilot:
             write(self.mail.folder / NODE, {"beat": self._beats, "left": ""})
 
     def _reply(self, message: dict[str, Any], packed: bytes) -> tuple[dict[str, Any], bytes]:
-        """What a call of the node gives, and what goes beside it."""
+        """Call the node's method; return its answer, and the bytes that go beside it."""
         call, given = message["call"], message["given"]
         try:
             if call == "begin":

@@ -30,7 +30,7 @@ class Wanted:
 
 
 def parse(spec: str) -> Wanted:
-    """What the words after `slurm=` ask for, e.g. `4,partition=gpu`; a `UserError` of one line for nonsense."""
+    """Parse the words after `slurm=`, e.g. `4,partition=gpu`; raise `UserError`, one line, for invalid ones."""
     items = [item.strip() for item in spec.split(",")] if spec.strip() else []
     jobs = items.pop(0) if items and "=" not in items[0] else "1"
     if not (jobs.isascii() and jobs.isdecimal() and int(jobs)):

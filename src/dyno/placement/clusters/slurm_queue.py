@@ -23,8 +23,10 @@ class Queue:
         self._why, self._said = "", list[str]()
 
     def started(self, wait_s: float) -> list[SlurmHost]:
-        """The jobs that have started, once each has or won't; after the first one others are waited for so many
-        seconds. A `UserError` where there is none."""
+        """Wait until each job has started or never will, and return those that have started.
+
+        After the first start, the others have `wait_s` seconds. Raises `UserError` if no job starts.
+        """
         while self._waiting:
             self._look()
             if self._running:
@@ -64,7 +66,7 @@ class Queue:
             self.progress.note(f"{self._why}; the study goes on without it")
 
     def _say(self) -> None:
-        """What the jobs are waiting for, by Slurm's word, when that is another than before."""
+        """Show what the jobs are waiting for, as Slurm reports it, whenever that changes."""
         words = []
         for host in self._waiting:
             state, reason = self._state(host)
