@@ -40,10 +40,10 @@ class Note:
 def notes(
     forms: Sequence[Inside], graph: int, timelines: Mapping[int, Timeline], module: int | None = None
 ) -> list[Note]:
-    """A note for each of the graph's nodes, on the forms in `timelines` that were made from the graph, and on the
-    `module` that it was made from.
+    """Build a note for each node of the graph.
 
-    A layer that stands for several nodes has its whole time at each of them, and says for how many.
+    It describes the forms in `timelines` that were made from the graph, and the `module` that the graph was made from.
+    A layer that stands for several nodes has its whole time at each of them, with their number.
     """
     notes_of = [Note() for _ in forms[graph].layers]
     for k, timeline in timelines.items():

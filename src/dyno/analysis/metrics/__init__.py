@@ -28,17 +28,17 @@ def known() -> dict[str, Metric]:
 
 
 def of(trial: TrialResult) -> list[Metric]:
-    """The metrics that the trial's task names."""
+    """Return the metrics that the trial's task names."""
     return [metric for name, metric in known().items() if name in trial.task.metrics]
 
 
 def measured(trial: TrialResult) -> list[tuple[Metric, Measured]]:
-    """Each metric that the trial has a value of, with the value."""
+    """Return each metric that the trial has a value of, with the value."""
     return [(metric, value) for metric in of(trial) if (value := metric.of(trial)) is not None]
 
 
 def quality(frame: pd.DataFrame, budgets: Iterable[str] = ()) -> Metric:
-    """What the accuracy of these trials is shown by: the first of the `budgets`' metrics, else the first they have."""
+    """Return the metric to show for these trials: the first of the `budgets`' metrics, else the first they have."""
     every = list(known().values())
     order = [*(known()[name] for name in budgets), *every]
     return next((m for m in order if m.column in frame and frame[m.column].notna().any()), every[0])
