@@ -91,7 +91,7 @@ def paired(logs: Sequence[float], are_rounds: bool = True) -> Evidence | None:
 
 
 def unpaired(own: Sequence[float], reference: Sequence[float]) -> Evidence | None:
-    """Of two trials that measured apart: both hold one median latency per round, in seconds.
+    """Collect the evidence from two trials that measured apart: both hold one median latency per round, in seconds.
 
     Standard error and degrees of freedom are Welch's (1947) and Satterthwaite's (1946); None without rounds of either.
     """
