@@ -100,7 +100,7 @@ def _ends(engine: Sequence[Layer], tensors: Mapping[str, int]) -> set[int]:
 
 
 def _helped(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int]) -> Claims:
-    """Return the pairs with those of the engine's layers that have no node yet.
+    """Return the pairs, extended by the engine's layers that have no node yet.
 
     Such a layer belongs to the nodes of the only layer with nodes that reads it (OpenVINO's LSTM also writes states
     that nothing reads).
@@ -257,7 +257,7 @@ class _Groups:
 def _around(
     links: Sequence[Link], root: Callable[[tuple[int, int]], tuple[int, int]]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """Return for each module around others the regions in which it does something itself, in the order of its nodes."""
+    """Return for each module around others the regions in which its own code runs, in the order of its nodes."""
     regions_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for each in links:
         for upper in sorted(each.outer):

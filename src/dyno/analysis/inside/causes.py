@@ -263,14 +263,17 @@ class _Parts:
     def _main(self, form: _Form, own: Sequence[int], other: _Form, count: int) -> list[int]:
         """Return the `count` main layers, one for each layer of the other form.
 
-        An engine's layers all count beside a module, which may be code of any length.
+        Where the other form is a module, which may be code of any length, they are all layers that it became.
         """
         if other.modules and not form.modules:
             return sorted(own)
         return sorted(sorted(own, key=form.weight, reverse=True)[:count])
 
     def _alone(self, a: Sequence[int], b: Sequence[int], region: Region) -> Part:
-        """Return the part of a region that one side lacks: nothing runs for it there, if the region is identified."""
+        """Return the part of a region that one side lacks: nothing runs for it there where the region is identified.
+
+        Otherwise its counterpart is unknown.
+        """
         form, own = (self.a, a) if a else (self.b, b)
         others = [k for k in range(len(region.members)) if k != form.side.form and region.members[k]]
         other = self.b if a else self.a

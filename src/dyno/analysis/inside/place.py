@@ -118,7 +118,7 @@ def placed(
 
 
 def _begins(layer: Layer) -> bool:
-    """Return whether an engine's layer may begin with it, and hardly ends with it."""
+    """Return whether an engine's layer may begin with this layer, and rarely ends with it."""
     return bool(layer.flops) or layer.type == DEQUANTISES
 
 

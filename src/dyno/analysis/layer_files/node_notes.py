@@ -24,8 +24,10 @@ class Note:
     facts: dict[str, str] = field(default_factory=dict)
 
     def add(self, title: str, about: Mapping[str, str], nodes: int) -> None:
-        """Add a layer of the form of that title, which stands for so many nodes; facts of a form's further layers are
-        behind those of its first."""
+        """Add a layer of the form of that title, which stands for `nodes` nodes.
+
+        Facts of a form's further layers are behind those of its first.
+        """
         stands = {"stands for": counting(nodes, "node")} if nodes > 1 else {}
         for name, text in {**about, **stands}.items():
             key = f"{title}: {name}"

@@ -114,7 +114,7 @@ def _mean_ap(trial: TrialResult) -> MeanAP | None:
 
 
 def truth_file(round_folder: Path, trial: TrialResult) -> Path | None:
-    """Return the path of the ground truth of the trial's data in the run folder."""
+    """Return the path of the ground truth of the trial's data in the run folder; None without a data set."""
     sha = str((trial.spec.get("data") or {}).get("sha256") or "")
     return round_folder.parents[2] / "truth" / f"{sha[:12]}.json" if sha else None
 

@@ -150,7 +150,7 @@ def _text(tables: Sequence[Table], by: By) -> str:
 
 
 def _text_part(title: str, part: Part, width: int) -> str:
-    """Return the part without its least important columns until it fits, then with cells broken between words."""
+    """Return the part as text; drop its least important columns until it fits, then break cells between words."""
     longest = LONGEST if width < UNLIMITED else UNLIMITED
     cells = {c.name: [plain(c.heading), *(_shortened(c, r, longest) for r in part.rows)] for c in part.columns}
     most = {c.name: longest if c.kind == TEXT else UNLIMITED for c in part.columns}  # words can be folded

@@ -196,7 +196,10 @@ def _values_first(array: np.ndarray) -> np.ndarray:
 
 
 def _boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Correctness | None:
-    """Judge by the errors of the paired boxes; the share beyond the limit is bounded by the answers that may change."""
+    """Judge by the paired boxes' errors: the share beyond the limit may not exceed that of answers that may change.
+
+    Return None without errors.
+    """
     if not errors.size:
         return None
     beyond = errors > tolerance.limit

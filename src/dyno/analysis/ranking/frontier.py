@@ -103,7 +103,7 @@ def in_turns(rows: pd.DataFrame) -> bool:
 
 
 def saturation(frame: pd.DataFrame) -> list[Saturation]:
-    """Return the smallest batch that reaches SATURATED of the best throughput, per configuration with several."""
+    """Return the smallest batch reaching SATURATED of the best throughput, per configuration with several batches."""
     saturations = []
     rows = usable(frame).assign(ips=throughput(usable(frame))).dropna(subset=["ips"])
     for key, series in rows.groupby(list(SERIES), sort=False):

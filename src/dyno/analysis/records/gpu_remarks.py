@@ -111,7 +111,7 @@ def meanwhile(others: int) -> str:
 
 
 def others(t: TrialResult) -> str:
-    """Describe who else used the GPU; "" where nobody did."""
+    """Describe other users of the GPU; "" without any."""
     gpu = t.gpu
     if gpu is None:
         return ""

@@ -64,7 +64,7 @@ def _decided(run: RunData, plans: list[dict[str, Any]]) -> Terms:
 
 
 def _of_builds(run: RunData) -> Terms:
-    """Return the number of builds over the rounds of engines that are tuned by timing; nothing without such engines."""
+    """Return a term on the builds over the rounds of engines that are tuned by timing; empty without such engines."""
     most = int(run.frame["builds"].fillna(0).max()) if len(run.frame) else 0
     if most < 2:
         return [("builds", "one of each engine that is tuned by timing: another build may differ")] * most
@@ -165,5 +165,4 @@ def _stopping(plans: list[dict[str, Any]], trials: list[TrialResult]) -> str:
 
 
 def _distinct(values: Iterable[Any]) -> str:
-    """Return the different values, in order, as one phrase."""
     return ", ".join(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values if v is not None))

@@ -117,7 +117,7 @@ def _equal(test: SelfTest) -> str:
 
 
 def _surprises(test: SelfTest) -> list[str]:
-    """Describe where the self-test contradicts what Dyno promises."""
+    """Describe where the self-test contradicts Dyno's promises."""
     surprises = []
     for one in test.verdicts:
         studies = f"of {one.slower.count} studies of {one.rounds} rounds"

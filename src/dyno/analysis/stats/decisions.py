@@ -97,7 +97,7 @@ def _unjudged(e: Evidence | None) -> Speedup:
 
 
 def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Speedup:
-    """Judge a pair of `count` by its adjusted p-value and the level of its step in Holm's procedure (0: kept)."""
+    """Judge a pair of `count` by its adjusted p-value and the level of its Holm step (0: not rejected)."""
     simultaneous = ALPHA / count
     spent = share(e.looked, rule.first) * (level or simultaneous)
     half = e.half_width(spent)
@@ -114,10 +114,7 @@ def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Spee
 
 
 def _holm(values: Sequence[float]) -> list[tuple[float, float]]:
-    """Return each p-value's adjusted value and the level of the step that rejected it (0: none did), level first.
-
-    Holm 1979.
-    """
+    """Return for each p-value the level of the step that rejected it (0: none) and its adjusted value (Holm 1979)."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     steps, adjusted = [(0.0, 1.0)] * len(values), 0.0
     for place, i in enumerate(order):

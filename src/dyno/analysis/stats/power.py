@@ -33,8 +33,8 @@ def more_rounds(evidence: Evidence, reach: float, level: float, first: int) -> i
 def power(evidence: Evidence, rounds: int, reach: float, level: float, first: int) -> float:
     """Return the probability that `rounds` in all decide the pair, if its true difference and spread are those seen.
 
-    Of the t test and of the two one-sided ones by the noncentral t distribution. Both succeed together only where the
-    interval is so narrow that one of them always does.
+    It covers the t test and the two one-sided ones, by the noncentral t distribution. Both succeed together only where
+    the interval is so narrow that one of them always does.
     """
     from scipy.special import nctdtr
 

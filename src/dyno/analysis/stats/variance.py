@@ -44,7 +44,7 @@ def levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hashable] = ()
     """Estimate variance components of nested data, by analysis of variance.
 
     `logs` holds for each round each block's samples, `builds` the build that it ran. Builds are a level where there are
-    two or more, of two rounds or more each. Each level's mean square less the levels' below contribution to it, at
+    two or more, of two rounds or more each. A level is its mean square less the contribution of the levels below it, at
     least 0 (Searle, Casella and McCulloch 1992). None with fewer than two rounds. A round that is one block has nothing
     between blocks.
     """

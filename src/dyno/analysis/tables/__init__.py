@@ -30,7 +30,7 @@ def named(run: RunData, name: str) -> list[Table]:
 
 
 def leading(run: RunData) -> tuple[list[Table], list[str]]:
-    """Return the tables that lead where the run isn't of a study, and the sentences on them; none of a study."""
+    """Return the tables with rows that lead where the run isn't of a study, and their sentences; empty for a study."""
     leaders = [(kind, table) for kind in kinds() if kind.leads and (table := kind.table(run)).rows]
     return [table for _, table in leaders], [
         line for kind, _ in leaders if kind.sentences for line in kind.sentences(run)

@@ -96,7 +96,7 @@ def _order(rows: pd.DataFrame) -> Callable[[str], tuple[bool, int]]:
 
 
 def _left_out(rows: pd.DataFrame, configurations: list[str]) -> tuple[str, ...]:
-    """Return the configurations without a column, each with the reason for which it was refused."""
+    """Return the configurations without a column, each with the reason for its refusal."""
     refused = rows[~rows["configuration"].isin(configurations) & (rows["status"] == "skipped")]
     refused = refused.drop_duplicates(["configuration", "reason"])
     return tuple(f"{r['configuration']} was skipped: {r['reason']}" for _, r in refused.iterrows())

@@ -117,7 +117,6 @@ def _variance(run: RunData) -> Table | None:
 
 
 def _levels(every: Sequence[tuple[Hashable, Sequence[np.ndarray]]]) -> stats.Levels | None:
-    """Return the levels of rounds, each a build and its blocks."""
     return stats.levels([blocks for _, blocks in every], [build for build, _ in every])
 
 

@@ -124,7 +124,7 @@ def _gpu_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
 
 
 def _share(left: float, expected: float) -> float:
-    """Return as much of the rest as the cause can account for, and 0 where it points the other way."""
+    """Return the part of the rest that the cause can account for, 0 where it points the other way."""
     return math.copysign(min(abs(left), abs(expected)), left) if left * expected > 0 else 0.0
 
 

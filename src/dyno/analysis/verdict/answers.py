@@ -110,7 +110,7 @@ def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> s
 
 
 def _left_out(pairs: Sequence[Speedup]) -> Iterator[str]:
-    """Say which pairs leave out disturbed rounds, and what their ratio is with them."""
+    """Yield which pairs leave out disturbed rounds, with their ratio over all rounds."""
     for pair in pairs:
         if pair.rejected:
             were = "was" if pair.rejected == 1 else "were"

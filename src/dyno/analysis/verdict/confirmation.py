@@ -99,7 +99,6 @@ def _costs(rounds: Sequence[Round], row: pd.Series, speed: str) -> list[float]:
 
 
 def _confirmed(trial: TrialResult) -> TrialResult:
-    """Return the trial as its confirmations alone show it."""
     return replace(trial, rounds=trial.confirmations, companions=[])
 
 

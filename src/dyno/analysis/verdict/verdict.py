@@ -86,7 +86,7 @@ class ProvisionalAnswer:
 
 
 def answer_so_far(run: RunData) -> ProvisionalAnswer:
-    """Return what the rounds that are stored so far say."""
+    """Return the answer from the rounds that are stored so far."""
     found = read(run)
     sentences = [each.text for each in found.wrong] + [each.sentence for each in found.decisions]
     rows = []

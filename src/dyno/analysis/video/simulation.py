@@ -67,7 +67,6 @@ class Simulation:
         return Simulated(self._streams * self._frames / self._now, np.array(self._latencies))
 
     def _slowdown(self) -> float:
-        """Return the factor by which all work is slowed down at the moment."""
         return max(1.0, self._asked / self._processors) * self._crowding(self._asked)
 
     def _start(self, stream: int, stage: int) -> None:

@@ -84,7 +84,7 @@ class Devices:
 
 
 def percent_slower(speedup: float) -> float:
-    """Return the percentage by which a device is slower whose speed is `speedup` times another's."""
+    """Return by how many percent a device with `speedup` times another's speed is slower than it."""
     return 100 * (1 / speedup - 1)
 
 

@@ -51,7 +51,7 @@ def attempts(run: Path) -> tuple[Attempt, ...]:
 
 
 def store(run: Path, attempts: tuple[Attempt, ...]) -> None:
-    """Write what was tried into a run folder."""
+    """Write the attempts into a run folder."""
     write_json(run / FILE, {"schema": SCHEMA, "attempts": [to_json(one) for one in attempts]})
 
 

@@ -29,6 +29,5 @@ def _about(one: Attempt) -> str:
 
 
 def _list(routes: Iterable[Tried]) -> str:
-    """List the routes with the result of each, in brackets."""
     said = [f"{one.route} {f'{one.ratio:.2f}x' if one.ratio else one.outcome}" for one in routes]
     return f" ({', '.join(said)})" if said else ""

@@ -12,9 +12,9 @@ from dyno.worker.tasks.layouts import UNREAD
 
 
 def findings(run: RunData) -> Iterator[Finding]:
-    """Yield a warning for each model without class scores or boxes; it adds where a budget wasn't checked.
+    """Yield a warning for each model without class scores or boxes.
 
-    Its trials haven't lost.
+    With a budget it adds that this was not checked: no trial of the model has failed it.
     """
     budget = "; the budget was not checked" if run.budgets else ""
     sentences = ((t.given, sentence) for t in run.records if t.good and (sentence := unscored(t)))
