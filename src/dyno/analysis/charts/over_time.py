@@ -31,7 +31,7 @@ def groups(run: RunData) -> list[tuple[str, list[Shown]]]:
 
 
 def series_of(trials: Sequence[TrialResult]) -> list[Shown]:
-    """Return each trial that has a series with the series of its first good round that has one."""
+    """Return each trial with the series of its first good round that has one."""
     return [(t, found) for t in trials if (found := next(filter(None, map(read, t.good)), None)) is not None]
 
 

@@ -245,8 +245,11 @@ class _Groups:
         return layer
 
     def join(self, layer: tuple[int, int], other: tuple[int, int], sure: bool) -> None:
-        """Make one group of both layers' groups. Where that isn't sure, a group that has its place stays as it is: a
-        node may be guessed to be in this layer of one engine, and be known to be in that one of another."""
+        """Make one group of both layers' groups.
+
+        Where that isn't sure, a group that has its place stays as it is: a node may be guessed to be in this layer of
+        one engine, and be known to be in that one of another.
+        """
         a, b = self.root(layer), self.root(other)
         if a == b or (not sure and other[0] in self._forms[a] and layer[0] in self._forms[b]):
             return

@@ -31,7 +31,7 @@ def fragment(timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
 
 
 def html(name: str, forms: Sequence[Inside], timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
-    """Return the whole page of times by layer: `fragment`, and a graph of each form, which the timelines are of."""
+    """Return the whole page of times by layer: `fragment`, and a graph of the form of each timeline."""
     graphs = [layer_graph.graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
     figures = "\n".join(layer_graph.figure([each]) for each in graphs)
     return whole(f"Time by layer: {name}", f"{fragment(timelines, tables)}\n{figures}\n{layer_graph.scripts()}")

@@ -22,7 +22,7 @@ GROUP = "dyno.metrics"
 
 @cache
 def known() -> dict[str, Metric]:
-    """Name -> metric, Dyno's own and those of installed distributions, in the order in which they are shown."""
+    """Return the metrics by name, Dyno's own and those of installed distributions, in the order of display."""
     found = plugins.declared(sys.modules[__name__], Metric, GROUP)  # type: ignore[type-abstract]
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
 

@@ -45,7 +45,7 @@ class BoxAgreement:
 
 
 def agree(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> BoxAgreement | None:
-    """Hold the `detection_*` arrays of two trials against each other; None where the reference has no sure detection.
+    """Match the `detection_*` arrays of two trials; None where the reference has no sure detection.
 
     Found again is a detection of score >= 0.25 for which the other has one of score >= 0.125, of the same class in the
     same image, with an intersection over union >= 0.5. Each counts once: the surest choose first, the nearest box.

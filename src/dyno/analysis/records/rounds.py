@@ -115,8 +115,10 @@ class Round:
         return self._medians[key]
 
     def disturbed_blocks(self, boundary: str, quiet: float | None = None) -> set[int]:
-        """Return the numbers of the boundary's blocks that other programs disturbed; `quiet` is the engine's own delay
-        in its quietest round."""
+        """Return the numbers of the boundary's blocks that other programs disturbed.
+
+        `quiet` is the engine's own delay in its quietest round.
+        """
         flags = find_disturbed(self.facts.delays.get(boundary, ()), quiet)
         return {number for number, is_disturbed in enumerate(flags) if is_disturbed}
 

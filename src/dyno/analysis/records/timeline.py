@@ -179,7 +179,7 @@ def most_others(trace: Trace, inside: np.ndarray | slice = slice(None)) -> int:
 
 
 def _others(trace: Trace) -> np.ndarray:
-    """Compute processes on the GPU besides the job's, at each sample.
+    """Return the number of compute processes on the GPU besides the job's, at each sample.
 
     In a container NVML's process ids may be of another namespace, so that the job can't be distinguished from others.
     Then one process counts as the job, once there are more than before it began.

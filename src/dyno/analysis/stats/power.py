@@ -16,7 +16,7 @@ FARTHEST = 50.0  # standard errors from 0, beyond which every difference is seen
 
 
 def more_rounds(evidence: Evidence, reach: float, level: float, first: int) -> int:
-    """Return the further rounds that decide the pair with 80 % power, if its true difference and spread are those seen.
+    """Return how many more rounds decide the pair with 80 % power, if its true difference and spread are those seen.
 
     At most MOST_ROUNDS, and MOST_ROUNDS + 1 where those are not enough.
 

@@ -72,7 +72,7 @@ def student_p(t: float, freedom: float) -> float:
 
 
 def _after_rejection(t: float, count: int, rejected: int) -> tuple[float, float]:
-    """Return the chance that `rejected` of `count` undisturbed rounds are rejected, and a factor on Student's t then.
+    """Return the chance of rejecting `rejected` of `count` undisturbed rounds, and a factor on the tail of |t| then.
 
     The factor is how much likelier a larger |t| is than by Student's t. It is interpolated between the table's values
     and, beyond them, towards Bonferroni's bound over the choices of rejected rounds, which it never exceeds.

@@ -314,8 +314,10 @@ def _speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]
 def _decide(
     trials: Sequence[TrialResult], rows: Sequence[Row], references: Mapping[str, TrialResult], rule: stats.Rule
 ) -> None:
-    """Put speed-up and verdict into each row that may be compared with its reference, all rows of a reference as one
-    family."""
+    """Put speed-up and verdict into each row that may be compared with its reference.
+
+    All rows of a reference are one family.
+    """
     families: dict[str, list[tuple[Row, stats.Evidence]]] = defaultdict(list)
     for t, row in zip(trials, rows, strict=True):
         if row.get("reference") and not row["verdict"]:
