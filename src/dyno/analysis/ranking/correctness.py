@@ -105,9 +105,10 @@ def distance(error: float, labels_changed: float = math.nan) -> str:
 def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
     """Compare the trial's stored outputs with the reference's, by the widest of the tolerances that apply.
 
-    They are those of both precisions, and of the types that the reference's layers ran in. None where either stored no
-    outputs, or no values, or where their weights or inputs differ. For detectors every channel of an output is checked
-    separately, because boxes are far larger numbers than scores; in eight bits they are taken together.
+    They are those of both precisions, and of the types that the reference's layers ran in. None for the reference
+    itself, where either stored no outputs or no values, or where the two are `incomparable` (other weights or inputs,
+    or outputs that change). For detectors every channel of an output is checked separately, because boxes are far
+    larger numbers than scores; in eight bits they are taken together.
     """
     if trial is reference or incomparable(trial, reference):
         return None

@@ -36,7 +36,7 @@ class Prescription:
     only: Mapping[str, tuple[Option | None, ...]] = field(default_factory=dict)
 
     def fits(self, backend: str, precision: str, device: str, options: Mapping[str, Option]) -> bool:
-        """Return whether the prescription is for such an engine and would change it."""
+        """Return whether the prescription is for such an engine and asks for another precision, if it asks for one."""
         of_these = backend in self.backends and (not self.precisions or precision in self.precisions)
         so_set = all(options.get(name) in values for name, values in self.only.items())
         return of_these and so_set and device.partition(":")[0] in self.devices and precision != self.precision
