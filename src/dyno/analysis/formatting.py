@@ -24,32 +24,32 @@ SIZES = ((1e9, "GB"), (1e6, "MB"), (1e3, "kB"), (1.0, "B"))
 
 
 def width() -> int:
-    """Characters that fit into a line: COLUMNS where that is set, the terminal's, or any number in a file or a pipe."""
+    """Return the characters per line: COLUMNS where it is set, the terminal's, or UNLIMITED in a file or a pipe."""
     told = os.environ.get("COLUMNS", "").isdecimal() or sys.stdout.isatty()
     return shutil.get_terminal_size().columns if told else UNLIMITED
 
 
 def wrapped(text: str) -> str:
-    """The text in lines that fit, broken between words; further lines are indented by two more than the first."""
+    """Wrap the text between words into lines that fit; further lines are indented by two more than the first."""
     indent = indentation(text)
     return textwrap.fill(plain(text), width(), initial_indent=indent, subsequent_indent=f"{indent}  ",
                          break_long_words=False, break_on_hyphens=False)  # fmt: skip
 
 
 def indentation(text: str) -> str:
-    """The spaces in front of a text."""
+    """Return the spaces in front of a text."""
     return text[: len(text) - len(text.lstrip(" "))]
 
 
 def console() -> Any:
-    """A rich console of that width."""
+    """Return a rich console as wide as `width()`."""
     from rich.console import Console
 
     return Console(width=width())
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """A number to that many significant digits, never in powers of ten up to a million: 0.813, 18.8, 1,020."""
+    """Format a number to `digits` significant digits, never in powers of ten up to a million: 0.813, 18.8, 1,020."""
     if not math.isfinite(value):
         return "" if math.isnan(value) else str(value)
     if value == 0:
@@ -64,7 +64,7 @@ def significant(value: float, digits: int = 3) -> str:
 
 
 def show(value: float | None, hint: str, digits: int = 3) -> str:
-    """A value in SI units as text with a unit that suits its size; `hint` as in Measurement, "" for None or NaN.
+    """Format a value in SI units with a unit that suits its size; `hint` as in Measurement, "" for None or NaN.
 
     `percentage` takes a share (0.5 is 50 %).
     """
@@ -92,7 +92,7 @@ def _minutes(seconds: float) -> str:
 
 
 def bounded(low: float, high: float) -> bool:
-    """Whether an interval of a positive value (a ratio, a time, a rate) spans at most a factor of two."""
+    """Return whether an interval of a positive value (a ratio, a time, a rate) spans at most a factor of two."""
     return 0 < low <= high <= WIDEST * low
 
 
@@ -134,7 +134,7 @@ def _floor(value: float) -> float:
 
 
 def moment(iso: str) -> str:
-    """A moment of ISO 8601 as the reader's own date and time, to the minute; as it is where it isn't one."""
+    """Format an ISO 8601 time as the reader's local date and time, to the minute; other text is returned unchanged."""
     try:
         return f"{datetime.fromisoformat(iso).astimezone():%Y-%m-%d %H:%M}"
     except (ValueError, OverflowError):
@@ -142,13 +142,13 @@ def moment(iso: str) -> str:
 
 
 def points(share: float) -> str:
-    """A difference of shares in signed percentage points: -0.28."""
+    """Format a difference of shares in signed percentage points: -0.28."""
     value = 100 * share
     return "0.00" if abs(value) < 0.005 else f"{value:+.2f}"
 
 
 def images_tested(count: int, set_aside: int) -> str:
-    """Of how many images an accuracy is, and why not of all: `42,872 of 43,000 images: 128 were set aside …`."""
+    """Describe how many images an accuracy is based on, and why not on all: `42,872 of 43,000 images: 128 were …`."""
     if not set_aside:
         return f"{count:,} images"
     were = "was" if set_aside == 1 else "were"
@@ -156,19 +156,21 @@ def images_tested(count: int, set_aside: int) -> str:
 
 
 def counting(count: int, what: str) -> str:
-    """A count with its noun: `1 trial`, `2,300 trials`."""
+    """Return a count with its noun: `1 trial`, `2,300 trials`."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")
 
 
 def short(text: object, longest: int) -> str:
-    """Plain text of at most so many characters; what is cut off is an ellipsis."""
+    """Return plain text of at most `longest` characters; an ellipsis replaces the end that is cut off."""
     clean = plain(text)
     return clean if len(clean) <= longest else clean[: longest - 1] + "…"
 
 
 def csv_cell(value: Any) -> Any:
-    """A value for a cell of a CSV file: words that a spreadsheet would take for a formula get an apostrophe in front,
-    and control characters become spaces; numbers stay as they are."""
+    """Return a value for a cell of a CSV file; numbers stay as they are.
+
+    Text that a spreadsheet would take for a formula gets an apostrophe in front, and control characters become spaces.
+    """
     if not isinstance(value, str):
         return value
     text = plain(value)
@@ -176,14 +178,14 @@ def csv_cell(value: Any) -> Any:
 
 
 def markdown(text: object) -> str:
-    """Text for a Markdown table cell: nothing in it is taken for a column, for emphasis, a link or HTML."""
+    """Escape text for a Markdown table cell, so that nothing in it becomes a column, emphasis, a link or HTML."""
     escaped = re.sub(r"([\\`*\[\]|])", r"\\\1", plain(text))
     escaped = re.sub(r"(?<!\w)_|_(?!\w)", r"\\_", escaped)  # an underscore inside a word means nothing in Markdown
     return escaped.replace("&", "&amp;").replace("<", "&lt;").replace(">", "&gt;").replace("$", "&#36;")
 
 
 def bullet(text: object) -> str:
-    """A sentence as an item of a list in Markdown; an indented one is an item below the one before."""
+    """Return a sentence as an item of a Markdown list; an indented one is an item below the one before."""
     return f"{indentation(str(text))}- {markdown(text)}"
 
 
@@ -191,12 +193,12 @@ NO_IMAGE = "0"  # the size of a trial whose inputs aren't images, which is not s
 
 
 def sized(size: str, before: str = ", size ") -> str:
-    """A size behind those words, nothing where inputs aren't images."""
+    """Return the size after the words in `before`, or "" where inputs aren't images."""
     return "" if size == NO_IMAGE else f"{before}{size}"
 
 
 def markdown_table(head: Sequence[str], rows: Iterable[Sequence[str]], right: Sequence[bool]) -> str:
-    """Cells that are Markdown already as a table, padded so that a terminal shows it well too; ends with a line end."""
+    """Build a table of cells that are Markdown already, padded for reading in a terminal; it ends with a line end."""
     lines = [list(head), *map(list, rows)]
     widths = [max(3, *map(len, column)) for column in zip(*lines, strict=True)]
     rule = ["-" * (w - 1) + ":" if side else "-" * w for w, side in zip(widths, right, strict=True)]

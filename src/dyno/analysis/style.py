@@ -72,17 +72,17 @@ SETTINGS = {
 
 
 def color(backend: str) -> str:
-    """The backend's colour, the same in every chart and every run."""
+    """Return the backend's colour, the same in every chart and every run."""
     return COLORS.get(backend) or SPARE[hashlib.sha256(backend.encode()).digest()[0] % len(SPARE)]
 
 
 def marker(precision: str) -> str:
-    """The precision's marker."""
+    """Return the precision's marker."""
     return MARKERS.get(precision, "X")
 
 
 def tip(artist: Any, text: str) -> None:
-    """Make the artist say the text to a pointer that rests on it, in the page's drawing."""
+    """Give the artist a tooltip with the text in the page's drawing."""
     artist.set_gid(TIP + text)
 
 
@@ -99,7 +99,7 @@ def logarithmic(axes: Any, name: str, low: float, high: float) -> None:
 
 @contextmanager
 def styled() -> Iterator[Any]:
-    """matplotlib.pyplot-free drawing with Dyno's settings; gives the Figure class."""
+    """Apply Dyno's settings, without matplotlib.pyplot, while the block runs; yields the Figure class."""
     import matplotlib as mpl
     from matplotlib.figure import Figure
 
@@ -116,9 +116,9 @@ def _any_script() -> Iterator[None]:
 
 
 def laid_out(figure: Any) -> Any:
-    """Lay the figure out once for every file that it is written to; the box that its drawing fills, in inches.
+    """Lay the figure out once for every file that it is written to; return the box of its drawing, in inches.
 
-    Otherwise each file costs a layout and a drawing that only says how large it is, which is half the time of a report.
+    Otherwise each file costs a layout and a drawing to find the size, which is half the time of a report.
     """
     import matplotlib as mpl
 
@@ -131,7 +131,7 @@ def laid_out(figure: Any) -> Any:
 
 
 def save(figure: Any, path: Any, box: Any = "tight") -> None:
-    """Write the figure, or what of it is in the box, as PNG, 150 dots per inch."""
+    """Write the figure, or its part inside the box, as PNG, 150 dots per inch."""
     import matplotlib as mpl
 
     with mpl.rc_context(SETTINGS), _any_script(), replacing(path) as f:
@@ -139,7 +139,7 @@ def save(figure: Any, path: Any, box: Any = "tight") -> None:
 
 
 def svg(figure: Any, prefix: str, box: Any = "tight", on_paper: bool = False) -> str:
-    """The same as an <svg> element to be placed inside a page; ids begin with `prefix`, so two never meet.
+    """Return the figure as an <svg> element to place inside a page; ids begin with `prefix`, so that none clash.
 
     It takes the page's colours, unless it is `on_paper`: then it stays dark on white.
     """

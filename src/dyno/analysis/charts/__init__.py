@@ -11,6 +11,6 @@ GROUP = "dyno.charts"
 
 
 def kinds() -> list[Chart]:
-    """Every chart there can be, in the report's order: Dyno's own, then those of installed distributions."""
+    """Return every available chart in the report's order: Dyno's own, then those of installed distributions."""
     found = plugins.declared(sys.modules[__name__], Chart, GROUP).values()
     return sorted(found, key=lambda chart: (chart.place, chart.name))

@@ -29,26 +29,28 @@ SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("th
 
 
 def latency(run: RunData) -> Any:
-    """Bars of the latency per batch with its interval between processes, one panel per model, size and batch (R15)."""
+    """Draw bars of latency per batch with its interval between processes, a panel per model, size and batch (R15)."""
     rows = run.frame.dropna(subset=[LATENCY])
     return rows_figure(rows, _latency_panel, "latency per batch, ms", lambda r: show(r[LATENCY] * 1e-3, "duration"))
 
 
 def speedup(run: RunData) -> Any:
-    """Speed-ups over the reference with their intervals, one panel per model, size and batch that has any with a bound;
-    None where there is no such panel."""
+    """Draw speed-ups over the reference with their intervals.
+
+    One panel per model, size and batch in which any speed-up has a bound; None without such a panel.
+    """
     rows = compared(run.frame.dropna(subset=["speedup"]))
     return rows_figure(rows, _speedup_panel, "times as fast as the reference", times) if len(rows) else None
 
 
 def compared(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of every reference that any speed-up with a bound is against."""
+    """Return the rows of every reference against which any speed-up has a bound."""
     told = [r["reference"] for _, r in rows.iterrows() if r["verdict"] != "reference" and times(r) != UNCERTAIN]
     return rows[rows["reference"].isin(told)]
 
 
 def times(r: pd.Series) -> str:
-    """The speed-up, without digits where its interval is too wide for any."""
+    """Return the speed-up as text, or UNCERTAIN where its interval is too wide for any digits."""
     low, high = r["speedup_low"], r["speedup_high"]
     return f"{r['speedup']:.2f}x" if low != low or bounded(low, high) else UNCERTAIN
 
@@ -79,13 +81,13 @@ def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
 
 
 def _point(axes: Any, r: pd.Series, x: float, y: float, **looks: Any) -> None:
-    """A row's marker, which says its numbers to a pointer that rests on it."""
+    """Plot a row's marker with a tooltip of its numbers."""
     looks = {"mec": "white", "mew": 0.7, "ms": 9} | looks
     tip(axes.plot(x, y, marker(r["precision"]), color=color(r["backend"]), **looks)[0], _described(r))
 
 
 def _described(r: pd.Series) -> str:
-    """A row in words: its configuration with latency, images per second and speed-up."""
+    """Describe a row in words: its configuration with latency, images per second and speed-up."""
     interval = limits(r["latency_ms_low"], r["latency_ms_high"], lambda v: show(v * 1e-3, "duration"))
     words = [f"{configuration(r)}, batch {r['batch']}: {show(r[LATENCY] * 1e-3, 'duration')}{interval}"]
     if r[THROUGHPUT] == r[THROUGHPUT]:
@@ -96,9 +98,9 @@ def _described(r: pd.Series) -> str:
 
 
 def set_scale(axes: Any, values: Iterable[float], highest: float) -> float:
-    """Set the horizontal axis of values, of which the widest interval ends at `highest` (NaN: there is none); its end.
+    """Scale the horizontal axis for the values and return its end; `highest` ends the widest interval (NaN: none).
 
-    It begins at 0, or is logarithmic where values differ more than LOGARITHMIC times.
+    It begins at 0, or is logarithmic where values differ by more than a factor of LOGARITHMIC.
     """
     low, high = min(values), max(values)
     limit = _limit(high, highest)
@@ -111,7 +113,7 @@ def set_scale(axes: Any, values: Iterable[float], highest: float) -> float:
 
 
 def _limit(value: float, high: float) -> float:
-    """Where an axis ends: behind the widest interval, but never so far that the values themselves are squeezed."""
+    """Return the end of an axis: beyond the widest interval, but never so far as to squeeze the values themselves."""
     return float(min(max(1.2 * value, 1.05 * high) if high == high else 1.2 * value, 2 * value))
 
 
@@ -123,7 +125,10 @@ def _whisker(axes: Any, low: float, high: float, y: float, limit: float) -> None
 
 
 def rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
-    """Panels of horizontal rows, best first, names on the left and numbers on the right, where nothing can overlap."""
+    """Draw panels of horizontal rows, best first, with names on the left and numbers on the right to avoid overlaps.
+
+    Return None without rows.
+    """
     groups, left_out = _fitting(list(_groups(rows)))
     if not groups:
         return None
@@ -157,9 +162,10 @@ def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
 
 
 def accuracy(run: RunData, speed: str = LATENCY) -> Any:
-    """Accuracy against latency or throughput with 95 % intervals on both axes and the frontier drawn.
+    """Draw accuracy against latency or throughput with 95 % intervals on both axes and the frontier.
 
-    Sizes share a panel where a budget lets them compete; all batches do where images per second are compared.
+    Sizes share a panel where a budget lets them compete; all batches share one where images per second are compared.
+    None without a panel of at least two rows.
     """
     panels = [p for p in _accuracy_panels(run, speed) if len(p[1]) > 1][:MOST_PANELS]
     if not panels:
@@ -187,7 +193,7 @@ def _accuracy_panels(run: RunData, speed: str) -> Iterator[tuple[str, pd.DataFra
 
 
 def _named_frontier(edge: pd.DataFrame, group: pd.DataFrame) -> str:
-    """The frontier in words: names beside crowded points would cover them."""
+    """Return the frontier in words: names beside crowded points would cover them."""
     unequal = [k for k in ("size", "batch") if group[k].nunique() > 1]
     names = [
         " ".join([short(configuration(r), LONGEST), *(f"{k} {r[k]}" for k in unequal)]) for _, r in edge.iterrows()

@@ -24,7 +24,10 @@ SHADE, ON_SHADE = "#0072B2", "#fdfdfd"  # the second isn't the page's own white,
 
 
 def matrices(run: RunData) -> Any:
-    """The first MOST_DRAWN matrices that differ, the winners' first, shaded by the share of each label's images."""
+    """Draw the first MOST_DRAWN distinct matrices, the winners' first, shaded by the share of each label's images.
+
+    Return None without a matrix.
+    """
     drawn = list(_different(run))[:MOST_DRAWN]
     if not drawn:
         return None
@@ -39,7 +42,7 @@ def matrices(run: RunData) -> Any:
 
 
 def _different(run: RunData) -> Iterator[tuple[str, Confusion]]:
-    """Each matrix with a title, which counts the configurations with the same one."""
+    """Yield each distinct matrix with a title, which counts the configurations with the same one."""
     best = {run.trials[id].configuration for _, id in winners(run)}
     alike: dict[tuple[str, str, bytes], list[str]] = {}
     matrices: dict[tuple[str, str, bytes], Confusion] = {}
@@ -73,7 +76,7 @@ def _matrix(axes: Any, matrix: Confusion) -> None:
 
 
 def _shades() -> Any:
-    """From nothing to the whole colour, so that what lies below, white or dark, is seen through."""
+    """Return a colour map from transparent to the full colour, so that the background, white or dark, shows through."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgba
 
     return LinearSegmentedColormap.from_list("shares", [to_rgba(SHADE, 0), to_rgba(SHADE, 1)])

@@ -24,9 +24,9 @@ Shown = tuple[TrialResult, Round, gpu_trace.Trace]
 
 
 def timeline(run: RunData) -> Any:
-    """Memory and SM utilisation against time (R13), a row per model and size (its largest batch), a column each.
+    """Draw memory and SM utilisation over time (R13), a row per model and size (its largest batch), a column per trial.
 
-    The reference stands first, then the fastest; the shaded stretches were timed.
+    The reference stands first, then the fastest; the shaded stretches were timed. None without any.
     """
     rows = list(_rows(run))[:MOST_ROWS]
     if not rows:

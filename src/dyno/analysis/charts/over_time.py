@@ -20,23 +20,23 @@ Shown = tuple[TrialResult, Series]
 
 
 def over_time(run: RunData) -> Any:
-    """The reference and the fastest other trial of each model and size, in its largest batch; None without any."""
+    """Draw the reference and the fastest other trial of each model and size, in its largest batch; None without any."""
     found = groups(run)
     return draw(found) if found else None
 
 
 def groups(run: RunData) -> list[tuple[str, list[Shown]]]:
-    """The pairs that were recorded, each with a title; the first GROUPS of them."""
+    """Return the first GROUPS pairs of trials that were recorded, each with a title."""
     return [(title, shown) for title, trials in _pairs(run) if len(shown := series_of(trials)) > 1][:GROUPS]
 
 
 def series_of(trials: Sequence[TrialResult]) -> list[Shown]:
-    """The first good round of each trial that has a series."""
+    """Return each trial with the series of its first good round that has one."""
     return [(t, found) for t in trials if (found := next(filter(None, map(read, t.good)), None)) is not None]
 
 
 def draw(groups: Sequence[tuple[str, Sequence[Shown]]]) -> Any:
-    """A matplotlib figure: for each group a panel of each quantity with a line for each trial, and what was timed."""
+    """Draw a figure: for each group a panel per quantity with a line per trial, and the timed stretches below."""
     heights = [PANEL * len(quantities(s for _, s in shown)) + STRIP * len(shown) + 0.9 for _, shown in groups]
     with styled() as figure_class:
         figure = figure_class((WIDTH, sum(heights)), layout="constrained")
@@ -81,7 +81,7 @@ def _group(part: Any, shown: Sequence[Shown]) -> None:
 
 
 def _tones(trials: Sequence[TrialResult]) -> list[str]:
-    """A colour for each trial, the backend's own where no trial before has it."""
+    """Return a colour for each trial: its backend's, or a spare one where an earlier trial has taken that."""
     taken: list[str] = []
     for t in trials:
         spare = (tone for tone in (color(t.backend), *SPARE) if tone not in taken)

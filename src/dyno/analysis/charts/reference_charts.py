@@ -24,7 +24,10 @@ FEW, MANY = 12, 30  # bars of a panel up to which their numbers lie flat, and st
 
 
 def inference_time(run: RunData) -> Any:
-    """Grouped bars of the latency of every model on a log axis, one panel per size and batch (R15)."""
+    """Draw grouped bars of the latency of every model on a log axis, one panel per size and batch (R15).
+
+    Panels with one model are left out; None without any panel.
+    """
     from matplotlib.patches import Patch
 
     rows = series.configurations(frontier.usable(run.frame).dropna(subset=[LATENCY]))
@@ -69,8 +72,10 @@ def _bars(axes: Any, group: pd.DataFrame) -> None:
 
 
 def speedup(run: RunData, axis: str) -> Any:
-    """Speed-up over the reference against the image size or the batch, with its intervals (R35); what has no bound is
-    not drawn."""
+    """Draw the speed-up over the reference against the image size or the batch, with its intervals (R35).
+
+    Speed-ups without a bound are not drawn.
+    """
     rows = compared(frontier.usable(run.frame).dropna(subset=["speedup"]))
     rows = rows.loc[[times(r) != UNCERTAIN for _, r in rows.iterrows()]]
     figure = series.lines(rows, axis, "speedup", "times as fast as the reference")
@@ -80,7 +85,7 @@ def speedup(run: RunData, axis: str) -> Any:
 
 
 def tflops(run: RunData, axis: str) -> Any:
-    """TFLOPS achieved against batch or size, under the peaks that were measured on the device (R36)."""
+    """Draw the achieved TFLOPS against batch or size, under the peaks measured on the device (R36)."""
     rows = frontier.usable(run.frame).dropna(subset=["tflops"])
     figure = series.lines(rows, axis, "tflops", "TFLOPS achieved")
     if figure is None:
@@ -100,7 +105,7 @@ def tflops(run: RunData, axis: str) -> Any:
 
 
 def _ran(types: str) -> str:
-    """The type that most layers ran in, from `21 fp32, 3 fp16`."""
+    """Return the type that most layers ran in, from `21 fp32, 3 fp16`."""
     return types.split(",")[0].split()[-1] if types else ""
 
 

@@ -20,7 +20,7 @@ HEIGHT = 0.5  # of a row, over which its rounds are spread in the order in which
 
 
 def rounds(run: RunData) -> Any:
-    """A dot for the median latency of each round, a row for each trial; None where no trial has several rounds."""
+    """Draw a dot for the median latency of each round, a row for each trial; None where no trial has several rounds."""
     rows = run.frame[run.frame["rounds"] > 1].dropna(subset=[LATENCY])
     spread = partial(_panel, trials=run.trials)
     return rows_figure(rows, spread, "median latency of each round, ms", partial(_range, trials=run.trials))
@@ -39,13 +39,13 @@ def _panel(axes: Any, rows: pd.DataFrame, trials: dict[str, TrialResult]) -> Non
 
 
 def _medians(r: pd.Series, trials: dict[str, TrialResult]) -> dict[str, float]:
-    """Milliseconds by the name of the round's folder."""
+    """Return the median latency of each round in ms, by the name of the round's folder."""
     medians = trials[r["trial"]].round_medians(str(r["boundary"]), str(r["clock"]))
     return {name: 1e3 * seconds for name, seconds in medians.items()}
 
 
 def _range(r: pd.Series, trials: dict[str, TrialResult]) -> str:
-    """By how much the slowest round exceeds the fastest."""
+    """Return the percentage by which the slowest round exceeds the fastest, as text."""
     medians = _medians(r, trials).values()
     return show(max(medians) / min(medians) - 1, "percentage", 2)
 

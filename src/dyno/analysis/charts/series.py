@@ -22,7 +22,7 @@ Panel = tuple[str, "pd.DataFrame"]
 
 
 def scaling(run: RunData, axis: str) -> Any:
-    """Throughput, and FPS from latency, against batch or image size (R35)."""
+    """Draw throughput, and FPS from latency, against batch or image size (R35); None without a panel."""
     rows = frontier.usable(run.frame).dropna(subset=[LATENCY])
     panels, left = panels_of(configurations(rows.assign(fps=frontier.fps(rows))), axis)
     if not panels:
@@ -41,7 +41,7 @@ def scaling(run: RunData, axis: str) -> Any:
 
 
 def lines(rows: pd.DataFrame, axis: str, column: str, label: str) -> Any:
-    """One column of the rows against the axis, two panels in a row; None with nothing to draw."""
+    """Draw one column of the rows against the axis, two panels side by side; None with nothing to draw."""
     panels, left = panels_of(configurations(rows), axis)
     if not panels:
         return None
@@ -61,7 +61,7 @@ def lines(rows: pd.DataFrame, axis: str, column: str, label: str) -> Any:
 
 
 def panels_of(rows: pd.DataFrame, axis: str) -> tuple[list[Panel], int]:
-    """Title and rows of each panel with two or more values on the axis, and the number of panels left out."""
+    """Return title and rows of each panel with two or more values on the axis, and the number of panels left out."""
     rows = rows.assign(place=[place_of(v) for v in rows[axis]])
     keys = [k for k in ("model", "size", "batch", "device") if k != axis]
     panels = [(title_of(keys, v), g) for v, g in rows.groupby(keys, sort=False) if g["place"].nunique() > 1]
@@ -69,7 +69,7 @@ def panels_of(rows: pd.DataFrame, axis: str) -> tuple[list[Panel], int]:
 
 
 def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
-    """A line for each configuration, its interval shaded where the column has one, on an axis that begins at 0."""
+    """Draw a line for each configuration on an axis that begins at 0, its interval shaded where the column has one."""
     for _, series in group.groupby("configuration", sort=False):
         first, ordered = series.iloc[0], series.dropna(subset=[column]).sort_values("place")
         axes.plot(ordered["place"], ordered[column], **stroke(first))
@@ -91,7 +91,7 @@ def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
 
 
 def configurations(rows: pd.DataFrame) -> pd.DataFrame:
-    """The rows of the first MOST_CONFIGURATIONS, with `configuration` and `twin`, its number among look-alikes."""
+    """Return the rows of the first MOST_CONFIGURATIONS with `configuration` and `twin`, its index among look-alikes."""
     rows = rows.assign(configuration=[configuration(r) for _, r in rows.iterrows()])
     rows = rows[rows["configuration"].isin(list(dict.fromkeys(rows["configuration"]))[:MOST_CONFIGURATIONS])]
     alike: dict[tuple[str, str], dict[str, int]] = {}
@@ -103,7 +103,7 @@ def configurations(rows: pd.DataFrame) -> pd.DataFrame:
 
 
 def stroke(r: Any) -> dict[str, Any]:
-    """How the line of a configuration looks; of two that differ by an option alone the second has hollow markers."""
+    """Return the line style of a configuration; of two that differ only by an option the second has hollow markers."""
     tone = color(r["backend"])
     inside = {"mfc": "white", "mec": tone, "mew": 1.3} if r["twin"] else {"mec": "white", "mew": 0.6}
     looks = {"color": tone, "marker": marker(r["precision"]), "ls": LINES.get(r["precision"], "-"), "lw": 1.6, "ms": 6}
@@ -111,7 +111,7 @@ def stroke(r: Any) -> dict[str, Any]:
 
 
 def legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
-    """One legend below all panels, and how many panels were left out."""
+    """Draw one legend below all panels, with the number of panels left out."""
     from matplotlib.lines import Line2D
 
     rows = one_of_each(panels)
@@ -119,7 +119,7 @@ def legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
 
 
 def one_of_each(panels: list[Panel]) -> list[Any]:
-    """A row of each configuration that is drawn, in order."""
+    """Return one row of each configuration drawn, in order."""
     first_rows: dict[str, Any] = {}
     for _, group in panels:
         for _, r in group.iterrows():
@@ -128,14 +128,14 @@ def one_of_each(panels: list[Panel]) -> list[Any]:
 
 
 def place_legend(figure: Any, handles: list[Any], left: int) -> None:
-    """The handles below the figure, in as many columns as their names leave room for."""
+    """Place the handles below the figure, in as many columns as their names leave room for."""
     columns = 4 if max(len(h.get_label()) for h in handles) < 22 else 2
     title = f"{left} more panels are left out; their numbers are in tables.md" if left else None
     figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.6, title=title)
 
 
 def title_of(keys: list[str], values: tuple[Any, ...]) -> str:
-    """A panel's name from what is the same in it."""
+    """Return a panel's title from the values that all its rows share."""
     named = dict(zip(keys, values, strict=True))
     parts = [short(named["model"], LONGEST)] + [
         f"{k} {named[k]}" for k in ("size", "batch") if k in named and (k, named[k]) != ("size", NO_IMAGE)
@@ -144,6 +144,6 @@ def title_of(keys: list[str], values: tuple[Any, ...]) -> str:
 
 
 def place_of(value: Any) -> float:
-    """Where a batch or a size lies on its axis; a size that isn't square at the side of the square of its area."""
+    """Return the position of a batch or a size on its axis; a non-square size is at the square root of its area."""
     height, _, width = str(value).partition("x")
     return math.sqrt(float(height) * float(width)) if width else float(height)

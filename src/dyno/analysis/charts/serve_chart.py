@@ -19,8 +19,10 @@ MEDIAN = "p50"
 
 
 def latency_by_rate(run: RunData) -> Any:
-    """A line for the bounded percentile of each trial, and a pale one for its median, with a point for each stable rate
-    of each round; None where there is none."""
+    """Draw a line for the bounded percentile of each trial and a pale one for its median; None without any.
+
+    Each stable rate of each round is a point.
+    """
     served = [each for each in runs.of_run(run) if _points(each, MEDIAN)]
     if not served:
         return None
@@ -42,13 +44,13 @@ def latency_by_rate(run: RunData) -> Any:
 
 
 def _points(served: Served, name: str) -> list[tuple[Tried, float]]:
-    """The stable rates that have the percentile, in seconds, in ascending order."""
+    """Return the stable rates that have the percentile, each with its value in seconds, by ascending rate."""
     found = [(t, t.percentile(name)) for t in served.tried if not t.step.unstable]
     return sorted(((t, p.value) for t, p in found if p), key=lambda pair: pair[0].step.rate)
 
 
 def _line(axes: Any, served: Served, name: str, alpha: float, hollow: bool) -> None:
-    """A line for each round, and a point for each rate."""
+    """Draw a line for each round, and a point for each rate."""
     points, trial = _points(served, name), served.trial
     style = {"color": color(trial.backend), "alpha": alpha, "marker": marker(trial.precision), "markersize": 4,
              "fillstyle": "none" if hollow else "full"}  # fmt: skip

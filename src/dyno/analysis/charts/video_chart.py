@@ -19,8 +19,10 @@ PALETTE = [color for name, color in COLORS.items() if name != "fake"]
 
 
 def timeline(run: RunData) -> Any:
-    """A row for each stage, with a bar for each frame's work in the frame's colour, and a pale one where it had no room
-    behind it; None where the run is of no video."""
+    """Draw a row for each stage, with a bar for each frame's work in the frame's colour; None if the run has no video.
+
+    A pale bar follows where the next stage had no room for the frame.
+    """
     filmed = runs.of_run(run)[:MOST_TRIALS]
     if not filmed:
         return None
@@ -51,7 +53,10 @@ def _panel(axes: Any, filmed: Filmed) -> None:
 
 
 def _window(video: Video) -> tuple[float, float]:
-    """From the reading of a frame in the middle until as many more are known as are drawn."""
+    """Return the window to draw, in seconds: FRAMES frames around the middle of the video.
+
+    It runs from the start of reading its first frame until the result of the last is known.
+    """
     began, known = video.arrays["frame_began"], video.arrays["frame_known"]
     first = max(0, len(began) // 2 - FRAMES // 2)
     return float(began[first]), float(known[min(len(known) - 1, first + FRAMES)])

@@ -10,11 +10,11 @@ POWER = 0.8
 
 
 def smallest_slowdown(error: float, freedom: float, level: float, tolerance: float) -> float:
-    """The smallest relative slow-down that would fail in 80 % of such comparisons; NaN where that is unknown.
+    """Return the smallest relative slow-down that would fail in 80 % of such comparisons; NaN where that is unknown.
 
-    `error` is the standard error of the mean log ratio with so many degrees of `freedom`, and what fails is an interval
-    of 1 - `level` wholly above 1 + `tolerance`: the slow-down is that by which the t statistic, which then has a
-    noncentral t distribution, exceeds its critical value with that chance.
+    `error` is the standard error of the mean log ratio with `freedom` degrees of freedom. A comparison fails where the
+    interval of 1 - `level` lies wholly above 1 + `tolerance`: the slow-down is the one at which the t statistic, which
+    then has a noncentral t distribution, exceeds its critical value with that probability.
     """
     from scipy.special import nctdtrinc
 

@@ -72,12 +72,12 @@ class Rules:
 
 
 def slowdown(share: float) -> str:
-    """A relative slow-down as text; beyond the largest limit its digits say nothing (two rounds may give 1e40)."""
+    """Format a relative slow-down; beyond the largest limit its digits mean nothing (two rounds may give 1e40)."""
     return f"{100 * share:.1f} %" if share <= MOST else f"more than {100 * MOST:,.0f} %"
 
 
 def percent(text: str) -> float:
-    """The share that `2%` is; a `UserError` for anything but a percentage of at least 0."""
+    """Return the share for a text such as `2%`; UserError for anything but a percentage of 0 to 1000."""
     number = text.strip().removesuffix("%")
     try:
         value = float(number) / 100

@@ -44,19 +44,19 @@ class Region:
     around: tuple[tuple[int, ...], ...] = ()
 
     def shown(self, form: int) -> list[int]:
-        """Members of a form and what is around them, in order."""
+        """Return the members of a form and the modules around them, in order."""
         return sorted({*self.members[form], *(self.around[form] if self.around else ())})
 
 
 def link(forms: Sequence[Inside], upper: int, lower: int) -> Link:
-    """The forms of these indices aligned: modules with nodes, or nodes with nodes or an engine's layers."""
+    """Align the forms with these indices: modules with nodes, or nodes with nodes or an engine's layers."""
     if forms[upper].form == MODULES:
         return _modules(forms, upper, lower)
     return _nodes(forms, upper, lower)
 
 
 def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
-    """By the nodes that a layer names, then by the tensors that it writes, then by what flows between those."""
+    """Align by the nodes that a layer names, then by the tensors that it writes, then by data flow between those."""
     graph, engine = forms[upper].layers, forms[lower].layers
     names = {layer.name: k for k, layer in enumerate(graph)}
     tensors = {port.name: k for k, layer in enumerate(graph) for port in layer.outputs}
@@ -91,15 +91,20 @@ def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
 
 
 def _ends(engine: Sequence[Layer], tensors: Mapping[str, int]) -> set[int]:
-    """Nodes whose result a layer writes as it is, so that no later node is in it; of engines whose tensors have names
-    of their own, and not those of layers."""
+    """Return the nodes whose result a layer writes unchanged, so that no later node is in that layer.
+
+    This holds for engines that name their tensors, not for those that name tensors after layers.
+    """
     written = (port.name for layer in engine if not layer.skipped for port in layer.outputs if port.name != layer.name)
     return {tensors[name] for name in written if name in tensors}
 
 
 def _helped(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int]) -> Claims:
-    """The pairs with the engine's layers that still stand for no node: each works for the only layer that reads it, of
-    those that stand for nodes (OpenVINO's LSTM also writes states that nobody needs)."""
+    """Return the pairs, extended by the engine's layers that have no node yet.
+
+    Such a layer belongs to the nodes of the only layer with nodes that reads it (OpenVINO's LSTM also writes states
+    that nothing reads).
+    """
     nodes_of = _turned(pairs)
     for layer in reversed(unnamed):
         readers = [reader for reader in engine.after[layer] if reader in nodes_of]
@@ -109,14 +114,14 @@ def _helped(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int])
 
 
 def _match(name: str, *tables: Mapping[str, int]) -> int | None:
-    """What the name stands for in the first table that has it, also without what an engine adds to it."""
+    """Return the name's index in the first table that has it, with or without an engine's additions to it, or None."""
     stem = NUMBERED.sub("", FUSION.sub("", name))
     stems = [name, stem, *(stem.removesuffix(added) for added in ADDED if stem.endswith(added))]
     return next((table[each] for each in stems for table in tables if each in table), None)
 
 
 def _modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
-    """By the modules that a node names. Of a module that is called several times the nodes are shared out in order."""
+    """Align by the modules that a node names; the nodes of a module called several times are divided in order."""
     calls, graph = forms[upper].layers, forms[lower].layers
     by_name: dict[str, list[int]] = defaultdict(list)
     for index, call in enumerate(calls):
@@ -153,15 +158,15 @@ def _modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
 
 
 def _of_calls(pairs: Mapping[int, set[int]], claims: Mapping[int, set[int]], how: Mapping[int, str]) -> dict[int, str]:
-    """How each call was found: the surest of its nodes that claim it."""
+    """Return how each call was found: by name where one of the nodes that claim it was, else by data flow."""
     named = {call for node, own in claims.items() if how.get(node) == NAMED for call in own}
     return {call: NAMED if call in named else FLOW for call in pairs}
 
 
 def _call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:
-    """A module's name as its calls have it, and which of these where the name says: `relu_1` is the second.
+    """Return a module's name as its calls have it, and the call's index where the name has one: `relu_1` is the second.
 
-    `known` has that name for each of the module's own, which are several where it stands in several places.
+    `known` maps each name of a module to that of its calls; a module that stands in several places has several names.
     """
     for text in (name, name.removeprefix(WRAPPER)):
         if text in known:
@@ -173,7 +178,7 @@ def _call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:
 
 
 def _shared(calls: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, int]]:
-    """Pairs of call and node: as many nodes for each call, in order, else all for all."""
+    """Pair calls with nodes: an equal number of nodes for each call, in order, else every call with every node."""
     if calls and len(nodes) % len(calls) == 0:
         each = len(nodes) // len(calls)
         return [(call, node) for k, call in enumerate(calls) for node in nodes[k * each : (k + 1) * each]]
@@ -189,9 +194,9 @@ def _turned(claims: Mapping[int, set[int]]) -> Claims:
 
 
 def regions(forms: Sequence[Inside], links: Sequence[Link]) -> list[Region]:
-    """The regions in the order of the first form.
+    """Return the regions in the order of the first form.
 
-    A layer without counterparts is a region of its own, behind what stands before it in its own form.
+    A layer without counterparts is a separate region, behind its predecessor in its form.
     """
     groups = _Groups(forms)
     pairs = [
@@ -233,15 +238,18 @@ class _Groups:
         self._forms = {one: {one[0]} for one in every}
 
     def root(self, layer: tuple[int, int]) -> tuple[int, int]:
-        """The layer that stands for the group."""
+        """Return the layer that represents the group."""
         while self.parent[layer] != layer:
             self.parent[layer] = self.parent[self.parent[layer]]
             layer = self.parent[layer]
         return layer
 
     def join(self, layer: tuple[int, int], other: tuple[int, int], sure: bool) -> None:
-        """Make one group of both layers' groups. Where that isn't sure, a group that has its place stays as it is: a
-        node may be guessed to be in this layer of one engine, and be known to be in that one of another."""
+        """Make one group of both layers' groups.
+
+        Where that isn't sure, a group that has its place stays as it is: a node may be guessed to be in this layer of
+        one engine, and be known to be in that one of another.
+        """
         a, b = self.root(layer), self.root(other)
         if a == b or (not sure and other[0] in self._forms[a] and layer[0] in self._forms[b]):
             return
@@ -252,7 +260,7 @@ class _Groups:
 def _around(
     links: Sequence[Link], root: Callable[[tuple[int, int]], tuple[int, int]]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
-    """For each module around others the regions in which it does something itself, in the order of its nodes."""
+    """Return for each module around others the regions in which its own code runs, in the order of its nodes."""
     regions_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
     for each in links:
         for upper in sorted(each.outer):
@@ -266,9 +274,9 @@ def _around(
 def _ordered(
     forms: Sequence[Inside], root: Callable[[tuple[int, int]], tuple[int, int]], around: Collection[tuple[int, int]]
 ) -> list[tuple[int, int]]:
-    """The regions in the order of the first form, those it lacks behind their neighbour in a later one.
+    """Return the regions in the order of the first form, those it lacks behind their neighbour in a later one.
 
-    Modules `around` others end after them, so that the regions of what they do themselves have another form's place.
+    Modules `around` others end after them, so the regions of their own operations take another form's place.
     """
     first: tuple[int, int] = (-1, -1)  # stands before all
     behind: dict[tuple[int, int], list[tuple[int, int]]] = {first: []}
@@ -295,7 +303,7 @@ def _ordered(
 
 
 def pivots(forms: Sequence[Inside], graph_of: Mapping[int, int]) -> list[Link]:
-    """The links between all forms: modules and engines with their graphs, and every graph with the first one."""
+    """Return the links between all forms: modules and engines with their graphs, and every graph with the first one."""
     graphs = [k for k, each in enumerate(forms) if each.form == NODES]
     links = [link(forms, graphs[0], k) for k in graphs[1:]] if graphs else []
     for k, each in enumerate(forms):

@@ -68,12 +68,12 @@ class Part:
 
 
 def parts(pair: Pair) -> list[Part]:
-    """The pair's layers, region by region in the model's order."""
+    """Return the pair's layers as parts, region by region in the model's order."""
     return _Parts(pair).all()
 
 
 def linked(pair: Pair) -> list[Link]:
-    """How the forms are aligned: by the graphs behind them; without any directly, two modules by their calls' names."""
+    """Align the forms by the graphs behind them; without a direct one, align two modules by their calls' names."""
     links = align.pivots(pair.forms, pair.graph_of)
     reached = {each.upper for each in links} | {each.lower for each in links}
     if {pair.a.form, pair.b.form} <= reached:
@@ -86,7 +86,7 @@ def linked(pair: Pair) -> list[Link]:
 
 
 def _by_calls(pair: Pair) -> Link:
-    """Two modules: each call with the call of the same part."""
+    """Align two modules: each call with the call of the same part."""
     places: list[dict[tuple[str, int], int]] = []
     for side in pair.sides:
         seen: dict[str, int] = {}
@@ -101,8 +101,10 @@ def _by_calls(pair: Pair) -> Link:
 
 
 def gathered(found: Sequence[Region], form: int) -> list[Region]:
-    """The regions with those in one in which nothing but the own code of one module runs, that it has between calls of
-    its parts; its time, which is one figure, is there and not with one of its parts."""
+    """Merge, for each module, the regions in which only its own code runs, between calls of its parts, into one.
+
+    The time of that code is one figure; it is there and not with one of the parts.
+    """
     outer = {k for region in found for k in region.around[form]}
     own: dict[int, list[Region]] = {}
     for region in found:
@@ -141,11 +143,11 @@ class _Form:
         self.ran = [bool(s > 0) or not layer.skipped for s, layer in zip(self.seconds, self.layers, strict=True)]
 
     def converts(self, k: int) -> bool:
-        """Whether the layer only changes a type or a layout."""
+        """Return whether the layer only changes a type or a layout."""
         return self.layers[k].moves or self.layers[k].type.rpartition(".")[2] in CONVERTERS
 
     def reader(self, k: int) -> int | None:
-        """The first layer behind that one which doesn't convert itself; None where only outputs follow."""
+        """Return the first layer behind `k` that isn't a conversion itself; None where only outputs follow."""
         for later in range(k + 1, len(self.layers)):
             written = {port.name for port in self.layers[k].outputs}
             if written & {port.name for port in self.layers[later].inputs}:
@@ -155,23 +157,25 @@ class _Form:
         return None
 
     def weight(self, k: int) -> tuple[int, float]:
-        """What makes a layer the main one of its region: operations, then time."""
+        """Return the key by which the main layer of a region is chosen: operations, then time."""
         return (self.layers[k].flops or int(bool(self.layers[k].computes_in)), float(self.seconds[k]))
 
     def named(self, chosen: Sequence[int]) -> tuple[str, ...]:
-        """The names of these layers, in order."""
+        """Return the names of these layers, in order."""
         return tuple(dict.fromkeys(name for k in chosen for name in self.names[k] or [self.layers[k].name or MODEL]))
 
     def type_of(self, chosen: Sequence[int]) -> str:
-        """The type that these layers compute in, by the one that takes longest, of those that multiply where there are
-        any; "" where it isn't known."""
+        """Return the type that these layers compute in; "" where it isn't known.
+
+        The slowest layer decides, among those that multiply where there are any.
+        """
         multiply = [k for k in chosen if self.layers[k].computes_in]
         typed = [k for k in multiply or chosen if computed_in(self.layers[k])]
         return computed_in(self.layers[max(typed, key=lambda k: self.seconds[k])]) if typed else ""
 
 
 def computed_in(layer: Layer) -> str:
-    """The type that a layer multiplies in, else that of its output; "" for indices and what isn't known."""
+    """Return the type that a layer multiplies in, else that of its output; "" for indices and unknown types."""
     kind = layer.computes_in or (layer.outputs[0].dtype if layer.outputs else "")
     return kind if kind.startswith(("float", "bfloat", "int8", "uint8")) else ""
 
@@ -188,12 +192,12 @@ class _Parts:
         self._regions = found
 
     def all(self) -> list[Part]:
-        """The parts of every region."""
+        """Return the parts of every region."""
         found = [part for region in self._regions for part in self._of(region) if part.a or part.b]
         return self._matched(found)
 
     def _matched(self, found: Sequence[Part]) -> list[Part]:
-        """The parts with a conversion that both sides have, before the same layer, as one."""
+        """Merge two parts where both sides have the same conversion before the same layer."""
         places: dict[tuple[object, ...], list[int]] = {}
         kept: list[Part] = []
         for part in found:
@@ -222,8 +226,10 @@ class _Parts:
         return [*moving, *self._compared(a, b, region)]
 
     def _called(self, a: Sequence[int], b: Sequence[int]) -> Part | None:
-        """What a module does outside its parts: its time is mostly that of calling them. Where no part is beside it,
-        the other form's layers are its counterparts."""
+        """Return the part of a model's code outside its parts, mostly the time of calling them; None without any.
+
+        Where the region holds nothing else, the other form's layers are its counterparts.
+        """
         roots = [
             [k for k in own if form.modules and not form.layers[k].name] for form, own in ((self.a, a), (self.b, b))
         ]
@@ -240,7 +246,7 @@ class _Parts:
         return Part(CONVERSION, a, b, (form.layers[k].name,), before=before)
 
     def _compared(self, a: Sequence[int], b: Sequence[int], region: Region) -> list[Part]:
-        """The main layers of both sides, and those that only one side has."""
+        """Return a part for the main layers of both sides, and parts for the layers that only one side has."""
         if not a or not b:
             return [self._alone(a, b, region)] if a or b else []
         main_a, main_b = self._main(self.a, a, self.b, len(b)), self._main(self.b, b, self.a, len(a))
@@ -255,13 +261,19 @@ class _Parts:
         return found
 
     def _main(self, form: _Form, own: Sequence[int], other: _Form, count: int) -> list[int]:
-        """As many of the layers as the other form has; all that a module became, which may be code of any length."""
+        """Return the `count` main layers, one for each layer of the other form.
+
+        Where the other form is a module, which may be code of any length, they are all layers that it became.
+        """
         if other.modules and not form.modules:
             return sorted(own)
         return sorted(sorted(own, key=form.weight, reverse=True)[:count])
 
     def _alone(self, a: Sequence[int], b: Sequence[int], region: Region) -> Part:
-        """A region that one side lacks: nothing runs for it there, if it is known what it is."""
+        """Return the part of a region that one side lacks: nothing runs for it there where the region is identified.
+
+        Otherwise its counterpart is unknown.
+        """
         form, own = (self.a, a) if a else (self.b, b)
         others = [k for k in range(len(region.members)) if k != form.side.form and region.members[k]]
         other = self.b if a else self.a
@@ -306,10 +318,10 @@ def _form(pair: Pair, side: Side) -> _Form:
 
 
 def medians(side: Side) -> np.ndarray:
-    """Seconds of each layer: the median over processes of the median over repeats."""
+    """Return the seconds of each layer: the median over processes of the median over repeats."""
     return np.array(np.median([np.median(each.layers, axis=0) for each in side.processes], axis=0))
 
 
 def by_cause(parts: Sequence[Part]) -> Mapping[Cause, list[int]]:
-    """The places of the parts of each cause, in the order of CAUSES."""
+    """Return the indices of the parts of each cause, in the order of CAUSES."""
     return {cause: own for cause in CAUSES if (own := [k for k, part in enumerate(parts) if part.cause == cause])}

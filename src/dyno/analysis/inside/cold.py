@@ -69,7 +69,10 @@ class Starts:
 
 
 def table(starts: Sequence[Starts]) -> Table:
-    """A row for each form and place of its files, compared with the first form's of the same place as one family."""
+    """Build a row for each form and place of its files.
+
+    Each is compared with the first form of the same place, all as one family.
+    """
     first = {one.files: one for one in reversed(starts)}
     evidence = [None if one is first[one.files] else _evidence(one, first[one.files]) for one in starts]
     decided = stats.decide_family(evidence)
@@ -78,12 +81,12 @@ def table(starts: Sequence[Starts]) -> Table:
 
 
 def sentences(starts: Sequence[Starts]) -> list[str]:
-    """What takes longest before the first answer, how a later call compares, and which starts compile libraries."""
+    """Return sentences on the longest part before the first answer, a later call, and starts that compile libraries."""
     return [_sentence(one) for one in starts] + [line for one in starts if (line := _uncompiled(one))]
 
 
 def without_byte_code(modules: int, uncompiled: int) -> str:
-    """That so many of a process's modules have no byte-code, in words; "" where only a few have none."""
+    """Describe how many of a process's modules have no byte-code; "" where only a few have none."""
     few = uncompiled <= MANY_UNCOMPILED * modules
     return (
         "" if few else f"{uncompiled:,} of {modules:,} Python modules have no byte-code, so each process compiles them"
@@ -91,7 +94,7 @@ def without_byte_code(modules: int, uncompiled: int) -> str:
 
 
 def _uncompiled(one: Starts) -> str:
-    """That libraries have no byte-code, and what ends that; "" where they have."""
+    """Return a sentence on libraries without byte-code and the remedy; "" where they have it."""
     if found := without_byte_code(one.middle.modules, one.middle.uncompiled):
         ends = "omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once"
         return f"{one.title}, files {one.files}: {found}; {ends}."
@@ -107,7 +110,6 @@ def _sentence(one: Starts) -> str:
 
 
 def _evidence(own: Starts, other: Starts) -> stats.Evidence | None:
-    """The two paired by round."""
     return stats.paired([math.log(a / b) for a, b in zip(other.wholes, own.wholes, strict=True)])
 
 

@@ -65,12 +65,12 @@ class Pair:
 
 
 def of_run(folder: Path, a: str, b: str) -> Path:
-    """The file in a run folder for the pair of the trials with these ids."""
+    """Return the file in a run folder for the pair of the trials with these ids."""
     return folder / FOLDER / f"{a}{JOIN}{b}.json"
 
 
 def stored(folder: Path) -> list[tuple[Path, str, str]]:
-    """The files of pairs in a run folder, each with the ids of its two trials."""
+    """Return the files of pairs in a run folder, each with the ids of its two trials."""
     files = sorted((folder / FOLDER).glob(f"*{JOIN}*.json"))
     return [(file, *file.stem.split(JOIN, 1)) for file in files]  # type: ignore[misc]
 
@@ -101,7 +101,7 @@ GPU_ARRAYS = ("latency", "enqueue", "busy", "calls")
 
 
 def read(path: Path) -> Pair:
-    """The stored pair; a `UserError` for a file that holds none."""
+    """Read the stored pair; UserError for a file without one or a damaged file."""
     data = read_json(path)
     if data.get("kind") != KIND:
         raise UserError(f"{path} holds no explained pair; `dyno explain MODEL A B --save FILE.json` writes one")
@@ -137,7 +137,7 @@ def _seconds(data: Mapping[str, Any], names: Sequence[str]) -> list[np.ndarray]:
 
 
 def _problem(pair: Pair) -> str:
-    """Where times and layers don't fit, "" where they do; an `IndexError` for a form that there isn't."""
+    """Describe where times and layers don't fit, "" where they do; IndexError for a form that doesn't exist."""
     for side in pair.sides:
         layers = len(pair.forms[side.form].layers)
         if not side.processes or any(each.layers.shape[1:] != (layers,) for each in side.processes):
@@ -153,7 +153,10 @@ def _problem(pair: Pair) -> str:
 
 
 def warned(side: Side) -> list[str]:
-    """The warnings of the side's processes, those that differ in numbers once, and in how many each was."""
+    """Return the warnings of the side's processes, with the number of processes that had each.
+
+    Warnings that differ only in numbers are listed once.
+    """
     kinds: dict[str, list[str]] = {}
     for each in side.processes:
         for warning in each.warnings:

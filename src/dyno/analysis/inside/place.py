@@ -45,8 +45,11 @@ def between(
     helpers: Sequence[int],
     fits: Callable[[int, int], bool] = lambda node, layer: True,
 ) -> Claims:
-    """The claims with those of the engine's layers `helpers` added, which name no node: of the unclaimed nodes between
-    two, what an unnamed layer between their counterparts does, where the node `fits` that layer."""
+    """Return the claims with those added of the engine's layers `helpers`, which name no node.
+
+    An unclaimed node between two claimed ones belongs to the unnamed layers between their counterparts, where the node
+    `fits` that layer.
+    """
     named = {layer: {layer} for own in claims.values() for layer in own}
     above, below = _nearest(graph.before, claims, graph.forwards), _nearest(graph.after, claims, graph.backwards)
     higher, lower = _nearest(engine.before, named, engine.forwards), _nearest(engine.after, named, engine.backwards)
@@ -66,13 +69,13 @@ def between(
 def placed(
     layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow, ends: Collection[int] = ()
 ) -> tuple[Claims, dict[int, str]]:
-    """The claims with those of unclaimed layers added, and how each was found.
+    """Return the claims with those of unclaimed layers added, and how each was found.
 
-    A layer between two that have a counterpart in common has it too. Of what engines fuse, a product begins a layer, so
-    that it belongs to the next that has a counterpart (a convolution to the ReLU behind its batch norm), as a
-    dequantisation does and what only constants decide; anything else ends one, and belongs to the last of those that it
-    reads, but not where it is known that what it reads `ends` its counterpart. The layers are in an order in which they
-    can run.
+    A layer between two with a common counterpart has it too. In an engine's fused layers, a product comes first, so it
+    belongs to the next layer that has a counterpart (a convolution to the ReLU behind its batch norm); so does a
+    dequantisation, and a layer that only constants decide. Any other layer comes last, and belongs to the last of the
+    counterparts of its inputs, except of inputs in `ends`, which are known to end their counterpart. The layers are in
+    an order in which they can run.
     """
     placements = {index: set(own) for index, own in claims.items() if own}
     how = dict.fromkeys(placements, NAMED)
@@ -115,12 +118,15 @@ def placed(
 
 
 def _begins(layer: Layer) -> bool:
-    """Whether an engine's layer may begin with it, and hardly ends with it."""
+    """Return whether an engine's layer may begin with this layer, and rarely ends with it."""
     return bool(layer.flops) or layer.type == DEQUANTISES
 
 
 def _nearest(edges: Sequence[Sequence[int]], claims: Mapping[int, set[int]], order: Sequence[int]) -> list[set[int]]:
-    """For each layer the counterparts of the nearest claimed ones along the edges; the order visits those first."""
+    """Return each layer's counterparts, those of the nearest claimed layers along the edges.
+
+    `order` visits the neighbours along the edges first.
+    """
     reached: list[set[int]] = [set() for _ in edges]
     for index in order:
         for neighbour in edges[index]:

@@ -35,9 +35,10 @@ class Reason:
 
 
 def reasons(waterfall: Waterfall) -> list[Reason]:
-    """The difference, its causes from the largest on, and how much of it they explain.
+    """Return sentences on the difference, on its causes from the largest on, and on how much of it they explain.
 
-    A cause whose interval holds 0 has no sentence, nor has one of less than 5 % of the difference.
+    A cause whose interval holds 0 has no sentence, nor has one of less than 5 % of the difference (of A's latency where
+    no difference is shown).
     """
     words = _Words(waterfall)
     told = [words.gap(), *words.strangers(), *words.causes(), *words.alone(), *words.narrower(), *words.attributed()]
@@ -54,7 +55,7 @@ class _Words:
         self._least, self._large = NOTEWORTHY * whole, BY_ITSELF * whole
 
     def gap(self) -> Reason:
-        """How far apart the two are."""
+        """Return the reason that states the difference of the two latencies."""
         times = f"{self._b} takes {_us(self._gap.b)}, {self._a} {_us(self._gap.a)}"
         if self._gap.proven:
             way = "less" if self._gap.difference.value < 0 else "more"
@@ -64,7 +65,7 @@ class _Words:
         return _reason(GAP, text, self._gap)
 
     def strangers(self) -> Iterator[Reason]:
-        """That the two have no layer in common, so that the causes below compare nothing."""
+        """Yield a reason where the two have no layer in common, so that the causes below compare nothing."""
         parts = self._w.parts
         if any(part.a and part.b for part in parts) or not any(part.a for part in parts):
             return
@@ -72,13 +73,13 @@ class _Words:
         yield Reason(STRANGERS, f"{text}: only the latencies can be compared.")
 
     def causes(self) -> Iterator[Reason]:
-        """The causes that are proven and large enough, the largest first."""
+        """Yield the causes that are proven and large enough, the largest first."""
         large = [s for s in self._w.causes if s.proven and abs(s.difference.value) >= self._least]
         for step in sorted(large, key=lambda s: -abs(s.difference.value)):
             yield _reason(step.cause.key, f"{self._what(step)}: {self._amount(step)}.", step, self._names(step))
 
     def alone(self) -> Iterator[Reason]:
-        """The part with the largest difference, where it is a large share by itself and goes the way of the whole."""
+        """Yield the part with the largest difference, where that alone is a large share of the whole."""
         steps = [s for s in self._w.steps if s.parts and s.cause.region and s.proven]
         largest = max(steps, key=lambda s: abs(s.difference.value), default=None)
         if largest is None or abs(largest.difference.value) < self._large or len(steps) < 2:
@@ -90,7 +91,7 @@ class _Words:
         yield _reason(ALONE, f"{text}{self._b}.", largest, part.names)
 
     def narrower(self) -> Iterator[Reason]:
-        """What keeps a narrower type from being faster: layers that didn't take it, and those that it made slower."""
+        """Yield why a narrower type isn't faster: layers that didn't take it, and layers that it made slower."""
         precision = self._w.pair.b.precision
         stayed = [s for s in self._w.steps if s.cause == causes.STAYED]
         if stayed and sum(s.b for s in stayed) >= NOTEWORTHY * self._gap.b:
@@ -107,7 +108,7 @@ class _Words:
             yield _reason(NOT_FASTER, f"{text}it in {_listed(names[:1])}.", whole, names)
 
     def attributed(self) -> Iterator[Reason]:
-        """How much of the difference the layers explain."""
+        """Yield how much of the difference the layers explain."""
         if not self._gap.proven:
             return
         also = " and launch gaps" if self._w.on_gpu else ""
@@ -119,7 +120,7 @@ class _Words:
         yield Reason(ATTRIBUTED, "; ".join([text, *rest]) + ".")
 
     def watched(self) -> Iterator[Reason]:
-        """By how much watching slowed the layers."""
+        """Yield how much watching slowed each side's layers, where that is noteworthy."""
         for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
             if side.excess >= NOTEWORTHY * side.latency[0]:
                 longer = (
@@ -171,29 +172,28 @@ class _Words:
         return f", the longest before {before[0]}" if any(before) else ""
 
     def _sorted(self, step: Step) -> list[int]:
-        """The step's parts, the largest difference first."""
         return sorted(step.parts, key=lambda k: -abs(self._w.steps[k].difference.value))
 
     def _types(self, parts: Sequence[Part], side: int) -> str:
-        """The commonest types of layers: `16 Convolution, 3 Add`."""
+        """Return the commonest types of layers: `16 Convolution, 3 Add`."""
         layers = self._w.pair.forms[self._w.pair.sides[side].form].layers
         kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side])
         more = f" and {counting(len(kinds) - NAMES, 'more kind')}" if len(kinds) > NAMES else ""
         return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(NAMES)) + more
 
     def _kinds(self, parts: Sequence[Part]) -> str:
-        """The types in which most of the parts compute in A and in B."""
+        """Return the types in which most of the parts compute in A and in B."""
         kinds = Counter(part.types for part in parts)
         before, after = max(kinds, key=lambda each: kinds[each], default=("", ""))
         return f"{before} in {self._a}, {after} in {self._b}"
 
     def _names(self, step: Step) -> tuple[str, ...]:
-        """The parts of the step, the largest difference first."""
+        """Return a name for each part of the step, the largest difference first."""
         return tuple(dict.fromkeys(name for k in self._sorted(step) for name in self._w.parts[k].names[:1]))
 
 
 def _short(titles: Sequence[str]) -> list[str]:
-    """The titles without versions, where they still differ."""
+    """Return the titles without versions, where they still differ."""
     plain = [VERSION.sub("", title) for title in titles]
     return plain if len({*plain}) == len(plain) else list(titles)
 
@@ -208,7 +208,7 @@ def _listed(names: Sequence[str]) -> str:
 
 
 def _percent(share: float) -> str:
-    """A share of the difference, without the sign of nothing."""
+    """Format a share of the difference as percent, without a sign in front of 0."""
     return f"{share if abs(share) >= ROUNDED else 0.0:.1%}"
 
 

@@ -28,7 +28,7 @@ COUNTS = (
 
 
 def one(form: Inside) -> Table:
-    """The table of a single form."""
+    """Build the table of a single form."""
     rows: list[Row] = []
     for layer in form.layers:
         output = layer.outputs[0] if layer.outputs else Port("")
@@ -64,12 +64,12 @@ def _remark(layer: Layer) -> str:
 
 
 def shape(port: Port) -> str:
-    """A shape as 1x64x56x56; a dimension that isn't known is ?."""
+    """Format a shape as 1x64x56x56; an unknown dimension is ?."""
     return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
 
 
 def aligned(forms: Sequence[Inside], shown: Sequence[int], graph_of: Mapping[int, int]) -> Table:
-    """The forms of the indices `shown` side by side, a row for each region; the others only help to align them.
+    """Build a table of the forms `shown` (indices) side by side, a row for each region; the others help to align them.
 
     `graph_of` has the index of the graph that an engine was made from.
     """
@@ -97,7 +97,7 @@ def aligned(forms: Sequence[Inside], shown: Sequence[int], graph_of: Mapping[int
 
 
 def _runs(forms: Sequence[Inside], region: Region, form: int) -> bool:
-    """Whether the region has anything of the form that runs, or has parameters."""
+    """Return whether the region has a layer of the form that runs or has parameters."""
     return any(not layer.skipped or layer.parameters for i in region.members[form] if (layer := forms[form].layers[i]))
 
 
@@ -106,7 +106,7 @@ def _letter(position: int) -> str:
 
 
 def names_cell(name: str) -> Callable[[Row], str]:
-    """The first few names of a region, a later one without what it shares with the first."""
+    """Return a function that lists a region's first few names, later ones without the parent shared with the first."""
 
     def text(row: Row) -> str:
         first, *others = row[f"{name}_names"] or [""]
@@ -119,7 +119,6 @@ def names_cell(name: str) -> Callable[[Row], str]:
 
 
 def _after(parent: str, name: str) -> str:
-    """What a name has behind that of the module around it, or all of it."""
     return name.removeprefix(parent) if parent and name.startswith(f"{parent}.") else name
 
 
@@ -145,7 +144,7 @@ def _row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> Row:
 
 
 def _names(forms: Sequence[Inside], region: Region, form: int) -> list[str]:
-    """What the region has of the form, quantisation last; the model itself is (model), where no part of it acts."""
+    """Return the region's names in the form, quantisation last, or (model) where only the model's own code acts."""
     layers = sorted((forms[form].layers[i] for i in region.shown(form)), key=lambda layer: layer.type in QUANTISES)
     names = [layer.name or MODEL for layer in layers]
     if names or forms[form].form != MODULES:
@@ -155,7 +154,7 @@ def _names(forms: Sequence[Inside], region: Region, form: int) -> list[str]:
 
 
 def _what_happened(forms: Sequence[Inside], there: Sequence[int], last: int, region: Region) -> str:
-    """Fusions, folded batch norms, layers that are in one form only; `there` are the forms that have the region."""
+    """Describe fusions, folded batch norms and layers in one form only; `there` are the forms that have the region."""
     before, after = ([forms[k].layers[i] for i in region.shown(k)] for k in (there[0], there[-1]))
     if len(there) == 1:
         if all(layer.moves for layer in after):
@@ -176,7 +175,7 @@ def _what_happened(forms: Sequence[Inside], there: Sequence[int], last: int, reg
 
 
 def coverage(forms: Sequence[Inside], link: align.Link) -> str:
-    """How the layers of the upper form found their counterparts, and how many have none."""
+    """Describe how the layers of the upper form found their counterparts, and how many have none."""
     total = sum(not layer.skipped for layer in forms[link.upper].layers)
     count = {why: sum(one == why for one in link.how.values()) for why in (NAMED, FLOW, CONSTANT)}
     alone = total - sum(count.values())
@@ -191,7 +190,7 @@ def coverage(forms: Sequence[Inside], link: align.Link) -> str:
 
 
 def conversions(forms: Sequence[Inside], shown: Sequence[int]) -> Table:
-    """Every layer of the engines that only changes types or layouts: between which layers, from what to what."""
+    """Build a row for each layer of the engines that only changes types or layouts: its neighbours, and both types."""
     rows: list[Row] = []
     for k in shown:
         form = forms[k]

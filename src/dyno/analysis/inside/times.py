@@ -71,7 +71,7 @@ class Times:
         return Path(self.functions, float(np.median(self.profiled)) / self.latency, idle)
 
     def ran(self, form: Inside) -> list[int]:
-        """The form's layers, without those that have no time and don't run."""
+        """Return the indices of the form's layers, without those that have no time and don't run."""
         medians = np.median(self.layers, axis=0)
         return [i for i, layer in enumerate(form.layers) if medians[i] > 0 or not layer.skipped]
 
@@ -85,11 +85,11 @@ def profile(
     top: int,
     ceilings: Ceilings | None = None,
 ) -> Table:
-    """The `top` layers (0: all) of each form by time, or as they run (`graph`), and the rest in one row.
+    """Build rows for the `top` layers (0: all) of each form by time, or as they run (`graph`), and one for the rest.
 
     A layer's time is its median over the repeats; shares are of the sum of these. `graph_of` and `module_of` have the
-    indices of the graph that an engine was made from, and of the module, where they are there. With `ceilings` each
-    layer is rated by them.
+    indices of the graph that an engine was made from, and of the module, where they exist. With `ceilings` each layer
+    is rated by them.
     """
     rows = []
     for k, each in times.items():
@@ -107,7 +107,7 @@ def profile(
 def _rows(
     form: Inside, names: Sequence[list[str]], each: Times, order: str, top: int, rated: Rated | None
 ) -> list[Row]:
-    """The rows of one form: what has no time and doesn't run is none."""
+    """Build the rows of one form, without layers that have no time and don't run."""
     seconds, ran = each.layers, each.ran(form)
     medians = np.median(seconds, axis=0)
     slowest = sorted(ran, key=lambda i: -medians[i])
@@ -128,7 +128,10 @@ def _rows(
 
 
 def _row(form: Inside, layer: Layer, names: list[str], seconds: np.ndarray) -> Row:
-    """One layer with its interval, or several: the sum of their medians, so that all rows add up, has none."""
+    """Build the row of one layer with its interval, or of several as the sum of their medians, so that all rows add up.
+
+    A sum has no interval.
+    """
     value = float(np.median(seconds, axis=0).sum())
     interval = median_interval(seconds[:, 0]) if seconds.shape[1] == 1 else Interval(value, math.nan, math.nan)
     return {
@@ -141,14 +144,18 @@ def _row(form: Inside, layer: Layer, names: list[str], seconds: np.ndarray) -> R
 
 
 def modules_of(forms: Sequence[Inside], k: int, graph: int | None, owner: int | None) -> list[list[str]]:
-    """The modules that each layer of the form came from, in the order of their calls; where none is known the nodes of
-    the graph, and none for a conversion that the engine put in."""
+    """Return the modules that each layer of the form came from, in the order of their calls.
+
+    Where no module is known these are the nodes of the graph; a conversion that the engine inserted has neither.
+    """
     return [modules or nodes for modules, nodes in origins(forms, k, graph, owner)]
 
 
 def origins(forms: Sequence[Inside], k: int, graph: int | None, owner: int | None) -> list[tuple[list[str], list[str]]]:
-    """The modules that each layer of the form came from, in the order of their calls, and the nodes of the graph; both
-    are empty for a conversion that the engine put in."""
+    """Return the modules that each layer of the form came from, in the order of their calls, and the graph's nodes.
+
+    Both are empty for a conversion that the engine inserted.
+    """
     form = forms[k]
     if form.form == MODULES:
         return [([layer.name or MODEL], []) for layer in form.layers]
@@ -174,7 +181,7 @@ def origins(forms: Sequence[Inside], k: int, graph: int | None, owner: int | Non
 
 
 def turned(link: align.Link) -> dict[int, list[int]]:
-    """The upper form's counterparts of each layer of the lower one; of a module around others only where it's sure."""
+    """Return the upper form's counterparts of each lower layer; those of modules around others only where sure."""
     by_lower: dict[int, list[int]] = {}
     for upper, own in sorted(link.pairs.items()):
         for lower in own:
@@ -189,8 +196,10 @@ def reconciliation(
     graph_of: Mapping[int, int] | None = None,
     ceilings: Ceilings | None = None,
 ) -> Table:
-    """A line for each form: the latency that nobody watched, the sum of its layers, and what is left; with `ceilings`
-    what the latency is under them, for which `graph_of` has an engine's graph."""
+    """Build a line for each form: the unwatched latency, the sum of its layers, and the remainder.
+
+    With `ceilings` it also rates the latency under them, for which `graph_of` has an engine's graph.
+    """
     rows: list[Row] = []
     bounds: list[str] = []
     for k, each in times.items():

@@ -18,21 +18,21 @@ NORMS = ("BatchNorm", "BatchNormalization")
 
 
 def activation_bytes(layer: Layer) -> int | None:
-    """Bytes of the layer's outputs; None where a shape or type is unknown, or known only at run time."""
+    """Return the bytes of the layer's outputs; None where a shape or type is unknown, or known only at run time."""
     if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in layer.outputs):
         return None
     return sum(math.prod(port.shape) * BYTES.get(port.dtype, 1) for port in layer.outputs)
 
 
 def is_norm(layer: Layer) -> bool:
-    """Whether it is a batch normalisation, which in inference is a multiplication and an addition per channel."""
+    """Return whether it is a batch normalisation, in inference a multiplication and an addition per channel."""
     return any(name in layer.type for name in NORMS)
 
 
 def sentences(
     forms: Sequence[Inside], shown: Sequence[int], regions: Sequence[Region], graph_of: Mapping[int, int] | None = None
 ) -> list[str]:
-    """Why the number of parameters of each form shown differs from that of the one before it.
+    """Explain why the number of parameters of each form shown differs from that of the one before it.
 
     `graph_of` has the ONNX graph of each engine, in which batch norms are folded and weights are not padded.
     """
@@ -50,7 +50,7 @@ def sentences(
 
 
 def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[Region], graph: int) -> Iterator[str]:
-    """Folded batch norms, padded weights, weights shared by several layers, and the rest by its largest part."""
+    """Yield the reasons: folded batch norms, padded weights, weights shared by layers, and where the rest is."""
     left = forms[first].parameters - forms[other].parameters
     differences = {id(r): _sum(forms, r, first) - _sum(forms, r, other) for r in regions}
     folded = [r for r in regions if r.members[graph] and _folds(forms, first, graph, r)]
@@ -90,7 +90,7 @@ def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[
 
 
 def _where(whole: Mapping[str, int]) -> str:
-    """Where most of it is, as far as one part can be named for it."""
+    """Describe where most of the difference is, as far as one part can be named for it."""
     apart = {name: abs(count) for name, count in whole.items() if count}
     if not apart:
         return ""
@@ -103,12 +103,12 @@ def _where(whole: Mapping[str, int]) -> str:
 
 
 def _folds(forms: Sequence[Inside], first: int, other: int, region: Region) -> bool:
-    """Whether the region has a batch norm in the first form and none in the other, which folded it."""
+    """Return whether the region has a batch norm in the first form and none in the other, which folded it."""
     return any(map(is_norm, _layers(forms, region, first))) and not any(map(is_norm, _layers(forms, region, other)))
 
 
 def _blocked(forms: Sequence[Inside], region: Region, first: int, other: int) -> bool:
-    """Whether one of the forms stores the region's tensors in blocks of channels, to which weights are padded."""
+    """Return whether one of the forms stores the region's tensors in blocks of channels, which pads the weights."""
     every = (*_layers(forms, region, first), *_layers(forms, region, other))
     return any(port.format == BLOCKED for layer in every for port in layer.outputs)
 
@@ -122,12 +122,12 @@ def _sum(forms: Sequence[Inside], region: Region, form: int) -> int:
 
 
 def _shared(forms: Sequence[Inside], region: Region, form: int) -> int:
-    """Weights of the region that the form's earlier layers have too."""
+    """Return the number of the region's weights that the form's earlier layers have too."""
     return sum(layer.shared for layer in _layers(forms, region, form))
 
 
 def _name(forms: Sequence[Inside], region: Region, *order: int) -> str:
-    """The module around the region's parts, else its first layer: a module's name, else that of these forms."""
+    """Return the module around the region's parts, else its first layer: a module's name, else that of these forms."""
     order = (*(k for k, each in enumerate(forms) if each.form == MODULES), *order)
     around = [forms[form].layers[k] for form in order for k in (region.around[form] if region.around else ())]
     names = (layer.name for layer in (*around, *(each for form in order for each in _layers(forms, region, form))))
@@ -142,7 +142,7 @@ def _operations(count: int) -> str:
 
 
 def summary(form: Inside) -> str:
-    """A form in one sentence."""
+    """Describe a form in one sentence."""
     ran = [layer for layer in form.layers if not layer.skipped]
     sentence = f"{form.library}: {counting(len(ran), form.form.removesuffix('s'))}"
     if form.form == MODULES:

@@ -108,7 +108,10 @@ class Waterfall:
         return [self.step(cause, own) for cause, own in causes.by_cause(self.parts).items()] + self.remainders
 
     def step(self, cause: Cause, places: Sequence[int]) -> Step:
-        """These parts together. Where watching slowed layers, the interval holds both ways of taking that off."""
+        """Return the step of these parts together.
+
+        Where watching slowed layers, the interval covers both ways of correcting for it.
+        """
         a, b = [k for p in places for k in self.parts[p].a], [k for p in places for k in self.parts[p].b]
         step = _step(cause, self.a.layers[:, a].sum(axis=1), self.b.layers[:, b].sum(axis=1), tuple(places))
         if not self.a.excess and not self.b.excess:
@@ -118,7 +121,7 @@ class Waterfall:
         return replace(step, difference=Interval(step.difference.value, low, high))
 
     def share(self, seconds: float) -> float:
-        """The difference as a share of the gap; NaN where the gap is 0."""
+        """Return the difference as a share of the gap; NaN where the gap is 0."""
         whole = self.gap.difference.value
         return seconds / whole if whole else math.nan
 
@@ -134,8 +137,11 @@ class Waterfall:
 
 
 def waterfall(pair: Pair) -> Waterfall:
-    """The pair's steps. With one process a side its repeats are resampled, which says nothing of how another process
-    would do; with several the processes are (percentile bootstrap, 1,000 resamples)."""
+    """Build the pair's steps, with intervals by percentile bootstrap (1,000 resamples).
+
+    With one process a side its repeats are resampled, which tells nothing about another process; with several the
+    processes are resampled.
+    """
     rng = np.random.default_rng(SEED)
     return Waterfall(pair, tuple(causes.parts(pair)), *(_estimates(side, rng) for side in pair.sides))
 
@@ -156,8 +162,10 @@ Drawn = tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]
 
 
 def _one(processes: Sequence[Times], rng: np.random.Generator) -> Drawn:
-    """Medians over the repeats of one process, and of resamples of these: latency, layers, then the layers' sum and the
-    time in which a GPU worked."""
+    """Return the medians over the repeats of one process, and over resamples of these.
+
+    They are of the latency, of the layers, then of the layers' sum and the time in which a GPU worked.
+    """
     (times,) = processes
     latency = _medians(times.unprofiled[:, None], rng)[:, 0]
     both = _medians(np.column_stack([times.layers, times.layers.sum(axis=1)]), rng)
@@ -166,7 +174,7 @@ def _one(processes: Sequence[Times], rng: np.random.Generator) -> Drawn:
 
 
 def _several(processes: Sequence[Times], rng: np.random.Generator) -> Drawn:
-    """Medians over processes, and over resamples of these, as `_one` has them of repeats."""
+    """Return the medians over processes, and over resamples of these, as `_one` does over repeats."""
     found = np.array([
         [np.median(each.unprofiled), *np.median(each.layers, axis=0), np.median(each.layers.sum(axis=1)),
          np.median(_working(each))]
@@ -177,27 +185,29 @@ def _several(processes: Sequence[Times], rng: np.random.Generator) -> Drawn:
 
 
 def _working(times: Times) -> np.ndarray:
-    """Seconds of a watched run in which a GPU ran kernels; without end where nobody saw them, so that none waits."""
+    """Return the seconds of a watched run in which a GPU ran kernels; infinite where none were seen: no GPU waits."""
     return times.gpu.busy if times.gpu and times.gpu.busy.size else np.array([np.inf])
 
 
 def _medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:
-    """Medians of the rows, and of resamples of the rows [1 + resamples, columns]."""
+    """Return the medians of the rows, and of resamples of the rows [1 + resamples, columns]."""
     count = len(samples)
     drawn = [samples] + [samples[rng.integers(count, size=count)] for _ in range(RESAMPLES)]
     return np.array([np.median(each, axis=0) for each in drawn])
 
 
 def scaled(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
-    """The layers' seconds [draws, layers], scaled down alike where they add up to more than the latency [draws]."""
+    """Return the layers' seconds [draws, layers], scaled by one factor where their sum exceeds the latency [draws]."""
     factors = np.minimum(1.0, latency / np.maximum(layers.sum(axis=1), TINY))
     found: np.ndarray = layers * factors[:, None]
     return found
 
 
 def lowered(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
-    """The layers' seconds [draws, layers] less the same for each layer, as much as makes them add up to the latency
-    [draws] where they add up to more; no layer has less than nothing."""
+    """Return the layers' seconds [draws, layers], lowered where their sum exceeds the latency [draws].
+
+    The same time is taken off each layer, enough for them to add up to the latency; no layer falls below 0.
+    """
     low, high = np.zeros(len(layers)), layers.max(axis=1, initial=0.0)
     if (layers.sum(axis=1) <= latency).all():
         return layers

@@ -15,7 +15,7 @@ LESS, MORE, REST = "#009E73", "#D55E00", "#8A8A8A"  # shorter, longer, and time 
 
 
 def draw(waterfall: Waterfall) -> Any:
-    """A matplotlib Figure: microseconds from A's latency (above) to B's, green where B takes less.
+    """Draw a matplotlib Figure: microseconds from A's latency (above) to B's, green where B takes less.
 
     Hatched steps aren't layers of the model; whiskers are the 95 % intervals of a step's own difference.
     """

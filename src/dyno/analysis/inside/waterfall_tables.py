@@ -18,7 +18,7 @@ PARTS = TableKind("explained", "Part by part", "What each part of the model take
 
 
 def signed(value: float) -> str:
-    """A number with its sign: +310, −12.4, 0."""
+    """Format a number with its sign: +310, −12.4, 0."""
     return significant(value) if not value or value != value else ("+" if value > 0 else "−") + significant(abs(value))
 
 
@@ -40,12 +40,12 @@ TIMES = (
 
 
 def tables(waterfall: Waterfall, top: int) -> list[Table]:
-    """The causes, and the `top` parts (0: all) with the largest differences; the other parts are one row."""
+    """Build tables of the causes and of the `top` parts (0: all) with the largest differences, the rest in one row."""
     return [by_cause(waterfall), by_part(waterfall, top)]
 
 
 def by_cause(waterfall: Waterfall) -> Table:
-    """A's latency, a step for each cause, B's latency; `reached` is the latency after the step."""
+    """Build rows for A's latency, each cause's step and B's latency; `reached` is the latency after the step."""
     gap, (title_a, title_b) = waterfall.gap, waterfall.pair.titles
     rows: list[Row] = [{"cause": f"A: {title_a}", "a_us": 1e6 * gap.a, "reached_us": 1e6 * gap.a}]
     reached = gap.a
@@ -91,12 +91,12 @@ def _times(waterfall: Waterfall, step: Step) -> Row:
 
 
 def _share(waterfall: Waterfall, seconds: float) -> float | None:
-    """Percent of the difference; none of one that is not shown."""
+    """Return the seconds as percent of the difference; None where no difference is shown."""
     return 100 * waterfall.share(seconds) + 0.0 if waterfall.gap.proven else None
 
 
 def by_part(waterfall: Waterfall, top: int) -> Table:
-    """The parts of the model, the largest differences first, and what else there is in a row."""
+    """Build rows for the `top` parts of the model (0: all), the largest differences first, and one for the rest."""
     order = sorted(range(len(waterfall.parts)), key=lambda k: -abs(waterfall.steps[k].difference.value))
     rows = [_row(waterfall, k) for k in order[: top or None]]
     if rest := order[len(rows) :]:
@@ -134,6 +134,6 @@ def _row(waterfall: Waterfall, k: int) -> Row:
 
 
 def _counted(names: Sequence[str]) -> str:
-    """The names with how often each is there: `2 Mul, Conv`."""
+    """Return the names, each with its count: `2 Mul, Conv`."""
     counted: Callable[[str, int], str] = lambda name, n: f"{n} {name}" if n > 1 else name  # noqa: E731
     return ", ".join(counted(name.rpartition(".")[2], n) for name, n in Counter(names).items())

@@ -19,20 +19,22 @@ PREFIX = "waterfall"  # of the ids in a chart, which may stand in a page with ot
 
 
 def chart(waterfall: Waterfall, prefix: str = PREFIX) -> str:
-    """The waterfall as an <svg> element."""
+    """Return the waterfall as an <svg> element."""
     figure = waterfall_chart.draw(waterfall)
     return svg(figure, prefix, laid_out(figure))
 
 
 def fragment(waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str], prefix: str = PREFIX) -> str:
-    """The chart, the tables and the sentences: a part of a page."""
+    """Return the chart, the tables and the sentences as a part of a page."""
     listed = "".join(f"<li>{escape(sentence)}</li>\n" for sentence in sentences)
     return f"{chart(waterfall, prefix)}\n{export(tables, 'html')}\n<ul>\n{listed}</ul>\n"
 
 
 def graphs(waterfall: Waterfall) -> str:
-    """The layers of both forms side by side, by their times in the waterfall; selecting one shows its counterpart. The
-    page needs `layer_graph.scripts` once."""
+    """Draw the layers of both forms side by side, by their times in the waterfall; selecting one shows its counterpart.
+
+    The page needs `layer_graph.scripts` once.
+    """
     sides, estimates = waterfall.pair.sides, (waterfall.a, waterfall.b)
     parts = [{layer: number for number, part in enumerate(waterfall.parts) for layer in (part.a, part.b)[k]}
              for k in range(2)]  # fmt: skip
@@ -48,7 +50,7 @@ def _graph(waterfall: Waterfall, side: Side, times: Estimates, parts: dict[int, 
 
 
 def html(waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str]) -> str:
-    """The whole page: the fragment and the graphs."""
+    """Return the whole page: the fragment and the graphs."""
     a, b = waterfall.pair.titles
     body = f"{fragment(waterfall, tables, sentences)}\n{graphs(waterfall)}\n{layer_graph.scripts()}"
     return page.whole(f"From {a} to {b}", body)

@@ -17,7 +17,7 @@ GRADIENT = ({"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#e69f00"}
 
 
 def graphs(forms: Sequence[Inside], timelines: Sequence[Timeline], name: str) -> dict[str, Any]:
-    """A collection with a graph for each form, which is the form of the timeline at the same place.
+    """Build a collection with a graph for each form; the timeline at the same index belongs to it.
 
     A node is a layer, its namespace the modules around it; an edge is a tensor that one writes and another reads.
     """
@@ -46,7 +46,7 @@ def _output(name: str, port: Port) -> dict[str, Any]:
 
 
 def _modules(step: Step) -> list[str]:
-    """The modules around the layer by the last part of their names; a module's call is not a group of its own."""
+    """Return the modules around the layer by the last part of their names; a module's call is not a separate group."""
     around = step.stack[1:-1]
     if not step.modules:  # a group by operator
         return [*around]
@@ -58,7 +58,7 @@ def _pairs(about: dict[str, str]) -> list[dict[str, str]]:
 
 
 def node_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
-    """For each form's graph the median of every layer in microseconds, with the colours between none and the most."""
+    """Return each form's layer medians in microseconds, with a colour gradient from none to the most."""
     return {
         timeline.title: {
             "results": {

@@ -24,9 +24,9 @@ NO_PARTS: Mapping[int, int] = MappingProxyType({})
 
 
 def graph(form: Inside, timeline: Timeline, parts: Mapping[int, int] = NO_PARTS) -> dict[str, Any]:
-    """A form's graph for the page: a node for each step of its timeline, an edge from each one to what reads it.
+    """Build a form's graph for the page: a node for each step of its timeline, an edge from each one to its readers.
 
-    `parts` has the part of the model, a number that the graphs beside it use too, of each layer of the form.
+    `parts` has the part of the model of each layer of the form: a number that the graphs beside it share.
     """
     total, most = float(timeline.medians.sum()), float(timeline.medians.max(initial=0.0))
     nodes: list[dict[str, Any]] = []
@@ -47,7 +47,7 @@ def graph(form: Inside, timeline: Timeline, parts: Mapping[int, int] = NO_PARTS)
 
 
 def _edges(form: Inside, shown: set[int]) -> list[tuple[int, int]]:
-    """Pairs of layers of which the second reads what the first writes; through those that are not shown."""
+    """Return pairs of layers of which the second reads the output of the first, directly or through hidden layers."""
     flow = Flow(form.layers)
     sources: list[list[int]] = []
     for index in flow.forwards:
@@ -59,14 +59,14 @@ def _edges(form: Inside, shown: set[int]) -> list[tuple[int, int]]:
 
 
 def _returned(form: Inside, read: set[int]) -> list[tuple[int, int]]:
-    """Edges from the calls whose results no other call reads to the call around them, whose own code uses them."""
+    """Return edges from calls whose results no other call reads to the call around them, whose own code uses them."""
     around = {layer.name: index for index, layer in enumerate(form.layers)}
     pairs = ((index, around.get(layer.name.rpartition(".")[0])) for index, layer in enumerate(form.layers))
     return [(index, call) for index, call in pairs if call is not None and index not in read and index != call]
 
 
 def figure(graphs: Sequence[Mapping[str, Any]]) -> str:
-    """The graphs side by side, folded: they are laid out when they are opened. The page needs `scripts` once."""
+    """Draw the graphs side by side, folded: they are laid out when they are opened. The page needs `scripts` once."""
     shown = [each for each in graphs if each["nodes"] and len(each["nodes"]) <= MOST]
     if not shown:
         return ""
@@ -83,13 +83,13 @@ def figure(graphs: Sequence[Mapping[str, Any]]) -> str:
 
 
 def scripts() -> str:
-    """What a page with such figures needs once, at its end: a style and scripts."""
+    """Return the style and scripts that a page with such figures needs once, at its end."""
     elements = "\n".join(f"<script>\n{_file(name)}</script>" for name in SCRIPTS)
     return f"<style>{_file(STYLE)}</style>\n{elements}"
 
 
 def _inside_script(content: Any) -> str:
-    """JSON in which nothing ends the element around it."""
+    """Encode JSON so that nothing in it ends the element around it."""
     return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
 

@@ -24,8 +24,10 @@ class Note:
     facts: dict[str, str] = field(default_factory=dict)
 
     def add(self, title: str, about: Mapping[str, str], nodes: int) -> None:
-        """Add a layer of the form of that title, which stands for so many nodes; facts of a form's further layers are
-        behind those of its first."""
+        """Add a layer of the form of that title, which stands for `nodes` nodes.
+
+        Facts of a form's further layers are behind those of its first.
+        """
         stands = {"stands for": counting(nodes, "node")} if nodes > 1 else {}
         for name, text in {**about, **stands}.items():
             key = f"{title}: {name}"
@@ -40,10 +42,10 @@ class Note:
 def notes(
     forms: Sequence[Inside], graph: int, timelines: Mapping[int, Timeline], module: int | None = None
 ) -> list[Note]:
-    """A note for each of the graph's nodes, on the forms in `timelines` that were made from the graph, and on the
-    `module` that it was made from.
+    """Build a note for each node of the graph.
 
-    A layer that stands for several nodes has its whole time at each of them, and says for how many.
+    It describes the forms in `timelines` that were made from the graph, and the `module` that the graph was made from.
+    A layer that stands for several nodes has its whole time at each of them, with their number.
     """
     notes_of = [Note() for _ in forms[graph].layers]
     for k, timeline in timelines.items():

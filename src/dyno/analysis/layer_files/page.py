@@ -26,19 +26,19 @@ p.note { color: var(--soft); font-size: .88rem; margin: .3rem 0; overflow-wrap: 
 
 
 def fragment(timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
-    """The tree maps, then the tables."""
+    """Return the tree maps, then the tables."""
     return f"{tree_map.figures(timelines)}\n{export(tables, 'html')}"
 
 
 def html(name: str, forms: Sequence[Inside], timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
-    """The whole page of times by layer: `fragment`, and a graph of each form, which the timelines are of."""
+    """Return the whole page of times by layer: `fragment`, and a graph of the form of each timeline."""
     graphs = [layer_graph.graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
     figures = "\n".join(layer_graph.figure([each]) for each in graphs)
     return whole(f"Time by layer: {name}", f"{fragment(timelines, tables)}\n{figures}\n{layer_graph.scripts()}")
 
 
 def whole(heading: str, body: str) -> str:
-    """A page with that heading around the HTML of its body."""
+    """Return a page with that heading around the HTML of its body."""
     title = escaping.escape(heading)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'

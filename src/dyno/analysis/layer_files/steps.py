@@ -51,7 +51,7 @@ class Timeline:
         return np.median(self.seconds, axis=0) if len(self.seconds) else np.zeros(len(self.steps))
 
     def about(self, at: int) -> dict[str, str]:
-        """What is known of a step, in words."""
+        """Describe a step: its layer, type, modules, computing type, kernel, output and time, as far as known."""
         step, layer = self.steps[at], self.steps[at].layer
         own = {"layer": layer.name or self.steps[at].stack[-1], "type": layer.type, "modules": " ".join(step.modules)}
         ran = {"computes in": layer.computes_in, "kernel": layer.tactic, "output": output(layer)}
@@ -59,7 +59,7 @@ class Timeline:
         return {name: text for name, text in {**own, **ran, **moves, **self.time(at)}.items() if text}
 
     def time(self, at: int) -> dict[str, str]:
-        """Its median and the share of all layers' medians, in words; {} where nothing was timed."""
+        """Return the step's median and its share of all layers' medians, as text; {} where nothing was timed."""
         if not len(self.seconds):
             return {}
         median, total = float(self.medians[at]), float(self.medians.sum()) or 1.0
@@ -74,7 +74,10 @@ def timelines(
     times: Mapping[int, Times],
     shown: Sequence[int],
 ) -> list[Timeline]:
-    """The forms of the indices `shown`; `times` has what was timed, the others are as in `times.profile`."""
+    """Build the timelines of the forms `shown` (indices).
+
+    `times` has the times of the forms that were timed; the other arguments are as in `times.profile`.
+    """
     found = []
     for k in shown:
         origin = origins(forms, k, graph_of.get(k), module_of.get(k))
@@ -104,7 +107,7 @@ def _step(form: Inside, index: int, modules: list[str]) -> Step:
 
 
 def _around(modules: Sequence[str]) -> tuple[str, ...]:
-    """The modules around all of these, itself where it is one, by their full names."""
+    """Return the full names of the modules around all of these; of a single module, itself included."""
     if not modules or MODEL in modules:
         return ()
     paths = [name.split(BETWEEN) for name in modules]
@@ -113,7 +116,7 @@ def _around(modules: Sequence[str]) -> tuple[str, ...]:
 
 
 def output(layer: Layer) -> str:
-    """Shape, type and layout of the first output."""
+    """Return shape, type and layout of the first output."""
     if not layer.outputs:
         return ""
     port = layer.outputs[0]
@@ -131,8 +134,10 @@ class Mark:
 
 
 def marks(steps: Sequence[Step], nanoseconds: Sequence[int], begin: int) -> Iterator[Mark]:
-    """The calls of one repeat in the order of their begins and ends; steps begin where the one before them ended, and
-    a call around steps lasts from its first to its last one."""
+    """Yield the calls of one repeat in the order of their begins and ends.
+
+    Steps begin where the one before them ended, and a call around steps lasts from its first to its last one.
+    """
     calling: list[str] = []
     at = begin
     for number, (step, lasts) in enumerate(zip(steps, nanoseconds, strict=True)):

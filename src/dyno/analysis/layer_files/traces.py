@@ -18,9 +18,11 @@ HOW = (
 
 
 def chrome(timelines: Sequence[Timeline], exporter: str) -> dict[str, Any]:
-    """The trace event format: a process for each form, and in it the repeats one behind the other, with modules around
-    the layers that came from them. Times are microseconds, to the nanosecond. Begins and ends are events of their own:
-    of an event with a duration, readers add up both, and what is rounded there no longer fits into the call around it.
+    """Build a trace in the trace event format: a process for each form, with the repeats in sequence.
+
+    Modules are around the layers that came from them. Times are microseconds, to the nanosecond. Begins and ends are
+    separate events: readers add up begin and duration of an event, and a rounded sum no longer fits into the call
+    around it.
     """
     events = [event for pid, each in enumerate(timelines, 1) for event in _events(each, pid)]
     return trace_events.document(events, exporter, HOW)
@@ -43,8 +45,9 @@ def _events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
 
 
 def speedscope(timelines: Sequence[Timeline], name: str, exporter: str) -> dict[str, Any]:
-    """speedscope's file format: a profile for each form, in which every layer is a sample that weighs its median in
-    microseconds, below the modules around it.
+    """Build a speedscope file: a profile for each form, in which every layer is a sample below the modules around it.
+
+    A sample's weight is the layer's median in microseconds.
 
     https://github.com/jlfwong/speedscope/wiki/Importing-from-custom-sources
     """

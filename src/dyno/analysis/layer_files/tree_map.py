@@ -61,7 +61,7 @@ class Box:
 
 
 def tree(timeline: Timeline) -> Node:
-    """The model with its parts' parts; what a module does itself beside its parts is a part named `itself`."""
+    """Build the tree of the model's parts; a module's own code, beside its parts, is a part named `itself`."""
     root = Node("(model)")
     by_name: dict[tuple[str, ...], Node] = {(): root}
     for at, (step, seconds) in enumerate(zip(timeline.steps, timeline.medians.tolist(), strict=True)):
@@ -79,7 +79,7 @@ def tree(timeline: Timeline) -> Node:
 
 
 def _simple(node: Node) -> Node:
-    """Without what took no time, and without a node around a single other one: that has both names."""
+    """Drop the parts that took no time, and merge a node with its only part: the result has both names."""
     node.parts = [_simple(part) for part in node.parts if part.seconds > 0]
     if all(part.name == ITSELF for part in node.parts):  # several calls of one that has no parts
         node.parts = [replace(part, name=part.type) for part in node.parts]
@@ -91,7 +91,7 @@ def _simple(node: Node) -> Node:
 
 
 def figures(timelines: Sequence[Timeline]) -> str:
-    """The tree map of each form as HTML that needs nothing else: hovering over a box tells all that is known of it."""
+    """Return the tree map of each form as self-contained HTML; hovering over a box shows all that is known of it."""
     drawn = "\n".join(_figure(timeline) for timeline in timelines)
     return f"<style>{STYLE}</style>\n{drawn}"
 
@@ -121,7 +121,7 @@ def _entry(name: str, seconds: float, total: float, color: str) -> str:
 
 
 def boxes(nodes: Sequence[Node], width: float, height: float) -> Iterator[Box]:
-    """The nodes, largest first, as boxes near to squares that fill an area of so many pixels.
+    """Yield the nodes, largest first, as near-square boxes that fill an area of `width` by `height` pixels.
 
     Bruls, Huizing and van Wijk, "Squarified treemaps" (2000), by the library squarify.
     """
@@ -135,7 +135,7 @@ def boxes(nodes: Sequence[Node], width: float, height: float) -> Iterator[Box]:
 
 
 def _drawn(box: Box, around: str, width: float, height: float, total: float, kinds: Mapping[str, str]) -> str:
-    """A box in the module `around` it, of whose area `width` and `height` are the pixels."""
+    """Draw a box in the module `around` it, whose area is `width` by `height` pixels."""
     node = box.node
     across, down = box.width / 100 * width, box.height / 100 * height
     share = f"{show(node.seconds, 'duration')}, {100 * node.seconds / total:.1f} %"

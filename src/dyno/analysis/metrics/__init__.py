@@ -22,23 +22,23 @@ GROUP = "dyno.metrics"
 
 @cache
 def known() -> dict[str, Metric]:
-    """Name -> metric, Dyno's own and those of installed distributions, in the order in which they are shown."""
+    """Return the metrics by name, Dyno's own and those of installed distributions, in the order of display."""
     found = plugins.declared(sys.modules[__name__], Metric, GROUP)  # type: ignore[type-abstract]
     return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
 
 
 def of(trial: TrialResult) -> list[Metric]:
-    """The metrics that the trial's task names."""
+    """Return the metrics that the trial's task names."""
     return [metric for name, metric in known().items() if name in trial.task.metrics]
 
 
 def measured(trial: TrialResult) -> list[tuple[Metric, Measured]]:
-    """Each metric that the trial has a value of, with the value."""
+    """Return each metric that the trial has a value of, with the value."""
     return [(metric, value) for metric in of(trial) if (value := metric.of(trial)) is not None]
 
 
 def quality(frame: pd.DataFrame, budgets: Iterable[str] = ()) -> Metric:
-    """What the accuracy of these trials is shown by: the first of the `budgets`' metrics, else the first they have."""
+    """Return the metric to show for these trials: the first of the `budgets`' metrics, else the first they have."""
     every = list(known().values())
     order = [*(known()[name] for name in budgets), *every]
     return next((m for m in order if m.column in frame and frame[m.column].notna().any()), every[0])

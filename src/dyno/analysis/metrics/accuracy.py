@@ -43,9 +43,9 @@ class Decision:
 
 
 def budgets(wanted: Mapping[str, float]) -> tuple[Budget, ...]:
-    """Budgets from a study's table: `{"top1": 0.5}` is at most half a point below the reference.
+    """Build budgets from a study's table: `{"top1": 0.5}` is at most half a point below the reference.
 
-    UserError for a metric that is none, and for points outside 0 to 100.
+    UserError for an unknown metric, and for points outside 0 to 100.
     """
     for metric, points in wanted.items():
         check_known("budget", metric, list(known()))
@@ -55,17 +55,17 @@ def budgets(wanted: Mapping[str, float]) -> tuple[Budget, ...]:
 
 
 def judged(trial: TrialResult) -> bool:
-    """Whether the trial has an accuracy, by any metric of its task."""
+    """Return whether the trial has an accuracy, by any metric of its task."""
     return bool(measured(trial))
 
 
 def set_aside(trial: TrialResult) -> int:
-    """How many images of the trial's data were not tested on because calibration has them."""
+    """Return the number of images of the trial's data that were not tested on because calibration has them."""
     return trial.facts.data.set_aside if trial.facts.data else 0
 
 
 def same_photographs(trial: TrialResult, other: TrialResult) -> bool:
-    """Whether both answered the same photographs under the same numbers, perhaps decoded to two sizes.
+    """Return whether both answered the same photographs under the same numbers, perhaps decoded to two sizes.
 
     By the hash over the photographs that the decoded data set has; where one is missing, by the data's name and labels.
     """
@@ -82,7 +82,7 @@ def same_photographs(trial: TrialResult, other: TrialResult) -> bool:
 
 
 def matching(own: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[np.ndarray, np.ndarray]:
-    """Positions of the same images in two trials' answers, by `sample`; by position where that is not stored."""
+    """Return positions of the same images in two trials' answers, by `sample`; by position where that is not stored."""
     if "sample" in own and "sample" in other and not np.array_equal(own["sample"], other["sample"]):
         _, here, there = np.intersect1d(own["sample"], other["sample"], return_indices=True)
         return here, there
@@ -92,7 +92,7 @@ def matching(own: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[
 
 
 def decide(change: Change, budget: Budget) -> Decision:
-    """Whether the loss against the reference stays within the budget, with confidence.
+    """Decide whether the loss against the reference stays within the budget, with confidence.
 
     `within` and `over` only when the whole 95 % interval of the change lies on that side of the budget. Otherwise
     `undecided`, with the number of further images after which the same rates would settle it.
@@ -105,7 +105,7 @@ def decide(change: Change, budget: Budget) -> Decision:
 
 
 def decide_all(changes: Mapping[str, Change], budgets: Sequence[Budget]) -> Decision | None:
-    """The strictest decision over several budgets: over before undecided before within; None when none applies.
+    """Return the strictest decision over several budgets: over before undecided before within; None when none applies.
 
     `changes` are a trial's by the metric's name.
     """
@@ -115,11 +115,11 @@ def decide_all(changes: Mapping[str, Change], budgets: Sequence[Budget]) -> Deci
 
 
 def side(difference: Interval, limit: float) -> str:
-    """On which side of the limit, a share, the whole interval lies: WITHIN above it, OVER below, else UNDECIDED."""
+    """Return WITHIN where the whole interval is above the limit (a share), OVER where it is below, else UNDECIDED."""
     return WITHIN if difference.low >= limit else OVER if difference.high < limit else UNDECIDED
 
 
 def _round_up(count: int) -> int:
-    """To two leading digits: it is an estimate and should look like one."""
+    """Round up to two leading digits: it is an estimate and should look like one."""
     step: int = 10 ** max(0, len(str(count)) - 2)
     return -(-count // step) * step

@@ -51,7 +51,7 @@ def _cut(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 
 def of(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float = ATOL) -> Agreement | None:
-    """Agreement of two stored trials over the inputs both have; None when either stored no outputs of that shape."""
+    """Return the agreement of two stored trials over common inputs; None when either lacks outputs of that shape."""
     try:
         return compare(trial, reference, rtol, atol)
     except UserError:  # other shapes: that trial has a row and a reason of its own
@@ -59,10 +59,10 @@ def of(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: flo
 
 
 def compare(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float = ATOL) -> Agreement:
-    """As `of`; UserError where there is nothing to compare.
+    """Compare as `of` does; UserError where there is nothing to compare.
 
-    Files name their outputs as they like, so what counts is their order. Boxes that the network has suppressed itself
-    are paired first, and one without a partner is close to nothing.
+    Outputs are matched by position, since files name them as they like. Boxes that the network has suppressed itself
+    are paired first, and one without a partner counts as close to nothing.
     """
     if rows := box_agreement.pair_rows(trial, reference):
         return replace(agree(rows.own, rows.reference, rtol, atol), samples=rows.images)
@@ -78,11 +78,10 @@ def compare(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol
 
 
 def paired_outputs(trial: TrialResult, reference: TrialResult) -> tuple[list[np.ndarray], list[np.ndarray], float]:
-    """The raw outputs of both by position, without the batches or inputs for which one left another number of rows
-    than the other, and the share of those.
+    """Return the raw outputs of both by position, and the share of the batches or inputs that were left out.
 
-    A network may leave any number of rows, as `nonzero` does: row by row such outputs can be compared only where both
-    left as many.
+    Left out are those for which one trial produced another number of rows than the other. A network may return any
+    number of rows, as `nonzero` does: such outputs can be compared row by row only where both have the same number.
     """
     own, other = trial.outputs(), reference.outputs()
     arrays, others = list(own.values()), list(other.values())
@@ -102,7 +101,6 @@ def paired_outputs(trial: TrialResult, reference: TrialResult) -> tuple[list[np.
 
 
 def _one_each(images: int, batch: int) -> np.ndarray:
-    """The rows of each batch where every image has one."""
     return np.diff(np.minimum(np.arange(0, images + batch, batch), images))
 
 
@@ -116,7 +114,7 @@ def _by_position(outputs: Iterable[np.ndarray]) -> Iterator[tuple[str, np.ndarra
 
 
 def ranks(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[Rank]:
-    """The top-10 table (R8) of two classifiers' `topk_index` and `topk_score` [N, k], over the images both have."""
+    """Compute the top-10 table (R8) of two classifiers' `topk_index` and `topk_score` [N, k], over common images."""
     if not {"topk_index", "topk_score"} <= set(own) & set(reference):
         return []
     here, there = matching(dict(own), dict(reference))

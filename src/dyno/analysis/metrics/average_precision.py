@@ -22,7 +22,7 @@ class Matches:
 
 
 def matches(evaluated: Iterable[dict[str, Any] | None], groups: dict[int, int], count: int, thresholds: int) -> Matches:
-    """One class's entries of `COCOeval.evalImgs`; `groups` maps an image's id to one of `count` groups."""
+    """Collect one class's entries of `COCOeval.evalImgs`; `groups` maps an image's id to one of `count` groups."""
     entries = [e for e in evaluated if e is not None]
     scores = np.concatenate([np.empty(0), *(np.asarray(e["dtScores"], np.float64) for e in entries)])
     order = np.argsort(-scores, kind="mergesort")  # as COCOeval does, so that ties rank alike
@@ -38,7 +38,7 @@ def matches(evaluated: Iterable[dict[str, Any] | None], groups: dict[int, int], 
 
 
 def average(m: Matches, recalls: np.ndarray, without: int | None = None) -> np.ndarray:
-    """Average precision at each threshold, less one group of images; NaN where no object is left.
+    """Compute average precision at each threshold, less one group of images; NaN where no object is left.
 
     The mean over `recalls` of the best precision at that recall or a higher one (Everingham et al. 2010, with COCO's
     101 points); `ignored` detections count neither as right nor as wrong.

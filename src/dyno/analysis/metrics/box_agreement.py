@@ -45,7 +45,7 @@ class BoxAgreement:
 
 
 def agree(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> BoxAgreement | None:
-    """Hold the `detection_*` arrays of two trials against each other; None where the reference has no sure detection.
+    """Match the `detection_*` arrays of two trials; None where the reference has no sure detection.
 
     Found again is a detection of score >= 0.25 for which the other has one of score >= 0.125, of the same class in the
     same image, with an intersection over union >= 0.5. Each counts once: the surest choose first, the nearest box.
@@ -59,13 +59,13 @@ def agree(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) ->
 
 
 def of(trial: TrialResult, reference: TrialResult) -> BoxAgreement | None:
-    """`agree` of two stored trials; None as well without detections (classifiers), and on other photographs."""
+    """Return `agree` of two stored trials; None as well without detections (classifiers), and on other photographs."""
     own, other = _stored(trial), _stored(reference)
     return agree(own, other) if own and other and same_photographs(trial, reference) else None
 
 
 def _stored(trial: TrialResult) -> dict[str, np.ndarray]:
-    """Detections of the first good round that has any."""
+    """Return the detections of the first good round that has any."""
     rounds = (place.arrays("outputs.npz", ARRAYS) for place in trial.good)
     return next((arrays for arrays in rounds if "detection_image" in arrays), {})
 
@@ -80,7 +80,7 @@ class _Detections:
 
 
 def _images(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Numbers of the images that both have seen: `sample`, or where it isn't stored those with a detection."""
+    """Return the numbers of the images that both have seen: `sample`, or those with a detection where it is missing."""
     one, other = (a.get("sample") for a in (own, reference))
     if one is not None and other is not None:
         return np.intersect1d(one, other)
@@ -96,7 +96,7 @@ def _confident(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _Detecti
 
 
 def _matched_count(detections: _Detections, others: _Detections) -> int:
-    """How many of the sure detections the other has again."""
+    """Count the sure detections that the other has too."""
     free: dict[tuple[int, ...], list[int]] = {}
     for row, place in enumerate(map(tuple, others.places.tolist())):
         free.setdefault(place, []).append(row)
@@ -114,7 +114,7 @@ def _matched_count(detections: _Detections, others: _Detections) -> int:
 
 
 def _overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Intersection over union of a box (left, top, right, bottom) with each of others; 0 where neither has an area."""
+    """Compute the IoU of a box (left, top, right, bottom) with each of `others`; 0 where neither has an area."""
     sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
     shared = sides.clip(0).prod(axis=1)
     areas = (others[:, 2:] - others[:, :2]).clip(0).prod(axis=1) + (box[2:] - box[:2]).clip(0).prod()
@@ -141,9 +141,9 @@ class PairedRows:
 def pair_rows(trial: TrialResult, reference: TrialResult) -> PairedRows | None:
     """Pair the boxes of two trials' raw outputs, None where those aren't boxes after suppression.
 
-    They are a set: an engine may leave boxes of equal scores in any order. Partners have one label in one image and
-    overlap by half, so that the sum of overlaps is the largest there is (Kuhn, 1955). A row without a partner doesn't
-    count where its score is within 1 % of the lowest that was kept.
+    They are a set: an engine may return boxes of equal scores in any order. Partners have one label in one image and
+    overlap by half, so that the sum of overlaps is maximal (Kuhn, 1955). A row without a partner doesn't count where
+    its score is within 1 % of the lowest that was kept.
     """
     own, other = box_rows.of(trial), box_rows.of(reference)
     if own is None or other is None:
@@ -165,7 +165,7 @@ def pair_rows(trial: TrialResult, reference: TrialResult) -> PairedRows | None:
 
 
 def _partners(own: BoxRows, other: BoxRows) -> tuple[np.ndarray, np.ndarray]:
-    """Row numbers of the pairs in each."""
+    """Return the row numbers of the pairs in each."""
     from scipy.optimize import linear_sum_assignment
 
     margin = _least_side(other) * np.array([-1, -1, 1, 1])  # boxes cut off at the image's edge may have no area
@@ -183,12 +183,12 @@ def _partners(own: BoxRows, other: BoxRows) -> tuple[np.ndarray, np.ndarray]:
 
 
 def _least_side(rows: BoxRows) -> float:
-    """What a box's side counts as at least, in the boxes' own unit: pixels, or shares of the image."""
+    """Return the least length that a box's side counts as, in the boxes' own unit: pixels, or shares of the image."""
     return float(max(LEAST_SIDE * np.abs(rows.boxes).max(initial=0), np.finfo(np.float64).tiny))
 
 
 def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> np.ndarray:
-    """How far the values of each pair are apart, as shares of their size."""
+    """Compute the largest error of each pair, every value as a share of its size."""
     boxes = other.boxes[b]
     side = np.maximum((boxes[:, 2:] - boxes[:, :2]).max(axis=1, initial=0), _least_side(other))
     errors = [
@@ -204,7 +204,7 @@ def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> n
 
 
 def _counting(rows: BoxRows, alone: np.ndarray, others: BoxRows) -> int:
-    """How many rows without a partner count: those whose score isn't at the edge of what either kept.
+    """Count the rows without a partner, except those whose score is at the edge of the scores that either kept.
 
     The edge is the lowest score of all; in images with the largest number of rows, which a limit may have cut, their
     own lowest one. Where most rows would lie at it, all count.

@@ -27,14 +27,17 @@ class Confusion:
     names: list[str]
 
     def to_pandas(self) -> pd.DataFrame:
-        """The matrix with names on both sides: rows are the labels, columns the answers."""
+        """Return the matrix with names on both sides: rows are the labels, columns the answers."""
         import pandas as pd
 
         return pd.DataFrame(self.counts, index=pd.Index(self.names, name="label"), columns=self.names)
 
     def per_class(self) -> pd.DataFrame:
-        """Each class that has images: `class`, `images`, `correct`, `top1`, `top1_low`, `top1_high` (percent, Wilson),
-        and what it is taken for most, with how often; the worst first."""
+        """Return a row for each class that has images, the worst first.
+
+        Columns are `class`, `images`, `correct`, `top1`, `top1_low`, `top1_high` (percent, Wilson), and the class that
+        it is mistaken for most often, with the count.
+        """
         import pandas as pd
 
         rows = pd.DataFrame.from_records([self._class(i) for i in np.flatnonzero(self.counts.sum(axis=1)).tolist()])
@@ -53,7 +56,7 @@ class Confusion:
         }  # fmt: skip
 
     def largest(self, most: int = 5) -> list[tuple[str, str, int, int]]:
-        """Label, answer, how often, and of how many images with that label; the most frequent first."""
+        """Return label, answer, count, and number of images with that label; the most frequent first."""
         wrong = self.counts.copy()
         np.fill_diagonal(wrong, 0)
         order = np.argsort(-wrong, axis=None, kind="stable")[:most]
@@ -63,7 +66,7 @@ class Confusion:
 
 
 def of(trial: TrialResult) -> Confusion | None:
-    """The trial's confusion matrix over its first answers; None when it isn't a classifier on labelled images."""
+    """Return the trial's confusion matrix over its first answers; None unless it is a classifier on labelled images."""
     answers = trial.answers
     index, label = answers.get("topk_index"), answers.get("label")
     if index is None or label is None or not len(label) or len(index) != len(label) or (label < 0).any():
@@ -78,12 +81,12 @@ def of(trial: TrialResult) -> Confusion | None:
 
 
 def _different(names: list[str], classes: np.ndarray) -> list[str]:
-    """Names that say which class they are, where two classes share one."""
+    """Add the class number to a name that two classes share."""
     return [f"{n} ({c})" if names.count(n) > 1 else n for n, c in zip(names, classes.tolist(), strict=True)]
 
 
 def chosen(results: Results) -> list[TrialResult]:
-    """One trial of each configuration and size: the batch changes no answer."""
+    """Return one trial of each configuration and size: the batch changes no answer."""
     first: dict[tuple[str, str, str], TrialResult] = {}
     for t in results:
         if t.good and "label" in t.answers:
@@ -92,7 +95,7 @@ def chosen(results: Results) -> list[TrialResult]:
 
 
 def write(results: Results, folder: Path) -> list[Path]:
-    """FOLDER/confusion-ID.csv and FOLDER/classes-ID.csv of the chosen trials."""
+    """Write FOLDER/confusion-ID.csv and FOLDER/classes-ID.csv of the chosen trials."""
     files = []
     for t in chosen(results):
         if matrix := of(t):

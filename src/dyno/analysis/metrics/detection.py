@@ -55,7 +55,7 @@ class Scores:
         return _mean(self.each[:, :, :1])
 
     def by_class(self) -> list[tuple[str, float, float]]:
-        """Name, AP50 and AP50-95 of each class that has objects."""
+        """Return name, AP50 and AP50-95 of each class that has objects."""
         whole = self.each[0]
         return [(n, float(a[0]), float(a.mean())) for n, a in zip(self.names, whole, strict=True) if a[0] == a[0]]
 
@@ -76,7 +76,7 @@ class MeanAP:
 
 
 def jackknife(values: np.ndarray) -> Interval:
-    """The first value with its 95 % interval (Student's t) from those without each group; no interval for one group."""
+    """Return the first value with its 95 % interval (Student's t) from those without each group; none for one group."""
     whole, parts = float(values[0]), values[1:]
     if len(parts) < 2:
         return Interval(whole, math.nan, math.nan)
@@ -86,12 +86,12 @@ def jackknife(values: np.ndarray) -> Interval:
 
 
 def kind_of(trial: TrialResult) -> str:
-    """COCO's name of the task's own measure, "" for a classifier."""
+    """Return COCO's name of the task's own measure, "" for a classifier."""
     return trial.task.coco
 
 
 def of(trial: TrialResult) -> MeanAP | None:
-    """mAP of the trial; None for a classifier, without detections, or without the ground truth in the run folder."""
+    """Return the trial's mAP; None for a classifier, without detections, or without ground truth in the run folder."""
     if "mean_ap" not in trial.computed:
         trial.computed["mean_ap"] = _mean_ap(trial)
     return cast("MeanAP | None", trial.computed["mean_ap"])
@@ -114,7 +114,7 @@ def _mean_ap(trial: TrialResult) -> MeanAP | None:
 
 
 def truth_file(round_folder: Path, trial: TrialResult) -> Path | None:
-    """Where the run folder keeps the ground truth of the trial's data."""
+    """Return the path of the ground truth of the trial's data in the run folder; None without a data set."""
     sha = str((trial.spec.get("data") or {}).get("sha256") or "")
     return round_folder.parents[2] / "truth" / f"{sha[:12]}.json" if sha else None
 
@@ -156,11 +156,12 @@ def _json(content: bytes) -> dict[str, Any]:
 
 
 def scores(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str) -> Scores:
-    """Average precision by COCOeval's matching: overlap 0.50 to 0.95, objects of all sizes, the 100 surest detections
-    of each class in an image (20 for keypoints).
+    """Compute average precision by COCOeval's matching.
+
+    Overlap 0.50 to 0.95, objects of all sizes, the 100 surest detections of each class in an image (20 for keypoints).
 
     `arrays` as in outputs.npz, `truth` as COCO has it, `kind` bbox, segm or keypoints. Keypoints other than COCO's 17
-    have a tolerance of 1/K each, as ultralytics takes it.
+    have a tolerance of 1/K each, as in ultralytics.
     """
     images = [int(i) for i in arrays["sample"]]
     evaluation = _evaluated(arrays, truth, kind, images)
@@ -180,7 +181,7 @@ def scores(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str
 
 
 def _evaluated(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str, images: list[int]) -> Any:
-    """A COCOeval that has matched every detection."""
+    """Return a COCOeval that has matched every detection."""
     try:
         from pycocotools.coco import COCO
         from pycocotools.cocoeval import COCOeval
@@ -204,7 +205,7 @@ def _evaluated(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind:
 
 
 def _points(truth: Mapping[str, Any]) -> int:
-    """How many keypoints each object has."""
+    """Return the number of keypoints of each object; UserError where it isn't the same for all."""
     lengths = {len(a["keypoints"]) // 3 for a in truth["annotations"] if a.get("keypoints")}
     if len(lengths) != 1:
         raise UserError(f"the ground truth's objects have {sorted(lengths) or 'no'} keypoints; they need one number")
@@ -212,7 +213,7 @@ def _points(truth: Mapping[str, Any]) -> int:
 
 
 def _objects(truth: Mapping[str, Any], kind: str) -> dict[str, Any]:
-    """The ground truth with ids from 1 on, since COCOeval takes a match with object 0 for none."""
+    """Return the ground truth with ids from 1 on, since COCOeval takes a match with object 0 for none."""
     objects = [{"iscrowd": 0, **a, "id": n} for n, a in enumerate(truth["annotations"], 1)]
     if kind == "keypoints":
         objects = [a for a in objects if a.get("keypoints")]

@@ -21,7 +21,7 @@ class Paired(Change):
     lost: int
 
     def enough(self, limit: float) -> int | None:
-        """As `Change.enough`, by the interval itself: it isn't as wide on both sides."""
+        """Estimate as `Change.enough` does, but with the interval itself, which isn't symmetric."""
 
         def settled(count: int) -> bool:
             scale = count / self.images
@@ -46,7 +46,7 @@ class HitShare(Metric):
 
     @abstractmethod
     def hits(self, trial: TrialResult) -> np.ndarray | None:
-        """Whether each image is answered right, bool [N] in the order of `sample`; None where that isn't known."""
+        """Return whether each image is answered right, bool [N] in the order of `sample`; None where it isn't known."""
 
     def of(self, trial: TrialResult) -> Measured | None:
         hits = self.hits(trial)
@@ -97,7 +97,7 @@ class Top5(TopK):
 
 
 def correct(answers: dict[str, np.ndarray], k: int) -> np.ndarray | None:
-    """Whether each image's label is among the first k answers, bool [N]; None without labels or with fewer than k."""
+    """Check whether each image's label is among the first k answers, bool [N]; None without labels or k answers."""
     index, label = answers.get("topk_index"), answers.get("label")
     if index is None or label is None or not len(label) or index.shape[1] < k or len(index) != len(label):
         return None

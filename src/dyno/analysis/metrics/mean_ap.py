@@ -24,11 +24,11 @@ class MeanAveragePrecision(Metric):
     place = 2
 
     def scores(self, result: MeanAP) -> Scores:
-        """Those that it is the mean of."""
+        """Return the scores that the value is the mean of."""
         return result.own
 
     def mean(self, scores: Scores) -> np.ndarray:
-        """The value from all images, then without each group of them, [1 + groups]."""
+        """Return the value from all images, then without each group of them, [1 + groups]."""
         return scores.map50_95
 
     def of(self, trial: TrialResult) -> Measured | None:
@@ -41,7 +41,7 @@ class MeanAveragePrecision(Metric):
         return Measured(Interval(share.value, low, high), scores.images, WORDS[result.kind])
 
     def change(self, trial: TrialResult, reference: TrialResult) -> Change | None:
-        """Paired: both lose the same images in each group."""
+        """Compute the paired change: both lose the same images in each group."""
         own, other = detection.of(trial), detection.of(reference)
         if own is None or other is None or own.kind != other.kind or not same_photographs(trial, reference):
             return None

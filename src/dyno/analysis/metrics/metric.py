@@ -37,7 +37,7 @@ class Change:
     difference: Interval
 
     def enough(self, limit: float) -> int | None:
-        """About how many images would put the whole interval on one side of `limit`, None where no number would.
+        """Estimate how many images would put the whole interval on one side of `limit`, None where no number would.
 
         By an interval whose width falls with the square root of the images.
         """
@@ -70,14 +70,14 @@ class Metric(ABC):
 
     @abstractmethod
     def of(self, trial: TrialResult) -> Measured | None:
-        """The trial's value; None where it has none, as without labels."""
+        """Return the trial's value; None where it has none, as without labels."""
 
     @abstractmethod
     def change(self, trial: TrialResult, reference: TrialResult) -> Change | None:
-        """The trial against the reference on the images both answered, None where there are none."""
+        """Compare the trial with the reference on the images both answered, None where there are none."""
 
     def unchanged(self, images: int) -> Interval:
-        """The change's interval for a trial that answers all of so many images as its reference does."""
+        """Return the change's interval for a trial that answers all `images` as its reference does."""
         return Interval(0.0, 0.0, 0.0)
 
     @property
@@ -112,15 +112,15 @@ class Metric(ABC):
         return tuple(self.column + end for end in self.printed)
 
     def interval(self, row: pd.Series) -> tuple[float, float]:
-        """Limits of the value in percent, from a row of the table of trials; NaN where they aren't known."""
+        """Return the limits of the value in percent, from a row of the table of trials; NaN where they aren't known."""
         return float(row.get(f"{self.column}_low", math.nan)), float(row.get(f"{self.column}_high", math.nan))
 
     def change_in(self, row: pd.Series) -> tuple[float, float, float]:
-        """Lower limit, change and upper limit in points, from the same row; NaN where there is none."""
+        """Return lower limit, change and upper limit in points, from the same row; NaN where there is none."""
         low, value, high = (float(row.get(f"{self.diff}{end}", math.nan)) for end in ("_low", "", "_high"))
         return low, value, high
 
 
 def in_percent(name: str, interval: Interval) -> dict[str, float]:
-    """A share with its limits as cells of the columns NAME, NAME_low and NAME_high."""
+    """Return a share with its limits as cells of the columns NAME, NAME_low and NAME_high, in percent."""
     return {name: 100 * interval.value, f"{name}_low": 100 * interval.low, f"{name}_high": 100 * interval.high}

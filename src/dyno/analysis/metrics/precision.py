@@ -53,7 +53,7 @@ class Truth:
 
 
 def truth(t: TrialResult) -> Truth | None:
-    """What is stored about the types that compute layers ran in, None when nothing is."""
+    """Return the stored facts about the types that compute layers ran in, None when there are none."""
     counts: dict[str, int] = {}
     for name, number in t.facts.layers_by_type.items():
         precision = NAMES.get(str(name).lower(), str(name))
@@ -73,7 +73,7 @@ def truth(t: TrialResult) -> Truth | None:
 
 
 def named(row: Mapping[str, Any]) -> str:
-    """A row's precision, with the truth beside it where the engine did something else or reported nothing."""
+    """Return a row's precision, with the truth beside it where the engine did something else or reported nothing."""
     precision, types, share = str(row["precision"]), str(row["ran_as"]), row["asked_share"]
     if row["precision_ok"] == YES:
         return f"{precision} (computed in {types.split()[1].strip(',')})" if precision in STORED else precision

@@ -17,7 +17,7 @@ LEAST_ROUNDS = 2  # that both took turns in; fewer have no spread
 
 
 def rule(settings: Mapping[str, Any], equivalent: float | None = None) -> stats.Rule:
-    """How the pairs of a study are decided, by its settings; `equivalent` percent count in place of its own."""
+    """Return the rule that decides the pairs of a study, from its settings; `equivalent` (percent) overrides theirs."""
     percent = settings.get("equivalent") if equivalent is None else equivalent
     margin = stats.Rule.margin if percent is None else float(percent) / 100
     return stats.Rule(margin, int(settings.get("rounds", ROUNDS)) if settings.get("until") in LOOKS else 0)
@@ -26,11 +26,11 @@ def rule(settings: Mapping[str, Any], equivalent: float | None = None) -> stats.
 def evidence(
     own: TrialResult, reference: TrialResult, boundary: str, clock: str = "", rule: stats.Rule | None = None
 ) -> stats.Evidence | None:
-    """What the rounds say of the two at the boundary, by that clock.
+    """Collect the evidence from the rounds of both trials at the boundary, by that clock.
 
     Where both measured in turns in two rounds or more it is `stats.paired`, else `stats.unpaired`; where rounds go
-    through builds of either engine, a build is one observation, the mean of its rounds. Where rounds went on
-    until decided, only those count that both have: others' further rounds must not change what was decided.
+    through builds of either engine, a build is one observation, the mean of its rounds. Where rounds went on until
+    decided, only the rounds that both have count: further rounds of others must not change a decision.
     """
     paired = log_ratios(reference, own, boundary, clock)
     unfiltered = log_ratios(reference, own, boundary, clock, keep_disturbed=True)
@@ -48,20 +48,22 @@ def evidence(
 
 
 def of_rounds(compared: stats.Evidence, own: TrialResult, reference: TrialResult, rounds: int) -> stats.Evidence:
-    """What was found of the two after so many rounds, and over how many builds it is."""
+    """Add the number of rounds, and of the builds behind them, to the evidence on two trials."""
     # It was looked at after every round: those, too, that gave it no ratio, or another of a build.
     over = max(builds(own), builds(reference))
     return replace(compared, seen=rounds, builds=over if over > 1 else 0)
 
 
 def builds(t: TrialResult) -> int:
-    """How many builds of its engine were measured, 0 where every build would be the same file."""
+    """Return the number of builds of its engine that were measured, 0 where every build would be the same file."""
     return len({r.build for r in t.good} - {0}) or t.builds
 
 
 def speedup(
     own: TrialResult, reference: TrialResult, boundary: str, clock: str = "", rule: stats.Rule | None = None
 ) -> stats.Speedup:
-    """Reference latency over the own one at the boundary, by that clock, with its interval and verdict, for a pair
-    that is compared for its own sake."""
+    """Compute reference latency over the own one at the boundary, by that clock, with its interval and verdict.
+
+    For a pair that is compared by itself, not as one of a family.
+    """
     return stats.decide(evidence(own, reference, boundary, clock, rule), rule)

@@ -27,7 +27,7 @@ class Peak:
 
 
 def peaks(results: Results) -> dict[str, Peak]:
-    """The run's measured peaks by type; empty where none were requested or could be measured."""
+    """Return the run's measured peaks by type; empty where none were requested or could be measured."""
     if results.peak is None:
         return {}
     stored = Round(results.folder / "peak", 0, results.peak, _device(results))
@@ -42,7 +42,7 @@ def peaks(results: Results) -> dict[str, Peak]:
 
 
 def missing(results: Results) -> str:
-    """The reason why the peak is unknown, in one sentence; "" where it is known."""
+    """Return the reason why the peak is unknown, in one sentence; "" where it is known."""
     if results.peak is None:
         return "No peak was measured; the same command with --peak measures it."
     if results.peak.status != "ok":
@@ -51,13 +51,13 @@ def missing(results: Results) -> str:
 
 
 def ran_in(t: TrialResult) -> str:
-    """The type that most layers ran in, "" where the engine doesn't report it."""
+    """Return the type that most layers ran in, "" where the engine doesn't report it."""
     precision_truth = truth(t)
     return next(iter(precision_truth.types), "") if precision_truth else ""
 
 
 def columns(t: TrialResult, row: dict[str, Any], results: Results, measured: dict[str, Peak]) -> dict[str, float]:
-    """`gflops` of one image, `tflops` at the median of latency/model, `peak_tflops` and `peak_share` (0 to 1)."""
+    """Return `gflops` per image, `tflops` at the median of latency/model, `peak_tflops` and `peak_share` (0 to 1)."""
     flops = results.models.get((t.given, t.size), {}).get("flops")
     if not flops:
         return {}

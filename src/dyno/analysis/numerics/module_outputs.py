@@ -14,9 +14,10 @@ ModuleCall = tuple[str, int, str]  # a part's name, which of its calls, and the 
 
 
 def tensors_of(module: Inside, graph: Inside) -> list[ModuleCall]:
-    """The calls whose result one tensor of the graph has: of what belongs together the last of both, where their shapes
-    are the same. A module around others counts where it computes its result itself, such as a sum: then none of its
-    parts reads it."""
+    """Return the calls whose result is one tensor of the graph: the last call and tensor of a region, if of one shape.
+
+    A module around others counts where it computes its result itself, such as a sum: then none of its parts reads it.
+    """
     forms = (module, graph)
     link = align.link(forms, 0, 1)
     numbers, readers = _numbers(module.layers), _readers(graph.layers)
@@ -30,7 +31,7 @@ def tensors_of(module: Inside, graph: Inside) -> list[ModuleCall]:
 
 
 def _readers(layers: Sequence[Layer]) -> dict[str, set[str]]:
-    """The modules of the nodes that read each tensor, behind its quantisation where it is quantised."""
+    """Return the modules of the nodes that read each tensor, behind its quantisation where it is quantised."""
     readers: dict[str, set[str]] = defaultdict(set)
     for layer in reversed(layers):
         behind = [name for port in layer.outputs for name in readers[port.name]] if layer.type in QUANTISES else ()
@@ -40,7 +41,7 @@ def _readers(layers: Sequence[Layer]) -> dict[str, set[str]]:
 
 
 def _numbers(layers: Sequence[Layer]) -> list[int]:
-    """Which of its part's calls each one is."""
+    """Return each call's index among the calls of its part."""
     seen: Counter[str] = Counter()
     numbers = []
     for layer in layers:
@@ -50,7 +51,7 @@ def _numbers(layers: Sequence[Layer]) -> list[int]:
 
 
 def _last(forms: Sequence[Inside], region: Region) -> Port | None:
-    """What the region's nodes write and none of them reads, quantisation apart; None where that isn't one tensor."""
+    """Return the only tensor that the nodes write and none reads, quantisation apart; None unless there is just one."""
     nodes = [forms[1].layers[k] for k in region.members[1]]
     nodes = [node for node in nodes if node.type not in QUANTISES]
     read = {port.name for node in nodes for port in node.inputs}
@@ -61,7 +62,7 @@ def _last(forms: Sequence[Inside], region: Region) -> Port | None:
 def _result(
     module: Inside, link: align.Link, region: Region, last: Port, readers: Mapping[str, set[str]]
 ) -> int | None:
-    """The call whose result the tensor is: the last part's, else that of a module which computes it itself."""
+    """Return the call whose result the tensor is: the last part's, else that of a module which computes it itself."""
     ran = [k for k in region.shown(0) if not module.layers[k].skipped and module.layers[k].outputs]
     if not ran or module.layers[ran[-1]].outputs[0].shape != last.shape:
         return None
@@ -72,5 +73,5 @@ def _result(
 
 
 def nodes_of(graph: Inside) -> Iterator[tuple[str, Layer]]:
-    """Each tensor of the graph with the node that writes it."""
+    """Return each tensor of the graph with the node that writes it."""
     return ((port.name, layer) for layer in graph.layers for port in layer.outputs)

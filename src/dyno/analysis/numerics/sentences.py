@@ -16,22 +16,25 @@ Labels = Mapping[str, str]  # the layer's name of each tensor
 
 
 def first_divergence(layers: Sequence[LayerError], limit: float) -> LayerError | None:
-    """The first layer, in the graph's order, whose output is further off than the limit."""
+    """Return the first layer, in the graph's order, whose output error exceeds the limit; None without one."""
     return next((layer for layer in layers if not layer.total.error <= limit), None)
 
 
 def label(tensor: str, labels: Labels) -> str:
-    """The layer that writes the tensor, else the tensor's own name."""
+    """Return the layer that writes the tensor, else the tensor's own name."""
     return labels.get(tensor, tensor)
 
 
 def layers_of(tensors: Iterable[str], labels: Labels) -> list[str]:
-    """The layers that write the tensors, in order; one with several outputs is one layer."""
+    """Return the layers that write the tensors, in order; one with several outputs is one layer."""
     return [*dict.fromkeys(label(tensor, labels) for tensor in tensors)]
 
 
 def of(result: LayerErrors, limit: float, precision: str, labels: Labels) -> list[str]:
-    """Whether outputs agree, where they diverge first, whose error that is, and if the unmarked engine confirms it."""
+    """Describe whether outputs agree, where they diverge first, which layers cause it, and whether a test confirms it.
+
+    The test runs the engine without marked outputs.
+    """
     return [
         _outputs(result, limit, precision, labels),
         *_few(result),
@@ -147,7 +150,7 @@ def _tested(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
 
 
 def _left(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
-    """Which other layer makes most of what is left, where the outputs disagree even without the suspects."""
+    """Name the other layer that makes most of the remaining error, where outputs disagree even without the suspects."""
     others = [layer for layer in result.layers if layer.tensor not in result.suspects and layer.effect is not None]
     most = max(others, key=lambda layer: layer.effect or 0.0, default=None)
     left = result.substituted.error if result.substituted else 0.0
@@ -158,7 +161,7 @@ def _left(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
 
 
 def verdict(result: LayerErrors, limit: float) -> str:
-    """Whether the engine, cut around the suspects alone, confirms that they make the error; "" where there are none."""
+    """Return whether the engine, cut around the suspects alone, confirms them as the cause; "" where there are none."""
     if result.unmodified is None or result.cut is None or result.substituted is None:
         return "not tested" if result.suspects else ""
     unmodified, cut, substituted = result.unmodified.error, result.cut.error, result.substituted.error
@@ -170,6 +173,5 @@ def verdict(result: LayerErrors, limit: float) -> str:
 
 
 def _gone(before: float, after: float, limit: float) -> bool:
-    """Whether most of an error is gone, or so much that it is within the limit now; at the limit a hair's breadth is
-    no finding."""
+    """Return whether an error is more than halved, or now within the limit by more than a hair's breadth."""
     return after < HALF * before or (after <= limit < before and after < MOSTLY * before)

@@ -36,10 +36,10 @@ class Compared:
 
 
 def layers(compared: Sequence[Compared], order: str, top: int) -> Table:
-    """A row for each compared tensor: in the graph's order, or by `error`, the largest error of its own first.
+    """Build a row for each compared tensor: in the graph's order, or by `error`, the largest own error first.
 
-    Of more than `top` (0: all) those with the largest errors of their own have rows, the first that disagrees and the
-    suspects.
+    Of more than `top` tensors (0: all), only those with the largest own errors, the first that disagrees and the
+    suspects have rows.
     """
     rows = [row for each in compared for row in _rows(each, order, top)]
     return LAYER_ERRORS.of(COLUMNS, rows, group=("engine",), printed=PRINTED)
@@ -81,12 +81,12 @@ def _remarks(result: LayerErrors, layer: LayerError, first: bool) -> list[str]:
 
 
 def finite(value: float | None) -> float | None:
-    """The value where it is finite; how many values aren't stands in a column of its own."""
+    """Return the value where it is finite, else None; a separate column counts the values that aren't."""
     return value if value is not None and math.isfinite(value) else None
 
 
 def findings(compared: Sequence[Compared], rtol: float, atol: float) -> Table:
-    """A row for each engine, with the finding in sentences below."""
+    """Build a row for each engine, with the finding in sentences below."""
     rows, notes = [], list[str]()
     for each in compared:
         labels = _labels(each)
@@ -130,7 +130,7 @@ def _tested(result: LayerErrors) -> dict[str, Difference | None]:
 
 
 def _labels(each: Compared) -> dict[str, str]:
-    """How sentences call a tensor's layer: its node, and the modules that it came from."""
+    """Return the name of each tensor's layer in sentences: its node, and the modules that it came from."""
     labels = {}
     for tensor, node in nodes_of(each.graph):
         names = [name or MODEL for name in node.modules]

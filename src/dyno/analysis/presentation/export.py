@@ -24,11 +24,11 @@ By = str | Sequence[str]
 
 
 def export(tables: Sequence[Table], format: str = "text", by: By = (), about: Mapping[str, Any] | None = None) -> str:
-    """The tables in one of FORMATS, ending with a line end.
+    """Return the tables in one of FORMATS, ending with a line end.
 
     `csv`, `json` and `html` hold plain values; csv and json have every column, the others those that are printed, a
-    part for each of the values of the columns `by`. `about` stands at the beginning of the JSON object, which holds
-    one table's `columns`, `rows` and `notes`, or several `tables` by name. UserError for an unknown format or column.
+    part for each of the values of the columns `by`. `about` stands at the beginning of the JSON object, which holds one
+    table's `columns`, `rows` and `notes`, or several `tables` by name. UserError for an unknown format or column.
     """
     check_known("format", format, FORMATS)
     if format == "json":
@@ -37,7 +37,7 @@ def export(tables: Sequence[Table], format: str = "text", by: By = (), about: Ma
 
 
 def with_sentences(tables: Sequence[Table], sentences: Sequence[str], format: str) -> str:
-    """The tables in text or Markdown with sentences below them; as CSV without."""
+    """Return the tables in text or Markdown with sentences below them; as CSV without."""
     text = export(tables, format)
     if format == "csv":
         return text
@@ -80,7 +80,7 @@ def _value(value: Any) -> Any:
 
 
 def _heading(table: Table, part: Part, alone: bool) -> str:
-    """The part's own heading, with the table's where there are others beside it, or where it names a statistic."""
+    """Return the part's heading, preceded by the table's where there are other parts or where it names a statistic."""
     if not part.title:
         return table.title
     return part.title if alone and "statistic" not in table.group else f"{table.title}: {part.title}"
@@ -101,7 +101,7 @@ def _markdown(tables: Sequence[Table], by: By) -> str:
 
 
 def _raw(column: Column, text: str) -> str:
-    """Words are escaped; numbers with their intervals mean nothing in Markdown."""
+    """Escape words; numbers with their intervals mean nothing in Markdown."""
     return markdown(text) if column.kind == TEXT else text
 
 
@@ -110,8 +110,10 @@ def _html(tables: Sequence[Table], by: By) -> str:
 
 
 def page_part(table: Table, part: Part, heading: str = "h3") -> str:
-    """One part as HTML, with what each cell is sorted by; everything in it is escaped. Columns that a narrow terminal
-    omits are `minor`, which a page can hide on a narrow screen."""
+    """Return one part as HTML, with the sort key of each cell; everything in it is escaped.
+
+    Columns that a narrow terminal omits are `minor`, which a page can hide on a narrow screen.
+    """
     columns = part.columns
     heads = "".join(
         f'<th scope="col"{_classes(c)} title="{html.escape(c.meaning)}">'
@@ -128,7 +130,7 @@ def page_part(table: Table, part: Part, heading: str = "h3") -> str:
 
 
 def _classes(column: Column, text: str = "") -> str:
-    """Classes for the page's style; a long list of words is folded there, or the columns behind it leave the page."""
+    """Return classes for the page's style; long lists of words are folded, or later columns would leave the page."""
     folded = column.kind == TEXT and len(text) > 2 * LONGEST and " " in text
     classes = " ".join(["n"] * column.right + ["minor"] * (column.rank > 0) + ["wide"] * folded)
     return f' class="{classes}"' if classes else ""
@@ -148,7 +150,7 @@ def _text(tables: Sequence[Table], by: By) -> str:
 
 
 def _text_part(title: str, part: Part, width: int) -> str:
-    """The part with its least important columns left out until it fits, then with cells broken between words."""
+    """Return the part as text; drop its least important columns until it fits, then break cells between words."""
     longest = LONGEST if width < UNLIMITED else UNLIMITED
     cells = {c.name: [plain(c.heading), *(_shortened(c, r, longest) for r in part.rows)] for c in part.columns}
     most = {c.name: longest if c.kind == TEXT else UNLIMITED for c in part.columns}  # words can be folded
@@ -169,12 +171,12 @@ def _text_part(title: str, part: Part, width: int) -> str:
 
 
 def _shortened(column: Column, row: Row, longest: int) -> str:
-    """The cell on one line; names are cut, for they can be of any length."""
+    """Return the cell on one line; names are cut, for they can be of any length."""
     return short(column.text(row), longest if column.identity else UNLIMITED)
 
 
 def _widths(columns: Sequence[list[str]], whole: int) -> list[int]:
-    """Each column's width: its longest word at least, and what is left to those that lack least."""
+    """Return each column's width: its longest word at least; columns that lack least get the remaining space first."""
     wanted = [max(map(_cells, texts)) for texts in columns]
     if sum(wanted) <= whole:
         return wanted
@@ -188,7 +190,7 @@ def _widths(columns: Sequence[list[str]], whole: int) -> list[int]:
 
 
 def _line(texts: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
-    """A row of the table: one line, or several where a cell doesn't fit."""
+    """Return a row of the table: one line, or several where a cell doesn't fit."""
     cells = [_folded(text, width) for text, width in zip(texts, widths, strict=True)]
     height = max(map(len, cells), default=1)
     padded = [[*lines, *[""] * (height - len(lines))] for lines in cells]

@@ -14,20 +14,20 @@ if TYPE_CHECKING:
 
 
 def limited(name: str, interval: Interval | Speedup | None) -> Row:
-    """The cells of a number and its limits; {} for None."""
+    """Return the cells of a number and its limits; {} for None."""
     if interval is None:
         return {}
     return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
 
 
 def limits_of(name: str, unit: str, kind: str = NUMBER) -> tuple[Column, Column]:
-    """The columns of a number's limits."""
+    """Return the columns of a number's limits."""
     return (Column(f"{name}_low", "its lower limit", unit, kind=kind),
             Column(f"{name}_high", "its upper limit", unit, kind=kind))  # fmt: skip
 
 
 def duration(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:
-    """A column of seconds that prints a duration, and the limits behind it where they are known."""
+    """Return a column of seconds that prints a duration, and the limits behind it where they are known."""
 
     def cell(row: Row) -> str:
         value, low, high = row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high")
@@ -40,5 +40,5 @@ def duration(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:
 
 
 def printed(columns: Sequence[Column]) -> tuple[str, ...]:
-    """The columns for people: without limits, which stand behind their value, and without the trial's id."""
+    """Return the columns for people: without limits, which stand behind their value, and without the trial's id."""
     return tuple(c.name for c in columns if not c.name.endswith(("_low", "_high")) and c.name != "trial")

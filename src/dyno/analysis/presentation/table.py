@@ -25,7 +25,7 @@ Row = dict[str, Any]
 
 
 def missing(value: Any) -> bool:
-    """Whether a value is missing: None, NaN or pandas' NA."""
+    """Return whether a value is missing: None, NaN or pandas' NA."""
     # pandas' NA compares as NA, so its type is checked; NaN is the only value that doesn't equal itself.
     return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and math.isnan(value))
 
@@ -74,7 +74,7 @@ class Column:
         return self.kind != TEXT
 
     def text(self, row: Row) -> str:
-        """The printed cell of a row, "" for a missing value."""
+        """Return the printed cell of a row, "" for a missing value."""
         if self.cell is not None:
             return self.cell(row)
         value: Any = row.get(self.name)
@@ -124,7 +124,10 @@ class Table:
     below: Callable[[list[Row]], list[str]] | None = None
 
     def parts(self, by: str | Sequence[str] = ()) -> Iterator[Part]:
-        """The parts to print, grouped by other columns (comma-separated, or a sequence) where `by` names some."""
+        """Yield the parts to print, grouped by other columns (comma-separated, or a sequence) where `by` names some.
+
+        UserError for a column that doesn't exist.
+        """
         requested = [k.strip() for k in by.split(",")] if isinstance(by, str) and by else list(by)
         keys = requested or list(self.group)
         by_name = {column.name: column for column in self.columns}
@@ -140,13 +143,13 @@ class Table:
             yield Part(_title(keys, values), columns, rows, own)
 
     def _shown(self, keys: list[str], by_name: Mapping[str, Column]) -> list[Column]:
-        """The printed columns: without those grouped by, and without identities in which all rows agree."""
+        """Return the printed columns, without those grouped by, and without identities in which all rows agree."""
         chosen = [by_name[name] for name in self.printed or by_name if name not in keys]
         left = [c for c in chosen if not c.identity or len({str(r.get(c.name)) for r in self.rows}) > 1]
         return left if any(c.identity or c.kind == TEXT for c in left) else chosen
 
     def to_pandas(self) -> pd.DataFrame:
-        """Every column as a DataFrame: whole numbers as Int64, words as objects, all others as float."""
+        """Return every column as a DataFrame: whole numbers as Int64, words as objects, all others as float."""
         import pandas as pd
 
         frame = pd.DataFrame.from_records(self.rows, columns=[c.name for c in self.columns])
@@ -188,17 +191,17 @@ class TableKind:
     sentences: Callable[[RunData], Sequence[str]] | None = None
 
     def of(self, columns: Sequence[Column], rows: Sequence[Row], **more: Any) -> Table:
-        """The table with this content; `more` are fields of `Table`."""
+        """Build the table with this content; `more` are fields of `Table`."""
         return Table(self.name, self.title, self.description, tuple(columns), list(rows), **more)
 
     def table(self, run: RunData) -> Table:
-        """The run's table, which may be empty; UserError for a table that is not of a run."""
+        """Return the run's table, which may be empty; UserError for a table that is not of a run."""
         if self.make is None:
             raise UserError(f"the table {self.name} is not of a run; `{self.command}` prints it")
         return self.make(run) or self.of((), ())
 
 
 def joined(tables: Sequence[Table]) -> Table:
-    """One table of the rows of several of one kind."""
+    """Join the rows of several tables of one kind into one table."""
     first = tables[0]
     return Table(**{**vars(first), "rows": [row for table in tables for row in table.rows]})

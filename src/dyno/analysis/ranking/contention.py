@@ -44,8 +44,10 @@ class Contention:
 
 
 def cpu_contention(results: Iterable[TrialResult], compared: bool = True) -> Contention | None:
-    """The contention that the records show, of trials that are `compared` with each other or of one configuration
-    alone; None where no job was disturbed."""
+    """Return the contention that the records show; None where no job was disturbed.
+
+    The trials are `compared` with each other, or are of one configuration alone.
+    """
     timed = [r for t in results for r in t.good]
     busy = [(max(r.facts.others_busy.values(), default=0.0), r.facts.contention_threshold, r.turns) for r in timed]
     over = [(processors, turns) for processors, most, turns in busy if most is not None and processors > most]

@@ -90,7 +90,7 @@ class Correctness:
 
 
 def distance(error: float, labels_changed: float = math.nan) -> str:
-    """How far outputs are from the reference's, in words; `labels_changed` in percent."""
+    """Describe how far outputs are from the reference's; `labels_changed` in percent."""
     words = []
     if not math.isnan(error):
         words.append(
@@ -103,11 +103,12 @@ def distance(error: float, labels_changed: float = math.nan) -> str:
 
 
 def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
-    """The trial's stored outputs against the reference's, by the wider of their two tolerances, or that of what the
-    reference's layers ran in.
+    """Compare the trial's stored outputs with the reference's, by the widest of the tolerances that apply.
 
-    None where either stored none, or no values, or where their weights or inputs differ. For detectors every channel of
-    an output counts by itself, because boxes are far larger numbers than scores; in eight bits they are taken together.
+    They are those of both precisions, and of the types that the reference's layers ran in. None for the reference
+    itself, where either stored no outputs or no values, or where the two are `incomparable` (other weights or inputs,
+    or outputs that change). For detectors every channel of an output is checked separately, because boxes are far
+    larger numbers than scores; in eight bits they are taken together.
     """
     if trial is reference or incomparable(trial, reference):
         return None
@@ -150,9 +151,9 @@ def _compare_labels(
     tolerance: Tolerance,
     precision: str,
 ) -> tuple[float, str]:
-    """The share of an output's labels that differ, and what is wrong with it, else "".
+    """Return the share of an output's labels that differ, and a description of the fault, else "".
 
-    One label may differ by chance where there are enough; in no input of many may too large a part.
+    One label may differ by chance where there are enough; no single input with many labels may have too large a share.
     """
     differs = own != other
     scores = next((b for _, b in values if _are_ranked(b, other)), None)
@@ -171,14 +172,17 @@ def _compare_labels(
 
 
 def _are_ranked(scores: np.ndarray, indices: np.ndarray) -> bool:
-    """Whether these are the scores of indices of a top-k, the highest first."""
+    """Return whether these are the scores of a top-k's indices, the highest first."""
     return bool(scores.shape == indices.shape and scores.ndim == 2 and scores.shape[1] > 1
                 and (np.diff(scores.astype(np.float64), axis=1) <= 0).all())  # fmt: skip
 
 
 def _are_tied(own: np.ndarray, other: np.ndarray, scores: np.ndarray, limit: float) -> np.ndarray:
-    """Whether each of a top-k's indices may stand at its rank: the reference's score of it is as near to that rank's as
-    the tolerance allows each score. Of one that the reference doesn't list that score is at most its last."""
+    """Return whether each of a top-k's indices may stand at its rank.
+
+    It may where the reference's score of it is as near to that rank's score as the tolerance allows each score. The
+    reference's last score is an upper bound for an index that it doesn't list.
+    """
     scores = scores.astype(np.float64)
     room = limit * np.sqrt(np.mean(scores**2, axis=1, keepdims=True))
     listed = own[:, :, None] == other[:, None, :]
@@ -188,12 +192,15 @@ def _are_tied(own: np.ndarray, other: np.ndarray, scores: np.ndarray, limit: flo
 
 
 def _values_first(array: np.ndarray) -> np.ndarray:
-    """Predictions as batch x values x anchors, of which there are more than values in all but the smallest images."""
+    """Return predictions as batch x values x anchors; anchors outnumber values in all but the smallest images."""
     return np.swapaxes(array, 1, 2) if array.ndim == 3 and array.shape[2] < array.shape[1] / 2 else array
 
 
 def _boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Correctness | None:
-    """By the errors of the paired boxes: how many may be beyond the limit is the share of answers that may change."""
+    """Judge by the paired boxes' errors: the share beyond the limit may not exceed that of answers that may change.
+
+    Return None without errors.
+    """
     if not errors.size:
         return None
     beyond = errors > tolerance.limit
@@ -209,7 +216,7 @@ def _boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Correctn
 def _changed(
     trial: TrialResult, reference: TrialResult, own: np.ndarray, other: np.ndarray, tolerance: Tolerance
 ) -> float | None:
-    """Share of the reference's answers that the trial doesn't give; None where there are no answers."""
+    """Return the share of the reference's answers that the trial doesn't give; None where there are no answers."""
     if boxes := box_agreement.of(trial, reference):
         return 1 - min(boxes.share, boxes.own_share if boxes.own_share is not None else 0.0)
     if trial.task.labels != "classes" or is_labels(other) or own.ndim != 2 or own.shape[1] < 2:

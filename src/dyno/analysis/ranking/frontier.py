@@ -46,22 +46,22 @@ class Saturation:
 
 
 def usable(frame: pd.DataFrame) -> pd.DataFrame:
-    """Trials that could be chosen: every round succeeded, and the outputs are right as far as they were checked."""
+    """Return the trials that could be chosen: every round succeeded, and no check found wrong outputs."""
     return frame[(frame["status"] == "ok") & (frame["outputs"] != WRONG)]
 
 
 def throughput(frame: pd.DataFrame) -> pd.Series:
-    """Images per second as measured; where it was not, batch / latency, which is a lower bound for it."""
+    """Return images per second as measured; where it was not, batch / latency, which is a lower bound for it."""
     return frame[THROUGHPUT].fillna(fps(frame))
 
 
 def fps(frame: pd.DataFrame) -> pd.Series:
-    """Images per second of one batch after another: batch / median latency (R34)."""
+    """Return images per second of one batch after another: batch / median latency (R34)."""
     return frame["batch"].astype(float) * 1e3 / frame[LATENCY]
 
 
 def pareto(frame: pd.DataFrame, speed: str, quality: str = "top1") -> pd.DataFrame:
-    """The rows that no other row beats at both: fastest first, accuracy strictly rising.
+    """Return the rows that no other row beats at both: fastest first, accuracy strictly rising.
 
     `speed` is LATENCY (less is better) or THROUGHPUT (more is better). Rows without either number are left out.
     """
@@ -76,16 +76,16 @@ def pareto(frame: pd.DataFrame, speed: str, quality: str = "top1") -> pd.DataFra
 
 
 def within(frame: pd.DataFrame) -> pd.DataFrame:
-    """Usable rows that are within the accuracy budget with confidence; all usable rows when there was no budget."""
+    """Return usable rows that are within the accuracy budget with confidence; all of them where there is no budget."""
     rows = usable(frame)
     return rows[rows["budget"] == WITHIN] if (rows["budget"] != "").any() else rows
 
 
 def ranked(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
-    """Rows that have the speed, fastest first.
+    """Return the rows that have the speed, fastest first.
 
-    Those that all measured in turns with one reference are in the order of their speed-ups, and not of latencies, which
-    the machine's own changes of speed reach.
+    Rows that were all measured in turns with one reference are sorted by their speed-ups, not by latencies, which the
+    machine's own changes of speed affect.
     """
     rows = frame.assign(**{THROUGHPUT: throughput(frame)}) if speed == THROUGHPUT else frame
     rows = rows.dropna(subset=[speed])
@@ -95,7 +95,7 @@ def ranked(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
 
 
 def in_turns(rows: pd.DataFrame) -> bool:
-    """Whether every row is the reference or was measured in turns with it."""
+    """Return whether every row is the reference or was measured in turns with it."""
     beside = rows[rows["trial"] != rows["reference"]]
     return bool(
         rows["reference"].nunique() == 1 and (beside["measured"] == TURNS).all() and rows["speedup"].notna().all()
@@ -103,7 +103,7 @@ def in_turns(rows: pd.DataFrame) -> bool:
 
 
 def saturation(frame: pd.DataFrame) -> list[Saturation]:
-    """The smallest batch that reaches SATURATED of the best throughput, per configuration tried at several batches."""
+    """Return the smallest batch reaching SATURATED of the best throughput, per configuration with several batches."""
     saturations = []
     rows = usable(frame).assign(ips=throughput(usable(frame))).dropna(subset=["ips"])
     for key, series in rows.groupby(list(SERIES), sort=False):
@@ -129,12 +129,12 @@ def saturation(frame: pd.DataFrame) -> list[Saturation]:
 
 
 def describe(row: pd.Series) -> str:
-    """The same as `configuration` for a sentence, with the precision that it really ran in."""
+    """Return the same as `configuration` for a sentence, with the precision that it really ran in."""
     return configuration(row).removesuffix(str(row["precision"])) + named(row.to_dict())
 
 
 def configuration(row: pd.Series) -> str:
-    """Backend with its options, and precision: a row's name within its group."""
+    """Return backend with its options, and precision: a row's name within its group."""
     options = f"@{str(row['options']).replace(' ', '@')}" if row["options"] else ""
     runtime = f"@runtime={row['runtime']}" if row["runtime"] != "main" else ""
     return f"{row['backend']}{options}{runtime} {row['precision']}"

@@ -47,7 +47,7 @@ def pending(run: RunData) -> list[Pair]:
 
 
 def _close(ranked: pd.DataFrame, run: RunData) -> Iterator[Pair]:
-    """The winner and its runner-up, where it is undecided which of them is faster."""
+    """Yield the winner and its runner-up, if they are in one group and it is undecided which of them is faster."""
     rows = ranked.iloc[:PLACES]
     first, *others = (run.trials[id] for id in rows["trial"]) if len(rows) else (None,)
     if first is None or not others or others[0].group != first.group:

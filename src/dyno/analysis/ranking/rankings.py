@@ -65,8 +65,11 @@ class Ranking:
         return ranked if self.group["batch"].nunique() > 1 else ranked.iloc[:0]
 
     def _ordered(self, rows: pd.DataFrame) -> pd.DataFrame:
-        """The rows, fastest first: of two that measured in turns the one whose ratio to the other says so, since by
-        their ratios to a reference whose latency jumps either may seem ahead."""
+        """Return the rows, fastest first.
+
+        Of two that measured in turns, the ratio of one to the other decides: by their ratios to a reference whose
+        latency jumps, either may seem ahead.
+        """
         ordered = frontier.ranked(rows)
         if not frontier.in_turns(ordered):
             return ordered
@@ -80,20 +83,20 @@ class Ranking:
         return ordered.sort_values("trial", key=lambda ids: ids.map(places))
 
     def ranked(self, speed: str) -> pd.DataFrame:
-        """The ranking by LATENCY or THROUGHPUT."""
+        """Return the ranking by LATENCY or THROUGHPUT."""
         return self.fastest if speed == LATENCY else self.most_images
 
     def reference(self, row: pd.Series) -> TrialResult | None:
-        """The reference of a row's speed-up: that of its size, or of the first size where all sizes compete."""
+        """Return the reference of a row's speed-up: that of its size, or of the first size where all sizes compete."""
         return self.trials.get(row["budget_reference"] if self.sizes else row["reference"])
 
     def configuration(self, row: pd.Series) -> str:
-        """A row's name in the ranking, with the precision it ran in where that isn't the requested one."""
+        """Return a row's name in the ranking, with the precision it ran in where that isn't the requested one."""
         return frontier.describe(row) + (f" at size {row['size']}" if self.sizes else "")
 
 
 def rankings(run: RunData) -> list[Ranking]:
-    """Every ranking of a run, in the table's order."""
+    """Return every ranking of a run, in the table's order."""
     all_rankings = []
     for _, models in run.frame.groupby(["model", "device"], sort=False):
         name, sizes = models["model"].iloc[0], models["size"].unique()
@@ -112,7 +115,7 @@ def _ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Ranki
 
 
 def winners(run: RunData) -> Iterator[tuple[str, str]]:
-    """For each ranking with a winner: its model and size, and the winner's id."""
+    """Yield the model and size of each ranking that has a winner, and the winner's id."""
     for ranking in rankings(run):
         ordered = ranking.fastest
         if len(ordered):
@@ -120,7 +123,7 @@ def winners(run: RunData) -> Iterator[tuple[str, str]]:
 
 
 def finalists(run: RunData) -> list[str]:
-    """Ids of the trials to confirm: each winner, its runner-up, and the reference of its speed-up."""
+    """Return the ids of the trials to confirm: each winner, its runner-up, and the reference of its speed-up."""
     ids: list[str] = []
     for ranking in rankings(run):
         for speed in (LATENCY, THROUGHPUT):

@@ -21,7 +21,7 @@ INCOMPARABLE = "not comparable"  # the beginning of the verdict of a row that ca
 
 
 def references(results: Results, requested: str | None = None) -> dict[str, TrialResult]:
-    """The trial that each trial is compared to, by trial id: same model, size, batch and device.
+    """Return the reference of each trial, by trial id: one of the same model, size, batch and device.
 
     `requested` (see `matcher`) applies to every group; the default is the group's `first`. A group in which no
     successful trial fits has no reference. UserError where no group has one.
@@ -40,9 +40,11 @@ def references(results: Results, requested: str | None = None) -> dict[str, Tria
 
 
 def matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
-    """Whether a trial may be the reference that was requested: `BACKEND`, `BACKEND/PRECISION` (also with a colon or a
-    space), either with the backend's options as `@option=value`, or the beginning of the id of one of the `trials`,
-    whose backend, options and precision then count."""
+    """Return a function that tells whether a trial may be the requested reference.
+
+    It is `BACKEND`, `BACKEND/PRECISION` (also with a colon or a space), either with the backend's options as
+    `@option=value`, or the beginning of the id of one of the `trials`, whose backend, options and precision then count.
+    """
     for t in trials if len(requested) >= SHORTEST_ID else ():
         if t.id.startswith(requested):
             configuration = t.side, t.variant, t.precision
@@ -61,8 +63,10 @@ def matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
 
 
 def first(trials: Sequence[T], fits: Callable[[T], bool] | None) -> T | None:
-    """The reference of trials that are compared with each other, in their order in tables: the first that `fits`; by
-    default pytorch fp32 with the fewest options, else the first; None where there is none."""
+    """Return the reference of trials that are compared with each other, in their order in tables; None without one.
+
+    It is the first that `fits`; by default pytorch fp32 with the fewest options, else the first.
+    """
     if fits:
         return next((t for t in trials if fits(t)), None)
     baselines = [t for t in trials if (t.backend, t.precision) == ("pytorch", "fp32")]
@@ -70,7 +74,7 @@ def first(trials: Sequence[T], fits: Callable[[T], bool] | None) -> T | None:
 
 
 def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dict[str, TrialResult]:
-    """The trial that each trial's accuracy is compared with, by trial id: the reference of the study's first size.
+    """Return the trial that each trial's accuracy is compared with, by trial id: the reference of the first size.
 
     So a budget limits the loss by smaller images as well. With one size, and where the first one has no reference, it
     is the trial's own reference (`chosen`).
@@ -86,21 +90,26 @@ def accuracy_references(results: Results, chosen: dict[str, TrialResult]) -> dic
 
 
 def beside(results: Results) -> list[TrialResult]:
-    """Trials that ran only for the run's outputs to be compared with theirs."""
+    """Return the trials that ran only as a source of outputs to compare the run's with."""
     with suppress(UserError):  # there is none, or it can't be read
         return load(results.folder / BESIDE).trials
     return []
 
 
 def compared_with(results: Results, chosen: dict[str, TrialResult]) -> dict[str, TrialResult]:
-    """The trial whose outputs each trial's are compared with, by trial id: one that ran for that alone, else its
-    reference (`chosen`)."""
+    """Return the trial whose outputs each trial's are compared with, by trial id.
+
+    It is one that ran for that purpose alone, else the trial's reference (`chosen`).
+    """
     others = {t.group: t for t in beside(results) if t.good}
     return chosen | {t.id: others[t.group] for t in results if t.group in others}
 
 
 def incomparable(a: TrialResult, b: TrialResult) -> str:
-    """Why two trials can't be compared (outputs that change, or weights or inputs with different sha256), or ""."""
+    """Return the reason why two trials can't be compared, or "".
+
+    Reasons are outputs that change, and weights or inputs with different sha256.
+    """
     if a.facts.random_outputs or b.facts.random_outputs:
         return CHANGING
     files = a.form and b.form and a.form != b.form  # files have hashes of their own, whatever their weights
@@ -111,5 +120,5 @@ def incomparable(a: TrialResult, b: TrialResult) -> str:
 
 
 def other_inputs(a: TrialResult, b: TrialResult) -> bool:
-    """Whether two trials are known to have been fed different values."""
+    """Return whether two trials are known to have been fed different values."""
     return len({t.facts.inputs_sha256 for t in (a, b)} - {""}) > 1

@@ -29,10 +29,10 @@ ANSWERS = {
 
 
 def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """The arrays of an npz file (only `names`, or all), read-only; each member's checksum is verified.
+    """Read the arrays of an npz file (only `names`, or all), read-only; each member's checksum is verified.
 
-    Raises OSError when the file can't be read and ValueError when it is damaged, holds Python objects, or says of
-    itself that it unpacks to more than it is, which none that Dyno wrote does.
+    Raises OSError when the file can't be read and ValueError when it is damaged, holds Python objects, or declares a
+    larger unpacked size than its own, which no file that Dyno wrote does.
     """
     arrays = {}
     about = path.stat()
@@ -64,8 +64,10 @@ def _array(data: bytes) -> np.ndarray:
 
 
 def read_samples(folder: Path) -> tuple[dict[str, np.ndarray], str]:
-    """A round's samples, and the array file that can't be read, "" where all can, or were taken away: samples.npz is
-    read whole, of outputs.npz, which may be large, only what is in it."""
+    """Read a round's samples; return them with the name of an unreadable array file, "" without one.
+
+    A missing file isn't an error. samples.npz is read whole; of outputs.npz, which may be large, only the directory.
+    """
     arrays: dict[str, dict[str, np.ndarray]] = {}
     for name, only in (("samples.npz", None), ("outputs.npz", ())):
         try:
@@ -80,8 +82,10 @@ def read_samples(folder: Path) -> tuple[dict[str, np.ndarray], str]:
 
 
 def read_numbers(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """The columns of telemetry.npz, of one length, and its single numbers, without its texts; a ValueError for what
-    holds something else. See `read_npz`."""
+    """Read the columns of telemetry.npz, of one length, and its single numbers, without its texts.
+
+    ValueError for any other content. See `read_npz`.
+    """
     arrays = {name: a for name, a in read_npz(path, names).items() if name not in TEXTS}
     lengths = {len(a) for a in arrays.values() if a.ndim}
     if len(lengths) > 1 or any(a.dtype.kind not in NUMBERS or a.ndim > 1 for a in arrays.values()):
@@ -92,8 +96,10 @@ def read_numbers(path: Path, names: Collection[str] | None = None) -> dict[str, 
 
 
 def read_answers(path: Path) -> dict[str, np.ndarray]:
-    """A classifier's answers in outputs.npz, or what there is of them; a ValueError where they don't belong together.
-    See `read_npz`."""
+    """Read a classifier's answers in outputs.npz, as far as they exist; ValueError where they don't belong together.
+
+    See `read_npz`.
+    """
     arrays = read_npz(path, ANSWERS)
     rows = {len(a) for name, a in arrays.items() if a.ndim and name != "classes"}
     if len(rows) > 1 or any((a.dtype.kind not in ANSWERS[name][0], a.ndim) != (False, ANSWERS[name][1])

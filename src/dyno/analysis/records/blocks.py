@@ -31,10 +31,10 @@ class RoundRatios(NamedTuple):
 def log_ratios(
     a: TrialResult, b: TrialResult, boundary: str, clock: str = "", keep_disturbed: bool = False
 ) -> list[float]:
-    """Return the median log ratio of each set of fresh processes in which both took turns; where rounds go through
-    builds of either engine, for each build the mean of those.
+    """Return the median log ratio of each set of fresh processes in which both took turns.
 
-    Sets that other programs disturbed in most blocks are left out, unless only one set would be left.
+    Where rounds go through builds of either engine, it is the mean of those for each build. Sets that other programs
+    disturbed in most blocks are left out, unless only one set would be left.
     """
     sets = block_ratios(a, b, boundary, clock, keep_disturbed)
     if sum(each.is_quiet for each in sets) >= LEAST_QUIET_ROUNDS:

@@ -37,11 +37,11 @@ class BoxRows:
 
 
 def of(trial: TrialResult) -> BoxRows | None:
-    """The first 100 images' boxes of a trial's stored outputs, None where they aren't any.
+    """Return the first 100 images' boxes of a trial's stored outputs, None where they aren't boxes.
 
     They are in a layout whose rows rounding may put into another order, with any n for each image, or images x n. Rows
-    whose score isn't above 0 only fill a fixed n up. Where nothing says how many rows an image has, each has one, and
-    its score is above 0: else they are four numbers and a value of another kind.
+    whose score isn't above 0 only fill up a fixed n. Where the number of rows per image isn't stored, each image has
+    one, and its score is above 0: else they are four numbers and a value of another kind.
     """
     outputs = trial.outputs()
     row_counts = trial.output_rows(outputs)
@@ -71,7 +71,10 @@ def of(trial: TrialResult) -> BoxRows | None:
 def _chosen(
     trial: TrialResult, tables: Mapping[str, np.ndarray]
 ) -> tuple[layouts.Fit, BoxForm, tuple[int, int], dict[str, np.ndarray]] | None:
-    """The layout of all rows as if they were of one image, with the form of the boxes and the size of the image."""
+    """Choose the layout of all rows as if they were of one image, with the boxes' form and the image's size.
+
+    None without a layout whose rows may be in any order.
+    """
     arrays = {name: table[None].copy() for name, table in tables.items()}
     for array in arrays.values():
         places = _batch_places(array[0])
@@ -94,7 +97,7 @@ def _chosen(
 
 
 def _batch_places(table: np.ndarray) -> np.ndarray | int:
-    """What sets labels of several images of a batch apart, where the first of seven columns is the image."""
+    """Return offsets that separate labels of a batch's images, if the first of seven columns is the image; else 0."""
     if (
         table.shape[-1] != len(layouts.BATCH_ROW)
         or table.dtype == bool
@@ -108,7 +111,7 @@ def _batch_places(table: np.ndarray) -> np.ndarray | int:
 def _tables(
     outputs: Mapping[str, np.ndarray], counts: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Each output as rows of one or more columns, and the rows of each image; nothing where they differ in those."""
+    """Return each output as rows of one or more columns, and the rows of each image; nothing if outputs disagree."""
     tables, row_counts = dict[str, np.ndarray](), list[np.ndarray]()
     fixed = not counts and _fixed(outputs)
     for name, array in outputs.items():
@@ -127,11 +130,11 @@ def _tables(
 
 
 def _fixed(outputs: Mapping[str, np.ndarray]) -> bool:
-    """Whether an output has so many boxes for every image."""
+    """Return whether an output has a fixed number of boxes for every image."""
     return any(a.ndim == 3 and (a.shape[2] == BOX or len(layouts.LAST_ROW) <= a.shape[2] < a.shape[1])
                for a in outputs.values())  # fmt: skip
 
 
 def _corners(boxes: np.ndarray) -> bool:
-    """Whether the rows are two corners each, the smaller one first."""
+    """Return whether the rows are two corners each, the smaller one first."""
     return bool(np.all(boxes[:, 2:] >= boxes[:, :2]))

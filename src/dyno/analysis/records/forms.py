@@ -29,17 +29,17 @@ class Form:
 
 
 def sides(names: Mapping[str, str]) -> dict[str, Form]:
-    """The form of each side of a comparison, by its letter; `names` are the models' by side."""
+    """Return the form of each side of a comparison, by its letter; `names` are the models' by side."""
     network = " and ".join(dict.fromkeys(names[side] for side in sorted(names)))
     return {side: Form(network, side.upper(), place, "side") for place, side in enumerate(sorted(names))}
 
 
 def forms(models: Mapping[tuple[str, str], Row]) -> dict[str, Form]:
-    """The form of each file that has another of the same network beside it, by the model's name.
+    """Return the form of each file that has another of the same network beside it, by the model's name.
 
-    `models` are the rows of models.json by name and size, in the order in which the files were given. Files are taken
-    for one network when their inputs and outputs have the same number and shapes, whatever they are called, and when as
-    many operations were counted in each; whether they compute the same is for their outputs to say.
+    `models` are the rows of models.json by name and size, in the order in which the files were given. Files count as
+    one network when their inputs and outputs have the same number and shapes, under any names, and when the same number
+    of operations was counted in each; their outputs decide whether they compute the same.
     """
     groups: list[list[str]] = []
     sized: dict[str, dict[str, Row]] = {}
@@ -76,7 +76,7 @@ def _alike(a: Mapping[str, Row], b: Mapping[str, Row]) -> bool:
 
 
 def _fit(a: Any, b: Any) -> bool:
-    """Whether two lists of shapes may be of the same tensors: a dimension that is free fits any other."""
+    """Return whether two lists of shapes may be of the same tensors: a dimension that is free fits any other."""
     return len(a) == len(b) and all(
         len(x) == len(y) and all(m == n or isinstance(m, str) or isinstance(n, str) for m, n in zip(x, y, strict=True))
         for x, y in zip(a, b, strict=True)

@@ -57,7 +57,7 @@ class Launch:
 
 
 def launch(t: TrialResult) -> Launch | None:
-    """The launch times of a trial at latency/model; None without both clocks."""
+    """Return the launch times of a trial at latency/model; None without both clocks."""
     host, gpu = t.medians("model", "host"), t.medians("model", "gpu")
     if not host or not gpu:
         return None
@@ -87,7 +87,7 @@ class Throttled:
 
 
 def throttled(t: TrialResult) -> list[Throttled]:
-    """What throttling cost each boundary of a trial, where it cost anything."""
+    """Return the cost of throttling at each boundary of a trial, where it had any."""
     if not any(r.trace is not None and r.trace.throttled for r in t.good):
         return []
     boundaries = (_throttled(t, boundary) for boundary in ("model", "all"))
@@ -106,12 +106,12 @@ def _why(t: TrialResult, boundary: str) -> str:
 
 
 def meanwhile(others: int) -> str:
-    """How many other processes were on the GPU."""
+    """Describe how many other processes were on the GPU."""
     return f"{'another process was' if others == 1 else f'{others} other processes were'} on the GPU meanwhile"
 
 
 def others(t: TrialResult) -> str:
-    """Who else used the GPU, as text, or ""."""
+    """Describe other users of the GPU; "" without any."""
     gpu = t.gpu
     if gpu is None:
         return ""
@@ -122,14 +122,14 @@ def others(t: TrialResult) -> str:
 
 
 def warnings(t: TrialResult) -> list[str]:
-    """What makes a trial's numbers doubtful: throttling, and others on the GPU."""
+    """Return the causes of doubt in a trial's numbers: throttling, and others on the GPU."""
     if t.gpu is None:
         return []
     return [*(each.sentence for each in throttled(t)), *filter(None, [others(t)])]
 
 
 def notes(t: TrialResult) -> list[str]:
-    """What explains a trial's numbers: launching, a power cap, memory that was taken before."""
+    """Return the explanations of a trial's numbers: launching, a power cap, memory that was taken before."""
     launching = launch(t) if t.device != "cpu" else None
     sentences = [launching.sentence] if launching and launching.sentence else []
     if t.gpu is None:

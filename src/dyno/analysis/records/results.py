@@ -208,30 +208,30 @@ class TrialResult:
         return next((r.answers for r in self.good if r.answers), {})
 
     def stored(self, *names: str) -> dict[str, np.ndarray]:
-        """Arrays of outputs.npz, of the round that `answers` are of."""
+        """Return arrays of outputs.npz, of the round that `answers` are of."""
         return next((r.arrays("outputs.npz", names) for r in self.good if r.answers), {})
 
     def outputs(self) -> dict[str, np.ndarray]:
-        """Raw outputs of the first good round that has any."""
+        """Return the raw outputs of the first good round that has any."""
         return next((outputs for r in self.good if (outputs := r.outputs())), {})
 
     def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
-        """How many rows each batch or input has of those `outputs` whose first axis isn't the inputs."""
+        """Return the number of rows of each batch or input, for the `outputs` whose first axis isn't the inputs."""
         return next((rows for r in self.good if (rows := r.output_rows(names))), {})
 
     def warnings(self) -> list[str]:
-        """Warnings of all rounds and of the file's makers, each once, in order."""
+        """Return the warnings of all rounds and of the file's makers, each once, in order."""
         stored = [w for r in self.rounds for w in r.warnings] + [*self.made_by.warnings]
         moved = self.placement.warnings if self.placement else []
         return list(dict.fromkeys([*stored, *moved, *gpu_remarks.warnings(self)]))
 
     def notes(self) -> list[str]:
-        """What explains the numbers: `reasons`, and what INT8 was calibrated on where that weren't real images."""
+        """Return explanations of the numbers: `reasons`, and INT8's calibration data where it isn't real images."""
         calibration = self.facts.calibration
         return [*([calibration.note] if calibration and calibration.note else []), *self.reasons()]
 
     def reasons(self) -> list[str]:
-        """What explains the speed: the engine's own notes, and what the GPU's clock and telemetry say."""
+        """Return explanations of the speed: the engine's own notes, and remarks from the GPU's clock and telemetry."""
         return [*self.facts.notes, *gpu_remarks.notes(self)]
 
     @cached_property
@@ -241,44 +241,50 @@ class TrialResult:
         return timeline.together([timeline.summary(trace, timed) for trace, timed in traces])
 
     def value(self, tag: str, boundary: str = "") -> float | None:
-        """Median of a single value over the good rounds, or None."""
+        """Return the median of a single value over the good rounds, or None."""
         values = [v for r in self.good if (v := r.value(tag, boundary)) is not None]
         return statistics.median(values) if values else None
 
     def count(self, tag: str) -> int | None:
-        """A count that may differ between builds: the median round's, the lower of two in the middle; or None."""
+        """Return a count that may differ between builds: the median round's, the lower of two middle ones; or None."""
         counts = [v for r in self.good if (v := r.value(tag)) is not None]
         return int(statistics.median_low(counts)) if counts else None
 
     def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
-        """Samples of all good rounds together, float64, in SI units; latencies by the trial's own clock unless told."""
+        """Return samples of all good rounds together, float64, in SI units.
+
+        Latencies are by the trial's own clock unless `clock` names another.
+        """
         parts = self.parts(tag, boundary, clock)
         return np.concatenate(parts) if parts else np.empty(0)
 
     def parts(self, tag: str, boundary: str, clock: str = "") -> list[np.ndarray]:
-        """The samples of each good round that has any."""
+        """Return the samples of each good round that has any."""
         return [samples for _, samples in self.sampled(tag, boundary, clock)]
 
     def sampled(self, tag: str, boundary: str, clock: str = "") -> list[tuple[Round, np.ndarray]]:
-        """Each good round that has such samples, with them."""
+        """Return each good round that has such samples, with them."""
         clock = clock or (clock_of(boundary, self) if tag == "latency" else "")
         return [(r, s) for r in self.good if (s := r.samples(tag, boundary, clock)).size]
 
     def medians(self, boundary: str, clock: str = "", only: Collection[str] | None = None) -> list[float]:
-        """Median latency in seconds of each good round, or of those in the folders `only`; of each build where rounds
-        go through several. Comparisons between processes are made from these."""
+        """Return the median latency in seconds of each good round, or of those in the folders `only`.
+
+        Where rounds go through several builds there is one value per build. Comparisons between processes are made from
+        these.
+        """
         medians = self.round_medians(boundary, clock)
         names = medians if only is None else only
         return by_build((r, medians[r.folder.name]) for r in self.good if r.folder.name in names)
 
     def round_medians(self, boundary: str, clock: str = "") -> dict[str, float]:
-        """Median latency in seconds of each good round, by the name of its folder."""
+        """Return the median latency in seconds of each good round, by the name of its folder."""
         clock = clock or clock_of(boundary, self)
         return {r.folder.name: m for r in self.good if (m := r.median(boundary, clock)) is not None}
 
 
 def by_build(values: Iterable[tuple[Round, float]]) -> list[float]:
-    """The rounds' values, or where rounds go through builds of the engine, each build's geometric mean."""
+    """Return the rounds' values, or where rounds go through builds of the engine, each build's geometric mean."""
     rounds = list(values)
     if not any(r.build for r, _ in rounds):
         return [value for _, value in rounds]
@@ -286,8 +292,10 @@ def by_build(values: Iterable[tuple[Round, float]]) -> list[float]:
 
 
 def clock_of(boundary: str, *trials: TrialResult) -> str:
-    """The clock by which these trials' latencies are shown and compared with each other: GPU where every round has it,
-    else HOST, so that a time with the launch in it never meets one without."""
+    """Return the clock by which these trials' latencies are shown and compared with each other.
+
+    It is GPU where every round has it, else HOST, so that a time with the launch in it never meets one without.
+    """
     timed = [r for t in trials for r in t.good if r.measurement("latency", boundary)]
     return GPU if timed and all(r.measurement("latency", boundary, GPU) for r in timed) else HOST
 
@@ -323,7 +331,7 @@ class Results:
         return iter(self.trials)
 
     def trial(self, id: str) -> TrialResult:
-        """The trial with that id, or with an id that begins so."""
+        """Return the trial with that id, or with an id that begins so; UserError unless it is exactly one."""
         matches = [t for t in self.trials if t.id.startswith(id)]
         if len(matches) != 1:
             raise UserError(f"{len(matches) or 'no'} trials in {self.folder} have an id that begins with {id!r}")
@@ -400,6 +408,6 @@ def _order(t: TrialResult) -> tuple[Any, ...]:
 
 
 def place_in_group(t: Trial | TrialResult) -> tuple[Any, ...]:
-    """What trials that are compared with each other are sorted by: backend, PyTorch first, precision, options."""
+    """Return the sort key of trials that are compared with each other: backend, PyTorch first, precision, options."""
     precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
     return t.backend != "pytorch", t.backend, precision, t.variant, t.precision, t.id

@@ -49,8 +49,10 @@ class Round:
         return self.record.warnings
 
     def measurement(self, tag: str, boundary: str = "", clock: str = "") -> Measurement | None:
-        """The measurement of that tag and boundary, or None; by the GPU's clock where there is one and no `clock` is
-        given."""
+        """Return the measurement of that tag and boundary, or None.
+
+        It is by the GPU's clock where there is one and no `clock` is given.
+        """
         by_host: Measurement | None = None
         for m in self.record.measurements:
             if m.tag == tag and m.boundary == boundary and clock in ("", m.clock or HOST):
@@ -60,21 +62,23 @@ class Round:
         return by_host
 
     def value(self, tag: str, boundary: str = "") -> float | None:
-        """The single value measured under this tag and boundary (SI), or None."""
+        """Return the single value measured under this tag and boundary (SI), or None."""
         measured = self.measurement(tag, boundary)
         value = math.nan if measured is None or measured.value is None else float(measured.value)
         return value if math.isfinite(value) else None
 
     def raw_samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
-        """All samples as they were taken (seconds for a latency, images/s for throughput), float64; empty without."""
+        """Return all samples as taken (seconds for a latency, images/s for throughput), float64; empty without."""
         measured = self.measurement(tag, boundary, clock)
         if measured is None or not measured.samples:
             return np.empty(0)
         return self._samples.get(measured.samples, np.empty(0))
 
     def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
-        """The samples that count: `raw_samples`, latencies less those taken while the GPU was throttled, if enough are
-        left then."""
+        """Return the samples that count: `raw_samples`, for latencies without those taken while the GPU was throttled.
+
+        They stay in where too few would be left.
+        """
         taken = self.raw_samples(tag, boundary, clock)
         if tag != "latency":
             return taken
@@ -92,7 +96,7 @@ class Round:
         return timeline.clean(turns if len(turns) == len(taken) else taken, window, self.trace.throttled)
 
     def throttled(self, boundary: str) -> tuple[int, int, int]:
-        """Latencies taken at a boundary, those of them taken while the GPU was throttled, and those dropped for it."""
+        """Count the latencies taken at a boundary, those taken while the GPU was throttled, and those dropped."""
         taken = self.raw_samples("latency", boundary)
         hit = len(taken) - int(self._clean(taken, boundary).sum())
         return len(taken), hit, len(taken) - len(self.samples("latency", boundary))
@@ -103,7 +107,7 @@ class Round:
         return timeline.read(self.folder) if self.device.startswith("cuda") else None
 
     def median(self, boundary: str, clock: str = "") -> float | None:
-        """Median latency in seconds, None where that boundary wasn't measured (by that clock)."""
+        """Return the median latency in seconds, None where that boundary wasn't measured (by that clock)."""
         key = boundary, clock
         if key not in self._medians:
             samples = self.samples("latency", boundary, clock)
@@ -111,8 +115,10 @@ class Round:
         return self._medians[key]
 
     def disturbed_blocks(self, boundary: str, quiet: float | None = None) -> set[int]:
-        """Return the numbers of the boundary's blocks that other programs disturbed; `quiet` is the engine's own delay
-        in its quietest round."""
+        """Return the numbers of the boundary's blocks that other programs disturbed.
+
+        `quiet` is the engine's own delay in its quietest round.
+        """
         flags = find_disturbed(self.facts.delays.get(boundary, ()), quiet)
         return {number for number, is_disturbed in enumerate(flags) if is_disturbed}
 
@@ -127,11 +133,11 @@ class Round:
         return self.facts.build or 0
 
     def block_medians(self, tag: str, boundary: str, clock: str = "") -> dict[int, float]:
-        """The median of each block's samples that count, by the block's number; empty where it has no blocks."""
+        """Return the median of each block's samples that count, by the block's number; empty where it has no blocks."""
         return {k: float(np.median(samples)) for k, samples in self.block_samples(tag, boundary, clock).items()}
 
     def block_samples(self, tag: str, boundary: str, clock: str = "") -> dict[int, np.ndarray]:
-        """Each block's samples that count, by the block's number; empty where it has no blocks."""
+        """Return each block's samples that count, by the block's number; empty where it has no blocks."""
         taken = self.raw_samples(tag, boundary, clock)
         numbers = self._blocks(tag, boundary, len(taken))
         if numbers is None:
@@ -141,7 +147,7 @@ class Round:
         return {int(k): taken[numbers == k] for k in np.unique(numbers)}
 
     def _blocks(self, tag: str, boundary: str, count: int) -> np.ndarray | None:
-        """The block of each of that many samples, None where they are in none."""
+        """Return the block of each of `count` samples, None where they are in none."""
         measured = self.measurement(tag, boundary, HOST)
         numbers = self._samples.get(f"{measured.samples}_block") if measured is not None else None
         return numbers if numbers is not None and count and len(numbers) == count else None
@@ -151,7 +157,7 @@ class Round:
         return self.arrays("samples.npz") if self.loaded is None else self.loaded
 
     def arrays(self, file: str, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-        """Arrays of one of the round's npz files (only `names`, or all); empty when the file is missing or damaged."""
+        """Read arrays of one of the round's npz files (only `names`, or all); empty if it is missing or damaged."""
         try:
             return read_npz(self.folder / file, names)
         except (OSError, ValueError):  # absent, truncated, or not an npz
@@ -166,7 +172,7 @@ class Round:
             return {}
 
     def outputs(self) -> dict[str, np.ndarray]:
-        """Raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""
+        """Return raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""
         arrays = self.arrays("outputs.npz")
         return {
             name.removeprefix("output:"): a
@@ -175,6 +181,6 @@ class Round:
         }
 
     def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
-        """How many rows of an output each batch or input has, by name, for those whose first axis isn't the inputs."""
+        """Return the rows of an output per batch or input, by name, for outputs whose first axis isn't the inputs."""
         arrays = self.arrays("outputs.npz", {f"rows:{name}" for name in names})
         return {name[len("rows:") :]: a for name, a in arrays.items()}

@@ -36,8 +36,9 @@ MODELS = {
 
 
 def wrong(data: Any, shape: Any, where: str = "") -> str:
-    """Where data has another type than its shape, or a number that no table holds, "" where it fits; null and whatever
-    the shape doesn't name may be.
+    """Return the place where data has another type than its shape, or a number too large for a table; "" where it fits.
+
+    Null is allowed, as is any key that the shape doesn't name.
 
     A shape is a type, a list with the shape of each item, or a table of shapes by key, "" for those of any key.
     """

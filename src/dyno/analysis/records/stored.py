@@ -18,12 +18,12 @@ BLOCKS = "blocks"  # a study on several devices has the trials of a block in its
 
 
 def trials_in(run: Path) -> list[Path]:
-    """The folders of the run's trials; an `OSError` where the user may not read which there are."""
+    """Return the folders of the run's trials; OSError where the user may not list them."""
     return sorted([*(run / "trials").iterdir(), *run.glob(f"{BLOCKS}/*/trials/*")])
 
 
 def read_table(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[str, Any] | None:
-    """The JSON object in the file, whose values have the types in `shape`; None without one and where it is damaged."""
+    """Read the JSON object in the file, with values of the types in `shape`; None without one and if it is damaged."""
     try:
         data = read_json(path)
     except FileNotFoundError:
@@ -43,7 +43,7 @@ def read_table(path: Path, problems: list[str], shape: dict[str, Any]) -> dict[s
 
 
 def read_round(folder: Path, problems: list[str]) -> Record | None:
-    """The record in the folder; None without one, and where it is damaged."""
+    """Read the record in the folder; None without one, and where it is damaged."""
     try:
         return read_record(folder)
     except UserError as e:
@@ -54,7 +54,7 @@ def read_round(folder: Path, problems: list[str]) -> Record | None:
 
 
 def read_settings(text: str) -> dict[str, Any]:
-    """A study.toml as a table; empty where it can't be read or isn't what Dyno writes."""
+    """Parse a study.toml as a table; empty where it can't be read or isn't in Dyno's form."""
     try:
         table = tomllib.loads(text)
     except (tomllib.TOMLDecodeError, RecursionError):
@@ -63,7 +63,7 @@ def read_settings(text: str) -> dict[str, Any]:
 
 
 def read_job(path: Path, problems: list[str]) -> tuple[dict[str, Any] | None, Artifact | None]:
-    """The job as stored, and the file that it runs."""
+    """Read the job as stored, and the file that it runs."""
     stored = read_table(path, problems, JOB)
     if stored is None:
         return None, None
@@ -84,14 +84,16 @@ def read_job(path: Path, problems: list[str]) -> tuple[dict[str, Any] | None, Ar
 
 
 def _without_nulls(data: dict[str, Any]) -> dict[str, Any]:
-    """The object without keys whose value is null, at any depth: null says what a missing key says."""
+    """Return the object without keys whose value is null, at any depth: null means the same as a missing key."""
     kept = {key: value for key, value in data.items() if value is not None}
     return {key: _without_nulls(value) if isinstance(value, dict) else value for key, value in kept.items()}
 
 
 def measured(folder: Path, record: Record) -> tuple[Record, dict[str, np.ndarray] | None]:
-    """The record and its samples (None: not read). Where what was measured can't be read any more, the record is of a
-    failure."""
+    """Return the record and its samples (None: not read).
+
+    Where the measurements can't be read any more, the record is of a failure.
+    """
     if record.status != "ok":
         return record, None
     samples, damaged = read_samples(folder)

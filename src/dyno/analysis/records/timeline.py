@@ -53,7 +53,7 @@ class Trace:
     before_processes: float
 
     def column(self, name: str) -> np.ndarray:
-        """One column; NaN for each sample when it was not stored."""
+        """Return one column; NaN for each sample when it was not stored."""
         values = self.columns.get(f"gpu_{name}")
         return np.full(len(self.at), math.nan) if values is None else values
 
@@ -73,7 +73,7 @@ class Trace:
         return [(float(ends[first]), float(ends[last + 1])) for first, last in edges.reshape(-1, 2)]
 
     def inside(self, windows: Iterable[Window]) -> np.ndarray:
-        """Which samples fall into one of the windows, bool [samples]."""
+        """Return which samples fall into one of the windows, bool [samples]."""
         chosen = np.zeros(len(self.at), bool)
         for begin, end in windows:
             chosen |= (self.at >= begin) & (self.at <= end)
@@ -109,7 +109,7 @@ class Summary:
 
 
 def read(folder: Path) -> Trace | None:
-    """The GPU's part of FOLDER/telemetry.npz; None when there is none."""
+    """Read the GPU's part of FOLDER/telemetry.npz; None when there is none."""
     try:
         stored = read_numbers(folder / "telemetry.npz", READ)
     except (OSError, ValueError):  # absent, truncated, or not an npz
@@ -123,7 +123,7 @@ def read(folder: Path) -> Trace | None:
 
 
 def summary(trace: Trace, timed: Sequence[Window]) -> Summary:
-    """A round in numbers; without windows only memory and temperature are known."""
+    """Summarise a round in numbers; without windows only memory and temperature are known."""
     inside = trace.inside(timed)
     mask = trace.reasons[inside & ~np.isnan(trace.column("throttle"))]
     shares = {reason: float(((mask & bit) != 0).mean()) for bit, reason in REASONS.items() if len(mask)}
@@ -142,7 +142,10 @@ def summary(trace: Trace, timed: Sequence[Window]) -> Summary:
 
 
 def together(rounds: Sequence[Summary]) -> Summary | None:
-    """Rounds of one trial as one summary: the extremes stay extremes, the rest are means; None without any."""
+    """Merge rounds of one trial into one summary; None without any.
+
+    Extremes stay extremes, the clock is the median, and the rest are means.
+    """
     if not rounds:
         return None
 
@@ -171,12 +174,12 @@ def _over(statistic: Any, values: np.ndarray) -> float:
 
 
 def most_others(trace: Trace, inside: np.ndarray | slice = slice(None)) -> int:
-    """The most compute processes of others seen on the GPU in those samples."""
+    """Return the largest number of other users' compute processes seen on the GPU in those samples."""
     return int(np.nan_to_num(_others(trace)[inside]).max(initial=0))
 
 
 def _others(trace: Trace) -> np.ndarray:
-    """Compute processes on the GPU besides the job's, at each sample.
+    """Return the number of compute processes on the GPU besides the job's, at each sample.
 
     In a container NVML's process ids may be of another namespace, so that the job can't be distinguished from others.
     Then one process counts as the job, once there are more than before it began.
@@ -189,14 +192,14 @@ def _others(trace: Trace) -> np.ndarray:
 
 
 def _busy_before(trace: Trace) -> float:
-    """Utilisation in percent that others caused before the job took memory; NaN when it took it at once."""
+    """Return the percent utilisation that others caused before the job took memory; NaN when it took it at once."""
     grown = trace.column("memory") > trace.before_memory + GREW
     quiet = int(np.argmax(grown)) if grown.any() else 0
     return _over(np.min, trace.column("util")[:quiet]) if quiet >= QUIET_SAMPLES else math.nan
 
 
 def throttle_reasons(trace: Trace, window: Window) -> str:
-    """The throttle reasons in or right beside the window, as text."""
+    """Return the throttle reasons in or right beside the window, as text."""
     near = [s for s in trace.throttled if s[0] < window[1] and s[1] > window[0]]
     bits = int(np.bitwise_or.reduce(trace.reasons[trace.inside(near)]))
     return ", ".join(reason for bit, reason in REASONS.items() if bit & THROTTLED & bits)
@@ -205,7 +208,7 @@ def throttle_reasons(trace: Trace, window: Window) -> str:
 def clean_blocks(
     samples: np.ndarray, numbers: np.ndarray, blocks: Sequence[Sequence[float]], intervals: Sequence[Window]
 ) -> np.ndarray:
-    """`clean` for samples that were taken in blocks: the number of each one's block, and each block's window."""
+    """Apply `clean` to samples that were taken in blocks, given each sample's block number and each block's window."""
     kept = np.ones(len(samples), bool)
     for number, (begin, end) in enumerate(blocks):
         own = numbers == number
@@ -214,10 +217,10 @@ def clean_blocks(
 
 
 def clean(samples: np.ndarray, window: Window, intervals: Sequence[Window]) -> np.ndarray:
-    """Which samples lie wholly outside the intervals, bool [n].
+    """Return which samples lie wholly outside the intervals, bool [n].
 
-    Samples are seconds, one after another; their sum is a little less than the window, by what the loop costs between
-    them, so their ends are spread over the window in proportion.
+    Samples are seconds, one after another; their sum is a little less than the window because of the loop's overhead
+    between them, so their ends are spread over the window in proportion.
     """
     total = float(samples.sum())
     if not intervals or not total:

@@ -38,8 +38,10 @@ class Drawn:
 
 
 def draw(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
-    """Every chart that the run has something for, also written to FOLDER as PNG; ids of the drawings begin with
-    `prefix`, and names of files with `name`, where it isn't empty."""
+    """Draw every chart for which the run has data, and write each to FOLDER as PNG.
+
+    Ids of the drawings begin with `prefix`, and names of files with `name`, where it isn't empty.
+    """
     one = partial(_draw, run, folder, prefix, name)
     count = range(len(charts.kinds()))
     most = min(len(os.sched_getaffinity(0)), len(count))
@@ -53,7 +55,7 @@ def draw(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
 
 
 def headline(run: RunData, drawn: Sequence[Drawn], prefix: str) -> Drawn | None:
-    """The chart that stands above: one of those that were drawn, or of what can be seen at once."""
+    """Return the chart for the top of the page: one of those drawn, or one of the rows that fit in view; else None."""
     first, kinds = leading(run), {kind.name: kind for kind in charts.kinds()}
     for found in (chart for wanted in HEADLINES for chart in drawn if chart.name == wanted):
         if found.name not in BATCHES or len(first.frame) == len(run.frame):
@@ -65,7 +67,7 @@ def headline(run: RunData, drawn: Sequence[Drawn], prefix: str) -> Drawn | None:
 
 
 def file_name(name: str) -> str:
-    """The name with what a file can't be called everywhere replaced."""
+    """Return the name with the characters replaced that not every file system allows."""
     return re.sub(r"[^\w.-]+", "_", name)
 
 
@@ -100,8 +102,10 @@ def _side_by_side(one: partial[Drawn | None], count: range, most: int) -> list[D
 
 
 def _begin(one: partial[Drawn | None]) -> None:
-    """What a process that draws does first. An interrupt is for the command, which ends its processes; they would print
-    where they were."""
+    """Prepare a process that draws.
+
+    It ignores interrupts: they are for the command, which ends its processes; these would print a traceback.
+    """
     global _one
     _one = one
     signal.signal(signal.SIGINT, signal.SIG_IGN)

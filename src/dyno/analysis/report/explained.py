@@ -23,7 +23,7 @@ class Explained:
 
 
 def explained(results: Results, prefix: str) -> list[Explained]:
-    """The stored pairs whose trials the run still has; `prefix` begins the ids in their charts."""
+    """Return the stored pairs whose trials the run still has; `prefix` begins the ids in their charts."""
     from markupsafe import Markup
 
     names = {trial.id: f"{trial.configuration}, {trial.model} at batch {trial.batch}" for trial in results}

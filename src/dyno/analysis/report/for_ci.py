@@ -21,7 +21,7 @@ HEADINGS = {GOOD: "no regression", REGRESSION: "regression"}
 
 
 def outcome(table: Table) -> str:
-    """The comparison's outcome in one or two words."""
+    """Return the comparison's outcome in one or two words."""
     return HEADINGS.get(exit_code(table), "undecided")
 
 

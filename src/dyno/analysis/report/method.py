@@ -22,7 +22,7 @@ Terms = list[tuple[str, str]]
 
 
 def terms(run: RunData) -> Terms:
-    """Terms and sentences: first how verdicts were decided, then what is measured and how."""
+    """Return terms and sentences: first how verdicts were decided, then the quantities measured and the method."""
     results = run.records
     trials = results.trials
     plans = [t.spec.get("plan") or {} for t in trials]
@@ -46,7 +46,7 @@ def terms(run: RunData) -> Terms:
 
 
 def _decided(run: RunData, plans: list[dict[str, Any]]) -> Terms:
-    """How the verdicts on speed came about: the pairs, the interval, the margin, the family, and the looks."""
+    """Explain the verdicts on speed: the pairs, the interval, the margin, the family, and the looks."""
     rows = run.frame[run.frame["measured"] != ""]
     judged = rows[rows["p_value"].notna()]
     pairs = Counter(rows["measured"])
@@ -64,7 +64,7 @@ def _decided(run: RunData, plans: list[dict[str, Any]]) -> Terms:
 
 
 def _of_builds(run: RunData) -> Terms:
-    """How many builds the rounds of engines that are tuned by timing went through; nothing without such."""
+    """Return a term on the builds over the rounds of engines that are tuned by timing; empty without such engines."""
     most = int(run.frame["builds"].fillna(0).max()) if len(run.frame) else 0
     if most < 2:
         return [("builds", "one of each engine that is tuned by timing: another build may differ")] * most
@@ -108,7 +108,7 @@ def _looks(rule: Rule, rounds: int) -> str:
 
 
 def _level(results: Results, plans: list[dict[str, Any]]) -> str:
-    """Which configuration a latency is a claim about."""
+    """Describe the configuration that a latency is a claim about."""
     trials = results.trials
     threads = _distinct(t.spec.get("runtime", {}).get("threads") for t in trials)
     devices = _distinct(t.device for t in trials)
@@ -165,5 +165,4 @@ def _stopping(plans: list[dict[str, Any]], trials: list[TrialResult]) -> str:
 
 
 def _distinct(values: Iterable[Any]) -> str:
-    """The different values, in order, as one phrase."""
     return ", ".join(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values if v is not None))

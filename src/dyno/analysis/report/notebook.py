@@ -21,15 +21,17 @@ HEADLINES = ("serve-latency", "video-timeline", *BATCHES)  # of which the first 
 
 
 def leading(run: RunData) -> RunData:
-    """The run with what its first chart shows: the smallest batch of each model and size, of which the verdict speaks
-    first, and no more of these than can be seen at once."""
+    """Return the run with the rows of its first chart: the smallest batch of the first MOST_GROUPS groups.
+
+    A group is a model, size and device; the verdict begins with its smallest batch. More can't be seen at once.
+    """
     groups = run.frame.groupby(["model", "size", "device"], sort=False)
     first = (run.frame["batch"] == groups["batch"].transform("min")) & (groups.ngroup() < MOST_GROUPS)
     return replace(run, frame=run.frame[first])
 
 
 def cell(run: RunData) -> str:
-    """A fragment of a page, with everything from the run escaped; without matplotlib it has no chart."""
+    """Return a fragment of a page, with everything from the run escaped; without matplotlib it has no chart."""
     leaders, said = tables.leading(run)
     if leaders:
         return "\n".join([*(f"<p>{escape(line)}</p>" for line in said), *_chart(run), *chain(*map(_rows, leaders))])

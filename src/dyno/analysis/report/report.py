@@ -92,7 +92,7 @@ def write(runs: Sequence[RunData], out: Path) -> Path:
 
 
 def missing() -> list[str]:
-    """The libraries that the page and its charts need, and that can't be imported here."""
+    """Return the libraries that the page and its charts need, and that can't be imported here."""
     found = []
     for name in NEEDED:
         try:
@@ -103,8 +103,11 @@ def missing() -> list[str]:
 
 
 def names_of(runs: Sequence[RunData]) -> list[str]:
-    """What several runs are called: the names of their folders, with as much of the paths as tells them, and the files
-    that are named after them, apart. UserError for a run that is named twice."""
+    """Return names for several runs: their folders' names, with enough of the paths to distinguish them.
+
+    The files that are named after them differ, too. UserError for a run that is named twice, and for paths that differ
+    only in characters that file names can't have.
+    """
     places = [run.records.folder.resolve().parts for run in runs]
     if len(set(places)) < len(places):
         raise UserError("a run is named twice; name each once")
@@ -130,12 +133,12 @@ def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out
 
 
 def _markdown(run_tables: Sequence[Table], on_page: set[str]) -> str:
-    """The tables of the page; those in no section are too long to read, and are written as CSV."""
+    """Return the tables of the page in Markdown; tables in no section are too long to read, and are written as CSV."""
     return export([table for table in run_tables if table.name in on_page], "markdown")
 
 
 def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:
-    """The trials of all runs; of several, with the run's name."""
+    """Build a table of the trials of all runs, with the run's name where there are several."""
     run_tables = [TRIALS.table(run) for run in runs]
     if len(runs) == 1:
         return run_tables[0]
@@ -189,12 +192,12 @@ def _section(run: RunData, run_tables: Sequence[Table], out: Path, index: int, n
 
 
 def _is_single(run: RunData) -> bool:
-    """Whether the run has a single model, size and batch: then the trials' table is enough."""
+    """Return whether the run has a single model, size and batch: then the trials' table is enough."""
     return len(run.frame[["model", "size", "batch"]].drop_duplicates()) < 2
 
 
 def _counted(findings: Sequence[Finding]) -> str:
-    """How many of each kind: `2 warnings, 1 note`."""
+    """Count the findings of each kind: `2 warnings, 1 note`."""
     kinds = Counter(each.kind for each in findings)
     return ", ".join(counting(kinds[kind], kind) for kind in (WARNING, NOTE) if kinds[kind])
 

@@ -23,7 +23,7 @@ MOST_DETAILS = 300  # trials with a section of their own
 
 
 def machine(environment: dict[str, Any]) -> list[tuple[str, str]]:
-    """The environment as terms and values; nested tables become one row each."""
+    """Return the environment as terms and values; nested tables become one row each."""
     return [(key.removesuffix("_bytes").replace("_", " "), _value(key, v)) for key, v in environment.items() if v]
 
 
@@ -36,7 +36,7 @@ def _value(key: str, value: Any) -> str:
 
 
 def about(results: Results) -> list[str]:
-    """When, on what and with what the run was measured, in words; "" for what isn't known."""
+    """Describe when, on which machine and with which version the run was measured; "" for unknown facts."""
     environment = results.environment
     cores = environment.get("cores")
     return [
@@ -59,7 +59,10 @@ class Complaint:
 
 
 def complaints(results: Results) -> list[Complaint]:
-    """Failures first, then warnings; those that differ in numbers alone are one line, with the first one's."""
+    """Return unreadable files, then failures, then warnings.
+
+    Those that differ only in numbers are one line, with the first one's numbers.
+    """
     failed = [(t.status, t.label, t.reason) for t in results if t.status != "ok"]
     warnings = [("warning", t.label, " ".join(w.split())) for t in results for w in t.warnings()]
     alike: dict[tuple[str, str], list[tuple[str, str]]] = {}
@@ -89,7 +92,7 @@ class Detail:
 
 
 def details(results: Results, page: Path) -> list[Detail]:
-    """A section per trial, at most MOST_DETAILS, of a page in the folder `page`."""
+    """Return a section per trial, at most MOST_DETAILS, of a page in the folder `page`."""
     from markupsafe import Markup
 
     trial_details = []

@@ -91,10 +91,10 @@ class Summary:
 
 
 def visible(summary: Summary, rounds: int, seconds: float, in_turns: bool) -> float:
-    """The smallest slow-down that a run of so many rounds sees with 80 % power; infinite where it sees none.
+    """Return the smallest slow-down that a run of `rounds` rounds sees with 80 % power; infinite where it sees none.
 
-    A run that measures for fewer seconds than the self-test did has fewer blocks, so that their part grows; more
-    seconds promise nothing beyond what was tested. NaN where nothing is known of the way it measured.
+    A run that measures for fewer seconds than the self-test did has fewer blocks, so their part of the noise grows;
+    more seconds promise nothing beyond the tested range. NaN where its way of measuring wasn't tested.
     """
     if rounds < 2:
         return math.inf
@@ -126,7 +126,7 @@ class SelfTest:
         return sorted({pair.slowdown for one in self.rounds for pair in one.pairs})
 
     def pairs(self, slowdown: float) -> list[Pair]:
-        """The pairs of that slow-down, round after round."""
+        """Return the pairs of that slow-down, round after round."""
         return [pair for one in self.rounds for pair in one.pairs if pair.slowdown == slowdown]
 
     @cached_property
@@ -193,7 +193,7 @@ class SelfTest:
         return Verdicts(slowdown, rounds, slower, faster, Rate(held, len(words)), expected)
 
     def _studies(self, slowdown: float, rounds: int) -> list[list[float]]:
-        """The log ratios of studies of so many rounds, of the pairs of one slow-down; no round is in two of them."""
+        """Return the log ratios of studies of `rounds` rounds, of the pairs of one slow-down; no two share a round."""
         each = [[pair.log for pair in one.pairs if pair.slowdown == slowdown] for one in self.rounds]
         starts = range(0, len(each) - rounds + 1, rounds)
         return [list(logs) for start in starts for logs in zip(*each[start : start + rounds], strict=False)]
@@ -205,18 +205,18 @@ class SelfTest:
         return Rate(sum(one.hits for one in each), sum(one.count for one in each))
 
     def false_alarms(self, rounds: int = CURVE[0]) -> Rate:
-        """Studies of so many rounds that called equal processes faster or slower."""
+        """Return the rate of studies of `rounds` rounds that called equal processes faster or slower."""
         rates = [one.false for one in self.verdicts if not one.slowdown and one.rounds == rounds]
         return rates[0] if rates else Rate(0, 0)
 
     def visible(self, rounds: int) -> stats.Interval:
-        """The smallest slow-down (a share) that so many rounds in turns see with 80 % power."""
+        """Return the smallest slow-down (a share) that `rounds` rounds in turns see with 80 % power."""
         if rounds not in self._visible:
             self._visible[rounds] = power.smallest_with_limits(self.noise, rounds)
         return self._visible[rounds]
 
     def visible_apart(self, rounds: int) -> float:
-        """The same of so many rounds one after the other."""
+        """Return the same for `rounds` rounds one after the other."""
         return power.smallest(self.steps, rounds, paired=False)
 
     @cached_property
@@ -247,7 +247,7 @@ class SelfTest:
         return "\n".join(sentences(self))
 
     def summary(self) -> Summary:
-        """What a run keeps."""
+        """Return the summary that a run keeps."""
         stored, total = self.stored, self.levels.process + self.levels.block
         turns = {str(n): power.smallest(self.noise.ravel(), n) for n in SUMMED_UP}
         apart = {str(n): self.visible_apart(n) for n in SUMMED_UP}

@@ -39,7 +39,7 @@ class Studies:
         self._seen_from, self._called_below = np.sort(half - mean), np.sort(-half - mean)
 
     def seen(self, difference: float) -> float:
-        """The share that calls a true difference of the logs slower."""
+        """Return the share of studies that call a true difference of the logs slower."""
         return float(np.searchsorted(self._seen_from, difference) / len(self._seen_from))
 
     @property
@@ -54,7 +54,7 @@ class Studies:
 
 
 def _welch(a: np.ndarray, b: np.ndarray, rounds: int) -> np.ndarray:
-    """Half the width of Welch's interval, by the two means' variances."""
+    """Return half the width of Welch's interval, by the two means' variances."""
     from scipy.special import stdtrit
 
     total = a + b
@@ -64,14 +64,17 @@ def _welch(a: np.ndarray, b: np.ndarray, rounds: int) -> np.ndarray:
 
 
 def smallest(noise: np.ndarray, rounds: int, paired: bool = True) -> float:
-    """The smallest slow-down that so many rounds see; see `Studies`. Infinite with one round, NaN with little noise."""
+    """Return the smallest slow-down that `rounds` rounds see; see `Studies`.
+
+    Infinite with one round, NaN with little noise.
+    """
     if rounds < 2:
         return math.inf
     return Studies(noise, rounds, paired).smallest if len(noise) > 1 else math.nan
 
 
 def smallest_with_limits(noise: np.ndarray, rounds: int) -> Interval:
-    """The same in turns, with the 95 % interval of sets drawn from the rounds of the self-test (rows of `noise`).
+    """Return the same in turns, with the 95 % interval of sets drawn from the self-test's rounds (rows of `noise`).
 
     NaN limits with few rounds.
     """
@@ -87,7 +90,7 @@ def smallest_with_limits(noise: np.ndarray, rounds: int) -> Interval:
 
 
 def spread_interval(spread: float, freedom: int) -> Interval:
-    """A standard deviation with its 95 % interval, from the chi-square distribution, as for normal values."""
+    """Return a standard deviation with its 95 % interval, from the chi-square distribution, as for normal values."""
     from scipy.special import chdtri
 
     tail = (1 - CONFIDENCE) / 2
@@ -98,7 +101,7 @@ def spread_interval(spread: float, freedom: int) -> Interval:
 
 
 def at_most(hits: int, count: int) -> float:
-    """The one-sided upper 95 % limit of a share (Clopper and Pearson 1934): it holds at any number, however small."""
+    """Return the one-sided upper 95 % limit of a share (Clopper and Pearson 1934); it holds at any number."""
     from scipy.special import betaincinv
 
     return 1.0 if hits >= count else float(betaincinv(hits + 1, count - hits, CONFIDENCE))

@@ -75,7 +75,7 @@ class Stored:
 
 
 def read(content: dict[str, Any]) -> Stored | None:
-    """The self-test from its JSON; None where it is another's, a newer Dyno's or damaged."""
+    """Build the self-test from its JSON; None where it is another program's, a newer Dyno's or damaged."""
     try:
         stored = from_json(Stored, content)
     except (UserError, TypeError, ValueError, KeyError):
@@ -84,7 +84,7 @@ def read(content: dict[str, Any]) -> Stored | None:
 
 
 def _whole(stored: Stored) -> bool:
-    """Whether there are rounds enough for a spread, all of the same pairs, with numbers that can be measured."""
+    """Return whether there are enough rounds for a spread, all of the same pairs, with numbers that can be measured."""
     rounds = stored.rounds
     layouts = {tuple(pair.slowdown for pair in one.pairs) for one in rounds}
     if len(rounds) < LEAST_ROUNDS or len(layouts) > 1:

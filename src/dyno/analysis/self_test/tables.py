@@ -22,7 +22,7 @@ def _cell(row: Row, name: str) -> str:
 
 
 def _shares(name: str, title: str, meaning: str) -> Iterator[Column]:
-    """A column of shares (0.02 is 2 %) with those of its limits."""
+    """Yield a column of shares (0.02 is 2 %) and those of its limits."""
     yield Column(name, meaning, "1", title=title, cell=lambda row: _cell(row, name))
     for end in (LOW, HIGH):
         yield Column(name + end, f"limit of the 95 % interval of {name}", "1")
@@ -48,7 +48,7 @@ VERDICTS = (
 
 
 def tables(test: SelfTest) -> list[Table]:
-    """What can be seen with how many rounds, and what studies said of equal and of slowed-down processes."""
+    """Build the tables of the visible difference by rounds, and of verdicts on equal and slowed-down processes."""
     rows = [_visible(test, rounds) for rounds in CURVE]
     every = [
         Table("visible", "The smallest difference that can be seen (80 % power)", "By the rounds of a study.", VISIBLE,

@@ -17,10 +17,10 @@ class Ended:
 
 
 def studies(logs: Sequence[float], first: int, most: int, rule: stats.Rule | None = None) -> list[Ended]:
-    """One study after the other, no round in two of them, as `dyno run --until decided` judges a single pair.
+    """Run one study after the other, without shared rounds, as `dyno run --until decided` judges a single pair.
 
     `logs` holds log(first / second seconds) of each round; a study looks after `first` rounds and after every further
-    one, and ends undecided after `most`. What is left at the end, of a study that nothing had decided, is none.
+    one, and ends undecided after `most`. Rounds left over at the end, of a study still undecided, are not a study.
     """
     margin = (rule or stats.Rule()).margin
     ended, began = [], 0

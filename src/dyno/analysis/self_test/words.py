@@ -27,19 +27,19 @@ OF_BUILDS = "Builds and processes bound it: fresh ones differ, however long they
 
 
 def percent(share: float) -> str:
-    """A share as text: `1.4 %`; beyond the whole, where digits mean nothing, `> 100 %`."""
+    """Format a share: `1.4 %`; beyond the whole, where digits mean nothing, `> 100 %`."""
     return f"{significant(100 * share, 2)} %" if share <= 1 else "> 100 %"
 
 
 def with_range(value: float, low: float, high: float) -> str:
-    """A share with its limits: `1.4 % [1.1, 2]`; without them where they are not known."""
+    """Format a share with its limits: `1.4 % [1.1, 2]`; without them where they are not known."""
     if math.isnan(low) or math.isnan(high):
         return percent(value)
     return f"{percent(value)} [{', '.join(percent(each).removesuffix(' %') for each in (low, high))}]"
 
 
 def grade(test: SelfTest) -> str:
-    """The grade, in one sentence."""
+    """Describe the grade in one sentence."""
     rounds = test.stored.study_rounds
     seen = test.visible(rounds)
     worst = f"more than {percent(max(GRADES.values()))}"
@@ -52,7 +52,7 @@ def grade(test: SelfTest) -> str:
 
 
 def sentences(test: SelfTest) -> list[str]:
-    """What the self-test found, the grade first."""
+    """Return the self-test's findings as sentences, the grade first."""
     return [grade(test), _bound(test), _spread(test), _meanwhile(test), *_apart(test), _equal(test),
             *_surprises(test)]  # fmt: skip
 
@@ -62,7 +62,7 @@ def _bound(test: SelfTest) -> str:
 
 
 def about(test: SelfTest) -> dict[str, Any]:
-    """What stands in front of a self-test's tables in JSON; shares and standard deviations of logs, None if unknown."""
+    """Return the head of a self-test's tables in JSON; shares and standard deviations of logs, None if unknown."""
     stored, spread, alarms = test.stored, test.spread, test.false_alarms()
     figures = {
         "equal": test.equal.value, "equal_low": test.equal.low, "equal_high": test.equal.high,
@@ -117,7 +117,7 @@ def _equal(test: SelfTest) -> str:
 
 
 def _surprises(test: SelfTest) -> list[str]:
-    """What the self-test contradicts of what Dyno promises."""
+    """Describe where the self-test contradicts Dyno's promises."""
     surprises = []
     for one in test.verdicts:
         studies = f"of {one.slower.count} studies of {one.rounds} rounds"
@@ -132,13 +132,13 @@ def _surprises(test: SelfTest) -> list[str]:
 
 
 def _unlike(one: Verdicts) -> bool:
-    """Whether the power that was predicted lies outside the interval of what was seen."""
+    """Return whether the predicted power lies outside the interval of the observed one."""
     seen = one.slower.interval
     return not seen.low <= one.predicted <= seen.high
 
 
 def of_run(results: Results) -> str:
-    """What a run can see, by the self-test that it keeps; "" where it keeps none."""
+    """Describe the differences that a run can see, by the self-test that it keeps; "" where it keeps none."""
     try:
         summary = from_json(Summary, results.self_test)
     except UserError:  # there is none, or another Dyno's

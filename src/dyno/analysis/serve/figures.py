@@ -92,7 +92,7 @@ class Tried:
         return float(chosen.mean()) if len(chosen) else math.nan
 
     def percentile(self, name: str) -> Interval | None:
-        """That percentile of the latencies; None where there are too few requests, or it falls on unanswered ones."""
+        """Return that percentile of the latencies; None with too few requests, or where it falls on unanswered ones."""
         if self.count < stats.samples_for(QUANTILES[name]):
             return None
         found = sectioned(self.latencies, QUANTILES[name])
@@ -100,11 +100,11 @@ class Tried:
 
 
 def sectioned(samples: np.ndarray, q: float) -> Interval:
-    """A percentile with its 95 % interval from those of ten sections of consecutive samples, by Student's t.
+    """Compute a percentile with its 95 % interval from ten sections of consecutive samples, by Student's t.
 
-    Requests that follow each other wait in the same queue, so a section counts as one observation (sectioning; Asmussen
-    and Glynn, Stochastic Simulation, 2007, III.5). Without limits where a section has too few samples for that
-    percentile, or one that was never answered falls on it.
+    Consecutive requests wait in the same queue, so a section counts as one observation (sectioning; Asmussen and Glynn,
+    Stochastic Simulation, 2007, III.5). Without limits where a section has too few samples for that percentile, or
+    where it falls on an unanswered one.
     """
     value = judging.percentile(samples, q)
     each = [judging.percentile(part, q) for part in np.array_split(samples, SECTIONS) if len(part)]

@@ -27,7 +27,7 @@ class Outputs:
 
 
 def of_run(run: RunData) -> dict[str, Outputs]:
-    """Those of each trial of the run, by its id."""
+    """Return the outputs' check of each trial of the run, by its id."""
     found = {}
     columns = [run.frame[name] for name in ("trial", "outputs", "output_error", "labels_changed", "verdict")]
     for id, word, error, labels, verdict in zip(*columns, strict=True):
@@ -41,7 +41,7 @@ def of_run(run: RunData) -> dict[str, Outputs]:
 
 
 def _missing(trial: TrialResult, other: TrialResult | None, run: RunData) -> str:
-    """Why the outputs were compared with none; "" for the reference itself."""
+    """Return the reason why the outputs were not compared; "" for the reference itself."""
     if str(trial.spec["model"]["source"]).startswith(ENDPOINT):
         return "what the server's model should answer isn't known here; give its file as MODEL"
     if other is None or other is trial:

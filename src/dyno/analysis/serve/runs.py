@@ -73,7 +73,7 @@ class Served:
 
 
 def of_run(run: RunData) -> list[Served]:
-    """Each trial that answered requests, in the order of the trials."""
+    """Return each trial that answered requests, in the order of the trials."""
     found = []
     for trial in run.records:
         rounds = [(r, r.facts.serve) for r in trial.good if r.facts.serve and (r.folder / ARRAYS).is_file()]
@@ -94,14 +94,16 @@ def _tried(one: Round, facts: ServeFacts, number: int) -> list[Tried]:
 
 
 def reference(served: list[Served]) -> Served:
-    """What the others are compared with: PyTorch, else the first; one whose outputs are wrong only where all are."""
+    """Return the reference of the others: PyTorch, else the first; one with wrong outputs only where all have them."""
     right = [each for each in served if not each.outputs.wrong] or served
     return next((each for each in right if each.trial.backend == REFERENCE), right[0])
 
 
 def speedups(served: list[Served], run: RunData) -> list[Speedup | None]:
-    """How many times as high each one's highest rate is as the reference's, with a verdict; None where one of both has
-    none or wrong outputs, and for the reference itself."""
+    """Return the ratio of each one's highest rate to the reference's, with a verdict.
+
+    None where either has no such rate or wrong outputs, and for the reference itself.
+    """
     first = reference(served)
     right = [each for each in served if not (each.outputs.wrong or first.outputs.wrong)]
     others = [each for each in right if each is not first and each.highest and first.highest]

@@ -61,7 +61,7 @@ def _row(served: Served) -> Row:
 
 
 def _outputs(outputs: Outputs) -> Row:
-    """The columns on whether the answers are right; wrong ones have no other verdict."""
+    """Return the columns on whether the answers are right; wrong ones have no other verdict."""
     if not outputs.word:
         return {}
     verdict = {"verdict": outputs.wrong} if outputs.wrong else {}
@@ -69,7 +69,7 @@ def _outputs(outputs: Outputs) -> Row:
 
 
 def _compared(gain: Speedup | None, first: bool, outputs: Outputs) -> Row:
-    """The columns against the reference; none where the answers are wrong."""
+    """Return the columns against the reference, empty where the answers are wrong."""
     if outputs.wrong:
         return {}
     if first:
@@ -111,7 +111,7 @@ def _rate_row(served: Served, tried: Tried) -> Row:
 
 
 def _some(name: str, meaning: str) -> Column:
-    """A count that is shown where there are any."""
+    """Return a column of a count that is shown unless it is 0."""
     return Column(name, meaning, kind=COUNT, cell=lambda row: f"{row[name]:,}" if row.get(name) else "", rank=2)
 
 

@@ -17,7 +17,7 @@ COMPANY = ": other programs kept "  # of a warning for each rate
 
 
 def of_run(served: Sequence[Served]) -> list[str]:
-    """The sentences of each trial, under its name where there are several."""
+    """Return the sentences of each trial, under its name where there are several."""
     said = []
     for each in served:
         named = [f"{each.trial.label}:"] if len(served) > 1 else []
@@ -26,7 +26,7 @@ def of_run(served: Sequence[Served]) -> list[str]:
 
 
 def _company(served: Served) -> Iterator[str]:
-    """How busy other programs kept the processors, in one sentence for all rates and rounds."""
+    """Yield one sentence for all rates and rounds on how busy other programs kept the processors."""
     busy = [r.facts.others_busy for r in served.trial.good if COMPANY in " ".join(r.warnings)]
     if busy:
         most = max(max(each.values()) for each in busy)
@@ -39,8 +39,11 @@ def _warnings(served: Served) -> Iterator[str]:
 
 
 def sentences(served: Served) -> list[str]:
-    """Wrong outputs, the highest rate that holds, where the time goes there, which rates were too much, and which too
-    short; whether the outputs are right."""
+    """Describe a trial: wrong outputs, the highest rate that holds, where the time goes there, and rates that failed.
+
+    Rates fail where they are too high, or measured for too short a time. The last sentence is on whether the outputs
+    are right.
+    """
     rates = [*_highest(served), *_there(served), *_unstable(served), *_short(served)]
     return [*_at_server(served), *_wrong(served), *rates, *_right(served)]
 
@@ -68,7 +71,7 @@ def _right(served: Served) -> Iterator[str]:
 
 
 def bound_of(served: Served) -> str:
-    """`p99 <= 20 ms`, "" without a bound."""
+    """Return the bound, `p99 <= 20 ms`, or "" without one."""
     facts = served.facts[0]
     if not facts.bound_s:
         return ""
@@ -115,8 +118,7 @@ def _none(served: Served, bound: str) -> Iterator[str]:
 
 
 def _nothing_holds(served: Served, bound: str, once: bool) -> str:
-    """That of the rates none holds, with the lowest rate's latency in the round where it held least, or that nothing
-    is known."""
+    """Describe that no rate holds, with the lowest rate's latency in its worst round, or that nothing is known."""
     least, several = min(t.step.rate for t in served.tried), len({t.step.rate for t in served.tried}) > 1
     found_there = [(t.percentile(served.bounded), t) for t in served.tried if t.step.rate == least]
     latency, lowest = max(found_there, key=lambda pair: pair[0].value if pair[0] else np.inf)

@@ -61,12 +61,12 @@ class Speedup(Interval):
 
 
 def decide(evidence: Evidence | None, rule: Rule | None = None) -> Speedup:
-    """The verdict on one pair that is compared for its own sake, at 5 %."""
+    """Decide one pair that is compared by itself, at 5 %."""
     return decide_family([evidence], rule)[0]
 
 
 def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -> list[Speedup]:
-    """The verdicts on pairs that are read together, such as the rows of a table against one reference.
+    """Decide pairs that are read together, such as the rows of a table against one reference.
 
     With 95 % confidence no pair of equal speeds is called faster or slower (Holm 1979), and with 95 % confidence none
     that differs by the margin or more is called equivalent (Bonferroni). A faster or slower pair has the interval of
@@ -81,12 +81,12 @@ def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -
 
 
 def speedup(own: Sequence[float], reference: Sequence[float], rule: Rule | None = None) -> Speedup:
-    """`decide` for two trials that measured apart: one median latency per round of each, in seconds."""
+    """Decide (`decide`) on two trials that measured apart: one median latency per round of each, in seconds."""
     return decide(unpaired(own, reference), rule)
 
 
 def paired_speedup(logs: Sequence[float], rule: Rule | None = None) -> Speedup:
-    """`decide` for two trials that measured in turns: log(reference / own seconds) of each round."""
+    """Decide (`decide`) on two trials that measured in turns: log(reference / own seconds) of each round."""
     return decide(paired(logs), rule)
 
 
@@ -97,7 +97,7 @@ def _unjudged(e: Evidence | None) -> Speedup:
 
 
 def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Speedup:
-    """A pair of `count` with its adjusted p-value and the level of its step in Holm's procedure (0: not rejected)."""
+    """Judge a pair of `count` by its adjusted p-value and the level of its Holm step (0: not rejected)."""
     simultaneous = ALPHA / count
     spent = share(e.looked, rule.first) * (level or simultaneous)
     half = e.half_width(spent)
@@ -114,7 +114,7 @@ def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Spee
 
 
 def _holm(values: Sequence[float]) -> list[tuple[float, float]]:
-    """For each p-value the level of the step that rejected it (0: none did) and its adjusted value (Holm 1979)."""
+    """Return for each p-value the level of the step that rejected it (0: none) and its adjusted value (Holm 1979)."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     steps, adjusted = [(0.0, 1.0)] * len(values), 0.0
     for place, i in enumerate(order):
@@ -125,5 +125,5 @@ def _holm(values: Sequence[float]) -> list[tuple[float, float]]:
 
 
 def _exp(log: float) -> float:
-    """The ratio of a log, which few rounds may leave too wide for any number."""
+    """Return the ratio of a log, capped: with few rounds a limit may be too large for a float."""
     return math.exp(min(log, 700.0))

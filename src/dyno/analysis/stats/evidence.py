@@ -72,9 +72,9 @@ class Evidence:
 def paired(logs: Sequence[float], are_rounds: bool = True) -> Evidence | None:
     """Return the evidence on two trials that measured in turns; None without rounds.
 
-    `logs` holds for each round (a fresh process of each) the median over blocks of log(reference / own seconds), so
-    what the machine did to both in a round is left out. Disturbed rounds are rejected, unless `logs` are means of
-    several rounds each.
+    `logs` holds for each round (a fresh process of each) the median over blocks of log(reference / own seconds), so the
+    machine's effect on both in a round cancels. Disturbed rounds are rejected, unless `logs` are means of several
+    rounds each.
     """
     if not len(logs):
         return None
@@ -91,7 +91,7 @@ def paired(logs: Sequence[float], are_rounds: bool = True) -> Evidence | None:
 
 
 def unpaired(own: Sequence[float], reference: Sequence[float]) -> Evidence | None:
-    """Of two trials that measured apart: both hold one median latency per round, in seconds.
+    """Collect the evidence from two trials that measured apart: both hold one median latency per round, in seconds.
 
     Standard error and degrees of freedom are Welch's (1947) and Satterthwaite's (1946); None without rounds of either.
     """

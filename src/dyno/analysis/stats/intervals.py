@@ -25,7 +25,7 @@ class Interval:
 
 
 def median_interval(samples: np.ndarray) -> Interval:
-    """Percentile bootstrap interval of the median within one process, computed exactly instead of by resampling.
+    """Compute the percentile bootstrap interval of the median within one process, exactly instead of by resampling.
 
     The chance that a resample's median is at most the k-th smallest sample is a binomial tail (Maritz and Jarrett
     1978), so the limit of endless resamples costs one pass. Needs three samples; fewer give NaN limits.
@@ -46,7 +46,7 @@ def median_interval(samples: np.ndarray) -> Interval:
 
 
 def percentile_interval(samples: np.ndarray, q: float) -> Interval:
-    """A percentile (q = 0.99: the 99th) within one process, with an exact interval between two order statistics.
+    """Compute a percentile (q = 0.99: the 99th) within one process, with an exact interval of two order statistics.
 
     The number of samples below the true percentile is binomial whatever their distribution (David and Nagaraja 2003,
     7.1), if they are independent. A limit is NaN where there are too few samples for one.
@@ -61,7 +61,7 @@ def percentile_interval(samples: np.ndarray, q: float) -> Interval:
 
 @lru_cache(maxsize=1024)
 def _ranks(n: int, q: float) -> tuple[int, int]:
-    """Which of n ordered samples, counted from 1, are the limits of a percentile; 0 or n + 1 where none is."""
+    """Return the limits of a percentile as ranks among n ordered samples, counted from 1; 0 or n + 1: no limit."""
     from scipy.special import bdtr
 
     tail = (1 - CONFIDENCE) / 2
@@ -70,16 +70,16 @@ def _ranks(n: int, q: float) -> tuple[int, int]:
 
 
 def percentile_of(samples: np.ndarray, q: float) -> float:
-    """A percentile (q = 0.99: the 99th) of raw samples, by linear interpolation."""
+    """Return a percentile (q = 0.99: the 99th) of raw samples, by linear interpolation."""
     return at(np.sort(samples), q)
 
 
 @lru_cache
 def samples_for(q: float) -> int:
-    """The fewest samples that say anything of a percentile: 64 for the 90th, 662 for the 99th.
+    """Return the fewest samples that tell anything of a percentile: 64 for the 90th, 662 for the 99th.
 
-    So many that with 99 % confidence two of them lie beyond it, which is MLPerf Inference's floor for ending a run
-    early (its rules, "early stopping", with one query over the limit allowed for).
+    With 99 % confidence two of them lie beyond it, which is MLPerf Inference's floor for ending a run early (its rules,
+    "early stopping", with one query over the limit allowed for).
     """
     from scipy.special import bdtr
 
@@ -88,10 +88,10 @@ def samples_for(q: float) -> int:
 
 
 def center(medians: Sequence[float]) -> Interval:
-    """Latency over several processes: the geometric mean of their medians with Student's t interval on the logs.
+    """Compute latency over several processes: the geometric mean of their medians with Student's t interval on logs.
 
-    `medians` holds one median per process, in seconds. One process gives NaN limits: its own samples say nothing about
-    how the next process will do.
+    `medians` holds one median per process, in seconds. One process gives NaN limits: its own samples tell nothing about
+    the next process.
     """
     if not medians:
         return Interval(math.nan, math.nan, math.nan)
@@ -104,7 +104,7 @@ def center(medians: Sequence[float]) -> Interval:
 
 
 def wilson(hits: int, count: int) -> Interval:
-    """Share of hits with Wilson's score interval (1927), which stays inside 0…1 and never has zero width."""
+    """Compute a share of hits with Wilson's score interval (1927), which stays inside 0…1 and never has zero width."""
     if not count:
         return Interval(math.nan, math.nan, math.nan)
     z2 = _z() ** 2
@@ -115,12 +115,12 @@ def wilson(hits: int, count: int) -> Interval:
 
 
 def paired_difference(gained: float, lost: float, count: float) -> Interval:
-    """Difference of two shares over the same samples, with Tango's score interval (1998).
+    """Compute the difference of two shares over the same samples, with Tango's score interval (1998).
 
-    `gained` samples are right in A only, `lost` in the reference only, of `count`; the value is
-    (gained - lost) / count. The limits are the differences whose score test, with the nuisance parameter at its
-    restricted maximum likelihood, is not rejected. Unlike Wald's interval it keeps its coverage when few pairs differ,
-    and when none does its width is that of the evidence (z^2 / (n + z^2) to each side) instead of zero.
+    `gained` samples are right in A only, `lost` in the reference only, of `count`; the value is (gained - lost) /
+    count. The limits are the differences whose score test, with the nuisance parameter at its restricted maximum
+    likelihood, is not rejected. Unlike Wald's interval it keeps its coverage when few pairs differ, and when none does
+    its width is that of the evidence (z^2 / (n + z^2) to each side) instead of zero.
     """
     if not count:
         return Interval(math.nan, math.nan, math.nan)
@@ -135,7 +135,7 @@ def paired_difference(gained: float, lost: float, count: float) -> Interval:
 
 
 def _tango(gained: float, lost: float, count: float, difference: float) -> float:
-    """Score statistic of the hypothesis that the difference of shares is `difference`; falls as that grows."""
+    """Compute the score statistic of the hypothesis that the shares differ by `difference`; it falls as that grows."""
     a = 2 * count
     b = -gained - lost + (2 * count - gained + lost) * difference
     c = -lost * difference * (1 - difference)
@@ -148,7 +148,7 @@ def _tango(gained: float, lost: float, count: float, difference: float) -> float
 
 
 def _solve(falling: Callable[[float], float], low: float, high: float) -> float:
-    """Root of a falling function by bisection to 1e-7, finer than any share of countable images."""
+    """Find the root of a falling function by bisection to 1e-7, finer than any share of countable images."""
     while high - low > 1e-7:
         middle = (low + high) / 2
         low, high = (middle, high) if falling(middle) > 0 else (low, middle)
@@ -164,7 +164,7 @@ def _z() -> float:
 
 @lru_cache(maxsize=1024)
 def t_quantile(freedom: float, error: float = 1 - CONFIDENCE) -> float:
-    """Standard errors to either side of a mean that leave the share `error` of Student's distribution outside."""
+    """Return the standard errors to either side of a mean that leave the share `error` of Student's t outside."""
     from scipy.special import stdtrit
 
     return float(stdtrit(freedom, 1 - error / 2))

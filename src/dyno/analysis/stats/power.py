@@ -16,8 +16,9 @@ FARTHEST = 50.0  # standard errors from 0, beyond which every difference is seen
 
 
 def more_rounds(evidence: Evidence, reach: float, level: float, first: int) -> int:
-    """How many more rounds decide the pair with a power of 80 %, if its true difference and spread are those seen:
-    at most MOST_ROUNDS, and MOST_ROUNDS + 1 where those are not enough.
+    """Return how many more rounds decide the pair with 80 % power, if its true difference and spread are those seen.
+
+    At most MOST_ROUNDS, and MOST_ROUNDS + 1 where those are not enough.
 
     `reach` is the log ratio up to which speeds are equivalent, `level` the error of the pair's claim over all looks,
     `first` as in `sequential.share`.
@@ -30,10 +31,10 @@ def more_rounds(evidence: Evidence, reach: float, level: float, first: int) -> i
 
 
 def power(evidence: Evidence, rounds: int, reach: float, level: float, first: int) -> float:
-    """The chance that so many rounds in all decide the pair, were what was seen of it true.
+    """Return the probability that `rounds` in all decide the pair, if its true difference and spread are those seen.
 
-    Of the t test and of the two one-sided ones by the noncentral t distribution. Both succeed together only where the
-    interval is so narrow that one of them always does.
+    It covers the t test and the two one-sided ones, by the noncentral t distribution. Both succeed together only where
+    the interval is so narrow that one of them always does.
     """
     from scipy.special import nctdtr
 

@@ -72,11 +72,10 @@ def student_p(t: float, freedom: float) -> float:
 
 
 def _after_rejection(t: float, count: int, rejected: int) -> tuple[float, float]:
-    """Return the chance that so many undisturbed rounds are rejected, and how much likelier than by Student's t a
-    larger |t| is then.
+    """Return the chance of rejecting `rejected` of `count` undisturbed rounds, and a factor on the tail of |t| then.
 
-    The second is interpolated between the table's values and, beyond them, towards Bonferroni's bound over the choices
-    of rejected rounds, which it never exceeds.
+    The factor is how much likelier a larger |t| is than by Student's t. It is interpolated between the table's values
+    and, beyond them, towards Bonferroni's bound over the choices of rejected rounds, which it never exceeds.
     """
     row = _table()[count if count <= TABLED else TABLED - (TABLED - count) % 2]
     chance, factors = row[min(rejected, len(row)) - 1]

@@ -27,7 +27,10 @@ class Summary:
 
 
 def summary(samples: np.ndarray) -> Summary:
-    """Summary of raw samples; percentiles interpolate linearly, trimmed values lack the fastest and slowest 10 %."""
+    """Summarise raw samples; percentiles interpolate linearly, trimmed values lack the fastest and slowest 10 %.
+
+    ValueError without samples.
+    """
     if not len(samples):
         raise ValueError("no samples to summarise")
     x = np.sort(samples)
@@ -39,7 +42,7 @@ def summary(samples: np.ndarray) -> Summary:
 
 
 def over_rounds(rounds: Sequence[np.ndarray]) -> Summary:
-    """Summary of several processes' samples: the geometric mean of each statistic, as `center` has it of the medians.
+    """Summarise several processes' samples: the geometric mean of each statistic, as `center` does for the medians.
 
     So every process counts the same, however many samples it took, and ratios of medians are the speed-ups. `count` is
     the sum, and `max` the largest of all.
@@ -53,10 +56,10 @@ def over_rounds(rounds: Sequence[np.ndarray]) -> Summary:
 
 
 def over_units(values: Sequence[tuple[Hashable, float]]) -> list[float]:
-    """The mean of each unit's values, in the order in which units first appear.
+    """Return the mean of each unit's values, in the order in which units first appear.
 
-    A unit is the largest thing that was drawn anew, such as the build of an engine: its values share what the draw
-    brought, so only their mean is an independent observation.
+    A unit is the largest thing that was drawn anew, such as the build of an engine: its values share the effect of that
+    draw, so only their mean is an independent observation.
     """
     units: dict[Hashable, list[float]] = {}
     for unit, value in values:

@@ -28,9 +28,12 @@ class Levels:
         return self.builds or 0.0, self.rounds, self.blocks / blocks, self.samples / (blocks * samples)
 
     def best_blocks(self, round_cost: float, block_cost: float) -> float:
-        """How many blocks of a round give the narrowest interval in a given time, where starting a round and a block
-        take so many seconds; infinite where rounds don't differ of themselves (Kalibera and Jones 2013,
-        arXiv 2007.10899: the root of the ratio of costs times that of variances)."""
+        """Return the number of blocks per round that gives the narrowest interval in a given time.
+
+        `round_cost` and `block_cost` are the seconds that starting a round and a block take. Infinite where rounds
+        themselves don't differ (Kalibera and Jones 2013, arXiv 2007.10899: the root of the ratio of costs times that of
+        variances).
+        """
         within = self.blocks + self.samples / self.counts[2]
         if not self.rounds:
             return math.inf if within else 1.0
@@ -38,12 +41,12 @@ class Levels:
 
 
 def levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hashable] = ()) -> Levels | None:
-    """Variance components of nested data, by analysis of variance: `logs` holds for each round each block's samples,
-    `builds` the build that it ran.
+    """Estimate variance components of nested data, by analysis of variance.
 
-    Builds are a level where there are two or more, of two rounds or more each. Each level's mean square less what the
-    levels below put into it, at 0 least (Searle, Casella and McCulloch 1992). None with fewer than two rounds. A round
-    that is one block has nothing between blocks.
+    `logs` holds for each round each block's samples, `builds` the build that it ran. Builds are a level where there are
+    two or more, of two rounds or more each. A level is its mean square less the contribution of the levels below it, at
+    least 0 (Searle, Casella and McCulloch 1992). None with fewer than two rounds. A round that is one block has nothing
+    between blocks.
     """
     if len(logs) < 2 or not all(len(each) and all(b.size for b in each) for each in logs):
         return None
@@ -68,6 +71,6 @@ def levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hashable] = ()
 
 
 def _pooled(groups: Sequence[np.ndarray]) -> float:
-    """The variance within groups; 0 where no group has two values."""
+    """Return the variance within groups; 0 where no group has two values."""
     free = sum(len(g) - 1 for g in groups)
     return float(sum(((g - g.mean()) ** 2).sum() for g in groups)) / free if free else 0.0

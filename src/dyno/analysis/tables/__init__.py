@@ -15,13 +15,13 @@ SECTIONS = ("tables", "accuracy", "side", "")  # of the report, in its order
 
 
 def kinds() -> list[TableKind]:
-    """Every table there can be, in the report's order: Dyno's own, then those of installed distributions."""
+    """Return every available table in the report's order: Dyno's own, then those of installed distributions."""
     declared = plugins.declared((sys.modules[__name__], video, serve, telemetry), TableKind, GROUP).values()
     return sorted(declared, key=lambda kind: (SECTIONS.index(kind.section), kind.place, kind.name))
 
 
 def named(run: RunData, name: str) -> list[Table]:
-    """The run's table of that name, or for `all` every one with rows; UserError for an unknown name."""
+    """Return the run's table of that name, or for `all` every one with rows; UserError for an unknown name."""
     by_name = {kind.name: kind for kind in kinds()}
     if name != "all":
         check_known("table", name, (*by_name, "all"))
@@ -30,7 +30,7 @@ def named(run: RunData, name: str) -> list[Table]:
 
 
 def leading(run: RunData) -> tuple[list[Table], list[str]]:
-    """The tables with rows that lead where the run isn't of a study, and the sentences on them; none of a study."""
+    """Return the tables with rows that lead where the run isn't of a study, and their sentences; empty for a study."""
     leaders = [(kind, table) for kind in kinds() if kind.leads and (table := kind.table(run)).rows]
     return [table for _, table in leaders], [
         line for kind, _ in leaders if kind.sentences for line in kind.sentences(run)
@@ -38,12 +38,12 @@ def leading(run: RunData) -> tuple[list[Table], list[str]]:
 
 
 def nothing(name: str) -> str:
-    """Why the table of that name may be empty."""
+    """Return the reason why the table of that name may be empty."""
     return next((kind.nothing for kind in kinds() if kind.name == name), "this run has no table with rows")
 
 
 def listed() -> Table:
-    """The tables there can be, as a table."""
+    """List the available tables as a table."""
     rows = [
         {"name": kind.name, "holds": kind.description, "command": kind.command or f"dyno show RUN --table {kind.name}"}
         for kind in kinds()

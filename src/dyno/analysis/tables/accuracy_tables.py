@@ -33,7 +33,7 @@ def _copied(run: RunData, row: Any, names: Iterable[str]) -> Row:
 
 
 def _scored(kind: TableKind, run: RunData, labels: str) -> Table | None:
-    """The metrics of the trials whose data is labelled so: each with its interval, and the first one's change."""
+    """Build rows of the trials with such labels: each metric with its interval, and the first metric's change."""
     rows: list[Row] = []
     shown: dict[str, Metric] = {}
     for _, r in run.frame.iterrows():
@@ -63,7 +63,7 @@ def _detection(run: RunData) -> Table | None:
 
 
 def _classes(run: RunData) -> Table | None:
-    """Top-1 of each class in each configuration, the worst of the first one first."""
+    """Build rows of the classes: top-1 in each configuration, sorted from the first one's worst class."""
     shown = [(t, matrix) for t in confusion.chosen(run.records)[:MOST_COLUMNS] if (matrix := confusion.of(t))]
     if not shown or not metrics.measured(shown[0][0]):
         return None
@@ -87,7 +87,7 @@ def _classes(run: RunData) -> Table | None:
 
 
 def _average_precision(run: RunData) -> Table | None:
-    """AP50-95 of each class in each configuration; rows are classes."""
+    """Build rows of the classes: AP50-95 in each configuration."""
     scored = [(t, scores) for t in run.records if t.good and (scores := detection.of(t))][:MOST_COLUMNS]
     by_trial = {t.id: {name: 100 * ap for name, _, ap in scores.own.by_class()} for t, scores in scored}
     names = list(dict.fromkeys(name for scores in by_trial.values() for name in scores))[:MOST_CLASSES]

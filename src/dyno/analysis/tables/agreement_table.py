@@ -36,7 +36,7 @@ def _ranks(run: RunData) -> Table:
 
 
 def ranks(by_trial: Sequence[tuple[str, list[Rank]]]) -> Table:
-    """The table of the first ten ranks of classifiers, each by its name (R8)."""
+    """Build the table of the first ten ranks of classifiers, each by its name (R8)."""
     rows = [
         {"trial": name, "mae": {r.rank: r.mae for r in own}} | {f"rank_{r.rank}": 100 * r.disagreement for r in own}
         for name, own in by_trial
@@ -56,8 +56,10 @@ def _rank(number: int) -> Column:
 
 
 def compare(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, Table, list[str]]:
-    """Every good trial after the first against the first one: the values, the ranks, and a line for each trial that
-    left no outputs. UserError with fewer than two, or where their outputs have other shapes or are of other inputs.
+    """Compare every good trial after the first with the first one; return tables of values and ranks, and failures.
+
+    The failures are a line for each trial without outputs. UserError with fewer than two good trials, or where their
+    outputs have other shapes or are of other inputs.
 
     `close` is the share of values with |a - b| <= atol + rtol |b|.
     """
@@ -100,7 +102,7 @@ NAME = Column("trial", "model and configuration", kind=TEXT)
 
 
 def columns(rtol: float, atol: float) -> tuple[Column, ...]:
-    """The columns of a comparison by these tolerances."""
+    """Return the columns of a comparison by these tolerances."""
     return (
         NAME,
         Column("reference", "the trial that it is compared with", kind=TEXT, title="against", rank=2),

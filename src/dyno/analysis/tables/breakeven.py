@@ -58,10 +58,10 @@ class BreakEven:
 
 
 def against(row: pd.Series, trial: TrialResult, reference: TrialResult) -> BreakEven | None:
-    """The trial of a table's row against a reference, per image at the row's boundary; None without latencies.
+    """Compare the trial of a table's row with a reference, per image at the row's boundary; None without latencies.
 
-    The interval is that of the speed-up between processes, with the reference's time as it is, so that no limit says
-    that more than all of it is gained. Preparation is measured once and taken as exact.
+    The interval is that of the speed-up between processes, with the reference's time fixed, so that no limit implies a
+    gain of more than all of it. Preparation is measured once and taken as exact.
     """
     boundary, clock = str(row["boundary"]), str(row["clock"])
     costs = [m / trial.batch for m in trial.medians(boundary, clock)]
@@ -79,7 +79,10 @@ def against(row: pd.Series, trial: TrialResult, reference: TrialResult) -> Break
 
 
 def _speedup(row: pd.Series, trial: TrialResult, reference: TrialResult) -> stats.Interval | None:
-    """The row's own where it has one against that reference, so that it agrees with the verdict."""
+    """Return the row's own speed-up where it is against that reference, so that it agrees with the verdict.
+
+    Otherwise compute it; None where the batches differ: the comparison is per image, not per batch.
+    """
     if row["reference"] == reference.id and not missing(row["speedup"]):
         return stats.Interval(row["speedup"], row["speedup_low"], row["speedup_high"])
     if trial.batch != reference.batch:  # an image of each is compared, not a batch
@@ -94,7 +97,7 @@ def _images(extra: float, seconds: float, speedup: float) -> float:
 
 
 def parts(t: TrialResult) -> dict[str, float]:
-    """Seconds of each part of a trial's preparation, by PREPARATION; parts that it doesn't have are left out.
+    """Return the seconds of each part of a trial's preparation, by PREPARATION; absent parts are left out.
 
     Calibration is a part of the conversion.
     """

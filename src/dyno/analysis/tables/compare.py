@@ -40,7 +40,7 @@ COPIED = ("model", "backend", "precision", "batch", "size", "device", "runtime",
 
 
 def verdict(r: Row) -> str:
-    """A row's verdict; without one, its trial's status."""
+    """Return a row's verdict; without one, its trial's status."""
     if r["verdict"]:
         return str(r["verdict"])
     return str(r["status"]) if r["status_a"] == r["status"] else f"{r['status']} (was {r['status_a']})"
@@ -96,13 +96,13 @@ COMPARE = TableKind(
 
 
 def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
-    """Each trial that both runs have, B against A: one row of COLUMNS per trial, in A's order.
+    """Compare each trial that both runs have, B against A: one row of COLUMNS per trial, in A's order.
 
     `ratio` is B's latency over A's (above 1 is slower) with the interval of `stats.decide_family`, from the spread
     between processes; `accuracy` and `top1_diff` (points) come from the images both answered, `close` is the share of
     B's output values close to A's. A trial whose outputs are wrong in its own run (`outputs`, `outputs_a`) has no
-    ratio, and its verdict says why. `failed` names the conditions of the rules that the row breaks. The table's `notes`
-    are sentences on what may explain a difference. UserError when nothing can be compared.
+    ratio, and its verdict is the reason. `failed` names the conditions of the rules that the row breaks. The table's
+    `notes` are sentences on possible explanations of a difference. UserError when nothing can be compared.
     """
     rules = rules or Rules()
     if not any(x.good for x, _ in pairs(a, b)):
@@ -116,7 +116,7 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
 
 
 def of_sides(run: Results, rules: Rules) -> Table:
-    """The table of `compare` for the two sides of a comparison that was measured as one study.
+    """Build the table of `compare` for the two sides of a comparison that was measured as one study.
 
     Outputs are compared with the other side's. UserError for a run folder without a comparison.
     """
@@ -141,14 +141,14 @@ def _table(a: Results, b: Results, rules: Rules, checked: tuple[Checked, Checked
 
 
 def other_machine(a: Results, b: Results) -> str:
-    """The facts that distinguish the machines of two runs, "" where it seems to be the same."""
+    """Return the facts that distinguish the machines of two runs, "" where it seems to be the same."""
     before, now = _flat(a.environment), _flat(b.environment)
     changed = [n for n in MACHINE if before.get(n) and now.get(n) and before[n] != now[n]]
     return "; ".join(f"{n} {before[n]} against {now[n]}" for n in changed)
 
 
 def _gated(row: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, elsewhere: str) -> dict[str, Any]:
-    """The row with the gate's decision: where that is undecided, the reason."""
+    """Return the row with the gate's decision, and the reason where that is undecided."""
     high = row["ratio_high"]
     if not rules.gate or STATUS in row["failed"]:
         return row
@@ -172,7 +172,7 @@ def _gated(row: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, el
 
 
 def _checked(run: Results) -> Checked:
-    """How each trial's outputs compare with its run's reference: AGREE, the verdict of wrong outputs, or ""."""
+    """Return how each trial's outputs compare with its run's reference: AGREE, the verdict of wrong outputs, or ""."""
     try:
         rows = trial_table.read(run).frame.to_dict("records")
     except UserError:  # the study's reference failed: nothing was checked, and that trial's row has the reason
@@ -181,10 +181,10 @@ def _checked(run: Results) -> Checked:
 
 
 def pairs(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]:
-    """The trials of both runs, as (A's, B's), in A's order.
+    """Return the trials of both runs, as (A's, B's), in A's order.
 
-    The same id is the same trial. An id also includes the plan and the data, so the others are
-    paired by name, where each run has one of that name.
+    The same id is the same trial. An id also includes the plan and the data, so the others are paired by name, where
+    each run has one of that name.
     """
     ids = {t.id: t for t in b}
     own_ids = {t.id for t in a}
@@ -224,9 +224,9 @@ def _some_trials(run: Results) -> str:
 def row(
     a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str], speed: dict[str, Any]
 ) -> dict[str, Any]:
-    """One trial of B compared with the same of A, as a dict of COLUMNS; what doesn't apply is "", None or NaN.
+    """Compare one trial of B with the same of A, as a dict of COLUMNS; columns that don't apply are "", None or NaN.
 
-    `checked` has the entries of `_checked` for A and for B, `speed` the columns that `_speeds` has for the pair.
+    `checked` has the entries of `_checked` for A and for B, `speed` the columns of `_speeds` for the pair.
     """
     own = trial_table.row(b, trial_table.Comparison(None))
     columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
@@ -244,7 +244,7 @@ def row(
 
 
 def refusal(a: TrialResult, b: TrialResult) -> str:
-    """Why two trials can't be compared (different weights, data, inputs or boundaries), or ""."""
+    """Return the reason why two trials can't be compared (different weights, data, inputs or boundaries), or ""."""
     weights = [t.facts.weights_sha256 for t in (a, b)]
     if not (all(weights) or a.side) and _weights(a) != _weights(b):
         return OTHER_WEIGHTS
@@ -264,7 +264,7 @@ def refusal(a: TrialResult, b: TrialResult) -> str:
 
 
 def _weights(t: TrialResult) -> str:
-    """What identifies the weights before anything ran: a checkpoint's or file's content, or how they are drawn."""
+    """Return an identifier of the weights before a run: a checkpoint's or file's content, or how they are drawn."""
     model = t.spec["model"]
     content = model.get("source_sha256") if str(model.get("source")).startswith("file:") else ""
     drawn = "pretrained" if model.get("pretrained") else f"seed {model.get('seed', 0)}"
@@ -278,7 +278,7 @@ def _data(*trials: TrialResult) -> list[dict[str, Any]]:
 def _speeds(
     shared: Sequence[tuple[TrialResult, TrialResult]], checked: Sequence[tuple[str, str]], tolerance: float
 ) -> list[dict[str, Any]]:
-    """The columns on speed of each pair: those that may be compared are judged as one family."""
+    """Return the columns on speed of each pair: those that may be compared are judged as one family."""
     rows: list[dict[str, Any]] = []
     family: list[stats.Evidence | None] = []
     for (a, b), outputs in zip(shared, checked, strict=True):
@@ -304,14 +304,14 @@ def _speeds(
 
 
 def _verdict(s: stats.Speedup, tolerance: float) -> str:
-    """The verdict on B by A's speed-up over it."""
+    """Return the verdict on B by A's speed-up over it."""
     if s.verdict == stats.FASTER:
         return stats.SLOWER if s.low > 1 + tolerance else TOLERATED
     return stats.FASTER if s.verdict == stats.SLOWER else s.verdict
 
 
 def _outputs(a: str, b: str) -> dict[str, Any]:
-    """The columns on outputs: a row with wrong outputs is neither faster nor slower."""
+    """Return the columns on outputs: a row with wrong outputs is neither faster nor slower."""
     columns: dict[str, Any] = {"outputs_a": a.partition(":")[0], "outputs": b.partition(":")[0]}
     if WRONG not in columns.values():
         return columns
@@ -319,7 +319,7 @@ def _outputs(a: str, b: str) -> dict[str, Any]:
 
 
 def _accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
-    """Each metric that both have, and whether B is less accurate by the first one."""
+    """Return the columns of each metric that both have, and whether B is less accurate by the first one."""
     columns: dict[str, Any] = {}
     before = {metric.name: value for metric, value in metrics.measured(a)}
     for metric, own in metrics.measured(b):
@@ -355,7 +355,7 @@ def _fails(condition: str, r: Row, rules: Rules, both_ran: bool) -> bool:
 
 
 def _notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> Iterator[str]:
-    """Notes on what may explain the differences."""
+    """Yield notes on possible explanations of the differences."""
     changed = dict(_differences(a.environment, b.environment))
     for x, y in shared:
         if x.good and y.good:
@@ -383,7 +383,7 @@ def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[
 
 
 def _flat(values: Mapping[str, Any]) -> dict[str, str]:
-    """Nested tables by their innermost name, everything as one line of text; unknown values are left out."""
+    """Flatten nested tables by their innermost name, everything as one line of text; unknown values are left out."""
     flat: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
@@ -394,5 +394,5 @@ def _flat(values: Mapping[str, Any]) -> dict[str, str]:
 
 
 def floored(share: float) -> str:
-    """A share in percent to two places, cut so that only a whole one reads as 100."""
+    """Format a share in percent to two places, rounded down so that only a whole one reads as 100."""
     return f"{math.floor(1e4 * share + 1e-9) / 100:.2f}"

@@ -42,12 +42,12 @@ def _rounds(run: RunData) -> Table:
 
 
 def doubts(rows: list[Row]) -> list[str]:
-    """Why a percentile of a round is in parentheses, where one is."""
+    """Return a note where a percentile of a round is in parentheses."""
     return [FEW] if any(few("p99", row.get("samples")) for row in rows) else []
 
 
 def rounds_of(t: TrialResult) -> list[Row]:
-    """A row for each round, boundary and clock that was timed; rounds are numbered from 1."""
+    """Return a row for each round, boundary and clock that was timed; rounds are numbered from 1."""
     return [
         {"label": t.label, "trial": t.id, "round": r.number + 1, "status": r.status, "boundary": boundary,
          "clock": clock, **_sampling(r, boundary, clock)}
@@ -89,7 +89,7 @@ def _interval(row: Row) -> str:
 
 
 def _percentile(name: str) -> tuple[Column, ...]:
-    """A percentile of a round's samples, and the limits of its exact interval, which is printed with it."""
+    """Return columns of a percentile of a round's samples, and of the limits of its exact interval, printed with it."""
 
     def cell(row: Row) -> str:
         value, low, high = (row.get(f"{name}_s{end}", math.nan) for end in ENDS.values())

@@ -30,8 +30,10 @@ NAMES = {**{name: name for name in STATISTICS if name != "std"}, "trimmed std": 
 def pivot(
     kind: TableKind, run: RunData, columns: Mapping[str, str], shown: str = NUMBER, samples: str = "", **more: Any
 ) -> Table | None:
-    """One row per statistic, model, size and batch; `columns` maps a statistic's name to the frame's column, or to one
-    of `more`, and `shown` is the kind of its numbers. `samples` is the frame's column of the number of samples.
+    """Build one row per statistic, model, size and batch, with a column per configuration; None without numbers.
+
+    `columns` maps a statistic's name to the frame's column, or to one of `more`, and `shown` is the kind of its
+    numbers. `samples` is the frame's column of the number of samples.
 
     A trial without a number is printed as its status, which is empty in CSV and JSON.
     """
@@ -88,13 +90,13 @@ def _instead(row: pd.Series, statistic: str) -> str:
 
 
 def _order(rows: pd.DataFrame) -> Callable[[str], tuple[bool, int]]:
-    """The order of the columns: PyTorch first, then as in the run."""
+    """Return the sort key of the columns: PyTorch first, then as in the run."""
     names = list(dict.fromkeys(rows["configuration"]))
     return lambda name: (not name.startswith("pytorch"), names.index(name))
 
 
 def _left_out(rows: pd.DataFrame, configurations: list[str]) -> tuple[str, ...]:
-    """Configurations without a column, each with the reason for which it was refused."""
+    """Return the configurations without a column, each with the reason for its refusal."""
     refused = rows[~rows["configuration"].isin(configurations) & (rows["status"] == "skipped")]
     refused = refused.drop_duplicates(["configuration", "reason"])
     return tuple(f"{r['configuration']} was skipped: {r['reason']}" for _, r in refused.iterrows())
@@ -125,7 +127,7 @@ def _equality(run: RunData) -> Table | None:
 
 
 def _equal(run: RunData) -> list[float | None]:
-    """Share of output values that agree with the reference's, in percent, for each row of the frame."""
+    """Return the percentage of output values that agree with the reference's, for each row of the frame."""
     shares: list[float | None] = []
     for index, name in enumerate(run.frame["trial"]):
         t, other = run.trials[name], run.references.get(name)

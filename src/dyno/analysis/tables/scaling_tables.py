@@ -35,7 +35,7 @@ def _limit(name: str) -> Column:
 
 
 def _sizes(run: RunData) -> Table | None:
-    """Trimmed mean and deviation, FPS, memory and speed-up of each trial (R33, R34)."""
+    """Build rows of trimmed mean and deviation, FPS, memory and speed-up of each trial (R33, R34)."""
     frame = run.frame.assign(fps=fps(run.frame))
     if frame["fps"].isna().all():
         return None
@@ -62,7 +62,7 @@ def _sizes(run: RunData) -> Table | None:
 
 
 def _flops(run: RunData) -> Table | None:
-    """TFLOPS achieved and their share of the measured peak (R36)."""
+    """Build rows of the TFLOPS achieved and their share of the measured peak (R36)."""
     rows = run.frame[run.frame["tflops"].notna()]
     if not len(rows):
         return None
@@ -99,7 +99,7 @@ def _peak(peak: work.Peak) -> str:
 
 
 def _saturation(run: RunData) -> Table:
-    """The batch beyond which throughput hardly grows (R37)."""
+    """Build rows of the batch beyond which throughput hardly grows (R37)."""
     rows = [
         {
             "model": s.model, "size": s.size, "configuration": s.configuration, "batch": s.batch,
@@ -112,7 +112,10 @@ def _saturation(run: RunData) -> Table:
 
 
 def _best(run: RunData) -> Table | None:
-    """The best batch of each configuration and size, in images and in pixels per second, and the best of all (R37)."""
+    """Build rows of the best batch of each configuration and size, in images and in pixels per second (R37).
+
+    Notes name the best of all; None with one size and one batch.
+    """
     rows = usable(run.frame).assign(ips=throughput(usable(run.frame))).dropna(subset=["ips"])
     if rows["size"].nunique() < 2 and rows["batch"].nunique() < 2:
         return None
@@ -126,7 +129,7 @@ def _best(run: RunData) -> Table | None:
 
 
 def _winners(best: list[dict[str, Any]]) -> Iterator[str]:
-    """For each model the combination with the most images per second and, across sizes, with the most pixels."""
+    """Yield for each model the combination with the most images per second and, across sizes, with the most pixels."""
     for model in dict.fromkeys(row["model"] for row in best):
         rows = [row for row in best if row["model"] == model]
         for column, unit in (("images_per_s", "images/s"), ("megapixels_per_s", "megapixels/s")):

@@ -13,7 +13,7 @@ from dyno.worker.facts.job import StressPhase
 
 
 def table(title: str, phases: Mapping[str, StressPhase], samples: Mapping[str, np.ndarray]) -> Table:
-    """The phases of a record by their kind, with the latencies `latency_KIND` in seconds."""
+    """Build a row for each phase of a record, by its kind; the latencies are `latency_KIND` in seconds."""
     rows = [_row(kind, phase, samples[f"latency_{kind}"]) for kind, phase in phases.items()]
     return STRESS.of(COLUMNS, [{"title": title, **row} for row in rows], group=("title",))
 

@@ -27,17 +27,17 @@ LIMITS = {"low": "lower", "high": "upper"}
 
 
 def precision(row: Row) -> str:
-    """A row's precision, with the types that it ran in where those differ."""
+    """Return a row's precision, with the types that it ran in where those differ."""
     return named(row) if row.get("precision_ok") else str(row["precision"])
 
 
 def outcome(row: Row) -> str:
-    """A row's verdict, or its status where it failed."""
+    """Return a row's verdict, or its status where it failed."""
     return str(row["status"]) if row["status"] != "ok" else verdict(row)
 
 
 def verdict(row: Row) -> str:
-    """A row's verdict with its details: the margin of an equivalence, how many rounds would settle it."""
+    """Return a row's verdict with its details: the margin of an equivalence, or the rounds that would settle it."""
     if row["verdict"] == EQUIVALENT:
         return within(row["equivalent"])
     if row["verdict"] == UNDECIDED and not missing(row["more_rounds"]):
@@ -46,17 +46,17 @@ def verdict(row: Row) -> str:
 
 
 def within(percent: float) -> str:
-    """The verdict on speeds that don't differ by that many percent."""
+    """Return the verdict on speeds that differ by less than `percent`."""
     return f"{EQUIVALENT} within ±{percent:g} %"
 
 
 def over_builds(row: Row) -> bool:
-    """Whether a row's speed-up is over builds, of which a round adds none."""
+    """Return whether a row's speed-up is over builds, to which a round adds nothing."""
     return not missing(row.get("builds")) and row["builds"] > 1
 
 
 def rounds_needed(more: int, builds: bool) -> str:
-    """How many more rounds, or builds, would settle what is undecided, in words."""
+    """Describe how many more rounds, or builds, would settle an undecided pair."""
     what = "build" if builds else "round"
     if more > MOST_ROUNDS:
         return f"more than {MOST_ROUNDS} more {what}s"
@@ -80,7 +80,7 @@ def _latencies(boundary: str, where: str) -> tuple[Column, ...]:
 
 
 def few(statistic: str, samples: Any) -> bool:
-    """Whether it is a percentile of too few samples."""
+    """Return whether it is a percentile of too few samples."""
     return statistic in PERCENTILES and not missing(samples) and samples < samples_for(PERCENTILES[statistic])
 
 
@@ -94,7 +94,7 @@ def _marked(column: str, statistic: str, boundary: str) -> Callable[[Row], str]:
 
 
 def parenthesised(text: str, doubtful: bool) -> str:
-    """A number as text, in parentheses where it is doubtful."""
+    """Return a number as text, in parentheses where it is doubtful."""
     return f"({text})" if doubtful else text
 
 
@@ -195,5 +195,5 @@ _BY_NAME = {column.name: column for column in COLUMNS}
 
 
 def pick(*names: str) -> tuple[Column, ...]:
-    """The trial's columns of these names, for another table that has them."""
+    """Return the trial's columns of these names, for another table that has them."""
     return tuple(_BY_NAME[name] for name in names)

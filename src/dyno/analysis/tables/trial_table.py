@@ -62,14 +62,13 @@ def read(
     budget: Mapping[str, float] | None = None,
     equivalent: float | None = None,
 ) -> RunData:
-    """A run folder, or what was read of it, with its table: one row per trial, those of `trial_columns`.
+    """Read a run folder, or take one already read, with its table: one row per trial, those of `trial_columns`.
 
     Times are in ms where the name says so (a latency is per batch, over the good rounds as in `stats.over_rounds`),
     accuracies and their changes in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
     `references.references`, `budget` as in `accuracy.budgets`; speeds that differ by up to `equivalent` percent count
     as equivalent. The default of each is the study's own. `latency_ms` with its limits is the latency over processes
-    that `speedup` compares, at the `boundary` and by the `clock` named.
-    UserError for an invalid reference or budget.
+    that `speedup` compares, at the `boundary` and by the `clock` named. UserError for an invalid reference or budget.
     """
     import pandas as pd
 
@@ -115,7 +114,7 @@ def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> Non
 
 
 def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, Any]:
-    """One trial as a dict of COLUMNS; a column that doesn't apply is missing, None or NaN."""
+    """Return one trial as a dict of COLUMNS; a column that doesn't apply is missing, None or NaN."""
     columns: dict[str, Any] = dict.fromkeys(TEXTS, "")
     columns |= {
         "model": t.model, "backend": t.backend, "precision": t.precision, "batch": t.batch, "size": t.size,
@@ -133,7 +132,7 @@ def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, 
 
 
 def _outputs(against: Comparison, row: Mapping[str, Any]) -> dict[str, Any]:
-    """Whether the outputs are correct; a row with wrong outputs has no speed-up.
+    """Return the columns on whether the outputs are correct; a row with wrong outputs has no speed-up.
 
     An accuracy within its budget on labelled images outweighs changed classes.
     """
@@ -163,8 +162,11 @@ def _precision(t: TrialResult) -> dict[str, Any]:
 
 
 def exit_code(table: pd.DataFrame, *, budget: bool = False) -> int:
-    """The exit code of a study: 0 good, 1 every trial with a budget is over it, 3 some trials did not finish (a skipped
-    one was never started), gave wrong outputs, have no accuracy to be compared with the `budget`, or none ran."""
+    """Return the exit code of a study.
+
+    0 good, 1 every trial with a budget is over it, 3 some trials did not finish (a skipped one was never started), gave
+    wrong outputs, have no accuracy to be compared with the `budget`, or no trial ran.
+    """
     if not set(table["status"]) <= {"ok", "skipped"} or "ok" not in set(table["status"]):
         return 3
     if ((table["outputs"] == WRONG) & (table["budget"] != accuracy.OVER)).any():
@@ -176,7 +178,7 @@ def exit_code(table: pd.DataFrame, *, budget: bool = False) -> int:
 
 
 def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> str:
-    """The boundary at which a trial (and its reference) have latencies: model before all, "" for none."""
+    """Return the boundary at which a trial (and its reference) have latencies: model before all, "" without one."""
     return next((b for b in LATENCIES if t.medians(b) and (reference is None or reference.medians(b))), "")
 
 
@@ -196,7 +198,7 @@ def _latencies(t: TrialResult) -> dict[str, float]:
 
 
 def _percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -> stats.Interval:
-    """A percentile over several processes, with an interval as the latency has it; of a single process, its own."""
+    """Compute a percentile over several processes with an interval as the latency has it; of a single one, its own."""
     if len(sampled) == 1:
         return stats.percentile_interval(sampled[0][1], q)
     return stats.center(by_build((r, stats.percentile_of(samples, q)) for r, samples in sampled))
@@ -244,7 +246,7 @@ def _energy(t: TrialResult, meter: Meter) -> dict[str, Any]:
 
 
 def _evaluation(t: TrialResult) -> dict[str, Any]:
-    """Images per second of the whole evaluation, and the median time of an image in each stage."""
+    """Return images per second of the whole evaluation, and the median time of an image in each stage."""
     columns: dict[str, Any] = {"pipeline_ips": t.value("pipeline")}
     for stage in STAGES:
         samples = t.samples(stage, "")
@@ -253,7 +255,7 @@ def _evaluation(t: TrialResult) -> dict[str, Any]:
 
 
 def build_seconds(t: TrialResult) -> float | None:
-    """Seconds of this trial's preparation: the whole chain of files, and compilation inside the process.
+    """Return the seconds of this trial's preparation: the whole chain of files, and compilation inside the process.
 
     Later rounds may hit the compiler's cache, so only rounds that compiled count, if there are any.
     """
@@ -266,7 +268,7 @@ def build_seconds(t: TrialResult) -> float | None:
 
 
 def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
-    """Each metric of the trial's task, its change against the reference, and the budget's decision."""
+    """Return each metric of the trial's task, its change against the reference, and the budget's decision."""
     scores = metrics.measured(t)
     if not scores:
         return {}
@@ -312,8 +314,10 @@ def _speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]
 def _decide(
     trials: Sequence[TrialResult], rows: Sequence[Row], references: Mapping[str, TrialResult], rule: stats.Rule
 ) -> None:
-    """Put speed-up and verdict into each row that may be compared with its reference, all rows of a reference as one
-    family."""
+    """Put speed-up and verdict into each row that may be compared with its reference.
+
+    All rows of a reference are one family.
+    """
     families: dict[str, list[tuple[Row, stats.Evidence]]] = defaultdict(list)
     for t, row in zip(trials, rows, strict=True):
         if row.get("reference") and not row["verdict"]:
@@ -333,8 +337,10 @@ def _decide(
 
 
 def _fits_latencies(s: stats.Speedup, ratio: float) -> bool:
-    """Whether a speed-up is within a factor of two of the ratio of the two latencies: one that isn't comes from blocks
-    that other programs disturbed."""
+    """Return whether a speed-up is within a factor of two of the ratio of the two latencies.
+
+    One that isn't comes from blocks that other programs disturbed.
+    """
     return not math.isfinite(s.value * ratio) or abs(math.log(s.value / ratio)) <= math.log(WIDEST)
 
 
@@ -349,7 +355,7 @@ def _trials(run: RunData) -> Table:
 
 
 def below(rows: list[Row]) -> list[str]:
-    """The notes below trials: images without accuracy, why a percentile is in doubt, and why trials failed."""
+    """Return the notes below trials: images without accuracy, doubts about a percentile, and reasons of failures."""
     judged = [r for r in rows if not all(missing(r.get(m.column)) for m in metrics.known().values())]
     tested = [(r["images"], r["set_aside"]) for r in judged if not missing(r.get("set_aside")) and r["set_aside"]]
     failed = [r for r in rows if r["status"] != "ok"]

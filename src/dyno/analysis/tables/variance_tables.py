@@ -40,7 +40,7 @@ class Spread:
 
 
 def good(results: Results) -> list[TrialResult]:
-    """The builds that could be made and timed, in order."""
+    """Return the builds that succeeded and were timed, in order."""
     return sorted((t for t in results if t.good), key=lambda t: int(t.options.get(BUILD, 0)))
 
 
@@ -53,7 +53,7 @@ def _builds(run: RunData) -> Table | None:
 
 
 def spread(builds: Sequence[TrialResult]) -> Spread | None:
-    """One-way analysis of variance of the processes' log medians between builds; None with fewer than two of either."""
+    """Analyse the variance of the processes' log medians between builds (one-way); None with fewer than two of each."""
     groups = [np.log(t.medians("model")) for t in builds if len(t.medians("model")) > 1]
     if len(groups) < 2:
         return None
@@ -65,13 +65,13 @@ def spread(builds: Sequence[TrialResult]) -> Spread | None:
 
 
 def fastest(results: Results) -> TrialResult | None:
-    """The build with the lowest median over processes."""
+    """Return the build with the lowest median over processes."""
     timed = [t for t in good(results) if t.medians("model")]
     return min(timed, key=lambda t: float(np.median(t.medians("model"))), default=None)
 
 
 def sentences(results: Results) -> list[str]:
-    """How the builds' counts differ, and whether their speeds differ beyond noise."""
+    """Describe how the builds' counts differ, and whether their speeds differ beyond noise."""
     builds = good(results)
     if len(builds) < 2:
         return ["fewer than two builds could be timed, so their differences are unknown"]
@@ -117,12 +117,11 @@ def _variance(run: RunData) -> Table | None:
 
 
 def _levels(every: Sequence[tuple[Hashable, Sequence[np.ndarray]]]) -> stats.Levels | None:
-    """The levels of rounds, each a build and its blocks."""
     return stats.levels([blocks for _, blocks in every], [build for build, _ in every])
 
 
 def _blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
-    """The logarithms of a round's latencies, block by block, or in equal parts where it has none."""
+    """Return the logarithms of a round's latencies, block by block, or in equal parts where it has no blocks."""
     if blocks := r.block_samples("latency", boundary, clock):
         return [np.log(block) for block in blocks.values()]
     samples = r.samples("latency", boundary, clock)
@@ -130,7 +129,7 @@ def _blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
 
 
 def _row(t: TrialResult, boundary: str, of: str, levels: stats.Levels | None) -> list[Row]:
-    """The row of a trial's latency or of its ratio, none where there are too few rounds."""
+    """Return the row of a trial's latency or of its ratio; no row where there are too few rounds."""
     if levels is None:
         return []
     total, (count, blocks, samples) = sum(levels.parts) or 1.0, levels.counts

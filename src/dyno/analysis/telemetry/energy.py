@@ -82,7 +82,7 @@ class Meter:
         return {kind: Idle(power(stored, counter), disturbed[kind]) for kind, counter in COUNTERS.items()}
 
     def of(self, t: TrialResult) -> Energy:
-        """The trial's energy over its good rounds."""
+        """Compute the trial's energy over its good rounds."""
         nothing = stats.center([])
         kind = t.device.split(":")[0]
         measured = [r for r in t.good if r.facts.sustained is not None]
@@ -117,7 +117,7 @@ def _of_round(r: Round, counter: str) -> Drawn | None:
 
 
 def _shared(r: Round, kind: str) -> bool:
-    """Whether the counter has the work of others too."""
+    """Return whether the counter includes other programs' work."""
     sustained, threshold = r.facts.sustained, r.facts.contention_threshold
     assert sustained is not None
     if kind == "cpu":
@@ -126,10 +126,10 @@ def _shared(r: Round, kind: str) -> bool:
 
 
 def power(stored: dict[str, np.ndarray], counter: str, window: Window = (-math.inf, math.inf)) -> float:
-    """Mean W in the window (seconds of CLOCK_MONOTONIC): the least-squares slope of the counter's looks against time.
+    """Estimate the mean W in the window (seconds of CLOCK_MONOTONIC): the least-squares slope of the counter over time.
 
-    A counter that is written ten times a second or less often puts an error into each look, which a difference of two
-    looks would have in full. NaN where there are too few looks.
+    A counter that is updated ten times a second or less often puts an error into each reading, which a difference of
+    two readings would have in full. NaN where there are too few readings.
     """
     at, joules = stored.get("at", np.empty(0)) + stored.get("epoch", 0.0), stored.get(counter)
     if joules is None:

@@ -47,9 +47,9 @@ class Series:
 
 
 def read(r: Round) -> Series | None:
-    """The round's series, of the device that it ran on; None where nothing was stored.
+    """Read the round's series, of the device that it ran on; None where nothing was stored.
 
-    The GPU's memory is that above what was used before the job began.
+    The GPU's memory is that above the amount used before the job began.
     """
     try:
         stored = read_numbers(r.folder / "telemetry.npz")
@@ -75,11 +75,10 @@ def read(r: Round) -> Series | None:
 
 
 def _rate(at: np.ndarray, total: np.ndarray) -> np.ndarray:
-    """The mean rate of a running total since the look before, NaN at the first."""
     return np.concatenate([[np.nan], np.diff(total) / np.diff(at)])
 
 
 def quantities(series: Iterable[Series]) -> list[Quantity]:
-    """What at least one of them has, in order."""
+    """Return the quantities that at least one of the series has, in order."""
     had = {each for one in series for each in one.values}
     return [each for each in (*ON_GPU, *ON_CPU) if each in had]

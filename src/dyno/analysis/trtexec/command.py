@@ -23,22 +23,22 @@ TIMES = "times.json"
 
 
 def tool(trial: TrialResult) -> str:
-    """The program's name: TensorRT for RTX has its own."""
+    """Return the program's name: TensorRT for RTX has its own."""
     return "tensorrt_rtx" if is_rtx(trial) else "trtexec"
 
 
 def is_rtx(trial: TrialResult) -> bool:
-    """Whether the engine is one of TensorRT for RTX."""
+    """Return whether the engine is one of TensorRT for RTX."""
     return "rtx" in trial.backend
 
 
 def graph_flag(trial: TrialResult) -> str:
-    """The option that makes it replay a CUDA graph."""
+    """Return the option that makes trtexec replay a CUDA graph."""
     return "--rtxCudaGraphStrategy=wholeGraph" if is_rtx(trial) else "--useCudaGraph"
 
 
 def version(trial: TrialResult) -> str:
-    """TensorRT's version in the job's record, "" where it isn't stored."""
+    """Return TensorRT's version in the job's record, "" where it isn't stored."""
     for one in trial.rounds:
         versions = one.record.system.get("versions") or {}
         if name := next((name for name in versions if name.startswith("tensorrt")), ""):
@@ -47,14 +47,14 @@ def version(trial: TrialResult) -> str:
 
 
 def engine(trial: TrialResult) -> str:
-    """Path of the engine that was run: the artifact's, else the file the user named."""
+    """Return the path of the engine that was run: the artifact's, else the file the user named."""
     source = str(trial.spec["model"].get("source", ""))
     named = source.removeprefix("file:") if source.startswith("file:") else ""
     return trial.artifact.path if trial.artifact else named
 
 
 def shapes(trial: TrialResult) -> dict[str, tuple[int, ...]]:
-    """The shapes that were fed, by input; empty where the record has neither shapes nor a described file."""
+    """Return the shapes that were fed, by input; empty where the record has neither shapes nor a described file."""
     dims = trial.spec["dims"]
     given = {
         name: tuple(int(dims[n] if isinstance(n, str) else n) for n in shape)
@@ -65,13 +65,13 @@ def shapes(trial: TrialResult) -> dict[str, tuple[int, ...]]:
 
 
 def _static(shape: tuple[int | str, ...], dims: Mapping[str, Any]) -> tuple[int, ...]:
-    """Free dimensions filled in as a session does: batch first, height and width of images last."""
+    """Fill in free dimensions as a session does: batch first, height and width of images last."""
     values = {0: dims["batch"]} | ({2: dims["height"], 3: dims["width"]} if len(shape) == 4 else {})
     return tuple(int(n) if isinstance(n, int) else int(values.get(axis, 1)) for axis, n in enumerate(shape))
 
 
 def dynamic(trial: TrialResult) -> bool:
-    """Whether the engine takes more than one shape."""
+    """Return whether the engine takes more than one shape."""
     option = trial.facts.options.get("dynamic")
     if option is not None:
         return bool(option)
@@ -79,7 +79,10 @@ def dynamic(trial: TrialResult) -> bool:
 
 
 def timing(trial: TrialResult, boundary: str = "model", times: str = TIMES) -> list[str]:
-    """The arguments of the command that times the same engine alike; `boundary` is `model` or `all`."""
+    """Return the arguments of the command that times the same engine in the same way; `boundary` is `model` or `all`.
+
+    UserError where the record names no engine file.
+    """
     path = engine(trial)
     if not path:
         raise UserError(f"{trial.label}: the record names no engine file for trtexec to load; time an .engine file")
@@ -104,7 +107,7 @@ def timing(trial: TrialResult, boundary: str = "model", times: str = TIMES) -> l
 
 
 def spec(shapes_by_input: Mapping[str, Sequence[int]]) -> str:
-    """Shapes as trtexec takes them: `x:8x3x224x224,y:8x2`."""
+    """Format shapes in trtexec's form: `x:8x3x224x224,y:8x2`."""
     return ",".join(f"{name}:{'x'.join(map(str, shape))}" for name, shape in shapes_by_input.items())
 
 
@@ -130,7 +133,7 @@ class Build:
     calibration: str = ""
 
     def command(self) -> list[str]:
-        """The command's arguments."""
+        """Return the command's arguments."""
         arguments = ["tensorrt_rtx" if self.rtx else "trtexec", f"--onnx={self.onnx}", f"--saveEngine={self.out}"]
         arguments += self._precision()
         for number, name in enumerate(("min", "opt", "max")):
@@ -161,7 +164,7 @@ class Build:
 
 
 def built(trial: TrialResult) -> Build | None:
-    """The build of the trial's engine; None where Dyno didn't build it.
+    """Return the build of the trial's engine; None where Dyno didn't build it.
 
     Where the types are in the graph, `onnx` is the converted file, which lies in Dyno's cache: it gets the name that
     `converted` makes.
@@ -188,12 +191,12 @@ def built(trial: TrialResult) -> Build | None:
 
 
 def converted(trial: TrialResult, precision: str) -> str:
-    """The name of the ONNX file that `dyno export --precision PRECISION --target tensorrt` writes."""
+    """Return the name of the ONNX file that `dyno export --precision PRECISION --target tensorrt` writes."""
     return f"{trial.model}.{precision}.onnx"
 
 
 def _profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
-    """The engine's first profile; none for a static ONNX file, for which trtexec takes no shapes."""
+    """Return the engine's first profile; none for a static ONNX file, for which trtexec takes no shapes."""
     if not profiles:
         return {}
     parent = (trial.spec.get("recipe") or {}).get("parent") or {}

@@ -57,7 +57,7 @@ class Gap:
 
 
 def compare(trial: TrialResult, report: Report) -> list[str]:
-    """trtexec's numbers against the trial's: each gap split into its parts, or one sentence with the reason why not."""
+    """Compare trtexec's numbers with the trial's: each gap split into its parts, or one sentence on why not."""
     if refusal := unlike(trial, report):
         return [refusal]
     differences = list(gaps(own(trial), report))
@@ -67,7 +67,7 @@ def compare(trial: TrialResult, report: Report) -> list[str]:
 
 
 def unlike(trial: TrialResult, report: Report) -> str:
-    """Why the two measured different things, one sentence; "" when they are alike as far as the file shows."""
+    """Return the reason why the two measured different things, one sentence; "" when they seem alike from the file."""
     engine = command.engine(trial)
     if report.onnx and not report.engine:
         return (
@@ -93,12 +93,12 @@ def _other_shapes(ours: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int,
 
 
 def _name(path: str) -> str:
-    """The file's name, from a path of any system."""
+    """Return the file's name, from a path of any system."""
     return PureWindowsPath(path).name if "\\" in path else PurePath(path).name
 
 
 def gaps(mine: Own, report: Report) -> Iterator[Gap]:
-    """The gaps of GPU time, latency and throughput, as far as both sides measured them."""
+    """Yield the gaps of GPU time, latency and throughput, as far as both sides measured them."""
     theirs = report.compute.median
     if mine.model is not None:
         parts = _gpu_parts(mine, report, mine.model - theirs)
@@ -113,7 +113,7 @@ def gaps(mine: Own, report: Report) -> Iterator[Gap]:
 
 
 def _gpu_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
-    """What a gap between two GPU times is made of: each cause takes what it can account for at most, in this order."""
+    """Split a gap between two GPU times: each cause takes the most that it can account for, in this order."""
     left = gap
     for cause in (_graph, _clocks, _launch):
         if part := cause(mine, report, left):
@@ -124,12 +124,12 @@ def _gpu_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
 
 
 def _share(left: float, expected: float) -> float:
-    """As much of what is left as the cause can account for, and nothing where it points the other way."""
+    """Return the part of the rest that the cause can account for, 0 where it points the other way."""
     return math.copysign(min(abs(left), abs(expected)), left) if left * expected > 0 else 0.0
 
 
 def _graph(mine: Own, report: Report, left: float) -> Part | None:
-    """A graph on one side saves the difference of the two enqueue times at most."""
+    """Return a CUDA graph's part: a graph on one side saves at most the difference of the two enqueue times."""
     if report.graph is None or report.graph == mine.graph:
         return None
     why = f"only {'Dyno' if mine.graph else 'trtexec'} used one"
@@ -140,7 +140,7 @@ def _graph(mine: Own, report: Report, left: float) -> Part | None:
 
 
 def _clocks(mine: Own, report: Report, left: float) -> Part | None:
-    """What is bound by computing takes longer in proportion as the clock is lower."""
+    """Return the clocks' part: compute-bound work takes longer in proportion as the clock is lower."""
     if not mine.clock or not report.clock:
         return None
     expected = report.compute.median * (report.clock / mine.clock - 1)
@@ -148,14 +148,17 @@ def _clocks(mine: Own, report: Report, left: float) -> Part | None:
 
 
 def _launch(mine: Own, report: Report, left: float) -> Part | None:
-    """trtexec's start event is reached when the query before ends, its launch long done; Dyno's GPU waits for it."""
+    """Return the launch's part: trtexec launches a query while the one before it runs; Dyno's GPU waits for the launch.
+
+    trtexec's start event is reached when the query before ends.
+    """
     if mine.enqueue is None or left <= 0:
         return None
     return Part("launch", _share(left, mine.enqueue), "at most one enqueue, which trtexec hides by queueing ahead")
 
 
 def _latency_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
-    """Copies and GPU time as both sides measured them; the rest is what the host's clock alone sees."""
+    """Yield copies and GPU time as both sides measured them, and the rest, which only the host's clock covers."""
     if mine.copies is None or mine.compute is None or report.h2d is None or report.d2h is None:
         yield Part(UNEXPLAINED, gap, "H2D, compute and D2H are not measured on both sides")
         return
@@ -172,7 +175,7 @@ def _latency_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
 
 
 def _rate_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
-    """The time per query is that of the slowest stage (compute, or a copy) and its idle time."""
+    """Yield the parts of the time per query: that of the slowest stage (compute, or a copy) and its idle time."""
     compute = min((t for t in (mine.model, mine.compute) if t is not None), default=None)
     if compute is None:
         yield Part(UNEXPLAINED, gap, "the record has no GPU time")

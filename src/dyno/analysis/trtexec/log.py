@@ -77,7 +77,7 @@ class Report:
 
 
 def read(path: Path) -> Report:
-    """The log or the exported times in the file; anything else is a `UserError`."""
+    """Read the log or the exported times in the file; UserError for any other."""
     try:
         text = regular(path, "log").read_text(encoding="utf-8")
     except OSError as e:
@@ -88,7 +88,7 @@ def read(path: Path) -> Report:
 
 
 def parse(text: str, name: str = "the file") -> Report:
-    """The report in a log's or an exported file's text; `name` is its name in errors."""
+    """Parse the report in a log's or an exported file's text; `name` is its name in errors."""
     return _times(text, name) if EXPORTED.match(text) else _log(text, name)
 
 
@@ -119,7 +119,7 @@ def _log(text: str, name: str) -> Report:
 
 
 def _no_summary_reason(text: str) -> str:
-    """Why a log has no summary, as the end of a sentence."""
+    """Return the reason why a log has no summary, as the end of a sentence."""
     error = re.search(r"^\[.*?\] \[E\] (.*)", text, re.M)
     if error or re.search("^&&&& FAILED", text, re.M):
         return f"is the log of a run that failed: {error[1].strip() if error else 'trtexec gives no reason'}"
@@ -143,7 +143,7 @@ def _spread(values: Mapping[str, float], name: str) -> Spread:
 
 
 def _number(text: Any, name: str) -> float:
-    """A finite number that isn't negative."""
+    """Parse a finite number that isn't negative; UserError for any other."""
     try:
         value = float(text)
     except (TypeError, ValueError):
@@ -159,17 +159,17 @@ def _rate(lines: Iterable[str], name: str) -> float | None:
 
 
 def _flags(command: str) -> dict[str, str]:
-    """Options of the command line that the log repeats; a flag without a value is "". Values may hold spaces."""
+    """Parse the options of the command line in the log; a flag without a value is "". Values may hold spaces."""
     return {key: (value or "").strip() for key, value in re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", command)}
 
 
 def _echo(lines: Iterable[str], key: str) -> str:
-    """The log's line about an option, less its key; "" where there is none."""
+    """Return the log's line about an option, less its key; "" where there is none."""
     return next((line[len(key) + 1 :].strip() for line in lines if line.startswith(key + ":")), "")
 
 
 def _run_options(flags: Mapping[str, str], lines: list[str]) -> dict[str, Any]:
-    """How the queries were run: the log's own list of options first, then the command line."""
+    """Return the options of the run: from the log's own list first, then from the command line."""
 
     def enabled(key: str, flag: str, with_flag: bool) -> bool | None:
         answer = _echo(lines, key)
@@ -192,7 +192,7 @@ def _run_options(flags: Mapping[str, str], lines: list[str]) -> dict[str, Any]:
 
 
 def _shapes(lines: Iterable[str], flags: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
-    """Input shapes: of the created bindings, else those of `--shapes`."""
+    """Return the input shapes: of the created bindings, else those of `--shapes`."""
     bound = (re.match(r"Input binding for (.+) with dimensions ([\dx]+) is created", line) for line in lines)
     from_bindings = {match[1]: _dims(match[2]) for match in bound if match}
     from_flags = re.findall(r"([^,]+):([\dx]+)(?:,|$)", flags.get("shapes", ""))
@@ -204,7 +204,7 @@ def _dims(text: str) -> tuple[int, ...]:
 
 
 def _version(code: str | None) -> str:
-    """8601 is 8.6.1, 101300 is 10.13.0."""
+    """Format a version code: 8601 is 8.6.1, 101300 is 10.13.0."""
     if not code:
         return ""
     number = int(code)
@@ -214,12 +214,12 @@ def _version(code: str | None) -> str:
 
 
 def _warnings(lines: Iterable[str]) -> tuple[str, ...]:
-    """What the summary warns of (`* Throughput may be bound by…`), without the advice below each."""
+    """Return the summary's warnings (`* Throughput may be bound by…`), without the advice below each."""
     return tuple(line[2:].strip() for line in lines if line.startswith("* "))
 
 
 def _times(text: str, name: str) -> Report:
-    """Exported times: one object per query. The file has neither shapes nor engine nor flags."""
+    """Parse exported times: one object per query. The file has neither shapes nor engine nor flags."""
     try:
         rows = json.loads(text)
     except (ValueError, RecursionError) as e:
@@ -244,7 +244,7 @@ def _times(text: str, name: str) -> Report:
 
 
 def _column(rows: list[dict[str, Any]], key: str, name: str) -> np.ndarray | None:
-    """Seconds per query of one part: its own duration, or from start and end; None where the file lacks it."""
+    """Return the seconds per query of one part: its duration, or from start and end; None where the file lacks it."""
     title = key.capitalize()
     spans = {"enq": "enqueueMs"}.get(key, f"{key}Ms"), f"start{title}Ms", f"end{title}Ms"
     if all(spans[0] in row for row in rows):
@@ -262,7 +262,7 @@ def _summary(values: np.ndarray) -> Spread:
 
 
 def _exported_rate(rows: list[dict[str, Any]]) -> float | None:
-    """Queries/s from the first copy in to the last copy out, as trtexec computes its own."""
+    """Compute queries/s from the first copy in to the last copy out, as trtexec does; None without those times."""
     first, last = rows[0].get("startH2dMs"), rows[-1].get("endD2hMs")
     if not isinstance(first, (int, float)) or not isinstance(last, (int, float)) or last <= first:
         return None

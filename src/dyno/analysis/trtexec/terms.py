@@ -59,7 +59,7 @@ class Own:
 
 
 def own(trial: TrialResult) -> Own:
-    """The trial's medians."""
+    """Return the trial's medians."""
 
     def median(tag: str, boundary: str, by: str) -> float | None:
         samples = trial.parts(tag, boundary, by)
@@ -95,24 +95,24 @@ def _clock(trial: TrialResult) -> float | None:
 
 
 def clock(trace: timeline.Trace, window: timeline.Window) -> float | None:
-    """Median of the GPU's clock in MHz in the window; None where it wasn't sampled there."""
+    """Return the median of the GPU's clock in MHz in the window; None where it wasn't sampled there."""
     samples = trace.column("clock")[trace.inside([window])]
     samples = samples[np.isfinite(samples)]
     return float(np.median(samples)) if samples.size else None
 
 
 def ms(seconds: float) -> str:
-    """Milliseconds to a microsecond, or finer where the number is small."""
+    """Format seconds as milliseconds to a microsecond, or finer where the number is small."""
     return f"{1e3 * seconds:.3f} ms" if abs(seconds) >= 1e-5 else f"{1e3 * seconds:.4f} ms"
 
 
 def signed(seconds: float) -> str:
-    """The same with its sign."""
+    """Format seconds as `ms` does, with a sign."""
     return ("+" if seconds >= 0 else "−") + ms(abs(seconds))
 
 
 def explain(trial: TrialResult) -> list[str]:
-    """The trial's numbers in trtexec's terms, sentence by sentence; what wasn't measured is mentioned."""
+    """Explain the trial's numbers in trtexec's terms, sentence by sentence, with those that weren't measured."""
     measured = own(trial)
     flag = command.graph_flag(trial)
     return [

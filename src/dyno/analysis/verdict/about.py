@@ -11,8 +11,10 @@ from dyno.analysis.verdict import verdict
 
 
 def about(run: RunData) -> dict[str, Any]:
-    """The run's name, when its first job began (ISO 8601), machine, study, which differences it can see
-    (`visible`, None where that isn't known), and verdict."""
+    """Return the run's name, date, machine, study, visible differences and verdict.
+
+    `date` is the start of its first job (ISO 8601), `visible` the differences it can see, None where that isn't known.
+    """
     records = run.records
     return {
         "run": records.name,
@@ -25,5 +27,5 @@ def about(run: RunData) -> dict[str, Any]:
 
 
 def began(results: Results) -> str:
-    """When the first job of a run began (ISO 8601 with its offset); "" where no record says so."""
+    """Return the start of a run's first job (ISO 8601 with its offset); "" where no record has it."""
     return min((r.record.started for t in results for r in t.rounds if r.record.started), default="")

@@ -38,13 +38,15 @@ ENOUGH = 3  # rounds that a study has by default
 
 
 def reference_name(ranking: Ranking, reference: TrialResult) -> str:
-    """The reference as sentences call it."""
+    """Return the reference's name in sentences."""
     return reference.configuration + (f" at size {reference.size}" if ranking.sizes else "")
 
 
 def gain(ranking: Ranking, run: RunData) -> Speedup | None:
-    """The winner's speed-up, as in its row; computed again where its reference has another size than the table's.
-    None where the winner is the reference, or has no reference."""
+    """Return the winner's speed-up, as in its row; None where the winner is the reference, or has no reference.
+
+    It is computed again where its reference has another size than the table's.
+    """
     winner = ranking.fastest.iloc[0]
     reference = ranking.reference(winner)
     if reference is None or reference.id == winner["trial"]:
@@ -60,7 +62,7 @@ def gain(ranking: Ranking, run: RunData) -> Speedup | None:
 
 
 def ahead(ranking: Ranking, run: RunData) -> Speedup | None:
-    """The winner's speed-up over the runner-up; None without one, or where that is the reference."""
+    """Return the winner's speed-up over the runner-up; None without one, or where that is the reference."""
     ranked = ranking.fastest
     if len(ranked) < 2:
         return None
@@ -76,8 +78,10 @@ def _pair(winner: pd.Series, own: TrialResult, other: TrialResult, run: RunData)
 
 
 def real(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunData, doubted: bool) -> str:
-    """Whether the winner is the fastest beyond noise, how that was measured, and reasons for doubt (`doubted`: its
-    confirmation is one)."""
+    """Describe whether the winner is the fastest beyond noise, how that was measured, and reasons for doubt.
+
+    `doubted`: its confirmation is one of these reasons.
+    """
     pairs = [each for each in (own, over) if each is not None]
     if not pairs:
         if run.budget:
@@ -96,7 +100,7 @@ def real(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunDa
 
 
 def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> str:
-    """As `real`, for the most images per second, which are compared with the runner-up's."""
+    """Describe as `real` does, for the most images per second, which are compared with the runner-up's."""
     best, second = (ranking.most_images.iloc[i] for i in (0, 1))
     opening = _opening([over], None, counting(int(best["rounds"]), "round"))
     name = f"{ranking.configuration(second)} at batch {second['batch']}"
@@ -106,7 +110,7 @@ def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> s
 
 
 def _left_out(pairs: Sequence[Speedup]) -> Iterator[str]:
-    """Say which pairs leave out disturbed rounds, and what their ratio is with them."""
+    """Yield which pairs leave out disturbed rounds, with their ratio over all rounds."""
     for pair in pairs:
         if pair.rejected:
             were = "was" if pair.rejected == 1 else "were"
@@ -117,8 +121,11 @@ def _left_out(pairs: Sequence[Speedup]) -> Iterator[str]:
 
 
 def _lower_median(ranking: Ranking, run: RunData) -> Iterator[str]:
-    """Why the table shows a lower latency than the winner's: between rounds a machine changes its speed, so medians
-    over other rounds say less than a ratio within the same ones."""
+    """Explain why the table shows a lower latency than the winner's.
+
+    Between rounds a machine changes its speed, so medians over different rounds tell less than a ratio within the same
+    ones.
+    """
     winner = ranking.fastest.iloc[0]
     lower = ranking.fastest[ranking.fastest[LATENCY] < winner[LATENCY]]
     if lower.empty:
@@ -134,7 +141,7 @@ def _lower_median(ranking: Ranking, run: RunData) -> Iterator[str]:
 
 
 def _builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> Iterator[str]:
-    """Whether the result holds for one build of an engine or for several, where builds differ from each other."""
+    """Yield whether the result holds for one build of an engine or for several, where builds differ from each other."""
     counts = [count for t in trials if t is not None and (count := speedups.builds(t))]
     if 1 in counts:
         yield "of one build: another build may differ"
@@ -183,7 +190,7 @@ def _over(name: str, over: Speedup, run: RunData) -> str:
 
 
 def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
-    """Whether the winner's outputs agree with its reference's, its accuracy, and whether it ran in its precision."""
+    """Describe whether the winner's outputs agree with its reference's, its accuracy, and the precision it ran in."""
     parts = []
     compared = run.compared.get(winner["trial"])
     if compared is not None and winner["reference"] == winner["trial"] == compared.id:
@@ -208,7 +215,7 @@ def _accuracy(ranking: Ranking, winner: pd.Series) -> str:
 
 
 def next_step(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunData) -> str:
-    """How to decide what is undecided, and the command that writes the winner's file."""
+    """Describe how to decide an undecided result, with the command that writes the winner's file."""
     winner, pairs = ranking.fastest.iloc[0], [each for each in (own, over) if each is not None]
     steps = []
     if any(each.verdict == stats.ONE_ROUND for each in pairs):
@@ -236,12 +243,12 @@ def _more_rounds(more: int, builds: int, run: RunData) -> str:
 
 
 def awaiting_images(ranking: Ranking) -> bool:
-    """Whether a trial ahead of the winner may be within the budget, too: more images could make it the winner."""
+    """Return whether a trial ahead of the winner may be within the budget, too: more images could make it win."""
     return bool((ranking.ahead["budget"] == UNDECIDED).any())
 
 
 def is_faster(ranking: Ranking, row: pd.Series, run: RunData) -> str:
-    """That a row ahead of the winner is faster, or seems so; "" without a winner."""
+    """Return whether a row ahead of the winner is faster, or seems so, in words; "" without a winner."""
     if ranking.fastest.empty:
         return ""
     own, other = run.trials[row["trial"]], run.trials[ranking.fastest.iloc[0]["trial"]]
@@ -249,7 +256,7 @@ def is_faster(ranking: Ranking, row: pd.Series, run: RunData) -> str:
 
 
 def _undecided_budget(ranking: Ranking, run: RunData) -> str:
-    """How many images would decide whether a faster trial is within the budget; "" where none is undecided."""
+    """Describe how many images would decide whether a faster trial is within the budget; "" where none is undecided."""
     rows = [row for _, row in ranking.ahead.iterrows() if row["budget"] == UNDECIDED]
     row, settle = next(((row, settle) for row in rows if (settle := more_images(row))), (None, ""))
     if row is None:
@@ -259,12 +266,12 @@ def _undecided_budget(ranking: Ranking, run: RunData) -> str:
 
 
 def more_images(row: pd.Series) -> str:
-    """The beginning of a sentence on how many images would decide a row under its budget; "" where none would."""
+    """Return the start of a sentence on the images that would decide a row under its budget; "" where none would."""
     more = row["more_images"]
     estimated = isinstance(more, (int, float)) and not isnan(more)
     return f"about {int(more):,} more images would settle" if estimated else ""
 
 
 def wider_budget(ranking: Ranking, run: RunData) -> str:
-    """What to do where no trial is within the budget."""
+    """Describe the next step where no trial is within the budget."""
     return _undecided_budget(ranking, run) or "allow more loss, or calibrate and quantise differently"

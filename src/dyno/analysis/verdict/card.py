@@ -21,8 +21,11 @@ if TYPE_CHECKING:
 
 
 def figures(ranking: Ranking, gain: Speedup | None, certainty: str, run: RunData) -> tuple[Figure, ...]:
-    """The winner's figures: `gain` is its speed-up over its reference, None where it is that itself, and `certainty`
-    how sure that is, in words."""
+    """Return the winner's figures.
+
+    `gain` is its speed-up over its reference, None where it is the reference itself, and `certainty` how sure that is,
+    in words.
+    """
     winner = ranking.fastest.iloc[0]
     return (
         _latency(winner),
@@ -74,7 +77,7 @@ def _accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Figure]:
 
 
 def _cost(winner: pd.Series) -> Iterator[Figure]:
-    """Seconds to make it, and the size of its file and the memory that it takes, as far as each is known."""
+    """Yield seconds to make it, and the size of its file and its memory, as far as each is known."""
     sizes: list[tuple[Any, str]] = [(winner["size_mb"], "MB file"), (winner["memory_mb"], "MB of memory")]
     below = ", ".join(f"{significant(value)} {what}" for value, what in sizes if not missing(value) and value)
     seconds = 0.0 if missing(winner["build_s"]) else float(winner["build_s"])

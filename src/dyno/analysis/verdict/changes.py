@@ -13,7 +13,7 @@ UNKNOWN = "unknown"  # of layers that can't be watched, as TorchScript's
 
 
 def changes(a: TrialResult, b: TrialResult) -> list[str]:
-    """Each fact of the engine that is another in B, as `layers 41 to 44`: versions, types, layers, the file's size."""
+    """Return each fact of the engine that differs in B, as `layers 41 to 44`: versions, types, layers, file size."""
     if not (a.good and b.good):
         return []
     before, after = dict(_facts(a)), dict(_facts(b))

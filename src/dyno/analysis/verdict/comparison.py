@@ -22,8 +22,10 @@ APART = (
 
 
 def sentences(table: Table, stored: bool = True) -> list[str]:
-    """The comparison in sentences: wrong outputs, how many of what, each trial that failed and why, then how it was
-    measured (`stored`: as two runs) and what it would have caught."""
+    """Describe the comparison: wrong outputs, counts of verdicts, and each failed trial with the reason.
+
+    Then how it was measured (`stored`: as two runs), and the smallest slow-down that it would have caught.
+    """
     rows = table.rows
     counts = Counter(verdict(r).partition(":")[0] for r in rows)
     lines = [f"{where(r)}: {r['verdict']}; not judged, whatever the speed."
@@ -63,12 +65,12 @@ def _caught(rows: list[Row]) -> list[str]:
 
 
 def where(r: Row) -> str:
-    """The trial of a row, in a few words."""
+    """Return the trial of a row, in a few words."""
     return f"{plain(r['model'])} {plain(configuration(r))} b{r['batch']} {r['size']}"
 
 
 def failure(r: Row) -> str:
-    """Why a row fails."""
+    """Return the reason why a row fails."""
     return "; ".join(_reason(condition, r) for condition in r["failed"].split(", "))
 
 
@@ -86,13 +88,13 @@ def _reason(condition: str, r: Row) -> str:
 
 
 def undecided(r: Row) -> str:
-    """Why a row is undecided, "" if it isn't."""
+    """Return the reason why a row is undecided, "" if it isn't."""
     reason = r["verdict"] if r["verdict"].startswith((INCOMPARABLE, WRONG)) else ""
     return str(r["undecided"] or reason)
 
 
 def exit_code(table: Table) -> int:
-    """1 where a condition failed, else 3 where a row is undecided, not comparable or wrong, else 0."""
+    """Return 1 where a condition failed, else 3 where a row is undecided, not comparable or wrong, else 0."""
     if any(r["failed"] for r in table.rows):
         return REGRESSION
     return UNDECIDED if any(map(undecided, table.rows)) else GOOD

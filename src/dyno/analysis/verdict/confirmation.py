@@ -26,7 +26,7 @@ NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
 
 
 def findings(ranking: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
-    """The confirmation of the winner by LATENCY or THROUGHPUT, and whether it agrees with the selection."""
+    """Yield the confirmation of the winner by LATENCY or THROUGHPUT, and whether it agrees with the selection."""
     ranked, trials = ranking.ranked(speed), run.trials
     if ranked.empty:
         return
@@ -51,7 +51,7 @@ def findings(ranking: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
 
 
 def ahead(ranking: Ranking, speed: str, run: RunData) -> stats.Speedup | None:
-    """The winner's speed over the runner-up's in the rounds that selected it; None where either has none."""
+    """Return the winner's speed over the runner-up's in the rounds that selected it; None where either has none."""
     first, second = (row for _, row in ranking.ranked(speed).iloc[:2].iterrows())
     own, other = (run.trials[row["trial"]] for row in (first, second))
     faster = _faster(own, other, first, second, speed, run.rule)
@@ -87,7 +87,7 @@ def _was_faster(row: pd.Series, speed: str, ranking: Ranking) -> bool:
 
 
 def _costs(rounds: Sequence[Round], row: pd.Series, speed: str) -> list[float]:
-    """Seconds of each successful round (or build): of a batch, or of an image where images per second are compared."""
+    """Return the seconds of each successful round (or build): per batch, or per image where images/s are compared."""
     good = [r for r in rounds if r.ok]
     if speed == LATENCY:
         return by_build((r, m) for r in good if (m := r.median(row["boundary"], row["clock"])) is not None)
@@ -99,7 +99,6 @@ def _costs(rounds: Sequence[Round], row: pd.Series, speed: str) -> list[float]:
 
 
 def _confirmed(trial: TrialResult) -> TrialResult:
-    """The trial as its confirmations alone show it."""
     return replace(trial, rounds=trial.confirmations, companions=[])
 
 
@@ -111,7 +110,7 @@ def _faster(
     speed: str,
     rule: stats.Rule | None = None,
 ) -> stats.Speedup:
-    """How many times faster the trial of `row` is than the other, paired where both took turns twice or more."""
+    """Return how many times faster the trial of `row` is than the other, paired where both took turns twice or more."""
     boundary, clock = str(row["boundary"]), str(row["clock"])
     if speed == LATENCY:
         logs = log_ratios(other, own, boundary, clock)
@@ -126,7 +125,7 @@ def _faster(
 
 
 def _scaled(row: pd.Series, other: pd.Series) -> pd.Series:
-    """The winner's boundary and clock with the other's batch."""
+    """Return the winner's boundary and clock with the other's batch."""
     return row.copy() if row["batch"] == other["batch"] else row.where(row.index != "batch", other["batch"])
 
 

@@ -27,14 +27,14 @@ OPEN = stats.UNDECIDED, stats.ONE_ROUND, stats.SLOWER  # verdicts on a winner th
 
 
 def decisions(ranking: Ranking, run: RunData) -> Iterator[Decision]:
-    """The fastest at the smallest batch, and with several batches the most images per second."""
+    """Yield the fastest at the smallest batch, and with several batches the most images per second."""
     yield _fastest(ranking, run)
     if len(ranking.most_images):
         yield _most_images(ranking, run)
 
 
 def apart(ranking: Ranking) -> Iterator[Finding]:
-    """Trials that could not be compared with their reference, so that none of them was the fastest."""
+    """Yield trials that could not be compared with their reference, so that they could not be the fastest."""
     reasons: dict[str, list[str]] = {}
     for _, row in ranking.apart.iterrows():
         names = reasons.setdefault(str(row["verdict"]), [])
@@ -45,7 +45,7 @@ def apart(ranking: Ranking) -> Iterator[Finding]:
 
 
 def failed(ranking: Ranking) -> Decision | None:
-    """That no trial of the ranking succeeded; None where one did."""
+    """Return a decision where no trial of the ranking succeeded; None where one did."""
     if not frontier.usable(ranking.group).empty:
         return None
     waiting = int((ranking.group["status"] == UNFINISHED).sum())
@@ -141,7 +141,7 @@ def _accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
 
 
 def _preparation(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
-    """After how many images the time to build pays off against the reference."""
+    """Yield after how many images the time to build pays off against the reference."""
     reference = ranking.reference(winner)
     if reference is None or reference.id == winner["trial"]:
         return
@@ -153,7 +153,7 @@ def _preparation(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
 
 
 def _left_out(ranking: Ranking, run: RunData) -> Iterator[Finding]:
-    """Faster trials that the budget kept from being the fastest."""
+    """Yield faster trials that the budget kept from being the fastest."""
     budget, metric = run.budget, ranking.metric
     if not budget:
         return

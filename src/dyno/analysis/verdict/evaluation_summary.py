@@ -24,7 +24,7 @@ Rows = list[list[str]]
 
 
 def describe(trial: TrialResult, format: str = "text", per_class: bool = False, of_run: Sequence[str] = ()) -> str:
-    """The trial's own section as text or Markdown; `per_class` lists every class instead of the worst.
+    """Describe a trial in a separate section as text or Markdown; `per_class` lists every class instead of the worst.
 
     `of_run` are warnings beside the trial's own.
     """
@@ -88,7 +88,7 @@ def _classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
 
 
 def _tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]:
-    """Rows of each table, its heading first, and the note below one."""
+    """Yield the rows of each table, its heading first, and the note below one."""
     latencies = [[f"latency, {b}, ms", *_latency(trial, b)] for b in LATENCIES if trial.samples("latency", b).size]
     if latencies:
         yield [["", *COLUMNS], *latencies]
@@ -103,7 +103,7 @@ def _tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]:
 
 
 def ap_rows(scores: MeanAP) -> Rows:
-    """Average precision of each class, a heading first."""
+    """Return the average precision of each class, a heading first."""
     rows = [[name, f"{100 * ap50:.2f}", f"{100 * ap:.2f}"] for name, ap50, ap in scores.own.by_class()]
     return [["class", "AP50 %", "AP50-95 %"], *rows]
 

@@ -52,24 +52,24 @@ class Decision:
 
 
 def ms(value: float) -> str:
-    """Milliseconds as a duration."""
+    """Format milliseconds as a duration."""
     return show(value * 1e-3, "duration")
 
 
 def equivalent(name: str, rule: Rule) -> str:
-    """That something is as fast as `name`, within the rule's margin."""
+    """Return the verdict of being as fast as `name`, within the rule's margin."""
     return within(100 * rule.margin).replace("equivalent", f"equivalent to {name}")
 
 
 def settled(speedup: Speedup) -> str:
-    """How many more rounds, or builds, would decide an undecided pair."""
+    """Describe how many more rounds, or builds, would decide an undecided pair."""
     more = MOST_ROUNDS + 1 if speedup.more is None else speedup.more
     needed = rounds_needed(more, speedup.builds > 0)
     return f"{needed} would settle it" if more <= MOST_ROUNDS else f"it would take {needed}"
 
 
 def spread(interval: Interval, latency: bool) -> str:
-    """A latency in seconds or a rate in images/s, with its interval where it has one."""
+    """Format a latency in seconds or a rate in images/s, with its interval where it has one."""
     text = (lambda v: show(v, "duration")) if latency else significant
     unit = "" if latency else " images/s"
     return f"{text(interval.value)}{unit}{limits(interval.low, interval.high, text)}"

@@ -86,7 +86,7 @@ class ProvisionalAnswer:
 
 
 def answer_so_far(run: RunData) -> ProvisionalAnswer:
-    """Return what the rounds that are stored so far say."""
+    """Return the answer from the rounds that are stored so far."""
     found = read(run)
     sentences = [each.text for each in found.wrong] + [each.sentence for each in found.decisions]
     rows = []
@@ -99,12 +99,12 @@ def answer_so_far(run: RunData) -> ProvisionalAnswer:
 
 
 def sentences(run: RunData) -> list[str]:
-    """The verdict in plain sentences, most important first."""
+    """Return the verdict in plain sentences, most important first."""
     return read(run).sentences
 
 
 def read(run: RunData) -> Verdict:
-    """The verdict: the fastest within the budget with its evidence, then precision truth, reasons, failures."""
+    """Build the verdict: the fastest within the budget with its evidence, then precision truth, reasons, failures."""
     results = run.records
     several = len({(t.model, t.configuration) for t in results}) > len({t.model for t in results})
     all_rankings, contention = rankings(run), cpu_contention(results, compared=several)
@@ -130,13 +130,13 @@ def read(run: RunData) -> Verdict:
 
 
 def _unranked(run: RunData) -> str:
-    """What to do where the machine was too busy for a winner."""
+    """Describe the next step where the machine was too busy for a winner."""
     step, folder = "measure again on a quiet machine", shlex.quote(str(run.records.folder))
     return f"{step}, or choose: dyno take {folder} BACKEND/PRECISION" if list(winners(run)) else step
 
 
 def _wrong_outputs(run: RunData) -> Iterator[Finding]:
-    """Trials with other outputs than their reference, which are not ranked."""
+    """Yield trials with other outputs than their reference, which are not ranked."""
     trials, wrong = run.trials, run.frame[run.frame["outputs"] == WRONG]
     for (_, verdict), rows in wrong.groupby(["reference", "verdict"], sort=False):
         group = [trials[id] for id in rows["trial"]]
@@ -166,7 +166,7 @@ def _truths(results: Results) -> Iterator[Finding]:
 
 
 def _slow_precisions(run: RunData) -> Iterator[Finding]:
-    """Lowered precisions that gain nothing over a wider one of the same backend, with the engine's own reasons.
+    """Yield lowered precisions that gain nothing over a wider one of the same backend, with the engine's own reasons.
 
     The wider one is fp32; for eight bits that gain something over it, the sixteen-bit ones as well.
     """
@@ -201,8 +201,10 @@ def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> st
 
 
 def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: stats.Rule) -> stats.Speedup | None:
-    """The speed-up over the wider precision, where it shows no gain; else None. It is that of the trial's row where it
-    is over the same trial, so that both say the same."""
+    """Return the speed-up over the wider precision, where it shows no gain; else None.
+
+    It is that of the trial's row where that is over the same trial, so that the two agree.
+    """
     if (row["reference"], row["boundary"]) == (wider.id, "model") and not missing(row["speedup"]):
         gain = stats.Speedup(row["speedup"], row["speedup_low"], row["speedup_high"], row["verdict"])
     else:
@@ -212,7 +214,7 @@ def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: s
 
 
 def _silence(gain: stats.Speedup) -> str:
-    """Why nothing is gained, where the engine gives no reason."""
+    """Describe why nothing is gained, where the engine gives no reason."""
     if gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1:
         return "the engine gives no reason"
     if gain.high < SLIGHT:
@@ -256,7 +258,7 @@ def _outcome(results: Results, contention: Contention | None) -> Iterator[Findin
 
 
 def _gpu(results: Results) -> Iterator[Finding]:
-    """What in the GPU's telemetry and clocks casts doubt on the numbers."""
+    """Yield doubts about the numbers from the GPU's telemetry and clocks."""
     trials = [t for t in results if t.gpu is not None]
     of_trials = counting(len(trials), "trial")
     if shared := [t for t in trials if gpu_remarks.others(t)]:
@@ -282,7 +284,7 @@ def _gpu(results: Results) -> Iterator[Finding]:
 
 
 def _launch_bound(results: Results) -> Iterator[Finding]:
-    """The trial that loses the largest share of its time to launching."""
+    """Yield the trial that loses the largest share of its time to launching."""
     bound = [
         (t, launch) for t in results if t.device != "cpu" and (launch := gpu_remarks.launch(t)) and launch.sentence
     ]

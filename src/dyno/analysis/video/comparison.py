@@ -32,7 +32,7 @@ Pair = tuple[Filmed, Filmed]
 
 
 def table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> Table | None:
-    """The videos of the pairs (A's trial, B's); None where no pair has any on both sides."""
+    """Build rows of the videos of the pairs (A's trial, B's); None where no pair has any on both sides."""
     pairs = [(a, b) for x, y in trials if (a := runs.filmed(x)) and (b := runs.filmed(y))]
     if not pairs:
         return None
@@ -46,13 +46,13 @@ def table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> Table | None:
 
 
 def _shot(one: Filmed) -> tuple[int, ...]:
-    """What has to be the same of two videos."""
+    """Return the facts that must be equal in two videos."""
     facts = one.typical.facts
     return facts.frames, facts.height, facts.width, facts.streams
 
 
 def _stages(pair: Pair) -> Iterator[tuple[Pair, str, list[float], list[float]]]:
-    """The times per frame of each stage that both pipelines have, by round."""
+    """Yield the times per frame of each stage that both pipelines have, by round."""
     a, b = ([{stage.name: stage.beside.value for stage in video.stages} for video in one.videos] for one in pair)
     for name in a[0]:
         if all(name in each for each in (*a, *b)):
@@ -60,7 +60,7 @@ def _stages(pair: Pair) -> Iterator[tuple[Pair, str, list[float], list[float]]]:
 
 
 def _judged(parts: Sequence[tuple[Pair, str, list[float], list[float]]]) -> list[Row]:
-    """A row for each part, all judged as one family."""
+    """Return a row for each part, all judged as one family."""
     decided = stats.decide_family([stats.unpaired(b, a) for _, _, a, b in parts])
     return [
         {

@@ -33,19 +33,19 @@ class Track:
 
     @classmethod
     def of(cls, video: Video, name: str) -> Track:
-        """The stage's times as the run stored them."""
+        """Build the track of a stage from the times that the run stored, sorted by their beginnings."""
         began, ended, handed = (video.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
         order = np.argsort(began, kind="stable")
         return cls(name, began[order], ended[order], handed[order])
 
     def last(self, times: np.ndarray, limit: float, before: int) -> int:
-        """The index below `before` of the latest of these times that is not after the limit; -1 for none."""
+        """Return the index below `before` of the latest of these times that is not after the limit; -1 for none."""
         earlier = np.where(times[:before] <= limit, times[:before], -np.inf)
         return int(earlier.argmax()) if len(earlier) and np.isfinite(earlier.max()) else -1
 
 
 def shares(video: Video) -> dict[str, float]:
-    """Seconds on the critical path by stage and between stages; they sum to the time until the last work ended."""
+    """Return the seconds on the critical path by stage and between stages; they sum to the end of the last work."""
     tracks = [Track.of(video, stage.name) for stage in video.stages]
     found = dict.fromkeys((*(track.name for track in tracks), HAND_OVER), 0.0)
     for name, seconds in _walk(tracks):
@@ -54,7 +54,7 @@ def shares(video: Video) -> dict[str, float]:
 
 
 def _walk(tracks: list[Track]) -> Iterator[tuple[str, float]]:
-    """The pieces of the path, from its end back to the beginning of the run."""
+    """Yield the pieces of the path, from its end back to the beginning of the run."""
     place = max((k for k, track in enumerate(tracks) if len(track.ended)), key=lambda k: tracks[k].ended.max())
     piece = int(tracks[place].ended.argmax())
     while True:
@@ -69,8 +69,10 @@ def _walk(tracks: list[Track]) -> Iterator[tuple[str, float]]:
 
 
 def _enabled_by(tracks: list[Track], place: int, piece: int, begin: float) -> tuple[int, int, float]:
-    """The piece of work whose end let this one begin: its stage, its index (-1: the run's beginning), and until when
-    the path is between stages."""
+    """Find the piece of work whose end let this one begin.
+
+    Return its stage, its index (-1: the run's beginning), and until when the path is between stages.
+    """
     now = begin
     while True:
         track = tracks[place]
@@ -94,7 +96,7 @@ def _enabled_by(tracks: list[Track], place: int, piece: int, begin: float) -> tu
 
 
 def _source(before: Track, track: Track, piece: int) -> int:
-    """The piece of the stage before that the piece works on: the last one of a batch, the batch of a frame."""
+    """Return the piece of the stage before that the piece works on: the last one of a batch, the batch of a frame."""
     return math.ceil((piece + 1) * len(before.began) / len(track.began)) - 1
 
 
@@ -104,7 +106,7 @@ def _table(run: RunData) -> Table | None:
 
 
 def _rows(label: str, video: Video) -> Iterator[Row]:
-    """A row for each stage and what is between; none of several streams, whose times are the first one's."""
+    """Yield a row for each stage and the time between; none with several streams, whose times are the first one's."""
     if video.facts.streams > 1:
         return
     found, stages = shares(video), {stage.name: stage for stage in video.stages}

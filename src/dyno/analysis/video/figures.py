@@ -48,7 +48,7 @@ class Bound:
     rate: Interval
 
     def share(self, reached: float) -> float:
-        """How much of it was reached, as a share."""
+        """Return the share of the bound that was reached."""
         return reached / self.rate.value
 
 
@@ -95,14 +95,16 @@ class Video:
         return Bound(self.slowest.name, inverse(self.slowest.alone, self._times(self.slowest.name, self.facts.streams)))
 
     def limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
-        """Frames per second that each stage and the processors allow so many streams together, if stages took only
-        those `shares` of their time, and of their processor time."""
+        """Return the frames/s that each stage and the processors allow `streams` streams together.
+
+        With `shares`, stages take only that share of their time, and of their processor time.
+        """
         rates = {s.name: self._times(s.name, streams) / (s.alone.value * shares.get(s.name, 1.0)) for s in self.stages}
         return rates | {PROCESSORS: self._cpu_rate(sum(s.crowded * shares.get(s.name, 1.0) for s in self.stages))}
 
     @staticmethod
     def _times(name: str, streams: int) -> int:
-        """How many of the stage so many streams have."""
+        """Return the number of instances of the stage that `streams` streams have."""
         return 1 if name == SHARED else streams
 
     @cached_property
@@ -122,8 +124,10 @@ class Video:
         return sum(stage.crowded for stage in self.stages)
 
     def crowding(self, busy: float) -> float:
-        """How many times the processor time work takes while so many processors are busy: as measured where all are,
-        and in proportion between that and one."""
+        """Return the factor on the processor time of work while `busy` processors are busy.
+
+        It is as measured where all are, and in proportion between that and one.
+        """
         others = self.facts.processors - 1
         share = min(max((busy - 1) / others, 0.0), 1.0) if others else 0.0
         return 1 + (max(self.facts.crowding, 1.0) - 1) * share
@@ -137,7 +141,7 @@ class Video:
         return min(self.by_stage, self.by_processors, key=lambda bound: bound.rate.value)
 
     def without(self, name: str, share: float) -> Bound:
-        """The bound if that stage took only so much of its time, and of its processor time."""
+        """Return the bound if that stage took only a `share` of its time, and of its processor time."""
         rates = self.limits(self.facts.streams, {name: share})
         limiting = min(rates, key=lambda key: rates[key])
         return Bound(limiting, Interval(rates[limiting], math.nan, math.nan))
@@ -148,7 +152,7 @@ class Video:
         return max(self.stages, key=lambda stage: stage.crowded)
 
     def latencies(self, to: str) -> np.ndarray:
-        """Seconds from the beginning of a frame's reading until its boxes are `known`, or until it is `written`."""
+        """Return the seconds from the start of reading a frame until its boxes are `known`, or it is `written`."""
         began = self.arrays["frame_began"]
         ended = self.arrays["frame_known"] if to == "known" else self.arrays.get("encode_ended", np.empty(0))
         count = min(len(began), len(ended))
@@ -173,17 +177,17 @@ class Video:
         )
 
     def _crowded(self, name: str, cpu: float) -> float:
-        """Processor time of a frame with every processor at work; an engine's was measured by itself."""
+        """Return the processor time of a frame with every processor at work; an engine's was measured by itself."""
         if name == SHARED and self.facts.cpu_inference:
             return max(cpu, self.facts.cpu_inference)
         return cpu * self.crowding(self.facts.processors)
 
 
 def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
-    """The mean with its 95 % interval from the means of consecutive blocks, by Student's t; times `scale`.
+    """Compute the mean with its 95 % interval from the means of consecutive blocks, by Student's t; times `scale`.
 
-    Frames that follow each other resemble each other, so a block counts as one observation (batch means; Law,
-    Simulation Modeling and Analysis, 2015, 9.5.3). Fewer than two frames per block give no limits.
+    Consecutive frames resemble each other, so a block counts as one observation (batch means; Law, Simulation Modeling
+    and Analysis, 2015, 9.5.3). Fewer than two frames per block give no limits.
     """
     mean = float(np.mean(samples)) if len(samples) else math.nan
     if len(samples) < 2 * BLOCKS:
@@ -194,6 +198,6 @@ def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
 
 
 def inverse(seconds: Interval, times: int = 1) -> Interval:
-    """An interval of seconds per frame as frames per second, of so many side by side."""
+    """Convert an interval of seconds per frame to frames per second, of `times` side by side."""
     low, high = (times / v if v > 0 else math.nan for v in (seconds.high, seconds.low))
     return Interval(times / seconds.value, low, high)

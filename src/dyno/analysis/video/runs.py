@@ -47,12 +47,12 @@ class Filmed:
 
 
 def of_run(run: RunData) -> list[Filmed]:
-    """Each trial that answered a video, in the order of the trials."""
+    """Return each trial that answered a video, in the order of the trials."""
     return [each for trial in run.records if (each := filmed(trial)) is not None]
 
 
 def filmed(trial: TrialResult) -> Filmed | None:
-    """The trial with its videos; None where it answered none."""
+    """Return the trial with its videos; None where it answered none."""
     videos = tuple(
         Video(r.facts.video, read_npz(r.folder / ARRAYS), r.facts.others_busy.get("video", 0.0))
         for r in trial.good
@@ -64,12 +64,12 @@ def filmed(trial: TrialResult) -> Filmed | None:
 
 
 def reference(filmed: list[Filmed]) -> Filmed:
-    """What the others are compared with: PyTorch, else the first."""
+    """Return the reference of the others: PyTorch, else the first."""
     return next((each for each in filmed if each.trial.backend == REFERENCE), filmed[0])
 
 
 def speedups(filmed: list[Filmed], run: RunData) -> list[Speedup | None]:
-    """How many times faster each is than the reference, end to end, with a verdict; None for the reference itself."""
+    """Return how many times faster each is than the reference, end to end, with a verdict; None for the reference."""
     first = reference(filmed)
     others = [each for each in filmed if each is not first]
     decided = iter(stats.decide_family([stats.unpaired(each.seconds, first.seconds) for each in others], run.rule))

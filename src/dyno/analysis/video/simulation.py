@@ -56,7 +56,7 @@ class Simulation:
         self._asked = self._done = self._now = 0.0
 
     def run(self) -> Simulated:
-        """Until every frame has gone through."""
+        """Run until every frame has gone through."""
         for stream in range(self._streams):
             self._start(stream, 0)
         while self._heap:
@@ -67,7 +67,6 @@ class Simulation:
         return Simulated(self._streams * self._frames / self._now, np.array(self._latencies))
 
     def _slowdown(self) -> float:
-        """How many times the time all work takes at the moment."""
         return max(1.0, self._asked / self._processors) * self._crowding(self._asked)
 
     def _start(self, stream: int, stage: int) -> None:

@@ -35,7 +35,7 @@ class Predicted:
 
 
 def predict(video: Video, streams: int) -> Predicted:
-    """What so many streams reach, each like this one and read as fast as it is taken."""
+    """Predict the result of `streams` streams, each like this one and read as fast as it is taken."""
     servers = [_server(video, stage) for stage in video.stages]
     known = max(place for place, stage in enumerate(video.stages) if stage.name in KNOWN)
     frames = max(len(video.stages), min(FRAMES, PIECES // streams))
@@ -48,9 +48,9 @@ def predict(video: Video, streams: int) -> Predicted:
 
 
 def _server(video: Video, stage: Stage) -> Server:
-    """The stage as the simulation has it; the engine answers one frame after the other, at its throughput.
+    """Return the stage as a server of the simulation; the engine answers one frame after the other, at its throughput.
 
-    The simulation slows all stages down alike, so its seconds are what makes the stage as slow as it is in a crowd.
+    The simulation slows all stages down alike, so these seconds include the stage's own slow-down under full CPU load.
     """
     in_crowd = stage.crowded / stage.cpu / video.crowding(video.facts.processors) if stage.cpu else 1.0
     handed = video.facts.hand_over if stage is not video.stages[0] else 0.0
@@ -60,6 +60,6 @@ def _server(video: Video, stage: Stage) -> Server:
 
 
 def fitting(video: Video, rate: float) -> int:
-    """How many streams fit at that rate each by the bounds, at most MOST_STREAMS; 0 where not even one does."""
+    """Return how many streams at that rate each fit by the bounds, at most MOST_STREAMS; 0 if not even one fits."""
     fits = [k for k in range(1, MOST_STREAMS + 1) if min(video.limits(k).values()) / k >= rate]
     return max(fits, default=0)

@@ -28,7 +28,7 @@ def _video(run: RunData) -> Table | None:
 
 
 def _compared(gain: Speedup | None) -> Row:
-    """The columns against the reference, of which None is the reference's own."""
+    """Return the columns against the reference, of which None is the reference's own."""
     return {**limited("speedup", gain), "verdict": gain.verdict} if gain else {"speedup": 1.0, "verdict": "reference"}
 
 
@@ -113,7 +113,7 @@ def _stream_row(filmed: Filmed, count: int) -> Row:
 
 
 def stream_sentences(video: Video, rows: list[Row]) -> list[str]:
-    """How far the prediction is off where it was tried, and how many streams fit at the source's rate."""
+    """Describe the error of the prediction where it was tried, and how many streams fit at the source's rate."""
     off = next(row["error"] for row in rows if row["streams"] == video.facts.streams) / 100
     said = [
         "Predicted from the stages alone, with one engine for all streams and videos that are read as fast as they are "

@@ -17,7 +17,7 @@ HOW = (
 
 
 def chrome(filmed: Sequence[Filmed], exporter: str) -> dict[str, Any]:
-    """A process for each trial's typical round, with a track for each stage and one for each frame; microseconds."""
+    """Build a process for each trial's typical round, with a track for each stage and each frame; microseconds."""
     events = [event for pid, each in enumerate(filmed, 1) for event in _events(each, pid)]
     return trace_events.document(events, exporter, HOW)
 
@@ -36,7 +36,7 @@ def _events(filmed: Filmed, pid: int) -> Iterator[Event]:
 
 
 def _stage(video: Video, name: str, track: Event) -> Iterator[Event]:
-    """Each piece of work, and the waiting for room behind it."""
+    """Yield each piece of work, and the waiting for room behind it."""
     began, ended, handed = (video.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
     waiting = video.arrays[f"{name}_waiting"]
     for number in range(len(began)):

@@ -19,7 +19,7 @@ REACHED = 0.95  # of the bound: nothing in the pipeline itself is left to gain
 
 
 def of_run(filmed: Sequence[Filmed]) -> list[str]:
-    """The sentences of each trial, under its name where there are several."""
+    """Return the sentences of each trial, under its name where there are several."""
     said = []
     for each in filmed:
         named = [f"{each.trial.label}:"] if len(filmed) > 1 else []
@@ -28,7 +28,7 @@ def of_run(filmed: Sequence[Filmed]) -> list[str]:
 
 
 def sentences(video: Video) -> list[str]:
-    """How fast it was, what bounds it, what changing that would bring, and how long a frame takes."""
+    """Describe how fast it was, the bound, the effect of changing that, and how long a frame takes."""
     return [_rates(video), *_set_up(video), *_bounds(video), *_changes(video), *_latencies(video), *_objects(video)]
 
 
@@ -47,7 +47,7 @@ def _rates(video: Video) -> str:
 
 
 def _set_up(video: Video) -> Iterator[str]:
-    """What is not as usual: threads, and where frames came from."""
+    """Describe an unusual set-up: threads, and the source of frames."""
     facts = video.facts
     if facts.prepared == DEVICE:
         copying = counting(facts.lanes, "thread")
@@ -80,7 +80,7 @@ def _bounds(video: Video) -> Iterator[str]:
 
 
 def _changes(video: Video) -> Iterator[str]:
-    """What limits, and what it would bring to change that."""
+    """Describe the limit, and the gain from changing it."""
     bound = video.bound
     if bound.name == PROCESSORS:
         stage = video.heaviest
@@ -107,7 +107,7 @@ def _changes(video: Video) -> Iterator[str]:
 
 
 def _lost(video: Video) -> str:
-    """Why less than the bound was reached, as far as it is known."""
+    """Explain why less than the bound was reached, as far as it is known."""
     facts = video.facts
     more = facts.cpu_whole / video.crowded if video.crowded else 1.0
     why = []
@@ -137,7 +137,7 @@ def _latencies(video: Video) -> Iterator[str]:
 
 
 def _objects(video: Video) -> Iterator[str]:
-    """How many objects were followed, by class."""
+    """Yield how many objects were tracked, by class."""
     facts = video.facts
     if facts.tracker:
         each = ", ".join(f"{count} of class {kind}" for kind, count in facts.objects.items())

@@ -36,7 +36,7 @@ class Prescription:
     only: Mapping[str, tuple[Option | None, ...]] = field(default_factory=dict)
 
     def fits(self, backend: str, precision: str, device: str, options: Mapping[str, Option]) -> bool:
-        """Whether it is for such an engine and would change it."""
+        """Return whether the prescription is for such an engine and asks for another precision, if it asks for one."""
         of_these = backend in self.backends and (not self.precisions or precision in self.precisions)
         so_set = all(options.get(name) in values for name, values in self.only.items())
         return of_these and so_set and device.partition(":")[0] in self.devices and precision != self.precision
@@ -96,7 +96,7 @@ class Called:
 def called_for(
     waterfall: Waterfall, backend: str, precision: str, device: str, options: Mapping[str, Option]
 ) -> list[Called]:
-    """The prescriptions for B, an engine of that backend and options, by what their causes cost, the most first."""
+    """Return the prescriptions for B, an engine of that backend and options, the most expensive cause first."""
     costs = {step.cause: _cost(waterfall, step) for step in waterfall.causes}
     least = LEAST * waterfall.gap.b
     called = []
@@ -108,14 +108,14 @@ def called_for(
 
 
 def _cost(waterfall: Waterfall, step: Step) -> float:
-    """Seconds that B might be rid of."""
+    """Return the seconds that B might save."""
     if step.cause in OVERHEADS:
         return step.b
     return sum(_slower(waterfall, step)) if step.parts else max(0.0, step.difference.value)
 
 
 def _slower(waterfall: Waterfall, step: Step) -> Iterator[float]:
-    """By how many seconds each part is slower in B, of those that are."""
+    """Yield the seconds by which each slower part is slower in B."""
     for k in step.parts:
         if (more := waterfall.step(step.cause, (k,)).difference.value) > 0:
             yield more

@@ -53,7 +53,7 @@ COLUMNS = (
 
 
 def table(outcomes: Sequence[Outcome], title: str) -> Table:
-    """A row for each prescription that B, `title`, was tried with."""
+    """Build a row for each prescription that B, `title`, was tried with."""
     rows = []
     for one in outcomes:
         rows.append({"prescription": one.called.prescription.text, "called_by": one.called.cause.title,
@@ -66,7 +66,7 @@ def table(outcomes: Sequence[Outcome], title: str) -> Table:
 
 
 def sentences(outcomes: Sequence[Outcome], title: str) -> list[str]:
-    """How many helped, and what the best one is."""
+    """Return sentences on the number of prescriptions that helped and on the best one."""
     if not outcomes:
         return [f"Nothing of what costs {title} time calls for a prescription."]
     kept = sorted((one for one in outcomes if one.kept), key=lambda one: -_value(one))

@@ -62,7 +62,7 @@ def table(
     order: str,
     top: int,
 ) -> Table:
-    """The `top` kernels (0: all) of each form by time, or as they ran (`graph`), and the rest in one row.
+    """Build rows for the `top` kernels (0: all) of each form by time, or as they ran (`graph`), and one for the rest.
 
     `reports` has those of the form with that index; `graph_of` and `module_of` are as in `times.profile`.
     """
@@ -77,7 +77,7 @@ def table(
 
 
 def owners_of(form: Inside, kernels: Sequence[Kernel]) -> list[int | None]:
-    """The layer of each kernel: the innermost of its ranges that has the name of one; None where none has."""
+    """Return the layer of each kernel: the innermost of its ranges that has a layer's name; None without one."""
     calls: dict[str, int] = {}
     rows: dict[str, int] = {}
     for k, layer in enumerate(form.layers):
@@ -135,7 +135,7 @@ def _seconds(kernels: Sequence[Kernel]) -> float:
 
 
 def bound(kernel: Kernel) -> str:
-    """What bounds the kernel, "" where its counters don't tell."""
+    """Return the resource that bounds the kernel, "" where its counters don't tell."""
     if kernel.memory >= BUSY and not kernel.sm > kernel.memory:
         return DRAM if kernel.dram >= kernel.memory else CACHES
     if kernel.sm >= BUSY:
@@ -146,7 +146,7 @@ def bound(kernel: Kernel) -> str:
 
 
 def finding(kernel: Kernel) -> str:
-    """What bounds the kernel, with the figures that say so."""
+    """Describe the resource that bounds the kernel, with the figures behind it."""
     kind, sm, memory = bound(kernel), f"{kernel.sm:.0f} %", f"{kernel.memory:.0f} %"
     if kind == DRAM:
         return f"memory-bound: {memory} of DRAM bandwidth"
@@ -163,7 +163,7 @@ def finding(kernel: Kernel) -> str:
 
 
 def sentences(report: Report, owners: Sequence[int | None]) -> list[str]:
-    """What the kernels of one form say together, first of all where only a part of them was seen."""
+    """Summarise the kernels of one form in sentences, first of all where only a part of them was seen."""
     kernels = report.kernels
     said = [_bounds(kernels), _tensor_cores(kernels)]
     if report.cut_short:
@@ -176,7 +176,7 @@ def sentences(report: Report, owners: Sequence[int | None]) -> list[str]:
 
 
 def _bounds(kernels: Sequence[Kernel]) -> str:
-    """Shares of the time by what bounds it, the largest first."""
+    """Return the shares of the time by the resource that bounds it, the largest first."""
     total = _seconds(kernels) or 1.0
     shares: dict[str, float] = {}
     for kernel in kernels:
@@ -187,7 +187,7 @@ def _bounds(kernels: Sequence[Kernel]) -> str:
 
 
 def _tensor_cores(kernels: Sequence[Kernel]) -> str:
-    """How much the tensor cores worked, and in how many of the longest kernels they didn't."""
+    """Describe how much the tensor cores worked, and in how many of the longest kernels they were idle."""
     known = [kernel for kernel in kernels if not math.isnan(kernel.tensor)]
     if not known:
         return ""

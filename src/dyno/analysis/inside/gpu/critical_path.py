@@ -63,7 +63,7 @@ class Path:
 
 
 def table(paths: Mapping[str, Path], top: int) -> Table:
-    """The `top` functions (0: all) of each form by the time on its path, and the rest in one row."""
+    """Build rows for the `top` functions (0: all) of each form by the time on its path, and one for the rest."""
     rows: list[Row] = []
     for form, path in paths.items():
         each = path.functions

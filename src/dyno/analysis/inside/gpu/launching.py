@@ -33,11 +33,11 @@ class OnGpu:
     kernels: np.ndarray
 
     def idle(self, latency: float) -> float:
-        """Share of that latency, in seconds, in which the GPU did no work; a watched run's clock may be another."""
+        """Return the share of the latency (seconds) in which the GPU did no work; a watched run's clock may differ."""
         return max(0.0, 1 - float(np.median(self.busy)) / latency)
 
     def cells(self, latency: float) -> Row:
-        """The cells of COLUMNS."""
+        """Return the cells of COLUMNS."""
         cells: Row = {"queueing_ms": 1e3 * float(np.median(self.enqueue))} if self.enqueue.size else {}
         if self.busy.size:
             cells |= {
@@ -47,7 +47,7 @@ class OnGpu:
         return cells
 
     def sentence(self, latency: float) -> str:
-        """Whether it is launch-bound; by the two clocks alone where nobody saw the kernels."""
+        """Describe whether the run is launch-bound; without a record of the kernels the two clocks alone decide."""
         if self.busy.size:
             return self._by_kernels(latency)
         if not self.latency.size:
@@ -70,7 +70,7 @@ class OnGpu:
 
 
 def of_samples(samples: dict[str, np.ndarray]) -> OnGpu | None:
-    """What the arrays of a job of kind `profile` say of the GPU; None for one on a CPU."""
+    """Build the GPU's part from the arrays of a job of kind `profile`; None for one on a CPU."""
     names = ("unprofiled_model_gpu", "enqueue", "gpu_busy", "cuda_calls", "kernels")
     if not any(name in samples for name in names):
         return None

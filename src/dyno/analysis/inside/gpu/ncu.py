@@ -76,7 +76,7 @@ class Report:
 
 
 def read(text: str) -> Report:
-    """The report in what ncu printed, with or without what the profiled program printed before."""
+    """Parse the report in ncu's output, with or without the profiled program's output before it."""
     lines = text.split("\n")  # not `splitlines`: TensorRT's JSON holds other separators
     errors = tuple(line.removeprefix(ERROR).strip() for line in lines if line.startswith(ERROR))
     begin = next((k for k, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
@@ -85,7 +85,7 @@ def read(text: str) -> Report:
 
 
 def _kernels(lines: Sequence[str]) -> Iterator[Kernel]:
-    """The kernels below a line of headings and one of units."""
+    """Yield the kernels below a line of headings and one of units."""
     if len(lines) < 2:
         return
     heads, *rest = (next(csv.reader([line])) for line in lines[:2])
@@ -104,13 +104,13 @@ def _kernels(lines: Sequence[str]) -> Iterator[Kernel]:
 
 
 def _mended(line: str, ranges: int, count: int) -> list[str]:
-    """The cells of a line with quotes inside its ranges that ncu left as they are, as it does with those of JSON."""
+    """Split a line into cells where ncu left quotes inside its ranges unescaped, as it does with those of JSON."""
     cells = line.removeprefix('"').removesuffix('"').split('","', ranges)
     return [*cells[:-1], *cells[-1].rsplit('","', count - ranges - 1)]
 
 
 def _ranges(cell: str) -> tuple[str, ...]:
-    """The names in a cell, from the outermost to the innermost: the message where there is one, else the range."""
+    """Return the names in a cell, from outermost to innermost: the message where there is one, else the range."""
     texts = re.findall(r'"(.+?)"(?="|  "|\s*$)', cell.replace('""', '"'))
     found = (RANGE.fullmatch(text) for text in texts)
     return tuple(match[2] or match[1] for match in found if match)

@@ -61,7 +61,7 @@ class Ceilings:
         return Rates(found, self.copy.bytes_per_s)
 
     def table(self) -> Table:
-        """A row for each ceiling; a type that the device or PyTorch lacks says why."""
+        """Build a row for each ceiling; a type that the device or PyTorch lacks has the reason as its remark."""
         rows: list[Row] = [
             {"ceiling": f"matrix product, {name}", "tflops": (one.flops_per_s or math.nan) / 1e12,
              "of": f"{one.side} x {one.side}" if one.side else "", "remark": one.missing,
@@ -82,7 +82,7 @@ class Ceilings:
 
 
 def data_sheet(texts: Sequence[str]) -> Rates:
-    """The rates of texts such as `fp16=989` (TFLOPS) and `memory=4800` (GB/s); a `UserError` for any other."""
+    """Parse texts such as `fp16=989` (TFLOPS) and `memory=4800` (GB/s) into rates; UserError for any other."""
     found: dict[str, float] = {}
     for text in texts:
         name, _, number = text.partition("=")

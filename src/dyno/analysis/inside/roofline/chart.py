@@ -20,7 +20,7 @@ LARGEST, SMALLEST = 420.0, 6.0  # points² of a layer that takes all the time, a
 def draw(
     forms: Sequence[Inside], times: Mapping[int, Times], graph_of: Mapping[int, int], ceilings: Ceilings
 ) -> Any | None:
-    """A matplotlib figure; None where no layer multiplies.
+    """Draw the roofline as a matplotlib figure; None where no layer multiplies.
 
     A point's area is the layer's share of the time. Layers without products aren't in it: they have no operations.
     """
@@ -45,7 +45,7 @@ def draw(
 
 
 def _points(each: Times, work: Sequence[Work]) -> list[tuple[float, float, float]]:
-    """Operations per byte, TFLOPS and share of the time of each layer that multiplies."""
+    """Return operations per byte, TFLOPS and share of the time of each layer that multiplies."""
     seconds = np.median(each.layers, axis=0)
     return [
         (one.flops / one.bytes, one.flops / seconds[i] / 1e12, float(seconds[i] / seconds.sum()))
@@ -54,7 +54,7 @@ def _points(each: Times, work: Sequence[Work]) -> list[tuple[float, float, float
 
 
 def _roofs(axes: Any, ceilings: Ceilings, kinds: set[str], intensities: np.ndarray) -> None:
-    """One roof for each type that some layer computes in: the copy's slope up to the product's level."""
+    """Draw one roof for each type that some layer computes in: the copy's slope up to the product's level."""
     copy = ceilings.copy.bytes_per_s
     rates = {kind: rate for kind, rate in ceilings.rates.products.items() if kind in kinds}
     ridges = [rate / copy for rate in rates.values()]

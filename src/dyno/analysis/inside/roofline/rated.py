@@ -55,9 +55,9 @@ class Rated:
     flops: int | None = None
 
     def cells(self, chosen: Collection[int], seconds: float) -> Row:
-        """The cells of COLUMNS for these layers together, which took so many seconds.
+        """Return the cells of COLUMNS for these layers together, which took `seconds`.
 
-        The roof of several is the sum over those of which it is known, so it is never too high.
+        The roof of several is the sum over those with a known one, so it is never too high.
         """
         if not seconds:
             return {}
@@ -74,7 +74,7 @@ class Rated:
         return cells
 
     def of_latency(self, chosen: Collection[int], latency: float) -> Row:
-        """The cells of OF_LATENCY, for the layers that ran."""
+        """Return the cells of OF_LATENCY, for the layers that ran."""
         cells: Row = {"tflops": self.flops / latency / 1e12} if self.flops else {}
         if (reached := self._reached(chosen, latency, self.ceilings.rates)) is not None:
             cells |= {"roof_ms": 1e3 * latency * reached / 100, "reached": reached}
@@ -83,7 +83,7 @@ class Rated:
         return cells
 
     def sentence(self, seconds: Sequence[float]) -> str:
-        """How much of the layers' time, by layer, each ceiling bounds; "" where no layer has a time."""
+        """Describe how much of the layers' time, by layer, each ceiling bounds; "" where no layer has a time."""
         shares = dict.fromkeys((ARITHMETIC, MEMORY, NEITHER, ""), 0.0)
         for i, time in enumerate(seconds):
             shares[self.cells([i], time).get("bound", "")] += time / (sum(seconds) or 1.0)
@@ -95,19 +95,19 @@ class Rated:
         return ", ".join([parts[0], *(part.replace("of the time in layers ", "") for part in parts[1:])]) + unknown
 
     def _reached(self, chosen: Collection[int], seconds: float, rates: Rates) -> float | None:
-        """The sum of the least times that are known, in percent of the seconds."""
+        """Return the sum of the known least times, in percent of the seconds; None where none is known."""
         least = [each for i in chosen if (each := self.work[i].least(rates)) is not None]
         return 100 * sum(time for time, _ in least) / seconds if least else None
 
     def _bound(self, chosen: Collection[int], reached: float) -> str:
-        """The ceiling that accounts for most of the least times, if these are near the seconds."""
+        """Return the ceiling that accounts for most of the least times, if these are near the seconds."""
         if reached < NEAR:
             return NEITHER
         least = [each for i in chosen if (each := self.work[i].least(self.ceilings.rates)) is not None]
         return max((ARITHMETIC, MEMORY), key=lambda name: sum(time for time, bound in least if bound == name))
 
     def _above(self, chosen: Collection[int], bound: str) -> str:
-        """Which of ABOVE it may be."""
+        """Return the explanation in ABOVE that may apply."""
         if self.ceilings.warnings:
             return DISTURBED
         if bound == ARITHMETIC:
@@ -125,12 +125,12 @@ def _total(values: Iterable[int | None]) -> int | None:
 
 
 def rated(forms: Sequence[Inside], k: int, graph: int | None, precision: str, ceilings: Ceilings) -> Rated:
-    """Form `k` under the ceilings; `graph` is the one that an engine was made from."""
+    """Rate form `k` under the ceilings; `graph` is the one that an engine was made from."""
     flops = _total(layer.flops for layer in forms[k if graph is None else graph].layers)
     return Rated(counted(forms, k, graph, precision), ceilings, flops)
 
 
 def notes(rows: Iterable[Row]) -> list[str]:
-    """What the words in these rows of COLUMNS mean."""
+    """Explain the words in these rows of COLUMNS."""
     found = dict.fromkeys(row["above"] for row in rows if row.get("above"))
     return [NOTE, *(f"Above the roof, {name}: {ABOVE[name]}." for name in found)]

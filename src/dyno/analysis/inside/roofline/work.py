@@ -24,7 +24,7 @@ class Work:
     kind: str = ""
 
     def least(self, rates: Rates) -> tuple[float, str] | None:
-        """The least seconds that the rates allow, and which one decides; None where that isn't known."""
+        """Return the least seconds that the rates allow, and the ceiling that decides; None where that isn't known."""
         if self.flops is None or rates.memory is None or (self.bytes is None and not self.flops):
             return None
         moving = (self.bytes or 0) / rates.memory
@@ -38,7 +38,7 @@ class Work:
 
 
 def counted(forms: Sequence[Inside], k: int, graph: int | None, precision: str) -> list[Work]:
-    """The work of each layer of form `k`; an engine's operations are those of the nodes of its graph."""
+    """Count the work of each layer of form `k`; an engine's operations are those of the nodes of its graph."""
     form = forms[k]
     if form.form == MODULES or graph is None:
         counts = [layer.flops for layer in form.layers]
@@ -52,14 +52,15 @@ def counted(forms: Sequence[Inside], k: int, graph: int | None, precision: str) 
 
 
 def types_of(form: Inside, precision: str) -> set[str]:
-    """The ceilings' types in which layers of the form compute."""
+    """Return the ceilings' types in which layers of the form compute."""
     return {_kind(layer, form.form == MODULES, precision) for layer in form.layers} - {""}
 
 
 def _from_nodes(forms: Sequence[Inside], k: int, graph: int) -> list[int | None]:
-    """Operations of each layer: each node's count once, at the first of its layers that says in which type it computes.
+    """Count the operations of each layer: a node's count once, at the first of its layers with a known computing type.
 
-    Where none does, what those layers do isn't known, nor what the computing layers without a node do.
+    Where no layer of a node has one, the operations of those layers aren't known, nor those of the computing layers
+    without a node.
     """
     layers = forms[k].layers
     computing = [i for i, layer in enumerate(layers) if layer.computes_in and not layer.moves]
@@ -76,9 +77,9 @@ def _from_nodes(forms: Sequence[Inside], k: int, graph: int) -> list[int | None]
 
 
 def moved_bytes(layer: Layer, written: Mapping[str, Port]) -> int | None:
-    """Bytes of what the layer reads, its weights and what it writes, each once; None where a shape is unknown.
+    """Return the bytes of the layer's inputs, weights and outputs, each once; None where a shape is unknown.
 
-    `written` are the outputs of all layers by name, which may know more of an input than who reads it.
+    `written` are the outputs of all layers by name, which may know more of an input than its reader does.
     """
     ports = {(port.name or str(k)): written.get(port.name, port) for k, port in enumerate(layer.inputs)}
     tensors = [*ports.values(), *layer.outputs]
@@ -93,7 +94,7 @@ def _size(port: Port) -> int:
 
 
 def _kind(layer: Layer, is_module: bool, precision: str) -> str:
-    """The ceiling's type: what an engine says it computes in, of a module what it wrote."""
+    """Return the ceiling's type: an engine's declared computing type, or the output type of a module."""
     named = layer.computes_in or (layer.outputs[0].dtype if is_module and layer.outputs else "")
     kind = TYPES.get(named, "")
     return "tf32" if kind == "fp32" and precision == "tf32" else kind

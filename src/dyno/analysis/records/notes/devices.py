@@ -84,18 +84,21 @@ class Devices:
 
 
 def percent_slower(speedup: float) -> float:
-    """By how many percent a device is slower whose speed is so many times another's."""
+    """Return by how many percent a device with `speedup` times another's speed is slower than it."""
     return 100 * (1 / speedup - 1)
 
 
 def center(device: Device) -> float:
-    """Its latency alone, in seconds."""
+    """Return the device's latency alone, in seconds."""
     return stats.center(device.alone).value
 
 
 def of_rounds(place: str, card: str, rounds: Sequence[tuple[Mapping[int, float], Sequence[int]]]) -> Device:
-    """The device of processes that measured in turns: for each the median seconds of its blocks by number, and how many
-    devices measured in each block, one or all. Two blocks that follow each other are one of each kind."""
+    """Build the device from processes that measured in turns.
+
+    Each has the median seconds of its blocks by number, and the number of devices that measured in each block, one or
+    all. Two consecutive blocks are one of each kind.
+    """
     alone, beside, ratios = [], [], []
     for medians, company in rounds:
         own = {number // 2: seconds for number, seconds in medians.items() if company[number] == 1}
@@ -109,7 +112,7 @@ def of_rounds(place: str, card: str, rounds: Sequence[tuple[Mapping[int, float],
 
 
 def devices(run: Path) -> Devices | None:
-    """What the anchor trial measured; None for a study on one device."""
+    """Read the measurements of the anchor trial; None for a study on one device."""
     stored = read_table(run / DEVICES, [], DEVICES_MEASURED)
     if stored is None:
         return None
@@ -129,5 +132,5 @@ def devices(run: Path) -> Devices | None:
 
 
 def _numbers(stored: Sequence[float] | None) -> tuple[float, ...]:
-    """Those that can be medians or ratios."""
+    """Return the values that can be medians or ratios."""
     return tuple(float(x) for x in stored or () if math.isfinite(x) and x > 0)

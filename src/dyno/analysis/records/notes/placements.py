@@ -26,7 +26,7 @@ class Placement:
 
 
 def placements(run: Path, problems: list[str]) -> dict[str, Placement]:
-    """Where each trial was measured, by its id; empty for a study on one device."""
+    """Read the placement of each trial, by its id; empty for a study on one device."""
     found: dict[str, Placement] = {}
     for path in sorted((run / PLACEMENTS).glob("*.json")):
         if note := read_table(path, problems, PLACEMENT):

@@ -45,13 +45,13 @@ class Attempt:
 
 
 def attempts(run: Path) -> tuple[Attempt, ...]:
-    """What was tried in a run folder; empty where nothing was, and where the file is damaged."""
+    """Read the attempts in a run folder; empty where nothing was tried, and where the file is damaged."""
     stored = read_table(run / FILE, [], ROUTES_TRIED)
     return tuple(map(_attempt, stored.get("attempts", ()))) if stored is not None else ()
 
 
 def store(run: Path, attempts: tuple[Attempt, ...]) -> None:
-    """Write what was tried into a run folder."""
+    """Write the attempts into a run folder."""
     write_json(run / FILE, {"schema": SCHEMA, "attempts": [to_json(one) for one in attempts]})
 
 

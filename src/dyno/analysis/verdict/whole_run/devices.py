@@ -12,7 +12,7 @@ from dyno.analysis.verdict.findings import NOTE, Finding
 
 
 def findings(results: Results) -> Iterator[Finding]:
-    """A sentence on the devices' difference and one on their company; none for a study on one device."""
+    """Yield a sentence on the devices' difference and one on their parallel use; none for a study on one device."""
     found = devices(results.folder)
     if found is None:
         return
@@ -22,7 +22,7 @@ def findings(results: Results) -> Iterator[Finding]:
 
 
 def _difference(found: Devices) -> str:
-    """How far the slowest device is from the fastest, by the anchor trial alone on each."""
+    """Describe how far the slowest device is from the fastest, by the anchor trial alone on each."""
     if found.extremes is None:
         return ""
     fastest, slowest, real = found.extremes
@@ -33,7 +33,7 @@ def _difference(found: Devices) -> str:
 
 
 def _company(found: Devices) -> str:
-    """Whether devices worked side by side, and how much slower they are so than alone."""
+    """Describe whether devices worked side by side, and how much slower that was than each device alone."""
     if not found.side_by_side:
         by = f" ({found.anchor}: {_each(found.disturbed)})" if found.disturbed else ""
         return f"Blocks were measured one at a time where devices were slower beside each other than alone{by}."

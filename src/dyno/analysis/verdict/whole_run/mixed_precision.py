@@ -24,10 +24,10 @@ NAMED = 3  # kept layers that a sentence names
 
 
 def failing(run: RunData) -> list[str]:
-    """Ids of the trials whose lowered precision is not within the budget with confidence although it could be.
+    """Return ids of the trials whose lowered precision is not within the budget with confidence although it could be.
 
-    One per configuration and size, at the smallest batch that ran. Left out is what no layer could change: too few
-    images for any trial to be within, or a size at which the higher precisions fail the budget too.
+    One per configuration and size, at the smallest batch that ran. Failures that no layer could change are left out:
+    too few images for any trial to be within, or a size at which the higher precisions fail the budget too.
     """
     frame = run.frame
     rows = {row["trial"]: row for _, row in frame.iterrows()}
@@ -46,18 +46,18 @@ def failing(run: RunData) -> list[str]:
 
 
 def _enough(row: pd.Series, budgets: Sequence[accuracy.Budget]) -> bool:
-    """Whether a trial with all the reference's answers would be within the budget on that many images."""
+    """Return whether a trial with all the reference's answers would be within the budget on that number of images."""
     return all(known()[limit.metric].unchanged(row["images"]).low >= limit.limit for limit in budgets)
 
 
 def _series(t: TrialResult) -> tuple[Any, ...]:
-    """What must be equal but the batch and the number of layers kept."""
+    """Return everything that must be equal, except the batch and the number of layers kept."""
     options = tuple(sorted((k, str(v)) for k, v in t.options.items() if k != KEEP))
     return t.model, t.backend, t.precision, t.size, t.device, t.runtime, options
 
 
 def findings(run: RunData) -> Iterator[Finding]:
-    """Which layers were kept higher for each lowered precision, and their cost."""
+    """Yield the layers that were kept higher for each lowered precision, and their cost."""
     mixed: dict[Any, list[TrialResult]] = {}
     for t in run.records:
         if KEEP in t.options:

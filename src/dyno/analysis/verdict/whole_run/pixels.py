@@ -9,13 +9,13 @@ from dyno.analysis.verdict.findings import WARNING, Finding
 
 
 def findings(results: Results) -> Iterator[Finding]:
-    """A warning for each model whose images were normalised by a guess."""
+    """Yield a warning for each model whose images were normalised by a guess."""
     sentences = dict.fromkeys(f"{t.given}: {text}" for t in results if t.good and (text := guessed(t, results)))
     yield from (Finding(WARNING, sentence) for sentence in sentences)
 
 
 def guessed(t: TrialResult, results: Results) -> str:
-    """By which numbers the trial's images were normalised, where that was a guess, and how to say others; else ""."""
+    """Describe the guessed normalisation of the trial's images, and how to give another; "" where it isn't a guess."""
     if not results.models.get((t.given, t.size), {}).get("preprocess_guessed"):
         return ""
     mean, std = (t.spec["model"]["preprocess"][name] for name in ("mean", "std"))

@@ -10,7 +10,7 @@ from dyno.analysis.verdict.findings import BEST, NOTE, Finding
 
 
 def findings(results: Results) -> Iterator[Finding]:
-    """A sentence for each configuration of which a route was kept, and one on all others that were tried."""
+    """Yield a sentence for each configuration with a route that was kept, and one on all others that were tried."""
     models = {t.model for t in results}
     tried = [one for one in attempts(results.folder) if one.model in models]
     for one in tried:
@@ -29,6 +29,5 @@ def _about(one: Attempt) -> str:
 
 
 def _list(routes: Iterable[Tried]) -> str:
-    """The routes with what came of each, in brackets."""
     said = [f"{one.route} {f'{one.ratio:.2f}x' if one.ratio else one.outcome}" for one in routes]
     return f" ({', '.join(said)})" if said else ""

@@ -12,8 +12,10 @@ from dyno.worker.tasks.layouts import UNREAD
 
 
 def findings(run: RunData) -> Iterator[Finding]:
-    """A warning for each model without class scores or boxes, and that a budget wasn't checked: none of its trials has
-    lost."""
+    """Yield a warning for each model without class scores or boxes.
+
+    With a budget it adds that this was not checked: no trial of the model has failed it.
+    """
     budget = "; the budget was not checked" if run.budgets else ""
     sentences = ((t.given, sentence) for t in run.records if t.good and (sentence := unscored(t)))
     for model, sentence in dict.fromkeys(sentences):
