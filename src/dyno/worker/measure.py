@@ -55,9 +55,10 @@ class Sampling:
 
 
 def step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None = None) -> Callable[[], None]:
-    """One inference as the boundary counts it: `model` (inputs bound before) or `all` (host memory to host memory).
+    """Return a function that runs one inference within the boundary.
 
-    `watch` times the model's work on the GPU as well; it is read by `latency`.
+    The boundary is `model` (inputs bound before) or `all` (host memory to host memory). `watch` times the model's work
+    on the GPU as well; it is read by `latency`.
     """
     run, wait = session.run, session.wait
     if boundary == "model":
@@ -90,7 +91,10 @@ def step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None 
 
 
 def watch(session: Session, boundary: str, warn: Callable[[str], None]) -> Stopwatch | None:
-    """A clock of the GPU for what runs on its stream; without one the host's clock is used, with a warning."""
+    """Return a GPU clock for the work on the session's stream, or None.
+
+    None leaves the timing to the host's clock; if the GPU's clock is unavailable, there is a warning.
+    """
     if session.stream is None or boundary != "model":
         return None
     try:
@@ -101,8 +105,10 @@ def watch(session: Session, boundary: str, warn: Callable[[str], None]) -> Stopw
 
 
 def restoring(session: Session, feeds: Feeds, warn: Callable[[str], None]) -> Restore:
-    """What puts the inputs of `step`'s `model` back before each run, with a warning, where its first one changed them;
-    None where it didn't."""
+    """Return a function that restores the inputs of `step`'s `model` before each run, with a warning.
+
+    Return None if its first run didn't change them.
+    """
     restore = session.restoring(feeds[0])
     if restore:
         warn("the model writes into its own inputs: at latency/model they are put back before each run, untimed")
@@ -189,7 +195,7 @@ def _latency_in_blocks(
         return "blocks" if count >= most or (end >= deadline and (count >= LEAST_SAMPLES or not stalled())) else ""
 
     def stalled() -> bool:
-        """Whether the block is over after fewer runs than have room in it: its median would be that of a halt."""
+        """Return whether the block ended with fewer runs than fit into it: its median would be that of a pause."""
         return LEAST_SAMPLES * min(fastest, *times) < plan.block_s * 1e9
 
     with _no_garbage_collection():
@@ -239,7 +245,7 @@ def _seconds(times: list[int]) -> np.ndarray:
 
 
 def _block_fields(numbers: list[int], windows: list[tuple[float, float]]) -> dict[str, Any]:
-    """The fields of `Sampling` on blocks: the block of each sample, and the blocks' time windows."""
+    """Return the fields of `Sampling` on blocks: the block of each sample, and the blocks' time windows."""
     window = (windows[0][0], windows[-1][1]) if windows else (0.0, 0.0)
     return {"block": np.asarray(numbers, np.int32), "windows": tuple(windows), "window": window}
 
@@ -284,8 +290,10 @@ def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: I
 def throughput_in_lanes(
     answer: Callable[[Arrays], object], lanes: int, feeds: Feeds, batch: int, plan: Plan
 ) -> Sampling:
-    """The same where so many threads answer one batch after the other, each with `answer`, which returns when its batch
-    is done."""
+    """Measure throughput with `lanes` worker threads, each of which answers one batch after another.
+
+    `answer` returns when its batch is done. See `throughput` for the value and the samples.
+    """
     most, turns = -(-plan.max_samples // lanes), itertools.cycle(feeds)
 
     def lane() -> list[int]:

@@ -40,7 +40,7 @@ def broken(group: str, kind: type) -> dict[str, str]:
 
 @cache
 def _loaded(group: str) -> dict[str, object]:
-    """What each entry point of the group gives; the reason as text for one that can't be loaded."""
+    """Load each entry point of the group; the reason, as text, stands for one that can't be loaded."""
     return {point.name: _object(point) for point in _points().select(group=group)}
 
 

@@ -41,7 +41,7 @@ USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # any of them names t
 
 
 def cache_dir() -> Path:
-    """Where all caches lie: DYNO_CACHE, or `dyno` in the user's cache folder, or a temporary one without such."""
+    """Return the folder of all caches: DYNO_CACHE, or `dyno` in the user's cache folder, or else a temporary one."""
     if own := os.environ.get("DYNO_CACHE"):
         return Path(own)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # its specification has a relative one ignored
@@ -78,9 +78,9 @@ def missing_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def compiled() -> tuple[int, int]:
-    """How many modules of libraries in Python this process has imported, and of how many no byte-code is stored.
+    """Return the number of imported library modules in Python, and the number of those without stored byte-code.
 
-    Those are compiled anew by each process, which takes two to three times as long as an import with byte-code.
+    The latter are compiled anew by each process, which takes two to three times as long as an import with byte-code.
     """
     modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] != "dyno"]
     specs = [spec for module in modules if (spec := getattr(module, "__dict__", {}).get("__spec__"))]
@@ -112,13 +112,13 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def _can_be_written(path: Path) -> bool:
-    """Whether the file may be made, with the folders that aren't there."""
+    """Return whether the file can be created, together with its missing parent folders."""
     above = next(above for above in path.parents if above.exists())
     return above.is_dir() and os.access(above, os.W_OK)
 
 
 def _installed() -> str:
-    """What names this interpreter with the versions of all that is installed in it."""
+    """Return a hash of this interpreter's version and of all packages installed in it."""
     folders = [Path(entry) for entry in sys.path if entry.endswith("-packages") and Path(entry).is_dir()]
     found = sorted(str(path) for folder in folders for path in folder.glob("*-info"))
     return hashlib.sha256("\n".join([sys.version, *found]).encode()).hexdigest()[:16]
@@ -132,12 +132,12 @@ def cores() -> list[int]:
 
 
 def physical_cores() -> int:
-    """How many physical cores this process may use."""
+    """Return the number of physical cores this process may use."""
     return len(core_threads())
 
 
 def core_threads() -> list[tuple[int, ...]]:
-    """The physical cores this process may use, each as its logical processors."""
+    """Return the physical cores this process may use, each as its logical processors."""
     allowed = sorted(os.sched_getaffinity(0))
     return sorted({tuple(_siblings(cpu, allowed)) for cpu in allowed})
 
@@ -250,7 +250,10 @@ class CpuContention:
         self._since, self._all, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
 
     def during(self, blocks: Iterable[int]) -> Iterator[int]:
-        """The same blocks; what is busy between two of them, when others have their turn, doesn't count."""
+        """Yield the same blocks, and count contention only within them.
+
+        Between two blocks other processes have their turn.
+        """
         others = span = 0.0
         for block in blocks:
             self._begin()
@@ -340,7 +343,7 @@ def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def cpu_flags() -> set[str]:
-    """The processor's feature flags; empty where unknown."""
+    """Return the processor's feature flags; empty where unknown."""
     info = _proc("/proc/cpuinfo")
     return set(info.get("flags", info.get("Features", "")).split())
 
