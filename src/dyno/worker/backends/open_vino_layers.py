@@ -57,7 +57,7 @@ class ExecutionGraph:
         return why_not_faster(self._requested, compute, self.time_by_operator(), CONVERTERS)
 
     def inside(self, library: str) -> Inside:
-        """The graph's layers; those that OpenVINO left in it and doesn't run are `skipped`, constants left out."""
+        """Return the graph's layers without constants; those that OpenVINO kept but doesn't run are `skipped`."""
         constant, layers, stored = set[str](), list[Layer](), dict[str, int]()
         for op, info in zip(self._ops, self._infos, strict=True):
             read = [port.get_source_output() for port in op.inputs()]
@@ -93,7 +93,7 @@ class ExecutionGraph:
 
 
 def _weights(port: Any) -> int:
-    """How many weights a constant holds; none where it holds indices or one number."""
+    """Return the number of weights in a constant; 0 for indices or a single number."""
     count = math.prod(port.shape)
     return count if count > 1 and _port(port).dtype in COMPUTED else 0
 
@@ -103,14 +103,16 @@ def _kind(info: dict[str, str]) -> str:
 
 
 def _skipped(info: dict[str, str]) -> bool:
-    """Whether nothing runs for it; of a layer that takes less than a microsecond OpenVINO says so too, but that one has
-    a kernel."""
+    """Return whether the layer runs nothing.
+
+    OpenVINO also reports a layer of less than a microsecond as not executed, but that one has a kernel.
+    """
     kernel = info.get("primitiveType", "")
     return info.get("execTimeMcs") == "not_executed" and (not kernel or kernel.startswith(NO_KERNEL))
 
 
 def _padded(ports: list[Any], types: list[str], layouts: list[str]) -> Iterator[tuple[Any, str, str]]:
-    """Each output with its type and layout; the library names one for all where they are alike."""
+    """Yield each output with its type and layout; the library lists a single one for outputs that are alike."""
     for k, port in enumerate(ports):
         yield port, types[min(k, len(types) - 1)], layouts[min(k, len(layouts) - 1)]
 
@@ -131,7 +133,10 @@ def _port(source: Any) -> Port:
 
 
 def _computed_in(layer: dict[str, str]) -> str:
-    """The type that a layer multiplies in; the library tells that of its weights where a kernel widens them."""
+    """Return the type that a layer multiplies in.
+
+    Where a kernel widens weights, the library reports the weights' type.
+    """
     if layer["layerType"] in ENCLOSING:
         return UNKNOWN
     kind = TYPE_NAMES.get(layer["runtimePrecision"], layer["runtimePrecision"])
@@ -148,7 +153,7 @@ def _number(text: str) -> float:
 
 
 def plain(value: Any) -> Any:
-    """A property or rt_info value as a string, number or bool, for JSON."""
+    """Return a property or rt_info value as a string, number or bool, for JSON."""
     value = getattr(value, "value", value)
     if isinstance(value, (bool, int, float, str)):
         return value

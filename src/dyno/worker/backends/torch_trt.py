@@ -111,7 +111,7 @@ TORCH_TENSORRT = TorchTensorRT()
 
 
 def _conflict(trial: Trial) -> str:
-    """The reason for which the options can't be used, in one line, or ""."""
+    """Return the reason for which the options can't be used, in one line, or ""."""
     options = trial.options
     route, level = options.get("ir", ROUTES[0]), options.get("optimization")
     if level is not None and route == "ts":
@@ -120,7 +120,7 @@ def _conflict(trial: Trial) -> str:
 
 
 def import_torch_tensorrt() -> Any:
-    """The library, or `Unavailable` with what to install."""
+    """Import the library; raise `Unavailable` with the package to install."""
     try:
         return importlib.import_module("torch_tensorrt")
     except (ImportError, OSError, RuntimeError) as e:  # the last two: libraries that don't load, no GPU to ask
@@ -131,7 +131,7 @@ def import_torch_tensorrt() -> Any:
 
 
 def compiled(library: Any, module: Any, example: Any, precision: str, options: Mapping[str, Any]) -> Any:
-    """The module compiled for inputs like `example`, a tensor or a tuple; it handles differences of versions.
+    """Compile the module for inputs like `example`, a tensor or a tuple; handle differences between versions.
 
     Types are the module's own where the version allows it (from 2.5), else flags allow the builder to use them.
     """
@@ -163,7 +163,7 @@ def compiled(library: Any, module: Any, example: Any, precision: str, options: M
 
 
 def _traced(torch: Any, module: Any, examples: tuple[Any, ...]) -> Any:
-    """The module traced, as scripting refuses many; a `UserError` where the trace would fix one of several paths."""
+    """Trace the module, as scripting refuses many; raise a `UserError` if the trace would fix one of several paths."""
     static = check_control_flow(torch, module, examples)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

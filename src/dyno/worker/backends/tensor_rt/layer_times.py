@@ -60,9 +60,9 @@ def profiled(trt: Any, context: Any, launch: Callable[[], None]) -> dict[str, fl
 
 
 def of_layers(listed: Inside, runs: Sequence[Mapping[str, float]]) -> tuple[Inside, np.ndarray]:
-    """The engine's layers, and their seconds [runs, layers].
+    """Return the engine's layers, and their seconds [runs, layers].
 
-    A layer that no run reports is `skipped`. One that the list lacks stands at the end, with a name alone.
+    A layer that no run reports is `skipped`. A reported layer that the list lacks stands at the end, with a name alone.
     """
     reported = dict.fromkeys(chain(*runs))
     rows = {layer.name: k for k, layer in reversed([*enumerate(listed.layers)])}  # of equal names the first
@@ -89,7 +89,7 @@ def by_operator(listed: Sequence[Layer], seconds: Mapping[str, float]) -> dict[s
 
 
 def slowest(listed: Sequence[Layer], seconds: Mapping[str, float]) -> tuple[SlowLayer, ...]:
-    """The layers that take longest: name, kind, the type they compute in, tactic, and share of the layers' time."""
+    """Return the slowest layers: name, kind, the type they compute in, tactic, and share of the layers' time."""
     by_name = {layer.name: layer for layer in listed}
     total = sum(seconds.values()) or 1.0
     layers = []

@@ -109,7 +109,7 @@ class Layer:
 
 
 def inspect(trt: Any, engine: Any) -> list[Layer]:
-    """The layers of a deserialised engine; complete if it was built with detailed profiling verbosity, as by Dyno."""
+    """Return the layers of a deserialised engine; complete if built with detailed profiling verbosity, as by Dyno."""
     inspector = engine.create_engine_inspector()
     text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
     del inspector  # TensorRT complains when the engine is freed first
@@ -117,7 +117,10 @@ def inspect(trt: Any, engine: Any) -> list[Layer]:
 
 
 def from_json(text: str) -> list[Layer]:
-    """The engine inspector's JSON. A layer of which only the name is reported has the type ""."""
+    """Parse the engine inspector's JSON; a layer reported by its name alone has the type "".
+
+    Raises a `UserError` if the text is not JSON.
+    """
     try:
         listed = json.loads(text, strict=False).get("Layers", [])
     except ValueError as e:
@@ -153,7 +156,7 @@ def _weights(entry: Any) -> Weights | None:
 
 
 def dtype_of(text: str) -> str:
-    """The type that a description of a format names, as NumPy calls it; "" when it names none."""
+    """Return the NumPy name of the type in a description of a format; "" if it names none."""
     return next((name for name, words in DTYPES.items() if re.search(rf"(?<![a-zA-Z])({words})\b", text, re.I)), "")
 
 
@@ -162,8 +165,10 @@ def _nodes(metadata: str) -> tuple[str, ...]:
 
 
 def named_nodes(name: str) -> tuple[str, ...]:
-    """The nodes in a layer's name, where the library has no other word for them: those of a fused layer, and of a whole
-    subgraph (`{ForeignNode[a...b]}`) the first and the last."""
+    """Return the nodes in a layer's name, for layers without other information on them.
+
+    They are all nodes of a fused layer, and the first and the last of a subgraph (`{ForeignNode[a...b]}`).
+    """
     inner = WRAPPED.sub(r"\1", name)
     parts = re.split(r" \+ | \|\| |, |\.\.\.(?=[/\w(])", inner.replace(POINTWISE, ""))
     bare = [part.rstrip(")") for part in parts] if POINTWISE in inner else parts
@@ -171,7 +176,7 @@ def named_nodes(name: str) -> tuple[str, ...]:
 
 
 def from_log(text: str) -> list[Layer]:
-    """The listing in the verbose log of a build: one `Name: …, LayerType: …, Inputs: [ … ]` a line."""
+    """Parse the listing in the verbose log of a build: one `Name: …, LayerType: …, Inputs: [ … ]` a line."""
     return [_logged(line) for line in text.splitlines() if line.startswith("Name: ") and ", LayerType: " in line]
 
 
@@ -214,7 +219,7 @@ def _ports(text: str) -> tuple[Port, ...]:
 
 
 def _largest(constants: Iterable[Port]) -> Weights | None:
-    """The largest constant with more than one dimension above 1: scales, biases and scalars are not weights."""
+    """Return the largest constant with more than one dimension above 1: scales, biases and scalars are not weights."""
     candidates = [port for port in constants if sum(size > 1 for size in port.shape) > 1]
     best = max(candidates, key=lambda port: math.prod(port.shape), default=None)
     return Weights(best.dtype, math.prod(best.shape)) if best else None
@@ -262,17 +267,17 @@ def notes(listed: Sequence[Layer], requested: str, time_by_operator: Mapping[str
 
 
 def as_json(listed: Sequence[Layer]) -> list[dict[str, Any]]:
-    """The layers for layers.json."""
+    """Return the layers for layers.json."""
     return [asdict(layer) for layer in listed]
 
 
 def from_listing(listed: Iterable[Any]) -> list[Layer]:
-    """The layers of a layers.json."""
+    """Return the layers of a layers.json."""
     return [spec.from_json(Layer, one) for one in listed]
 
 
 def inside(listed: Sequence[Layer], library: str) -> Inside:
-    """The layers as facts; parameters are counted where the library counts them."""
+    """Return the layers as facts; parameters are counted where the library counts them."""
     made = [
         facts.Layer(
             name=layer.name,
