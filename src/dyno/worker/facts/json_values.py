@@ -45,7 +45,7 @@ def reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def fits(data: Any, takes: Any) -> bool:
-    """Whether it is of that type, or of one of a tuple; true and false, which Python takes for numbers, are none."""
+    """Return whether the data is of that type, or of one of a tuple; a boolean doesn't count as a number."""
     kinds = takes if isinstance(takes, tuple) else (takes,)
     return isinstance(data, kinds) and (not isinstance(data, bool) or bool in kinds or object in kinds)
 
