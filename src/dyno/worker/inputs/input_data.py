@@ -48,7 +48,7 @@ class Images:
         return arranged(_as_read(self._pixels[self._chosen(start, count)], self._preprocess, dtype), self._last)
 
     def read_into(self, target: np.ndarray, start: int) -> None:
-        """As `batch`, written into `target`, as many images as it is long: raw pixels where it is uint8.
+        """Fill `target` with images, as `batch` returns them: raw pixels if it is uint8.
 
         Pixels are copied in one call, because every call holds up the thread that drives the engine for a moment; the
         rest is normalised image by image, so that the working set stays in the processor's cache.
@@ -79,7 +79,7 @@ class Images:
 
 
 def metadata(data: DataSpec) -> dict[str, Any]:
-    """The decoded data set's meta.json, with its classes among others; {} for data without a folder."""
+    """Return the decoded data set's meta.json, with its classes among others; {} for data without a folder."""
     if not data.folder:
         return {}
     try:
@@ -102,7 +102,7 @@ def pixel_scale(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.n
 
 
 def wants_pixels(options: Mapping[str, Option]) -> bool:
-    """Whether the option `input` requests raw pixels; anything but float32 and uint8 is a `UserError`."""
+    """Return whether the option `input` requests raw pixels; raise a `UserError` unless it is float32 or uint8."""
     value = options.get("input", "float32")
     if value not in READ:
         raise UserError(f"unknown input {value!r}; it is one of {', '.join(READ)}")
@@ -110,7 +110,7 @@ def wants_pixels(options: Mapping[str, Option]) -> bool:
 
 
 def _as_read(pixels: np.ndarray, preprocess: Preprocess, dtype: str) -> np.ndarray:
-    """The pixels as an input of that type reads them: themselves in uint8, else normalised to float32."""
+    """Return the pixels as an input of that type reads them: unchanged for uint8, else normalised to float32."""
     if dtype == "uint8":
         return np.ascontiguousarray(pixels)
     mean, std = normalisation(preprocess, pixels.shape[1])
@@ -129,12 +129,12 @@ def batches(
     count: int,
     specs: Sequence[InputSpec] = (),
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The first `count` batches of the data, as feeds by input name.
+    """Yield the first `count` batches of the data, as feeds by input name.
 
-    Images, real or random, go to an input as it reads them: raw to one in uint8, else normalised, so that both see the
-    same picture. Random images are uniform pixels; other random numbers are standard normal for floating-point inputs,
-    0..255 for uint8 and 0..1 for other integers (token ids and masks that every vocabulary has). With `specs` all that
-    they describe is fed with the values that they give, including inputs that an engine dropped as unused.
+    Images, real or random, are fed in the input's form: raw to one in uint8, else normalised, so that both get the same
+    picture. Random images are uniform pixels; other random numbers are standard normal for floating-point inputs,
+    0..255 for uint8 and 0..1 for other integers (token ids and masks that every vocabulary has). With `specs`, all
+    described inputs are fed with their values, including inputs that an engine dropped as unused.
     """
     shapes = static_shapes(tensors, dims)
     if data.folder:
@@ -158,7 +158,10 @@ def batches(
 def open_images(
     data: DataSpec, preprocess: Preprocess, tensors: Sequence[Tensor], dims: Dims
 ) -> tuple[str, tuple[int, ...], Images]:
-    """The one input that takes images, its shape, and the images; a `UserError` where they don't fit it."""
+    """Return the name and the shape of the only input, which takes images, and the images.
+
+    Raises a `UserError` if they don't fit it.
+    """
     name, shape = image_input(tensors, static_shapes(tensors, dims))
     images, expected = Images(data, preprocess, channels_last(shape)), channels_first(shape)[1:]
     if images.shape != expected:
@@ -169,7 +172,10 @@ def open_images(
 
 
 def image_input(tensors: Sequence[Tensor], shapes: dict[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
-    """The one input that takes images, and its shape; a `UserError` where there is none or another besides."""
+    """Return the name and shape of the only input, which takes images.
+
+    Raises a `UserError` if it takes none, or there is another input.
+    """
     if len(tensors) != 1 or len(shapes[tensors[0].name]) != 4:
         names = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise UserError(f"images fit a model with one N x C x H x W input; this one has {names}")

@@ -15,12 +15,12 @@ from dyno.worker.spec import BATCH, Dims, InputSpec, Tensor, UserError
 
 
 def tensors(specs: Sequence[InputSpec], dims: Dims) -> tuple[Tensor, ...]:
-    """The arguments that are tensors, in the trial's shapes."""
+    """Return the arguments that are tensors, in the trial's shapes."""
     return tuple(Tensor(spec.name, spec.dtype, dims.resolve(spec.shape)) for spec in specs if spec.dtype)
 
 
 def has_batch(specs: Sequence[InputSpec]) -> bool:
-    """Whether the batch is free: an axis of any input is named after it."""
+    """Return whether the batch is free: an axis of any input is named after it."""
     return any(BATCH in spec.shape for spec in specs)
 
 
@@ -87,7 +87,7 @@ class Values:
 
 
 def check_values(spec: InputSpec) -> InputSpec:
-    """The input; a `UserError` where its type doesn't have the values that were given for it."""
+    """Return the input; raise a `UserError` if its type can't represent the values given for it."""
     ends = [end for end in (spec.low, spec.high) if end is not None]
     try:
         kind = np.dtype(spec.dtype)
@@ -111,7 +111,7 @@ def check_values(spec: InputSpec) -> InputSpec:
 
 
 def cast_exactly(array: np.ndarray, spec: InputSpec) -> np.ndarray:
-    """The array in the input's type; a `UserError` where that changes values by more than the rounding of floats."""
+    """Return the array in the input's type; raise a `UserError` if that does more than round floats."""
     with np.errstate(invalid="ignore", over="ignore"):
         cast: np.ndarray = array.astype(spec.dtype)
     kept = np.isfinite(cast) == np.isfinite(array) if cast.dtype.kind == "f" else cast == array
