@@ -30,7 +30,7 @@ Timer = Callable[[Callable[[], Any]], float]
 def measure(
     runtime: Runtime, seconds: float = SECONDS, types: Collection[str] = tuple(TYPES)
 ) -> Iterator[tuple[str, PeakOfType]]:
-    """Each of the types with its peak. `Unavailable` without PyTorch or the device."""
+    """Yield each of the types with its peak; raise `Unavailable` without PyTorch or the device."""
     torch, device = _prepared(runtime)
     for name in TYPES:
         if name in types and not (name == "tf32" and device.type == "cpu"):
@@ -38,7 +38,7 @@ def measure(
 
 
 def copy(runtime: Runtime, seconds: float = SECONDS) -> CopyRate:
-    """The rate of a large copy within the device's memory; see `measure` for its errors."""
+    """Measure the rate of a large copy within the device's memory; see `measure` for its errors."""
     torch, device = _prepared(runtime)
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     # Older PyTorch does not tell a GPU's cache; the least size is beyond it then too.

@@ -122,7 +122,7 @@ class _Work:
         self._facts = replace(self._facts, capacity=float(rate.value or 0.0))
 
     def _look(self) -> None:
-        """Each batch of each size once on every lane; fail where an answer isn't finite."""
+        """Run each batch of each size once on every lane; fail if an answer isn't finite."""
         wrong: list[str] = []
 
         def work(lane: Lane) -> None:
@@ -172,7 +172,7 @@ class _Work:
         return measure.Sampling(rates, "seconds", most * len(done) / whole)
 
     def rates(self, trace: str) -> None:
-        """The trace, the rates that were asked for, or those of a search."""
+        """Test the trace, the requested rates, or those of a search."""
         options, least = self._options, self._facts.least
         if trace:
             self._facts = replace(self._facts, trace=Path(options.trace).name)
@@ -188,7 +188,7 @@ class _Work:
             self._journal.warn(f"{e}; the test ended there, and the rates before are kept")
 
     def _search(self) -> None:
-        """The highest rate that holds; where the server ends it, `highest` stays unknown."""
+        """Search for the highest rate that holds; if the server ends the search, `highest` stays unknown."""
         options, least = self._options, self._facts.least
         # A tenth of a request more, so that rounding never has one less.
         lowest = (least + 0.1) / options.duration_s if options.duration_s else 0.0

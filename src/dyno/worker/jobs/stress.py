@@ -37,7 +37,7 @@ class Phase:
     host_growth: int
 
     def to_record(self, tolerance: float) -> StressPhase:
-        """The phase as a record keeps it; its seconds are stored as samples."""
+        """Return the phase as stored in a record; its seconds are stored as samples."""
         return StressPhase(
             iterations=len(self.seconds),
             batches=self.batches,
@@ -103,7 +103,7 @@ def _pool(session: Session, trial: Trial, most: int) -> Arrays:
 
 
 def _reference(session: Session, pool: Arrays, batch: int) -> dict[str, np.ndarray]:
-    """Every image's outputs at the smallest batch."""
+    """Return every image's outputs at the smallest batch."""
     count = len(next(iter(pool.values())))
     parts = []
     for start in range(0, count, batch):
