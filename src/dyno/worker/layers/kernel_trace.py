@@ -50,7 +50,7 @@ class _Range:
 
 
 def read(events: Sequence[Event], rows: Rows, count: int) -> list[Run]:
-    """The runs of a trace in their order, with `count` rows each. Work of a call without a row is its caller's."""
+    """Return the runs of a trace in order, with `count` rows each; work of a call without a row is its caller's."""
     owners = _Owners(events, rows)
     runs = [Run([0.0] * count) for _ in range(owners.runs)]
     begun = {e["args"]["External id"]: e["ts"] for e in events if is_kind(e, ("cpu_op", "user_annotation"))}
@@ -82,7 +82,7 @@ def _add(run: Run, row: int, event: Event) -> None:
 
 
 def is_kind(event: Event, kinds: Sequence[str]) -> bool:
-    """Whether it is an event with a duration, of one of these categories."""
+    """Return whether it is an event with a duration, of one of these categories."""
     return event.get("ph") == "X" and event.get("cat", "") in kinds
 
 
@@ -146,7 +146,7 @@ def covered(events: Iterable[Event]) -> float:
 
 
 def labels(runs: Sequence[Run], count: int) -> list[str]:
-    """The kernels of each row, those that take longest first."""
+    """Return the kernels of each row, the slowest first."""
     total: dict[tuple[int, str], float] = {}
     for run in runs:
         for key, seconds in run.by_kernel.items():

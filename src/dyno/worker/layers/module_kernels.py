@@ -55,7 +55,10 @@ def measure(
 def traced(
     module: Any, once: Callable[[], None], runs: int, restore: Callable[[], None] = lambda: None
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """The events of a trace of so many runs, with the ranges of `kernel_trace`, and the host's seconds of each run."""
+    """Trace `runs` runs; return the trace's events and the host's seconds of each run.
+
+    The events include the ranges of `kernel_trace`.
+    """
     torch = import_torch()
     from torch.profiler import ProfilerActivity, profile, record_function
 

@@ -57,21 +57,21 @@ def measure(
 
 
 def watched_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], None]) -> Inside:
-    """The calls of the module's parts by `layers.module.watched`, and the module itself."""
+    """Return the calls of the module's parts by `layers.module.watched`, and the module itself."""
     restore()
     with import_torch().no_grad():
         return with_whole(calls.watched(module, plainly), module)
 
 
 def with_whole(inside: Inside, module: Any) -> Inside:
-    """With a row for the module itself: what its own code does belongs to none of its parts."""
+    """Add a row for the module itself: the work of its own code belongs to none of its parts."""
     if any(not layer.name for layer in inside.layers):
         return inside
     return replace(inside, layers=(*inside.layers, Layer(type=type(module).__name__, flops=0, modules=("",))))
 
 
 def rows_of(inside: Inside) -> dict[tuple[str, int], int]:
-    """The row of each call, by the part's name and which of its calls it is."""
+    """Return the row of each call, by the part's name and the number of the part's call, counted from 0."""
     seen: Counter[str] = Counter()
     rows = {}
     for row, layer in enumerate(inside.layers):
