@@ -26,7 +26,7 @@ class OnnxFormat(FileFormat):
         weights.copy(made, out)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """The file for the engine named by the option `target`, with a free batch where the trial's is 0."""
+        """Return the file's recipe for the engine in the option `target`, with a free batch where the trial's is 0."""
         return converted(trial, str(trial.options.get("target", "onnxruntime")), trial.dims.batch)
 
     def read(self, path: str, trial: Trial) -> FileContents:

@@ -19,7 +19,7 @@ from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, UserError
 
 
 def reading_pixels(parent: Recipe) -> Recipe:
-    """The recipe of the parent's file with an image input of uint8 pixels. Pure."""
+    """Return the recipe of the parent's file with an image input of uint8 pixels. Pure."""
     return replace(
         parent, maker=OnnxInput.name, options={"input": "uint8"}, data=None, parent=parent, runtime=Runtime()
     )
