@@ -65,7 +65,7 @@ def closeness(pairs: Iterable[tuple[np.ndarray, np.ndarray]], rtol: float, atol:
 
 
 def shares_changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The share of each input's labels (axis 0) that differ."""
+    """Return the share of each input's labels (axis 0) that differ."""
     shares: np.ndarray = (a != b).reshape(len(a), -1).mean(axis=1) if b.size else np.zeros(0)
     return shares
 
