@@ -31,7 +31,7 @@ def of_module(module: Any, *args: Any, **keywords: Any) -> int:
 
 @contextmanager
 def counting() -> Iterator[Any]:
-    """A `FlopCounterMode` that counts what runs inside, without gradients."""
+    """Count the operations of the block with the `FlopCounterMode` that it gets, without gradients."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -51,17 +51,17 @@ def counting() -> Iterator[Any]:
 
 
 def _of_recurrent_layer(values: Sequence[int], own: Sequence[int], again: Sequence[int], *_: Any, **__: Any) -> int:
-    """One layer in one direction, by the shapes of what it reads and of both its matrices."""
+    """Return the operations of one layer in one direction, from the shapes of its input and of both its matrices."""
     return 2 * math.prod(values[:2]) * (math.prod(own) + math.prod(again))
 
 
 def _of_bilinear(first: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
-    """The first input by the weight [results, first, second], and what that gives by the second input."""
+    """Return the operations of the first input by the weight [results, first, second], then by the second input."""
     return 2 * first[0] * weight[0] * weight[2] * (first[1] + 1)
 
 
 def _of_deformable(_: Sequence[int], weight: Sequence[int], *__: Any, out_shape: Sequence[int], **___: Any) -> int:
-    """As any convolution; where its kernel reads isn't counted."""
+    """Return the operations as for any convolution; the sampling of the input isn't counted."""
     return 2 * math.prod(out_shape) * math.prod(weight[1:])
 
 
@@ -82,14 +82,17 @@ def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def has_products_inside(node: Any) -> bool:
-    """Whether a node's branches or its loop multiply: how often they run, only a run decides."""
+    """Return whether a node's branches or its loop multiply: only a run decides their number of executions."""
     inside = (each for outer in graphs_of(node) for graph in graphs_in(outer) for each in graph.node)
     return any(COMPUTE.search(each.op_type) for each in inside)
 
 
 def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, dict[str, tuple[int, ...]]] | None:
-    """The model's graph with the shapes inferred from inputs of these shapes, and each tensor's shape by its name (0: a
-    dimension that stays unknown); None where they contradict each other. The model itself is changed."""
+    """Return the model's graph with the shapes inferred from these input shapes, and each tensor's shape by name.
+
+    A dimension that stays unknown is 0 there. Return None if the shapes contradict each other. The model itself is
+    changed.
+    """
     import onnx
 
     for value in model.graph.input:
@@ -118,11 +121,11 @@ def _shapes(graph: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _worked_out(model: Any) -> list[Any]:
-    """The tensors whose shapes ONNX Runtime's own inference knows completely: it follows arithmetic on shapes, such as
-    half of the channels, where ONNX's stops, and ends at the first operator that it doesn't know, as ReduceL2. None
-    where it is missing.
+    """Return the tensors whose shapes ONNX Runtime's own inference knows completely; [] without that inference.
 
-    These are the steps of its `infer_shapes`, which writes what it couldn't finish into the working folder.
+    It follows arithmetic on shapes, such as half of the channels, where ONNX's stops, and ends at the first operator
+    that it doesn't know, such as ReduceL2. These are the steps of its `infer_shapes`, which writes the shapes that it
+    couldn't finish into the working folder.
     """
     try:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_attribute
@@ -180,7 +183,10 @@ def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
 
 
 def _of_einsum(node: Any, first: tuple[int, ...], second: tuple[int, ...]) -> int | None:
-    """A product where a letter of both factors is summed over, else none; None where the equation isn't plain."""
+    """Return the operations of an einsum: of a product if it sums over a letter of both factors, else 0.
+
+    Return None if the equation isn't plain.
+    """
     equation = next((a.s.decode() for a in node.attribute if a.name == "equation"), "").replace(" ", "")
     factors, arrow, result = equation.partition("->")
     a, _, b = factors.partition(",")

@@ -61,7 +61,7 @@ def parse(source: str) -> tuple[str, str]:
 
 
 def load(model: ModelSpec, dims: Dims | None = None) -> Any:
-    """The model as a `torch.nn.Module` in eval mode, with the weights that the specification asks for.
+    """Return the model as a `torch.nn.Module` in eval mode, with the weights requested in the specification.
 
     Without a checkpoint and without `pretrained`, the weights are random and the same for the same `seed`; a library's
     network then gets branches that contribute (`undo_zero_init`) and batch norm statistics of noise
@@ -81,13 +81,13 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
 
 
 def is_torchvision_detector(model: ModelSpec) -> bool:
-    """Whether the source names one of torchvision's detectors (see `torchvision_detectors`)."""
+    """Return whether the source names one of torchvision's detectors (see `torchvision_detectors`)."""
     kind, name = parse(model.source) if model.source and not model.file else ("", "")
     return kind == "torchvision" and name in torchvision_detectors.names(_library("torchvision"))
 
 
 def build(model: ModelSpec, dims: Dims | None = None) -> Any:
-    """As `load`, but with random weights as the library initialises them: the start of a training."""
+    """Build the model like `load`, but with random weights as the library initialises them, for training."""
     if model.file:
         raise UserError(f"there is no PyTorch module in {model.file}; give the model it was exported from")
     state = None
@@ -122,7 +122,7 @@ def examples(model: ModelSpec) -> Any:
 
 
 def _other_classes(model: ModelSpec, classes: int) -> str:
-    """What to do about weights of so many classes where the model has another number."""
+    """Return advice on weights of another number of classes than the model's."""
     own = parse(model.source)[0] in ("python", "module") and not _takes(_function(model), "num_classes")
     first = "let the function take num_classes and give" if own else "give"
     return f"they are of {classes} classes: {first} --classes {classes}"

@@ -169,7 +169,10 @@ def _without_borders(torch: Any, module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_float64(module: Any) -> Iterator[None]:
-    """Each layer in float64 only while it runs: a copy of the network would count towards the process's peak memory."""
+    """Hold each layer in float64 only while it runs, until the block ends.
+
+    A copy of the whole network would count towards the process's peak memory.
+    """
     hooks = []
     for owner in module.modules():
         if next(chain(owner.parameters(recurse=False), owner.buffers(recurse=False)), None) is not None:

@@ -14,7 +14,7 @@ SPREAD = 1.0  # standard deviation of random scores before the sigmoid or softma
 
 
 def names(torchvision: Any) -> list[str]:
-    """The detectors, as `torchvision.models.get_model` takes them."""
+    """Return the detectors' names for `torchvision.models.get_model`."""
     listed: list[str] = torchvision.models.list_models(torchvision.models.detection)
     return listed
 
@@ -62,7 +62,7 @@ def init(torch: Any, module: Any, height: int, width: int) -> None:
 
 
 def _scoring(torch: Any, module: Any) -> list[Any]:
-    """The layers whose results are the scores of classes."""
+    """Return the layers whose results are the scores of classes."""
     if hasattr(module, "roi_heads"):
         return [module.roi_heads.box_predictor.cls_score]
     head = module.head.classification_head

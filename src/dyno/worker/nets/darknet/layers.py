@@ -47,7 +47,7 @@ Layer = Callable[[Place, Section, Sequence[Value]], Value]
 
 
 def convolutional(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """A convolution with batch norm or bias, and an activation."""
+    """Add a convolution with batch norm or bias, and an activation."""
     (value,) = inputs
     filters, size = section.number("filters", 1, 1), section.number("size", 1, 1, 64)
     groups, dilation = section.number("groups", 1, 1), section.number("dilation", 1, 1, 64)
@@ -84,7 +84,7 @@ def maxpool(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
 
 
 def upsample(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """Each pixel `stride` times along both sides."""
+    """Add an upsampling that repeats each pixel `stride` times along both sides."""
     (value,) = inputs
     stride = section.number("stride", 2, 1, 64)
     layer = place.nn.Upsample(scale_factor=stride, mode="nearest")
@@ -110,7 +110,7 @@ def route(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
 
 
 def shortcut(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """The sum of layers of one shape."""
+    """Add the sum of layers of one shape."""
     if len({value.channels for value in inputs}) > 1:
         channels = " and ".join(str(value.channels) for value in inputs)
         raise section.error(f"it adds layers of {channels} channels; they must be equal")
@@ -171,7 +171,7 @@ def boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: fl
 
 
 def avgpool(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """The mean over the image."""
+    """Add the mean over the image."""
     (value,) = inputs
     return Value(place.call(place.nn.AdaptiveAvgPool2d(1), value.node), value.channels, value.stride)
 
