@@ -29,7 +29,7 @@ def compared(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: 
 def outputs(
     path: str, feeds: Feeds, precision: str = "fp32", *, optimised: bool = True
 ) -> tuple[list[np.ndarray], str]:
-    """The file's outputs as float64, and how it was run: as it is, or emulated for BF16."""
+    """Return the file's outputs as float64, and the form in which it ran: as it is, or emulated for BF16."""
     import onnx
 
     bf16 = precision == "bf16"
@@ -40,7 +40,7 @@ def outputs(
 
 
 def session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> Any:
-    """A file or its bytes in ONNX Runtime on the CPU, by a thread per physical core that this process may use.
+    """Load a file or its bytes in ONNX Runtime on the CPU, with a thread per physical core that this process may use.
 
     Without a number the library ties a thread to each core of the machine, other programs' cores among them.
     """

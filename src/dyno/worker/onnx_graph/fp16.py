@@ -59,7 +59,7 @@ def refuse_unconvertible(model: Any, parent: Artifact, precision: str) -> None:
 
 
 def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[str]]:
-    """The graph in FP16 but for sensitive operators, blocked ones and the nodes named; and warnings."""
+    """Return the graph in FP16, except sensitive operators, blocked ones and the nodes named; and warnings."""
     import onnx
     from onnxconverter_common import float16
 
@@ -89,14 +89,14 @@ def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[st
 
 
 def sensitive() -> list[str]:
-    """The operators that stay in FP32 in every network: the library's and ours."""
+    """Return the operators that stay in FP32 in every network: the library's and ours."""
     from onnxconverter_common import float16
 
     return sorted({*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE})
 
 
 def _summary(messages: list[str]) -> list[str]:
-    """A summary of the library's warnings: it gives one for each tensor with a weight outside FP16's range.
+    """Return a summary of the library's warnings: it gives one for each tensor with a weight outside FP16's range.
 
     Weights too small become FP16's smallest number, which is ordinary rounding; those too large are clipped.
     """

@@ -48,7 +48,7 @@ def named(graph: Any) -> None:
 
 
 def _is_mean(node: Any, makers: dict[str, Any]) -> bool:
-    """Whether the node's input is a softmax, possibly reshaped: then the node computes a mean."""
+    """Return whether the node's input is a softmax, possibly reshaped: then the node computes a mean."""
     maker = makers.get(node.input[0])
     while maker is not None and maker.op_type in SHAPING:
         maker = makers.get(maker.input[0])

@@ -189,7 +189,7 @@ def _one_of(name: str, choices: dict[str, Any], what: str) -> Any:
 
 
 def _prepared(model: Any, data: Calibration, scratch: Path) -> tuple[Any, list[str]]:
-    """The graph folded (see `fold`) with every node named, also written as prepared.onnx; and warnings."""
+    """Return the graph folded (see `fold`) with every node named, also written as prepared.onnx; and warnings."""
     import onnx
 
     (feeds,) = data.feeds(0, 1)
@@ -257,7 +257,7 @@ def _extra_options(scheme: Scheme, ranges: Ranges) -> dict[str, Any]:
 
 
 def _saturates() -> bool:
-    """Whether this x86 CPU sums products of U8 and S8 in 16 bits, which overflows: all before VNNI do."""
+    """Return whether this x86 CPU sums products of U8 and S8 in 16 bits, which overflows: all before VNNI do."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     return not system.cpu_flags() & {"avx512_vnni", "avx_vnni", "amx_int8"}
