@@ -16,7 +16,7 @@ BOUND = "Highest latency of so many of the requests that a rate still holds, wit
 
 
 def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
-    """A field with its help for the command line; `usual` describes the default."""
+    """Return a field with its help for the command line; `usual` describes the default."""
     return field(default=default, metadata={"help": help, "usual": usual, "common": common})
 
 
