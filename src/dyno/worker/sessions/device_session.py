@@ -24,7 +24,7 @@ SLOTS = 3  # one batch computes, one is on its way to the GPU, one on its way ba
 
 
 def slots_of(trial: Trial) -> int:
-    """The trial's option `slots`; anything but a whole number of at least 1 is a `UserError`."""
+    """Return the trial's option `slots`; raise a `UserError` unless it is a whole number of at least 1."""
     slots = trial.options.get("slots", SLOTS)
     if not isinstance(slots, int) or slots < 1:
         raise UserError(f"slots is {slots!r}; it must be a whole number of batches in flight, at least 1")
@@ -69,7 +69,7 @@ class DeviceSession(Session):
             slot.hosts = {}
 
     def stage(self, feeds: Arrays) -> Arrays:
-        """The feeds in page-locked memory and in the engine's types."""
+        """Return the feeds in page-locked memory and in the engine's types."""
         return {name: self._locked(t, feeds[name]) for t in self.inputs if (name := t.name) in feeds}
 
     def _locked(self, tensor: Tensor, feed: np.ndarray) -> np.ndarray:
@@ -134,7 +134,7 @@ class DeviceSession(Session):
         place.fresh = True
 
     def _output_tensors(self, slot: int) -> dict[str, Any]:
-        """The outputs where they lie, as tensors of PyTorch."""
+        """Return the outputs in place, as PyTorch tensors."""
         import torch
 
         place = torch.device("cuda", self.device.index)
@@ -178,7 +178,7 @@ class DeviceSession(Session):
                 call(self._cuda.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._out)
 
     def _room(self, place: Slot, name: str, size: int) -> np.ndarray:
-        """The tensor's host memory, allocated on first use and again when it needs more."""
+        """Return the tensor's host memory, allocated on first use and again when it needs more."""
         if name not in place.hosts or place.hosts[name].nbytes < size:
             place.hosts[name] = self.device.pinned((size,), np.uint8)
         return place.hosts[name][:size]

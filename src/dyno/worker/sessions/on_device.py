@@ -40,5 +40,5 @@ class OnDevice:
             yield
 
     def host(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A tensor in host memory, from which and to which a GPU copies while others work."""
+        """Return a tensor in host memory, with which a GPU copies in parallel with other work."""
         return self.torch.empty(shape, dtype=dtype, pin_memory=self.on_gpu)

@@ -49,7 +49,7 @@ class Providers:
 
 
 def providers(trial: Trial, index: int, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
-    """The execution providers of the trial on the GPU of that number, as `InferenceSession` takes them."""
+    """Return the trial's execution providers on the GPU of that index, as `InferenceSession` takes them."""
     common = {"device_id": str(index)}
     if stream is not None:
         common["user_compute_stream"] = str(stream)
@@ -145,7 +145,7 @@ class CudaSession(DeviceSession):
 
 
 def adds(ort: Any, model: bytes, options: Any) -> bool:
-    """Whether the CUDA provider adds two numbers here."""
+    """Return whether the CUDA provider adds two numbers here."""
     if hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
     session = ort.InferenceSession(model, options, providers=[CUDA])

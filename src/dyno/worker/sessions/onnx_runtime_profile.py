@@ -24,7 +24,7 @@ EVENT = re.compile(r'("name"\s*:\s*)"(.*?)"(,"args"\s*:\s*\{)', re.DOTALL)
 
 
 def events_in(text: str) -> list[dict[str, Any]]:
-    """The events of a profile; the library writes the names of nodes as they are, quotes and backslashes too."""
+    """Return the events of a profile; the library writes node names without escaping quotes and backslashes."""
     escaped = EVENT.sub(lambda found: f"{found[1]}{json.dumps(found[2])}{found[3]}", text)
     read: list[dict[str, Any]] = json.loads(escaped)
     return read
@@ -76,12 +76,12 @@ class Profile:
         return why_not_faster(self._precision, compute, self.time_by_operator(), CONVERTERS)
 
     def _types(self) -> dict[Kernel, str]:
-        """The type of each convolution, matrix product and the like; products of indices and shapes are left out."""
+        """Return the type of each convolution, matrix product and the like, without products of indices and shapes."""
         types = {kernel: self._type(kernel) for kernel, args in self.seen.items() if COMPUTE.search(args["op_name"])}
         return {kernel: kind for kernel, kind in types.items() if kind in (*COMPUTED, UNKNOWN)}
 
     def _type(self, kernel: Kernel) -> str:
-        """The type of the node's first input, unless its operator converts that before it multiplies."""
+        """Return the type of the node's first input, unless its operator converts that before it multiplies."""
         args = self.seen[kernel]
         if args["op_name"] == PACKED and args["provider"] == CPU:  # on a GPU the attribute changes nothing
             if self._levels is None:
@@ -108,7 +108,10 @@ def by_run(events: Sequence[dict[str, Any]]) -> list[dict[Kernel, float]]:
 
 
 def _outer(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The kernels but for those inside a branch or a loop, whose names and numbers may be those of nodes around it."""
+    """Return the kernels without those inside a branch or a loop.
+
+    Their names and numbers may be those of nodes around it.
+    """
     kept, end = list[dict[str, Any]](), -1
     for event in sorted(kernels, key=lambda e: (e["ts"], -e["dur"])):
         if event["ts"] >= end:

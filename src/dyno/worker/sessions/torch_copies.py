@@ -33,7 +33,7 @@ class Copies:
         torch.cuda.synchronize(first.device)  # weights and buffers were made on the default stream, no other waits
 
     def _landing(self, name: str, tensor: Any) -> Any:
-        """Where a copy from the host arrives: the module's own tensor, where it has the type and layout of a feed."""
+        """Return the target of a copy from the host: the module's own tensor if it has a feed's type and layout."""
         if tensor.dtype == self._fed[name] and tensor.is_contiguous():
             return tensor
         return self._torch.empty(tensor.shape, dtype=self._fed[name], device=tensor.device)
@@ -65,7 +65,7 @@ class Copies:
         self._fresh[slot] = True
 
     def bind_tensors(self, feeds: Mapping[str, Any], ready: Any, slot: int) -> None:
-        """The same from tensors on the device, after the event `ready`."""
+        """Bind tensors on the device, as `bind` does arrays, after the event `ready`."""
         with self._torch.cuda.stream(self._in):
             self._in.wait_event(ready)
             for name, bound in self._bound[slot].items():
@@ -78,7 +78,7 @@ class Copies:
         return host if host is not None and tuple(host.shape) == feed.shape else self._through(name, feed, slot)
 
     def _through(self, name: str, feed: np.ndarray, slot: int) -> Any:
-        """The slot's page-locked memory with the feed in it."""
+        """Return the slot's page-locked memory with the feed in it."""
         if name not in self._hosts[slot]:
             self._hosts[slot][name] = self._locked(feed.shape, self._fed[name])
         self._there[slot].synchronize()  # an earlier copy may still read from there
@@ -100,7 +100,7 @@ class Copies:
         self._done[slot].synchronize()
 
     def fetch(self, outputs: Mapping[str, Any], slot: int) -> dict[str, np.ndarray]:
-        """The tensors as float32 arrays in page-locked memory, valid until the slot is fetched again."""
+        """Return the tensors as float32 arrays in page-locked memory, valid until the slot is fetched again."""
         arrays = self._read(outputs, slot)
         self._out.synchronize()
         return arrays
