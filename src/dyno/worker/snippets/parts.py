@@ -100,7 +100,7 @@ class Script:
 
 
 def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
-    """Every input with its shape in the trial, from the file or the module's description."""
+    """Return every input with its shape in the trial, from the file or the module's description."""
     if artifact is not None:
         shapes = static_shapes(artifact.inputs, trial.dims)
         return tuple(Tensor(t.name, t.dtype, shapes[t.name]) for t in artifact.inputs)
@@ -111,7 +111,7 @@ def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
 
 
 def written(part: Part, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:
-    """The whole script."""
+    """Return the whole script."""
     image = tensors[0] if _takes_images(tensors) else None
     constants = {
         "INPUTS": {t.name: (tuple(t.shape), t.dtype) for t in tensors},
@@ -162,7 +162,7 @@ def _ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float,
 
 
 def _preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
-    """The constants for the preprocessing of photographs."""
+    """Return the constants for the preprocessing of photographs."""
     preprocess, channels = trial.model.preprocess, int(image.shape[1])
     constants: dict[str, Any] = {}
     if image.dtype != "uint8":
@@ -174,7 +174,7 @@ def _preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
 
 
 def _for_each(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """One value serves every channel."""
+    """Return a value for each channel; a single value serves them all."""
     return tuple(values[k % len(values)] for k in range(channels))
 
 
