@@ -13,7 +13,7 @@ GROUP = "dyno.tasks"
 
 
 def find(name: str) -> Task:
-    """The task of that name; an unknown one is a `UserError` with the nearest."""
+    """Return the task of that name; raise a `UserError` with the nearest for an unknown one."""
     check_known("task", name, names())
     return _tasks()[name]
 
@@ -24,7 +24,7 @@ def names() -> list[str]:
 
 
 def metrics() -> list[str]:
-    """What budgets may be of: each task's metrics, by the names of their objects in `analysis/metrics`."""
+    """Return the metrics for budgets: each task's, by the names of their objects in `analysis/metrics`."""
     return list(dict.fromkeys(metric for task in _tasks().values() for metric in task.metrics))
 
 

@@ -18,8 +18,10 @@ LEAST_PARTED = 4  # times as many classes as are ranked; with fewer a full sort 
 
 
 def classes_of(shape: Sequence[int | str]) -> int:
-    """How many classes an output of that shape has scores of, N x C or, as SqueezeNet's, N x C x 1 x 1; 0 for others
-    and for a number that isn't said."""
+    """Return the number of classes in an output of that shape: N x C or, as SqueezeNet's, N x C x 1 x 1.
+
+    Return 0 for other shapes and for an unknown number.
+    """
     if len(shape) < 2 or any(n != 1 for n in shape[2:]) or not isinstance(shape[1], int):
         return 0
     return shape[1] if shape[1] > 1 else 0

@@ -170,12 +170,12 @@ class Place:
         return self.points(boxes.reshape(-1, 2, 2)).reshape(-1, 4)
 
     def rows(self, first: int, last: int, count: int) -> _Taps:
-        """Where the image's rows lie among `count` prototype rows."""
+        """Return the positions of the image's rows among `count` prototype rows."""
         at = (np.arange(first, last) + 0.5) * self.down
         return _taps(at, self.top, self.new_height, count / self.input[0], count)
 
     def columns(self, first: int, last: int, count: int) -> _Taps:
-        """Where the image's columns lie among `count` prototype columns."""
+        """Return the positions of the image's columns among `count` prototype columns."""
         at = (np.arange(first, last) + 0.5) * self.across
         return _taps(at, self.left, self.new_width, count / self.input[1], count)
 
@@ -184,7 +184,7 @@ _Taps = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _taps(at: np.ndarray, margin: int, length: int, ratio: float, count: int) -> _Taps:
-    """The two cells of the coarser grid around each place of the image, and the weight of the second.
+    """Return the two cells of the coarser grid around each position of the image, and the weight of the second.
 
     Cells in the letterbox's grey are left out.
     """
