@@ -41,14 +41,14 @@ class Loop:
         return {name: getattr(self, name) for name in ("module", "optimizer", "schedule", "scaler")}
 
     def autocast(self) -> Any:
-        """The context of the requested mixed precision."""
+        """Return the context of the requested mixed precision."""
         import torch
 
         kind = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.options.mixed_precision)
         return torch.autocast(self.device.type, kind) if kind else contextlib.nullcontext()
 
     def step(self, x: Any, y: Any) -> Any:
-        """One batch forwards and backwards; the loss, still on the device."""
+        """Run one batch forwards and backwards; return the loss, still on the device."""
         with self.autocast():
             loss = network.loss(self.module(x), y, self.options.label_smoothing)
         self.optimizer.zero_grad()
@@ -144,7 +144,7 @@ def _prepare(torch: Any, options: TrainOptions, threads: int) -> None:
 
 
 def _with_classes(model: ModelSpec, dims: Dims, training: loader.Split, test: loader.Split) -> ModelSpec:
-    """The model with the data's number of classes; `UserError` when images and model don't fit."""
+    """Return the model with the data's number of classes; raise a `UserError` if images and model don't fit."""
     channels, *size = test.pixels.shape[1:]
     if channels != model.channels:
         raise UserError(f"the images have {channels} channels and the model takes {model.channels}; set --channels")
