@@ -114,7 +114,7 @@ class Session(ABC):
         """Return the slot's outputs as host arrays by name; valid until the slot runs again."""
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
-        """Seconds of one inference from host to host, part by part; empty where they can't be measured apart."""
+        """Return the seconds of one inference from host to host, part by part; empty where parts can't be measured."""
         return {}
 
     @property
@@ -127,7 +127,7 @@ class Session(ABC):
         raise UserError("this engine's shapes are fixed; load it with a free batch")
 
     def device_memory(self) -> int:
-        """Bytes in use on the session's GPU, by everyone; 0 on a CPU."""
+        """Return the bytes in use on the session's GPU, by all processes; 0 on a CPU."""
         return 0
 
     def facts(self) -> EngineFacts:
@@ -276,7 +276,7 @@ class FileFormat(ABC):
         return self.backend
 
     def companions(self, path: Path) -> list[Path]:
-        """Other files that belong to the file, in a fixed order."""
+        """Return the other files that belong to the file, in a fixed order."""
         return []
 
     def copy(self, file: Path, out: Path) -> None:

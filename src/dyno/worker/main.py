@@ -190,7 +190,7 @@ def through_video(job: Job, journal: Journal) -> None:
 
 
 def answer_requests(job: Job, journal: Journal) -> None:
-    """Requests to the trial's engine at given times."""
+    """Send requests to the trial's engine at given times."""
     from dyno.worker.jobs.serve import serve_requests
 
     serve_requests(job, journal)

@@ -147,12 +147,12 @@ def latency(
     blocks: Iterable[int] | None = None,
     restore: Restore = None,
 ) -> Sampling:
-    """Seconds per inference, one sample each, by the host's clock and by the GPU's where `once` is watched.
+    """Measure the seconds per inference, one sample each, by the host's clock and by the GPU's if `once` is watched.
 
     Sampling ends when the median's 95 % interval is within `plan.interval` of it on both sides (and a quarter of the
     time is used, so that a burst can't end it), when `plan.seconds` are over, or at `plan.max_samples`. With `blocks`
-    it is a block of `plan.block_s` seconds for each number that comes: of a run at least, and of LEAST_SAMPLES where so
-    many have room in it. `restore` is called before each run, untimed.
+    it is a block of `plan.block_s` seconds for each number that comes: of one run at least, and of LEAST_SAMPLES if
+    they have room in it. `restore` is called before each run, untimed.
     """
     if blocks is not None:
         return _latency_in_blocks(once, plan, blocks, watch, restore)
@@ -251,7 +251,7 @@ def _block_fields(numbers: list[int], windows: list[tuple[float, float]]) -> dic
 
 
 def parts(session: Session, feeds: Feeds, plan: Plan) -> dict[str, np.ndarray]:
-    """Raw seconds of each part of one inference from host to host, where the session measures parts."""
+    """Return the raw seconds of each part of one inference from host to host, if the session measures parts."""
     samples: dict[str, list[float]] = {}
     deadline, turn = now() + int(plan.seconds * PARTS_SHARE * 1e9), 0
     while turn < LEAST_SAMPLES or (turn < plan.max_samples and now() < deadline):
@@ -264,8 +264,11 @@ def parts(session: Session, feeds: Feeds, plan: Plan) -> dict[str, np.ndarray]:
 
 
 def half_width(times: Sequence[float]) -> float:
-    """Relative half-width of the median's 95 % interval, from its order statistics (distribution-free; David and
-    Nagaraja, Order Statistics, 2003, section 7.1, normal approximation to the binomial)."""
+    """Return the relative half-width of the median's 95 % interval, from its order statistics.
+
+    It is distribution-free (David and Nagaraja, Order Statistics, 2003, section 7.1, normal approximation to the
+    binomial).
+    """
     ordered = np.sort(np.asarray(times, np.float64))
     reach = 0.98 * math.sqrt(len(ordered))
     low = ordered[max(0, math.floor(len(ordered) / 2 - reach))]
@@ -275,7 +278,7 @@ def half_width(times: Sequence[float]) -> float:
 
 
 def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: Iterable[int] | None = None) -> Sampling:
-    """Images per second from host memory to host memory with every slot of the session in flight.
+    """Measure images per second from host memory to host memory with every slot of the session in flight.
 
     `value` is all images over all time, filling and draining included; the samples are rates over windows of 0.1 s or
     more, to show whether it held. With `blocks` there is a sample for each, of the time in which every slot was full.
@@ -312,7 +315,7 @@ def throughput_in_lanes(
 
 
 def _over_all(begin: int, done: Sequence[int], batch: int, most: int) -> Sampling:
-    """Batches that were done at those times, in ns."""
+    """Return the throughput of batches done at these times, in ns."""
     rate = batch * len(done) / ((done[-1] - begin) / 1e9)
     stopped = "samples" if len(done) >= most else "seconds"
     return Sampling(_rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
@@ -336,7 +339,7 @@ def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan
 
 
 def _pipelined(session: Session, feeds: Feeds, seconds: float, least: int, most: int) -> tuple[int, list[int]]:
-    """When the first batch was sent with every slot free, and when each was done."""
+    """Return the time of the first batch's start, with every slot free, and of each batch's end, in ns."""
     done: list[int] = []
     slots, turn = session.slots, 0
     begin = now()

@@ -33,7 +33,7 @@ def one_of(*names: str) -> Check:
 
 
 def flag(value: Option) -> str:
-    """True or false."""
+    """Check for true or false."""
     return "" if isinstance(value, bool) else "true or false"
 
 
@@ -50,7 +50,7 @@ def whole(least: int, most: int | None = None) -> Check:
 
 
 def number(least: float, most: float) -> Check:
-    """Any number in that range."""
+    """Return a check for any number in that range."""
 
     def check(value: Option) -> str:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most

@@ -222,7 +222,7 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def _fault(name: str, item: Any) -> str:
-    """Why a record with that value of a field couldn't be read back; "" where it can."""
+    """Return why a record with that value of a field couldn't be read back; "" if it can."""
     try:
         from_json(Record, json.loads(json.dumps({"status": "ok", name: item})))
     except UserError as e:

@@ -29,7 +29,7 @@ def find(name: str) -> Backend:
 
 
 def names() -> list[str]:
-    """Names of the backends that are offered, in alphabetical order."""
+    """Return the names of the backends that are offered, in alphabetical order."""
     return sorted(name for name, backend in _backends().items() if backend.offered)
 
 

@@ -83,7 +83,7 @@ def check_known(what: str, name: str, known: Iterable[str]) -> None:
 
 
 def plain(text: object) -> str:
-    """Text for one line of a terminal: control characters (escape sequences, line ends) become spaces."""
+    """Return the text for one line of a terminal: control characters (escape sequences, line ends) become spaces."""
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
 
 
@@ -104,7 +104,7 @@ def shorten(text: object, most: int = 300) -> str:
 
 
 def numbered(count: int, noun: str, many: str = "") -> str:
-    """`1 image`, `2 images`; `many` where the plural takes more than an s."""
+    """Return `1 image`, `2 images`; `many` is for a plural that takes more than an s."""
     return f"{count} {noun if count == 1 else many or f'{noun}s'}"
 
 
@@ -398,7 +398,7 @@ LATER = {
 
 
 def digest(value: Any) -> str:
-    """sha256 over the value's canonical JSON, less the fields that don't change what is measured."""
+    """Return the sha256 over the value's canonical JSON, less the fields that don't change the measurements."""
     return hashlib.sha256(json.dumps(_identity(value), sort_keys=True).encode()).hexdigest()
 
 

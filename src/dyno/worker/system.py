@@ -125,7 +125,7 @@ def _installed() -> str:
 
 
 def cores() -> list[int]:
-    """Logical processors this process may use, one of each physical core first."""
+    """Return the logical processors this process may use, one of each physical core first."""
     allowed = sorted(os.sched_getaffinity(0))
     first = [cpu for cpu in allowed if cpu == min(_siblings(cpu, allowed))]
     return first + [cpu for cpu in allowed if cpu not in first]
@@ -143,7 +143,7 @@ def core_threads() -> list[tuple[int, ...]]:
 
 
 def last_cache() -> int:
-    """Bytes of the largest cache that a processor has, as Linux lists them; 0 where it doesn't."""
+    """Return the bytes of a processor's largest cache, as listed by Linux; 0 if it lists none."""
     found = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:
@@ -229,7 +229,7 @@ def end(code: int) -> NoReturn:
 
 
 def contention_threshold(device: str) -> float:
-    """Processors that other programs may keep busy before a timing carries a warning.
+    """Return the number of processors that other programs may keep busy before a timing carries a warning.
 
     For a GPU that is half of them: its host has little to do, and work on idle processors doesn't slow it down.
     """
@@ -263,7 +263,7 @@ class CpuContention:
             self._kept = others, span
 
     def busy(self) -> float:
-        """Processors, on average; 0 where the system has no such figures."""
+        """Return the processors kept busy by others, on average; 0 if the system has no such figures."""
         others, span = self._kept or self._seconds()
         # The system counts in ticks: in a short time others may seem to have been busy for less than 0 s, or for more
         # than all processors have.
@@ -293,20 +293,20 @@ def _own_seconds() -> float:
 
 
 def _launcher_seconds() -> float:
-    """Processor seconds of the parent so far; 0 where unknown."""
+    """Return the processor seconds of the parent so far; 0 where unknown."""
     # The name, in brackets, may hold spaces; what follows it doesn't.
     fields = _first_line(f"/proc/{os.getppid()}/stat").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
 
 
 def memory() -> int:
-    """Resident set size of this process now, in bytes; 0 where unknown."""
+    """Return the resident set size of this process now, in bytes; 0 where unknown."""
     pages = _first_line("/proc/self/statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
 
 def peak_memory() -> int:
-    """Highest resident set size of this process so far, in bytes."""
+    """Return the highest resident set size of this process so far, in bytes."""
     # The kernel's own mark starts anew at exec; getrusage's starts at the parent's size on Linux.
     mark = _proc("/proc/self/status").get("VmHWM", "")
     if mark:
@@ -315,7 +315,7 @@ def peak_memory() -> int:
 
 
 def versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Installed version of each distribution (`a|b`: of either); absent ones are left out."""
+    """Return the installed version of each distribution (`a|b`: of either); absent ones are left out."""
     installed = {}
     for name in (one for either in distributions for one in either.split("|")):
         try:
@@ -326,7 +326,7 @@ def versions(distributions: Iterable[str]) -> dict[str, str]:
 
 
 def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
-    """Processor, memory, operating system, interpreter and the versions of the distributions."""
+    """Describe processor, memory, operating system, interpreter and the versions of the distributions."""
     info, flags = _proc("/proc/cpuinfo"), cpu_flags()
     return {
         "cpu": info.get("model name", platform.processor() or platform.machine()),

@@ -50,7 +50,7 @@ class Endpoint(Backend):
     offered = False
 
     def probe(self) -> Probe:
-        """There is nothing to run without a server."""
+        """Return a probe without a version: without a server there is nothing to run."""
         _library("http")
         return Probe(version="", devices=("cpu",), detail="a server's")
 

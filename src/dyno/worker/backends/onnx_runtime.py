@@ -98,7 +98,7 @@ class OnnxRuntime(Backend):
         return Probe(version=ort.__version__, devices=tuple(devices), detail=", ".join(ort.get_available_providers()))
 
     def prepare(self, trial: Trial) -> None:
-        """ONNX Runtime, its telemetry off."""
+        """Import ONNX Runtime, with its telemetry off."""
         _library()
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
@@ -165,7 +165,7 @@ class OnnxFile:
         return self.ort.InferenceSession(self.path, options, providers=providers, disabled_optimizers=off)
 
     def facts(self, providers: Any, feeds: Arrays) -> EngineFacts:
-        """Layers, types, providers and time by operator, from ONNX Runtime's profile of a second, short session."""
+        """Return layers, types, providers and time by operator, from the profile of a second, short session."""
         with tempfile.TemporaryDirectory() as scratch:
             nodes = self.read_profile(self._profile(providers, feeds, scratch))
         return EngineFacts(
@@ -238,7 +238,7 @@ class OnnxRuntimeSession(Session):
             self._running[slot] = self._threads.submit(self._requests[slot].run)
 
     def wait(self, slot: int = 0) -> None:
-        """Until the slot has run. Raises `MemoryError` when memory runs out."""
+        """Wait until the slot has run. Raises `MemoryError` when memory runs out."""
         if slot in self._running:
             self._finish(self._running.pop(slot).result)
 
@@ -336,7 +336,7 @@ def settings(trial: Trial) -> dict[str, Any]:
 
 
 def _read_inputs(ort: Any, path: str) -> tuple[Tensor, ...]:
-    """Inputs of a file: an unoptimised session is the cheapest way to read them without onnx."""
+    """Read the inputs of a file: an unoptimised session is the cheapest way to read them without onnx."""
     options = _quiet(ort)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])

@@ -72,7 +72,7 @@ class OpenVino(Backend):
         return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """ONNX to IR; a model that is an IR already is used as it is.
+        """Return the recipe from ONNX to IR; a model that is an IR already is used as it is.
 
         FP32, BF16 and FP16 share one IR: the one to compute in is chosen when it is compiled.
         """
@@ -97,7 +97,7 @@ class OpenVino(Backend):
         return Probe(version=version(), devices=("cpu",) if out == 4 else (), detail=detail)
 
     def prepare(self, trial: Trial) -> None:
-        """OpenVINO, without its telemetry."""
+        """Import OpenVINO, without its telemetry."""
         library()
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
@@ -168,7 +168,7 @@ class OpenVinoSession(Session):
             raise
 
     def wait(self, slot: int = 0) -> None:
-        """Until the slot's request is done. Raises `MemoryError` when memory runs out."""
+        """Wait until the slot's request is done. Raises `MemoryError` when memory runs out."""
         if self.slots == 1:
             return
         try:
@@ -184,7 +184,7 @@ class OpenVinoSession(Session):
         return {tensor.name: request.get_tensor(port).data for port, tensor in ports}
 
     def facts(self) -> EngineFacts:
-        """Layers, their types and time, from OpenVINO's execution graph of a second compilation that counts time."""
+        """Return layers, types and times, from the execution graph of a second compilation with counters."""
         graph = ExecutionGraph(self.execution_graph(), self._requested)
         settings = {name: plain(self._compiled.get_property(name)) for name in SETTINGS}
         return EngineFacts(
@@ -250,7 +250,7 @@ class OpenVinoSession(Session):
 
 
 def _counted(request: Any, runs: int) -> dict[str, float]:
-    """Seconds of each layer in all of its compilation's runs so far."""
+    """Return the seconds of each layer in all of its compilation's runs so far."""
     return {each.node_name: runs * each.real_time.total_seconds() for each in request.get_profiling_info()}
 
 
@@ -274,7 +274,7 @@ def _named_as_last(repeats: Sequence[Mapping[str, float]]) -> list[dict[str, flo
 
 
 def library() -> Any:
-    """OpenVINO, or `Unavailable`."""
+    """Import OpenVINO, or raise `Unavailable`."""
     # openvino.tools sends usage data when openvino_telemetry can be imported, and works without it when it can't.
     # This is the one way to switch it off that neither asks nor writes into the user's home.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
@@ -296,7 +296,7 @@ def _core() -> Any:
 
 
 def version() -> str:
-    """OpenVINO's own."""
+    """Return OpenVINO's version."""
     return importlib.metadata.version("openvino")
 
 

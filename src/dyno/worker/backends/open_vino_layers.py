@@ -34,8 +34,10 @@ class ExecutionGraph:
         self.layers = [info for info in self._infos if _kind(info) not in NOT_LAYERS and not _skipped(info)]
 
     def compute(self) -> list[dict[str, str]]:
-        """Convolutions, matrix products and the like, and the layers in which some may be hidden; products of indices
-        and shapes are left out."""
+        """Return convolutions, matrix products and the like, and layers that may hide some.
+
+        Products of indices and shapes are left out.
+        """
         kinds = (*COMPUTED, UNKNOWN)
         return [layer for layer in self.layers if _multiplies(layer) and _computed_in(layer) in kinds]
 
@@ -44,7 +46,7 @@ class ExecutionGraph:
         return dict(Counter(_computed_in(layer) for layer in self.compute()))
 
     def time_by_operator(self) -> dict[str, float]:
-        """Share of the time in layers, by kind, largest first."""
+        """Return each kind's share of the time in layers, largest first."""
         spent: dict[str, float] = defaultdict(float)
         for layer in self.layers:
             spent[layer["layerType"]] += _number(layer.get("execTimeMcs", ""))
@@ -52,7 +54,7 @@ class ExecutionGraph:
         return {kind: round(t / total, 4) for kind, t in sorted(spent.items(), key=lambda kv: -kv[1]) if t}
 
     def notes(self) -> list[str]:
-        """Sentences about what keeps a lowered precision from being faster."""
+        """Return sentences on the causes that keep a lowered precision from being faster."""
         compute = [(layer["layerType"], _computed_in(layer)) for layer in self.compute()]
         return why_not_faster(self._requested, compute, self.time_by_operator(), CONVERTERS)
 

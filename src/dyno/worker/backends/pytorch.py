@@ -82,7 +82,7 @@ class PyTorch(Backend):
             torch.nn.functional.conv2d(x, weight).cpu()
 
     def prepare(self, trial: Trial) -> None:
-        """PyTorch, and the library that has the model, if any."""
+        """Import PyTorch, and the library that has the model, if any."""
         import_torch()
         if (library := models.parse(trial.model.source)[0]) in models.LIBRARIES:
             importlib.import_module(library)
@@ -190,7 +190,7 @@ class TorchSession(Session):
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
-        """Inference, on that stream; None, which a CPU has, changes nothing."""
+        """Run the block as inference on that stream; None, which a CPU has, changes nothing."""
         with self._torch.inference_mode(), self._torch.cuda.stream(stream):
             yield
 
@@ -241,7 +241,7 @@ class TorchSession(Session):
         return OnDevice(self._torch, self._device, self._bind_tensors, self._output_tensors)
 
     def _bind_tensors(self, tensors: Mapping[str, Any], ready: Any, slot: int) -> None:
-        """`bind` from tensors on the device, once the event has come."""
+        """Bind tensors on the device, as `bind` does arrays, once the event has come."""
         with self._on(None):
             if self._copies is not None:
                 self._copies.bind_tensors(tensors, ready, slot)
@@ -279,7 +279,7 @@ class TorchSession(Session):
             self._copies.wait(slot)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """Outputs by name, as float32; dicts, lists and tuples are flattened in their order."""
+        """Return the outputs by name, as float32; dicts, lists and tuples are flattened in their order."""
         tensors = self._output_tensors(slot)
         with self._on(None):
             if self._copies is None:
@@ -312,8 +312,10 @@ class TorchSession(Session):
         self.wait()
 
     def facts(self) -> EngineFacts:
-        """Parameters, options, and the layers by the type of their results, seen in one more forward pass; no number of
-        layers where none was seen, as in TorchScript, whose parts can't be watched."""
+        """Return parameters, options, and the layers by the type of their results, seen in one more forward pass.
+
+        The number of layers is None if none was seen, as in TorchScript, whose parts can't be watched.
+        """
         layers, kinds = self._layers()
         truth = precision_truth(self._trial.precision, kinds, "PyTorch")
         return replace(self._common(), layers=layers or None, layers_by_type=kinds, precision_truth=truth)

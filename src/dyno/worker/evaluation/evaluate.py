@@ -53,7 +53,7 @@ class Evaluation:
         return measurements
 
     def facts(self) -> facts.Evaluated | None:
-        """Images and seconds of the throughput, and images of warm-up."""
+        """Return the images and seconds of the throughput, and the images of warm-up."""
         return facts.Evaluated(self.images, self.seconds, self.warm_up) if self.seconds else None
 
 

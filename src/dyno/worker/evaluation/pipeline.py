@@ -53,7 +53,7 @@ class Pipeline:
             return _Run(self._session, feeder, workers, keep, work).run(numbers, warm_up)
 
     def stages(self, work: Work, seconds: float) -> dict[str, np.ndarray]:
-        """Seconds per batch of each stage, one batch at a time in one thread so that no stage overlaps another.
+        """Return the seconds per batch of each stage, one batch at a time in one thread, without overlap of stages.
 
         `preprocess` ends with the input bound, `inference` with the outputs in host memory, `postprocess` with `work`.
         On a GPU the copy of the input is only queued by `bind`, so its time is part of `inference`.

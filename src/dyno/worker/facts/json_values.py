@@ -24,9 +24,9 @@ class Misfit(Exception):
 
 @lru_cache(maxsize=256)
 def reader(kind: Any) -> Callable[[Any], Any]:
-    """Reads JSON as the annotation `kind` says: dataclass, tuple, dict, union or plain value.
+    """Return a function that reads JSON as the annotation `kind`: dataclass, tuple, dict, union or plain value.
 
-    Made once for each kind: a run folder has thousands of records.
+    It is made once for each kind: a run folder has thousands of records.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):

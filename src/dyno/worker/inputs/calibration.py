@@ -96,7 +96,7 @@ class CalibrationImages:
         return -(-self.count // self.batch)
 
     def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
-        """Feeds of the batches from start up to end."""
+        """Yield the feeds of the batches from `start` up to `end`."""
         for k in range(start, end):
             images = self._images.batch(k * self.batch, self.batch, self.input.dtype)
             yield {self.input.name: images.astype(self.input.dtype, copy=False)}
@@ -153,7 +153,7 @@ class CalibrationInputs:
         return -(-self.count // self.batch)
 
     def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
-        """Feeds of the batches from start up to end."""
+        """Return the feeds of the batches from `start` up to `end`."""
         return islice(_generated(self._recipe, self._parent, end), start, end)
 
 
@@ -195,7 +195,7 @@ def example(recipe: Recipe, parent: Artifact) -> dict[str, np.ndarray]:
 
 
 def _generated(recipe: Recipe, parent: Artifact, count: int) -> Iterator[dict[str, np.ndarray]]:
-    """Batches of the described inputs, else of random numbers, in the types that the parent's file reads."""
+    """Yield batches of the described inputs, else of random numbers, in the types that the parent's file reads."""
     kinds = {tensor.name: tensor.dtype for tensor in parent.inputs}
     dims, model = replace(recipe.dims, batch=_batch(recipe, parent)), recipe.model
     data = DataSpec(seed=recipe.data.seed if recipe.data else 0)

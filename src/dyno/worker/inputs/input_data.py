@@ -44,7 +44,7 @@ class Images:
         return len(self.index)
 
     def batch(self, start: int, count: int, dtype: str = "float32") -> np.ndarray:
-        """`count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
+        """Return `count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
         return arranged(_as_read(self._pixels[self._chosen(start, count)], self._preprocess, dtype), self._last)
 
     def read_into(self, target: np.ndarray, start: int) -> None:
@@ -73,7 +73,7 @@ class Images:
                 np.copyto(target[i], values, casting="same_kind")
 
     def _chosen(self, start: int, count: int) -> np.ndarray:
-        """Rows of `count` images of the split from `start` on, wrapping around."""
+        """Return the rows of `count` images of the split from `start` on, wrapping around."""
         chosen: np.ndarray = self.index[np.arange(start, start + count) % len(self.index)]
         return chosen
 
@@ -90,13 +90,16 @@ def metadata(data: DataSpec) -> dict[str, Any]:
 
 
 def normalisation(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each channel as float32, 1 x C x 1 x 1; one value serves every channel."""
+    """Return each channel's mean and standard deviation as float32, 1 x C x 1 x 1; one value serves all channels."""
     mean, std = (np.resize(np.asarray(v, np.float32), channels) for v in (preprocess.mean, preprocess.std))
     return mean.reshape(1, channels, 1, 1), std.reshape(1, channels, 1, 1)
 
 
 def pixel_scale(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and offset of each channel as float32, 1 x C x 1 x 1: `pixel * scale + offset` is the normalised value."""
+    """Return each channel's scale and offset as float32, 1 x C x 1 x 1.
+
+    `pixel * scale + offset` is the normalised value.
+    """
     mean, std = (array.astype(np.float64) for array in normalisation(preprocess, channels))
     return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
@@ -215,10 +218,10 @@ def relative_change(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess | None = None) -> str:
-    """sha256 of the feeds' bytes: two runs with the same value were fed the same.
+    """Return the sha256 of the feeds' bytes: two runs with the same value had the same feeds.
 
-    With `preprocess`, raw images are normalised first, so that the same images have the same value in either form.
-    What a file calls its only input says nothing about what it is fed.
+    With `preprocess`, raw images are normalised first, so that the same images have the same value in either form. A
+    file's name for its only input is left out: it says nothing about the feed.
     """
     hashed = hashlib.sha256()
     for feed in feeds:

@@ -69,5 +69,5 @@ def channels_first(shape: Sequence[int]) -> tuple[int, int, int, int]:
 
 
 def arranged(images: np.ndarray, last: bool) -> np.ndarray:
-    """Images N x C x H x W, with channels last if `last`; contiguous."""
+    """Return images N x C x H x W, with channels last if `last`; contiguous."""
     return np.ascontiguousarray(images.transpose(0, 2, 3, 1)) if last else images

@@ -205,7 +205,7 @@ def _spec(name: str, value: Any, keyword: bool, model: ModelSpec) -> InputSpec:
 
 
 def _range(example: Any) -> tuple[float | None, float | None]:
-    """Smallest and largest value; nothing of a constant, of zeros and ones, and of an image around zero."""
+    """Return the smallest and largest value; None for a constant, for zeros and ones, and for an image around zero."""
     import torch
 
     if example.dtype == torch.bool or not example.numel():
@@ -285,7 +285,7 @@ def _symbolic(specs: tuple[InputSpec, ...]) -> ModuleInputs:
 
 
 def _sides(shape: Sequence[int | str]) -> tuple[int | str, int | str]:
-    """Height and width of an image with its channels first or last."""
+    """Return height and width of an image with its channels first or last."""
     _, height, width = axes(shape)
     return shape[height], shape[width]
 
@@ -406,7 +406,7 @@ def _run_and_record(
 
 
 def _choices(specs: tuple[InputSpec, ...], batch: int) -> Iterator[tuple[InputSpec, ...]]:
-    """Which inputs may have the batch: all, those of more than one axis, the first alone."""
+    """Yield the possible choices of inputs with the batch: all, those of more than one axis, the first alone."""
     first = next(spec.name for spec in specs if BATCH in spec.shape)
     yield specs
     yield _fixed(specs, batch, lambda spec: len(spec.shape) < 2)
@@ -439,7 +439,7 @@ def call(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims
 
 
 def example(model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> tuple[list[Any], dict[str, Any]]:
-    """Random arguments of forward: tensors in the described ranges."""
+    """Return random arguments of forward: tensors in the described ranges."""
     import torch
 
     (arrays,) = feeds.batches(DataSpec(), model.preprocess, tensors(specs, dims), dims, 1, specs)

@@ -25,7 +25,7 @@ def has_batch(specs: Sequence[InputSpec]) -> bool:
 
 
 def arguments(specs: Sequence[InputSpec], arrays: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments of forward, tensors from `arrays`; without specs there is one, `input`."""
+    """Return forward's positional and keyword arguments, tensors from `arrays`; without specs only `input`."""
     if not specs:
         return [arrays["input"]], {}
     values = {spec.name: arrays[spec.name] if spec.dtype else spec.value for spec in specs}
@@ -48,7 +48,7 @@ class Values:
     def batches(
         self, shapes: Mapping[str, Shape], engine_types: Mapping[str, str], dims: Dims, count: int
     ) -> Iterator[dict[str, np.ndarray]]:
-        """`count` feeds of these shapes; `engine_types` are the types in which an engine reads them."""
+        """Yield `count` feeds of these shapes; `engine_types` are the types in which an engine reads them."""
         for number in range(count):
             yield {
                 name: self._one(self._specs[name], shape, engine_types.get(name, ""), dims, number)
@@ -74,7 +74,7 @@ class Values:
         return self._draw_default(rng, Tensor(spec.name, "uint8" if pixels else spec.dtype, shape))
 
     def _stored(self, spec: InputSpec, shape: Shape, axis: int | None, number: int) -> np.ndarray:
-        """Rows of the user's array, wrapping around; the whole of one that has no batch."""
+        """Return rows of the user's array, wrapping around; the whole array if it has no batch."""
         if spec.name not in self._arrays:
             self._arrays[spec.name] = _read(spec)
         array = self._arrays[spec.name]
@@ -124,7 +124,7 @@ def cast_exactly(array: np.ndarray, spec: InputSpec) -> np.ndarray:
 
 
 def _mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray:
-    """Ones up to a length of at least half, then zeros, as a padding mask; never a row of zeros alone.
+    """Return ones up to a length of at least half, then zeros, as a padding mask; never a row of zeros alone.
 
     A bool mask always has both: in some networks True marks padding, in others the rest.
     """
@@ -136,7 +136,7 @@ def _mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray:
 
 
 def rows(spec: InputSpec, axis: int = 0) -> int:
-    """Number of rows of the user's array for an input, on the batch's axis; 1 for a number."""
+    """Return the number of rows of the user's array for an input, on the batch's axis; 1 for a number."""
     array = _read(spec)
     return array.shape[axis] if axis < array.ndim else 1
 

@@ -97,7 +97,7 @@ def _check_sizes(sizes: list[list[int]], inputs: ModuleInputs, overrides: Mappin
 
 
 def _count(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> int:
-    """Operations of one image, 0 where they can't be counted."""
+    """Return the operations of one image, 0 if they can't be counted."""
     import torch
 
     try:
@@ -226,7 +226,7 @@ def _given_shapes(
 
 
 def _batch_reason(inputs: Sequence[Tensor], batched: Mapping[str, int | None], given: Mapping[str, Shape]) -> str:
-    """Why the batch is one, where the file alone doesn't fix it; "" where it does, or leaves it free."""
+    """Return why the batch is one, if the file alone doesn't fix it; "" if it does, or leaves it free."""
     if all(axis is None for axis in batched.values()):
         return "no axis of the inputs is the batch (--shapes NAME:50xbatchx16 names one)"
     free = any(axis is not None and isinstance(t.shape[axis], str) for t in inputs for axis in [batched[t.name]])

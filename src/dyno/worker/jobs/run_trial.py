@@ -168,7 +168,7 @@ def _outputs(session: Session) -> dict[str, Kept]:
 
 
 def _distance(first: Kept, last: Kept) -> float:
-    """|a - b| / |b| in the 2-norm, where both are finite; 1 for other shapes, which a random choice may have."""
+    """Return |a - b| / |b| in the 2-norm, over finite values; 1 for other shapes, which a random choice may have."""
     (shape, a), (other_shape, b) = first, last
     if shape != other_shape:
         return 1.0

@@ -354,7 +354,7 @@ def _task(trial: Trial) -> Detect:
 
 
 def _ticker(journal: Journal, lines: list[_Line], most: int, since: int) -> Callable[[], None]:
-    """Says how far it is, and how fast at the moment, in the job's stage."""
+    """Return a function that writes the progress and the current rate into the job's stage."""
     recent: list[tuple[int, int]] = [(since, 0)]
     expected = len(lines) * (most or lines[0].source.count)
 

@@ -120,7 +120,7 @@ class _Owners:
         self._owners.append(owner)
 
     def _number(self, rows: Rows) -> None:
-        """Rows are told by how many calls of that part ended before in the run."""
+        """Number the rows by the calls of the same part that ended before in the run."""
         seen: Counter[tuple[int, str]] = Counter()
         for one in sorted(self._ranges, key=lambda one: one.end):
             name = one.name.removeprefix(CALL)
@@ -131,13 +131,13 @@ class _Owners:
                 one.row = self._ranges[one.around].row
 
     def at(self, moment: float) -> tuple[int, int]:
-        """Number of the run and row of the innermost call, -1 for none."""
+        """Return the numbers of the run and row of the innermost call, -1 for none."""
         owner = self._owners[bisect_right(self._times, moment) - 1]
         return (self._ranges[owner].run, self._ranges[owner].row) if owner >= 0 else (-1, -1)
 
 
 def covered(events: Iterable[Event]) -> float:
-    """Seconds in which at least one of the events was going on."""
+    """Return the seconds in which at least one of the events was going on."""
     total, until = 0.0, -math.inf
     for begin, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
         total += max(0.0, end - max(begin, until))

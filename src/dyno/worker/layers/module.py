@@ -79,7 +79,7 @@ def parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
 
 @contextmanager
 def hooked(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -> Iterator[None]:
-    """While it is open, each of `parts` has a hook before its calls and one after them, each made for its name."""
+    """Hold hooks before and after the calls of each of `parts`, made for its name, while the block runs."""
     hooks = []
     for name, part in parts(torch, module):
         hooks.append(part.register_forward_pre_hook(entering(name)))
@@ -172,7 +172,7 @@ class _Watch:
         return calls + [layer for layer in left if layer.parameters]
 
     def _own_parameters(self) -> dict[str, int]:
-        """Parameters of each part itself; one that two parts share counts for the first."""
+        """Return the parameters of each part itself; one that two parts share counts for the first."""
         seen: set[int] = set()
         own: dict[str, int] = {}
         for name, part in self._parts:

@@ -33,7 +33,7 @@ def measure(
     runs: int,
     restore: Callable[[], None] = lambda: None,
 ) -> LayerTimes:
-    """Seconds of the kernels of each call of a part, without those of its own parts, in so many runs of `once`.
+    """Measure the seconds of the kernels of each call of a part, without its own parts', in `runs` runs of `once`.
 
     `once` returns when the GPU is done; `plainly` and `restore` are as in `module_times.measure`. Raises `UserError` as
     `layers.module.watched` does, and `Unavailable` where the profiler sees no kernel.

@@ -83,5 +83,5 @@ def _operator(layer: Layer) -> str:
 
 
 def _typed(described: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Type and shape of each tensor of an event."""
+    """Return the type and shape of each tensor of an event."""
     return [(TYPES.get(k, k), tuple(shape)) for each in described or () for k, shape in each.items()]

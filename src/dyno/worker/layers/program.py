@@ -53,7 +53,7 @@ def _named(module: Any) -> Any:
 
 
 def _reshape(graph: Any) -> None:
-    """Views that also take what attention gives in its unfused form, in which its operations are counted."""
+    """Make views accept the results of attention's unfused form, in which its operations are counted."""
     aten = import_torch().ops.aten
     for node in graph.nodes:
         if node.target is aten.view.default:

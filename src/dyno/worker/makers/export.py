@@ -264,8 +264,10 @@ def _changes(torch: Any, module: Any, model: ModelSpec, case: Case) -> bool:
 
 
 def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: Source, path: Path) -> list[str]:
-    """`Wrong` where a graph that was traced, with warnings, isn't what the module is with a larger batch; one that the
-    module refuses shows nothing, and one that may take too much memory is a warning."""
+    """Raise `Wrong` if a graph that was traced, with warnings, differs from the module at a larger batch.
+
+    A batch that the module refuses shows nothing, and one that may take too much memory is a warning.
+    """
     first = source.expected[0]
     each = sum(array.nbytes for array in first.feeds.values()) / first.batch
     batch = next((batch for batch in LARGER_BATCHES if batch * each <= LARGER_B), None)
@@ -309,8 +311,10 @@ def _photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 def _feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool) -> Iterator[dict[str, np.ndarray]]:
-    """Random inputs of each of these batches, different ones: of `pixels`, or an image of any size of values, which
-    may saturate the scores of detectors."""
+    """Yield random inputs of each of these batches, different ones.
+
+    They are of `pixels`, or an image of any size of values, which may saturate the scores of detectors.
+    """
     dims, model = recipe.dims, recipe.model
     generator = torch.Generator().manual_seed(0)
     for number, batch in enumerate(batches):
@@ -364,7 +368,7 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
 
 
 def _refuse_batch_limit(torch: Any, source: Source, exported_program: Any, warned: bool) -> None:
-    """`Wrong` where the module computes something else for larger batches, of which the graph has nothing.
+    """Raise `Wrong` if the module computes something else for larger batches, of which the graph has nothing.
 
     A trace doesn't know, but it warns, of harmless things too: then `torch.export` is asked.
     """

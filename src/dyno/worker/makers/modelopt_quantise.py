@@ -141,7 +141,10 @@ class Feeds:
 
 
 def _check(path: Path, recipe: Recipe, parent: Artifact) -> Check:
-    """Parent and result on one batch. ONNX Runtime's optimiser changes what such graphs compute, so it is off."""
+    """Compare parent and result on one batch.
+
+    ONNX Runtime's optimiser changes the results of such graphs, so it is off.
+    """
     feeds = example(recipe, parent)
     before, _ = outputs(parent.path, feeds)
     after, ran = outputs(str(path), feeds, recipe.precision, optimised=False)

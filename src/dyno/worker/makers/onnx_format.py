@@ -30,7 +30,7 @@ class OnnxFormat(FileFormat):
         return converted(trial, str(trial.options.get("target", "onnxruntime")), trial.dims.batch)
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Besides, a `UserError` for a graph that ONNX's own checker refuses."""
+        """Read the file; raise a `UserError` also for a graph that ONNX's own checker refuses."""
         inputs, outputs = file.read_io(path)
         if inputs:
             file.check(path)

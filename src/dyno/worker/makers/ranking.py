@@ -51,7 +51,7 @@ def rank(
 
 
 def sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> float:
-    """Ratio of the outputs' power to that of their error in dB, within ±120."""
+    """Return the ratio of the outputs' power to that of their error in dB, within ±120."""
     signal = sum(float(np.square(a, dtype=np.float64).sum()) for a in exact)
     noise = sum(float(np.square(b.astype(np.float64) - a).sum()) for a, b in zip(exact, rounded, strict=True))
     if not math.isfinite(noise):
@@ -117,7 +117,10 @@ def _round_activation(graph: Any, node: Any, k: int, span: tuple[float, float], 
 
 
 def _round_weight(graph: Any, node: Any, largest: int) -> None:
-    """Symmetric, per output channel, in place of the initializer; a weight that isn't constant stays as it is."""
+    """Round a weight symmetrically, per output channel, in place of the initializer.
+
+    A weight that isn't constant stays as it is.
+    """
     tensor = next((t for t in graph.initializer if t.name == node.input[1]), None)
     if tensor is None:
         return

@@ -148,7 +148,7 @@ def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) ->
 
 
 def doubtful(checked: Verified | None) -> list[str]:
-    """Warnings of a comparison that wasn't made, or with rounding beyond the usual tolerance."""
+    """Return warnings of a comparison that wasn't made, or with rounding beyond the usual tolerance."""
     if checked is None:
         return [f"the graph was not verified: onnxruntime is not installed ({install('onnxruntime')})"]
     if checked.own_error is None:

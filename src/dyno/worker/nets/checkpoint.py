@@ -53,10 +53,10 @@ def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") ->
 
 
 def head_classes(module: Any, state: Mapping[str, Any]) -> int | None:
-    """Number of classes of the checkpoint when its classifier alone differs from the module's, else None.
+    """Return the checkpoint's number of classes if its classifier alone differs from the module's, else None.
 
-    The classifier is recognised by what a change of the number of classes does: every shape that differs, differs in
-    the first dimension only, and by the same pair of numbers.
+    The classifier is recognised by the effect of another number of classes: every shape that differs, differs in the
+    first dimension only, and by the same pair of numbers.
     """
     pairs = set()
     for name, value in module.state_dict().items():

@@ -71,7 +71,7 @@ def _check(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Sequence
 
 
 def _pair(size: Any) -> list[int] | None:
-    """Height and width from `[480, 640]` or 640."""
+    """Return height and width from `[480, 640]` or 640; None for anything else."""
     both = [size, size] if isinstance(size, int) else size
     fits = isinstance(both, (list, tuple)) and len(both) == 2 and all(isinstance(n, int) and n > 0 for n in both)
     return [*both] if fits else None

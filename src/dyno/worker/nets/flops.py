@@ -23,7 +23,7 @@ SECOND = {"QLinearConv": 3, "QLinearMatMul": 3}
 
 
 def of_module(module: Any, *args: Any, **keywords: Any) -> int:
-    """Operations of one call of the module with these arguments, which is made, by `torch.utils.flop_counter`."""
+    """Run one call of the module with these arguments; return its operations by `torch.utils.flop_counter`."""
     with counting() as counter:
         module(*args, **keywords)
         return int(counter.get_total_flops())
@@ -66,7 +66,10 @@ def _of_deformable(_: Sequence[int], weight: Sequence[int], *__: Any, out_shape:
 
 
 def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Operations of one run of the file with inputs of these shapes, or 0 where a shape inside can't be inferred."""
+    """Return the operations of one run of the file with these input shapes, or 0 if they can't be counted.
+
+    They can't if a shape inside can't be inferred, or other layers, branches or loops multiply.
+    """
     import onnx
 
     inferred = with_shapes(onnx.load(path, load_external_data=False), shapes)
@@ -153,7 +156,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-    """Operations of a product, None where its shapes aren't known."""
+    """Return the operations of a product, None if its shapes aren't known."""
     first = shapes.get(node.input[0], ())
     if node.op_type == "MatMulNBits":  # whose weights are packed
         sizes = {a.name: a.i for a in node.attribute}
@@ -197,7 +200,7 @@ def _of_einsum(node: Any, first: tuple[int, ...], second: tuple[int, ...]) -> in
 
 
 def _of_attention(node: Any, first: tuple[int, ...], second: tuple[int, ...], result: tuple[int, ...]) -> int | None:
-    """Both products of attention; None where keys come from an earlier call too."""
+    """Return the operations of both products of attention; None if keys come from an earlier call too."""
     if len(node.input) > 4 and node.input[4]:
         return None
     if len(first) == 4:  # [N, heads, length, width]

@@ -20,7 +20,7 @@ from dyno.worker.spec import Unavailable, UserError, absolute
 
 
 def sha256_with_imports(file: Path) -> str:
-    """sha256 of a Python file and of the files below its folder that its import statements lead to, if any.
+    """Return the sha256 of a Python file and of the files below its folder that its import statements lead to, if any.
 
     Imports by a name that is computed at run time, or from elsewhere on the path, are not included.
     """

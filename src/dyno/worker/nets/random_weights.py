@@ -143,7 +143,7 @@ def _round(norm: Any) -> None:
 
 
 def noise(torch: Any, channels: int, height: int, width: int) -> Any:
-    """Images of unit variance, [IMAGES, channels, height, width] in float64."""
+    """Return images of unit variance, [IMAGES, channels, height, width] in float64."""
     draw = torch.Generator().manual_seed(SEED)
     total = torch.zeros(IMAGES, channels, height, width, dtype=torch.float64)
     for grain in GRAINS:
@@ -188,7 +188,10 @@ def _in_float64(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _measuring(norms: list[Any]) -> Iterator[None]:
-    """Batch norm as in training, so that its statistics become this batch's; `_AllMeasured` after the last one."""
+    """Hold batch norm in training mode while the block runs, so that its statistics become this batch's.
+
+    `_AllMeasured` is raised after the last one.
+    """
     momenta = [norm.momentum for norm in norms]
     pending = set(norms)
 

@@ -39,7 +39,7 @@ def unflattened(path: str) -> Any:
 
 
 def unguarded() -> dict[str, Any]:
-    """Options of a program's `module`: newer ones check their inputs at every call, which costs time of its own."""
+    """Return options of a program's `module`: newer versions check inputs at every call, which costs time."""
     from torch.export import ExportedProgram
 
     return {"check_guards": False} if "check_guards" in inspect.signature(ExportedProgram.module).parameters else {}

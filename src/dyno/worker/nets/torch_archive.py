@@ -184,7 +184,7 @@ def advice(archive: Archive) -> str:
 
 
 def tensors(module: Any) -> dict[str, Any]:
-    """Torch tensors by name of a module in an archive, as in its `state_dict()`; a `UserError` if damaged."""
+    """Return a stored module's torch tensors by name, as in its `state_dict()`; raise a `UserError` if damaged."""
     result = {}
     for name, stored in _stored(module, "", 0):
         try:

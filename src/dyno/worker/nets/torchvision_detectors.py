@@ -20,15 +20,17 @@ def names(torchvision: Any) -> list[str]:
 
 
 def resizing(name: str, dims: Dims | None) -> dict[str, int]:
-    """Options of the builder with which the network works at the size of `dims`, instead of 800 pixels whatever it is
-    given; {} for those of a fixed size (SSD)."""
+    """Return the builder's options for a network at the size of `dims`; {} for networks of a fixed size (SSD).
+
+    Without them it works at 800 pixels, whatever its input.
+    """
     if dims is None or name.startswith("ssd"):
         return {}
     return {"min_size": min(dims.height, dims.width), "max_size": max(dims.height, dims.width)}
 
 
 def size(torchvision: Any, name: str) -> tuple[int, int]:
-    """Height and width at which the network works by itself, for square images."""
+    """Return the height and width at which the network works by itself, for square images."""
     with torchvision.torch.device("meta"):
         transform = torchvision.models.get_model(name, weights=None, weights_backbone=None).transform
     width, height = transform.fixed_size or (transform.min_size[-1],) * 2
@@ -36,7 +38,7 @@ def size(torchvision: Any, name: str) -> tuple[int, int]:
 
 
 def init(torch: Any, module: Any, height: int, width: int) -> None:
-    """Random weights that find objects, in place: as a library initialises them no score is above its threshold.
+    """Set random weights that find objects, in place: with a library's initial ones no score is above its threshold.
 
     The backbone gets statistics of noise, and each layer that scores is scaled by the power of two that brings its
     results for noise nearest to a standard deviation of 1.

@@ -44,7 +44,7 @@ ACTIVATION = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # which th
 
 
 def library() -> Any:
-    """`ultralytics.nn.tasks`; `Unavailable` names what to install."""
+    """Import `ultralytics.nn.tasks`; raise `Unavailable` with the package to install."""
     try:
         if "ultralytics" in sys.modules:
             return __import__("ultralytics.nn.tasks", fromlist=["tasks"])
@@ -83,7 +83,7 @@ def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *
 
 
 def facts(module: Any) -> Purpose:
-    """Task, classes, the keypoints' shape (() for none) and the stride of a network."""
+    """Return a network's task, classes, keypoints' shape (() for none) and stride."""
     head = module.model[-1]
     task = HEADS[type(head).__name__]
     whole = hasattr(head, "linear")  # a head that sees the whole image, whatever its size
@@ -102,7 +102,7 @@ def image_config(model: ModelSpec, name: str) -> tuple[Preprocess, tuple[int, in
 
 
 def size(task: str, name: str = "") -> tuple[int, int]:
-    """Height and width that such networks are trained for, or that a checkpoint was trained for."""
+    """Return the height and width that such networks are trained for, or that a checkpoint was trained for."""
     side = read_checkpoint(name).size if name.endswith(CHECKPOINTS) else 0
     return (side, side) if side else find_task(task).size
 

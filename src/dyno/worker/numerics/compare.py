@@ -68,7 +68,7 @@ class Comparison:
 
 
 def _difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], limits: Limits) -> Difference:
-    """Several tensors as one: the largest error counts, and the close share is of all values."""
+    """Return the difference of several tensors as one: the largest error, and the close share of all values."""
     error = max((float(errors(a, b).max(initial=0.0)) for a, b in pairs), default=0.0)
     c = closeness(pairs, limits.rtol, limits.atol)
     return Difference(error, c.close, c.max_abs, c.max_rel, c.nonfinite, c.reference_nonfinite)

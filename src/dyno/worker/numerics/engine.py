@@ -69,7 +69,10 @@ def cast(array: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
 
 
 def counterparts(names: Sequence[str], inputs: Sequence[str]) -> dict[str, str]:
-    """Which of the reference's inputs each name is: the same where it has that, else by their place."""
+    """Return the reference's input for each name: the one of that name, else the one at its place.
+
+    Raises a `UserError` for a name without one.
+    """
     pairs = {name: name if name in inputs else own for name, own in zip_longest(names, inputs)}
     if lacking := [name for name in names if pairs[name] is None]:
         raise UserError(f"input {lacking[0]!r} has no counterpart; the reference has {', '.join(inputs)}")

@@ -91,7 +91,7 @@ class Graph:
         return sorted(chosen), [*read]
 
     def reads(self, tensor: str, stops: Collection[str]) -> tuple[str, ...]:
-        """Which of the stops, and of the graph's inputs, a tensor is computed from."""
+        """Return the stops and inputs of the graph from which a tensor is computed."""
         return tuple(self.walk([tensor], stops)[1])
 
     def marked(self, tensors: Sequence[str], shapes: Shapes) -> Any:

@@ -154,7 +154,7 @@ def within_memory(feeds: Sequence[Feeds], of_one: Callable[[], int]) -> Iterator
 
 
 def bytes_of(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Bytes of each tensor whose shape can be inferred from those of the inputs."""
+    """Return the bytes of each tensor whose shape can be inferred from the inputs', at four bytes a value."""
     model = type(graph.model)()
     model.CopyFrom(graph.model)
     inferred = flops.with_shapes(model, shapes)

@@ -19,7 +19,7 @@ HALF_CRASHES = ("NchwcTransformer",)
 
 
 def compared(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: str) -> Check:
-    """Largest difference of the outputs, largest output, and how they were computed; overflow is a `UserError`."""
+    """Return the outputs' largest difference and largest value, and `ran`; raise a `UserError` for overflow."""
     if all(np.isfinite(b).all() for b in before) and not all(np.isfinite(a).all() for a in after):
         raise UserError(f"{what}: outputs are not finite; use bf16 or fp32")
     difference = max(float(np.abs(a - b).max(initial=0)) for a, b in zip(after, before, strict=True))
@@ -62,7 +62,7 @@ def session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> 
 
 
 def error_line(error: Exception) -> str:
-    """ONNX Runtime's error in one line, without its codes, the file's name and the place in its source."""
+    """Return ONNX Runtime's error in one line, without its codes, the file's name and the place in its source."""
     text = " ".join(str(error).split())
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
     text = re.sub(r"^Load model from .*? failed: ?", "", text)

@@ -24,7 +24,7 @@ VALUES = {
 
 
 def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Inputs and outputs of an ONNX file; a free dimension has the file's name for it, else INPUT_AXIS.
+    """Read the inputs and outputs of an ONNX file; a free dimension has the file's name for it, else INPUT_AXIS.
 
     Raises `UserError` for a file that is missing, empty, cut short or not ONNX.
     """

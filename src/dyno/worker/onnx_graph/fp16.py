@@ -175,9 +175,10 @@ def _keep_outputs(graph: Any, original: Any) -> None:
 
 
 def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[str]:
-    """Names of the nodes that read or write values beyond FP16's range on this input.
+    """Return the names of the nodes that read or write values beyond FP16's range on this input.
 
-    Computed with the FP32 model: a CPU without FP16 kernels computes the converted one in FP32 without overflow.
+    They are computed with the FP32 model: a CPU without FP16 kernels computes the converted one in FP32 without
+    overflow.
     """
     import onnx
     from onnxruntime.quantization.calibrate import create_calibrator

@@ -63,7 +63,7 @@ def _computed_shape() -> Any:
 
 
 def _gelu() -> Any:
-    """x · (0.5 · (1 + erf(x / √2)))."""
+    """Return the rule for GELU, x · (0.5 · (1 + erf(x / √2)))."""
     from onnxscript.rewriter import pattern
 
     def written(op: Any, x: Any, root: Any, one: Any, half: Any) -> Any:

@@ -159,7 +159,7 @@ def _reading_floats(path: Path, higher: Sequence[str]) -> None:
 
 
 def _quantise(scratch: Path, path: Path, method: str, types: list[str], excluded: list[str], **settings: Any) -> None:
-    """onnxruntime's static quantisation, with the ranges that were calibrated before it."""
+    """Quantise statically with onnxruntime, with the ranges that were calibrated before."""
     import onnx
     from onnxruntime import quantization
 
@@ -206,11 +206,11 @@ def _every_type() -> set[str]:
 
 
 def _attention(model: Any) -> tuple[set[str], bool]:
-    """Names of products of two activations, which stay in float, and whether the network is a transformer.
+    """Return the names of products of two activations, which stay in float, and whether it is a transformer.
 
     ONNX Runtime would fuse the Softmax between such products into a quantised one, which puts ViT-Tiny's outputs 57 %
-    off. Where there is attention or layer normalisation only the layers with weights are quantised: residual sums and
-    GELUs in eight bits add a 31 % error there, and a convolutional network none.
+    off. With attention or layer normalisation only the layers with weights are quantised: residual sums and GELUs in
+    eight bits add a 31 % error there, and none in a convolutional network.
     """
     weights = {tensor.name for tensor in model.graph.initializer}
     products = [n for n in model.graph.node if n.op_type in LINEAR and n.input[1] not in weights]

@@ -55,7 +55,7 @@ def with_metadata(rewritten: Any, model: Any) -> Any:
 
 
 def keep_metadata(path: Path, model: Any) -> None:
-    """`with_metadata` for a file that was made of the model."""
+    """Apply `with_metadata` to a file that was made from the model."""
     import onnx
 
     made = onnx.load(path, load_external_data=False)

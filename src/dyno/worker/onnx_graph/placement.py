@@ -101,7 +101,7 @@ def _means_image(node: Any, constants: Mapping[str, Any]) -> bool:
 
 
 def _residuals(graph: Any) -> Iterator[tuple[Any, int]]:
-    """Sums that can be fused into a convolution, and which of their two inputs comes from the other branch."""
+    """Yield the sums that can be fused into a convolution, each with the number of its input from the other branch."""
     makers = {name: node for node in graph.node for name in node.output}
     readers = Counter(name for node in graph.node for name in node.input)
     depth = _depths(graph)
@@ -193,7 +193,7 @@ class Joints:
         return max(peaks[one] for one in self._joined.get(name, (name,)) if one in peaks)
 
     def _moves(self) -> Iterator[tuple[Any, list[int]]]:
-        """Nodes that only move values, each with the numbers of the inputs whose values those are."""
+        """Yield the nodes that only move values, each with the numbers of the inputs that hold those values."""
         for node in self._nodes:
             if node.op_type in MOVES and not (node.op_type == "Resize" and _interpolates(node)):
                 data = range(len(node.input)) if node.op_type == "Concat" else (0,)
@@ -209,7 +209,7 @@ class Joints:
         return groups
 
     def _sums(self, read: Collection[str], layers: Collection[str]) -> list[Site]:
-        """Both inputs of sums that no layer takes in, and whose result is quantised."""
+        """Return both inputs of sums that no layer takes in, and whose result is quantised."""
         return [
             (node, k)
             for node in self._nodes

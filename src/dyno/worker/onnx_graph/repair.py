@@ -54,7 +54,7 @@ def _order(graph: Any) -> bool:
 
 
 def _taken(node: Any) -> Iterator[str]:
-    """Names of what a node takes, itself or in a graph within it."""
+    """Yield the names of the tensors that a node takes, itself or in a graph within it."""
     yield from node.input
     for graph in graphs_of(node):
         for each in graph.node:

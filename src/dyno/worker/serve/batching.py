@@ -30,7 +30,7 @@ class Clock:
         self._began = time.perf_counter()
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the seconds since the clock's start."""
         return time.perf_counter() - self._began
 
     def sleep_until(self, at: float) -> None:
@@ -116,7 +116,7 @@ class Batcher:
             self._next += 1
 
     def _ready(self) -> float:
-        """When the next batch may begin, if nobody comes who isn't known yet."""
+        """Return the time at which the next batch may begin, if no unknown request comes."""
         first = self._due[self._waiting[0] if self._waiting else self._next]
         last = self._next + self._rules.most - len(self._waiting) - 1  # who fills the batch
         full = self._due[last] if last >= self._next and last < len(self._due) else float("inf")

@@ -25,7 +25,7 @@ def percentile(latencies: np.ndarray, q: float) -> float:
 
 
 def latencies(arrival: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Seconds from when each request was due until it was answered, inf where it never was."""
+    """Return the seconds from each request's due time to its answer, inf for one without an answer."""
     return np.where(np.isnan(ended), np.inf, ended - arrival)
 
 

@@ -101,7 +101,7 @@ class ServeOptions:
 
 
 def seconds(text: Any, name: str) -> float:
-    """`20ms` in seconds; a `UserError` for a number without its unit."""
+    """Return `20ms` in seconds; raise a `UserError` for a number without its unit."""
     match = DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or match[2] not in UNITS:
         raise UserError(f"{name} is {text!r}; write a number with its unit, such as 20ms or 1.5s")

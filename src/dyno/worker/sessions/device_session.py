@@ -92,7 +92,7 @@ class DeviceSession(Session):
         self._send(slot, self._sources(feeds, slot))
 
     def _sources(self, feeds: Arrays, slot: int) -> list[tuple[int, int, int]]:
-        """Device address, host address and bytes of every copy to the device."""
+        """Return the device address, host address and bytes of every copy to the device."""
         place, copies = self._slots[slot], []
         for tensor in self.inputs:
             feed = self._fed(tensor, feeds)
@@ -121,7 +121,7 @@ class DeviceSession(Session):
         return OnDevice(torch, torch.device("cuda", self.device.index), self._bind_tensors, self._output_tensors)
 
     def _bind_tensors(self, tensors: Mapping[str, Any], ready: Any, slot: int) -> None:
-        """`bind` from tensors of PyTorch on the device, once the event has come."""
+        """Bind PyTorch tensors on the device, as `bind` does arrays, once the event has come."""
         call(self._cuda.cuStreamWaitEvent, self._in, self._cuda.CUevent(ready.cuda_event), 0)
         place = self._slots[slot]
         for tensor in self.inputs:
@@ -158,14 +158,14 @@ class DeviceSession(Session):
             call(self._cuda.cuStreamSynchronize, self._compute)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """Outputs in page-locked memory, valid until the slot is fetched again."""
+        """Return the outputs in page-locked memory, valid until the slot is fetched again."""
         targets = self._targets(slot)
         self._receive(targets)
         call(self._cuda.cuStreamSynchronize, self._out)
         return {name: array for name, (array, _) in targets.items()}
 
     def _targets(self, slot: int) -> dict[str, tuple[np.ndarray, int]]:
-        """Host array and device address of every output."""
+        """Return the host array and the device address of every output."""
         place, targets = self._slots[slot], {}
         for name, (shape, dtype, address) in self.results(slot).items():
             host = self._room(place, name, math.prod(shape) * np.dtype(dtype).itemsize)
@@ -184,12 +184,12 @@ class DeviceSession(Session):
         return place.hosts[name][:size]
 
     def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
-        """Shape, type and device address of every output of the slot's last run."""
+        """Return the shape, type and device address of every output of the slot's last run."""
         addresses = self._slots[slot].addresses
         return {t.name: (tuple(map(int, t.shape)), t.dtype, addresses[t.name]) for t in self.outputs}
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
-        """Seconds of one inference from host to host, part by part as trtexec names them: see `PARTS`.
+        """Return the seconds of one inference from host to host, part by part as trtexec names them: see `PARTS`.
 
         `enqueue` is the host's time to queue the inference; the others are the GPU's, by CUDA events.
         """
@@ -216,7 +216,7 @@ class DeviceSession(Session):
         return tuple(Stopwatch(int(stream)) for stream in (self._in, self._compute, self._out))
 
     def device_memory(self) -> int:
-        """Bytes in use on the GPU, by all processes."""
+        """Return the bytes in use on the GPU, by all processes."""
         free, total = self.device.memory()
         return total - free
 

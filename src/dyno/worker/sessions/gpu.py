@@ -56,7 +56,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @contextmanager
 def profiler_on() -> Iterator[None]:
-    """Between the start and the stop of the profiler, if any, under which this process runs."""
+    """Run the block between the start and the stop of the profiler, if this process runs under one."""
     call(driver().cuProfilerStart)
     try:
         yield
@@ -99,7 +99,7 @@ class Device:
         return int(free), int(total)
 
     def allocate(self, size: int) -> int:
-        """Address of `size` bytes on the GPU."""
+        """Return the address of `size` bytes on the GPU."""
         pointer = call(self.cuda.cuMemAlloc, max(size, 1))
         self._freed_by.append((self.cuda.cuMemFree, pointer))
         return int(pointer)
@@ -156,7 +156,7 @@ class Stopwatch:
         self._record(self._end, self._stream)
 
     def seconds(self) -> float:
-        """Time between the two points; waits for the second."""
+        """Return the seconds between the two points; wait for the second."""
         call(self._cuda.cuEventSynchronize, self._end)
         return float(call(self._cuda.cuEventElapsedTime, self._begin, self._end)) / 1e3
 

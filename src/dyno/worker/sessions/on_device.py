@@ -30,12 +30,12 @@ class OnDevice:
         return bool(self.device.type == "cuda")
 
     def stream(self) -> Any:
-        """Another stream of the device."""
+        """Return another stream of the device."""
         return self.torch.cuda.Stream(self.device) if self.on_gpu else None
 
     @contextmanager
     def working(self, stream: Any) -> Iterator[None]:
-        """Without gradients, on that stream."""
+        """Run the block without gradients, on that stream."""
         with self.torch.inference_mode(), self.torch.cuda.stream(stream):
             yield
 

@@ -37,11 +37,11 @@ class Providers:
             raise Unavailable(f"this onnxruntime has no {self.wanted}; pip install onnxruntime-gpu")
 
     def list(self, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
-        """Providers for a session that queues on `stream`, or on one of its own."""
+        """Return the providers for a session that queues on `stream`, or on its own."""
         return providers(self._trial, self._index, stream)
 
     def check(self, session: Any) -> None:
-        """`Unavailable` if ONNX Runtime dropped the provider, silently, because its libraries can't be loaded."""
+        """Raise `Unavailable` if ONNX Runtime silently dropped the provider, because its libraries can't be loaded."""
         if self.wanted not in session.get_providers():
             raise Unavailable(
                 f"ONNX Runtime left {self.wanted} out: the libraries it needs are missing or of another version"

@@ -58,20 +58,20 @@ class Profile:
         return dict(Counter(self.computed_in.values()))
 
     def by_provider(self) -> dict[str, int]:
-        """Nodes by execution provider."""
+        """Return the number of nodes by execution provider."""
         return dict(Counter(node["provider"] for node in self.seen.values()))
 
     def operators(self) -> dict[str, int]:
-        """Nodes by operator, after optimisation."""
+        """Return the number of nodes by operator, after optimisation."""
         return dict(Counter(node["op_name"] for node in self.seen.values()).most_common())
 
     def time_by_operator(self) -> dict[str, float]:
-        """Share of the time in kernels, by operator, largest first."""
+        """Return each operator's share of the time in kernels, largest first."""
         total = sum(self.seconds.values()) or 1.0
         return {op: round(s / total, 4) for op, s in sorted(self.seconds.items(), key=lambda kv: -kv[1])}
 
     def notes(self) -> list[str]:
-        """Sentences on why a lowered precision isn't faster."""
+        """Return sentences on why a lowered precision isn't faster."""
         compute = [(self.seen[kernel]["op_name"], kind) for kernel, kind in self.computed_in.items()]
         return why_not_faster(self._precision, compute, self.time_by_operator(), CONVERTERS)
 
@@ -96,7 +96,10 @@ class Profile:
 
 
 def by_run(events: Sequence[dict[str, Any]]) -> list[dict[Kernel, float]]:
-    """Seconds of each kernel in each run, by the event's name and the node's index; the library counts microseconds."""
+    """Return the seconds of each kernel in each run, by the event's name and the node's index.
+
+    The library counts microseconds.
+    """
     runs = sorted((e for e in events if e["name"] == "model_run"), key=lambda e: e["ts"])
     seconds: list[dict[Kernel, float]] = [{} for _ in runs]
     starts = [run["ts"] for run in runs]

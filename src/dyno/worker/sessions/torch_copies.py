@@ -39,7 +39,10 @@ class Copies:
         return self._torch.empty(tensor.shape, dtype=self._fed[name], device=tensor.device)
 
     def stage(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Copies of the arrays in page-locked memory, which `bind` reads without another copy; kept as long as this."""
+        """Return copies of the arrays in page-locked memory, which `bind` reads without another copy.
+
+        They are kept as long as this object.
+        """
         return {name: self._stage(feed, self._fed[name]) for name, feed in feeds.items() if name in self._fed}
 
     def _stage(self, feed: np.ndarray, dtype: Any) -> np.ndarray:
@@ -121,8 +124,11 @@ class Copies:
     def parts(
         self, bind: Callable[[], None], run: Callable[[], None], outputs: Callable[[], Mapping[str, Any]]
     ) -> dict[str, float]:
-        """Seconds of one inference in slot 0 by `PARTS`: `enqueue` is the host's time to queue it, the others are the
-        GPU's by CUDA events; changes of type and layout belong to the copies."""
+        """Return the seconds of one inference in slot 0 by `PARTS`.
+
+        `enqueue` is the host's time to queue it, the others are the GPU's by CUDA events; changes of type and layout
+        belong to the copies.
+        """
         _, h2d = self._timed(self._in, bind)
         enqueue, compute = self._timed(self.compute, run)
         tensors = outputs()
@@ -130,7 +136,7 @@ class Copies:
         return dict(zip(PARTS, (enqueue, h2d, compute, d2h), strict=True))
 
     def _timed(self, stream: Any, action: Callable[[], Any]) -> tuple[float, float]:
-        """Seconds by the host's clock until it is queued, and by the GPU's until it is done."""
+        """Return the seconds by the host's clock until it is queued, and by the GPU's until it is done."""
         begin, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
         start = time.perf_counter_ns()

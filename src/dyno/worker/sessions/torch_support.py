@@ -30,7 +30,7 @@ NO_MEMORY = (
 
 
 def configure(torch: Any, trial: Trial, benchmark: bool) -> None:
-    """Threads and the meaning of fp32: IEEE, unless the trial asks for tf32."""
+    """Set the threads and the meaning of fp32: IEEE, unless the trial's precision is tf32."""
     torch.set_num_threads(trial.runtime.threads)
     if torch.get_num_interop_threads() != 1:
         # It can be set once, before the first parallel work; nothing here runs two operators at a time anyway.
@@ -70,7 +70,7 @@ def settings_kept(torch: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread(torch: Any) -> Iterator[None]:
-    """Without gradients and in the calling thread alone, for reference values.
+    """Run the block without gradients and in the calling thread alone, for reference values.
 
     With torch 2.2 (MKL of 2022), some convolutions in float64 are wrong by eight or more threads, and not by rounding:
     off by several times the outputs' deviation.
@@ -201,7 +201,7 @@ def is_quantised(module: Any) -> bool:
 
 
 def notes(trial: Trial) -> list[str]:
-    """Why a lower precision isn't faster on this CPU, as far as its feature flags show."""
+    """Return why a lower precision isn't faster on this CPU, as far as its feature flags show."""
     needed = NATIVE.get(trial.precision)
     if needed is None or trial.runtime.device != "cpu":
         return []
@@ -250,7 +250,7 @@ def is_memory_error(e: BaseException) -> bool:
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """PyTorch's several out-of-memory errors as Python's `MemoryError`."""
+    """Raise PyTorch's several out-of-memory errors in the block as Python's `MemoryError`."""
     try:
         yield
     except RuntimeError as e:

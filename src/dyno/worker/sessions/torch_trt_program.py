@@ -22,13 +22,13 @@ def engines(program: Any) -> list[Any]:
 
 
 def attributes(program: Any, kind: str) -> list[str]:
-    """Names of the script module's attributes of that type that its graph reads."""
+    """Return the names of the script module's attributes of that type that its graph reads."""
     nodes = program.graph.findAllNodes("prim::GetAttr")
     return sorted({node.s("name") for node in nodes if str(node.output().type()).endswith(kind)})
 
 
 def _values(program: Any) -> Iterator[Any]:
-    """Everything that a graph module and its parts hold, as attributes or written into the graph itself."""
+    """Yield all values that a graph module and its parts hold, as attributes or written into the graph itself."""
     for part in _parts(program):
         yield from vars(part).values()
         for node in _nodes(part):

@@ -66,7 +66,7 @@ def require_file(artifact: Artifact | None, trial: Trial) -> Artifact:
 
 
 def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
-    """Session options and providers as `OnnxFile.open` has them."""
+    """Return the code with session options and providers as in `OnnxFile.open`."""
     inputs = require_file(artifact, trial).inputs
     settings = ort.settings(trial)
     on_gpu = trial.runtime.device != "cpu"

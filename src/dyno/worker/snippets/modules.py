@@ -164,7 +164,7 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
 
 
 def _called(trial: Trial) -> dict[str, Any]:
-    """Arguments of forward: the order of the positional ones, the names of the others, values that aren't tensors."""
+    """Return forward's arguments: the positional ones in order, the names of the others, and non-tensor values."""
     specs = trial.model.inputs
     return {
         "ORDER": [spec.name for spec in specs if not spec.keyword] if specs else ["input"],
@@ -193,7 +193,7 @@ def _settings(trial: Trial, options: dict[str, Option]) -> dict[str, Any]:
 def _built(
     trial: Trial, network: Any, about: dict[str, Any], folder: Path
 ) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
-    """Imports, distributions, constants and code that build the network."""
+    """Return the imports, distributions, constants and code that build the network."""
     model, (kind, name) = trial.model, models.parse(trial.model.source)
     classes = _classes(model, network)
     if kind == "torchvision":
@@ -237,7 +237,10 @@ def _program() -> tuple[str, tuple[str, ...], dict[str, Any], str]:
 
 
 def _branch_options(network: Any) -> dict[str, Any]:
-    """Options whose default torchvision derives from pretrained weights: auxiliary outputs and input scaling."""
+    """Return options with defaults that torchvision derives from pretrained weights.
+
+    They are auxiliary outputs and input scaling.
+    """
     options: dict[str, Any] = {
         name: bool(getattr(network, name)) for name in ("aux_logits", "transform_input") if hasattr(network, name)
     }

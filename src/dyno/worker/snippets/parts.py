@@ -153,7 +153,7 @@ def _takes_images(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float, float]]:
-    """Range of the random values for each input, without photographs; none for the standard normal."""
+    """Return the range of each input's random values, without photographs; none for the standard normal."""
     described = {s.name: (s.low, s.high) for s in trial.model.inputs if s.low is not None and s.high is not None}
     whole = {t.name: (0, 255) if t.dtype == "uint8" else (0, 1) for t in tensors if not t.dtype.startswith("float")}
     masks = {name: (1, 1) for name in whole if "mask" in name.lower()}

@@ -19,7 +19,7 @@ def find(name: str) -> Task:
 
 
 def names() -> list[str]:
-    """Names of the tasks."""
+    """Return the names of the tasks."""
     return list(_tasks())
 
 

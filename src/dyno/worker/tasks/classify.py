@@ -31,14 +31,14 @@ class TopKCollector(Collector):
     """The best classes of each image."""
 
     def of(self, turn: int, fetched: Arrays) -> Any:
-        """Index and score of the best classes, None where the first output has no row of classes for each image."""
+        """Return index and score of the best classes, None if the first output has no row of classes for each image."""
         first = next(iter(self.cut(turn, fetched).values()))
         if not classes_of(first.shape) or len(first) != self.images(turn):
             return None
         return ranked(first.astype(np.float32).reshape(first.shape[:2]), TOP)
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
-        """`topk_index` and `topk_score`; nothing where a batch has none: a single box looks like classes."""
+        """Return `topk_index` and `topk_score`; nothing if a batch has none: a single box looks like classes."""
         if not batches or any(ranks is None for ranks in batches):
             return {}
         return {
@@ -69,9 +69,9 @@ CLASSIFY = Classify()
 
 
 def ranked(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Index (int32) and score of each row's k best, best first; of equal scores the lower index first, NaN last.
+    """Return index (int32) and score of each row's k best, best first; ties by lower index, NaN last.
 
-    As a stable sort of the whole row would have it, which the few rows get where a score ties with the k-th.
+    The order is that of a stable sort of the whole row, which runs only for the few rows with a tie at the k-th score.
     """
     k = min(k, scores.shape[1])
     falling = -scores

@@ -91,7 +91,10 @@ class Task(ABC):
 
     @abstractmethod
     def layout(self, model: ModelSpec, metadata: Purpose, outputs: OutputShapes) -> Purpose:
-        """`classes` and `keypoints` from the file's metadata and the outputs' shapes; a `UserError` for a misfit."""
+        """Return `classes` and `keypoints` from the file's metadata and the outputs' shapes.
+
+        Raises a `UserError` for a misfit.
+        """
 
     @abstractmethod
     def collector(self, evaluated: Evaluated) -> Collector:

@@ -75,7 +75,10 @@ def plain_batches(split: Split, size: int) -> list[Key]:
 
 
 def augmentation(kind: str, size: tuple[int, int]) -> Callable[[Any], Any] | None:
-    """torchvision's transforms from a cached image to a training image of `size` (height, width); None for none."""
+    """Return torchvision's transforms from a cached image to a training image of `size` (height, width).
+
+    Return None for `none`.
+    """
     from torchvision.transforms import v2
 
     if kind == "none":

@@ -37,7 +37,7 @@ class Loop:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=options.mixed_precision == "fp16")
 
     def parts(self) -> dict[str, Any]:
-        """Everything that has a state dict, by name."""
+        """Return all parts with a state dict, by name."""
         return {name: getattr(self, name) for name in ("module", "optimizer", "schedule", "scaler")}
 
     def autocast(self) -> Any:
@@ -60,7 +60,7 @@ class Loop:
 
 
 def optimizer(module: Any, options: TrainOptions) -> Any:
-    """torch's optimiser over the trainable parameters; sgd with Nesterov's momentum where there is any."""
+    """Return torch's optimiser over the trainable parameters; sgd has Nesterov's momentum if there is any."""
     from torch import optim
 
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -73,7 +73,7 @@ def optimizer(module: Any, options: TrainOptions) -> Any:
 
 
 def schedule(optimizer: Any, options: TrainOptions, steps: int) -> Any:
-    """torch's learning-rate schedule over all batches of the training, stepped once per batch."""
+    """Return torch's learning-rate schedule over all batches of the training, stepped once per batch."""
     from torch.optim import lr_scheduler
 
     total, warm = options.epochs * steps, round(options.warmup_epochs * steps)
@@ -160,7 +160,7 @@ def _with_classes(model: ModelSpec, dims: Dims, training: loader.Split, test: lo
 def _settings(
     options: TrainOptions, training: DataSpec, test: DataSpec, model: ModelSpec, dims: Dims
 ) -> dict[str, Any]:
-    """Everything that determines the result, by the names that the user knows."""
+    """Return the settings that determine the result, by their names for the user."""
     beginning = model.weights_sha256 or ("pretrained" if model.pretrained else "random")
     return {
         **options.settings(),
@@ -223,7 +223,7 @@ def _diverged(epoch: int, loss: float, options: TrainOptions, state: State, fold
 def _evaluate(
     module: Any, reader: loader.Reader, split: loader.Split, options: TrainOptions
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Loss and top-1 in percent; and, apart, top-5 and the counts."""
+    """Return loss and top-1 in percent; and, apart, top-5 and the counts."""
     import torch
 
     module.eval()
@@ -251,7 +251,7 @@ def _evaluate_best(
     dims: Dims,
     folder: Path,
 ) -> Trained:
-    """Results of the best weights, read back from disk into a new module and evaluated in IEEE FP32."""
+    """Return the results of the best weights, read back from disk into a new module and evaluated in IEEE FP32."""
     import torch
 
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -272,7 +272,7 @@ def _evaluate_best(
 
 
 def job(options: Mapping[str, Any]) -> tuple[TrainOptions, DataSpec]:
-    """Options and training images from a job's `options`."""
+    """Return the options and training images from a job's `options`."""
     from dyno.worker.spec import from_json
     from dyno.worker.training.options import options as checked
 

@@ -89,7 +89,7 @@ def _freeze(module: Any, model: ModelSpec, dims: Dims) -> str:
 
 
 def loss(out: Any, labels: Any, smoothing: float) -> Any:
-    """Cross-entropy of the scores, with that of auxiliary classifiers (GoogLeNet, Inception) at a fixed weight."""
+    """Return the cross-entropy of the scores, plus auxiliary classifiers' (GoogLeNet, Inception) at a fixed weight."""
     from torch.nn.functional import cross_entropy
 
     main, *others = tensors(out)

@@ -123,7 +123,7 @@ def _weights(module: Any) -> bytes:
 
 
 def sha256(path: Path) -> str:
-    """sha256 of the file's content."""
+    """Return the sha256 of the file's content."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

@@ -182,7 +182,7 @@ class Bench:
 
 
 def infer(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> tuple[Alone, measure.Sampling]:
-    """Inference with every slot or lane at work, on batches of the video, and the sampling that says so."""
+    """Measure inference with every slot or lane at work, on batches of the video; return it with its sampling."""
     measure.warm_up(measure.step(engine.session, "all", feeds), plan)
     cpu, began = time.process_time(), time.perf_counter()
     if engine.lanes > 1:
@@ -302,7 +302,7 @@ class _Nothing:
 
 
 def hand_over(count: int) -> float:
-    """Processor time, in seconds, that it takes to hand something on: through so many stages that do nothing else."""
+    """Return the processor time, in seconds, of handing one item on: through `count` stages that do nothing else."""
     idle = [Step() for _ in range(count)]
     for number, step in enumerate(idle):
         step.name = str(number)
@@ -322,7 +322,7 @@ class Found:
 
 
 def joined(measurements: Sequence[Found]) -> Found:
-    """Several measurements as one: all seconds, and the means of processor times and factors."""
+    """Return several measurements as one: all seconds, and the means of processor times and factors."""
     stages = {}
     for name in measurements[0].stages:
         each = [one.stages[name] for one in measurements]

@@ -176,7 +176,7 @@ class DevicePreparation(Preparation):
         return gathered
 
     def _colours(self, arrays: list[Any], kind: Kind) -> Any:
-        """Red, green and blue, whole numbers in float32: pictures x 3 x height x width."""
+        """Return red, green and blue, whole numbers in float32: pictures x 3 x height x width."""
         if kind.matrix is None:
             return arrays[0].permute(0, 3, 1, 2).float()
         added, shares = self._shares(kind.matrix)
@@ -188,7 +188,7 @@ class DevicePreparation(Preparation):
 
     @cache  # noqa: B019 - there are a few of these objects in a process
     def _shares(self, matrix: int) -> tuple[list[float], list[Any]]:
-        """Return the excess of brightness and both colours, and the part of each in red, green and blue."""
+        """Return the offsets of brightness and both colours, and the share of each in red, green and blue."""
         rows = np.asarray(weights(matrix))
         columns = np.linalg.inv(rows[:, :3]).T.astype(np.float32)
         shares = [

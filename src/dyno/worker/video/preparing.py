@@ -33,7 +33,7 @@ class Preparation:
         self._filled: tuple[int, int, int, int] | None = None
 
     def new_feed(self) -> Any:
-        """Memory for one batch, which a session stages and binds."""
+        """Return memory for one batch, which a session stages and binds."""
         return {self.name: np.zeros(self.shape, np.uint8 if self._raw else np.float32)}
 
     def write(self, picture: Picture, feed: Any, place: int) -> None:

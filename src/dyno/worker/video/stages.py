@@ -47,7 +47,7 @@ class Step:
         return (item,)
 
     def in_order(self, done: Sequence[Any]) -> None:
-        """Called with what `work` or `rest` gave before it is handed on: in the items' order, also of several lanes."""
+        """Receive the results of `work` or `rest` before they are handed on, in the items' order, of all lanes."""
 
     def rest(self) -> Iterable[Any]:
         """Return the items it still holds: called at the end, and when nothing waits while it `holds`."""
@@ -153,7 +153,7 @@ class _Channel:
         self._items.put(None)
 
     def stop(self) -> None:
-        """Whoever waits here, or will, gets `Stopped`."""
+        """Make all threads that wait here, or will, get `Stopped`."""
         self._stopped = True
         self._places.put(None)
         self._items.put(None)
@@ -211,7 +211,7 @@ class _Order:
             return not self._lanes
 
     def stop(self) -> None:
-        """Whoever waits for its turn goes on."""
+        """Let the threads that wait for their turn go on."""
         self._tickets.put(None)
 
 

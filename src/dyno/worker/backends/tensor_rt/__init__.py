@@ -97,7 +97,7 @@ class TensorRT(Backend):
         return "graph" if trial.precision in ("fp32", "tf32") else route
 
     def recipe(self, trial: Trial) -> Recipe:
-        """ONNX to engine, built where it runs; a model that is an engine already is used as it is.
+        """Return the recipe from ONNX to engine, built where it runs; a model that is an engine is used as it is.
 
         A dynamic profile leaves the trial's batch out, so that all batches share one engine.
         """

@@ -36,7 +36,7 @@ class EngineFormat(FileFormat):
         return product_of(path)
 
     def copy(self, made: Path, out: Path) -> None:
-        """Besides, the layers that the build listed, with the hash of the engine that they are of."""
+        """Copy the engine, and the layers that its build listed, with the engine's hash."""
         super().copy(made, out)
         listing = made.with_name(LISTING)
         if listing.is_file():
@@ -144,7 +144,10 @@ def _opened(product: str, device_name: str, path: str) -> Opened:
 
 
 def _batches(engine: Any) -> tuple[int, int, int]:
-    """Over all profiles; the best is the first profile's. A static engine's one batch three times."""
+    """Return the smallest, best and largest batch over all profiles; the best is the first profile's.
+
+    A static engine has its one batch three times.
+    """
     name = engine.get_tensor_name(0)
     fixed = int(engine.get_tensor_shape(name)[0]) if len(engine.get_tensor_shape(name)) else 1
     if fixed >= 0:

@@ -29,7 +29,7 @@ SLOWEST = 5
 
 
 def watched(trt: Any, context: Any, launch: Callable[[], None], runs: int) -> list[dict[str, float]]:
-    """Seconds of each layer by its name in each of so many runs; empty where the library reports none.
+    """Return the seconds of each layer by name in each of `runs` runs; empty if the library reports none.
 
     `launch` runs the context once and returns when it is done. The context keeps the profiler: time nothing with it
     afterwards.
@@ -54,7 +54,7 @@ def watched(trt: Any, context: Any, launch: Callable[[], None], runs: int) -> li
 
 
 def profiled(trt: Any, context: Any, launch: Callable[[], None]) -> dict[str, float]:
-    """Median seconds of each layer by its name; see `watched`."""
+    """Return the median seconds of each layer by name; see `watched`."""
     runs = watched(trt, context, launch, RUNS)[1:]
     return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in dict.fromkeys(chain(*runs))}
 
@@ -79,7 +79,7 @@ def of_layers(listed: Inside, runs: Sequence[Mapping[str, float]]) -> tuple[Insi
 
 
 def by_operator(listed: Sequence[Layer], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Share of the layers' time, by kind of layer, largest first."""
+    """Return each kind of layer's share of the layers' time, largest first."""
     types = {layer.name: layer.type for layer in listed}
     total = sum(seconds.values()) or 1.0
     shares: dict[str, float] = defaultdict(float)

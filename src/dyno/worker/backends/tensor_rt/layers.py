@@ -226,7 +226,10 @@ def _largest(constants: Iterable[Port]) -> Weights | None:
 
 
 def compute(listed: Sequence[Layer]) -> list[Layer]:
-    """Convolutions, matrix products and the like, opaque subgraphs too; products of indices and shapes are left out."""
+    """Return convolutions, matrix products and the like, opaque subgraphs too.
+
+    Products of indices and shapes are left out.
+    """
     computing = [layer for layer in listed if layer.computes or OPAQUE.search(layer.type)]
     return [layer for layer in computing if layer.computed_in in (*COMPUTED, UNKNOWN)]
 
@@ -237,13 +240,16 @@ def by_type(listed: Sequence[Layer]) -> dict[str, int]:
 
 
 def kept_wide(listed: Sequence[Layer]) -> list[str]:
-    """Names of the compute layers that stayed in float32."""
+    """Return the names of the compute layers that stayed in float32."""
     return [layer.name for layer in compute(listed) if layer.computed_in == "float32"]
 
 
 def summary(listed: Sequence[Layer], requested: str) -> Layers:
-    """Facts of a record; the layers in float32 of a lower precision, and the number of weights and biases where the
-    library counts them."""
+    """Return the facts of a record.
+
+    They include the layers in float32 of a lower precision, and the number of weights and biases if the library counts
+    them.
+    """
     return Layers(
         layers=len(listed),
         layers_by_type=by_type(listed),
@@ -256,7 +262,10 @@ def summary(listed: Sequence[Layer], requested: str) -> Layers:
 
 
 def notes(listed: Sequence[Layer], requested: str, time_by_operator: Mapping[str, float] | None = None) -> list[str]:
-    """Sentences about what keeps the engine from being faster; shares of time come from a profile, if there was one."""
+    """Return sentences on the causes that keep the engine from being faster.
+
+    Shares of time come from a profile, if there was one.
+    """
     moving = [layer for layer in listed if layer.moves]
     converters = {layer.type for layer in moving} - {layer.type for layer in listed if not layer.moves}
     kinds = [(layer.type, layer.computed_in) for layer in compute(listed)]

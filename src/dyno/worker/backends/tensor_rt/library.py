@@ -56,12 +56,15 @@ def load(product: str) -> Any:
 
 
 def title(trt: Any) -> str:
-    """Name and version, e.g. `TensorRT 8.6.0`."""
+    """Return the library's name and version, e.g. `TensorRT 8.6.0`."""
     return f"{NAMES[trt.__name__]} {trt.__version__}"
 
 
 def is_rtx(trt: Any) -> bool:
-    """TensorRT-RTX builds without a GPU and compiles kernels on the device that runs the engine."""
+    """Return whether the library is TensorRT-RTX.
+
+    It builds without a GPU and compiles kernels on the device that runs the engine.
+    """
     return bool(trt.__name__ == "tensorrt_rtx")
 
 
@@ -277,7 +280,7 @@ def watch(trt: Any, config: Any, report: Callable[[str], None], stopped: Callabl
 
 
 def parse_error(parser: Any, log: Any) -> str:
-    """Why the parser failed, in one line with the node and its operator where there is one."""
+    """Return the reason why the parser failed, in one line with the node and its operator, if known."""
     if not parser.num_errors:
         return str(log.reason())
     error, log_text = parser.get_error(0), "\n".join(log.errors)
@@ -318,13 +321,16 @@ def new_runtime(trt: Any, log: Any) -> Any:
 
 
 def device_memory(engine: Any) -> int:
-    """Bytes of scratch memory that one execution context needs."""
+    """Return the bytes of scratch memory that one execution context needs."""
     name = "device_memory_size_v2" if hasattr(engine, "device_memory_size_v2") else "device_memory_size"
     return int(getattr(engine, name))
 
 
 def output_allocator(trt: Any, device: Any) -> Any:
-    """Allocates an output whose size depends on the run; `address` and `shape` are those of the last run."""
+    """Return an allocator of outputs whose size depends on the run.
+
+    `address` and `shape` are those of the last run.
+    """
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:

@@ -38,7 +38,7 @@ def profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Profile]:
 
 
 def batch_range(text: str) -> tuple[int, int, int] | None:
-    """Min, opt and max of one profile in the batch form, None for the other forms."""
+    """Return min, opt and max of one profile in the batch form, None for the other forms."""
     if not BATCHES.fullmatch(text):
         return None
     sizes = [int(size) for size in text.split(":")]
@@ -53,7 +53,7 @@ def batch_range(text: str) -> tuple[int, int, int] | None:
 
 
 def outside(text: str, batch: int) -> str:
-    """Why no profile of the text takes the batch, or "" when one does or only the engine has them. Pure."""
+    """Return why no profile of the text takes the batch, or "" if one does or only the engine has them. Pure."""
     if text == STATIC:
         return ""
     ranges = [batch_range(part) for part in text.split("|")]

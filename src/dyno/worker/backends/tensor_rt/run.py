@@ -139,7 +139,7 @@ class TensorRTSession(DeviceSession):
         return any(isinstance(n, str) for tensor in self.inputs for n in tensor.shape)
 
     def _room_of(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
-        """Bytes of every tensor at its largest: what its profile allows, so that a change of shape needs no memory."""
+        """Return the bytes of every tensor at its largest, as its profile allows: a change of shape needs no memory."""
         context = self._contexts[0]
         for name, shape in shapes.items():
             context.set_input_shape(name, self._largest(name, shape))
@@ -203,7 +203,7 @@ class TensorRTSession(DeviceSession):
             self._raise(f"{self._trial.label} can't be run")
 
     def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
-        """Shapes as the context knows them for the shapes that are fed; see `DeviceSession.results`."""
+        """Return the shapes that the context has for the shapes of the inputs; see `DeviceSession.results`."""
         if not self._results[slot]:
             self._results[slot] = self._result_tensors(slot)
         results_ = self._results[slot]
@@ -330,7 +330,7 @@ def deserialised(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
 
 
 def tensors(trt: Any, engine: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Inputs and outputs of an engine; a free dimension is named by its axis: `batch` for the first, else `dim1`…"""
+    """Return an engine's inputs and outputs; a free dimension is named by its axis: `batch` first, else `dim1`…."""
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)

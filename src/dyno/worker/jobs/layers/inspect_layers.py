@@ -37,7 +37,7 @@ def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) ->
 
 
 def _module(trial: Trial, options: Mapping[str, Any]) -> Inside:
-    """Without weights and without arithmetic where the module allows it, which takes a tenth of the time."""
+    """Read the module, without weights and arithmetic if it allows that, which takes a tenth of the time."""
     torch = import_torch()
     torch.set_num_threads(trial.runtime.threads)
     model, dims = trial.model, trial.dims
@@ -96,7 +96,7 @@ def _read(torch: Any, built: Any, model: Any, dims: Dims) -> Inside:
 
 
 def _moved(value: Any, device: Any) -> Any:
-    """Lists and dicts with their tensors on that device."""
+    """Return lists and dicts with their tensors on that device."""
     if isinstance(value, dict):
         return {key: _moved(each, device) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

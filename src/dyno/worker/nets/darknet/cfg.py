@@ -44,11 +44,11 @@ class Section:
         return self._read(name, default, float, -1e9, 1e9)
 
     def numbers(self, name: str) -> list[int]:
-        """Whole numbers separated by commas; [] where the option isn't set."""
+        """Return an option's whole numbers, separated by commas; [] if it isn't set."""
         return self._all(name, int)
 
     def reals(self, name: str) -> list[float]:
-        """Numbers separated by commas; [] where the option isn't set."""
+        """Return an option's numbers, separated by commas; [] if it isn't set."""
         return self._all(name, float)
 
     def _read(self, name: str, default: Value | None, read: Callable[[str], Value], least: float, most: float) -> Value:

@@ -43,7 +43,7 @@ def build(model: ModelSpec, path: str, state: Mapping[str, Any] | None = None, *
 
 
 def facts(module: Any) -> Purpose:
-    """Task, classes and the stride; no task where the network has no boxes."""
+    """Return the task, the classes and the stride; no task if the network has no boxes."""
     purpose: Purpose = module.purpose
     return purpose
 

@@ -227,7 +227,7 @@ def _encoder(av: Any, container: Any, path: Path, codec: str) -> str:
 
 
 def _refusal(av: Any, name: str, suffix: str) -> str:
-    """Why there is no stream of that codec."""
+    """Return why there is no stream of that codec."""
     known = sorted(av.codec.codecs_available)
     if name in known:
         with suppress(ValueError):

@@ -25,9 +25,10 @@ STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "tcp", "srt", "mms")
 
 
 def prepare_libraries() -> None:
-    """OpenCV to one thread; `Unavailable` with what to install where it is missing.
+    """Set OpenCV to one thread; raise `Unavailable` with the package to install if it is missing.
 
-    FFmpeg is silent as PyAV has it: at any level its threads would call Python, and wait for whoever waits for them.
+    FFmpeg is silent, PyAV's default: at any level its threads would call Python, and wait for threads that wait for
+    them.
     """
     try:
         import cv2

@@ -75,7 +75,7 @@ class Picture(ABC):
         """Return the picture as it is stored, which costs nothing, with its drawings."""
 
     def planes(self) -> Planes | None:
-        """Itself as a decoder gave it to the host; None for one that was made otherwise."""
+        """Return the picture as a decoder gave it to the host; None for one that was made otherwise."""
         return None
 
     @abstractmethod
@@ -84,10 +84,10 @@ class Picture(ABC):
 
     @abstractmethod
     def copy(self) -> Picture:
-        """Another picture of the same pixels, with what has been drawn."""
+        """Return another picture of the same pixels, with its drawings."""
 
     def again(self) -> Picture:
-        """Another picture of the same pixels, for as long as nothing has been drawn on this one."""
+        """Return another picture of the same pixels; valid while nothing has been drawn on this one."""
         return self.copy()
 
 
@@ -189,7 +189,7 @@ def of_image(image: np.ndarray) -> Any:
 
 
 def tags(decoded: Any) -> tuple[int, int, int]:
-    """FFmpeg's numbers of a frame's matrix, primaries and transfer characteristics."""
+    """Return FFmpeg's numbers of a frame's matrix, primaries and transfer characteristics."""
     names = ("colorspace", "color_primaries", "color_trc")
     return tuple(int(getattr(decoded, name, UNKNOWN)) for name in names)  # type: ignore[return-value]
 
@@ -219,7 +219,10 @@ def matrix_of(number: int, height: int, width: int) -> int:
 
 @lru_cache(maxsize=8)
 def weights(matrix: int) -> Weights:
-    """Brightness and both colours, from 16 to 235 and 240, of red, green and blue (ITU-T H.273, 8.3)."""
+    """Return the weights of red, green and blue in brightness and both colours (ITU-T H.273, 8.3).
+
+    Brightness is from 16 to 235, colours from 16 to 240.
+    """
     red, blue = SHARES[matrix]
     bright = np.array([red, 1 - red - blue, blue])
     bluish = (np.array([0, 0, 1]) - bright) / (2 * (1 - blue))

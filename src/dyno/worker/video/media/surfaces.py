@@ -66,7 +66,10 @@ class Surface(Picture):
         return ITU_601 if self._tags[0] == UNKNOWN else self._tags[0]
 
     def tensors(self) -> list[Any]:
-        """Height x width, and half of that x two, uint8, on the GPU, behind what PyTorch's default stream has to do."""
+        """Return height x width, and half of that x two, uint8, on the GPU.
+
+        They are valid behind the work queued on PyTorch's default stream.
+        """
         from torch.utils.dlpack import from_dlpack
 
         # The capsule itself: PyAV has no order of streams, and refuses the one that PyTorch would ask for.
