@@ -67,7 +67,7 @@ class LayerErrors(Sparse):
 
 
 def is_labels(array: Any) -> bool:
-    """Return whether an output's values are labels (equal or not), and no quantities with a distance.
+    """Return whether an output's values are labels (equal or not) rather than quantities (near or far apart).
 
     Booleans and integers are labels, except those of one byte with several channels (N x C, or N x C x H x W in either
     order): pixels, or scores that a quantised network doesn't convert back.

@@ -285,7 +285,6 @@ def _symbolic(specs: tuple[InputSpec, ...]) -> ModuleInputs:
 
 
 def _sides(shape: Sequence[int | str]) -> tuple[int | str, int | str]:
-    """Return height and width of an image with its channels first or last."""
     _, height, width = axes(shape)
     return shape[height], shape[width]
 

@@ -210,7 +210,6 @@ class _Work:
         return Preparation(*what) if self._ends is None else on_device.DevicePreparation(*what, self._ends)
 
     def _new_preparations(self) -> list[Preparation]:
-        """Return a preparation for each thread that prepares frames."""
         return [self._new_preparation() for _ in range(self._lanes)]
 
     def _new_tracker(self) -> Tracker | None:

@@ -78,7 +78,6 @@ def _as_run(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
 
 
 def _operator(layer: Layer) -> str:
-    """Return the operator without its domain."""
     return layer.type.rpartition(".")[2]
 
 

@@ -87,7 +87,7 @@ def is_torchvision_detector(model: ModelSpec) -> bool:
 
 
 def build(model: ModelSpec, dims: Dims | None = None) -> Any:
-    """Build the model like `load`, but with random weights as the library initialises them, for training."""
+    """Build the model like `load`, but leave random weights as the library initialises them, for training."""
     if model.file:
         raise UserError(f"there is no PyTorch module in {model.file}; give the model it was exported from")
     state = None

@@ -103,7 +103,6 @@ def _rewrite(graph: Any, change: Callable[[Any], Iterator[Any]]) -> None:
 
 
 def _tensors(graph: Any, kind: int) -> list[Any]:
-    """Return the weights and constants of that type."""
     return [tensor for tensor in tensors_in(graph) if tensor.data_type == kind]
 
 

@@ -220,5 +220,4 @@ class Joints:
 
 
 def _interpolates(node: Any) -> bool:
-    """Return whether a Resize makes new values between those that it reads."""
     return any(attribute.name == "mode" and attribute.s != b"nearest" for attribute in node.attribute)

@@ -100,7 +100,7 @@ class Batcher:
         self.complaint = self.complaint or why
 
     def stop(self) -> None:
-        """Stop: no further batches."""
+        """Hand out no further batches."""
         self._stopped = True
 
     def _admit(self, now: float) -> None:

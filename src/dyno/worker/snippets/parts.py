@@ -174,7 +174,6 @@ def _preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
 
 
 def _for_each(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """Return a value for each channel; a single value serves them all."""
     return tuple(values[k % len(values)] for k in range(channels))
 
 

@@ -47,7 +47,7 @@ class Step:
         return (item,)
 
     def in_order(self, done: Sequence[Any]) -> None:
-        """Receive the results of `work` or `rest` before they are handed on, in the items' order, of all lanes."""
+        """Receive the results of `work` or `rest` before they are handed on, in the items' order even with lanes."""
 
     def rest(self) -> Iterable[Any]:
         """Return the items it still holds: called at the end, and when nothing waits while it `holds`."""

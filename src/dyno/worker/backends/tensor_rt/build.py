@@ -137,7 +137,6 @@ def _inputs(job: Build) -> tuple[Tensor, ...]:
 
 
 def _io(job: Build) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Return the engine's inputs and outputs."""
     outputs = tuple(_tensor(job, job.network.get_output(i)) for i in range(job.network.num_outputs))
     return _inputs(job), outputs
 
