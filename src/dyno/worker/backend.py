@@ -73,11 +73,14 @@ class Session(ABC):
     takes_frames: bool = False
 
     def on_device(self) -> OnDevice | None:
-        """Its inputs and outputs as tensors of PyTorch where it computes; None where PyTorch can't reach them."""
+        """Return its inputs and outputs as PyTorch tensors on its device; None where PyTorch can't reach them."""
         return None
 
     def stage(self, feeds: Arrays) -> Arrays:
-        """The feeds where `bind` reads them fastest (on a GPU: page-locked memory); asked once, before any timing."""
+        """Return the feeds in memory that `bind` reads fastest (on a GPU: page-locked).
+
+        Called once, before any timing.
+        """
         return feeds
 
     @abstractmethod
@@ -85,8 +88,10 @@ class Session(ABC):
         """Put the inputs (host arrays by name) where `run` reads them; on a GPU this is the copy to the device."""
 
     def restoring(self, feeds: Arrays) -> Callable[[], None] | None:
-        """What puts slot 0's inputs back where the run before changed them, which these feeds were bound to; None where
-        it didn't, as engines don't."""
+        """Return a function that restores slot 0's inputs to the `feeds` they were bound to.
+
+        Return None if the run before didn't change them; engines never do.
+        """
         return None
 
     @abstractmethod
@@ -106,10 +111,10 @@ class Session(ABC):
 
     @abstractmethod
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """The slot's outputs as host arrays by name; valid until the slot runs again."""
+        """Return the slot's outputs as host arrays by name; valid until the slot runs again."""
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
-        """Seconds of one inference from host to host, part by part; empty where they can't be measured apart."""
+        """Return the seconds of one inference from host to host, part by part; empty where parts can't be measured."""
         return {}
 
     @property
@@ -122,11 +127,11 @@ class Session(ABC):
         raise UserError("this engine's shapes are fixed; load it with a free batch")
 
     def device_memory(self) -> int:
-        """Bytes in use on the session's GPU, by everyone; 0 on a CPU."""
+        """Return the bytes in use on the session's GPU, by all processes; 0 on a CPU."""
         return 0
 
     def facts(self) -> EngineFacts:
-        """The engine's own facts, read after timing."""
+        """Return the engine's own facts, read after timing."""
         return EngineFacts()
 
     def profile(self, runs: int) -> LayerTimes:
@@ -165,13 +170,13 @@ class Backend(ABC):
     offered: bool = True
 
     def check_options(self, options: Mapping[str, Option]) -> None:
-        """A `UserError` for an option that isn't this backend's, or a value that it never has."""
+        """Raise a `UserError` for an option that this backend lacks, or a value that is never valid."""
         for name in options:
             check_known(f"option of {self.name}", name, self.options)
         check_values(self.name, options, self.values)
 
     def refuse(self, trial: Trial) -> str:
-        """The reason for which this backend can't run the trial, in one line, or "" if none is known."""
+        """Return the reason for which this backend can't run the trial, in one line, or "" if none is known."""
         on_cpu = trial.runtime.device == "cpu"
         if trial.precision == "tf32" and on_cpu:
             return "tf32 is a mode of NVIDIA GPUs; a CPU has none"
@@ -189,11 +194,11 @@ class Backend(ABC):
         return ""
 
     def reads(self, path: str) -> bool:
-        """Whether it can run the model file, as far as the file tells."""
+        """Return whether the backend can run the model file, as far as the file shows."""
         return self.files is None or path.endswith(self.files)
 
     def recipe(self, trial: Trial) -> Recipe | None:
-        """How the file that `load` needs is made; None when it needs no file."""
+        """Return the recipe of the file that `load` needs; None if it needs no file."""
         return None
 
     @abstractmethod
@@ -209,7 +214,7 @@ class Backend(ABC):
         """Load the model for the trial's dims, precision, threads and device. Raises `Unavailable` or `UserError`."""
 
     def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
-        """What the engine makes of the trial's model, layer by layer; `Unavailable` where it doesn't say."""
+        """Return the engine's layers for the trial's model; raise `Unavailable` if the backend doesn't report them."""
         raise Unavailable(f"{self.name} doesn't say what its layers are")
 
 
@@ -267,11 +272,11 @@ class FileFormat(ABC):
     on_device: bool = False
 
     def usual(self, path: Path) -> str:
-        """The backend that runs this file by default."""
+        """Return the backend that runs this file by default."""
         return self.backend
 
     def companions(self, path: Path) -> list[Path]:
-        """Other files that belong to the file, in a fixed order."""
+        """Return the other files that belong to the file, in a fixed order."""
         return []
 
     def copy(self, file: Path, out: Path) -> None:
@@ -281,24 +286,30 @@ class FileFormat(ABC):
             shutil.copyfile(part, out.with_suffix(part.suffix))
 
     def recipe(self, trial: Trial) -> Recipe | None:
-        """How `dyno export` makes such a file of the trial's model; None where it doesn't."""
+        """Return the recipe with which `dyno export` makes such a file of the trial's model; None if it can't."""
         return None
 
     @abstractmethod
     def read(self, path: str, trial: Trial) -> FileContents:
-        """The file's contents; a `UserError` for one that is missing or damaged. Runs in a worker."""
+        """Return the file's contents; raise a `UserError` for a missing or damaged file. Runs in a worker."""
 
 
 def artifact_of(
     path: Path, format: str, precision: str, ends: Ends, made_by: MadeBy, began: float, parent_sha256: str = ""
 ) -> Artifact:
-    """The single file at `path`, with these inputs and outputs, made since `began` (of `perf_counter`)."""
+    """Return the artifact of the single file at `path`, with these inputs and outputs, made since `began`.
+
+    `began` is a time of `perf_counter`, in seconds.
+    """
     content = path.read_bytes()
     sha256, seconds = hashlib.sha256(content).hexdigest(), time.perf_counter() - began
     return Artifact(format, str(path), sha256, len(content), precision, *ends, seconds, parent_sha256, made_by)
 
 
 def derived(parent: Artifact, path: Path, precision: str, made_by: MadeBy, began: float) -> Artifact:
-    """The single file at `path`, of the parent's format, inputs and outputs, made from it since `began`."""
+    """Return the artifact of the file at `path`, made from `parent` since `began`.
+
+    It is a single file, with the parent's format, inputs and outputs.
+    """
     ends = (parent.inputs, parent.outputs)
     return artifact_of(path, parent.format, precision, ends, made_by, began, parent.sha256)

@@ -32,7 +32,7 @@ IMPORTED = {
 
 
 def install(*libraries: str) -> str:
-    """The command that installs the libraries: by their extras, or by their own names where no extra has them."""
+    """Return the command to install the libraries: by their extras, or by name where no extra has them."""
     names = [distribution(library) for library in libraries]
     extras = sorted({EXTRAS[name] for name in names if name in EXTRAS})
     alone = [name for name in dict.fromkeys(names) if name not in EXTRAS]
@@ -40,7 +40,10 @@ def install(*libraries: str) -> str:
 
 
 def _installer() -> str:
-    """What installs into this Python: the `pip` on the PATH is none of a tool's own environment."""
+    """Return the install command for this interpreter.
+
+    The `pip` on the PATH doesn't install into a tool's environment.
+    """
     if (Path(sys.prefix) / "uv-receipt.toml").is_file():
         return f"uv pip install --python {shlex.quote(sys.prefix)}"
     if (Path(sys.prefix) / "pipx_metadata.json").is_file():
@@ -49,13 +52,13 @@ def _installer() -> str:
 
 
 def distribution(library: str) -> str:
-    """The distribution that a library comes in, by its name there or where it is imported."""
+    """Return the distribution that contains a library, given its distribution name or its import name."""
     name = IMPORTED.get(library.partition(".")[0], library.partition(".")[0])
     return name if name in EXTRAS or name.replace("_", "-") not in EXTRAS else name.replace("_", "-")
 
 
 def lacking(names: Iterable[str], also: Iterable[str] = ()) -> str:
-    """One line for a command that can't go on without some libraries, and of more use with others."""
+    """Return one line on missing libraries, with the command to install them and the useful ones in `also`."""
     named = [distribution(name) for name in names]
     listed = ", ".join(named[:-1]) + " and " * (len(named) > 1) + named[-1]
     return f"this needs {listed}, not installed here; {install(*named, *also)}"

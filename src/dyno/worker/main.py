@@ -52,7 +52,7 @@ LEAST_FILE_B = 1 << 20
 
 
 def stress_trial(job: Job, journal: Journal) -> None:
-    """The stress test of a dynamic engine; every phase is on disk before the next begins."""
+    """Run the stress test of a dynamic engine; every phase is on disk before the next begins."""
     from dyno.worker.jobs.stress import TOLERANCE, stress
 
     assert job.trial is not None
@@ -92,7 +92,7 @@ def make_file(job: Job, journal: Journal) -> None:
 
 
 def probe(job: Job, journal: Journal) -> None:
-    """One real operation of the backend: its version and devices."""
+    """Run one real operation of the backend, and record its version and devices."""
     backend = find(job.backend)
     journal.stage("probe")
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
@@ -114,14 +114,14 @@ def inspect_job(job: Job, journal: Journal) -> None:
 
 
 def count_kernels(job: Job, journal: Journal) -> None:
-    """One inference of the trial's engine for a profiler of kernels."""
+    """Run one inference of the trial's engine for a kernel profiler."""
     from dyno.worker.jobs.layers.counters import count
 
     count(job, journal)
 
 
 def read_layers(job: Job, journal: Journal) -> None:
-    """The layers of one form of a model."""
+    """Read the layers of one form of a model."""
     from dyno.worker.jobs.layers.inspect_layers import read
 
     assert job.trial is not None
@@ -130,14 +130,14 @@ def read_layers(job: Job, journal: Journal) -> None:
 
 
 def of_layers(job: Job, journal: Journal) -> None:
-    """How long each layer of a trial's engine takes, or an ONNX file with notes at its nodes."""
+    """Time each layer of a trial's engine, or write an ONNX file with notes at its nodes."""
     from dyno.worker.jobs.layers import annotate, layer_times
 
     {"profile": layer_times.profile, "annotate": annotate.annotate}[job.kind](job, journal)
 
 
 def compare_layers(job: Job, journal: Journal) -> None:
-    """What every layer of a reference computes, or how far an engine's are from that."""
+    """Compute the output of every layer of a reference, or the errors of an engine's layers against it."""
     from dyno.worker.jobs.layers.layer_errors import perform
 
     perform(job, journal)
@@ -156,8 +156,10 @@ def train_model(job: Job, journal: Journal) -> None:
 
 
 def find_peak(job: Job, journal: Journal) -> None:
-    """The largest matrix products per second in each type, or those of the option `types`, and with the option `copy`
-    the rate of a copy; each is on disk before the next begins."""
+    """Measure the peak rate of matrix products in each type, or in the types of the option `types`.
+
+    With the option `copy`, measure the rate of a copy too. Each result is on disk before the next measurement begins.
+    """
     from dyno.worker.jobs import peak
 
     journal.stage("peak")
@@ -181,21 +183,21 @@ def take_home(job: Job, journal: Journal) -> None:
 
 
 def through_video(job: Job, journal: Journal) -> None:
-    """A video through the trial's engine, as a pipeline."""
+    """Run a video through the trial's engine, as a pipeline."""
     from dyno.worker.jobs.video import video
 
     video(job, journal)
 
 
 def answer_requests(job: Job, journal: Journal) -> None:
-    """Requests to the trial's engine at given times."""
+    """Send requests to the trial's engine at given times."""
     from dyno.worker.jobs.serve import serve_requests
 
     serve_requests(job, journal)
 
 
 def start_cold(job: Job, journal: Journal) -> None:
-    """The trial's engine from the start of this process to its first answer."""
+    """Measure the cold start of the trial's engine: from the start of this process to the first answer."""
     from dyno.worker.jobs.cold_start import cold_start
 
     cold_start(job, journal)

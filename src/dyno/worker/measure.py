@@ -55,9 +55,10 @@ class Sampling:
 
 
 def step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None = None) -> Callable[[], None]:
-    """One inference as the boundary counts it: `model` (inputs bound before) or `all` (host memory to host memory).
+    """Return a function that runs one inference within the boundary.
 
-    `watch` times the model's work on the GPU as well; it is read by `latency`.
+    The boundary is `model` (inputs bound before) or `all` (host memory to host memory). `watch` times the model's work
+    on the GPU as well; it is read by `latency`.
     """
     run, wait = session.run, session.wait
     if boundary == "model":
@@ -90,7 +91,10 @@ def step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None 
 
 
 def watch(session: Session, boundary: str, warn: Callable[[str], None]) -> Stopwatch | None:
-    """A clock of the GPU for what runs on its stream; without one the host's clock is used, with a warning."""
+    """Return a GPU clock for the work on the session's stream, or None.
+
+    None leaves the timing to the host's clock; if the GPU's clock is unavailable, there is a warning.
+    """
     if session.stream is None or boundary != "model":
         return None
     try:
@@ -101,8 +105,10 @@ def watch(session: Session, boundary: str, warn: Callable[[str], None]) -> Stopw
 
 
 def restoring(session: Session, feeds: Feeds, warn: Callable[[str], None]) -> Restore:
-    """What puts the inputs of `step`'s `model` back before each run, with a warning, where its first one changed them;
-    None where it didn't."""
+    """Return a function that restores the inputs of `step`'s `model` before each run, with a warning.
+
+    Return None if its first run didn't change them.
+    """
     restore = session.restoring(feeds[0])
     if restore:
         warn("the model writes into its own inputs: at latency/model they are put back before each run, untimed")
@@ -141,12 +147,12 @@ def latency(
     blocks: Iterable[int] | None = None,
     restore: Restore = None,
 ) -> Sampling:
-    """Seconds per inference, one sample each, by the host's clock and by the GPU's where `once` is watched.
+    """Measure the seconds per inference, one sample each, by the host's clock and by the GPU's if `once` is watched.
 
     Sampling ends when the median's 95 % interval is within `plan.interval` of it on both sides (and a quarter of the
     time is used, so that a burst can't end it), when `plan.seconds` are over, or at `plan.max_samples`. With `blocks`
-    it is a block of `plan.block_s` seconds for each number that comes: of a run at least, and of LEAST_SAMPLES where so
-    many have room in it. `restore` is called before each run, untimed.
+    it is a block of `plan.block_s` seconds for each number that comes: of one run at least, and of LEAST_SAMPLES if
+    they have room in it. `restore` is called before each run, untimed.
     """
     if blocks is not None:
         return _latency_in_blocks(once, plan, blocks, watch, restore)
@@ -189,7 +195,7 @@ def _latency_in_blocks(
         return "blocks" if count >= most or (end >= deadline and (count >= LEAST_SAMPLES or not stalled())) else ""
 
     def stalled() -> bool:
-        """Whether the block is over after fewer runs than have room in it: its median would be that of a halt."""
+        """Return whether the block ended with fewer runs than fit into it: its median would be that of a pause."""
         return LEAST_SAMPLES * min(fastest, *times) < plan.block_s * 1e9
 
     with _no_garbage_collection():
@@ -239,13 +245,13 @@ def _seconds(times: list[int]) -> np.ndarray:
 
 
 def _block_fields(numbers: list[int], windows: list[tuple[float, float]]) -> dict[str, Any]:
-    """The fields of `Sampling` on blocks: the block of each sample, and the blocks' time windows."""
+    """Return the fields of `Sampling` on blocks: the block of each sample, and the blocks' time windows."""
     window = (windows[0][0], windows[-1][1]) if windows else (0.0, 0.0)
     return {"block": np.asarray(numbers, np.int32), "windows": tuple(windows), "window": window}
 
 
 def parts(session: Session, feeds: Feeds, plan: Plan) -> dict[str, np.ndarray]:
-    """Raw seconds of each part of one inference from host to host, where the session measures parts."""
+    """Return the raw seconds of each part of one inference from host to host, if the session measures parts."""
     samples: dict[str, list[float]] = {}
     deadline, turn = now() + int(plan.seconds * PARTS_SHARE * 1e9), 0
     while turn < LEAST_SAMPLES or (turn < plan.max_samples and now() < deadline):
@@ -258,8 +264,11 @@ def parts(session: Session, feeds: Feeds, plan: Plan) -> dict[str, np.ndarray]:
 
 
 def half_width(times: Sequence[float]) -> float:
-    """Relative half-width of the median's 95 % interval, from its order statistics (distribution-free; David and
-    Nagaraja, Order Statistics, 2003, section 7.1, normal approximation to the binomial)."""
+    """Return the relative half-width of the median's 95 % interval, from its order statistics.
+
+    It is distribution-free (David and Nagaraja, Order Statistics, 2003, section 7.1, normal approximation to the
+    binomial).
+    """
     ordered = np.sort(np.asarray(times, np.float64))
     reach = 0.98 * math.sqrt(len(ordered))
     low = ordered[max(0, math.floor(len(ordered) / 2 - reach))]
@@ -269,7 +278,7 @@ def half_width(times: Sequence[float]) -> float:
 
 
 def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: Iterable[int] | None = None) -> Sampling:
-    """Images per second from host memory to host memory with every slot of the session in flight.
+    """Measure images per second from host memory to host memory with every slot of the session in flight.
 
     `value` is all images over all time, filling and draining included; the samples are rates over windows of 0.1 s or
     more, to show whether it held. With `blocks` there is a sample for each, of the time in which every slot was full.
@@ -284,8 +293,10 @@ def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: I
 def throughput_in_lanes(
     answer: Callable[[Arrays], object], lanes: int, feeds: Feeds, batch: int, plan: Plan
 ) -> Sampling:
-    """The same where so many threads answer one batch after the other, each with `answer`, which returns when its batch
-    is done."""
+    """Measure throughput with `lanes` worker threads, each of which answers one batch after another.
+
+    `answer` returns when its batch is done. See `throughput` for the value and the samples.
+    """
     most, turns = -(-plan.max_samples // lanes), itertools.cycle(feeds)
 
     def lane() -> list[int]:
@@ -304,7 +315,7 @@ def throughput_in_lanes(
 
 
 def _over_all(begin: int, done: Sequence[int], batch: int, most: int) -> Sampling:
-    """Batches that were done at those times, in ns."""
+    """Return the throughput of batches done at these times, in ns."""
     rate = batch * len(done) / ((done[-1] - begin) / 1e9)
     stopped = "samples" if len(done) >= most else "seconds"
     return Sampling(_rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
@@ -328,7 +339,7 @@ def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan
 
 
 def _pipelined(session: Session, feeds: Feeds, seconds: float, least: int, most: int) -> tuple[int, list[int]]:
-    """When the first batch was sent with every slot free, and when each was done."""
+    """Return the time of the first batch's start, with every slot free, and of each batch's end, in ns."""
     done: list[int] = []
     slots, turn = session.slots, 0
     begin = now()

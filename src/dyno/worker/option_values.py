@@ -21,7 +21,7 @@ Check = Callable[[Option], str]  # "" for a valid value, else a description of v
 
 
 def one_of(*names: str) -> Check:
-    """One of these words."""
+    """Return a check for one of these words."""
 
     def check(value: Option) -> str:
         if value in names:
@@ -33,12 +33,12 @@ def one_of(*names: str) -> Check:
 
 
 def flag(value: Option) -> str:
-    """True or false."""
+    """Check for true or false."""
     return "" if isinstance(value, bool) else "true or false"
 
 
 def whole(least: int, most: int | None = None) -> Check:
-    """A whole number in that range."""
+    """Return a check for a whole number in that range."""
 
     def check(value: Option) -> str:
         is_whole = isinstance(value, int) and not isinstance(value, bool)
@@ -50,7 +50,7 @@ def whole(least: int, most: int | None = None) -> Check:
 
 
 def number(least: float, most: float) -> Check:
-    """Any number in that range."""
+    """Return a check for any number in that range."""
 
     def check(value: Option) -> str:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
@@ -60,7 +60,7 @@ def number(least: float, most: float) -> Check:
 
 
 def check_values(backend: str, options: Mapping[str, Option], checks: Mapping[str, Check]) -> None:
-    """A `UserError` with the option, its value and what it must be."""
+    """Raise a `UserError` for an invalid value, with the option, the value and the requirement."""
     for name, value in options.items():
         if name in checks and (expected := checks[name](value)):
             shown = str(value).lower() if isinstance(value, bool) else value
@@ -78,12 +78,15 @@ def settle(options: Any) -> None:
 
 
 def several(value: Any) -> tuple[Any, ...]:
-    """The values as a tuple, one value alone as a tuple of it."""
+    """Return the values as a tuple; a single value becomes a tuple of one."""
     return tuple(value) if isinstance(value, Iterable) and not isinstance(value, (str, Mapping)) else (value,)
 
 
 def native(value: Any) -> Any:
-    """The value as a study file can hold it: paths as text, numbers of NumPy (whose `repr` isn't TOML) as Python's."""
+    """Return the value in a form that a study file can store.
+
+    Paths become text, and NumPy's numbers (whose `repr` isn't TOML) Python's.
+    """
     if isinstance(value, dict):
         return {key: native(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -94,7 +97,7 @@ def native(value: Any) -> Any:
 
 
 def check_types(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
-    """A `UserError` for a value that is of another type than the annotation of its name."""
+    """Raise a `UserError` for a value of another type than the annotation of its name, or an integer beyond `MOST`."""
     for name, value in given.items():
         if name in kinds and not _fits(value, kinds[name]):
             raise UserError(f"{name} is {_shown(value)}; it must be {_kind(kinds[name])}")
@@ -122,7 +125,7 @@ def _whole_numbers(value: Any) -> Iterator[int]:
 
 
 def at_least(least: int, kind: type = int, **given: Any) -> list[Any]:
-    """The numbers as Python's own; a `UserError` for one of another type or below the least."""
+    """Return the numbers as Python's own; raise a `UserError` for one of another type or below the least."""
     numbers = native(given)
     check_types(numbers, dict.fromkeys(numbers, kind))
     for name, value in numbers.items():
@@ -132,7 +135,7 @@ def at_least(least: int, kind: type = int, **given: Any) -> list[Any]:
 
 
 def _fits(value: Any, kind: Any) -> bool:
-    """Whether a value, perhaps from a TOML file, is of the annotated type."""
+    """Return whether a value, perhaps from a TOML file, is of the annotated type."""
     args = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
         return all(_fits(item, args[0]) for item in value)
@@ -146,7 +149,7 @@ def _fits(value: Any, kind: Any) -> bool:
 
 
 def _shown(value: Any) -> str:
-    """A value in a few words: a module's own text is pages long."""
+    """Return a value in a few words: a module's own text is pages long."""
     if isinstance(value, tuple):
         return ", ".join(map(_shown, value))
     text = repr(value)
@@ -154,7 +157,7 @@ def _shown(value: Any) -> str:
 
 
 def _kind(kind: Any) -> str:
-    """An annotation in words."""
+    """Return an annotation in words."""
     args = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
         return f"one or several of: {_kind(args[0])}"

@@ -15,7 +15,7 @@ Declared = TypeVar("Declared")
 
 
 def declared(packages: ModuleType | tuple[ModuleType, ...], kind: type[Declared], group: str) -> dict[str, Declared]:
-    """Name -> object: instances of `kind` at the top of the packages' modules, then those of the entry points' group.
+    """Return objects by name: instances of `kind` at the top of the packages' modules, then the group's entry points.
 
     What a package declares wins over an entry point of the same name. An entry point that can't be loaded, or that
     gives another kind of object, is left out here and named by `broken`.
@@ -30,7 +30,7 @@ def declared(packages: ModuleType | tuple[ModuleType, ...], kind: type[Declared]
 
 
 def broken(group: str, kind: type) -> dict[str, str]:
-    """Entry point -> why it gives no object of `kind`, one line each."""
+    """Return the entry points that give no object of `kind`, each with the reason in one line."""
     return {
         name: value if isinstance(value, str) else f"is {type(value).__name__}, not {kind.__name__}"
         for name, value in _loaded(group).items()
@@ -40,13 +40,16 @@ def broken(group: str, kind: type) -> dict[str, str]:
 
 @cache
 def _loaded(group: str) -> dict[str, object]:
-    """What each entry point of the group gives; the reason as text for one that can't be loaded."""
+    """Load each entry point of the group; the reason, as text, stands for one that can't be loaded."""
     return {point.name: _object(point) for point in _points().select(group=group)}
 
 
 @cache
 def _points() -> Any:
-    """`EntryPoints` of every group (in Python 3.10 `SelectableGroups`): to find one's, all distributions are read."""
+    """Return `EntryPoints` of every group (in Python 3.10 `SelectableGroups`).
+
+    Finding a single group reads all distributions.
+    """
     from importlib import metadata  # slow to import, and `dyno --help` asks for nothing
 
     return metadata.entry_points()

@@ -71,15 +71,18 @@ class Record:
         return self.status == "crashed" and self.reason in KILLED
 
     def value(self, tag: str, boundary: str = "") -> float | None:
-        """The single value measured under this tag and boundary, or None."""
+        """Return the single value measured under this tag and boundary, or None."""
         values = (m.value for m in self.measurements if m.tag == tag and m.boundary == boundary)
         return next(values, None)
 
 
 @contextmanager
 def replacing(path: Path) -> Iterator[BinaryIO]:
-    """A file to write to, flushed to disk and renamed into place at the end: a reader sees the whole new one or none
-    of it, and an error leaves what was there. A link of that name is replaced, and what it points to stays."""
+    """Open a file for writing; at the end of the block flush it to disk and rename it into place.
+
+    A reader sees the whole new file or nothing of it; an error keeps the previous file. A link of that name is
+    replaced, and its target stays.
+    """
     beside = path.with_name(path.name + ".part")
     beside.unlink(missing_ok=True)  # of a killed process, or a link that somebody laid there
     try:
@@ -128,7 +131,7 @@ def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterat
 
 
 def _is_at(opened: IO[str], path: Path) -> bool:
-    """Whether the open file is still the one at that path."""
+    """Return whether the open file is still the one at that path."""
     try:
         return os.path.samestat(os.fstat(opened.fileno()), path.stat())
     except FileNotFoundError:
@@ -152,7 +155,10 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def parse_json(text: str | bytes) -> dict[str, Any]:
-    """The JSON object; a ValueError says why it is none, however deep its brackets are."""
+    """Return the JSON object in the text; raise a ValueError with the reason if it holds none.
+
+    That includes brackets that are nested too deeply.
+    """
     try:
         parsed = json.loads(text)
     except RecursionError:
@@ -163,27 +169,29 @@ def parse_json(text: str | bytes) -> dict[str, Any]:
 
 
 def read_json(path: Path) -> dict[str, Any]:
-    """The JSON object in a file; OSError where it can't be read, ValueError where it holds none."""
+    """Return the JSON object in a file; raise OSError if it can't be read, ValueError if it holds no object."""
     return parse_json(read_bytes(path))
 
 
 def read_bytes(path: Path) -> bytes:
-    """The file's content; a ValueError for a pipe or a device, which would be waited for."""
+    """Return the file's content; raise a ValueError for a pipe or a device, which would block."""
     if not stat.S_ISREG(path.stat().st_mode):
         raise ValueError("it is not a regular file")
     return path.read_bytes()
 
 
 def regular(path: Path, what: str) -> Path:
-    """The path; a `UserError` where it is a pipe, a socket or a device, which would be waited for."""
+    """Return the path; raise a `UserError` if it is a pipe, a socket or a device, which would block."""
     if path.exists() and not (path.is_file() or path.is_dir()):
         raise UserError(f"{what} {path} is not a regular file; give a file")
     return path
 
 
 def refuse_links(folder: Path, names: Iterable[str]) -> None:
-    """A `UserError` where one of the folders of these names, or one below them, is a symbolic link: what is written
-    there would land somewhere else."""
+    """Raise a `UserError` if one of these folders, or one below them, is a symbolic link.
+
+    Files would be written through it to another place.
+    """
     for folder_path in (folder / name for name in names):
         below = (Path(above, path) for above, folders, _ in os.walk(folder_path) for path in folders)
         for path in (folder_path, *below):
@@ -214,7 +222,7 @@ def write_record(folder: Path, record: Record) -> None:
 
 
 def _fault(name: str, item: Any) -> str:
-    """Why a record with that value of a field couldn't be read back; "" where it can."""
+    """Return why a record with that value of a field couldn't be read back; "" if it can."""
     try:
         from_json(Record, json.loads(json.dumps({"status": "ok", name: item})))
     except UserError as e:
@@ -225,7 +233,7 @@ def _fault(name: str, item: Any) -> str:
 
 
 def check_schema(path: Path, data: Mapping[str, Any]) -> None:
-    """A `UserError` for a file of an older or a newer Dyno."""
+    """Raise a `UserError` for a file written by an older or a newer Dyno."""
     schema = data.get("schema", SCHEMA)
     if schema == SCHEMA:
         return
@@ -245,8 +253,10 @@ class Damaged(UserError):
 
 
 def read_record(folder: Path) -> Record | None:
-    """The record in the folder, or None when the job left none; `Damaged` where it can't be read, another `UserError`
-    where it is another Dyno's."""
+    """Return the record in the folder, or None if the job left none.
+
+    Raises `Damaged` if it can't be read, another `UserError` if another Dyno wrote it.
+    """
     path = folder / "record.json"
     try:
         data = read_json(path)
@@ -265,7 +275,10 @@ def read_record(folder: Path) -> Record | None:
 
 
 def one_line(e: BaseException) -> str:
-    """An exception's first line, and those that it announces: some libraries begin with where in their code it was."""
+    """Return an exception's first line, joined with the next as long as it ends with a colon.
+
+    Some libraries begin with the place in their code.
+    """
     lines: list[str] = []
     for line in (line.strip() for line in str(e).splitlines() if line.strip()):
         lines.append(line)

@@ -17,7 +17,10 @@ GROUPS: dict[str, type] = {"dyno.backends": Backend, "dyno.makers": Maker, "dyno
 
 
 def find(name: str) -> Backend:
-    """The backend of that name, or the one at `module:NAME`; an unknown name is a `UserError` with the nearest."""
+    """Return the backend of that name, or the one at `module:NAME`.
+
+    Raises a `UserError` with the nearest name for an unknown one.
+    """
     if ":" in name:
         return _outside(name, Backend, "backend")  # type: ignore[type-abstract]
     if name not in _backends():
@@ -26,12 +29,12 @@ def find(name: str) -> Backend:
 
 
 def names() -> list[str]:
-    """Names of the backends that are offered, in alphabetical order."""
+    """Return the names of the backends that are offered, in alphabetical order."""
     return sorted(name for name, backend in _backends().items() if backend.offered)
 
 
 def maker(name: str) -> Maker:
-    """The maker of that name, or the one at `module:NAME`."""
+    """Return the maker of that name, or the one at `module:NAME`."""
     if ":" in name:
         return _outside(name, Maker, "maker")  # type: ignore[type-abstract]
     check_known("maker", name, _makers())
@@ -40,17 +43,17 @@ def maker(name: str) -> Maker:
 
 @cache
 def formats() -> dict[str, FileFormat]:
-    """Every file format by its name."""
+    """Return all file formats by name."""
     return plugins.declared(ROOMS, FileFormat, "dyno.formats")  # type: ignore[type-abstract]
 
 
 def format_of(path: str | PurePath) -> FileFormat | None:
-    """The format of the model file, by its suffix; None for anything else."""
+    """Return the format of the model file, by its suffix; None for anything else."""
     return next((kind for kind in formats().values() if str(path).endswith(kind.suffixes)), None)
 
 
 def suffixes() -> tuple[str, ...]:
-    """The suffixes of model files."""
+    """Return the suffixes of model files."""
     return tuple(suffix for kind in formats().values() for suffix in kind.suffixes)
 
 
@@ -65,7 +68,7 @@ def _makers() -> dict[str, Maker]:
 
 
 def _outside(name: str, kind: type[Kind], noun: str) -> Kind:
-    """The object, or an instance of the class, at `module:NAME`."""
+    """Return the object at `module:NAME`, or an instance if it is a class."""
     module, _, attribute = name.partition(":")
     try:
         loaded = getattr(importlib.import_module(module), attribute)

@@ -74,7 +74,7 @@ class Unavailable(Exception):
 
 
 def check_known(what: str, name: str, known: Iterable[str]) -> None:
-    """A `UserError` with the nearest spelling when the name is not known."""
+    """Raise a `UserError` with the nearest spelling if the name is not known."""
     known = tuple(known)
     if name not in known:
         similar = difflib.get_close_matches(str(name), known, 1)
@@ -83,7 +83,7 @@ def check_known(what: str, name: str, known: Iterable[str]) -> None:
 
 
 def plain(text: object) -> str:
-    """Text for one line of a terminal: control characters (escape sequences, line ends) become spaces."""
+    """Return the text for one line of a terminal: control characters (escape sequences, line ends) become spaces."""
     return "".join(c if c.isprintable() else " " for c in str(text)).strip()
 
 
@@ -104,19 +104,19 @@ def shorten(text: object, most: int = 300) -> str:
 
 
 def numbered(count: int, noun: str, many: str = "") -> str:
-    """`1 image`, `2 images`; `many` where the plural takes more than an s."""
+    """Return `1 image`, `2 images`; `many` is for a plural that takes more than an s."""
     return f"{count} {noun if count == 1 else many or f'{noun}s'}"
 
 
 def absolute(path: Path) -> Path:
-    """The path from the root on, its links as they are: what they point to may have another name and no suffix."""
+    """Return the absolute path with its links kept: a link's target may have another name and no suffix."""
     plain = Path(os.path.abspath(path))  # noqa: PTH100 - Path has nothing that leaves links alone
     # Behind a link to a folder `..` is another folder than the text says.
     return path.resolve() if path.exists() and not (plain.exists() and plain.samefile(path)) else plain
 
 
 def check_utf8(name: str) -> None:
-    """A `UserError` for a name with bytes of no text, which tables, TOML and terminals have no place for."""
+    """Raise a `UserError` for a name that is not UTF-8: tables, TOML and terminals can't show it."""
     shown = name.encode("utf-8", "backslashreplace").decode()
     if shown != name:
         raise UserError(f"the name {shown} is not UTF-8; rename it, or give a link with another name")
@@ -354,7 +354,7 @@ class Trial:
         return f"{side}{self.model.name} {self.variant} {self.precision} b{self.dims.batch} {self.dims.shown}".rstrip()
 
     def build(self, number: int) -> int:
-        """The build of its engine, counted from 1, that the round of that number runs; 0 where all run the same one."""
+        """Return the build of its engine, counted from 1, for round `number`; 0 if all rounds run the same one."""
         return 1 + number % self.plan.builds if self.plan.builds > 1 else 0
 
 
@@ -398,7 +398,7 @@ LATER = {
 
 
 def digest(value: Any) -> str:
-    """sha256 over the value's canonical JSON, less the fields that don't change what is measured."""
+    """Return the sha256 over the value's canonical JSON, less the fields that don't change the measurements."""
     return hashlib.sha256(json.dumps(_identity(value), sort_keys=True).encode()).hexdigest()
 
 
@@ -417,7 +417,7 @@ def _identity(value: Any) -> Any:
 
 
 def _placeless(source: str, hashed: bool) -> str:
-    """The source without the path of a file, which its sha256 identifies."""
+    """Return the source without the path of a file: its sha256 identifies the file."""
     place, _, function = source.rpartition(":")
     if source.startswith(("file:", "saved:")) or (hashed and source.partition(":")[0] in NETWORK_FILES):
         return source.partition(":")[0]
@@ -425,7 +425,7 @@ def _placeless(source: str, hashed: bool) -> str:
 
 
 def to_json(value: Any) -> Any:
-    """The dataclass as plain dicts, lists, strings and numbers; of a `Sparse` one its set fields."""
+    """Return the dataclass as plain dicts, lists, strings and numbers; for a `Sparse` one, only the set fields."""
     if isinstance(value, Sparse):
         set_fields = value.set_fields()
         return {name: to_json(item) for name, item in {**set_fields.pop("other", {}), **set_fields}.items()}
@@ -439,7 +439,7 @@ def to_json(value: Any) -> Any:
 
 
 def check_readable(value: Any) -> Any:
-    """The dataclass as `to_json` has it; a `UserError` names what `from_json` would refuse, or JSON doesn't have."""
+    """Return the dataclass as `to_json` does; raise a `UserError` for a value that `from_json` or JSON rejects."""
     data = to_json(value)
     try:
         from_json(type(value), json.loads(json.dumps(data)))

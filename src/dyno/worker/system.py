@@ -41,7 +41,7 @@ USER_VARIABLES = ("LOGNAME", "USER", "LNAME", "USERNAME")  # any of them names t
 
 
 def cache_dir() -> Path:
-    """Where all caches lie: DYNO_CACHE, or `dyno` in the user's cache folder, or a temporary one without such."""
+    """Return the folder of all caches: DYNO_CACHE, or `dyno` in the user's cache folder, or else a temporary one."""
     if own := os.environ.get("DYNO_CACHE"):
         return Path(own)
     base = Path(os.environ.get("XDG_CACHE_HOME", ""))  # its specification has a relative one ignored
@@ -78,9 +78,9 @@ def missing_variables(environment: Mapping[str, str]) -> dict[str, str]:
 
 
 def compiled() -> tuple[int, int]:
-    """How many modules of libraries in Python this process has imported, and of how many no byte-code is stored.
+    """Return the number of imported library modules in Python, and the number of those without stored byte-code.
 
-    Those are compiled anew by each process, which takes two to three times as long as an import with byte-code.
+    The latter are compiled anew by each process, which takes two to three times as long as an import with byte-code.
     """
     modules = [module for name, module in [*sys.modules.items()] if name.partition(".")[0] != "dyno"]
     specs = [spec for module in modules if (spec := getattr(module, "__dict__", {}).get("__spec__"))]
@@ -112,38 +112,38 @@ def _spec(name: str) -> ModuleSpec | None:
 
 
 def _can_be_written(path: Path) -> bool:
-    """Whether the file may be made, with the folders that aren't there."""
+    """Return whether the file can be created, together with its missing parent folders."""
     above = next(above for above in path.parents if above.exists())
     return above.is_dir() and os.access(above, os.W_OK)
 
 
 def _installed() -> str:
-    """What names this interpreter with the versions of all that is installed in it."""
+    """Return a hash of this interpreter's version and of all packages installed in it."""
     folders = [Path(entry) for entry in sys.path if entry.endswith("-packages") and Path(entry).is_dir()]
     found = sorted(str(path) for folder in folders for path in folder.glob("*-info"))
     return hashlib.sha256("\n".join([sys.version, *found]).encode()).hexdigest()[:16]
 
 
 def cores() -> list[int]:
-    """Logical processors this process may use, one of each physical core first."""
+    """Return the logical processors this process may use, one of each physical core first."""
     allowed = sorted(os.sched_getaffinity(0))
     first = [cpu for cpu in allowed if cpu == min(_siblings(cpu, allowed))]
     return first + [cpu for cpu in allowed if cpu not in first]
 
 
 def physical_cores() -> int:
-    """How many physical cores this process may use."""
+    """Return the number of physical cores this process may use."""
     return len(core_threads())
 
 
 def core_threads() -> list[tuple[int, ...]]:
-    """The physical cores this process may use, each as its logical processors."""
+    """Return the physical cores this process may use, each as its logical processors."""
     allowed = sorted(os.sched_getaffinity(0))
     return sorted({tuple(_siblings(cpu, allowed)) for cpu in allowed})
 
 
 def last_cache() -> int:
-    """Bytes of the largest cache that a processor has, as Linux lists them; 0 where it doesn't."""
+    """Return the bytes of a processor's largest cache, as listed by Linux; 0 if it lists none."""
     found = [0]
     for file in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         try:
@@ -229,7 +229,7 @@ def end(code: int) -> NoReturn:
 
 
 def contention_threshold(device: str) -> float:
-    """Processors that other programs may keep busy before a timing carries a warning.
+    """Return the number of processors that other programs may keep busy before a timing carries a warning.
 
     For a GPU that is half of them: its host has little to do, and work on idle processors doesn't slow it down.
     """
@@ -250,7 +250,10 @@ class CpuContention:
         self._since, self._all, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
 
     def during(self, blocks: Iterable[int]) -> Iterator[int]:
-        """The same blocks; what is busy between two of them, when others have their turn, doesn't count."""
+        """Yield the same blocks, and count contention only within them.
+
+        Between two blocks other processes have their turn.
+        """
         others = span = 0.0
         for block in blocks:
             self._begin()
@@ -260,7 +263,7 @@ class CpuContention:
             self._kept = others, span
 
     def busy(self) -> float:
-        """Processors, on average; 0 where the system has no such figures."""
+        """Return the processors kept busy by others, on average; 0 if the system has no such figures."""
         others, span = self._kept or self._seconds()
         # The system counts in ticks: in a short time others may seem to have been busy for less than 0 s, or for more
         # than all processors have.
@@ -290,20 +293,20 @@ def _own_seconds() -> float:
 
 
 def _launcher_seconds() -> float:
-    """Processor seconds of the parent so far; 0 where unknown."""
+    """Return the processor seconds of the parent so far; 0 where unknown."""
     # The name, in brackets, may hold spaces; what follows it doesn't.
     fields = _first_line(f"/proc/{os.getppid()}/stat").rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK") if len(fields) > 12 else 0.0
 
 
 def memory() -> int:
-    """Resident set size of this process now, in bytes; 0 where unknown."""
+    """Return the resident set size of this process now, in bytes; 0 where unknown."""
     pages = _first_line("/proc/self/statm").split()
     return int(pages[1]) * os.sysconf("SC_PAGE_SIZE") if pages else 0
 
 
 def peak_memory() -> int:
-    """Highest resident set size of this process so far, in bytes."""
+    """Return the highest resident set size of this process so far, in bytes."""
     # The kernel's own mark starts anew at exec; getrusage's starts at the parent's size on Linux.
     mark = _proc("/proc/self/status").get("VmHWM", "")
     if mark:
@@ -312,7 +315,7 @@ def peak_memory() -> int:
 
 
 def versions(distributions: Iterable[str]) -> dict[str, str]:
-    """Installed version of each distribution (`a|b`: of either); absent ones are left out."""
+    """Return the installed version of each distribution (`a|b`: of either); absent ones are left out."""
     installed = {}
     for name in (one for either in distributions for one in either.split("|")):
         try:
@@ -323,7 +326,7 @@ def versions(distributions: Iterable[str]) -> dict[str, str]:
 
 
 def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
-    """Processor, memory, operating system, interpreter and the versions of the distributions."""
+    """Describe processor, memory, operating system, interpreter and the versions of the distributions."""
     info, flags = _proc("/proc/cpuinfo"), cpu_flags()
     return {
         "cpu": info.get("model name", platform.processor() or platform.machine()),
@@ -340,7 +343,7 @@ def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
 
 
 def cpu_flags() -> set[str]:
-    """The processor's feature flags; empty where unknown."""
+    """Return the processor's feature flags; empty where unknown."""
     info = _proc("/proc/cpuinfo")
     return set(info.get("flags", info.get("Features", "")).split())
 

@@ -50,12 +50,12 @@ class Endpoint(Backend):
     offered = False
 
     def probe(self) -> Probe:
-        """There is nothing to run without a server."""
+        """Return a probe without a version: without a server there is nothing to run."""
         _library("http")
         return Probe(version="", devices=("cpu",), detail="a server's")
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
-        """A connection of its own; a `UserError` where there is no server, or no such model."""
+        """Return a session with its own connection; raise a `UserError` if there is no server or no such model."""
         url = str(trial.options.get("url", ""))
         if expected := address(url):
             raise UserError(f"the endpoint is {url!r}; write {expected}")
@@ -96,7 +96,10 @@ class ServerSession(Session):
         self.inputs = tuple(replace(tensor, name=self._names[tensor.name]) for tensor in inputs)
 
     def _named(self, names: list[str], model: ModelSpec) -> dict[str, str]:
-        """What the server's inputs are called here: as the model's, in their order where none has the other's name."""
+        """Return the model's name of each of the server's inputs: the same one, or else the input at the same place.
+
+        Raises a `UserError` for another number of inputs.
+        """
         module = not (model.file or model.source.startswith(PREFIX))
         here = [spec.name for spec in model.inputs if spec.dtype] or (["input"] if module else names)
         if len(here) != len(names):
@@ -105,7 +108,7 @@ class ServerSession(Session):
         return dict(zip(names, names if {*here} == {*names} else here, strict=True))
 
     def _tensor(self, described: Mapping[str, Any], dims: Dims) -> Tensor:
-        """An input or output as the server describes it: -1 is a free axis, the first one the batch."""
+        """Return an input or output from the server's description: -1 is a free axis, and the first axis the batch."""
         name, kind = described["name"], _types()(described["datatype"])
         shape = [int(n) for n in described["shape"]]
         if shape and shape[0] < 0:
@@ -143,13 +146,16 @@ class ServerSession(Session):
 
 
 def served_name(trial: Trial) -> str:
-    """What the server calls the trial's model."""
+    """Return the server's name for the trial's model."""
     source = trial.model.source
     return source[len(PREFIX) :] if source.startswith(PREFIX) else trial.model.name
 
 
 def _described(client: Any, url: str, model: str, asking: Mapping[str, Any]) -> tuple[Any, Any]:
-    """What the server says of itself, and of the model; a `UserError` where it doesn't, soon."""
+    """Return the server's descriptions of itself and of the model.
+
+    Raises a `UserError` if there is none within `FIRST_S` seconds.
+    """
     try:
         server = client.get_server_metadata(**asking)
     except Exception as e:  # of gevent, of grpc, of the system

@@ -74,7 +74,7 @@ class OnnxRuntime(Backend):
     loads_onnx = True
 
     def refuse(self, trial: Trial) -> str:
-        """The base class's reasons, and int8 without data."""
+        """Return the base class's reasons, int8 without data, or `streams` on a GPU."""
         if reason := super().refuse(trial):
             return reason
         if reason := refuse_requantising(trial):
@@ -84,7 +84,7 @@ class OnnxRuntime(Backend):
         return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """An ONNX export, converted to the trial's precision as ONNX Runtime wants it."""
+        """Return the recipe of an ONNX export, converted to the trial's precision in the form for ONNX Runtime."""
         return routed(trial, self.name, lambda file: file)
 
     def probe(self) -> Probe:
@@ -98,11 +98,11 @@ class OnnxRuntime(Backend):
         return Probe(version=ort.__version__, devices=tuple(devices), detail=", ".join(ort.get_available_providers()))
 
     def prepare(self, trial: Trial) -> None:
-        """ONNX Runtime, its telemetry off."""
+        """Import ONNX Runtime, with its telemetry off."""
         _library()
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
-        """A session with the trial's threads, and shapes that are static even where the file's batch is free.
+        """Return a session with the trial's threads, and static shapes even where the file's batch is free.
 
         Raises `Unavailable` without the library or a kernel, `UserError` for a missing, corrupt or ill-fitting file,
         `MemoryError` when memory runs out.
@@ -121,7 +121,7 @@ class OnnxRuntime(Backend):
             raise _loading_error(e, f"{path} can't be loaded") from e
 
     def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
-        """The optimised graph, with the types and shapes of a profiled run; see `load`."""
+        """Return the optimised graph, with the types and shapes of a profiled run; see `load`."""
         session = self.load(trial, artifact)
         try:
             return session.inside()  # type: ignore[attr-defined, no-any-return]
@@ -144,8 +144,10 @@ class OnnxFile:
         self.settings = settings(trial)
 
     def open(self, providers: Any, profile: str = "", optimised: str = "") -> Any:
-        """An InferenceSession; `profile` is the prefix of the file its profile goes to, `optimised` the file that the
-        optimised graph is written to."""
+        """Return an InferenceSession.
+
+        `profile` is the prefix of the profile's file, `optimised` the path at which the optimised graph is written.
+        """
         options = _quiet(self.ort)
         options.intra_op_num_threads = self.settings["intra_op_threads"]
         options.inter_op_num_threads = self.settings["inter_op_threads"]
@@ -163,7 +165,7 @@ class OnnxFile:
         return self.ort.InferenceSession(self.path, options, providers=providers, disabled_optimizers=off)
 
     def facts(self, providers: Any, feeds: Arrays) -> EngineFacts:
-        """Layers, types, providers and time by operator, from ONNX Runtime's profile of a second, short session."""
+        """Return layers, types, providers and time by operator, from the profile of a second, short session."""
         with tempfile.TemporaryDirectory() as scratch:
             nodes = self.read_profile(self._profile(providers, feeds, scratch))
         return EngineFacts(
@@ -179,18 +181,18 @@ class OnnxFile:
         )
 
     def inside(self, providers: Any, feeds: Arrays) -> Inside:
-        """The optimised graph as the library writes it, with what a profile of its run says of each node."""
+        """Return the optimised graph as the library writes it, with each node's entry in a profile of its run."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
             return self.optimised(path, self.read_profile(self._profile(providers, feeds, scratch, path)))
 
     def read_profile(self, events: list[dict[str, Any]]) -> Profile:
-        """A profile with what its events leave out, the type that packed products compute in; that needs onnx."""
+        """Return the profile, completed by the type that packed products compute in, which needs onnx."""
         packed = any(e.get("args", {}).get("op_name") == PACKED for e in events)
         return Profile(events, self.requested, accuracy_levels(self.path) if packed else None)
 
     def optimised(self, path: str, profile: Profile) -> Inside:
-        """The optimised graph that was written to the path, with what the profile says."""
+        """Read the optimised graph at the path, with each node's entry in the profile."""
         return optimised.read(path, self.path, profile, f"{ENGINE} {self.ort.__version__}")
 
     def _profile(self, providers: Any, feeds: Arrays, scratch: str, optimised: str = "") -> list[dict[str, Any]]:
@@ -236,7 +238,7 @@ class OnnxRuntimeSession(Session):
             self._running[slot] = self._threads.submit(self._requests[slot].run)
 
     def wait(self, slot: int = 0) -> None:
-        """Until the slot has run. Raises `MemoryError` when memory runs out."""
+        """Wait until the slot has run. Raises `MemoryError` when memory runs out."""
         if slot in self._running:
             self._finish(self._running.pop(slot).result)
 
@@ -252,7 +254,7 @@ class OnnxRuntimeSession(Session):
             raise
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """The slot's output arrays themselves: valid until it runs again."""
+        """Return the slot's output arrays themselves: valid until it runs again."""
         return self._requests[slot].fetch()
 
     def facts(self) -> EngineFacts:
@@ -264,7 +266,7 @@ class OnnxRuntimeSession(Session):
         return self._file.inside(PROVIDERS, self._requests[0].feeds)
 
     def profile(self, runs: int) -> LayerTimes:
-        """The nodes' kernels in a second session like this one, by ONNX Runtime's own profile."""
+        """Time the nodes' kernels in a second session like this one, with ONNX Runtime's own profiler."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
             watched = OnnxRuntimeSession(self._file, f"{scratch}/profile", path)
@@ -293,7 +295,7 @@ class OnnxRuntimeSession(Session):
 
 
 def _events(session: Any) -> list[dict[str, Any]]:
-    """The events of the session's profile, which ends."""
+    """End the session's profile and return its events."""
     return events_in(Path(session.end_profiling()).read_text(encoding="utf-8"))
 
 
@@ -315,7 +317,7 @@ def _quiet(ort: Any) -> Any:
 
 
 def settings(trial: Trial) -> dict[str, Any]:
-    """How a session is opened for the trial, by Dyno's own names."""
+    """Return the session's settings for the trial, by Dyno's own names; raise a `UserError` for invalid ones."""
     level: Option = trial.options.get("optimization", "all")
     streams, most = int(trial.options.get("streams", 1)), max(trial.runtime.threads, 1)
     if not 1 <= streams <= most:
@@ -334,7 +336,7 @@ def settings(trial: Trial) -> dict[str, Any]:
 
 
 def _read_inputs(ort: Any, path: str) -> tuple[Tensor, ...]:
-    """Inputs of a file: an unoptimised session is the cheapest way to read them without onnx."""
+    """Read the inputs of a file: an unoptimised session is the cheapest way to read them without onnx."""
     options = _quiet(ort)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
@@ -350,9 +352,9 @@ def _tensor(arg: Any) -> Tensor:
 
 
 def overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str, int]:
-    """The size of each free dimension that has a name; one that would need two sizes is a `UserError`.
+    """Return the size of each named free dimension; raise a `UserError` for one that would need two sizes.
 
-    PaddlePaddle calls every free dimension `?`: such ones have a size here only where they share it.
+    PaddlePaddle calls every free dimension `?`: those have a size here only if they share it.
     """
     sizes: dict[str, int] = {}
     nameless = {size for t in inputs for name, size in zip(t.shape, shapes[t.name], strict=True) if name == "?"}
@@ -380,7 +382,7 @@ def _raise_if_memory(error: Exception, what: str) -> None:
 
 
 def _loading_error(error: Exception, what: str) -> Exception:
-    """A loading error of the library as one of Dyno's, in one line."""
+    """Return a loading error of the library as one of Dyno's, in one line."""
     _raise_if_memory(error, what)
     text = error_line(error)
     if type(error).__name__ == "NotImplemented":

@@ -62,7 +62,7 @@ class OpenVino(Backend):
     loads_onnx = True
 
     def refuse(self, trial: Trial) -> str:
-        """The base class's reasons, and int8 without data."""
+        """Return the base class's reasons, or int8 of an IR or without data."""
         if reason := super().refuse(trial):
             return reason
         if reason := refuse_requantising(trial):
@@ -72,7 +72,7 @@ class OpenVino(Backend):
         return missing_data(trial)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """ONNX to IR; a model that is an IR already is used as it is.
+        """Return the recipe from ONNX to IR; a model that is an IR already is used as it is.
 
         FP32, BF16 and FP16 share one IR: the one to compute in is chosen when it is compiled.
         """
@@ -97,7 +97,7 @@ class OpenVino(Backend):
         return Probe(version=version(), devices=("cpu",) if out == 4 else (), detail=detail)
 
     def prepare(self, trial: Trial) -> None:
-        """OpenVINO, without its telemetry."""
+        """Import OpenVINO, without its telemetry."""
         library()
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
@@ -117,7 +117,7 @@ class OpenVino(Backend):
             raise _loading_error(e, f"{trial.model.name} can't be compiled") from e
 
     def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
-        """The execution graph after a run that counts time, which says what is executed; see `load`."""
+        """Return the execution graph after a run with counters, which marks the executed layers; see `load`."""
         session = self.load(trial, artifact)
         assert isinstance(session, OpenVinoSession)
         try:
@@ -168,7 +168,7 @@ class OpenVinoSession(Session):
             raise
 
     def wait(self, slot: int = 0) -> None:
-        """Until the slot's request is done. Raises `MemoryError` when memory runs out."""
+        """Wait until the slot's request is done. Raises `MemoryError` when memory runs out."""
         if self.slots == 1:
             return
         try:
@@ -178,13 +178,13 @@ class OpenVinoSession(Session):
             raise
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """The request's own output memory as arrays: valid until the slot runs again."""
+        """Return the request's own output memory as arrays: valid until the slot runs again."""
         request = self._requests[slot]
         ports = zip(self._compiled.outputs, self.outputs, strict=True)
         return {tensor.name: request.get_tensor(port).data for port, tensor in ports}
 
     def facts(self) -> EngineFacts:
-        """Layers, their types and time, from OpenVINO's execution graph of a second compilation that counts time."""
+        """Return layers, types and times, from the execution graph of a second compilation with counters."""
         graph = ExecutionGraph(self.execution_graph(), self._requested)
         settings = {name: plain(self._compiled.get_property(name)) for name in SETTINGS}
         return EngineFacts(
@@ -201,14 +201,14 @@ class OpenVinoSession(Session):
         )
 
     def execution_graph(self) -> Any:
-        """The runtime model of a second compilation, after runs that counted time."""
+        """Return the runtime model of a second compilation, after runs with performance counters."""
         compiled, request = self._counting()
         for _ in range(PROFILED_RUNS):
             request.infer()
         return compiled.get_runtime_model()
 
     def _counting(self) -> tuple[Any, Any]:
-        """A compilation that counts time, and a request of it on what is bound, else on random input."""
+        """Return a compilation with performance counters, and a request of it on the bound or else random input."""
         compiled = _core().compile_model(self._model, "CPU", self._settings | {"PERF_COUNT": True})
         request = compiled.create_infer_request()
         rng = np.random.default_rng(0)
@@ -219,8 +219,10 @@ class OpenVinoSession(Session):
         return compiled, request
 
     def profile(self, runs: int) -> LayerTimes:
-        """The execution graph's layers by OpenVINO's counters: each repeat is the mean over the runs of a compilation,
-        of which the first runs are taken off again."""
+        """Time the execution graph's layers with OpenVINO's counters.
+
+        Each repeat is the mean over the runs of one compilation, with its first runs subtracted.
+        """
         runs_each = -(-runs // REPEATS)
         whole, repeats = list[float](), list[dict[str, float]]()
         for _ in range(REPEATS):
@@ -248,13 +250,16 @@ class OpenVinoSession(Session):
 
 
 def _counted(request: Any, runs: int) -> dict[str, float]:
-    """Seconds of each layer in all of its compilation's runs so far."""
+    """Return the seconds of each layer in all of its compilation's runs so far."""
     return {each.node_name: runs * each.real_time.total_seconds() for each in request.get_profiling_info()}
 
 
 def _named_as_last(repeats: Sequence[Mapping[str, float]]) -> list[dict[str, float]]:
-    """The repeats by the names of the last one's layers: those that the library makes itself have a number in their
-    name, which is another in each compilation of a process, and the same order."""
+    """Return the repeats under the layer names of the last one.
+
+    The library numbers the layers that it makes itself. The numbers differ between the compilations of a process; their
+    order doesn't.
+    """
     common = set(repeats[0]).intersection(*repeats[1:])
     own = [[name for name in repeat if name not in common] for repeat in repeats]
     stems = [[re.sub(r"\d+", "", name) for name in names] for names in own]
@@ -269,7 +274,7 @@ def _named_as_last(repeats: Sequence[Mapping[str, float]]) -> list[dict[str, flo
 
 
 def library() -> Any:
-    """OpenVINO, or `Unavailable`."""
+    """Import OpenVINO, or raise `Unavailable`."""
     # openvino.tools sends usage data when openvino_telemetry can be imported, and works without it when it can't.
     # This is the one way to switch it off that neither asks nor writes into the user's home.
     sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
@@ -282,7 +287,7 @@ def library() -> Any:
 
 @lru_cache(maxsize=1)
 def _core() -> Any:
-    """The one Core of the process, never let go.
+    """Return the only Core of the process, which is never released.
 
     The CPU plugin lends the main thread a signal stack for as long as its Core lives. Of two Cores the first to go
     unmaps its stack, the second gives it back to the thread, and the next signal ends the process (2026.4).
@@ -291,12 +296,12 @@ def _core() -> Any:
 
 
 def version() -> str:
-    """OpenVINO's own."""
+    """Return OpenVINO's version."""
     return importlib.metadata.version("openvino")
 
 
 def read_model(ov: Any, path: str) -> Any:
-    """The model in an IR or an ONNX file; a `UserError` for one that is missing or can't be read."""
+    """Read the model in an IR or an ONNX file; raise a `UserError` for a missing or unreadable one."""
     if not Path(path).is_file():
         raise UserError(f"{path or 'the model file'} does not exist")
     weights = Path(path).with_suffix(".bin")
@@ -316,7 +321,7 @@ def _returns_inputs(model: Any) -> bool:
 
 
 def settings(trial: Trial) -> dict[str, Any]:
-    """The properties with which the model is compiled for the trial."""
+    """Return the properties for compiling the model of the trial; raise a `UserError` for invalid streams."""
     streams = trial.options.get("streams", 1)
     most = max(trial.runtime.threads, 1)
     if not isinstance(streams, int) or not 1 <= streams <= most:
@@ -333,10 +338,10 @@ def settings(trial: Trial) -> dict[str, Any]:
 
 
 def tensors_of(ports: Sequence[Any]) -> tuple[Tensor, ...]:
-    """Each port's name, NumPy type and shape; a free dimension has no name in an IR.
+    """Return each port's name, NumPy type and shape; a free dimension has no name in an IR.
 
     A port has the name of every tensor that was merged into it; its node has the one in the file. An output of a
-    network that OpenVINO converted from PyTorch has none: it is called as a module's, by its place.
+    network that OpenVINO converted from PyTorch has none: it is named by its place, as a module's output is.
     """
     return tuple(_tensor_of(port, place) for place, port in enumerate(ports))
 
@@ -360,7 +365,7 @@ def _tensor_of(port: Any, place: int) -> Tensor:
 
 
 def _computes_in(precision: str) -> bool:
-    """Whether the CPU has the instructions; a file in half precision is computed in float32 where it has none."""
+    """Return whether the CPU has the instructions; without them a half-precision file is computed in float32."""
     capability = CAPABILITIES.get(precision)
     return not capability or capability in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
@@ -371,7 +376,7 @@ def _raise_if_memory(error: Exception, what: str) -> None:
 
 
 def _loading_error(error: Exception, what: str) -> Exception:
-    """A loading error of the library as one of Dyno's, in one line: its last one, as a rule."""
+    """Return a loading error of the library as one of Dyno's, in one line: its last one, as a rule."""
     _raise_if_memory(error, what)
     lines = [" ".join(line.split()) for line in str(error).splitlines() if line.strip()]
     if unknown := next((line for line in lines if "No conversion rule found" in line), ""):

@@ -40,9 +40,9 @@ class IRFormat(FileFormat):
         return [path.with_suffix(".bin")]
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Its precision is that of its weights as they are stored, and int8 where activations are quantised.
+        """Read the IR; its precision is that of its weights as stored, and int8 where activations are quantised.
 
-        OpenVINO keeps the metadata of the ONNX file that it was made of.
+        OpenVINO keeps the metadata of the ONNX file from which the IR was made.
         """
         model = read_model(library(), path)
         precision, parameters = read_weights(model)
@@ -85,7 +85,7 @@ def read_weights(model: Any) -> tuple[str, int]:
 
 
 def _ops_in(model: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """Each operation of a model and of the models inside it, with a text for the model that it is in."""
+    """Yield each operation of a model and of its nested models, with a text that identifies its model."""
     for op in model.get_ops():
         yield place, op
         kind = op.get_type_name()
@@ -95,8 +95,10 @@ def _ops_in(model: Any, place: str = "") -> Iterator[tuple[str, Any]]:
 
 
 def _constant_behind(port: Any) -> tuple[Any, list[Any]]:
-    """The constant that a layer's input is, behind what restores its values (None for none), and the scales on the
-    way."""
+    """Return the constant at a layer's input (None without one) and the scales that restore its values.
+
+    The search passes through the operations in `RESTORING`.
+    """
     beside = []
     node = port.get_source_output().get_node()
     while node.get_type_name() in RESTORING:

@@ -34,8 +34,10 @@ class ExecutionGraph:
         self.layers = [info for info in self._infos if _kind(info) not in NOT_LAYERS and not _skipped(info)]
 
     def compute(self) -> list[dict[str, str]]:
-        """Convolutions, matrix products and the like, and the layers in which some may be hidden; products of indices
-        and shapes are left out."""
+        """Return convolutions, matrix products and the like, and layers that may hide some.
+
+        Products of indices and shapes are left out.
+        """
         kinds = (*COMPUTED, UNKNOWN)
         return [layer for layer in self.layers if _multiplies(layer) and _computed_in(layer) in kinds]
 
@@ -44,7 +46,7 @@ class ExecutionGraph:
         return dict(Counter(_computed_in(layer) for layer in self.compute()))
 
     def time_by_operator(self) -> dict[str, float]:
-        """Share of the time in layers, by kind, largest first."""
+        """Return each kind's share of the time in layers, largest first."""
         spent: dict[str, float] = defaultdict(float)
         for layer in self.layers:
             spent[layer["layerType"]] += _number(layer.get("execTimeMcs", ""))
@@ -52,12 +54,12 @@ class ExecutionGraph:
         return {kind: round(t / total, 4) for kind, t in sorted(spent.items(), key=lambda kv: -kv[1]) if t}
 
     def notes(self) -> list[str]:
-        """Sentences about what keeps a lowered precision from being faster."""
+        """Return sentences on the causes that keep a lowered precision from being faster."""
         compute = [(layer["layerType"], _computed_in(layer)) for layer in self.compute()]
         return why_not_faster(self._requested, compute, self.time_by_operator(), CONVERTERS)
 
     def inside(self, library: str) -> Inside:
-        """The graph's layers; those that OpenVINO left in it and doesn't run are `skipped`, constants left out."""
+        """Return the graph's layers without constants; those that OpenVINO kept but doesn't run are `skipped`."""
         constant, layers, stored = set[str](), list[Layer](), dict[str, int]()
         for op, info in zip(self._ops, self._infos, strict=True):
             read = [port.get_source_output() for port in op.inputs()]
@@ -93,7 +95,7 @@ class ExecutionGraph:
 
 
 def _weights(port: Any) -> int:
-    """How many weights a constant holds; none where it holds indices or one number."""
+    """Return the number of weights in a constant; 0 for indices or a single number."""
     count = math.prod(port.shape)
     return count if count > 1 and _port(port).dtype in COMPUTED else 0
 
@@ -103,14 +105,16 @@ def _kind(info: dict[str, str]) -> str:
 
 
 def _skipped(info: dict[str, str]) -> bool:
-    """Whether nothing runs for it; of a layer that takes less than a microsecond OpenVINO says so too, but that one has
-    a kernel."""
+    """Return whether the layer runs nothing.
+
+    OpenVINO also reports a layer of less than a microsecond as not executed, but that one has a kernel.
+    """
     kernel = info.get("primitiveType", "")
     return info.get("execTimeMcs") == "not_executed" and (not kernel or kernel.startswith(NO_KERNEL))
 
 
 def _padded(ports: list[Any], types: list[str], layouts: list[str]) -> Iterator[tuple[Any, str, str]]:
-    """Each output with its type and layout; the library names one for all where they are alike."""
+    """Yield each output with its type and layout; the library lists a single one for outputs that are alike."""
     for k, port in enumerate(ports):
         yield port, types[min(k, len(types) - 1)], layouts[min(k, len(layouts) - 1)]
 
@@ -131,7 +135,10 @@ def _port(source: Any) -> Port:
 
 
 def _computed_in(layer: dict[str, str]) -> str:
-    """The type that a layer multiplies in; the library tells that of its weights where a kernel widens them."""
+    """Return the type that a layer multiplies in.
+
+    Where a kernel widens weights, the library reports the weights' type.
+    """
     if layer["layerType"] in ENCLOSING:
         return UNKNOWN
     kind = TYPE_NAMES.get(layer["runtimePrecision"], layer["runtimePrecision"])
@@ -148,7 +155,7 @@ def _number(text: str) -> float:
 
 
 def plain(value: Any) -> Any:
-    """A property or rt_info value as a string, number or bool, for JSON."""
+    """Return a property or rt_info value as a string, number or bool, for JSON."""
     value = getattr(value, "value", value)
     if isinstance(value, (bool, int, float, str)):
         return value

@@ -82,18 +82,18 @@ class PyTorch(Backend):
             torch.nn.functional.conv2d(x, weight).cpu()
 
     def prepare(self, trial: Trial) -> None:
-        """PyTorch, and the library that has the model, if any."""
+        """Import PyTorch, and the library that has the model, if any."""
         import_torch()
         if (library := models.parse(trial.model.source)[0]) in models.LIBRARIES:
             importlib.import_module(library)
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
-        """The module in the trial's type, on its device."""
+        """Load the module in the trial's type, on its device."""
         with memory_errors():
             return TorchSession(trial, self.checked(trial))
 
     def checked(self, trial: Trial) -> dict[str, Any]:
-        """The trial's options with the defaults filled in; an unknown one, or an unknown value, is a `UserError`."""
+        """Return the trial's options with defaults filled in; raise a `UserError` for an unknown option or value."""
         self.check_options(trial.options)
         on_gpu = trial.runtime.device.startswith("cuda")
         defaults = {"channels_last": on_gpu and trial.precision in ("fp16", "bf16"), "cudnn_benchmark": False}
@@ -170,14 +170,14 @@ class TorchSession(Session):
         return self.inputs[0]
 
     def _callable(self, dtype: Any) -> Any:
-        """The module, called with the slot's tensors in the inputs' order."""
+        """Return the module as a function of the slot's tensors in the inputs' order."""
         called = self._from_pixels(dtype) if self._pixels else self._module
         if self._pixels or not self._trial.model.inputs:
             return called
         return positional(self._torch, called, self._trial.model.inputs)
 
     def _from_pixels(self, dtype: Any) -> Callable[[Any], Any]:
-        """The module behind the normalisation, which is computed in float32 as a host that normalises would."""
+        """Return the module behind the normalisation, computed in float32 as on a host that normalises."""
         scale_and_offset = input_data.pixel_scale(self._trial.model.preprocess, int(self.inputs[0].shape[1]))
         scale, offset = (self._torch.from_numpy(array).to(self._device) for array in scale_and_offset)
         specs = self._trial.model.inputs
@@ -190,12 +190,12 @@ class TorchSession(Session):
 
     @contextmanager
     def _on(self, stream: Any) -> Iterator[None]:
-        """Inference, on that stream; None, which a CPU has, changes nothing."""
+        """Run the block as inference on that stream; None, which a CPU has, changes nothing."""
         with self._torch.inference_mode(), self._torch.cuda.stream(stream):
             yield
 
     def stage(self, feeds: Arrays) -> Arrays:
-        """On a GPU, copies of the feeds in page-locked memory, which `bind` reads without a copy in between."""
+        """Return the feeds; on a GPU, copies in page-locked memory, which `bind` reads without another copy."""
         return feeds if self._copies is None else self._copies.stage(feeds)
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
@@ -241,7 +241,7 @@ class TorchSession(Session):
         return OnDevice(self._torch, self._device, self._bind_tensors, self._output_tensors)
 
     def _bind_tensors(self, tensors: Mapping[str, Any], ready: Any, slot: int) -> None:
-        """`bind` from tensors on the device, once the event has come."""
+        """Bind tensors on the device, as `bind` does arrays, once the event has come."""
         with self._on(None):
             if self._copies is not None:
                 self._copies.bind_tensors(tensors, ready, slot)
@@ -250,7 +250,7 @@ class TorchSession(Session):
                 bound.copy_(tensors[name])
 
     def run(self, slot: int = 0) -> None:
-        """One forward pass; what the module says of an input it doesn't take is a `UserError`."""
+        """Run one forward pass; the module's exception about an input that it doesn't take becomes a `UserError`."""
         try:
             with self._on(self._queue):
                 if self._copies:
@@ -279,7 +279,7 @@ class TorchSession(Session):
             self._copies.wait(slot)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """Outputs by name, as float32; dicts, lists and tuples are flattened in their order."""
+        """Return the outputs by name, as float32; dicts, lists and tuples are flattened in their order."""
         tensors = self._output_tensors(slot)
         with self._on(None):
             if self._copies is None:
@@ -290,7 +290,7 @@ class TorchSession(Session):
         return outputs
 
     def _output_tensors(self, slot: int) -> dict[str, Any]:
-        """The same as tensors, of the type that the module gave."""
+        """Return the slot's outputs as tensors, in the module's own types."""
         return named_outputs(self._out[slot])
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
@@ -312,8 +312,10 @@ class TorchSession(Session):
         self.wait()
 
     def facts(self) -> EngineFacts:
-        """Parameters, options, and the layers by the type of their results, seen in one more forward pass; no number of
-        layers where none was seen, as in TorchScript, whose parts can't be watched."""
+        """Return parameters, options, and the layers by the type of their results, seen in one more forward pass.
+
+        The number of layers is None if none was seen, as in TorchScript, whose parts can't be watched.
+        """
         layers, kinds = self._layers()
         truth = precision_truth(self._trial.precision, kinds, "PyTorch")
         return replace(self._common(), layers=layers or None, layers_by_type=kinds, precision_truth=truth)
@@ -353,9 +355,9 @@ class TorchSession(Session):
         return len(seen), dict(Counter(kind for m, kind in seen.items() if isinstance(m, compute) or is_quantised(m)))
 
     def profile(self, runs: int) -> LayerTimes:
-        """The calls of the module's parts: by hooks on a CPU, by their kernels on a GPU.
+        """Time the calls of the module's parts: by hooks on a CPU, by their kernels on a GPU.
 
-        Inputs of which `restoring` found that the module writes into them are put back before each run.
+        Inputs that the module writes into, as `restoring` found, are restored before each run.
         """
         if self._call is not self._eager:
             return super().profile(runs)
@@ -365,7 +367,7 @@ class TorchSession(Session):
         return measure(self._module, self._once, lambda: self._eager(*self._bound[0].values()), runs, restore)
 
     def run_for_counters(self) -> None:
-        """With a range around the call of each part of the module; on a GPU."""
+        """Run once with a range around the call of each part of the module; on a GPU."""
         self.take_parts()
         module_ranges.run(self._module, self._once)
 
@@ -384,5 +386,5 @@ class TorchSession(Session):
 
 
 def _differ(a: Any, b: Any) -> bool:
-    """Whether any value does; NaN is the same as itself."""
+    """Return whether any value differs; NaN equals NaN."""
     return bool(((a != b) & ~((a != a) & (b != b))).any())

@@ -89,7 +89,7 @@ class CompiledSession(TorchSession):
         self._cached = bool(before) and not kernels() - before
 
     def facts(self) -> EngineFacts:
-        """What compilation took and whether it was whole; the types are those that the code was compiled for."""
+        """Return the compilation's time and graph breaks; the types are those that the code was compiled for."""
         compute = compute_layers(self._torch)
         layers: list[Any] = [m for m in self._module.modules() if isinstance(m, compute)]
         weights: list[Any] = [next(m.parameters(), None) for m in layers]

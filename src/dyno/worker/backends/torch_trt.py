@@ -111,7 +111,7 @@ TORCH_TENSORRT = TorchTensorRT()
 
 
 def _conflict(trial: Trial) -> str:
-    """The reason for which the options can't be used, in one line, or ""."""
+    """Return the reason for which the options can't be used, in one line, or ""."""
     options = trial.options
     route, level = options.get("ir", ROUTES[0]), options.get("optimization")
     if level is not None and route == "ts":
@@ -120,7 +120,7 @@ def _conflict(trial: Trial) -> str:
 
 
 def import_torch_tensorrt() -> Any:
-    """The library, or `Unavailable` with what to install."""
+    """Import the library; raise `Unavailable` with the package to install."""
     try:
         return importlib.import_module("torch_tensorrt")
     except (ImportError, OSError, RuntimeError) as e:  # the last two: libraries that don't load, no GPU to ask
@@ -131,7 +131,7 @@ def import_torch_tensorrt() -> Any:
 
 
 def compiled(library: Any, module: Any, example: Any, precision: str, options: Mapping[str, Any]) -> Any:
-    """The module compiled for inputs like `example`, a tensor or a tuple; it handles differences of versions.
+    """Compile the module for inputs like `example`, a tensor or a tuple; handle differences between versions.
 
     Types are the module's own where the version allows it (from 2.5), else flags allow the builder to use them.
     """
@@ -163,7 +163,7 @@ def compiled(library: Any, module: Any, example: Any, precision: str, options: M
 
 
 def _traced(torch: Any, module: Any, examples: tuple[Any, ...]) -> Any:
-    """The module traced, as scripting refuses many; a `UserError` where the trace would fix one of several paths."""
+    """Trace the module, as scripting refuses many; raise a `UserError` if the trace would fix one of several paths."""
     static = check_control_flow(torch, module, examples)
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -235,7 +235,7 @@ class TorchTensorRTSession(TorchSession):
         )
 
     def facts(self) -> EngineFacts:
-        """Engines and operators left in PyTorch, layers, and the engine's own time beside that of a call."""
+        """Return engines and operators left in PyTorch, layers, and the engine's own time beside that of a call."""
         compiled_engines = engines(self._call)
         common, by_type, times = self._common(), self._layers_of(compiled_engines), self._times(compiled_engines)
         in_pytorch = left_in_pytorch(self._call)
@@ -254,7 +254,7 @@ class TorchTensorRTSession(TorchSession):
         )
 
     def _layers_of(self, compiled_engines: list[Any]) -> EngineFacts:
-        """Layers by type from the engines' own information, else from what the module was compiled for."""
+        """Return layers by type from the engines' own information, else from the types the module was compiled for."""
         listed = [layer for engine in compiled_engines for layer in layers.from_json(engine.get_engine_layer_info())]
         if any(layer.type for layer in listed):
             precision = self._trial.precision
@@ -271,7 +271,7 @@ class TorchTensorRTSession(TorchSession):
         return EngineFacts(layers=len(listed), layers_by_type=types, precision_truth=truth)
 
     def _times(self, compiled_engines: list[Any]) -> Compilation:
-        """Seconds of a call by the host's clock and, where the module became one engine, the engine's alone."""
+        """Return a call's seconds by the host's clock and, if the module became a single engine, the engine's alone."""
         calls = []
         for _ in range(CALLS):
             start = time.perf_counter()
@@ -283,7 +283,10 @@ class TorchTensorRTSession(TorchSession):
         return Compilation(call_s=median(calls), engine_s=engine, call_overhead_s=max(median(calls) - engine, 0.0))
 
     def _engine_seconds(self, engine: Any) -> float:
-        """Mean GPU time of the engine alone, by CUDA events around calls that were all queued before the first ran."""
+        """Return the mean GPU seconds of the engine alone.
+
+        CUDA events are recorded around calls that were all queued before the first ran.
+        """
         cuda, execute, feeds = self._torch.cuda, self._torch.ops.tensorrt.execute_engine, [*self._bound[0].values()]
         begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
         with self._on(self._queue):

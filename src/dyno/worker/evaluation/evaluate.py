@@ -44,7 +44,7 @@ class Evaluation:
     oddities: tuple[str, ...] = ()
 
     def measurements(self) -> list[Measurement]:
-        """The throughput of the pipeline and the stages' times, whose samples are stored under the stages' names."""
+        """Return the pipeline's throughput and the stages' times, whose samples are stored under the stages' names."""
         measurements = [Measurement(name, "s", "duration", None, name, clock="host") for name in self.stages]
         if self.decode:
             measurements.insert(0, Measurement("decode", "s", "duration", self.decode, clock="host"))
@@ -53,17 +53,17 @@ class Evaluation:
         return measurements
 
     def facts(self) -> facts.Evaluated | None:
-        """Images and seconds of the throughput, and images of warm-up."""
+        """Return the images and seconds of the throughput, and the images of warm-up."""
         return facts.Evaluated(self.images, self.seconds, self.warm_up) if self.seconds else None
 
 
 def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
-    """Every image of the data through the session, at the trial's own batch, in a pipeline.
+    """Run every image of the data through the session, at the trial's own batch, in a pipeline.
 
     Arrays are `output:NAME` raw (with `rows:NAME` where each input has its own number of rows), `sample`, `label`, and
     `topk_index` and `topk_score` of a classifier or the detections of a detector. The last batch is filled by wrapping
-    around and cut again. Real images are timed: a tenth of them warms the pipeline up (R4), and a few batches tell the
-    stages apart afterwards; neither counts.
+    around and cut again. Real images are timed: a tenth of them warms the pipeline up (R4), and a few batches
+    afterwards time the stages separately; neither counts.
     """
     batch, threads = _batch(session, trial), max(1, trial.runtime.threads)
     # On a CPU the processors are busy with the engine; with a GPU they are idle.
@@ -99,7 +99,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
 
 
 def _identity(decoded: DecodedImages | None, count: int, metadata: dict[str, Any]) -> dict[str, np.ndarray]:
-    """The image of each row of the outputs, its label, and the names of the classes."""
+    """Return the image index of each row of the outputs, its label, and the names of the classes."""
     if decoded is None:
         return {"sample": np.arange(count, dtype=np.int64)}
     sample = decoded.images.index[:count]
@@ -157,7 +157,7 @@ class _RawOutputs:
 
 
 def _joined(parts: Sequence[np.ndarray], images: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None]:
-    """An output of all batches, and the rows of each where the first axis doesn't count the inputs.
+    """Join an output of all batches; return it with the rows of each, or None where its first axis counts the inputs.
 
     Non-maximum suppression inside a network leaves boxes of any number: n x 4 of each batch, or batch x n x 6.
     """

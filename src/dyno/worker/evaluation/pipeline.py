@@ -41,7 +41,7 @@ class Pipeline:
         self._buffers = [session.stage(source.new_arrays()) for _ in range(session.slots + AHEAD)]
 
     def run(self, count: int, keep: Keep, work: Work, warm_up: int = 0) -> PipelineResult:
-        """The first `count` batches, after the first `warm_up` of them as warm-up.
+        """Run the first `count` batches, after the first `warm_up` of them as warm-up.
 
         `keep` is called in order and at once, `work` in other threads; the outputs are valid until they return. The
         clock starts when the last batch of warm-up has been fetched and the next are in flight, so that the time to
@@ -53,7 +53,7 @@ class Pipeline:
             return _Run(self._session, feeder, workers, keep, work).run(numbers, warm_up)
 
     def stages(self, work: Work, seconds: float) -> dict[str, np.ndarray]:
-        """Seconds per batch of each stage, one batch at a time in one thread so that no stage overlaps another.
+        """Return the seconds per batch of each stage, one batch at a time in one thread, without overlap of stages.
 
         `preprocess` ends with the input bound, `inference` with the outputs in host memory, `postprocess` with `work`.
         On a GPU the copy of the input is only queued by `bind`, so its time is part of `inference`.

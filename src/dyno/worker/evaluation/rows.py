@@ -89,7 +89,7 @@ class _RowTest:
         return [k for k, n in enumerate(a.shape) if n == self._batch]
 
     def _follows(self, name: str, a: np.ndarray) -> bool:
-        """Whether the output may hold a row for each input, in whatever form, or needs none."""
+        """Return whether the output may hold a row for each input, in any form, or needs none."""
         free = next((any(isinstance(n, str) for n in t.shape) for t in self._session.outputs if t.name == name), False)
         # 1 x 40 for eight inputs is one row of their five values each; 1 x 1 x 1600 x 7 may be detections of a batch.
         one_row = a.ndim == 2 and len(a) == 1 and self._batch not in a.shape
@@ -99,7 +99,10 @@ class _RowTest:
         return not self._differ or relative_change(a, self._repeats[name]) <= SAME
 
     def _varies(self, name: str, a: np.ndarray) -> bool:
-        """Whether the number of an output's rows depends on values, as of detections; none at all may be of those."""
+        """Return whether the number of an output's rows depends on values, as for detections.
+
+        An empty output may be one of those.
+        """
         return not a.size or a.shape != self._repeats[name].shape or a.shape != self._answer(self._other)[name].shape
 
     def _change(self, name: str, axes: Sequence[int]) -> float:

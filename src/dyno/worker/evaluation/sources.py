@@ -19,7 +19,7 @@ class Source:
     parts = 1
 
     def new_arrays(self) -> dict[str, np.ndarray]:
-        """New arrays for one batch, as the engine is fed them."""
+        """Return new arrays for one batch, in the engine's form."""
         raise NotImplementedError
 
     def fill(self, feed: Feed, number: int, part: int) -> None:

@@ -24,9 +24,9 @@ class Misfit(Exception):
 
 @lru_cache(maxsize=256)
 def reader(kind: Any) -> Callable[[Any], Any]:
-    """Reads JSON as the annotation `kind` says: dataclass, tuple, dict, union or plain value.
+    """Return a function that reads JSON as the annotation `kind`: dataclass, tuple, dict, union or plain value.
 
-    Made once for each kind: a run folder has thousands of records.
+    It is made once for each kind: a run folder has thousands of records.
     """
     origin, args = typing.get_origin(kind), typing.get_args(kind)
     if dataclasses.is_dataclass(kind):
@@ -45,7 +45,7 @@ def reader(kind: Any) -> Callable[[Any], Any]:
 
 
 def fits(data: Any, takes: Any) -> bool:
-    """Whether it is of that type, or of one of a tuple; true and false, which Python takes for numbers, are none."""
+    """Return whether the data is of that type, or of one of a tuple; a boolean doesn't count as a number."""
     kinds = takes if isinstance(takes, tuple) else (takes,)
     return isinstance(data, kinds) and (not isinstance(data, bool) or bool in kinds or object in kinds)
 

@@ -8,7 +8,7 @@ USELESS = ("void ", "at::native::", "(anonymous namespace)::", "<unnamed>::")
 
 
 def short(name: str) -> str:
-    """A kernel's name without its arguments and what says nothing about it."""
+    """Return a kernel's name without its arguments and its uninformative parts."""
     for useless in USELESS:
         name = name.replace(useless, "")
     depth = 0
@@ -21,5 +21,5 @@ def short(name: str) -> str:
 
 
 def range_name(module: str, call: int) -> str:
-    """The NVTX range around a module's call of that number, which counts from 1: `conv1`, then `conv1#2`."""
+    """Return the name of the NVTX range of a module's call, counted from 1: `conv1`, then `conv1#2`."""
     return (module or WHOLE) + (f"#{call}" if call > 1 else "")

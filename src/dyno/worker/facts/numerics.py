@@ -67,9 +67,9 @@ class LayerErrors(Sparse):
 
 
 def is_labels(array: Any) -> bool:
-    """Whether an output's values are labels, which are the same or not, and no quantities that are more or less apart.
+    """Return whether an output's values are labels (equal or not) rather than quantities (near or far apart).
 
-    Booleans and whole numbers are, but for those of one byte with several channels (N x C, or N x C x H x W in either
+    Booleans and integers are labels, except those of one byte with several channels (N x C, or N x C x H x W in either
     order): pixels, or scores that a quantised network doesn't convert back.
     """
     kind, shape = array.dtype.kind, array.shape

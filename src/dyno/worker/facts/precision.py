@@ -88,7 +88,7 @@ def _sentence(requested: str, wanted: str, layers: Mapping[str, int], engine: st
 def why_not_faster(
     requested: str, compute: Iterable[tuple[str, str]], time_by_operator: Mapping[str, float], converters: Iterable[str]
 ) -> list[str]:
-    """Sentences on why a lowered precision isn't faster, from operator and type of the compute layers.
+    """Return sentences on why a lowered precision isn't faster, from operator and type of the compute layers.
 
     `converters` are the operators that only change types or layouts; shares of time are from 0 to 1.
     """

@@ -21,7 +21,7 @@ class Sparse:
     other: dict[str, Any] = field(default_factory=dict)
 
     def set_fields(self, names: Iterable[str] = ()) -> dict[str, Any]:
-        """The fields that aren't at their default, `other` included; with `names`, only these."""
+        """Return the fields that aren't at their default, `other` included; with `names`, only these."""
         chosen, cls = set(names), cast(Any, type(self))
         return {
             name: value
@@ -30,12 +30,12 @@ class Sparse:
         }
 
     def joined(self: S, later: Sparse) -> S:
-        """This record, updated by the set fields of `later`, which has the same fields or fewer."""
+        """Return this record, updated by the set fields of `later`, which has the same fields or fewer."""
         return replace(self, **{**later.set_fields(), "other": {**self.other, **later.other}})
 
 
 @lru_cache(maxsize=64)
 def defaults(kind: Any) -> dict[str, Any]:
-    """The default of each field of a dataclass in which every field has one."""
+    """Return the default of each field of a dataclass in which every field has one."""
     blank = kind()
     return {f.name: getattr(blank, f.name) for f in fields(kind)}

@@ -20,14 +20,17 @@ DAMAGED = (
 
 
 def load_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
-    """The arrays of an npz file (only `names`, or all); a ValueError says why they can't be read, such as that the file
-    holds Python objects, and OSError that it can't be opened."""
+    """Return the arrays of an npz file (only `names`, or all).
+
+    Raises a ValueError with the reason for a file that can't be read, such as one with Python objects, and OSError for
+    a file that can't be opened.
+    """
     with _explained(), np.load(path, allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files if names is None or name in names}
 
 
 def load_array(path: Path) -> np.ndarray:
-    """The array of an npy file; errors as of `load_arrays`."""
+    """Return the array of an npy file; errors as for `load_arrays`."""
     with _explained():
         array: np.ndarray = np.load(path, allow_pickle=False)
         return np.asarray(array[...])  # an npz file has none

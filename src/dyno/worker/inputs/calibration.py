@@ -23,22 +23,25 @@ NO_VALUES = f"{NO_DATA}; for inputs that are not images, give their values with 
 
 
 def missing_data(trial: Trial) -> str:
-    """The message when int8 has no data to calibrate on; "" where it has, or nothing is to be quantised."""
+    """Return the message that int8 has no calibration data; "" if it has, or nothing is to be quantised."""
     quantised = trial.precision == "int8" != trial.model.precision
     return NO_VALUES if quantised and not trial.data.folder and not inputs_suffice(trial.model) else ""
 
 
 def inputs_suffice(model: ModelSpec) -> bool:
-    """Whether values drawn for the described inputs can be calibrated on: not those of a single image without range."""
+    """Return whether random values of the described inputs suffice for calibration.
+
+    Those of a single image without a value range don't.
+    """
     tensors = [spec for spec in model.inputs if spec.dtype]
     bare = [spec for spec in tensors if spec.low is None and not spec.feeds]
     return bool(tensors) and not (len(tensors) == 1 and bare and len(tensors[0].shape) == 4)
 
 
 def calibration_data(trial: Trial) -> DataSpec:
-    """The data of the trial's calibration: the images set aside for it, else values for the described inputs.
+    """Return the trial's calibration data: the images set aside for it, else values for the described inputs.
 
-    Values that are drawn come from another seed than those that are timed and compared.
+    Random values come from another seed than those that are timed and compared. Raises a `UserError` without any data.
     """
     if trial.data.folder:
         return DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
@@ -48,7 +51,7 @@ def calibration_data(trial: Trial) -> DataSpec:
 
 
 def calibration_of(recipe: Recipe, parent: Artifact) -> CalibrationImages | CalibrationInputs:
-    """The recipe's calibration data for the parent's file; a `UserError` where it doesn't fit, or there is none."""
+    """Return the recipe's calibration data for the parent's file; raise a `UserError` if none fits."""
     if recipe.data is not None and not recipe.data.folder and inputs_suffice(recipe.model):
         return CalibrationInputs(recipe, parent)
     return CalibrationImages(recipe, parent)
@@ -93,7 +96,7 @@ class CalibrationImages:
         return -(-self.count // self.batch)
 
     def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
-        """Feeds of the batches from start up to end."""
+        """Yield the feeds of the batches from `start` up to `end`."""
         for k in range(start, end):
             images = self._images.batch(k * self.batch, self.batch, self.input.dtype)
             yield {self.input.name: images.astype(self.input.dtype, copy=False)}
@@ -150,12 +153,12 @@ class CalibrationInputs:
         return -(-self.count // self.batch)
 
     def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
-        """Feeds of the batches from start up to end."""
+        """Return the feeds of the batches from `start` up to `end`."""
         return islice(_generated(self._recipe, self._parent, end), start, end)
 
 
 def _source(spec: InputSpec) -> str:
-    """The source of an input's calibration values: a file, or a range."""
+    """Return the source of an input's calibration values: a file, or a range."""
     if spec.feeds:
         return Path(spec.feeds).name
     return "random" if spec.low is None else f"random, {spec.low:g} to {spec.high:g}"
@@ -185,14 +188,14 @@ def _check_shape(tensor: Tensor, shape: tuple[int, ...], name: str) -> None:
 
 
 def example(recipe: Recipe, parent: Artifact) -> dict[str, np.ndarray]:
-    """One batch of the calibration data, or of seeded random numbers where the recipe has no data."""
+    """Return one batch of the calibration data, or of seeded random numbers if the recipe has no data."""
     if recipe.data is not None:
         return next(calibration_of(recipe, parent).feeds(0, 1))
     return next(_generated(recipe, parent, 1))
 
 
 def _generated(recipe: Recipe, parent: Artifact, count: int) -> Iterator[dict[str, np.ndarray]]:
-    """Batches of the described inputs, else of random numbers, in the types that the parent's file reads."""
+    """Yield batches of the described inputs, else of random numbers, in the types that the parent's file reads."""
     kinds = {tensor.name: tensor.dtype for tensor in parent.inputs}
     dims, model = replace(recipe.dims, batch=_batch(recipe, parent)), recipe.model
     data = DataSpec(seed=recipe.data.seed if recipe.data else 0)
@@ -201,7 +204,7 @@ def _generated(recipe: Recipe, parent: Artifact, count: int) -> Iterator[dict[st
 
 
 def _batch(recipe: Recipe, parent: Artifact) -> int:
-    """The batch of the requested shapes, else the file's own, else 1."""
+    """Return the batch of the requested shapes, else the file's own, else 1."""
     dims, lengths = recipe.dims, list[object]()
     for tensor in parent.inputs:
         if (axis := dims.batch_axis(tensor.name, tensor.shape)) is not None:
@@ -213,7 +216,7 @@ def _batch(recipe: Recipe, parent: Artifact) -> int:
 
 
 def reader(feeds: Iterator[dict[str, np.ndarray]]) -> Any:
-    """The feeds as onnxruntime.quantization's data reader."""
+    """Return the feeds as onnxruntime.quantization's data reader."""
     from onnxruntime.quantization import CalibrationDataReader
 
     class Reader(CalibrationDataReader):  # type: ignore[misc]

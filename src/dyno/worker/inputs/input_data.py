@@ -44,11 +44,11 @@ class Images:
         return len(self.index)
 
     def batch(self, start: int, count: int, dtype: str = "float32") -> np.ndarray:
-        """`count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
+        """Return `count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
         return arranged(_as_read(self._pixels[self._chosen(start, count)], self._preprocess, dtype), self._last)
 
     def read_into(self, target: np.ndarray, start: int) -> None:
-        """As `batch`, written into `target`, as many images as it is long: raw pixels where it is uint8.
+        """Fill `target` with images, as `batch` returns them: raw pixels if it is uint8.
 
         Pixels are copied in one call, because every call holds up the thread that drives the engine for a moment; the
         rest is normalised image by image, so that the working set stays in the processor's cache.
@@ -73,13 +73,13 @@ class Images:
                 np.copyto(target[i], values, casting="same_kind")
 
     def _chosen(self, start: int, count: int) -> np.ndarray:
-        """Rows of `count` images of the split from `start` on, wrapping around."""
+        """Return the rows of `count` images of the split from `start` on, wrapping around."""
         chosen: np.ndarray = self.index[np.arange(start, start + count) % len(self.index)]
         return chosen
 
 
 def metadata(data: DataSpec) -> dict[str, Any]:
-    """The decoded data set's meta.json, with its classes among others; {} for data without a folder."""
+    """Return the decoded data set's meta.json, with its classes among others; {} for data without a folder."""
     if not data.folder:
         return {}
     try:
@@ -90,19 +90,22 @@ def metadata(data: DataSpec) -> dict[str, Any]:
 
 
 def normalisation(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Mean and standard deviation of each channel as float32, 1 x C x 1 x 1; one value serves every channel."""
+    """Return each channel's mean and standard deviation as float32, 1 x C x 1 x 1; one value serves all channels."""
     mean, std = (np.resize(np.asarray(v, np.float32), channels) for v in (preprocess.mean, preprocess.std))
     return mean.reshape(1, channels, 1, 1), std.reshape(1, channels, 1, 1)
 
 
 def pixel_scale(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.ndarray]:
-    """Scale and offset of each channel as float32, 1 x C x 1 x 1: `pixel * scale + offset` is the normalised value."""
+    """Return each channel's scale and offset as float32, 1 x C x 1 x 1.
+
+    `pixel * scale + offset` is the normalised value.
+    """
     mean, std = (array.astype(np.float64) for array in normalisation(preprocess, channels))
     return (1 / (255 * std)).astype(np.float32), (-mean / std).astype(np.float32)
 
 
 def wants_pixels(options: Mapping[str, Option]) -> bool:
-    """Whether the option `input` requests raw pixels; anything but float32 and uint8 is a `UserError`."""
+    """Return whether the option `input` requests raw pixels; raise a `UserError` unless it is float32 or uint8."""
     value = options.get("input", "float32")
     if value not in READ:
         raise UserError(f"unknown input {value!r}; it is one of {', '.join(READ)}")
@@ -110,7 +113,7 @@ def wants_pixels(options: Mapping[str, Option]) -> bool:
 
 
 def _as_read(pixels: np.ndarray, preprocess: Preprocess, dtype: str) -> np.ndarray:
-    """The pixels as an input of that type reads them: themselves in uint8, else normalised to float32."""
+    """Return the pixels as an input of that type reads them: unchanged for uint8, else normalised to float32."""
     if dtype == "uint8":
         return np.ascontiguousarray(pixels)
     mean, std = normalisation(preprocess, pixels.shape[1])
@@ -129,12 +132,12 @@ def batches(
     count: int,
     specs: Sequence[InputSpec] = (),
 ) -> Iterator[dict[str, np.ndarray]]:
-    """The first `count` batches of the data, as feeds by input name.
+    """Yield the first `count` batches of the data, as feeds by input name.
 
-    Images, real or random, go to an input as it reads them: raw to one in uint8, else normalised, so that both see the
-    same picture. Random images are uniform pixels; other random numbers are standard normal for floating-point inputs,
-    0..255 for uint8 and 0..1 for other integers (token ids and masks that every vocabulary has). With `specs` all that
-    they describe is fed with the values that they give, including inputs that an engine dropped as unused.
+    Images, real or random, are fed in the input's form: raw to one in uint8, else normalised, so that both get the same
+    picture. Random images are uniform pixels; other random numbers are standard normal for floating-point inputs,
+    0..255 for uint8 and 0..1 for other integers (token ids and masks that every vocabulary has). With `specs`, all
+    described inputs are fed with their values, including inputs that an engine dropped as unused.
     """
     shapes = static_shapes(tensors, dims)
     if data.folder:
@@ -158,7 +161,10 @@ def batches(
 def open_images(
     data: DataSpec, preprocess: Preprocess, tensors: Sequence[Tensor], dims: Dims
 ) -> tuple[str, tuple[int, ...], Images]:
-    """The one input that takes images, its shape, and the images; a `UserError` where they don't fit it."""
+    """Return the name and the shape of the only input, which takes images, and the images.
+
+    Raises a `UserError` if they don't fit it.
+    """
     name, shape = image_input(tensors, static_shapes(tensors, dims))
     images, expected = Images(data, preprocess, channels_last(shape)), channels_first(shape)[1:]
     if images.shape != expected:
@@ -169,7 +175,10 @@ def open_images(
 
 
 def image_input(tensors: Sequence[Tensor], shapes: dict[str, tuple[int, ...]]) -> tuple[str, tuple[int, ...]]:
-    """The one input that takes images, and its shape; a `UserError` where there is none or another besides."""
+    """Return the name and shape of the only input, which takes images.
+
+    Raises a `UserError` if it takes none, or there is another input.
+    """
     if len(tensors) != 1 or len(shapes[tensors[0].name]) != 4:
         names = ", ".join(f"{name} {shape}" for name, shape in shapes.items())
         raise UserError(f"images fit a model with one N x C x H x W input; this one has {names}")
@@ -209,10 +218,10 @@ def relative_change(a: np.ndarray, b: np.ndarray) -> float:
 
 
 def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess | None = None) -> str:
-    """sha256 of the feeds' bytes: two runs with the same value were fed the same.
+    """Return the sha256 of the feeds' bytes: two runs with the same value had the same feeds.
 
-    With `preprocess`, raw images are normalised first, so that the same images have the same value in either form.
-    What a file calls its only input says nothing about what it is fed.
+    With `preprocess`, raw images are normalised first, so that the same images have the same value in either form. A
+    file's name for its only input is left out: it says nothing about the feed.
     """
     hashed = hashlib.sha256()
     for feed in feeds:

@@ -23,12 +23,12 @@ PICTURE = re.compile("image|img|pixel|photo|frame", re.IGNORECASE)
 
 
 def is_length(axis: int | str) -> bool:
-    """Whether a free axis is named after the length of a sequence."""
+    """Return whether a free axis is named after the length of a sequence."""
     return isinstance(axis, str) and bool(LENGTH.search(axis))
 
 
 def is_image(tensor: Tensor) -> bool:
-    """Whether shape, type and names are those of an image: four axes, none the length of a sequence, and no cache."""
+    """Return whether shape, type and name are an image's: four axes, none a sequence's length, and no cache."""
     return (
         len(tensor.shape) == 4
         and 0 not in tensor.shape
@@ -49,7 +49,7 @@ def image_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
 
 def channels_last(shape: Sequence[int | str]) -> bool:
-    """Whether the shape is N x H x W x C: few channels at its end, and more, or a free length, for both sides."""
+    """Return whether the shape is N x H x W x C: few channels last, more sizes or a free length for both sides."""
     return len(shape) == 4 and _few(shape[3]) and not _few(shape[1]) and not _few(shape[2])
 
 
@@ -58,16 +58,16 @@ def _few(length: int | str) -> bool:
 
 
 def axes(shape: Sequence[int | str]) -> tuple[int, int, int]:
-    """The axes of an image's channels, height and width."""
+    """Return the axes of an image's channels, height and width."""
     return (3, 1, 2) if channels_last(shape) else (1, 2, 3)
 
 
 def channels_first(shape: Sequence[int]) -> tuple[int, int, int, int]:
-    """The same sizes as N x C x H x W."""
+    """Return the same sizes as N x C x H x W."""
     c, h, w = axes(shape)
     return shape[0], shape[c], shape[h], shape[w]
 
 
 def arranged(images: np.ndarray, last: bool) -> np.ndarray:
-    """Images N x C x H x W, with channels last if `last`; contiguous."""
+    """Return images N x C x H x W, with channels last if `last`; contiguous."""
     return np.ascontiguousarray(images.transpose(0, 2, 3, 1)) if last else images

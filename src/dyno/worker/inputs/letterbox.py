@@ -4,7 +4,7 @@ from __future__ import annotations
 
 
 def geometry(height: float, width: float, to_height: int, to_width: int) -> tuple[float, int, int, int, int]:
-    """Scale, new height and width, top and left margin of an image (square pixels) inside its letterbox.
+    """Return scale, new height and width, top and left margin of an image (square pixels) inside its letterbox.
 
     The same numbers serve both directions: into the network, and from its boxes back to the image.
     """

@@ -60,7 +60,7 @@ class ModuleInputs:
 def describe_inputs(
     module: Any, model: ModelSpec, examples: Any, overrides: Mapping[str, Mapping[str, Any]]
 ) -> ModuleInputs:
-    """The module's inputs, before it is run.
+    """Describe the module's inputs, before it is run.
 
     `examples` were saved with the module, are a tensor, tuple or dict, or None; `overrides` are the command line's
     settings by input name. A single parameter without a description is the image. Raises `UserError` where the inputs
@@ -93,7 +93,7 @@ def describe_inputs(
 def describe_file_inputs(
     file: Sequence[Tensor], overrides: Mapping[str, Mapping[str, Any]], stored: Sequence[InputSpec]
 ) -> tuple[InputSpec, ...]:
-    """The file's inputs with the value ranges of the user or of its metadata (`stored`); () where there are none.
+    """Describe the file's inputs, with value ranges from the user or its metadata (`stored`); () without any ranges.
 
     Raises `UserError` for an input or a type that the file doesn't have.
     """
@@ -113,7 +113,7 @@ def describe_file_inputs(
 
 
 def signature_of(module: Any) -> Signature:
-    """The signature of forward, of a TorchScript module too."""
+    """Return the signature of forward, also of a TorchScript module."""
     import torch
 
     if isinstance(module, torch.jit.ScriptModule):
@@ -128,7 +128,7 @@ def signature_of(module: Any) -> Signature:
 
 
 def advice(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
-    """What to do about inputs of unknown shape and type, as the end of a message."""
+    """Return advice on inputs of unknown shape and type, as the end of a message."""
     if not model.source:
         return "give example inputs too: models=(module, inputs)"
     function = model.source.rpartition(":")[2]
@@ -139,8 +139,10 @@ def advice(model: ModelSpec, names: Sequence[str] = ("x",)) -> str:
 
 
 def advice_on_reason(module: Any, reason: str, verb: str) -> str:
-    """What to do about a module that refuses its inputs for something that isn't theirs, as the end of a message: it
-    computes gradients, or has weights that aren't float32, as inputs are; else ""."""
+    """Return advice on a module that refuses its inputs for another reason than the inputs, as the end of a message.
+
+    The reasons: it computes gradients, or has weights that aren't float32, as inputs are. For others the advice is "".
+    """
     if NEEDS_GRADIENTS.search(reason):
         return (
             "it computes gradients, which are off while it is measured: let forward switch them on within "
@@ -154,8 +156,11 @@ def advice_on_reason(module: Any, reason: str, verb: str) -> str:
 
 
 def advice_after_refusal(module: Any, model: ModelSpec, function: str, image: bool) -> str:
-    """What to do about a module that refused its inputs, as the end of a message; `function` is the user's own that
-    returns it, "" where there is none, `image` whether it was given the one that is assumed."""
+    """Return advice on a module that refused its inputs, as the end of a message.
+
+    `function` is the user's own that returns the module ("" without one), `image` whether the module was given the
+    default image.
+    """
     known = signature_of(module).required
     needed = [name for name, required in known.items() if required] or [*known][:1] or ["input"]
     shapes = " ".join(f"--shapes {name}:SHAPE" for name in needed)
@@ -200,7 +205,7 @@ def _spec(name: str, value: Any, keyword: bool, model: ModelSpec) -> InputSpec:
 
 
 def _range(example: Any) -> tuple[float | None, float | None]:
-    """Smallest and largest value; nothing of a constant, of zeros and ones, and of an image around zero."""
+    """Return the smallest and largest value; None for a constant, for zeros and ones, and for an image around zero."""
     import torch
 
     if example.dtype == torch.bool or not example.numel():
@@ -217,7 +222,7 @@ def _range(example: Any) -> tuple[float | None, float | None]:
 def _with_overrides(
     specs: dict[str, InputSpec], signature: Signature, overrides: Mapping[str, Mapping[str, Any]], model: ModelSpec
 ) -> list[InputSpec]:
-    """The specs with the command line's settings in their place."""
+    """Return the specs with the command line's settings in their place; raise a `UserError` for an unknown input."""
     result = dict(specs)
     for name, override in overrides.items():
         alias = name == "input" and len(signature.required) == 1
@@ -252,8 +257,11 @@ def _overridden(
 
 
 def _symbolic(specs: tuple[InputSpec, ...]) -> ModuleInputs:
-    """The specs with the batch for the first axis of all that have the first one's length there, and the size of the
-    first image for every image of that size."""
+    """Return the specs with symbols for the batch and the size.
+
+    The batch replaces the first axis of all inputs that have the first one's length there, the size that of the first
+    image in every image of that size.
+    """
     arrays = [spec for spec in specs if spec.dtype and spec.shape]
     named = has_batch(arrays)
     first = next((spec.shape[0] for spec in arrays if isinstance(spec.shape[0], int)), 1)
@@ -277,13 +285,12 @@ def _symbolic(specs: tuple[InputSpec, ...]) -> ModuleInputs:
 
 
 def _sides(shape: Sequence[int | str]) -> tuple[int | str, int | str]:
-    """Height and width of an image with its channels first or last."""
     _, height, width = axes(shape)
     return shape[height], shape[width]
 
 
 def _is_image(specs: Sequence[InputSpec], signature: Signature, model: ModelSpec) -> bool:
-    """Whether this is the single image that is assumed for a model without description."""
+    """Return whether this is the single image assumed for a model without description."""
     if not specs:
         return True
     image = InputSpec(specs[0].name, "float32", (BATCH, model.channels, *SIZE))
@@ -297,12 +304,12 @@ def verify_inputs(
     dims: Dims,
     no_memory: Callable[[Exception], bool] = lambda e: isinstance(e, MemoryError),
 ) -> tuple[ModuleInputs, Any]:
-    """The inputs as confirmed by running the module on them, and what the module returned.
+    """Run the module on the inputs; return them as confirmed, and the module's result.
 
-    Token ids get the range of the embedding that they reach, unless a range was given. An axis that was taken for the
-    batch only because of its length stays so if the module accepts another length there too, or has `no_memory` for it.
-    Where the first axis is none, since its rows have no outputs of their own, the second is tried: recurrent networks
-    take time x batch x features.
+    Token ids get the range of the embedding that they reach, unless a range was given. An axis taken for the batch only
+    because of its length stays so if the module accepts another length there too, or has `no_memory` for it. If the
+    first axis is none, since its rows have no outputs of their own, the second is tried: recurrent networks take time x
+    batch x features.
     """
     result, limits = _run_and_record(module, *example(model, described.inputs, dims), described.inputs)
     specs = tuple(
@@ -328,8 +335,10 @@ def verify_inputs(
 def _second_axis(
     module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims
 ) -> Callable[[ModuleInputs], ModuleInputs] | None:
-    """What changes a description where the batch is the second axis of the inputs, or the first of those of one axis;
-    None where the module refuses another length there, or its rows have no outputs of their own."""
+    """Return a function that makes the second axis the batch in a description, or the only axis of inputs with one.
+
+    Return None if the module refuses another length there, or its rows have no outputs of their own.
+    """
     length = next((spec.shape[1] for spec in specs if spec.dtype and len(spec.shape) > 1), 0)
     if not isinstance(length, int) or not length:
         return None
@@ -348,7 +357,7 @@ def _second_axis(
 
 
 def _mixes(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> bool:
-    """Whether the outputs for one row of the batch change with its other rows, or no output has a row for each."""
+    """Return whether one row's outputs change with the other rows of the batch, or no output has a row for each."""
     import torch
     from torch.utils import _pytree
 
@@ -375,7 +384,7 @@ def _mixes(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Di
 def _run_and_record(
     module: Any, args: list[Any], keywords: dict[str, Any], specs: Sequence[InputSpec]
 ) -> tuple[Any, dict[str, int]]:
-    """The module's result, and for each input that is looked up in an embedding how many rows that has."""
+    """Return the module's result, and for each input that an embedding looks up the number of the embedding's rows."""
     import torch
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -396,7 +405,7 @@ def _run_and_record(
 
 
 def _choices(specs: tuple[InputSpec, ...], batch: int) -> Iterator[tuple[InputSpec, ...]]:
-    """Which inputs may have the batch: all, those of more than one axis, the first alone."""
+    """Yield the possible choices of inputs with the batch: all, those of more than one axis, the first alone."""
     first = next(spec.name for spec in specs if BATCH in spec.shape)
     yield specs
     yield _fixed(specs, batch, lambda spec: len(spec.shape) < 2)
@@ -411,7 +420,7 @@ def _fixed(specs: tuple[InputSpec, ...], batch: int, which: Callable[[InputSpec]
 
 
 def accepts(run: Callable[[], object], no_memory: Callable[[Exception], bool]) -> bool:
-    """Whether a module runs on a larger batch than before; one that has no memory for it doesn't refuse it."""
+    """Return whether a module runs on a larger batch than before; running out of memory is no refusal."""
     try:
         run()
     except Exception as e:  # a module may raise anything at a batch that it doesn't accept
@@ -420,7 +429,7 @@ def accepts(run: Callable[[], object], no_memory: Callable[[Exception], bool]) -
 
 
 def call(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> Any:
-    """The module's result for random inputs of these dims."""
+    """Return the module's result for random inputs of these dims."""
     import torch
 
     args, keywords = example(model, specs, dims)
@@ -429,7 +438,7 @@ def call(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims
 
 
 def example(model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> tuple[list[Any], dict[str, Any]]:
-    """Random arguments of forward: tensors in the described ranges."""
+    """Return random arguments of forward: tensors in the described ranges."""
     import torch
 
     (arrays,) = feeds.batches(DataSpec(), model.preprocess, tensors(specs, dims), dims, 1, specs)
@@ -437,5 +446,5 @@ def example(model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> tuple
 
 
 def listed(specs: Sequence[InputSpec], dims: Dims) -> str:
-    """The inputs' names, shapes and types, for messages."""
+    """Return the inputs' names, shapes and types, for messages."""
     return ", ".join(f"{t.name} {'x'.join(map(str, t.shape)) or 'scalar'} {t.dtype}" for t in tensors(specs, dims))

@@ -15,11 +15,11 @@ REFUSALS = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, Zer
 
 
 def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
-    """The shape of every input in this trial: free dimensions come from batch, height, width, or `dims.shapes`, which
-    may describe inputs that an engine dropped.
+    """Return the shape of every input in this trial; free dimensions come from batch, height, width, or `dims.shapes`.
 
-    A file that is fixed at another batch or size, or has a free dimension without a length, is a `UserError`. The size
-    is that of the first image: a second one, a map or a mask of four dimensions may have its own.
+    `dims.shapes` may describe inputs that an engine dropped. Raises a `UserError` for a file that is fixed at another
+    batch or size, or has a free dimension without a length. The size is that of the first image: a second one, a map or
+    a mask of four dimensions may have its own.
     """
     tensors = list(inputs)
     image = image_of(tensors)
@@ -59,7 +59,7 @@ def _size(tensor: Tensor, axis: int, length: int | str, lengths: dict[int, tuple
 
 
 def fitted(feed: np.ndarray, tensor: Tensor, shape: Shape) -> np.ndarray:
-    """The feed in the engine's type and C order, copied only where it isn't so; a wrong shape is a `UserError`."""
+    """Return the feed in the engine's type and C order, copied if needed; raise a `UserError` for a wrong shape."""
     if feed.shape != shape:
         raise UserError(f"input {tensor.name!r} wants {_text(shape)}, but got {_text(feed.shape)}")
     return np.asarray(feed, tensor.dtype, order="C")  # ascontiguousarray would make a scalar a vector

@@ -15,17 +15,17 @@ from dyno.worker.spec import BATCH, Dims, InputSpec, Tensor, UserError
 
 
 def tensors(specs: Sequence[InputSpec], dims: Dims) -> tuple[Tensor, ...]:
-    """The arguments that are tensors, in the trial's shapes."""
+    """Return the arguments that are tensors, in the trial's shapes."""
     return tuple(Tensor(spec.name, spec.dtype, dims.resolve(spec.shape)) for spec in specs if spec.dtype)
 
 
 def has_batch(specs: Sequence[InputSpec]) -> bool:
-    """Whether the batch is free: an axis of any input is named after it."""
+    """Return whether the batch is free: an axis of any input is named after it."""
     return any(BATCH in spec.shape for spec in specs)
 
 
 def arguments(specs: Sequence[InputSpec], arrays: Mapping[str, Any]) -> tuple[list[Any], dict[str, Any]]:
-    """Positional and keyword arguments of forward, tensors from `arrays`; without specs there is one, `input`."""
+    """Return forward's positional and keyword arguments, tensors from `arrays`; without specs only `input`."""
     if not specs:
         return [arrays["input"]], {}
     values = {spec.name: arrays[spec.name] if spec.dtype else spec.value for spec in specs}
@@ -48,7 +48,7 @@ class Values:
     def batches(
         self, shapes: Mapping[str, Shape], engine_types: Mapping[str, str], dims: Dims, count: int
     ) -> Iterator[dict[str, np.ndarray]]:
-        """`count` feeds of these shapes; `engine_types` are the types in which an engine reads them."""
+        """Yield `count` feeds of these shapes; `engine_types` are the types in which an engine reads them."""
         for number in range(count):
             yield {
                 name: self._one(self._specs[name], shape, engine_types.get(name, ""), dims, number)
@@ -74,7 +74,7 @@ class Values:
         return self._draw_default(rng, Tensor(spec.name, "uint8" if pixels else spec.dtype, shape))
 
     def _stored(self, spec: InputSpec, shape: Shape, axis: int | None, number: int) -> np.ndarray:
-        """Rows of the user's array, wrapping around; the whole of one that has no batch."""
+        """Return rows of the user's array, wrapping around; the whole array if it has no batch."""
         if spec.name not in self._arrays:
             self._arrays[spec.name] = _read(spec)
         array = self._arrays[spec.name]
@@ -87,7 +87,7 @@ class Values:
 
 
 def check_values(spec: InputSpec) -> InputSpec:
-    """The input; a `UserError` where its type doesn't have the values that were given for it."""
+    """Return the input; raise a `UserError` if its type can't represent the values given for it."""
     ends = [end for end in (spec.low, spec.high) if end is not None]
     try:
         kind = np.dtype(spec.dtype)
@@ -111,7 +111,7 @@ def check_values(spec: InputSpec) -> InputSpec:
 
 
 def cast_exactly(array: np.ndarray, spec: InputSpec) -> np.ndarray:
-    """The array in the input's type; a `UserError` where that changes values by more than the rounding of floats."""
+    """Return the array in the input's type; raise a `UserError` if that does more than round floats."""
     with np.errstate(invalid="ignore", over="ignore"):
         cast: np.ndarray = array.astype(spec.dtype)
     kept = np.isfinite(cast) == np.isfinite(array) if cast.dtype.kind == "f" else cast == array
@@ -124,7 +124,7 @@ def cast_exactly(array: np.ndarray, spec: InputSpec) -> np.ndarray:
 
 
 def _mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray:
-    """Ones up to a length of at least half, then zeros, as a padding mask; never a row of zeros alone.
+    """Return ones up to a length of at least half, then zeros, as a padding mask; never a row of zeros alone.
 
     A bool mask always has both: in some networks True marks padding, in others the rest.
     """
@@ -136,7 +136,7 @@ def _mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray:
 
 
 def rows(spec: InputSpec, axis: int = 0) -> int:
-    """Number of rows of the user's array for an input, on the batch's axis; 1 for a number."""
+    """Return the number of rows of the user's array for an input, on the batch's axis; 1 for a number."""
     array = _read(spec)
     return array.shape[axis] if axis < array.ndim else 1
 

@@ -32,7 +32,7 @@ def batch_axes(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str,
 
 
 def names_batch(axis: Axis) -> bool:
-    """Whether the axis is named after the batch."""
+    """Return whether the axis is named after the batch."""
     return isinstance(axis, str) and bool(NAMED.search(axis)) and not OPERATOR.search(axis) and not is_length(axis)
 
 
@@ -42,7 +42,7 @@ def _named_axis(tensor: Tensor) -> int | None:
 
 
 def _has_no_name(tensor: Tensor, k: int) -> bool:
-    """Whether an axis is free, and its name none that a person gave it."""
+    """Return whether an axis is free and was not named by a person."""
     axis = tensor.shape[k]
     return isinstance(axis, str) and (axis in ("", "?", f"{tensor.name}_{k}") or bool(MADE_UP.match(axis)))
 

@@ -70,7 +70,7 @@ class Clock:
 
     @contextmanager
     def part(self, name: str) -> Iterator[None]:
-        """What the block takes is that part's."""
+        """Time the block as that part, without the imports in it."""
         begin, before = time.monotonic(), self.imported
         yield
         self.parts[name] = time.monotonic() - begin - (self.imported - before)
@@ -101,8 +101,11 @@ class Clock:
 
 
 def _context(device: str) -> Any:
-    """The GPU with its context made, apart from whatever loads an engine there; None of a CPU, and where the driver
-    can't be called from this Python, so that the engine makes it."""
+    """Return the GPU with its context created, independent of the library that loads an engine there.
+
+    Return None for a CPU, and where the driver can't be called from this Python, so that the engine creates the
+    context.
+    """
     if device == "cpu":
         return None
     from dyno.worker.sessions import gpu
@@ -121,7 +124,7 @@ def _seconds(action: Callable[[], None]) -> float:
 
 
 def _read_bytes() -> int | None:
-    """What the kernel read from disk for this process; None where it keeps no such count."""
+    """Return the bytes that the kernel read from disk for this process; None where it doesn't count them."""
     with suppress(OSError, ValueError, StopIteration):
         lines = Path("/proc/self/io").read_text().splitlines()
         return int(next(line for line in lines if line.startswith("read_bytes:")).split()[1])
@@ -129,7 +132,7 @@ def _read_bytes() -> int | None:
 
 
 def _files(trial: Trial, artifact: Artifact | None) -> tuple[str, ...]:
-    """The files of code that this process has mapped or imported, and the model's own."""
+    """Return the files of code that this process has mapped or imported, and the model's own."""
     paths = {artifact.path} if artifact else {trial.model.file, trial.model.weights}
     with suppress(OSError):
         mapped = (line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines())

@@ -23,10 +23,10 @@ from dyno.worker.tasks.task import OutputShapes
 def inspect_model(
     trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[str, Any]], task: str = ""
 ) -> Inspection:
-    """What Dyno needs of a model before it lists trials.
+    """Return the facts of a model that Dyno needs before it lists trials.
 
-    `overrides` are the user's settings of inputs by name, `task` is what the network is for. A model, checkpoint, input
-    or size that doesn't work is a `UserError`.
+    `overrides` are the user's settings of inputs by name, `task` is the network's task. A model, checkpoint, input or
+    size that doesn't work is a `UserError`.
     """
     return _file(trial, sizes, overrides, task) if trial.model.file else _module(trial.model, sizes, overrides, task)
 
@@ -83,7 +83,7 @@ def _module(
 
 
 def _may_differ(model: ModelSpec, overrides: Mapping[str, Any]) -> bool:
-    """Whether the model may take something else than one image: a library's does only with overrides."""
+    """Return whether the model may take something else than one image: a library's does only with overrides."""
     return bool(overrides) or models.parse(model.source)[0] not in (*models.LIBRARIES, *models.DESCRIBED)
 
 
@@ -97,7 +97,7 @@ def _check_sizes(sizes: list[list[int]], inputs: ModuleInputs, overrides: Mappin
 
 
 def _count(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> int:
-    """Operations of one image, 0 where they can't be counted."""
+    """Return the operations of one image, 0 if they can't be counted."""
     import torch
 
     try:
@@ -138,7 +138,10 @@ def _no_memory(e: Exception) -> bool:
 
 
 def _hint(module: Any, model: ModelSpec, reason: str, image: bool) -> str:
-    """What to do about a module that refuses its input; most of a library's networks take an image of some size."""
+    """Return advice on a module that refuses its input, or "" where it has no other input than an image of some size.
+
+    Most of a library's networks are such.
+    """
     several = sum(modules.signature_of(module).required.values()) > 1
     video = any(type(layer).__name__ == "Conv3d" for layer in module.modules())
     if not (_may_differ(model, {}) or several or video):
@@ -150,7 +153,7 @@ def _hint(module: Any, model: ModelSpec, reason: str, image: bool) -> str:
 
 
 def _classes(shapes: Mapping[str, Shape], purpose: Purpose) -> int:
-    """How many classes a classifier's scores are of; 0 for any other output, or where a file doesn't say."""
+    """Return the number of classes of a classifier's scores; 0 for any other output, or if a file doesn't show it."""
     objects = bool(purpose.task) and tasks.find(purpose.task).labels == "objects"
     return 0 if objects or not shapes else classify.classes_of(next(iter(shapes.values())))
 
@@ -198,10 +201,10 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
 def _given_shapes(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], overrides: Mapping[str, Mapping[str, Any]]
 ) -> tuple[dict[str, int | None], dict[str, Shape]]:
-    """The batch's axis of each input (None: it has none), and the shapes that the user gave.
+    """Return the batch's axis of each input (None: it has none), and the shapes given by the user.
 
-    A `batch` among the user's axes decides, and what has none beside it has no batch. Of an array, which names no axis,
-    the file's names do.
+    A `batch` among the user's axes decides, and an input beside it without one has no batch. An array names no axis:
+    for it, the file's names decide. Raises a `UserError` for a shape that doesn't fit.
     """
     batched, given = batch_axes(inputs, outputs), dict[str, Shape]()
     for tensor in inputs:
@@ -223,7 +226,7 @@ def _given_shapes(
 
 
 def _batch_reason(inputs: Sequence[Tensor], batched: Mapping[str, int | None], given: Mapping[str, Shape]) -> str:
-    """Why the batch is one, where the file alone doesn't fix it; "" where it does, or leaves it free."""
+    """Return why the batch is one, if the file alone doesn't fix it; "" if it does, or leaves it free."""
     if all(axis is None for axis in batched.values()):
         return "no axis of the inputs is the batch (--shapes NAME:50xbatchx16 names one)"
     free = any(axis is not None and isinstance(t.shape[axis], str) for t in inputs for axis in [batched[t.name]])
@@ -233,7 +236,7 @@ def _batch_reason(inputs: Sequence[Tensor], batched: Mapping[str, int | None], g
 def _declared(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], batched: Mapping[str, int | None]
 ) -> tuple[Tensor, ...]:
-    """The outputs in whose shapes the file has the batch's name, with `batch` at its axes."""
+    """Return the outputs in whose shapes the file has the batch's name, with `batch` at its axes."""
     names = {t.shape[k] for t in inputs for k in [batched[t.name]] if k is not None} - {"", "?"}
     marked = [
         replace(o, shape=tuple(BATCH if isinstance(n, str) and n in names else n for n in o.shape)) for o in outputs

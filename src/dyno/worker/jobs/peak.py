@@ -30,7 +30,7 @@ Timer = Callable[[Callable[[], Any]], float]
 def measure(
     runtime: Runtime, seconds: float = SECONDS, types: Collection[str] = tuple(TYPES)
 ) -> Iterator[tuple[str, PeakOfType]]:
-    """Each of the types with its peak. `Unavailable` without PyTorch or the device."""
+    """Yield each of the types with its peak; raise `Unavailable` without PyTorch or the device."""
     torch, device = _prepared(runtime)
     for name in TYPES:
         if name in types and not (name == "tf32" and device.type == "cpu"):
@@ -38,7 +38,7 @@ def measure(
 
 
 def copy(runtime: Runtime, seconds: float = SECONDS) -> CopyRate:
-    """The rate of a large copy within the device's memory; see `measure` for its errors."""
+    """Measure the rate of a large copy within the device's memory; see `measure` for its errors."""
     torch, device = _prepared(runtime)
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     # Older PyTorch does not tell a GPU's cache; the least size is beyond it then too.
@@ -51,7 +51,7 @@ def copy(runtime: Runtime, seconds: float = SECONDS) -> CopyRate:
 
 
 def _prepared(runtime: Runtime) -> tuple[Any, Any]:
-    """PyTorch and the device, with the runtime's threads."""
+    """Return PyTorch and the device, with the runtime's threads; raise `Unavailable` without them."""
     try:
         import torch
     except ImportError as e:
@@ -88,7 +88,7 @@ def _type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfType:
 
 
 def _side(torch: Any, device: Any, name: str, side: int, seconds: float) -> float:
-    """Operations per second of a product of two square matrices: the fastest of its timings, after two to warm up."""
+    """Return the operations per second of a product of two square matrices: the fastest, after two for warm-up."""
     with torch.inference_mode():
         left, right = (_matrix(torch, device, TYPES[name], side, seed) for seed in (0, 1))
         multiply = torch._int_mm if name == "int8" else torch.matmul
@@ -101,7 +101,7 @@ def _side(torch: Any, device: Any, name: str, side: int, seconds: float) -> floa
 
 
 def _timings(torch: Any, device: Any, action: Callable[[], Any], seconds: float) -> list[float]:
-    """Seconds of each repetition for about so long, after one to warm up."""
+    """Return the seconds of each repetition, for about `seconds` seconds, after one for warm-up."""
     timer = _events(torch) if device.type == "cuda" else _host
     timer(action)
     times: list[float] = []
@@ -112,7 +112,7 @@ def _timings(torch: Any, device: Any, action: Callable[[], Any], seconds: float)
 
 
 def _matrix(torch: Any, device: Any, dtype: str, side: int, seed: int) -> Any:
-    """Random numbers, because zeros cost a GPU less power and let it clock higher than real work does."""
+    """Return a matrix of random numbers: with zeros a GPU needs less power and clocks higher than in real work."""
     generator = torch.Generator(device).manual_seed(seed)
     if dtype == "int8":
         matrix = torch.randint(-128, 128, (side, side), generator=generator, device=device, dtype=torch.int8)
@@ -128,7 +128,7 @@ def _host(action: Callable[[], Any]) -> float:
 
 
 def _events(torch: Any) -> Timer:
-    """Seconds by the GPU's own clock."""
+    """Return a timer by the GPU's own clock, in seconds."""
 
     def timed(action: Callable[[], Any]) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

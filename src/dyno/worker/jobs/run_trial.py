@@ -70,7 +70,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
 
 
 def _slowed(session: Session, share: float, journal: Journal) -> Session:
-    """The session with the self-test's delay, which is in the record."""
+    """Return the session with the self-test's delay, and record the delay."""
     journal.facts(slowdown=share)
     if share:
         journal.warn(f"slowed down on purpose, by {100 * share:g} %: for the self-test")
@@ -154,7 +154,7 @@ def repeat(session: Session, feeds: Arrays, first: Mapping[str, Kept], journal: 
 
 
 def answers(session: Session, feeds: Arrays) -> dict[str, Kept]:
-    """What `repeat` compares, of one call more."""
+    """Run one more call, and return the part of its outputs that `repeat` compares."""
     session.bind(feeds)
     session.run()
     session.wait()
@@ -162,13 +162,13 @@ def answers(session: Session, feeds: Arrays) -> dict[str, Kept]:
 
 
 def _outputs(session: Session) -> dict[str, Kept]:
-    """The outputs' shapes, and some of their values."""
+    """Return the outputs' shapes, and some of their values."""
     arrays = session.fetch()
     return {name: (a.shape, np.array(a.reshape(-1)[:: 1 + a.size // KEPT])) for name, a in arrays.items()}
 
 
 def _distance(first: Kept, last: Kept) -> float:
-    """|a - b| / |b| in the 2-norm, where both are finite; 1 for other shapes, which a random choice may have."""
+    """Return |a - b| / |b| in the 2-norm, over finite values; 1 for other shapes, which a random choice may have."""
     (shape, a), (other_shape, b) = first, last
     if shape != other_shape:
         return 1.0

@@ -60,7 +60,7 @@ def serve_requests(job: Job, journal: Journal) -> None:
 
 
 def _powers(most: int) -> list[int]:
-    """1, 2, 4, … below it, and itself."""
+    """Return 1, 2, 4, … below `most`, and `most` itself."""
     return [*(2**k for k in range(most.bit_length()) if 2**k < most), most]
 
 
@@ -107,7 +107,7 @@ class _Work:
             journal.warn(f"the engine can't be loaded for batches of {sizes}; fewer requests are padded to the next")
 
     def alone(self) -> None:
-        """Full batches one after the other on every lane; latency and throughput are a record's like any other's."""
+        """Measure full batches one after the other on every lane; store latency and throughput as in any record."""
         journal, plan, rung = self._journal, self._trial.plan, self._instances.first
         journal.stage("warm up")
         self._instances.warm_up(plan)
@@ -122,7 +122,7 @@ class _Work:
         self._facts = replace(self._facts, capacity=float(rate.value or 0.0))
 
     def _look(self) -> None:
-        """Each batch of each size once on every lane; fail where an answer isn't finite."""
+        """Run each batch of each size once on every lane; fail if an answer isn't finite."""
         wrong: list[str] = []
 
         def work(lane: Lane) -> None:
@@ -146,7 +146,7 @@ class _Work:
             raise failure()
 
     def _capacity(self, seconds: float) -> measure.Sampling:
-        """Requests per second with full batches on every lane; a sample for each lane and batch."""
+        """Measure requests per second with full batches on every lane; a sample for each lane and batch."""
         done: list[float] = []
         unanswered: list[Unanswered] = []
         most, clock = self._rules.most, Clock()
@@ -172,7 +172,7 @@ class _Work:
         return measure.Sampling(rates, "seconds", most * len(done) / whole)
 
     def rates(self, trace: str) -> None:
-        """The trace, the rates that were asked for, or those of a search."""
+        """Test the trace, the requested rates, or those of a search."""
         options, least = self._options, self._facts.least
         if trace:
             self._facts = replace(self._facts, trace=Path(options.trace).name)
@@ -188,7 +188,7 @@ class _Work:
             self._journal.warn(f"{e}; the test ended there, and the rates before are kept")
 
     def _search(self) -> None:
-        """The highest rate that holds; where the server ends it, `highest` stays unknown."""
+        """Search for the highest rate that holds; if the server ends the search, `highest` stays unknown."""
         options, least = self._options, self._facts.least
         # A tenth of a request more, so that rounding never has one less.
         lowest = (least + 0.1) / options.duration_s if options.duration_s else 0.0
@@ -205,7 +205,7 @@ class _Work:
         return self._try(arrivals, rate).verdict == judging.HOLDS
 
     def _try(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
-        """Requests at these times, as the facts and arrays keep them."""
+        """Send requests at these times, and store their facts and arrays."""
         journal, facts, number = self._journal, self._facts, len(self._facts.steps)
         rate = asked or arrivals.rate
         journal.stage(f"{rate:.3g} requests/s for {arrivals.times[-1]:.3g} s")

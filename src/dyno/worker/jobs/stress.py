@@ -37,7 +37,7 @@ class Phase:
     host_growth: int
 
     def to_record(self, tolerance: float) -> StressPhase:
-        """The phase as a record keeps it; its seconds are stored as samples."""
+        """Return the phase as stored in a record; its seconds are stored as samples."""
         return StressPhase(
             iterations=len(self.seconds),
             batches=self.batches,
@@ -79,7 +79,10 @@ def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -
 
 
 def _sizes(session: Session, phases: list[str]) -> dict[str, tuple[int, int]]:
-    """Smallest and largest batch of each phase."""
+    """Return the smallest and largest batch of each phase.
+
+    Raises a `UserError` for an engine without a profile or a batch outside it.
+    """
     numbers = [int(name) for name in phases if name.isdecimal()]
     limits = session.batches
     if limits is None and not numbers:
@@ -95,7 +98,7 @@ def _sizes(session: Session, phases: list[str]) -> dict[str, tuple[int, int]]:
 
 
 def _pool(session: Session, trial: Trial, most: int) -> Arrays:
-    """Twice as many images as the largest batch, staged once; batches are slices of it."""
+    """Return twice as many images as the largest batch, staged once; batches are slices of them."""
     dims = replace(trial.dims, batch=2 * most)
     model = trial.model
     (feeds,) = input_data.batches(trial.data, model.preprocess, session.inputs, dims, 1, model.inputs)
@@ -103,7 +106,7 @@ def _pool(session: Session, trial: Trial, most: int) -> Arrays:
 
 
 def _reference(session: Session, pool: Arrays, batch: int) -> dict[str, np.ndarray]:
-    """Every image's outputs at the smallest batch."""
+    """Return every image's outputs at the smallest batch."""
     count = len(next(iter(pool.values())))
     parts = []
     for start in range(0, count, batch):
@@ -117,7 +120,7 @@ def _reference(session: Session, pool: Arrays, batch: int) -> dict[str, np.ndarr
 
 
 def _once(session: Session, pool: Arrays, start: int, batch: int) -> tuple[float, dict[str, np.ndarray]]:
-    """Seconds from host to host of one batch, a change of shape included, and its outputs."""
+    """Return the seconds from host to host of one batch, a change of shape included, and its outputs."""
     feeds = {name: a[start : start + batch] for name, a in pool.items()}
     begin = time.perf_counter()
     session.reshape({name: a.shape for name, a in feeds.items()})
@@ -129,8 +132,11 @@ def _once(session: Session, pool: Arrays, start: int, batch: int) -> tuple[float
 
 
 def _error(outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], start: int, batch: int) -> float:
-    """Largest difference from the reference, relative to the reference's largest value; NaN when there is one. Of
-    labels the share that differs, but for one of many, which rounding may decide."""
+    """Return the largest difference from the reference, relative to the reference's largest value.
+
+    It is NaN if any difference is. For labels it is the share that differs, except one of many, which rounding may
+    decide.
+    """
     errors = []
     for name, a in outputs.items():
         expected = reference[name][start : start + batch]
@@ -149,5 +155,5 @@ def _warm_up(session: Session, pool: Arrays, low: int, high: int) -> None:
 
 
 def _memory(session: Session) -> tuple[int, int]:
-    """Bytes in use on the device (by everyone) and by this process on the host."""
+    """Return the bytes in use on the device (by all processes) and by this process on the host."""
     return session.device_memory(), system.memory()

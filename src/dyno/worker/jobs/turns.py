@@ -50,10 +50,10 @@ class Alone:
         self.delays: list[float] = []  # of the boundary's blocks so far: see `find_disturbed`
 
     def imported(self) -> None:
-        """The library is imported: return when it is time to load."""
+        """Report that the library is imported, and return when it is time to load."""
 
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
-        """A number for each block that is to be measured now."""
+        """Yield a number for each block to measure now."""
         self.delays = []
         deadline = time.monotonic() + plan.seconds
         for number in range(plan.blocks):
@@ -103,6 +103,6 @@ class Conducted(Alone):
 
 
 def conductor() -> Alone:
-    """Who says when this process measures: the one it inherited pipes from, or nobody."""
+    """Return the source of this process's turns: the conductor behind the inherited pipes, or none."""
     ends = os.environ.pop(CONDUCTOR, "")
     return Conducted(*map(int, ends.split(","))) if ends else Alone()

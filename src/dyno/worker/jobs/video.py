@@ -107,7 +107,10 @@ class _Work:
         )  # fmt: skip
 
     def _reached(self) -> OnDevice | None:
-        """The engine's inputs and outputs on its device, where frames are to be prepared there."""
+        """Return the engine's inputs and outputs on its device, if frames are to be prepared there; else None.
+
+        Raises a `UserError` if that was requested and PyTorch can't reach them.
+        """
         wanted = self._options.prepare
         usual = self._host.takes_frames and self._trial.runtime.device != "cpu"
         if wanted == HOST or not (wanted or usual):
@@ -120,7 +123,7 @@ class _Work:
         return ends
 
     def before(self) -> None:
-        """Every stage by itself, and all in a crowd; latency and throughput are a record's like any other's."""
+        """Measure every stage alone, and all under full CPU load; store latency and throughput as in any record."""
         journal = self._journal
         journal.stage("each stage alone")
         contention = system.CpuContention()
@@ -141,7 +144,7 @@ class _Work:
         self._found = [alone.Found(stages, self._crowd(bench.answered), alone.hand_over(len(stages) - 1))]
 
     def after(self) -> None:
-        """The same once more, if the source can be read again and nobody is in a hurry."""
+        """Repeat the isolated measurements if the source can be read again and the user didn't stop the video."""
         if self._facts.stopped or self._source.once:
             return
         self._journal.stage("each stage alone")
@@ -155,7 +158,7 @@ class _Work:
         self._keep()
 
     def _alone(self) -> tuple[dict[str, alone.Alone], alone.Bench, measure.Sampling]:
-        """Every stage by itself, in the engine's thread."""
+        """Measure every stage alone, in the engine's thread."""
         journal, session, first = self._journal, self._engine.session, not self._found
         path = journal.folder / f"alone{self._output.suffix}" if self._output else None
         sink = sink_of(path, self._source, self._options.codec) if path else None
@@ -173,7 +176,7 @@ class _Work:
         return {**bench.results(), steps.INFER: inference}, bench, rate
 
     def _crowd(self, answered: list[Batch]) -> alone.Crowded | None:
-        """How much processor time stages take with every processor at work; see `alone.crowded`."""
+        """Measure the processor time of stages under full CPU load; None with one processor. See `alone.crowded`."""
         count = min(len(steps.STAGES), self._facts.processors // codec_threads())
         if self._facts.processors == 1:
             return None
@@ -207,7 +210,6 @@ class _Work:
         return Preparation(*what) if self._ends is None else on_device.DevicePreparation(*what, self._ends)
 
     def _new_preparations(self) -> list[Preparation]:
-        """One for each thread that prepares frames."""
         return [self._new_preparation() for _ in range(self._lanes)]
 
     def _new_tracker(self) -> Tracker | None:
@@ -216,7 +218,7 @@ class _Work:
         return Tracker(options.track, self._source.rate, least) if options.track else None
 
     def pipeline(self) -> None:
-        """The whole video through all stages at once; stopped by the user, what was written until then."""
+        """Run the whole video through all stages at once; if the user stops it, keep the frames written until then."""
         journal = self._journal
         lines = [self._engine.call(partial(self._line, number)) for number in range(self._options.streams)]
         journal.stage("video")
@@ -248,7 +250,7 @@ class _Work:
             _remove(path)
 
     def _line(self, number: int) -> _Line:
-        """The stages of one stream. All but the first are there for the load: what they write is removed."""
+        """Build the stages of one stream; all but the first are load only, and their output is removed."""
         first, output = number == 0, self._output
         if output and not first:
             output = self._journal.folder / f"stream{number}{output.suffix}"
@@ -281,7 +283,7 @@ class _Work:
         return notes
 
     def _full(self, e: OSError, sink: Sink) -> Exception:
-        """In one line where the disk is full; else the error as it is."""
+        """Return a one-line error if the disk is full; else the error unchanged."""
         if not disk_full(e):
             return e
         return UserError(f"the disk is full: {self._output} ends after about {sink.written} frames; free some space")
@@ -298,7 +300,7 @@ class _Work:
             yield f"{source.name} says that it has {expected} frames, and {count} were found"
 
     def _store(self, line: _Line, since: int) -> None:
-        """The times of every stage and frame of the stream, in seconds since the pipeline began."""
+        """Store the times of every stage and frame of the stream, in seconds since the pipeline began."""
         keep, every = line.keep, line.stages.timed
         for name, timed in every.items():
             self._arrays |= {f"{name}_{key}": array for key, array in timed.arrays(since).items()}
@@ -333,7 +335,7 @@ class _Line:
 
 
 def _decoding(options: VideoOptions, trial: Trial) -> str:
-    """The GPU that is to decode, "" for none."""
+    """Return the GPU for decoding, "" for none; raise an error if decoding there is requested but not possible."""
     if options.decode != DEVICE:
         return ""
     if trial.runtime.device == "cpu":
@@ -351,7 +353,7 @@ def _task(trial: Trial) -> Detect:
 
 
 def _ticker(journal: Journal, lines: list[_Line], most: int, since: int) -> Callable[[], None]:
-    """Says how far it is, and how fast at the moment, in the job's stage."""
+    """Return a function that writes the progress and the current rate into the job's stage."""
     recent: list[tuple[int, int]] = [(since, 0)]
     expected = len(lines) * (most or lines[0].source.count)
 

@@ -49,8 +49,10 @@ class _Totals:
 
 
 def functions(events: Sequence[Event], discarded: int) -> tuple[Function, ...]:
-    """What each function did in a run, on average over the runs of the trace but the first `discarded`; those with the
-    largest share of the path first."""
+    """Return each function's times in a run; those with the largest share of the path come first.
+
+    They are means over the runs of the trace, without the first `discarded`, in seconds.
+    """
     bounds = sorted(
         (e["ts"], e["ts"] + e["dur"]) for e in events if is_kind(e, ("user_annotation",)) and e["name"] == RUN
     )
@@ -75,7 +77,7 @@ def _piece(event: Event) -> _Piece:
 
 
 def _outermost(calls: Sequence[_Piece]) -> tuple[list[_Piece], dict[int, _Piece]]:
-    """The calls in their order without those that other calls make, and by correlation the one that each is in."""
+    """Return the outermost calls in order, and the outermost call around each one by correlation."""
     found: list[_Piece] = []
     around: dict[int, _Piece] = {}
     for call in sorted(calls, key=lambda each: (each.begin, -each.end)):
@@ -92,7 +94,7 @@ def _within(calls: Sequence[_Piece], begin: float, end: float) -> list[_Piece]:
 def _run(
     begin: float, end: float, calls: Sequence[_Piece], work: Sequence[_Piece], launches: Mapping[int, _Piece]
 ) -> _Totals:
-    """One run between these moments."""
+    """Return the totals of the run between `begin` and `end`."""
     own = {id(call) for call in calls}
     totals, done = _Totals(), [each for each in work if id(launches.get(each.correlation)) in own]
     walk = _Walk(begin, calls, done, launches, totals)
@@ -160,7 +162,7 @@ class _Walk:
         return begin
 
     def waited_for(self, call: _Piece, moment: float) -> _Piece | None:
-        """The last work that ended while the call waited for it; a copy of its own counts where it returns after it."""
+        """Return the last work that ended while the call waited for it; its own copy counts if it ended by then."""
         place = bisect_right(self._ends, moment) - 1
         while place >= 0 and self._ends[place] > call.begin:
             last = self._work[place]
@@ -171,6 +173,6 @@ class _Walk:
 
 
 def _before(begins: Sequence[float], moment: float) -> int:
-    """The place of the last one that begins before the moment, -1 for none."""
+    """Return the index of the last one that begins before the moment, -1 for none."""
     place = bisect_right(begins, moment) - 1
     return place - 1 if place >= 0 and begins[place] >= moment else place

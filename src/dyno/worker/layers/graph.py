@@ -23,7 +23,7 @@ UNKNOWN = (-1,)  # the shape of a tensor of which not even the number of dimensi
 
 
 def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
-    """The nodes of the file for inputs of these shapes, in the file's order; constants aren't nodes.
+    """Read the nodes of the file for inputs of these shapes, in the file's order; constants aren't nodes.
 
     A node of the standard's domain has its operator as its type, one of another domain `domain.Operator`. Raises
     `UserError` for a file that is missing, damaged, or lacks weights that it keeps beside it.
@@ -34,7 +34,7 @@ def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
 
 
 def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
-    """The same of a file that is whole, but may have its weights in files that lie elsewhere."""
+    """Read the nodes as `read` does, of a complete file; its weights may be in files elsewhere."""
     onnx = import_onnx()
     model = onnx.load(path, load_external_data=False)
     inferred = flops.with_shapes(model, shapes)
@@ -63,7 +63,7 @@ class _Reader:
         self.stored = 0
 
     def layer(self, node: Any) -> Layer:
-        """The node; `self.stored` grows by the weights that no node before it had."""
+        """Return the node as a layer, and add the weights that no node before it had to `self.stored`."""
         own = self._scope.weights(node)
         pairs = (pair for scope in self._scope.inner(node) for pair in scope.walk())
         inside = (weight for scope, each in pairs for weight in scope.weights(each))
@@ -88,7 +88,7 @@ class _Reader:
         )
 
     def _modules(self, node: Any, weights: list[str]) -> tuple[str, ...]:
-        """The modules that the node came from, by their own names."""
+        """Return the modules that the node came from, by their own names."""
         owners = _modules(node, weights)
         if not self._wrapped:
             return owners
@@ -101,7 +101,7 @@ class _Reader:
 
 
 def name_of(node: Any) -> str:
-    """The node's name; one without a name is called by what it writes."""
+    """Return the node's name; a node without one is named after its operator and output."""
     return node.name or f"{node.op_type} to {next(iter(node.output), '')}"
 
 
@@ -110,8 +110,11 @@ def _type_name(onnx: Any, kind: int) -> str:
 
 
 def _modules(node: Any, weights: list[str]) -> tuple[str, ...]:
-    """The modules that a node came from, innermost names: by PyTorch's own metadata, else by the path in its name, and
-    by the names of its weights where no other node has them, as a folded batch norm's convolution has."""
+    """Return the modules that a node came from, innermost names.
+
+    They are from PyTorch's own metadata, else from the path in the node's name; and from the names of its weights if no
+    other node has them, as for a convolution with a folded batch norm.
+    """
     owners = [name.rpartition(".")[0] for name in weights if "." in name and "::" not in name]
     scopes = next((entry.value for entry in node.metadata_props if entry.key == SCOPES), "")
     if scopes and node.op_type not in flops.PRODUCTS:  # a weight that two modules share has one name
@@ -128,7 +131,7 @@ def _modules(node: Any, weights: list[str]) -> tuple[str, ...]:
 
 
 def _dotted(parts: list[str]) -> str:
-    """A module's name from its scopes: an element of a container repeats the container's name (layer1, layer1.0)."""
+    """Return a module's name from its scopes; a container's element repeats the container's name (layer1, layer1.0)."""
     path: list[str] = []
     for part in parts:
         if path and part.startswith(f"{path[-1]}."):

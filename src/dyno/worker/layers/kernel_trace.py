@@ -50,7 +50,7 @@ class _Range:
 
 
 def read(events: Sequence[Event], rows: Rows, count: int) -> list[Run]:
-    """The runs of a trace in their order, with `count` rows each. Work of a call without a row is its caller's."""
+    """Return the runs of a trace in order, with `count` rows each; work of a call without a row is its caller's."""
     owners = _Owners(events, rows)
     runs = [Run([0.0] * count) for _ in range(owners.runs)]
     begun = {e["args"]["External id"]: e["ts"] for e in events if is_kind(e, ("cpu_op", "user_annotation"))}
@@ -82,7 +82,7 @@ def _add(run: Run, row: int, event: Event) -> None:
 
 
 def is_kind(event: Event, kinds: Sequence[str]) -> bool:
-    """Whether it is an event with a duration, of one of these categories."""
+    """Return whether it is an event with a duration, of one of these categories."""
     return event.get("ph") == "X" and event.get("cat", "") in kinds
 
 
@@ -120,7 +120,7 @@ class _Owners:
         self._owners.append(owner)
 
     def _number(self, rows: Rows) -> None:
-        """Rows are told by how many calls of that part ended before in the run."""
+        """Number the rows by the calls of the same part that ended before in the run."""
         seen: Counter[tuple[int, str]] = Counter()
         for one in sorted(self._ranges, key=lambda one: one.end):
             name = one.name.removeprefix(CALL)
@@ -131,13 +131,13 @@ class _Owners:
                 one.row = self._ranges[one.around].row
 
     def at(self, moment: float) -> tuple[int, int]:
-        """Number of the run and row of the innermost call, -1 for none."""
+        """Return the numbers of the run and row of the innermost call, -1 for none."""
         owner = self._owners[bisect_right(self._times, moment) - 1]
         return (self._ranges[owner].run, self._ranges[owner].row) if owner >= 0 else (-1, -1)
 
 
 def covered(events: Iterable[Event]) -> float:
-    """Seconds in which at least one of the events was going on."""
+    """Return the seconds in which at least one of the events was going on."""
     total, until = 0.0, -math.inf
     for begin, end in sorted((e["ts"], e["ts"] + e["dur"]) for e in events):
         total += max(0.0, end - max(begin, until))
@@ -146,7 +146,7 @@ def covered(events: Iterable[Event]) -> float:
 
 
 def labels(runs: Sequence[Run], count: int) -> list[str]:
-    """The kernels of each row, those that take longest first."""
+    """Return the kernels of each row, the slowest first."""
     total: dict[tuple[int, str], float] = {}
     for run in runs:
         for key, seconds in run.by_kernel.items():

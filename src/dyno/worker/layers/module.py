@@ -18,7 +18,7 @@ MARK = "_dyno_port"  # the attribute by which a tensor is known again where it i
 
 
 def read(module: Any, *args: Any, **keywords: Any) -> Inside:
-    """The module's calls on these arguments; see `watched`."""
+    """Read the module's calls on these arguments; see `watched`."""
     return watched(module, lambda: module(*args, **keywords))
 
 
@@ -51,9 +51,9 @@ def watched(module: Any, run: Callable[[], Any]) -> Inside:
 
 
 def _dispatched(torch: Any) -> Any:
-    """A mode that counts the operators that run inside it.
+    """Return a mode that counts the operators that run inside it.
 
-    What they write has the mark of the last part whose result they read, so that it is known behind `x + y` too.
+    Their results get the mark of the last part whose result they read, so that the part is known behind `x + y` too.
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -73,13 +73,13 @@ def _dispatched(torch: Any) -> Any:
 
 
 def parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
-    """The module and its parts by name, but for containers that only hold others, and what takes no hooks."""
+    """Return the module and its parts by name, without pure containers and parts that take no hooks."""
     return [(name, part) for name, part in _parts(torch, module) if takes_hooks(torch, part)]
 
 
 @contextmanager
 def hooked(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -> Iterator[None]:
-    """While it is open, each of `parts` has a hook before its calls and one after them, each made for its name."""
+    """Hold hooks before and after the calls of each of `parts`, made for its name, while the block runs."""
     hooks = []
     for name, part in parts(torch, module):
         hooks.append(part.register_forward_pre_hook(entering(name)))
@@ -157,7 +157,7 @@ class _Watch:
         return any(count and name in called for name, count in self._own_parameters().items())
 
     def rows(self) -> list[Layer]:
-        """The calls, of which later ones share the parameters of their part's first, then parts that never ran."""
+        """Return the calls, then the parts that never ran; later calls share the parameters of their part's first."""
         fresh, calls = self._own_parameters(), []
         for call in self._calls:
             own = self._size_of[call.name]
@@ -172,7 +172,7 @@ class _Watch:
         return calls + [layer for layer in left if layer.parameters]
 
     def _own_parameters(self) -> dict[str, int]:
-        """Parameters of each part itself; one that two parts share counts for the first."""
+        """Return the parameters of each part itself; one that two parts share counts for the first."""
         seen: set[int] = set()
         own: dict[str, int] = {}
         for name, part in self._parts:
@@ -183,7 +183,7 @@ class _Watch:
 
 
 def _port(tensor: Any, name: str) -> Port:
-    """A tensor as a port; with a name it is marked with it, without one it has that of whoever wrote it last."""
+    """Return a tensor as a port and mark it with the name; without a name, the port has the mark of its last writer."""
     if name:
         setattr(tensor, MARK, name)
     mark = getattr(tensor, MARK, "")
@@ -191,5 +191,5 @@ def _port(tensor: Any, name: str) -> Port:
 
 
 def _writer(tensor: Any) -> int:
-    """The number of the call that wrote the tensor, -1 for none."""
+    """Return the number of the call that wrote the tensor, -1 for none."""
     return int(getattr(tensor, MARK, "-1:").partition(":")[0])

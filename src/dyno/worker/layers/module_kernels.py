@@ -33,7 +33,7 @@ def measure(
     runs: int,
     restore: Callable[[], None] = lambda: None,
 ) -> LayerTimes:
-    """Seconds of the kernels of each call of a part, without those of its own parts, in so many runs of `once`.
+    """Measure the seconds of the kernels of each call of a part, without its own parts', in `runs` runs of `once`.
 
     `once` returns when the GPU is done; `plainly` and `restore` are as in `module_times.measure`. Raises `UserError` as
     `layers.module.watched` does, and `Unavailable` where the profiler sees no kernel.
@@ -55,7 +55,10 @@ def measure(
 def traced(
     module: Any, once: Callable[[], None], runs: int, restore: Callable[[], None] = lambda: None
 ) -> tuple[list[dict[str, Any]], list[float]]:
-    """The events of a trace of so many runs, with the ranges of `kernel_trace`, and the host's seconds of each run."""
+    """Trace `runs` runs; return the trace's events and the host's seconds of each run.
+
+    The events include the ranges of `kernel_trace`.
+    """
     torch = import_torch()
     from torch.profiler import ProfilerActivity, profile, record_function
 

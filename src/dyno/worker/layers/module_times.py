@@ -27,7 +27,7 @@ def measure(
     runs: int,
     restore: Callable[[], None] = lambda: None,
 ) -> LayerTimes:
-    """Seconds of each call of a part without those of its own parts, in so many runs of `once`.
+    """Measure the seconds of each call of a part, without its own parts', in `runs` runs of `once`.
 
     `plainly` calls the module for `layers.module.watched`, outside inference mode, in which operations aren't counted.
     `restore` is called before each run, untimed. Hooks cost less than the profiler of PyTorch, which watches every
@@ -57,21 +57,21 @@ def measure(
 
 
 def watched_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], None]) -> Inside:
-    """The calls of the module's parts by `layers.module.watched`, and the module itself."""
+    """Return the calls of the module's parts by `layers.module.watched`, and the module itself."""
     restore()
     with import_torch().no_grad():
         return with_whole(calls.watched(module, plainly), module)
 
 
 def with_whole(inside: Inside, module: Any) -> Inside:
-    """With a row for the module itself: what its own code does belongs to none of its parts."""
+    """Add a row for the module itself: the work of its own code belongs to none of its parts."""
     if any(not layer.name for layer in inside.layers):
         return inside
     return replace(inside, layers=(*inside.layers, Layer(type=type(module).__name__, flops=0, modules=("",))))
 
 
 def rows_of(inside: Inside) -> dict[tuple[str, int], int]:
-    """The row of each call, by the part's name and which of its calls it is."""
+    """Return the row of each call, by the part's name and the number of the part's call, counted from 0."""
     seen: Counter[str] = Counter()
     rows = {}
     for row, layer in enumerate(inside.layers):
@@ -81,8 +81,10 @@ def rows_of(inside: Inside) -> dict[tuple[str, int], int]:
 
 
 def own_seconds(marks: Sequence[Mark], rows: Mapping[tuple[str, int], int], count: int) -> list[float]:
-    """Seconds of each row in one run, from the marks in their order; what a call without a row does itself falls to the
-    call around it."""
+    """Return the seconds of each row in one run, from the marks in their order.
+
+    The own time of a call without a row counts for the call around it.
+    """
     seconds, seen = [0.0] * count, Counter[str]()
     calling: list[tuple[int, list[int]]] = []  # begin of each open call, and nanoseconds of the calls inside it
     for name, at in marks:

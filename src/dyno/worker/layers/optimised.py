@@ -17,9 +17,9 @@ MOVES = ("Cast", "ReorderInput", "ReorderOutput", *COPIES)
 
 
 def read(path: str, source: str, profile: Profile, library: str) -> Inside:
-    """The optimised file's nodes as an engine's layers; a Transpose that its source doesn't have is a conversion.
+    """Read the optimised file's nodes as an engine's layers; a Transpose that its source lacks is a conversion.
 
-    A node of the file that no event of the profile tells of was not run. UserError for a file that can't be read.
+    A node without an event in the profile was not run. Raises UserError for a file that can't be read.
     """
     written = graph.nodes(path, {})
     source_names = {graph.name_of(node) for node in _nodes(source)}
@@ -38,10 +38,10 @@ def read(path: str, source: str, profile: Profile, library: str) -> Inside:
 
 
 def kernels_of(layers: Sequence[Layer], kernels: Iterable[Kernel], source: str = "") -> list[Kernel | None]:
-    """The kernel of each layer, None for one that was not run; layers of one name have theirs in order.
+    """Return the kernel of each layer, None for one that was not run; layers of one name get theirs in order.
 
-    ONNX Runtime calls a node without a name by its operator and its number, which is its place in the source file where
-    it comes from there; others of an operator, as an inlined function has them, have theirs in order too.
+    ONNX Runtime names a nameless node by its operator and its number: its place in the source file, if it comes from
+    there. Others of an operator, as from an inlined function, get theirs in order too.
     """
     pending: dict[str, list[Kernel]] = {}
     for kernel in sorted(kernels, key=lambda each: int(each[1] or 0)):
@@ -67,7 +67,7 @@ def _nodes(source: str) -> Sequence[Any]:
 
 
 def _as_run(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
-    """The layer with what the profile says; a shape is the run's own, which the file need not have."""
+    """Return the layer with its entry in the profile; its shapes are the run's own, which the file need not have."""
     layer = replace(layer, flops=None, modules=(), skipped=event is None)
     if event is None:
         return layer
@@ -78,10 +78,9 @@ def _as_run(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
 
 
 def _operator(layer: Layer) -> str:
-    """The operator without its domain."""
     return layer.type.rpartition(".")[2]
 
 
 def _typed(described: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Type and shape of each tensor of an event."""
+    """Return the type and shape of each tensor of an event."""
     return [(TYPES.get(k, k), tuple(shape)) for each in described or () for k, shape in each.items()]

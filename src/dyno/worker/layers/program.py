@@ -13,9 +13,9 @@ from dyno.worker.spec import Dims, InputSpec, ModelSpec
 
 
 def parts(model: ModelSpec, dims: Dims) -> Any:
-    """The stored program's modules under their own names; None of another model, and where PyTorch can't give them.
+    """Return the stored program's modules under their own names; None for another model, or if PyTorch can't.
 
-    Nor does a module count that doesn't give the program's own outputs: both run once, on the CPU in float32.
+    Return None as well if the modules' outputs differ from the program's: both run once, on the CPU in float32.
     """
     kind, path = models.parse(model.source) if model.source else ("", "")
     if kind != "saved" or not path.endswith(saved_modules.PROGRAM):
@@ -32,7 +32,7 @@ def parts(model: ModelSpec, dims: Dims) -> Any:
 
 
 def _named(module: Any) -> Any:
-    """With classes named like those of the original; torch's own would all be called InterpreterModule."""
+    """Name the classes like those of the original; torch's own would all be called InterpreterModule."""
     wrapped = module.type_name().startswith(WRAPPED)
     kinds = {part: part.type_name() for part in module.modules() if hasattr(part, "type_name")}
     for part, kind in kinds.items():
@@ -53,7 +53,7 @@ def _named(module: Any) -> Any:
 
 
 def _reshape(graph: Any) -> None:
-    """Views that also take what attention gives in its unfused form, in which its operations are counted."""
+    """Make views accept the results of attention's unfused form, in which its operations are counted."""
     aten = import_torch().ops.aten
     for node in graph.nodes:
         if node.target is aten.view.default:
@@ -61,12 +61,12 @@ def _reshape(graph: Any) -> None:
 
 
 def _inner_modules(self: Any, *args: Any, **keywords: Any) -> Any:
-    """The `named_modules` of what is inside Dyno's wrapper, which runs nothing itself."""
+    """Return the `named_modules` inside Dyno's wrapper, which runs nothing itself."""
     return self.model.named_modules(*args, **keywords)
 
 
 def _check_same(program: Any, found: Any, example: Callable[[], tuple[Any, Any]]) -> None:
-    """An `AssertionError` where the outputs differ; each has an example of its own, which it may write into."""
+    """Raise an `AssertionError` if the outputs differ; each run gets a fresh example, because it may write into it."""
     torch = import_torch()
     results = []
     with torch.no_grad():

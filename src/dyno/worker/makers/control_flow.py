@@ -47,7 +47,7 @@ def check_control_flow(torch: Any, module: Any, example: tuple[Any, ...]) -> boo
 
 
 def _lengths_depend(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
-    """Whether a result's length depends on values; `ReadsValue` where the module reads one."""
+    """Return whether a result's length depends on values; raise `ReadsValue` if the module reads one."""
     inputs = tuple(tensor.clone() for tensor in example)
     for tensor in inputs:
         setattr(tensor, MARK, True)
@@ -60,7 +60,7 @@ def _lengths_depend(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
 
 @contextlib.contextmanager
 def _exporting(torch: Any) -> Iterator[None]:
-    """A module that asks `torch.compiler.is_exporting()` is told so, as torch.export does it."""
+    """Let `torch.compiler.is_exporting()` return True while the block runs, as torch.export does."""
     known = [flag for flag in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, flag)]
     before = {flag: getattr(torch.compiler, flag) for flag in known}
     try:
@@ -73,7 +73,7 @@ def _exporting(torch: Any) -> Iterator[None]:
 
 
 def _modes(torch: Any) -> tuple[Any, Any]:
-    """What marks the results of marked tensors, and what sees them turned into arrays and lists."""
+    """Return a mode that marks the results of marked tensors, and one that detects their use as arrays or lists."""
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
@@ -82,7 +82,7 @@ def _modes(torch: Any) -> tuple[Any, Any]:
         return any(isinstance(v, torch.Tensor) and getattr(v, MARK, False) for v in tree_leaves(values))
 
     def by_number(func: Any, args: Any) -> bool:
-        """Whether it takes rows by their numbers, whose count is a shape, and not by a mask."""
+        """Return whether it takes rows by their numbers, whose count is a shape, and not by a mask."""
         masks = (torch.bool, torch.uint8)
         return func is torch.ops.aten.index.Tensor and not any(i is not None and i.dtype in masks for i in args[1])
 
@@ -114,7 +114,7 @@ def _modes(torch: Any) -> tuple[Any, Any]:
 
 
 def _where(torch: Any, e: BaseException) -> str:
-    """The innermost line outside PyTorch."""
+    """Return the innermost line outside PyTorch."""
     own = Path(torch.__file__).parent
     here = Path(__file__)
     frames = [f for f in traceback.extract_tb(e.__traceback__) if own not in Path(f.filename).parents]
@@ -123,7 +123,7 @@ def _where(torch: Any, e: BaseException) -> str:
 
 
 def traced_values(torch: Any, caught: Sequence[warnings.WarningMessage]) -> str:
-    """What tracing warned of: the line of the module that turned a tensor into a number, which the graph now holds."""
+    """Return tracing's warning: the module's line that turned a tensor into a number, now a constant; else ""."""
     for warning in caught:
         if issubclass(warning.category, torch.jit.TracerWarning):
             return f"{Path(warning.filename).name}, line {warning.lineno}: {str(warning.message).split('.')[0]}"
@@ -131,8 +131,10 @@ def traced_values(torch: Any, caught: Sequence[warnings.WarningMessage]) -> str:
 
 
 def follow_batch(torch: Any, module: Any, example: Sequence[Any], batched: Sequence[int | None]) -> Any:
-    """The module as `torch.export` reads it with a free batch, on the axis `batched` of each input; None where it
-    can't."""
+    """Return the module as read by `torch.export` with a free batch, on the axis `batched` of each input.
+
+    Return None if it can't be read so.
+    """
     free = getattr(torch.export.Dim, "AUTO", None)
     shapes = tuple(None if axis is None else {axis: free} for axis in batched)
     variadic = type(module).__name__ == "Positional"
@@ -147,10 +149,10 @@ def follow_batch(torch: Any, module: Any, example: Sequence[Any], batched: Seque
 
 
 def batch_limit(program: Any) -> int | None:
-    """The largest batch for which an exported program computes what its module does; None where it has no such limit.
+    """Return the largest batch for which an exported program computes the same as its module; None without a limit.
 
-    A module with `if x.shape[0] > 4` has one: the program holds the way that the example took. With `len(x)` the batch
-    is a constant there, which says nothing.
+    A module with `if x.shape[0] > 4` has one: the program holds the path that the example took. With `len(x)` the batch
+    is a constant there, which shows no limit.
     """
     try:
         inputs = [n for n in program.graph.nodes if n.name in program.graph_signature.user_inputs]

@@ -65,7 +65,7 @@ def exported(
     options: Mapping[str, Option] | None = None,
     data: DataSpec | None = None,
 ) -> Recipe:
-    """The recipe of a model's ONNX file. Pure.
+    """Return the recipe of a model's ONNX file. Pure.
 
     `dims.batch` 0 leaves the batch free, so that one file serves every batch. Of the options, `exporter` (auto, dynamo,
     torchscript) and `opset` apply; a device doesn't: a file is exported on the CPU. The graph is compared with the
@@ -155,7 +155,7 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
 def _failure(
     torch: Any, module: Any, recipe: Recipe, source: Source, undecided: str, notes: Sequence[str]
 ) -> UserError:
-    """What to say of a module that no exporter wrote a graph of with its outputs."""
+    """Return the error for a module of which no exporter wrote a graph with the same outputs."""
     if _changes(torch, module, recipe.model, source.expected[0]):
         return UserError(
             f"{recipe.model.name} gives other outputs at each call on one input, so no graph can be compared with it; "
@@ -175,7 +175,7 @@ def _failure(
 
 
 def _refuse_quantised(module: Any, recipe: Recipe) -> None:
-    """A `UserError` for a module that PyTorch quantised dynamically: no exporter supports those layers."""
+    """Raise a `UserError` for a module that PyTorch quantised dynamically: no exporter supports those layers."""
     if any(".quantized.dynamic" in type(layer).__module__ for layer in module.modules()):
         raise UserError(
             f"{recipe.model.name} was quantised dynamically by PyTorch, and such layers have no ONNX form; "
@@ -184,8 +184,10 @@ def _refuse_quantised(module: Any, recipe: Recipe) -> None:
 
 
 def _of_detector(recipe: Recipe, exporters: tuple[str, ...]) -> tuple[str, ...]:
-    """The exporters of torchvision's detectors, which are written for tracing: a trace fixes only the
-    number of images, which is one."""
+    """Return the exporters of torchvision's detectors, which are written for tracing.
+
+    A trace fixes only the number of images, which is one. Raises a `UserError` for another batch.
+    """
     if recipe.dims.batch != 1:
         raise UserError(f"{torchvision_detectors.ONE_IMAGE}; export with a fixed batch (--batch 1)")
     return exporters if "exporter" in recipe.options else ("torchscript",)
@@ -227,7 +229,10 @@ def _source(torch: Any, module: Any, recipe: Recipe, rows: bool) -> Source:
 
 
 def _answered(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.ndarray]) -> tuple[Any, Case]:
-    """What the module makes of the inputs, as it returns it and as a case; a `UserError` where it refuses them."""
+    """Run the module on the inputs; return its result, and the same as a case.
+
+    Raises a `UserError` if it refuses them, or returns bfloat16.
+    """
     copies = {name: torch.from_numpy(array.copy()) for name, array in feeds.items()}  # a module may write into them
     args, keywords = arguments(model.inputs, copies)
     try:
@@ -249,7 +254,7 @@ def _answered(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
 
 
 def _changes(torch: Any, module: Any, model: ModelSpec, case: Case) -> bool:
-    """Whether the outputs of one more call are other ones."""
+    """Return whether one more call gives other outputs."""
     again = _answered(torch, module, model, case.feeds)[1].outputs
     return not all(
         again[name].shape == array.shape
@@ -259,8 +264,10 @@ def _changes(torch: Any, module: Any, model: ModelSpec, case: Case) -> bool:
 
 
 def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: Source, path: Path) -> list[str]:
-    """`Wrong` where a graph that was traced, with warnings, isn't what the module is with a larger batch; one that the
-    module refuses shows nothing, and one that may take too much memory is a warning."""
+    """Raise `Wrong` if a graph that was traced, with warnings, differs from the module at a larger batch.
+
+    A batch that the module refuses shows nothing, and one that may take too much memory is a warning.
+    """
     first = source.expected[0]
     each = sum(array.nbytes for array in first.feeds.values()) / first.batch
     batch = next((batch for batch in LARGER_BATCHES if batch * each <= LARGER_B), None)
@@ -279,7 +286,7 @@ def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: Source, path
 
 
 def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
-    """A `UserError` where the number of outputs follows the input: a graph has so many as it was written with."""
+    """Raise a `UserError` if the number of outputs depends on the input: a graph's number of outputs is fixed."""
     counts = len(first.outputs), len(other.outputs)
     if counts[0] == counts[1]:
         return
@@ -295,7 +302,7 @@ def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
 
 
 def _photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:
-    """A few of the study's own images, which may take another path through the module than noise does, in batches."""
+    """Yield batches of a few of the study's own images, which may take another path through the module than noise."""
     if recipe.data is not None and recipe.data.folder and not recipe.model.inputs:
         images = input_data.Images(recipe.data, recipe.model.preprocess)
         size = batch or min(len(images), REAL_IMAGES)
@@ -304,8 +311,10 @@ def _photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:
 
 
 def _feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool) -> Iterator[dict[str, np.ndarray]]:
-    """Random inputs of each of these batches, different ones: of `pixels`, or an image of any size of values, which
-    may saturate the scores of detectors."""
+    """Yield random inputs of each of these batches, different ones.
+
+    They are of `pixels`, or an image of any size of values, which may saturate the scores of detectors.
+    """
     dims, model = recipe.dims, recipe.model
     generator = torch.Generator().manual_seed(0)
     for number, batch in enumerate(batches):
@@ -359,7 +368,7 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
 
 
 def _refuse_batch_limit(torch: Any, source: Source, exported_program: Any, warned: bool) -> None:
-    """`Wrong` where the module computes something else for larger batches, of which the graph has nothing.
+    """Raise `Wrong` if the module computes something else for larger batches, of which the graph has nothing.
 
     A trace doesn't know, but it warns, of harmless things too: then `torch.export` is asked.
     """
@@ -378,7 +387,7 @@ def _is_huge(module: Any) -> bool:
 
 
 def _last_line(e: BaseException) -> str:
-    """The cause in one line: exporters wrap it in pages of advice."""
+    """Return the cause in one line: exporters wrap it in pages of advice."""
     while e.__cause__ is not None:
         e = e.__cause__
     return shorten(f"{type(e).__name__}: {first_line(e)}", 200)

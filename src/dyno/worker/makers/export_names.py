@@ -29,7 +29,7 @@ def unwrap(path: Path) -> None:
 
 
 def _without(prefix: str, instead: str, names: Collection[str]) -> dict[str, str]:
-    """The new name of each that begins with the prefix, but for those that would take one that stays."""
+    """Return the new name of each name with the prefix, except those that would clash with a name that stays."""
     renamed = {name: instead + name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     while taken := [name for name, new in renamed.items() if new in names and new not in renamed]:
         for name in taken:

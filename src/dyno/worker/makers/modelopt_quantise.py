@@ -35,7 +35,7 @@ HERE = "give a Python that has it, --python modelopt=PATH (there: pip install nv
 
 
 def quantised(parent: Recipe, precision: str, data: DataSpec, options: dict[str, Option]) -> Recipe:
-    """The recipe of the parent's file in fp8 or int8; options `samples` and `method`. Pure."""
+    """Return the recipe of the parent's file in fp8 or int8; options `samples` and `method`. Pure."""
     return replace(
         parent,
         maker=OnnxModelopt.name,
@@ -128,11 +128,11 @@ class Feeds:
         self.rewind()
 
     def get_next(self) -> dict[str, np.ndarray] | None:
-        """The next batch, None after the last."""
+        """Return the next batch, None after the last."""
         return next(self.left, None)
 
     def get_first(self) -> dict[str, np.ndarray]:
-        """The first batch, whatever was read."""
+        """Return the first batch, regardless of the position."""
         return next(self.images.feeds(0, 1))
 
     def rewind(self) -> None:
@@ -141,7 +141,10 @@ class Feeds:
 
 
 def _check(path: Path, recipe: Recipe, parent: Artifact) -> Check:
-    """Parent and result on one batch. ONNX Runtime's optimiser changes what such graphs compute, so it is off."""
+    """Compare parent and result on one batch.
+
+    ONNX Runtime's optimiser changes the results of such graphs, so it is off.
+    """
     feeds = example(recipe, parent)
     before, _ = outputs(parent.path, feeds)
     after, ran = outputs(str(path), feeds, recipe.precision, optimised=False)

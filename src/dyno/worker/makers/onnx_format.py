@@ -26,11 +26,11 @@ class OnnxFormat(FileFormat):
         weights.copy(made, out)
 
     def recipe(self, trial: Trial) -> Recipe:
-        """The file for the engine named by the option `target`, with a free batch where the trial's is 0."""
+        """Return the file's recipe for the engine in the option `target`, with a free batch where the trial's is 0."""
         return converted(trial, str(trial.options.get("target", "onnxruntime")), trial.dims.batch)
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Besides, a `UserError` for a graph that ONNX's own checker refuses."""
+        """Read the file; raise a `UserError` also for a graph that ONNX's own checker refuses."""
         inputs, outputs = file.read_io(path)
         if inputs:
             file.check(path)

@@ -19,7 +19,7 @@ from dyno.worker.spec import Artifact, Recipe, Runtime, Tensor, UserError
 
 
 def reading_pixels(parent: Recipe) -> Recipe:
-    """The recipe of the parent's file with an image input of uint8 pixels. Pure."""
+    """Return the recipe of the parent's file with an image input of uint8 pixels. Pure."""
     return replace(
         parent, maker=OnnxInput.name, options={"input": "uint8"}, data=None, parent=parent, runtime=Runtime()
     )
@@ -112,7 +112,7 @@ def _prepend(graph: Any, name: str, scale: np.ndarray, offset: np.ndarray) -> No
 
 
 def _check(path: Path, recipe: Recipe, parent: Artifact, image: Tensor) -> Check:
-    """Both files on one random picture: what normalising in the graph changes."""
+    """Compare both files on one random picture, for the effect of normalising in the graph."""
     before, ran = outputs(parent.path, _fed(recipe, parent, image), recipe.precision)
     after, _ = outputs(str(path), _fed(recipe, parent, replace(image, dtype="uint8")), recipe.precision)
     return compared(before, after, f"{recipe.model.name} with input=uint8", ran)

@@ -69,12 +69,12 @@ INHERITED = ("parameters", "weights_sha256", "scheme", "target", "calibration", 
 
 
 def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
-    """The recipe of the ONNX file this trial needs: exported, then converted to its precision for the target engine.
+    """Return the recipe of this trial's ONNX file: exported, then converted to its precision for the target engine.
 
     The export has a free batch unless one is given, so that all batches of a study share one file and one calibration;
     engines fix it; with the option `static` it has the trial's, and with `fold` the trial's shapes are folded into the
     file before it is converted. Trial options `samples`, `method`, `percentile` and `quantizer` reach the calibration,
-    `keep` (how many of the most sensitive layers stay in float32) the conversion to fp16 or int8, `exporter` and
+    `keep` (the number of most sensitive layers that stay in float32) the conversion to fp16 or int8, `exporter` and
     `opset` (17 for TensorRT) the export, `joints` (Q/DQ between layers, too) int8 for TensorRT; `input=uint8` makes the
     file read raw pixels. Pure; int8 or fp8 without data is a `UserError`.
     """
@@ -126,7 +126,7 @@ def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
 
 
 def _keep(trial: Trial) -> dict[str, Option]:
-    """The option `keep` of the conversion; {} where no layer is to be kept higher."""
+    """Return the option `keep` of the conversion; {} if no layer is to be kept in a higher type."""
     count = trial.options.get("keep", 0)
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
         raise UserError(f"keep is {count!r}; it must be the number of layers to keep in a higher type, 0 or more")

@@ -32,9 +32,9 @@ Changed = Callable[[Any], None]
 def rank(
     model: Any, changes: Mapping[str, Changed], feeds: Feeds, threads: int, report: Callable[[int, int], None]
 ) -> list[RankedLayer]:
-    """The layers, the most sensitive first; ties in the graph's order.
+    """Return the layers, the most sensitive first; ties in the graph's order.
 
-    `changes` maps a node's name to what rounds that one layer in a copy of the graph. `report` gets the
+    `changes` maps a node's name to a function that rounds that one layer in a copy of the graph. `report` gets the
     number of finished layers, and of all.
     """
     exact = _outputs(model, feeds, threads)
@@ -51,7 +51,7 @@ def rank(
 
 
 def sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> float:
-    """Ratio of the outputs' power to that of their error in dB, within ±120."""
+    """Return the ratio of the outputs' power to that of their error in dB, within ±120."""
     signal = sum(float(np.square(a, dtype=np.float64).sum()) for a in exact)
     noise = sum(float(np.square(b.astype(np.float64) - a).sum()) for a, b in zip(exact, rounded, strict=True))
     if not math.isfinite(noise):
@@ -70,7 +70,7 @@ def _outputs(model: Any, feeds: Feeds, threads: int) -> list[np.ndarray]:
 
 
 def int8_changes(seen: Observed) -> dict[str, Changed]:
-    """What quantises one layer alone, for each layer that the scheme would quantise."""
+    """Return, for each layer that the scheme would quantise, a function that quantises it alone."""
     wanted: dict[str, list[int]] = {}
     for node, k in _int8_sites(seen):
         wanted.setdefault(node.name, []).append(k)
@@ -78,7 +78,7 @@ def int8_changes(seen: Observed) -> dict[str, Changed]:
 
 
 def _int8_sites(seen: Observed) -> Iterator[tuple[Any, int]]:
-    """The activations that are quantised, as node and number of its input."""
+    """Yield the quantised activations, as node and number of its input."""
     if seen.scheme.fused:
         yield from sites(seen.model.graph, seen.excluded, seen.transformer)
         return
@@ -117,7 +117,10 @@ def _round_activation(graph: Any, node: Any, k: int, span: tuple[float, float], 
 
 
 def _round_weight(graph: Any, node: Any, largest: int) -> None:
-    """Symmetric, per output channel, in place of the initializer; a weight that isn't constant stays as it is."""
+    """Round a weight symmetrically, per output channel, in place of the initializer.
+
+    A weight that isn't constant stays as it is.
+    """
     tensor = next((t for t in graph.initializer if t.name == node.input[1]), None)
     if tensor is None:
         return
@@ -130,8 +133,10 @@ def _round_weight(graph: Any, node: Any, largest: int) -> None:
 
 
 def fp16_changes(model: Any, kept: Sequence[str]) -> dict[str, Changed]:
-    """What rounds one layer's inputs, weights and outputs to FP16, for each layer that computes in float32 and whose
-    operator isn't among those `kept` higher anyway."""
+    """Return, for each layer, a function that rounds its inputs, weights and outputs to FP16.
+
+    Layers are those that compute in float32, without the operators that are `kept` higher anyway.
+    """
     import onnx
 
     typed = onnx.shape_inference.infer_shapes(model).graph

@@ -20,10 +20,10 @@ FIXED: Options = {"static": True}
 
 
 def routed(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], *, static: bool = False) -> Recipe:
-    """The recipe that `finish` makes of the trial's ONNX file by the usual route, the others as its fallbacks. Pure.
+    """Return the recipe that `finish` makes of the trial's ONNX file by the usual route, with fallbacks. Pure.
 
-    `static`: the engine takes this trial's shapes alone, so that they are fixed and folded into the graph for it. A
-    trial that names a route by its options has that one alone.
+    The other routes are the fallbacks. `static`: the engine takes this trial's shapes alone, so that they are fixed and
+    folded into the graph for it. A trial that names a route by its options has that one alone.
     """
     recipe: Recipe | None = None
     for options in reversed(_candidates(trial, static)):
@@ -34,7 +34,7 @@ def routed(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], *, sta
 
 
 def _candidates(trial: Trial, static: bool) -> tuple[Options, ...]:
-    """The options of each route, the usual one first."""
+    """Return the options of each route, the usual one first."""
     usual = FOLDED if static else {}
     if any(name in trial.options for name in NAMES):
         return (usual,)

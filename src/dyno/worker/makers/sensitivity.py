@@ -23,7 +23,10 @@ from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, UserError
 
 
 def ranked(parent: Recipe, precision: str, data: DataSpec | None, options: dict[str, Option]) -> Recipe:
-    """The recipe of the parent's file with its layers ranked for the precision; options as the conversion has them."""
+    """Return the recipe of the parent's file with its layers ranked for the precision.
+
+    The options are those of the conversion.
+    """
     return replace(parent, maker=OnnxSensitivity.name, precision=precision, options=options, data=data, parent=parent)
 
 
@@ -64,7 +67,7 @@ ONNX_SENSITIVITY = OnnxSensitivity()
 
 
 def _graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, dict[str, Changed]]:
-    """The graph with named nodes, and what lowers each of its layers alone."""
+    """Return the graph with named nodes, and for each layer a function that lowers its precision alone."""
     import onnx
 
     model = lifted(onnx.load(parent.path))
@@ -77,7 +80,7 @@ def _graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, dict[st
 
 
 def _feeds(recipe: Recipe, parent: Artifact) -> Sequence[dict[str, np.ndarray]]:
-    """What to rank on, spread over the calibration images, or as it calibrates; one random batch without data."""
+    """Return inputs for the ranking, spread over the calibration's data; one random batch without data."""
     if recipe.data is None:
         return [example(recipe, parent)]
     fewer = replace(recipe, options={**recipe.options, "samples": IMAGES})
@@ -86,7 +89,10 @@ def _feeds(recipe: Recipe, parent: Artifact) -> Sequence[dict[str, np.ndarray]]:
 
 
 def layers_to_keep(recipe: Recipe, parent: Artifact) -> tuple[RankedLayer, ...]:
-    """The layers that the recipe's option `keep` keeps higher: the most sensitive ones of the parent's ranking."""
+    """Return the layers that the recipe's option `keep` keeps higher: the most sensitive ones of the parent's ranking.
+
+    Raises a `UserError` if there are fewer layers.
+    """
     count = recipe.options.get("keep", 0)
     ranking = parent.made_by.ranking
     if count > len(ranking):  # type: ignore[operator]

@@ -60,7 +60,7 @@ def _dtype(parent: Artifact, name: str) -> str:
 
 
 def _forget_shapes(graph: Any) -> None:
-    """What the free batch made of the shapes in between holds no more; they are inferred again."""
+    """Clear the intermediate and output shapes of the free batch, which no longer hold; they are inferred again."""
     del graph.value_info[:]
     for value in graph.output:
         for dim in value.type.tensor_type.shape.dim:
@@ -69,7 +69,7 @@ def _forget_shapes(graph: Any) -> None:
 
 
 def static_of(parent: Recipe, trial: Trial) -> Recipe:
-    """The parent's file with this trial's shapes, folded. Pure."""
+    """Return the recipe of the parent's file with this trial's shapes, folded. Pure."""
     return replace(
         parent, maker=OnnxStatic.name, options={}, data=None, parent=parent, dims=trial.dims, runtime=Runtime()
     )

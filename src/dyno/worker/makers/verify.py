@@ -131,7 +131,10 @@ def _rows(source: Source, results: Sequence[Sequence[np.ndarray]]) -> Verified:
 
 
 def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> np.ndarray:
-    """Whether each expected row is close to each actual one in every output; whole numbers must be the same."""
+    """Return whether each expected row is close to each actual one in every output; integers must be equal.
+
+    The result is [expected rows, actual rows]. Raises `Wrong` for rows of another shape.
+    """
     close = np.ones((len(expected[0]), len(actual[0])), bool)
     for expected_array, actual_array in zip(expected, actual, strict=True):
         rows, own_rows = list(actual_array.shape[1:]), list(expected_array.shape[1:])
@@ -145,7 +148,7 @@ def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) ->
 
 
 def doubtful(checked: Verified | None) -> list[str]:
-    """Warnings of a comparison that wasn't made, or with rounding beyond the usual tolerance."""
+    """Return warnings of a comparison that wasn't made, or with rounding beyond the usual tolerance."""
     if checked is None:
         return [f"the graph was not verified: onnxruntime is not installed ({install('onnxruntime')})"]
     if checked.own_error is None:
@@ -174,8 +177,10 @@ def _largest(array: np.ndarray) -> float:
 
 
 def _worst(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], own: Mapping[str, float]) -> float:
-    """The largest difference; `Undecided` where the only outputs that differ are those that rounding decides, as where
-    a detector with random weights chooses among scores that are all but equal."""
+    """Return the largest difference; raise `Undecided` if the only outputs that differ are decided by rounding.
+
+    A detector with random weights, for example, chooses among nearly equal scores.
+    """
     worst, undecided = 0.0, ""
     for name, want, got in pairs:
         error, scale = own.get(name, 0.0), _largest(want[np.isfinite(want)])
@@ -211,7 +216,7 @@ def _difference(name: str, want: np.ndarray, got: np.ndarray, own_error: float) 
 
 
 def _own_errors(source: Source) -> dict[str, float]:
-    """How far each output of the module is from the same in FP64; {} for a module that can't run in it."""
+    """Return each output's distance from the module's in FP64; {} for a module that can't run in it."""
     torch = import_torch()
     errors = dict.fromkeys(source.outputs, 0.0)
     try:

@@ -21,7 +21,7 @@ NAMED = 3  # entries that a message lists
 
 
 def read_checkpoint(path: str) -> dict[str, Any]:
-    """The state dict in a .safetensors, .pt or .pth file: tensors by name, on the CPU.
+    """Return the state dict in a .safetensors, .pt or .pth file: tensors by name, on the CPU.
 
     Of a pickled module the tensors alone are read, without its class. A dict nested under state_dict, model_state_dict
     or model is unwrapped and the prefixes of wrappers are removed. Raises `UserError` for a file that is missing,
@@ -53,10 +53,10 @@ def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") ->
 
 
 def head_classes(module: Any, state: Mapping[str, Any]) -> int | None:
-    """Number of classes of the checkpoint when its classifier alone differs from the module's, else None.
+    """Return the checkpoint's number of classes if its classifier alone differs from the module's, else None.
 
-    The classifier is recognised by what a change of the number of classes does: every shape that differs, differs in
-    the first dimension only, and by the same pair of numbers.
+    The classifier is recognised by the effect of another number of classes: every shape that differs, differs in the
+    first dimension only, and by the same pair of numbers.
     """
     pairs = set()
     for name, value in module.state_dict().items():
@@ -107,7 +107,7 @@ def _torch(file: Path) -> Any:
 
 
 def _module_tensors(file: Path) -> dict[str, Any] | None:
-    """The tensors of a pickled module, whose class is neither imported nor needed; None where the file holds none."""
+    """Return the tensors of a pickled module, without its class or an import of it; None if the file has no module."""
     try:
         archive = torch_archive.Archive(file)
         module = torch_archive.module_in(archive.load()) if archive.kind == torch_archive.MODULE else None
@@ -117,13 +117,13 @@ def _module_tensors(file: Path) -> dict[str, Any] | None:
 
 
 def _is_zip(file: Path) -> bool:
-    """Whether the file begins as torch.save's do."""
+    """Return whether the file begins like those of torch.save."""
     with open(file, "rb") as f:
         return f.read(4) == b"PK\x03\x04"
 
 
 def _refusal(file: Path, reason: str) -> str:
-    """The message for code in the pickle, or for bytes that aren't a pickle: torch raises the same error for both."""
+    """Return the message for code in the pickle, or for bytes that aren't a pickle: torch raises one error for both."""
     # "Unsupported global: GLOBAL a.b", "unsupported GLOBAL a.b whose module…", a built-in without its module;
     # torch 2.2 has "Unsupported class a.b", and "Unsupported operand 118" for bytes that aren't a pickle
     match = re.search(r"[Uu]nsupported (?:(?:global: )?GLOBAL|class) ([\w.]*\w)", reason)

@@ -8,7 +8,7 @@ NARROWER = 4
 
 
 def resnet18(num_classes: int = 10, channels: int = 1) -> Any:
-    """torchvision's ResNet-18 with 16, 32, 64 and 128 channels: 0.7 M parameters; input [N, channels, 64, 64].
+    """Build torchvision's ResNet-18 with 16, 32, 64 and 128 channels: 0.7 M parameters; input [N, channels, 64, 64].
 
     One input channel by default: three equal ones cost time and add no information.
     """

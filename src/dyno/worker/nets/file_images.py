@@ -16,7 +16,7 @@ KEYS = ("imgsz", "batch", "stride")  # of a file's metadata, as ultralytics writ
 
 
 def read(metadata: Mapping[str, str]) -> dict[str, Any]:
-    """The entries of a file's metadata under KEYS, as Python values."""
+    """Return the entries of a file's metadata under KEYS, as Python values."""
     values = {key: _literal(metadata[key]) for key in KEYS if key in metadata}
     return {key: value for key, value in values.items() if value}
 
@@ -28,11 +28,11 @@ def image_facts(
     sizes: Sequence[Sequence[int]],
     metadata: Mapping[str, Any],
 ) -> Inspection:
-    """For the inspection: size, (0, 0) without an image, and whether it is fixed; channels and the usual batch.
+    """Return for the inspection the image's size and whether it is fixed, its channels and the usual batch.
 
-    The size is that of the file's first image where it is fixed, else that of `shapes`, else the metadata's `imgsz`,
-    else DEFAULT_SIZE. One of the user's `sizes` that contradicts `shapes`, or that the network's stride doesn't divide,
-    is a `UserError`.
+    The size, (0, 0) without an image, is that of the file's first image if fixed, else that of `shapes`, else the
+    metadata's `imgsz`, else DEFAULT_SIZE. One of the user's `sizes` that contradicts `shapes`, or that the network's
+    stride doesn't divide, is a `UserError`.
     """
     image = image_of(tensors)
     if image is None:
@@ -54,7 +54,7 @@ def image_facts(
 
 
 def normalised(tensors: Sequence[Tensor]) -> bool:
-    """Whether a file's image is fed as normalised numbers: one of uint8 takes the pixels as they are."""
+    """Return whether a file's image is fed as normalised numbers: one of uint8 takes the pixels as they are."""
     image = image_of(tensors)
     return image is not None and image.dtype != "uint8"
 
@@ -71,7 +71,7 @@ def _check(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Sequence
 
 
 def _pair(size: Any) -> list[int] | None:
-    """Height and width from `[480, 640]` or 640."""
+    """Return height and width from `[480, 640]` or 640; None for anything else."""
     both = [size, size] if isinstance(size, int) else size
     fits = isinstance(both, (list, tuple)) and len(both) == 2 and all(isinstance(n, int) and n > 0 for n in both)
     return [*both] if fits else None

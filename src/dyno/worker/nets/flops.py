@@ -23,7 +23,7 @@ SECOND = {"QLinearConv": 3, "QLinearMatMul": 3}
 
 
 def of_module(module: Any, *args: Any, **keywords: Any) -> int:
-    """Operations of one call of the module with these arguments, which is made, by `torch.utils.flop_counter`."""
+    """Run one call of the module with these arguments; return its operations by `torch.utils.flop_counter`."""
     with counting() as counter:
         module(*args, **keywords)
         return int(counter.get_total_flops())
@@ -31,7 +31,7 @@ def of_module(module: Any, *args: Any, **keywords: Any) -> int:
 
 @contextmanager
 def counting() -> Iterator[Any]:
-    """A `FlopCounterMode` that counts what runs inside, without gradients."""
+    """Count the operations of the block with the `FlopCounterMode` that it gets, without gradients."""
     import torch
     from torch.nn.attention import SDPBackend, sdpa_kernel
     from torch.utils.flop_counter import FlopCounterMode
@@ -51,22 +51,25 @@ def counting() -> Iterator[Any]:
 
 
 def _of_recurrent_layer(values: Sequence[int], own: Sequence[int], again: Sequence[int], *_: Any, **__: Any) -> int:
-    """One layer in one direction, by the shapes of what it reads and of both its matrices."""
+    """Return the operations of one layer in one direction, from the shapes of its input and of both its matrices."""
     return 2 * math.prod(values[:2]) * (math.prod(own) + math.prod(again))
 
 
 def _of_bilinear(first: Sequence[int], weight: Sequence[int], *_: Any, **__: Any) -> int:
-    """The first input by the weight [results, first, second], and what that gives by the second input."""
+    """Return the operations of the first input by the weight [results, first, second], then by the second input."""
     return 2 * first[0] * weight[0] * weight[2] * (first[1] + 1)
 
 
 def _of_deformable(_: Sequence[int], weight: Sequence[int], *__: Any, out_shape: Sequence[int], **___: Any) -> int:
-    """As any convolution; where its kernel reads isn't counted."""
+    """Return the operations as for any convolution; the sampling of the input isn't counted."""
     return 2 * math.prod(out_shape) * math.prod(weight[1:])
 
 
 def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
-    """Operations of one run of the file with inputs of these shapes, or 0 where a shape inside can't be inferred."""
+    """Return the operations of one run of the file with these input shapes, or 0 if they can't be counted.
+
+    They can't if a shape inside can't be inferred, or other layers, branches or loops multiply.
+    """
     import onnx
 
     inferred = with_shapes(onnx.load(path, load_external_data=False), shapes)
@@ -82,14 +85,17 @@ def of_onnx(path: str, shapes: Mapping[str, tuple[int, ...]]) -> int:
 
 
 def has_products_inside(node: Any) -> bool:
-    """Whether a node's branches or its loop multiply: how often they run, only a run decides."""
+    """Return whether a node's branches or its loop multiply: only a run decides their number of executions."""
     inside = (each for outer in graphs_of(node) for graph in graphs_in(outer) for each in graph.node)
     return any(COMPUTE.search(each.op_type) for each in inside)
 
 
 def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any, dict[str, tuple[int, ...]]] | None:
-    """The model's graph with the shapes inferred from inputs of these shapes, and each tensor's shape by its name (0: a
-    dimension that stays unknown); None where they contradict each other. The model itself is changed."""
+    """Return the model's graph with the shapes inferred from these input shapes, and each tensor's shape by name.
+
+    A dimension that stays unknown is 0 there. Return None if the shapes contradict each other. The model itself is
+    changed.
+    """
     import onnx
 
     for value in model.graph.input:
@@ -118,11 +124,11 @@ def _shapes(graph: Any) -> dict[str, tuple[int, ...]]:
 
 
 def _worked_out(model: Any) -> list[Any]:
-    """The tensors whose shapes ONNX Runtime's own inference knows completely: it follows arithmetic on shapes, such as
-    half of the channels, where ONNX's stops, and ends at the first operator that it doesn't know, as ReduceL2. None
-    where it is missing.
+    """Return the tensors whose shapes ONNX Runtime's own inference knows completely; [] without that inference.
 
-    These are the steps of its `infer_shapes`, which writes what it couldn't finish into the working folder.
+    It follows arithmetic on shapes, such as half of the channels, where ONNX's stops, and ends at the first operator
+    that it doesn't know, such as ReduceL2. These are the steps of its `infer_shapes`, which writes the shapes that it
+    couldn't finish into the working folder.
     """
     try:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_attribute
@@ -150,7 +156,7 @@ def _shape(value: Any) -> tuple[int, ...]:
 
 
 def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
-    """Operations of a product, None where its shapes aren't known."""
+    """Return the operations of a product, None if its shapes aren't known."""
     first = shapes.get(node.input[0], ())
     if node.op_type == "MatMulNBits":  # whose weights are packed
         sizes = {a.name: a.i for a in node.attribute}
@@ -180,7 +186,10 @@ def of_node(node: Any, shapes: Mapping[str, tuple[int, ...]]) -> int | None:
 
 
 def _of_einsum(node: Any, first: tuple[int, ...], second: tuple[int, ...]) -> int | None:
-    """A product where a letter of both factors is summed over, else none; None where the equation isn't plain."""
+    """Return the operations of an einsum: of a product if it sums over a letter of both factors, else 0.
+
+    Return None if the equation isn't plain.
+    """
     equation = next((a.s.decode() for a in node.attribute if a.name == "equation"), "").replace(" ", "")
     factors, arrow, result = equation.partition("->")
     a, _, b = factors.partition(",")
@@ -191,7 +200,7 @@ def _of_einsum(node: Any, first: tuple[int, ...], second: tuple[int, ...]) -> in
 
 
 def _of_attention(node: Any, first: tuple[int, ...], second: tuple[int, ...], result: tuple[int, ...]) -> int | None:
-    """Both products of attention; None where keys come from an earlier call too."""
+    """Return the operations of both products of attention; None if keys come from an earlier call too."""
     if len(node.input) > 4 and node.input[4]:
         return None
     if len(first) == 4:  # [N, heads, length, width]

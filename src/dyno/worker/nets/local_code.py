@@ -20,7 +20,7 @@ from dyno.worker.spec import Unavailable, UserError, absolute
 
 
 def sha256_with_imports(file: Path) -> str:
-    """sha256 of a Python file and of the files below its folder that its import statements lead to, if any.
+    """Return the sha256 of a Python file and of the files below its folder that its import statements lead to, if any.
 
     Imports by a name that is computed at run time, or from elsewhere on the path, are not included.
     """
@@ -35,7 +35,7 @@ def sha256_with_imports(file: Path) -> str:
 
 
 def local_files(file: Path) -> list[Path]:
-    """The files below the file's own folder that it imports, directly or through each other, in alphabetical order."""
+    """Return the files below the file's own folder that it imports, directly or through each other, alphabetically."""
     file = absolute(file)
     root, seen, todo = _root(file), {file}, [file]
     while todo:
@@ -47,7 +47,7 @@ def local_files(file: Path) -> list[Path]:
 
 
 def _root(file: Path) -> Path:
-    """The folder that absolute imports start from: for a package, its parent."""
+    """Return the folder that absolute imports start from: for a package, its parent."""
     folder = absolute(file).parent
     return folder.parent if file.name == "__init__.py" else folder
 
@@ -70,7 +70,7 @@ def _imported(file: Path, root: Path) -> Iterator[Path]:
 
 
 def _files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
-    """The files that importing the name runs: each package's on the way, and the module's (or none: an attribute)."""
+    """Yield the files that importing the name runs: each parent package's, and the module's (or none: an attribute)."""
     for depth in range(1, len(name) + 1):
         place = root.joinpath(*name[:depth])
         for path in (place / "__init__.py", place.with_name(place.name + ".py")):
@@ -84,7 +84,7 @@ def _sha256(path: Path) -> str:
 
 
 def load_module(location: str, source: str) -> Any:
-    """The module of that name, imported; `UserError` where that fails."""
+    """Import the module of that name; raise a `UserError` if that fails."""
     what = f"model {source!r}"
     try:
         with running(f"{what}: importing {location}", ModuleNotFoundError):
@@ -96,7 +96,7 @@ def load_module(location: str, source: str) -> Any:
 
 
 def load_file(path: Path, sha256: str) -> Any:
-    """The module that the file is; `UserError` where running it fails, or where its content isn't of that sha256."""
+    """Import the file as a module; raise a `UserError` if running it fails, or its content has another sha256."""
     if not path.is_file():
         raise UserError(f"model file {path} doesn't exist")
     if sha256 and sha256_with_imports(path) != sha256:
@@ -133,7 +133,7 @@ class _Beside(importlib.abc.MetaPathFinder):
         return spec
 
     def _wanted_by_own(self) -> bool:
-        """Whether the file's own code, or a module found beside it, runs now, perhaps through a library's function."""
+        """Return whether the file's own code, or a module found beside it, runs now, perhaps through a library."""
         frame: FrameType | None = sys._getframe(1)
         while frame is not None:
             if str(frame.f_globals.get("__name__")).partition(".")[0] in self._own:
@@ -144,8 +144,10 @@ class _Beside(importlib.abc.MetaPathFinder):
 
 @contextlib.contextmanager
 def running(what: str, passed: type[Exception] = UserError) -> Iterator[None]:
-    """For the user's code, which may raise anything: `UserError` in one line, that begins with `what`, but for errors
-    of the type `passed`. What it sets in PyTorch for the whole process is set back."""
+    """Turn any exception of the user's code in the block into a one-line `UserError` that begins with `what`.
+
+    Errors of the type `passed` pass unchanged. PyTorch's process-wide settings are restored at the end.
+    """
     try:
         with settings_kept(import_torch()):
             yield

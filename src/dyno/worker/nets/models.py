@@ -35,7 +35,7 @@ FORMS = (
 
 
 def parse(source: str) -> tuple[str, str]:
-    """Kind and rest of a source, without importing anything.
+    """Parse a source into its kind and the rest, without importing anything.
 
     Kinds are `torchvision`, `timm` and `ultralytics` (rest: the name), `darknet`, `file` and `saved` (the path),
     `python` (FILE.py:FUNCTION) and `module` (MODULE:FUNCTION). The function follows the last colon, so that a path may
@@ -61,7 +61,7 @@ def parse(source: str) -> tuple[str, str]:
 
 
 def load(model: ModelSpec, dims: Dims | None = None) -> Any:
-    """The model as a `torch.nn.Module` in eval mode, with the weights that the specification asks for.
+    """Return the model as a `torch.nn.Module` in eval mode, with the weights requested in the specification.
 
     Without a checkpoint and without `pretrained`, the weights are random and the same for the same `seed`; a library's
     network then gets branches that contribute (`undo_zero_init`) and batch norm statistics of noise
@@ -81,13 +81,13 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
 
 
 def is_torchvision_detector(model: ModelSpec) -> bool:
-    """Whether the source names one of torchvision's detectors (see `torchvision_detectors`)."""
+    """Return whether the source names one of torchvision's detectors (see `torchvision_detectors`)."""
     kind, name = parse(model.source) if model.source and not model.file else ("", "")
     return kind == "torchvision" and name in torchvision_detectors.names(_library("torchvision"))
 
 
 def build(model: ModelSpec, dims: Dims | None = None) -> Any:
-    """As `load`, but with random weights as the library initialises them: the start of a training."""
+    """Build the model like `load`, but leave random weights as the library initialises them, for training."""
     if model.file:
         raise UserError(f"there is no PyTorch module in {model.file}; give the model it was exported from")
     state = None
@@ -104,8 +104,7 @@ def build(model: ModelSpec, dims: Dims | None = None) -> Any:
 
 
 def examples(model: ModelSpec) -> Any:
-    """Example inputs, from FUNCTION_inputs() beside a model's function or saved with a module; None if there are
-    none."""
+    """Return example inputs, from FUNCTION_inputs() beside a model's function or saved with a module; else None."""
     kind, rest = parse(model.source)
     if kind == "saved":
         return saved_modules.examples(rest)
@@ -122,14 +121,17 @@ def examples(model: ModelSpec) -> Any:
 
 
 def _other_classes(model: ModelSpec, classes: int) -> str:
-    """What to do about weights of so many classes where the model has another number."""
+    """Return advice on weights of another number of classes than the model's."""
     own = parse(model.source)[0] in ("python", "module") and not _takes(_function(model), "num_classes")
     first = "let the function take num_classes and give" if own else "give"
     return f"they are of {classes} classes: {first} --classes {classes}"
 
 
 def weights_sha256(module: Any) -> str:
-    """sha256 over the names, types, shapes and bytes of the state dict in sorted order: equal for the same weights."""
+    """Return the sha256 over the state dict in sorted order: equal for the same weights.
+
+    It covers names, types, shapes and bytes.
+    """
     import torch
 
     total = hashlib.sha256()
@@ -145,15 +147,15 @@ def weights_sha256(module: Any) -> str:
 
 
 def preprocess(model: ModelSpec) -> Preprocess:
-    """Preprocessing by the model's library (mean, std, crop, interpolation), read without a download.
+    """Return the preprocessing of the model's library (mean, std, crop, interpolation), read without a download.
 
-    `model.preprocess` where the library has none, and for sources without a library.
+    Return `model.preprocess` if the library has none, and for sources without a library.
     """
     return _library_config(model)[0] or model.preprocess
 
 
 def image_size(model: ModelSpec) -> tuple[int, int] | None:
-    """Height and width that the model's library gives for it; None where it gives none."""
+    """Return the height and width given by the model's library; None if it gives none."""
     return _library_config(model)[1]
 
 
@@ -217,7 +219,7 @@ def _torchvision(model: ModelSpec, name: str, dims: Dims | None, classes: int | 
 
 
 def torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
-    """Options of `torchvision.models.get_model`: no weights of a backbone by themselves, and a detector's size."""
+    """Return the options of `torchvision.models.get_model`: a backbone without weights, and a detector's size."""
     torchvision = _library("torchvision")
     builder = torchvision.models.get_model_builder(name)
     options: dict[str, Any] = {}
@@ -240,7 +242,7 @@ def _timm(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -
 
 
 def timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> dict[str, Any]:
-    """Options of `timm.create_model`: channels, classes, and the size of a model that is built for one size."""
+    """Return the options of `timm.create_model`: channels, classes, and the size of a model built for one size."""
     options: dict[str, Any] = {"in_chans": model.channels}
     if classes is not None:
         options["num_classes"] = classes
@@ -285,7 +287,7 @@ def _function(model: ModelSpec) -> Callable[..., Any]:
 
 
 def _attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
-    """Location and module of a source, imported, and its attribute there; None where there is no such name."""
+    """Return a source's location and module, imported, and its attribute there; None if there is no such name."""
     location, _, path = source.rpartition(":")
     file = location.endswith(".py")
     module = local_code.load_file(Path(location), sha256) if file else local_code.load_module(location, source)
@@ -296,7 +298,7 @@ def _attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
 
 
 def call_options(model: ModelSpec, function: Callable[..., Any] | None = None) -> dict[str, Any]:
-    """Keyword arguments for the user's function."""
+    """Return the keyword arguments for the user's function."""
     if model.classes is not None and _takes(function or _function(model), "num_classes"):
         return {"num_classes": model.classes}
     return {}

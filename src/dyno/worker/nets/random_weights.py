@@ -143,7 +143,7 @@ def _round(norm: Any) -> None:
 
 
 def noise(torch: Any, channels: int, height: int, width: int) -> Any:
-    """Images of unit variance, [IMAGES, channels, height, width] in float64."""
+    """Return images of unit variance, [IMAGES, channels, height, width] in float64."""
     draw = torch.Generator().manual_seed(SEED)
     total = torch.zeros(IMAGES, channels, height, width, dtype=torch.float64)
     for grain in GRAINS:
@@ -169,7 +169,10 @@ def _without_borders(torch: Any, module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _in_float64(module: Any) -> Iterator[None]:
-    """Each layer in float64 only while it runs: a copy of the network would count towards the process's peak memory."""
+    """Hold each layer in float64 only while it runs, until the block ends.
+
+    A copy of the whole network would count towards the process's peak memory.
+    """
     hooks = []
     for owner in module.modules():
         if next(chain(owner.parameters(recurse=False), owner.buffers(recurse=False)), None) is not None:
@@ -185,7 +188,10 @@ def _in_float64(module: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def _measuring(norms: list[Any]) -> Iterator[None]:
-    """Batch norm as in training, so that its statistics become this batch's; `_AllMeasured` after the last one."""
+    """Hold batch norm in training mode while the block runs, so that its statistics become this batch's.
+
+    `_AllMeasured` is raised after the last one.
+    """
     momenta = [norm.momentum for norm in norms]
     pending = set(norms)
 

@@ -20,33 +20,33 @@ OPERATOR = re.compile(rb'"torch\.ops\.(\w+)\.(\w+)')  # the target of a node
 
 
 def load(path: str) -> Any:
-    """The module; a `UserError` for a file that is missing or that this PyTorch can't read."""
+    """Load the module; raise a `UserError` for a file that is missing or that this PyTorch can't read."""
     return _program(path).module(**unguarded()) if path.endswith(PROGRAM) else _script(path)
 
 
 def runnable(value: Any) -> Any:
-    """The module that runs a program of torch.export; anything else as it is."""
+    """Return the module that runs a program of torch.export; anything else unchanged."""
     from torch.export import ExportedProgram
 
     return value.module(**unguarded()) if isinstance(value, ExportedProgram) else value
 
 
 def unflattened(path: str) -> Any:
-    """A stored program as modules with the names that they had before it was exported."""
+    """Return a stored program as modules with their names from before the export."""
     from torch.export import unflatten
 
     return unflatten(_program(path))
 
 
 def unguarded() -> dict[str, Any]:
-    """Options of a program's `module`: newer ones check their inputs at every call, which costs time of its own."""
+    """Return options of a program's `module`: newer versions check inputs at every call, which costs time."""
     from torch.export import ExportedProgram
 
     return {"check_guards": False} if "check_guards" in inspect.signature(ExportedProgram.module).parameters else {}
 
 
 def examples(path: str) -> Any:
-    """The inputs as they were described when the module was saved, else a program's own examples, else None."""
+    """Return the inputs described when the module was saved, else a program's own examples, else None."""
     extra = {INPUTS: ""}
     program = _program(path, extra) if path.endswith(PROGRAM) else _script(path, extra)
     if text := extra[INPUTS]:
@@ -59,7 +59,7 @@ def examples(path: str) -> Any:
 
 
 def program_examples(program: Any) -> Any:
-    """What a program was exported with, as `examples` has it."""
+    """Return the inputs with which a program was exported, in the form of `examples`."""
     args, keywords = program.example_inputs
     if not keywords:
         return tuple(args)  # a program refuses by name what it was exported with by place
@@ -82,7 +82,10 @@ def _program(path: str, extra: dict[str, str] | None = None) -> Any:
 
 
 def _registered(torch: Any, path: str) -> bool:
-    """Whether torchvision was imported for operators of the program; a `UserError` names one that no library has."""
+    """Return whether torchvision was imported for operators of the program.
+
+    Raises a `UserError` that names an operator which no library has.
+    """
     with zipfile.ZipFile(path) as archive:
         texts = [archive.read(name) for name in archive.namelist() if name.endswith(".json")]
     named = [tuple(map(bytes.decode, found)) for text in texts for found in OPERATOR.findall(text)]

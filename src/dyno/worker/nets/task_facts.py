@@ -21,7 +21,7 @@ from dyno.worker.tasks.task import OutputShapes
 
 
 def read(metadata: Mapping[str, str]) -> Purpose:
-    """What a file's metadata says of it, as far as it has any."""
+    """Return the facts on the network in a file's metadata, as far as it has any."""
     purpose = Purpose()
     if metadata.get("task") in tasks.names():
         purpose = replace(purpose, task=metadata["task"])
@@ -63,10 +63,10 @@ def _metadata(model: ModelSpec) -> dict[str, str]:
 
 
 def facts(model: ModelSpec, requested: str, metadata: Purpose, outputs: OutputShapes) -> Purpose:
-    """For the inspection: the task, and for detection and its kin classes, keypoints and preprocessing.
+    """Return for the inspection the task, and for detection and its kin classes, keypoints and preprocessing.
 
-    `requested` is the user's --task, `metadata` the file's; `outputs` have free axes as text.
-    Empty where neither names the task. Raises `UserError` where they contradict each other.
+    `requested` is the user's --task, `metadata` the file's; `outputs` have free axes as text. Empty if neither names
+    the task. Raises `UserError` if they contradict each other.
     """
     if requested and (metadata.task or requested) != requested:
         raise UserError(

@@ -60,11 +60,11 @@ class Stub:
         self.items.append((key, value))
 
     def append(self, value: Any) -> None:
-        """A list's item."""
+        """Add a list's item."""
         self.items.append(value)
 
     def extend(self, values: Any) -> None:
-        """A list's items."""
+        """Add a list's items."""
         self.items.extend(values)
 
     add = append
@@ -82,7 +82,7 @@ class Stored:
     stride: tuple[int, ...]
 
     def tensor(self) -> Any:
-        """The torch tensor, on the CPU; raises RuntimeError where it would reach beyond its storage."""
+        """Return the torch tensor, on the CPU; raise RuntimeError if it would reach beyond its storage."""
         import torch
 
         content = bytearray(self.read())
@@ -128,7 +128,10 @@ class Archive:
         return not self.program and any(name.startswith(YOLO) for name in self.names)
 
     def load(self) -> Any:
-        """The saved object: containers as they are, tensors as `Stored`, everything else as a `Stub`."""
+        """Load the saved object: containers as they are, tensors as `Stored`, everything else as a `Stub`.
+
+        Raises a `UserError` for a damaged file.
+        """
         assert self._global_names is not None  # reading the names has checked every opcode
         try:
             return _Reader(self._pickle, self._storage).load()
@@ -165,7 +168,7 @@ class Archive:
 
 
 def advice(archive: Archive) -> str:
-    """The content of a file that isn't a YOLO's checkpoint, and how it can be run: the end of a message."""
+    """Return the content of a file that isn't a YOLO's checkpoint, and a way to run it: the end of a message."""
     path, classes = archive.path, ", ".join(archive.names[:2])
     if archive.kind == PROGRAM:
         return f"it is a TorchScript program: give it as the model, {path}"
@@ -181,7 +184,7 @@ def advice(archive: Archive) -> str:
 
 
 def tensors(module: Any) -> dict[str, Any]:
-    """Torch tensors by name of a module in an archive, as in its `state_dict()`; a `UserError` if damaged."""
+    """Return a stored module's torch tensors by name, as in its `state_dict()`; raise a `UserError` if damaged."""
     result = {}
     for name, stored in _stored(module, "", 0):
         try:
@@ -192,13 +195,15 @@ def tensors(module: Any) -> dict[str, Any]:
 
 
 def is_module(value: Any) -> bool:
-    """Whether it is a `Stub` of an nn.Module."""
+    """Return whether it is a `Stub` of an nn.Module."""
     return isinstance(value, Stub) and {"_modules", "_parameters", "_buffers"} <= set(value.state)
 
 
 def module_in(loaded: Any) -> Any:
-    """The `Stub` of the module in a loaded object: the object itself, or under one of MODULE_KEYS, averaged weights
-    first; None where there is none."""
+    """Return the `Stub` of the module in a loaded object; None without one.
+
+    It is the object itself, or under one of MODULE_KEYS, averaged weights first.
+    """
     candidates = [loaded, *(loaded.get(key) for key in MODULE_KEYS)] if isinstance(loaded, dict) else [loaded]
     return next((candidate for candidate in candidates if is_module(candidate)), None)
 
@@ -230,7 +235,10 @@ def _open_zip(path: Path) -> zipfile.ZipFile:
 
 
 def _global_names(content: bytes) -> list[str]:
-    """The classes and functions that a pickle names, in order, from its opcodes alone; checks them on the way."""
+    """Return the classes and functions that a pickle names, in order, from its opcodes alone; check these.
+
+    Raises a `UserError` for a damaged pickle, or an opcode that no model needs.
+    """
     texts: list[str] = []
     memo: dict[int, str] = {}
     names: dict[str, None] = {}

@@ -14,21 +14,23 @@ SPREAD = 1.0  # standard deviation of random scores before the sigmoid or softma
 
 
 def names(torchvision: Any) -> list[str]:
-    """The detectors, as `torchvision.models.get_model` takes them."""
+    """Return the detectors' names for `torchvision.models.get_model`."""
     listed: list[str] = torchvision.models.list_models(torchvision.models.detection)
     return listed
 
 
 def resizing(name: str, dims: Dims | None) -> dict[str, int]:
-    """Options of the builder with which the network works at the size of `dims`, instead of 800 pixels whatever it is
-    given; {} for those of a fixed size (SSD)."""
+    """Return the builder's options for a network at the size of `dims`; {} for networks of a fixed size (SSD).
+
+    Without them it works at 800 pixels, whatever its input.
+    """
     if dims is None or name.startswith("ssd"):
         return {}
     return {"min_size": min(dims.height, dims.width), "max_size": max(dims.height, dims.width)}
 
 
 def size(torchvision: Any, name: str) -> tuple[int, int]:
-    """Height and width at which the network works by itself, for square images."""
+    """Return the height and width at which the network works by itself, for square images."""
     with torchvision.torch.device("meta"):
         transform = torchvision.models.get_model(name, weights=None, weights_backbone=None).transform
     width, height = transform.fixed_size or (transform.min_size[-1],) * 2
@@ -36,7 +38,7 @@ def size(torchvision: Any, name: str) -> tuple[int, int]:
 
 
 def init(torch: Any, module: Any, height: int, width: int) -> None:
-    """Random weights that find objects, in place: as a library initialises them no score is above its threshold.
+    """Set random weights that find objects, in place: with a library's initial ones no score is above its threshold.
 
     The backbone gets statistics of noise, and each layer that scores is scaled by the power of two that brings its
     results for noise nearest to a standard deviation of 1.
@@ -62,7 +64,7 @@ def init(torch: Any, module: Any, height: int, width: int) -> None:
 
 
 def _scoring(torch: Any, module: Any) -> list[Any]:
-    """The layers whose results are the scores of classes."""
+    """Return the layers whose results are the scores of classes."""
     if hasattr(module, "roi_heads"):
         return [module.roi_heads.box_predictor.cls_score]
     head = module.head.classification_head

@@ -44,7 +44,7 @@ ACTIVATION = re.compile(r"(?:torch\.)?nn\.([A-Z]\w*)\([\w., =-]*\)")  # which th
 
 
 def library() -> Any:
-    """`ultralytics.nn.tasks`; `Unavailable` names what to install."""
+    """Import `ultralytics.nn.tasks`; raise `Unavailable` with the package to install."""
     try:
         if "ultralytics" in sys.modules:
             return __import__("ultralytics.nn.tasks", fromlist=["tasks"])
@@ -56,7 +56,7 @@ def library() -> Any:
 
 
 def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *, free_batch: bool = False) -> Any:
-    """The network of NAME.yaml with random weights, or of a checkpoint PATH.pt, with its raw outputs alone.
+    """Build the network of NAME.yaml with random weights, or of a checkpoint PATH.pt, with its raw outputs alone.
 
     `state` are the weights that will be loaded into it: they decide the number of classes and keypoints where `model`
     doesn't. With `free_batch` it can be exported for every batch. Raises `UserError` for a network that doesn't exist,
@@ -83,7 +83,7 @@ def build(model: ModelSpec, name: str, state: Mapping[str, Any] | None = None, *
 
 
 def facts(module: Any) -> Purpose:
-    """Task, classes, the keypoints' shape (() for none) and the stride of a network."""
+    """Return a network's task, classes, keypoints' shape (() for none) and stride."""
     head = module.model[-1]
     task = HEADS[type(head).__name__]
     whole = hasattr(head, "linear")  # a head that sees the whole image, whatever its size
@@ -96,19 +96,19 @@ def facts(module: Any) -> Purpose:
 
 
 def image_config(model: ModelSpec, name: str) -> tuple[Preprocess, tuple[int, int]]:
-    """How images are prepared for the network, and the height and width that it is meant for."""
+    """Return the preprocessing of images for the network, and the height and width that it is meant for."""
     task = task_of(model.source, name)
     return find_task(task).preprocess(model.channels), size(task, name)
 
 
 def size(task: str, name: str = "") -> tuple[int, int]:
-    """Height and width that such networks are trained for, or that a checkpoint was trained for."""
+    """Return the height and width that such networks are trained for, or that a checkpoint was trained for."""
     side = read_checkpoint(name).size if name.endswith(CHECKPOINTS) else 0
     return (side, side) if side else find_task(task).size
 
 
 def task_of(source: str, name: str) -> str:
-    """The task of NAME.yaml, or of a checkpoint; a `UserError` for one that isn't supported."""
+    """Return the task of NAME.yaml, or of a checkpoint; raise a `UserError` for an unsupported one."""
     tasks = library()
     stored = name.endswith(CHECKPOINTS)
     return _task(tasks, source, read_checkpoint(name).config if stored else _config(tasks, source, name))
@@ -124,7 +124,7 @@ def _task(tasks: Any, source: str, config: dict[str, Any]) -> str:
 
 
 def check_size(source: str, stride: int, height: int, width: int) -> None:
-    """A `UserError` for an image whose sides aren't multiples of the network's stride."""
+    """Raise a `UserError` for an image whose sides aren't multiples of the network's stride."""
     if height % stride or width % stride:
         near = [max(stride, round(side / stride) * stride) for side in (height, width)]
         shown = f"{near[0]}" if near[0] == near[1] else f"{near[0]}x{near[1]}"
@@ -163,7 +163,7 @@ def _from_checkpoint(tasks: Any, model: ModelSpec, name: str) -> Any:
 
 
 def _config(tasks: Any, source: str, name: str) -> dict[str, Any]:
-    """The YAML as ultralytics reads it: a file of the user's, or one of its own by name."""
+    """Read the YAML as ultralytics does: a file of the user's, or one of the library's by name."""
     if not Path(name).is_file():
         names = _network_names()
         if name not in names:
@@ -183,7 +183,10 @@ def _config(tasks: Any, source: str, name: str) -> dict[str, Any]:
 
 
 def _check_layers(tasks: Any, source: str, config: dict[str, Any]) -> dict[str, Any]:
-    """The architecture, if it names only layers: the library would call any function of its module by name."""
+    """Return the architecture; raise a `UserError` unless it names only layers.
+
+    The library would call any function of its module by name.
+    """
     import torch
 
     activation = config.get("activation")
@@ -203,7 +206,7 @@ def _check_layers(tasks: Any, source: str, config: dict[str, Any]) -> dict[str, 
 
 
 def _network_names() -> list[str]:
-    """The networks that the library has, with every letter of scale."""
+    """Return the networks that the library has, with every letter of scale."""
     import ultralytics
 
     names = []
@@ -217,7 +220,10 @@ def _network_names() -> list[str]:
 
 
 def _fitted(model: ModelSpec, config: Mapping[str, Any], state: Mapping[str, Any]) -> ModelSpec:
-    """The model with as many classes and keypoints as the weights have, where it doesn't set them itself."""
+    """Return the model with the weights' number of classes and keypoints, unless it sets them itself.
+
+    Raises a `UserError` for another number of classes.
+    """
     last = max((int(key.split(".")[1]) for key in state if re.match(r"model\.\d+\.", key)), default=0)
 
     def rows(name: str) -> int:
@@ -249,7 +255,7 @@ class Checkpoint:
 
 
 def read_checkpoint(path: str) -> Checkpoint:
-    """The checkpoint, its averaged weights (EMA) where it has them; a `UserError` names the alternatives."""
+    """Read the checkpoint, its averaged weights (EMA) if present; raise a `UserError` that names the alternatives."""
     archive = torch_archive.Archive(path)
     if not archive.yolo:
         raise UserError(f"{path} is not a checkpoint of ultralytics; {torch_archive.advice(archive)}")
@@ -262,14 +268,14 @@ def read_checkpoint(path: str) -> Checkpoint:
 
 
 def _side(arguments: Any) -> int:
-    """The longest side in the settings of its training, 0 where it isn't among them."""
+    """Return the longest side in the settings of its training, 0 without one."""
     size = arguments.get("imgsz") if isinstance(arguments, dict) else None
     sides = size if isinstance(size, (list, tuple)) else [size]
     return max((side for side in sides if isinstance(side, int) and 0 < side <= MAX_SIDE), default=0)
 
 
 def advice(path: str) -> str:
-    """The two lines of Python that split a trusted checkpoint where this module can't."""
+    """Return the two lines of Python that split a trusted checkpoint where this module can't."""
     return (
         f"if you trust it, run m = ultralytics.YOLO({path!r}).model.float(); "
         "safetensors.torch.save_file(m.state_dict(), 'net.safetensors') and yaml.safe_dump(m.yaml, open('net.yaml', "
@@ -278,7 +284,7 @@ def advice(path: str) -> str:
 
 
 def _plain(config: dict[str, Any], path: str) -> dict[str, Any]:
-    """A copy of the architecture, of text, numbers, lists and tables alone."""
+    """Return a copy of the architecture, of text, numbers, lists and tables alone; raise a `UserError` for others."""
     remaining = MAX_VALUES
 
     def copied(value: Any, depth: int) -> Any:

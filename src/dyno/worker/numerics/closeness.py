@@ -65,15 +65,17 @@ def closeness(pairs: Iterable[tuple[np.ndarray, np.ndarray]], rtol: float, atol:
 
 
 def shares_changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
-    """The share of each input's labels (axis 0) that differ."""
+    """Return the share of each input's labels (axis 0) that differ."""
     shares: np.ndarray = (a != b).reshape(len(a), -1).mean(axis=1) if b.size else np.zeros(0)
     return shares
 
 
 def errors(a: np.ndarray, b: np.ndarray, channels: bool = False) -> np.ndarray:
-    """|a - b| / |b| in the 2-norm of each input (axis 0); by channel (axis 1), the worst of them, where there are
-    several. What isn't finite is infinitely far off, but for the same at the same place. Of labels it is the share
-    that differs."""
+    """Return |a - b| / |b| in the 2-norm of each input (axis 0).
+
+    With `channels` it is the worst channel's (axis 1), if there are several. A value that isn't finite is infinitely
+    far off, except the same one at the same place. For labels it is the share that differs.
+    """
     count = min(len(a), len(b))
     if is_labels(b):
         return shares_changed(a[:count], b[:count])

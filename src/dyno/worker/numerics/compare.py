@@ -52,14 +52,14 @@ class Comparison:
         self.shapes = {**self.stored.shapes, **{name: array.shape for name, array in self.feeds[0].items()}}
 
     def difference(self, own: Sequence[np.ndarray], name: str) -> Difference | None:
-        """The runs' values of a tensor against the reference's; None for other shapes."""
+        """Compare the runs' values of a tensor with the reference's; None for other shapes."""
         reference = self.stored[name]
         if any(array.shape != reference.shape[1:] for array in own):
             return None
         return _difference([(np.stack([*own]), reference)], self.limits)
 
     def outputs(self, runs: Sequence[Sequence[np.ndarray]]) -> Difference | None:
-        """The network's outputs of each run against the reference's, by their place; None for other shapes."""
+        """Compare the network's outputs of each run with the reference's, by their place; None for other shapes."""
         references = self.stored.outputs
         pairs = [(np.stack([*own]), b) for own, b in zip(zip(*runs, strict=True), references, strict=False)]
         if len(runs[0]) != len(references) or any(a.shape != b.shape for a, b in pairs):
@@ -68,15 +68,18 @@ class Comparison:
 
 
 def _difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], limits: Limits) -> Difference:
-    """Several tensors as one: the largest error counts, and the close share is of all values."""
+    """Return the difference of several tensors as one: the largest error, and the close share of all values."""
     error = max((float(errors(a, b).max(initial=0.0)) for a, b in pairs), default=0.0)
     c = closeness(pairs, limits.rtol, limits.atol)
     return Difference(error, c.close, c.max_abs, c.max_rel, c.nonfinite, c.reference_nonfinite)
 
 
 def marked(comparison: Comparison, sizes: Mapping[str, int]) -> tuple[dict[str, Difference], Difference | None, int]:
-    """Each tensor's total difference in the graph where it is an output, the network's outputs there, and in how many
-    parts the graph was run. Tensors of other shapes are dropped, so their shapes are left to the engine."""
+    """Return each tensor's total difference, the outputs', and the number of parts in which the graph was run.
+
+    Each tensor is an output of the graph there. Tensors of other shapes are dropped, so their shapes are left to the
+    engine.
+    """
     graph, differences, outputs = comparison.graph, dict[str, Difference](), None
     shapes = {name: array.shape for name, array in comparison.feeds[0].items()}
     parts = [*in_parts([name for name in comparison.tensors if name not in graph.outputs], sizes)] or [[]]
@@ -92,7 +95,7 @@ def marked(comparison: Comparison, sizes: Mapping[str, int]) -> tuple[dict[str, 
 
 
 def isolated(comparison: Comparison, sizes: Mapping[str, int], folder: Path) -> dict[str, Difference]:
-    """Each tensor's difference when its layer reads the reference's values; its values are stored in the folder."""
+    """Return each tensor's difference when its layer reads the reference's values; store its values in the folder."""
     stops, differences, writer = {*comparison.tensors}, dict[str, Difference](), TensorWriter(folder)
     for part in in_parts(comparison.tensors, {name: 2 * size for name, size in sizes.items()}):
         model, reads = comparison.graph.isolated(part, stops, comparison.shapes)
@@ -111,7 +114,7 @@ def _reference_feeds(comparison: Comparison, reads: Sequence[str]) -> Iterator[F
 
 
 def mismatched(comparison: Comparison, total: Mapping[str, Difference], own: Mapping[str, Difference]) -> set[str]:
-    """The tensors that are off while a reader of theirs is nearer in the engine than on the reference's values.
+    """Return the tensors that are off, with a reader that is nearer in the engine than on the reference's values.
 
     Such a tensor isn't the reference's under another engine: it was matched with another call of a module, or its
     readers were scaled to make up for it.
@@ -125,9 +128,10 @@ def mismatched(comparison: Comparison, total: Mapping[str, Difference], own: Map
 def with_effects(
     comparison: Comparison, layers: Sequence[LayerError], folder: Path, path: Path
 ) -> tuple[LayerError, ...]:
-    """The layers with the effects of those that have the largest errors of their own.
+    """Return the layers, with the effects of those that have the largest errors of their own.
 
-    `folder` has what `isolated` stored; `path` is where the reference's graph is written with deltas as inputs.
+    `folder` contains the values stored by `isolated`; `path` is where the reference's graph is written with deltas as
+    inputs.
     """
     import onnx
 
@@ -151,7 +155,7 @@ def with_effects(
 
 
 def _largest_error(runs: Sequence[Sequence[Any]], base: Sequence[Sequence[Any]]) -> float:
-    """The largest error of any output that has the same shape in every run."""
+    """Return the largest error of any output that has the same shape in every run."""
     pairs = zip(zip(*runs, strict=True), zip(*base, strict=True), strict=True)
     same = [(a, b) for a, b in pairs if len({array.shape for array in (*a, *b)}) == 1]
     return max((float(errors(np.stack(a), np.stack(b)).max(initial=0.0)) for a, b in same), default=0.0)

@@ -31,7 +31,10 @@ class Engine:
         return self._trial.runtime.threads
 
     def run(self, model: Any, feeds: Iterable[Feeds], kinds: Mapping[str, np.dtype[Any]]) -> list[list[np.ndarray]]:
-        """The model's outputs, in order, for each of the feeds, which are cast to the types of its inputs."""
+        """Return the model's outputs, in order, for each of the feeds, which are cast to the types of its inputs.
+
+        Raises a `UserError` for a model beyond protobuf's 2 GiB.
+        """
         import onnx
 
         try:
@@ -52,7 +55,7 @@ class Engine:
 
 
 def once(session: Session, feed: Feeds) -> list[np.ndarray]:
-    """The session's outputs for the feed, in order."""
+    """Return the session's outputs for the feed, in order."""
     session.bind(feed)
     session.run()
     session.wait()
@@ -60,13 +63,16 @@ def once(session: Session, feed: Feeds) -> list[np.ndarray]:
 
 
 def cast(array: np.ndarray, kind: np.dtype[Any]) -> np.ndarray:
-    """A copy in that type, which an engine may read in place; what is too large for it becomes infinite, as there."""
+    """Return a copy in that type, which an engine may read in place; overflow gives infinity, as in an engine."""
     with np.errstate(over="ignore"):
         return np.array(array, kind, order="C")
 
 
 def counterparts(names: Sequence[str], inputs: Sequence[str]) -> dict[str, str]:
-    """Which of the reference's inputs each name is: the same where it has that, else by their place."""
+    """Return the reference's input for each name: the one of that name, else the one at its place.
+
+    Raises a `UserError` for a name without one.
+    """
     pairs = {name: name if name in inputs else own for name, own in zip_longest(names, inputs)}
     if lacking := [name for name in names if pairs[name] is None]:
         raise UserError(f"input {lacking[0]!r} has no counterpart; the reference has {', '.join(inputs)}")
@@ -99,7 +105,7 @@ class StoredTensors:
         return self._read(str(self._files[name]))
 
     def feeds(self, names: Sequence[str]) -> list[dict[str, np.ndarray]]:
-        """The inputs of each run under these names; see `counterparts`."""
+        """Return the inputs of each run under these names; see `counterparts`."""
         pairs = counterparts(names, self._feeds)
         arrays = {name: self._read(f"feed{self._feeds.index(own)}") for name, own in pairs.items()}
         return [{name: array[run] for name, array in arrays.items()} for run in range(self.runs)]

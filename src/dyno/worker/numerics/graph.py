@@ -37,7 +37,7 @@ class Graph:
         self.float_tensors = self._float_tensors()
 
     def _inferred(self) -> dict[str, int]:
-        """The element type of each tensor, as far as ONNX's inference knows it."""
+        """Return the element type of each tensor, as far as ONNX's inference knows it."""
         try:
             graph = self._onnx.shape_inference.infer_shapes(self.model).graph
         except (self._onnx.shape_inference.InferenceError, ValueError):
@@ -49,7 +49,7 @@ class Graph:
         return types | {name: tensor.data_type for name, tensor in self._weights.items()}
 
     def _float_tensors(self) -> list[str]:
-        """What nodes compute from the inputs in floating point, in the graph's order."""
+        """Return the floating-point tensors that nodes compute from the inputs, in the graph's order."""
         kinds = self._onnx.TensorProto
         numbers = (kinds.FLOAT, kinds.FLOAT16, kinds.DOUBLE, kinds.UNDEFINED)
         changing, found = {*self.inputs}, []
@@ -62,18 +62,20 @@ class Graph:
         return found
 
     def dtype(self, tensor: str) -> np.dtype[Any]:
-        """The tensor's NumPy type; float32 where it isn't known."""
+        """Return the tensor's NumPy type; float32 if it isn't known."""
         kind = self._types.get(tensor) or self._onnx.TensorProto.FLOAT
         found: np.dtype[Any] = self._onnx.helper.tensor_dtype_to_np_dtype(kind)
         return found
 
     def dtypes(self, tensors: Iterable[str]) -> dict[str, np.dtype[Any]]:
-        """The tensors' NumPy types by name."""
+        """Return the tensors' NumPy types by name."""
         return {name: self.dtype(name) for name in tensors}
 
     def walk(self, wanted: Iterable[str], stops: Collection[str]) -> tuple[list[int], list[str]]:
-        """The nodes, in order, that compute the wanted tensors from those of `stops` and the graph's inputs, and which
-        of these they read. A wanted tensor is computed even if it is one of the stops."""
+        """Return the nodes, in order, that compute the wanted tensors, and the tensors that these nodes start from.
+
+        They start from `stops` and the graph's inputs. A wanted tensor is computed even if it is one of the stops.
+        """
         wanted = {*wanted}
         names, chosen, read = [*wanted], set[int](), dict[str, None]()
         while names:
@@ -89,15 +91,18 @@ class Graph:
         return sorted(chosen), [*read]
 
     def reads(self, tensor: str, stops: Collection[str]) -> tuple[str, ...]:
-        """Which of the stops, and of the graph's inputs, a tensor is computed from."""
+        """Return the stops and inputs of the graph from which a tensor is computed."""
         return tuple(self.walk([tensor], stops)[1])
 
     def marked(self, tensors: Sequence[str], shapes: Shapes) -> Any:
-        """The whole graph with the tensors as outputs behind its own."""
+        """Return the whole graph with the tensors as outputs behind its own."""
         return self._made(range(len(self.nodes)), self.inputs, [*self.outputs, *tensors], shapes)
 
     def piece(self, outputs: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
-        """The part of the graph that computes the outputs from the stops and the graph's inputs, and what it reads."""
+        """Return the part of the graph that computes the outputs, and the tensors that it reads.
+
+        It starts from the stops and the graph's inputs.
+        """
         nodes, read = self.walk(outputs, stops)
         return self._made(nodes, read, outputs, shapes), read
 
@@ -105,9 +110,10 @@ class Graph:
         return self._model([self.nodes[k] for k in chosen], read, outputs, shapes, {name: name for name in outputs})
 
     def isolated(self, tensors: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
-        """A graph in which each tensor is computed by itself from the stops before it, under the name TENSOR/isolated.
+        """Return a graph that computes each tensor separately from the stops before it, and the tensors that it reads.
 
-        No two of these layers read each other, so an engine fuses nothing across their borders.
+        The outputs are named TENSOR/isolated. No two of these layers read each other, so an engine fuses nothing across
+        their borders.
         """
         nodes, reads = [], dict[str, None]()
         for number, tensor in enumerate(tensors):
@@ -120,7 +126,7 @@ class Graph:
         return self._model(nodes, [*reads], outputs, shapes, dict(zip(outputs, tensors, strict=True))), [*reads]
 
     def with_deltas(self, tensors: Sequence[str]) -> Any:
-        """The graph with an input TENSOR/delta for each of the tensors, which is added to it."""
+        """Return the graph with an input TENSOR/delta for each of the tensors, which is added to it."""
         model = type(self.model)()
         model.CopyFrom(self.model)
         before = {name: f"{name}/before" for name in tensors}
@@ -142,7 +148,7 @@ class Graph:
     def _model(
         self, nodes: Sequence[Any], read: Sequence[str], outputs: Sequence[str], shapes: Shapes, own: Mapping[str, str]
     ) -> Any:
-        """A model of the nodes; `own` maps its outputs to the graph's tensors, whose types and shapes they have."""
+        """Return a model of the nodes; `own` maps its outputs to the graph's tensors of the same types and shapes."""
         model = type(self.model)()
         for part in ("ir_version", "producer_name"):
             setattr(model, part, getattr(self.model, part))
@@ -157,7 +163,7 @@ class Graph:
         return model
 
     def _value(self, name: str, tensor: str, shapes: Shapes) -> Any:
-        """A tensor's name, type and shape; ONNX Runtime and OpenVINO work out what isn't known here."""
+        """Return a tensor's name, type and shape; ONNX Runtime and OpenVINO infer those unknown here."""
         given = next((v for v in (*self.model.graph.input, *self.model.graph.output) if v.name == tensor), None)
         if tensor not in shapes and given is not None:
             value = type(given)()
@@ -169,10 +175,10 @@ class Graph:
 
 
 def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
-    """The nodes, with the name of each quantised tensor at what dequantises it, where nothing else reads it.
+    """Return the nodes, with each quantised tensor's name moved to the output of its dequantisation.
 
-    So an activation's rounding belongs to the layer that writes it, and so does a ReLU that the quantiser left to the
-    clamping at 0.
+    That is done if nothing else reads the tensor. So an activation's rounding belongs to the layer that writes it, and
+    so does a ReLU that the quantiser left to the clamping at 0.
     """
     readers: dict[str, list[Any]] = defaultdict(list)
     for node in nodes:
@@ -190,7 +196,7 @@ def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
 
 
 def _read(node: Any) -> list[str]:
-    """What a node reads, the graphs inside it included."""
+    """Return the tensors that a node reads, including those of the graphs inside it."""
     names = [name for name in node.input if name]
     for attribute in node.attribute:
         for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
@@ -202,7 +208,7 @@ def _read(node: Any) -> list[str]:
 
 
 def _renamed(node: Any, names: Mapping[str, str], read: Collection[str], suffix: str) -> Any:
-    """A copy whose tensors have these names, but for those that it reads from outside; a graph inside it too."""
+    """Return a copy whose tensors have these names, except those read from outside; the same for a graph inside it."""
     copy = type(node)()
     copy.CopyFrom(node)
     copy.name = node.name and node.name + suffix  # ONNX Runtime takes no name twice, but none as often as one likes

@@ -94,7 +94,10 @@ class _Hooks:
 
 
 def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: Engine, feed: Feeds) -> dict[str, Call]:
-    """The call whose result each tensor of the graph is, by its values; several tensors may be the same call's."""
+    """Match each tensor of the graph with the call of the same result, by values.
+
+    Several tensors may match the same call.
+    """
     by_shape: dict[tuple[int, ...], list[Call]] = defaultdict(list)
     for call, result in results.items():
         by_shape[result.shape].append(call)
@@ -110,7 +113,7 @@ def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: Engine,
 
 
 def _same_outputs(graph: Graph, engine: Engine, feed: Feeds, outputs: Sequence[np.ndarray]) -> bool:
-    """Whether the graph puts these values out."""
+    """Return whether the graph's outputs have these values."""
     (own,) = engine.run(graph.marked([], {}), [feed], graph.dtypes(graph.inputs))
     return len(own) == len(outputs) and all(
         a.shape == b.shape and errors(a[None], b[None]).max(initial=0.0) <= SAME
@@ -119,7 +122,7 @@ def _same_outputs(graph: Graph, engine: Engine, feed: Feeds, outputs: Sequence[n
 
 
 def _tensors(graph: Graph, engine: Engine, feeds: Sequence[Feeds]) -> Iterator[tuple[str, list[np.ndarray]]]:
-    """Each floating-point tensor that the graph computes, with its values in every run."""
+    """Yield each floating-point tensor that the graph computes, with its values in every run."""
     sizes = bytes_of(graph, {name: array.shape for name, array in feeds[0].items()})
     inner = [name for name in graph.float_tensors if name not in graph.outputs]
     for number, part in enumerate([*in_parts(inner, sizes)] or [[]]):
@@ -140,7 +143,10 @@ def of_graph(engine: Engine, graph: Graph, feeds: Sequence[Feeds], writer: Tenso
 
 
 def within_memory(feeds: Sequence[Feeds], of_one: Callable[[], int]) -> Iterator[Feeds]:
-    """As many of the feeds as MOST_KEPT allows, one at least; `of_one` has the bytes of a run after the first."""
+    """Yield as many of the feeds as MOST_KEPT allows, at least one.
+
+    `of_one` returns the bytes of a run after the first.
+    """
     for number, feed in enumerate(feeds):
         if number and (number + 1) * of_one() > MOST_KEPT:
             return
@@ -148,7 +154,7 @@ def within_memory(feeds: Sequence[Feeds], of_one: Callable[[], int]) -> Iterator
 
 
 def bytes_of(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
-    """Bytes of each tensor whose shape can be inferred from those of the inputs."""
+    """Return the bytes of each tensor whose shape can be inferred from the inputs', at four bytes a value."""
     model = type(graph.model)()
     model.CopyFrom(graph.model)
     inferred = flops.with_shapes(model, shapes)
@@ -157,7 +163,7 @@ def bytes_of(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, i
 
 
 def in_parts(names: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
-    """The names in lists of MOST_MARKED bytes at most, or of one."""
+    """Yield the names in lists of at most MOST_MARKED bytes, or of a single name."""
     part, filled = list[str](), 0
     for name in names:
         size = sizes.get(name, UNKNOWN)
@@ -171,7 +177,7 @@ def in_parts(names: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[st
 
 
 def check_finite(feeds: Iterable[Feeds]) -> None:
-    """A `UserError` for an input with NaN or infinity, with which no two engines can be compared."""
+    """Raise a `UserError` for an input with NaN or infinity, with which engines can't be compared."""
     for feed in feeds:
         for name, array in feed.items():
             if array.dtype.kind == "f" and not np.isfinite(array).all():

@@ -23,9 +23,10 @@ Values = dict[str, list[np.ndarray]]
 
 
 def suspects(layers: Sequence[LayerError]) -> list[str]:
-    """The fewest layers that make MOST of the error, in the graph's order; those that make numbers infinite, if any do.
+    """Return the fewest layers that make MOST of the error, in the graph's order.
 
-    A layer's weight is its effect on the outputs, or its own error where no effect was tried at all.
+    If any layers make numbers infinite, return those. A layer's weight is its effect on the outputs, or its own error
+    if no effect was measured at all.
     """
     tried = any(layer.effect is not None for layer in layers)
     weights = {layer.tensor: (layer.effect or 0.0) if tried else layer.own.error for layer in layers}
@@ -54,7 +55,7 @@ class Stages:
 
 
 def stages(comparison: Comparison, chosen: Sequence[str]) -> Stages:
-    """The stages of the graph that is cut around the chosen tensors, which the reference's graph has too."""
+    """Return the stages of the graph cut around the chosen tensors, which the reference's graph has too."""
     stops, numbers, wanted = {*comparison.tensors}, dict[str, int](), {*comparison.graph.outputs}
     targets = [name for name in comparison.graph.outputs if name not in stops]
     for name in (*comparison.tensors, *targets):
@@ -69,7 +70,7 @@ def stages(comparison: Comparison, chosen: Sequence[str]) -> Stages:
 
 
 def run_stages(comparison: Comparison, plan: Stages, reference: Engine | None) -> Difference | None:
-    """The network's outputs when it runs stage by stage, the odd ones in the reference where one is given."""
+    """Compare the network's outputs when it runs stage by stage, the odd stages in the reference if one is given."""
     values: Values = {name: [feed[name] for feed in comparison.feeds] for name in comparison.feeds[0]}
     for number in range(max(plan.numbers.values()) + 1):
         outputs = [name for name, own in plan.numbers.items() if own == number and name in plan.wanted]
@@ -100,8 +101,11 @@ def _stage(
 
 
 def boundary(comparison: Comparison) -> tuple[str, ...]:
-    """The last tensor at which a graph that ends there, with nothing else marked, still agrees, and the first at which
-    it doesn't ("" for the inputs and for the whole network): by halves, so that there may be others."""
+    """Return the last tensor at which the graph still agrees, and the first at which it doesn't.
+
+    For each, the graph ends there, with nothing else marked. "" stands for the inputs and for the whole network. The
+    search is by bisection, so there may be others.
+    """
     tensors = comparison.tensors
     low, high = -1, len(tensors)
     while high - low > 1:
@@ -119,8 +123,10 @@ def boundary(comparison: Comparison) -> tuple[str, ...]:
 
 
 def fused_suspects(comparison: Comparison, last: str) -> list[str]:
-    """The fewest layers before `last`, with it, that are still wrong when they are cut out as one piece, in the graph's
-    order; none where MOST_FUSED aren't enough."""
+    """Return the fewest layers up to `last` that are still wrong when cut out as one piece, in the graph's order.
+
+    Return none if MOST_FUSED layers aren't enough.
+    """
     tensors = {*comparison.tensors}
     chosen = {last} & tensors
     while chosen and len(chosen) <= MOST_FUSED:

@@ -42,7 +42,7 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MadeBy:
 
 
 def _has_bf16(node: Any, version: int) -> bool:
-    """Whether the operator has a bfloat16 form in that opset, as far as it computes in floating point."""
+    """Return whether the operator has a bfloat16 form in that opset, as far as it computes in floating point."""
     import onnx
 
     try:
@@ -68,7 +68,7 @@ def _as_bf16(graph: Any, originals: dict[str, Any]) -> None:
 
 
 def emulated(model: Any) -> Any:
-    """The graph in float32 with every bfloat16 result rounded to bfloat16: on any CPU the results of a GPU.
+    """Return the graph in float32 with every bfloat16 result rounded to bfloat16: on any CPU the results of a GPU.
 
     Run it without graph optimisation, which would remove the rounding.
     """
@@ -103,11 +103,10 @@ def _rewrite(graph: Any, change: Callable[[Any], Iterator[Any]]) -> None:
 
 
 def _tensors(graph: Any, kind: int) -> list[Any]:
-    """Weights and constants of that type."""
     return [tensor for tensor in tensors_in(graph) if tensor.data_type == kind]
 
 
 def _casts(graph: Any, kind: int) -> list[Any]:
-    """The attributes that set a node's result type to that one."""
+    """Return the attributes that set a node's result type to `kind`."""
     nodes = (node for inner in graphs_in(graph) for node in inner.node)
     return [a for node in nodes for a in node.attribute if a.name in ("to", "dtype") and a.i == kind]

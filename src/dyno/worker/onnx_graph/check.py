@@ -19,7 +19,7 @@ HALF_CRASHES = ("NchwcTransformer",)
 
 
 def compared(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: str) -> Check:
-    """Largest difference of the outputs, largest output, and how they were computed; overflow is a `UserError`."""
+    """Return the outputs' largest difference and largest value, and `ran`; raise a `UserError` for overflow."""
     if all(np.isfinite(b).all() for b in before) and not all(np.isfinite(a).all() for a in after):
         raise UserError(f"{what}: outputs are not finite; use bf16 or fp32")
     difference = max(float(np.abs(a - b).max(initial=0)) for a, b in zip(after, before, strict=True))
@@ -29,7 +29,7 @@ def compared(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: 
 def outputs(
     path: str, feeds: Feeds, precision: str = "fp32", *, optimised: bool = True
 ) -> tuple[list[np.ndarray], str]:
-    """The file's outputs as float64, and how it was run: as it is, or emulated for BF16."""
+    """Return the file's outputs as float64, and the form in which it ran: as it is, or emulated for BF16."""
     import onnx
 
     bf16 = precision == "bf16"
@@ -40,7 +40,7 @@ def outputs(
 
 
 def session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> Any:
-    """A file or its bytes in ONNX Runtime on the CPU, by a thread per physical core that this process may use.
+    """Load a file or its bytes in ONNX Runtime on the CPU, with a thread per physical core that this process may use.
 
     Without a number the library ties a thread to each core of the machine, other programs' cores among them.
     """
@@ -62,7 +62,7 @@ def session(model: str | bytes, *, optimised: bool = True, threads: int = 0) -> 
 
 
 def error_line(error: Exception) -> str:
-    """ONNX Runtime's error in one line, without its codes, the file's name and the place in its source."""
+    """Return ONNX Runtime's error in one line, without its codes, the file's name and the place in its source."""
     text = " ".join(str(error).split())
     text = re.sub(r"^\[ONNXRuntimeError\] : \d+ : \w+ : ", "", text)
     text = re.sub(r"^Load model from .*? failed: ?", "", text)

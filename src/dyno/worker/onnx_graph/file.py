@@ -24,7 +24,7 @@ VALUES = {
 
 
 def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Inputs and outputs of an ONNX file; a free dimension has the file's name for it, else INPUT_AXIS.
+    """Read the inputs and outputs of an ONNX file; a free dimension has the file's name for it, else INPUT_AXIS.
 
     Raises `UserError` for a file that is missing, empty, cut short or not ONNX.
     """
@@ -35,7 +35,7 @@ def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 
 
 def read_metadata(path: str) -> dict[str, str]:
-    """What the file's metadata has, by key."""
+    """Return the file's metadata."""
     return {entry.key: entry.value for entry in _read(path).metadata_props}
 
 
@@ -45,8 +45,11 @@ def read_facts(path: str) -> GraphFacts:
 
 
 def check(path: str) -> None:
-    """A `UserError` for a graph that ONNX's own checker refuses, that takes or returns something other than tensors of
-    numbers, or whose external weights are missing."""
+    """Raise a `UserError` for an invalid graph.
+
+    That is one that ONNX's own checker refuses, that takes or returns something other than tensors of numbers, or whose
+    external weights are missing.
+    """
     onnx = import_onnx()
     model = _read(path)
     graph = model.graph
@@ -65,7 +68,7 @@ def check(path: str) -> None:
 
 
 def _only_tensors(path: str, sides: dict[str, Any]) -> None:
-    """A `UserError` that names the first input or output that isn't a tensor of numbers."""
+    """Raise a `UserError` that names the first input or output that isn't a tensor of numbers."""
     import onnx
 
     remedy = "export the model with tensors of numbers alone"
@@ -87,7 +90,7 @@ def _only_tensors(path: str, sides: dict[str, Any]) -> None:
 
 
 def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
-    """The user's own file; a copy where it needs `onnx_repair`, or is in a later opset than `wanted`."""
+    """Return the user's own file; a copy if it needs `onnx_repair`, or is in a later opset than `wanted`."""
     onnx = import_onnx()
     model = _read(path)
     check(path)
@@ -138,7 +141,7 @@ def _read(path: str) -> Any:
 
 
 def _tensor(value: Any) -> Tensor:
-    """The input or output; PaddlePaddle's converter calls every free dimension `?`, which is no name."""
+    """Return the input or output; PaddlePaddle's converter calls every free dimension `?`, which is no name."""
     onnx = import_onnx()
     kind = value.type.tensor_type
     shape = tuple(
@@ -169,7 +172,7 @@ def opset_of(path: Path) -> int:
 
 
 def operators_of(path: Path) -> dict[str, int]:
-    """The number of the graph's nodes of each type, the most frequent first."""
+    """Return the number of the graph's nodes of each type, the most frequent first."""
     return dict(Counter(node.op_type for node in _read(str(path)).graph.node).most_common())
 
 

@@ -25,10 +25,10 @@ Folder = Callable[[Any, Path], Any]
 
 
 def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[Any, list[str]]:
-    """The graph folded and its shapes inferred, and warnings; `scratch` is a folder for temporary files.
+    """Return the graph folded and its shapes inferred, and warnings; `scratch` is a folder for temporary files.
 
-    By onnxslim, else by ONNX Runtime's basic optimisation: the first whose graph gives the same outputs for the feeds.
-    Where neither does, the graph is only `lifted`, with a warning.
+    It is folded by onnxslim, else by ONNX Runtime's basic optimisation: the first whose graph gives the same outputs
+    for the feeds. If neither does, the graph is only `lifted`, with a warning.
     """
     import onnx
 
@@ -51,7 +51,7 @@ def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[
 
 
 def lifted(model: Any) -> Any:
-    """The graph with Constant nodes turned into initialisers, none of which is listed as an input too."""
+    """Return the graph with Constant nodes as initialisers, and no initialiser listed as an input too."""
     import onnx
 
     copy = _copy(model)
@@ -78,7 +78,7 @@ def lifted(model: Any) -> Any:
 
 
 def _typed(model: Any) -> Any:
-    """The graph with a type for every tensor; ONNX Runtime infers those behind operators that aren't ONNX's own."""
+    """Return the graph with a type for every tensor; ONNX Runtime infers those behind operators of others."""
     import onnx
 
     typed = {value.name for value in (*model.graph.value_info, *model.graph.input, *model.graph.output)}
@@ -95,7 +95,7 @@ def _typed(model: Any) -> Any:
 
 
 def _constant(node: Any) -> Any:
-    """The value of a Constant node as a tensor of its output's name; None for text and sparse values."""
+    """Return the value of a Constant node as a tensor of its output's name; None for text and sparse values."""
     import onnx
 
     (value,) = node.attribute
@@ -120,7 +120,7 @@ def _slimmed(model: Any, scratch: Path) -> Any:
 
 
 def _norms_in_products(model: Any) -> Any:
-    """The graph with batch norms of a matrix product's columns in the product's weights, in place.
+    """Fold batch norms of a matrix product's columns into the product's weights, in place; return the graph.
 
     LeViT's linear layers have one each, behind a Reshape to [rows, columns]; onnxslim folds those of convolutions.
     """
@@ -131,7 +131,7 @@ def _norms_in_products(model: Any) -> Any:
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.value_info}
 
     def before(name: str) -> Any:
-        """The node that writes what one node alone reads; None where others read it too, or no node writes it."""
+        """Return the node that writes a tensor with a single reader; None with several, or if no node writes it."""
         return makers.get(name) if readers[name] == 1 else None
 
     for node in [node for node in graph.node if node.op_type == "BatchNormalization"]:
@@ -166,7 +166,7 @@ def _into_product(graph: Any, node: Any, weight: Any, norm: Sequence[Any]) -> No
 
 
 def _optimised(model: Any, scratch: Path) -> Any:
-    """By ONNX Runtime at the level that keeps to ONNX's own operators."""
+    """Fold with ONNX Runtime at the level that keeps to ONNX's own operators."""
     import onnx
     import onnxruntime
 

@@ -59,7 +59,7 @@ def refuse_unconvertible(model: Any, parent: Artifact, precision: str) -> None:
 
 
 def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[str]]:
-    """The graph in FP16 but for sensitive operators, blocked ones and the nodes named; and warnings."""
+    """Return the graph in FP16, except sensitive operators, blocked ones and the nodes named; and warnings."""
     import onnx
     from onnxconverter_common import float16
 
@@ -89,14 +89,14 @@ def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[st
 
 
 def sensitive() -> list[str]:
-    """The operators that stay in FP32 in every network: the library's and ours."""
+    """Return the operators that stay in FP32 in every network: the library's and ours."""
     from onnxconverter_common import float16
 
     return sorted({*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE})
 
 
 def _summary(messages: list[str]) -> list[str]:
-    """A summary of the library's warnings: it gives one for each tensor with a weight outside FP16's range.
+    """Return a summary of the library's warnings: it gives one for each tensor with a weight outside FP16's range.
 
     Weights too small become FP16's smallest number, which is ordinary rounding; those too large are clipped.
     """
@@ -175,9 +175,10 @@ def _keep_outputs(graph: Any, original: Any) -> None:
 
 
 def _too_large(model: Any, feeds: dict[str, np.ndarray], scratch: Path) -> list[str]:
-    """Names of the nodes that read or write values beyond FP16's range on this input.
+    """Return the names of the nodes that read or write values beyond FP16's range on this input.
 
-    Computed with the FP32 model: a CPU without FP16 kernels computes the converted one in FP32 without overflow.
+    They are computed with the FP32 model: a CPU without FP16 kernels computes the converted one in FP32 without
+    overflow.
     """
     import onnx
     from onnxruntime.quantization.calibrate import create_calibrator

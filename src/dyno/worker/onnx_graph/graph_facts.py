@@ -99,7 +99,7 @@ class Scope:
         return found
 
     def inner(self, node: Any) -> Iterator[Scope]:
-        """The scopes of a node's branches or its loop, and of the function that it calls."""
+        """Yield the scopes of a node's branches or its loop, and of the function that it calls."""
         around = {**self.constants, **self._behind}
         for number, graph in enumerate(graphs_of(node)):
             place = f"{self._place}{next(iter(node.output), node.name)}/{number}/"
@@ -113,7 +113,7 @@ class Scope:
             yield Scope(function, left, f"{':'.join(key)}/", {}, passed)
 
     def walk(self) -> Iterator[tuple[Scope, Any]]:
-        """Each node of the graph and of those inside it, with its scope."""
+        """Yield each node of the graph and of those inside it, with its scope."""
         for node in self.graph.node:
             yield self, node
             for scope in self.inner(node):
@@ -123,7 +123,7 @@ class Scope:
         return self._behind.get(name) or self.constants.get(name)
 
     def _source(self, node: Any) -> Constant | None:
-        """The constant that the node's result is, in the type that it has there; None where it is none."""
+        """Return the constant behind the node's result, in the type that it has there; None for another result."""
         read = [self._known(name) for name in node.input]
         first = next(iter(read), None)
         if node.op_type in SCALED and all(read):
@@ -184,7 +184,7 @@ def read_graph_facts(model: Any) -> GraphFacts:
 
 
 def accuracy_levels(path: str) -> dict[str, int] | None:
-    """The `accuracy_level` of a file's MatMulNBits nodes, by name or operator and place; None without onnx."""
+    """Return the `accuracy_level` of a file's MatMulNBits nodes, by name or operator and place; None without onnx."""
     try:
         import onnx
     except ImportError:
@@ -199,13 +199,13 @@ def accuracy_levels(path: str) -> dict[str, int] | None:
 
 
 def open_graph(model: Any) -> Scope:
-    """The scope of a model's graph, the model's functions known."""
+    """Return the scope of a model's graph, with the model's functions."""
     functions = {(f.domain, f.name, getattr(f, "overload", "")): f for f in model.functions}
     return Scope(model.graph, functions)
 
 
 def graphs_of(node: Any) -> list[Any]:
-    """The graphs of a node's branches or of its loop, by the names of their attributes."""
+    """Return the graphs of a node's branches or of its loop, by the names of their attributes."""
     return [
         graph
         for a in sorted(node.attribute, key=lambda a: str(a.name))
@@ -214,7 +214,7 @@ def graphs_of(node: Any) -> list[Any]:
 
 
 def graphs_in(graph: Any) -> Iterator[Any]:
-    """The graph and those inside its nodes."""
+    """Yield the graph and those inside its nodes."""
     yield graph
     for node in graph.node:
         for inner in graphs_of(node):
@@ -222,8 +222,7 @@ def graphs_in(graph: Any) -> Iterator[Any]:
 
 
 def tensors_in(graph: Any) -> Iterator[Any]:
-    """Every tensor that is stored in the graph or in one inside it: initialisers, constants, both parts of sparse
-    ones."""
+    """Yield every tensor in the graph or in one inside it: initialisers, constants, both parts of sparse ones."""
     for inner in graphs_in(graph):
         yield from inner.initializer
         sparse = [*inner.sparse_initializer]
@@ -236,7 +235,7 @@ def tensors_in(graph: Any) -> Iterator[Any]:
 
 @lru_cache(maxsize=1)
 def _names() -> dict[int, str]:
-    """The precision that each type of ONNX stands for; types of indices, shapes and masks stand for none."""
+    """Return the precision of each ONNX type; types of indices, shapes and masks have none."""
     from onnx import TensorProto
 
     names = {"FLOAT": "fp32", "DOUBLE": "fp32", "FLOAT16": "fp16", "BFLOAT16": "bf16"}
@@ -248,12 +247,12 @@ def _names() -> dict[int, str]:
 
 
 def type_name(kind: int) -> str:
-    """The precision that a type of ONNX stands for, "" for one of indices, shapes or masks."""
+    """Return the precision of an ONNX type, "" for one of indices, shapes or masks."""
     return _names().get(kind, "")
 
 
 def _stored(graph: Any, place: str) -> Iterator[Constant]:
-    """The constants that lie in one graph or function; `int32` is named, which is the type of quantised biases."""
+    """Yield the constants stored in one graph or function; `int32` is named, the type of quantised biases."""
     from onnx import TensorProto
 
     def constant(name: str, kind: int, dims: Sequence[int]) -> Constant:
@@ -279,7 +278,7 @@ def _stored(graph: Any, place: str) -> Iterator[Constant]:
 
 
 def _weight(node: Any, place: int, name: str, constant: Constant) -> Weight | None:
-    """The constant as the node's weight; None where it is an index, a scale or a limit to it."""
+    """Return the constant as the node's weight; None if it is an index, a scale or a limit to it."""
     places, kind, count = WEIGHTS.get(node.op_type), constant.kind, constant.count
     if (places is not None and place not in places) or not constant.dims:
         return None
@@ -301,7 +300,7 @@ def _attribute(node: Any, name: str, default: int) -> int:
 
 
 def _most(weights: Mapping[str, Weight]) -> str:
-    """The type of most weights, "" without any."""
+    """Return the type of most weights, "" without any."""
     counts = Counter[str]()
     for weight in weights.values():
         counts[weight.kind] += weight.count
@@ -309,6 +308,6 @@ def _most(weights: Mapping[str, Weight]) -> str:
 
 
 def _type_of_ends(graph: Any) -> str:
-    """The floating-point type of a graph without weights: its inputs', else its outputs'."""
+    """Return the floating-point type of a graph without weights: its inputs', else its outputs'."""
     kinds = (type_name(value.type.tensor_type.elem_type) for value in (*graph.input, *graph.output))
     return next((kind for kind in kinds if kind and kind not in QUANTISED), "fp32")

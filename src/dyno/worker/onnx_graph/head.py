@@ -16,7 +16,7 @@ SHAPING = ("Reshape", "Transpose", "Unsqueeze", "Squeeze", "Identity", "Flatten"
 
 
 def decoding(graph: Any, model: ModelSpec) -> set[str]:
-    """Names of the nodes behind the last layers with weights of a network for `model.task`; none of a classifier's.
+    """Return the names of the nodes behind the last layers with weights, for `model.task`; none for a classifier.
 
     The convolution behind a softmax isn't such a layer: it is the mean of a distribution over distances (Li et al.,
     Generalized Focal Loss, 2020), with fixed weights. Nodes without a name are given one.
@@ -48,7 +48,7 @@ def named(graph: Any) -> None:
 
 
 def _is_mean(node: Any, makers: dict[str, Any]) -> bool:
-    """Whether the node's input is a softmax, possibly reshaped: then the node computes a mean."""
+    """Return whether the node's input is a softmax, possibly reshaped: then the node computes a mean."""
     maker = makers.get(node.input[0])
     while maker is not None and maker.op_type in SHAPING:
         maker = makers.get(maker.input[0])

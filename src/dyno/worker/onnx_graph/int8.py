@@ -159,7 +159,7 @@ def _reading_floats(path: Path, higher: Sequence[str]) -> None:
 
 
 def _quantise(scratch: Path, path: Path, method: str, types: list[str], excluded: list[str], **settings: Any) -> None:
-    """onnxruntime's static quantisation, with the ranges that were calibrated before it."""
+    """Quantise statically with onnxruntime, with the ranges that were calibrated before."""
     import onnx
     from onnxruntime import quantization
 
@@ -189,7 +189,7 @@ def _one_of(name: str, choices: dict[str, Any], what: str) -> Any:
 
 
 def _prepared(model: Any, data: Calibration, scratch: Path) -> tuple[Any, list[str]]:
-    """The graph folded (see `fold`) with every node named, also written as prepared.onnx; and warnings."""
+    """Return the graph folded (see `fold`) with every node named, also written as prepared.onnx; and warnings."""
     import onnx
 
     (feeds,) = data.feeds(0, 1)
@@ -206,11 +206,11 @@ def _every_type() -> set[str]:
 
 
 def _attention(model: Any) -> tuple[set[str], bool]:
-    """Names of products of two activations, which stay in float, and whether the network is a transformer.
+    """Return the names of products of two activations, which stay in float, and whether it is a transformer.
 
     ONNX Runtime would fuse the Softmax between such products into a quantised one, which puts ViT-Tiny's outputs 57 %
-    off. Where there is attention or layer normalisation only the layers with weights are quantised: residual sums and
-    GELUs in eight bits add a 31 % error there, and a convolutional network none.
+    off. With attention or layer normalisation only the layers with weights are quantised: residual sums and GELUs in
+    eight bits add a 31 % error there, and none in a convolutional network.
     """
     weights = {tensor.name for tensor in model.graph.initializer}
     products = [n for n in model.graph.node if n.op_type in LINEAR and n.input[1] not in weights]
@@ -257,7 +257,7 @@ def _extra_options(scheme: Scheme, ranges: Ranges) -> dict[str, Any]:
 
 
 def _saturates() -> bool:
-    """Whether this x86 CPU sums products of U8 and S8 in 16 bits, which overflows: all before VNNI do."""
+    """Return whether this x86 CPU sums products of U8 and S8 in 16 bits, which overflows: all before VNNI do."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False
     return not system.cpu_flags() & {"avx512_vnni", "avx_vnni", "amx_int8"}

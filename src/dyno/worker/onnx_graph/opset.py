@@ -20,12 +20,12 @@ HIDDEN = "dyno.hidden"  # a domain that ONNX's converter leaves alone
 
 
 def opset(model: Any) -> int:
-    """The graph's opset of ONNX's own operators; 0 when it uses none."""
+    """Return the graph's opset of ONNX's own operators; 0 if it uses none of these."""
     return next((int(entry.version) for entry in model.opset_import if entry.domain in DOMAINS), 0)
 
 
 def in_opset(model: Any, wanted: int) -> Any:
-    """The same graph in the wanted opset, checked; a `UserError` where an operator has no form there."""
+    """Return the same graph in the wanted opset, checked; raise a `UserError` if an operator has no form there."""
     import onnx
     import onnx.version_converter
 
@@ -43,8 +43,10 @@ def in_opset(model: Any, wanted: int) -> Any:
 
 
 def with_metadata(rewritten: Any, model: Any) -> Any:
-    """The `rewritten` model, its nodes with the metadata of the model's nodes of these names; libraries that
-    rewrite graphs drop it."""
+    """Return the `rewritten` model with the metadata of the model's nodes of the same names.
+
+    Libraries that rewrite graphs drop it.
+    """
     known = {node.name: node.metadata_props for node in model.graph.node if node.name and node.metadata_props}
     for node in rewritten.graph.node:
         if node.name in known and not node.metadata_props:
@@ -53,7 +55,7 @@ def with_metadata(rewritten: Any, model: Any) -> Any:
 
 
 def keep_metadata(path: Path, model: Any) -> None:
-    """`with_metadata` for a file that was made of the model."""
+    """Apply `with_metadata` to a file that was made from the model."""
     import onnx
 
     made = onnx.load(path, load_external_data=False)
@@ -126,7 +128,7 @@ def _with_sizes(graph: Any, node: Any, shape: Sequence[int]) -> bool:
 
 
 def _shown(model: Any) -> Any:
-    """The converted graph with its hidden nodes in ONNX's own domain again."""
+    """Return the converted graph with its hidden nodes in ONNX's own domain again."""
     for node in model.graph.node:
         if node.domain == HIDDEN:
             node.domain = ""

@@ -67,7 +67,7 @@ def place(
 
 
 def sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[Any, int]]:
-    """The activations that are quantised, as node and number of its input.
+    """Return the quantised activations, as node and number of its input.
 
     Nodes named in `excluded` stay in float, and so do the sums and pools of a transformer.
     """
@@ -101,7 +101,7 @@ def _means_image(node: Any, constants: Mapping[str, Any]) -> bool:
 
 
 def _residuals(graph: Any) -> Iterator[tuple[Any, int]]:
-    """Sums that can be fused into a convolution, and which of their two inputs comes from the other branch."""
+    """Yield the sums that can be fused into a convolution, each with the number of its input from the other branch."""
     makers = {name: node for node in graph.node for name in node.output}
     readers = Counter(name for node in graph.node for name in node.input)
     depth = _depths(graph)
@@ -128,7 +128,7 @@ def _depths(graph: Any) -> dict[str, int]:
 
 
 def channel_axis(node: Any, dimensions: int) -> int | None:
-    """The axis of a weight's output channels; None where one scale has to serve the whole weight."""
+    """Return the axis of a weight's output channels; None if one scale has to serve the whole weight."""
     attributes = {attribute.name: attribute.i for attribute in node.attribute}
     if node.op_type == "Gemm":
         return 0 if attributes.get("transB") else 1
@@ -147,9 +147,9 @@ def _channel_peaks(weight: Any, axis: int | None) -> Any:
 
 
 def _pair(graph: Any, node: Any, k: int, peak: Any, axis: int | None = None) -> list[Any]:
-    """The two nodes between a tensor and the node that reads it as input k; a pair of its own for every reader.
+    """Return the two nodes between a tensor and the node that reads it as input k; each reader has its own pair.
 
-    Shared pairs would force one decision on all readers; TensorRT merges what is equal.
+    Shared pairs would force one decision on all readers; TensorRT merges equal ones.
     """
     import onnx
 
@@ -189,18 +189,18 @@ class Joints:
         self.sites = [*moved, *self._sums(read, {node.name for node, _ in layers})]
 
     def peak(self, name: str, peaks: Mapping[str, float]) -> float:
-        """The largest magnitude of the tensor, or of all that are joined with it."""
+        """Return the largest magnitude of the tensor, or of all that are joined with it."""
         return max(peaks[one] for one in self._joined.get(name, (name,)) if one in peaks)
 
     def _moves(self) -> Iterator[tuple[Any, list[int]]]:
-        """Nodes that only move values, each with the numbers of the inputs whose values those are."""
+        """Yield the nodes that only move values, each with the numbers of the inputs that hold those values."""
         for node in self._nodes:
             if node.op_type in MOVES and not (node.op_type == "Resize" and _interpolates(node)):
                 data = range(len(node.input)) if node.op_type == "Concat" else (0,)
                 yield node, [k for k in data if node.input[k] not in self._constants]
 
     def _groups(self) -> dict[str, set[str]]:
-        """For each tensor that is moved, all that its values are moved to, and stand beside there."""
+        """Return, for each tensor that is moved, all tensors that its values are moved to, or stand beside there."""
         groups: dict[str, set[str]] = {}
         for node, data in self._moves():
             names = {*(node.input[k] for k in data), *filter(None, node.output)}
@@ -209,7 +209,7 @@ class Joints:
         return groups
 
     def _sums(self, read: Collection[str], layers: Collection[str]) -> list[Site]:
-        """Both inputs of sums that no layer takes in, and whose result is quantised."""
+        """Return both inputs of sums that no layer takes in, and whose result is quantised."""
         return [
             (node, k)
             for node in self._nodes
@@ -220,5 +220,4 @@ class Joints:
 
 
 def _interpolates(node: Any) -> bool:
-    """Whether a Resize makes new values between those that it reads."""
     return any(attribute.name == "mode" and attribute.s != b"nearest" for attribute in node.attribute)

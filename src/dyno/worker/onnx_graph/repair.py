@@ -20,7 +20,7 @@ WHOLE = 2**31 - 2**26  # bytes of weights that a protobuf file has room for
 
 
 def repaired(model: Any) -> tuple[Any, list[str]]:
-    """A copy of the graph, and one line for each thing that was changed in it; none where it was right.
+    """Return a copy of the graph, and one line for each change in it; no lines for a valid graph.
 
     Nodes come after those whose results they take, axes stored as -1 or 0 (PaddlePaddle's free batch) become free ones,
     initialisers that are listed as inputs stop being inputs, the file's own functions become the operators they are
@@ -54,7 +54,7 @@ def _order(graph: Any) -> bool:
 
 
 def _taken(node: Any) -> Iterator[str]:
-    """Names of what a node takes, itself or in a graph within it."""
+    """Yield the names of the tensors that a node takes, itself or in a graph within it."""
     yield from node.input
     for graph in graphs_of(node):
         for each in graph.node:
@@ -142,8 +142,10 @@ def _functions(model: Any) -> str:
 
 
 def _in_line(model: Any) -> Any:
-    """The model without its functions. A node of a call `a` is called `a/…`, or two calls of one function would differ
-    by a number alone."""
+    """Return the model with its functions inlined.
+
+    A node of a call `a` is called `a/…`, or two calls of one function would differ by a number alone.
+    """
     import onnx.inliner
 
     functions = {(f.domain, f.name, getattr(f, "overload", "")): f for f in model.functions}
@@ -172,7 +174,7 @@ def _rename(before: Sequence[Any], after: Sequence[Any], functions: Functions, w
 
 
 def _called(nodes: Sequence[Any], functions: Functions, call: str) -> Iterator[tuple[Any, str, str]]:
-    """Each node that is left, the calls that it lies in ("" for none), and its name with theirs."""
+    """Yield each node that is left, the calls that it lies in ("" for none), and its name with theirs."""
     seen = {""}
     for k, node in enumerate(nodes):
         name = node.name if node.name not in seen else f"{node.name or node.op_type}_{k}"

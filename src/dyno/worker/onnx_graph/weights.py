@@ -17,7 +17,7 @@ EMPTY = SimpleNamespace(initializer=(), sparse_initializer=(), node=())  # a gra
 
 
 def beside(path: Path) -> list[Path]:
-    """The files that the graph keeps weights in, in order of name; [] where it has them all, or can't be read."""
+    """Return the files with the graph's external weights, by name; [] if it has none, or can't be read."""
     with open(path, "rb") as f:
         if not f.seek(0, 2):
             return []
@@ -28,7 +28,7 @@ def beside(path: Path) -> list[Path]:
 
 
 def check_beside(path: str) -> None:
-    """A `UserError` where a file that the graph keeps weights in is missing, or ends before they do."""
+    """Raise a `UserError` if a file with the graph's external weights is missing, or ends before they do."""
     files = beside(Path(path))
     for file in files:
         if not file.is_file():
@@ -45,7 +45,7 @@ def check_beside(path: str) -> None:
 
 
 def copy(path: Path, out: Path) -> None:
-    """The graph at `out`, its weights as OUT.data and so on: two graphs in one folder must not share such a file."""
+    """Copy the graph to `out`, its weights as OUT.data and so on: graphs in one folder must not share such a file."""
     files = beside(path)
     if not files:
         shutil.copyfile(path, out)
@@ -62,7 +62,7 @@ def copy(path: Path, out: Path) -> None:
 
 
 def _graph(path: Path) -> Any:
-    """The graph without what lies beside it; an empty one where it can't be read."""
+    """Return the graph without external weights; an empty one if it can't be read."""
     try:
         import onnx
         from google.protobuf.message import DecodeError  # type: ignore[import-untyped]

@@ -29,9 +29,9 @@ class Arrivals:
 
 
 def poisson(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
-    """A Poisson process: independent exponential intervals with the mean 1 / `rate`.
+    """Return a Poisson process: independent exponential intervals with the mean 1 / `rate`.
 
-    So many requests count as come in `seconds`, or, where that is 0, in ten seconds and at least `least`.
+    It counts the requests expected in `seconds`, or, if that is 0, in ten seconds, at least `least`.
     """
     count = max(1, round(rate * seconds)) if seconds else max(least, round(rate * USUAL_S))
     before = round(WARM_UP * count)
@@ -40,7 +40,7 @@ def poisson(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
 
 
 def read_trace(path: Path) -> np.ndarray:
-    """The arrival times of a trace, from its first request on; a `UserError` for what is not one."""
+    """Read the arrival times of a trace, counted from its first request; raise a `UserError` for an invalid one."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of no lines; what is wrong is said below

@@ -30,7 +30,7 @@ class Clock:
         self._began = time.perf_counter()
 
     def now(self) -> float:
-        """Seconds."""
+        """Return the seconds since the clock's start."""
         return time.perf_counter() - self._began
 
     def sleep_until(self, at: float) -> None:
@@ -72,8 +72,10 @@ class Batcher:
         self._stopped = False
 
     def take(self) -> list[int] | None:
-        """The numbers of the next batch's requests, as soon as it is full or its first one has waited long enough; None
-        when no more come, or patience is over."""
+        """Return the next batch's request numbers, as soon as it is full or its first request has waited long enough.
+
+        Return None if no more come, or patience is over.
+        """
         with self._lock:  # held while it waits, so that the next free one comes after
             while True:
                 now = self._clock.now()
@@ -89,21 +91,23 @@ class Batcher:
             return batch
 
     def done(self, batch: list[int]) -> None:
-        """The batch was answered, now."""
+        """Record that the batch was answered now."""
         self.ended[batch] = self._clock.now()
 
     def unanswered(self, batch: list[int], why: str) -> None:
-        """The batch got no answer, and gets none."""
+        """Record that the batch gets no answer, and `why`."""
         self.began[batch], self.size[batch], self.refused[batch] = np.nan, 0, True
         self.complaint = self.complaint or why
 
     def stop(self) -> None:
-        """No further batches."""
+        """Hand out no further batches."""
         self._stopped = True
 
     def _admit(self, now: float) -> None:
-        """What was due until now waits, or is refused where too many wait already: nobody left since it came, as this
-        happens before any batch is taken."""
+        """Queue the requests due until now, or refuse those beyond the queue's limit.
+
+        This happens before any batch is taken, so no request has left the queue since they came.
+        """
         while self._next < len(self._due) and self._due[self._next] <= now:
             if self._rules.queue and len(self._waiting) >= self._rules.queue:
                 self.refused[self._next] = True
@@ -112,7 +116,7 @@ class Batcher:
             self._next += 1
 
     def _ready(self) -> float:
-        """When the next batch may begin, if nobody comes who isn't known yet."""
+        """Return the time at which the next batch may begin, if no unknown request comes."""
         first = self._due[self._waiting[0] if self._waiting else self._next]
         last = self._next + self._rules.most - len(self._waiting) - 1  # who fills the batch
         full = self._due[last] if last >= self._next and last < len(self._due) else float("inf")

@@ -48,7 +48,7 @@ class Formed(Session):
         return self._answered
 
     def _batches(self) -> Iterator[tuple[int, int]]:
-        """The first request of each batch, and how many it has; sizes that were there already only fill the rest."""
+        """Yield each batch's first request and its size; sizes that occurred before only fill the rest."""
         begin = 0
         while left := self._most - begin:
             count = next((c for c in self._counts if c <= left), left)
@@ -58,8 +58,10 @@ class Formed(Session):
             begin += count
 
     def _answer(self, begin: int, count: int) -> dict[str, np.ndarray] | None:
-        """The answers to so many requests, as the smallest batch into which they fit, filled with those that follow;
-        None where they can't be told apart."""
+        """Return the answers to `count` requests; None if they can't be told apart.
+
+        They run as the smallest batch that holds them, filled with the requests that follow.
+        """
         rung = next(rung for rung in self._ladder if rung.size >= count)
         rows, feeds = np.arange(begin, begin + rung.size) % self._most, {}
         for name, array in self._fed.items():

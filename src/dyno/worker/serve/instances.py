@@ -84,7 +84,7 @@ class Instances:
         return self._threads[0].submit(action).result()
 
     def warm_up(self, plan: Plan) -> None:
-        """Every session until it is steady, for `plan.warmup_s` seconds at most, one after the other."""
+        """Warm up every session until it is steady, for `plan.warmup_s` seconds at most, one after the other."""
         for thread, rungs in self._owners:
             for rung in rungs:
                 thread.submit(measure.warm_up, measure.step(rung.session, "all", rung.feeds), plan).result()
@@ -106,9 +106,9 @@ class Instances:
 
 
 def _ladder(trial: Trial, sizes: Sequence[int], load: Load, feed: Feed) -> list[Rung]:
-    """A session for each size that the engine takes; the largest is the trial's batch, and must load.
+    """Load a session for each size that the engine takes; the largest is the trial's batch, and must load.
 
-    It comes first: what can't be loaded at all is tried once.
+    It comes first: an engine that can't be loaded at all is tried once.
     """
     rungs: list[Rung] = []
     for size in sorted({*sizes, trial.dims.batch}, reverse=True):

@@ -12,8 +12,10 @@ CHECKED = (0.5, 0.75, 1.0)  # of the requests
 
 
 def percentile(latencies: np.ndarray, q: float) -> float:
-    """A percentile (q = 0.99: the 99th) by linear interpolation; unanswered requests are inf, and so is what falls on
-    them."""
+    """Return a percentile (q = 0.99: the 99th) by linear interpolation.
+
+    Unanswered requests are inf, and so is a percentile that falls on them.
+    """
     ordered = np.sort(latencies)
     place = q * (len(ordered) - 1)
     low, high = math.floor(place), math.ceil(place)
@@ -23,24 +25,24 @@ def percentile(latencies: np.ndarray, q: float) -> float:
 
 
 def latencies(arrival: np.ndarray, ended: np.ndarray) -> np.ndarray:
-    """Seconds from when each request was due until it was answered, inf where it never was."""
+    """Return the seconds from each request's due time to its answer, inf for one without an answer."""
     return np.where(np.isnan(ended), np.inf, ended - arrival)
 
 
 def backlog(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, share: float = 1.0) -> int:
-    """How many requests waited when the last one came, or the last of that share of them."""
+    """Return the number of requests waiting when the last one came, or the last of that share of them."""
     count = max(1, round(share * len(arrival)))
     last = arrival[count - 1]
     return int((~(began[:count] <= last) & ~refused[:count]).sum())
 
 
 def unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, most: int) -> bool:
-    """Whether requests come faster than they are answered.
+    """Return whether requests come faster than they are answered.
 
     A queue whose arrivals and answers are equally fast is a reflected random walk: after n requests its length is the
     absolute value of a normal variable with a standard deviation of about sqrt(n) (Feller, An Introduction to
-    Probability Theory II, 1971, VI.2). More than three of them, and the batch that forms, are drift, if there are so
-    many after a half and after three quarters too: a stall of the machine is over by then.
+    Probability Theory II, 1971, VI.2). A queue beyond three of them plus the batch that forms is drift, if it is so
+    after a half and after three quarters of the requests too: a stall of the machine is over by then.
     """
     return all(
         backlog(arrival, began, refused, share) > DRIFTLESS * math.sqrt(share * len(arrival)) + most
@@ -49,7 +51,7 @@ def unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, most: 
 
 
 def verdict(seconds: np.ndarray, q: float, bound: float, least: int, grows: bool) -> str:
-    """Whether that percentile of the latencies is within the bound; "" without a bound (0)."""
+    """Return whether that percentile of the latencies is within the bound; "" without a bound (0)."""
     if grows:
         return UNSTABLE
     if not bound:

@@ -16,7 +16,7 @@ BOUND = "Highest latency of so many of the requests that a rate still holds, wit
 
 
 def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
-    """A field with its help for the command line; `usual` describes the default."""
+    """Return a field with its help for the command line; `usual` describes the default."""
     return field(default=default, metadata={"help": help, "usual": usual, "common": common})
 
 
@@ -101,7 +101,7 @@ class ServeOptions:
 
 
 def seconds(text: Any, name: str) -> float:
-    """`20ms` in seconds; a `UserError` for a number without its unit."""
+    """Return `20ms` in seconds; raise a `UserError` for a number without its unit."""
     match = DURATION.fullmatch(text.strip()) if isinstance(text, str) else None
     if match is None or match[2] not in UNITS:
         raise UserError(f"{name} is {text!r}; write a number with its unit, such as 20ms or 1.5s")

@@ -10,11 +10,11 @@ MOST_LOWER = 16  # steps down from a result that didn't hold again
 
 
 def highest(holds: Callable[[float], bool], capacity: float, resolution: float, lowest: float = 0.0) -> float:
-    """The highest of the tried rates that holds, 0 where none does; the next would be less than `resolution` higher.
+    """Return the highest of the tried rates that holds, 0 if none; the next is less than `resolution` higher.
 
-    It begins at half the `capacity`, goes up or down by two until one rate holds and one doesn't, halves the distance
-    between them on a logarithmic scale, and tries the result once more: of many tries one holds by luck. Where that
-    fails it goes down step by step, until a rate has held twice. No rate below `lowest` is tried.
+    The search begins at half the `capacity`, goes up or down by two until one rate holds and one doesn't, halves the
+    distance between them on a logarithmic scale, and tries the result once more: of many tries one holds by luck. If
+    that fails it goes down step by step, until a rate has held twice. No rate below `lowest` is tried.
     """
     floor = max(lowest, capacity / LOWEST)
     low, high = 0.0, math.inf

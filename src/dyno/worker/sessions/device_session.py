@@ -24,7 +24,7 @@ SLOTS = 3  # one batch computes, one is on its way to the GPU, one on its way ba
 
 
 def slots_of(trial: Trial) -> int:
-    """The trial's option `slots`; anything but a whole number of at least 1 is a `UserError`."""
+    """Return the trial's option `slots`; raise a `UserError` unless it is a whole number of at least 1."""
     slots = trial.options.get("slots", SLOTS)
     if not isinstance(slots, int) or slots < 1:
         raise UserError(f"slots is {slots!r}; it must be a whole number of batches in flight, at least 1")
@@ -69,7 +69,7 @@ class DeviceSession(Session):
             slot.hosts = {}
 
     def stage(self, feeds: Arrays) -> Arrays:
-        """The feeds in page-locked memory and in the engine's types."""
+        """Return the feeds in page-locked memory and in the engine's types."""
         return {name: self._locked(t, feeds[name]) for t in self.inputs if (name := t.name) in feeds}
 
     def _locked(self, tensor: Tensor, feed: np.ndarray) -> np.ndarray:
@@ -92,7 +92,7 @@ class DeviceSession(Session):
         self._send(slot, self._sources(feeds, slot))
 
     def _sources(self, feeds: Arrays, slot: int) -> list[tuple[int, int, int]]:
-        """Device address, host address and bytes of every copy to the device."""
+        """Return the device address, host address and bytes of every copy to the device."""
         place, copies = self._slots[slot], []
         for tensor in self.inputs:
             feed = self._fed(tensor, feeds)
@@ -121,7 +121,7 @@ class DeviceSession(Session):
         return OnDevice(torch, torch.device("cuda", self.device.index), self._bind_tensors, self._output_tensors)
 
     def _bind_tensors(self, tensors: Mapping[str, Any], ready: Any, slot: int) -> None:
-        """`bind` from tensors of PyTorch on the device, once the event has come."""
+        """Bind PyTorch tensors on the device, as `bind` does arrays, once the event has come."""
         call(self._cuda.cuStreamWaitEvent, self._in, self._cuda.CUevent(ready.cuda_event), 0)
         place = self._slots[slot]
         for tensor in self.inputs:
@@ -134,7 +134,7 @@ class DeviceSession(Session):
         place.fresh = True
 
     def _output_tensors(self, slot: int) -> dict[str, Any]:
-        """The outputs where they lie, as tensors of PyTorch."""
+        """Return the outputs in place, as PyTorch tensors."""
         import torch
 
         place = torch.device("cuda", self.device.index)
@@ -158,14 +158,14 @@ class DeviceSession(Session):
             call(self._cuda.cuStreamSynchronize, self._compute)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """Outputs in page-locked memory, valid until the slot is fetched again."""
+        """Return the outputs in page-locked memory, valid until the slot is fetched again."""
         targets = self._targets(slot)
         self._receive(targets)
         call(self._cuda.cuStreamSynchronize, self._out)
         return {name: array for name, (array, _) in targets.items()}
 
     def _targets(self, slot: int) -> dict[str, tuple[np.ndarray, int]]:
-        """Host array and device address of every output."""
+        """Return the host array and the device address of every output."""
         place, targets = self._slots[slot], {}
         for name, (shape, dtype, address) in self.results(slot).items():
             host = self._room(place, name, math.prod(shape) * np.dtype(dtype).itemsize)
@@ -178,18 +178,18 @@ class DeviceSession(Session):
                 call(self._cuda.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._out)
 
     def _room(self, place: Slot, name: str, size: int) -> np.ndarray:
-        """The tensor's host memory, allocated on first use and again when it needs more."""
+        """Return the tensor's host memory, allocated on first use and again when it needs more."""
         if name not in place.hosts or place.hosts[name].nbytes < size:
             place.hosts[name] = self.device.pinned((size,), np.uint8)
         return place.hosts[name][:size]
 
     def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
-        """Shape, type and device address of every output of the slot's last run."""
+        """Return the shape, type and device address of every output of the slot's last run."""
         addresses = self._slots[slot].addresses
         return {t.name: (tuple(map(int, t.shape)), t.dtype, addresses[t.name]) for t in self.outputs}
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
-        """Seconds of one inference from host to host, part by part as trtexec names them: see `PARTS`.
+        """Return the seconds of one inference from host to host, part by part as trtexec names them: see `PARTS`.
 
         `enqueue` is the host's time to queue the inference; the others are the GPU's, by CUDA events.
         """
@@ -216,7 +216,7 @@ class DeviceSession(Session):
         return tuple(Stopwatch(int(stream)) for stream in (self._in, self._compute, self._out))
 
     def device_memory(self) -> int:
-        """Bytes in use on the GPU, by all processes."""
+        """Return the bytes in use on the GPU, by all processes."""
         free, total = self.device.memory()
         return total - free
 

@@ -26,7 +26,7 @@ class CudaError(RuntimeError):
 
 @lru_cache(maxsize=1)
 def driver() -> Any:
-    """The driver API, initialised; `Unavailable` without cuda-bindings, a driver or a GPU."""
+    """Return the driver API, initialised; raise `Unavailable` without cuda-bindings, a driver or a GPU."""
     try:
         from cuda.bindings import driver as cuda
     except ImportError as e:
@@ -56,7 +56,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
 
 @contextmanager
 def profiler_on() -> Iterator[None]:
-    """Between the start and the stop of the profiler, if any, under which this process runs."""
+    """Run the block between the start and the stop of the profiler, if this process runs under one."""
     call(driver().cuProfilerStart)
     try:
         yield
@@ -99,13 +99,13 @@ class Device:
         return int(free), int(total)
 
     def allocate(self, size: int) -> int:
-        """Address of `size` bytes on the GPU."""
+        """Return the address of `size` bytes on the GPU."""
         pointer = call(self.cuda.cuMemAlloc, max(size, 1))
         self._freed_by.append((self.cuda.cuMemFree, pointer))
         return int(pointer)
 
     def pinned(self, shape: tuple[int, ...], dtype: Any) -> np.ndarray:
-        """An array in page-locked host memory, which the GPU reads and writes directly."""
+        """Return an array in page-locked host memory, which the GPU reads and writes directly."""
         size = int(np.prod(shape, dtype=np.int64)) * np.dtype(dtype).itemsize
         address = int(call(self.cuda.cuMemHostAlloc, max(size, 1), 0))
         self._freed_by.append((self.cuda.cuMemFreeHost, address))
@@ -113,13 +113,13 @@ class Device:
         return np.frombuffer(raw, dtype=dtype).reshape(shape)
 
     def stream(self) -> Any:
-        """A stream that doesn't wait for the legacy default stream."""
+        """Return a stream that doesn't wait for the legacy default stream."""
         stream = call(self.cuda.cuStreamCreate, int(self.cuda.CUstream_flags.CU_STREAM_NON_BLOCKING))
         self._freed_by.append((self.cuda.cuStreamDestroy, stream))
         return stream
 
     def event(self) -> Any:
-        """An event without timing, which is cheaper and orders streams all the same."""
+        """Return an event without timing, which is cheaper and orders streams all the same."""
         flags = self.cuda.CUevent_flags
         event = call(self.cuda.cuEventCreate, int(flags.CU_EVENT_DISABLE_TIMING))
         self._freed_by.append((self.cuda.cuEventDestroy, event))
@@ -156,7 +156,7 @@ class Stopwatch:
         self._record(self._end, self._stream)
 
     def seconds(self) -> float:
-        """Time between the two points; waits for the second."""
+        """Return the seconds between the two points; wait for the second."""
         call(self._cuda.cuEventSynchronize, self._end)
         return float(call(self._cuda.cuEventElapsedTime, self._begin, self._end)) / 1e3
 

@@ -30,15 +30,15 @@ class OnDevice:
         return bool(self.device.type == "cuda")
 
     def stream(self) -> Any:
-        """Another stream of the device."""
+        """Return another stream of the device."""
         return self.torch.cuda.Stream(self.device) if self.on_gpu else None
 
     @contextmanager
     def working(self, stream: Any) -> Iterator[None]:
-        """Without gradients, on that stream."""
+        """Run the block without gradients, on that stream."""
         with self.torch.inference_mode(), self.torch.cuda.stream(stream):
             yield
 
     def host(self, shape: tuple[int, ...], dtype: Any) -> Any:
-        """A tensor in host memory, from which and to which a GPU copies while others work."""
+        """Return a tensor in host memory, with which a GPU copies in parallel with other work."""
         return self.torch.empty(shape, dtype=dtype, pin_memory=self.on_gpu)

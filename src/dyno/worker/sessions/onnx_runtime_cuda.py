@@ -37,11 +37,11 @@ class Providers:
             raise Unavailable(f"this onnxruntime has no {self.wanted}; pip install onnxruntime-gpu")
 
     def list(self, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
-        """Providers for a session that queues on `stream`, or on one of its own."""
+        """Return the providers for a session that queues on `stream`, or on its own."""
         return providers(self._trial, self._index, stream)
 
     def check(self, session: Any) -> None:
-        """`Unavailable` if ONNX Runtime dropped the provider, silently, because its libraries can't be loaded."""
+        """Raise `Unavailable` if ONNX Runtime silently dropped the provider, because its libraries can't be loaded."""
         if self.wanted not in session.get_providers():
             raise Unavailable(
                 f"ONNX Runtime left {self.wanted} out: the libraries it needs are missing or of another version"
@@ -49,7 +49,7 @@ class Providers:
 
 
 def providers(trial: Trial, index: int, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
-    """The execution providers of the trial on the GPU of that number, as `InferenceSession` takes them."""
+    """Return the trial's execution providers on the GPU of that index, as `InferenceSession` takes them."""
     common = {"device_id": str(index)}
     if stream is not None:
         common["user_compute_stream"] = str(stream)
@@ -145,7 +145,7 @@ class CudaSession(DeviceSession):
 
 
 def adds(ort: Any, model: bytes, options: Any) -> bool:
-    """Whether the CUDA provider adds two numbers here."""
+    """Return whether the CUDA provider adds two numbers here."""
     if hasattr(ort, "preload_dlls"):
         ort.preload_dlls()
     session = ort.InferenceSession(model, options, providers=[CUDA])

@@ -24,7 +24,7 @@ EVENT = re.compile(r'("name"\s*:\s*)"(.*?)"(,"args"\s*:\s*\{)', re.DOTALL)
 
 
 def events_in(text: str) -> list[dict[str, Any]]:
-    """The events of a profile; the library writes the names of nodes as they are, quotes and backslashes too."""
+    """Return the events of a profile; the library writes node names without escaping quotes and backslashes."""
     escaped = EVENT.sub(lambda found: f"{found[1]}{json.dumps(found[2])}{found[3]}", text)
     read: list[dict[str, Any]] = json.loads(escaped)
     return read
@@ -58,30 +58,30 @@ class Profile:
         return dict(Counter(self.computed_in.values()))
 
     def by_provider(self) -> dict[str, int]:
-        """Nodes by execution provider."""
+        """Return the number of nodes by execution provider."""
         return dict(Counter(node["provider"] for node in self.seen.values()))
 
     def operators(self) -> dict[str, int]:
-        """Nodes by operator, after optimisation."""
+        """Return the number of nodes by operator, after optimisation."""
         return dict(Counter(node["op_name"] for node in self.seen.values()).most_common())
 
     def time_by_operator(self) -> dict[str, float]:
-        """Share of the time in kernels, by operator, largest first."""
+        """Return each operator's share of the time in kernels, largest first."""
         total = sum(self.seconds.values()) or 1.0
         return {op: round(s / total, 4) for op, s in sorted(self.seconds.items(), key=lambda kv: -kv[1])}
 
     def notes(self) -> list[str]:
-        """Sentences on why a lowered precision isn't faster."""
+        """Return sentences on why a lowered precision isn't faster."""
         compute = [(self.seen[kernel]["op_name"], kind) for kernel, kind in self.computed_in.items()]
         return why_not_faster(self._precision, compute, self.time_by_operator(), CONVERTERS)
 
     def _types(self) -> dict[Kernel, str]:
-        """The type of each convolution, matrix product and the like; products of indices and shapes are left out."""
+        """Return the type of each convolution, matrix product and the like, without products of indices and shapes."""
         types = {kernel: self._type(kernel) for kernel, args in self.seen.items() if COMPUTE.search(args["op_name"])}
         return {kernel: kind for kernel, kind in types.items() if kind in (*COMPUTED, UNKNOWN)}
 
     def _type(self, kernel: Kernel) -> str:
-        """The type of the node's first input, unless its operator converts that before it multiplies."""
+        """Return the type of the node's first input, unless its operator converts that before it multiplies."""
         args = self.seen[kernel]
         if args["op_name"] == PACKED and args["provider"] == CPU:  # on a GPU the attribute changes nothing
             if self._levels is None:
@@ -96,7 +96,10 @@ class Profile:
 
 
 def by_run(events: Sequence[dict[str, Any]]) -> list[dict[Kernel, float]]:
-    """Seconds of each kernel in each run, by the event's name and the node's index; the library counts microseconds."""
+    """Return the seconds of each kernel in each run, by the event's name and the node's index.
+
+    The library counts microseconds.
+    """
     runs = sorted((e for e in events if e["name"] == "model_run"), key=lambda e: e["ts"])
     seconds: list[dict[Kernel, float]] = [{} for _ in runs]
     starts = [run["ts"] for run in runs]
@@ -108,7 +111,10 @@ def by_run(events: Sequence[dict[str, Any]]) -> list[dict[Kernel, float]]:
 
 
 def _outer(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    """The kernels but for those inside a branch or a loop, whose names and numbers may be those of nodes around it."""
+    """Return the kernels without those inside a branch or a loop.
+
+    Their names and numbers may be those of nodes around it.
+    """
     kept, end = list[dict[str, Any]](), -1
     for event in sorted(kernels, key=lambda e: (e["ts"], -e["dur"])):
         if event["ts"] >= end:

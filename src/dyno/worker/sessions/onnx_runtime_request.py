@@ -48,7 +48,7 @@ class Request:
         self._session.run_with_iobinding(self._binding)
 
     def fetch(self) -> dict[str, np.ndarray]:
-        """The bound output arrays themselves: valid until the next run."""
+        """Return the bound output arrays themselves: valid until the next run."""
         if not self._unplaced:
             return dict(self._outputs)
         values = self._binding.get_outputs()

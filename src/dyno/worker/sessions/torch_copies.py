@@ -33,13 +33,16 @@ class Copies:
         torch.cuda.synchronize(first.device)  # weights and buffers were made on the default stream, no other waits
 
     def _landing(self, name: str, tensor: Any) -> Any:
-        """Where a copy from the host arrives: the module's own tensor, where it has the type and layout of a feed."""
+        """Return the target of a copy from the host: the module's own tensor if it has a feed's type and layout."""
         if tensor.dtype == self._fed[name] and tensor.is_contiguous():
             return tensor
         return self._torch.empty(tensor.shape, dtype=self._fed[name], device=tensor.device)
 
     def stage(self, feeds: Mapping[str, np.ndarray]) -> dict[str, np.ndarray]:
-        """Copies of the arrays in page-locked memory, which `bind` reads without another copy; kept as long as this."""
+        """Return copies of the arrays in page-locked memory, which `bind` reads without another copy.
+
+        They are kept as long as this object.
+        """
         return {name: self._stage(feed, self._fed[name]) for name, feed in feeds.items() if name in self._fed}
 
     def _stage(self, feed: np.ndarray, dtype: Any) -> np.ndarray:
@@ -65,7 +68,7 @@ class Copies:
         self._fresh[slot] = True
 
     def bind_tensors(self, feeds: Mapping[str, Any], ready: Any, slot: int) -> None:
-        """The same from tensors on the device, after the event `ready`."""
+        """Bind tensors on the device, as `bind` does arrays, after the event `ready`."""
         with self._torch.cuda.stream(self._in):
             self._in.wait_event(ready)
             for name, bound in self._bound[slot].items():
@@ -78,7 +81,7 @@ class Copies:
         return host if host is not None and tuple(host.shape) == feed.shape else self._through(name, feed, slot)
 
     def _through(self, name: str, feed: np.ndarray, slot: int) -> Any:
-        """The slot's page-locked memory with the feed in it."""
+        """Return the slot's page-locked memory with the feed in it."""
         if name not in self._hosts[slot]:
             self._hosts[slot][name] = self._locked(feed.shape, self._fed[name])
         self._there[slot].synchronize()  # an earlier copy may still read from there
@@ -100,7 +103,7 @@ class Copies:
         self._done[slot].synchronize()
 
     def fetch(self, outputs: Mapping[str, Any], slot: int) -> dict[str, np.ndarray]:
-        """The tensors as float32 arrays in page-locked memory, valid until the slot is fetched again."""
+        """Return the tensors as float32 arrays in page-locked memory, valid until the slot is fetched again."""
         arrays = self._read(outputs, slot)
         self._out.synchronize()
         return arrays
@@ -121,8 +124,11 @@ class Copies:
     def parts(
         self, bind: Callable[[], None], run: Callable[[], None], outputs: Callable[[], Mapping[str, Any]]
     ) -> dict[str, float]:
-        """Seconds of one inference in slot 0 by `PARTS`: `enqueue` is the host's time to queue it, the others are the
-        GPU's by CUDA events; changes of type and layout belong to the copies."""
+        """Return the seconds of one inference in slot 0 by `PARTS`.
+
+        `enqueue` is the host's time to queue it, the others are the GPU's by CUDA events; changes of type and layout
+        belong to the copies.
+        """
         _, h2d = self._timed(self._in, bind)
         enqueue, compute = self._timed(self.compute, run)
         tensors = outputs()
@@ -130,7 +136,7 @@ class Copies:
         return dict(zip(PARTS, (enqueue, h2d, compute, d2h), strict=True))
 
     def _timed(self, stream: Any, action: Callable[[], Any]) -> tuple[float, float]:
-        """Seconds by the host's clock until it is queued, and by the GPU's until it is done."""
+        """Return the seconds by the host's clock until it is queued, and by the GPU's until it is done."""
         begin, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)
         start = time.perf_counter_ns()

@@ -30,7 +30,7 @@ NO_MEMORY = (
 
 
 def configure(torch: Any, trial: Trial, benchmark: bool) -> None:
-    """Threads and the meaning of fp32: IEEE, unless the trial asks for tf32."""
+    """Set the threads and the meaning of fp32: IEEE, unless the trial's precision is tf32."""
     torch.set_num_threads(trial.runtime.threads)
     if torch.get_num_interop_threads() != 1:
         # It can be set once, before the first parallel work; nothing here runs two operators at a time anyway.
@@ -70,7 +70,7 @@ def settings_kept(torch: Any) -> Iterator[None]:
 
 @contextlib.contextmanager
 def one_thread(torch: Any) -> Iterator[None]:
-    """Without gradients and in the calling thread alone, for reference values.
+    """Run the block without gradients and in the calling thread alone, for reference values.
 
     With torch 2.2 (MKL of 2022), some convolutions in float64 are wrong by eight or more threads, and not by rounding:
     off by several times the outputs' deviation.
@@ -85,8 +85,10 @@ def one_thread(torch: Any) -> Iterator[None]:
 
 
 def positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool = False) -> Any:
-    """A wrapper of a module with described inputs that takes their tensors in order; with `flat` it returns a tuple of
-    tensors, whatever the module returns."""
+    """Return a wrapper of a module with described inputs that takes their tensors in order.
+
+    With `flat` it returns a tuple of tensors, whatever the module returns.
+    """
     names = [spec.name for spec in specs if spec.dtype] or ["input"]
 
     class Positional(torch.nn.Module):  # type: ignore[misc]  # torch has no types here
@@ -105,17 +107,17 @@ def positional(torch: Any, module: Any, specs: Sequence[InputSpec], flat: bool =
 
 
 def evaluating(module: Any) -> Any:
-    """The module in eval mode; a program of torch.export is in one mode for ever, and refuses to change it."""
+    """Return the module in eval mode; a program of torch.export has one fixed mode, and refuses to change it."""
     with contextlib.suppress(NotImplementedError):
         module.eval()
     return module
 
 
 def named_outputs(result: Any) -> dict[str, Any]:
-    """A module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts.
+    """Return a module's result as tensors by name: output, output_1, output_2… in the order of its tuples and dicts.
 
-    Complex ones have their real and imaginary parts along a last axis, as graphs have them: NumPy's and PyTorch's
-    casts to a real type drop the imaginary part.
+    Complex ones have their real and imaginary parts along a last axis, as in graphs: NumPy's and PyTorch's casts to a
+    real type drop the imaginary part. Raises a `UserError` for a result without tensors.
     """
     outputs = [real_view(tensor) for tensor in tensors(result)]
     if not outputs:
@@ -124,7 +126,7 @@ def named_outputs(result: Any) -> dict[str, Any]:
 
 
 def tensors(result: Any) -> Iterator[Any]:
-    """The tensors inside nested dicts, lists, tuples and dataclasses, in order."""
+    """Yield the tensors inside nested dicts, lists, tuples and dataclasses, in order."""
     if hasattr(result, "detach"):
         yield result
     elif isinstance(result, (Mapping, list, tuple)):
@@ -136,12 +138,12 @@ def tensors(result: Any) -> Iterator[Any]:
 
 
 def real_view(tensor: Any) -> Any:
-    """The tensor, or of a complex one its real and imaginary parts along a last axis."""
+    """Return the tensor, or a complex one's real and imaginary parts along a last axis."""
     return import_torch().view_as_real(tensor.resolve_conj()) if tensor.is_complex() else tensor
 
 
 def cast(module: Any, kind: str) -> Any:
-    """The module with its floating-point weights in the type of that name.
+    """Return the module with its floating-point weights in the type of that name.
 
     Complex ones, which `.to` would strip of their imaginary part, keep their type.
     """
@@ -150,7 +152,7 @@ def cast(module: Any, kind: str) -> Any:
 
 
 def unwrapped(torch: Any, module: Any) -> Any:
-    """The module inside torch.compile and DataParallel: it runs eagerly and on one device unless a backend says else.
+    """Return the module inside torch.compile and DataParallel: it runs eagerly on one device unless a backend differs.
 
     Raises `UserError` for lazy weights, which have no values to be compared.
     """
@@ -167,7 +169,7 @@ def _parallel(torch: Any, module: Any) -> Any:
 
 
 def eager(torch: Any, module: Any) -> Any:
-    """The same with its parts, in place."""
+    """Return the module as `unwrapped` does, with its parts unwrapped in place."""
     module = unwrapped(torch, module)
     for part in module.modules():
         if isinstance(part, torch.jit.ScriptModule):
@@ -180,18 +182,18 @@ def eager(torch: Any, module: Any) -> Any:
 
 
 def takes_hooks(torch: Any, part: Any) -> bool:
-    """Whether a part's calls can be watched: those of one that was scripted can't, inside an eager module either."""
+    """Return whether a part's calls can be watched: a scripted part's can't, inside an eager module either."""
     return not isinstance(part, torch.jit.RecursiveScriptModule)
 
 
 def compute_layers(torch: Any) -> tuple[type, ...]:
-    """The modules that do a network's arithmetic: convolutions, matrix products, attention, recurrence."""
+    """Return the modules that do a network's arithmetic: convolutions, matrix products, attention, recurrence."""
     nn = torch.nn
     return (nn.modules.conv._ConvNd, nn.Linear, nn.Bilinear, nn.MultiheadAttention, nn.RNNBase, nn.RNNCellBase)
 
 
 def is_quantised(module: Any) -> bool:
-    """Whether the module is a layer that PyTorch quantised: one of torch.ao's, whose weights lie packed in eight bits.
+    """Return whether PyTorch quantised the module: a layer of torch.ao, with its weights packed in eight bits.
 
     They are no longer parameters; a method `weight` returns them.
     """
@@ -199,7 +201,7 @@ def is_quantised(module: Any) -> bool:
 
 
 def notes(trial: Trial) -> list[str]:
-    """Why a lower precision isn't faster on this CPU, as far as its feature flags show."""
+    """Return why a lower precision isn't faster on this CPU, as far as its feature flags show."""
     needed = NATIVE.get(trial.precision)
     if needed is None or trial.runtime.device != "cpu":
         return []
@@ -210,7 +212,7 @@ def notes(trial: Trial) -> list[str]:
 
 
 def kernels() -> set[str]:
-    """The compiled kernels in inductor's cache folder."""
+    """Return the compiled kernels in inductor's cache folder."""
     from torch._inductor.codecache import cache_dir
 
     folder = Path(cache_dir())
@@ -218,8 +220,10 @@ def kernels() -> set[str]:
 
 
 def first_line(e: BaseException) -> str:
-    """The first line of the error's message, without its full stop; of TorchScript's, which begins with where it
-    happened, what happened."""
+    """Return the first line of the error's message, without its full stop.
+
+    TorchScript's message begins with the place; of it, return the error itself.
+    """
     text = str(e)
     if "TorchScript interpreter" in text and (found := SCRIPTED.findall(text)):
         return shorten(found[-1])
@@ -228,8 +232,10 @@ def first_line(e: BaseException) -> str:
 
 
 def allocator_peaks(torch: Any, device: Any) -> dict[str, Any]:
-    """The facts `allocated` and `reserved`, in bytes: the most that PyTorch's allocator gave out on the GPU so far, and
-    held for that; none on a CPU."""
+    """Return the facts `allocated` and `reserved` of PyTorch's allocator on the GPU, in bytes; {} on a CPU.
+
+    They are the peaks so far of the memory that it gave out, and of the memory that it held for that.
+    """
     if device.type != "cuda":
         return {}
     peaks = {"allocated": torch.cuda.max_memory_allocated, "reserved": torch.cuda.max_memory_reserved}
@@ -237,14 +243,14 @@ def allocator_peaks(torch: Any, device: Any) -> dict[str, Any]:
 
 
 def is_memory_error(e: BaseException) -> bool:
-    """Whether the device or the host had no memory left; PyTorch has one type for the first and none for the second."""
+    """Return whether the device or the host ran out of memory; PyTorch has an error type only for the first."""
     text = str(e)
     return type(e).__name__ == "OutOfMemoryError" or any(pattern in text for pattern in NO_MEMORY)
 
 
 @contextlib.contextmanager
 def memory_errors() -> Iterator[None]:
-    """PyTorch's several out-of-memory errors as Python's `MemoryError`."""
+    """Raise PyTorch's several out-of-memory errors in the block as Python's `MemoryError`."""
     try:
         yield
     except RuntimeError as e:
@@ -255,7 +261,10 @@ def memory_errors() -> Iterator[None]:
 
 @contextlib.contextmanager
 def compiler_errors() -> Iterator[None]:
-    """A C++ compiler that is missing, lacks Python's headers, or a library that inductor imports, as `Unavailable`."""
+    """Raise inductor's errors in the block about missing software as `Unavailable`.
+
+    That is a C++ compiler that is missing or lacks Python's headers, or a library that inductor imports.
+    """
     try:
         yield
     except Exception as e:  # inductor wraps the compiler's failure in types of its own, which change between versions
@@ -286,7 +295,7 @@ def need_compiler() -> None:
 
 
 def import_torch() -> Any:
-    """The library; `Unavailable` names what to install."""
+    """Import the library; raise `Unavailable` with the package to install."""
     try:
         import torch
     except ImportError as e:
@@ -295,9 +304,10 @@ def import_torch() -> Any:
 
 
 def device_named(torch: Any, name: str) -> Any:
-    """The `torch.device`, a GPU made PyTorch's current one; `Unavailable` when PyTorch doesn't see it here.
+    """Return the `torch.device`, and make a GPU PyTorch's current one.
 
-    Streams and events are made in the current device's context: those of another one can't time it.
+    Raises `Unavailable` if PyTorch doesn't see it here. Streams and events are made in the current device's context:
+    those of another one can't time it.
     """
     if name.startswith("cuda"):
         count = torch.cuda.device_count() if torch.cuda.is_available() else 0

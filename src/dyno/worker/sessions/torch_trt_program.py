@@ -14,7 +14,7 @@ ENGINE = "torch.classes.tensorrt.Engine"
 
 
 def engines(program: Any) -> list[Any]:
-    """The `torch.classes.tensorrt.Engine` objects that it runs."""
+    """Return the `torch.classes.tensorrt.Engine` objects that the program runs."""
     if hasattr(program, "inlined_graph"):
         return [program._c.getattr(name) for name in attributes(program, ENGINE)]
     by_id = {id(value): value for value in _values(program) if hasattr(value, "get_engine_layer_info")}
@@ -22,13 +22,13 @@ def engines(program: Any) -> list[Any]:
 
 
 def attributes(program: Any, kind: str) -> list[str]:
-    """Names of the script module's attributes of that type that its graph reads."""
+    """Return the names of the script module's attributes of that type that its graph reads."""
     nodes = program.graph.findAllNodes("prim::GetAttr")
     return sorted({node.s("name") for node in nodes if str(node.output().type()).endswith(kind)})
 
 
 def _values(program: Any) -> Iterator[Any]:
-    """Everything that a graph module and its parts hold, as attributes or written into the graph itself."""
+    """Yield all values that a graph module and its parts hold, as attributes or written into the graph itself."""
     for part in _parts(program):
         yield from vars(part).values()
         for node in _nodes(part):
@@ -36,7 +36,7 @@ def _values(program: Any) -> Iterator[Any]:
 
 
 def left_in_pytorch(program: Any) -> dict[str, int]:
-    """How often each operator still runs in PyTorch; empty when all of the module became engines."""
+    """Return the number of calls of each operator left in PyTorch; empty if all of the module became engines."""
     if hasattr(program, "inlined_graph"):
         kinds = (node.kind() for node in _scripted(program.inlined_graph))
         return dict(Counter(kind for kind in kinds if kind.startswith("aten::")))

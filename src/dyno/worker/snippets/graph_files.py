@@ -54,19 +54,19 @@ def run(model, feeds):
 
 
 def place(about: dict[str, Any]) -> str:
-    """The expression for the file beside the script."""
+    """Return the expression for the file beside the script."""
     return f"Path(__file__).with_name({about['file']!r})"
 
 
 def require_file(artifact: Artifact | None, trial: Trial) -> Artifact:
-    """The trial's file, which these libraries need."""
+    """Return the trial's file, which these libraries need; raise a `UserError` without one."""
     if artifact is None:
         raise UserError(f"{trial.label} has no file")
     return artifact
 
 
 def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
-    """Session options and providers as `OnnxFile.open` has them."""
+    """Return the code with session options and providers as in `OnnxFile.open`."""
     inputs = require_file(artifact, trial).inputs
     settings = ort.settings(trial)
     on_gpu = trial.runtime.device != "cpu"
@@ -89,7 +89,7 @@ def _index(trial: Trial) -> int:
 
 
 def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
-    """The settings of `OpenVinoSession`; outputs by their place, as an IR gives one several names."""
+    """Return the code with the settings of `OpenVinoSession`; outputs by place, as an IR gives one several names."""
     require_file(artifact, trial)
     constants = {"FILE": place(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.settings(trial)}
     return Part(("numpy", "openvino"), "import openvino\n", constants, OPEN_VINO)

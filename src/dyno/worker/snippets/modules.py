@@ -128,7 +128,10 @@ COMPILED = """    torch._inductor.config.freezing = FREEZE
 
 
 def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
-    """The code that builds the network, whose state is stored beside the script."""
+    """Return the code that builds the network, whose state is stored beside the script.
+
+    Raises a `UserError` for other weights than the measured ones, and for a network that can't be stored as weights.
+    """
     torch = import_torch()
     network = models.load(trial.model, trial.dims)
     if (measured := about.get("weights_sha256")) and models.weights_sha256(network) != measured:
@@ -161,7 +164,7 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
 
 
 def _called(trial: Trial) -> dict[str, Any]:
-    """Arguments of forward: the order of the positional ones, the names of the others, values that aren't tensors."""
+    """Return forward's arguments: the positional ones in order, the names of the others, and non-tensor values."""
     specs = trial.model.inputs
     return {
         "ORDER": [spec.name for spec in specs if not spec.keyword] if specs else ["input"],
@@ -190,7 +193,7 @@ def _settings(trial: Trial, options: dict[str, Option]) -> dict[str, Any]:
 def _built(
     trial: Trial, network: Any, about: dict[str, Any], folder: Path
 ) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
-    """Imports, distributions, constants and code that build the network."""
+    """Return the imports, distributions, constants and code that build the network."""
     model, (kind, name) = trial.model, models.parse(trial.model.source)
     classes = _classes(model, network)
     if kind == "torchvision":
@@ -211,7 +214,7 @@ def _built(
 
 
 def _saved(path: str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
-    """A module as PyTorch stored it: that file itself, in place of weights."""
+    """Store a module's own file in place of weights, and return the code that loads it."""
     shutil.copyfile(path, folder / "state.pt")
     if not path.endswith(".pt2"):
         return "", (), {}, SAVED.format(call='torch.jit.load(FILE, map_location="cpu")')
@@ -219,7 +222,7 @@ def _saved(path: str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any
 
 
 def _exported(network: Any, trial: Trial, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
-    """A network that only Dyno can build, as a program of torch.export for the trial's shape."""
+    """Store a network that only Dyno can build, as a program of torch.export for the trial's shape."""
     import torch
 
     dims = trial.dims
@@ -234,7 +237,10 @@ def _program() -> tuple[str, tuple[str, ...], dict[str, Any], str]:
 
 
 def _branch_options(network: Any) -> dict[str, Any]:
-    """Options whose default torchvision derives from pretrained weights: auxiliary outputs and input scaling."""
+    """Return options with defaults that torchvision derives from pretrained weights.
+
+    They are auxiliary outputs and input scaling.
+    """
     options: dict[str, Any] = {
         name: bool(getattr(network, name)) for name in ("aux_logits", "transform_input") if hasattr(network, name)
     }
@@ -246,7 +252,7 @@ def _branch_options(network: Any) -> dict[str, Any]:
 def _user_function(
     model: ModelSpec, about: dict[str, Any], folder: Path
 ) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
-    """The user's function: a copy of its file beside the script, or an import of its module."""
+    """Return the code for the user's function: a copy of its file beside the script, or an import of its module."""
     location, _, function = model.source.rpartition(":")
     arguments = models.call_options(model)
     options = ", ".join(f"{key}={value!r}" for key, value in arguments.items())
@@ -261,7 +267,10 @@ def _user_function(
 
 
 def _source_file(location: str) -> Path | None:
-    """The one file of the code: a FILE.py, or a module of Dyno's own, which must not be needed to run the script."""
+    """Return the single file of the code: a FILE.py, or a module of Dyno's own; else None.
+
+    The script must run without Dyno.
+    """
     if location.endswith(".py"):
         return Path(location)
     spec = importlib.util.find_spec(location) if location.startswith("dyno.") else None
@@ -269,7 +278,7 @@ def _source_file(location: str) -> Path | None:
 
 
 def _classes(model: ModelSpec, network: Any) -> int | None:
-    """The number of classes the network was built with where it isn't its library's own."""
+    """Return the number of classes that the network was built with, if it isn't its library's own."""
     if model.classes is not None or not model.weights:
         return model.classes
     return head_classes(models.build(_without_weights(model)), read_checkpoint(model.weights))

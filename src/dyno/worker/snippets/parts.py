@@ -100,7 +100,7 @@ class Script:
 
 
 def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
-    """Every input with its shape in the trial, from the file or the module's description."""
+    """Return every input with its shape in the trial, from the file or the module's description."""
     if artifact is not None:
         shapes = static_shapes(artifact.inputs, trial.dims)
         return tuple(Tensor(t.name, t.dtype, shapes[t.name]) for t in artifact.inputs)
@@ -111,7 +111,7 @@ def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
 
 
 def written(part: Part, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:
-    """The whole script."""
+    """Return the whole script."""
     image = tensors[0] if _takes_images(tensors) else None
     constants = {
         "INPUTS": {t.name: (tuple(t.shape), t.dtype) for t in tensors},
@@ -153,7 +153,7 @@ def _takes_images(tensors: tuple[Tensor, ...]) -> bool:
 
 
 def _ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float, float]]:
-    """Range of the random values for each input, without photographs; none for the standard normal."""
+    """Return the range of each input's random values, without photographs; none for the standard normal."""
     described = {s.name: (s.low, s.high) for s in trial.model.inputs if s.low is not None and s.high is not None}
     whole = {t.name: (0, 255) if t.dtype == "uint8" else (0, 1) for t in tensors if not t.dtype.startswith("float")}
     masks = {name: (1, 1) for name in whole if "mask" in name.lower()}
@@ -162,7 +162,7 @@ def _ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float,
 
 
 def _preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
-    """The constants for the preprocessing of photographs."""
+    """Return the constants for the preprocessing of photographs."""
     preprocess, channels = trial.model.preprocess, int(image.shape[1])
     constants: dict[str, Any] = {}
     if image.dtype != "uint8":
@@ -174,7 +174,6 @@ def _preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
 
 
 def _for_each(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
-    """One value serves every channel."""
     return tuple(values[k % len(values)] for k in range(channels))
 
 

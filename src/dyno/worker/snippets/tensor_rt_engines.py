@@ -66,7 +66,7 @@ def run(model, feeds):
 
 
 def engine(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
-    """The profile that the measurement chose, on the same GPU."""
+    """Return the code for the profile that the measurement chose, on the same GPU."""
     require_file(artifact, trial)
     constants = {
         "FILE": place(about),

@@ -13,18 +13,18 @@ GROUP = "dyno.tasks"
 
 
 def find(name: str) -> Task:
-    """The task of that name; an unknown one is a `UserError` with the nearest."""
+    """Return the task of that name; raise a `UserError` with the nearest for an unknown one."""
     check_known("task", name, names())
     return _tasks()[name]
 
 
 def names() -> list[str]:
-    """Names of the tasks."""
+    """Return the names of the tasks."""
     return list(_tasks())
 
 
 def metrics() -> list[str]:
-    """What budgets may be of: each task's metrics, by the names of their objects in `analysis/metrics`."""
+    """Return the metrics for budgets: each task's, by the names of their objects in `analysis/metrics`."""
     return list(dict.fromkeys(metric for task in _tasks().values() for metric in task.metrics))
 
 

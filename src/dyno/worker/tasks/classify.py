@@ -18,8 +18,10 @@ LEAST_PARTED = 4  # times as many classes as are ranked; with fewer a full sort 
 
 
 def classes_of(shape: Sequence[int | str]) -> int:
-    """How many classes an output of that shape has scores of, N x C or, as SqueezeNet's, N x C x 1 x 1; 0 for others
-    and for a number that isn't said."""
+    """Return the number of classes in an output of that shape: N x C or, as SqueezeNet's, N x C x 1 x 1.
+
+    Return 0 for other shapes and for an unknown number.
+    """
     if len(shape) < 2 or any(n != 1 for n in shape[2:]) or not isinstance(shape[1], int):
         return 0
     return shape[1] if shape[1] > 1 else 0
@@ -29,14 +31,14 @@ class TopKCollector(Collector):
     """The best classes of each image."""
 
     def of(self, turn: int, fetched: Arrays) -> Any:
-        """Index and score of the best classes, None where the first output has no row of classes for each image."""
+        """Return index and score of the best classes, None if the first output has no row of classes for each image."""
         first = next(iter(self.cut(turn, fetched).values()))
         if not classes_of(first.shape) or len(first) != self.images(turn):
             return None
         return ranked(first.astype(np.float32).reshape(first.shape[:2]), TOP)
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
-        """`topk_index` and `topk_score`; nothing where a batch has none: a single box looks like classes."""
+        """Return `topk_index` and `topk_score`; nothing if a batch has none: a single box looks like classes."""
         if not batches or any(ranks is None for ranks in batches):
             return {}
         return {
@@ -67,9 +69,9 @@ CLASSIFY = Classify()
 
 
 def ranked(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
-    """Index (int32) and score of each row's k best, best first; of equal scores the lower index first, NaN last.
+    """Return index (int32) and score of each row's k best, best first; ties by lower index, NaN last.
 
-    As a stable sort of the whole row would have it, which the few rows get where a score ties with the k-th.
+    The order is that of a stable sort of the whole row, which runs only for the few rows with a tie at the k-th score.
     """
     k = min(k, scores.shape[1])
     falling = -scores

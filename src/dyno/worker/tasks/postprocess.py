@@ -97,7 +97,7 @@ class Candidates:
 
 
 def suppress(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np.ndarray:
-    """Rows of the boxes that are kept, at most `most`.
+    """Return the rows of the boxes that are kept, at most `most`.
 
     `boxes` (left, top, right, bottom) and `labels` are sorted by falling score. A box is dropped when its intersection
     over union with a kept one of its class is above `iou`.
@@ -159,23 +159,23 @@ class Place:
         self.down, self.across = self.new_height / height, self.new_width / width
 
     def points(self, points: np.ndarray) -> np.ndarray:
-        """Points (x, y, ...) of the input as points of the image, inside it."""
+        """Return points (x, y, ...) of the input as points of the image, inside it."""
         mapped = points.astype(np.float32)
         mapped[..., 0] = ((mapped[..., 0] - self.left) / self.across).clip(0, self.width)
         mapped[..., 1] = ((mapped[..., 1] - self.top) / self.down).clip(0, self.height)
         return mapped
 
     def boxes(self, boxes: np.ndarray) -> np.ndarray:
-        """Boxes (left, top, right, bottom) of the input as boxes of the image, cut at its edges."""
+        """Return boxes (left, top, right, bottom) of the input as boxes of the image, cut at its edges."""
         return self.points(boxes.reshape(-1, 2, 2)).reshape(-1, 4)
 
     def rows(self, first: int, last: int, count: int) -> _Taps:
-        """Where the image's rows lie among `count` prototype rows."""
+        """Return the positions of the image's rows among `count` prototype rows."""
         at = (np.arange(first, last) + 0.5) * self.down
         return _taps(at, self.top, self.new_height, count / self.input[0], count)
 
     def columns(self, first: int, last: int, count: int) -> _Taps:
-        """Where the image's columns lie among `count` prototype columns."""
+        """Return the positions of the image's columns among `count` prototype columns."""
         at = (np.arange(first, last) + 0.5) * self.across
         return _taps(at, self.left, self.new_width, count / self.input[1], count)
 
@@ -184,7 +184,7 @@ _Taps = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
 def _taps(at: np.ndarray, margin: int, length: int, ratio: float, count: int) -> _Taps:
-    """The two cells of the coarser grid around each place of the image, and the weight of the second.
+    """Return the two cells of the coarser grid around each position of the image, and the weight of the second.
 
     Cells in the letterbox's grey are left out.
     """
@@ -224,13 +224,13 @@ def best(
 
 
 def corners(boxes: np.ndarray) -> np.ndarray:
-    """Left, top, right and bottom of boxes given by centre, width and height."""
+    """Return left, top, right and bottom of boxes given by centre, width and height."""
     half = boxes[:, 2:] / 2
     return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
 
 def _overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
-    """Area that a box shares with each of others."""
+    """Return the area that a box shares with each of the others."""
     sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
     shared: np.ndarray = sides.clip(0).prod(1)
     return shared

@@ -66,7 +66,7 @@ SEGMENT = Segment()
 
 
 def _masks(coefficients: np.ndarray, prototypes: np.ndarray, boxes: np.ndarray, place: Place) -> list[np.ndarray]:
-    """Masks at the image's size: sums of prototypes, interpolated bilinearly inside the box, set where above 0."""
+    """Return masks at the image's size: sums of prototypes, bilinearly interpolated inside the box, set above 0."""
     count, height, width = prototypes.shape
     coarse = (coefficients @ prototypes.reshape(count, -1)).reshape(-1, height, width)
     masks = []

@@ -46,20 +46,20 @@ class Collector:
         self.evaluated = evaluated
 
     def images(self, turn: int) -> int:
-        """The number of the batch's images that count; the others only fill it."""
+        """Return the number of the batch's images that count; the others only fill it."""
         return min(self.evaluated.batch, self.evaluated.count - turn * self.evaluated.batch)
 
     def cut(self, turn: int, fetched: Arrays) -> Arrays:
-        """The outputs of the images that count."""
+        """Return the outputs of the images that count."""
         batch, valid = self.evaluated.batch, self.images(turn)
         return {name: a[:valid] if a.ndim and a.shape[0] == batch else a for name, a in fetched.items()}
 
     def of(self, turn: int, fetched: Arrays) -> Any:
-        """The answers of one batch; called from several threads at once."""
+        """Return the answers of one batch; called from several threads in parallel."""
         return None
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
-        """All batches together, by the names they have in outputs.npz."""
+        """Return all batches together, by their names in outputs.npz."""
         return {}
 
     def oddities(self, batches: Sequence[Any]) -> list[str]:
@@ -87,12 +87,15 @@ class Task(ABC):
 
     @abstractmethod
     def preprocess(self, channels: int) -> Preprocess:
-        """The default preprocessing of images."""
+        """Return the default preprocessing of images."""
 
     @abstractmethod
     def layout(self, model: ModelSpec, metadata: Purpose, outputs: OutputShapes) -> Purpose:
-        """`classes` and `keypoints` from the file's metadata and the outputs' shapes; a `UserError` for a misfit."""
+        """Return `classes` and `keypoints` from the file's metadata and the outputs' shapes.
+
+        Raises a `UserError` for a misfit.
+        """
 
     @abstractmethod
     def collector(self, evaluated: Evaluated) -> Collector:
-        """The collector of the answers."""
+        """Return the collector of the answers."""

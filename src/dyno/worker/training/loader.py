@@ -35,7 +35,7 @@ class Split:
 
     @classmethod
     def open(cls, data: DataSpec) -> Split:
-        """The split that the specification names; `UserError` when the folder lacks a part of it."""
+        """Open the split named in the specification; raise a `UserError` if the folder lacks a part of it."""
         folder = Path(data.folder)
         for name in ("images.npy", "labels.npy", f"{data.split}.npy", "meta.json"):
             if not data.folder or not (folder / name).is_file():
@@ -53,12 +53,12 @@ class Split:
 
 
 def epoch_seed(seed: int, epoch: int) -> int:
-    """The seed of all that is random in an epoch: an epoch is the same whether the ones before it ran here or not."""
+    """Return the seed for everything random in an epoch: it doesn't depend on whether earlier epochs ran here."""
     return int(np.random.SeedSequence([seed, epoch]).generate_state(1)[0])
 
 
 def batches(split: Split, options: TrainOptions, epoch: int) -> list[Key]:
-    """The batches of an epoch; a last batch of one goes to the one before it, for batch norm can't train on one."""
+    """Return the batches of an epoch; a last batch of one joins the one before it: batch norm can't train on one."""
     rng = np.random.default_rng(epoch_seed(options.seed, epoch))
     order = rng.permutation(split.index)
     edges = list(range(0, len(order), options.batch))
@@ -70,12 +70,15 @@ def batches(split: Split, options: TrainOptions, epoch: int) -> list[Key]:
 
 
 def plain_batches(split: Split, size: int) -> list[Key]:
-    """All images of the split in their order."""
+    """Return all images of the split in their order, in batches of that size."""
     return [(0, split.index[start : start + size]) for start in range(0, len(split.index), size)]
 
 
 def augmentation(kind: str, size: tuple[int, int]) -> Callable[[Any], Any] | None:
-    """torchvision's transforms from a cached image to a training image of `size` (height, width); None for none."""
+    """Return torchvision's transforms from a cached image to a training image of `size` (height, width).
+
+    Return None for `none`.
+    """
     from torchvision.transforms import v2
 
     if kind == "none":

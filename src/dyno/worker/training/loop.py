@@ -37,18 +37,18 @@ class Loop:
         self.scaler = torch.amp.GradScaler(self.device.type, enabled=options.mixed_precision == "fp16")
 
     def parts(self) -> dict[str, Any]:
-        """Everything that has a state dict, by name."""
+        """Return all parts with a state dict, by name."""
         return {name: getattr(self, name) for name in ("module", "optimizer", "schedule", "scaler")}
 
     def autocast(self) -> Any:
-        """The context of the requested mixed precision."""
+        """Return the context of the requested mixed precision."""
         import torch
 
         kind = {"fp16": torch.float16, "bf16": torch.bfloat16}.get(self.options.mixed_precision)
         return torch.autocast(self.device.type, kind) if kind else contextlib.nullcontext()
 
     def step(self, x: Any, y: Any) -> Any:
-        """One batch forwards and backwards; the loss, still on the device."""
+        """Run one batch forwards and backwards; return the loss, still on the device."""
         with self.autocast():
             loss = network.loss(self.module(x), y, self.options.label_smoothing)
         self.optimizer.zero_grad()
@@ -60,7 +60,7 @@ class Loop:
 
 
 def optimizer(module: Any, options: TrainOptions) -> Any:
-    """torch's optimiser over the trainable parameters; sgd with Nesterov's momentum where there is any."""
+    """Return torch's optimiser over the trainable parameters; sgd has Nesterov's momentum if there is any."""
     from torch import optim
 
     parameters = [p for p in module.parameters() if p.requires_grad]
@@ -73,7 +73,7 @@ def optimizer(module: Any, options: TrainOptions) -> Any:
 
 
 def schedule(optimizer: Any, options: TrainOptions, steps: int) -> Any:
-    """torch's learning-rate schedule over all batches of the training, stepped once per batch."""
+    """Return torch's learning-rate schedule over all batches of the training, stepped once per batch."""
     from torch.optim import lr_scheduler
 
     total, warm = options.epochs * steps, round(options.warmup_epochs * steps)
@@ -144,7 +144,7 @@ def _prepare(torch: Any, options: TrainOptions, threads: int) -> None:
 
 
 def _with_classes(model: ModelSpec, dims: Dims, training: loader.Split, test: loader.Split) -> ModelSpec:
-    """The model with the data's number of classes; `UserError` when images and model don't fit."""
+    """Return the model with the data's number of classes; raise a `UserError` if images and model don't fit."""
     channels, *size = test.pixels.shape[1:]
     if channels != model.channels:
         raise UserError(f"the images have {channels} channels and the model takes {model.channels}; set --channels")
@@ -160,7 +160,7 @@ def _with_classes(model: ModelSpec, dims: Dims, training: loader.Split, test: lo
 def _settings(
     options: TrainOptions, training: DataSpec, test: DataSpec, model: ModelSpec, dims: Dims
 ) -> dict[str, Any]:
-    """Everything that determines the result, by the names that the user knows."""
+    """Return the settings that determine the result, by their names for the user."""
     beginning = model.weights_sha256 or ("pretrained" if model.pretrained else "random")
     return {
         **options.settings(),
@@ -223,7 +223,7 @@ def _diverged(epoch: int, loss: float, options: TrainOptions, state: State, fold
 def _evaluate(
     module: Any, reader: loader.Reader, split: loader.Split, options: TrainOptions
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Loss and top-1 in percent; and, apart, top-5 and the counts."""
+    """Return loss and top-1 in percent; and, apart, top-5 and the counts."""
     import torch
 
     module.eval()
@@ -251,7 +251,7 @@ def _evaluate_best(
     dims: Dims,
     folder: Path,
 ) -> Trained:
-    """Results of the best weights, read back from disk into a new module and evaluated in IEEE FP32."""
+    """Return the results of the best weights, read back from disk into a new module and evaluated in IEEE FP32."""
     import torch
 
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
@@ -272,7 +272,7 @@ def _evaluate_best(
 
 
 def job(options: Mapping[str, Any]) -> tuple[TrainOptions, DataSpec]:
-    """Options and training images from a job's `options`."""
+    """Return the options and training images from a job's `options`."""
     from dyno.worker.spec import from_json
     from dyno.worker.training.options import options as checked
 

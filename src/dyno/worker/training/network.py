@@ -17,9 +17,9 @@ AUXILIARY = 0.3  # weight of the loss of an auxiliary classifier (Szegedy et al.
 
 
 def build(model: ModelSpec, dims: Dims, *, freeze: bool = False) -> tuple[Any, list[str]]:
-    """The module with `model.classes` classes, and notes on its weights.
+    """Build the module with `model.classes` classes; return it with notes on its weights.
 
-    It starts from the weights of a checkpoint or the library's own; where only the number of classes differs, the
+    It starts from the weights of a checkpoint or the library's own; if only the number of classes differs, the
     classifier is initialised at random. With `freeze` only the classifier is trained. Raises `UserError`.
     """
     module = models.build(replace(model, weights="", pretrained=False), dims)
@@ -34,7 +34,7 @@ def build(model: ModelSpec, dims: Dims, *, freeze: bool = False) -> tuple[Any, l
 
 
 def _initial_weights(model: ModelSpec, dims: Dims) -> tuple[Mapping[str, Any] | None, str]:
-    """The initial weights and their origin."""
+    """Return the initial weights and their origin."""
     if model.weights:
         return read_checkpoint(model.weights), model.weights
     if model.pretrained:
@@ -89,7 +89,7 @@ def _freeze(module: Any, model: ModelSpec, dims: Dims) -> str:
 
 
 def loss(out: Any, labels: Any, smoothing: float) -> Any:
-    """Cross-entropy of the scores, with that of auxiliary classifiers (GoogLeNet, Inception) at a fixed weight."""
+    """Return the cross-entropy of the scores, plus auxiliary classifiers' (GoogLeNet, Inception) at a fixed weight."""
     from torch.nn.functional import cross_entropy
 
     main, *others = tensors(out)

@@ -23,7 +23,7 @@ FREE = ("workers",)  # may change when a training goes on: they don't change its
 
 
 def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
-    """A field with its help for the command line; `usual` describes the default."""
+    """Return a field with its help for the command line; `usual` describes the default."""
     return field(default=default, metadata={"help": help, "usual": usual, "common": common})
 
 
@@ -95,13 +95,13 @@ class TrainOptions:
         return OPTIMIZERS[self.optimizer][1] if self.weight_decay is None else self.weight_decay
 
     def settings(self) -> dict[str, Any]:
-        """All options with the usual values filled in, less those that don't change the result."""
+        """Return all options with the usual values filled in, without those that don't change the result."""
         filled = {**dataclasses.asdict(self), "lr": self.peak, "weight_decay": self.decay}
         return {name: value for name, value in filled.items() if name not in FREE}
 
 
 def options(settings: Mapping[str, Any]) -> TrainOptions:
-    """The options by name; an unknown name is a `UserError` with the nearest spelling."""
+    """Return the options by name; raise a `UserError` with the nearest spelling for an unknown name."""
     names = [f.name for f in dataclasses.fields(TrainOptions)]
     for name in settings:
         check_known("training option", name, names)

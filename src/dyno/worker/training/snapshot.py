@@ -38,7 +38,7 @@ class State:
         return len(self.history)
 
     def add(self, row: dict[str, float]) -> None:
-        """One more epoch; the best has the highest top-1, of equals the lowest loss."""
+        """Add one more epoch; the best has the highest top-1, of equals the lowest loss."""
         self.history.append(row)
         if not self.best or _rank(row) > _rank(self.history[self.best - 1]):
             self.best = self.epoch
@@ -60,7 +60,7 @@ def store(folder: Path, state: State, parts: Mapping[str, Any]) -> None:
 
 
 def publish(folder: Path, state: State, module: Any) -> None:
-    """The curves, the last weights, and the best ones when the last epoch is the best."""
+    """Write the curves, the last weights, and the best ones if the last epoch is the best."""
     weights = _weights(module)
     if state.best == state.epoch:
         _write(folder / BEST, weights)
@@ -73,9 +73,9 @@ def publish(folder: Path, state: State, module: Any) -> None:
 
 
 def restore(folder: Path, settings: dict[str, Any], parts: Mapping[str, Any]) -> State:
-    """The state of the training in the folder, loaded into its `parts`; a new state when there is none.
+    """Load the state of the training in the folder into its `parts`; return it, or a new state if there is none.
 
-    Raises `UserError` when the file is damaged, or names the settings or data that differ.
+    Raises `UserError` if the file is damaged, or for different settings or data, which it names.
     """
     path = folder / STATE
     if not path.is_file():
@@ -123,7 +123,7 @@ def _weights(module: Any) -> bytes:
 
 
 def sha256(path: Path) -> str:
-    """sha256 of the file's content."""
+    """Return the sha256 of the file's content."""
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 

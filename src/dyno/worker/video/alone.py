@@ -51,25 +51,27 @@ class _Clock:
 
     @contextmanager
     def timing(self, frames: int = 1) -> Iterator[None]:
-        """The block's seconds count for so many frames."""
+        """Count the block's seconds for that number of frames."""
         cpu, began = time.process_time(), now()
         yield
         self.add((now() - began) / 1e9, time.process_time() - cpu, frames)
 
     def add(self, seconds: float, cpu: float, frames: int = 1) -> None:
-        """Those seconds, and those of processor time, count for so many frames."""
+        """Count those seconds, and those of processor time, for that number of frames."""
         self.seconds += [seconds / frames] * frames
         self.cpu += [cpu / frames] * frames
 
     def share(self, held: _Clock) -> None:
-        """That time, which came once for all, is shared out among the frames."""
+        """Share out that time, which was spent once for all frames, among them."""
         count = len(self.seconds)
         self.seconds = [each + sum(held.seconds) / count for each in self.seconds]
         self.cpu = [each + sum(held.cpu) / count for each in self.cpu]
 
     def result(self, turn: int) -> Alone:
-        """The samples and the mean, without the first turn of so many frames where there is another: in it libraries
-        were set up."""
+        """Return the samples and the mean, without the first `turn` frames if there is another turn.
+
+        Libraries are set up in the first.
+        """
         first = turn if len(self.seconds) >= 2 * turn else 0
         return Alone(np.asarray(self.seconds[first:]), float(np.mean(self.cpu[first:])))
 
@@ -103,7 +105,7 @@ class Bench:
         self.answered: list[Batch] = []
 
     def run(self, most: int) -> None:
-        """On the source's first frames, at most so many (0: `FRAMES`, or more where several threads work on them).
+        """Run the stages on the source's first frames, at most `most` (0: `FRAMES`, or more with several threads).
 
         `feeds` hold frames afterwards, and `answered` are the last batches, with outputs.
         """
@@ -122,11 +124,11 @@ class Bench:
             self._clocks[steps.ENCODE].share(held)
 
     def results(self) -> dict[str, Alone]:
-        """Each stage that there is, without the engine's."""
+        """Return the result of each stage, without the engine's."""
         return {name: clock.result(self._chunk) for name, clock in self._clocks.items() if clock.seconds}
 
     def _decoded(self, reading: Iterator[Frame], count: int) -> list[Frame]:
-        """The next frames; of a live source one counts from when it had arrived."""
+        """Return the next frames; the time of a live source's frame begins when it has arrived."""
         frames, cpu = list[Frame](), time.process_time()
         for frame in itertools.islice(reading, count):
             spent = time.process_time()
@@ -153,7 +155,7 @@ class Bench:
                 self._sink.write(replace(frame, packets=[]))
 
     def _prepared(self, frames: list[Frame]) -> list[Batch]:
-        """The frames as batches; where several threads prepare them, their time is that of all together."""
+        """Return the frames as batches; if several threads prepare them, their time is that of all together."""
         clock, size, batches = self._clocks[steps.PREPARE], self._batch, list[Batch]()
         together = size if self._lanes == 1 else len(frames)
         for first in range(0, len(frames), together):
@@ -180,7 +182,7 @@ class Bench:
 
 
 def infer(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> tuple[Alone, measure.Sampling]:
-    """Inference with every slot or lane at work, on batches of the video, and the sampling that says so."""
+    """Measure inference with every slot or lane at work, on batches of the video; return it with its sampling."""
     measure.warm_up(measure.step(engine.session, "all", feeds), plan)
     cpu, began = time.process_time(), time.perf_counter()
     if engine.lanes > 1:
@@ -215,7 +217,7 @@ class Copy:
         self._reading: Iterator[Frame] = iter(again)
 
     def turn(self) -> float:
-        """A few frames through every stage; the processor time of this thread, in seconds."""
+        """Run a few frames through every stage; return the processor time of this thread, in seconds."""
         began = time.thread_time()
         frames, size = list(itertools.islice(self._reading, CHUNK)), self._preparation.batch
         for number, frame in enumerate(frames):
@@ -256,10 +258,11 @@ class Crowded:
 
 
 def crowded(copies: Sequence[Copy], engine: steps.Engine, answered: Sequence[Batch]) -> Crowded:
-    """All copies and the engine at work, against one copy alone.
+    """Run all copies and the engine together, and compare them with one copy alone.
 
     In turns: one, all, the next one, all. The first turn of all sets libraries up and doesn't count. A codec's own
-    threads are taken to be slowed down like the one that calls it; what the copies don't take is the engine's.
+    threads are taken to be slowed down like the one that calls it; the rest of the time beside the copies is the
+    engine's.
     """
     alone, together = _Spent(), _Spent()
     batches, inference, frames = itertools.cycle(answered), steps.Infer(engine), 0
@@ -299,7 +302,7 @@ class _Nothing:
 
 
 def hand_over(count: int) -> float:
-    """Processor time, in seconds, that it takes to hand something on: through so many stages that do nothing else."""
+    """Return the processor time, in seconds, of handing one item on: through `count` stages that do nothing else."""
     idle = [Step() for _ in range(count)]
     for number, step in enumerate(idle):
         step.name = str(number)
@@ -319,7 +322,7 @@ class Found:
 
 
 def joined(measurements: Sequence[Found]) -> Found:
-    """Several measurements as one: all seconds, and the means of processor times and factors."""
+    """Return several measurements as one: all seconds, and the means of processor times and factors."""
     stages = {}
     for name in measurements[0].stages:
         each = [one.stages[name] for one in measurements]
@@ -341,7 +344,7 @@ class _Spent:
 
     @contextmanager
     def counting(self) -> Iterator[None]:
-        """The block's processor time counts."""
+        """Count the block's processor time."""
         began = time.process_time()
         yield
         self.process += time.process_time() - began

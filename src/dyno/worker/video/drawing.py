@@ -48,7 +48,7 @@ def draw(frame: Frame) -> None:
 
 
 def _colours(frame: Frame) -> list[Colour]:
-    """The colour of each detection: by its object where objects are tracked, grey before it has one; else by class."""
+    """Return each detection's colour: by object where objects are tracked, grey before it has one; else by class."""
     assert frame.detections is not None
     if frame.identities is None:
         return [COLOURS[int(kind) % len(COLOURS)] for kind in frame.detections.classes]
@@ -56,7 +56,7 @@ def _colours(frame: Frame) -> list[Colour]:
 
 
 def _labels(frame: Frame) -> list[str]:
-    """What stands at each box: the identity of its object if there is one, the class and the score."""
+    """Return the label of each box: the identity of its object if there is one, the class and the score."""
     found = frame.detections
     assert found is not None
     said = [f"{int(kind)} {score:.2f}" for kind, score in zip(found.classes, found.scores, strict=True)]
@@ -66,7 +66,7 @@ def _labels(frame: Frame) -> list[str]:
 
 
 def _outline(layers: Sequence[Layer], box: Region, thickness: int, colour: Colour) -> None:
-    """The edge of a box, at least so thick around its sides."""
+    """Draw the edge of a box, with at least that thickness around its sides."""
     import cv2
 
     step = max(layer.step for layer in layers)
@@ -80,7 +80,7 @@ def _outline(layers: Sequence[Layer], box: Region, thickness: int, colour: Colou
 
 
 def _label(layers: Sequence[Layer], text: str, scale: float, left: int, top: int, height: int, colour: Colour) -> None:
-    """A text in black on the colour: above that place, or below it where there is no room."""
+    """Draw a text in black on the colour: above that place, or below it if there is no room."""
     step = max(layer.step for layer in layers)
     high = len(_ink(text, scale, 1))
     first, begin = (v // step * step for v in (top - high if top > high else max(0, min(top, height - high)), left))
@@ -95,7 +95,7 @@ def _label(layers: Sequence[Layer], text: str, scale: float, left: int, top: int
 
 @lru_cache(maxsize=2048)
 def _patch(text: str, scale: float, step: int, paper: tuple[int, ...], ink: tuple[int, ...]) -> np.ndarray:
-    """A text as a layer of that step shows it, in those values of paper and ink."""
+    """Return a text as a layer of that step shows it, in those values of paper and ink."""
     share = np.arange(256)[:, None] / 255
     shades = np.round((1 - share) * paper + share * ink).astype(np.uint8)
     return np.asarray((shades if len(paper) > 1 else shades[:, 0])[_ink(text, scale, step)])
@@ -103,7 +103,7 @@ def _patch(text: str, scale: float, step: int, paper: tuple[int, ...], ink: tupl
 
 @lru_cache(maxsize=2048)
 def _ink(text: str, scale: float, step: int) -> np.ndarray:
-    """How much ink of a text there is at each place, with a margin, 0 to 255; its sides are even at a step of 1."""
+    """Return the ink of a text at each place, with a margin, 0 to 255; its sides are even at a step of 1."""
     import cv2
 
     if step > 1:
@@ -136,7 +136,7 @@ def _mask(layers: Sequence[Layer], size: tuple[int, int], counts: np.ndarray, bo
 
 
 def _points(layers: Sequence[Layer], points: np.ndarray, colour: Colour, thickness: int) -> None:
-    """A dot for each keypoint; those whose third value, how sure the network is, is below a half are left out."""
+    """Draw a dot for each keypoint, except those whose third value, the network's confidence, is below a half."""
     import cv2
 
     for point in points:

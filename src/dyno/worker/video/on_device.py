@@ -66,7 +66,7 @@ class Feed:
     hosts: Any = None  # the host's copies of pictures that are as large as the first one, a row for each entry
 
     def arrays(self) -> dict[str, np.ndarray]:
-        """What the batch holds, in the host's memory."""
+        """Return the batch's content, in the host's memory."""
         return {self.name: self.tensor.cpu().numpy()}
 
 
@@ -86,7 +86,7 @@ class DevicePreparation(Preparation):
         self._growing = threading.Lock()
 
     def new_feed(self) -> Feed:
-        """On the device."""
+        """Return a new feed on the device."""
         make, on = self._torch.full, self._ends.device
         with self._ends.working(self._stream):
             canvas = make((self.batch, self._channels, *self.size), float(GREY), device=on)
@@ -114,7 +114,7 @@ class DevicePreparation(Preparation):
         entry.kind = Kind(picture.height, picture.width, picture.aspect, pixels.matrix, shapes)
 
     def _room(self, feed: Feed, place: int, count: int) -> Any:
-        """So many bytes for a picture in that place: beside those of the others, which then go in one copy."""
+        """Return `count` bytes for a picture in that place: beside those of the others, which then go in one copy."""
         with self._growing:  # pages are locked, which is slow
             if feed.hosts is None:
                 feed.hosts = self._ends.host((self.batch, count), self._torch.uint8)
@@ -135,7 +135,7 @@ class DevicePreparation(Preparation):
             feed.ready = self._mark()
 
     def _mark(self) -> Any:
-        """An event that comes when what is queued is done."""
+        """Return an event that marks the end of the work queued so far."""
         return self._stream.record_event() if self._stream is not None else None
 
     def settle(self, feed: Feed) -> None:
@@ -143,7 +143,7 @@ class DevicePreparation(Preparation):
             feed.ready.synchronize()
 
     def _sent(self, feed: Feed, kind: Kind, places: list[int]) -> list[Any]:
-        """The arrays of those pictures on the device, each of pictures x its own shape."""
+        """Return the arrays of those pictures on the device, each of pictures x its own shape."""
         if len(kind.shapes) == DECODED_THERE:
             light, colours = self._gathered(feed, kind, places)
             return [light, colours[..., 0], colours[..., 1]]
@@ -163,7 +163,7 @@ class DevicePreparation(Preparation):
         return [part.reshape(-1, *shape) for part, shape in zip(parts, kind.shapes, strict=True)]
 
     def _gathered(self, feed: Feed, kind: Kind, places: list[int]) -> list[Any]:
-        """The same of frames that the device's decoder left there."""
+        """Return the same arrays, of frames that the device's decoder left there."""
         if self._stream is not None:  # on which FFmpeg queues what it does
             self._stream.wait_stream(self._torch.cuda.default_stream(self._ends.device))
         make, on = self._torch.empty, self._ends.device
@@ -176,7 +176,7 @@ class DevicePreparation(Preparation):
         return gathered
 
     def _colours(self, arrays: list[Any], kind: Kind) -> Any:
-        """Red, green and blue, whole numbers in float32: pictures x 3 x height x width."""
+        """Return red, green and blue, whole numbers in float32: pictures x 3 x height x width."""
         if kind.matrix is None:
             return arrays[0].permute(0, 3, 1, 2).float()
         added, shares = self._shares(kind.matrix)
@@ -188,7 +188,7 @@ class DevicePreparation(Preparation):
 
     @cache  # noqa: B019 - there are a few of these objects in a process
     def _shares(self, matrix: int) -> tuple[list[float], list[Any]]:
-        """What brightness and both colours have too much, and what each then adds to red, green and blue."""
+        """Return the offsets of brightness and both colours, and the share of each in red, green and blue."""
         rows = np.asarray(weights(matrix))
         columns = np.linalg.inv(rows[:, :3]).T.astype(np.float32)
         shares = [
@@ -197,7 +197,7 @@ class DevicePreparation(Preparation):
         return rows[:, 3].tolist(), shares
 
     def _place(self, image: Any, feed: Feed, kind: Kind, places: list[int]) -> None:
-        """The pictures, resized, into their places of the batch, with grey around them."""
+        """Place the pictures, resized, in the batch, with grey around them."""
         if self._channels == 1:
             shares = zip(GREYS, image.split(1, dim=1), strict=True)
             image = sum(share * part for share, part in shares).round_()
@@ -236,7 +236,7 @@ class OnDeviceSession(Session):
         self.host.wait(slot)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """In memory of their own, as float32."""
+        """Return the outputs in newly allocated memory, as float32."""
         with self._ends.working(self._out):
             changed = self._change(self._ends.outputs(slot))
             arrived = {name: self._ends.host(tuple(t.shape), self._ends.torch.float32) for name, t in changed.items()}
@@ -254,10 +254,11 @@ class OnDeviceSession(Session):
 
 
 def drop_low_scores(torch: Any, reader: BoxReader, confidence: float) -> Change:
-    """Of predictions, batch x values x anchors, keep only the anchors of which a class has about that score or more.
+    """Return a function that keeps only the anchors where a class scores about `confidence` or more.
 
-    Of each image they keep their order; where it has fewer than another one, predictions of zeros follow. What else
-    the network gives stays as it is, and so do predictions in another layout, or before one was chosen.
+    It changes predictions of batch x values x anchors. The anchors of each image keep their order; an image with fewer
+    anchors than another gets predictions of zeros at the end. Other outputs stay as they are, and so do predictions in
+    another layout, or before one was chosen.
     """
     least = (1 - MARGIN) * confidence
 
@@ -280,5 +281,5 @@ def drop_low_scores(torch: Any, reader: BoxReader, confidence: float) -> Change:
 
 
 def host_feeds(feeds: Sequence[Feed], session: Session) -> list[Mapping[str, np.ndarray]]:
-    """The batches as arrays that the session stages and binds."""
+    """Return the batches as arrays that the session stages and binds."""
     return [session.stage(feed.arrays()) for feed in feeds]

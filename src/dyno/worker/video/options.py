@@ -30,7 +30,7 @@ OPENING = "open the source"  # the stage of a job in which a source that isn't a
 
 
 def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
-    """A field with its help for the command line; `usual` describes the default."""
+    """Return a field with its help for the command line; `usual` describes the default."""
     return field(default=default, metadata={"help": help, "usual": usual, "common": common})
 
 

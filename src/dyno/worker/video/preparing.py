@@ -33,11 +33,11 @@ class Preparation:
         self._filled: tuple[int, int, int, int] | None = None
 
     def new_feed(self) -> Any:
-        """Memory for one batch, which a session stages and binds."""
+        """Return memory for one batch, which a session stages and binds."""
         return {self.name: np.zeros(self.shape, np.uint8 if self._raw else np.float32)}
 
     def write(self, picture: Picture, feed: Any, place: int) -> None:
-        """One picture into that place of the batch."""
+        """Write one picture into that place of the batch."""
         import cv2
 
         image, canvas, target = picture.rgb(), self._canvas, feed[self.name][place]
@@ -60,7 +60,7 @@ class Preparation:
                 np.copyto(target[channel], plane if self._raw else cv2.LUT(plane, self._table[..., channel]))
 
     def complete(self, feed: Any, count: int) -> None:
-        """The first `count` places have been written; another thread may have done so."""
+        """Finish the feed after its first `count` places were written, perhaps by another thread."""
 
     def settle(self, feed: Any) -> None:
         """Return when the batch is there: of one that is prepared elsewhere the work is only queued."""

@@ -43,14 +43,14 @@ class Step:
         loop()
 
     def work(self, item: Any) -> Iterable[Any]:
-        """What is handed on after this item: nothing yet, the item, or earlier ones."""
+        """Return the items to hand on after this item: nothing yet, the item, or earlier ones."""
         return (item,)
 
     def in_order(self, done: Sequence[Any]) -> None:
-        """Called with what `work` or `rest` gave before it is handed on: in the items' order, also of several lanes."""
+        """Receive the results of `work` or `rest` before they are handed on, in the items' order even with lanes."""
 
     def rest(self) -> Iterable[Any]:
-        """What it still holds: called at the end, and when nothing waits while it `holds`."""
+        """Return the items it still holds: called at the end, and when nothing waits while it `holds`."""
         return ()
 
     @property
@@ -60,7 +60,7 @@ class Step:
 
 
 def numbers() -> array[int]:
-    """An empty list of whole numbers that takes eight bytes for each: there is one for each frame of a film."""
+    """Return an empty list of integers that takes eight bytes for each: there is one for each frame of a film."""
     return array("q")
 
 
@@ -75,13 +75,13 @@ class Timed:
     waiting: array[int] = field(default_factory=numbers)
 
     def add(self, began: int, ended: int, waiting: int) -> None:
-        """One piece of work, which is `handed` on afterwards."""
+        """Add one piece of work, which is `handed` on afterwards."""
         self.began.append(began)
         self.ended.append(ended)
         self.waiting.append(waiting)
 
     def arrays(self, since: int) -> dict[str, np.ndarray]:
-        """As arrays: seconds since that moment, and the queue's length."""
+        """Return arrays: seconds since that moment, and the queue's length."""
         times = {name: (np.asarray(getattr(self, name)[: len(self.handed)], np.int64) - since) / 1e9
                  for name in ("began", "ended", "handed")}  # fmt: skip
         return {**times, "waiting": np.asarray(self.waiting[: len(self.handed)], np.int64)}
@@ -129,7 +129,7 @@ class _Channel:
         return gone
 
     def get(self, wait: bool) -> tuple[Any, int]:
-        """The next item (None: there is none now, or none any more) and how many waited, this one included."""
+        """Return the next item (None: none now, or none any more) and the queue's length, this item included."""
         self._check()
         if self.closed:
             return None, 0
@@ -149,11 +149,11 @@ class _Channel:
         return item, self._items.qsize() + 1
 
     def close(self) -> None:
-        """No further item comes."""
+        """Announce that no further item comes."""
         self._items.put(None)
 
     def stop(self) -> None:
-        """Whoever waits here, or will, gets `Stopped`."""
+        """Make all threads that wait here, or will, get `Stopped`."""
         self._stopped = True
         self._places.put(None)
         self._items.put(None)
@@ -181,7 +181,7 @@ class _Order:
         self._done: dict[int, tuple[int, int, list[Any]]] = {}
 
     def take(self, channel: _Channel) -> tuple[Any, int, int]:
-        """The channel's next item (None: there is none any more), its number and how many waited."""
+        """Return the channel's next item (None: none any more), its number and the length of the queue."""
         with self._taking:
             self._tickets.get()
             item, waiting = channel.get(wait=True)
@@ -205,13 +205,13 @@ class _Order:
                 self._tickets.put(None)
 
     def leave(self) -> bool:
-        """A lane has no more to do; True for the last one."""
+        """End a lane; return whether it was the last one."""
         with self._handing:
             self._lanes -= 1
             return not self._lanes
 
     def stop(self) -> None:
-        """Whoever waits for its turn goes on."""
+        """Let the threads that wait for their turn go on."""
         self._tickets.put(None)
 
 
@@ -230,7 +230,7 @@ class Stages:
         self._first = name
 
     def actions(self) -> list[tuple[str, Callable[[], None]]]:
-        """What the threads of each stage do, the reader first."""
+        """Return the actions of each stage's threads, the reader first."""
         working: list[tuple[str, Callable[[], None]]] = []
         for k, step in enumerate(self._steps):
             if k in self._orders:
@@ -240,7 +240,7 @@ class Stages:
         return [(self._first, self._read), *working]
 
     def stop(self) -> None:
-        """Every stage stops after the item that it is at."""
+        """Stop every stage after its current item."""
         for channel in self._channels:
             channel.stop()
         for order in self._orders.values():
@@ -292,7 +292,7 @@ class Stages:
             onward.close()
 
     def _onward(self, k: int) -> _Channel | None:
-        """The channel behind the step, None for the last one."""
+        """Return the channel behind the step, None for the last one."""
         return self._channels[k + 1] if k + 1 < len(self._channels) else None
 
 

@@ -45,7 +45,7 @@ class Answering:
     def detections(
         self, outputs: Mapping[str, np.ndarray], frames: list[Frame], size: tuple[int, int]
     ) -> list[Detections]:
-        """The boxes of each frame of a batch, in the frame's own pixels."""
+        """Return the boxes of each frame of a batch, in the frame's own pixels."""
         limits: dict[str, Any] = {"confidence": self.confidence, "iou": self.iou, "most": self.most}
         sizes = np.array([frame.size for frame in frames])
         aspects = [float(frame.picture.aspect) for frame in frames]
@@ -53,7 +53,7 @@ class Answering:
 
 
 def room_for(batch: int) -> int:
-    """How many batches of so many frames may wait for a stage: as many frames as elsewhere, and two at least."""
+    """Return the number of batches that may wait for a stage: as many frames as elsewhere, and at least two batches."""
     return max(2, DEPTH // batch)
 
 
@@ -77,8 +77,10 @@ class Prepare(Step):
 
     @staticmethod
     def arrays(preparation: Preparation, engine: Engine, threads: int) -> list[Any]:
-        """So many arrays that one is free again before its turn comes round: they wait, are in flight, being filled by
-        so many threads, and being read."""
+        """Return enough arrays that one is free again before its turn comes round.
+
+        Arrays wait, are in flight, being filled by `threads` threads, and being read.
+        """
         session = engine.session
         in_flight = AHEAD * engine.lanes if engine.lanes > 1 else session.slots
         count = room_for(preparation.batch) + in_flight + (filling(preparation.batch, threads) + 1) + 1
@@ -111,7 +113,7 @@ class Prepare(Step):
         return (self._complete(batch),)
 
     def _filled(self, most: int) -> list[Batch]:
-        """The batches that are full, so that at most so many are still being filled."""
+        """Return the batches that are full, and leave at most `most` being filled."""
         done = []
         while self._filling and (len(self._filling) > most or all(each.done() for each in self._filling[0][1])):
             batch, writing = self._filling.popleft()
@@ -125,7 +127,7 @@ class Prepare(Step):
         return batch
 
     def _next_batch(self) -> tuple[Batch, list[Future[None]]]:
-        """The frames that came as a batch, and the work of the threads that write them into it."""
+        """Return the pending frames as a batch, and the work of the threads that write them into it."""
         frames, feed = self._frames, self._feeds[self._turn % len(self._feeds)]
         self._turn, self._frames = self._turn + 1, []
         if self._pool is None:
@@ -135,7 +137,7 @@ class Prepare(Step):
         return Batch(frames, feed), [self._pool.submit(self._write, frames[k : k + share], feed, k) for k in starts]
 
     def _write(self, frames: list[Frame], feed: Any, place: int) -> None:
-        """The frames into the places from that one on."""
+        """Write the frames into the places from `place` on."""
         preparation = self._free.get()
         try:
             for number, frame in enumerate(frames):
@@ -145,7 +147,7 @@ class Prepare(Step):
 
 
 def filling(batch: int, threads: int) -> int:
-    """How many batches of so many frames so many threads write at once; none where there is one."""
+    """Return the number of batches of `batch` frames that `threads` threads write in parallel; 0 for one thread."""
     return -(-threads // min(threads, batch)) if threads > 1 else 0
 
 
@@ -171,12 +173,12 @@ class Engine:
         self._names: tuple[str, ...] = ()
 
     def call(self, action: Callable[[], T]) -> T:
-        """The action's result, from the engine's thread."""
+        """Run the action in the engine's thread and return its result."""
         in_it = threading.current_thread() is self._thread
         return action() if in_it else self._executor.submit(action).result()
 
     def answer(self, batch: Batch) -> Batch:
-        """The batch with its outputs, from the calling thread, which is one of several lanes."""
+        """Return the batch with its outputs, from the calling thread, which is one of several lanes."""
         slot = self._free.get()
         try:
             self.session.bind(batch.feed, slot)
@@ -196,7 +198,7 @@ class Engine:
         return slot
 
     def finish(self, batch: Batch, slot: int) -> Batch:
-        """The batch with its outputs; the slot is free again."""
+        """Return the batch with its outputs; the slot is free again."""
         batch.outputs, batch.names = self.call(lambda: self._outputs(slot)), self._names
         self._free.put(slot)
         return batch
@@ -210,11 +212,11 @@ class Engine:
         return self._copied(slot)
 
     def take_back(self, outputs: list[np.ndarray]) -> None:
-        """These outputs have been read: a later batch's go into the same memory, which is there already."""
+        """Take back outputs that have been read: a later batch's go into the same memory, already allocated."""
         self._spare.put(outputs)
 
     def _copied(self, slot: int) -> list[np.ndarray]:
-        """The slot's outputs, in memory that stays when the slot runs again."""
+        """Return a copy of the slot's outputs, which stays when the slot runs again."""
         outputs = self.session.fetch(slot)
         self._names, fetched = tuple(outputs), list(outputs.values())
         try:
@@ -285,7 +287,7 @@ class Keep:
         self.began, self.known, self.boxes = numbers(), numbers(), numbers()
 
     def add(self, frame: Frame) -> None:
-        """The next frame."""
+        """Add the next frame."""
         assert frame.detections is not None
         if self._file:
             self._file.write(json.dumps(line(frame)) + "\n")

@@ -66,7 +66,7 @@ class Tracker:
         return {str(kind): counted[kind] for kind in sorted(counted)}
 
     def _time(self, frame: Frame) -> float:
-        """The frame's time in seconds; a period after the last one where a source says none, or an earlier one."""
+        """Return the frame's time in seconds; a period after the last one if the source has none, or an earlier one."""
         if frame.seconds is not None and frame.seconds > self._seconds:
             self._seconds = frame.seconds
         else:

@@ -58,7 +58,7 @@ class TensorRT(Backend):
     files = (".onnx", *SUFFIXES)
 
     def refuse(self, trial: Trial) -> str:
-        """The base class's reasons, invalid options and batches, int8 without data."""
+        """Return the base class's reasons, invalid options and batches, or int8 and fp8 without data."""
         if reason := super().refuse(trial):
             return reason
         if trial.model.file.endswith(SUFFIXES):
@@ -76,11 +76,14 @@ class TensorRT(Backend):
         return NO_DATA.replace("int8", trial.precision) if quantised and not trial.data.folder else ""
 
     def reads(self, path: str) -> bool:
-        """An engine only where this product wrote it."""
+        """Return whether the file is readable; an engine only if this product wrote it."""
         return product_of(Path(path)) == self.product if path.endswith(SUFFIXES) else super().reads(path)
 
     def _route(self, trial: Trial, requested: Settings) -> str:
-        """Where types come from; `auto` is the graph: the version that will build is unknown here, and all read it."""
+        """Return the source of the types; raise a `UserError` if it doesn't fit the precision.
+
+        `auto` is the graph: the version that will build is unknown here, and all versions read it.
+        """
         route = "graph" if requested.route == "auto" else requested.route
         if route == "calibrator" and trial.precision != "int8":
             raise UserError(f"route=calibrator is for int8, not {trial.precision}")
@@ -94,7 +97,7 @@ class TensorRT(Backend):
         return "graph" if trial.precision in ("fp32", "tf32") else route
 
     def recipe(self, trial: Trial) -> Recipe:
-        """ONNX to engine, built where it runs; a model that is an engine already is used as it is.
+        """Return the recipe from ONNX to engine, built where it runs; a model that is an engine is used as it is.
 
         A dynamic profile leaves the trial's batch out, so that all batches share one engine.
         """
@@ -125,19 +128,19 @@ class TensorRT(Backend):
         return routed(parent_trial, "tensorrt", lambda file: replace(engine, parent=file), static=static)
 
     def prepare(self, trial: Trial) -> None:
-        """The product's library."""
+        """Load the product's library."""
         library.load(self.product)
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
-        """An execution context per slot, on the trial's GPU; see `run.TensorRTSession` for its errors."""
+        """Return a session with a context per slot, on the trial's GPU; see `run.TensorRTSession` for its errors."""
         from dyno.worker.backends.tensor_rt.run import TensorRTSession
 
         return TensorRTSession(trial, artifact, self.product)
 
     def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
-        """The layers that the build listed beside the engine, which needs no GPU; else what the engine says itself.
+        """Return the layers that the build listed beside the engine, which needs no GPU; else those that it reports.
 
-        Raises `UserError` for an engine that doesn't say what its layers are, and what `given` does.
+        Raises `UserError` for an engine that doesn't report its layers, and the errors of `given`.
         """
         return inside(self.product, artifact.path if artifact else trial.model.file, trial.runtime.device)
 

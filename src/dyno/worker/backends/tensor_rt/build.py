@@ -108,7 +108,7 @@ def _opened(product: str, recipe: Recipe, parent: Artifact, folder: Path) -> Ite
 
 
 def _device(trt: Any, name: str) -> Device | None:
-    """The GPU to build on, or None where TensorRT-RTX builds without one."""
+    """Return the GPU to build on, or None where TensorRT-RTX builds without one."""
     try:
         return Device(name)
     except Unavailable:
@@ -137,13 +137,12 @@ def _inputs(job: Build) -> tuple[Tensor, ...]:
 
 
 def _io(job: Build) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """The engine's inputs and outputs."""
     outputs = tuple(_tensor(job, job.network.get_output(i)) for i in range(job.network.num_outputs))
     return _inputs(job), outputs
 
 
 def _tensor(job: Build, tensor: Any) -> Tensor:
-    """A tensor of the network; a free dimension has its name in the ONNX file."""
+    """Return a tensor of the network; a free dimension has its name in the ONNX file."""
     onnx_shape = {t.name: t.shape for t in (*job.parent.inputs, *job.parent.outputs)}.get(tensor.name, ())
     sizes = [int(n) for n in tensor.shape]
     names = [n if isinstance(n, str) and n else f"{tensor.name}_{axis}" for axis, n in enumerate(onnx_shape)]
@@ -205,7 +204,7 @@ def _build_and_list(job: Build, path: Path, report: Report) -> tuple[list[layers
 
 
 def _build_plan(job: Build, report: Report) -> tuple[bytes, float]:
-    """The serialised engine and the seconds of its build."""
+    """Build the engine; return it serialised, and the seconds of its build."""
     stop = threading.Event()
     watched = library.watch(job.trt, job.config, report, stop.is_set)
     begin = time.perf_counter()
@@ -283,7 +282,7 @@ def _made_by(job: Build, listed: Sequence[layers.Layer]) -> MadeBy:
 
 
 def _warnings(job: Build) -> list[str]:
-    """The library's warnings, each kind once, without those of every build."""
+    """Return the library's warnings, each kind once, without those of every build."""
     messages = dict.fromkeys(" ".join(w.split())[:200] for w in job.log.warnings)
     relevant = [w for w in messages if not library.MEMORY.search(w) and not library.USUAL.search(w)]
     tactics = sum(bool(library.MEMORY.search(w)) for w in job.log.warnings)
@@ -296,7 +295,10 @@ def _warnings(job: Build) -> list[str]:
 
 
 def _check_precision(job: Build, made_by: MadeBy) -> MadeBy:
-    """A `UserError` for an engine in another precision than requested; one of unknown types gets a warning."""
+    """Raise a `UserError` for an engine in another precision than requested, unless mixed ones are allowed.
+
+    Such an engine, or one of unknown types, gets a warning.
+    """
     truth = made_by.precision_truth
     if truth is None or truth.ok:
         return made_by

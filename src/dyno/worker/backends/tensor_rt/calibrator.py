@@ -15,10 +15,10 @@ from dyno.worker.spec import Artifact, Recipe, UserError
 
 
 def calibrator(trt: Any, device: Any, method: str, images: CalibrationImages, folder: Path) -> Any:
-    """A calibrator (entropy: IInt8EntropyCalibrator2, minmax: IInt8MinMaxCalibrator) that is shown the images.
+    """Return a calibrator (entropy: IInt8EntropyCalibrator2, minmax: IInt8MinMaxCalibrator) fed with the images.
 
-    `failure` is what stopped it: the library swallows what a callback raises, and would go on with the ranges so far.
-    It reads no cache: which scales an engine has is decided by the recipe alone, so none can be stale. What it found is
+    `failure` is the exception that stopped it: the library swallows exceptions of callbacks, and would go on with the
+    ranges so far. It reads no cache: the recipe alone decides an engine's scales, so none can be stale. Its ranges are
     kept as FOLDER/calibration.cache.
     """
     kind: Any = library.calibrator_class(trt, method)
@@ -57,7 +57,10 @@ def calibrator(trt: Any, device: Any, method: str, images: CalibrationImages, fo
 
 
 def images_for(recipe: Recipe, parent: Artifact, shape: tuple[int, ...]) -> CalibrationImages:
-    """The recipe's calibration images in batches of the shape that the network calibrates on."""
+    """Return the recipe's calibration images in batches of the shape that the network calibrates on.
+
+    Raises a `UserError` for a model with several inputs.
+    """
     if len(parent.inputs) != 1:
         raise UserError("a calibrator feeds one image input; give route=graph for a model with several")
     tensor = replace(parent.inputs[0], shape=shape)

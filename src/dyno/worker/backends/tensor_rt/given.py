@@ -36,7 +36,7 @@ class EngineFormat(FileFormat):
         return product_of(path)
 
     def copy(self, made: Path, out: Path) -> None:
-        """Besides, the layers that the build listed, with the hash of the engine that they are of."""
+        """Copy the engine, and the layers that its build listed, with the engine's hash."""
         super().copy(made, out)
         listing = made.with_name(LISTING)
         if listing.is_file():
@@ -45,7 +45,7 @@ class EngineFormat(FileFormat):
             out.with_suffix(f".{LISTING}").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
     def read(self, path: str, trial: Trial) -> FileContents:
-        """Its precision is what most of its compute layers run in; fp32 where the engine doesn't say."""
+        """Read the engine; its precision is that of most of its compute layers, or fp32 if it reports no types."""
         opened = _opened(product_of(Path(path)), trial.runtime.device, path)
         types: Counter[str] = Counter(layers.by_type(opened.layers))
         most_common = next(iter(types.most_common(1)), ("float32", 0))[0]
@@ -57,16 +57,16 @@ ENGINE = EngineFormat()
 
 
 def product_of(path: Path) -> str:
-    """The product whose engine the file is, by its first bytes; TensorRT for any others."""
+    """Return the product whose engine the file is, by its first bytes; TensorRT for any others."""
     with open(path, "rb") as f:
         return "tensorrt_rtx" if f.read(4) == b"vtrt" else "tensorrt"
 
 
 def given(product: str, recipe: Recipe) -> Artifact:
-    """The model's own engine as an artifact: its tensors, layers and hash.
+    """Return the model's own engine as an artifact: its tensors, layers and hash.
 
-    Raises `UserError` with the library's reason for one of another version or GPU, or a file that isn't an engine;
-    `Unavailable` without a GPU, which an engine needs to be read.
+    Raises `UserError` with the library's reason for an engine of another version or GPU, or a file that isn't an
+    engine; `Unavailable` without a GPU, which an engine needs to be read.
     """
     path = Path(recipe.model.file)
     opened = _opened(product, recipe.runtime.device, str(path))
@@ -88,9 +88,9 @@ def given(product: str, recipe: Recipe) -> Artifact:
 
 
 def inside(product: str, path: str, device_name: str) -> Inside:
-    """An engine's layers: as its build listed them beside it, else as its inspector tells, which needs its GPU.
+    """Return an engine's layers: as its build listed them beside it, else from its inspector, which needs its GPU.
 
-    Raises `UserError` for an engine without layer information, and what `given` does.
+    Raises `UserError` for an engine without layer information, and the errors of `given`.
     """
     title = library.NAMES[product]
     if (listed := _listed(Path(path))) is not None:
@@ -105,7 +105,7 @@ def inside(product: str, path: str, device_name: str) -> Inside:
 
 
 def _listed(path: Path) -> list[layers.Layer] | None:
-    """The layers in a listing beside the engine; None without one, or where it is of another engine."""
+    """Return the layers in a listing beside the engine; None without one, or if it belongs to another engine."""
     in_cache, beside = path.with_name(LISTING), path.with_suffix(f".{LISTING}")
     if path.is_file() and beside.is_file():
         content = parse_json(beside.read_bytes())
@@ -129,7 +129,7 @@ class Opened:
 
 
 def _opened(product: str, device_name: str, path: str) -> Opened:
-    """The file's tensors and layers; see `given` for its errors."""
+    """Return the file's tensors and layers; see `given` for its errors."""
     from dyno.worker.backends.tensor_rt.run import deserialised, tensors
 
     trt, device = library.load(product), Device(device_name)
@@ -144,7 +144,10 @@ def _opened(product: str, device_name: str, path: str) -> Opened:
 
 
 def _batches(engine: Any) -> tuple[int, int, int]:
-    """Over all profiles; the best is the first profile's. A static engine's one batch three times."""
+    """Return the smallest, best and largest batch over all profiles; the best is the first profile's.
+
+    A static engine has its one batch three times.
+    """
     name = engine.get_tensor_name(0)
     fixed = int(engine.get_tensor_shape(name)[0]) if len(engine.get_tensor_shape(name)) else 1
     if fixed >= 0:

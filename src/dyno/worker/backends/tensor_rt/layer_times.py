@@ -29,7 +29,7 @@ SLOWEST = 5
 
 
 def watched(trt: Any, context: Any, launch: Callable[[], None], runs: int) -> list[dict[str, float]]:
-    """Seconds of each layer by its name in each of so many runs; empty where the library reports none.
+    """Return the seconds of each layer by name in each of `runs` runs; empty if the library reports none.
 
     `launch` runs the context once and returns when it is done. The context keeps the profiler: time nothing with it
     afterwards.
@@ -54,15 +54,15 @@ def watched(trt: Any, context: Any, launch: Callable[[], None], runs: int) -> li
 
 
 def profiled(trt: Any, context: Any, launch: Callable[[], None]) -> dict[str, float]:
-    """Median seconds of each layer by its name; see `watched`."""
+    """Return the median seconds of each layer by name; see `watched`."""
     runs = watched(trt, context, launch, RUNS)[1:]
     return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in dict.fromkeys(chain(*runs))}
 
 
 def of_layers(listed: Inside, runs: Sequence[Mapping[str, float]]) -> tuple[Inside, np.ndarray]:
-    """The engine's layers, and their seconds [runs, layers].
+    """Return the engine's layers, and their seconds [runs, layers].
 
-    A layer that no run reports is `skipped`. One that the list lacks stands at the end, with a name alone.
+    A layer that no run reports is `skipped`. A reported layer that the list lacks stands at the end, with a name alone.
     """
     reported = dict.fromkeys(chain(*runs))
     rows = {layer.name: k for k, layer in reversed([*enumerate(listed.layers)])}  # of equal names the first
@@ -79,7 +79,7 @@ def of_layers(listed: Inside, runs: Sequence[Mapping[str, float]]) -> tuple[Insi
 
 
 def by_operator(listed: Sequence[Layer], seconds: Mapping[str, float]) -> dict[str, float]:
-    """Share of the layers' time, by kind of layer, largest first."""
+    """Return each kind of layer's share of the layers' time, largest first."""
     types = {layer.name: layer.type for layer in listed}
     total = sum(seconds.values()) or 1.0
     shares: dict[str, float] = defaultdict(float)
@@ -89,7 +89,7 @@ def by_operator(listed: Sequence[Layer], seconds: Mapping[str, float]) -> dict[s
 
 
 def slowest(listed: Sequence[Layer], seconds: Mapping[str, float]) -> tuple[SlowLayer, ...]:
-    """The layers that take longest: name, kind, the type they compute in, tactic, and share of the layers' time."""
+    """Return the slowest layers: name, kind, the type they compute in, tactic, and share of the layers' time."""
     by_name = {layer.name: layer for layer in listed}
     total = sum(seconds.values()) or 1.0
     layers = []

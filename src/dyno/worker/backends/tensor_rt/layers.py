@@ -109,7 +109,7 @@ class Layer:
 
 
 def inspect(trt: Any, engine: Any) -> list[Layer]:
-    """The layers of a deserialised engine; complete if it was built with detailed profiling verbosity, as by Dyno."""
+    """Return the layers of a deserialised engine; complete if built with detailed profiling verbosity, as by Dyno."""
     inspector = engine.create_engine_inspector()
     text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
     del inspector  # TensorRT complains when the engine is freed first
@@ -117,7 +117,10 @@ def inspect(trt: Any, engine: Any) -> list[Layer]:
 
 
 def from_json(text: str) -> list[Layer]:
-    """The engine inspector's JSON. A layer of which only the name is reported has the type ""."""
+    """Parse the engine inspector's JSON; a layer reported by its name alone has the type "".
+
+    Raises a `UserError` if the text is not JSON.
+    """
     try:
         listed = json.loads(text, strict=False).get("Layers", [])
     except ValueError as e:
@@ -153,7 +156,7 @@ def _weights(entry: Any) -> Weights | None:
 
 
 def dtype_of(text: str) -> str:
-    """The type that a description of a format names, as NumPy calls it; "" when it names none."""
+    """Return the NumPy name of the type in a description of a format; "" if it names none."""
     return next((name for name, words in DTYPES.items() if re.search(rf"(?<![a-zA-Z])({words})\b", text, re.I)), "")
 
 
@@ -162,8 +165,10 @@ def _nodes(metadata: str) -> tuple[str, ...]:
 
 
 def named_nodes(name: str) -> tuple[str, ...]:
-    """The nodes in a layer's name, where the library has no other word for them: those of a fused layer, and of a whole
-    subgraph (`{ForeignNode[a...b]}`) the first and the last."""
+    """Return the nodes in a layer's name, for layers without other information on them.
+
+    They are all nodes of a fused layer, and the first and the last of a subgraph (`{ForeignNode[a...b]}`).
+    """
     inner = WRAPPED.sub(r"\1", name)
     parts = re.split(r" \+ | \|\| |, |\.\.\.(?=[/\w(])", inner.replace(POINTWISE, ""))
     bare = [part.rstrip(")") for part in parts] if POINTWISE in inner else parts
@@ -171,7 +176,7 @@ def named_nodes(name: str) -> tuple[str, ...]:
 
 
 def from_log(text: str) -> list[Layer]:
-    """The listing in the verbose log of a build: one `Name: …, LayerType: …, Inputs: [ … ]` a line."""
+    """Parse the listing in the verbose log of a build: one `Name: …, LayerType: …, Inputs: [ … ]` a line."""
     return [_logged(line) for line in text.splitlines() if line.startswith("Name: ") and ", LayerType: " in line]
 
 
@@ -214,14 +219,17 @@ def _ports(text: str) -> tuple[Port, ...]:
 
 
 def _largest(constants: Iterable[Port]) -> Weights | None:
-    """The largest constant with more than one dimension above 1: scales, biases and scalars are not weights."""
+    """Return the largest constant with more than one dimension above 1: scales, biases and scalars are not weights."""
     candidates = [port for port in constants if sum(size > 1 for size in port.shape) > 1]
     best = max(candidates, key=lambda port: math.prod(port.shape), default=None)
     return Weights(best.dtype, math.prod(best.shape)) if best else None
 
 
 def compute(listed: Sequence[Layer]) -> list[Layer]:
-    """Convolutions, matrix products and the like, opaque subgraphs too; products of indices and shapes are left out."""
+    """Return convolutions, matrix products and the like, opaque subgraphs too.
+
+    Products of indices and shapes are left out.
+    """
     computing = [layer for layer in listed if layer.computes or OPAQUE.search(layer.type)]
     return [layer for layer in computing if layer.computed_in in (*COMPUTED, UNKNOWN)]
 
@@ -232,13 +240,16 @@ def by_type(listed: Sequence[Layer]) -> dict[str, int]:
 
 
 def kept_wide(listed: Sequence[Layer]) -> list[str]:
-    """Names of the compute layers that stayed in float32."""
+    """Return the names of the compute layers that stayed in float32."""
     return [layer.name for layer in compute(listed) if layer.computed_in == "float32"]
 
 
 def summary(listed: Sequence[Layer], requested: str) -> Layers:
-    """Facts of a record; the layers in float32 of a lower precision, and the number of weights and biases where the
-    library counts them."""
+    """Return the facts of a record.
+
+    They include the layers in float32 of a lower precision, and the number of weights and biases if the library counts
+    them.
+    """
     return Layers(
         layers=len(listed),
         layers_by_type=by_type(listed),
@@ -251,7 +262,10 @@ def summary(listed: Sequence[Layer], requested: str) -> Layers:
 
 
 def notes(listed: Sequence[Layer], requested: str, time_by_operator: Mapping[str, float] | None = None) -> list[str]:
-    """Sentences about what keeps the engine from being faster; shares of time come from a profile, if there was one."""
+    """Return sentences on the causes that keep the engine from being faster.
+
+    Shares of time come from a profile, if there was one.
+    """
     moving = [layer for layer in listed if layer.moves]
     converters = {layer.type for layer in moving} - {layer.type for layer in listed if not layer.moves}
     kinds = [(layer.type, layer.computed_in) for layer in compute(listed)]
@@ -262,17 +276,17 @@ def notes(listed: Sequence[Layer], requested: str, time_by_operator: Mapping[str
 
 
 def as_json(listed: Sequence[Layer]) -> list[dict[str, Any]]:
-    """The layers for layers.json."""
+    """Return the layers for layers.json."""
     return [asdict(layer) for layer in listed]
 
 
 def from_listing(listed: Iterable[Any]) -> list[Layer]:
-    """The layers of a layers.json."""
+    """Return the layers of a layers.json."""
     return [spec.from_json(Layer, one) for one in listed]
 
 
 def inside(listed: Sequence[Layer], library: str) -> Inside:
-    """The layers as facts; parameters are counted where the library counts them."""
+    """Return the layers as facts; parameters are counted where the library counts them."""
     made = [
         facts.Layer(
             name=layer.name,

@@ -40,7 +40,7 @@ TYPES = {"FLOAT": "float32", "HALF": "float16", "BF16": "bfloat16", "FP8": "floa
 
 @lru_cache(maxsize=2)
 def load(product: str) -> Any:
-    """The library's module (`tensorrt` or `tensorrt_rtx`); `Unavailable` with what to install."""
+    """Import the library's module (`tensorrt` or `tensorrt_rtx`); raise `Unavailable` with the package to install."""
     flags = sys.getdlopenflags()
     # TensorRT 8's plugin library names functions of cuBLAS and cuDNN that are never called here.
     sys.setdlopenflags(os.RTLD_LAZY)
@@ -56,12 +56,15 @@ def load(product: str) -> Any:
 
 
 def title(trt: Any) -> str:
-    """Name and version, e.g. `TensorRT 8.6.0`."""
+    """Return the library's name and version, e.g. `TensorRT 8.6.0`."""
     return f"{NAMES[trt.__name__]} {trt.__version__}"
 
 
 def is_rtx(trt: Any) -> bool:
-    """TensorRT-RTX builds without a GPU and compiles kernels on the device that runs the engine."""
+    """Return whether the library is TensorRT-RTX.
+
+    It builds without a GPU and compiles kernels on the device that runs the engine.
+    """
     return bool(trt.__name__ == "tensorrt_rtx")
 
 
@@ -114,7 +117,7 @@ def _logger(trt: Any) -> Any:
             return reason(self.errors)
 
         def complaint(self) -> str:
-            """The errors so far, which ended nothing, in one line or ""; they are then cleared."""
+            """Return the non-fatal errors so far, in one line or "", and clear them."""
             sentence, self.errors = reason(self.errors) if self.errors else "", []
             return sentence
 
@@ -122,7 +125,7 @@ def _logger(trt: Any) -> Any:
 
 
 def reason(errors: list[str]) -> str:
-    """One line from an action's errors: the first on memory, else the first, which caused the others."""
+    """Return one line from an action's errors: the first on memory, else the first, which caused the others."""
     relevant = [e for e in errors if not NO_DRIVER.search(e) and WORDS.search(e)] or errors
     first = next((e for e in relevant if MEMORY.search(e)), relevant[0] if relevant else "the library gave no reason")
     text = " ".join(first.split())
@@ -132,7 +135,7 @@ def reason(errors: list[str]) -> str:
 
 
 def new_network(trt: Any, builder: Any, typed: bool) -> Any:
-    """An empty network: strongly typed (types are the graph's) if `typed`, with an explicit batch."""
+    """Return an empty network: strongly typed (types are the graph's) if `typed`, with an explicit batch."""
     flag_names = trt.NetworkDefinitionCreationFlag
     flags = 0
     if typed:
@@ -143,7 +146,7 @@ def new_network(trt: Any, builder: Any, typed: bool) -> Any:
 
 
 def is_typed(trt: Any, route: str) -> bool:
-    """Whether a network of that route is strongly typed: TensorRT 8 has none, and flags need one that isn't."""
+    """Return whether a network of that route is strongly typed: TensorRT 8 has none, and flags need one that isn't."""
     return route == "graph" and hasattr(trt.NetworkDefinitionCreationFlag, "STRONGLY_TYPED")
 
 
@@ -240,7 +243,10 @@ def _compatibility(trt: Any, requested: str) -> Any:
 
 
 def calibrator_class(trt: Any, method: str) -> Any:
-    """The library's calibrator of that method (entropy, minmax); `Unavailable` from TensorRT 11 on and in RTX."""
+    """Return the library's calibrator class for the method (entropy, minmax).
+
+    Raises `Unavailable` from TensorRT 11 on and in RTX.
+    """
     name = {"entropy": "IInt8EntropyCalibrator2", "minmax": "IInt8MinMaxCalibrator"}[method]
     if not hasattr(trt, name):
         raise Unavailable(f"{title(trt)} has no calibrator; give route=graph")
@@ -274,7 +280,7 @@ def watch(trt: Any, config: Any, report: Callable[[str], None], stopped: Callabl
 
 
 def parse_error(parser: Any, log: Any) -> str:
-    """Why the parser failed, in one line with the node and its operator where there is one."""
+    """Return the reason why the parser failed, in one line with the node and its operator, if known."""
     if not parser.num_errors:
         return str(log.reason())
     error, log_text = parser.get_error(0), "\n".join(log.errors)
@@ -290,13 +296,16 @@ def parse_error(parser: Any, log: Any) -> str:
 
 
 def dtype_name(kind: Any) -> str:
-    """A tensor's type by its NumPy name, e.g. float16; types that NumPy lacks by their usual name."""
+    """Return a tensor's type by its NumPy name, e.g. float16; types that NumPy lacks by their usual name."""
     name = str(kind.name)
     return TYPES.get(name, name.lower())
 
 
 def timing_cache(trt: Any, config: Any, content: bytes) -> Any:
-    """A timing cache with that content set in the config, or None where it doesn't fit or the library has none."""
+    """Set a timing cache with that content in the config and return it.
+
+    Return None if it doesn't fit or the library has none.
+    """
     if is_rtx(trt):
         return None
     cache = config.create_timing_cache(content)
@@ -304,7 +313,7 @@ def timing_cache(trt: Any, config: Any, content: bytes) -> Any:
 
 
 def new_runtime(trt: Any, log: Any) -> Any:
-    """A runtime that also takes version-compatible engines, which bring code of their own."""
+    """Return a runtime that also accepts version-compatible engines, which contain code."""
     runtime = trt.Runtime(log)
     if hasattr(runtime, "engine_host_code_allowed"):
         runtime.engine_host_code_allowed = True
@@ -312,13 +321,16 @@ def new_runtime(trt: Any, log: Any) -> Any:
 
 
 def device_memory(engine: Any) -> int:
-    """Bytes of scratch memory that one execution context needs."""
+    """Return the bytes of scratch memory that one execution context needs."""
     name = "device_memory_size_v2" if hasattr(engine, "device_memory_size_v2") else "device_memory_size"
     return int(getattr(engine, name))
 
 
 def output_allocator(trt: Any, device: Any) -> Any:
-    """Allocates an output whose size depends on the run; `address` and `shape` are those of the last run."""
+    """Return an allocator of outputs whose size depends on the run.
+
+    `address` and `shape` are those of the last run.
+    """
 
     class Allocator(trt.IOutputAllocator):  # type: ignore[misc]
         def __init__(self) -> None:

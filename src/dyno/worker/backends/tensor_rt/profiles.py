@@ -22,9 +22,9 @@ SHAPE = re.compile(r"\d+(x\d+)*")
 
 
 def profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Profile]:
-    """The profiles in the text, with a range for every input.
+    """Parse the profiles in the text, with a range for every input.
 
-    Sizes the text leaves open come from `dims`, a free batch (`dims.batch` 0) from the file's own. Raises `UserError`
+    Sizes missing in the text come from `dims`, a free batch (`dims.batch` 0) from the file's own. Raises `UserError`
     for text that isn't a profile, min > opt or opt > max, the wrong rank, an unknown input, and another size for a
     fixed dimension.
     """
@@ -38,7 +38,7 @@ def profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Profile]:
 
 
 def batch_range(text: str) -> tuple[int, int, int] | None:
-    """Min, opt and max of one profile in the batch form, None for the other forms."""
+    """Return min, opt and max of one profile in the batch form, None for the other forms."""
     if not BATCHES.fullmatch(text):
         return None
     sizes = [int(size) for size in text.split(":")]
@@ -53,7 +53,7 @@ def batch_range(text: str) -> tuple[int, int, int] | None:
 
 
 def outside(text: str, batch: int) -> str:
-    """Why no profile of the text takes the batch, or "" when one does or only the engine has them. Pure."""
+    """Return why no profile of the text takes the batch, or "" if one does or only the engine has them. Pure."""
     if text == STATIC:
         return ""
     ranges = [batch_range(part) for part in text.split("|")]
@@ -65,18 +65,18 @@ def outside(text: str, batch: int) -> str:
 
 
 def fixed(parsed: Sequence[Profile], name: str) -> tuple[int, ...]:
-    """The input's shape as the network has it: a size where all profiles agree on one, -1 where they don't."""
+    """Return the input's shape in the network: a size where all profiles agree on one, else -1."""
     ends = [shape for profile in parsed for shape in profile[name]]
     return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*ends, strict=True))
 
 
 def is_static(parsed: Sequence[Profile]) -> bool:
-    """Whether every size is fixed, so that the engine needs no profile."""
+    """Return whether every size is fixed, so that the engine needs no profile."""
     return all(-1 not in fixed(parsed, name) for name in parsed[0])
 
 
 def as_text(parsed: Sequence[Profile]) -> list[dict[str, list[list[int]]]]:
-    """The profiles for a record: min, opt and max by input."""
+    """Return the profiles for a record: min, opt and max by input."""
     return [{name: [list(shape) for shape in ends] for name, ends in profile.items()} for profile in parsed]
 
 

@@ -54,7 +54,7 @@ class TensorRTSession(DeviceSession):
         self.reshape(wanted)
 
     def _check_tensors(self, artifact: Artifact | None) -> tuple[Tensor, ...]:
-        """The engine's inputs; a `UserError` where its tensors aren't those of the artifact's record."""
+        """Return the engine's inputs; raise a `UserError` if its tensors differ from those in the artifact's record."""
         sides = tensors(self._trt, self._engine)
         if artifact and artifact.inputs:
             recorded = {t.name: (t.dtype, len(t.shape)) for t in (*artifact.inputs, *artifact.outputs)}
@@ -66,7 +66,7 @@ class TensorRTSession(DeviceSession):
         return sides[0]
 
     def _shapes_of(self, inputs: tuple[Tensor, ...], trial: Trial) -> dict[str, Shape]:
-        """The shapes of the trial, where the engine's profiles have them."""
+        """Return the trial's shapes; raise a `UserError` for one outside the engine's profiles."""
         dims = trial.dims
         if not dims.batch:  # any batch of the profile: begin with the one it was tuned for
             axis = dims.batch_axis(inputs[0].name, inputs[0].shape) or 0
@@ -98,7 +98,7 @@ class TensorRTSession(DeviceSession):
         return low, opt, high
 
     def _new_contexts(self) -> list[Any]:
-        """A context for each slot; fewer where memory runs out or a profile can't be shared."""
+        """Return a context for each slot; fewer if memory runs out or a profile can't be shared."""
         contexts: list[Any] = []
         for _ in range(self.slots):
             context = self._engine.create_execution_context()
@@ -111,7 +111,10 @@ class TensorRTSession(DeviceSession):
         return contexts
 
     def _select_profile(self, shapes: Mapping[str, Shape]) -> int:
-        """The first profile that has the shapes, set in every context."""
+        """Set the first profile that has the shapes in every context, and return its number.
+
+        Where the profile can't be shared, the other contexts are dropped.
+        """
         profile = next(p for p in range(self._profiles) if self._in_profile(p, shapes))
         if not self._dynamic:
             return profile
@@ -136,7 +139,7 @@ class TensorRTSession(DeviceSession):
         return any(isinstance(n, str) for tensor in self.inputs for n in tensor.shape)
 
     def _room_of(self, shapes: Mapping[str, Shape]) -> dict[str, int]:
-        """Bytes of every tensor at its largest: what its profile allows, so that a change of shape needs no memory."""
+        """Return the bytes of every tensor at its largest, as its profile allows: a change of shape needs no memory."""
         context = self._contexts[0]
         for name, shape in shapes.items():
             context.set_input_shape(name, self._largest(name, shape))
@@ -200,7 +203,7 @@ class TensorRTSession(DeviceSession):
             self._raise(f"{self._trial.label} can't be run")
 
     def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
-        """Shapes as the context knows them for the shapes that are fed; see `DeviceSession.results`."""
+        """Return the shapes that the context has for the shapes of the inputs; see `DeviceSession.results`."""
         if not self._results[slot]:
             self._results[slot] = self._result_tensors(slot)
         results_ = self._results[slot]
@@ -224,7 +227,7 @@ class TensorRTSession(DeviceSession):
         raise UserError(f"{what}: {reason}")
 
     def facts(self) -> EngineFacts:
-        """The engine's own facts: layers, their types and times, memory, and how it was run.
+        """Return the engine's own facts: layers, their types and times, memory, and the options of its run.
 
         Nothing may be timed afterwards: the first slot's context keeps its profiler.
         """
@@ -251,7 +254,7 @@ class TensorRTSession(DeviceSession):
         self.device.synchronize()
 
     def profile(self, runs: int) -> LayerTimes:
-        """The engine's layers by TensorRT's own profiler, in a context of their own where there is room for one."""
+        """Time the engine's layers with TensorRT's own profiler, in a separate context if there is room for one."""
         context, _allocators = self._new_context()  # which the library calls as long as the context lives
         whole = []
 
@@ -268,7 +271,7 @@ class TensorRTSession(DeviceSession):
         return LayerTimes(inside, seconds, np.array(whole[layer_times.DISCARDED :]), layer_times.NOTE)
 
     def run_for_counters(self) -> None:
-        """With TensorRT's own ranges, which have the layers' names, in a context of their own."""
+        """Run with TensorRT's own ranges, named by the layers, in a separate context."""
         context, _allocators = self._new_context()
         # Else a range holds all that is known of its layer, as JSON whose quotes ncu writes into its CSV as they are.
         context.nvtx_verbosity = self._trt.ProfilingVerbosity.LAYER_NAMES_ONLY
@@ -277,8 +280,10 @@ class TensorRTSession(DeviceSession):
             self._run_directly(context)
 
     def _new_context(self) -> tuple[Any, dict[str, Any]]:
-        """A context for the shapes that are fed, in the first slot's memory, with its allocators; the first slot's own
-        where memory runs out or its profile can't be shared."""
+        """Return a context for the bound shapes, in the first slot's memory, with its allocators.
+
+        Fall back to the first slot's own context if memory runs out or its profile can't be shared.
+        """
         context = self._engine.create_execution_context()
         if context is None:
             return self._contexts[0], {}
@@ -301,10 +306,10 @@ class TensorRTSession(DeviceSession):
 
 
 def deserialised(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
-    """The runtime and the engine in the file; a file that it refuses is a `UserError` with TensorRT's own reason.
+    """Return the runtime and the engine in the file; raise a `UserError` with TensorRT's reason if it rejects it.
 
-    An engine is executable content: this is called for files from the cache, whose hash was checked, and for files that
-    the user named.
+    An engine is executable content: this is called for files from the cache, after a check of their hash, and for files
+    named by the user.
     """
     file = Path(path)
     if not file.is_file():
@@ -325,7 +330,7 @@ def deserialised(trt: Any, log: Any, path: str) -> tuple[Any, Any]:
 
 
 def tensors(trt: Any, engine: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    """Inputs and outputs of an engine; a free dimension is named by its axis: `batch` for the first, else `dim1`…"""
+    """Return an engine's inputs and outputs; a free dimension is named by its axis: `batch` first, else `dim1`…."""
     sides: tuple[list[Tensor], list[Tensor]] = ([], [])
     for index in range(engine.num_io_tensors):
         name = engine.get_tensor_name(index)

@@ -41,7 +41,7 @@ class Settings:
 
     @classmethod
     def of(cls, options: Mapping[str, Option]) -> Settings:
-        """The settings among a trial's or a recipe's options; an invalid value is a `UserError`."""
+        """Return the settings among a trial's or a recipe's options; raise a `UserError` for an invalid value."""
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             if field.name in options:
@@ -56,7 +56,7 @@ class Settings:
         return settings
 
     def options(self) -> dict[str, Option]:
-        """What differs from the defaults, as options of a recipe."""
+        """Return the settings that differ from the defaults, as options of a recipe."""
         defaults = Settings()
         return {
             field.name: getattr(self, field.name)

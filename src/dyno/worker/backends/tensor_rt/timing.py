@@ -71,6 +71,6 @@ class TimingCache:
                 f.write(bytes(cache.serialize()))
 
     def to_record(self, log: Any) -> TimingUse:
-        """Whether earlier timings were used, why not, and the number of tactics timed in this build."""
+        """Return whether earlier timings were used, the reason if not, and the number of tactics timed here."""
         file = self.path.name if self.path else ""
         return TimingUse(self.used, file, log.timed, self.complaint)

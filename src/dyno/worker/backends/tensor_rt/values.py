@@ -14,7 +14,7 @@ SHAPES = re.compile(r".+:\d[\dx,]*")  # NAME:MIN,OPT,MAX, perhaps of several inp
 
 
 def _setting(name: str) -> Check:
-    """What `Settings.of` says of that option alone."""
+    """Return a check of this option alone, with the complaint of `Settings.of`."""
 
     def check(value: Option) -> str:
         try:

@@ -22,10 +22,10 @@ MODULE = "pytorch"  # the backend whose form is the module itself
 
 
 def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) -> Inside:
-    """The form that the trial's backend runs: "" is the ONNX graph.
+    """Read the form that the trial's backend runs: "" is the ONNX graph.
 
-    Of a module that nobody inspected yet, `options` have the user's word (see `inspect_model`) and the batch. Raises
-    `UserError` where it can't be read, `Unavailable` where it can't be read here.
+    For a module that has not been inspected yet, `options` contain the user's settings (see `inspect_model`) and the
+    batch. Raises `UserError` if it can't be read, `Unavailable` if it can't be read here.
     """
     if trial.backend == MODULE:
         return _module(trial, options)
@@ -37,7 +37,7 @@ def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) ->
 
 
 def _module(trial: Trial, options: Mapping[str, Any]) -> Inside:
-    """Without weights and without arithmetic where the module allows it, which takes a tenth of the time."""
+    """Read the module, without weights and arithmetic if it allows that, which takes a tenth of the time."""
     torch = import_torch()
     torch.set_num_threads(trial.runtime.threads)
     model, dims = trial.model, trial.dims
@@ -65,7 +65,7 @@ def _module(trial: Trial, options: Mapping[str, Any]) -> Inside:
 
 
 def _without_values(built: Any) -> Any:
-    """The module with its weights on the meta device; `.to` alone would make several of one that parts share."""
+    """Move the module with its weights to the meta device; `.to` alone would copy a shared weight several times."""
     shared: dict[int, list[tuple[Any, str]]] = {}
     for part in built.modules():
         for name, weight in part.named_parameters(recurse=False):
@@ -87,7 +87,7 @@ def _run(torch: Any, model: Any, dims: Dims) -> Inside:
 
 
 def _read(torch: Any, built: Any, model: Any, dims: Dims) -> Inside:
-    """The module's calls on an example of the model's inputs, on the device of its weights."""
+    """Read the module's calls on an example of the model's inputs, on the device of its weights."""
     device = next((p.device for p in built.parameters()), torch.device("cpu"))
     if not model.inputs:
         return module.read(built, torch.zeros(dims.batch, model.channels, dims.height, dims.width, device=device))
@@ -96,7 +96,7 @@ def _read(torch: Any, built: Any, model: Any, dims: Dims) -> Inside:
 
 
 def _moved(value: Any, device: Any) -> Any:
-    """Lists and dicts with their tensors on that device."""
+    """Return lists and dicts with their tensors on that device."""
     if isinstance(value, dict):
         return {key: _moved(each, device) for key, each in value.items()}
     if isinstance(value, (list, tuple)):

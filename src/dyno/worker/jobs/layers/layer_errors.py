@@ -31,7 +31,7 @@ TENSORS, ISOLATED, WITH_DELTAS = "tensors", "isolated", "with_deltas.onnx"  # fi
 
 
 def perform(job: Job, journal: Journal) -> None:
-    """The job of either kind: `reference` or `layer_errors`."""
+    """Run the job of either kind: `reference` or `layer_errors`."""
     if job.kind == "reference":
         store_reference(job, journal.folder, journal.stage)
     else:
@@ -106,8 +106,10 @@ def _check_common(comparison: Comparison) -> None:
 
 
 def _check_shapes(comparison: Comparison, named: Collection[str], path: str) -> None:
-    """A `UserError` where most of the tensors with a common name turned out to have other shapes: exporters number
-    tensors alike in every network."""
+    """Raise a `UserError` if most of the tensors with a common name have different shapes.
+
+    Exporters number the tensors of every network alike.
+    """
     inner = {*named} - {*comparison.graph.outputs}
     if len(inner & {*comparison.tensors}) < SAME_SHAPE * len(inner):
         raise UserError(f"most tensors of {path} have other shapes than the reference's of the same name, so these are "
@@ -115,7 +117,7 @@ def _check_shapes(comparison: Comparison, named: Collection[str], path: str) -> 
 
 
 def _run_unmodified(session: Session, comparison: Comparison) -> list[list[np.ndarray]]:
-    """The outputs of the engine's own file, with nothing marked or cut."""
+    """Return the outputs of the engine's own file, with nothing marked or cut."""
     kinds = {tensor.name: np.dtype(tensor.dtype) for tensor in session.inputs}
     feeds = comparison.stored.feeds([*kinds])
     try:
@@ -125,7 +127,7 @@ def _run_unmodified(session: Session, comparison: Comparison) -> list[list[np.nd
 
 
 def _layers(comparison: Comparison, folder: Path, report: Report, path: str) -> LayerErrors:
-    """Each layer's total error and its own, without the tensors that mean something else in the reference."""
+    """Return each layer's total error and its own, without the tensors that mean something else in the reference."""
     graph = comparison.graph
     sizes = reference.bytes_of(graph, {name: array.shape for name, array in comparison.feeds[0].items()})
     report("run the marked graph")
@@ -156,7 +158,7 @@ def _rows(
 
 
 def _retested(result: LayerErrors, comparison: Comparison, reference: Engine, always: bool) -> LayerErrors:
-    """With suspects and what the graph cut around them says, where the outputs disagree, or `always`."""
+    """Add the suspects and the results of the graph cut around them, if the outputs disagree or `always`."""
     limit = comparison.limits.error
     hidden = _beyond(result.unmodified, limit) and not _beyond(result.marked, limit)
     if not (_beyond(result.unmodified, limit) or _beyond(result.marked, limit) or always):

@@ -25,27 +25,30 @@ class Section:
     options: dict[str, str] = field(default_factory=dict)
 
     def error(self, text: str) -> UserError:
-        """An error that names the place."""
+        """Return an error that names the place."""
         return UserError(f"{self.path}, [{self.kind}] in line {self.line}: {text}")
 
     def text(self, name: str, default: str = "") -> str:
-        """An option, or its default where it isn't set."""
+        """Return an option, or its default if it isn't set."""
         return self.options.get(name, default)
 
     def number(self, name: str, default: int | None = None, least: int = 0, most: int = 1 << 16) -> int:
-        """A whole number within the limits; an error where it is missing without a default."""
+        """Return an option as a whole number.
+
+        Raises an error if it is missing without a default, no number, or beyond the limits.
+        """
         return self._read(name, default, int, least, most)
 
     def real(self, name: str, default: float) -> float:
-        """A number."""
+        """Return an option as a number."""
         return self._read(name, default, float, -1e9, 1e9)
 
     def numbers(self, name: str) -> list[int]:
-        """Whole numbers separated by commas; [] where the option isn't set."""
+        """Return an option's whole numbers, separated by commas; [] if it isn't set."""
         return self._all(name, int)
 
     def reals(self, name: str) -> list[float]:
-        """Numbers separated by commas; [] where the option isn't set."""
+        """Return an option's numbers, separated by commas; [] if it isn't set."""
         return self._all(name, float)
 
     def _read(self, name: str, default: Value | None, read: Callable[[str], Value], least: float, most: float) -> Value:
@@ -71,7 +74,7 @@ class Section:
 
 
 def read(path: str) -> list[Section]:
-    """The sections of the file, `[net]` first; a `UserError` for a file that is none of Darknet's."""
+    """Read the sections of the file, `[net]` first; raise a `UserError` for a file that isn't Darknet's."""
     file = Path(path)
     try:
         if file.stat().st_size > MOST_BYTES:

@@ -47,7 +47,7 @@ Layer = Callable[[Place, Section, Sequence[Value]], Value]
 
 
 def convolutional(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """A convolution with batch norm or bias, and an activation."""
+    """Add a convolution with batch norm or bias, and an activation."""
     (value,) = inputs
     filters, size = section.number("filters", 1, 1), section.number("size", 1, 1, 64)
     groups, dilation = section.number("groups", 1, 1), section.number("dilation", 1, 1, 64)
@@ -67,7 +67,10 @@ def convolutional(place: Place, section: Section, inputs: Sequence[Value]) -> Va
 
 
 def maxpool(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """Darknet pads `padding` pixels in all, of which the left and the upper side have the smaller half."""
+    """Add a maximum pooling.
+
+    Darknet pads `padding` pixels in all, of which the left and the upper side have the smaller half.
+    """
     (value,) = inputs
     stride = section.number("stride", 1, 1, 64)
     size = section.number("size", stride, 1, 64)
@@ -84,7 +87,7 @@ def maxpool(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
 
 
 def upsample(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """Each pixel `stride` times along both sides."""
+    """Add an upsampling that repeats each pixel `stride` times along both sides."""
     (value,) = inputs
     stride = section.number("stride", 2, 1, 64)
     layer = place.nn.Upsample(scale_factor=stride, mode="nearest")
@@ -92,7 +95,7 @@ def upsample(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
 
 
 def route(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """Channels of several layers behind each other, or one group of the channels of each."""
+    """Add the channels of several layers behind each other, or one group of the channels of each."""
     import torch
 
     groups, group = section.number("groups", 1, 1), section.number("group_id", 0)
@@ -110,7 +113,7 @@ def route(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
 
 
 def shortcut(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """The sum of layers of one shape."""
+    """Add the sum of layers of one shape."""
     if len({value.channels for value in inputs}) > 1:
         channels = " and ".join(str(value.channels) for value in inputs)
         raise section.error(f"it adds layers of {channels} channels; they must be equal")
@@ -124,7 +127,7 @@ def shortcut(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
 
 
 def yolo(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """Boxes of a grid's cells: see `boxes`."""
+    """Add the boxes of a grid's cells: see `boxes`."""
     (value,) = inputs
     classes, pixels = section.number("classes", 20, 1), section.reals("anchors")
     if len(pixels) % 2:
@@ -145,11 +148,10 @@ def yolo(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
 
 
 def boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: float, activated: bool) -> Any:
-    """B x (anchors * (5 + classes)) x H x W to B x (4 + classes) x (anchors * H * W).
+    """Decode boxes: B x (anchors * (5 + classes)) x H x W to B x (4 + classes) x (anchors * H * W).
 
     Centre, width and height are in input pixels, of which a cell has `stride` along a side; a score is the objectness
-    times the class's probability, as Darknet's detections have it. `activated`: by the convolution before
-    (`new_coords`).
+    times the class's probability, as in Darknet's detections. `activated`: by the convolution before (`new_coords`).
     """
     import torch
 
@@ -171,19 +173,19 @@ def boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: fl
 
 
 def avgpool(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """The mean over the image."""
+    """Add the mean over the image."""
     (value,) = inputs
     return Value(place.call(place.nn.AdaptiveAvgPool2d(1), value.node), value.channels, value.stride)
 
 
 def softmax(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """Probabilities of the classes."""
+    """Add the probabilities of the classes."""
     (value,) = inputs
     return Value(place.call(place.nn.Softmax(1), value.node), value.channels, value.stride)
 
 
 def dropout(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
-    """Nothing, in a network that answers."""
+    """Add nothing: dropout is off in inference."""
     return inputs[0]
 
 

@@ -17,7 +17,10 @@ REFERS = {"route": "layers", "shortcut": "from"}  # where a section names other 
 
 
 def reads(model: ModelSpec) -> bool:
-    """Whether the model's weights are Darknet's, which only its .cfg can place; a `UserError` without that."""
+    """Return whether the model's weights are Darknet's.
+
+    Raises a `UserError` without the .cfg, which alone can place them.
+    """
     stored = model.weights.endswith(weights.SUFFIX)
     if stored and not model.source.startswith("darknet:"):
         raise UserError(f"{model.weights} has Darknet's weights, which need the .cfg that they belong to as the model")
@@ -25,7 +28,7 @@ def reads(model: ModelSpec) -> bool:
 
 
 def build(model: ModelSpec, path: str, state: Mapping[str, Any] | None = None, *, free_batch: bool = False) -> Any:
-    """The network of a .cfg with random weights, or with those of a .weights file; others are applied to it later."""
+    """Build the network of a .cfg with random weights, or those of a .weights file; others are applied to it later."""
     network = _network(path)
     about: Purpose = network.purpose
     if model.channels != network.channels:
@@ -40,13 +43,13 @@ def build(model: ModelSpec, path: str, state: Mapping[str, Any] | None = None, *
 
 
 def facts(module: Any) -> Purpose:
-    """Task, classes and the stride; no task where the network has no boxes."""
+    """Return the task, the classes and the stride; no task if the network has no boxes."""
     purpose: Purpose = module.purpose
     return purpose
 
 
 def image_config(model: ModelSpec, path: str) -> tuple[Preprocess | None, tuple[int, int]]:
-    """How images are prepared for it, and the height and width that its [net] names."""
+    """Return the preprocessing of images (None without a yolo layer), and the height and width in its [net]."""
     head, *sections = cfg.read(path)
     boxes = any(section.kind == "yolo" for section in sections)
     return find_task("detect").preprocess(model.channels) if boxes else None, _size(head)
@@ -57,7 +60,7 @@ def _size(head: Section) -> tuple[int, int]:
 
 
 def _network(path: str) -> Any:
-    """The module: B x channels x H x W to B x (4 + classes) x boxes, or to B x classes where it has no yolo layer."""
+    """Build the module: B x channels x H x W to B x (4 + classes) x boxes, or to B x classes without a yolo layer."""
     import torch
 
     head, *sections = cfg.read(path)
@@ -86,7 +89,7 @@ def _network(path: str) -> Any:
 
 
 def _inputs(number: int, section: Section, image: Value, values: list[Value]) -> list[Value]:
-    """The values that the section's layer reads; negative numbers in the file count back from it."""
+    """Return the values that the section's layer reads; negative numbers in the file count back from it."""
     before = values[-1] if values else image
     if section.kind not in REFERS:
         return [before]

@@ -34,7 +34,7 @@ class Values:
         self._values = np.memmap(file, FLOAT, "r", begin, (self.left,)) if self.left else np.empty(0, FLOAT)
 
     def take(self, shape: tuple[int, ...], what: str) -> np.ndarray:
-        """The next values; a `UserError` where there are fewer, with `what` they were for."""
+        """Return the next values in that shape; raise a `UserError`, with their purpose `what`, if too few are left."""
         count = int(np.prod(shape))
         if count > self.left:
             raise UserError(

@@ -77,7 +77,7 @@ class VideoSource(Source):
             self.left = packets
 
     def _packets(self, container: Any, streams: list[Any]) -> Iterator[Any]:
-        """The packets until the file ends, be it in the middle of one, or a stream goes away."""
+        """Yield the packets until the file ends, even in the middle of one, or a stream goes away."""
         import av
 
         packets = container.demux(streams)
@@ -102,8 +102,10 @@ class VideoSource(Source):
 
 
 def opened(place: str, device: str = "") -> Any:
-    """The container of a video, to be decoded by that GPU or by FFmpeg; a `UserError` for a file that is none, has no
-    pictures or an unknown codec."""
+    """Open the container of a video, for decoding by that GPU or by FFmpeg.
+
+    Raises a `UserError` for a file that isn't a video, has no pictures or an unknown codec.
+    """
     import av
 
     options = {"hwaccel": surfaces.accelerator(device)} if device else {}
@@ -149,7 +151,7 @@ def _videos(container: Any) -> list[Any]:
 
 
 def _unreadable(place: str, e: Exception) -> Exception:
-    """What is wrong with the file, for whoever gave it."""
+    """Return the error about an unreadable file, in the user's terms."""
     if isinstance(e, OSError):
         return UserError(f"{place} can't be read: {e.strerror}")
     if not isinstance(e, ValueError):

@@ -75,7 +75,7 @@ class VideoSink(Sink):
         self.written += 1
 
     def _video(self, picture: Picture) -> Any:
-        """The picture as the codec takes it."""
+        """Return the picture in the codec's form."""
         planes = picture.planes()
         if planes is None or self._stream.pix_fmt != PIXELS or planes.tags != self._tags:
             return self._of_rgb(picture.rgb())
@@ -88,7 +88,7 @@ class VideoSink(Sink):
         return video
 
     def _of_rgb(self, image: np.ndarray) -> Any:
-        """The image in the codec's pixels; for the usual ones OpenCV takes a quarter of the time that FFmpeg does."""
+        """Return the image in the codec's pixels; for the usual ones OpenCV takes a quarter of FFmpeg's time."""
         import av
         import cv2
 
@@ -121,7 +121,7 @@ class VideoSink(Sink):
         return self._notes
 
     def _begin(self, picture: Picture) -> None:
-        """The streams, now that the first picture says how large it is, and how its colours were made."""
+        """Create the streams, with the size and the colours of the first picture."""
         self._first = picture.height, picture.width
         height, width = self._size = self._written_size(picture)
         rate = Fraction(self._source.rate or USUAL_RATE).limit_denominator(1001)
@@ -169,7 +169,7 @@ class VideoSink(Sink):
         return picture.height, width
 
     def _pixels(self) -> str:
-        """The format of pixels that every player knows, or what the codec has in its place."""
+        """Return the pixel format that every player knows, or else the codec's own."""
         import av
 
         formats = [f.name for f in av.codec.Codec(self._codec, "w").video_formats or ()]
@@ -187,7 +187,7 @@ class VideoSink(Sink):
             self._notes.append(f"the sound ({name}) was left out: {self._path.suffix} can't hold it")
 
     def _time(self, frame: Frame) -> int:
-        """The frame's time, after the one before it, as containers want it."""
+        """Return the frame's time, later than the one before it, as containers require."""
         if frame.pts is not None and not self._counts:
             at = frame.pts
         elif frame.seconds is not None:
@@ -209,7 +209,10 @@ class VideoSink(Sink):
 
 
 def _encoder(av: Any, container: Any, path: Path, codec: str) -> str:
-    """The encoder by the user's name, else the container's own in its usual implementation."""
+    """Return the encoder by the user's name, else the container's own in its usual implementation.
+
+    Raises a `UserError` if it can't be used.
+    """
     name = codec or container.default_video_codec
     name = USUAL.get(name, name)
     try:
@@ -224,7 +227,7 @@ def _encoder(av: Any, container: Any, path: Path, codec: str) -> str:
 
 
 def _refusal(av: Any, name: str, suffix: str) -> str:
-    """Why there is no stream of that codec."""
+    """Return why there is no stream of that codec."""
     known = sorted(av.codec.codecs_available)
     if name in known:
         with suppress(ValueError):

@@ -21,12 +21,15 @@ SHARE_OF_LANES = 4, 8  # of the processors that preparing and post-processing ta
 
 
 def codec_threads() -> int:
-    """How many threads a codec gets: the stages are threads already, and those of a codec cost processor time."""
+    """Return a codec's number of threads: the stages are threads already, and a codec's cost processor time."""
     return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // SHARE))
 
 
 def lanes_beside(on_cpu: bool) -> int:
-    """How many threads prepare frames, and how many post-process them: on a CPU the engine takes the processors."""
+    """Return the number of threads that prepare frames, and of those that post-process them.
+
+    On a CPU the engine takes the processors.
+    """
     share = SHARE_OF_LANES[on_cpu]
     return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // share))
 
@@ -96,10 +99,13 @@ class Source(ABC):
 
     @abstractmethod
     def read(self, sound: bool = False) -> Iterator[Frame]:
-        """The frames in order, from the beginning at every call; with `sound` also the packets of sound before each."""
+        """Yield the frames in order, from the beginning at every call.
+
+        With `sound`, the packets of sound before each frame come with it.
+        """
 
     def template(self) -> Any:
-        """A container of its own with the same streams, to write others alike; None where the source is none."""
+        """Return a container of the same streams, as a template for writing; None if the source is no container."""
         return None
 
 
@@ -121,5 +127,5 @@ class Sink:
 
 
 def disk_full(e: BaseException) -> bool:
-    """Whether that is what went wrong; FFmpeg's errors have the same numbers."""
+    """Return whether a full disk is the cause; FFmpeg's errors have the same numbers."""
     return getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

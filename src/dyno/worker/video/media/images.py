@@ -69,7 +69,7 @@ class RawSource(Source):
             index += 1
 
     def _next(self) -> np.ndarray | None:
-        """The next frame, None at the end; a frame that ends too early counts as damaged."""
+        """Return the next frame, None at the end; a frame that ends too early counts as damaged."""
         if self._seen and self._readings > 1:
             return self._seen.popleft()
         size = int(np.prod(self._shape))

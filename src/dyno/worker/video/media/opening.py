@@ -25,9 +25,10 @@ STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "tcp", "srt", "mms")
 
 
 def prepare_libraries() -> None:
-    """OpenCV to one thread; `Unavailable` with what to install where it is missing.
+    """Set OpenCV to one thread; raise `Unavailable` with the package to install if it is missing.
 
-    FFmpeg is silent as PyAV has it: at any level its threads would call Python, and wait for whoever waits for them.
+    FFmpeg is silent, PyAV's default: at any level its threads would call Python, and wait for threads that wait for
+    them.
     """
     try:
         import cv2
@@ -51,12 +52,12 @@ def _keep_memory() -> None:
 
 
 def has_pyav() -> bool:
-    """Whether PyAV is installed, in a version that does what is needed of it."""
+    """Return whether PyAV is installed, in a sufficient version."""
     return _pyav() >= PYAV
 
 
 def old_pyav() -> str:
-    """A sentence where the PyAV that is installed is too old to be used; "" otherwise."""
+    """Return a sentence if the installed PyAV is too old to be used; "" otherwise."""
     if not (0,) < _pyav() < PYAV:
         return ""
     least = ".".join(map(str, PYAV))
@@ -66,7 +67,7 @@ def old_pyav() -> str:
 
 
 def _pyav() -> tuple[int, ...]:
-    """The major and minor version of the PyAV that is installed; (0,) of none."""
+    """Return the major and minor version of the installed PyAV; (0,) without one."""
     try:
         return tuple(map(int, metadata.version("av").split(".")[:2]))
     except (metadata.PackageNotFoundError, ValueError):
@@ -74,9 +75,9 @@ def _pyav() -> tuple[int, ...]:
 
 
 def source_of(text: str, options: VideoOptions, device: str = "") -> Source:
-    """What reads the source: a path, a URL, `camera:0`, or `pipe:3` for raw frames from that file descriptor.
+    """Return the reader of a source: a path, a URL, `camera:0`, or `pipe:3` for raw frames from that file descriptor.
 
-    A GPU named as `device` (`cuda:0`) decodes what it can.
+    A GPU named as `device` (`cuda:0`) decodes the streams that it can.
     """
     if text.startswith(PIPE):
         return RawSource(int(text.removeprefix(PIPE)), options.width, options.height, options.frame_rate)
@@ -97,7 +98,7 @@ def source_of(text: str, options: VideoOptions, device: str = "") -> Source:
 
 
 def sink_of(path: Path | None, source: Source, codec: str) -> Sink:
-    """What writes to that path, by what the source is and by the path's suffix."""
+    """Return the writer to that path, by the kind of the source and by the path's suffix."""
     if path is None:
         return Sink()
     if source.images and path.suffix.lower() in IMAGES:

@@ -41,7 +41,7 @@ class Layer:
     weights: Weights
 
     def value(self, colour: Colour) -> tuple[int, ...]:
-        """The colour as this layer's channels have it."""
+        """Return the colour in this layer's channels."""
         return _value(self.weights, colour)
 
 
@@ -68,26 +68,26 @@ class Picture(ABC):
 
     @abstractmethod
     def rgb(self) -> np.ndarray:
-        """As uint8, height x width x RGB, with what has been drawn; to be read only."""
+        """Return the picture as uint8, height x width x RGB, with its drawings; to be read only."""
 
     @abstractmethod
     def pixels(self) -> Pixels:
-        """As it is stored, which costs nothing, with what has been drawn."""
+        """Return the picture as it is stored, which costs nothing, with its drawings."""
 
     def planes(self) -> Planes | None:
-        """Itself as a decoder gave it to the host; None for one that was made otherwise."""
+        """Return the picture as a decoder gave it to the host; None for one that was made otherwise."""
         return None
 
     @abstractmethod
     def layers(self) -> tuple[Layer, ...]:
-        """What to draw on, so that the picture shows it."""
+        """Return the layers to draw on, so that the picture shows it."""
 
     @abstractmethod
     def copy(self) -> Picture:
-        """Another picture of the same pixels, with what has been drawn."""
+        """Return another picture of the same pixels, with its drawings."""
 
     def again(self) -> Picture:
-        """Another picture of the same pixels, for as long as nothing has been drawn on this one."""
+        """Return another picture of the same pixels; valid while nothing has been drawn on this one."""
         return self.copy()
 
 
@@ -150,7 +150,7 @@ class Planes(Picture):
         return Planes(self._decoded, self._convert, self.aspect)
 
     def video(self) -> Any:
-        """As a frame for an encoder, of even height and width: the last row and column are repeated where one lacks."""
+        """Return a frame for an encoder, of even height and width: a missing last row or column is a repeated one."""
         if self._own is None and (self.height % 2 or self.width % 2):
             self._own = self._copied()
         return self._own or self._decoded
@@ -167,7 +167,7 @@ class Planes(Picture):
 
 
 def blank(height: int, width: int) -> Any:
-    """A frame of PyAV's in `PIXELS` with nothing in it, of that height and width, or one more where that is odd.
+    """Return an empty PyAV frame in `PIXELS`, of that height and width, or one more if that is odd.
 
     `VideoFrame.from_numpy_buffer` would spare a copy, but rounds heights to a multiple of four (PyAV 18.1).
     """
@@ -177,7 +177,7 @@ def blank(height: int, width: int) -> Any:
 
 
 def of_image(image: np.ndarray) -> Any:
-    """A frame of PyAV's in `PIXELS` and `ITU_601`, of RGB of even height and width."""
+    """Return a PyAV frame in `PIXELS` and `ITU_601`, from RGB of even height and width."""
     import cv2
 
     (height, width), made = image.shape[:2], blank(*image.shape[:2])
@@ -189,29 +189,29 @@ def of_image(image: np.ndarray) -> Any:
 
 
 def tags(decoded: Any) -> tuple[int, int, int]:
-    """FFmpeg's numbers of a frame's matrix, primaries and transfer characteristics."""
+    """Return FFmpeg's numbers of a frame's matrix, primaries and transfer characteristics."""
     names = ("colorspace", "color_primaries", "color_trc")
     return tuple(int(getattr(decoded, name, UNKNOWN)) for name in names)  # type: ignore[return-value]
 
 
 def fits(decoded: Any) -> bool:
-    """Whether `Planes` are made of such a frame: its pixels, their range and their matrix are the usual ones."""
+    """Return whether `Planes` can be made of such a frame: pixels, their range and their matrix are the usual ones."""
     return usual(decoded) and decoded.format.name == PIXELS and all(plane.line_size > 0 for plane in decoded.planes)
 
 
 def usual(decoded: Any) -> bool:
-    """Whether the range and the matrix of a frame's values are those that `weights` knows."""
+    """Return whether the range and the matrix of a frame's values are known to `weights`."""
     return int(decoded.colorspace) in (*SHARES, UNKNOWN) and int(decoded.color_range) != FULL_RANGE
 
 
 def planes_of(frame: Any) -> list[np.ndarray]:
-    """The planes of a frame of PyAV's, uint8, in its own memory."""
+    """Return the planes of a PyAV frame, uint8, in its own memory."""
     rows = [np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size) for plane in frame.planes]
     return [part[:, : plane.width] for part, plane in zip(rows, frame.planes, strict=True)]
 
 
 def matrix_of(number: int, height: int, width: int) -> int:
-    """The matrix of that number; where it isn't said, the one that players take for pictures of that size."""
+    """Return the matrix of that number; if it is unknown, the players' default for pictures of that size."""
     if number != UNKNOWN:
         return number
     return ITU_601 if width <= LARGEST_601[0] and height <= LARGEST_601[1] else ITU_709
@@ -219,7 +219,10 @@ def matrix_of(number: int, height: int, width: int) -> int:
 
 @lru_cache(maxsize=8)
 def weights(matrix: int) -> Weights:
-    """Brightness and both colours, from 16 to 235 and 240, of red, green and blue (ITU-T H.273, 8.3)."""
+    """Return the weights of red, green and blue in brightness and both colours (ITU-T H.273, 8.3).
+
+    Brightness is from 16 to 235, colours from 16 to 240.
+    """
     red, blue = SHARES[matrix]
     bright = np.array([red, 1 - red - blue, blue])
     bluish = (np.array([0, 0, 1]) - bright) / (2 * (1 - blue))

@@ -26,9 +26,9 @@ FORMAT = "cuda"  # FFmpeg's name of the decoder, and of the pixels it gives
 
 
 def accelerator(device: str) -> Any:
-    """For `av.open` in this thread: the decoder of that GPU (`cuda:0`), whose frames stay in PyTorch's context.
+    """Return for `av.open` in this thread the decoder of that GPU (`cuda:0`); frames stay in PyTorch's context.
 
-    Where it can't decode a stream FFmpeg's own decoder does, and frames are as always.
+    FFmpeg's own decoder takes over for a stream that the GPU can't decode, and frames are as always.
     """
     import torch
     from av.codec.hwaccel import HWAccel
@@ -42,7 +42,7 @@ def accelerator(device: str) -> Any:
 
 
 def suits(context: Any) -> bool:
-    """Whether frames of a codec's context can be `Surface`s: eight bits, 4:2:0, of even height and width."""
+    """Return whether frames of a codec's context can be `Surface`s: eight bits, 4:2:0, of even height and width."""
     return (
         context.format is not None and context.format.name == PIXELS and not (context.width % 2 or context.height % 2)
     )
@@ -66,14 +66,17 @@ class Surface(Picture):
         return ITU_601 if self._tags[0] == UNKNOWN else self._tags[0]
 
     def tensors(self) -> list[Any]:
-        """Height x width, and half of that x two, uint8, on the GPU, behind what PyTorch's default stream has to do."""
+        """Return height x width, and half of that x two, uint8, on the GPU.
+
+        They are valid behind the work queued on PyTorch's default stream.
+        """
         from torch.utils.dlpack import from_dlpack
 
         # The capsule itself: PyAV has no order of streams, and refuses the one that PyTorch would ask for.
         return [from_dlpack(plane.__dlpack__()) for plane in self._decoded.planes]
 
     def host(self) -> Planes:
-        """The same in the host's memory."""
+        """Return the same picture in the host's memory."""
         if self._host is None:
             light, colours = (tensor.cpu().numpy() for tensor in self.tensors())
             copied = blank(self.height, self.width)
