@@ -126,7 +126,7 @@ def takes_verbose(command: F) -> F:
         Progress.is_verbose = verbose
         command(*args, **values)
 
-    help_text = "Where output is no terminal, print a line for each job too."
+    help_text = "Off a terminal, print a line for each job."
     option = typer.Option("--verbose", "-v", help=help_text, rich_help_panel=OUTPUT)
     signature = inspect.signature(command, eval_str=True)
     parameters = [*signature.parameters.values(), _named("verbose", Annotated[bool, option], False)]
