@@ -147,14 +147,17 @@ def read(folder: Path, seconds: float) -> Verdict:
     )  # fmt: skip
 
 
-def demo(share: float, seed: int, *flags: str) -> Verdict:
-    """Run the demo beside the programs."""
+def demo(share: float, seed: int, keep: Path | None = None, *flags: str) -> Verdict | str:
+    """Run the demo beside the programs; return its last line where it failed. `keep` is a folder for its records."""
     with tempfile.TemporaryDirectory() as scratch, company(share, seed):
         begin = time.monotonic()
         command = [sys.executable, "-m", "dyno", "demo", "--out", "demo", *flags]
         done = subprocess.run(command, cwd=scratch, capture_output=True, text=True)
         seconds = time.monotonic() - begin
-        assert done.returncode in (0, 1), done.stderr
+        if keep:
+            shutil.copytree(Path(scratch, "demo"), keep / str(seed), ignore=shutil.ignore_patterns("*.npz", "*.png"))
+        if done.returncode not in (0, 1):
+            return done.stderr.strip().rpartition("\n")[2]
         return read(Path(scratch, "demo"), seconds)
 
 
@@ -163,11 +166,31 @@ def keep_to(groups: multiprocessing.Queue[list[int]]) -> None:
     os.sched_setaffinity(0, groups.get())
 
 
-def row(number: int, one: Verdict) -> list[str]:
-    """A row of the table."""
+def row(number: int, one: Verdict | str) -> list[str]:
+    """Return a row of the table."""
+    if isinstance(one, str):
+        return [str(number), "failed", one, "", "", ""]
     value, low, high = one.speedup
     ends = f"{value:.3g} [{low:.3g}, {high:.3g}]"
     return [str(number), one.winner, ends, one.word, str(one.rounds), f"{one.seconds / 60:.1f}"]
+
+
+def measure(asked: argparse.Namespace) -> list[Verdict | str]:
+    """Run the demos, as many at once as there are groups of processors."""
+    print(demo(0.0, 0, None, "--quick"), file=sys.stderr, flush=True)  # trains; the others find the files in the cache
+    processors = sorted(os.sched_getaffinity(0))
+    width = asked.cores or len(processors)
+    groups = [processors[k : k + width] for k in range(0, len(processors) - width + 1, width)]
+    queue: multiprocessing.Queue[list[int]] = multiprocessing.Queue()
+    for group in groups:
+        queue.put(group)
+    ended: list[Verdict | str] = []
+    with ProcessPoolExecutor(len(groups), initializer=keep_to, initargs=(queue,)) as pool:
+        seeds = range(asked.seed, asked.seed + asked.demos)
+        for one in pool.map(demo, itertools.repeat(asked.share), seeds, itertools.repeat(asked.keep)):
+            ended.append(one)
+            print(" ".join(row(len(ended), one)), file=sys.stderr, flush=True)
+    return ended
 
 
 def main() -> None:
@@ -177,6 +200,7 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--cores", type=int, default=0, help="of each demo (default: all, one demo after the other)")
     parser.add_argument("--demos", type=int, default=0, help="so many demos, each beside other bursts")
+    parser.add_argument("--keep", type=Path, help="folder for the demos' records")
     parser.add_argument("command", nargs=argparse.REMAINDER, help="-- COMMAND…")
     asked = parser.parse_args()
     if not asked.demos:
@@ -185,30 +209,17 @@ def main() -> None:
             parser.error("give --demos, or a command behind --")
         with company(asked.share, asked.seed):
             sys.exit(subprocess.run([shutil.which(command[0]) or command[0], *command[1:]]).returncode)
-    demo(0.0, 0, "--quick")  # trains the network and makes the files, which the others find in the cache
-    processors = sorted(os.sched_getaffinity(0))
-    width = asked.cores or len(processors)
-    queue: multiprocessing.Queue[list[int]] = multiprocessing.Queue()
-    groups = [processors[k : k + width] for k in range(0, len(processors) - width + 1, width)]
-    for group in groups:
-        queue.put(group)
-    with ProcessPoolExecutor(len(groups), initializer=keep_to, initargs=(queue,)) as pool:
-        seeds = range(asked.seed, asked.seed + asked.demos)
-        ended: list[Verdict] = []
-        for one in pool.map(demo, itertools.repeat(asked.share), seeds):
-            ended.append(one)
-            print(f"{len(ended)}/{asked.demos} {' '.join(row(len(ended), one)[1:])}", file=sys.stderr, flush=True)
+    ended = measure(asked)
     headings = ["demo", "fastest at batch 1", "speed-up", "verdict", "rounds", "minutes"]
-    print(
-        markdown_table(
-            headings, [row(n + 1, one) for n, one in enumerate(ended)], [True, False, True, False, True, True]
-        )
-    )
-    best, count = ended[0].equals, len(ended)
-    print(f"\nthe winner is among the best of the first demo in {sum(one.winner in best for one in ended)} of {count}")
-    print(f"its interval is within 15 % in {sum(one.is_narrow for one in ended)} of {count}")
-    soon = sum(one.word == FASTER and one.seconds <= SOON_S for one in ended)
-    print(f"decided within 5 minutes, starting and the report included, in {soon} of {count}")
+    rows = [row(n + 1, one) for n, one in enumerate(ended)]
+    print(markdown_table(headings, rows, [True, False, True, False, True, True]))
+    verdicts = [one for one in ended if isinstance(one, Verdict)]
+    best = verdicts[0].equals if verdicts else frozenset()
+    right, narrow = sum(one.winner in best for one in verdicts), sum(one.is_narrow for one in verdicts)
+    print(f"\nthe winner is among the best of the first demo in {right} of {len(ended)}")
+    print(f"its interval is within 15 % in {narrow} of {len(ended)}")
+    soon = sum(one.word == FASTER and one.seconds <= SOON_S for one in verdicts)
+    print(f"decided within 5 minutes, starting and the report included, in {soon} of {len(ended)}")
 
 
 if __name__ == "__main__":
