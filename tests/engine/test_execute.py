@@ -249,8 +249,9 @@ def test_two_at_once_and_an_interrupt(tmp_path: Path, number: int) -> None:
         f"dyno: {tmp_path} is in use by another dyno (process {first.pid}); wait for it or give another --out\n"
     )
     first.send_signal(number)
-    _, err = first.communicate(timeout=1200)
+    out, err = first.communicate(timeout=1200)
     assert first.returncode == 130
+    assert "fake@latency_ms" in out and "Stopped early, after " in out, "the answer so far"
     assert err.splitlines()[-1].startswith("dyno: stopped; what was measured is stored")
     assert "Traceback" not in err
     assert until(lambda: not jobs_in(tmp_path), 5.0)

@@ -45,7 +45,7 @@ class Progress:
         self.now = ""
         self.step = ""
         self.stage = ""
-        self.shared_with: set[str] = set()  # processes of other studies that measure on the same processors
+        self.is_sharing = False  # whether another study measures on the same processors
         self.since = time.monotonic()
 
     @contextmanager
@@ -125,8 +125,8 @@ class Progress:
 
     def sharing(self, owner: str) -> None:
         """Tell the user once that another process's blocks are interleaved with these."""
-        if owner not in self.shared_with:
-            self.shared_with.add(owner)
+        if not self.is_sharing:
+            self.is_sharing = True
             self.note(
                 f"another dyno (process {owner}) measures on these processors: both go on in turns, block by block"
             )
