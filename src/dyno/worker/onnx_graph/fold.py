@@ -34,18 +34,18 @@ def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[
 
     model, notes = lifted(model), []
     expected = _compute_outputs(model, feeds)
-    for fold in (_fold_with_onnxslim, _fold_with_onnx_runtime):
+    for name, fold in {"slimmed": _fold_with_onnxslim, "optimised": _fold_with_onnx_runtime}.items():
         try:
             candidate = onnx.shape_inference.infer_shapes(fold(_copy_message(model), scratch), data_prop=True)
             onnx.checker.check_model(candidate)
             if _has_close_outputs(expected, _compute_outputs(candidate, feeds)):
                 return _infer_types(candidate), []
-            notes.append(f"{fold.__name__.strip('_')}: other outputs")
+            notes.append(f"{name}: other outputs")
         except MemoryError:
             raise
         except Exception as e:  # rewriters raise nearly everything on graphs that they don't expect
             system.raise_if_disk_full(e, scratch)
-            notes.append(f"{fold.__name__.strip('_')}: {first_line(e)[:120]}")
+            notes.append(f"{name}: {first_line(e)[:120]}")
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
     return _infer_types(inferred), [f"constants and batch norms could not be folded ({'; '.join(notes)})"]
 
