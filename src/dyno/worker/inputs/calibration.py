@@ -154,7 +154,7 @@ class CalibrationInputs:
 
     def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
         """Return the feeds of the batches from `start` up to `end`."""
-        return islice(_generate_batches(self._recipe, self._parent, end), start, end)
+        return islice(_iter_batches(self._recipe, self._parent, end), start, end)
 
 
 def _describe_source(spec: InputSpec) -> str:
@@ -191,10 +191,10 @@ def example(recipe: Recipe, parent: Artifact) -> dict[str, np.ndarray]:
     """Return one batch of the calibration data, or of seeded random numbers if the recipe has no data."""
     if recipe.data is not None:
         return next(calibration_of(recipe, parent).feeds(0, 1))
-    return next(_generate_batches(recipe, parent, 1))
+    return next(_iter_batches(recipe, parent, 1))
 
 
-def _generate_batches(recipe: Recipe, parent: Artifact, count: int) -> Iterator[dict[str, np.ndarray]]:
+def _iter_batches(recipe: Recipe, parent: Artifact, count: int) -> Iterator[dict[str, np.ndarray]]:
     """Yield batches of the described inputs, else of random numbers, in the types that the parent's file reads."""
     kinds = {tensor.name: tensor.dtype for tensor in parent.inputs}
     dims, model = replace(recipe.dims, batch=_find_batch(recipe, parent)), recipe.model

@@ -59,9 +59,9 @@ class Alone:
         for number in range(plan.blocks):
             if number >= LEAST_BLOCKS and time.monotonic() >= deadline:
                 return
-            yield from self._watch_block(number)
+            yield from self._iter_watched(number)
 
-    def _watch_block(self, number: int) -> Iterator[int]:
+    def _iter_watched(self, number: int) -> Iterator[int]:
         """Yield the block's number, and keep what share of the block each processor's thread waited."""
         since, before = time.monotonic(), system.run_delay()
         yield number
@@ -89,7 +89,7 @@ class Conducted(Alone):
         self.delays = []
         number, line = 0, f"{READY} {boundary}"
         while self._ask_conductor(line) == GO:
-            yield from self._watch_block(number)
+            yield from self._iter_watched(number)
             number, line = number + 1, f"{DONE} {self.delays[-1]:g}"
 
     def _ask_conductor(self, line: str) -> str:

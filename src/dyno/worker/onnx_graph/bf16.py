@@ -84,7 +84,7 @@ def emulated(model: Any) -> Any:
     for cast in _find_casts(converted.graph, bf16):
         cast.i = single
 
-    def round_outputs(node: Any) -> Iterator[Any]:
+    def iter_rounded_nodes(node: Any) -> Iterator[Any]:
         yield node
         for k, name in enumerate(node.output):
             if name in rounded:
@@ -92,7 +92,7 @@ def emulated(model: Any) -> Any:
                 yield onnx.helper.make_node("Cast", [f"{name}_exact"], [f"{name}_bf16"], to=bf16)
                 yield onnx.helper.make_node("Cast", [f"{name}_bf16"], [name], to=single)
 
-    _rewrite_nodes(converted.graph, round_outputs)
+    _rewrite_nodes(converted.graph, iter_rounded_nodes)
     return converted
 
 

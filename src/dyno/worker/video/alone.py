@@ -213,7 +213,7 @@ class Copy:
         # Drawn on and written by each copy for itself.
         own = [replace(frame, picture=frame.picture.copy()) for frame in answered.frames]
         self._answered = replace(answered, frames=own)
-        again = itertools.cycle(own) if source.once else _repeat_source(source)
+        again = itertools.cycle(own) if source.once else _iter_endless_frames(source)
         self._reading: Iterator[Frame] = iter(again)
 
     def turn(self) -> float:
@@ -243,7 +243,7 @@ class Copy:
             self._sink.close()
 
 
-def _repeat_source(source: Source) -> Iterator[Frame]:
+def _iter_endless_frames(source: Source) -> Iterator[Frame]:
     while True:
         yield from source.read()
 
