@@ -44,7 +44,7 @@ def test_a_broken_entry_point_of_every_documented_group_is_named(
     points = [f"[{group}]\ngone_{i} = no_such_module:X\nother_{i} = math:pi" for i, group in enumerate(groups)]
     (info / "entry_points.txt").write_text("\n".join(points))
     monkeypatch.syspath_prepend(tmp_path)
-    for cached in ("_loaded", "_points"):
+    for cached in ("_load_group", "_read_entry_points"):
         monkeypatch.setattr(plugins, cached, getattr(plugins, cached).__wrapped__)
     monkeypatch.setattr(registry, "names", lambda: ["fake"])
     assert doctor.doctor({}, "json") == 0

@@ -83,8 +83,8 @@ class Lacking(Fake):
 
 
 def test_a_library_that_is_not_there_is_a_refusal(fake_study: Studies, monkeypatch: pytest.MonkeyPatch) -> None:
-    known = {**registry._backends(), "lacking": Lacking()}
-    monkeypatch.setattr(registry, "_backends", lambda: known)
+    known = {**registry._load_backends(), "lacking": Lacking()}
+    monkeypatch.setattr(registry, "_load_backends", lambda: known)
     (here,) = expand(fake_study(backends=("lacking",)))
     assert here.refusal == "no-such-distribution is not installed in this Python; pip install no-such-distribution"
     tables = {"lacking": {"python": sys.executable}}
@@ -136,8 +136,8 @@ def test_our_path_lends_nothing_to_another_interpreter(
     (tmp_path / "borrowed-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: borrowed\nVersion: 1.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setattr(Lacking, "requires", ("borrowed",))
-    known = {**registry._backends(), "lacking": Lacking()}
-    monkeypatch.setattr(registry, "_backends", lambda: known)
+    known = {**registry._load_backends(), "lacking": Lacking()}
+    monkeypatch.setattr(registry, "_load_backends", lambda: known)
     assert missing("lacking", Runtime(python=sys.executable)) == "borrowed"
 
 

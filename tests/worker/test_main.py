@@ -54,7 +54,7 @@ def done(job: Job, folder: Path) -> Record:
 
 def use(monkeypatch: pytest.MonkeyPatch, name: str, made: Backend | Maker) -> None:
     """Let the registry know this backend or maker, beside the ones in the folder."""
-    lookup = "_makers" if isinstance(made, Maker) else "_backends"
+    lookup = "_load_makers" if isinstance(made, Maker) else "_load_backends"
     known = {**getattr(registry, lookup)(), name: made}
     monkeypatch.setattr(registry, lookup, lambda: known)
 

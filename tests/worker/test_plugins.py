@@ -54,7 +54,7 @@ def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
     (package / "__init__.py").write_text("")
     (package / "warm.py").write_text("from colour_kind import Colour\nRED = Colour('red', 'own')\nOTHER = 3\n")
     monkeypatch.syspath_prepend(tmp_path)
-    for cached in ("_loaded", "_points"):  # each test installs others
+    for cached in ("_load_group", "_read_entry_points"):  # each test installs others
         monkeypatch.setattr(plugins, cached, getattr(plugins, cached).__wrapped__)
     kind = importlib.import_module("colour_kind").Colour
     yield Place(importlib.import_module("colours"), kind, tmp_path)

@@ -156,7 +156,7 @@ def test_no_more_processors_are_busy_than_there_are(
     """The system counts in ticks of 10 ms, so that in a short time more seem to be."""
     monkeypatch.setattr(system.os, "cpu_count", lambda: 4)
     contention = system.CpuContention()
-    monkeypatch.setattr(contention, "_seconds", lambda: (others, 1.0))
+    monkeypatch.setattr(contention, "_measure_interval", lambda: (others, 1.0))
     assert contention.busy() == busy
 
 

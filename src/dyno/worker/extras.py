@@ -36,10 +36,10 @@ def install(*libraries: str) -> str:
     names = [distribution(library) for library in libraries]
     extras = sorted({EXTRAS[name] for name in names if name in EXTRAS})
     alone = [name for name in dict.fromkeys(names) if name not in EXTRAS]
-    return " ".join([_installer(), *([f"'inference-dyno[{','.join(extras)}]'"] if extras else []), *alone])
+    return " ".join([_find_install_command(), *([f"'inference-dyno[{','.join(extras)}]'"] if extras else []), *alone])
 
 
-def _installer() -> str:
+def _find_install_command() -> str:
     """Return the install command for this interpreter.
 
     The `pip` on the PATH doesn't install into a tool's environment.

@@ -41,7 +41,7 @@ class Journal:
         self.check_process()
         self.record = replace(self.record, stage=name)
         (self.folder / "stage").write_text(name)
-        self._write()
+        self._write_partial()
 
     def check_process(self) -> None:
         """End this process where it is a copy of the job's, forked by the model's code."""
@@ -51,9 +51,9 @@ class Journal:
     def add(self, *measurements: Measurement) -> None:
         """Store measurements."""
         self.record = replace(self.record, measurements=(*self.record.measurements, *measurements))
-        self._write()
+        self._write_partial()
 
-    def _write(self) -> None:
+    def _write_partial(self) -> None:
         self.check_process()
         write_json(self.folder / "partial.json", to_json(self.record))
 

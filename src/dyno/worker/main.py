@@ -11,7 +11,7 @@ import sys
 from pathlib import Path
 
 
-def _enter() -> None:
+def _import_package() -> None:
     """Make `dyno` importable from beside this file, and only that.
 
     This file's folder is what Python put first on the path; modules named like a library's would shadow it from there.
@@ -27,7 +27,7 @@ def _enter() -> None:
 
 
 if __name__ == "__main__":
-    _enter()
+    _import_package()
 
 import os
 import time
@@ -224,21 +224,21 @@ def perform(job: Job, journal: Journal, turns: Alone) -> Record:
             OTHER_JOBS[job.kind](job, journal)
         return replace(journal.record, status="ok", stage="done")
     except Unavailable as e:
-        return _ended(journal, "skipped", str(e))
+        return _end_record(journal, "skipped", str(e))
     except UserError as e:
         _raise_if_disk_full(e, job, journal)
         if CUT in str(e) and e.__cause__ is not None:
             traceback.print_exc()  # the log has what was left out
         if isinstance(e, NoRoute):
             journal.facts(no_route=True)
-        return _ended(journal, "failed", str(e))
+        return _end_record(journal, "failed", str(e))
     except MemoryError as e:
         traceback.print_exc()
-        return _ended(journal, "oom", f"out of memory: {one_line(e)}" if str(e) else "out of memory")
+        return _end_record(journal, "oom", f"out of memory: {one_line(e)}" if str(e) else "out of memory")
     except Exception as e:  # the border: whatever a library raises is this row's reason, never the study's end
         _raise_if_disk_full(e, job, journal)
         traceback.print_exc()
-        return _ended(journal, "failed", f"{type(e).__name__}: {one_line(e)}")
+        return _end_record(journal, "failed", f"{type(e).__name__}: {one_line(e)}")
 
 
 def _raise_if_disk_full(error: Exception, job: Job, journal: Journal) -> None:
@@ -247,7 +247,7 @@ def _raise_if_disk_full(error: Exception, job: Job, journal: Journal) -> None:
     system.raise_if_disk_full(error, journal.folder, max(LEAST_FILE_B, source) if job.kind == "make" else 0)
 
 
-def _ended(journal: Journal, status: str, reason: str) -> Record:
+def _end_record(journal: Journal, status: str, reason: str) -> Record:
     return replace(journal.record, status=status, reason=reason)
 
 

@@ -64,7 +64,7 @@ def step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None 
     if boundary == "model":
         session.bind(feeds[0])
 
-        def watched() -> None:
+        def run_watched() -> None:
             assert watch is not None
             watch.start()
             run()
@@ -75,7 +75,7 @@ def step(session: Session, boundary: str, feeds: Feeds, watch: Stopwatch | None 
             run()
             wait()
 
-        return watched if watch else on_device
+        return run_watched if watch else on_device
 
     turn = 0
 
@@ -121,14 +121,14 @@ def warm_up(once: Callable[[], None], plan: Plan, restore: Restore = None) -> bo
     window_ns = int(plan.warmup_s * 1e9 / 10)
     previous = math.inf
     while now() < deadline:
-        median = float(np.median(_window(once, window_ns, restore)))
+        median = float(np.median(_time_window(once, window_ns, restore)))
         if abs(median - previous) <= STEADY * median:
             return True
         previous = median
     return False
 
 
-def _window(once: Callable[[], None], length_ns: int, restore: Restore) -> list[int]:
+def _time_window(once: Callable[[], None], length_ns: int, restore: Restore) -> list[int]:
     times: list[int] = []
     end = now() + length_ns
     while len(times) < LEAST_SAMPLES or now() < end:
@@ -161,7 +161,7 @@ def latency(
     check = max(plan.min_samples, LEAST_SAMPLES)
     deadline = earliest = 0
 
-    def ended(end: int) -> str:
+    def find_end_reason(end: int) -> str:
         nonlocal check
         count = len(times)
         if count >= plan.max_samples:
@@ -175,8 +175,8 @@ def latency(
 
     with _no_garbage_collection():
         deadline, earliest = (now() + int(plan.seconds * share * 1e9) for share in (1, 0.25))
-        stopped, window = _sample(once, watch, times, gpu, ended, restore)
-    return Sampling(_seconds(times), stopped, gpu=np.asarray(gpu) if watch else None, window=window)
+        stopped, window = _add_samples(once, watch, times, gpu, find_end_reason, restore)
+    return Sampling(_convert_to_seconds(times), stopped, gpu=np.asarray(gpu) if watch else None, window=window)
 
 
 def _latency_in_blocks(
@@ -190,11 +190,11 @@ def _latency_in_blocks(
     before = deadline = 0
     fastest = math.inf  # ns, of the runs that don't count
 
-    def ended(end: int) -> str:
+    def find_end_reason(end: int) -> str:
         count = len(times) - before
-        return "blocks" if count >= most or (end >= deadline and (count >= LEAST_SAMPLES or not stalled())) else ""
+        return "blocks" if count >= most or (end >= deadline and (count >= LEAST_SAMPLES or not is_stalled())) else ""
 
-    def stalled() -> bool:
+    def is_stalled() -> bool:
         """Return whether the block ended with fewer runs than fit into it: its median would be that of a pause."""
         return LEAST_SAMPLES * min(fastest, *times) < plan.block_s * 1e9
 
@@ -210,13 +210,13 @@ def _latency_in_blocks(
                 if now() - opened > DISCARDED_SHARE * plan.block_s * 1e9:
                     break
             deadline = now() + int(plan.block_s * 1e9)
-            windows.append(_sample(once, watch, times, gpu, ended, restore)[1])
+            windows.append(_add_samples(once, watch, times, gpu, find_end_reason, restore)[1])
             numbers += [number] * (len(times) - before)
-    sampling = Sampling(_seconds(times), "blocks", gpu=np.asarray(gpu) if watch else None)
+    sampling = Sampling(_convert_to_seconds(times), "blocks", gpu=np.asarray(gpu) if watch else None)
     return replace(sampling, **_block_fields(numbers, windows))
 
 
-def _sample(
+def _add_samples(
     once: Callable[[], None],
     watch: Stopwatch | None,
     times: list[int],
@@ -240,7 +240,7 @@ def _sample(
             return reason, (begin / 1e9, end / 1e9)
 
 
-def _seconds(times: list[int]) -> np.ndarray:
+def _convert_to_seconds(times: list[int]) -> np.ndarray:
     return np.asarray(times, np.float64) / 1e9
 
 
@@ -286,7 +286,7 @@ def throughput(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: I
     if blocks is not None:
         return _throughput_in_blocks(session, feeds, batch, plan, blocks)
     with _no_garbage_collection():
-        begin, done = _pipelined(session, feeds, plan.seconds, LEAST_SAMPLES, plan.max_samples)
+        begin, done = _run_pipeline(session, feeds, plan.seconds, LEAST_SAMPLES, plan.max_samples)
     return _over_all(begin, done, batch, plan.max_samples)
 
 
@@ -299,7 +299,7 @@ def throughput_in_lanes(
     """
     most, turns = -(-plan.max_samples // lanes), itertools.cycle(feeds)
 
-    def lane() -> list[int]:
+    def run_lane() -> list[int]:
         done: list[int] = []
         while len(done) < LEAST_SAMPLES or (len(done) < most and now() < deadline):
             answer(next(turns))
@@ -309,7 +309,7 @@ def throughput_in_lanes(
     with _no_garbage_collection(), ThreadPoolExecutor(lanes) as pool:
         begin = now()
         deadline = begin + int(plan.seconds * 1e9)
-        running = [pool.submit(lane) for _ in range(lanes)]
+        running = [pool.submit(run_lane) for _ in range(lanes)]
         done = sorted(itertools.chain.from_iterable(one.result() for one in running))
     return _over_all(begin, done, batch, plan.max_samples)
 
@@ -318,7 +318,7 @@ def _over_all(begin: int, done: Sequence[int], batch: int, most: int) -> Samplin
     """Return the throughput of batches done at these times, in ns."""
     rate = batch * len(done) / ((done[-1] - begin) / 1e9)
     stopped = "samples" if len(done) >= most else "seconds"
-    return Sampling(_rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
+    return Sampling(_compute_rates(done, begin, batch), stopped, rate, window=(begin / 1e9, done[-1] / 1e9))
 
 
 def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan, blocks: Iterable[int]) -> Sampling:
@@ -327,7 +327,7 @@ def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan
     most = max(1, plan.max_samples // plan.blocks)
     with _no_garbage_collection():
         for number in blocks:
-            begin, done = _pipelined(session, feeds, plan.block_s, LEAST_SAMPLES + session.slots, most)
+            begin, done = _run_pipeline(session, feeds, plan.block_s, LEAST_SAMPLES + session.slots, most)
             full = len(done) - session.slots  # batches from the first one's end to that of the last with all slots full
             span = max(done[full] - done[0], 1) / 1e9
             rates.append(batch * full / span)
@@ -338,7 +338,7 @@ def _throughput_in_blocks(session: Session, feeds: Feeds, batch: int, plan: Plan
     return replace(sampling, **_block_fields(numbers, windows))
 
 
-def _pipelined(session: Session, feeds: Feeds, seconds: float, least: int, most: int) -> tuple[int, list[int]]:
+def _run_pipeline(session: Session, feeds: Feeds, seconds: float, least: int, most: int) -> tuple[int, list[int]]:
     """Return the time of the first batch's start, with every slot free, and of each batch's end, in ns."""
     done: list[int] = []
     slots, turn = session.slots, 0
@@ -347,22 +347,22 @@ def _pipelined(session: Session, feeds: Feeds, seconds: float, least: int, most:
     while turn < least or (turn < most and now() < deadline):
         slot = turn % slots
         if turn >= slots:
-            _finish(session, slot, done)
+            _finish_slot(session, slot, done)
         session.bind(feeds[turn % len(feeds)], slot)
         session.run(slot)
         turn += 1
     for late in range(max(0, turn - slots), turn):
-        _finish(session, late % slots, done)
+        _finish_slot(session, late % slots, done)
     return begin, done
 
 
-def _finish(session: Session, slot: int, done: list[int]) -> None:
+def _finish_slot(session: Session, slot: int, done: list[int]) -> None:
     session.wait(slot)
     session.fetch(slot)
     done.append(now())
 
 
-def _rates(done: Sequence[int], begin: int, batch: int) -> np.ndarray:
+def _compute_rates(done: Sequence[int], begin: int, batch: int) -> np.ndarray:
     rates, opened, images = [], begin, 0
     for at in done:
         images += batch

@@ -23,13 +23,13 @@ Check = Callable[[Option], str]  # "" for a valid value, else a description of v
 def one_of(*names: str) -> Check:
     """Return a check for one of these words."""
 
-    def check(value: Option) -> str:
+    def check_word(value: Option) -> str:
         if value in names:
             return ""
         similar = difflib.get_close_matches(str(value), names, 1)
         return f"one of {', '.join(names)}" + (f"; did you mean {similar[0]}?" if similar else "")
 
-    return check
+    return check_word
 
 
 def flag(value: Option) -> str:
@@ -40,23 +40,23 @@ def flag(value: Option) -> str:
 def whole(least: int, most: int | None = None) -> Check:
     """Return a check for a whole number in that range."""
 
-    def check(value: Option) -> str:
+    def check_whole(value: Option) -> str:
         is_whole = isinstance(value, int) and not isinstance(value, bool)
         if is_whole and value in range(least, LARGEST if most is None else most + 1):
             return ""
         return f"a whole number of at least {least}" if most is None else f"a whole number from {least} to {most}"
 
-    return check
+    return check_whole
 
 
 def number(least: float, most: float) -> Check:
     """Return a check for any number in that range."""
 
-    def check(value: Option) -> str:
+    def check_number(value: Option) -> str:
         fits = isinstance(value, (int, float)) and not isinstance(value, bool) and least <= value <= most
         return "" if fits else f"a number from {least:g} to {most:g}"
 
-    return check
+    return check_number
 
 
 def check_values(backend: str, options: Mapping[str, Option], checks: Mapping[str, Check]) -> None:
@@ -99,10 +99,10 @@ def native(value: Any) -> Any:
 def check_types(given: Mapping[str, Any], kinds: Mapping[str, Any]) -> None:
     """Raise a `UserError` for a value of another type than the annotation of its name, or an integer beyond `MOST`."""
     for name, value in given.items():
-        if name in kinds and not _fits(value, kinds[name]):
-            raise UserError(f"{name} is {_shown(value)}; it must be {_kind(kinds[name])}")
+        if name in kinds and not _is_of_type(value, kinds[name]):
+            raise UserError(f"{name} is {_format_value(value)}; it must be {_describe_kind(kinds[name])}")
         if name in kinds and any(abs(number) > MOST for number in _whole_numbers(value)):
-            raise UserError(f"{name} is {_shown(value)}; it must be at most {MOST:,}")
+            raise UserError(f"{name} is {_format_value(value)}; it must be at most {MOST:,}")
 
 
 def check_range(name: str, value: float, least: float, most: float) -> None:
@@ -134,35 +134,35 @@ def at_least(least: int, kind: type = int, **given: Any) -> list[Any]:
     return list(numbers.values())
 
 
-def _fits(value: Any, kind: Any) -> bool:
+def _is_of_type(value: Any, kind: Any) -> bool:
     """Return whether a value, perhaps from a TOML file, is of the annotated type."""
     args = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
-        return all(_fits(item, args[0]) for item in value)
+        return all(_is_of_type(item, args[0]) for item in value)
     if typing.get_origin(kind) is dict:
-        return isinstance(value, dict) and all(_fits(item, args[1]) for item in value.values())
+        return isinstance(value, dict) and all(_is_of_type(item, args[1]) for item in value.values())
     if args:
-        return any(_fits(value, one) for one in args)
+        return any(_is_of_type(value, one) for one in args)
     if kind in (int, float):
         return isinstance(value, int if kind is int else (int, float)) and not isinstance(value, bool)
     return kind is Any or isinstance(value, kind)
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     """Return a value in a few words: a module's own text is pages long."""
     if isinstance(value, tuple):
-        return ", ".join(map(_shown, value))
+        return ", ".join(map(_format_value, value))
     text = repr(value)
     return text if len(text) <= LONGEST and "\n" not in text else f"a value of type {type(value).__name__}"
 
 
-def _kind(kind: Any) -> str:
+def _describe_kind(kind: Any) -> str:
     """Return an annotation in words."""
     args = typing.get_args(kind)
     if typing.get_origin(kind) is tuple:
-        return f"one or several of: {_kind(args[0])}"
+        return f"one or several of: {_describe_kind(args[0])}"
     if typing.get_origin(kind) is dict:
-        return f"a table of: {_kind(args[1])}"
+        return f"a table of: {_describe_kind(args[1])}"
     if args:
-        return " or ".join(_kind(one) for one in args if one is not type(None))
+        return " or ".join(_describe_kind(one) for one in args if one is not type(None))
     return WORDS.get(kind) or f"of type {kind.__name__}"

@@ -25,7 +25,7 @@ def declared(packages: ModuleType | tuple[ModuleType, ...], kind: type[Declared]
         for info in pkgutil.iter_modules(package.__path__):
             module = importlib.import_module(f"{package.__name__}.{info.name}")
             own |= {value.name: value for value in vars(module).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
-    others = {value.name: value for value in _loaded(group).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
+    others = {value.name: value for value in _load_group(group).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
     return {**others, **own}
 
 
@@ -33,19 +33,19 @@ def broken(group: str, kind: type) -> dict[str, str]:
     """Return the entry points that give no object of `kind`, each with the reason in one line."""
     return {
         name: value if isinstance(value, str) else f"is {type(value).__name__}, not {kind.__name__}"
-        for name, value in _loaded(group).items()
+        for name, value in _load_group(group).items()
         if not isinstance(value, kind)
     }
 
 
 @cache
-def _loaded(group: str) -> dict[str, object]:
+def _load_group(group: str) -> dict[str, object]:
     """Load each entry point of the group; the reason, as text, stands for one that can't be loaded."""
-    return {point.name: _object(point) for point in _points().select(group=group)}
+    return {point.name: _load_object(point) for point in _read_entry_points().select(group=group)}
 
 
 @cache
-def _points() -> Any:
+def _read_entry_points() -> Any:
     """Return `EntryPoints` of every group (in Python 3.10 `SelectableGroups`).
 
     Finding a single group reads all distributions.
@@ -55,7 +55,7 @@ def _points() -> Any:
     return metadata.entry_points()
 
 
-def _object(point: metadata.EntryPoint) -> object:
+def _load_object(point: metadata.EntryPoint) -> object:
     try:
         return point.load()
     except Exception as e:  # someone else's code: whatever it raises is what is wrong with it

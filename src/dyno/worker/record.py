@@ -213,7 +213,7 @@ def write_record(folder: Path, record: Record) -> None:
     A field that `read_record` would refuse is a fault of Dyno or a plug-in: the record is stored without it, as failed.
     """
     data: dict[str, Any] = to_json(record)
-    faults = {name: fault for name, item in data.items() if (fault := _fault(name, item))}
+    faults = {name: fault for name, item in data.items() if (fault := _find_fault(name, item))}
     if faults:
         reason = f"a fault of Dyno or of a plug-in, please report it: {'; '.join(faults.values())}"
         data = {**{name: item for name, item in data.items() if name not in faults}, "status": "failed"}
@@ -221,7 +221,7 @@ def write_record(folder: Path, record: Record) -> None:
     write_json(folder / "record.json", data)
 
 
-def _fault(name: str, item: Any) -> str:
+def _find_fault(name: str, item: Any) -> str:
     """Return why a record with that value of a field couldn't be read back; "" if it can."""
     try:
         from_json(Record, json.loads(json.dumps({"status": "ok", name: item})))

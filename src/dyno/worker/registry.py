@@ -22,23 +22,23 @@ def find(name: str) -> Backend:
     Raises a `UserError` with the nearest name for an unknown one.
     """
     if ":" in name:
-        return _outside(name, Backend, "backend")  # type: ignore[type-abstract]
-    if name not in _backends():
+        return _import_object(name, Backend, "backend")  # type: ignore[type-abstract]
+    if name not in _load_backends():
         check_known("backend", name, names())
-    return _backends()[name]
+    return _load_backends()[name]
 
 
 def names() -> list[str]:
     """Return the names of the backends that are offered, in alphabetical order."""
-    return sorted(name for name, backend in _backends().items() if backend.offered)
+    return sorted(name for name, backend in _load_backends().items() if backend.offered)
 
 
 def maker(name: str) -> Maker:
     """Return the maker of that name, or the one at `module:NAME`."""
     if ":" in name:
-        return _outside(name, Maker, "maker")  # type: ignore[type-abstract]
-    check_known("maker", name, _makers())
-    return _makers()[name]
+        return _import_object(name, Maker, "maker")  # type: ignore[type-abstract]
+    check_known("maker", name, _load_makers())
+    return _load_makers()[name]
 
 
 @cache
@@ -58,16 +58,16 @@ def suffixes() -> tuple[str, ...]:
 
 
 @cache
-def _backends() -> dict[str, Backend]:
+def _load_backends() -> dict[str, Backend]:
     return plugins.declared(ROOMS, Backend, "dyno.backends")  # type: ignore[type-abstract]
 
 
 @cache
-def _makers() -> dict[str, Maker]:
+def _load_makers() -> dict[str, Maker]:
     return plugins.declared(ROOMS, Maker, "dyno.makers")  # type: ignore[type-abstract]
 
 
-def _outside(name: str, kind: type[Kind], noun: str) -> Kind:
+def _import_object(name: str, kind: type[Kind], noun: str) -> Kind:
     """Return the object at `module:NAME`, or an instance if it is a class."""
     module, _, attribute = name.partition(":")
     try:

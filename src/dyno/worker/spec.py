@@ -399,24 +399,26 @@ LATER = {
 
 def digest(value: Any) -> str:
     """Return the sha256 over the value's canonical JSON, less the fields that don't change the measurements."""
-    return hashlib.sha256(json.dumps(_identity(value), sort_keys=True).encode()).hexdigest()
+    return hashlib.sha256(json.dumps(_make_identity(value), sort_keys=True).encode()).hexdigest()
 
 
-def _identity(value: Any) -> Any:
+def _make_identity(value: Any) -> Any:
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         hidden = UNHASHED.get(type(value), set())
         later = {f.name: f.default for f in dataclasses.fields(value) if f.name in LATER.get(type(value), set())}
         hidden = hidden | {name for name, default in later.items() if getattr(value, name) == default}
-        fields = {f.name: _identity(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in hidden}
+        fields = {
+            f.name: _make_identity(getattr(value, f.name)) for f in dataclasses.fields(value) if f.name not in hidden
+        }
         if isinstance(value, ModelSpec):
-            fields["source"] = _placeless(value.source, bool(value.source_sha256))
+            fields["source"] = _strip_place(value.source, bool(value.source_sha256))
         return fields
     if isinstance(value, dict):
-        return {k: _identity(v) for k, v in value.items()}
-    return [_identity(v) for v in value] if isinstance(value, (tuple, list)) else value
+        return {k: _make_identity(v) for k, v in value.items()}
+    return [_make_identity(v) for v in value] if isinstance(value, (tuple, list)) else value
 
 
-def _placeless(source: str, hashed: bool) -> str:
+def _strip_place(source: str, hashed: bool) -> str:
     """Return the source without the path of a file: its sha256 identifies the file."""
     place, _, function = source.rpartition(":")
     if source.startswith(("file:", "saved:")) or (hashed and source.partition(":")[0] in NETWORK_FILES):

@@ -94,17 +94,17 @@ def keep_byte_code() -> None:
 
     A folder for each set of installed libraries: two versions of a file may have one size and time.
     """
-    stored = [Path(spec.cached) for name in HEAVY if (spec := _spec(name)) and spec.cached]
+    stored = [Path(spec.cached) for name in HEAVY if (spec := _find_module_spec(name)) and spec.cached]
     if all(path.exists() or (not sys.dont_write_bytecode and _can_be_written(path)) for path in stored):
         return
-    own = cache_dir() / "byte-code" / _installed()
+    own = cache_dir() / "byte-code" / _hash_packages()
     if own.exists() or _can_be_written(own):
         sys.pycache_prefix, sys.dont_write_bytecode = str(own), False
         os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
         os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 
 
-def _spec(name: str) -> ModuleSpec | None:
+def _find_module_spec(name: str) -> ModuleSpec | None:
     try:
         return importlib.util.find_spec(name)
     except (ImportError, ValueError):  # what finds modules here may refuse one
@@ -117,7 +117,7 @@ def _can_be_written(path: Path) -> bool:
     return above.is_dir() and os.access(above, os.W_OK)
 
 
-def _installed() -> str:
+def _hash_packages() -> str:
     """Return a hash of this interpreter's version and of all packages installed in it."""
     folders = [Path(entry) for entry in sys.path if entry.endswith("-packages") and Path(entry).is_dir()]
     found = sorted(str(path) for folder in folders for path in folder.glob("*-info"))
@@ -127,7 +127,7 @@ def _installed() -> str:
 def cores() -> list[int]:
     """Return the logical processors this process may use, one of each physical core first."""
     allowed = sorted(os.sched_getaffinity(0))
-    first = [cpu for cpu in allowed if cpu == min(_siblings(cpu, allowed))]
+    first = [cpu for cpu in allowed if cpu == min(_find_siblings(cpu, allowed))]
     return first + [cpu for cpu in allowed if cpu not in first]
 
 
@@ -139,7 +139,7 @@ def physical_cores() -> int:
 def core_threads() -> list[tuple[int, ...]]:
     """Return the physical cores this process may use, each as its logical processors."""
     allowed = sorted(os.sched_getaffinity(0))
-    return sorted({tuple(_siblings(cpu, allowed)) for cpu in allowed})
+    return sorted({tuple(_find_siblings(cpu, allowed)) for cpu in allowed})
 
 
 def last_cache() -> int:
@@ -153,7 +153,7 @@ def last_cache() -> int:
     return max(found)
 
 
-def _siblings(cpu: int, allowed: list[int]) -> list[int]:
+def _find_siblings(cpu: int, allowed: list[int]) -> list[int]:
     try:
         text = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list").read_text()
     except OSError:
@@ -244,9 +244,9 @@ class CpuContention:
 
     def __init__(self) -> None:
         self._kept: tuple[float, float] | None = None
-        self._begin()
+        self._start_interval()
 
-    def _begin(self) -> None:
+    def _start_interval(self) -> None:
         self._since, self._all, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
 
     def during(self, blocks: Iterable[int]) -> Iterator[int]:
@@ -256,20 +256,20 @@ class CpuContention:
         """
         others = span = 0.0
         for block in blocks:
-            self._begin()
+            self._start_interval()
             yield block
-            more = self._seconds()
+            more = self._measure_interval()
             others, span = others + more[0], span + more[1]
             self._kept = others, span
 
     def busy(self) -> float:
         """Return the processors kept busy by others, on average; 0 if the system has no such figures."""
-        others, span = self._kept or self._seconds()
+        others, span = self._kept or self._measure_interval()
         # The system counts in ticks: in a short time others may seem to have been busy for less than 0 s, or for more
         # than all processors have.
         return min(max(0.0, others / span), float(os.cpu_count() or 1)) if span > 0 else 0.0
 
-    def _seconds(self) -> tuple[float, float]:
+    def _measure_interval(self) -> tuple[float, float]:
         others = (_busy_seconds() - self._all) - (_own_seconds() - self._own)
         return others, time.monotonic() - self._since
 
@@ -308,7 +308,7 @@ def memory() -> int:
 def peak_memory() -> int:
     """Return the highest resident set size of this process so far, in bytes."""
     # The kernel's own mark starts anew at exec; getrusage's starts at the parent's size on Linux.
-    mark = _proc("/proc/self/status").get("VmHWM", "")
+    mark = _read_proc_file("/proc/self/status").get("VmHWM", "")
     if mark:
         return int(mark.split()[0]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
@@ -327,7 +327,7 @@ def versions(distributions: Iterable[str]) -> dict[str, str]:
 
 def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
     """Describe processor, memory, operating system, interpreter and the versions of the distributions."""
-    info, flags = _proc("/proc/cpuinfo"), cpu_flags()
+    info, flags = _read_proc_file("/proc/cpuinfo"), cpu_flags()
     return {
         "cpu": info.get("model name", platform.processor() or platform.machine()),
         "cpu_flags": [flag for flag in CPU_FLAGS if flag in flags],
@@ -344,11 +344,11 @@ def describe(distributions: Iterable[str] = ()) -> dict[str, Any]:
 
 def cpu_flags() -> set[str]:
     """Return the processor's feature flags; empty where unknown."""
-    info = _proc("/proc/cpuinfo")
+    info = _read_proc_file("/proc/cpuinfo")
     return set(info.get("flags", info.get("Features", "")).split())
 
 
-def _proc(path: str) -> dict[str, str]:
+def _read_proc_file(path: str) -> dict[str, str]:
     fields: dict[str, str] = {}
     try:
         lines = Path(path).read_text().splitlines()

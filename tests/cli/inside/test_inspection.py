@@ -114,16 +114,18 @@ def test_an_engine_built_without_a_gpu_is_read_without_one(call: Call, net: str,
     rows = [row for row in found["aligned"]["rows"] if row["flops"]]
     assert len(rows) == 3 and all(row["b"] for row in rows)
     (tmp_path / "n.engine").write_bytes((tmp_path / "n.engine").read_bytes() + b"more")  # the listing is of another
-    assert given._listed(tmp_path / "n.engine") is None
+    assert given._read_listing(tmp_path / "n.engine") is None
 
 
 def test_an_engine_without_layer_information(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     silent = given.Opened((), (), (1, 1, 1), [layers.Layer("one", "", (), (), "")], "11.0", given.Gpu())
-    monkeypatch.setattr(given, "_opened", lambda *_: silent)
+    monkeypatch.setattr(given, "_open_engine", lambda *_: silent)
     with pytest.raises(UserError, match=r"built without layer information.*--profilingVerbosity=detailed"):
         given.inside("tensorrt", str(tmp_path / "x.engine"), "cuda:0")
     spoken = layers.Layer("conv", "CaskConvolution", (), (), "k", nodes=("n",), parameters=9)
-    monkeypatch.setattr(given, "_opened", lambda *_: given.Opened((), (), (1, 1, 1), [spoken], "11.0", given.Gpu()))
+    monkeypatch.setattr(
+        given, "_open_engine", lambda *_: given.Opened((), (), (1, 1, 1), [spoken], "11.0", given.Gpu())
+    )
     found = given.inside("tensorrt", str(tmp_path / "x.engine"), "cuda:0")
     assert (found.library, found.parameters) == (f"{library.NAMES['tensorrt']} 11.0", 9)
 

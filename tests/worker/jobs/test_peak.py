@@ -29,7 +29,7 @@ def test_every_type_of_a_cpu_has_a_peak_or_a_reason(monkeypatch: pytest.MonkeyPa
 def test_a_slow_type_is_not_tried_at_sizes_that_take_all_day(monkeypatch: pytest.MonkeyPatch) -> None:
     rates = {16: 1e6, 32: 1e6, 4096: 1e6}
     monkeypatch.setitem(peak.SIDES, "cpu", tuple(rates))
-    monkeypatch.setattr(peak, "_side", lambda torch, device, name, side, seconds: rates[side])
+    monkeypatch.setattr(peak, "_measure_side", lambda torch, device, name, side, seconds: rates[side])
     assert all(set(one.sides) == {"16", "32"} for _, one in peak.measure(Runtime(threads=1), 1.0))
 
 
@@ -65,7 +65,7 @@ def test_a_copy_has_a_rate_that_counts_both_ways(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(peak.system, "last_cache", lambda: 1 << 19)
     monkeypatch.setitem(peak.COPIED, "cpu", 1 << 20)
     with monkeypatch.context() as timed:
-        timed.setattr(peak, "_timings", lambda torch, device, action, seconds: [2e-3, 1e-3, 3e-3])
+        timed.setattr(peak, "_time_repetitions", lambda torch, device, action, seconds: [2e-3, 1e-3, 3e-3])
         found = peak.copy(Runtime(threads=1), 0.01)
     assert (found.bytes, found.cache) == (1 << 22, 1 << 19), "many times the cache"
     assert found.bytes_per_s == 2 * (1 << 22) / 1e-3, "the fastest"

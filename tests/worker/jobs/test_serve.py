@@ -26,7 +26,7 @@ class Silent(_Work):
     def warn(self, sentence: str) -> None:
         self.warnings.append(sentence)
 
-    def _try(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
+    def _try_arrivals(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
         if len(self._facts.steps) == self._answered:
             raise Unanswered(f"no request got an answer at {asked:g} requests/s")
         self._facts = replace(self._facts, steps=(*self._facts.steps, step := ServeStep(asked, "yes")))

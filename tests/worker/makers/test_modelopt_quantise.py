@@ -14,7 +14,7 @@ import pytest
 
 from dyno.jobs.launcher import launch
 from dyno.worker.inputs.calibration import CalibrationImages
-from dyno.worker.makers.modelopt_quantise import Feeds, OnnxModelopt, _library
+from dyno.worker.makers.modelopt_quantise import Feeds, OnnxModelopt, _import_library
 from dyno.worker.makers.precision import converted
 from dyno.worker.onnx_graph.file import read_facts
 from dyno.worker.registry import find, maker
@@ -56,7 +56,7 @@ def test_a_python_without_it_is_told_what_to_give(digits: Any, tmp_path: Path) -
     with pytest.raises(Unavailable, match=r"--python modelopt=PATH \(there: pip install nvidia-modelopt\[onnx\]\)"):
         OnnxModelopt().make(asked(digits), digits.artifact, tmp_path)
     with pytest.raises(Unavailable, match="nvidia-modelopt can't be imported"):
-        _library()
+        _import_library()
 
 
 def test_the_images_can_be_read_from_the_start_again(digits: Any) -> None:

@@ -139,7 +139,7 @@ def test_seven_bit_weights_where_the_cpu_would_overflow(
     digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, target: str
 ) -> None:
     for narrow, most in ((True, 64), (False, 127)):
-        monkeypatch.setattr(onnx_int8, "_saturates", lambda narrow=narrow: narrow)
+        monkeypatch.setattr(onnx_int8, "_can_saturate", lambda narrow=narrow: narrow)
         made, _, graph = make(digits, tmp_path, target=target)
         weights = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.data_type == onnx.TensorProto.INT8]
         assert max(int(np.abs(w).max()) for w in weights) == most

@@ -9,7 +9,7 @@ import pytest
 
 from dyno.api.serve.session import _inputs
 from dyno.worker.backend import Arrays, Session
-from dyno.worker.jobs.serve import _powers
+from dyno.worker.jobs.serve import _list_powers
 from dyno.worker.serve.formed import Formed
 from dyno.worker.serve.instances import Rung
 from dyno.worker.spec import Dims, Tensor
@@ -59,7 +59,7 @@ def test_batches_of_each_size_are_formed_full_and_not() -> None:
 
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 19, 32, 64, 100, 128, 257, 512])
 def test_the_usual_inputs_form_batches_of_every_size(most: int) -> None:
-    sizes = _powers(most)
+    sizes = _list_powers(most)
     answers, seen = answered(sizes, -(-_inputs(most) // most))
     assert {len(batch) for batch in seen} == {*sizes}
     assert answers.tolist() == [2 * x for x in range(1, len(answers) + 1)]

@@ -41,7 +41,7 @@ class Fake(Backend):
         return Probe(version="1", devices=("cpu",), detail="scripted")
 
     def prepare(self, trial: Trial) -> None:
-        _fail(trial.options, "import")
+        _cause_failure(trial.options, "import")
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         return FakeSession(trial)
@@ -67,14 +67,14 @@ class FakeSession(Session):
         self.weights = np.random.default_rng(0).standard_normal((features, CLASSES)).astype(np.float32)
         self.answered = False
         self.decimals = {"fp32": 7, "fp16": 3, "int8": 1}[trial.precision]
-        _fail(self.options, "load")
+        _cause_failure(self.options, "load")
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         (tensor,) = self.inputs
         self.bound = fitted(feeds[tensor.name], tensor, self.shape)
 
     def run(self, slot: int = 0) -> None:
-        _fail(self.options, "run")
+        _cause_failure(self.options, "run")
         noise = 1 + float(self.options.get("noise", 0)) * abs(self.rng.standard_normal())
         end = time.perf_counter() + self.latency_s * noise
         while time.perf_counter() < end:  # sleep() would be late by more than many a latency
@@ -82,7 +82,7 @@ class FakeSession(Session):
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         if self.answered:
-            _fail(self.options, "fetch")
+            _cause_failure(self.options, "fetch")
         self.answered = True
         flat = self.bound.reshape(len(self.bound), -1)
         output = np.round(flat @ self.weights, self.decimals)
@@ -92,34 +92,34 @@ class FakeSession(Session):
         return EngineFacts(layers=1, layers_by_type={"float32": 1}, weights_sha256="0" * 64)
 
 
-def _fail(options: Mapping[str, Option], at: str) -> None:
+def _cause_failure(options: Mapping[str, Option], at: str) -> None:
     kind = str(options.get("fail", ""))
     if kind and kind != "nan" and options.get("at", "run") == at:
         FAILURES[kind]()
 
 
-def _exception() -> None:
+def _raise_exception() -> None:
     raise RuntimeError("scripted failure")
 
 
-def _skip() -> None:
+def _raise_unavailable() -> None:
     raise Unavailable("scripted: this machine lacks it; install nothing")
 
 
-def _hang() -> None:
+def _hang_process() -> None:
     time.sleep(3600)
 
 
-def _oom() -> None:
+def _exhaust_memory() -> None:
     np.empty(2**60, np.uint8)
 
 
 FAILURES: dict[str, Any] = {
-    "exception": _exception,
-    "skip": _skip,
+    "exception": _raise_exception,
+    "skip": _raise_unavailable,
     "segfault": lambda: ctypes.string_at(0),
     "exit": lambda: os._exit(7),
-    "hang": _hang,
-    "oom": _oom,
+    "hang": _hang_process,
+    "oom": _exhaust_memory,
     "killed": lambda: os.kill(os.getpid(), signal.SIGKILL),
 }

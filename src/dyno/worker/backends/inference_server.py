@@ -51,7 +51,7 @@ class Endpoint(Backend):
 
     def probe(self) -> Probe:
         """Return a probe without a version: without a server there is nothing to run."""
-        _library("http")
+        _import_library("http")
         return Probe(version="", devices=("cpu",), detail="a server's")
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
@@ -61,14 +61,14 @@ class Endpoint(Backend):
             raise UserError(f"the endpoint is {url!r}; write {expected}")
         scheme, _, host = url.partition("://")
         by_grpc = scheme == "grpc"
-        library = _library("grpc" if by_grpc else "http")
+        library = _import_library("grpc" if by_grpc else "http")
         connect = partial(
             library.InferenceServerClient, host.rstrip("/"), **({"ssl": True} if scheme == "https" else {})
         )
         first = connect(**({} if by_grpc else {"connection_timeout": FIRST_S, "network_timeout": FIRST_S}))
         try:
             asking = {"as_json": True, "client_timeout": FIRST_S} if by_grpc else {}
-            server, described = _described(first, url, served_name(trial), asking)
+            server, described = _request_metadata(first, url, served_name(trial), asking)
         finally:
             first.close()
         return ServerSession(library, connect(), trial, server, described)
@@ -88,14 +88,14 @@ class ServerSession(Session):
             # gRPC always sends raw bytes.
             self._written = {} if url.startswith("grpc") else {"binary_data": BINARY in server.get("extensions", ())}
             self._kinds = {t["name"]: t["datatype"] for t in described["inputs"]}
-            inputs = [self._tensor(t, trial.dims) for t in described["inputs"]]
-            self.outputs = tuple(self._tensor(t, trial.dims) for t in described["outputs"])
+            inputs = [self._parse_tensor(t, trial.dims) for t in described["inputs"]]
+            self.outputs = tuple(self._parse_tensor(t, trial.dims) for t in described["outputs"])
         except (AttributeError, KeyError, TypeError, ValueError) as e:
             raise UserError(f"{url} doesn't describe {self._model!r} as {PROTOCOL} says: {e!r}") from e
-        self._names = self._named([tensor.name for tensor in inputs], trial.model)
+        self._names = self._match_inputs([tensor.name for tensor in inputs], trial.model)
         self.inputs = tuple(replace(tensor, name=self._names[tensor.name]) for tensor in inputs)
 
-    def _named(self, names: list[str], model: ModelSpec) -> dict[str, str]:
+    def _match_inputs(self, names: list[str], model: ModelSpec) -> dict[str, str]:
         """Return the model's name of each of the server's inputs: the same one, or else the input at the same place.
 
         Raises a `UserError` for another number of inputs.
@@ -107,9 +107,9 @@ class ServerSession(Session):
             raise UserError(f"{self._url}'s {self._model!r} takes {a}, and {model.name} here {b}: not the same model")
         return dict(zip(names, names if {*here} == {*names} else here, strict=True))
 
-    def _tensor(self, described: Mapping[str, Any], dims: Dims) -> Tensor:
+    def _parse_tensor(self, described: Mapping[str, Any], dims: Dims) -> Tensor:
         """Return an input or output from the server's description: -1 is a free axis, and the first axis the batch."""
-        name, kind = described["name"], _types()(described["datatype"])
+        name, kind = described["name"], _import_dtype_converter()(described["datatype"])
         shape = [int(n) for n in described["shape"]]
         if shape and shape[0] < 0:
             shape[0] = dims.batch
@@ -151,7 +151,7 @@ def served_name(trial: Trial) -> str:
     return source[len(PREFIX) :] if source.startswith(PREFIX) else trial.model.name
 
 
-def _described(client: Any, url: str, model: str, asking: Mapping[str, Any]) -> tuple[Any, Any]:
+def _request_metadata(client: Any, url: str, model: str, asking: Mapping[str, Any]) -> tuple[Any, Any]:
     """Return the server's descriptions of itself and of the model.
 
     Raises a `UserError` if there is none within `FIRST_S` seconds.
@@ -159,21 +159,21 @@ def _described(client: Any, url: str, model: str, asking: Mapping[str, Any]) -> 
     try:
         server = client.get_server_metadata(**asking)
     except Exception as e:  # of gevent, of grpc, of the system
-        why = f"nothing came within {FIRST_S} s" if _late(e) else _first_line(e)
+        why = f"nothing came within {FIRST_S} s" if _is_timeout(e) else _first_line(e)
         raise UserError(f"no server of {PROTOCOL} answers at {url}: {why}; check that it runs") from e
     try:
         return server, client.get_model_metadata(model, **asking)
     except Exception as e:
-        if _late(e):
+        if _is_timeout(e):
             raise UserError(f"{url} says nothing of model {model!r} within {FIRST_S} s; check that it is loaded") from e
         raise UserError(f"{url} has no model {model!r}: {_first_line(e)}") from e
 
 
-def _late(e: Exception) -> bool:
+def _is_timeout(e: Exception) -> bool:
     return isinstance(e, TimeoutError) or "DEADLINE_EXCEEDED" in str(e)
 
 
-def _library(kind: str) -> Any:
+def _import_library(kind: str) -> Any:
     try:
         if kind == "grpc":
             import tritonclient.grpc as library
@@ -184,7 +184,7 @@ def _library(kind: str) -> Any:
     return library
 
 
-def _types() -> Any:
+def _import_dtype_converter() -> Any:
     from tritonclient.utils import triton_to_np_dtype
 
     return triton_to_np_dtype

@@ -89,17 +89,17 @@ class OnnxRuntime(Backend):
 
     def probe(self) -> Probe:
         """Add two numbers on the CPU provider, and on the first GPU where there is one."""
-        ort = _library()
-        session = ort.InferenceSession(ONE_ADD, _quiet(ort), providers=PROVIDERS)
+        ort = _import_library()
+        session = ort.InferenceSession(ONE_ADD, _make_quiet_options(ort), providers=PROVIDERS)
         (out,) = session.run(None, {"x": np.asarray(2, np.float32)})
         devices = ["cpu"] if out == 4 else []
-        if cuda.CUDA in ort.get_available_providers() and cuda.adds(ort, ONE_ADD, _quiet(ort)):
+        if cuda.CUDA in ort.get_available_providers() and cuda.adds(ort, ONE_ADD, _make_quiet_options(ort)):
             devices.append("cuda:0")
         return Probe(version=ort.__version__, devices=tuple(devices), detail=", ".join(ort.get_available_providers()))
 
     def prepare(self, trial: Trial) -> None:
         """Import ONNX Runtime, with its telemetry off."""
-        _library()
+        _import_library()
 
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Return a session with the trial's threads, and static shapes even where the file's batch is free.
@@ -107,7 +107,7 @@ class OnnxRuntime(Backend):
         Raises `Unavailable` without the library or a kernel, `UserError` for a missing, corrupt or ill-fitting file,
         `MemoryError` when memory runs out.
         """
-        ort = _library()
+        ort = _import_library()
         path = artifact.path if artifact else trial.model.file
         if not Path(path).is_file():
             raise UserError(f"{path or 'the ONNX file'} does not exist")
@@ -116,8 +116,12 @@ class OnnxRuntime(Backend):
         inputs = artifact.inputs if artifact else ()
         try:
             file = OnnxFile(ort, path, trial, inputs or _read_inputs(ort, path))
-            return cuda.CudaSession(file, trial, _tensor) if trial.runtime.device != "cpu" else OnnxRuntimeSession(file)
-        except _errors() as e:
+            return (
+                cuda.CudaSession(file, trial, _read_tensor)
+                if trial.runtime.device != "cpu"
+                else OnnxRuntimeSession(file)
+            )
+        except _list_errors() as e:
             raise _loading_error(e, f"{path} can't be loaded") from e
 
     def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
@@ -148,7 +152,7 @@ class OnnxFile:
 
         `profile` is the prefix of the profile's file, `optimised` the path at which the optimised graph is written.
         """
-        options = _quiet(self.ort)
+        options = _make_quiet_options(self.ort)
         options.intra_op_num_threads = self.settings["intra_op_threads"]
         options.inter_op_num_threads = self.settings["inter_op_threads"]
         options.execution_mode = self.ort.ExecutionMode.ORT_SEQUENTIAL
@@ -167,7 +171,7 @@ class OnnxFile:
     def facts(self, providers: Any, feeds: Arrays) -> EngineFacts:
         """Return layers, types, providers and time by operator, from the profile of a second, short session."""
         with tempfile.TemporaryDirectory() as scratch:
-            nodes = self.read_profile(self._profile(providers, feeds, scratch))
+            nodes = self.read_profile(self._record_profile(providers, feeds, scratch))
         return EngineFacts(
             layers=len(nodes.seen),
             layers_by_type=nodes.by_type(),
@@ -184,7 +188,7 @@ class OnnxFile:
         """Return the optimised graph as the library writes it, with each node's entry in a profile of its run."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
-            return self.optimised(path, self.read_profile(self._profile(providers, feeds, scratch, path)))
+            return self.optimised(path, self.read_profile(self._record_profile(providers, feeds, scratch, path)))
 
     def read_profile(self, events: list[dict[str, Any]]) -> Profile:
         """Return the profile, completed by the type that packed products compute in, which needs onnx."""
@@ -195,14 +199,14 @@ class OnnxFile:
         """Read the optimised graph at the path, with each node's entry in the profile."""
         return optimised.read(path, self.path, profile, f"{ENGINE} {self.ort.__version__}")
 
-    def _profile(self, providers: Any, feeds: Arrays, scratch: str, optimised: str = "") -> list[dict[str, Any]]:
+    def _record_profile(self, providers: Any, feeds: Arrays, scratch: str, optimised: str = "") -> list[dict[str, Any]]:
         rng = np.random.default_rng(0)
         session = self.open(providers, f"{scratch}/profile", optimised)
-        inputs = [_tensor(arg) for arg in session.get_inputs()]
+        inputs = [_read_tensor(arg) for arg in session.get_inputs()]
         made = {t.name: rng.standard_normal(self.shapes[t.name]).astype(t.dtype) for t in inputs}
         for _ in range(PROFILED_RUNS):
             session.run(None, made | dict(feeds))
-        return _events(session)
+        return _end_profile(session)
 
 
 class OnnxRuntimeSession(Session):
@@ -211,10 +215,10 @@ class OnnxRuntimeSession(Session):
     def __init__(self, file: OnnxFile, profile: str = "", optimised: str = "") -> None:
         self._file = file
         self._session = file.open(PROVIDERS, profile, optimised)
-        inputs = tuple(map(_tensor, self._session.get_inputs()))
+        inputs = tuple(map(_read_tensor, self._session.get_inputs()))
         self.inputs = inputs if file.free else tuple(replace(t, shape=file.shapes[t.name]) for t in inputs)
-        self.outputs = tuple(_tensor(arg) for arg in self._session.get_outputs())
-        self._errors = _errors()
+        self.outputs = tuple(_read_tensor(arg) for arg in self._session.get_outputs())
+        self._errors = _list_errors()
         self.slots = file.settings["streams"]
         self._requests = [Request(self._session, self.outputs) for _ in range(self.slots)]
         self._threads = ThreadPoolExecutor(self.slots) if self.slots > 1 else None
@@ -233,20 +237,20 @@ class OnnxRuntimeSession(Session):
     def run(self, slot: int = 0) -> None:
         """Run to the end, or with several streams begin to. Raises `MemoryError` when memory runs out."""
         if self._threads is None:
-            self._finish(self._requests[slot].run)
+            self._finish_run(self._requests[slot].run)
         else:
             self._running[slot] = self._threads.submit(self._requests[slot].run)
 
     def wait(self, slot: int = 0) -> None:
         """Wait until the slot has run. Raises `MemoryError` when memory runs out."""
         if slot in self._running:
-            self._finish(self._running.pop(slot).result)
+            self._finish_run(self._running.pop(slot).result)
 
     def complete(self, slot: int = 0) -> None:
         """See `Session.complete`; the slot's own thread isn't asked."""
-        self._finish(self._requests[slot].run)
+        self._finish_run(self._requests[slot].run)
 
-    def _finish(self, action: Callable[[], None]) -> None:
+    def _finish_run(self, action: Callable[[], None]) -> None:
         try:
             action()
         except self._errors as e:
@@ -277,7 +281,7 @@ class OnnxRuntimeSession(Session):
                 watched.run()
                 watched.wait()
                 whole.append(time.perf_counter() - start)
-            events = _events(watched._session)
+            events = _end_profile(watched._session)
             watched.close()
             inside = self._file.optimised(path, self._file.read_profile(events))
         repeats = by_run(events)[DISCARDED:]
@@ -294,12 +298,12 @@ class OnnxRuntimeSession(Session):
         del self._session
 
 
-def _events(session: Any) -> list[dict[str, Any]]:
+def _end_profile(session: Any) -> list[dict[str, Any]]:
     """End the session's profile and return its events."""
     return events_in(Path(session.end_profiling()).read_text(encoding="utf-8"))
 
 
-def _library() -> Any:
+def _import_library() -> Any:
     try:
         import onnxruntime
     except ImportError as e:
@@ -310,7 +314,7 @@ def _library() -> Any:
     return onnxruntime
 
 
-def _quiet(ort: Any) -> Any:
+def _make_quiet_options(ort: Any) -> Any:
     options = ort.SessionOptions()
     options.log_severity_level = 4
     return options
@@ -337,13 +341,13 @@ def settings(trial: Trial) -> dict[str, Any]:
 
 def _read_inputs(ort: Any, path: str) -> tuple[Tensor, ...]:
     """Read the inputs of a file: an unoptimised session is the cheapest way to read them without onnx."""
-    options = _quiet(ort)
+    options = _make_quiet_options(ort)
     options.graph_optimization_level = ort.GraphOptimizationLevel.ORT_DISABLE_ALL
     session = ort.InferenceSession(path, options, providers=["CPUExecutionProvider"])
-    return tuple(_tensor(arg) for arg in session.get_inputs())
+    return tuple(_read_tensor(arg) for arg in session.get_inputs())
 
 
-def _tensor(arg: Any) -> Tensor:
+def _read_tensor(arg: Any) -> Tensor:
     kind = re.fullmatch(r"tensor\((\w+)\)", arg.type)
     if kind is None or kind[1] in ("string", "bfloat16"):
         raise UserError(f"{arg.name!r} is a {arg.type}, which can't be fed from or read into an array")
@@ -367,7 +371,7 @@ def overrides(inputs: tuple[Tensor, ...], shapes: dict[str, Shape]) -> dict[str,
     return sizes
 
 
-def _errors() -> tuple[type[Exception], ...]:
+def _list_errors() -> tuple[type[Exception], ...]:
     from onnxruntime.capi import onnxruntime_pybind11_state as state
 
     names = "Fail InvalidArgument NoSuchFile InvalidProtobuf InvalidGraph NotImplemented RuntimeException EPFail"

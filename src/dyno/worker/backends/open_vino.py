@@ -88,7 +88,7 @@ class OpenVino(Backend):
 
     def probe(self) -> Probe:
         """Add two numbers on the CPU device."""
-        ov, core = library(), _core()
+        ov, core = library(), _create_core()
         x = ov.opset13.parameter([], np.float32)
         compiled = core.compile_model(ov.Model([ov.opset13.add(x, x)], [x]), "CPU")
         out = next(iter(compiled([np.asarray(2, np.float32)]).values()))
@@ -108,7 +108,7 @@ class OpenVino(Backend):
         """
         ov = library()
         if not _computes_in(trial.precision) and trial.precision != trial.model.precision:
-            can = _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+            can = _create_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
             raise Unavailable(f"OpenVINO doesn't compute in {trial.precision} on this CPU (it has {', '.join(can)})")
         model = read_model(ov, artifact.path if artifact else trial.model.file)
         try:
@@ -138,7 +138,7 @@ class OpenVinoSession(Session):
         self._shapes = static_shapes(ports, trial.dims)
         model.reshape({port: list(self._shapes[t.name]) for port, t in zip(model.inputs, ports, strict=True)})
         self._settings = settings(trial)
-        self._compiled = _core().compile_model(model, "CPU", self._settings)
+        self._compiled = _create_core().compile_model(model, "CPU", self._settings)
         self.inputs, self.outputs = tensors_of(model.inputs), tensors_of(model.outputs)
         self.slots = int(self._settings["NUM_STREAMS"])
         self._requests = [self._compiled.create_infer_request() for _ in range(self.slots)]
@@ -202,14 +202,14 @@ class OpenVinoSession(Session):
 
     def execution_graph(self) -> Any:
         """Return the runtime model of a second compilation, after runs with performance counters."""
-        compiled, request = self._counting()
+        compiled, request = self._compile_with_counters()
         for _ in range(PROFILED_RUNS):
             request.infer()
         return compiled.get_runtime_model()
 
-    def _counting(self) -> tuple[Any, Any]:
+    def _compile_with_counters(self) -> tuple[Any, Any]:
         """Return a compilation with performance counters, and a request of it on the bound or else random input."""
-        compiled = _core().compile_model(self._model, "CPU", self._settings | {"PERF_COUNT": True})
+        compiled = _create_core().compile_model(self._model, "CPU", self._settings | {"PERF_COUNT": True})
         request = compiled.create_infer_request()
         rng = np.random.default_rng(0)
         for port, tensor in zip(compiled.inputs, self.inputs, strict=True):
@@ -226,15 +226,15 @@ class OpenVinoSession(Session):
         runs_each = -(-runs // REPEATS)
         whole, repeats = list[float](), list[dict[str, float]]()
         for _ in range(REPEATS):
-            compiled, request = self._counting()
+            compiled, request = self._compile_with_counters()
             for _ in range(DISCARDED):
                 request.infer()
-            before = _counted(request, DISCARDED)
+            before = _read_layer_times(request, DISCARDED)
             for _ in range(runs_each):
                 start = time.perf_counter()
                 request.infer(share_outputs=True)
                 whole.append(time.perf_counter() - start)
-            after = _counted(request, DISCARDED + runs_each)
+            after = _read_layer_times(request, DISCARDED + runs_each)
             repeats.append({name: max(0.0, after[name] - before[name]) / runs_each for name in after})
         inside = ExecutionGraph(compiled.get_runtime_model(), self._requested).inside(f"{ENGINE} {version()}")
         layers = [[repeat.get(layer.name, 0.0) for layer in inside.layers] for repeat in _named_as_last(repeats)]
@@ -249,7 +249,7 @@ class OpenVinoSession(Session):
         del self._compiled, self._model
 
 
-def _counted(request: Any, runs: int) -> dict[str, float]:
+def _read_layer_times(request: Any, runs: int) -> dict[str, float]:
     """Return the seconds of each layer in all of its compilation's runs so far."""
     return {each.node_name: runs * each.real_time.total_seconds() for each in request.get_profiling_info()}
 
@@ -286,7 +286,7 @@ def library() -> Any:
 
 
 @lru_cache(maxsize=1)
-def _core() -> Any:
+def _create_core() -> Any:
     """Return the only Core of the process, which is never released.
 
     The CPU plugin lends the main thread a signal stack for as long as its Core lives. Of two Cores the first to go
@@ -310,7 +310,7 @@ def read_model(ov: Any, path: str) -> Any:
     try:
         model = None if path.endswith(".xml") else ov.convert_model(path)
         # A graph with an input among its outputs is converted to one with another input, which nobody feeds.
-        return model if model and not _returns_inputs(model) else _core().read_model(path)
+        return model if model and not _returns_inputs(model) else _create_core().read_model(path)
     # convert_model wraps what its front ends throw in its own class, which derives from Exception alone.
     except Exception as e:
         raise _loading_error(e, f"{path} can't be read") from e
@@ -367,7 +367,7 @@ def _tensor_of(port: Any, place: int) -> Tensor:
 def _computes_in(precision: str) -> bool:
     """Return whether the CPU has the instructions; without them a half-precision file is computed in float32."""
     capability = CAPABILITIES.get(precision)
-    return not capability or capability in _core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
+    return not capability or capability in _create_core().get_property("CPU", "OPTIMIZATION_CAPABILITIES")
 
 
 def _raise_if_memory(error: Exception, what: str) -> None:

@@ -31,7 +31,7 @@ class ExecutionGraph:
         self._requested, self._ops = requested, runtime_model.get_ordered_ops()
         self._infos = [{key: str(plain(value)) for key, value in op.get_rt_info().items()} for op in self._ops]
         # What was folded into constants or into memory layout stays in the graph, marked as not executed.
-        self.layers = [info for info in self._infos if _kind(info) not in NOT_LAYERS and not _skipped(info)]
+        self.layers = [info for info in self._infos if _read_kind(info) not in NOT_LAYERS and not _is_skipped(info)]
 
     def compute(self) -> list[dict[str, str]]:
         """Return convolutions, matrix products and the like, and layers that may hide some.
@@ -39,7 +39,7 @@ class ExecutionGraph:
         Products of indices and shapes are left out.
         """
         kinds = (*COMPUTED, UNKNOWN)
-        return [layer for layer in self.layers if _multiplies(layer) and _computed_in(layer) in kinds]
+        return [layer for layer in self.layers if _is_compute_layer(layer) and _computed_in(layer) in kinds]
 
     def by_type(self) -> dict[str, int]:
         """Compute layers by the type they ran in, 8-bit ones signed or not as `int8`."""
@@ -49,7 +49,7 @@ class ExecutionGraph:
         """Return each kind's share of the time in layers, largest first."""
         spent: dict[str, float] = defaultdict(float)
         for layer in self.layers:
-            spent[layer["layerType"]] += _number(layer.get("execTimeMcs", ""))
+            spent[layer["layerType"]] += _parse_number(layer.get("execTimeMcs", ""))
         total = sum(spent.values()) or 1.0
         return {kind: round(t / total, 4) for kind, t in sorted(spent.items(), key=lambda kv: -kv[1]) if t}
 
@@ -63,48 +63,48 @@ class ExecutionGraph:
         constant, layers, stored = set[str](), list[Layer](), dict[str, int]()
         for op, info in zip(self._ops, self._infos, strict=True):
             read = [port.get_source_output() for port in op.inputs()]
-            computed = [port for port in read if _name(port) not in constant]
-            weights = [port for port in read if _name(port) in constant]
-            if _kind(info) == "Const" or (read and not computed):
+            computed = [port for port in read if _read_name(port) not in constant]
+            weights = [port for port in read if _read_name(port) in constant]
+            if _read_kind(info) == "Const" or (read and not computed):
                 constant.add(op.get_friendly_name())
-            elif _kind(info) not in NOT_LAYERS:
-                layer = self._layer(op, info, computed, weights)
+            elif _read_kind(info) not in NOT_LAYERS:
+                layer = self._build_layer(op, info, computed, weights)
                 before = sum(stored.values())
-                stored |= {_name(port): _weights(port) for port in weights if layer.type not in CONVERTERS}
+                stored |= {_read_name(port): _count_weights(port) for port in weights if layer.type not in CONVERTERS}
                 layers.append(replace(layer, shared=layer.parameters + before - sum(stored.values())))
         return Inside(form=LAYERS, library=library, parameters=sum(stored.values()), layers=tuple(layers))
 
-    def _layer(self, op: Any, info: dict[str, str], computed: list[Any], weights: list[Any]) -> Layer:
-        name, kind = op.get_friendly_name(), _kind(info)
+    def _build_layer(self, op: Any, info: dict[str, str], computed: list[Any], weights: list[Any]) -> Layer:
+        name, kind = op.get_friendly_name(), _read_kind(info)
         layouts, types = info.get("outputLayouts", "").split(","), info.get("outputPrecisions", "").split(",")
         return Layer(
             name=name,
             type=kind,
-            inputs=tuple(_port(port) for port in computed),
+            inputs=tuple(_read_port(port) for port in computed),
             outputs=tuple(
-                Port(_label(name, k), tuple(port.shape), TYPE_NAMES.get(kind, kind), layout)
-                for k, (port, kind, layout) in enumerate(_padded(op.outputs(), types, layouts))
+                Port(_format_label(name, k), tuple(port.shape), TYPE_NAMES.get(kind, kind), layout)
+                for k, (port, kind, layout) in enumerate(_iter_outputs(op.outputs(), types, layouts))
             ),
-            parameters=0 if kind in CONVERTERS else sum(map(_weights, weights)),
+            parameters=0 if kind in CONVERTERS else sum(map(_count_weights, weights)),
             computes_in=_computed_in(info) if COMPUTE.search(kind) else "",
             tactic=info.get("primitiveType", ""),
             moves=kind in ("Reorder", "Convert"),
-            skipped=_skipped(info),
+            skipped=_is_skipped(info),
             nodes=tuple(filter(None, info.get("originalLayersNames", "").split(","))),
         )
 
 
-def _weights(port: Any) -> int:
+def _count_weights(port: Any) -> int:
     """Return the number of weights in a constant; 0 for indices or a single number."""
     count = math.prod(port.shape)
-    return count if count > 1 and _port(port).dtype in COMPUTED else 0
+    return count if count > 1 and _read_port(port).dtype in COMPUTED else 0
 
 
-def _kind(info: dict[str, str]) -> str:
+def _read_kind(info: dict[str, str]) -> str:
     return info.get("layerType", "Const")
 
 
-def _skipped(info: dict[str, str]) -> bool:
+def _is_skipped(info: dict[str, str]) -> bool:
     """Return whether the layer runs nothing.
 
     OpenVINO also reports a layer of less than a microsecond as not executed, but that one has a kernel.
@@ -113,24 +113,24 @@ def _skipped(info: dict[str, str]) -> bool:
     return info.get("execTimeMcs") == "not_executed" and (not kernel or kernel.startswith(NO_KERNEL))
 
 
-def _padded(ports: list[Any], types: list[str], layouts: list[str]) -> Iterator[tuple[Any, str, str]]:
+def _iter_outputs(ports: list[Any], types: list[str], layouts: list[str]) -> Iterator[tuple[Any, str, str]]:
     """Yield each output with its type and layout; the library lists a single one for outputs that are alike."""
     for k, port in enumerate(ports):
         yield port, types[min(k, len(types) - 1)], layouts[min(k, len(layouts) - 1)]
 
 
-def _name(port: Any) -> str:
+def _read_name(port: Any) -> str:
     return str(port.get_node().get_friendly_name())
 
 
-def _label(name: str, index: int) -> str:
+def _format_label(name: str, index: int) -> str:
     return f"{name}:{index}" if index else name
 
 
-def _port(source: Any) -> Port:
+def _read_port(source: Any) -> Port:
     info = {key: str(plain(value)) for key, value in source.get_node().get_rt_info().items()}
     kind = info.get("outputPrecisions", "").split(",")[0]
-    label = _label(_name(source), source.get_index())
+    label = _format_label(_read_name(source), source.get_index())
     return Port(label, tuple(source.shape), TYPE_NAMES.get(kind, kind), info.get("outputLayouts", "").split(",")[0])
 
 
@@ -146,11 +146,11 @@ def _computed_in(layer: dict[str, str]) -> str:
     return kernel if kind in NARROW else kind
 
 
-def _multiplies(layer: dict[str, str]) -> bool:
+def _is_compute_layer(layer: dict[str, str]) -> bool:
     return layer["layerType"] in ENCLOSING or bool(COMPUTE.search(layer["layerType"]))
 
 
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     return float(text) if text.replace(".", "", 1).isdigit() else 0.0
 
 

@@ -71,12 +71,12 @@ class PyTorch(Backend):
         torch = import_torch()
         devices = ["cpu", *(f"cuda:{i}" for i in range(torch.cuda.device_count()))]
         for device in devices:
-            self._convolve(torch, device)
+            self._run_convolution(torch, device)
         gpus = [torch.cuda.get_device_name(device) for device in devices[1:]]
         detail = ", ".join([f"CPU kernels for {torch.backends.cpu.get_cpu_capability()}", *gpus])
         return Probe(version=torch.__version__, devices=tuple(devices), detail=detail)
 
-    def _convolve(self, torch: Any, device: str) -> None:
+    def _run_convolution(self, torch: Any, device: str) -> None:
         x, weight = torch.randn(1, 3, 8, 8, device=device), torch.randn(4, 3, 3, 3, device=device)
         with torch.inference_mode():
             torch.nn.functional.conv2d(x, weight).cpu()
@@ -117,18 +117,18 @@ class TorchSession(Session):
         self._weights = models.weights_sha256(module)  # before the cast: "same weights" is about what was given
         self._layout = self._torch.channels_last if options["channels_last"] else self._torch.contiguous_format
         dtype = self._dtype = getattr(self._torch, TYPES[trial.precision])
-        self._module = self._placed(module)
+        self._module = self._place_module(module)
         self._pixels = input_data.wants_pixels(options)
         self.slots = self._slots_wanted()
         self._copies: Copies | None = None
         self._queue: Any = None
-        self._allocate(dtype)
-        self._eager = self._callable(dtype)
+        self._allocate_inputs(dtype)
+        self._eager = self._make_callable(dtype)
         self._call: Any = self._eager
         self._ran = False
         self._restore: Callable[[], None] | None = None
 
-    def _placed(self, module: Any) -> Any:
+    def _place_module(self, module: Any) -> Any:
         return cast(module.to(self._device, memory_format=self._layout), TYPES[self._trial.precision])
 
     def _slots_wanted(self) -> int:
@@ -143,33 +143,33 @@ class TorchSession(Session):
     def _on_gpu(self) -> bool:
         return bool(self._device.type == "cuda")
 
-    def _allocate(self, dtype: Any) -> None:
+    def _allocate_inputs(self, dtype: Any) -> None:
         dims, model = self._trial.dims, self._trial.model
         image = dims.shapes.get("input", (BATCH, model.channels, "height", "width"))
         usual = Tensor("input", "float32", dims.resolve(image))
         self.inputs = tensors_of(model.inputs, dims) or (usual,)
         if self._pixels:
-            self.inputs = (replace(self._image(), dtype="uint8"),)
-        self._bound = [{t.name: self._empty(t, dtype) for t in self.inputs} for _ in range(self.slots)]
+            self.inputs = (replace(self._find_image_input(), dtype="uint8"),)
+        self._bound = [{t.name: self._allocate_tensor(t, dtype) for t in self.inputs} for _ in range(self.slots)]
         self._out: list[Any] = [None] * self.slots
         if self._on_gpu:
             self._copies = Copies(self._torch, self._bound)
             self._queue = self._copies.compute
             self.stream = self._queue.cuda_stream
 
-    def _empty(self, tensor: Tensor, dtype: Any) -> Any:
+    def _allocate_tensor(self, tensor: Tensor, dtype: Any) -> Any:
         torch, floating = self._torch, tensor.dtype.startswith("float")
         layout = self._layout if len(tensor.shape) == 4 and floating else torch.contiguous_format
         dtype = dtype if floating else getattr(torch, tensor.dtype)
         return torch.empty(tensor.shape, dtype=dtype, device=self._device, memory_format=layout)
 
-    def _image(self) -> Tensor:
+    def _find_image_input(self) -> Tensor:
         if len(self.inputs) != 1 or len(self.inputs[0].shape) != 4 or self.inputs[0].dtype != "float32":
             shapes = ", ".join(str(t.shape) for t in self.inputs)
             raise UserError(f"input=uint8 needs a model with one image input (N x C x H x W); this one has {shapes}")
         return self.inputs[0]
 
-    def _callable(self, dtype: Any) -> Any:
+    def _make_callable(self, dtype: Any) -> Any:
         """Return the module as a function of the slot's tensors in the inputs' order."""
         called = self._from_pixels(dtype) if self._pixels else self._module
         if self._pixels or not self._trial.model.inputs:
@@ -183,13 +183,13 @@ class TorchSession(Session):
         specs = self._trial.model.inputs
         module = positional(self._torch, self._module, specs) if specs else self._module
 
-        def call(pixels: Any) -> Any:
+        def call_module(pixels: Any) -> Any:
             return module((pixels * scale + offset).to(dtype))
 
-        return call
+        return call_module
 
     @contextmanager
-    def _on(self, stream: Any) -> Iterator[None]:
+    def _use_stream(self, stream: Any) -> Iterator[None]:
         """Run the block as inference on that stream; None, which a CPU has, changes nothing."""
         with self._torch.inference_mode(), self._torch.cuda.stream(stream):
             yield
@@ -203,7 +203,7 @@ class TorchSession(Session):
         for tensor in self.inputs:
             if (feed := feeds[tensor.name]).shape != tensor.shape:
                 raise UserError(f"input {tensor.name!r} wants {tensor.shape}, but got {feed.shape}")
-        with self._on(None):
+        with self._use_stream(None):
             if self._copies is None:
                 for name, bound in self._bound[slot].items():
                     bound.copy_(self._torch.from_numpy(np.asarray(feeds[name], order="C")))
@@ -212,27 +212,27 @@ class TorchSession(Session):
 
     def restoring(self, feeds: Arrays) -> Callable[[], None] | None:
         """See `Session.restoring`: a module may write into its inputs, and its next run would get what is left."""
-        with self._on(self._queue):
+        with self._use_stream(self._queue):
             left = [tensor.clone() for tensor in self._bound[0].values()]
-        self._settle()  # inputs are bound on a stream of their own
+        self._synchronize_device()  # inputs are bound on a stream of their own
         self.bind(feeds)
-        self._settle()
-        with self._on(self._queue):
+        self._synchronize_device()
+        with self._use_stream(self._queue):
             bound = [*self._bound[0].values()]
-            if not any(_differ(*pair) for pair in zip(left, bound, strict=True)):
+            if not any(_has_difference(*pair) for pair in zip(left, bound, strict=True)):
                 return None
             given = [tensor.clone() for tensor in bound]
 
-        def restore() -> None:
-            with self._on(self._queue):
+        def restore_inputs() -> None:
+            with self._use_stream(self._queue):
                 for tensor, value in zip(bound, given, strict=True):
                     tensor.copy_(value)
-            self._settle()
+            self._synchronize_device()
 
-        self._restore = restore
-        return restore
+        self._restore = restore_inputs
+        return restore_inputs
 
-    def _settle(self) -> None:
+    def _synchronize_device(self) -> None:
         if self._on_gpu:
             self._torch.cuda.synchronize(self._device)
 
@@ -242,7 +242,7 @@ class TorchSession(Session):
 
     def _bind_tensors(self, tensors: Mapping[str, Any], ready: Any, slot: int) -> None:
         """Bind tensors on the device, as `bind` does arrays, once the event has come."""
-        with self._on(None):
+        with self._use_stream(None):
             if self._copies is not None:
                 self._copies.bind_tensors(tensors, ready, slot)
                 return
@@ -252,17 +252,17 @@ class TorchSession(Session):
     def run(self, slot: int = 0) -> None:
         """Run one forward pass; the module's exception about an input that it doesn't take becomes a `UserError`."""
         try:
-            with self._on(self._queue):
+            with self._use_stream(self._queue):
                 if self._copies:
                     self._copies.arrive(slot)
                 self._out[slot] = self._call(*self._bound[slot].values())
                 if self._copies:
                     self._copies.leave(slot)
         except Exception as e:  # the module is anyone's code: whatever it raises is its word on the input
-            raise self._explained(e) from e
+            raise self._explain_error(e) from e
         self._ran = True
 
-    def _explained(self, e: Exception) -> Exception:
+    def _explain_error(self, e: Exception) -> Exception:
         if is_memory_error(e):
             return MemoryError(first_line(e))
         if self._ran or isinstance(e, (UserError, Unavailable, MemoryError)) or "CUDA error" in str(e):
@@ -281,7 +281,7 @@ class TorchSession(Session):
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Return the outputs by name, as float32; dicts, lists and tuples are flattened in their order."""
         tensors = self._output_tensors(slot)
-        with self._on(None):
+        with self._use_stream(None):
             if self._copies is None:
                 outputs = {name: tensor.float().numpy() for name, tensor in tensors.items()}
             else:
@@ -297,7 +297,7 @@ class TorchSession(Session):
         """See `Session.parts`; a CPU has none."""
         if self._copies is None:
             return {}
-        with self._on(None):
+        with self._use_stream(None):
             return self._copies.parts(lambda: self.bind(feeds), self.run, lambda: named_outputs(self._out[0]))
 
     def try_eager(self) -> None:
@@ -305,9 +305,9 @@ class TorchSession(Session):
         and what goes wrong later is the compiler's doing."""
         model, dims = self._trial.model, self._trial.dims
         self.bind(next(input_data.batches(DataSpec(), model.preprocess, self.inputs, dims, 1, model.inputs)))
-        self._once()
+        self._run_once()
 
-    def _once(self) -> None:
+    def _run_once(self) -> None:
         self.run()
         self.wait()
 
@@ -316,11 +316,11 @@ class TorchSession(Session):
 
         The number of layers is None if none was seen, as in TorchScript, whose parts can't be watched.
         """
-        layers, kinds = self._layers()
+        layers, kinds = self._count_layers()
         truth = precision_truth(self._trial.precision, kinds, "PyTorch")
-        return replace(self._common(), layers=layers or None, layers_by_type=kinds, precision_truth=truth)
+        return replace(self._read_common_facts(), layers=layers or None, layers_by_type=kinds, precision_truth=truth)
 
-    def _common(self) -> EngineFacts:
+    def _read_common_facts(self) -> EngineFacts:
         cuda = self._torch.backends.cuda.matmul
         return EngineFacts(
             parameters=sum(p.numel() for p in self._module.parameters()),
@@ -331,11 +331,11 @@ class TorchSession(Session):
             notes=tuple(notes(self._trial)),
         )
 
-    def _layers(self) -> tuple[int, dict[str, int]]:
+    def _count_layers(self) -> tuple[int, dict[str, int]]:
         seen: dict[Any, str] = {}
         compute = compute_layers(self._torch)
 
-        def keep(module: Any, args: Any, result: Any) -> None:
+        def record_type(module: Any, args: Any, result: Any) -> None:
             tensor = next(iter(tensors(result)), None)
             if is_quantised(module):
                 seen[module] = "int8"
@@ -345,9 +345,9 @@ class TorchSession(Session):
         if isinstance(self._module, self._torch.jit.ScriptModule):
             return 0, {}  # which lets nobody watch its parts
         leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
-        hooks = [m.register_forward_hook(keep) for m in leaves if takes_hooks(self._torch, m)]
+        hooks = [m.register_forward_hook(record_type) for m in leaves if takes_hooks(self._torch, m)]
         try:
-            with self._on(self._queue):
+            with self._use_stream(self._queue):
                 self._eager(*self._bound[0].values())
         finally:
             for hook in hooks:
@@ -364,18 +364,18 @@ class TorchSession(Session):
         self.take_parts()
         measure = module_kernels.measure if self._on_gpu else module_times.measure
         restore = self._restore or (lambda: None)
-        return measure(self._module, self._once, lambda: self._eager(*self._bound[0].values()), runs, restore)
+        return measure(self._module, self._run_once, lambda: self._eager(*self._bound[0].values()), runs, restore)
 
     def run_for_counters(self) -> None:
         """Run once with a range around the call of each part of the module; on a GPU."""
         self.take_parts()
-        module_ranges.run(self._module, self._once)
+        module_ranges.run(self._module, self._run_once)
 
     def take_parts(self) -> None:
         """Go on with the modules that a program of torch.export was made of, which can be watched."""
         if (found := program.parts(self._trial.model, self._trial.dims)) is not None:
-            self._module = self._placed(found)
-            self._call = self._eager = self._callable(self._dtype)
+            self._module = self._place_module(found)
+            self._call = self._eager = self._make_callable(self._dtype)
 
     def close(self) -> None:
         """Drop the module and the tensors, and give the GPU's memory back."""
@@ -385,6 +385,6 @@ class TorchSession(Session):
             self._torch.cuda.empty_cache()
 
 
-def _differ(a: Any, b: Any) -> bool:
+def _has_difference(a: Any, b: Any) -> bool:
     """Return whether any value differs; NaN equals NaN."""
     return bool(((a != b) & ~((a != a) & (b != b))).any())

@@ -33,7 +33,7 @@ class Compile(PyTorch):
     options = ("channels_last", "cudnn_benchmark", "input", "mode", "freeze")
     values: Mapping[str, Check] = {**PyTorch.values, "mode": one_of(*MODES), "freeze": flag}
 
-    def _convolve(self, torch: Any, device: str) -> None:
+    def _run_convolution(self, torch: Any, device: str) -> None:
         need_compiler()
         weight = torch.randn(4, 3, 3, 3, device=device)
         compiled = torch.compile(lambda x: torch.nn.functional.conv2d(x, weight).relu(), dynamic=False)
@@ -63,12 +63,12 @@ class CompiledSession(TorchSession):
         super().__init__(trial, options)
         self.try_eager()
         # The second call records a CUDA graph, the third replays it.
-        self._compile(calls=3 if options["mode"] in GRAPH_MODES else 1)
+        self._compile_module(calls=3 if options["mode"] in GRAPH_MODES else 1)
 
     def _slots_wanted(self) -> int:
         return 1 if self._options["mode"] in GRAPH_MODES else super()._slots_wanted()
 
-    def _compile(self, calls: int) -> None:
+    def _compile_module(self, calls: int) -> None:
         from torch._dynamo import reset
         from torch._dynamo.utils import counters
         from torch._inductor import config
@@ -83,7 +83,7 @@ class CompiledSession(TorchSession):
             config.cpp.vec_isa_ok = True
         with compiler_errors():
             for _ in range(calls):
-                self._once()
+                self._run_once()
         self._build_s = time.perf_counter() - started
         self._counters = {key: dict(value) for key, value in counters.items()}
         self._cached = bool(before) and not kernels() - before
@@ -95,7 +95,7 @@ class CompiledSession(TorchSession):
         weights: list[Any] = [next(m.parameters(), None) for m in layers]
         kinds = dict(Counter(str(w.dtype).removeprefix("torch.") for w in weights if w is not None))
         return replace(
-            self._common(),
+            self._read_common_facts(),
             layers_by_type=kinds,
             precision_truth=precision_truth(self._trial.precision, kinds, "torch.compile"),
             build_s=self._build_s,

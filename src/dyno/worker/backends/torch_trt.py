@@ -44,7 +44,7 @@ CALLS = 20  # whose mean is the engine's own time
 HEAD_START = 50_000_000  # GPU clock cycles (25 ms on an H200) in which the host queues those calls
 
 
-def _profile(value: Option) -> str:
+def _check_profile(value: Option) -> str:
     try:
         fits = str(value) == STATIC or batch_range(str(value)) is not None
     except UserError:
@@ -68,14 +68,14 @@ class TorchTensorRT(PyTorch):
     options = ("ir", "profile", "optimization", "workspace_mb", "min_block_size")
     values: Mapping[str, Check] = {
         "ir": one_of(*ROUTES), "optimization": whole(LEVELS[0], LEVELS[-1]), "workspace_mb": whole(0),
-        "min_block_size": whole(1), "profile": _profile,
+        "min_block_size": whole(1), "profile": _check_profile,
     }  # fmt: skip
 
     def refuse(self, trial: Trial) -> str:
         """See `Backend.refuse`; also options that contradict each other, and batches outside the profile."""
         if trial.precision == "int8":
             return NO_INT8
-        return super().refuse(trial) or _conflict(trial)
+        return super().refuse(trial) or _find_conflict(trial)
 
     def probe(self) -> Probe:
         """Compile one convolution and run it on the first GPU."""
@@ -102,7 +102,7 @@ class TorchTensorRT(PyTorch):
     def checked(self, trial: Trial) -> dict[str, Any]:
         """See `PyTorch.checked`; options that don't fit are a `UserError`."""
         options = {"ir": ROUTES[0], "profile": STATIC, **super().checked(trial), "channels_last": False}
-        if reason := _conflict(trial):
+        if reason := _find_conflict(trial):
             raise UserError(reason)
         return options
 
@@ -110,7 +110,7 @@ class TorchTensorRT(PyTorch):
 TORCH_TENSORRT = TorchTensorRT()
 
 
-def _conflict(trial: Trial) -> str:
+def _find_conflict(trial: Trial) -> str:
     """Return the reason for which the options can't be used, in one line, or ""."""
     options = trial.options
     route, level = options.get("ir", ROUTES[0]), options.get("optimization")
@@ -152,17 +152,17 @@ def compiled(library: Any, module: Any, example: Any, precision: str, options: M
     renamed = {"min_block_size": "min_block_size", "optimization": "optimization_level"}
     keywords |= {name: options[option] for option, name in renamed.items() if option in options}
     # Before tracing, because a traced module has no signature.
-    keywords["inputs"] = [_input(library, module, x, options["profile"], k) for k, x in enumerate(examples)]
+    keywords["inputs"] = [_make_input(library, module, x, options["profile"], k) for k, x in enumerate(examples)]
     with tempfile.TemporaryDirectory() as scratch, _layer_types_kept():
         if "timing_cache_path" in parameters:  # by default a file shared by all programs of this machine
             folder = os.environ.get(TIMING, scratch)
             keywords["timing_cache_path"] = str(Path(folder) / f"torch_tensorrt-{library.__version__}.timing")
         if route == "ts":
-            module = _traced(torch, module, examples)
+            module = _trace_module(torch, module, examples)
         return library.compile(module, ir=route, **keywords)
 
 
-def _traced(torch: Any, module: Any, examples: tuple[Any, ...]) -> Any:
+def _trace_module(torch: Any, module: Any, examples: tuple[Any, ...]) -> Any:
     """Trace the module, as scripting refuses many; raise a `UserError` if the trace would fix one of several paths."""
     static = check_control_flow(torch, module, examples)
     with warnings.catch_warnings(record=True) as caught:
@@ -173,7 +173,7 @@ def _traced(torch: Any, module: Any, examples: tuple[Any, ...]) -> Any:
     return traced
 
 
-def _input(library: Any, module: Any, example: Any, profile: str, number: int) -> Any:
+def _make_input(library: Any, module: Any, example: Any, profile: str, number: int) -> Any:
     batches = batch_range(profile) if profile != STATIC and example.ndim else None
     if batches is None or batches[0] == batches[-1]:
         return library.Input(shape=tuple(example.shape), dtype=example.dtype)
@@ -219,11 +219,11 @@ class TorchTensorRTSession(TorchSession):
                 example = tuple(self._bound[0].values())
                 self._call = compiled(self._library, self._eager, example, trial.precision, options)
             self._build_s = time.perf_counter() - started
-            self._once()
+            self._run_once()
         except Exception as e:  # two compilers' errors, of any type: Python's, PyTorch's, TensorRT's
-            raise self._refusal(e) from e
+            raise self._explain_refusal(e) from e
 
-    def _refusal(self, e: Exception) -> Exception:
+    def _explain_refusal(self, e: Exception) -> Exception:
         if is_memory_error(e) or "out of memory" in str(e).lower():
             return MemoryError(first_line(e))
         if isinstance(e, (UserError, Unavailable, MemoryError)):
@@ -237,7 +237,11 @@ class TorchTensorRTSession(TorchSession):
     def facts(self) -> EngineFacts:
         """Return engines and operators left in PyTorch, layers, and the engine's own time beside that of a call."""
         compiled_engines = engines(self._call)
-        common, by_type, times = self._common(), self._layers_of(compiled_engines), self._times(compiled_engines)
+        common, by_type, times = (
+            self._read_common_facts(),
+            self._layers_of(compiled_engines),
+            self._time_calls(compiled_engines),
+        )
         in_pytorch = left_in_pytorch(self._call)
         notes = (
             *common.notes,
@@ -270,12 +274,12 @@ class TorchTensorRTSession(TorchSession):
         truth = replace(truth, sentence=sentence)
         return EngineFacts(layers=len(listed), layers_by_type=types, precision_truth=truth)
 
-    def _times(self, compiled_engines: list[Any]) -> Compilation:
+    def _time_calls(self, compiled_engines: list[Any]) -> Compilation:
         """Return a call's seconds by the host's clock and, if the module became a single engine, the engine's alone."""
         calls = []
         for _ in range(CALLS):
             start = time.perf_counter()
-            self._once()
+            self._run_once()
             calls.append(time.perf_counter() - start)
         if len(compiled_engines) != 1:
             return Compilation(call_s=median(calls))
@@ -289,7 +293,7 @@ class TorchTensorRTSession(TorchSession):
         """
         cuda, execute, feeds = self._torch.cuda, self._torch.ops.tensorrt.execute_engine, [*self._bound[0].values()]
         begin, end = cuda.Event(enable_timing=True), cuda.Event(enable_timing=True)
-        with self._on(self._queue):
+        with self._use_stream(self._queue):
             execute(feeds, engine)
             cuda._sleep(HEAD_START)
             begin.record(self._queue)

@@ -65,30 +65,32 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     around and cut again. Real images are timed: a tenth of them warms the pipeline up (R4), and a few batches
     afterwards time the stages separately; neither counts.
     """
-    batch, threads = _batch(session, trial), max(1, trial.runtime.threads)
+    batch, threads = _find_batch(session, trial), max(1, trial.runtime.threads)
     # On a CPU the processors are busy with the engine; with a GPU they are idle.
     helpers = threads if session.stream is not None else max(1, threads // 4)
     decoded = DecodedImages(session, trial, helpers) if trial.data.folder else None
     count = min(trial.data.count, len(decoded.images)) if decoded else trial.data.count
     batches = math.ceil(count / batch)
     pipeline = Pipeline(session, decoded or RandomInputs(session, trial, batches), helpers if decoded else 1)
-    collector = tasks.find(trial.model.task).collector(_evaluated(trial, decoded, batch, count))
+    collector = tasks.find(trial.model.task).collector(_describe_evaluation(trial, decoded, batch, count))
     warm_up = min(batches, math.ceil(min(MOST_WARM_UP, WARM_UP * count) / batch)) if decoded and timed else 0
     raw_outputs, rows = _RawOutputs(collector), find_rows(session, trial, batch)
 
-    def keep(number: int, fetched: Outputs) -> None:
+    def keep_outputs(number: int, fetched: Outputs) -> None:
         raw_outputs.add(number, rows.arranged(fetched))
 
-    def work(number: int, fetched: Outputs) -> Any:
+    def evaluate_batch(number: int, fetched: Outputs) -> Any:
         return collector.of(number, rows.arranged(fetched))
 
-    result = pipeline.run(batches, keep, work, warm_up)
+    result = pipeline.run(batches, keep_outputs, evaluate_batch, warm_up)
     seconds, stages = 0.0, {}
     if decoded and timed:
         seconds = result.seconds
-        stages = {name: s / batch for name, s in pipeline.stages(work, min(STAGES_S, trial.plan.seconds)).items()}
+        stages = {
+            name: s / batch for name, s in pipeline.stages(evaluate_batch, min(STAGES_S, trial.plan.seconds)).items()
+        }
     metadata = input_data.metadata(trial.data)
-    arrays = {**raw_outputs.arrays(), **collector.arrays(result.results), **_identity(decoded, count, metadata)}
+    arrays = {**raw_outputs.arrays(), **collector.arrays(result.results), **_identify_rows(decoded, count, metadata)}
     decode = float(metadata.get("decode_s") or 0)
     oddities = (*metadata.get("warnings", ()), *_left_out(metadata.get("unreadable", ())))
     oddities += (rows.warning,) if rows.warning else ()
@@ -98,7 +100,7 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     return Evaluation(arrays, count, min(warm_up * batch, count), seconds, decode, stages, oddities)
 
 
-def _identity(decoded: DecodedImages | None, count: int, metadata: dict[str, Any]) -> dict[str, np.ndarray]:
+def _identify_rows(decoded: DecodedImages | None, count: int, metadata: dict[str, Any]) -> dict[str, np.ndarray]:
     """Return the image index of each row of the outputs, its label, and the names of the classes."""
     if decoded is None:
         return {"sample": np.arange(count, dtype=np.int64)}
@@ -113,12 +115,12 @@ def _left_out(unreadable: Sequence[str]) -> list[str]:
     return [f"{images} can't be read, left out: {shown}"] if unreadable else []
 
 
-def _batch(session: Session, trial: Trial) -> int:
+def _find_batch(session: Session, trial: Trial) -> int:
     first = next((shape for shape in static_shapes(session.inputs, trial.dims).values() if shape), (1,))
     return trial.dims.batch or first[0]
 
 
-def _evaluated(trial: Trial, decoded: DecodedImages | None, batch: int, count: int) -> Evaluated:
+def _describe_evaluation(trial: Trial, decoded: DecodedImages | None, batch: int, count: int) -> Evaluated:
     if decoded is None:
         return Evaluated(trial, batch, count, input_size=(trial.dims.height, trial.dims.width))
     height, width = channels_first(decoded.shape)[2:]
@@ -150,13 +152,13 @@ class _RawOutputs:
     def arrays(self) -> dict[str, np.ndarray]:
         stored: dict[str, np.ndarray] = {}
         for name, parts in self._raw.items():
-            stored[f"output:{name}"], rows = _joined(parts, self._images)
+            stored[f"output:{name}"], rows = _join_outputs(parts, self._images)
             if rows is not None:
                 stored[f"rows:{name}"] = rows
         return stored
 
 
-def _joined(parts: Sequence[np.ndarray], images: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None]:
+def _join_outputs(parts: Sequence[np.ndarray], images: Sequence[int]) -> tuple[np.ndarray, np.ndarray | None]:
     """Join an output of all batches; return it with the rows of each, or None where its first axis counts the inputs.
 
     Non-maximum suppression inside a network leaves boxes of any number: n x 4 of each batch, or batch x n x 6.

@@ -117,22 +117,22 @@ class _Run:
         start = time.perf_counter()
         for step in range(count + slots):
             if step >= slots:
-                self._finish(step - slots, numbers[step - slots], counts=step - slots >= warm_up)
+                self._finish_step(step - slots, numbers[step - slots], counts=step - slots >= warm_up)
                 if step - slots == warm_up - 1:
                     start = time.perf_counter()
             if step < count:
-                self._start(step % slots)
+                self._start_slot(step % slots)
         result = [result.result() for result in self._results]
         return PipelineResult(result[warm_up:], time.perf_counter() - start)
 
-    def _start(self, slot: int) -> None:
+    def _start_slot(self, slot: int) -> None:
         self._fed[slot] = self._feeder.take()
         self._session.bind(self._fed[slot], slot)
         if (reader := self._reading[slot]) is not None:
             reader.result()
         self._session.run(slot)
 
-    def _finish(self, step: int, number: int, counts: bool) -> None:
+    def _finish_step(self, step: int, number: int, counts: bool) -> None:
         slot = step % self._session.slots
         self._session.wait(slot)
         fetched, fed = self._session.fetch(slot), self._fed[slot]

@@ -60,52 +60,52 @@ class _RowTest:
             first, {n: trial.dims.batch_axis(n, a.shape) for n, a in first.items()}, self._place
         )
         self._differ = any(not np.array_equal(a, repeated[name]) for name, a in first.items())
-        self._answers, self._repeats = self._answer(first), self._answer(repeated)
+        self._answers, self._repeats = self._run_batch(first), self._run_batch(repeated)
         self._limit = max(TOLERANCE[name] for name in (trial.precision, trial.model.precision or "fp32"))
 
     def run(self) -> Rows:
         """Return the rows, or raise the `UserError`."""
         axes, mixed = dict[str, "int | None"](), 0.0
         for name, a in self._answers.items():
-            candidates = self._candidates(name, a)
+            candidates = self._find_batch_axes(name, a)
             if candidates is None:
                 raise UserError(self._not_declared(name, a))
             choices = [*([k] for k in candidates), *([candidates] if len(candidates) > 1 else [])]  # pairs: the last
-            changes = [self._change(name, choice) for choice in choices]
+            changes = [self._measure_change(name, choice) for choice in choices]
             best = min(range(len(choices)), key=lambda k: (changes[k] > self._limit, k), default=None)
             axes[name] = None if best is None else choices[best][0]
             mixed = max(mixed, changes[best] if best is not None else 0.0)
-        if not any(self._follows(name, a) for name, a in self._answers.items()):
+        if not any(self._can_have_rows(name, a) for name, a in self._answers.items()):
             self._refuse_merged()
-        return Rows(axes, self._mixed(mixed) if mixed > self._limit else "")
+        return Rows(axes, self._explain_mixing(mixed) if mixed > self._limit else "")
 
-    def _candidates(self, name: str, a: np.ndarray) -> list[int] | None:
+    def _find_batch_axes(self, name: str, a: np.ndarray) -> list[int] | None:
         """Return the axes that may be the batch, [] without any; None where the file's declaration doesn't hold."""
         own = [k for k in self._declared.get(name, ()) if k < a.ndim]
         if own and all(a.shape[k] == self._batch for k in own):
             return own
-        if own and not self._varies(name, a):
+        if own and not self._has_variable_rows(name, a):
             return None
         return [k for k, n in enumerate(a.shape) if n == self._batch]
 
-    def _follows(self, name: str, a: np.ndarray) -> bool:
+    def _can_have_rows(self, name: str, a: np.ndarray) -> bool:
         """Return whether the output may hold a row for each input, in any form, or needs none."""
         free = next((any(isinstance(n, str) for n in t.shape) for t in self._session.outputs if t.name == name), False)
         # 1 x 40 for eight inputs is one row of their five values each; 1 x 1 x 1600 x 7 may be detections of a batch.
         one_row = a.ndim == 2 and len(a) == 1 and self._batch not in a.shape
         in_groups = not one_row and any(n and n % self._batch == 0 for n in a.shape)
-        if free or a.size < 2 or in_groups or self._varies(name, a):
+        if free or a.size < 2 or in_groups or self._has_variable_rows(name, a):
             return True
         return not self._differ or relative_change(a, self._repeats[name]) <= SAME
 
-    def _varies(self, name: str, a: np.ndarray) -> bool:
+    def _has_variable_rows(self, name: str, a: np.ndarray) -> bool:
         """Return whether the number of an output's rows depends on values, as for detections.
 
         An empty output may be one of those.
         """
-        return not a.size or a.shape != self._repeats[name].shape or a.shape != self._answer(self._other)[name].shape
+        return not a.size or a.shape != self._repeats[name].shape or a.shape != self._run_batch(self._other)[name].shape
 
-    def _change(self, name: str, axes: Sequence[int]) -> float:
+    def _measure_change(self, name: str, axes: Sequence[int]) -> float:
         """Return by how much one input's outputs change with the others of its batch, of their size."""
         a, b = self._answers[name], self._repeats[name]
         if a.shape != b.shape or not self._differ:
@@ -113,10 +113,10 @@ class _RowTest:
         at = tuple(self._place if k in axes else slice(None) for k in range(a.ndim))
         return relative_change(a[at], b[at])
 
-    def _mixed(self, change: float) -> str:
+    def _explain_mixing(self, change: float) -> str:
         """Return the warning of inputs that influence each other where the batch's axis is assumed; where it is known,
         raise that as a `UserError`. Nothing can be told of a model that draws random numbers."""
-        again = self._answer(self._feeds)
+        again = self._run_batch(self._feeds)
         if any(a.shape != again[name].shape or relative_change(a, again[name]) > self._limit / 2 for name, a in
                self._answers.items()):  # fmt: skip
             return ""
@@ -135,20 +135,21 @@ class _RowTest:
         shape = next(t.shape for t in self._trial.model.outputs if t.name == name)
         of = f" for {name!r}" if len(self._answers) > 1 else ""
         return (
-            f"the file says {_text(shape)}{of}, but gave {_text(a.shape)} for a batch of {self._batch}: "
-            "a length is fixed inside the file; measure it with --batch 1, or export it again with a free batch"
+            f"the file says {_format_shape(shape)}{of}, but gave {_format_shape(a.shape)} for a batch of "
+            f"{self._batch}: a length is fixed inside the file; measure it with --batch 1, or export it again with a "
+            "free batch"
         )
 
     def _refuse_merged(self) -> None:
         """Raise the `UserError` for outputs without a row for each input, none of them declared."""
-        shapes = ", ".join(_text(a.shape) for a in self._answers.values())
+        shapes = ", ".join(_format_shape(a.shape) for a in self._answers.values())
         raise UserError(
             f"the outputs are {shapes} for a batch of {self._batch}, which has no row for each input: a length is "
             "fixed inside the model (measure it with --batch 1), or the batch is another axis, which --shapes "
             "NAME:50xbatchx16 names"
         )
 
-    def _answer(self, feeds: Arrays) -> dict[str, np.ndarray]:
+    def _run_batch(self, feeds: Arrays) -> dict[str, np.ndarray]:
         session = self._session
         session.bind(session.stage(feeds))
         session.run()
@@ -156,5 +157,5 @@ class _RowTest:
         return {name: np.array(a) for name, a in session.fetch().items()}
 
 
-def _text(shape: Sequence[int | str]) -> str:
+def _format_shape(shape: Sequence[int | str]) -> str:
     return " x ".join(map(str, shape)) or "a number"

@@ -51,23 +51,23 @@ def fits(data: Any, takes: Any) -> bool:
 
 
 def _plain_reader(takes: Any) -> Callable[[Any], Any]:
-    def read(data: Any) -> Any:
+    def read_plain(data: Any) -> Any:
         if not fits(data, takes):
             raise Misfit(f" is of type {type(data).__name__}, which is wrong here")
         return data
 
-    return read
+    return read_plain
 
 
 def _number_reader(takes: Any) -> Callable[[Any], Any]:
     check = _plain_reader(takes)
 
-    def read(data: Any) -> Any:
+    def read_number(data: Any) -> Any:
         if isinstance(check(data), int) and abs(data) >= LARGEST:
             raise Misfit(" is larger than any number that is stored here")
         return data
 
-    return read
+    return read_number
 
 
 def _tuple_reader(args: tuple[Any, ...]) -> Callable[[Any], Any]:
@@ -104,7 +104,7 @@ def _dataclass_reader(kind: Any) -> Callable[[Any], Any]:
     current = {f.metadata[EARLIER]: f.name for f in dataclasses.fields(kind) if EARLIER in f.metadata}
     readers: dict[str, Callable[[Any], Any]] = {}
 
-    def read(data: Any) -> Any:
+    def read_dataclass(data: Any) -> Any:
         if not readers:  # on first use, as a kind may hold others of its own
             hints = typing.get_type_hints(kind)
             readers.update({name: reader(hints[name]) for name in names})
@@ -127,4 +127,4 @@ def _dataclass_reader(kind: Any) -> Callable[[Any], Any]:
         except TypeError as e:
             raise Misfit(f" is incomplete: {e}") from e
 
-    return read
+    return read_dataclass

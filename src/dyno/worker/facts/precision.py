@@ -62,13 +62,13 @@ def precision_truth(requested: str, layers_by_type: Mapping[str, int], engine: s
     held = layers_by_type.get(wanted, 0) >= LEAST_SHARE.get(requested, LEAST_SHARE_LOWERED) * reported
     held = held or requested in STORED
     ok = held and 2 * reported > total
-    sentence = _sentence(requested, wanted, layers_by_type, engine)
+    sentence = _describe_precision(requested, wanted, layers_by_type, engine)
     if held and not ok:
         sentence += f", so {requested} is not confirmed"
     return PrecisionTruth(requested, share, ok, not held, sentence)
 
 
-def _sentence(requested: str, wanted: str, layers: Mapping[str, int], engine: str) -> str:
+def _describe_precision(requested: str, wanted: str, layers: Mapping[str, int], engine: str) -> str:
     unknown = layers.get(UNKNOWN, 0)
     total = sum(layers.values()) - unknown
     if not total and unknown:

@@ -25,19 +25,19 @@ def load_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, n
     Raises a ValueError with the reason for a file that can't be read, such as one with Python objects, and OSError for
     a file that can't be opened.
     """
-    with _explained(), np.load(path, allow_pickle=False) as stored:
+    with _errors_explained(), np.load(path, allow_pickle=False) as stored:
         return {name: stored[name] for name in stored.files if names is None or name in names}
 
 
 def load_array(path: Path) -> np.ndarray:
     """Return the array of an npy file; errors as for `load_arrays`."""
-    with _explained():
+    with _errors_explained():
         array: np.ndarray = np.load(path, allow_pickle=False)
         return np.asarray(array[...])  # an npz file has none
 
 
 @contextmanager
-def _explained() -> Iterator[None]:
+def _errors_explained() -> Iterator[None]:
     try:
         yield
     except DAMAGED as e:

@@ -72,7 +72,7 @@ class CalibrationImages:
             raise UserError(f"the data set {self.data.name} has no {self.data.split} split, which int8 needs")
         self._images = Images(self.data, recipe.model.preprocess, channels_last(self.input.shape))
         _check_shape(self.input, self._images.shape, self.data.name)
-        self._requested = _samples(recipe)
+        self._requested = _read_sample_count(recipe)
         self.available, self.count = len(self._images), min(len(self._images), self._requested)
         if not self.count:
             raise UserError(f"the {self.data.split} split of {self.data.name} is empty; {NO_DATA}")
@@ -112,7 +112,7 @@ class CalibrationInputs:
     def __init__(self, recipe: Recipe, parent: Artifact) -> None:
         self._recipe, self._parent = recipe, parent
         self._specs = [spec for spec in recipe.model.inputs if spec.dtype]
-        self._requested = _samples(recipe)
+        self._requested = _read_sample_count(recipe)
         # Beside drawn values the rows are fed again and again, each time with others.
         drawn = len(self._from_files) < len(self._specs)
         axes = {spec.name: recipe.dims.batch_axis(spec.name, spec.shape) for spec in self._from_files}
@@ -120,7 +120,7 @@ class CalibrationInputs:
         counts = (rows(spec, axes[spec.name] or 0) for spec in batched or self._from_files)
         self.available = self._requested if drawn else max(counts)
         self.count = min(self.available, self._requested)
-        self.batch = _batch(recipe, parent)
+        self.batch = _find_batch(recipe, parent)
 
     @property
     def _from_files(self) -> list[InputSpec]:
@@ -137,7 +137,7 @@ class CalibrationInputs:
         return Calibration(
             samples=self.count,
             data_sha256=next((spec.feeds_sha256 for spec in self._from_files), ""),
-            inputs={spec.name: _source(spec) for spec in self._specs},
+            inputs={spec.name: _describe_source(spec) for spec in self._specs},
             note=f"INT8 was calibrated on {' and on '.join(sources)}",
         )
 
@@ -154,17 +154,17 @@ class CalibrationInputs:
 
     def feeds(self, start: int, end: int) -> Iterator[dict[str, np.ndarray]]:
         """Return the feeds of the batches from `start` up to `end`."""
-        return islice(_generated(self._recipe, self._parent, end), start, end)
+        return islice(_iter_batches(self._recipe, self._parent, end), start, end)
 
 
-def _source(spec: InputSpec) -> str:
+def _describe_source(spec: InputSpec) -> str:
     """Return the source of an input's calibration values: a file, or a range."""
     if spec.feeds:
         return Path(spec.feeds).name
     return "random" if spec.low is None else f"random, {spec.low:g} to {spec.high:g}"
 
 
-def _samples(recipe: Recipe) -> int:
+def _read_sample_count(recipe: Recipe) -> int:
     samples = recipe.options.get("samples", SAMPLES)
     if not isinstance(samples, int) or samples < 1:
         raise UserError(f"samples is {samples!r}; int8 calibration takes a whole number of at least 1")
@@ -191,19 +191,19 @@ def example(recipe: Recipe, parent: Artifact) -> dict[str, np.ndarray]:
     """Return one batch of the calibration data, or of seeded random numbers if the recipe has no data."""
     if recipe.data is not None:
         return next(calibration_of(recipe, parent).feeds(0, 1))
-    return next(_generated(recipe, parent, 1))
+    return next(_iter_batches(recipe, parent, 1))
 
 
-def _generated(recipe: Recipe, parent: Artifact, count: int) -> Iterator[dict[str, np.ndarray]]:
+def _iter_batches(recipe: Recipe, parent: Artifact, count: int) -> Iterator[dict[str, np.ndarray]]:
     """Yield batches of the described inputs, else of random numbers, in the types that the parent's file reads."""
     kinds = {tensor.name: tensor.dtype for tensor in parent.inputs}
-    dims, model = replace(recipe.dims, batch=_batch(recipe, parent)), recipe.model
+    dims, model = replace(recipe.dims, batch=_find_batch(recipe, parent)), recipe.model
     data = DataSpec(seed=recipe.data.seed if recipe.data else 0)
     for batch in batches(data, model.preprocess, parent.inputs, dims, count, model.inputs):
         yield {name: batch[name].astype(kind, copy=False) for name, kind in kinds.items()}
 
 
-def _batch(recipe: Recipe, parent: Artifact) -> int:
+def _find_batch(recipe: Recipe, parent: Artifact) -> int:
     """Return the batch of the requested shapes, else the file's own, else 1."""
     dims, lengths = recipe.dims, list[object]()
     for tensor in parent.inputs:

@@ -45,7 +45,7 @@ class Images:
 
     def batch(self, start: int, count: int, dtype: str = "float32") -> np.ndarray:
         """Return `count` images from `start` on, wrapping around: N x C x H x W, float32, or the pixels as uint8."""
-        return arranged(_as_read(self._pixels[self._chosen(start, count)], self._preprocess, dtype), self._last)
+        return arranged(_as_read(self._pixels[self._choose_rows(start, count)], self._preprocess, dtype), self._last)
 
     def read_into(self, target: np.ndarray, start: int) -> None:
         """Fill `target` with images, as `batch` returns them: raw pixels if it is uint8.
@@ -55,12 +55,12 @@ class Images:
         """
         target = target.transpose(CHANNELS_LAST) if self._last else target
         if target.dtype == np.uint8 and target.flags.c_contiguous:
-            np.take(self._pixels, self._chosen(start, len(target)), axis=0, out=target, mode="clip")
+            np.take(self._pixels, self._choose_rows(start, len(target)), axis=0, out=target, mode="clip")
             return
         mean, std = (array[0] for array in normalisation(self._preprocess, target.shape[1]))
         direct, raw = target.dtype == np.float32, target.dtype == np.uint8
         values: np.ndarray = np.empty(target.shape[1:], np.float32)
-        for i, chosen in enumerate(self._chosen(start, len(target))):
+        for i, chosen in enumerate(self._choose_rows(start, len(target))):
             values = target[i] if direct else values
             if raw:
                 target[i] = self._pixels[chosen]
@@ -72,7 +72,7 @@ class Images:
             if not direct:
                 np.copyto(target[i], values, casting="same_kind")
 
-    def _chosen(self, start: int, count: int) -> np.ndarray:
+    def _choose_rows(self, start: int, count: int) -> np.ndarray:
         """Return the rows of `count` images of the split from `start` on, wrapping around."""
         chosen: np.ndarray = self.index[np.arange(start, start + count) % len(self.index)]
         return chosen
@@ -149,13 +149,16 @@ def batches(
     if specs:
         unread = [Tensor(s.name, s.dtype, s.shape) for s in specs if s.dtype and s.name not in shapes]
         fed_shapes = {**shapes, **static_shapes(unread, dims)}
-        yield from Values(specs, data.seed, partial(_random, preprocess=preprocess)).batches(
+        yield from Values(specs, data.seed, partial(_make_random_values, preprocess=preprocess)).batches(
             fed_shapes, kinds, dims, count
         )
         return
     rng = np.random.default_rng(data.seed)
     for _ in range(count):
-        yield {name: _random(rng, Tensor(name, kinds[name], shape), preprocess) for name, shape in shapes.items()}
+        yield {
+            name: _make_random_values(rng, Tensor(name, kinds[name], shape), preprocess)
+            for name, shape in shapes.items()
+        }
 
 
 def open_images(
@@ -185,7 +188,7 @@ def image_input(tensors: Sequence[Tensor], shapes: dict[str, tuple[int, ...]]) -
     return tensors[0].name, shapes[tensors[0].name]
 
 
-def _random(rng: np.random.Generator, tensor: Tensor, preprocess: Preprocess) -> np.ndarray:
+def _make_random_values(rng: np.random.Generator, tensor: Tensor, preprocess: Preprocess) -> np.ndarray:
     dtype, shape = tensor.dtype, tuple(map(int, tensor.shape))
     floating = dtype.startswith(("float", "bfloat"))
     if is_image(tensor) and channels_first(shape)[1] <= MOST_CHANNELS:

@@ -50,10 +50,15 @@ def image_of(tensors: Sequence[Tensor]) -> Tensor | None:
 
 def channels_last(shape: Sequence[int | str]) -> bool:
     """Return whether the shape is N x H x W x C: few channels last, more sizes or a free length for both sides."""
-    return len(shape) == 4 and _few(shape[3]) and not _few(shape[1]) and not _few(shape[2])
+    return (
+        len(shape) == 4
+        and _is_channel_count(shape[3])
+        and not _is_channel_count(shape[1])
+        and not _is_channel_count(shape[2])
+    )
 
 
-def _few(length: int | str) -> bool:
+def _is_channel_count(length: int | str) -> bool:
     return isinstance(length, int) and 1 <= length <= MOST_CHANNELS
 
 

@@ -82,7 +82,7 @@ def describe_inputs(
     order = [*signature.required]
     ordered = sorted(specs.values(), key=lambda s: order.index(s.name) if s.name in order else len(order))
     described = replace(
-        _symbolic(tuple(ordered)), ranged=frozenset(n for n, override in overrides.items() if "low" in override)
+        _insert_symbols(tuple(ordered)), ranged=frozenset(n for n, override in overrides.items() if "low" in override)
     )
     if stored:
         size = described.size if all(described.size) else stored.size
@@ -175,7 +175,7 @@ def _of_examples(examples: Any, signature: Signature, model: ModelSpec) -> list[
     if examples is None:
         return []
     if isinstance(examples, Mapping):
-        return [_spec(str(name), value, True, model) for name, value in examples.items()]
+        return [_make_spec(str(name), value, True, model) for name, value in examples.items()]
     values = [*examples] if isinstance(examples, (list, tuple)) else [examples]
     names = [*signature.required]
     if len(values) > len(names) and not signature.more:
@@ -184,10 +184,10 @@ def _of_examples(examples: Any, signature: Signature, model: ModelSpec) -> list[
         )
     names += [f"input_{i}" if i else "input" for i in range(len(names), len(values))]
     pairs = zip(names, values, strict=False)
-    return [_spec(name, value, name in signature.keyword_only, model) for name, value in pairs]
+    return [_make_spec(name, value, name in signature.keyword_only, model) for name, value in pairs]
 
 
-def _spec(name: str, value: Any, keyword: bool, model: ModelSpec) -> InputSpec:
+def _make_spec(name: str, value: Any, keyword: bool, model: ModelSpec) -> InputSpec:
     import torch
 
     if value is None or isinstance(value, NUMBERS):
@@ -200,11 +200,11 @@ def _spec(name: str, value: Any, keyword: bool, model: ModelSpec) -> InputSpec:
             "it must be a tensor, an array of real numbers or a number: wrap the module in one whose forward takes such"
         )
     dtype = "float32" if value.is_floating_point() else str(value.dtype).removeprefix("torch.")
-    low, high = _range(value)
+    low, high = _find_range(value)
     return InputSpec(name, dtype, tuple(value.shape), low, high, keyword=keyword)
 
 
-def _range(example: Any) -> tuple[float | None, float | None]:
+def _find_range(example: Any) -> tuple[float | None, float | None]:
     """Return the smallest and largest value; None for a constant, for zeros and ones, and for an image around zero."""
     import torch
 
@@ -230,11 +230,11 @@ def _with_overrides(
             names = ", ".join(signature.required) or "none"
             raise UserError(f"the model has no input {name!r}; its inputs: {names}")
         own = next(iter(signature.required)) if alias and name not in signature.required else name
-        result[own] = _overridden(own, result.get(own), override, model, own in signature.required)
+        result[own] = _override_spec(own, result.get(own), override, model, own in signature.required)
     return [*result.values()]
 
 
-def _overridden(
+def _override_spec(
     name: str, spec: InputSpec | None, override: Mapping[str, Any], model: ModelSpec, named: bool
 ) -> InputSpec:
     if spec is None and "shape" not in override:
@@ -256,7 +256,7 @@ def _overridden(
     return check_values(spec)
 
 
-def _symbolic(specs: tuple[InputSpec, ...]) -> ModuleInputs:
+def _insert_symbols(specs: tuple[InputSpec, ...]) -> ModuleInputs:
     """Return the specs with symbols for the batch and the size.
 
     The batch replaces the first axis of all inputs that have the first one's length there, the size that of the first
@@ -268,23 +268,23 @@ def _symbolic(specs: tuple[InputSpec, ...]) -> ModuleInputs:
     batch = 1 if named or any(spec.feeds for spec in arrays) or not isinstance(first, int) else first
     as_tensors = {spec.name: Tensor(spec.name, spec.dtype, spec.shape) for spec in arrays}
     first_image = image_of([*as_tensors.values()])
-    image = _sides(first_image.shape) if first_image else SIZE
+    image = _find_sides(first_image.shape) if first_image else SIZE
     images = {name for name, tensor in as_tensors.items() if first_image and is_image(tensor)}
     height, width = (side if isinstance(side, int) else 0 for side in image)
 
-    def symbols(spec: InputSpec) -> InputSpec:
+    def replace_axes(spec: InputSpec) -> InputSpec:
         shape = spec.shape
         if spec in arrays and not named and shape[0] == first:
             shape = (BATCH, *shape[1:])
-        if spec.name in images and _sides(shape) == image:
+        if spec.name in images and _find_sides(shape) == image:
             places = dict(zip(axes(shape)[1:], SIZE, strict=True))
             shape = tuple(places.get(axis, length) for axis, length in enumerate(shape))
         return replace(spec, shape=shape)
 
-    return ModuleInputs(tuple(map(symbols, specs)), batch, (height, width), named=named)
+    return ModuleInputs(tuple(map(replace_axes, specs)), batch, (height, width), named=named)
 
 
-def _sides(shape: Sequence[int | str]) -> tuple[int | str, int | str]:
+def _find_sides(shape: Sequence[int | str]) -> tuple[int | str, int | str]:
     _, height, width = axes(shape)
     return shape[height], shape[width]
 
@@ -321,13 +321,13 @@ def verify_inputs(
     if described.named or not has_batch(specs):
         return replace(described, inputs=specs, free=has_batch(specs)), result
     larger_batch = replace(dims, batch=dims.batch + 1)
-    for choice in dict.fromkeys(_choices(specs, dims.batch)):
+    for choice in dict.fromkeys(_iter_choices(specs, dims.batch)):
         if has_batch(choice) and accepts(partial(call, module, model, choice, larger_batch), no_memory):
-            if described.image or not _mixes(module, model, choice, larger_batch):
+            if described.image or not _has_mixed_rows(module, model, choice, larger_batch):
                 return replace(described, inputs=choice), result
-            second = _second_axis(module, model, _fixed(specs, dims.batch, lambda spec: True), dims)
+            second = _second_axis(module, model, _fix_batch(specs, dims.batch, lambda spec: True), dims)
             return second(described) if second else replace(described, inputs=choice), result
-    fixed = _fixed(specs, dims.batch, lambda spec: True)
+    fixed = _fix_batch(specs, dims.batch, lambda spec: True)
     second = None if described.image else _second_axis(module, model, fixed, dims)
     return second(described) if second else replace(described, inputs=fixed, free=False), result
 
@@ -343,20 +343,20 @@ def _second_axis(
     if not isinstance(length, int) or not length:
         return None
 
-    def symbols(spec: InputSpec) -> InputSpec:
+    def replace_axis(spec: InputSpec) -> InputSpec:
         axis = min(1, len(spec.shape) - 1)
         batched = spec.dtype and axis >= 0 and spec.shape[axis] == length
         return replace(spec, shape=(*spec.shape[:axis], BATCH, *spec.shape[axis + 1 :])) if batched else spec
 
-    moved, larger = tuple(map(symbols, specs)), replace(dims, batch=length + 1)
-    if not accepts(partial(call, module, model, moved, larger), lambda e: False) or _mixes(
+    moved, larger = tuple(map(replace_axis, specs)), replace(dims, batch=length + 1)
+    if not accepts(partial(call, module, model, moved, larger), lambda e: False) or _has_mixed_rows(
         module, model, moved, larger
     ):
         return None
     return lambda described: replace(described, inputs=moved, batch=length)
 
 
-def _mixes(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> bool:
+def _has_mixed_rows(module: Any, model: ModelSpec, specs: tuple[InputSpec, ...], dims: Dims) -> bool:
     """Return whether one row's outputs change with the other rows of the batch, or no output has a row for each."""
     import torch
     from torch.utils import _pytree
@@ -404,19 +404,19 @@ def _run_and_record(
         return module(*args, **keywords), limits
 
 
-def _choices(specs: tuple[InputSpec, ...], batch: int) -> Iterator[tuple[InputSpec, ...]]:
+def _iter_choices(specs: tuple[InputSpec, ...], batch: int) -> Iterator[tuple[InputSpec, ...]]:
     """Yield the possible choices of inputs with the batch: all, those of more than one axis, the first alone."""
     first = next(spec.name for spec in specs if BATCH in spec.shape)
     yield specs
-    yield _fixed(specs, batch, lambda spec: len(spec.shape) < 2)
-    yield _fixed(specs, batch, lambda spec: spec.name != first)
+    yield _fix_batch(specs, batch, lambda spec: len(spec.shape) < 2)
+    yield _fix_batch(specs, batch, lambda spec: spec.name != first)
 
 
-def _fixed(specs: tuple[InputSpec, ...], batch: int, which: Callable[[InputSpec], bool]) -> tuple[InputSpec, ...]:
-    def one(spec: InputSpec) -> InputSpec:
+def _fix_batch(specs: tuple[InputSpec, ...], batch: int, which: Callable[[InputSpec], bool]) -> tuple[InputSpec, ...]:
+    def fix_spec(spec: InputSpec) -> InputSpec:
         return replace(spec, shape=tuple(batch if axis == BATCH else axis for axis in spec.shape))
 
-    return tuple(one(spec) if which(spec) else spec for spec in specs)
+    return tuple(fix_spec(spec) if which(spec) else spec for spec in specs)
 
 
 def accepts(run: Callable[[], object], no_memory: Callable[[Exception], bool]) -> bool:

@@ -23,10 +23,10 @@ def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
     """
     tensors = list(inputs)
     image = image_of(tensors)
-    return {tensor.name: _static(tensor, dims, tensor == image) for tensor in tensors}
+    return {tensor.name: _resolve_shape(tensor, dims, tensor == image) for tensor in tensors}
 
 
-def _static(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
+def _resolve_shape(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
     described = dims.shapes.get(tensor.name)
     requested = None if described is None else dims.resolve(described)
     lengths = {dims.batch_axis(tensor.name, tensor.shape) or 0: ("batch", dims.batch)}
@@ -35,15 +35,17 @@ def _static(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
         lengths |= {height: ("height", dims.height), width: ("width", dims.width)}
     if requested is not None:
         if len(requested) != len(tensor.shape):
-            raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, not {_text(requested)}")
+            raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, not {_format_shape(requested)}")
         lengths = {axis: (f"dimension {axis} of {tensor.name!r}", size) for axis, size in enumerate(requested)}
     return tuple(
-        _size(tensor, axis, length, lengths, first_image or requested is not None)
+        _resolve_length(tensor, axis, length, lengths, first_image or requested is not None)
         for axis, length in enumerate(tensor.shape)
     )
 
 
-def _size(tensor: Tensor, axis: int, length: int | str, lengths: dict[int, tuple[str, int]], strict: bool) -> int:
+def _resolve_length(
+    tensor: Tensor, axis: int, length: int | str, lengths: dict[int, tuple[str, int]], strict: bool
+) -> int:
     dimension, size = lengths.get(axis, ("", 0))
     if isinstance(length, str):
         if not dimension:
@@ -61,9 +63,9 @@ def _size(tensor: Tensor, axis: int, length: int | str, lengths: dict[int, tuple
 def fitted(feed: np.ndarray, tensor: Tensor, shape: Shape) -> np.ndarray:
     """Return the feed in the engine's type and C order, copied if needed; raise a `UserError` for a wrong shape."""
     if feed.shape != shape:
-        raise UserError(f"input {tensor.name!r} wants {_text(shape)}, but got {_text(feed.shape)}")
+        raise UserError(f"input {tensor.name!r} wants {_format_shape(shape)}, but got {_format_shape(feed.shape)}")
     return np.asarray(feed, tensor.dtype, order="C")  # ascontiguousarray would make a scalar a vector
 
 
-def _text(shape: Iterable[int]) -> str:
+def _format_shape(shape: Iterable[int]) -> str:
     return "x".join(str(size) for size in shape)

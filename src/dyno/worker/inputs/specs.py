@@ -51,16 +51,16 @@ class Values:
         """Yield `count` feeds of these shapes; `engine_types` are the types in which an engine reads them."""
         for number in range(count):
             yield {
-                name: self._one(self._specs[name], shape, engine_types.get(name, ""), dims, number)
+                name: self._make_array(self._specs[name], shape, engine_types.get(name, ""), dims, number)
                 for name, shape in shapes.items()
             }
 
-    def _one(self, spec: InputSpec, shape: Shape, engine_type: str, dims: Dims, number: int) -> np.ndarray:
+    def _make_array(self, spec: InputSpec, shape: Shape, engine_type: str, dims: Dims, number: int) -> np.ndarray:
         pixels = engine_type == "uint8" and spec.dtype.startswith("float")
         if pixels and (spec.feeds or spec.low is not None):
             raise UserError(f"input=uint8 reads pixels of images, but {spec.name!r} has values of its own; omit it")
         if spec.feeds:
-            return self._stored(spec, shape, dims.batch_axis(spec.name, spec.shape), number)
+            return self._read_stored_rows(spec, shape, dims.batch_axis(spec.name, spec.shape), number)
         rng = self._rng[spec.name]
         if spec.low is not None and spec.high is not None:
             if spec.low == spec.high:
@@ -70,13 +70,13 @@ class Values:
             widest = np.uint64 if spec.dtype == "uint64" else np.int64
             return rng.integers(int(spec.low), int(spec.high), shape, widest, endpoint=True).astype(spec.dtype)
         if "mask" in spec.name.lower() and shape and not spec.dtype.startswith("float"):
-            return _mask(rng, spec.dtype, shape)
+            return _make_mask(rng, spec.dtype, shape)
         return self._draw_default(rng, Tensor(spec.name, "uint8" if pixels else spec.dtype, shape))
 
-    def _stored(self, spec: InputSpec, shape: Shape, axis: int | None, number: int) -> np.ndarray:
+    def _read_stored_rows(self, spec: InputSpec, shape: Shape, axis: int | None, number: int) -> np.ndarray:
         """Return rows of the user's array, wrapping around; the whole array if it has no batch."""
         if spec.name not in self._arrays:
-            self._arrays[spec.name] = _read(spec)
+            self._arrays[spec.name] = _read_array(spec)
         array = self._arrays[spec.name]
         if axis is not None and array.shape != shape and array.ndim == len(shape) and array.shape[axis]:
             rows = np.arange(number * shape[axis], (number + 1) * shape[axis]) % array.shape[axis]
@@ -106,7 +106,7 @@ def check_values(spec: InputSpec) -> InputSpec:
             allowed = "true or false" if kind.kind == "b" else f"{least:g} to {most:g}"
             raise UserError(f"input {spec.name!r} is {spec.dtype}, whose values are {allowed}, not {end:g}")
     if spec.feeds:
-        cast_exactly(_read(spec), spec)
+        cast_exactly(_read_array(spec), spec)
     return spec
 
 
@@ -123,7 +123,7 @@ def cast_exactly(array: np.ndarray, spec: InputSpec) -> np.ndarray:
     return cast
 
 
-def _mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray:
+def _make_mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray:
     """Return ones up to a length of at least half, then zeros, as a padding mask; never a row of zeros alone.
 
     A bool mask always has both: in some networks True marks padding, in others the rest.
@@ -137,11 +137,11 @@ def _mask(rng: np.random.Generator, dtype: str, shape: Shape) -> np.ndarray:
 
 def rows(spec: InputSpec, axis: int = 0) -> int:
     """Return the number of rows of the user's array for an input, on the batch's axis; 1 for a number."""
-    array = _read(spec)
+    array = _read_array(spec)
     return array.shape[axis] if axis < array.ndim else 1
 
 
-def _read(spec: InputSpec) -> np.ndarray:
+def _read_array(spec: InputSpec) -> np.ndarray:
     try:
         array: np.ndarray = load_arrays(Path(spec.feeds), (spec.name,))[spec.name]
     except (OSError, ValueError, KeyError) as e:

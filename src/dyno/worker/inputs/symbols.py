@@ -102,18 +102,18 @@ class _Lengths:
         self._known: dict[str, Axis] = {}
         for tensor in inputs:
             for k, axis in enumerate(tensor.shape):
-                name, length = self._name(tensor, k), self._given_length(tensor, k)
+                name, length = self._name_axis(tensor, k), self._given_length(tensor, k)
                 if isinstance(axis, str) and length is not None:
                     self._known.setdefault(name, length)
-        self._solve()
+        self._solve_sums()
 
     def shape(self, tensor: Tensor) -> Shape:
         """Return the input's shape, with the name of every axis whose length isn't known."""
-        return tuple(self._length(tensor, k) for k in range(len(tensor.shape)))
+        return tuple(self._find_length(tensor, k) for k in range(len(tensor.shape)))
 
     def usual(self, tensor: Tensor) -> Shape:
         """Return the shape that the input has without a description: the batch first, the size of an image."""
-        sides = self._sides(tensor)
+        sides = self._find_sides(tensor)
         return tuple(
             axis if isinstance(axis, int) else BATCH if not k else sides.get(k, axis)
             for k, axis in enumerate(tensor.shape)
@@ -124,8 +124,8 @@ class _Lengths:
         unknown: dict[str, list[str]] = {}
         for tensor in self._inputs:
             for k, axis in enumerate(tensor.shape):
-                if isinstance(axis, str) and self._length(tensor, k) == self._name(tensor, k):
-                    for name in self._terms(axis) or {self._name(tensor, k): 1}:
+                if isinstance(axis, str) and self._find_length(tensor, k) == self._name_axis(tensor, k):
+                    for name in self._parse_terms(axis) or {self._name_axis(tensor, k): 1}:
                         if name and name not in self._known:
                             unknown.setdefault(name, []).append(tensor.name)
         if not unknown:
@@ -138,24 +138,24 @@ class _Lengths:
                 (t for t in self._inputs if name in t.shape or name.startswith(f"{t.name}[")), None
             )
             if place is not None:
-                wanted[place.name] = "x".join(map(self._placeholder, self.shape(place)))
+                wanted[place.name] = "x".join(map(self._format_axis, self.shape(place)))
         options = " ".join(f"--shapes {name}:{shape}" for name, shape in wanted.items())
         what = "an axis" if len(unknown) == 1 else "axes"
         raise UserError(
             f"the inputs have {what} of unknown length: {'; '.join(shown)}; give numbers for the names in {options}"
         )
 
-    def _placeholder(self, axis: Axis) -> str:
+    def _format_axis(self, axis: Axis) -> str:
         return str(axis) if isinstance(axis, int) or axis in (BATCH, "height", "width") else f"<{axis}>"
 
-    def _sides(self, tensor: Tensor) -> dict[int, str]:
+    def _find_sides(self, tensor: Tensor) -> dict[int, str]:
         """Return the axes of height and width, of an input that is an image beside another or the model's own."""
         if self._image is None or not is_image(tensor):
             return {}
         _, height, width = axes(tensor.shape)
         return {height: "height", width: "width"}
 
-    def _name(self, tensor: Tensor, k: int) -> str:
+    def _name_axis(self, tensor: Tensor, k: int) -> str:
         axis = tensor.shape[k]
         return axis if isinstance(axis, str) and axis not in ("", "?") else f"{tensor.name}[{k}]"
 
@@ -164,9 +164,9 @@ class _Lengths:
         own = self._given.get(tensor.name)
         if own is not None and len(own) == len(tensor.shape):
             return BATCH if k == self._batched[tensor.name] else own[k]
-        return BATCH if k == self._batched[tensor.name] else self._sides(tensor).get(k)
+        return BATCH if k == self._batched[tensor.name] else self._find_sides(tensor).get(k)
 
-    def _length(self, tensor: Tensor, k: int) -> Axis:
+    def _find_length(self, tensor: Tensor, k: int) -> Axis:
         axis, given = tensor.shape[k], self._given.get(tensor.name)
         if given is not None and len(given) == len(tensor.shape):
             return BATCH if k == self._batched[tensor.name] else given[k]
@@ -174,10 +174,10 @@ class _Lengths:
             return BATCH if k and k == self._batched[tensor.name] else axis
         if (length := self._given_length(tensor, k)) is not None:
             return length
-        name = self._name(tensor, k)
+        name = self._name_axis(tensor, k)
         if name in self._known:
             return self._known[name]
-        terms = self._terms(axis)
+        terms = self._parse_terms(axis)
         values = {term: self._known.get(term, 0) if term else 1 for term in terms}
         if not terms or any(term and not isinstance(self._known.get(term), int) for term in terms):
             return name
@@ -186,7 +186,7 @@ class _Lengths:
             raise UserError(f"the shapes give {axis} of {tensor.name!r} a length of {length}; give others")
         return length
 
-    def _terms(self, axis: str) -> dict[str, int]:
+    def _parse_terms(self, axis: str) -> dict[str, int]:
         """Return the names in a sum with their factors, a number's under ""; {} where the axis isn't a sum."""
         terms: dict[str, int] = {}
         if not OPERATOR.search(axis) or re.sub(TERM, "", axis).strip():
@@ -197,9 +197,9 @@ class _Lengths:
             terms[key] = terms.get(key, 0) + value
         return terms
 
-    def _solve(self) -> None:
+    def _solve_sums(self) -> None:
         """Work out names of which the given lengths, and the sums, leave one value."""
-        sums = self._sums()
+        sums = self._find_sums()
         for _ in sums:
             for terms, length in sums:
                 missing = [name for name in terms if name and name not in self._known]
@@ -218,18 +218,18 @@ class _Lengths:
                         raise UserError(f"the lengths in the shapes leave {left:g} for {missing[0]}; give others")
                     self._known[missing[0]] = value
 
-    def _sums(self) -> list[tuple[dict[str, int], int]]:
+    def _find_sums(self) -> list[tuple[dict[str, int], int]]:
         """Return the sums whose result is given; an axis named after the whole is that of the past and the new."""
         found = []
         for tensor in self._inputs:
             for k, axis in enumerate(tensor.shape):
                 length = self._given_length(tensor, k)
-                terms = self._terms(axis) if isinstance(axis, str) else {}
+                terms = self._parse_terms(axis) if isinstance(axis, str) else {}
                 if terms and isinstance(length, int):
                     found.append((terms, length))
-        return found + self._whole()
+        return found + self._find_whole_sums()
 
-    def _whole(self) -> list[tuple[dict[str, int], int]]:
+    def _find_whole_sums(self) -> list[tuple[dict[str, int], int]]:
         names = {axis for t in self._inputs for axis in t.shape if isinstance(axis, str) and not OPERATOR.search(axis)}
         whole = [name for name in names if WHOLE.search(name) and is_length(name)]
         past = [name for name in names if PAST.search(name) and name not in whole]

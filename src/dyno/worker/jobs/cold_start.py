@@ -39,7 +39,7 @@ def cold_start(job: Job, journal: Journal) -> None:
     with clock.imports_apart():
         backend = find(trial.backend)
         with clock.part(CONTEXT):
-            device = _context(trial.runtime.device)
+            device = _create_context(trial.runtime.device)
         with clock.part(LOAD):
             session = backend.load(trial, job.artifact)
         with clock.part(INPUTS):
@@ -49,12 +49,12 @@ def cold_start(job: Job, journal: Journal) -> None:
             answer = measure.step(session, "all", feeds)
             answer()
     whole = time.monotonic() - started
-    later = tuple(_seconds(answer) for _ in range(LATER))
+    later = tuple(_time_action(answer) for _ in range(LATER))
     parts = {START: clock.parts.pop(START), IMPORTS: clock.imported, **clock.parts}
     if device is None:
         del parts[CONTEXT]
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
-    code = _read_bytes(), _files(trial, job.artifact), *system.compiled()
+    code = _read_bytes(), _list_code_files(trial, job.artifact), *system.compiled()
     journal.facts(cold_start=ColdStart(parts, whole, later, *code))
     journal.stage("close")
     session.close()
@@ -79,15 +79,15 @@ class Clock:
     def imports_apart(self) -> Iterator[None]:
         """Time every import while the block runs, the outermost of nested ones."""
         usual = builtins.__import__, importlib.import_module
-        builtins.__import__, importlib.import_module = (self._timed(each) for each in usual)
+        builtins.__import__, importlib.import_module = (self._wrap_import(each) for each in usual)
         try:
             yield
         finally:
             builtins.__import__, importlib.import_module = usual
 
-    def _timed(self, function: Callable[..., Any]) -> Callable[..., Any]:
+    def _wrap_import(self, function: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(function)
-        def timed(*args: Any, **named: Any) -> Any:
+        def time_import(*args: Any, **named: Any) -> Any:
             if self._importing:
                 return function(*args, **named)
             self._importing, begin = True, time.monotonic()
@@ -97,10 +97,10 @@ class Clock:
                 self.imported += time.monotonic() - begin
                 self._importing = False
 
-        return timed
+        return time_import
 
 
-def _context(device: str) -> Any:
+def _create_context(device: str) -> Any:
     """Return the GPU with its context created, independent of the library that loads an engine there.
 
     Return None for a CPU, and where the driver can't be called from this Python, so that the engine creates the
@@ -117,7 +117,7 @@ def _context(device: str) -> Any:
     return None
 
 
-def _seconds(action: Callable[[], None]) -> float:
+def _time_action(action: Callable[[], None]) -> float:
     begin = time.perf_counter()
     action()
     return time.perf_counter() - begin
@@ -131,7 +131,7 @@ def _read_bytes() -> int | None:
     return None
 
 
-def _files(trial: Trial, artifact: Artifact | None) -> tuple[str, ...]:
+def _list_code_files(trial: Trial, artifact: Artifact | None) -> tuple[str, ...]:
     """Return the files of code that this process has mapped or imported, and the model's own."""
     paths = {artifact.path} if artifact else {trial.model.file, trial.model.weights}
     with suppress(OSError):

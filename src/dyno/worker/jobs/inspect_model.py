@@ -28,10 +28,14 @@ def inspect_model(
     `overrides` are the user's settings of inputs by name, `task` is the network's task. A model, checkpoint, input or
     size that doesn't work is a `UserError`.
     """
-    return _file(trial, sizes, overrides, task) if trial.model.file else _module(trial.model, sizes, overrides, task)
+    return (
+        _inspect_file(trial, sizes, overrides, task)
+        if trial.model.file
+        else _inspect_module(trial.model, sizes, overrides, task)
+    )
 
 
-def _module(
+def _inspect_module(
     model: ModelSpec, sizes: list[list[int]], overrides: Mapping[str, Mapping[str, Any]], task: str
 ) -> Inspection:
     preprocess = models.preprocess(model)
@@ -57,16 +61,18 @@ def _module(
         declared = described.facts(module) if described else Purpose()
         if described:
             ultralytics_models.check_size(model.source, declared.stride or 1, height, width)
-        inputs, outputs = _try(module, model, inputs, dims)
+        inputs, outputs = _try_inputs(module, model, inputs, dims)
         dims = replace(dims, batch=inputs.batch)
-        operations[dims.size] = _count(module, model, inputs, dims)
+        operations[dims.size] = _count_operations(module, model, inputs, dims)
         purpose = (
             declared
             if described and task in ("", declared.task)
             else task_facts.facts(model, task, declared, OutputShapes(outputs, (height, width)))
         )
         parameters = sum(int(p.numel()) for p in module.parameters())
-        inspection = replace(inspection, outputs=_classes(outputs, purpose), parameters=parameters).joined(purpose)
+        inspection = replace(inspection, outputs=_count_classes(outputs, purpose), parameters=parameters).joined(
+            purpose
+        )
     one_image = models.is_torchvision_detector(model)
     return replace(
         inspection,
@@ -96,7 +102,7 @@ def _check_sizes(sizes: list[list[int]], inputs: ModuleInputs, overrides: Mappin
         raise UserError(f"shapes give an input of {shown} pixels, and sizes {height}x{width}; omit one of them")
 
 
-def _count(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> int:
+def _count_operations(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> int:
     """Return the operations of one image, 0 if they can't be counted."""
     import torch
 
@@ -110,7 +116,9 @@ def _count(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> i
         return 0
 
 
-def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tuple[ModuleInputs, dict[str, Shape]]:
+def _try_inputs(
+    module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims
+) -> tuple[ModuleInputs, dict[str, Shape]]:
     """Run the module once; what it takes, and the shapes of its outputs by name."""
     import torch
 
@@ -129,7 +137,9 @@ def _try(module: Any, model: ModelSpec, inputs: ModuleInputs, dims: Dims) -> tup
     except Exception as e:  # the module is anyone's code, and may raise anything for an input that it doesn't take
         reason = first_line(e)
         shown = modules.listed(inputs.inputs, dims) or f"{dims.batch}x{model.channels}x{dims.height}x{dims.width}"
-        raise UserError(f"the model refuses {shown}: {reason}{_hint(module, model, reason, not inputs.inputs)}") from e
+        raise UserError(
+            f"the model refuses {shown}: {reason}{_advise_on_refusal(module, model, reason, not inputs.inputs)}"
+        ) from e
     return inputs, {name: tuple(tensor.shape) for name, tensor in named_outputs(result).items()}
 
 
@@ -137,7 +147,7 @@ def _no_memory(e: Exception) -> bool:
     return isinstance(e, MemoryError) or is_memory_error(e)
 
 
-def _hint(module: Any, model: ModelSpec, reason: str, image: bool) -> str:
+def _advise_on_refusal(module: Any, model: ModelSpec, reason: str, image: bool) -> str:
     """Return advice on a module that refuses its input, or "" where it has no other input than an image of some size.
 
     Most of a library's networks are such.
@@ -152,13 +162,15 @@ def _hint(module: Any, model: ModelSpec, reason: str, image: bool) -> str:
     return f"; {advice or modules.advice_after_refusal(module, model, function, image)}"
 
 
-def _classes(shapes: Mapping[str, Shape], purpose: Purpose) -> int:
+def _count_classes(shapes: Mapping[str, Shape], purpose: Purpose) -> int:
     """Return the number of classes of a classifier's scores; 0 for any other output, or if a file doesn't show it."""
     objects = bool(purpose.task) and tasks.find(purpose.task).labels == "objects"
     return 0 if objects or not shapes else classify.classes_of(next(iter(shapes.values())))
 
 
-def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[str, Any]], task: str) -> Inspection:
+def _inspect_file(
+    trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[str, Any]], task: str
+) -> Inspection:
     model, kind = trial.model, registry.format_of(trial.model.file)
     if kind is None:  # a plug-in that is installed where the study runs, and not here
         raise UserError(f"nothing here reads {model.file}; known files: {', '.join(registry.suffixes())}")
@@ -181,8 +193,8 @@ def _file(trial: Trial, sizes: list[list[int]], overrides: Mapping[str, Mapping[
         batch_reason=_batch_reason(tensors, batched, given),
         batches=contents.batches,  # an engine knows which ones it was built for
         shapes=described_shapes(tensors, batched, given),
-        declared=_declared(tensors, contents.outputs, batched),
-        outputs=_classes(outputs, purpose),
+        declared=_find_batched_outputs(tensors, contents.outputs, batched),
+        outputs=_count_classes(outputs, purpose),
         precision=contents.precision,
         parameters=contents.parameters,
         signature=tuple(tuple(tensor.shape for tensor in side) for side in (tensors, contents.outputs)),
@@ -233,7 +245,7 @@ def _batch_reason(inputs: Sequence[Tensor], batched: Mapping[str, int | None], g
     return f"--shapes gives a batch of {n}" if free and (n := fixed_batch(inputs, batched, given)) else ""
 
 
-def _declared(
+def _find_batched_outputs(
     inputs: Sequence[Tensor], outputs: Sequence[Tensor], batched: Mapping[str, int | None]
 ) -> tuple[Tensor, ...]:
     """Return the outputs in whose shapes the file has the batch's name, with `batch` at its axes."""

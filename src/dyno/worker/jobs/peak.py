@@ -31,26 +31,26 @@ def measure(
     runtime: Runtime, seconds: float = SECONDS, types: Collection[str] = tuple(TYPES)
 ) -> Iterator[tuple[str, PeakOfType]]:
     """Yield each of the types with its peak; raise `Unavailable` without PyTorch or the device."""
-    torch, device = _prepared(runtime)
+    torch, device = _prepare_torch(runtime)
     for name in TYPES:
         if name in types and not (name == "tf32" and device.type == "cpu"):
-            yield name, _type(torch, device, name, seconds)
+            yield name, _measure_type(torch, device, name, seconds)
 
 
 def copy(runtime: Runtime, seconds: float = SECONDS) -> CopyRate:
     """Measure the rate of a large copy within the device's memory; see `measure` for its errors."""
-    torch, device = _prepared(runtime)
+    torch, device = _prepare_torch(runtime)
     properties = torch.cuda.get_device_properties(device) if device.type == "cuda" else None
     # Older PyTorch does not tell a GPU's cache; the least size is beyond it then too.
     cache = getattr(properties, "L2_cache_size", 0) if properties else system.last_cache()
     size = max(COPIED[device.type], CACHES * cache)
     source, target = (torch.ones(size, dtype=torch.uint8, device=device) for _ in range(2))
     since = time.monotonic()
-    fastest = min(_timings(torch, device, lambda: target.copy_(source), seconds))
+    fastest = min(_time_repetitions(torch, device, lambda: target.copy_(source), seconds))
     return CopyRate(2 * size / fastest, size, cache, (since, time.monotonic()))
 
 
-def _prepared(runtime: Runtime) -> tuple[Any, Any]:
+def _prepare_torch(runtime: Runtime) -> tuple[Any, Any]:
     """Return PyTorch and the device, with the runtime's threads; raise `Unavailable` without them."""
     try:
         import torch
@@ -67,7 +67,7 @@ def _prepared(runtime: Runtime) -> tuple[Any, Any]:
     return torch, device
 
 
-def _type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfType:
+def _measure_type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfType:
     torch.backends.cuda.matmul.allow_tf32 = name == "tf32"
     torch.set_float32_matmul_precision("high" if name == "tf32" else "highest")
     sides: dict[str, float] = {}
@@ -77,7 +77,7 @@ def _type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfType:
         if sides and 2 * LEAST * side**3 / max(sides.values()) > 2 * seconds:
             break  # so slow in this type that a larger product would take all day
         try:
-            sides[str(side)] = _side(torch, device, name, side, allowed)
+            sides[str(side)] = _measure_side(torch, device, name, side, allowed)
         except (RuntimeError, MemoryError) as e:  # no kernel for this type here, or no room for this side
             missing = first_line(e)
             break
@@ -87,22 +87,22 @@ def _type(torch: Any, device: Any, name: str, seconds: float) -> PeakOfType:
     return PeakOfType(sides[best], int(best), sides, (since, time.monotonic()))
 
 
-def _side(torch: Any, device: Any, name: str, side: int, seconds: float) -> float:
+def _measure_side(torch: Any, device: Any, name: str, side: int, seconds: float) -> float:
     """Return the operations per second of a product of two square matrices: the fastest, after two for warm-up."""
     with torch.inference_mode():
-        left, right = (_matrix(torch, device, TYPES[name], side, seed) for seed in (0, 1))
+        left, right = (_make_matrix(torch, device, TYPES[name], side, seed) for seed in (0, 1))
         multiply = torch._int_mm if name == "int8" else torch.matmul
         result = multiply(left, right)  # a product may be written where the one before it was
 
-        def product() -> None:
+        def multiply_matrices() -> None:
             multiply(left, right, out=result)
 
-        return 2 * side**3 / min(_timings(torch, device, product, seconds))
+        return 2 * side**3 / min(_time_repetitions(torch, device, multiply_matrices, seconds))
 
 
-def _timings(torch: Any, device: Any, action: Callable[[], Any], seconds: float) -> list[float]:
+def _time_repetitions(torch: Any, device: Any, action: Callable[[], Any], seconds: float) -> list[float]:
     """Return the seconds of each repetition, for about `seconds` seconds, after one for warm-up."""
-    timer = _events(torch) if device.type == "cuda" else _host
+    timer = _make_gpu_timer(torch) if device.type == "cuda" else _time_on_host
     timer(action)
     times: list[float] = []
     since = time.monotonic()
@@ -111,7 +111,7 @@ def _timings(torch: Any, device: Any, action: Callable[[], Any], seconds: float)
     return times
 
 
-def _matrix(torch: Any, device: Any, dtype: str, side: int, seed: int) -> Any:
+def _make_matrix(torch: Any, device: Any, dtype: str, side: int, seed: int) -> Any:
     """Return a matrix of random numbers: with zeros a GPU needs less power and clocks higher than in real work."""
     generator = torch.Generator(device).manual_seed(seed)
     if dtype == "int8":
@@ -121,16 +121,16 @@ def _matrix(torch: Any, device: Any, dtype: str, side: int, seed: int) -> Any:
     return matrix.t() if seed else matrix  # the second as columns, which is how the int8 kernels of a GPU want it
 
 
-def _host(action: Callable[[], Any]) -> float:
+def _time_on_host(action: Callable[[], Any]) -> float:
     start = time.perf_counter()
     action()
     return time.perf_counter() - start
 
 
-def _events(torch: Any) -> Timer:
+def _make_gpu_timer(torch: Any) -> Timer:
     """Return a timer by the GPU's own clock, in seconds."""
 
-    def timed(action: Callable[[], Any]) -> float:
+    def time_on_gpu(action: Callable[[], Any]) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         begin.record()
         action()
@@ -138,4 +138,4 @@ def _events(torch: Any) -> Timer:
         end.synchronize()
         return float(begin.elapsed_time(end)) * 1e-3
 
-    return timed
+    return time_on_gpu

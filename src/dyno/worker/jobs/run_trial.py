@@ -42,7 +42,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     if BUILD in job.options:
         journal.facts(build=int(job.options[BUILD]))
     if SLOWDOWN in job.options:
-        session = _slowed(session, float(job.options[SLOWDOWN]), journal)
+        session = _slow_session(session, float(job.options[SLOWDOWN]), journal)
     model = trial.model
     host_feeds = list(
         input_data.batches(trial.data, model.preprocess, session.inputs, trial.dims, input_data.FEEDS, model.inputs)
@@ -50,18 +50,18 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
     journal.facts(inputs_sha256=input_data.fingerprint(host_feeds, model.preprocess), threads=trial.runtime.threads)
     feeds = [session.stage(feed) for feed in host_feeds]
     journal.timed("first_call", "first call", measure.step(session, "model", feeds))
-    first = _outputs(session) if job.round == 0 else {}
+    first = _read_outputs(session) if job.round == 0 else {}
     restore = measure.restoring(session, feeds, journal.warn)
-    _time(session, job.boundaries, trial, feeds, journal, turns, restore)
+    _time_boundaries(session, job.boundaries, trial, feeds, journal, turns, restore)
     if ENERGY in job.options:
-        _sustain(session, trial, feeds, journal, float(job.options[ENERGY]))
+        _sustain_load(session, trial, feeds, journal, float(job.options[ENERGY]))
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
     if job.round == 0:
         journal.stage("evaluate")
         answer_all(session, trial, journal)
         repeat(session, feeds[0], first, journal)
     journal.stage("inspect")
-    _inspect(session, job, journal)
+    _inspect_engine(session, job, journal)
     journal.stage("close")  # an engine may still crash here: its facts are on disk by then
     session.close()
     if not journal.record.facts.finite:
@@ -69,7 +69,7 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
         raise failure()
 
 
-def _slowed(session: Session, share: float, journal: Journal) -> Session:
+def _slow_session(session: Session, share: float, journal: Journal) -> Session:
     """Return the session with the self-test's delay, and record the delay."""
     journal.facts(slowdown=share)
     if share:
@@ -77,7 +77,7 @@ def _slowed(session: Session, share: float, journal: Journal) -> Session:
     return slowed.Slowed(session, share)
 
 
-def _time(
+def _time_boundaries(
     session: Session,
     boundaries: Sequence[str],
     trial: Trial,
@@ -110,7 +110,7 @@ def _time(
         journal.parted(parts)
 
 
-def _sustain(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal, seconds: float) -> None:
+def _sustain_load(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal, seconds: float) -> None:
     """Keep every slot busy for so long, so that whoever reads the counters of energy sees nothing else."""
     journal.stage("run for the energy")
     endless = replace(trial.plan, max_samples=sys.maxsize)
@@ -147,7 +147,7 @@ def repeat(session: Session, feeds: Arrays, first: Mapping[str, Kept], journal: 
     """Warn where the first call and one more on the same input differ by far more than rounding: the model draws random
     numbers, or keeps something of each call. Of what it keeps, two calls in a row would show little."""
     last = answers(session, feeds)
-    distance = max((_distance(first[name], last[name]) for name in last), default=0.0)
+    distance = max((_compute_distance(first[name], last[name]) for name in last), default=0.0)
     if distance > CHANGED:
         journal.facts(random_outputs=distance)
         journal.warn(f"the outputs change from call to call: two on one input are {distance:.2g} of their size apart")
@@ -158,16 +158,16 @@ def answers(session: Session, feeds: Arrays) -> dict[str, Kept]:
     session.bind(feeds)
     session.run()
     session.wait()
-    return _outputs(session)
+    return _read_outputs(session)
 
 
-def _outputs(session: Session) -> dict[str, Kept]:
+def _read_outputs(session: Session) -> dict[str, Kept]:
     """Return the outputs' shapes, and some of their values."""
     arrays = session.fetch()
     return {name: (a.shape, np.array(a.reshape(-1)[:: 1 + a.size // KEPT])) for name, a in arrays.items()}
 
 
-def _distance(first: Kept, last: Kept) -> float:
+def _compute_distance(first: Kept, last: Kept) -> float:
     """Return |a - b| / |b| in the 2-norm, over finite values; 1 for other shapes, which a random choice may have."""
     (shape, a), (other_shape, b) = first, last
     if shape != other_shape:
@@ -176,7 +176,7 @@ def _distance(first: Kept, last: Kept) -> float:
     return float(np.linalg.norm(a - b) / max(np.linalg.norm(b), np.finfo(np.float64).tiny))
 
 
-def _inspect(session: Session, job: Job, journal: Journal) -> None:
+def _inspect_engine(session: Session, job: Job, journal: Journal) -> None:
     inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
     journal.facts(**inherited)
     try:

@@ -43,8 +43,8 @@ def serve_requests(job: Job, journal: Journal) -> None:
     journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
     options = from_json(ServeOptions, job.options["settings"])
     instances = journal.timed("load", "load", lambda: Instances(
-        trial, options.engine_batches or _powers(trial.dims.batch), lambda t: backend.load(t, job.artifact),
-        lambda session, size: _feeds(trial, session, size), options.instances,
+        trial, options.engine_batches or _list_powers(trial.dims.batch), lambda t: backend.load(t, job.artifact),
+        lambda session, size: _make_feeds(trial, session, size), options.instances,
     ))  # fmt: skip
     if job.round == 0 and not trial.model.source.startswith(ENDPOINT):  # else there is nothing to compare with
         _answer_known(job, trial, instances, journal)
@@ -59,12 +59,12 @@ def serve_requests(job: Job, journal: Journal) -> None:
     instances.close()
 
 
-def _powers(most: int) -> list[int]:
+def _list_powers(most: int) -> list[int]:
     """Return 1, 2, 4, … below `most`, and `most` itself."""
     return [*(2**k for k in range(most.bit_length()) if 2**k < most), most]
 
 
-def _feeds(trial: Trial, session: Session, size: int) -> list[dict[str, np.ndarray]]:
+def _make_feeds(trial: Trial, session: Session, size: int) -> list[dict[str, np.ndarray]]:
     model, dims = trial.model, replace(trial.dims, batch=size)
     return list(input_data.batches(trial.data, model.preprocess, session.inputs, dims, input_data.FEEDS, model.inputs))
 
@@ -74,7 +74,7 @@ def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal
     don't change between rounds. Fail where one isn't finite."""
     journal.stage("evaluate")
     first = instances.first
-    feeds = _feeds(trial, first.session, first.size)
+    feeds = _make_feeds(trial, first.session, first.size)
     inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
     journal.facts(inputs_sha256=input_data.fingerprint(feeds, trial.model.preprocess), **inherited)
     try:
@@ -102,7 +102,7 @@ class _Work:
             options.instances, len(instances.lanes), instances.rungs, resolution=options.resolution,
             endpoint=options.endpoint,
         )  # fmt: skip
-        if missing := sorted({*(options.engine_batches or _powers(trial.dims.batch))} - {*instances.rungs}):
+        if missing := sorted({*(options.engine_batches or _list_powers(trial.dims.batch))} - {*instances.rungs}):
             sizes = ", ".join(map(str, missing))
             journal.warn(f"the engine can't be loaded for batches of {sizes}; fewer requests are padded to the next")
 
@@ -111,47 +111,47 @@ class _Work:
         journal, plan, rung = self._journal, self._trial.plan, self._instances.first
         journal.stage("warm up")
         self._instances.warm_up(plan)
-        self._look()
+        self._check_answers()
         journal.stage("full batches")
         contention = system.CpuContention()
         once = measure.step(rung.session, "all", rung.feeds)
         journal.sampled("latency", "all", "s", "duration", self._instances.call(lambda: measure.latency(once, plan)))
-        rate = self._capacity(plan.seconds)
+        rate = self._measure_capacity(plan.seconds)
         journal.sampled("throughput", "throughput", "1/s", "rate", rate)
         journal.contended("all", contention.busy(), self._trial.runtime.device)
         self._facts = replace(self._facts, capacity=float(rate.value or 0.0))
 
-    def _look(self) -> None:
+    def _check_answers(self) -> None:
         """Run each batch of each size once on every lane; fail if an answer isn't finite."""
         wrong: list[str] = []
 
-        def work(lane: Lane) -> None:
+        def run_batches(lane: Lane) -> None:
             for rung in lane.rungs:
                 for _ in rung.feeds:
                     with suppress(Unanswered):  # of a server with too much to do: a rate says so
                         lane.answer(rung.size)
                         wrong.extend(not_finite(lane.answered))
 
-        self._instances.each(work)
-        self._check(wrong)
+        self._instances.each(run_batches)
+        self._check_finite(wrong)
 
     def _check_last(self) -> None:
         """Fail where a lane's last answer isn't finite."""
-        self._check([name for lane in self._instances.lanes for name in not_finite(lane.answered)])
+        self._check_finite([name for lane in self._instances.lanes for name in not_finite(lane.answered)])
 
-    def _check(self, names: Sequence[str]) -> None:
+    def _check_finite(self, names: Sequence[str]) -> None:
         if names:
             self._journal.warn(f"output {', '.join(sorted({*names}))} has values that are not finite")
             self._journal.facts(finite=False)
             raise failure()
 
-    def _capacity(self, seconds: float) -> measure.Sampling:
+    def _measure_capacity(self, seconds: float) -> measure.Sampling:
         """Measure requests per second with full batches on every lane; a sample for each lane and batch."""
         done: list[float] = []
         unanswered: list[Unanswered] = []
         most, clock = self._rules.most, Clock()
 
-        def work(lane: Lane) -> None:
+        def time_batches(lane: Lane) -> None:
             began = clock.now()
             while began < seconds:
                 try:
@@ -163,7 +163,7 @@ class _Work:
                 began, before = clock.now(), began
                 done.append(began - before)
 
-        self._instances.each(work)
+        self._instances.each(time_batches)
         whole = clock.now()
         self._check_last()
         if not done:
@@ -176,35 +176,35 @@ class _Work:
         options, least = self._options, self._facts.least
         if trace:
             self._facts = replace(self._facts, trace=Path(options.trace).name)
-            self._try(Arrivals(read_trace(Path(trace))))
+            self._try_arrivals(Arrivals(read_trace(Path(trace))))
         try:
             for rate in options.rate:
-                self._try(poisson(rate, least, options.duration_s, self._fresh_seed()), rate)
+                self._try_arrivals(poisson(rate, least, options.duration_s, self._fresh_seed()), rate)
             if not trace and not options.rate:
-                self._search()
+                self._search_rate()
         except Unanswered as e:
             if not self._facts.steps:
                 raise
             self._journal.warn(f"{e}; the test ended there, and the rates before are kept")
 
-    def _search(self) -> None:
+    def _search_rate(self) -> None:
         """Search for the highest rate that holds; if the server ends the search, `highest` stays unknown."""
         options, least = self._options, self._facts.least
         # A tenth of a request more, so that rounding never has one less.
         lowest = (least + 0.1) / options.duration_s if options.duration_s else 0.0
         self._facts = replace(self._facts, searched=True, lowest=lowest)
-        found = search.highest(self._holds, self._facts.capacity, options.resolution, lowest)
+        found = search.highest(self._can_hold_rate, self._facts.capacity, options.resolution, lowest)
         self._facts = replace(self._facts, highest=found)
         self._journal.facts(serve=self._facts)
 
     def _fresh_seed(self) -> int:
         return self._seed + len(self._facts.steps)
 
-    def _holds(self, rate: float) -> bool:
+    def _can_hold_rate(self, rate: float) -> bool:
         arrivals = poisson(rate, self._facts.least, self._options.duration_s, self._fresh_seed())
-        return self._try(arrivals, rate).verdict == judging.HOLDS
+        return self._try_arrivals(arrivals, rate).verdict == judging.HOLDS
 
-    def _try(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
+    def _try_arrivals(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
         """Send requests at these times, and store their facts and arrays."""
         journal, facts, number = self._journal, self._facts, len(self._facts.steps)
         rate = asked or arrivals.rate

@@ -58,27 +58,27 @@ def stress(session: Session, trial: Trial, phases: list[str], iterations: int) -
     """
     if type(session).reshape is Session.reshape:
         raise UserError(f"{trial.backend} takes only one shape; this test is for TensorRT and ONNX Runtime")
-    sizes = _sizes(session, phases)
+    sizes = _find_batch_ranges(session, phases)
     most = max(high for _, high in sizes.values())
-    pool = _pool(session, trial, most)
-    reference = _reference(session, pool, min(low for low, _ in sizes.values()))
+    pool = _stage_images(session, trial, most)
+    reference = _run_reference(session, pool, min(low for low, _ in sizes.values()))
     rng = np.random.default_rng(trial.data.seed)
     for name, (low, high) in sizes.items():
         _warm_up(session, pool, low, high)
-        before = _memory(session)
+        before = _measure_memory(session)
         seconds, wrong, worst = np.empty(iterations), 0, 0.0
         for k in range(iterations):
             batch = int(rng.integers(low, high, endpoint=True))
             start = int(rng.integers(0, most, endpoint=True))
-            seconds[k], outputs = _once(session, pool, start, batch)
-            error = _error(outputs, reference, start, batch)
+            seconds[k], outputs = _time_batch(session, pool, start, batch)
+            error = _compute_error(outputs, reference, start, batch)
             worst = max(worst, error)
             wrong += not error <= TOLERANCE[trial.precision]  # a NaN is wrong too
-        after = _memory(session)
+        after = _measure_memory(session)
         yield Phase(name, (low, high), seconds, wrong, worst, after[0] - before[0], after[1] - before[1])
 
 
-def _sizes(session: Session, phases: list[str]) -> dict[str, tuple[int, int]]:
+def _find_batch_ranges(session: Session, phases: list[str]) -> dict[str, tuple[int, int]]:
     """Return the smallest and largest batch of each phase.
 
     Raises a `UserError` for an engine without a profile or a batch outside it.
@@ -97,7 +97,7 @@ def _sizes(session: Session, phases: list[str]) -> dict[str, tuple[int, int]]:
     return {name: sizes[name] if name in sizes else (int(name), int(name)) for name in phases}
 
 
-def _pool(session: Session, trial: Trial, most: int) -> Arrays:
+def _stage_images(session: Session, trial: Trial, most: int) -> Arrays:
     """Return twice as many images as the largest batch, staged once; batches are slices of them."""
     dims = replace(trial.dims, batch=2 * most)
     model = trial.model
@@ -105,13 +105,13 @@ def _pool(session: Session, trial: Trial, most: int) -> Arrays:
     return session.stage(feeds)
 
 
-def _reference(session: Session, pool: Arrays, batch: int) -> dict[str, np.ndarray]:
+def _run_reference(session: Session, pool: Arrays, batch: int) -> dict[str, np.ndarray]:
     """Return every image's outputs at the smallest batch."""
     count = len(next(iter(pool.values())))
     parts = []
     for start in range(0, count, batch):
         start = min(start, count - batch)
-        parts.append((start, {name: np.array(a) for name, a in _once(session, pool, start, batch)[1].items()}))
+        parts.append((start, {name: np.array(a) for name, a in _time_batch(session, pool, start, batch)[1].items()}))
     whole = {name: np.empty((count, *a.shape[1:]), a.dtype) for name, a in parts[0][1].items()}
     for start, outputs in parts:
         for name, a in outputs.items():
@@ -119,7 +119,7 @@ def _reference(session: Session, pool: Arrays, batch: int) -> dict[str, np.ndarr
     return whole
 
 
-def _once(session: Session, pool: Arrays, start: int, batch: int) -> tuple[float, dict[str, np.ndarray]]:
+def _time_batch(session: Session, pool: Arrays, start: int, batch: int) -> tuple[float, dict[str, np.ndarray]]:
     """Return the seconds from host to host of one batch, a change of shape included, and its outputs."""
     feeds = {name: a[start : start + batch] for name, a in pool.items()}
     begin = time.perf_counter()
@@ -131,7 +131,9 @@ def _once(session: Session, pool: Arrays, start: int, batch: int) -> tuple[float
     return time.perf_counter() - begin, outputs
 
 
-def _error(outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], start: int, batch: int) -> float:
+def _compute_error(
+    outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], start: int, batch: int
+) -> float:
     """Return the largest difference from the reference, relative to the reference's largest value.
 
     It is NaN if any difference is. For labels it is the share that differs, except one of many, which rounding may
@@ -151,9 +153,9 @@ def _error(outputs: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray
 
 def _warm_up(session: Session, pool: Arrays, low: int, high: int) -> None:
     for k in range(WARM_UP):
-        _once(session, pool, 0, high if k % 2 else low)
+        _time_batch(session, pool, 0, high if k % 2 else low)
 
 
-def _memory(session: Session) -> tuple[int, int]:
+def _measure_memory(session: Session) -> tuple[int, int]:
     """Return the bytes in use on the device (by all processes) and by this process on the host."""
     return session.device_memory(), system.memory()

@@ -59,9 +59,9 @@ class Alone:
         for number in range(plan.blocks):
             if number >= LEAST_BLOCKS and time.monotonic() >= deadline:
                 return
-            yield from self._watch(number)
+            yield from self._iter_watched(number)
 
-    def _watch(self, number: int) -> Iterator[int]:
+    def _iter_watched(self, number: int) -> Iterator[int]:
         """Yield the block's number, and keep what share of the block each processor's thread waited."""
         since, before = time.monotonic(), system.run_delay()
         yield number
@@ -82,17 +82,17 @@ class Conducted(Alone):
 
     def imported(self) -> None:
         """See `Alone.imported`."""
-        self._answer(IMPORTED)
+        self._ask_conductor(IMPORTED)
 
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
         """See `Alone.blocks`."""
         self.delays = []
         number, line = 0, f"{READY} {boundary}"
-        while self._answer(line) == GO:
-            yield from self._watch(number)
+        while self._ask_conductor(line) == GO:
+            yield from self._iter_watched(number)
             number, line = number + 1, f"{DONE} {self.delays[-1]:g}"
 
-    def _answer(self, line: str) -> str:
+    def _ask_conductor(self, line: str) -> str:
         since = time.perf_counter()
         print(line, file=self._said)
         word = self._heard.readline().strip()

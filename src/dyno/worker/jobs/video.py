@@ -56,11 +56,11 @@ def video(job: Job, journal: Journal) -> None:
     libraries = (*REQUIRES, *(("trackers",) if options.track else ()), *backend.requires)
     journal.record = replace(journal.record, system=system.describe(libraries))
     journal.stage(OPENING)
-    source = source_of(str(job.options["source"]), options, _decoding(options, trial))
+    source = source_of(str(job.options["source"]), options, _choose_decoder(options, trial))
     if suffix := Path(job.options["output"]).suffix:  # a codec that isn't there is noticed before anything is measured
         path = journal.folder / f"opened{suffix}"
         sink_of(path, source, options.codec).close()
-        _remove(path)
+        _remove_path(path)
     if options.preload:
         journal.stage("decode")
         source = MemorySource(source, options.preload, options.frames)
@@ -86,9 +86,9 @@ class _Work:
         self._trial, self._options = job.trial, options
         self._engine, self._source, self._journal = engine, source, journal
         session = self._host = engine.session
-        self._ends = self._reached()
+        self._ends = self._reach_device()
         model = job.trial.model
-        reader = BoxReader(_task(job.trial), model.classes or 0, model.keypoints)
+        reader = BoxReader(_find_task(job.trial), model.classes or 0, model.keypoints)
         if self._ends is not None:
             change = on_device.drop_low_scores(self._ends.torch, reader, options.confidence)
             engine.session = on_device.OnDeviceSession(session, self._ends, change)
@@ -106,7 +106,7 @@ class _Work:
             prepared=HOST if self._ends is None else DEVICE,
         )  # fmt: skip
 
-    def _reached(self) -> OnDevice | None:
+    def _reach_device(self) -> OnDevice | None:
         """Return the engine's inputs and outputs on its device, if frames are to be prepared there; else None.
 
         Raises a `UserError` if that was requested and PyTorch can't reach them.
@@ -127,7 +127,7 @@ class _Work:
         journal = self._journal
         journal.stage("each stage alone")
         contention = system.CpuContention()
-        stages, bench, rate = self._engine.call(self._alone)
+        stages, bench, rate = self._engine.call(self._measure_alone)
         feeds = bench.feeds
         if self._ends is not None:  # a record's figures are from host to host
             feeds = self._engine.call(lambda: on_device.host_feeds(bench.feeds, self._host))
@@ -141,7 +141,7 @@ class _Work:
         assert bench.first is not None
         height, width = bench.first.size
         self._facts = replace(self._facts, height=height, width=width)
-        self._found = [alone.Found(stages, self._crowd(bench.answered), alone.hand_over(len(stages) - 1))]
+        self._found = [alone.Found(stages, self._measure_crowding(bench.answered), alone.hand_over(len(stages) - 1))]
 
     def after(self) -> None:
         """Repeat the isolated measurements if the source can be read again and the user didn't stop the video."""
@@ -151,13 +151,13 @@ class _Work:
         # What the video itself had of the source is said of it alone.
         damaged, left = self._source.damaged, self._source.left
         with suppress(KeyboardInterrupt):
-            stages, bench, _ = self._engine.call(self._alone)
-            crowd = self._crowd(bench.answered)
+            stages, bench, _ = self._engine.call(self._measure_alone)
+            crowd = self._measure_crowding(bench.answered)
             self._found.append(alone.Found(stages, crowd, alone.hand_over(len(stages) - 1)))
         self._source.damaged, self._source.left = damaged, left
-        self._keep()
+        self._store_found()
 
-    def _alone(self) -> tuple[dict[str, alone.Alone], alone.Bench, measure.Sampling]:
+    def _measure_alone(self) -> tuple[dict[str, alone.Alone], alone.Bench, measure.Sampling]:
         """Measure every stage alone, in the engine's thread."""
         journal, session, first = self._journal, self._engine.session, not self._found
         path = journal.folder / f"alone{self._output.suffix}" if self._output else None
@@ -169,13 +169,13 @@ class _Work:
             journal.stage("each stage alone")
         bench.run(self._options.frames)
         if path:
-            _remove(path)
+            _remove_path(path)
         if bench.first is None:
             raise UserError(f"{self._source.name} has no frames")
         inference, rate = alone.infer(self._engine, bench.feeds, self._trial.plan, self._preparation.batch)
         return {**bench.results(), steps.INFER: inference}, bench, rate
 
-    def _crowd(self, answered: list[Batch]) -> alone.Crowded | None:
+    def _measure_crowding(self, answered: list[Batch]) -> alone.Crowded | None:
         """Measure the processor time of stages under full CPU load; None with one processor. See `alone.crowded`."""
         count = min(len(steps.STAGES), self._facts.processors // codec_threads())
         if self._facts.processors == 1:
@@ -192,9 +192,9 @@ class _Work:
             for copy in copies:
                 copy.close()
             for path in paths:
-                _remove(path)
+                _remove_path(path)
 
-    def _keep(self) -> None:
+    def _store_found(self) -> None:
         """Store what was found of the stages alone until now, and of the video where it has run."""
         found = alone.joined(self._found)
         self._arrays |= {f"alone_{name}": one.seconds for name, one in found.stages.items()}
@@ -220,42 +220,42 @@ class _Work:
     def pipeline(self) -> None:
         """Run the whole video through all stages at once; if the user stops it, keep the frames written until then."""
         journal = self._journal
-        lines = [self._engine.call(partial(self._line, number)) for number in range(self._options.streams)]
+        lines = [self._engine.call(partial(self._build_line, number)) for number in range(self._options.streams)]
         journal.stage("video")
         gc.collect()
         gc.freeze()  # a collection would go through all that the libraries have made, again and again
         contention, cpu, since = system.CpuContention(), time.process_time(), now()
         stopped = False
         try:
-            stages.run([line.stages for line in lines], _ticker(journal, lines, self._options.frames, since))
+            stages.run([line.stages for line in lines], _make_ticker(journal, lines, self._options.frames, since))
         except KeyboardInterrupt:
             stopped = True
         except OSError as e:
-            raise self._full(e, lines[0].sink) from e
+            raise self._explain_error(e, lines[0].sink) from e
         finally:
-            notes = self._closed(lines)
+            notes = self._close_lines(lines)
         seconds, cpu = (now() - since) / 1e9, time.process_time() - cpu
         journal.contended("video", contention.busy(), self._trial.runtime.device)
-        self._store(lines[0], since)
+        self._store_times(lines[0], since)
         counts = [line.sink.written if self._output else line.answered for line in lines]
         self._facts = replace(
             self._facts, frames=counts[0], answered=sum(counts), streams=len(lines), seconds=seconds, stopped=stopped,
             dropped=sum(line.stages.dropped for line in lines), cpu_whole=cpu / max(1, sum(counts)), depth=stages.DEPTH,
             objects=lines[0].tracker.counts if lines[0].tracker else {},
         )  # fmt: skip
-        self._keep()
-        for sentence in (*self._source.notes, *notes, *self._oddities(counts[0], stopped)):
+        self._store_found()
+        for sentence in (*self._source.notes, *notes, *self._find_oddities(counts[0], stopped)):
             journal.warn(sentence)
         for path in filter(None, (self._output, self._boxes) if self._scratch else ()):
-            _remove(path)
+            _remove_path(path)
 
-    def _line(self, number: int) -> _Line:
+    def _build_line(self, number: int) -> _Line:
         """Build the stages of one stream; all but the first are load only, and their output is removed."""
         first, output = number == 0, self._output
         if output and not first:
             output = self._journal.folder / f"stream{number}{output.suffix}"
         preloaded = isinstance(self._source, MemorySource)
-        again = self._source_text, self._options, _decoding(self._options, self._trial)
+        again = self._source_text, self._options, _choose_decoder(self._options, self._trial)
         source = self._source if first or preloaded else source_of(*again)
         sink, keep = sink_of(output, source, self._options.codec), steps.Keep(self._boxes if first else None)
         preparations, tracker, engine = self._new_preparations(), self._new_tracker(), self._engine
@@ -274,21 +274,21 @@ class _Work:
         return _Line(source, sink, keep, tracker, stages.Stages(steps.DECODE, reading, chain, source.live),
                      output if output != self._output else None)  # fmt: skip
 
-    def _closed(self, lines: list[_Line]) -> list[str]:
+    def _close_lines(self, lines: list[_Line]) -> list[str]:
         """Close every file; the first stream's sentences on what differs from the source."""
         try:
             notes, *_ = [line.close() for line in lines]
         except OSError as e:
-            raise self._full(e, lines[0].sink) from e
+            raise self._explain_error(e, lines[0].sink) from e
         return notes
 
-    def _full(self, e: OSError, sink: Sink) -> Exception:
+    def _explain_error(self, e: OSError, sink: Sink) -> Exception:
         """Return a one-line error if the disk is full; else the error unchanged."""
         if not disk_full(e):
             return e
         return UserError(f"the disk is full: {self._output} ends after about {sink.written} frames; free some space")
 
-    def _oddities(self, count: int, stopped: bool) -> Iterator[str]:
+    def _find_oddities(self, count: int, stopped: bool) -> Iterator[str]:
         source, expected = self._source, self._source.count
         whole = not stopped and not self._options.frames and not source.live
         if stopped:
@@ -299,7 +299,7 @@ class _Work:
         elif whole and expected and count != expected:
             yield f"{source.name} says that it has {expected} frames, and {count} were found"
 
-    def _store(self, line: _Line, since: int) -> None:
+    def _store_times(self, line: _Line, since: int) -> None:
         """Store the times of every stage and frame of the stream, in seconds since the pipeline began."""
         keep, every = line.keep, line.stages.timed
         for name, timed in every.items():
@@ -330,11 +330,11 @@ class _Line:
         self.keep.close()
         notes = self.sink.close(self.source.left)
         if self.scratch:
-            _remove(self.scratch)
+            _remove_path(self.scratch)
         return notes
 
 
-def _decoding(options: VideoOptions, trial: Trial) -> str:
+def _choose_decoder(options: VideoOptions, trial: Trial) -> str:
     """Return the GPU for decoding, "" for none; raise an error if decoding there is requested but not possible."""
     if options.decode != DEVICE:
         return ""
@@ -345,29 +345,29 @@ def _decoding(options: VideoOptions, trial: Trial) -> str:
     return trial.runtime.device
 
 
-def _task(trial: Trial) -> Detect:
+def _find_task(trial: Trial) -> Detect:
     task = tasks.find(trial.model.task)
     if not isinstance(task, Detect):
         raise UserError(f"{trial.model.name} is for {task.name}, which has no boxes; see --task")
     return task
 
 
-def _ticker(journal: Journal, lines: list[_Line], most: int, since: int) -> Callable[[], None]:
+def _make_ticker(journal: Journal, lines: list[_Line], most: int, since: int) -> Callable[[], None]:
     """Return a function that writes the progress and the current rate into the job's stage."""
     recent: list[tuple[int, int]] = [(since, 0)]
     expected = len(lines) * (most or lines[0].source.count)
 
-    def tick() -> None:
+    def write_progress() -> None:
         recent.append((now(), sum(line.answered for line in lines)))
         (began, before), (at, done) = recent[max(0, len(recent) - 1 - RECENT)], recent[-1]
         of = f" of {expected}" if expected else ""
         rate = (done - before) / max((at - began) / 1e9, 1e-9)
         (journal.folder / "stage").write_text(f"frame {done}{of}, {rate:.1f} frames/s")
 
-    return tick
+    return write_progress
 
 
-def _remove(path: Path) -> None:
+def _remove_path(path: Path) -> None:
     """Remove a file or a folder of files, if there is one."""
     if path.is_dir():
         shutil.rmtree(path)

@@ -56,9 +56,11 @@ def functions(events: Sequence[Event], discarded: int) -> tuple[Function, ...]:
     bounds = sorted(
         (e["ts"], e["ts"] + e["dur"]) for e in events if is_kind(e, ("user_annotation",)) and e["name"] == RUN
     )
-    calls, launches = _outermost([_piece(e) for e in events if is_kind(e, HOST)])
-    work = sorted((_piece(e) for e in events if is_kind(e, WORK)), key=lambda each: each.begin)
-    runs = [_run(begin, end, _within(calls, begin, end), work, launches) for begin, end in bounds[discarded:]]
+    calls, launches = _find_outermost([_make_piece(e) for e in events if is_kind(e, HOST)])
+    work = sorted((_make_piece(e) for e in events if is_kind(e, WORK)), key=lambda each: each.begin)
+    runs = [
+        _sum_run(begin, end, _find_calls_within(calls, begin, end), work, launches) for begin, end in bounds[discarded:]
+    ]
     keys = sorted({key for run in runs for key in run.time}, key=lambda key: -sum(run.path[key] for run in runs))
     count = len(runs)
     return tuple(
@@ -69,14 +71,14 @@ def functions(events: Sequence[Event], discarded: int) -> tuple[Function, ...]:
     )  # fmt: skip
 
 
-def _piece(event: Event) -> _Piece:
+def _make_piece(event: Event) -> _Piece:
     details: Mapping[str, Any] = event["args"]
     name, kind = str(event["name"]), event["cat"]
     return _Piece(short(name) if kind in WORK else name, event["ts"], event["ts"] + event["dur"],
                   details.get("correlation", -1), details.get("stream"), kind == "gpu_memcpy")  # fmt: skip
 
 
-def _outermost(calls: Sequence[_Piece]) -> tuple[list[_Piece], dict[int, _Piece]]:
+def _find_outermost(calls: Sequence[_Piece]) -> tuple[list[_Piece], dict[int, _Piece]]:
     """Return the outermost calls in order, and the outermost call around each one by correlation."""
     found: list[_Piece] = []
     around: dict[int, _Piece] = {}
@@ -87,11 +89,11 @@ def _outermost(calls: Sequence[_Piece]) -> tuple[list[_Piece], dict[int, _Piece]
     return found, around
 
 
-def _within(calls: Sequence[_Piece], begin: float, end: float) -> list[_Piece]:
+def _find_calls_within(calls: Sequence[_Piece], begin: float, end: float) -> list[_Piece]:
     return [call for call in calls if begin <= call.begin and call.end <= end]
 
 
-def _run(
+def _sum_run(
     begin: float, end: float, calls: Sequence[_Piece], work: Sequence[_Piece], launches: Mapping[int, _Piece]
 ) -> _Totals:
     """Return the totals of the run between `begin` and `end`."""
@@ -139,24 +141,24 @@ class _Walk:
             moment, running = self._from_work(running, moment) if running else self._from_host(moment)
 
     def _from_host(self, moment: float) -> tuple[float, _Piece | None]:
-        place = _before(self._begins, moment)
+        place = _find_before(self._begins, moment)
         if place < 0:
-            return self._part(BETWEEN, OUTSIDE, moment, self._begin), None
+            return self._add_part(BETWEEN, OUTSIDE, moment, self._begin), None
         call = self._calls[place]
         if call.end < moment:
-            return self._part(BETWEEN, OUTSIDE, moment, call.end), None
+            return self._add_part(BETWEEN, OUTSIDE, moment, call.end), None
         if last := self.waited_for(call, moment):
-            return self._part(CALL, call.name, moment, last.end), last
-        return self._part(CALL, call.name, moment, call.begin), None
+            return self._add_part(CALL, call.name, moment, last.end), last
+        return self._add_part(CALL, call.name, moment, call.begin), None
 
     def _from_work(self, running: _Piece, moment: float) -> tuple[float, _Piece | None]:
-        begin = self._part(GPU, running.name, moment, max(running.begin, self._begin))
+        begin = self._add_part(GPU, running.name, moment, max(running.begin, self._begin))
         launch, before = self._launches[running.correlation], self._before.get(id(running))
         if before is not None and before.end >= launch.end:
-            return self._part(GPU, GAP, begin, before.end), before
-        return (self._part(GPU, LAUNCHING, begin, launch.end) if launch.end < begin else begin), None
+            return self._add_part(GPU, GAP, begin, before.end), before
+        return (self._add_part(GPU, LAUNCHING, begin, launch.end) if launch.end < begin else begin), None
 
-    def _part(self, where: str, name: str, end: float, begin: float) -> float:
+    def _add_part(self, where: str, name: str, end: float, begin: float) -> float:
         begin = max(min(begin, end), self._begin)
         self._totals.path[where, name] += end - begin
         return begin
@@ -172,7 +174,7 @@ class _Walk:
         return None
 
 
-def _before(begins: Sequence[float], moment: float) -> int:
+def _find_before(begins: Sequence[float], moment: float) -> int:
     """Return the index of the last one that begins before the moment, -1 for none."""
     place = bisect_right(begins, moment) - 1
     return place - 1 if place >= 0 and begins[place] >= moment else place

@@ -78,24 +78,24 @@ class _Reader:
         return Layer(
             name=name,
             type=kind,
-            inputs=tuple(self._port(n) for n in node.input if n and n not in self._scope.constants),
-            outputs=tuple(self._port(n) for n in node.output if n),
+            inputs=tuple(self._make_port(n) for n in node.input if n and n not in self._scope.constants),
+            outputs=tuple(self._make_port(n) for n in node.output if n),
             parameters=sum(sizes.values()),
             shared=sum(sizes[key] for key in sizes.keys() - fresh),
             flops=None if flops.has_products_inside(node) else count,
-            modules=self._modules(node, [weight.name for weight in own if self._readers[weight.name] == 1]),
+            modules=self._find_modules(node, [weight.name for weight in own if self._readers[weight.name] == 1]),
             nodes=(name,),
         )
 
-    def _modules(self, node: Any, weights: list[str]) -> tuple[str, ...]:
+    def _find_modules(self, node: Any, weights: list[str]) -> tuple[str, ...]:
         """Return the modules that the node came from, by their own names."""
-        owners = _modules(node, weights)
+        owners = _find_owners(node, weights)
         if not self._wrapped:
             return owners
         named = [name for name in owners if name]  # the wrapper's own are those of a program, which has lost its names
         return tuple("" if name == WRAPPER else name.removeprefix(f"{WRAPPER}.") for name in named)
 
-    def _port(self, name: str) -> Port:
+    def _make_port(self, name: str) -> Port:
         shape = tuple(length or -1 for length in self._shapes.get(name, UNKNOWN))
         return Port(name, shape, self._named.get(self._types.get(name, 0), ""))
 
@@ -109,7 +109,7 @@ def _type_name(onnx: Any, kind: int) -> str:
     return "" if not kind else str(onnx.helper.tensor_dtype_to_np_dtype(kind))
 
 
-def _modules(node: Any, weights: list[str]) -> tuple[str, ...]:
+def _find_owners(node: Any, weights: list[str]) -> tuple[str, ...]:
     """Return the modules that a node came from, innermost names.
 
     They are from PyTorch's own metadata, else from the path in the node's name; and from the names of its weights if no
@@ -126,11 +126,11 @@ def _modules(node: Any, weights: list[str]) -> tuple[str, ...]:
             parts = []
         owners += [str(part) for part in parts[:-1][-1:] if part != NOWHERE]  # the last is the operator's own name
     elif node.name.startswith("/"):  # /layer1/layer1.0/conv1/Conv, by the older exporter
-        owners.append(_dotted(node.name.split("/")[1:-1]))
+        owners.append(_join_scopes(node.name.split("/")[1:-1]))
     return tuple(dict.fromkeys(owners))
 
 
-def _dotted(parts: list[str]) -> str:
+def _join_scopes(parts: list[str]) -> str:
     """Return a module's name from its scopes; a container's element repeats the container's name (layer1, layer1.0)."""
     path: list[str] = []
     for part in parts:

@@ -63,7 +63,7 @@ def read(events: Sequence[Event], rows: Rows, count: int) -> list[Run]:
         if run >= 0:
             work[run].append(event)
             if row >= 0:
-                _add(runs[run], row, event)
+                _add_event(runs[run], row, event)
     calls: list[list[Event]] = [[] for _ in runs]
     for event in (e for e in events if is_kind(e, HOST) and WAITS not in e["name"]):
         run, _ = owners.at(event["ts"])
@@ -75,7 +75,7 @@ def read(events: Sequence[Event], rows: Rows, count: int) -> list[Run]:
     return runs
 
 
-def _add(run: Run, row: int, event: Event) -> None:
+def _add_event(run: Run, row: int, event: Event) -> None:
     seconds, name = event["dur"] * 1e-6, short(event["name"])
     run.seconds[row] += seconds
     run.by_kernel[row, name] = run.by_kernel.get((row, name), 0.0) + seconds
@@ -95,31 +95,31 @@ class _Owners:
         self._ranges = sorted(ranges, key=lambda one: (one.begin, -one.end))
         self._times, self._owners = [-math.inf], [-1]
         self.runs = 0
-        self._nest()
-        self._number(rows)
+        self._nest_ranges()
+        self._number_rows(rows)
 
-    def _nest(self) -> None:
+    def _nest_ranges(self) -> None:
         calling: list[int] = []
 
-        def end() -> None:
-            self._mark(self._ranges[calling.pop()].end, calling[-1] if calling else -1)
+        def end_range() -> None:
+            self._mark_owner(self._ranges[calling.pop()].end, calling[-1] if calling else -1)
 
         for k, one in enumerate(self._ranges):
             while calling and self._ranges[calling[-1]].end <= one.begin:
-                end()
+                end_range()
             one.around = calling[-1] if calling else -1
             one.run = self.runs if one.name == RUN else self._ranges[one.around].run if calling else -1
             self.runs += one.name == RUN
             calling.append(k)
-            self._mark(one.begin, k)
+            self._mark_owner(one.begin, k)
         while calling:
-            end()
+            end_range()
 
-    def _mark(self, moment: float, owner: int) -> None:
+    def _mark_owner(self, moment: float, owner: int) -> None:
         self._times.append(moment)
         self._owners.append(owner)
 
-    def _number(self, rows: Rows) -> None:
+    def _number_rows(self, rows: Rows) -> None:
         """Number the rows by the calls of the same part that ended before in the run."""
         seen: Counter[tuple[int, str]] = Counter()
         for one in sorted(self._ranges, key=lambda one: one.end):

@@ -34,7 +34,7 @@ def watched(module: Any, run: Callable[[], Any]) -> Inside:
     torch = import_torch()
     if isinstance(module, torch.jit.ScriptModule):
         raise UserError(f"it is TorchScript, {UNSEEN}")
-    with _dispatched(torch) as ran, flops.counting() as counter:
+    with _make_dispatch_mode(torch) as ran, flops.counting() as counter:
         watch = _Watch(torch, module, lambda: (counter.get_total_flops(), ran.count))
         try:
             run()
@@ -50,7 +50,7 @@ def watched(module: Any, run: Callable[[], Any]) -> Inside:
     )
 
 
-def _dispatched(torch: Any) -> Any:
+def _make_dispatch_mode(torch: Any) -> Any:
     """Return a mode that counts the operators that run inside it.
 
     Their results get the mark of the last part whose result they read, so that the part is known behind `x + y` too.
@@ -63,9 +63,9 @@ def _dispatched(torch: Any) -> Any:
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             self.count += 1
             result = func(*args, **(kwargs or {}))
-            latest = max(tensors((args, kwargs or {})), key=_writer, default=None)
-            for tensor in tensors(result) if latest is not None and _writer(latest) >= 0 else ():
-                if _writer(tensor) < 0:
+            latest = max(tensors((args, kwargs or {})), key=_find_writer, default=None)
+            for tensor in tensors(result) if latest is not None and _find_writer(latest) >= 0 else ():
+                if _find_writer(tensor) < 0:
                     setattr(tensor, MARK, getattr(latest, MARK))
             return result
 
@@ -74,7 +74,7 @@ def _dispatched(torch: Any) -> Any:
 
 def parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
     """Return the module and its parts by name, without pure containers and parts that take no hooks."""
-    return [(name, part) for name, part in _parts(torch, module) if takes_hooks(torch, part)]
+    return [(name, part) for name, part in _list_parts(torch, module) if takes_hooks(torch, part)]
 
 
 @contextmanager
@@ -91,7 +91,7 @@ def hooked(torch: Any, module: Any, entering: MakeHook, leaving: MakeHook) -> It
             hook.remove()
 
 
-def _parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
+def _list_parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
     containers = (torch.nn.Sequential, torch.nn.ModuleList, torch.nn.ModuleDict)
     return [(name, part) for name, part in module.named_modules() if type(part) not in containers]
 
@@ -111,7 +111,7 @@ class _Watch:
 
     def __init__(self, torch: Any, module: Any, so_far: Callable[[], tuple[int, int]]) -> None:
         self._so_far, self._calls, self._open = so_far, list[Layer](), list[_Open]()
-        self._parts = _parts(torch, module)
+        self._parts = _list_parts(torch, module)
         self._size_of = {name: sum(p.numel() for p in part.parameters(recurse=False)) for name, part in self._parts}
         self._outer = {name for name, part in self._parts if next(part.children(), None) is not None}
         self._names: dict[int, list[str]] = {}  # a part that stands in several places has a name for each
@@ -119,32 +119,32 @@ class _Watch:
             self._names.setdefault(id(part), []).append(name)
         self._hooks = []
         for name, part in parts(torch, module):
-            self._hooks.append(part.register_forward_pre_hook(self._enter))
-            self._hooks.append(part.register_forward_hook(self._leaving(name), with_kwargs=True))
+            self._hooks.append(part.register_forward_pre_hook(self._enter_part))
+            self._hooks.append(part.register_forward_hook(self._make_leave_hook(name), with_kwargs=True))
 
-    def _enter(self, part: Any, args: Any) -> None:
+    def _enter_part(self, part: Any, args: Any) -> None:
         self._open.append(_Open(self._so_far(), len(self._calls)))
 
-    def _leaving(self, name: str) -> Callable[..., None]:
-        def leave(part: Any, args: Any, keywords: Any, result: Any) -> None:
+    def _make_leave_hook(self, name: str) -> Callable[..., None]:
+        def leave_part(part: Any, args: Any, keywords: Any, result: Any) -> None:
             call, now = self._open.pop(), self._so_far()
             spent, ran = now[0] - call.begin[0], now[1] - call.begin[1]
             if self._open:
                 self._open[-1].flops += spent
                 self._open[-1].operators += ran
             number = len(self._calls)
-            read = [_port(t, "") for t in tensors((args, keywords))]
+            read = [_make_port(t, "") for t in tensors((args, keywords))]
             nothing = ran == call.operators
             # What a part of this one wrote is the part's, and what went through is whose it was.
             written = [
-                _port(t, "" if nothing or _writer(t) >= call.first else f"{number}:{k}")
+                _make_port(t, "" if nothing or _find_writer(t) >= call.first else f"{number}:{k}")
                 for k, t in enumerate(tensors(result))
             ]
             layer = Layer(name=name, type=type(part).__name__, outputs=tuple(written), flops=spent - call.flops)
             inputs = tuple(port for port in read if port.name)
             self._calls.append(replace(layer, inputs=inputs, modules=tuple(self._names[id(part)]), skipped=nothing))
 
-        return leave
+        return leave_part
 
     def end(self) -> None:
         for hook in self._hooks:
@@ -182,7 +182,7 @@ class _Watch:
         return own
 
 
-def _port(tensor: Any, name: str) -> Port:
+def _make_port(tensor: Any, name: str) -> Port:
     """Return a tensor as a port and mark it with the name; without a name, the port has the mark of its last writer."""
     if name:
         setattr(tensor, MARK, name)
@@ -190,6 +190,6 @@ def _port(tensor: Any, name: str) -> Port:
     return Port(mark, tuple(int(n) for n in tensor.shape), str(tensor.dtype).removeprefix("torch."))
 
 
-def _writer(tensor: Any) -> int:
+def _find_writer(tensor: Any) -> int:
     """Return the number of the call that wrote the tensor, -1 for none."""
     return int(getattr(tensor, MARK, "-1:").partition(":")[0])

@@ -64,19 +64,19 @@ def traced(
 
     calling: list[Any] = []
 
-    def entering(name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
+    def make_enter_hook(name: str) -> Callable[..., None]:
+        def enter_part(*_: Any) -> None:
             scope = record_function(f"{kernel_trace.CALL}{name}")
             scope.__enter__()
             calling.append(scope)
 
-        return enter
+        return enter_part
 
-    def leave(*_: Any) -> None:
+    def leave_part(*_: Any) -> None:
         calling.pop().__exit__(None, None, None)
 
     whole = []
-    with hooked(torch, module, entering, lambda _: leave), warnings.catch_warnings():
+    with hooked(torch, module, make_enter_hook, lambda _: leave_part), warnings.catch_warnings():
         warnings.simplefilter("ignore")  # it warns of what other uses of it need
         with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
             for _ in range(runs):

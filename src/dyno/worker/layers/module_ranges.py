@@ -19,15 +19,15 @@ def run(module: Any, once: Callable[[], None]) -> None:
     torch = import_torch()
     seen: Counter[str] = Counter()
 
-    def entering(name: str) -> Callable[..., None]:
-        def enter(*_: Any) -> None:
+    def make_enter_hook(name: str) -> Callable[..., None]:
+        def enter_part(*_: Any) -> None:
             seen[name] += 1
             torch.cuda.nvtx.range_push(range_name(name, seen[name]))
 
-        return enter
+        return enter_part
 
-    def leave(*_: Any) -> None:
+    def leave_part(*_: Any) -> None:
         torch.cuda.nvtx.range_pop()
 
-    with hooked(torch, module, entering, lambda _: leave), torch.cuda.profiler.profile():
+    with hooked(torch, module, make_enter_hook, lambda _: leave_part), torch.cuda.profiler.profile():
         once()

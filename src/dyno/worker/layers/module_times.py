@@ -37,15 +37,15 @@ def measure(
     marks: list[Mark] = []
     clock = time.perf_counter_ns
 
-    def entering(_: str) -> Callable[..., None]:
+    def make_enter_hook(_: str) -> Callable[..., None]:
         return lambda *_: marks.append((None, clock()))
 
-    def leaving(name: str) -> Callable[..., None]:
+    def make_leave_hook(name: str) -> Callable[..., None]:
         return lambda *_: marks.append((name, clock()))
 
     rows = rows_of(inside)
     layers, whole = [], []
-    with calls.hooked(import_torch(), module, entering, leaving):
+    with calls.hooked(import_torch(), module, make_enter_hook, make_leave_hook):
         for _ in range(DISCARDED + runs):
             restore()
             marks.clear()

@@ -22,15 +22,17 @@ def read(path: str, source: str, profile: Profile, library: str) -> Inside:
     A node without an event in the profile was not run. Raises UserError for a file that can't be read.
     """
     written = graph.nodes(path, {})
-    source_names = {graph.name_of(node) for node in _nodes(source)}
+    source_names = {graph.name_of(node) for node in _read_nodes(source)}
     layers, blocked = [], set[str]()
     for layer, kernel in zip(written.layers, kernels_of(written.layers, profile.outer, source), strict=True):
-        moves = _operator(layer) in MOVES or (_operator(layer) == "Transpose" and layer.name not in source_names)
+        moves = _name_operator(layer) in MOVES or (
+            _name_operator(layer) == "Transpose" and layer.name not in source_names
+        )
         layer = replace(layer, moves=moves, computes_in=profile.computed_in.get(kernel, "") if kernel else "")
         layer = _as_run(layer, profile.outer[kernel] if kernel else None)
         # Only a reordering ends the layout; an elementwise operator doesn't care for it.
         enters = ".nchwc." in layer.type or any(port.name in blocked for port in layer.inputs)
-        if enters and _operator(layer) != "ReorderOutput":
+        if enters and _name_operator(layer) != "ReorderOutput":
             blocked |= {port.name for port in layer.outputs}
             layer = replace(layer, outputs=tuple(replace(port, format="nchwc") for port in layer.outputs))
         layers.append(layer)
@@ -46,7 +48,7 @@ def kernels_of(layers: Sequence[Layer], kernels: Iterable[Kernel], source: str =
     pending: dict[str, list[Kernel]] = {}
     for kernel in sorted(kernels, key=lambda each: int(each[1] or 0)):
         pending.setdefault(kernel[0].removesuffix("_kernel_time"), []).append(kernel)
-    given = {n.output[0]: f"{n.op_type}_{k}" for k, n in enumerate(_nodes(source)) if n.output and not n.name}
+    given = {n.output[0]: f"{n.op_type}_{k}" for k, n in enumerate(_read_nodes(source)) if n.output and not n.name}
     found: list[Kernel | None] = []
     for layer in layers:
         stems = (layer.name, given.get(layer.outputs[0].name, "") if layer.outputs else "")
@@ -54,14 +56,14 @@ def kernels_of(layers: Sequence[Layer], kernels: Iterable[Kernel], source: str =
         found.append(own.pop(0) if own else None)
     left = sorted((one for each in pending.values() for one in each), key=lambda each: int(each[1] or 0))
     for k, layer in enumerate(layers):
-        if found[k] is None and layer.outputs and layer.name == f"{_operator(layer)} to {layer.outputs[0].name}":
-            name = f"{_operator(layer)}_"
+        if found[k] is None and layer.outputs and layer.name == f"{_name_operator(layer)} to {layer.outputs[0].name}":
+            name = f"{_name_operator(layer)}_"
             found[k] = next((each for each in left if each[0] == f"{name}{each[1]}_kernel_time"), None)
             left = [each for each in left if each != found[k]]
     return found
 
 
-def _nodes(source: str) -> Sequence[Any]:
+def _read_nodes(source: str) -> Sequence[Any]:
     nodes: Sequence[Any] = import_onnx().load(source, load_external_data=False).graph.node if source else ()
     return nodes
 
@@ -71,16 +73,16 @@ def _as_run(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
     layer = replace(layer, flops=None, modules=(), skipped=event is None)
     if event is None:
         return layer
-    written = _typed(event.get("output_type_shape"))
+    written = _parse_tensors(event.get("output_type_shape"))
     outputs = [replace(p, shape=s, dtype=d) for p, (d, s) in zip(layer.outputs, written, strict=False)]
     provider = str(event.get("provider", "")).removesuffix("ExecutionProvider")
     return replace(layer, outputs=tuple(outputs) or layer.outputs, tactic=provider)
 
 
-def _operator(layer: Layer) -> str:
+def _name_operator(layer: Layer) -> str:
     return layer.type.rpartition(".")[2]
 
 
-def _typed(described: Any) -> list[tuple[str, tuple[int, ...]]]:
+def _parse_tensors(described: Any) -> list[tuple[str, tuple[int, ...]]]:
     """Return the type and shape of each tensor of an event."""
     return [(TYPES.get(k, k), tuple(shape)) for each in described or () for k, shape in each.items()]

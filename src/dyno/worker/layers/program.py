@@ -22,7 +22,7 @@ def parts(model: ModelSpec, dims: Dims) -> Any:
         return None
     specs = model.inputs or (InputSpec("input", "float32", ("batch", model.channels, "height", "width")),)
     try:
-        found = _named(saved_modules.unflattened(path))
+        found = _name_classes(saved_modules.unflattened(path))
         _check_same(models.build(model, dims), found, lambda: modules.example(model, specs, dims))
     except MemoryError:
         raise
@@ -31,7 +31,7 @@ def parts(model: ModelSpec, dims: Dims) -> Any:
     return found
 
 
-def _named(module: Any) -> Any:
+def _name_classes(module: Any) -> Any:
     """Name the classes like those of the original; torch's own would all be called InterpreterModule."""
     wrapped = module.type_name().startswith(WRAPPED)
     kinds = {part: part.type_name() for part in module.modules() if hasattr(part, "type_name")}
@@ -46,13 +46,13 @@ def _named(module: Any) -> Any:
             delattr(part, key)
             part.register_buffer(key, value, persistent=False)
         if hasattr(part, "finalize"):
-            _reshape(part.graph)
+            _replace_views(part.graph)
             part.finalize()  # its code was older than its graph where a part of it is called twice
     module.check_input_constraints = False  # at every call, which costs time
     return module
 
 
-def _reshape(graph: Any) -> None:
+def _replace_views(graph: Any) -> None:
     """Make views accept the results of attention's unfused form, in which its operations are counted."""
     aten = import_torch().ops.aten
     for node in graph.nodes:

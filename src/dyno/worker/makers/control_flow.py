@@ -37,10 +37,10 @@ def check_control_flow(torch: Any, module: Any, example: tuple[Any, ...]) -> boo
     except Exception:  # another PyTorch, or a module that doesn't run under a watch: nothing is known of it then
         return False
     try:
-        with _exporting(torch):
+        with _pretend_exporting(torch):
             _lengths_depend(torch, module, example)
     except ReadsValue as e:
-        raise NoRoute(f"a graph would hold one branch only: {_where(torch, e)} depends on values; {REMEDY}") from e
+        raise NoRoute(f"a graph would hold one branch only: {_find_line(torch, e)} depends on values; {REMEDY}") from e
     except Exception:  # what it does there only an exporter can see, and that is compared with the module's results
         return False
     return False
@@ -51,7 +51,7 @@ def _lengths_depend(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
     inputs = tuple(tensor.clone() for tensor in example)
     for tensor in inputs:
         setattr(tensor, MARK, True)
-    followed, unread = _modes(torch)
+    followed, unread = _make_modes(torch)
     with torch.no_grad(), warnings.catch_warnings(), unread, followed:
         warnings.simplefilter("ignore")
         module(*inputs)
@@ -59,7 +59,7 @@ def _lengths_depend(torch: Any, module: Any, example: tuple[Any, ...]) -> bool:
 
 
 @contextlib.contextmanager
-def _exporting(torch: Any) -> Iterator[None]:
+def _pretend_exporting(torch: Any) -> Iterator[None]:
     """Let `torch.compiler.is_exporting()` return True while the block runs, as torch.export does."""
     known = [flag for flag in ("_is_compiling_flag", "_is_exporting_flag") if hasattr(torch.compiler, flag)]
     before = {flag: getattr(torch.compiler, flag) for flag in known}
@@ -72,13 +72,13 @@ def _exporting(torch: Any) -> Iterator[None]:
             setattr(torch.compiler, flag, value)
 
 
-def _modes(torch: Any) -> tuple[Any, Any]:
+def _make_modes(torch: Any) -> tuple[Any, Any]:
     """Return a mode that marks the results of marked tensors, and one that detects their use as arrays or lists."""
     from torch.overrides import TorchFunctionMode
     from torch.utils._python_dispatch import TorchDispatchMode
     from torch.utils._pytree import tree_leaves
 
-    def marked(values: Any) -> bool:
+    def has_mark(values: Any) -> bool:
         return any(isinstance(v, torch.Tensor) and getattr(v, MARK, False) for v in tree_leaves(values))
 
     def by_number(func: Any, args: Any) -> bool:
@@ -90,7 +90,7 @@ def _modes(torch: Any) -> tuple[Any, Any]:
         lengths = False
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            ours = marked((args, kwargs or {}))
+            ours = has_mark((args, kwargs or {}))
             if ours and torch.Tag.data_dependent_output in func.tags:
                 raise ReadsValue
             result = func(*args, **(kwargs or {}))
@@ -106,14 +106,14 @@ def _modes(torch: Any) -> tuple[Any, Any]:
 
     class Unread(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            if func in (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__) and marked(args):
+            if func in (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__) and has_mark(args):
                 raise ReadsValue
             return func(*args, **(kwargs or {}))
 
     return Followed(), Unread()
 
 
-def _where(torch: Any, e: BaseException) -> str:
+def _find_line(torch: Any, e: BaseException) -> str:
     """Return the innermost line outside PyTorch."""
     own = Path(torch.__file__).parent
     here = Path(__file__)

@@ -94,7 +94,7 @@ class OnnxExport(Maker):
             return prepare_given(recipe.model.file, recipe.options.get("opset"), folder)
         started = time.perf_counter()
         with memory_errors():
-            made_by = _export(recipe, folder / "model.onnx")
+            made_by = _export_module(recipe, folder / "model.onnx")
             task_facts.write(str(folder / "model.onnx"), recipe.model)
         made_by = replace(made_by, backend=self.name, versions=system.versions(self.requires))
         return artifact(str(folder / "model.onnx"), time.perf_counter() - started, made_by)
@@ -103,10 +103,10 @@ class OnnxExport(Maker):
 ONNX_EXPORT = OnnxExport()
 
 
-def _export(recipe: Recipe, path: Path) -> MadeBy:
+def _export_module(recipe: Recipe, path: Path) -> MadeBy:
     torch = import_torch()
     import_onnx()
-    exporters, opset = _options(recipe.options)
+    exporters, opset = _read_options(recipe.options)
     torch.set_num_threads(recipe.runtime.threads)
     detects = models.is_torchvision_detector(recipe.model)
     if detects:
@@ -120,14 +120,14 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
     _refuse_quantised(module, recipe)
     if isinstance(module, torch.jit.ScriptModule) and "exporter" not in recipe.options:
         exporters = ("torchscript",)  # which keeps both sides of a branch; the other doesn't read TorchScript
-    source = _source(torch, module, recipe, detects)
+    source = _make_source(torch, module, recipe, detects)
     static = check_control_flow(torch, source.module, source.example)
     notes: list[str] = []
     undecided = ""
     attempts = [(exporter, opset) for exporter in exporters]
     for exporter, number in attempts:
         try:
-            traced = _write(torch, source, exporter, number, path)
+            traced = _write_graph(torch, source, exporter, number, path)
             if traced and not static and not detects:
                 raise Wrong(f"made a constant of a value of its example ({traced})")
             checked = verified(path, read_io(str(path))[1], source)
@@ -149,14 +149,14 @@ def _export(recipe: Recipe, path: Path) -> MadeBy:
             verified=checked,
             warnings=tuple(notes),
         )
-    raise _failure(torch, module, recipe, source, undecided, notes)
+    raise _explain_failure(torch, module, recipe, source, undecided, notes)
 
 
-def _failure(
+def _explain_failure(
     torch: Any, module: Any, recipe: Recipe, source: Source, undecided: str, notes: Sequence[str]
 ) -> UserError:
     """Return the error for a module of which no exporter wrote a graph with the same outputs."""
-    if _changes(torch, module, recipe.model, source.expected[0]):
+    if _has_changing_outputs(torch, module, recipe.model, source.expected[0]):
         return UserError(
             f"{recipe.model.name} gives other outputs at each call on one input, so no graph can be compared with it; "
             "let its forward draw no random numbers and keep nothing of earlier calls, or measure it with "
@@ -193,7 +193,7 @@ def _of_detector(recipe: Recipe, exporters: tuple[str, ...]) -> tuple[str, ...]:
     return exporters if "exporter" in recipe.options else ("torchscript",)
 
 
-def _options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
+def _read_options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
     exporter, opset = options.get("exporter", "auto"), options.get("opset", OPSET)
     if exporter not in EXPORTERS:
         raise UserError(f"unknown exporter {exporter!r}; it is one of {', '.join(EXPORTERS)}")
@@ -203,14 +203,14 @@ def _options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
     return chosen, opset
 
 
-def _source(torch: Any, module: Any, recipe: Recipe, rows: bool) -> Source:
+def _make_source(torch: Any, module: Any, recipe: Recipe, rows: bool) -> Source:
     model, dims = recipe.model, recipe.dims
     free = not dims.batch and (has_batch(model.inputs) or not model.inputs)
     batches = OTHER_BATCHES if free else (dims.batch or 1,)
     cases = []
-    *random, example = _feeds(torch, recipe, (*batches, (EXAMPLE_BATCH if free else batches[0])), rows)
-    for feeds in (*random, *_photographs(recipe, 0 if free else batches[0]), example):
-        result, case = _answered(torch, module, model, feeds)
+    *random, example = _iter_feeds(torch, recipe, (*batches, (EXAMPLE_BATCH if free else batches[0])), rows)
+    for feeds in (*random, *_iter_photographs(recipe, 0 if free else batches[0]), example):
+        result, case = _run_case(torch, module, model, feeds)
         cases.append(case)
         _same_outputs(model, cases[0], case)
     tensor_feeds = {name: torch.from_numpy(array) for name, array in example.items()}
@@ -228,7 +228,7 @@ def _source(torch: Any, module: Any, recipe: Recipe, rows: bool) -> Source:
     return Source(flat, tuple(tensor_feeds.values()), tuple(case.outputs), tuple(cases[:-1]), free, batched, rows)
 
 
-def _answered(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.ndarray]) -> tuple[Any, Case]:
+def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.ndarray]) -> tuple[Any, Case]:
     """Run the module on the inputs; return its result, and the same as a case.
 
     Raises a `UserError` if it refuses them, or returns bfloat16.
@@ -253,9 +253,9 @@ def _answered(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
     return result, Case(next(iter(batches), 1), feeds, outputs)
 
 
-def _changes(torch: Any, module: Any, model: ModelSpec, case: Case) -> bool:
+def _has_changing_outputs(torch: Any, module: Any, model: ModelSpec, case: Case) -> bool:
     """Return whether one more call gives other outputs."""
-    again = _answered(torch, module, model, case.feeds)[1].outputs
+    again = _run_case(torch, module, model, case.feeds)[1].outputs
     return not all(
         again[name].shape == array.shape
         and np.allclose(again[name], array, DOUBT, DOUBT * np.abs(array).max(initial=0.0), equal_nan=True)
@@ -273,9 +273,9 @@ def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: Source, path
     batch = next((batch for batch in LARGER_BATCHES if batch * each <= LARGER_B), None)
     if batch is None:
         return [f"the graph was traced, with warnings, and compared at batches up to {source.expected[1].batch} only"]
-    (feeds,) = _feeds(torch, recipe, (batch,), source.rows)
+    (feeds,) = _iter_feeds(torch, recipe, (batch,), source.rows)
     try:
-        _, case = _answered(torch, module, recipe.model, feeds)
+        _, case = _run_case(torch, module, recipe.model, feeds)
     except UserError:
         return []
     try:
@@ -301,7 +301,7 @@ def _same_outputs(model: ModelSpec, first: Case, other: Case) -> None:
     )
 
 
-def _photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:
+def _iter_photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:
     """Yield batches of a few of the study's own images, which may take another path through the module than noise."""
     if recipe.data is not None and recipe.data.folder and not recipe.model.inputs:
         images = input_data.Images(recipe.data, recipe.model.preprocess)
@@ -310,7 +310,7 @@ def _photographs(recipe: Recipe, batch: int) -> Iterator[dict[str, np.ndarray]]:
             yield {"input": images.batch(first, size)}
 
 
-def _feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool) -> Iterator[dict[str, np.ndarray]]:
+def _iter_feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool) -> Iterator[dict[str, np.ndarray]]:
     """Yield random inputs of each of these batches, different ones.
 
     They are of `pixels`, or an image of any size of values, which may saturate the scores of detectors.
@@ -327,7 +327,7 @@ def _feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool) -> 
             yield {"input": torch.randn(*shape, generator=generator).numpy()}
 
 
-def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) -> str:
+def _write_graph(torch: Any, source: Source, exporter: str, opset: int, path: Path) -> str:
     """Export the module; returns the value that tracing treated as a constant, "" for none."""
     supported = inspect.signature(torch.onnx.export).parameters
     dynamo, names = exporter == "dynamo", [*source.expected[0].feeds]
@@ -345,7 +345,7 @@ def _write(torch: Any, source: Source, exporter: str, opset: int, path: Path) ->
     options = {key: value for key, value in options.items() if key in supported}
     options |= {"input_names": names, "output_names": list(source.outputs), "opset_version": opset}
     try:
-        with _quiet() as caught, torch.no_grad():
+        with _silence_exporters() as caught, torch.no_grad():
             program = torch.onnx.export(source.module, source.example, str(path), **options)
     except MemoryError:
         raise
@@ -394,7 +394,7 @@ def _last_line(e: BaseException) -> str:
 
 
 @contextlib.contextmanager
-def _quiet() -> Iterator[list[warnings.WarningMessage]]:
+def _silence_exporters() -> Iterator[list[warnings.WarningMessage]]:
     # The exporters print to standard output, and warn about their own internals and about each other.
     with contextlib.redirect_stdout(io.StringIO()), warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")

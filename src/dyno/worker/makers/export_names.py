@@ -15,9 +15,9 @@ def unwrap(path: Path) -> None:
     onnx = import_onnx()
     model = onnx.load(path, load_external_data=False)
     nodes = [node for graph in graphs_in(model.graph) for node in graph.node]
-    paths = _without("/model/", "/", {node.name for node in nodes})
+    paths = _drop_prefix("/model/", "/", {node.name for node in nodes})
     tensors = {name for node in nodes for name in (*node.input, *node.output)}
-    weights = _without("model.", "", tensors)
+    weights = _drop_prefix("model.", "", tensors)
     kept = {value.name for value in model.graph.output}
     weights = {name: weights[name] for t in model.graph.initializer if (name := t.name) in weights and name not in kept}
     for node in nodes:
@@ -28,7 +28,7 @@ def unwrap(path: Path) -> None:
     onnx.save(model, path)
 
 
-def _without(prefix: str, instead: str, names: Collection[str]) -> dict[str, str]:
+def _drop_prefix(prefix: str, instead: str, names: Collection[str]) -> dict[str, str]:
     """Return the new name of each name with the prefix, except those that would clash with a name that stays."""
     renamed = {name: instead + name.removeprefix(prefix) for name in names if name.startswith(prefix)}
     while taken := [name for name, new in renamed.items() if new in names and new not in renamed]:

@@ -67,7 +67,7 @@ class OnnxModelopt(Maker):
         if method not in METHODS:
             raise UserError(f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(METHODS)}")
         images, path = CalibrationImages(recipe, parent), folder / "model.onnx"
-        spared = _quantise(parent, recipe, METHODS[method], images, path)
+        spared = _quantise_file(parent, recipe, METHODS[method], images, path)
         made_by = MadeBy(
             backend=self.name,
             options=dict(recipe.options),
@@ -76,7 +76,7 @@ class OnnxModelopt(Maker):
             + (f"{EXACT}: {spared} nodes that decode boxes among it" if spared else REST),
             target="tensorrt",
             calibration=Calibration(images.count, method, images.data.sha256),
-            check=_check(path, recipe, parent),
+            check=_check_outputs(path, recipe, parent),
             warnings=tuple(images.warnings),
         )
         return derived(parent, path, recipe.precision, made_by, started)
@@ -85,7 +85,7 @@ class OnnxModelopt(Maker):
 ONNX_MODELOPT = OnnxModelopt()
 
 
-def _library() -> Any:
+def _import_library() -> Any:
     try:
         from modelopt.onnx.quantization import quantize
     except ImportError as e:
@@ -93,9 +93,9 @@ def _library() -> Any:
     return quantize
 
 
-def _quantise(parent: Artifact, recipe: Recipe, method: str, images: CalibrationImages, path: Path) -> int:
+def _quantise_file(parent: Artifact, recipe: Recipe, method: str, images: CalibrationImages, path: Path) -> int:
     """Write the file; returns how many nodes of a detector's decoding were left out."""
-    quantize = _library()
+    quantize = _import_library()
     import onnx
 
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -140,7 +140,7 @@ class Feeds:
         self.left = self.images.feeds(0, len(self.images))
 
 
-def _check(path: Path, recipe: Recipe, parent: Artifact) -> Check:
+def _check_outputs(path: Path, recipe: Recipe, parent: Artifact) -> Check:
     """Compare parent and result on one batch.
 
     ONNX Runtime's optimiser changes the results of such graphs, so it is off.

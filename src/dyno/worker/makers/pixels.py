@@ -41,12 +41,12 @@ class OnnxInput(Maker):
         started = time.perf_counter()
         if parent is None:
             raise UserError("input=uint8 is made from an ONNX file: give one, or a PyTorch model")
-        image = _image(parent)
+        image = _find_image(parent)
         channel = axes(image.shape)[0]
         beside = [-1 if axis == channel else 1 for axis in range(4)]
         scale, offset = (v.reshape(beside) for v in pixel_scale(recipe.model.preprocess, int(image.shape[channel])))
         model, path = onnx.load(parent.path), folder / "model.onnx"
-        _prepend(model.graph, image.name, scale, offset)
+        _prepend_nodes(model.graph, image.name, scale, offset)
         onnx.checker.check_model(model, full_check=True)
         onnx.save(model, path)
         made_by = replace(
@@ -55,7 +55,7 @@ class OnnxInput(Maker):
             backend=self.name,
             options={**parent.made_by.options, **recipe.options},
             input=PixelInput("uint8", tuple(scale.ravel().tolist()), tuple(offset.ravel().tolist())),
-            input_check=_check(path, recipe, parent, image),
+            input_check=_check_outputs(path, recipe, parent, image),
         )
         artifact = derived(parent, path, parent.precision, made_by, started)
         return replace(artifact, inputs=(replace(image, dtype="uint8"),))
@@ -64,7 +64,7 @@ class OnnxInput(Maker):
 ONNX_INPUT = OnnxInput()
 
 
-def _image(parent: Artifact) -> Tensor:
+def _find_image(parent: Artifact) -> Tensor:
     inputs = parent.inputs
     one = len(inputs) == 1 and len(inputs[0].shape) == 4
     if not one or not isinstance(inputs[0].shape[axes(inputs[0].shape)[0]], int):
@@ -76,7 +76,7 @@ def _image(parent: Artifact) -> Tensor:
     return inputs[0]
 
 
-def _prepend(graph: Any, name: str, scale: np.ndarray, offset: np.ndarray) -> None:
+def _prepend_nodes(graph: Any, name: str, scale: np.ndarray, offset: np.ndarray) -> None:
     """Cast, multiply and add in front of the input, in float32 whatever the graph computes in.
 
     In FP16 they would round twice more than a host that normalises the pixels does.
@@ -111,13 +111,13 @@ def _prepend(graph: Any, name: str, scale: np.ndarray, offset: np.ndarray) -> No
     graph.node.extend(nodes)
 
 
-def _check(path: Path, recipe: Recipe, parent: Artifact, image: Tensor) -> Check:
+def _check_outputs(path: Path, recipe: Recipe, parent: Artifact, image: Tensor) -> Check:
     """Compare both files on one random picture, for the effect of normalising in the graph."""
-    before, ran = outputs(parent.path, _fed(recipe, parent, image), recipe.precision)
-    after, _ = outputs(str(path), _fed(recipe, parent, replace(image, dtype="uint8")), recipe.precision)
+    before, ran = outputs(parent.path, _make_feeds(recipe, parent, image), recipe.precision)
+    after, _ = outputs(str(path), _make_feeds(recipe, parent, replace(image, dtype="uint8")), recipe.precision)
     return compared(before, after, f"{recipe.model.name} with input=uint8", ran)
 
 
-def _fed(recipe: Recipe, parent: Artifact, image: Tensor) -> dict[str, np.ndarray]:
+def _make_feeds(recipe: Recipe, parent: Artifact, image: Tensor) -> dict[str, np.ndarray]:
     feeds = example(replace(recipe, data=None), replace(parent, inputs=(image,)))
     return {name: array.astype(image.dtype) for name, array in feeds.items()}

@@ -83,11 +83,11 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
     dims = replace(trial.dims, batch=batch or (trial.dims.batch if trial.options.get("static") else 0))
     parent = exported(trial.model, dims, Runtime(), options, trial.data)
     parent = static_of(parent, trial) if trial.options.get("fold") else parent
-    recipe = _lowered(trial, target, parent)
+    recipe = _lower_recipe(trial, target, parent)
     return reading_pixels(recipe) if wants_pixels(trial.options) else recipe
 
 
-def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
+def _lower_recipe(trial: Trial, target: str, parent: Recipe) -> Recipe:
     precision, quantizer = trial.precision, str(trial.options.get("quantizer", QUANTIZERS[0]))
     if quantizer not in QUANTIZERS:
         raise UserError(f"unknown quantizer {quantizer!r}; it is one of {', '.join(QUANTIZERS)}")
@@ -100,7 +100,7 @@ def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
         return replace(parent, precision=trial.model.precision or "fp32")
     if precision in ("fp32", "tf32"):
         return parent
-    keep = _keep(trial)
+    keep = _read_keep_option(trial)
     if precision not in ("int8", "fp8"):
         data = DataSpec(trial.data.name, trial.data.folder, trial.data.sha256, split="calibration")
         parent = ranked(parent, precision, data if data.folder else None, {}) if keep else parent
@@ -125,7 +125,7 @@ def _lowered(trial: Trial, target: str, parent: Recipe) -> Recipe:
     return replace(parent, maker=OnnxPrecision.name, precision=precision, options=options, data=data, parent=parent)
 
 
-def _keep(trial: Trial) -> dict[str, Option]:
+def _read_keep_option(trial: Trial) -> dict[str, Option]:
     """Return the option `keep` of the conversion; {} if no layer is to be kept in a higher type."""
     count = trial.options.get("keep", 0)
     if not isinstance(count, int) or isinstance(count, bool) or count < 0:
@@ -148,7 +148,7 @@ class OnnxPrecision(Maker):
         an unknown method or target, and a result that overflows.
         """
         started = time.perf_counter()
-        versions = _versions(self.requires)
+        versions = _read_versions(self.requires)
         conversions = {"fp32": to_fp32, "fp16": to_fp16, "bf16": to_bf16, "int8": to_int8}
         convert = conversions.get(recipe.precision)
         if convert is None:
@@ -157,7 +157,7 @@ class OnnxPrecision(Maker):
             )
         if parent is None:
             raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
-        model, path = lifted(_read(parent.path)), folder / "model.onnx"
+        model, path = lifted(_read_model(parent.path)), folder / "model.onnx"
         parents_count = parent.made_by.parameters
         parameters = read_graph_facts(model).parameters if parents_count is None else parents_count
         before, _ = outputs(parent.path, example(recipe, parent), parent.precision)
@@ -165,7 +165,9 @@ class OnnxPrecision(Maker):
         keywords = {"higher": [layer.node for layer in higher]} if higher else {}
         converted = convert(model, recipe, parent, path, **keywords)
         keep_metadata(path, model)
-        left = _unconverted(import_onnx().load(path, load_external_data=False), recipe.precision, recipe.model.name)
+        left = _check_conversion(
+            import_onnx().load(path, load_external_data=False), recipe.precision, recipe.model.name
+        )
         made_by = replace(
             converted,
             backend=self.name,
@@ -187,14 +189,14 @@ class OnnxPrecision(Maker):
 ONNX_PRECISION = OnnxPrecision()
 
 
-def _versions(distributions: tuple[str, ...]) -> dict[str, str]:
+def _read_versions(distributions: tuple[str, ...]) -> dict[str, str]:
     try:
         return {name: importlib.metadata.version(name) for name in distributions}
     except importlib.metadata.PackageNotFoundError as e:
         raise Unavailable(f"{e.name} is not installed in this Python; {install(str(e.name))}") from e
 
 
-def _read(path: str) -> Any:
+def _read_model(path: str) -> Any:
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
     try:
@@ -210,7 +212,7 @@ def _read(path: str) -> Any:
     return model
 
 
-def _unconverted(model: Any, precision: str, name: str) -> list[str]:
+def _check_conversion(model: Any, precision: str, name: str) -> list[str]:
     """Return a warning on the layers whose weights were not lowered; a `UserError` where that is all of them."""
     facts = read_graph_facts(model)
     total, lowered = sum(facts.layers.values()), facts.layers.get(precision, 0)

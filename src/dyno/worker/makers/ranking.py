@@ -37,7 +37,7 @@ def rank(
     `changes` maps a node's name to a function that rounds that one layer in a copy of the graph. `report` gets the
     number of finished layers, and of all.
     """
-    exact = _outputs(model, feeds, threads)
+    exact = _compute_outputs(model, feeds, threads)
     kinds = {node.name: node.op_type for node in model.graph.node}
     layers = []
     for done, (name, change) in enumerate(changes.items()):
@@ -45,7 +45,7 @@ def rank(
         copy = type(model)()
         copy.CopyFrom(model)
         change(copy.graph)
-        ratio = sqnr(exact, _outputs(copy, feeds, threads))
+        ratio = sqnr(exact, _compute_outputs(copy, feeds, threads))
         layers.append(RankedLayer(name, kinds[name], round(ratio, 2)))
     return sorted(layers, key=lambda layer: layer.sqnr_db)
 
@@ -61,7 +61,7 @@ def sqnr(exact: Sequence[np.ndarray], rounded: Sequence[np.ndarray]) -> float:
     return max(-LIMIT_DB, min(LIMIT_DB, 10 * math.log10(signal / noise)))
 
 
-def _outputs(model: Any, feeds: Feeds, threads: int) -> list[np.ndarray]:
+def _compute_outputs(model: Any, feeds: Feeds, threads: int) -> list[np.ndarray]:
     # Optimised, casts that round would be taken out and Q/DQ pairs fused into something that isn't this layer alone.
     ready = session(model.SerializeToString(), optimised=False, threads=threads)
     with np.errstate(all="ignore"):
@@ -74,7 +74,7 @@ def int8_changes(seen: Observed) -> dict[str, Changed]:
     wanted: dict[str, list[int]] = {}
     for node, k in _int8_sites(seen):
         wanted.setdefault(node.name, []).append(k)
-    return {name: _quantising(name, inputs, seen) for name, inputs in wanted.items()}
+    return {name: _make_quantiser(name, inputs, seen) for name, inputs in wanted.items()}
 
 
 def _int8_sites(seen: Observed) -> Iterator[tuple[Any, int]]:
@@ -87,15 +87,15 @@ def _int8_sites(seen: Observed) -> Iterator[tuple[Any, int]]:
             yield from ((node, k) for k, name in enumerate(node.input) if name in seen.ranges)
 
 
-def _quantising(name: str, inputs: list[int], seen: Observed) -> Changed:
-    def change(graph: Any) -> None:
+def _make_quantiser(name: str, inputs: list[int], seen: Observed) -> Changed:
+    def quantise_layer(graph: Any) -> None:
         node = next(n for n in graph.node if n.name == name)
         for k in inputs:
             _round_activation(graph, node, k, seen.ranges[node.input[k]], seen.scheme)
         if node.op_type in LINEAR:
             _round_weight(graph, node, 63 if seen.narrow else 127)
 
-    return change
+    return quantise_layer
 
 
 def _round_activation(graph: Any, node: Any, k: int, span: tuple[float, float], scheme: Scheme) -> None:
@@ -113,7 +113,7 @@ def _round_activation(graph: Any, node: Any, k: int, span: tuple[float, float], 
         onnx.helper.make_node("DequantizeLinear", [f"{read}_q", *arrays], [f"{read}_dq"]),
     ]
     node.input[k] = f"{read}_dq"
-    _insert(graph, node, pair, [])
+    _insert_nodes(graph, node, pair, [])
 
 
 def _round_weight(graph: Any, node: Any, largest: int) -> None:
@@ -124,12 +124,12 @@ def _round_weight(graph: Any, node: Any, largest: int) -> None:
     tensor = next((t for t in graph.initializer if t.name == node.input[1]), None)
     if tensor is None:
         return
-    values = _array(tensor)
+    values = _read_array(tensor)
     axis = channel_axis(node, values.ndim)
     others = tuple(k for k in range(values.ndim) if k != axis) if axis is not None else None
     scale = np.abs(values).max(axis=others, keepdims=True) / largest
     scale = np.where(scale > 0, scale, 1)
-    _replace(graph, node, 1, (np.round(values / scale) * scale).astype(values.dtype))
+    _replace_weight(graph, node, 1, (np.round(values / scale) * scale).astype(values.dtype))
 
 
 def fp16_changes(model: Any, kept: Sequence[str]) -> dict[str, Changed]:
@@ -147,46 +147,46 @@ def fp16_changes(model: Any, kept: Sequence[str]) -> dict[str, Changed]:
         for node in model.graph.node
         if node.op_type not in PASSING | {*kept, "Constant"} and floats & {*node.input} and {*node.output} <= floats
     ]
-    return {name: _halving(name, floats) for name in chosen}
+    return {name: _make_halver(name, floats) for name in chosen}
 
 
-def _halving(name: str, floats: set[str]) -> Changed:
+def _make_halver(name: str, floats: set[str]) -> Changed:
     import onnx
 
     half, single = onnx.TensorProto.FLOAT16, onnx.TensorProto.FLOAT
 
-    def pair(read: str, written: str, label: str) -> list[Any]:
+    def make_casts(read: str, written: str, label: str) -> list[Any]:
         return [
             onnx.helper.make_node("Cast", [read], [f"{label}_half"], to=half),
             onnx.helper.make_node("Cast", [f"{label}_half"], [written], to=single),
         ]
 
-    def change(graph: Any) -> None:
+    def halve_layer(graph: Any) -> None:
         node = next(n for n in graph.node if n.name == name)
         constants = {t.name: t for t in graph.initializer}
         before, after = [], []
         for k, read in enumerate(node.input):
             if read in constants and constants[read].data_type == single:
                 with np.errstate(over="ignore"):
-                    _replace(graph, node, k, _array(constants[read]).astype(np.float16).astype(np.float32))
+                    _replace_weight(graph, node, k, _read_array(constants[read]).astype(np.float16).astype(np.float32))
             elif read in floats:
                 node.input[k] = f"{name}_{k}_single"
-                before += pair(read, node.input[k], f"{name}_{k}")
+                before += make_casts(read, node.input[k], f"{name}_{k}")
         for k, written in enumerate(node.output):
             node.output[k] = f"{name}_{k}_exact"
-            after += pair(node.output[k], written, f"{name}_{k}_out")
-        _insert(graph, node, before, after)
+            after += make_casts(node.output[k], written, f"{name}_{k}_out")
+        _insert_nodes(graph, node, before, after)
 
-    return change
+    return halve_layer
 
 
-def _array(tensor: Any) -> np.ndarray:
+def _read_array(tensor: Any) -> np.ndarray:
     import onnx
 
     return np.asarray(onnx.numpy_helper.to_array(tensor))
 
 
-def _replace(graph: Any, node: Any, k: int, values: np.ndarray) -> None:
+def _replace_weight(graph: Any, node: Any, k: int, values: np.ndarray) -> None:
     """Give the node a weight of its own: others may read the one it has."""
     import onnx
 
@@ -194,7 +194,7 @@ def _replace(graph: Any, node: Any, k: int, values: np.ndarray) -> None:
     graph.initializer.append(onnx.numpy_helper.from_array(values, node.input[k]))
 
 
-def _insert(graph: Any, node: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
+def _insert_nodes(graph: Any, node: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
     place = next(i for i, n in enumerate(graph.node) if n.name == node.name)
     for k, new in enumerate(before):
         graph.node.insert(place + k, new)

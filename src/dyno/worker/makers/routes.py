@@ -26,14 +26,14 @@ def routed(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], *, sta
     folded into the graph for it. A trial that names a route by its options has that one alone.
     """
     recipe: Recipe | None = None
-    for options in reversed(_candidates(trial, static)):
+    for options in reversed(_list_candidates(trial, static)):
         requested = replace(trial, options={**options, **trial.options})
         recipe = replace(finish(converted(requested, target)), fallback=recipe)
     assert recipe is not None
     return recipe
 
 
-def _candidates(trial: Trial, static: bool) -> tuple[Options, ...]:
+def _list_candidates(trial: Trial, static: bool) -> tuple[Options, ...]:
     """Return the options of each route, the usual one first."""
     usual = FOLDED if static else {}
     if any(name in trial.options for name in NAMES):

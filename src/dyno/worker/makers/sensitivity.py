@@ -45,13 +45,13 @@ class OnnxSensitivity(Maker):
         started = time.perf_counter()
         if parent is None:
             raise UserError("layers are ranked in an ONNX file: give one, or a PyTorch model")
-        model, changes = _graph(recipe, parent, folder)
-        feeds = _feeds(recipe, parent)
+        model, changes = _prepare_graph(recipe, parent, folder)
+        feeds = _load_feeds(recipe, parent)
 
-        def report(done: int, total: int) -> None:
+        def report_progress(done: int, total: int) -> None:
             (folder / "stage").write_text(f"rank layers for {recipe.precision}: {done} of {total}")
 
-        ranking = rank(model, changes, feeds, recipe.runtime.threads, report)
+        ranking = rank(model, changes, feeds, recipe.runtime.threads, report_progress)
         path = folder / "model.onnx"
         path.write_bytes(model.SerializeToString())
         made_by = MadeBy(
@@ -66,7 +66,7 @@ class OnnxSensitivity(Maker):
 ONNX_SENSITIVITY = OnnxSensitivity()
 
 
-def _graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, dict[str, Changed]]:
+def _prepare_graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, dict[str, Changed]]:
     """Return the graph with named nodes, and for each layer a function that lowers its precision alone."""
     import onnx
 
@@ -79,7 +79,7 @@ def _graph(recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, dict[st
     return seen.model, int8_changes(seen)
 
 
-def _feeds(recipe: Recipe, parent: Artifact) -> Sequence[dict[str, np.ndarray]]:
+def _load_feeds(recipe: Recipe, parent: Artifact) -> Sequence[dict[str, np.ndarray]]:
     """Return inputs for the ranking, spread over the calibration's data; one random batch without data."""
     if recipe.data is None:
         return [example(recipe, parent)]

@@ -81,7 +81,7 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> Verified 
     Rounding alone moves the outputs of a deep network with random weights by more than the usual tolerance. So before a
     graph is called wrong the module is run in FP64, which shows the rounding error of its own FP32 outputs.
     """
-    _signature(outputs, source)
+    _check_signature(outputs, source)
     try:
         runner = session(str(path))
         input_names = {tensor.name for tensor in runner.get_inputs()}  # an exporter may drop an input without effect
@@ -94,16 +94,16 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> Verified 
     except Exception as e:  # ONNX Runtime's errors have no common base but this one
         raise Refused(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
     if source.rows:
-        return _rows(source, results)
+        return _compare_rows(source, results)
     pairs = [(name, case.outputs[name], result[i]) for case, result in zip(source.expected, results, strict=True)
              for i, name in enumerate(source.outputs)]  # fmt: skip
     own: dict[str, float] = {}
     try:
-        worst = max(_difference(*pair, 0.0) for pair in pairs)
+        worst = max(_compute_difference(*pair, 0.0) for pair in pairs)
     except Wrong:
         own = _own_errors(source)
-        worst = _worst(pairs, own)
-    largest = max(_largest(a) for case in source.expected for a in case.outputs.values())
+        worst = _find_worst_difference(pairs, own)
+    largest = max(_find_largest_value(a) for case in source.expected for a in case.outputs.values())
     return Verified(
         batches=tuple(case.batch for case in source.expected),
         max_abs_error=worst,
@@ -114,7 +114,7 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> Verified 
     )
 
 
-def _rows(source: Source, results: Sequence[Sequence[np.ndarray]]) -> Verified:
+def _compare_rows(source: Source, results: Sequence[Sequence[np.ndarray]]) -> Verified:
     """Compare boxes as sets; `Wrong` where more than 1 % of either side's have none on the other that is close in all
     values, and where no image has any."""
     count, lost = 0, 0
@@ -140,7 +140,7 @@ def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) ->
         rows, own_rows = list(actual_array.shape[1:]), list(expected_array.shape[1:])
         if rows != own_rows:
             raise Wrong(f"wrote a graph whose rows are {rows} where the module's are {own_rows}")
-        scale = 0.0 if expected_array.dtype.kind in "iu" else RELATIVE * _largest(expected_array)
+        scale = 0.0 if expected_array.dtype.kind in "iu" else RELATIVE * _find_largest_value(expected_array)
         for at in np.ndindex(expected_array.shape[1:]):
             a, b = (array[(slice(None), *at)].astype(np.float64) for array in (expected_array, actual_array))
             close &= np.abs(a[:, None] - b[None, :]) <= scale
@@ -160,7 +160,7 @@ def doubtful(checked: Verified | None) -> list[str]:
     ]
 
 
-def _signature(outputs: Sequence[Tensor], source: Source) -> None:
+def _check_signature(outputs: Sequence[Tensor], source: Source) -> None:
     names = tuple(output.name for output in outputs)
     if names != source.outputs:
         raise Wrong(f"wrote the outputs {', '.join(names)} instead of {', '.join(source.outputs)}")
@@ -172,20 +172,20 @@ def _signature(outputs: Sequence[Tensor], source: Source) -> None:
                 raise Wrong(f"wrote the batch {length} into {output.name}, which follows the input's")
 
 
-def _largest(array: np.ndarray) -> float:
+def _find_largest_value(array: np.ndarray) -> float:
     return float(np.abs(array.astype(np.float64)).max(initial=0))
 
 
-def _worst(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], own: Mapping[str, float]) -> float:
+def _find_worst_difference(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], own: Mapping[str, float]) -> float:
     """Return the largest difference; raise `Undecided` if the only outputs that differ are decided by rounding.
 
     A detector with random weights, for example, chooses among nearly equal scores.
     """
     worst, undecided = 0.0, ""
     for name, want, got in pairs:
-        error, scale = own.get(name, 0.0), _largest(want[np.isfinite(want)])
+        error, scale = own.get(name, 0.0), _find_largest_value(want[np.isfinite(want)])
         try:
-            worst = max(worst, _difference(name, want, got, OWN_ERRORS * error))
+            worst = max(worst, _compute_difference(name, want, got, OWN_ERRORS * error))
         except Wrong:
             if error <= DOUBT * scale or want.shape != got.shape:
                 raise
@@ -197,7 +197,7 @@ def _worst(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], own: Mapping[str
     return worst
 
 
-def _difference(name: str, want: np.ndarray, got: np.ndarray, own_error: float) -> float:
+def _compute_difference(name: str, want: np.ndarray, got: np.ndarray, own_error: float) -> float:
     if want.shape != got.shape:
         raise Wrong(f"wrote a graph whose {name} is {list(got.shape)} where the module's is {list(want.shape)}")
     if is_labels(want):

@@ -32,8 +32,8 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         raise UserError(f"checkpoint {path} doesn't exist")
     if file.stat().st_size == 0:
         raise UserError(f"checkpoint {path} is empty")
-    read = _safetensors if file.suffix == ".safetensors" else _torch
-    return _plain(_state(read(file), path))
+    read = _load_safetensors if file.suffix == ".safetensors" else _load_pickle
+    return _strip_prefixes(_find_state(read(file), path))
 
 
 def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") -> None:
@@ -46,7 +46,11 @@ def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") ->
         for k in own
         if k in state and own[k].shape != state[k].shape
     ]
-    problems = [_some("missing", missing), _some("unexpected", unexpected), _some("of another shape", shapes)]
+    problems = [
+        _list_names("missing", missing),
+        _list_names("unexpected", unexpected),
+        _list_names("of another shape", shapes),
+    ]
     if any(problems):
         raise UserError(f"the weights in {path} don't fit the model: {'; '.join(filter(None, [*problems, advice]))}")
     module.load_state_dict(dict(state), strict=False)  # strict but for batch norm's counters: checked above
@@ -69,14 +73,14 @@ def head_classes(module: Any, state: Mapping[str, Any]) -> int | None:
     return pairs.pop()[1] if len(pairs) == 1 else None
 
 
-def _some(what: str, names: list[str]) -> str:
+def _list_names(what: str, names: list[str]) -> str:
     if not names:
         return ""
     more = f" and {len(names) - NAMED} more" if len(names) > NAMED else ""
     return f"{what} {', '.join(names[:NAMED])}{more}"
 
 
-def _safetensors(file: Path) -> Any:
+def _load_safetensors(file: Path) -> Any:
     try:
         from safetensors import SafetensorError
         from safetensors.torch import load_file
@@ -88,7 +92,7 @@ def _safetensors(file: Path) -> Any:
         raise UserError(f"checkpoint {file} is not a whole .safetensors file: {e}; copy or save it again") from e
 
 
-def _torch(file: Path) -> Any:
+def _load_pickle(file: Path) -> Any:
     import torch
 
     try:
@@ -98,7 +102,7 @@ def _torch(file: Path) -> Any:
     except pickle.UnpicklingError as e:
         if (tensors := _module_tensors(file)) is not None:
             return tensors
-        raise UserError(_refusal(file, str(e))) from e
+        raise UserError(_explain_refusal(file, str(e))) from e
     except (RuntimeError, EOFError, OSError, ValueError, KeyError, IndexError, AttributeError) as e:
         if "TorchScript" in str(e):
             raise UserError(f"{file} is a TorchScript program; save the weights alone with state_dict()") from e
@@ -122,7 +126,7 @@ def _is_zip(file: Path) -> bool:
         return f.read(4) == b"PK\x03\x04"
 
 
-def _refusal(file: Path, reason: str) -> str:
+def _explain_refusal(file: Path, reason: str) -> str:
     """Return the message for code in the pickle, or for bytes that aren't a pickle: torch raises one error for both."""
     # "Unsupported global: GLOBAL a.b", "unsupported GLOBAL a.b whose module…", a built-in without its module;
     # torch 2.2 has "Unsupported class a.b", and "Unsupported operand 118" for bytes that aren't a pickle
@@ -136,7 +140,7 @@ def _refusal(file: Path, reason: str) -> str:
     return f"checkpoint {file} runs code when it is read{name}, which is refused; save state_dict() alone"
 
 
-def _state(loaded: Any, path: str) -> Mapping[str, Any]:
+def _find_state(loaded: Any, path: str) -> Mapping[str, Any]:
     import torch
 
     while isinstance(loaded, Mapping):
@@ -153,7 +157,7 @@ def _state(loaded: Any, path: str) -> Mapping[str, Any]:
     return tensors
 
 
-def _plain(state: Mapping[str, Any]) -> dict[str, Any]:
+def _strip_prefixes(state: Mapping[str, Any]) -> dict[str, Any]:
     names = dict(state)
     for prefix in PREFIXES * 2:  # either may be around the other
         if all(name.startswith(prefix) for name in names):

@@ -17,7 +17,7 @@ KEYS = ("imgsz", "batch", "stride")  # of a file's metadata, as ultralytics writ
 
 def read(metadata: Mapping[str, str]) -> dict[str, Any]:
     """Return the entries of a file's metadata under KEYS, as Python values."""
-    values = {key: _literal(metadata[key]) for key in KEYS if key in metadata}
+    values = {key: _parse_literal(metadata[key]) for key in KEYS if key in metadata}
     return {key: value for key, value in values.items() if value}
 
 
@@ -38,18 +38,18 @@ def image_facts(
     if image is None:
         return Inspection()
     channel, *sides = axes(image.shape)
-    fixed = [_number(image.shape[side]) for side in sides]
+    fixed = [_read_length(image.shape[side]) for side in sides]
     given = shapes.get(image.name, ())
-    requested = [_number(given[side]) for side in sides] if len(given) == 4 else [0, 0]
-    default = _pair(metadata.get("imgsz")) or [DEFAULT_SIZE, DEFAULT_SIZE]
+    requested = [_read_length(given[side]) for side in sides] if len(given) == 4 else [0, 0]
+    default = _parse_size(metadata.get("imgsz")) or [DEFAULT_SIZE, DEFAULT_SIZE]
     height, width = (side or shape or own for side, shape, own in zip(fixed, requested, default, strict=True))
     usual = metadata.get("batch")
-    _check(model, sizes, requested, metadata.get("stride"))
+    _check_sizes(model, sizes, requested, metadata.get("stride"))
     return Inspection(
         size=(height, width),
         fixed_size=all(fixed) or all(requested),
-        channels=_number(image.shape[channel]) or None,
-        usual_batch=usual if isinstance(usual, int) and not _number(image.shape[0]) else None,
+        channels=_read_length(image.shape[channel]) or None,
+        usual_batch=usual if isinstance(usual, int) and not _read_length(image.shape[0]) else None,
     )
 
 
@@ -59,7 +59,7 @@ def normalised(tensors: Sequence[Tensor]) -> bool:
     return image is not None and image.dtype != "uint8"
 
 
-def _check(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Sequence[int], stride: Any) -> None:
+def _check_sizes(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Sequence[int], stride: Any) -> None:
     for height, width in sizes:
         if all(requested) and [height, width] != [*requested]:
             raise UserError(
@@ -70,19 +70,19 @@ def _check(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Sequence
             ultralytics_models.check_size(model.name, stride, height, width)
 
 
-def _pair(size: Any) -> list[int] | None:
+def _parse_size(size: Any) -> list[int] | None:
     """Return height and width from `[480, 640]` or 640; None for anything else."""
     both = [size, size] if isinstance(size, int) else size
     fits = isinstance(both, (list, tuple)) and len(both) == 2 and all(isinstance(n, int) and n > 0 for n in both)
     return [*both] if fits else None
 
 
-def _literal(text: str) -> Any:
+def _parse_literal(text: str) -> Any:
     try:
         return ast.literal_eval(text)
     except (ValueError, SyntaxError):
         return None
 
 
-def _number(length: int | str) -> int:
+def _read_length(length: int | str) -> int:
     return length if isinstance(length, int) else 0

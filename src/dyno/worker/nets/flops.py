@@ -106,20 +106,20 @@ def with_shapes(model: Any, shapes: Mapping[str, tuple[int, ...]]) -> tuple[Any,
         value.type.tensor_type.ClearField("shape")
     try:
         graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph
-        known = _shapes(graph)
+        known = _list_shapes(graph)
         if any(0 in known.get(name, (0,)) for node in graph.node for name in node.output if name):
             worked_out = [v for v in _worked_out(model) if 0 in known.get(v.name, (0,))]
             model.graph.value_info.extend(worked_out)  # behind which ONNX's own goes on
             graph = onnx.shape_inference.infer_shapes(model, data_prop=True).graph if worked_out else graph
-            known = {**_shapes(graph), **{v.name: _shape(v) for v in worked_out}}
+            known = {**_list_shapes(graph), **{v.name: _read_shape(v) for v in worked_out}}
     except (onnx.shape_inference.InferenceError, ValueError):
         return None
     return graph, known
 
 
-def _shapes(graph: Any) -> dict[str, tuple[int, ...]]:
+def _list_shapes(graph: Any) -> dict[str, tuple[int, ...]]:
     every = (*graph.input, *graph.value_info, *graph.output)
-    known = {v.name: _shape(v) for v in every if v.type.tensor_type.HasField("shape")}
+    known = {v.name: _read_shape(v) for v in every if v.type.tensor_type.HasField("shape")}
     return known | {tensor.name: tuple(tensor.dims) for tensor in graph.initializer}
 
 
@@ -133,12 +133,12 @@ def _worked_out(model: Any) -> list[Any]:
     try:
         from onnxruntime.tools.symbolic_shape_infer import SymbolicShapeInference, get_attribute
 
-        def shape(node: Any) -> None:  # the library's own overlooks that a node may ask for a part
+        def infer_shape(node: Any) -> None:  # the library's own overlooks that a node may ask for a part
             part = slice(get_attribute(node, "start", 0), get_attribute(node, "end", None))
             inference.sympy_data_[node.output[0]] = inference._get_sympy_shape(node, 0)[part]
 
         inference = SymbolicShapeInference(LARGEST, auto_merge=False, guess_output_rank=False, verbose=0)
-        inference.dispatcher_["Shape"] = shape
+        inference.dispatcher_["Shape"] = infer_shape
         inference._preprocess(model)
     except Exception:  # of a library that isn't what it was
         return []
@@ -147,11 +147,13 @@ def _worked_out(model: Any) -> list[Any]:
             inference._infer_impl()
     graph = inference.out_mp_.graph
     return [
-        v for v in (*graph.value_info, *graph.output) if v.type.tensor_type.HasField("shape") and 0 not in _shape(v)
+        v
+        for v in (*graph.value_info, *graph.output)
+        if v.type.tensor_type.HasField("shape") and 0 not in _read_shape(v)
     ]
 
 
-def _shape(value: Any) -> tuple[int, ...]:
+def _read_shape(value: Any) -> tuple[int, ...]:
     return tuple(d.dim_value if d.HasField("dim_value") else 0 for d in value.type.tensor_type.shape.dim)
 
 

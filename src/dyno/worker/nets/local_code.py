@@ -24,35 +24,35 @@ def sha256_with_imports(file: Path) -> str:
 
     Imports by a name that is computed at run time, or from elsewhere on the path, are not included.
     """
-    own = _sha256(file)
+    own = _hash_file(file)
     beside = local_files(file)
     if not beside:
         return own
     total = hashlib.sha256(own.encode())
     for path in beside:
-        total.update(f"\n{path.relative_to(_root(file)).as_posix()} {_sha256(path)}".encode())
+        total.update(f"\n{path.relative_to(_find_root(file)).as_posix()} {_hash_file(path)}".encode())
     return total.hexdigest()
 
 
 def local_files(file: Path) -> list[Path]:
     """Return the files below the file's own folder that it imports, directly or through each other, alphabetically."""
     file = absolute(file)
-    root, seen, todo = _root(file), {file}, [file]
+    root, seen, todo = _find_root(file), {file}, [file]
     while todo:
-        for path in _imported(todo.pop(), root):
+        for path in _find_imports(todo.pop(), root):
             if path not in seen:
                 seen.add(path)
                 todo.append(path)
     return sorted(seen - {file})
 
 
-def _root(file: Path) -> Path:
+def _find_root(file: Path) -> Path:
     """Return the folder that absolute imports start from: for a package, its parent."""
     folder = absolute(file).parent
     return folder.parent if file.name == "__init__.py" else folder
 
 
-def _imported(file: Path, root: Path) -> Iterator[Path]:
+def _find_imports(file: Path, root: Path) -> Iterator[Path]:
     try:
         tree = ast.parse(file.read_bytes())
     except (OSError, SyntaxError, ValueError):  # importing it reports what is wrong
@@ -61,15 +61,15 @@ def _imported(file: Path, root: Path) -> Iterator[Path]:
     for node in ast.walk(tree):
         if isinstance(node, ast.Import):
             for alias in node.names:
-                yield from _files(root, tuple(alias.name.split(".")))
+                yield from _find_files(root, tuple(alias.name.split(".")))
         elif isinstance(node, ast.ImportFrom):
             above = package[: len(package) + 1 - node.level] if node.level else ()
             base = (*above, *(node.module.split(".") if node.module else ()))
             for alias in node.names:
-                yield from _files(root, (*base, alias.name))
+                yield from _find_files(root, (*base, alias.name))
 
 
-def _files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
+def _find_files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
     """Yield the files that importing the name runs: each parent package's, and the module's (or none: an attribute)."""
     for depth in range(1, len(name) + 1):
         place = root.joinpath(*name[:depth])
@@ -79,7 +79,7 @@ def _files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
                 break
 
 
-def _sha256(path: Path) -> str:
+def _hash_file(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
@@ -121,7 +121,7 @@ class _Beside(importlib.abc.MetaPathFinder):
 
     def __init__(self, file: Path, name: str) -> None:
         self._folder = str(absolute(file).parent)
-        self._named = {path.relative_to(_root(file)).parts[0].removesuffix(".py") for path in local_files(file)}
+        self._named = {path.relative_to(_find_root(file)).parts[0].removesuffix(".py") for path in local_files(file)}
         self._own = {name}
 
     def find_spec(self, fullname: str, path: Any = None, target: Any = None) -> ModuleSpec | None:

@@ -73,17 +73,17 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
     random = not (model.weights or model.pretrained or model.source.endswith(ultralytics_models.CHECKPOINTS))
     if random and is_torchvision_detector(model):
         wanted = (dims.height, dims.width) if dims else torchvision_detectors.SMALL
-        torchvision_detectors.init(_library("torch"), module, *wanted)
+        torchvision_detectors.init(_import_library("torch"), module, *wanted)
     elif random and (size := image_size(model)):
-        undo_zero_init(_library("torch"), module)
-        init_batch_norm(_library("torch"), module, model.channels, size)
+        undo_zero_init(_import_library("torch"), module)
+        init_batch_norm(_import_library("torch"), module, model.channels, size)
     return module
 
 
 def is_torchvision_detector(model: ModelSpec) -> bool:
     """Return whether the source names one of torchvision's detectors (see `torchvision_detectors`)."""
     kind, name = parse(model.source) if model.source and not model.file else ("", "")
-    return kind == "torchvision" and name in torchvision_detectors.names(_library("torchvision"))
+    return kind == "torchvision" and name in torchvision_detectors.names(_import_library("torchvision"))
 
 
 def build(model: ModelSpec, dims: Dims | None = None) -> Any:
@@ -111,18 +111,18 @@ def examples(model: ModelSpec) -> Any:
     if kind not in ("python", "module"):
         return None
     source = f"{model.source}_inputs"
-    if _attribute(source, model.source_sha256)[2] is None:
+    if _find_attribute(source, model.source_sha256)[2] is None:
         return None
-    torch = _library("torch")
+    torch = _import_library("torch")
     torch.manual_seed(model.seed)
     np.random.seed(model.seed)
     example = replace(model, source=source)
-    return _call(_function(example), example)
+    return _call_function(_find_function(example), example)
 
 
 def _other_classes(model: ModelSpec, classes: int) -> str:
     """Return advice on weights of another number of classes than the model's."""
-    own = parse(model.source)[0] in ("python", "module") and not _takes(_function(model), "num_classes")
+    own = parse(model.source)[0] in ("python", "module") and not _has_parameter(_find_function(model), "num_classes")
     first = "let the function take num_classes and give" if own else "give"
     return f"they are of {classes} classes: {first} --classes {classes}"
 
@@ -172,13 +172,13 @@ def _library_config(model: ModelSpec) -> tuple[Preprocess | None, tuple[int, int
 def _from_source(
     model: ModelSpec, dims: Dims | None, classes: int | None, state: Mapping[str, Any] | None = None
 ) -> Any:
-    torch = _library("torch")
+    torch = _import_library("torch")
     kind, rest = parse(model.source)
     torch.manual_seed(model.seed)
     if kind == "torchvision":
-        return _torchvision(model, rest, dims, classes)
+        return _build_torchvision(model, rest, dims, classes)
     if kind == "timm":
-        return _timm(model, rest, dims, classes)
+        return _build_timm(model, rest, dims, classes)
     if kind in DESCRIBED:
         if model.source_sha256:
             _check_unchanged(rest, model.source_sha256, "model file")
@@ -187,24 +187,24 @@ def _from_source(
         if len(model.source_sha256) == SHA256:  # else it is the name of a folder in the cache
             _check_unchanged(rest, model.source_sha256, "saved module")
         return saved_modules.load(rest)
-    module = saved_modules.runnable(_call(_function(model), model))
+    module = saved_modules.runnable(_call_function(_find_function(model), model))
     if not isinstance(module, torch.nn.Module):
         raise UserError(f"{model.source} returned a {type(module).__name__}; it must return a torch.nn.Module")
     return eager(torch, module)
 
 
-def _library(name: str) -> Any:
+def _import_library(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError as e:
         raise Unavailable(f"{name} can't be imported ({e}); {install(name)}") from e
 
 
-def _torchvision(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> Any:
-    torchvision = _library("torchvision")
+def _build_torchvision(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> Any:
+    torchvision = _import_library("torchvision")
     library = torchvision.models
     if name not in library.list_models():
-        raise UserError(_unknown("torchvision", name, library.list_models()))
+        raise UserError(_describe_unknown("torchvision", name, library.list_models()))
     if model.channels != 3:
         raise UserError(
             f"{model.source} has 3 input channels, not {model.channels}; write a function, give it as FILE.py:FUNCTION"
@@ -214,13 +214,13 @@ def _torchvision(model: ModelSpec, name: str, dims: Dims | None, classes: int | 
         options["init_weights"] = True  # the default, but without its warning
     options |= torchvision_options(name, dims)
     if model.pretrained:
-        return _published(model, lambda: library.get_model(name, weights="DEFAULT", **options))
+        return _load_published(model, lambda: library.get_model(name, weights="DEFAULT", **options))
     return library.get_model(name, weights=None, **options)
 
 
 def torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
     """Return the options of `torchvision.models.get_model`: a backbone without weights, and a detector's size."""
-    torchvision = _library("torchvision")
+    torchvision = _import_library("torchvision")
     builder = torchvision.models.get_model_builder(name)
     options: dict[str, Any] = {}
     if "weights_backbone" in inspect.signature(builder).parameters:
@@ -230,13 +230,13 @@ def torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
     return options
 
 
-def _timm(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> Any:
-    timm = _library("timm")
+def _build_timm(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> Any:
+    timm = _import_library("timm")
     if not timm.is_model(name):
-        raise UserError(_unknown("timm", name, timm.list_models()))
+        raise UserError(_describe_unknown("timm", name, timm.list_models()))
     options = timm_options(model, name, dims, classes)
     try:
-        return _published(model, lambda: timm.create_model(name, pretrained=model.pretrained, **options))
+        return _load_published(model, lambda: timm.create_model(name, pretrained=model.pretrained, **options))
     except TypeError as e:
         raise UserError(f"{model.source} can't be built with {options}: {e}") from e
 
@@ -246,14 +246,14 @@ def timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | 
     options: dict[str, Any] = {"in_chans": model.channels}
     if classes is not None:
         options["num_classes"] = classes
-    config = _library("timm").get_pretrained_cfg(name)
+    config = _import_library("timm").get_pretrained_cfg(name)
     size = (dims.height, dims.width) if dims else None
     if config and config.fixed_input_size and size and size != tuple(config.input_size[1:]):
         options["img_size"] = size
     return options
 
 
-def _published(model: ModelSpec, create: Callable[[], Any]) -> Any:
+def _load_published(model: ModelSpec, create: Callable[[], Any]) -> Any:
     if not model.pretrained:
         return create()
     try:
@@ -267,7 +267,7 @@ def _published(model: ModelSpec, create: Callable[[], Any]) -> Any:
         ) from e
 
 
-def _unknown(library: str, name: str, names: Iterable[str]) -> str:
+def _describe_unknown(library: str, name: str, names: Iterable[str]) -> str:
     near = difflib.get_close_matches(name, list(names), 1, NEAR)
     module = {"torchvision": "torchvision.models", "timm": "timm"}[library]
     listed = f'list them with: python -c "import {module} as m; print(*m.list_models())"'
@@ -275,18 +275,18 @@ def _unknown(library: str, name: str, names: Iterable[str]) -> str:
     return f"{library} has no model {name!r}; {hint}"
 
 
-def _function(model: ModelSpec) -> Callable[..., Any]:
-    location, module, attribute = _attribute(model.source, model.source_sha256)
+def _find_function(model: ModelSpec) -> Callable[..., Any]:
+    location, module, attribute = _find_attribute(model.source, model.source_sha256)
     if attribute is None:
         names = [n for n, value in vars(module).items() if callable(value) and not n.startswith("_")]
         check_known(f"function of {location}", model.source.rpartition(":")[2], names)
-    if not callable(attribute) or isinstance(attribute, _library("torch").nn.Module):
+    if not callable(attribute) or isinstance(attribute, _import_library("torch").nn.Module):
         raise UserError(f"{model.source} is a {type(attribute).__name__}; it must be a function that returns a module")
     function: Callable[..., Any] = attribute
     return function
 
 
-def _attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
+def _find_attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
     """Return a source's location and module, imported, and its attribute there; None if there is no such name."""
     location, _, path = source.rpartition(":")
     file = location.endswith(".py")
@@ -299,18 +299,18 @@ def _attribute(source: str, sha256: str) -> tuple[str, Any, Any]:
 
 def call_options(model: ModelSpec, function: Callable[..., Any] | None = None) -> dict[str, Any]:
     """Return the keyword arguments for the user's function."""
-    if model.classes is not None and _takes(function or _function(model), "num_classes"):
+    if model.classes is not None and _has_parameter(function or _find_function(model), "num_classes"):
         return {"num_classes": model.classes}
     return {}
 
 
-def _call(function: Callable[..., Any], model: ModelSpec) -> Any:
+def _call_function(function: Callable[..., Any], model: ModelSpec) -> Any:
     options = call_options(model, function)
     with local_code.running(model.source):
         return function(**options)
 
 
-def _takes(function: Callable[..., Any], name: str) -> bool:
+def _has_parameter(function: Callable[..., Any], name: str) -> bool:
     try:
         parameters = inspect.signature(function).parameters
     except (TypeError, ValueError):
@@ -330,10 +330,10 @@ def _check_unchanged(path: str, sha256: str, what: str) -> None:
 
 
 def _torchvision_config(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
-    torchvision = _library("torchvision")
+    torchvision = _import_library("torchvision")
     library = torchvision.models
     if name not in library.list_models():
-        raise UserError(_unknown("torchvision", name, library.list_models()))
+        raise UserError(_describe_unknown("torchvision", name, library.list_models()))
     if name in torchvision_detectors.names(torchvision):
         return tasks.find("detect").preprocess(3), torchvision_detectors.size(torchvision, name)
     weights = library.get_model_weights(name)
@@ -347,13 +347,13 @@ def _torchvision_config(name: str) -> tuple[Preprocess | None, tuple[int, int] |
 
 
 def _timm_config(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
-    timm = _library("timm")
+    timm = _import_library("timm")
     if not timm.is_model(name):
-        raise UserError(_unknown("timm", name, timm.list_models()))
+        raise UserError(_describe_unknown("timm", name, timm.list_models()))
     config = timm.get_pretrained_cfg(name)
     if config is None:
         return None, None
-    settings = _library("timm.data").resolve_data_config(pretrained_cfg=dataclasses.asdict(config))
+    settings = _import_library("timm.data").resolve_data_config(pretrained_cfg=dataclasses.asdict(config))
     resize = 0.0 if settings["crop_mode"] == "squash" else 1 / settings["crop_pct"]
     height, width = settings["input_size"][1:]
     return Preprocess(tuple(settings["mean"]), tuple(settings["std"]), resize, settings["interpolation"]), (

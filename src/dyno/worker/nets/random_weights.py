@@ -75,22 +75,22 @@ def init_batch_norm(torch: Any, module: Any, channels: int, size: tuple[int, int
     for height, width in dict.fromkeys((*SIZES, size)) if norms else ():
         images = noise(torch, channels, height, width)
         try:
-            _damp(torch, module.eval(), norms, images[:1].float())
-            with one_thread(torch), _in_float64(module), _without_borders(torch, module), _measuring(norms):
+            _damp_branches(torch, module.eval(), norms, images[:1].float())
+            with one_thread(torch), _in_float64(module), _without_borders(torch, module), _measure_statistics(norms):
                 module(images)
         except REFUSALS:
             for norm, state in zip(norms, initial, strict=True):
                 norm.load_state_dict(state)
         else:
             for norm in norms:
-                _round(norm)
+                _round_statistics(norm)
             # Some keep values of this run's type until they are put into training (timm's attention biases).
             module.train()
             module.eval()
             return
 
 
-def _damp(torch: Any, module: Any, norms: list[Any], image: Any) -> None:
+def _damp_branches(torch: Any, module: Any, norms: list[Any], image: Any) -> None:
     """Scale down what each residual branch adds to its shortcut.
 
     Of two tensors of one shape that are added, the one that has passed more batch norms is a branch. A tensor carries
@@ -100,7 +100,7 @@ def _damp(torch: Any, module: Any, norms: list[Any], image: Any) -> None:
 
     class Counter(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            tensors = [t for a in args for t in _each(a) if isinstance(t, torch.Tensor)]
+            tensors = [t for a in args for t in _make_tuple(a) if isinstance(t, torch.Tensor)]
             passed = [getattr(t, "passed", (0, None)) for t in tensors]
             most = max(passed, key=lambda one: one[0], default=(0, None))
             if getattr(func, "__name__", "").strip("_") in SUMS and len(tensors) == 2:
@@ -108,15 +108,15 @@ def _damp(torch: Any, module: Any, norms: list[Any], image: Any) -> None:
                 if a != b and tensors[0].shape == tensors[1].shape:
                     ends.add(most[1])
             out = func(*args, **(kwargs or {}))
-            for tensor in _each(out):
+            for tensor in _make_tuple(out):
                 if isinstance(tensor, torch.Tensor):
                     tensor.passed = most
             return out
 
-    def count(norm: Any, args: tuple[Any, ...], out: Any) -> None:
+    def count_norm(norm: Any, args: tuple[Any, ...], out: Any) -> None:
         out.passed = getattr(args[0], "passed", (0, None))[0] + 1, norm
 
-    hooks = [norm.register_forward_hook(count) for norm in norms]
+    hooks = [norm.register_forward_hook(count_norm) for norm in norms]
     try:
         # A head that refuses so small an image comes after the branches.
         with torch.no_grad(), Counter(), contextlib.suppress(*REFUSALS):
@@ -129,11 +129,11 @@ def _damp(torch: Any, module: Any, norms: list[Any], image: Any) -> None:
             norm.weight.data.mul_(DAMPED)
 
 
-def _each(value: Any) -> tuple[Any, ...]:
+def _make_tuple(value: Any) -> tuple[Any, ...]:
     return tuple(value) if isinstance(value, (list, tuple)) else (value,)
 
 
-def _round(norm: Any) -> None:
+def _round_statistics(norm: Any) -> None:
     """Round to what every machine computes alike: means in 256ths of the deviation, so that rounding noise is zero."""
     measured = norm.running_var.double()
     variance = measured.lerp(measured.mean(), SHARE).bfloat16().double()
@@ -187,7 +187,7 @@ def _in_float64(module: Any) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _measuring(norms: list[Any]) -> Iterator[None]:
+def _measure_statistics(norms: list[Any]) -> Iterator[None]:
     """Hold batch norm in training mode while the block runs, so that its statistics become this batch's.
 
     `_AllMeasured` is raised after the last one.
@@ -195,12 +195,12 @@ def _measuring(norms: list[Any]) -> Iterator[None]:
     momenta = [norm.momentum for norm in norms]
     pending = set(norms)
 
-    def measured(norm: Any, _: Any, out: Any) -> None:
+    def mark_measured(norm: Any, _: Any, out: Any) -> None:
         pending.discard(norm)
         if not pending:
             raise _AllMeasured
 
-    hooks = [norm.register_forward_hook(measured) for norm in norms]
+    hooks = [norm.register_forward_hook(mark_measured) for norm in norms]
     for norm in norms:
         norm.train().momentum = 1.0
     try:

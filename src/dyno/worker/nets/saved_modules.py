@@ -21,7 +21,7 @@ OPERATOR = re.compile(rb'"torch\.ops\.(\w+)\.(\w+)')  # the target of a node
 
 def load(path: str) -> Any:
     """Load the module; raise a `UserError` for a file that is missing or that this PyTorch can't read."""
-    return _program(path).module(**unguarded()) if path.endswith(PROGRAM) else _script(path)
+    return _load_program(path).module(**unguarded()) if path.endswith(PROGRAM) else _load_script(path)
 
 
 def runnable(value: Any) -> Any:
@@ -35,7 +35,7 @@ def unflattened(path: str) -> Any:
     """Return a stored program as modules with their names from before the export."""
     from torch.export import unflatten
 
-    return unflatten(_program(path))
+    return unflatten(_load_program(path))
 
 
 def unguarded() -> dict[str, Any]:
@@ -48,7 +48,7 @@ def unguarded() -> dict[str, Any]:
 def examples(path: str) -> Any:
     """Return the inputs described when the module was saved, else a program's own examples, else None."""
     extra = {INPUTS: ""}
-    program = _program(path, extra) if path.endswith(PROGRAM) else _script(path, extra)
+    program = _load_program(path, extra) if path.endswith(PROGRAM) else _load_script(path, extra)
     if text := extra[INPUTS]:
         description = json.loads(text)
         specs = tuple(from_json(InputSpec, each) for each in description["inputs"])
@@ -67,21 +67,21 @@ def program_examples(program: Any) -> Any:
     return {**dict(zip(names, args, strict=False)), **keywords}
 
 
-def _program(path: str, extra: dict[str, str] | None = None) -> Any:
+def _load_program(path: str, extra: dict[str, str] | None = None) -> Any:
     import torch
 
-    def load() -> Any:
+    def load_file() -> Any:
         try:
             return torch.export.load(path, extra_files=extra)
         except Exception:
-            if not _registered(torch, path):
+            if not _has_registered_operators(torch, path):
                 raise
             return torch.export.load(path, extra_files=extra)
 
-    return _read(path, load)
+    return _read_file(path, load_file)
 
 
-def _registered(torch: Any, path: str) -> bool:
+def _has_registered_operators(torch: Any, path: str) -> bool:
     """Return whether torchvision was imported for operators of the program.
 
     Raises a `UserError` that names an operator which no library has.
@@ -101,16 +101,16 @@ def _registered(torch: Any, path: str) -> bool:
     return False
 
 
-def _script(path: str, extra: dict[str, str] | None = None) -> Any:
+def _load_script(path: str, extra: dict[str, str] | None = None) -> Any:
     import torch
 
-    module = _read(path, lambda: torch.jit.load(path, map_location="cpu", _extra_files=extra))
+    module = _read_file(path, lambda: torch.jit.load(path, map_location="cpu", _extra_files=extra))
     if not hasattr(module, "training"):  # frozen, it is in one mode for ever; the exporters and torch.compile ask
         module.training = False
     return module
 
 
-def _read(path: str, action: Any) -> Any:
+def _read_file(path: str, action: Any) -> Any:
     if not Path(path).is_file():
         raise UserError(f"there is no saved module {path}; run the program that saved it again")
     try:

@@ -25,7 +25,7 @@ def read(metadata: Mapping[str, str]) -> Purpose:
     purpose = Purpose()
     if metadata.get("task") in tasks.names():
         purpose = replace(purpose, task=metadata["task"])
-    names, points = _literal(metadata.get("names")), _literal(metadata.get("kpt_shape"))
+    names, points = _parse_literal(metadata.get("names")), _parse_literal(metadata.get("kpt_shape"))
     if isinstance(names, (dict, list, tuple)) and names:
         purpose = replace(purpose, classes=len(names))
     if isinstance(points, (list, tuple)) and points:
@@ -46,12 +46,12 @@ def write(path: str, model: ModelSpec) -> None:
 
     graph = onnx.load(path, load_external_data=False)
     onnx.helper.set_model_props(
-        graph, {**{entry.key: entry.value for entry in graph.metadata_props}, **_metadata(model)}
+        graph, {**{entry.key: entry.value for entry in graph.metadata_props}, **_make_metadata(model)}
     )
     onnx.save(graph, path)
 
 
-def _metadata(model: ModelSpec) -> dict[str, str]:
+def _make_metadata(model: ModelSpec) -> dict[str, str]:
     metadata = {"task": model.task, "preprocess": json.dumps(to_json(model.preprocess))}
     if model.classes is not None:
         metadata["names"] = str({number: str(number) for number in range(model.classes)})
@@ -83,7 +83,7 @@ def facts(model: ModelSpec, requested: str, metadata: Purpose, outputs: OutputSh
     return replace(task.layout(model, metadata, outputs), task=name, preprocess=preprocess if complete else None)
 
 
-def _literal(text: str | None) -> Any:
+def _parse_literal(text: str | None) -> Any:
     try:
         return ast.literal_eval(text) if text else None
     except (ValueError, SyntaxError):

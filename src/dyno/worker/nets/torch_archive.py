@@ -134,7 +134,7 @@ class Archive:
         """
         assert self._global_names is not None  # reading the names has checked every opcode
         try:
-            return _Reader(self._pickle, self._storage).load()
+            return _Reader(self._pickle, self._find_storage).load()
         except UserError:
             raise
         # Any error that a pickle can cause with stubs.
@@ -151,20 +151,20 @@ class Archive:
         info = self._zip.getinfo(f"{self._root}/data.pkl")
         if info.file_size > MAX_PICKLE_BYTES:
             raise UserError(f"{self.path} holds a pickle of {info.file_size / 1e6:,.0f} MB, too large to be a model's")
-        return self._bytes(info.filename)
+        return self._read_bytes(info.filename)
 
-    def _bytes(self, name: str) -> bytes:
+    def _read_bytes(self, name: str) -> bytes:
         try:
             return self._zip.read(name)
         except (zipfile.BadZipFile, EOFError, OSError) as e:
             raise UserError(f"{self.path} is cut short or damaged: {e}") from e
 
-    def _storage(self, key: str, size: int) -> Callable[[], bytes]:
+    def _find_storage(self, key: str, size: int) -> Callable[[], bytes]:
         name = f"{self._root}/data/{key}"
         entry = self._zip.NameToInfo.get(name)
         if entry is None or entry.file_size != size:
             raise UserError(f"{self.path} is damaged: the size of the tensor {key!r} is not what its entry says")
-        return lambda: self._bytes(name)
+        return lambda: self._read_bytes(name)
 
 
 def advice(archive: Archive) -> str:
@@ -186,7 +186,7 @@ def advice(archive: Archive) -> str:
 def tensors(module: Any) -> dict[str, Any]:
     """Return a stored module's torch tensors by name, as in its `state_dict()`; raise a `UserError` if damaged."""
     result = {}
-    for name, stored in _stored(module, "", 0):
+    for name, stored in _find_stored(module, "", 0):
         try:
             result[name] = stored.tensor()
         except (RuntimeError, ValueError) as e:
@@ -208,20 +208,20 @@ def module_in(loaded: Any) -> Any:
     return next((candidate for candidate in candidates if is_module(candidate)), None)
 
 
-def _stored(module: Any, prefix: str, depth: int) -> Iterator[tuple[str, Stored]]:
+def _find_stored(module: Any, prefix: str, depth: int) -> Iterator[tuple[str, Stored]]:
     if not is_module(module) or depth > MAX_DEPTH:
         return
     state = module.state
     passing = state.get("_non_persistent_buffers_set") or ()
     for kind in ("_parameters", "_buffers"):
-        for name, value in _items(state[kind]):
+        for name, value in _list_items(state[kind]):
             if isinstance(value, Stored) and not (kind == "_buffers" and name in passing):
                 yield f"{prefix}{name}", value
-    for name, inner in _items(state["_modules"]):
-        yield from _stored(inner, f"{prefix}{name}.", depth + 1)
+    for name, inner in _list_items(state["_modules"]):
+        yield from _find_stored(inner, f"{prefix}{name}.", depth + 1)
 
 
-def _items(value: Any) -> list[tuple[str, Any]]:
+def _list_items(value: Any) -> list[tuple[str, Any]]:
     return [(str(key), item) for key, item in value.items()] if isinstance(value, Mapping) else []
 
 

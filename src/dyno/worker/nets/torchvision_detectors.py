@@ -47,10 +47,12 @@ def init(torch: Any, module: Any, height: int, width: int) -> None:
     random_weights.init_batch_norm(torch, module.backbone, 3, (height, width))
     measured: dict[Any, float] = {}
 
-    def measure(layer: Any, _: Any, out: Any) -> None:  # a head that serves several scales is held to the widest
+    def measure_deviation(
+        layer: Any, _: Any, out: Any
+    ) -> None:  # a head that serves several scales is held to the widest
         measured[layer] = max(measured.get(layer, 0.0), float(out.double().std()))
 
-    hooks = [layer.register_forward_hook(measure) for layer in _scoring(torch, module)]
+    hooks = [layer.register_forward_hook(measure_deviation) for layer in _find_scoring_layers(torch, module)]
     image = (0.5 + random_weights.noise(torch, 3, height, width)[:1].float() / 4).clamp(0, 1)
     try:
         with torch.no_grad(), one_thread(torch):
@@ -63,7 +65,7 @@ def init(torch: Any, module: Any, height: int, width: int) -> None:
             layer.weight.mul_(2.0 ** round(torch.tensor(SPREAD / max(deviation, 1e-9)).log2().item()))
 
 
-def _scoring(torch: Any, module: Any) -> list[Any]:
+def _find_scoring_layers(torch: Any, module: Any) -> list[Any]:
     """Return the layers whose results are the scores of classes."""
     if hasattr(module, "roi_heads"):
         return [module.roi_heads.box_predictor.cls_score]

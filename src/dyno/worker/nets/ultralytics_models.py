@@ -111,10 +111,10 @@ def task_of(source: str, name: str) -> str:
     """Return the task of NAME.yaml, or of a checkpoint; raise a `UserError` for an unsupported one."""
     tasks = library()
     stored = name.endswith(CHECKPOINTS)
-    return _task(tasks, source, read_checkpoint(name).config if stored else _config(tasks, source, name))
+    return _find_task(tasks, source, read_checkpoint(name).config if stored else _read_config(tasks, source, name))
 
 
-def _task(tasks: Any, source: str, config: dict[str, Any]) -> str:
+def _find_task(tasks: Any, source: str, config: dict[str, Any]) -> str:
     task = tasks.guess_model_task(config)
     if task not in HEADS.values():
         raise UserError(
@@ -134,12 +134,12 @@ def check_size(source: str, stride: int, height: int, width: int) -> None:
 
 
 def _from_yaml(tasks: Any, model: ModelSpec, name: str, state: Mapping[str, Any] | None) -> Any:
-    config = _check_layers(tasks, model.source, _config(tasks, model.source, name))
-    return _build_from_config(tasks, model if state is None else _fitted(model, config, state), config)
+    config = _check_layers(tasks, model.source, _read_config(tasks, model.source, name))
+    return _build_from_config(tasks, model if state is None else _fit_model(model, config, state), config)
 
 
 def _build_from_config(tasks: Any, model: ModelSpec, config: dict[str, Any]) -> Any:
-    task = _task(tasks, model.source, config)
+    task = _find_task(tasks, model.source, config)
     options: dict[str, Any] = {"ch": model.channels, "nc": model.classes, "verbose": False}
     if task == "pose" and model.keypoints:
         options["data_kpt_shape"] = list(model.keypoints)
@@ -157,12 +157,12 @@ def _from_checkpoint(tasks: Any, model: ModelSpec, name: str) -> Any:
     config["channels"] = channels = config.get("channels", config.get("ch", model.channels))
     if channels != model.channels:
         raise UserError(f"{model.source} takes images of {channels} channels; give --channels {channels}")
-    module = _build_from_config(tasks, _fitted(replace(model, weights=name), config, weights), config)
+    module = _build_from_config(tasks, _fit_model(replace(model, weights=name), config, weights), config)
     apply(module, weights, name, advice(name))
     return module
 
 
-def _config(tasks: Any, source: str, name: str) -> dict[str, Any]:
+def _read_config(tasks: Any, source: str, name: str) -> dict[str, Any]:
     """Read the YAML as ultralytics does: a file of the user's, or one of the library's by name."""
     if not Path(name).is_file():
         names = _network_names()
@@ -219,18 +219,18 @@ def _network_names() -> list[str]:
     return sorted(names)
 
 
-def _fitted(model: ModelSpec, config: Mapping[str, Any], state: Mapping[str, Any]) -> ModelSpec:
+def _fit_model(model: ModelSpec, config: Mapping[str, Any], state: Mapping[str, Any]) -> ModelSpec:
     """Return the model with the weights' number of classes and keypoints, unless it sets them itself.
 
     Raises a `UserError` for another number of classes.
     """
     last = max((int(key.split(".")[1]) for key in state if re.match(r"model\.\d+\.", key)), default=0)
 
-    def rows(name: str) -> int:
+    def count_rows(name: str) -> int:
         tensor = state.get(f"model.{last}.{name}")
         return 0 if tensor is None else int(tensor.shape[0])
 
-    classes, values = rows("cv3.0.2.weight") or rows("linear.weight"), rows("cv4.0.2.weight")
+    classes, values = count_rows("cv3.0.2.weight") or count_rows("linear.weight"), count_rows("cv4.0.2.weight")
     if model.classes is None and classes:
         model = replace(model, classes=classes)
     elif classes and model.classes != classes:
@@ -264,10 +264,12 @@ def read_checkpoint(path: str) -> Checkpoint:
     config = module.state.get("yaml") if module is not None else None
     if not isinstance(config, dict) or not {"backbone", "head"} <= set(config):
         raise UserError(f"{path} holds no module with its architecture; {advice(path)}")
-    return Checkpoint(_plain(config, path), module, _side(module.state.get("args") or loaded.get("train_args")))
+    return Checkpoint(
+        _copy_config(config, path), module, _find_longest_side(module.state.get("args") or loaded.get("train_args"))
+    )
 
 
-def _side(arguments: Any) -> int:
+def _find_longest_side(arguments: Any) -> int:
     """Return the longest side in the settings of its training, 0 without one."""
     size = arguments.get("imgsz") if isinstance(arguments, dict) else None
     sides = size if isinstance(size, (list, tuple)) else [size]
@@ -283,22 +285,22 @@ def advice(path: str) -> str:
     )
 
 
-def _plain(config: dict[str, Any], path: str) -> dict[str, Any]:
+def _copy_config(config: dict[str, Any], path: str) -> dict[str, Any]:
     """Return a copy of the architecture, of text, numbers, lists and tables alone; raise a `UserError` for others."""
     remaining = MAX_VALUES
 
-    def copied(value: Any, depth: int) -> Any:
+    def copy_value(value: Any, depth: int) -> Any:
         nonlocal remaining
         remaining -= 1
         if remaining < 0 or depth > 10:
             raise UserError(f"the architecture in {path} is too large to be a network's; {advice(path)}")
         if isinstance(value, dict):
-            return {copied(key, depth + 1): copied(item, depth + 1) for key, item in value.items()}
+            return {copy_value(key, depth + 1): copy_value(item, depth + 1) for key, item in value.items()}
         if isinstance(value, (list, tuple)):
-            return [copied(item, depth + 1) for item in value]
+            return [copy_value(item, depth + 1) for item in value]
         if value is None or isinstance(value, (str, int, float, bool)):
             return value
         raise UserError(f"{path} has something in its architecture that is neither text nor a number; {advice(path)}")
 
-    copy: dict[str, Any] = copied(config, 0)
+    copy: dict[str, Any] = copy_value(config, 0)
     return copy

@@ -56,7 +56,7 @@ class Comparison:
         reference = self.stored[name]
         if any(array.shape != reference.shape[1:] for array in own):
             return None
-        return _difference([(np.stack([*own]), reference)], self.limits)
+        return _compute_difference([(np.stack([*own]), reference)], self.limits)
 
     def outputs(self, runs: Sequence[Sequence[np.ndarray]]) -> Difference | None:
         """Compare the network's outputs of each run with the reference's, by their place; None for other shapes."""
@@ -64,10 +64,10 @@ class Comparison:
         pairs = [(np.stack([*own]), b) for own, b in zip(zip(*runs, strict=True), references, strict=False)]
         if len(runs[0]) != len(references) or any(a.shape != b.shape for a, b in pairs):
             return None
-        return _difference(pairs, self.limits)
+        return _compute_difference(pairs, self.limits)
 
 
-def _difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], limits: Limits) -> Difference:
+def _compute_difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], limits: Limits) -> Difference:
     """Return the difference of several tensors as one: the largest error, and the close share of all values."""
     error = max((float(errors(a, b).max(initial=0.0)) for a, b in pairs), default=0.0)
     c = closeness(pairs, limits.rtol, limits.atol)

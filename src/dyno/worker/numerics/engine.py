@@ -88,10 +88,10 @@ class StoredTensors:
         self._files: dict[str, int] = index["tensors"]
         self._feeds: list[str] = index["feeds"]
         self.runs: int = index["runs"]
-        self.outputs: list[np.ndarray] = [self._read(f"output{k}") for k in range(index["outputs"])]
+        self.outputs: list[np.ndarray] = [self._load_array(f"output{k}") for k in range(index["outputs"])]
         self.shapes = {name: tuple(self[name].shape[1:]) for name in self._files}
 
-    def _read(self, name: str) -> np.ndarray:
+    def _load_array(self, name: str) -> np.ndarray:
         array: np.ndarray = np.load(self._folder / f"{name}.npy", mmap_mode="r")
         return array
 
@@ -102,12 +102,12 @@ class StoredTensors:
         return name in self._files
 
     def __getitem__(self, name: str) -> np.ndarray:
-        return self._read(str(self._files[name]))
+        return self._load_array(str(self._files[name]))
 
     def feeds(self, names: Sequence[str]) -> list[dict[str, np.ndarray]]:
         """Return the inputs of each run under these names; see `counterparts`."""
         pairs = counterparts(names, self._feeds)
-        arrays = {name: self._read(f"feed{self._feeds.index(own)}") for name, own in pairs.items()}
+        arrays = {name: self._load_array(f"feed{self._feeds.index(own)}") for name, own in pairs.items()}
         return [{name: array[run] for name, array in arrays.items()} for run in range(self.runs)]
 
 

@@ -32,11 +32,11 @@ class Graph:
         self.nodes = _behind_quantisation([*graph.node], {*self.outputs})
         self._weights = {tensor.name: tensor for tensor in graph.initializer}
         self._writer = {name: k for k, node in enumerate(self.nodes) for name in node.output if name}
-        self._reads = [_read(node) for node in self.nodes]
-        self._types = self._inferred()
+        self._reads = [_list_reads(node) for node in self.nodes]
+        self._types = self._infer_types()
         self.float_tensors = self._float_tensors()
 
-    def _inferred(self) -> dict[str, int]:
+    def _infer_types(self) -> dict[str, int]:
         """Return the element type of each tensor, as far as ONNX's inference knows it."""
         try:
             graph = self._onnx.shape_inference.infer_shapes(self.model).graph
@@ -96,7 +96,7 @@ class Graph:
 
     def marked(self, tensors: Sequence[str], shapes: Shapes) -> Any:
         """Return the whole graph with the tensors as outputs behind its own."""
-        return self._made(range(len(self.nodes)), self.inputs, [*self.outputs, *tensors], shapes)
+        return self._make_part(range(len(self.nodes)), self.inputs, [*self.outputs, *tensors], shapes)
 
     def piece(self, outputs: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
         """Return the part of the graph that computes the outputs, and the tensors that it reads.
@@ -104,10 +104,12 @@ class Graph:
         It starts from the stops and the graph's inputs.
         """
         nodes, read = self.walk(outputs, stops)
-        return self._made(nodes, read, outputs, shapes), read
+        return self._make_part(nodes, read, outputs, shapes), read
 
-    def _made(self, chosen: Iterable[int], read: Sequence[str], outputs: Sequence[str], shapes: Shapes) -> Any:
-        return self._model([self.nodes[k] for k in chosen], read, outputs, shapes, {name: name for name in outputs})
+    def _make_part(self, chosen: Iterable[int], read: Sequence[str], outputs: Sequence[str], shapes: Shapes) -> Any:
+        return self._build_model(
+            [self.nodes[k] for k in chosen], read, outputs, shapes, {name: name for name in outputs}
+        )
 
     def isolated(self, tensors: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
         """Return a graph that computes each tensor separately from the stops before it, and the tensors that it reads.
@@ -121,9 +123,9 @@ class Graph:
             reads.update(dict.fromkeys(read))
             inside = {name for k in chosen for name in self.nodes[k].output if name}
             names = {name: f"{name}/{number}" for name in inside} | {tensor: tensor + ISOLATED}
-            nodes += [_renamed(self.nodes[k], names, {*read}, f"/{number}") for k in chosen]
+            nodes += [_rename_tensors(self.nodes[k], names, {*read}, f"/{number}") for k in chosen]
         outputs = [tensor + ISOLATED for tensor in tensors]
-        return self._model(nodes, [*reads], outputs, shapes, dict(zip(outputs, tensors, strict=True))), [*reads]
+        return self._build_model(nodes, [*reads], outputs, shapes, dict(zip(outputs, tensors, strict=True))), [*reads]
 
     def with_deltas(self, tensors: Sequence[str]) -> Any:
         """Return the graph with an input TENSOR/delta for each of the tensors, which is added to it."""
@@ -145,7 +147,7 @@ class Graph:
         del model.graph.value_info[:]
         return model
 
-    def _model(
+    def _build_model(
         self, nodes: Sequence[Any], read: Sequence[str], outputs: Sequence[str], shapes: Shapes, own: Mapping[str, str]
     ) -> Any:
         """Return a model of the nodes; `own` maps its outputs to the graph's tensors of the same types and shapes."""
@@ -156,13 +158,13 @@ class Graph:
         model.functions.extend(self.model.functions)
         model.graph.name = self.model.graph.name or "part"
         model.graph.node.extend(nodes)
-        used = {name for node in nodes for name in _read(node)} | {*outputs}
+        used = {name for node in nodes for name in _list_reads(node)} | {*outputs}
         model.graph.initializer.extend(tensor for name, tensor in self._weights.items() if name in used)
-        model.graph.input.extend(self._value(name, name, shapes) for name in read)
-        model.graph.output.extend(self._value(name, own[name], shapes) for name in outputs)
+        model.graph.input.extend(self._make_value(name, name, shapes) for name in read)
+        model.graph.output.extend(self._make_value(name, own[name], shapes) for name in outputs)
         return model
 
-    def _value(self, name: str, tensor: str, shapes: Shapes) -> Any:
+    def _make_value(self, name: str, tensor: str, shapes: Shapes) -> Any:
         """Return a tensor's name, type and shape; ONNX Runtime and OpenVINO infer those unknown here."""
         given = next((v for v in (*self.model.graph.input, *self.model.graph.output) if v.name == tensor), None)
         if tensor not in shapes and given is not None:
@@ -182,7 +184,7 @@ def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
     """
     readers: dict[str, list[Any]] = defaultdict(list)
     for node in nodes:
-        for name in _read(node):
+        for name in _list_reads(node):
             readers[name].append(node)
     written, names = {name for node in nodes for name in node.output}, dict[str, str]()
     for node in nodes:
@@ -192,22 +194,22 @@ def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
         tensor, restored = node.input[0], behind[0].output[0]
         if len(readers[tensor]) == 1 and tensor in written - outputs:
             names |= {tensor: tensor + UNQUANTISED, restored: tensor}
-    return [_renamed(node, names, (), "") for node in nodes]
+    return [_rename_tensors(node, names, (), "") for node in nodes]
 
 
-def _read(node: Any) -> list[str]:
+def _list_reads(node: Any) -> list[str]:
     """Return the tensors that a node reads, including those of the graphs inside it."""
     names = [name for name in node.input if name]
     for attribute in node.attribute:
         for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
             inside = {name for each in graph.node for name in each.output}
             inside |= {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-            names += [name for each in graph.node for name in _read(each) if name not in inside]
+            names += [name for each in graph.node for name in _list_reads(each) if name not in inside]
             names += [value.name for value in graph.output if value.name not in inside]
     return names
 
 
-def _renamed(node: Any, names: Mapping[str, str], read: Collection[str], suffix: str) -> Any:
+def _rename_tensors(node: Any, names: Mapping[str, str], read: Collection[str], suffix: str) -> Any:
     """Return a copy whose tensors have these names, except those read from outside; the same for a graph inside it."""
     copy = type(node)()
     copy.CopyFrom(node)
@@ -216,7 +218,7 @@ def _renamed(node: Any, names: Mapping[str, str], read: Collection[str], suffix:
     copy.output[:] = [names.get(name, name) for name in node.output]
     for attribute in copy.attribute:
         for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-            inner = [_renamed(each, names, read, suffix) for each in graph.node]
+            inner = [_rename_tensors(each, names, read, suffix) for each in graph.node]
             del graph.node[:]
             graph.node.extend(inner)
             for value in graph.output:

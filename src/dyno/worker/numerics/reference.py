@@ -69,16 +69,16 @@ class _Hooks:
         self.results: dict[Call, np.ndarray] = {}
         self._calls: Counter[str] = Counter()
         parts = [(name, part) for name, part in module.named_modules() if takes_hooks(import_torch(), part)]
-        self._hooks = [part.register_forward_hook(self._watching(name)) for name, part in parts]
+        self._hooks = [part.register_forward_hook(self._make_hook(name)) for name, part in parts]
 
-    def _watching(self, name: str) -> Callable[..., None]:
-        def watch(part: Any, args: Any, result: Any) -> None:
+    def _make_hook(self, name: str) -> Callable[..., None]:
+        def store_result(part: Any, args: Any, result: Any) -> None:
             first = next(tensors(result), None)
             if first is not None:  # a copy: what follows may write in place
                 self.results[name, self._calls[name]] = np.array(real_view(first.detach()).cpu().float().numpy())
             self._calls[name] += 1
 
-        return watch
+        return store_result
 
     def clear(self) -> None:
         """Forget the last run."""
@@ -102,7 +102,7 @@ def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: Engine,
     for call, result in results.items():
         by_shape[result.shape].append(call)
     matched: dict[str, Call] = {}
-    for name, (own,) in _tensors(graph, engine, [feed]):
+    for name, (own,) in _iter_tensors(graph, engine, [feed]):
         distances = {
             call: float(errors(own[None], results[call][None]).max(initial=0.0)) for call in by_shape[own.shape]
         }
@@ -121,7 +121,7 @@ def _same_outputs(graph: Graph, engine: Engine, feed: Feeds, outputs: Sequence[n
     )
 
 
-def _tensors(graph: Graph, engine: Engine, feeds: Sequence[Feeds]) -> Iterator[tuple[str, list[np.ndarray]]]:
+def _iter_tensors(graph: Graph, engine: Engine, feeds: Sequence[Feeds]) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Yield each floating-point tensor that the graph computes, with its values in every run."""
     sizes = bytes_of(graph, {name: array.shape for name, array in feeds[0].items()})
     inner = [name for name in graph.float_tensors if name not in graph.outputs]
@@ -136,7 +136,7 @@ def of_graph(engine: Engine, graph: Graph, feeds: Sequence[Feeds], writer: Tenso
     """Store every floating-point tensor that the graph computes."""
     sizes = bytes_of(graph, {name: array.shape for name, array in feeds[0].items()})
     runs = [*within_memory(feeds, lambda: sum(sizes.get(name, UNKNOWN) for name in graph.float_tensors))]
-    for name, values in _tensors(graph, engine, runs):
+    for name, values in _iter_tensors(graph, engine, runs):
         writer.add(name, values)
     outputs = engine.run(graph.marked([], {}), runs, graph.dtypes(graph.inputs))
     writer.end(runs, [*zip(*outputs, strict=True)])

@@ -80,12 +80,12 @@ def run_stages(comparison: Comparison, plan: Stages, reference: Engine | None) -
         if number % 2 and reference:
             graph, engine = comparison.reference_graph, reference
         before = {name for name, own in plan.numbers.items() if own < number}
-        values |= _stage(comparison, graph, engine, outputs, before, values)
+        values |= _run_stage(comparison, graph, engine, outputs, before, values)
     runs = range(comparison.stored.runs)
     return comparison.outputs([[values[name][run] for name in comparison.graph.outputs] for run in runs])
 
 
-def _stage(
+def _run_stage(
     comparison: Comparison, graph: Graph, engine: Engine, outputs: Sequence[str], before: set[str], values: Values
 ) -> Values:
     shapes = {name: arrays[0].shape for name, arrays in values.items()}

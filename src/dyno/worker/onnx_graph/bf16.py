@@ -59,11 +59,11 @@ def _as_bf16(graph: Any, originals: dict[str, Any]) -> None:
     import onnx
 
     half = onnx.TensorProto.FLOAT16
-    for tensor in _tensors(graph, half):
+    for tensor in _find_tensors(graph, half):
         exact = originals.get(tensor.name, tensor) if tensor.name else tensor
         values = onnx.numpy_helper.to_array(exact).astype(ml_dtypes.bfloat16)
         tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-    for cast in _casts(graph, half):
+    for cast in _find_casts(graph, half):
         cast.i = onnx.TensorProto.BFLOAT16
 
 
@@ -78,13 +78,13 @@ def emulated(model: Any) -> Any:
     typed = onnx.shape_inference.infer_shapes(model).graph
     rounded = {v.name for v in (*typed.value_info, *typed.output) if v.type.tensor_type.elem_type == bf16}
     converted = type(model).FromString(model.SerializeToString())
-    for tensor in _tensors(converted.graph, bf16):
+    for tensor in _find_tensors(converted.graph, bf16):
         values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
         tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-    for cast in _casts(converted.graph, bf16):
+    for cast in _find_casts(converted.graph, bf16):
         cast.i = single
 
-    def rounding(node: Any) -> Iterator[Any]:
+    def iter_rounded_nodes(node: Any) -> Iterator[Any]:
         yield node
         for k, name in enumerate(node.output):
             if name in rounded:
@@ -92,21 +92,21 @@ def emulated(model: Any) -> Any:
                 yield onnx.helper.make_node("Cast", [f"{name}_exact"], [f"{name}_bf16"], to=bf16)
                 yield onnx.helper.make_node("Cast", [f"{name}_bf16"], [name], to=single)
 
-    _rewrite(converted.graph, rounding)
+    _rewrite_nodes(converted.graph, iter_rounded_nodes)
     return converted
 
 
-def _rewrite(graph: Any, change: Callable[[Any], Iterator[Any]]) -> None:
+def _rewrite_nodes(graph: Any, change: Callable[[Any], Iterator[Any]]) -> None:
     nodes = [new for node in graph.node for new in change(node)]
     del graph.node[:]
     graph.node.extend(nodes)
 
 
-def _tensors(graph: Any, kind: int) -> list[Any]:
+def _find_tensors(graph: Any, kind: int) -> list[Any]:
     return [tensor for tensor in tensors_in(graph) if tensor.data_type == kind]
 
 
-def _casts(graph: Any, kind: int) -> list[Any]:
+def _find_casts(graph: Any, kind: int) -> list[Any]:
     """Return the attributes that set a node's result type to `kind`."""
     nodes = (node for inner in graphs_in(graph) for node in inner.node)
     return [a for node in nodes for a in node.attribute if a.name in ("to", "dtype") and a.i == kind]

@@ -28,20 +28,20 @@ def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 
     Raises `UserError` for a file that is missing, empty, cut short or not ONNX.
     """
-    graph = _read(path).graph
+    graph = _read_model(path).graph
     constants = {tensor.name for tensor in graph.initializer}
-    inputs = tuple(_tensor(value) for value in graph.input if value.name not in constants)
-    return inputs, tuple(_tensor(value) for value in graph.output)
+    inputs = tuple(_read_tensor(value) for value in graph.input if value.name not in constants)
+    return inputs, tuple(_read_tensor(value) for value in graph.output)
 
 
 def read_metadata(path: str) -> dict[str, str]:
     """Return the file's metadata."""
-    return {entry.key: entry.value for entry in _read(path).metadata_props}
+    return {entry.key: entry.value for entry in _read_model(path).metadata_props}
 
 
 def read_facts(path: str) -> GraphFacts:
     """Return the parameters and the precision of an ONNX file; see `graph_facts`."""
-    return read_graph_facts(_read(path))
+    return read_graph_facts(_read_model(path))
 
 
 def check(path: str) -> None:
@@ -51,7 +51,7 @@ def check(path: str) -> None:
     external weights are missing.
     """
     onnx = import_onnx()
-    model = _read(path)
+    model = _read_model(path)
     graph = model.graph
     _only_tensors(path, {"input": graph.input, "output": graph.output})
     check_beside(path)
@@ -92,13 +92,13 @@ def _only_tensors(path: str, sides: dict[str, Any]) -> None:
 def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
     """Return the user's own file; a copy if it needs `onnx_repair`, or is in a later opset than `wanted`."""
     onnx = import_onnx()
-    model = _read(path)
+    model = _read_model(path)
     check(path)
     made_by = MadeBy(
         backend="given",
         opset=opset_of(Path(path)),
         parameters=read_graph_facts(model).parameters,
-        weights_sha256=_digest(path),
+        weights_sha256=_hash_files(path),
     )
     copy = folder / "model.onnx"
     repaired, warnings = repair.repaired(model)
@@ -119,10 +119,10 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
 def artifact(path: str, seconds: float, made_by: MadeBy) -> Artifact:
     inputs, outputs = read_io(path)
     size = sum(file.stat().st_size for file in (Path(path), *beside(Path(path))))
-    return Artifact("onnx", path, _digest(path), size, "fp32", inputs, outputs, seconds, made_by=made_by)
+    return Artifact("onnx", path, _hash_files(path), size, "fp32", inputs, outputs, seconds, made_by=made_by)
 
 
-def _read(path: str) -> Any:
+def _read_model(path: str) -> Any:
     onnx = import_onnx()
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
@@ -140,7 +140,7 @@ def _read(path: str) -> Any:
     return model
 
 
-def _tensor(value: Any) -> Tensor:
+def _read_tensor(value: Any) -> Tensor:
     """Return the input or output; PaddlePaddle's converter calls every free dimension `?`, which is no name."""
     onnx = import_onnx()
     kind = value.type.tensor_type
@@ -155,7 +155,7 @@ def _tensor(value: Any) -> Tensor:
     return Tensor(value.name, str(onnx.helper.tensor_dtype_to_np_dtype(kind.elem_type)), shape)
 
 
-def _digest(path: str) -> str:
+def _hash_files(path: str) -> str:
     total = hashlib.sha256()
     for file in (Path(path), *beside(Path(path))):
         try:
@@ -168,12 +168,12 @@ def _digest(path: str) -> str:
 
 
 def opset_of(path: Path) -> int:
-    return opset.opset(_read(str(path)))
+    return opset.opset(_read_model(str(path)))
 
 
 def operators_of(path: Path) -> dict[str, int]:
     """Return the number of the graph's nodes of each type, the most frequent first."""
-    return dict(Counter(node.op_type for node in _read(str(path)).graph.node).most_common())
+    return dict(Counter(node.op_type for node in _read_model(str(path)).graph.node).most_common())
 
 
 def import_onnx() -> Any:

@@ -33,43 +33,43 @@ def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[
     import onnx
 
     model, notes = lifted(model), []
-    expected = _outputs(model, feeds)
-    for fold in (_slimmed, _optimised):
+    expected = _compute_outputs(model, feeds)
+    for name, fold in {"slimmed": _fold_with_onnxslim, "optimised": _fold_with_onnx_runtime}.items():
         try:
-            candidate = onnx.shape_inference.infer_shapes(fold(_copy(model), scratch), data_prop=True)
+            candidate = onnx.shape_inference.infer_shapes(fold(_copy_message(model), scratch), data_prop=True)
             onnx.checker.check_model(candidate)
-            if _same(expected, _outputs(candidate, feeds)):
-                return _typed(candidate), []
-            notes.append(f"{fold.__name__.strip('_')}: other outputs")
+            if _has_close_outputs(expected, _compute_outputs(candidate, feeds)):
+                return _infer_types(candidate), []
+            notes.append(f"{name}: other outputs")
         except MemoryError:
             raise
         except Exception as e:  # rewriters raise nearly everything on graphs that they don't expect
             system.raise_if_disk_full(e, scratch)
-            notes.append(f"{fold.__name__.strip('_')}: {first_line(e)[:120]}")
+            notes.append(f"{name}: {first_line(e)[:120]}")
     inferred = onnx.shape_inference.infer_shapes(model, data_prop=True)
-    return _typed(inferred), [f"constants and batch norms could not be folded ({'; '.join(notes)})"]
+    return _infer_types(inferred), [f"constants and batch norms could not be folded ({'; '.join(notes)})"]
 
 
 def lifted(model: Any) -> Any:
     """Return the graph with Constant nodes as initialisers, and no initialiser listed as an input too."""
     import onnx
 
-    copy = _copy(model)
+    copy = _copy_message(model)
     graph, remaining = copy.graph, []
     outputs = {value.name for value in graph.output}
     for node in graph.node:
         constant = node.op_type == "Constant" and node.domain in DOMAINS and node.output[0] not in outputs
-        tensor = _constant(node) if constant else None
+        tensor = _read_constant(node) if constant else None
         if tensor is None:
             remaining.append(node)
         else:
             graph.initializer.add().CopyFrom(tensor)
     if len(remaining) < len(graph.node):
-        remaining = [_copy(node) for node in remaining]
+        remaining = [_copy_message(node) for node in remaining]
         del graph.node[:]
         graph.node.extend(remaining)
     weights = {tensor.name for tensor in graph.initializer}
-    inputs = [_copy(value) for value in graph.input if value.name not in weights]
+    inputs = [_copy_message(value) for value in graph.input if value.name not in weights]
     del graph.input[:]
     graph.input.extend(inputs)
     # Before IR version 4 every initialiser had to be an input.
@@ -77,7 +77,7 @@ def lifted(model: Any) -> Any:
     return copy
 
 
-def _typed(model: Any) -> Any:
+def _infer_types(model: Any) -> Any:
     """Return the graph with a type for every tensor; ONNX Runtime infers those behind operators of others."""
     import onnx
 
@@ -85,7 +85,7 @@ def _typed(model: Any) -> Any:
     untyped = [name for node in model.graph.node for name in node.output if name and name not in typed]
     if not untyped:
         return model
-    probe = _copy(model)
+    probe = _copy_message(model)
     probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in untyped)
     for output in session(probe.SerializeToString(), optimised=False).get_outputs():
         if output.name in untyped and output.type in TYPES:
@@ -94,13 +94,13 @@ def _typed(model: Any) -> Any:
     return model
 
 
-def _constant(node: Any) -> Any:
+def _read_constant(node: Any) -> Any:
     """Return the value of a Constant node as a tensor of its output's name; None for text and sparse values."""
     import onnx
 
     (value,) = node.attribute
     if value.name == "value":
-        tensor = _copy(value.t)
+        tensor = _copy_message(value.t)
         tensor.name = node.output[0]
         return tensor
     kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
@@ -111,7 +111,7 @@ def _constant(node: Any) -> Any:
     )
 
 
-def _slimmed(model: Any, scratch: Path) -> Any:
+def _fold_with_onnxslim(model: Any, scratch: Path) -> Any:
     import onnx
     import onnxslim
 
@@ -130,14 +130,14 @@ def _norms_in_products(model: Any) -> Any:
     readers = Counter(name for node in graph.node for name in node.input) + Counter(out.name for out in graph.output)
     ranks = {value.name: len(value.type.tensor_type.shape.dim) for value in graph.value_info}
 
-    def before(name: str) -> Any:
+    def find_producer(name: str) -> Any:
         """Return the node that writes a tensor with a single reader; None with several, or if no node writes it."""
         return makers.get(name) if readers[name] == 1 else None
 
     for node in [node for node in graph.node if node.op_type == "BatchNormalization"]:
-        product = before(node.input[0])
+        product = find_producer(node.input[0])
         if product is not None and product.op_type == "Reshape":
-            product = before(product.input[0])
+            product = find_producer(product.input[0])
         weight = weights.get(product.input[1]) if product is not None and product.op_type == "MatMul" else None
         norm = [weights[name] for name in node.input[1:5] if name in weights]
         if weight is None or len(norm) < 4 or readers[weight.name] > 1:
@@ -165,7 +165,7 @@ def _into_product(graph: Any, node: Any, weight: Any, norm: Sequence[Any]) -> No
     node.CopyFrom(made)
 
 
-def _optimised(model: Any, scratch: Path) -> Any:
+def _fold_with_onnx_runtime(model: Any, scratch: Path) -> Any:
     """Fold with ONNX Runtime at the level that keeps to ONNX's own operators."""
     import onnx
     import onnxruntime
@@ -183,16 +183,16 @@ def _optimised(model: Any, scratch: Path) -> Any:
     return optimised
 
 
-def _outputs(model: Any, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
+def _compute_outputs(model: Any, feeds: Mapping[str, np.ndarray]) -> list[np.ndarray]:
     loaded = session(model.SerializeToString(), optimised=False)
     return [np.asarray(output) for output in loaded.run(None, dict(feeds))]
 
 
-def _same(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> bool:
-    return len(before) == len(after) and all(_close(b, a) for b, a in zip(before, after, strict=True))
+def _has_close_outputs(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> bool:
+    return len(before) == len(after) and all(_is_close(b, a) for b, a in zip(before, after, strict=True))
 
 
-def _close(before: np.ndarray, after: np.ndarray) -> bool:
+def _is_close(before: np.ndarray, after: np.ndarray) -> bool:
     if before.shape != after.shape or before.dtype != after.dtype:
         return False
     if before.dtype.kind != "f":
@@ -201,7 +201,7 @@ def _close(before: np.ndarray, after: np.ndarray) -> bool:
     return np.allclose(after, before, 1e-3, APART * float(np.abs(finite).max(initial=0.0)), equal_nan=True)
 
 
-def _copy(message: Any) -> Any:
+def _copy_message(message: Any) -> Any:
     copy = type(message)()
     copy.CopyFrom(message)
     return copy

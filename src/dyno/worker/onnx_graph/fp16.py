@@ -85,7 +85,7 @@ def mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any, list[st
         )
     _skip_round_trips(converted.graph)
     _keep_outputs(converted.graph, model.graph)
-    return converted, _summary([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
+    return converted, _summarise_warnings([str(w.message) for w in caught if issubclass(w.category, UserWarning)])
 
 
 def sensitive() -> list[str]:
@@ -95,7 +95,7 @@ def sensitive() -> list[str]:
     return sorted({*float16.DEFAULT_OP_BLOCK_LIST, *SENSITIVE})
 
 
-def _summary(messages: list[str]) -> list[str]:
+def _summarise_warnings(messages: list[str]) -> list[str]:
     """Return a summary of the library's warnings: it gives one for each tensor with a weight outside FP16's range.
 
     Weights too small become FP16's smallest number, which is ordinary rounding; those too large are clipped.
@@ -149,10 +149,10 @@ def _skip_round_trips(graph: Any) -> None:
     """
     import onnx
 
-    def cast(to: int) -> dict[str, str]:
+    def find_casts(to: int) -> dict[str, str]:
         return {n.output[0]: n.input[0] for n in graph.node if n.op_type == "Cast" and n.attribute[0].i == to}
 
-    down, up = cast(onnx.TensorProto.FLOAT16), cast(onnx.TensorProto.FLOAT)
+    down, up = find_casts(onnx.TensorProto.FLOAT16), find_casts(onnx.TensorProto.FLOAT)
     for node in graph.node:
         for k, name in enumerate(node.input):
             if up.get(name) in down:

@@ -80,10 +80,10 @@ class Scope:
         passed: Mapping[str, Constant] | None = None,
     ) -> None:
         self.graph, self._functions, self._place = graph, functions, place
-        self.constants = {**(outer or {}), **{c.key.removeprefix(place): c for c in _stored(graph, place)}}
+        self.constants = {**(outer or {}), **{c.key.removeprefix(place): c for c in _iter_constants(graph, place)}}
         self._behind = dict(passed or {})  # what only casts, reshapes or dequantises a constant
         for node in graph.node:
-            if node.output and (source := self._source(node)) is not None:
+            if node.output and (source := self._trace_constant(node)) is not None:
                 self._behind[node.output[0]] = source
 
     def weights(self, node: Any, *, behind: bool = False) -> list[Weight]:
@@ -93,8 +93,8 @@ class Scope:
         """
         found = []
         for place, name in enumerate(node.input):
-            constant = self._known(name) if behind else self.constants.get(name)
-            weight = _weight(node, place, name, constant) if constant is not None else None
+            constant = self._find_constant(name) if behind else self.constants.get(name)
+            weight = _match_weight(node, place, name, constant) if constant is not None else None
             found += [weight] if weight is not None else []
         return found
 
@@ -119,12 +119,12 @@ class Scope:
             for scope in self.inner(node):
                 yield from scope.walk()
 
-    def _known(self, name: str) -> Constant | None:
+    def _find_constant(self, name: str) -> Constant | None:
         return self._behind.get(name) or self.constants.get(name)
 
-    def _source(self, node: Any) -> Constant | None:
+    def _trace_constant(self, node: Any) -> Constant | None:
         """Return the constant behind the node's result, in the type that it has there; None for another result."""
-        read = [self._known(name) for name in node.input]
+        read = [self._find_constant(name) for name in node.input]
         first = next(iter(read), None)
         if node.op_type in SCALED and all(read):
             return next((each for each in read if each is not None and each.kind in QUANTISED), None)
@@ -133,10 +133,10 @@ class Scope:
         if node.op_type in PASSED_ON or node.op_type == "DequantizeLinear":
             return first
         if node.op_type == "Cast":
-            return first if first.kind in QUANTISED else replace(first, kind=type_name(_attribute(node, "to", 0)))
+            return first if first.kind in QUANTISED else replace(first, kind=type_name(_read_attribute(node, "to", 0)))
         if node.op_type == "QuantizeLinear":
             zero = read[2].kind if len(read) > 2 and read[2] is not None else "int8"
-            return replace(first, kind=type_name(_attribute(node, "output_dtype", 0)) or zero)
+            return replace(first, kind=type_name(_read_attribute(node, "output_dtype", 0)) or zero)
         return None
 
 
@@ -177,7 +177,12 @@ def read_graph_facts(model: Any) -> GraphFacts:
             if low and (own or node.op_type in QUANTISED_OPERATORS):
                 quantised |= {weight.key: weight for weight in low}
                 operators.append(node.op_type if node.op_type in QUANTISED_OPERATORS else "DequantizeLinear")
-    precision = _most(quantised) or _most(multiplied) or _most(every) or _type_of_ends(model.graph)
+    precision = (
+        _find_main_type(quantised)
+        or _find_main_type(multiplied)
+        or _find_main_type(every)
+        or _type_of_ends(model.graph)
+    )
     enclosing = tuple(name for name, count in enclosed.items() if count)
     parameters, by = sum(counted.values()), next(iter(operators), "")
     return GraphFacts(parameters, precision, layers, by, enclosed.total(), enclosing)
@@ -191,7 +196,7 @@ def accuracy_levels(path: str) -> dict[str, int] | None:
         return None
     graphs = graphs_in(onnx.load(path, load_external_data=False).graph)
     return {
-        node.name or f"{node.op_type}_{place}": _attribute(node, "accuracy_level", 0)
+        node.name or f"{node.op_type}_{place}": _read_attribute(node, "accuracy_level", 0)
         for graph in graphs
         for place, node in enumerate(graph.node)
         if node.op_type == "MatMulNBits"
@@ -234,7 +239,7 @@ def tensors_in(graph: Any) -> Iterator[Any]:
 
 
 @lru_cache(maxsize=1)
-def _names() -> dict[int, str]:
+def _list_precisions() -> dict[int, str]:
     """Return the precision of each ONNX type; types of indices, shapes and masks have none."""
     from onnx import TensorProto
 
@@ -248,36 +253,36 @@ def _names() -> dict[int, str]:
 
 def type_name(kind: int) -> str:
     """Return the precision of an ONNX type, "" for one of indices, shapes or masks."""
-    return _names().get(kind, "")
+    return _list_precisions().get(kind, "")
 
 
-def _stored(graph: Any, place: str) -> Iterator[Constant]:
+def _iter_constants(graph: Any, place: str) -> Iterator[Constant]:
     """Yield the constants stored in one graph or function; `int32` is named, the type of quantised biases."""
     from onnx import TensorProto
 
-    def constant(name: str, kind: int, dims: Sequence[int]) -> Constant:
+    def make_constant(name: str, kind: int, dims: Sequence[int]) -> Constant:
         shown = "int32" if kind == TensorProto.INT32 else type_name(kind)
         return Constant(place + name, shown, tuple(dims))
 
     for tensor in getattr(graph, "initializer", ()):
-        yield constant(tensor.name, tensor.data_type, tensor.dims)
+        yield make_constant(tensor.name, tensor.data_type, tensor.dims)
     for sparse in getattr(graph, "sparse_initializer", ()):
-        yield constant(sparse.values.name, sparse.values.data_type, sparse.dims)
+        yield make_constant(sparse.values.name, sparse.values.data_type, sparse.dims)
     for node in graph.node:
         value = next(iter(node.attribute), None)
         if node.op_type != "Constant" or value is None:
             continue
         if value.HasField("t"):
-            yield constant(node.output[0], value.t.data_type, value.t.dims)
+            yield make_constant(node.output[0], value.t.data_type, value.t.dims)
         elif value.HasField("sparse_tensor"):
-            yield constant(node.output[0], value.sparse_tensor.values.data_type, value.sparse_tensor.dims)
+            yield make_constant(node.output[0], value.sparse_tensor.values.data_type, value.sparse_tensor.dims)
         else:
             kind = TensorProto.FLOAT if value.name in ("value_float", "value_floats") else TensorProto.INT64
             dims = [len(value.floats or value.ints)] if value.name in ("value_floats", "value_ints") else []
-            yield constant(node.output[0], kind, dims)
+            yield make_constant(node.output[0], kind, dims)
 
 
-def _weight(node: Any, place: int, name: str, constant: Constant) -> Weight | None:
+def _match_weight(node: Any, place: int, name: str, constant: Constant) -> Weight | None:
     """Return the constant as the node's weight; None if it is an index, a scale or a limit to it."""
     places, kind, count = WEIGHTS.get(node.op_type), constant.kind, constant.count
     if (places is not None and place not in places) or not constant.dims:
@@ -285,21 +290,21 @@ def _weight(node: Any, place: int, name: str, constant: Constant) -> Weight | No
     if not kind or (kind == "int32" and node.op_type not in BIASED) or (node.op_type in SCALAR and count == 1):
         return None
     if node.op_type == "MatMulBnb4":
-        return Weight(name, constant.key, "fp4", _attribute(node, "K", 0) * _attribute(node, "N", 0))
+        return Weight(name, constant.key, "fp4", _read_attribute(node, "K", 0) * _read_attribute(node, "N", 0))
     packed, attribute = PACKED.get(node.op_type, ((), ""))
     if place in packed and kind == "int8":
-        bits = max(_attribute(node, attribute, 4), 1)
+        bits = max(_read_attribute(node, attribute, 4), 1)
         kind, count = next(f"int{b}" for b in (2, 4, 8, bits) if bits <= b), count * 8 // bits
         if node.op_type == "MatMulNBits":  # whose blocks may be longer than a row
-            count = _attribute(node, "K", 0) * _attribute(node, "N", 0)
+            count = _read_attribute(node, "K", 0) * _read_attribute(node, "N", 0)
     return Weight(name, constant.key, "" if kind == "int32" else kind, count)
 
 
-def _attribute(node: Any, name: str, default: int) -> int:
+def _read_attribute(node: Any, name: str, default: int) -> int:
     return next((int(a.i) for a in node.attribute if a.name == name), default)
 
 
-def _most(weights: Mapping[str, Weight]) -> str:
+def _find_main_type(weights: Mapping[str, Weight]) -> str:
     """Return the type of most weights, "" without any."""
     counts = Counter[str]()
     for weight in weights.values():

@@ -99,7 +99,7 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Se
                 # The tool quantises the outputs of a layer too, and so the inputs of a kept one.
                 extra["OpTypesToExcludeOutputQuantization"] = sorted(seen.types)
             settings = {"reduce_range": seen.narrow, "extra_options": extra}
-            _quantise(scratch, path, METHODS[method], sorted(seen.types), sorted(excluded), **settings)
+            _quantise_graph(scratch, path, METHODS[method], sorted(seen.types), sorted(excluded), **settings)
             _reading_floats(path, higher)
     onnx.checker.check_model(str(path), full_check=True)
     return MadeBy(
@@ -131,13 +131,13 @@ def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> Ob
     target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
     scheme: Scheme = _one_of(target, SCHEMES, "int8 target")
     _one_of(method, METHODS, "calibration method")
-    prepared, notes = _prepared(model, data, scratch)
-    excluded, transformer = _attention(prepared)
+    prepared, notes = _prepare_graph(model, data, scratch)
+    excluded, transformer = _find_attention(prepared)
     excluded |= decoding(prepared.graph, recipe.model)
     fused = (*OBSERVED, *(MOVES if JOINTS in recipe.options else ()))
     types = fused if scheme.fused else LINEAR if transformer else _every_type()
-    ranges = _calibrated(scratch, types, data, recipe)
-    narrow = target != "tensorrt" and _saturates()
+    ranges = _calibrate_ranges(scratch, types, data, recipe)
+    narrow = target != "tensorrt" and _can_saturate()
     return Observed(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow, tuple(notes))
 
 
@@ -158,7 +158,9 @@ def _reading_floats(path: Path, higher: Sequence[str]) -> None:
     onnx.save(model, path)
 
 
-def _quantise(scratch: Path, path: Path, method: str, types: list[str], excluded: list[str], **settings: Any) -> None:
+def _quantise_graph(
+    scratch: Path, path: Path, method: str, types: list[str], excluded: list[str], **settings: Any
+) -> None:
     """Quantise statically with onnxruntime, with the ranges that were calibrated before."""
     import onnx
     from onnxruntime import quantization
@@ -188,7 +190,7 @@ def _one_of(name: str, choices: dict[str, Any], what: str) -> Any:
     return choices[name]
 
 
-def _prepared(model: Any, data: Calibration, scratch: Path) -> tuple[Any, list[str]]:
+def _prepare_graph(model: Any, data: Calibration, scratch: Path) -> tuple[Any, list[str]]:
     """Return the graph folded (see `fold`) with every node named, also written as prepared.onnx; and warnings."""
     import onnx
 
@@ -205,7 +207,7 @@ def _every_type() -> set[str]:
     return (set(QDQRegistry) | set(QLinearOpsRegistry)) - NOT_QUANTISED
 
 
-def _attention(model: Any) -> tuple[set[str], bool]:
+def _find_attention(model: Any) -> tuple[set[str], bool]:
     """Return the names of products of two activations, which stay in float, and whether it is a transformer.
 
     ONNX Runtime would fuse the Softmax between such products into a quantised one, which puts ViT-Tiny's outputs 57 %
@@ -218,7 +220,7 @@ def _attention(model: Any) -> tuple[set[str], bool]:
     return {n.name for n in products}, attention or any(n.op_type == "LayerNormalization" for n in model.graph.node)
 
 
-def _calibrated(scratch: Path, types: Iterable[str], data: Calibration, recipe: Recipe) -> Ranges:
+def _calibrate_ranges(scratch: Path, types: Iterable[str], data: Calibration, recipe: Recipe) -> Ranges:
     """Collect the ranges of all tensors into ranges.json; returns the lowest and highest value of each."""
     from onnxruntime.quantization import CalibrationMethod
     from onnxruntime.quantization.calibrate import create_calibrator, save_tensors_data
@@ -256,7 +258,7 @@ def _extra_options(scheme: Scheme, ranges: Ranges) -> dict[str, Any]:
     return extra
 
 
-def _saturates() -> bool:
+def _can_saturate() -> bool:
     """Return whether this x86 CPU sums products of U8 and S8 in 16 bits, which overflows: all before VNNI do."""
     if platform.machine() not in ("x86_64", "AMD64"):
         return False

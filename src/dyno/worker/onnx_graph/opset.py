@@ -34,7 +34,7 @@ def in_opset(model: Any, wanted: int) -> Any:
     _drop_defaults(model.graph)
     try:
         with _splits_hidden(model) if opset(model) > wanted >= SPLIT_SIZES_OPSET else nullcontext():
-            converted = _shown(onnx.version_converter.convert_version(model, wanted))
+            converted = _unhide_nodes(onnx.version_converter.convert_version(model, wanted))
         onnx.checker.check_model(converted, full_check=True)
     except (RuntimeError, onnx.checker.ValidationError, onnx.shape_inference.InferenceError) as e:
         reason = shorten(e, 200)
@@ -127,7 +127,7 @@ def _with_sizes(graph: Any, node: Any, shape: Sequence[int]) -> bool:
     return True
 
 
-def _shown(model: Any) -> Any:
+def _unhide_nodes(model: Any) -> Any:
     """Return the converted graph with its hidden nodes in ONNX's own domain again."""
     for node in model.graph.node:
         if node.domain == HIDDEN:

@@ -57,10 +57,10 @@ def place(
     scaled = [(node, k, between.peak(node.input[k], peaks)) for node, k in (*wanted, *between.sites)]
     before: dict[str, list[Any]] = {}
     for node, k, peak in scaled:
-        before.setdefault(node.name, []).extend(_pair(graph, node, k, np.float32(peak)))
+        before.setdefault(node.name, []).extend(_make_pair(graph, node, k, np.float32(peak)))
     for node in chosen:
         axis = channel_axis(node, len(weights[node.input[1]].dims))
-        before[node.name].extend(_pair(graph, node, 1, _channel_peaks(weights[node.input[1]], axis), axis))
+        before[node.name].extend(_make_pair(graph, node, 1, _channel_peaks(weights[node.input[1]], axis), axis))
     nodes = [new for node in graph.node for new in (*before.get(node.name, ()), node)]
     del graph.node[:]
     graph.node.extend(nodes)
@@ -72,11 +72,11 @@ def sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[Any, 
     Nodes named in `excluded` stay in float, and so do the sums and pools of a transformer.
     """
     activations = [(node, 0) for node in graph.node if node.op_type in LINEAR]
-    activations += [] if transformer else [*_pools(graph), *_residuals(graph)]
+    activations += [] if transformer else [*_find_pools(graph), *_find_residuals(graph)]
     return [(node, k) for node, k in activations if node.name not in excluded]
 
 
-def _pools(graph: Any) -> Iterator[tuple[Any, int]]:
+def _find_pools(graph: Any) -> Iterator[tuple[Any, int]]:
     """Average pools, and the means over a whole image that end a network.
 
     A mean whose input others read too gates channels (squeeze and excitation): that tensor stays float for the others.
@@ -100,11 +100,11 @@ def _means_image(node: Any, constants: Mapping[str, Any]) -> bool:
     return sorted(axes) in ([2, 3], [-2, -1])
 
 
-def _residuals(graph: Any) -> Iterator[tuple[Any, int]]:
+def _find_residuals(graph: Any) -> Iterator[tuple[Any, int]]:
     """Yield the sums that can be fused into a convolution, each with the number of its input from the other branch."""
     makers = {name: node for node in graph.node for name in node.output}
     readers = Counter(name for node in graph.node for name in node.input)
-    depth = _depths(graph)
+    depth = _compute_depths(graph)
     constants = {tensor.name for tensor in graph.initializer}
     for node in graph.node:
         if node.op_type != "Add" or constants & {*node.input} or node.input[0] == node.input[1]:
@@ -119,7 +119,7 @@ def _residuals(graph: Any) -> Iterator[tuple[Any, int]]:
             yield node, 1 - max(fused, key=lambda k: depth[node.input[k]])
 
 
-def _depths(graph: Any) -> dict[str, int]:
+def _compute_depths(graph: Any) -> dict[str, int]:
     depth: dict[str, int] = {}
     for node in graph.node:
         reached = 1 + max((depth.get(name, 0) for name in node.input), default=0)
@@ -146,7 +146,7 @@ def _channel_peaks(weight: Any, axis: int | None) -> Any:
     return values.max(axis=tuple(k for k in range(values.ndim) if k != axis) if axis is not None else None)
 
 
-def _pair(graph: Any, node: Any, k: int, peak: Any, axis: int | None = None) -> list[Any]:
+def _make_pair(graph: Any, node: Any, k: int, peak: Any, axis: int | None = None) -> list[Any]:
     """Return the two nodes between a tensor and the node that reads it as input k; each reader has its own pair.
 
     Shared pairs would force one decision on all readers; TensorRT merges equal ones.
@@ -183,32 +183,32 @@ class Joints:
         self._constants = {tensor.name for tensor in graph.initializer}
         self._nodes = [node for node in graph.node if node.name not in excluded]
         read = {node.input[k] for node, k in layers}
-        self._joined = {name: group for name, group in self._groups().items() if group & read}
-        moved = [(node, k) for node, data in self._moves() for k in data if node.input[k] in self._joined]
+        self._joined = {name: group for name, group in self._group_tensors().items() if group & read}
+        moved = [(node, k) for node, data in self._find_moves() for k in data if node.input[k] in self._joined]
         read |= {node.input[k] for node, k in moved}
-        self.sites = [*moved, *self._sums(read, {node.name for node, _ in layers})]
+        self.sites = [*moved, *self._find_sums(read, {node.name for node, _ in layers})]
 
     def peak(self, name: str, peaks: Mapping[str, float]) -> float:
         """Return the largest magnitude of the tensor, or of all that are joined with it."""
         return max(peaks[one] for one in self._joined.get(name, (name,)) if one in peaks)
 
-    def _moves(self) -> Iterator[tuple[Any, list[int]]]:
+    def _find_moves(self) -> Iterator[tuple[Any, list[int]]]:
         """Yield the nodes that only move values, each with the numbers of the inputs that hold those values."""
         for node in self._nodes:
-            if node.op_type in MOVES and not (node.op_type == "Resize" and _interpolates(node)):
+            if node.op_type in MOVES and not (node.op_type == "Resize" and _is_interpolating(node)):
                 data = range(len(node.input)) if node.op_type == "Concat" else (0,)
                 yield node, [k for k in data if node.input[k] not in self._constants]
 
-    def _groups(self) -> dict[str, set[str]]:
+    def _group_tensors(self) -> dict[str, set[str]]:
         """Return, for each tensor that is moved, all tensors that its values are moved to, or stand beside there."""
         groups: dict[str, set[str]] = {}
-        for node, data in self._moves():
+        for node, data in self._find_moves():
             names = {*(node.input[k] for k in data), *filter(None, node.output)}
             group: set[str] = set().union(*(groups.get(name, {name}) for name in names))
             groups.update(dict.fromkeys(group, group))
         return groups
 
-    def _sums(self, read: Collection[str], layers: Collection[str]) -> list[Site]:
+    def _find_sums(self, read: Collection[str], layers: Collection[str]) -> list[Site]:
         """Return both inputs of sums that no layer takes in, and whose result is quantised."""
         return [
             (node, k)
@@ -219,5 +219,5 @@ class Joints:
         ]
 
 
-def _interpolates(node: Any) -> bool:
+def _is_interpolating(node: Any) -> bool:
     return any(attribute.name == "mode" and attribute.s != b"nearest" for attribute in node.attribute)

@@ -28,19 +28,23 @@ def repaired(model: Any) -> tuple[Any, list[str]]:
     """
     copy = type(model)()
     copy.CopyFrom(model)
-    return copy, [line for change in (order, _free, _inputs, _functions, _singles) if (line := change(copy))]
+    return copy, [
+        line
+        for change in (order, _free_axes, _remove_weight_inputs, _inline_functions, _convert_doubles)
+        if (line := change(copy))
+    ]
 
 
 def order(model: Any) -> str:
     """Sort the nodes of each graph, as ONNX asks and ONNX Runtime's conversion to FP16 doesn't do; those that wait for
     each other stay as they are."""
-    changed = [graph for graph in graphs_in(model.graph) if _order(graph)]
+    changed = [graph for graph in graphs_in(model.graph) if _order_nodes(graph)]
     return "nodes stood before those whose results they take, and were sorted" if changed else ""
 
 
-def _order(graph: Any) -> bool:
+def _order_nodes(graph: Any) -> bool:
     makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
-    needed = [{makers[name] for name in _taken(node) if name in makers} for node in graph.node]
+    needed = [{makers[name] for name in _iter_reads(node) if name in makers} for node in graph.node]
     if all(i > max(before, default=-1) for i, before in enumerate(needed)):
         return False
     try:
@@ -53,12 +57,12 @@ def _order(graph: Any) -> bool:
     return True
 
 
-def _taken(node: Any) -> Iterator[str]:
+def _iter_reads(node: Any) -> Iterator[str]:
     """Yield the names of the tensors that a node takes, itself or in a graph within it."""
     yield from node.input
     for graph in graphs_of(node):
         for each in graph.node:
-            yield from _taken(each)
+            yield from _iter_reads(each)
         yield from (value.name for value in graph.output)
 
 
@@ -102,7 +106,7 @@ def in_single(model: Any, kinds: tuple[int, ...]) -> None:
                     attribute.i = single
 
 
-def _free(model: Any) -> str:
+def _free_axes(model: Any) -> str:
     values = [v for v in (*model.graph.input, *model.graph.output) if v.type.HasField("tensor_type")]
     weights = {tensor.name for tensor in model.graph.initializer}
     wrong = []
@@ -117,7 +121,7 @@ def _free(model: Any) -> str:
     return f"axes stored as less than 1 are read as free ones: {', '.join(wrong)}"
 
 
-def _inputs(model: Any) -> str:
+def _remove_weight_inputs(model: Any) -> str:
     """Remove weights from the inputs: from IR version 4 on they may be fed, so that ONNX Runtime doesn't fold them."""
     import onnx
 
@@ -132,7 +136,7 @@ def _inputs(model: Any) -> str:
     return f"{count} weights were listed as inputs too and no longer are: ONNX Runtime folds nothing into those"
 
 
-def _functions(model: Any) -> str:
+def _inline_functions(model: Any) -> str:
     """Inline the file's own functions, which OpenVINO and TensorRT don't read; ONNX Runtime treats both forms alike."""
     if not model.functions:
         return ""
@@ -150,7 +154,7 @@ def _in_line(model: Any) -> Any:
 
     functions = {(f.domain, f.name, getattr(f, "overload", "")): f for f in model.functions}
     made = onnx.inliner.inline_local_functions(model)
-    _rename(
+    _rename_nodes(
         model.graph.node,
         made.graph.node,
         functions,
@@ -160,9 +164,11 @@ def _in_line(model: Any) -> Any:
     return made
 
 
-def _rename(before: Sequence[Any], after: Sequence[Any], functions: Functions, within: str, taken: set[str]) -> None:
+def _rename_nodes(
+    before: Sequence[Any], after: Sequence[Any], functions: Functions, within: str, taken: set[str]
+) -> None:
     """Name the nodes of a graph that was put in line; where they don't follow each other as before, they stay."""
-    planned = [*_called(before, functions, within)]
+    planned = [*_iter_called_nodes(before, functions, within)]
     if [node.op_type for node, *_ in planned] != [node.op_type for node in after]:
         return
     for (node, call, name), made in zip(planned, after, strict=True):
@@ -170,10 +176,10 @@ def _rename(before: Sequence[Any], after: Sequence[Any], functions: Functions, w
             made.name = next(each for k in count(1) if (each := f"{name}_{k}" if k > 1 else name) not in taken)
             taken.add(made.name)
         for graph, inner in zip(graphs_of(node), graphs_of(made), strict=False):
-            _rename(graph.node, inner.node, functions, call, taken)
+            _rename_nodes(graph.node, inner.node, functions, call, taken)
 
 
-def _called(nodes: Sequence[Any], functions: Functions, call: str) -> Iterator[tuple[Any, str, str]]:
+def _iter_called_nodes(nodes: Sequence[Any], functions: Functions, call: str) -> Iterator[tuple[Any, str, str]]:
     """Yield each node that is left, the calls that it lies in ("" for none), and its name with theirs."""
     seen = {""}
     for k, node in enumerate(nodes):
@@ -184,10 +190,10 @@ def _called(nodes: Sequence[Any], functions: Functions, call: str) -> Iterator[t
         if function is None:
             yield node, call, name
         else:
-            yield from _called(function.node, functions, f"{name}/")
+            yield from _iter_called_nodes(function.node, functions, f"{name}/")
 
 
-def _singles(model: Any) -> str:
+def _convert_doubles(model: Any) -> str:
     import onnx
 
     kinds, graph = onnx.TensorProto, model.graph

@@ -24,7 +24,7 @@ def beside(path: Path) -> list[Path]:
         with mmap.mmap(f.fileno(), 0, access=mmap.ACCESS_READ) as content:
             if content.find(KEY.encode()) < 0:  # nearly every graph, which may be large to read
                 return []
-    return [path.parent / name for name in sorted({entry.value for entry in _entries(_graph(path))})]
+    return [path.parent / name for name in sorted({entry.value for entry in _find_entries(_load_graph(path))})]
 
 
 def check_beside(path: str) -> None:
@@ -33,7 +33,7 @@ def check_beside(path: str) -> None:
     for file in files:
         if not file.is_file():
             raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it")
-    for tensor in tensors_in(_graph(Path(path))) if files else ():
+    for tensor in tensors_in(_load_graph(Path(path))) if files else ():
         known = {entry.key: entry.value for entry in tensor.external_data}
         if KEY in known:
             file, end = Path(path).parent / known[KEY], int(known.get("offset", 0)) + int(known.get("length", 0))
@@ -54,14 +54,14 @@ def copy(path: Path, out: Path) -> None:
 
     model = onnx.load(path, format="protobuf", load_external_data=False)
     names = {file: f"{out.name}.data{k or ''}" for k, file in enumerate(files)}
-    for entry in _entries(model.graph):
+    for entry in _find_entries(model.graph):
         entry.value = names[path.parent / entry.value]
     for file, name in names.items():
         shutil.copyfile(file, out.with_name(name))
     out.write_bytes(model.SerializeToString())
 
 
-def _graph(path: Path) -> Any:
+def _load_graph(path: Path) -> Any:
     """Return the graph without external weights; an empty one if it can't be read."""
     try:
         import onnx
@@ -74,5 +74,5 @@ def _graph(path: Path) -> Any:
         return EMPTY
 
 
-def _entries(graph: Any) -> Iterator[Any]:
+def _find_entries(graph: Any) -> Iterator[Any]:
     return (entry for tensor in tensors_in(graph) for entry in tensor.external_data if entry.key == KEY)

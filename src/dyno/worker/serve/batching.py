@@ -79,10 +79,10 @@ class Batcher:
         with self._lock:  # held while it waits, so that the next free one comes after
             while True:
                 now = self._clock.now()
-                self._admit(now)
+                self._admit_requests(now)
                 if self._stopped or now > self._end or not (self._waiting or self._next < len(self._due)):
                     return None
-                if (ready := self._ready()) <= now:
+                if (ready := self._find_ready_time()) <= now:
                     break
                 self._clock.sleep_until(ready)
             batch = [self._waiting.popleft() for _ in range(min(self._rules.most, len(self._waiting)))]
@@ -103,7 +103,7 @@ class Batcher:
         """Hand out no further batches."""
         self._stopped = True
 
-    def _admit(self, now: float) -> None:
+    def _admit_requests(self, now: float) -> None:
         """Queue the requests due until now, or refuse those beyond the queue's limit.
 
         This happens before any batch is taken, so no request has left the queue since they came.
@@ -115,7 +115,7 @@ class Batcher:
                 self._waiting.append(self._next)
             self._next += 1
 
-    def _ready(self) -> float:
+    def _find_ready_time(self) -> float:
         """Return the time at which the next batch may begin, if no unknown request comes."""
         first = self._due[self._waiting[0] if self._waiting else self._next]
         last = self._next + self._rules.most - len(self._waiting) - 1  # who fills the batch

@@ -35,10 +35,10 @@ class Formed(Session):
 
     def run(self, slot: int = 0) -> None:
         parts = []
-        for begin, count in self._batches():
-            part = self._answer(begin, count)
+        for begin, count in self._iter_batches():
+            part = self._answer_requests(begin, count)
             if part is None:
-                parts = [_once(self._ladder[-1].session, self._fed)]
+                parts = [_run_once(self._ladder[-1].session, self._fed)]
                 break
             parts.append(part)
         self._answered = {name: np.concatenate([p[name] for p in parts]) if len(parts) > 1 else a
@@ -47,7 +47,7 @@ class Formed(Session):
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         return self._answered
 
-    def _batches(self) -> Iterator[tuple[int, int]]:
+    def _iter_batches(self) -> Iterator[tuple[int, int]]:
         """Yield each batch's first request and its size; sizes that occurred before only fill the rest."""
         begin = 0
         while left := self._most - begin:
@@ -57,7 +57,7 @@ class Formed(Session):
             yield begin, count
             begin += count
 
-    def _answer(self, begin: int, count: int) -> dict[str, np.ndarray] | None:
+    def _answer_requests(self, begin: int, count: int) -> dict[str, np.ndarray] | None:
         """Return the answers to `count` requests; None if they can't be told apart.
 
         They run as the smallest batch that holds them, filled with the requests that follow.
@@ -72,13 +72,13 @@ class Formed(Session):
                 feeds[name] = array
             else:
                 return None
-        answered = _once(rung.session, feeds)
+        answered = _run_once(rung.session, feeds)
         if any(a.shape[:1] != (rung.size,) for a in answered.values()):
             return None
         return {name: a[:count] for name, a in answered.items()}
 
 
-def _once(session: Session, feeds: Arrays) -> dict[str, np.ndarray]:
+def _run_once(session: Session, feeds: Arrays) -> dict[str, np.ndarray]:
     session.bind(feeds)
     session.run()
     session.wait()

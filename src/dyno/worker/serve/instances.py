@@ -55,17 +55,17 @@ class Instances:
         self.lanes: list[Lane] = []
         self._owners: list[tuple[ThreadPoolExecutor, list[Rung]]] = []
         for _ in range(count):
-            thread = self._thread()
-            rungs = thread.submit(_ladder, trial, sizes, load, feed).result()
+            thread = self._start_thread()
+            rungs = thread.submit(_load_ladder, trial, sizes, load, feed).result()
             self._owners.append((thread, rungs))
             whole = rungs[-1].session
             slots = whole.slots if whole.stream is None and trial.runtime.device == "cpu" else 1
             self.lanes += [Lane(rungs, slot) for slot in range(slots)]
             for _ in range(slots - 1):
-                self._thread()
+                self._start_thread()
         self.rungs = tuple(rung.size for rung in self._owners[0][1])
 
-    def _thread(self) -> ThreadPoolExecutor:
+    def _start_thread(self) -> ThreadPoolExecutor:
         self._threads.append(ThreadPoolExecutor(1))
         return self._threads[-1]
 
@@ -105,7 +105,7 @@ class Instances:
             thread.shutdown()
 
 
-def _ladder(trial: Trial, sizes: Sequence[int], load: Load, feed: Feed) -> list[Rung]:
+def _load_ladder(trial: Trial, sizes: Sequence[int], load: Load, feed: Feed) -> list[Rung]:
     """Load a session for each size that the engine takes; the largest is the trial's batch, and must load.
 
     It comes first: an engine that can't be loaded at all is tried once.

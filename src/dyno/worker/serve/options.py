@@ -15,7 +15,7 @@ PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 BOUND = "Highest latency of so many of the requests that a rate still holds, with its unit"
 
 
-def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
+def _define_option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
     """Return a field with its help for the command line; `usual` describes the default."""
     return field(default=default, metadata={"help": help, "usual": usual, "common": common})
 
@@ -24,27 +24,31 @@ def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -
 class ServeOptions:
     """Requests."""
 
-    p99: str = _option("", f"{BOUND}: 20ms.", "none", common=True)
-    p50: str = _option("", f"{BOUND}.", "none")
-    p90: str = _option("", f"{BOUND}.", "none")
-    p999: str = _option("", f"{BOUND} (the 99.9th percentile).", "none")
-    rate: tuple[float, ...] = _option(
+    p99: str = _define_option("", f"{BOUND}: 20ms.", "none", common=True)
+    p50: str = _define_option("", f"{BOUND}.", "none")
+    p90: str = _define_option("", f"{BOUND}.", "none")
+    p999: str = _define_option("", f"{BOUND} (the 99.9th percentile).", "none")
+    rate: tuple[float, ...] = _define_option(
         (), "Requests per second to try: 50,100,200.", "search for the highest that holds the bound", common=True
     )
-    trace: str = _option("", "File of arrival times in seconds, one per line, in place of random ones.", "none")
-    endpoint: str = _option(
+    trace: str = _define_option("", "File of arrival times in seconds, one per line, in place of random ones.", "none")
+    endpoint: str = _define_option(
         "",
         "Server of KServe's protocol v2 that has MODEL, a name there or a model here: http://HOST:PORT or grpc://HOST:PORT.",
         "none: an engine here",
     )
-    max_wait: str = _option("2ms", "Longest that a request waits for others to fill the batch (0ms: never).")
-    instances: int = _option(1, "Sessions that answer at once, each with its own copy of the model.", common=True)
-    queue: int = _option(0, "Most requests that wait; those that come then are refused (0: no limit).", "no limit")
-    duration: str = _option(
+    max_wait: str = _define_option("2ms", "Longest that a request waits for others to fill the batch (0ms: never).")
+    instances: int = _define_option(
+        1, "Sessions that answer at once, each with its own copy of the model.", common=True
+    )
+    queue: int = _define_option(
+        0, "Most requests that wait; those that come then are refused (0: no limit).", "no limit"
+    )
+    duration: str = _define_option(
         "", "How long requests come at each rate, with its unit: 30s.", "10 s, longer where the percentile needs it"
     )
-    resolution: float = _option(0.05, "The search ends when the next rate would be less than this share higher.")
-    engine_batches: tuple[int, ...] = _option(
+    resolution: float = _define_option(0.05, "The search ends when the next rate would be less than this share higher.")
+    engine_batches: tuple[int, ...] = _define_option(
         (), "Batches that the engine is loaded for; others are padded to the next.", "powers of two up to --batch"
     )
 

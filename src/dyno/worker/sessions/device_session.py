@@ -70,9 +70,9 @@ class DeviceSession(Session):
 
     def stage(self, feeds: Arrays) -> Arrays:
         """Return the feeds in page-locked memory and in the engine's types."""
-        return {name: self._locked(t, feeds[name]) for t in self.inputs if (name := t.name) in feeds}
+        return {name: self._lock_feed(t, feeds[name]) for t in self.inputs if (name := t.name) in feeds}
 
-    def _locked(self, tensor: Tensor, feed: np.ndarray) -> np.ndarray:
+    def _lock_feed(self, tensor: Tensor, feed: np.ndarray) -> np.ndarray:
         locked = self.device.pinned(feed.shape, tensor.dtype)
         np.copyto(locked, feed)
         self._staged.append(locked)
@@ -82,28 +82,28 @@ class DeviceSession(Session):
         begin = feed.ctypes.data
         return any(0 <= begin - one.ctypes.data <= one.nbytes - feed.nbytes for one in self._staged)
 
-    def _fed(self, tensor: Tensor, feeds: Arrays) -> np.ndarray:
+    def _find_feed(self, tensor: Tensor, feeds: Arrays) -> np.ndarray:
         if tensor.name not in feeds:
             raise UserError(f"input {tensor.name!r} was not fed, only {', '.join(feeds) or 'nothing'}")
         return fitted(feeds[tensor.name], tensor, self._shapes[tensor.name])
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
         """Queue the copies to the device; the next `run` of the slot waits for them."""
-        self._send(slot, self._sources(feeds, slot))
+        self._send_inputs(slot, self._list_sources(feeds, slot))
 
-    def _sources(self, feeds: Arrays, slot: int) -> list[tuple[int, int, int]]:
+    def _list_sources(self, feeds: Arrays, slot: int) -> list[tuple[int, int, int]]:
         """Return the device address, host address and bytes of every copy to the device."""
         place, copies = self._slots[slot], []
         for tensor in self.inputs:
-            feed = self._fed(tensor, feeds)
+            feed = self._find_feed(tensor, feeds)
             if not self._is_staged(feed):
-                locked = self._room(place, tensor.name, feed.nbytes)
+                locked = self._reserve_memory(place, tensor.name, feed.nbytes)
                 np.copyto(locked.view(feed.dtype).reshape(feed.shape), feed)
                 feed = locked
             copies.append((place.addresses[tensor.name], feed.ctypes.data, feed.nbytes))
         return copies
 
-    def _send(self, slot: int, sources: list[tuple[int, int, int]]) -> None:
+    def _send_inputs(self, slot: int, sources: list[tuple[int, int, int]]) -> None:
         place = self._slots[slot]
         for device, host, size in sources:
             call(self._cuda.cuMemcpyHtoDAsync, device, host, size, self._in)
@@ -159,25 +159,25 @@ class DeviceSession(Session):
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
         """Return the outputs in page-locked memory, valid until the slot is fetched again."""
-        targets = self._targets(slot)
-        self._receive(targets)
+        targets = self._list_targets(slot)
+        self._receive_outputs(targets)
         call(self._cuda.cuStreamSynchronize, self._out)
         return {name: array for name, (array, _) in targets.items()}
 
-    def _targets(self, slot: int) -> dict[str, tuple[np.ndarray, int]]:
+    def _list_targets(self, slot: int) -> dict[str, tuple[np.ndarray, int]]:
         """Return the host array and the device address of every output."""
         place, targets = self._slots[slot], {}
         for name, (shape, dtype, address) in self.results(slot).items():
-            host = self._room(place, name, math.prod(shape) * np.dtype(dtype).itemsize)
+            host = self._reserve_memory(place, name, math.prod(shape) * np.dtype(dtype).itemsize)
             targets[name] = (host.view(dtype).reshape(shape), address)
         return targets
 
-    def _receive(self, targets: Mapping[str, tuple[np.ndarray, int]]) -> None:
+    def _receive_outputs(self, targets: Mapping[str, tuple[np.ndarray, int]]) -> None:
         for array, address in targets.values():
             if array.nbytes:
                 call(self._cuda.cuMemcpyDtoHAsync, array.ctypes.data, address, array.nbytes, self._out)
 
-    def _room(self, place: Slot, name: str, size: int) -> np.ndarray:
+    def _reserve_memory(self, place: Slot, name: str, size: int) -> np.ndarray:
         """Return the tensor's host memory, allocated on first use and again when it needs more."""
         if name not in place.hosts or place.hosts[name].nbytes < size:
             place.hosts[name] = self.device.pinned((size,), np.uint8)
@@ -194,9 +194,9 @@ class DeviceSession(Session):
         `enqueue` is the host's time to queue the inference; the others are the GPU's, by CUDA events.
         """
         h2d, compute, d2h = self._watches
-        sources = self._sources(feeds, 0)
+        sources = self._list_sources(feeds, 0)
         h2d.start()
-        self._send(0, sources)
+        self._send_inputs(0, sources)
         h2d.stop()
         h2d.seconds()
         compute.start()
@@ -205,9 +205,9 @@ class DeviceSession(Session):
         enqueue = (time.perf_counter_ns() - begin) / 1e9
         compute.stop()
         self.wait()
-        targets = self._targets(0)
+        targets = self._list_targets(0)
         d2h.start()
-        self._receive(targets)
+        self._receive_outputs(targets)
         d2h.stop()
         return dict(zip(PARTS, (enqueue, h2d.seconds(), compute.seconds(), d2h.seconds()), strict=True))
 

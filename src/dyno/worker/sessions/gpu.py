@@ -36,11 +36,11 @@ def driver() -> Any:
     except RuntimeError as e:  # there is no libcuda to load
         raise Unavailable("there is no NVIDIA driver on this machine") from e
     if error:
-        raise Unavailable(f"the NVIDIA driver finds no GPU it can use ({_meaning(cuda, error)})")
+        raise Unavailable(f"the NVIDIA driver finds no GPU it can use ({_describe_error(cuda, error)})")
     return cuda
 
 
-def _meaning(cuda: Any, error: Any) -> str:
+def _describe_error(cuda: Any, error: Any) -> str:
     name, text = cuda.cuGetErrorName(error)[1], cuda.cuGetErrorString(error)[1]
     return f"{name.decode()}: {text.decode()}" if name and text else f"error {int(error)}"
 
@@ -49,7 +49,7 @@ def call(function: Callable[..., Any], *arguments: Any) -> Any:
     """Call the driver and return its results; `MemoryError` when the GPU's memory ran out, else `CudaError`."""
     error, *values = function(*arguments)
     if error:
-        text = f"{function.__name__}: {_meaning(driver(), error)}"
+        text = f"{function.__name__}: {_describe_error(driver(), error)}"
         raise MemoryError(f"the GPU's memory ran out ({text})") if int(error) == OUT_OF_MEMORY else CudaError(text)
     return values[0] if len(values) == 1 else values
 
@@ -181,7 +181,7 @@ class Graph:
         """Queue the whole graph."""
         (error,) = self._launch(self._made, self._stream)
         if error:
-            raise CudaError(f"cuGraphLaunch: {_meaning(self._cuda, error)}")
+            raise CudaError(f"cuGraphLaunch: {_describe_error(self._cuda, error)}")
 
     def close(self) -> None:
         """Free the graph."""

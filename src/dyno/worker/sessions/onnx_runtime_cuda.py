@@ -29,7 +29,7 @@ class Providers:
     """The execution providers of a trial on a GPU, as ONNX Runtime takes them: a list of (name, options)."""
 
     def __init__(self, ort: Any, trial: Trial, device: Device) -> None:
-        kind = _kind(trial)
+        kind = _choose_provider(trial)
         if hasattr(ort, "preload_dlls"):  # finds the CUDA libraries that PyTorch and NVIDIA's wheels bring
             ort.preload_dlls()
         self.wanted, self._trial, self._index = KINDS[kind], trial, device.index
@@ -60,13 +60,13 @@ def providers(trial: Trial, index: int, stream: int | None = None) -> list[tuple
         "cudnn_conv_algo_search": str(options.get("conv_search", "EXHAUSTIVE")),
         "prefer_nhwc": str(int(bool(options.get("nhwc", False)))),
     }
-    if KINDS[_kind(trial)] == CUDA:
+    if KINDS[_choose_provider(trial)] == CUDA:
         return [(CUDA, cuda)]
     fp16, int8 = (str(trial.precision == name) for name in ("fp16", "int8"))
     return [(TENSORRT, {**common, "trt_fp16_enable": fp16, "trt_int8_enable": int8}), (CUDA, cuda)]
 
 
-def _kind(trial: Trial) -> str:
+def _choose_provider(trial: Trial) -> str:
     provider = str(trial.options.get("provider", "cuda"))
     if provider not in KINDS:
         raise UserError(f"onnxruntime has no provider {provider!r} on a GPU; known: {', '.join(KINDS)}")
@@ -89,13 +89,13 @@ class CudaSession(DeviceSession):
         self.outputs = tuple(tensor(arg) for arg in self._session.get_outputs())
         ranked = (t for t in self.outputs if t.shape)  # without dimensions: a scalar, or of any number of them
         self._static = {t.name: t for t in (*self.inputs, *ranked) if all(isinstance(n, int) for n in t.shape)}
-        self.place(file.shapes, {name: _bytes(t) for name, t in self._static.items()})
+        self.place(file.shapes, {name: _count_bytes(t) for name, t in self._static.items()})
         self._run_options = file.ort.RunOptions()
         # Without this every run would end with a wait, and nothing could overlap.
         self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
-        self._bindings = [self._bound(slot) for slot in range(self.slots)]
+        self._bindings = [self._bind_slot(slot) for slot in range(self.slots)]
 
-    def _bound(self, slot: int) -> Any:
+    def _bind_slot(self, slot: int) -> Any:
         binding, addresses = self._session.io_binding(), self._slots[slot].addresses
         for tensor in self.inputs:
             kind, shape = np.dtype(tensor.dtype).type, list(tensor.shape)
@@ -153,5 +153,5 @@ def adds(ort: Any, model: bytes, options: Any) -> bool:
     return bool(CUDA in session.get_providers() and out == 4)
 
 
-def _bytes(tensor: Tensor) -> int:
+def _count_bytes(tensor: Tensor) -> int:
     return int(np.prod([int(n) for n in tensor.shape], dtype=np.int64)) * np.dtype(tensor.dtype).itemsize

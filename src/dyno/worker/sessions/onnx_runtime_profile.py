@@ -43,8 +43,8 @@ class Profile:
         nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= since]
         kernels = [e for e in nodes if e["name"].endswith("_kernel_time")]
         self.seen = {(e["name"], e["args"].get("node_index")): e["args"] for e in kernels}
-        self.computed_in = self._types()  # of the compute nodes
-        self.outer = {(e["name"], e["args"].get("node_index")): e["args"] for e in _outer(kernels)}
+        self.computed_in = self._find_types()  # of the compute nodes
+        self.outer = {(e["name"], e["args"].get("node_index")): e["args"] for e in _find_outer_kernels(kernels)}
         taken: dict[Any, list[float]] = defaultdict(list)
         for event in kernels:
             taken[event["args"]["op_name"], event["name"], event["args"].get("node_index")].append(event["dur"] * 1e-6)
@@ -75,12 +75,14 @@ class Profile:
         compute = [(self.seen[kernel]["op_name"], kind) for kernel, kind in self.computed_in.items()]
         return why_not_faster(self._precision, compute, self.time_by_operator(), CONVERTERS)
 
-    def _types(self) -> dict[Kernel, str]:
+    def _find_types(self) -> dict[Kernel, str]:
         """Return the type of each convolution, matrix product and the like, without products of indices and shapes."""
-        types = {kernel: self._type(kernel) for kernel, args in self.seen.items() if COMPUTE.search(args["op_name"])}
+        types = {
+            kernel: self._find_type(kernel) for kernel, args in self.seen.items() if COMPUTE.search(args["op_name"])
+        }
         return {kernel: kind for kernel, kind in types.items() if kind in (*COMPUTED, UNKNOWN)}
 
-    def _type(self, kernel: Kernel) -> str:
+    def _find_type(self, kernel: Kernel) -> str:
         """Return the type of the node's first input, unless its operator converts that before it multiplies."""
         args = self.seen[kernel]
         if args["op_name"] == PACKED and args["provider"] == CPU:  # on a GPU the attribute changes nothing
@@ -104,13 +106,13 @@ def by_run(events: Sequence[dict[str, Any]]) -> list[dict[Kernel, float]]:
     seconds: list[dict[Kernel, float]] = [{} for _ in runs]
     starts = [run["ts"] for run in runs]
     kernels = [e for e in events if e["cat"] == "Node" and e["name"].endswith("_kernel_time") and e["ts"] >= starts[0]]
-    for event in _outer(kernels):
+    for event in _find_outer_kernels(kernels):
         kernel = event["name"], event["args"].get("node_index")
         seconds[bisect_right(starts, event["ts"]) - 1][kernel] = event["dur"] * 1e-6
     return seconds
 
 
-def _outer(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+def _find_outer_kernels(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
     """Return the kernels without those inside a branch or a loop.
 
     Their names and numbers may be those of nodes around it.

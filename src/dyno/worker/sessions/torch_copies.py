@@ -26,13 +26,13 @@ class Copies:
         self._fresh = [False for _ in bound]
         # Floating-point inputs come as float32, whatever the module computes in; others as they are.
         self._fed = {n: torch.float32 if t.is_floating_point() else t.dtype for n, t in bound[0].items()}
-        self._landed = [{name: self._landing(name, tensor) for name, tensor in slot.items()} for slot in bound]
+        self._landed = [{name: self._choose_target(name, tensor) for name, tensor in slot.items()} for slot in bound]
         self._hosts: list[dict[str, Any]] = [{} for _ in bound]
         self._staged: dict[int, Any] = {}
         self._fetched: list[dict[str, Any]] = [{} for _ in bound]
         torch.cuda.synchronize(first.device)  # weights and buffers were made on the default stream, no other waits
 
-    def _landing(self, name: str, tensor: Any) -> Any:
+    def _choose_target(self, name: str, tensor: Any) -> Any:
         """Return the target of a copy from the host: the module's own tensor if it has a feed's type and layout."""
         if tensor.dtype == self._fed[name] and tensor.is_contiguous():
             return tensor
@@ -43,21 +43,21 @@ class Copies:
 
         They are kept as long as this object.
         """
-        return {name: self._stage(feed, self._fed[name]) for name, feed in feeds.items() if name in self._fed}
+        return {name: self._stage_feed(feed, self._fed[name]) for name, feed in feeds.items() if name in self._fed}
 
-    def _stage(self, feed: np.ndarray, dtype: Any) -> np.ndarray:
-        host = self._locked(feed.shape, dtype)
+    def _stage_feed(self, feed: np.ndarray, dtype: Any) -> np.ndarray:
+        host = self._allocate_locked(feed.shape, dtype)
         array: np.ndarray = host.numpy()
         np.copyto(array, feed)
         self._staged[array.ctypes.data] = host
         return array
 
-    def _locked(self, shape: Any, dtype: Any) -> Any:
+    def _allocate_locked(self, shape: Any, dtype: Any) -> Any:
         return self._torch.empty(tuple(shape), dtype=dtype, pin_memory=True)
 
     def bind(self, feeds: Mapping[str, np.ndarray], slot: int) -> None:
         """Queue the copies to the device; the slot's next run waits for them."""
-        hosts = {name: self._host(name, feeds[name], slot) for name in self._bound[slot]}
+        hosts = {name: self._find_host_tensor(name, feeds[name], slot) for name in self._bound[slot]}
         with self._torch.cuda.stream(self._in):
             for name, host in hosts.items():
                 landed, bound = self._landed[slot][name], self._bound[slot][name]
@@ -76,14 +76,14 @@ class Copies:
             self._there[slot].record(self._in)
         self._fresh[slot] = True
 
-    def _host(self, name: str, feed: np.ndarray, slot: int) -> Any:
+    def _find_host_tensor(self, name: str, feed: np.ndarray, slot: int) -> Any:
         host = self._staged.get(feed.ctypes.data) if feed.flags.c_contiguous else None
-        return host if host is not None and tuple(host.shape) == feed.shape else self._through(name, feed, slot)
+        return host if host is not None and tuple(host.shape) == feed.shape else self._copy_to_locked(name, feed, slot)
 
-    def _through(self, name: str, feed: np.ndarray, slot: int) -> Any:
+    def _copy_to_locked(self, name: str, feed: np.ndarray, slot: int) -> Any:
         """Return the slot's page-locked memory with the feed in it."""
         if name not in self._hosts[slot]:
-            self._hosts[slot][name] = self._locked(feed.shape, self._fed[name])
+            self._hosts[slot][name] = self._allocate_locked(feed.shape, self._fed[name])
         self._there[slot].synchronize()  # an earlier copy may still read from there
         np.copyto(self._hosts[slot][name].numpy(), feed)
         return self._hosts[slot][name]
@@ -104,21 +104,21 @@ class Copies:
 
     def fetch(self, outputs: Mapping[str, Any], slot: int) -> dict[str, np.ndarray]:
         """Return the tensors as float32 arrays in page-locked memory, valid until the slot is fetched again."""
-        arrays = self._read(outputs, slot)
+        arrays = self._read_outputs(outputs, slot)
         self._out.synchronize()
         return arrays
 
-    def _read(self, outputs: Mapping[str, Any], slot: int) -> dict[str, np.ndarray]:
+    def _read_outputs(self, outputs: Mapping[str, Any], slot: int) -> dict[str, np.ndarray]:
         with self._torch.cuda.stream(self._out):
             self._out.wait_event(self._done[slot])
             for name, tensor in outputs.items():
-                self._room(name, tensor.shape, slot).copy_(tensor.float().contiguous(), non_blocking=True)
+                self._reserve_buffer(name, tensor.shape, slot).copy_(tensor.float().contiguous(), non_blocking=True)
         return {name: self._fetched[slot][name].numpy() for name in outputs}
 
-    def _room(self, name: str, shape: Any, slot: int) -> Any:
+    def _reserve_buffer(self, name: str, shape: Any, slot: int) -> Any:
         buffer = self._fetched[slot].get(name)
         if buffer is None or buffer.shape != shape:
-            buffer = self._fetched[slot][name] = self._locked(shape, self._torch.float32)
+            buffer = self._fetched[slot][name] = self._allocate_locked(shape, self._torch.float32)
         return buffer
 
     def parts(
@@ -129,13 +129,13 @@ class Copies:
         `enqueue` is the host's time to queue it, the others are the GPU's by CUDA events; changes of type and layout
         belong to the copies.
         """
-        _, h2d = self._timed(self._in, bind)
-        enqueue, compute = self._timed(self.compute, run)
+        _, h2d = self._time_action(self._in, bind)
+        enqueue, compute = self._time_action(self.compute, run)
         tensors = outputs()
-        _, d2h = self._timed(self._out, lambda: self._read(tensors, 0))
+        _, d2h = self._time_action(self._out, lambda: self._read_outputs(tensors, 0))
         return dict(zip(PARTS, (enqueue, h2d, compute, d2h), strict=True))
 
-    def _timed(self, stream: Any, action: Callable[[], Any]) -> tuple[float, float]:
+    def _time_action(self, stream: Any, action: Callable[[], Any]) -> tuple[float, float]:
         """Return the seconds by the host's clock until it is queued, and by the GPU's until it is done."""
         begin, end = (self._torch.cuda.Event(enable_timing=True) for _ in range(2))
         begin.record(stream)

@@ -156,7 +156,7 @@ def unwrapped(torch: Any, module: Any) -> Any:
 
     Raises `UserError` for lazy weights, which have no values to be compared.
     """
-    while (inner := getattr(module, "_orig_mod", None) or _parallel(torch, module)) is not None:
+    while (inner := getattr(module, "_orig_mod", None) or _unwrap_parallel(torch, module)) is not None:
         module = inner
     if any(hasattr(each, "materialize") for each in (*module.parameters(), *module.buffers())):
         name = type(module).__name__
@@ -164,7 +164,7 @@ def unwrapped(torch: Any, module: Any) -> Any:
     return module
 
 
-def _parallel(torch: Any, module: Any) -> Any:
+def _unwrap_parallel(torch: Any, module: Any) -> Any:
     return module.module if isinstance(module, torch.nn.DataParallel) else None
 
 
@@ -270,7 +270,7 @@ def compiler_errors() -> Iterator[None]:
     except Exception as e:  # inductor wraps the compiler's failure in types of its own, which change between versions
         text = f"{type(e).__name__} {e}"
         if "InvalidCxxCompiler" in text:
-            raise Unavailable(NO_COMPILER.format(_compiler())) from e
+            raise Unavailable(NO_COMPILER.format(_find_compiler())) from e
         if "Python.h" in text:
             raise Unavailable(NO_HEADERS) from e
         missing = re.search(r"ModuleNotFoundError: No module named '(\w+)'", text)
@@ -284,14 +284,14 @@ def compiler_errors() -> Iterator[None]:
         raise
 
 
-def _compiler() -> str:
+def _find_compiler() -> str:
     return os.environ.get("CXX", "g++")
 
 
 def need_compiler() -> None:
     """Raise `Unavailable` when there is no C++ compiler: inductor needs one for CPU code and for its GPU launchers."""
-    if not shutil.which(_compiler().split()[0]):
-        raise Unavailable(NO_COMPILER.format(_compiler()))
+    if not shutil.which(_find_compiler().split()[0]):
+        raise Unavailable(NO_COMPILER.format(_find_compiler()))
 
 
 def import_torch() -> Any:

@@ -77,14 +77,14 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
         "DISABLED": settings["disabled_optimizers"],
         "SPINNING": str(int(settings["spinning"])),
         "FREE_DIMENSIONS": ort.overrides(inputs, static_shapes(inputs, trial.dims)),
-        "PROVIDERS": cuda.providers(trial, _index(trial)) if on_gpu else list(ort.PROVIDERS),
+        "PROVIDERS": cuda.providers(trial, _parse_device_index(trial)) if on_gpu else list(ort.PROVIDERS),
     }
     needs = ("numpy", "onnxruntime-gpu" if on_gpu else "onnxruntime")
     code = ONNX_RUNTIME.format(preload=PRELOAD if on_gpu else "")
     return Part(needs, "import onnxruntime\n", constants, code)
 
 
-def _index(trial: Trial) -> int:
+def _parse_device_index(trial: Trial) -> int:
     return int(trial.runtime.device.partition(":")[2] or 0)
 
 

@@ -140,14 +140,14 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
         raise UserError(
             f"{trial.model.name} was quantised dynamically by PyTorch, which can't be stored as weights alone"
         )
-    imports, needs, constants, build = _built(trial, network, about, folder)
+    imports, needs, constants, build = _write_build_code(trial, network, about, folder)
     kind = models.parse(trial.model.source)[0]
     saved, own = kind in STORED, kind in ("python", "module")
     if not saved:
         torch.save(network.state_dict(), folder / "state.pt")
     options = find(trial.backend).checked(trial)  # type: ignore[attr-defined]
     pixels = input_data.wants_pixels(options)
-    constants = {"FILE": place(about), **constants, **_called(trial), **_settings(trial, options)}
+    constants = {"FILE": place(about), **constants, **_list_arguments(trial), **_collect_settings(trial, options)}
     if pixels:
         channels = int(inputs_of(trial, None)[0].shape[1])
         scale_and_offset = input_data.pixel_scale(trial.model.preprocess, channels)
@@ -163,7 +163,7 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
     )
 
 
-def _called(trial: Trial) -> dict[str, Any]:
+def _list_arguments(trial: Trial) -> dict[str, Any]:
     """Return forward's arguments: the positional ones in order, the names of the others, and non-tensor values."""
     specs = trial.model.inputs
     return {
@@ -173,7 +173,7 @@ def _called(trial: Trial) -> dict[str, Any]:
     }
 
 
-def _settings(trial: Trial, options: dict[str, Option]) -> dict[str, Any]:
+def _collect_settings(trial: Trial, options: dict[str, Option]) -> dict[str, Any]:
     from dyno.worker.backends.pytorch import TYPES
 
     settings: dict[str, Any] = {
@@ -190,48 +190,53 @@ def _settings(trial: Trial, options: dict[str, Option]) -> dict[str, Any]:
     return settings
 
 
-def _built(
+def _write_build_code(
     trial: Trial, network: Any, about: dict[str, Any], folder: Path
 ) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
     """Return the imports, distributions, constants and code that build the network."""
     model, (kind, name) = trial.model, models.parse(trial.model.source)
-    classes = _classes(model, network)
+    classes = _count_classes(model, network)
     if kind == "torchvision":
         options = {**({} if classes is None else {"num_classes": classes}), **_branch_options(network)}
         options |= models.torchvision_options(name, trial.dims)
-        call = f"torchvision.models.get_model({name!r}, weights=None{_written(options)})"
+        call = f"torchvision.models.get_model({name!r}, weights=None{_format_options(options)})"
         return "import torchvision\n", ("torchvision",), {}, LIBRARY.format(call=call)
     if kind == "timm":
         options = models.timm_options(model, name, trial.dims, classes)
-        return "import timm\n", ("timm",), {}, LIBRARY.format(call=f"timm.create_model({name!r}{_written(options)})")
+        return (
+            "import timm\n",
+            ("timm",),
+            {},
+            LIBRARY.format(call=f"timm.create_model({name!r}{_format_options(options)})"),
+        )
     if kind == "ultralytics":
         config, channels = network.yaml, network.yaml.get("ch") or network.yaml.get("channels") or model.channels
         code = YOLO.format(kind=type(network).__name__, channels=channels, classes=config.get("nc"))
         return "from ultralytics.nn import tasks\n", ("ultralytics",), {"CONFIG": config}, code
     if kind == "darknet":
-        return _exported(network, trial, folder)
-    return _saved(name, folder) if kind == "saved" else _user_function(model, about, folder)
+        return _export_network(network, trial, folder)
+    return _store_saved_module(name, folder) if kind == "saved" else _user_function(model, about, folder)
 
 
-def _saved(path: str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
+def _store_saved_module(path: str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
     """Store a module's own file in place of weights, and return the code that loads it."""
     shutil.copyfile(path, folder / "state.pt")
     if not path.endswith(".pt2"):
         return "", (), {}, SAVED.format(call='torch.jit.load(FILE, map_location="cpu")')
-    return _program()
+    return _write_program_code()
 
 
-def _exported(network: Any, trial: Trial, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
+def _export_network(network: Any, trial: Trial, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
     """Store a network that only Dyno can build, as a program of torch.export for the trial's shape."""
     import torch
 
     dims = trial.dims
     example = torch.zeros(dims.batch, trial.model.channels, dims.height, dims.width)
     torch.export.save(torch.export.export(network, (example,)), folder / "state.pt")
-    return _program()
+    return _write_program_code()
 
 
-def _program() -> tuple[str, tuple[str, ...], dict[str, Any], str]:
+def _write_program_code() -> tuple[str, tuple[str, ...], dict[str, Any], str]:
     unguarded = ", ".join(f"{key}={value}" for key, value in saved_modules.unguarded().items())
     return "", (), {}, SAVED.format(call=f'torch.export.load(FILE.open("rb")).module({unguarded})')
 
@@ -277,7 +282,7 @@ def _source_file(location: str) -> Path | None:
     return Path(spec.origin) if spec and spec.origin else None
 
 
-def _classes(model: ModelSpec, network: Any) -> int | None:
+def _count_classes(model: ModelSpec, network: Any) -> int | None:
     """Return the number of classes that the network was built with, if it isn't its library's own."""
     if model.classes is not None or not model.weights:
         return model.classes
@@ -290,7 +295,7 @@ def _without_weights(model: ModelSpec) -> ModelSpec:
     return replace(model, weights="", weights_sha256="", pretrained=False)
 
 
-def _written(options: dict[str, Any]) -> str:
+def _format_options(options: dict[str, Any]) -> str:
     return "".join(f", {key}={value!r}" for key, value in options.items())
 
 

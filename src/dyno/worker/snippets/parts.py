@@ -115,29 +115,29 @@ def written(part: Part, trial: Trial, tensors: tuple[Tensor, ...], about: Mappin
     image = tensors[0] if _takes_images(tensors) else None
     constants = {
         "INPUTS": {t.name: (tuple(t.shape), t.dtype) for t in tensors},
-        "RANGES": _ranges(trial, tensors),
+        "RANGES": _find_ranges(trial, tensors),
         **part.constants,
     }
     if image is not None:
-        constants |= _preparation(trial, image)
+        constants |= _collect_preparation(trial, image)
     photographs = PHOTOGRAPHS if image is not None else ""
     return "".join(
         (
-            _head(part, trial, about, image is not None),
+            _write_head(part, trial, about, image is not None),
             f"import sys\nfrom pathlib import Path\n\nimport numpy as np\n{part.imports}\n",
             *(
                 f"{name} = {value if name == 'FILE' else pformat(value, width=110)}\n"
                 for name, value in constants.items()
             ),
             part.code,
-            _prepare(trial, image) if image is not None else "",
+            _write_preparation(trial, image) if image is not None else "",
             FED.format(photographs=photographs),
             MAIN,
         )
     )
 
 
-def _head(part: Part, trial: Trial, about: Mapping[str, Any], image: bool) -> str:
+def _write_head(part: Part, trial: Trial, about: Mapping[str, Any], image: bool) -> str:
     script = about["script"]
     lines = [f'"""{about["story"]}', "", f"    python {script}                # random numbers"]
     lines += [f"    python {script} PHOTO.jpg …    # photographs, prepared as for the measurement"] if image else []
@@ -152,7 +152,7 @@ def _takes_images(tensors: tuple[Tensor, ...]) -> bool:
     return len(tensors) == 1 and len(shape) == 4 and shape[1] in (1, 3)
 
 
-def _ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float, float]]:
+def _find_ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float, float]]:
     """Return the range of each input's random values, without photographs; none for the standard normal."""
     described = {s.name: (s.low, s.high) for s in trial.model.inputs if s.low is not None and s.high is not None}
     whole = {t.name: (0, 255) if t.dtype == "uint8" else (0, 1) for t in tensors if not t.dtype.startswith("float")}
@@ -161,7 +161,7 @@ def _ranges(trial: Trial, tensors: tuple[Tensor, ...]) -> dict[str, tuple[float,
     return {t.name: ranges[t.name] for t in tensors if t.name in ranges}
 
 
-def _preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
+def _collect_preparation(trial: Trial, image: Tensor) -> dict[str, Any]:
     """Return the constants for the preprocessing of photographs."""
     preprocess, channels = trial.model.preprocess, int(image.shape[1])
     constants: dict[str, Any] = {}
@@ -177,7 +177,7 @@ def _for_each(values: tuple[float, ...], channels: int) -> tuple[float, ...]:
     return tuple(values[k % len(values)] for k in range(channels))
 
 
-def _prepare(trial: Trial, image: Tensor) -> str:
+def _write_preparation(trial: Trial, image: Tensor) -> str:
     letterbox = trial.model.preprocess.letterbox
     more = ", ImageOps" if letterbox else ""
     upright = "ImageOps.exif_transpose(picture)" if letterbox else "picture"

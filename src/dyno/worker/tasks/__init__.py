@@ -15,19 +15,19 @@ GROUP = "dyno.tasks"
 def find(name: str) -> Task:
     """Return the task of that name; raise a `UserError` with the nearest for an unknown one."""
     check_known("task", name, names())
-    return _tasks()[name]
+    return _load_tasks()[name]
 
 
 def names() -> list[str]:
     """Return the names of the tasks."""
-    return list(_tasks())
+    return list(_load_tasks())
 
 
 def metrics() -> list[str]:
     """Return the metrics for budgets: each task's, by the names of their objects in `analysis/metrics`."""
-    return list(dict.fromkeys(metric for task in _tasks().values() for metric in task.metrics))
+    return list(dict.fromkeys(metric for task in _load_tasks().values() for metric in task.metrics))
 
 
 @cache
-def _tasks() -> dict[str, Task]:
+def _load_tasks() -> dict[str, Task]:
     return plugins.declared(sys.modules[__name__], Task, GROUP)  # type: ignore[type-abstract]

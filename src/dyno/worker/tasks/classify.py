@@ -78,11 +78,11 @@ def ranked(scores: np.ndarray, k: int) -> tuple[np.ndarray, np.ndarray]:
     if scores.shape[1] <= LEAST_PARTED * k:
         index = np.argsort(falling, axis=1, kind="stable")[:, :k]
     else:
-        index = _partitioned(falling, k)
+        index = _partition_scores(falling, k)
     return index.astype(np.int32), np.take_along_axis(scores, index, axis=1)
 
 
-def _partitioned(falling: np.ndarray, k: int) -> np.ndarray:
+def _partition_scores(falling: np.ndarray, k: int) -> np.ndarray:
     best = falling <= np.partition(falling, k - 1, axis=1)[:, k - 1 : k]
     clear = np.count_nonzero(best, axis=1) == k
     index = np.empty((len(falling), k), np.int64)

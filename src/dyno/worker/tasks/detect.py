@@ -138,17 +138,17 @@ class BoxReader:
         """
         if not len(sizes):
             return []
-        chosen = self._choose(outputs, input_size, len(sizes))
+        chosen = self._choose_layout(outputs, input_size, len(sizes))
         beside = self._task.beside({name: array.shape for name, array in outputs.items()})
         found = []
         for image, (height, width) in enumerate(np.asarray(sizes).tolist()):
             place = Place(height, width, *input_size, aspects[image] if aspects else 1.0)
             pool = np.asarray(outputs[beside])[image].astype(np.float32) if beside else np.empty(0, np.float32)
-            found.append(self._image(outputs, image, place, pool, chosen, (confidence, iou, most)))
+            found.append(self._read_image(outputs, image, place, pool, chosen, (confidence, iou, most)))
         self._check_labels(found, outputs)
         return found
 
-    def _choose(
+    def _choose_layout(
         self, outputs: Mapping[str, np.ndarray], size: tuple[int, int], images: int
     ) -> tuple[Fit, BoxForm] | None:
         with self._choosing:
@@ -158,7 +158,7 @@ class BoxReader:
                 self._chosen = layouts.choose(replace(seen, values=outputs))
             return self._chosen
 
-    def _image(
+    def _read_image(
         self, outputs: Mapping[str, np.ndarray], image: int, place: Place, beside: np.ndarray,
         chosen: tuple[Fit, BoxForm] | None, limits: tuple[float, float, int],
     ) -> Detections:  # fmt: skip

@@ -119,9 +119,9 @@ class AnchorTable(BoxLayout):
         longer = not isinstance(anchors, int) or anchors >= length
         if not seen.classes and ((not longer and not each) or (self.objectness and self.axis == 1)):
             return None
-        return Fit(self, (name,), classes, extra, self._rank(each, bool(seen.classes)))
+        return Fit(self, (name,), classes, extra, self._rank_anchors(each, bool(seen.classes)))
 
-    def _rank(self, each: int, known: bool) -> float:
+    def _rank_anchors(self, each: int, known: bool) -> float:
         """Return 0 where the number of anchors is that of the image's cells; two of one rank are ambiguous."""
         if self.axis == 1:
             return 0 if each else 0.9 if known else 3
@@ -166,12 +166,12 @@ class FinalRows(BoxLayout):
 
     def fits(self, seen: Seen) -> Fit | None:
         for name, shape in seen.shapes.items():
-            extra = self._extra(seen, shape)
+            extra = self._count_extra_values(seen, shape)
             if extra is not None:
                 return Fit(self, (name,), seen.classes or None, extra, self.rank)
         return None
 
-    def _extra(self, seen: Seen, shape: Shape) -> int | None:
+    def _count_extra_values(self, seen: Seen, shape: Shape) -> int | None:
         several = "image" in self.columns
         axes = len(shape) == 3 or (len(shape) == 2 and (several or seen.images == 1))
         axes |= several and len(shape) == 4 and [*shape[:2]] == [1, 1]
@@ -210,7 +210,7 @@ class Lists(BoxLayout):
         single = [name for name, shape in seen.shapes.items() if same(shape, lead) or same(shape, (*lead, 1))]
         scores, labels = named(single, "score", "conf"), named(single, "class", "label", "cls")
         if not (scores and labels) and len(single) == 2:
-            order = sorted(single, key=lambda name: _whole(seen.values.get(name)))
+            order = sorted(single, key=lambda name: _has_whole_numbers(seen.values.get(name)))
             scores, labels = order if not (scores or labels) else (
                 scores or next(n for n in single if n != labels), labels or next(n for n in single if n != scores)
             )  # fmt: skip
@@ -225,12 +225,12 @@ class Lists(BoxLayout):
         rows = boxes[image] if boxes.ndim == 3 else boxes
         n = int(np.ravel(count[0])[image]) if count and count[0] is not None else len(rows)
 
-        def column(array: np.ndarray) -> np.ndarray:
+        def read_column(array: np.ndarray) -> np.ndarray:
             whole = array[image] if boxes.ndim == 3 else array
             return np.asarray(whole).reshape(-1)[:n].astype(np.float32)
 
-        kinds = column(labels) if labels is not None else np.zeros(len(rows[:n]), np.float32)
-        return Candidates(rows[:n].astype(np.float32).T, column(scores), kinds)
+        kinds = read_column(labels) if labels is not None else np.zeros(len(rows[:n]), np.float32)
+        return Candidates(rows[:n].astype(np.float32).T, read_column(scores), kinds)
 
 
 @dataclass(frozen=True)
@@ -325,7 +325,7 @@ class Pairs(BoxLayout):
         return Fit(self, (boxes, scores), classes)
 
     def refute(self, fit: Fit, values: Mapping[str, np.ndarray]) -> str:
-        table = self._table(fit, values, slice(None)).astype(np.float32)
+        table = self._read_table(fit, values, slice(None)).astype(np.float32)
         table = table[np.isfinite(table).all(-1)]
         logits = bool(table.size and (table.min() < -SLACK or table.max() > 1 + SLACK))
         nothing = (
@@ -338,12 +338,12 @@ class Pairs(BoxLayout):
             kind = "first" if first else "last"
         return "" if kind == self.kind else f"the values are {kind}"
 
-    def _table(self, fit: Fit, values: Mapping[str, np.ndarray], image: int | slice) -> np.ndarray:
+    def _read_table(self, fit: Fit, values: Mapping[str, np.ndarray], image: int | slice) -> np.ndarray:
         boxes, scores = (values[name] for name in fit.names)
         return scores[image] if scores.shape[1] == boxes.shape[1] else np.swapaxes(scores, 1, 2)[image]
 
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
-        table = self._table(fit, values, image).astype(np.float32)
+        table = self._read_table(fit, values, image).astype(np.float32)
         if self.kind == "sigmoid":
             table = 1 / (1 + np.exp(-table.clip(-80, 80)))
         elif self.kind == "softmax":
@@ -389,7 +389,7 @@ def choose(seen: Seen, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> tup
     `UnreadBoxes`."""
     reasons = list[str]()
     for _, fits in groupby(possible(seen, kinds), key=lambda fit: fit.rank):
-        results = [(fit, _examine(fit, seen)) for fit in fits]
+        results = [(fit, _examine_boxes(fit, seen)) for fit in fits]
         reasons += [result for _, result in results if isinstance(result, str)]
         chosen = [(fit, result) for fit, result in results if isinstance(result, BoxForm)]
         if len(chosen) > 1:
@@ -400,7 +400,7 @@ def choose(seen: Seen, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> tup
     raise UnreadBoxes(describe(seen.shapes, reasons[0]))
 
 
-def _examine(fit: Fit, seen: Seen) -> BoxForm | str | None:
+def _examine_boxes(fit: Fit, seen: Seen) -> BoxForm | str | None:
     """Return the form of the boxes, None without any, or what contradicts the layout."""
     if reason := fit.layout.refute(fit, seen.values):
         return reason
@@ -418,14 +418,14 @@ def _examine(fit: Fit, seen: Seen) -> BoxForm | str | None:
         return None
     if found[0].labels is not None:
         kinds = np.concatenate([one.labels for one in found if one.labels is not None])[rows]
-        if not (_whole(kinds) and kinds.min() >= 0):
+        if not (_has_whole_numbers(kinds) and kinds.min() >= 0):
             return "what should be classes are not whole numbers from 0"
     rows = rows[np.argsort(-scores[rows], kind="stable")[:MOST_EXAMINED]]
-    form = _form(boxes[rows], fit.layout, seen.size)
+    form = _choose_form(boxes[rows], fit.layout, seen.size)
     return form or "what should be boxes lies outside the image"
 
 
-def _form(boxes: np.ndarray, layout: BoxLayout, size: tuple[int, int]) -> BoxForm | None:
+def _choose_form(boxes: np.ndarray, layout: BoxLayout, size: tuple[int, int]) -> BoxForm | None:
     """Return the layout's usual form unless another one fits clearly better; None where none is of boxes."""
     usual = replace(layout.form, shares=bool(np.abs(boxes).max() <= 2))
     inside = valid_share(boxes, usual, size)
@@ -476,7 +476,7 @@ def same(shape: Shape, other: Shape) -> bool:
     )
 
 
-def _whole(values: np.ndarray | None) -> bool:
+def _has_whole_numbers(values: np.ndarray | None) -> bool:
     return values is not None and bool(np.all(values == np.round(values)))
 
 

@@ -114,7 +114,7 @@ def suppress(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np
         chosen.append(row)
         others = rest[int(labels[row])]
         others = others[np.searchsorted(others, row, "right") :]
-        overlap = _overlap(boxes[row], boxes[others])
+        overlap = _compute_overlap(boxes[row], boxes[others])
         with np.errstate(divide="ignore", invalid="ignore"):  # boxes without an area overlap nothing
             suppressed = overlap / (areas[row] + areas[others] - overlap) > iou
         waiting[others[suppressed]] = False
@@ -172,18 +172,18 @@ class Place:
     def rows(self, first: int, last: int, count: int) -> _Taps:
         """Return the positions of the image's rows among `count` prototype rows."""
         at = (np.arange(first, last) + 0.5) * self.down
-        return _taps(at, self.top, self.new_height, count / self.input[0], count)
+        return _compute_taps(at, self.top, self.new_height, count / self.input[0], count)
 
     def columns(self, first: int, last: int, count: int) -> _Taps:
         """Return the positions of the image's columns among `count` prototype columns."""
         at = (np.arange(first, last) + 0.5) * self.across
-        return _taps(at, self.left, self.new_width, count / self.input[1], count)
+        return _compute_taps(at, self.left, self.new_width, count / self.input[1], count)
 
 
 _Taps = tuple[np.ndarray, np.ndarray, np.ndarray]
 
 
-def _taps(at: np.ndarray, margin: int, length: int, ratio: float, count: int) -> _Taps:
+def _compute_taps(at: np.ndarray, margin: int, length: int, ratio: float, count: int) -> _Taps:
     """Return the two cells of the coarser grid around each position of the image, and the weight of the second.
 
     Cells in the letterbox's grey are left out.
@@ -229,7 +229,7 @@ def corners(boxes: np.ndarray) -> np.ndarray:
     return np.concatenate([boxes[:, :2] - half, boxes[:, :2] + half], axis=1)
 
 
-def _overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _compute_overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Return the area that a box shares with each of the others."""
     sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
     shared: np.ndarray = sides.clip(0).prod(1)

@@ -54,7 +54,7 @@ class Segment(Detect):
         form: BoxForm,
         keypoints: Sequence[int],
     ) -> dict[str, Any]:
-        return {"masks": _masks(rest, beside, boxes, place)}
+        return {"masks": _build_masks(rest, beside, boxes, place)}
 
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
         masks = [mask for detection in detections for mask in detection.masks or ()]
@@ -65,7 +65,7 @@ class Segment(Detect):
 SEGMENT = Segment()
 
 
-def _masks(coefficients: np.ndarray, prototypes: np.ndarray, boxes: np.ndarray, place: Place) -> list[np.ndarray]:
+def _build_masks(coefficients: np.ndarray, prototypes: np.ndarray, boxes: np.ndarray, place: Place) -> list[np.ndarray]:
     """Return masks at the image's size: sums of prototypes, bilinearly interpolated inside the box, set above 0."""
     count, height, width = prototypes.shape
     coarse = (coefficients @ prototypes.reshape(count, -1)).reshape(-1, height, width)

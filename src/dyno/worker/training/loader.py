@@ -131,7 +131,7 @@ class Epochs:
         return len(self.keys)
 
 
-def _unchanged(batch: Any) -> Any:
+def _keep_batch(batch: Any) -> Any:
     return batch
 
 
@@ -151,7 +151,7 @@ class Reader:
             Batched(split, change),
             batch_size=None,  # an item is a batch already
             sampler=self._epochs,
-            collate_fn=_unchanged,
+            collate_fn=_keep_batch,
             num_workers=options.workers,
             persistent_workers=options.workers > 0,
             pin_memory=self._device.type == "cuda",

@@ -111,7 +111,7 @@ def train(
     don't fit together.
     """
     torch = import_torch()
-    _prepare(torch, options, threads)
+    _prepare_device(torch, options, threads)
     splits = loader.Split.open(training), loader.Split.open(test)
     model = _with_classes(model, dims, *splits)
     report("build the model")
@@ -122,13 +122,13 @@ def train(
     with memory_errors():
         module = module.to(options.device, memory_format=torch.channels_last)
         loop = Loop(module, options, len(loader.batches(splits[0], options, 1)))
-        state = snapshot.restore(folder, _settings(options, training, test, model, dims), loop.parts())
+        state = snapshot.restore(folder, _collect_settings(options, training, test, model, dims), loop.parts())
         for epoch in range(state.epoch + 1, options.epochs + 1):
             report(f"epoch {epoch}/{options.epochs}")
-            row = _epoch(loop, epoch, reader, splits[0], state, folder, report)
+            row = _train_epoch(loop, epoch, reader, splits[0], state, folder, report)
             report(f"epoch {epoch}/{options.epochs}, test")
             with loop.autocast():
-                row |= _evaluate(module, test_reader, splits[1], options)[0]
+                row |= _evaluate_split(module, test_reader, splits[1], options)[0]
             state.add({name: row[name] for name in snapshot.COLUMNS})
             snapshot.store(folder, state, loop.parts())
         report("evaluate the best weights")
@@ -136,7 +136,7 @@ def train(
         return replace(best, notes=tuple(notes))
 
 
-def _prepare(torch: Any, options: TrainOptions, threads: int) -> None:
+def _prepare_device(torch: Any, options: TrainOptions, threads: int) -> None:
     device = device_named(torch, options.device)
     if threads:
         torch.set_num_threads(threads)
@@ -157,7 +157,7 @@ def _with_classes(model: ModelSpec, dims: Dims, training: loader.Split, test: lo
     return replace(model, classes=len(test.classes))
 
 
-def _settings(
+def _collect_settings(
     options: TrainOptions, training: DataSpec, test: DataSpec, model: ModelSpec, dims: Dims
 ) -> dict[str, Any]:
     """Return the settings that determine the result, by their names for the user."""
@@ -175,7 +175,7 @@ def _settings(
     }
 
 
-def _epoch(
+def _train_epoch(
     loop: Loop,
     epoch: int,
     reader: loader.Reader,
@@ -200,7 +200,7 @@ def _epoch(
             mean = float(total) / images
             report(f"epoch {epoch}/{options.epochs}, batch {number}/{len(keys)}, loss {mean:.4f}")
             if not math.isfinite(mean):
-                raise UserError(_diverged(epoch, mean, options, state, folder))
+                raise UserError(_explain_divergence(epoch, mean, options, state, folder))
     seconds = time.perf_counter() - started
     lr = loop.schedule.get_last_lr()[0]
     return {
@@ -212,7 +212,7 @@ def _epoch(
     }
 
 
-def _diverged(epoch: int, loss: float, options: TrainOptions, state: State, folder: Path) -> str:
+def _explain_divergence(epoch: int, loss: float, options: TrainOptions, state: State, folder: Path) -> str:
     weights_note = "no weights were stored yet"
     if state.best:
         best = state.history[state.best - 1]
@@ -220,7 +220,7 @@ def _diverged(epoch: int, loss: float, options: TrainOptions, state: State, fold
     return f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {options.peak:g}; {weights_note}"
 
 
-def _evaluate(
+def _evaluate_split(
     module: Any, reader: loader.Reader, split: loader.Split, options: TrainOptions
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return loss and top-1 in percent; and, apart, top-5 and the counts."""
@@ -258,7 +258,7 @@ def _evaluate_best(
     path = folder / snapshot.BEST
     stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
     module = models.load(stored, dims).to(options.device, memory_format=torch.channels_last)
-    row, counts = _evaluate(module, reader, splits[1], options)
+    row, counts = _evaluate_split(module, reader, splits[1], options)
     return Trained(
         **row,
         **counts,

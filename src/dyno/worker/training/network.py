@@ -26,10 +26,10 @@ def build(model: ModelSpec, dims: Dims, *, freeze: bool = False) -> tuple[Any, l
     notes = []
     state, where = _initial_weights(model, dims)
     if state is not None:
-        notes = _apply(module, state, where)
-    _check(module, model, dims)
+        notes = _apply_state(module, state, where)
+    _check_network(module, model, dims)
     if freeze:
-        notes.append(_freeze(module, model, dims))
+        notes.append(_freeze_layers(module, model, dims))
     return module, notes
 
 
@@ -42,7 +42,7 @@ def _initial_weights(model: ModelSpec, dims: Dims) -> tuple[Mapping[str, Any] | 
     return None, ""
 
 
-def _apply(module: Any, state: Mapping[str, Any], where: str) -> list[str]:
+def _apply_state(module: Any, state: Mapping[str, Any], where: str) -> list[str]:
     own = module.state_dict()
     classes = head_classes(module, state)
     if classes is None:
@@ -54,7 +54,7 @@ def _apply(module: Any, state: Mapping[str, Any], where: str) -> list[str]:
     return [f"{where} has {classes} classes and the data {wanted}: {', '.join(head)} begin from random values"]
 
 
-def _check(module: Any, model: ModelSpec, dims: Dims) -> None:
+def _check_network(module: Any, model: ModelSpec, dims: Dims) -> None:
     """Refuse a network that doesn't take the images or return a score for each class, in training or evaluation."""
     import torch
 
@@ -76,7 +76,7 @@ def _check(module: Any, model: ModelSpec, dims: Dims) -> None:
             )
 
 
-def _freeze(module: Any, model: ModelSpec, dims: Dims) -> str:
+def _freeze_layers(module: Any, model: ModelSpec, dims: Dims) -> str:
     """Leave only the classifier trainable: the parameters whose shape follows the number of classes."""
     assert model.classes is not None
     larger = models.build(replace(model, weights="", pretrained=False, classes=model.classes + 1), dims).state_dict()

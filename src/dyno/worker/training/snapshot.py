@@ -40,11 +40,11 @@ class State:
     def add(self, row: dict[str, float]) -> None:
         """Add one more epoch; the best has the highest top-1, of equals the lowest loss."""
         self.history.append(row)
-        if not self.best or _rank(row) > _rank(self.history[self.best - 1]):
+        if not self.best or _rank_epoch(row) > _rank_epoch(self.history[self.best - 1]):
             self.best = self.epoch
 
 
-def _rank(row: Mapping[str, float]) -> tuple[float, float]:
+def _rank_epoch(row: Mapping[str, float]) -> tuple[float, float]:
     return row["top1"], -row["test_loss"]
 
 
@@ -55,21 +55,21 @@ def store(folder: Path, state: State, parts: Mapping[str, Any]) -> None:
     content = io.BytesIO()
     about = {"settings": state.settings, "history": state.history, "best": state.best}
     torch.save({"about": json.dumps(about), **{name: part.state_dict() for name, part in parts.items()}}, content)
-    _write(folder / STATE, content.getbuffer())
+    _write_file(folder / STATE, content.getbuffer())
     publish(folder, state, parts["module"])
 
 
 def publish(folder: Path, state: State, module: Any) -> None:
     """Write the curves, the last weights, and the best ones if the last epoch is the best."""
-    weights = _weights(module)
+    weights = _serialise_weights(module)
     if state.best == state.epoch:
-        _write(folder / BEST, weights)
-    _write(folder / LAST, weights)
+        _write_file(folder / BEST, weights)
+    _write_file(folder / LAST, weights)
     table = io.StringIO()
     writer = csv.DictWriter(table, COLUMNS, lineterminator="\n")
     writer.writeheader()
     writer.writerows(state.history)
-    _write(folder / HISTORY, table.getvalue().encode())
+    _write_file(folder / HISTORY, table.getvalue().encode())
 
 
 def restore(folder: Path, settings: dict[str, Any], parts: Mapping[str, Any]) -> State:
@@ -80,7 +80,7 @@ def restore(folder: Path, settings: dict[str, Any], parts: Mapping[str, Any]) ->
     path = folder / STATE
     if not path.is_file():
         return State(settings)
-    stored = _read(path)
+    stored = _read_state(path)
     about = json.loads(stored["about"])
     _check_settings(path, about["settings"], settings)
     for name, part in parts.items():
@@ -90,7 +90,7 @@ def restore(folder: Path, settings: dict[str, Any], parts: Mapping[str, Any]) ->
     return state
 
 
-def _read(path: Path) -> dict[str, Any]:
+def _read_state(path: Path) -> dict[str, Any]:
     import torch
 
     try:
@@ -105,15 +105,17 @@ def _check_settings(path: Path, before: Mapping[str, Any], now: Mapping[str, Any
     """Refuse to resume with settings that change the result, and name them."""
     names = [name for name in {**before, **now} if before.get(name) != now.get(name)]
     if names:
-        changes = ", ".join(f"{name} {_shown(before.get(name))} (now {_shown(now.get(name))})" for name in names)
+        changes = ", ".join(
+            f"{name} {_format_value(before.get(name))} (now {_format_value(now.get(name))})" for name in names
+        )
         raise UserError(f"the training in {path.parent} began with {changes}; {AGAIN}")
 
 
-def _shown(value: Any) -> str:
+def _format_value(value: Any) -> str:
     return value[:12] if isinstance(value, str) else str(value)
 
 
-def _weights(module: Any) -> bytes:
+def _serialise_weights(module: Any) -> bytes:
     from safetensors.torch import save
 
     # safetensors refuses tensors that share memory, so each gets its own
@@ -127,6 +129,6 @@ def sha256(path: Path) -> str:
     return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
-def _write(path: Path, content: bytes | memoryview) -> None:
+def _write_file(path: Path, content: bytes | memoryview) -> None:
     with replacing(path) as f:
         f.write(content)

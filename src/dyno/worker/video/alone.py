@@ -111,8 +111,8 @@ class Bench:
         """
         reading, most, count = self._source.read(), most or FRAMES // CHUNK * self._chunk, 0
         until = time.perf_counter() + SECONDS
-        while count < most and (frames := self._decoded(reading, min(self._chunk, most - count))):
-            self._turn(frames)
+        while count < most and (frames := self._decode_frames(reading, min(self._chunk, most - count))):
+            self._run_turn(frames)
             self.first = self.first or frames[0]
             count += len(frames)
             if time.perf_counter() > until:
@@ -127,7 +127,7 @@ class Bench:
         """Return the result of each stage, without the engine's."""
         return {name: clock.result(self._chunk) for name, clock in self._clocks.items() if clock.seconds}
 
-    def _decoded(self, reading: Iterator[Frame], count: int) -> list[Frame]:
+    def _decode_frames(self, reading: Iterator[Frame], count: int) -> list[Frame]:
         """Return the next frames; the time of a live source's frame begins when it has arrived."""
         frames, cpu = list[Frame](), time.process_time()
         for frame in itertools.islice(reading, count):
@@ -137,10 +137,10 @@ class Bench:
             cpu = time.process_time()
         return frames
 
-    def _turn(self, frames: list[Frame]) -> None:
-        batches = self._prepared(frames)
+    def _run_turn(self, frames: list[Frame]) -> None:
+        batches = self._prepare_batches(frames)
         self.answered = [done for batch in batches for done in (*self._engine.work(batch), *self._engine.rest())]
-        self._postprocess()
+        self._postprocess_batches()
         if self._tracker is not None:
             for frame in frames:
                 with self._clocks[steps.TRACK].timing():
@@ -154,7 +154,7 @@ class Bench:
             with self._clocks[steps.ENCODE].timing():
                 self._sink.write(replace(frame, packets=[]))
 
-    def _prepared(self, frames: list[Frame]) -> list[Batch]:
+    def _prepare_batches(self, frames: list[Frame]) -> list[Batch]:
         """Return the frames as batches; if several threads prepare them, their time is that of all together."""
         clock, size, batches = self._clocks[steps.PREPARE], self._batch, list[Batch]()
         together = size if self._lanes == 1 else len(frames)
@@ -170,7 +170,7 @@ class Bench:
             batches += done
         return batches
 
-    def _postprocess(self) -> None:
+    def _postprocess_batches(self) -> None:
         clock = self._clocks[steps.POSTPROCESS]
         if self._lanes == 1:
             for batch in self.answered:
@@ -213,7 +213,7 @@ class Copy:
         # Drawn on and written by each copy for itself.
         own = [replace(frame, picture=frame.picture.copy()) for frame in answered.frames]
         self._answered = replace(answered, frames=own)
-        again = itertools.cycle(own) if source.once else _endless(source)
+        again = itertools.cycle(own) if source.once else _iter_endless_frames(source)
         self._reading: Iterator[Frame] = iter(again)
 
     def turn(self) -> float:
@@ -243,7 +243,7 @@ class Copy:
             self._sink.close()
 
 
-def _endless(source: Source) -> Iterator[Frame]:
+def _iter_endless_frames(source: Source) -> Iterator[Frame]:
     while True:
         yield from source.read()
 
@@ -268,7 +268,7 @@ def crowded(copies: Sequence[Copy], engine: steps.Engine, answered: Sequence[Bat
     batches, inference, frames = itertools.cycle(answered), steps.Infer(engine), 0
     with ThreadPoolExecutor(len(copies) + engine.lanes) as pool:
 
-        def answering(turns: Sequence[Future[float]]) -> int:
+        def infer_until_done(turns: Sequence[Future[float]]) -> int:
             done: list[Batch] = []
             while not all(turn.done() for turn in turns):
                 done += inference.work(replace(next(batches)))
@@ -276,20 +276,20 @@ def crowded(copies: Sequence[Copy], engine: steps.Engine, answered: Sequence[Bat
                 done += inference.rest()
             return sum(len(batch.frames) for batch in done)
 
-        def everyone() -> int:
+        def run_copies() -> int:
             turns = [pool.submit(copy.turn) for copy in copies]
-            lanes = [pool.submit(answering, turns) for _ in range(engine.lanes - 1)]
-            count = answering(turns)
+            lanes = [pool.submit(infer_until_done, turns) for _ in range(engine.lanes - 1)]
+            count = infer_until_done(turns)
             together.threads += sum(turn.result() for turn in turns)
             return count + sum(lane.result() for lane in lanes)
 
-        engine.call(everyone)
+        engine.call(run_copies)
         together.threads = 0.0
         for copy in itertools.islice(itertools.cycle(copies), TURNS):
             with alone.counting():
                 alone.threads += pool.submit(copy.turn).result()
             with together.counting():
-                frames += engine.call(everyone)
+                frames += engine.call(run_copies)
     of_copies = together.threads * alone.process / alone.threads
     return Crowded(together.threads / len(copies) / alone.threads, max(0.0, together.process - of_copies) / frames)
 

@@ -32,22 +32,22 @@ def draw(frame: Frame) -> None:
     assert found is not None
     if not len(found.scores):
         return
-    layers, colours, labels = frame.picture.layers(), _colours(frame), _labels(frame)
+    layers, colours, labels = frame.picture.layers(), _choose_colours(frame), _format_labels(frame)
     unit = max(frame.size[0], frame.size[1] * 9 // 16) / TEXT_HEIGHT
     thickness = max(1, round(2 * unit))
     order = range(len(found.scores) - 1, -1, -1)
     if found.masks is not None:
         for k in order:
-            _mask(layers, frame.size, found.masks[k], found.boxes[k], colours[k])
+            _blend_mask(layers, frame.size, found.masks[k], found.boxes[k], colours[k])
     for k in order:
         left, top, right, bottom = (round(float(v)) for v in found.boxes[k])
-        _outline(layers, (left, top, right, bottom), thickness, colours[k])
-        _label(layers, labels[k], 0.5 * unit, left, top, frame.size[0], colours[k])
+        _draw_outline(layers, (left, top, right, bottom), thickness, colours[k])
+        _draw_label(layers, labels[k], 0.5 * unit, left, top, frame.size[0], colours[k])
         if found.keypoints is not None:
-            _points(layers, found.keypoints[k], colours[k], thickness)
+            _draw_points(layers, found.keypoints[k], colours[k], thickness)
 
 
-def _colours(frame: Frame) -> list[Colour]:
+def _choose_colours(frame: Frame) -> list[Colour]:
     """Return each detection's colour: by object where objects are tracked, grey before it has one; else by class."""
     assert frame.detections is not None
     if frame.identities is None:
@@ -55,7 +55,7 @@ def _colours(frame: Frame) -> list[Colour]:
     return [COLOURS[int(k) % len(COLOURS)] if k != NOBODY else UNNAMED for k in frame.identities]
 
 
-def _labels(frame: Frame) -> list[str]:
+def _format_labels(frame: Frame) -> list[str]:
     """Return the label of each box: the identity of its object if there is one, the class and the score."""
     found = frame.detections
     assert found is not None
@@ -65,7 +65,7 @@ def _labels(frame: Frame) -> list[str]:
     return [f"#{k} {text}" if k != NOBODY else text for k, text in zip(frame.identities, said, strict=True)]
 
 
-def _outline(layers: Sequence[Layer], box: Region, thickness: int, colour: Colour) -> None:
+def _draw_outline(layers: Sequence[Layer], box: Region, thickness: int, colour: Colour) -> None:
     """Draw the edge of a box, with at least that thickness around its sides."""
     import cv2
 
@@ -79,13 +79,15 @@ def _outline(layers: Sequence[Layer], box: Region, thickness: int, colour: Colou
             cv2.rectangle(layer.array, (x + k, y + k), (x1 - k, y1 - k), value)
 
 
-def _label(layers: Sequence[Layer], text: str, scale: float, left: int, top: int, height: int, colour: Colour) -> None:
+def _draw_label(
+    layers: Sequence[Layer], text: str, scale: float, left: int, top: int, height: int, colour: Colour
+) -> None:
     """Draw a text in black on the colour: above that place, or below it if there is no room."""
     step = max(layer.step for layer in layers)
-    high = len(_ink(text, scale, 1))
+    high = len(_render_ink(text, scale, 1))
     first, begin = (v // step * step for v in (top - high if top > high else max(0, min(top, height - high)), left))
     for layer in layers:
-        patch = _patch(text, scale, layer.step, layer.value(colour), layer.value(BLACK))
+        patch = _render_patch(text, scale, layer.step, layer.value(colour), layer.value(BLACK))
         x, y = begin // layer.step, first // layer.step
         if x < 0 or y < 0:
             patch, x, y = patch[max(-y, 0) :, max(-x, 0) :], max(x, 0), max(y, 0)
@@ -94,20 +96,20 @@ def _label(layers: Sequence[Layer], text: str, scale: float, left: int, top: int
 
 
 @lru_cache(maxsize=2048)
-def _patch(text: str, scale: float, step: int, paper: tuple[int, ...], ink: tuple[int, ...]) -> np.ndarray:
+def _render_patch(text: str, scale: float, step: int, paper: tuple[int, ...], ink: tuple[int, ...]) -> np.ndarray:
     """Return a text as a layer of that step shows it, in those values of paper and ink."""
     share = np.arange(256)[:, None] / 255
     shades = np.round((1 - share) * paper + share * ink).astype(np.uint8)
-    return np.asarray((shades if len(paper) > 1 else shades[:, 0])[_ink(text, scale, step)])
+    return np.asarray((shades if len(paper) > 1 else shades[:, 0])[_render_ink(text, scale, step)])
 
 
 @lru_cache(maxsize=2048)
-def _ink(text: str, scale: float, step: int) -> np.ndarray:
+def _render_ink(text: str, scale: float, step: int) -> np.ndarray:
     """Return the ink of a text at each place, with a margin, 0 to 255; its sides are even at a step of 1."""
     import cv2
 
     if step > 1:
-        whole = _ink(text, scale, 1)
+        whole = _render_ink(text, scale, 1)
         size = (whole.shape[1] // step, whole.shape[0] // step)
         return np.asarray(cv2.resize(whole, size, interpolation=cv2.INTER_AREA))
     (wide, high), below = cv2.getTextSize(text, cv2.FONT_HERSHEY_SIMPLEX, scale, 1)
@@ -116,7 +118,9 @@ def _ink(text: str, scale: float, step: int) -> np.ndarray:
     return ink
 
 
-def _mask(layers: Sequence[Layer], size: tuple[int, int], counts: np.ndarray, box: np.ndarray, colour: Colour) -> None:
+def _blend_mask(
+    layers: Sequence[Layer], size: tuple[int, int], counts: np.ndarray, box: np.ndarray, colour: Colour
+) -> None:
     """Blend a mask, run lengths down the columns, into the picture of that height and width."""
     import cv2
 
@@ -135,7 +139,7 @@ def _mask(layers: Sequence[Layer], size: tuple[int, int], counts: np.ndarray, bo
         np.copyto(part, blended, where=where[..., None] if part.ndim > 2 else where)
 
 
-def _points(layers: Sequence[Layer], points: np.ndarray, colour: Colour, thickness: int) -> None:
+def _draw_points(layers: Sequence[Layer], points: np.ndarray, colour: Colour, thickness: int) -> None:
     """Draw a dot for each keypoint, except those whose third value, the network's confidence, is below a half."""
     import cv2
 

@@ -91,7 +91,7 @@ class DevicePreparation(Preparation):
         with self._ends.working(self._stream):
             canvas = make((self.batch, self._channels, *self.size), float(GREY), device=on)
             tensor = make(self.shape, 0, dtype=self._dtype, device=on)
-        return Feed(tensor, canvas, self.name, [Entry() for _ in range(self.batch)], self._mark())
+        return Feed(tensor, canvas, self.name, [Entry() for _ in range(self.batch)], self._mark_queue())
 
     def write(self, picture: Picture, feed: Feed, place: int) -> None:
         """Copy the picture's pixels, as they are, to where the device reads them, if they aren't there."""
@@ -105,7 +105,7 @@ class DevicePreparation(Preparation):
         pixels = picture.pixels()
         count = sum(array.size for array in pixels.arrays)
         if entry.host is None or len(entry.host) < count:
-            entry.host = self._room(feed, place, count)
+            entry.host = self._reserve_memory(feed, place, count)
         room, start = entry.host.numpy(), 0
         for array in pixels.arrays:
             np.copyto(room[start : start + array.size].reshape(array.shape), array)
@@ -113,7 +113,7 @@ class DevicePreparation(Preparation):
         shapes = tuple(array.shape for array in pixels.arrays)
         entry.kind = Kind(picture.height, picture.width, picture.aspect, pixels.matrix, shapes)
 
-    def _room(self, feed: Feed, place: int, count: int) -> Any:
+    def _reserve_memory(self, feed: Feed, place: int, count: int) -> Any:
         """Return `count` bytes for a picture in that place: beside those of the others, which then go in one copy."""
         with self._growing:  # pages are locked, which is slow
             if feed.hosts is None:
@@ -129,12 +129,14 @@ class DevicePreparation(Preparation):
             alike.setdefault(entry.kind, []).append(place)
         with self._ends.working(self._stream):
             for kind, places in alike.items():
-                self._place(self._colours(self._sent(feed, kind, places), kind), feed, kind, places)
+                self._place_pictures(
+                    self._convert_colours(self._send_pictures(feed, kind, places), kind), feed, kind, places
+                )
             values = feed.canvas if self._raw else (feed.canvas / 255 - self._mean) / self._std
             feed.tensor.copy_((values.permute(0, 2, 3, 1) if self._last else values).reshape(self.shape))
-            feed.ready = self._mark()
+            feed.ready = self._mark_queue()
 
-    def _mark(self) -> Any:
+    def _mark_queue(self) -> Any:
         """Return an event that marks the end of the work queued so far."""
         return self._stream.record_event() if self._stream is not None else None
 
@@ -142,10 +144,10 @@ class DevicePreparation(Preparation):
         if feed.ready is not None:
             feed.ready.synchronize()
 
-    def _sent(self, feed: Feed, kind: Kind, places: list[int]) -> list[Any]:
+    def _send_pictures(self, feed: Feed, kind: Kind, places: list[int]) -> list[Any]:
         """Return the arrays of those pictures on the device, each of pictures x its own shape."""
         if len(kind.shapes) == DECODED_THERE:
-            light, colours = self._gathered(feed, kind, places)
+            light, colours = self._gather_frames(feed, kind, places)
             return [light, colours[..., 0], colours[..., 1]]
         sizes = [int(np.prod(shape)) for shape in kind.shapes]
         hosts, count = [feed.entries[place].host for place in places], sum(sizes)
@@ -162,7 +164,7 @@ class DevicePreparation(Preparation):
         parts = sent.split(sizes, dim=1)
         return [part.reshape(-1, *shape) for part, shape in zip(parts, kind.shapes, strict=True)]
 
-    def _gathered(self, feed: Feed, kind: Kind, places: list[int]) -> list[Any]:
+    def _gather_frames(self, feed: Feed, kind: Kind, places: list[int]) -> list[Any]:
         """Return the same arrays, of frames that the device's decoder left there."""
         if self._stream is not None:  # on which FFmpeg queues what it does
             self._stream.wait_stream(self._torch.cuda.default_stream(self._ends.device))
@@ -175,11 +177,11 @@ class DevicePreparation(Preparation):
                 target[number].copy_(tensor)
         return gathered
 
-    def _colours(self, arrays: list[Any], kind: Kind) -> Any:
+    def _convert_colours(self, arrays: list[Any], kind: Kind) -> Any:
         """Return red, green and blue, whole numbers in float32: pictures x 3 x height x width."""
         if kind.matrix is None:
             return arrays[0].permute(0, 3, 1, 2).float()
-        added, shares = self._shares(kind.matrix)
+        added, shares = self._compute_shares(kind.matrix)
         light, blue, red = ((array[:, None].float() - minus) * share
                             for array, minus, share in zip(arrays, added, shares, strict=True))  # fmt: skip
         tint = self._torch.nn.functional.interpolate(blue + red, scale_factor=2, mode="nearest")
@@ -187,7 +189,7 @@ class DevicePreparation(Preparation):
         return image.round_().clamp_(0, 255)
 
     @cache  # noqa: B019 - there are a few of these objects in a process
-    def _shares(self, matrix: int) -> tuple[list[float], list[Any]]:
+    def _compute_shares(self, matrix: int) -> tuple[list[float], list[Any]]:
         """Return the offsets of brightness and both colours, and the share of each in red, green and blue."""
         rows = np.asarray(weights(matrix))
         columns = np.linalg.inv(rows[:, :3]).T.astype(np.float32)
@@ -196,7 +198,7 @@ class DevicePreparation(Preparation):
         ]
         return rows[:, 3].tolist(), shares
 
-    def _place(self, image: Any, feed: Feed, kind: Kind, places: list[int]) -> None:
+    def _place_pictures(self, image: Any, feed: Feed, kind: Kind, places: list[int]) -> None:
         """Place the pictures, resized, in the batch, with grey around them."""
         if self._channels == 1:
             shares = zip(GREYS, image.split(1, dim=1), strict=True)
@@ -262,7 +264,7 @@ def drop_low_scores(torch: Any, reader: BoxReader, confidence: float) -> Change:
     """
     least = (1 - MARGIN) * confidence
 
-    def change(outputs: dict[str, Any]) -> dict[str, Any]:
+    def drop_boxes(outputs: dict[str, Any]) -> dict[str, Any]:
         fit = reader.fit
         if fit is None or fit.layout != AnchorTable(axis=1):
             return outputs
@@ -277,7 +279,7 @@ def drop_low_scores(torch: Any, reader: BoxReader, confidence: float) -> Change:
         there = torch.arange(most, device=kept.device) < counts[:, None]
         return {**outputs, name: kept.masked_fill(~there[:, None], 0)}
 
-    return change
+    return drop_boxes
 
 
 def host_feeds(feeds: Sequence[Feed], session: Session) -> list[Mapping[str, np.ndarray]]:

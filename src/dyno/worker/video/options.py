@@ -29,7 +29,7 @@ VIDEOS = (
 OPENING = "open the source"  # the stage of a job in which a source that isn't a video is noticed
 
 
-def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
+def _define_option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
     """Return a field with its help for the command line; `usual` describes the default."""
     return field(default=default, metadata={"help": help, "usual": usual, "common": common})
 
@@ -38,37 +38,41 @@ def _option(default: Any, help: str, usual: str = "", *, common: bool = False) -
 class VideoOptions:
     """Video."""
 
-    confidence: float = _option(0.25, "Least score of a box.", common=True)
-    iou: float = _option(0.7, "Overlap above which the weaker of two boxes of a class is dropped.")
-    most: int = _option(300, "Most boxes of a frame.")
-    frames: int = _option(0, "Stop after this many frames.", "the whole video", common=True)
-    streams: int = _option(1, "Run the video so many times at once through one engine; the first is written as OUT.")
-    preload: int = _option(
+    confidence: float = _define_option(0.25, "Least score of a box.", common=True)
+    iou: float = _define_option(0.7, "Overlap above which the weaker of two boxes of a class is dropped.")
+    most: int = _define_option(300, "Most boxes of a frame.")
+    frames: int = _define_option(0, "Stop after this many frames.", "the whole video", common=True)
+    streams: int = _define_option(
+        1, "Run the video so many times at once through one engine; the first is written as OUT."
+    )
+    preload: int = _define_option(
         0,
         "Decode this many frames into memory first, and answer them again and again, until --frames: without decoding.",
     )
-    prepare: str = _option(
+    prepare: str = _define_option(
         "",
         "Where frames become the network's input: host (OpenCV), or device (PyTorch, where the engine computes).",
         "device where PyTorch or ONNX Runtime is the engine, on a GPU; else host",
     )
-    decode: str = _option(
+    decode: str = _define_option(
         "", "What decodes a video: host (FFmpeg), or device (the GPU's own decoder, whose frames stay there).", "host"
     )
-    track: str = _option(
+    track: str = _define_option(
         "", f"Follow objects, and count them, by this method: {', '.join(TRACKERS)}.", "boxes alone", common=True
     )
-    track_confidence: float = _option(
+    track_confidence: float = _define_option(
         0.0, "Least score of a box by which an object is first seen; weaker boxes only carry it on.", "--confidence"
     )
-    codec: str = _option("", "Codec to write with: h264, hevc, vp9, av1, mpeg4…", "the container's own")
-    live: bool | None = _option(
+    codec: str = _define_option("", "Codec to write with: h264, hevc, vp9, av1, mpeg4…", "the container's own")
+    live: bool | None = _define_option(
         None,
         "Drop the oldest waiting frame when frames come faster than they are answered, as from a camera.",
         "yes for cameras and streams, no for files",
     )
-    frame_size: str = _option("", "Of raw frames (IN is -): WIDTHxHEIGHT; three bytes, red, green, blue, per pixel.")
-    frame_rate: float = _option(30.0, "Of raw frames and folders of images, per second.")
+    frame_size: str = _define_option(
+        "", "Of raw frames (IN is -): WIDTHxHEIGHT; three bytes, red, green, blue, per pixel."
+    )
+    frame_rate: float = _define_option(30.0, "Of raw frames and folders of images, per second.")
 
     def __post_init__(self) -> None:
         settle(self)

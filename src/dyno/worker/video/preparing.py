@@ -51,7 +51,7 @@ class Preparation:
         cv2.resize(image, (width, height), canvas[top : top + height, left : left + width],
                    interpolation=cv2.INTER_LINEAR)  # fmt: skip
         if self._last:
-            np.copyto(target, self._read(cv2, canvas).reshape(target.shape))
+            np.copyto(target, self._apply_table(cv2, canvas).reshape(target.shape))
             return
         for channel, plane in enumerate(cv2.split(canvas)):
             if not self._raw and target.dtype == np.float32:
@@ -65,5 +65,5 @@ class Preparation:
     def settle(self, feed: Any) -> None:
         """Return when the batch is there: of one that is prepared elsewhere the work is only queued."""
 
-    def _read(self, cv2: Any, canvas: np.ndarray) -> np.ndarray:
+    def _apply_table(self, cv2: Any, canvas: np.ndarray) -> np.ndarray:
         return canvas if self._raw else np.asarray(cv2.LUT(canvas, self._table))

@@ -110,12 +110,12 @@ class _Channel:
     def put(self, item: Any) -> None:
         """Add the item as soon as there is room."""
         self._places.get()
-        self._check()
+        self._check_running()
         self._items.put(item)
 
     def offer(self, item: Any) -> int:
         """Add the item at once; returns how many older ones had to go for it."""
-        self._check()
+        self._check_running()
         gone = 0
         try:
             self._places.get_nowait()
@@ -130,14 +130,14 @@ class _Channel:
 
     def get(self, wait: bool) -> tuple[Any, int]:
         """Return the next item (None: none now, or none any more) and the queue's length, this item included."""
-        self._check()
+        self._check_running()
         if self.closed:
             return None, 0
         try:
             item = self._items.get(block=wait)
         except Empty:
             return None, 0
-        self._check()
+        self._check_running()
         if item is None:
             self.closed = True
             return None, 0
@@ -158,7 +158,7 @@ class _Channel:
         self._places.put(None)
         self._items.put(None)
 
-    def _check(self) -> None:
+    def _check_running(self) -> None:
         if self._stopped:
             raise Stopped
 
@@ -236,8 +236,8 @@ class Stages:
             if k in self._orders:
                 working += [(step.name, partial(self._work_in_lane, k))] * step.lanes
             else:
-                working.append((step.name, partial(step.within, partial(self._work, k))))
-        return [(self._first, self._read), *working]
+                working.append((step.name, partial(step.within, partial(self._run_step, k))))
+        return [(self._first, self._read_source), *working]
 
     def stop(self) -> None:
         """Stop every stage after its current item."""
@@ -246,7 +246,7 @@ class Stages:
         for order in self._orders.values():
             order.stop()
 
-    def _read(self) -> None:
+    def _read_source(self) -> None:
         timed, channel = self.timed[self._first], self._channels[0]
         while True:
             item = next(self._source, None)
@@ -260,8 +260,8 @@ class Stages:
             timed.handed.append(now())
         channel.close()
 
-    def _work(self, k: int) -> None:
-        step, timed, onward = self._steps[k], self.timed[self._steps[k].name], self._onward(k)
+    def _run_step(self, k: int) -> None:
+        step, timed, onward = self._steps[k], self.timed[self._steps[k].name], self._find_next_channel(k)
         while True:
             item, waiting = self._channels[k].get(wait=not step.holds)
             at_end = item is None and self._channels[k].closed and not step.holds
@@ -280,7 +280,7 @@ class Stages:
             onward.close()
 
     def _work_in_lane(self, k: int) -> None:
-        step, order, onward = self._steps[k], self._orders[k], self._onward(k)
+        step, order, onward = self._steps[k], self._orders[k], self._find_next_channel(k)
         while True:
             item, number, waiting = order.take(self._channels[k])
             if item is None:
@@ -291,7 +291,7 @@ class Stages:
         if order.leave() and onward is not None:
             onward.close()
 
-    def _onward(self, k: int) -> _Channel | None:
+    def _find_next_channel(self, k: int) -> _Channel | None:
         """Return the channel behind the step, None for the last one."""
         return self._channels[k + 1] if k + 1 < len(self._channels) else None
 
@@ -304,22 +304,22 @@ def run(lines: Sequence[Stages], tick: Callable[[], None]) -> None:
     ended: SimpleQueue[None] = SimpleQueue()
     errors: list[BaseException] = []
 
-    def stop() -> None:
+    def stop_lines() -> None:
         for line in lines:
             line.stop()
 
-    def guarded(action: Callable[[], None]) -> None:
+    def run_action(action: Callable[[], None]) -> None:
         try:
             action()
         except Stopped:
             pass
         except BaseException as e:  # it is raised again where the stages were started
             errors.append(e)
-            stop()
+            stop_lines()
         finally:
             ended.put(None)
 
-    started = [[threading.Thread(target=guarded, args=(action,), name=name, daemon=True)
+    started = [[threading.Thread(target=run_action, args=(action,), name=name, daemon=True)
                 for name, action in line.actions()] for line in lines]  # fmt: skip
     threads = [thread for line in started for thread in line]
     for thread in threads:
@@ -333,7 +333,7 @@ def run(lines: Sequence[Stages], tick: Callable[[], None]) -> None:
             tick()
     finally:
         if running:
-            stop()
+            stop_lines()
         until = time.monotonic() + READER_S
         for reader, *working in started:
             reader.join(max(0.0, until - time.monotonic()))

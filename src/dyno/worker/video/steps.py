@@ -88,15 +88,15 @@ class Prepare(Step):
 
     def work(self, item: Any) -> Iterable[Batch]:
         if self._pool is None:
-            self._write([item], self._feeds[self._turn % len(self._feeds)], len(self._frames))
+            self._write_frames([item], self._feeds[self._turn % len(self._feeds)], len(self._frames))
         self._frames.append(item)
         if len(self._frames) < self._batch:
             return ()
         batch, writing = self._next_batch()
         if self._pool is None:
-            return (self._complete(batch),)
+            return (self._complete_batch(batch),)
         self._filling.append((batch, writing))
-        return self._filled(filling(self._batch, self._threads))
+        return self._take_full_batches(filling(self._batch, self._threads))
 
     @property
     def holds(self) -> bool:
@@ -104,25 +104,25 @@ class Prepare(Step):
 
     def rest(self) -> Iterable[Batch]:
         if self._filling:
-            return self._filled(len(self._filling) - 1)
+            return self._take_full_batches(len(self._filling) - 1)
         if not self._frames:
             return ()
         batch, writing = self._next_batch()
         for each in writing:
             each.result()
-        return (self._complete(batch),)
+        return (self._complete_batch(batch),)
 
-    def _filled(self, most: int) -> list[Batch]:
+    def _take_full_batches(self, most: int) -> list[Batch]:
         """Return the batches that are full, and leave at most `most` being filled."""
         done = []
         while self._filling and (len(self._filling) > most or all(each.done() for each in self._filling[0][1])):
             batch, writing = self._filling.popleft()
             for each in writing:
                 each.result()
-            done.append(self._complete(batch))
+            done.append(self._complete_batch(batch))
         return done
 
-    def _complete(self, batch: Batch) -> Batch:
+    def _complete_batch(self, batch: Batch) -> Batch:
         self._first.complete(batch.feed, len(batch.frames))
         return batch
 
@@ -134,9 +134,11 @@ class Prepare(Step):
             return Batch(frames, feed), []
         share = -(-len(frames) // self._threads)
         starts = range(0, len(frames), share)
-        return Batch(frames, feed), [self._pool.submit(self._write, frames[k : k + share], feed, k) for k in starts]
+        return Batch(frames, feed), [
+            self._pool.submit(self._write_frames, frames[k : k + share], feed, k) for k in starts
+        ]
 
-    def _write(self, frames: list[Frame], feed: Any, place: int) -> None:
+    def _write_frames(self, frames: list[Frame], feed: Any, place: int) -> None:
         """Write the frames into the places from `place` on."""
         preparation = self._free.get()
         try:
@@ -183,7 +185,7 @@ class Engine:
         try:
             self.session.bind(batch.feed, slot)
             self.session.complete(slot)
-            batch.outputs, batch.names = self._copied(slot), self._names
+            batch.outputs, batch.names = self._copy_outputs(slot), self._names
         finally:
             self._free.put(slot)
         return batch
@@ -194,28 +196,28 @@ class Engine:
             slot = self._free.get(block=wait)
         except Empty:
             return None
-        self.call(lambda: self._start(batch, slot))
+        self.call(lambda: self._start_batch(batch, slot))
         return slot
 
     def finish(self, batch: Batch, slot: int) -> Batch:
         """Return the batch with its outputs; the slot is free again."""
-        batch.outputs, batch.names = self.call(lambda: self._outputs(slot)), self._names
+        batch.outputs, batch.names = self.call(lambda: self._read_outputs(slot)), self._names
         self._free.put(slot)
         return batch
 
-    def _start(self, batch: Batch, slot: int) -> None:
+    def _start_batch(self, batch: Batch, slot: int) -> None:
         self.session.bind(batch.feed, slot)
         self.session.run(slot)
 
-    def _outputs(self, slot: int) -> list[np.ndarray]:
+    def _read_outputs(self, slot: int) -> list[np.ndarray]:
         self.session.wait(slot)
-        return self._copied(slot)
+        return self._copy_outputs(slot)
 
     def take_back(self, outputs: list[np.ndarray]) -> None:
         """Take back outputs that have been read: a later batch's go into the same memory, already allocated."""
         self._spare.put(outputs)
 
-    def _copied(self, slot: int) -> list[np.ndarray]:
+    def _copy_outputs(self, slot: int) -> list[np.ndarray]:
         """Return a copy of the slot's outputs, which stays when the slot runs again."""
         outputs = self.session.fetch(slot)
         self._names, fetched = tuple(outputs), list(outputs.values())
@@ -254,25 +256,25 @@ class Infer(Step):
         if self.lanes > 1:
             return (self._engine.answer(item),)
         if self._engine.session.slots == 1:
-            return self._engine.call(lambda: self._answer(item))
-        return self._answer(item)
+            return self._engine.call(lambda: self._answer_batch(item))
+        return self._answer_batch(item)
 
-    def _answer(self, item: Batch) -> list[Batch]:
+    def _answer_batch(self, item: Batch) -> list[Batch]:
         done = []
         # Who waits for a slot holds none: streams that each wait for another's would do so for ever.
         while (slot := self._engine.begin(item, wait=not self._flying)) is None:
-            done.append(self._finish())
+            done.append(self._finish_batch())
         self._flying.append((item, slot))
-        return [*done, self._finish()] if self._engine.session.slots == 1 else done
+        return [*done, self._finish_batch()] if self._engine.session.slots == 1 else done
 
     @property
     def holds(self) -> bool:
         return bool(self._flying)
 
     def rest(self) -> Iterable[Batch]:
-        return [self._finish()] if self._flying else []
+        return [self._finish_batch()] if self._flying else []
 
-    def _finish(self) -> Batch:
+    def _finish_batch(self) -> Batch:
         return self._engine.finish(*self._flying.popleft())
 
 

@@ -50,7 +50,7 @@ class Tracker:
             class_id=np.asarray(found.classes, int), data={"place": np.arange(count)},
         )  # fmt: skip
         tracked = self._tracker.update(
-            boxes, frame=frame.picture.rgb() if self._sees else None, timestamp=self._time(frame)
+            boxes, frame=frame.picture.rgb() if self._sees else None, timestamp=self._compute_time(frame)
         )
         frame.identities = np.full(count, NOBODY)
         if len(tracked):
@@ -65,7 +65,7 @@ class Tracker:
         counted = Counter(classes.most_common(1)[0][0] for classes in self._classes.values())
         return {str(kind): counted[kind] for kind in sorted(counted)}
 
-    def _time(self, frame: Frame) -> float:
+    def _compute_time(self, frame: Frame) -> float:
         """Return the frame's time in seconds; a period after the last one if the source has none, or an earlier one."""
         if frame.seconds is not None and frame.seconds > self._seconds:
             self._seconds = frame.seconds

@@ -340,14 +340,14 @@ def test_a_given_engine_needs_a_gpu_to_be_read(digits: Any, tmp_path: Path) -> N
 def test_want_of_memory_is_known_by_what_was_tried() -> None:
     from types import SimpleNamespace
 
-    from dyno.worker.backends.tensor_rt.build import _failure
+    from dyno.worker.backends.tensor_rt.build import _make_error
 
     none_left = "Error Code 10: Internal Error (Could not find any implementation for node conv.)"
     skipped = "Skipping tactic 2 due to insufficient memory on requested size of 4294967296 detected"
 
     def failed(reason: str, warning: str = "", free: int = 10**10) -> type[Exception]:
         log, device = SimpleNamespace(warnings=[warning]), SimpleNamespace(memory=lambda: (free, 144 * 10**9))
-        return type(_failure(SimpleNamespace(log=log, device=device), "can't", reason))  # type: ignore[arg-type]
+        return type(_make_error(SimpleNamespace(log=log, device=device), "can't", reason))  # type: ignore[arg-type]
 
     assert failed(none_left, skipped) is MemoryError
     assert failed(none_left) is UserError

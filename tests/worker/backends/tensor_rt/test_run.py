@@ -38,7 +38,7 @@ def session(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[Any, list
         monkeypatch.setattr(run, "Graph", lambda stream, work: Recorded(stream, work, done))
         made: Any = TensorRTSession.__new__(TensorRTSession)
         made._graphed, made._graphs, made._runs, made._results, made._compute = graphed, [None], [0], [{}], None
-        made._launch = lambda slot: done.append("launch")
+        made._launch_slot = lambda slot: done.append("launch")
         return made, done
 
     return make
@@ -49,7 +49,7 @@ def test_the_second_run_of_a_shape_is_recorded_and_the_next_ones_replayed(sessio
     for _ in range(4):
         made.enqueue(0)
     assert done == ["launch", "record", "launch", "replay", "replay", "replay"]
-    made._forget(0)
+    made._drop_graph(0)
     made.enqueue(0)
     assert done[6:] == ["close", "launch"], "another shape begins anew"
 

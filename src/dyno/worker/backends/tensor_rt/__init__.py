@@ -69,7 +69,7 @@ class TensorRT(Backend):
             requested = Settings.of(trial.options)
             if reason := profiles.outside(requested.profile, trial.dims.batch) if trial.dims.batch else "":
                 return reason
-            self._route(trial, requested)
+            self._choose_route(trial, requested)
         except UserError as e:
             return str(e)
         quantised = trial.precision in ("int8", "fp8") and trial.precision != trial.model.precision
@@ -79,7 +79,7 @@ class TensorRT(Backend):
         """Return whether the file is readable; an engine only if this product wrote it."""
         return product_of(Path(path)) == self.product if path.endswith(SUFFIXES) else super().reads(path)
 
-    def _route(self, trial: Trial, requested: Settings) -> str:
+    def _choose_route(self, trial: Trial, requested: Settings) -> str:
         """Return the source of the types; raise a `UserError` if it doesn't fit the precision.
 
         `auto` is the graph: the version that will build is unknown here, and all versions read it.
@@ -105,7 +105,7 @@ class TensorRT(Backend):
             dims = replace(trial.dims, batch=0)
             return Recipe(self.name, "engine", trial.precision, trial.model, dims, runtime=trial.runtime)
         requested = Settings.of(trial.options)
-        route = self._route(trial, requested)
+        route = self._choose_route(trial, requested)
         options = replace(requested, route="auto" if route == "graph" else route).options()
         data = None
         if route == "calibrator":
@@ -148,12 +148,12 @@ class TensorRT(Backend):
         """Build y = x + x and run it where the library supports the GPU."""
         trt = library.load(self.product)
         with tempfile.TemporaryDirectory() as scratch:
-            trial, parent = _addition(self.name, Path(scratch))
+            trial, parent = _write_addition(self.name, Path(scratch))
             engine = build(self.product, self.recipe(trial), parent, Path(scratch))
             gpu = engine.made_by.gpu
             detail = f"{gpu.model}, compute capability {gpu.capability}" if gpu else ""
             try:
-                devices = ("cuda",) if _doubles(self.load(trial, engine)) else ()
+                devices = ("cuda",) if _can_double(self.load(trial, engine)) else ()
             except (Unavailable, UserError) as e:
                 devices, detail = (), f"builds engines but can't run them here: {e}"
         return Probe(version=trt.__version__, devices=devices, detail=detail)
@@ -179,7 +179,7 @@ class Builder(Maker):
             raise UserError("an engine is built from an ONNX file: give one, or a PyTorch model")
         stage = folder / "stage"
         return build(
-            self.name, recipe, parent, folder, lambda text: _report(stage, f"build {recipe.precision}: {text}")
+            self.name, recipe, parent, folder, lambda text: _write_stage(stage, f"build {recipe.precision}: {text}")
         )
 
 
@@ -196,12 +196,12 @@ BUILDER = Builder("tensorrt", TensorRT.requires)
 RTX_BUILDER = Builder("tensorrt_rtx", TensorRTRTX.requires)
 
 
-def _report(path: Path, text: str) -> None:
+def _write_stage(path: Path, text: str) -> None:
     with suppress(OSError):  # called from inside the library, which an exception would tear down
         path.write_text(text)
 
 
-def _addition(backend: str, folder: Path) -> tuple[Trial, Artifact]:
+def _write_addition(backend: str, folder: Path) -> tuple[Trial, Artifact]:
     path = folder / "add.onnx"
     path.write_bytes(ONE_ADD)
     ends = (Tensor("x", "float32", ()),), (Tensor("y", "float32", ()),)
@@ -211,7 +211,7 @@ def _addition(backend: str, folder: Path) -> tuple[Trial, Artifact]:
     return Trial(ModelSpec("add", f"file:{path}"), backend, "fp32", Dims(1, 0, 0), options, runtime=runtime), parent
 
 
-def _doubles(session: Session) -> bool:
+def _can_double(session: Session) -> bool:
     session.bind({"x": np.asarray(2, np.float32)})
     session.run()
     session.wait()

@@ -68,13 +68,13 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, report: 
     `Unavailable` for what this version or machine lacks; `MemoryError`.
     """
     started = time.perf_counter()
-    with _opened(product, recipe, parent, folder) as job:
-        _parse(job)
-        job.shapes = profiles.profiles(job.settings.profile, _inputs(job), recipe.dims)
+    with _open_build(product, recipe, parent, folder) as job:
+        _parse_network(job)
+        job.shapes = profiles.profiles(job.settings.profile, _list_inputs(job), recipe.dims)
         _set_shapes(job)
         library.configure(job.trt, job.config, job.settings)
         job.flags = library.allow_types(job.trt, job.config, recipe.precision, job.typed)
-        _calibrate(job)
+        _set_calibrator(job)
         gpu = job.device.model if job.device else ""
         timings = TimingCache.open(job.trt, job.config, gpu, job.settings.timing_cache)
         timings.complaint = job.log.complaint()
@@ -84,15 +84,15 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, report: 
         (folder / "layers.json").write_text(json.dumps(layers.as_json(listed), indent=1), encoding="utf-8")
         made_by = replace(_made_by(job, listed), build_s=seconds, timing_cache=timings.to_record(job.log))
         made_by = _check_precision(job, made_by)
-        ends = _io(job)
+        ends = _list_tensors(job)
     return artifact_of(path, "engine", recipe.precision, ends, made_by, started, parent.sha256)
 
 
 @contextmanager
-def _opened(product: str, recipe: Recipe, parent: Artifact, folder: Path) -> Iterator[Build]:
+def _open_build(product: str, recipe: Recipe, parent: Artifact, folder: Path) -> Iterator[Build]:
     trt = library.load(product)
     settings = Settings.of(recipe.options)
-    device = _device(trt, recipe.runtime.device)
+    device = _open_device(trt, recipe.runtime.device)
     if settings.refit and device is None:
         raise Unavailable(f"{library.title(trt)} builds engines that can be refitted only on a machine with a GPU")
     log = library.Log(trt)
@@ -107,7 +107,7 @@ def _opened(product: str, recipe: Recipe, parent: Artifact, folder: Path) -> Ite
             device.close()
 
 
-def _device(trt: Any, name: str) -> Device | None:
+def _open_device(trt: Any, name: str) -> Device | None:
     """Return the GPU to build on, or None where TensorRT-RTX builds without one."""
     try:
         return Device(name)
@@ -117,7 +117,7 @@ def _device(trt: Any, name: str) -> Device | None:
         raise
 
 
-def _parse(job: Build) -> None:
+def _parse_network(job: Build) -> None:
     path = Path(job.parent.path)
     if not path.is_file():
         raise UserError(f"the ONNX file {path} does not exist")
@@ -127,21 +127,21 @@ def _parse(job: Build) -> None:
     # By its path, so that weights in files beside it are found.
     if not parser.parse_from_file(str(path)):
         reason = library.parse_error(parser, job.log)
-        raise _failure(job, f"{library.title(job.trt)} can't read {path.name}: {reason}", reason)
+        raise _make_error(job, f"{library.title(job.trt)} can't read {path.name}: {reason}", reason)
     if not job.network.num_outputs:
         raise UserError(f"{path.name} has no outputs: it is not a whole ONNX file; export it again")
 
 
-def _inputs(job: Build) -> tuple[Tensor, ...]:
-    return tuple(_tensor(job, job.network.get_input(i)) for i in range(job.network.num_inputs))
+def _list_inputs(job: Build) -> tuple[Tensor, ...]:
+    return tuple(_read_tensor(job, job.network.get_input(i)) for i in range(job.network.num_inputs))
 
 
-def _io(job: Build) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
-    outputs = tuple(_tensor(job, job.network.get_output(i)) for i in range(job.network.num_outputs))
-    return _inputs(job), outputs
+def _list_tensors(job: Build) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+    outputs = tuple(_read_tensor(job, job.network.get_output(i)) for i in range(job.network.num_outputs))
+    return _list_inputs(job), outputs
 
 
-def _tensor(job: Build, tensor: Any) -> Tensor:
+def _read_tensor(job: Build, tensor: Any) -> Tensor:
     """Return a tensor of the network; a free dimension has its name in the ONNX file."""
     onnx_shape = {t.name: t.shape for t in (*job.parent.inputs, *job.parent.outputs)}.get(tensor.name, ())
     sizes = [int(n) for n in tensor.shape]
@@ -172,7 +172,7 @@ def _set_shapes(job: Build) -> None:
             raise UserError(f"TensorRT doesn't take the profile: {job.log.reason()}")
 
 
-def _calibrate(job: Build) -> None:
+def _set_calibrator(job: Build) -> None:
     if job.route != "calibrator":
         return
     if job.device is None:
@@ -191,7 +191,7 @@ def _build_and_list(job: Build, path: Path, report: Report) -> tuple[list[layers
     """
     plan, seconds = _build_plan(job, report)
     path.write_bytes(plan)
-    listed = _layers(job, path)
+    listed = _list_layers(job, path)
     truth = layers.summary(listed, job.recipe.precision).precision_truth
     if truth is None or not truth.refuted or job.typed or job.route != "graph" or job.settings.allow_mixed:
         return listed, seconds
@@ -200,7 +200,7 @@ def _build_and_list(job: Build, path: Path, report: Report) -> tuple[list[layers
     job.flags.append("PREFER_PRECISION_CONSTRAINTS")
     plan, again = _build_plan(job, report)
     path.write_bytes(plan)
-    return _layers(job, path), seconds + again
+    return _list_layers(job, path), seconds + again
 
 
 def _build_plan(job: Build, report: Report) -> tuple[bytes, float]:
@@ -208,7 +208,7 @@ def _build_plan(job: Build, report: Report) -> tuple[bytes, float]:
     stop = threading.Event()
     watched = library.watch(job.trt, job.config, report, stop.is_set)
     begin = time.perf_counter()
-    with _interruptible(stop, watched):
+    with _allow_interrupt(stop, watched):
         plan = job.builder.build_serialized_network(job.network, job.config)
     seconds = time.perf_counter() - begin
     if stop.is_set():
@@ -217,12 +217,12 @@ def _build_plan(job: Build, report: Report) -> tuple[bytes, float]:
         raise job.calibrator.failure
     if plan is None:
         reason = job.log.reason()
-        raise _failure(job, f"{library.title(job.trt)} can't build {job.recipe.model.name}: {reason}", reason)
+        raise _make_error(job, f"{library.title(job.trt)} can't build {job.recipe.model.name}: {reason}", reason)
     return bytes(plan), seconds
 
 
 @contextmanager
-def _interruptible(stop: threading.Event, watched: bool) -> Iterator[None]:
+def _allow_interrupt(stop: threading.Event, watched: bool) -> Iterator[None]:
     """Let an interrupt end the build.
 
     The builder calls back into Python, and an exception there would tear the process down from inside the library. So
@@ -238,7 +238,7 @@ def _interruptible(stop: threading.Event, watched: bool) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _failure(job: Build, sentence: str, reason: str) -> Exception:
+def _make_error(job: Build, sentence: str, reason: str) -> Exception:
     if "Unable to load library" in reason:  # an optional part of the library
         return Unavailable(sentence)
     if library.MEMORY.search(reason):
@@ -253,7 +253,7 @@ def _failure(job: Build, sentence: str, reason: str) -> Exception:
     return UserError(sentence)
 
 
-def _layers(job: Build, path: Path) -> list[layers.Layer]:
+def _list_layers(job: Build, path: Path) -> list[layers.Layer]:
     if library.is_rtx(job.trt):
         return layers.from_log(job.log.listing)
     from dyno.worker.backends.tensor_rt.run import deserialised
@@ -275,13 +275,13 @@ def _made_by(job: Build, listed: Sequence[layers.Layer]) -> MadeBy:
         profiles=tuple(profiles.as_text(job.shapes)),
         versions={library.INSTALL[job.trt.__name__]: job.trt.__version__},
         gpu=Gpu(job.device.model, job.device.capability) if job.device else None,
-        warnings=tuple(_warnings(job)),
+        warnings=tuple(_summarise_warnings(job)),
         notes=(*([RTX_TIME] if rtx else []), *layers.notes(listed, job.recipe.precision)),
         **inherited,
     ).joined(summary)
 
 
-def _warnings(job: Build) -> list[str]:
+def _summarise_warnings(job: Build) -> list[str]:
     """Return the library's warnings, each kind once, without those of every build."""
     messages = dict.fromkeys(" ".join(w.split())[:200] for w in job.log.warnings)
     relevant = [w for w in messages if not library.MEMORY.search(w) and not library.USUAL.search(w)]

@@ -46,7 +46,7 @@ class EngineFormat(FileFormat):
 
     def read(self, path: str, trial: Trial) -> FileContents:
         """Read the engine; its precision is that of most of its compute layers, or fp32 if it reports no types."""
-        opened = _opened(product_of(Path(path)), trial.runtime.device, path)
+        opened = _open_engine(product_of(Path(path)), trial.runtime.device, path)
         types: Counter[str] = Counter(layers.by_type(opened.layers))
         most_common = next(iter(types.most_common(1)), ("float32", 0))[0]
         precision = next((name for name, type_ in TYPES.items() if type_ == most_common), "fp32")
@@ -69,7 +69,7 @@ def given(product: str, recipe: Recipe) -> Artifact:
     engine; `Unavailable` without a GPU, which an engine needs to be read.
     """
     path = Path(recipe.model.file)
-    opened = _opened(product, recipe.runtime.device, str(path))
+    opened = _open_engine(product, recipe.runtime.device, str(path))
     content = path.read_bytes()
     sha256 = hashlib.sha256(content).hexdigest()
     summary = layers.summary(opened.layers, recipe.precision)
@@ -93,9 +93,9 @@ def inside(product: str, path: str, device_name: str) -> Inside:
     Raises `UserError` for an engine without layer information, and the errors of `given`.
     """
     title = library.NAMES[product]
-    if (listed := _listed(Path(path))) is not None:
+    if (listed := _read_listing(Path(path))) is not None:
         return layers.inside(listed, title)
-    opened = _opened(product, device_name, path)
+    opened = _open_engine(product, device_name, path)
     if not any(layer.type for layer in opened.layers):
         raise UserError(
             f"{path} was built without layer information; build it again with detailed profiling verbosity "
@@ -104,7 +104,7 @@ def inside(product: str, path: str, device_name: str) -> Inside:
     return layers.inside(opened.layers, f"{title} {opened.version}")
 
 
-def _listed(path: Path) -> list[layers.Layer] | None:
+def _read_listing(path: Path) -> list[layers.Layer] | None:
     """Return the layers in a listing beside the engine; None without one, or if it belongs to another engine."""
     in_cache, beside = path.with_name(LISTING), path.with_suffix(f".{LISTING}")
     if path.is_file() and beside.is_file():
@@ -128,7 +128,7 @@ class Opened:
     gpu: Gpu
 
 
-def _opened(product: str, device_name: str, path: str) -> Opened:
+def _open_engine(product: str, device_name: str, path: str) -> Opened:
     """Return the file's tensors and layers; see `given` for its errors."""
     from dyno.worker.backends.tensor_rt.run import deserialised, tensors
 
@@ -136,14 +136,16 @@ def _opened(product: str, device_name: str, path: str) -> Opened:
     try:
         runtime, engine = deserialised(trt, library.Log(trt), path)
         gpu = Gpu(device.model, device.capability)
-        opened = Opened(*tensors(trt, engine), _batches(engine), layers.inspect(trt, engine), trt.__version__, gpu)
+        opened = Opened(
+            *tensors(trt, engine), _read_batch_range(engine), layers.inspect(trt, engine), trt.__version__, gpu
+        )
         del engine, runtime
     finally:
         device.close()
     return opened
 
 
-def _batches(engine: Any) -> tuple[int, int, int]:
+def _read_batch_range(engine: Any) -> tuple[int, int, int]:
     """Return the smallest, best and largest batch over all profiles; the best is the first profile's.
 
     A static engine has its one batch three times.

@@ -125,31 +125,31 @@ def from_json(text: str) -> list[Layer]:
         listed = json.loads(text, strict=False).get("Layers", [])
     except ValueError as e:
         raise UserError(f"the engine's layer information is not JSON ({e})") from e
-    return [_layer(entry) if isinstance(entry, dict) else Layer(str(entry), "", (), (), "") for entry in listed]
+    return [_parse_layer(entry) if isinstance(entry, dict) else Layer(str(entry), "", (), (), "") for entry in listed]
 
 
-def _layer(entry: dict[str, Any]) -> Layer:
-    weights, bias = _weights(entry.get("Weights")), _weights(entry.get("Bias"))
+def _parse_layer(entry: dict[str, Any]) -> Layer:
+    weights, bias = _parse_weights(entry.get("Weights")), _parse_weights(entry.get("Bias"))
     return Layer(
         name=str(entry.get("Name", "")),
         type=str(entry.get("LayerType", "")),
-        inputs=tuple(map(_port, entry.get("Inputs") or ())),
-        outputs=tuple(map(_port, entry.get("Outputs") or ())),
+        inputs=tuple(map(_parse_port, entry.get("Inputs") or ())),
+        outputs=tuple(map(_parse_port, entry.get("Outputs") or ())),
         tactic=str(entry.get("TacticName") or entry.get("TacticValue") or ""),
-        weights=weights or _largest(map(_port, entry.get("Constants") or ())),
+        weights=weights or _find_largest_constant(map(_parse_port, entry.get("Constants") or ())),
         bias=bias,
-        nodes=_nodes(str(entry.get("Metadata", ""))),
+        nodes=_find_nodes(str(entry.get("Metadata", ""))),
         parameters=sum(w.count for w in (weights, bias) if w),
     )
 
 
-def _port(entry: dict[str, Any]) -> Port:
+def _parse_port(entry: dict[str, Any]) -> Port:
     described = str(entry.get("Format/Datatype", entry.get("Format", "")))
     dtype = str(entry.get("Datatype", "")) or described
     return Port(str(entry.get("Name", "")), tuple(entry.get("Dimensions", ())), dtype_of(dtype), described)
 
 
-def _weights(entry: Any) -> Weights | None:
+def _parse_weights(entry: Any) -> Weights | None:
     if not isinstance(entry, dict) or not entry.get("Count"):
         return None
     return Weights(dtype_of(str(entry.get("Type", ""))), int(entry["Count"]))
@@ -160,7 +160,7 @@ def dtype_of(text: str) -> str:
     return next((name for name, words in DTYPES.items() if re.search(rf"(?<![a-zA-Z])({words})\b", text, re.I)), "")
 
 
-def _nodes(metadata: str) -> tuple[str, ...]:
+def _find_nodes(metadata: str) -> tuple[str, ...]:
     return tuple(re.findall(r"\[ONNX Layer: (.*?)\](?=\[|$|\x1e|\s)", metadata))
 
 
@@ -177,7 +177,9 @@ def named_nodes(name: str) -> tuple[str, ...]:
 
 def from_log(text: str) -> list[Layer]:
     """Parse the listing in the verbose log of a build: one `Name: …, LayerType: …, Inputs: [ … ]` a line."""
-    return [_logged(line) for line in text.splitlines() if line.startswith("Name: ") and ", LayerType: " in line]
+    return [
+        _parse_log_line(line) for line in text.splitlines() if line.startswith("Name: ") and ", LayerType: " in line
+    ]
 
 
 LINE = re.compile(
@@ -191,22 +193,22 @@ PORT = re.compile(
 )
 
 
-def _logged(line: str) -> Layer:
+def _parse_log_line(line: str) -> Layer:
     match = LINE.match(line)
     if match is None:
         return Layer(line.removeprefix("Name: ").partition(", LayerType: ")[0], "", (), (), "")
     return Layer(
         name=match["name"],
         type=match["type"],
-        inputs=_ports(match["inputs"]),
-        outputs=_ports(match["outputs"]),
+        inputs=_parse_log_ports(match["inputs"]),
+        outputs=_parse_log_ports(match["outputs"]),
         tactic=match["tactic"],
-        weights=_largest(_ports(match["constants"] or "")),
-        nodes=_nodes(match["metadata"] or ""),
+        weights=_find_largest_constant(_parse_log_ports(match["constants"] or "")),
+        nodes=_find_nodes(match["metadata"] or ""),
     )
 
 
-def _ports(text: str) -> tuple[Port, ...]:
+def _parse_log_ports(text: str) -> tuple[Port, ...]:
     return tuple(
         Port(
             match["name"],
@@ -218,7 +220,7 @@ def _ports(text: str) -> tuple[Port, ...]:
     )
 
 
-def _largest(constants: Iterable[Port]) -> Weights | None:
+def _find_largest_constant(constants: Iterable[Port]) -> Weights | None:
     """Return the largest constant with more than one dimension above 1: scales, biases and scalars are not weights."""
     candidates = [port for port in constants if sum(size > 1 for size in port.shape) > 1]
     best = max(candidates, key=lambda port: math.prod(port.shape), default=None)

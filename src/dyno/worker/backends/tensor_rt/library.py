@@ -83,13 +83,13 @@ class Log:
 
     def __new__(cls, trt: Any) -> Any:
         """The library's one logger, emptied."""
-        log = _logger(trt)
+        log = _make_logger(trt)
         log.clear()
         return log
 
 
 @lru_cache(maxsize=2)
-def _logger(trt: Any) -> Any:
+def _make_logger(trt: Any) -> Any:
     severity = trt.ILogger.Severity
     grave = (severity.INTERNAL_ERROR, severity.ERROR)
 
@@ -161,13 +161,13 @@ def allow_types(trt: Any, config: Any, precision: str, typed: bool) -> list[str]
         config.set_flag(flag.TF32)
         return ["TF32"]
     wanted = () if typed else FLAGS.get(precision, ())
-    if not typed and precision == "fp8" and _major(trt) < 9:
+    if not typed and precision == "fp8" and _read_major_version(trt) < 9:
         raise Unavailable(
             f"{title(trt)} has no fp8; use TensorRT 9 or newer, on a GPU of compute capability 8.9 or newer"
         )
     for name in wanted:
         if not hasattr(flag, name):
-            other = "" if _major(trt) < 9 and not is_rtx(trt) else "; give route=graph"
+            other = "" if _read_major_version(trt) < 9 and not is_rtx(trt) else "; give route=graph"
             raise Unavailable(f"{title(trt)} has no builder flag for {name.lower()}{other}")
         config.set_flag(getattr(flag, name))
     return list(wanted)
@@ -193,7 +193,7 @@ def keep_types(trt: Any, config: Any, network: Any) -> int:
     return count
 
 
-def _major(trt: Any) -> int:
+def _read_major_version(trt: Any) -> int:
     # RTX has version numbers of its own, and began with TensorRT 10's features.
     return 10 if is_rtx(trt) else int(trt.__version__.split(".")[0])
 
@@ -204,7 +204,7 @@ def configure(trt: Any, config: Any, settings: Settings) -> None:
     config.builder_optimization_level = settings.optimization
     if settings.workspace_mb:
         config.set_memory_pool_limit(trt.MemoryPoolType.WORKSPACE, settings.workspace_mb << 20)
-    _tactics(trt, config, settings.tactics)
+    _set_tactic_sources(trt, config, settings.tactics)
     wanted = {
         "VERSION_COMPATIBLE": settings.version_compatible,
         "REFIT": settings.refit,
@@ -215,13 +215,13 @@ def configure(trt: Any, config: Any, settings: Settings) -> None:
             raise Unavailable(f"{title(trt)} has no {name.lower()}")
         config.set_flag(getattr(trt.BuilderFlag, name))
     if settings.hardware_compatible:
-        config.hardware_compatibility_level = _compatibility(trt, settings.hardware_compatible)
+        config.hardware_compatibility_level = _find_compatibility_level(trt, settings.hardware_compatible)
     if hasattr(trt, "PreviewFeature") and hasattr(trt.PreviewFeature, "PROFILE_SHARING_0806"):
         # Several contexts of one dynamic engine; newer versions do so by default.
         config.set_preview_feature(trt.PreviewFeature.PROFILE_SHARING_0806, True)
 
 
-def _tactics(trt: Any, config: Any, requested: str) -> None:
+def _set_tactic_sources(trt: Any, config: Any, requested: str) -> None:
     sources = dict(trt.TacticSource.__members__)
     if requested:
         chosen = [] if requested == "none" else requested.upper().split("+")
@@ -229,12 +229,12 @@ def _tactics(trt: Any, config: Any, requested: str) -> None:
             names = ", ".join(sources)
             raise UserError(f"{title(trt)} has no tactic source {unknown[0]}; it has {names} (or none)")
         config.set_tactic_sources(sum(1 << int(sources[name]) for name in chosen))
-    elif _major(trt) < 10:
+    elif _read_major_version(trt) < 10:
         external = sum(1 << int(sources[name]) for name in EXTERNAL_TACTICS if name in sources)
         config.set_tactic_sources(config.get_tactic_sources() & ~external)
 
 
-def _compatibility(trt: Any, requested: str) -> Any:
+def _find_compatibility_level(trt: Any, requested: str) -> Any:
     levels = dict(trt.HardwareCompatibilityLevel.__members__)
     if requested.upper() not in levels:
         names = ", ".join(name.lower() for name in levels)

@@ -29,7 +29,7 @@ def profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Profile]:
     fixed dimension.
     """
     if text == STATIC:
-        return [_static(inputs, dims)]
+        return [_make_static_profile(inputs, dims)]
     parsed = []
     for part in text.split("|"):
         batches = batch_range(part)
@@ -80,7 +80,7 @@ def as_text(parsed: Sequence[Profile]) -> list[dict[str, list[list[int]]]]:
     return [{name: [list(shape) for shape in ends] for name, ends in profile.items()} for profile in parsed]
 
 
-def _static(inputs: Sequence[Tensor], dims: Dims) -> Profile:
+def _make_static_profile(inputs: Sequence[Tensor], dims: Dims) -> Profile:
     if not dims.batch:
         dims = replace(dims, batch=_own_batch(inputs, dims))
     return {name: (shape, shape, shape) for name, shape in static_shapes(inputs, dims).items()}
@@ -103,14 +103,16 @@ def _of_batches(batches: tuple[int, int, int], inputs: Sequence[Tensor], dims: D
 
 
 def _of_shapes(text: str, inputs: Sequence[Tensor]) -> Profile:
-    by_name = dict(_named(part) for part in text.split(";"))
+    by_name = dict(_parse_named_profile(part) for part in text.split(";"))
     names = ", ".join(tensor.name for tensor in inputs)
     if unknown := next((name for name in by_name if name not in {t.name for t in inputs}), None):
         raise UserError(f"the model has no input {unknown!r}; its inputs: {names}")
-    return {tensor.name: _checked(tensor, by_name.get(tensor.name) or _only(tensor)) for tensor in inputs}
+    return {
+        tensor.name: _check_range(tensor, by_name.get(tensor.name) or _make_fixed_range(tensor)) for tensor in inputs
+    }
 
 
-def _named(part: str) -> tuple[str, Range]:
+def _parse_named_profile(part: str) -> tuple[str, Range]:
     name, _, shapes = part.rpartition(":")
     sizes = [tuple(map(int, s.split("x"))) for s in shapes.split(",") if SHAPE.fullmatch(s)]
     if not name or len(sizes) != shapes.count(",") + 1 or len(sizes) not in (1, 3):
@@ -121,30 +123,30 @@ def _named(part: str) -> tuple[str, Range]:
     return name, (low, opt, high)
 
 
-def _only(tensor: Tensor) -> Range:
+def _make_fixed_range(tensor: Tensor) -> Range:
     shape = tuple(size for size in tensor.shape if isinstance(size, int))
     if len(shape) < len(tensor.shape):
-        raise UserError(f"no shape is given for input {tensor.name!r}, which is {_text(tensor.shape)}")
+        raise UserError(f"no shape is given for input {tensor.name!r}, which is {_format_shape(tensor.shape)}")
     return shape, shape, shape
 
 
-def _checked(tensor: Tensor, ends: Range) -> Range:
+def _check_range(tensor: Tensor, ends: Range) -> Range:
     for shape in ends:
         if len(shape) != len(tensor.shape):
             raise UserError(
-                f"input {tensor.name!r} has {len(tensor.shape)} dimensions, {_text(shape)} has {len(shape)}"
+                f"input {tensor.name!r} has {len(tensor.shape)} dimensions, {_format_shape(shape)} has {len(shape)}"
             )
         if any(isinstance(own, int) and own != size for own, size in zip(tensor.shape, shape, strict=True)):
             raise UserError(
-                f"the file has input {tensor.name!r} fixed at {_text(tensor.shape)}, not {_text(shape)}; "
-                "export it again with --batch dynamic"
+                f"the file has input {tensor.name!r} fixed at {_format_shape(tensor.shape)}, "
+                f"not {_format_shape(shape)}; export it again with --batch dynamic"
             )
     low, opt, high = ends
     if not all(1 <= a <= b <= c for a, b, c in zip(low, opt, high, strict=True)):
-        wrong = ",".join(map(_text, ends))
+        wrong = ",".join(map(_format_shape, ends))
         raise UserError(f"profile {tensor.name}:{wrong} is out of order: it must be 1 <= min <= opt <= max everywhere")
     return ends
 
 
-def _text(shape: Sequence[int | str]) -> str:
+def _format_shape(shape: Sequence[int | str]) -> str:
     return "x".join(str(size) for size in shape)

@@ -49,7 +49,7 @@ class TensorRTSession(DeviceSession):
         self._results: list[dict[str, tuple[Shape, str, int]]] = [{} for _ in self._contexts]
         self.place(wanted, self._room_of(wanted))
         for slot in range(self.slots):
-            self._allocators[slot] = self._prepare(self._contexts[slot], slot)
+            self._allocators[slot] = self._set_addresses(self._contexts[slot], slot)
         self._graphed = self._graphed and not self._allocators[0]  # a graph can't allocate memory
         self.reshape(wanted)
 
@@ -61,7 +61,8 @@ class TensorRTSession(DeviceSession):
             own = {t.name: (t.dtype, len(t.shape)) for side in sides for t in side}
             for name in sorted(set(recorded) | set(own)):
                 if recorded.get(name) != own.get(name):
-                    raise UserError(f"tensor {name!r} of the engine is {_kind(own, name)}, not {_kind(recorded, name)}")
+                    found, expected = _describe_tensor(own, name), _describe_tensor(recorded, name)
+                    raise UserError(f"tensor {name!r} of the engine is {found}, not {expected}")
         self.inputs, self.outputs = sides
         return sides[0]
 
@@ -74,12 +75,12 @@ class TensorRTSession(DeviceSession):
         shapes = static_shapes(inputs, dims)
         for tensor in inputs:
             ranges = [self._engine.get_tensor_profile_shape(tensor.name, p) for p in range(self._profiles)]
-            in_profile = any(_between(shapes[tensor.name], low, high) for low, _, high in ranges)
+            in_profile = any(_is_in_range(shapes[tensor.name], low, high) for low, _, high in ranges)
             if any(isinstance(n, str) for n in tensor.shape) and not in_profile:
-                allowed = " or ".join(f"{_text(low)} to {_text(high)}" for low, _, high in ranges)
+                allowed = " or ".join(f"{_format_shape(low)} to {_format_shape(high)}" for low, _, high in ranges)
                 raise UserError(
-                    f"{tensor.name!r} as {_text(shapes[tensor.name])} is outside the engine's profile ({allowed}); "
-                    "build it with a wider one"
+                    f"{tensor.name!r} as {_format_shape(shapes[tensor.name])} is outside the engine's profile "
+                    f"({allowed}); build it with a wider one"
                 )
         return shapes
 
@@ -106,7 +107,7 @@ class TensorRTSession(DeviceSession):
                 break
             contexts.append(context)
         if not contexts:
-            self._raise(f"{self._trial.label}: no execution context can be made")
+            self._raise_error(f"{self._trial.label}: no execution context can be made")
         self.slots = len(contexts)
         return contexts
 
@@ -121,7 +122,7 @@ class TensorRTSession(DeviceSession):
         for number, context in enumerate(self._contexts):
             if not context.set_optimization_profile_async(profile, self.stream):
                 if not number:
-                    self._raise(f"profile {profile} can't be used")
+                    self._raise_error(f"profile {profile} can't be used")
                 self.slots = number  # this engine's profile can be used by one context only
                 break
         self.device.synchronize()
@@ -132,7 +133,7 @@ class TensorRTSession(DeviceSession):
         if not self._dynamic:
             return True
         ranges = {name: self._engine.get_tensor_profile_shape(name, profile) for name in shapes}
-        return all(_between(shapes[name], low, high) for name, (low, _, high) in ranges.items())
+        return all(_is_in_range(shapes[name], low, high) for name, (low, _, high) in ranges.items())
 
     @property
     def _dynamic(self) -> bool:
@@ -142,7 +143,7 @@ class TensorRTSession(DeviceSession):
         """Return the bytes of every tensor at its largest, as its profile allows: a change of shape needs no memory."""
         context = self._contexts[0]
         for name, shape in shapes.items():
-            context.set_input_shape(name, self._largest(name, shape))
+            context.set_input_shape(name, self._find_largest_shape(name, shape))
         room = {}
         for tensor in (*self.inputs, *self.outputs):
             shape = tuple(context.get_tensor_shape(tensor.name))
@@ -150,10 +151,10 @@ class TensorRTSession(DeviceSession):
                 room[tensor.name] = int(np.prod(shape, dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
         return room
 
-    def _largest(self, name: str, shape: Shape) -> Shape:
+    def _find_largest_shape(self, name: str, shape: Shape) -> Shape:
         return tuple(self._engine.get_tensor_profile_shape(name, self._profile)[2]) if self._dynamic else shape
 
-    def _prepare(self, context: Any, slot: int) -> dict[str, Any]:
+    def _set_addresses(self, context: Any, slot: int) -> dict[str, Any]:
         """Set the addresses of the context's tensors to the slot's memory; outputs of unknown size get an allocator,
         and these are returned."""
         addresses, allocators = self._slots[slot].addresses, {}
@@ -173,12 +174,14 @@ class TensorRTSession(DeviceSession):
             shape = shapes[tensor.name]
             for context in self._contexts:
                 if not context.set_input_shape(tensor.name, shape):
-                    raise UserError(f"the engine doesn't take {tensor.name!r} as {_text(shape)}: {self._log.reason()}")
+                    raise UserError(
+                        f"the engine doesn't take {tensor.name!r} as {_format_shape(shape)}: {self._log.reason()}"
+                    )
         self._shapes = dict(shapes)
         for slot in range(self.slots):
-            self._forget(slot)
+            self._drop_graph(slot)
 
-    def _forget(self, slot: int) -> None:
+    def _drop_graph(self, slot: int) -> None:
         graph, self._graphs[slot], self._runs[slot] = self._graphs[slot], None, 0
         self._results[slot] = {}
         if graph is not None:
@@ -188,19 +191,19 @@ class TensorRTSession(DeviceSession):
         """Replay the slot's graph; the first run of a shape is launched directly, the second records the graph."""
         graph = self._graphs[slot]
         if graph is None and self._graphed and self._runs[slot]:
-            graph = self._graphs[slot] = Graph(self._compute, lambda: self._launch(slot))
+            graph = self._graphs[slot] = Graph(self._compute, lambda: self._launch_slot(slot))
         if graph is not None:
             graph.launch()
             return
         self._runs[slot] += 1
-        self._launch(slot)
+        self._launch_slot(slot)
 
-    def _launch(self, slot: int) -> None:
-        self._execute(self._contexts[slot])
+    def _launch_slot(self, slot: int) -> None:
+        self._execute_context(self._contexts[slot])
 
-    def _execute(self, context: Any) -> None:
+    def _execute_context(self, context: Any) -> None:
         if not context.execute_async_v3(self.stream):
-            self._raise(f"{self._trial.label} can't be run")
+            self._raise_error(f"{self._trial.label} can't be run")
 
     def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
         """Return the shapes that the context has for the shapes of the inputs; see `DeviceSession.results`."""
@@ -220,7 +223,7 @@ class TensorRTSession(DeviceSession):
             results[tensor.name] = (tuple(int(n) for n in shape), tensor.dtype, address)
         return results
 
-    def _raise(self, what: str) -> None:
+    def _raise_error(self, what: str) -> None:
         reason = self._log.reason()
         if library.MEMORY.search(reason):
             raise MemoryError(f"{what}: the GPU's memory ran out ({reason[:160]})")
@@ -250,7 +253,7 @@ class TensorRTSession(DeviceSession):
         ).joined(layers.summary(listed, self._trial.precision))
 
     def _run_directly(self, context: Any) -> None:
-        self._execute(context)
+        self._execute_context(context)
         self.device.synchronize()
 
     def profile(self, runs: int) -> LayerTimes:
@@ -258,12 +261,12 @@ class TensorRTSession(DeviceSession):
         context, _allocators = self._new_context()  # which the library calls as long as the context lives
         whole = []
 
-        def launch() -> None:
+        def time_run() -> None:
             start = time.perf_counter()
             self._run_directly(context)
             whole.append(time.perf_counter() - start)
 
-        found = layer_times.watched(self._trt, context, launch, layer_times.DISCARDED + runs)[layer_times.DISCARDED :]
+        found = layer_times.watched(self._trt, context, time_run, layer_times.DISCARDED + runs)[layer_times.DISCARDED :]
         if not any(found):
             raise Unavailable(f"{library.title(self._trt)} reported no layer's time")
         listed = layers.inside(layers.inspect(self._trt, self._engine), library.title(self._trt))
@@ -292,13 +295,13 @@ class TensorRTSession(DeviceSession):
         self.device.synchronize()
         for name, shape in self._shapes.items():
             context.set_input_shape(name, shape)
-        return context, self._prepare(context, 0)
+        return context, self._set_addresses(context, 0)
 
     def close(self) -> None:
         """Free graphs, contexts and the engine before the memory they use."""
         self.device.synchronize()
         for slot in range(self.slots):
-            self._forget(slot)
+            self._drop_graph(slot)
         self._contexts.clear()
         self._allocators.clear()
         self._engine = self._runtime = None
@@ -343,13 +346,13 @@ def tensors(trt: Any, engine: Any) -> tuple[tuple[Tensor, ...], tuple[Tensor, ..
     return tuple(sides[0]), tuple(sides[1])
 
 
-def _between(shape: Shape, low: Any, high: Any) -> bool:
+def _is_in_range(shape: Shape, low: Any, high: Any) -> bool:
     return len(shape) == len(low) and all(a <= n <= b for a, n, b in zip(low, shape, high, strict=True))
 
 
-def _text(shape: Any) -> str:
+def _format_shape(shape: Any) -> str:
     return "x".join(str(int(n)) for n in shape)
 
 
-def _kind(tensors: Mapping[str, tuple[str, int]], name: str) -> str:
+def _describe_tensor(tensors: Mapping[str, tuple[str, int]], name: str) -> str:
     return f"{tensors[name][0]} with {tensors[name][1]} dimensions" if name in tensors else "missing"

@@ -45,10 +45,10 @@ class Settings:
         values: dict[str, Any] = {}
         for field in dataclasses.fields(cls):
             if field.name in options:
-                values[field.name] = _typed(field.name, options[field.name], field.default)
+                values[field.name] = _convert_value(field.name, options[field.name], field.default)
         settings = cls(**values)
-        _among("route", settings.route, ROUTES)
-        _among("calibrator", settings.calibrator, CALIBRATORS)
+        _check_choice("route", settings.route, ROUTES)
+        _check_choice("calibrator", settings.calibrator, CALIBRATORS)
         if not 0 <= settings.optimization <= 5:
             raise UserError(f"optimization must be a level from 0 to 5, not {settings.optimization}")
         if settings.workspace_mb < 0:
@@ -68,7 +68,7 @@ class Settings:
 NAMES = tuple(field.name for field in dataclasses.fields(Settings))
 
 
-def _typed(name: str, value: Option, default: Any) -> Option:
+def _convert_value(name: str, value: Option, default: Any) -> Option:
     if name == "hardware_compatible" and isinstance(value, bool):
         return "ampere_plus" if value else ""
     if isinstance(default, str):
@@ -79,6 +79,6 @@ def _typed(name: str, value: Option, default: Any) -> Option:
     return value
 
 
-def _among(name: str, value: str, choices: tuple[str, ...]) -> None:
+def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UserError(f"unknown {name} {value!r}; known: {', '.join(choices)}")

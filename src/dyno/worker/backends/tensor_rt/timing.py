@@ -13,12 +13,12 @@ from dyno.worker.facts.files import TimingUse
 from dyno.worker.record import TIMING, lock, replacing
 
 
-def _size(config: Any, content: bytes) -> int:
+def _measure_size(config: Any, content: bytes) -> int:
     cache = config.create_timing_cache(content)
     return 0 if cache is None else len(bytes(cache.serialize()))
 
 
-def _set(trt: Any, config: Any, content: bytes) -> bool:
+def _set_cache(trt: Any, config: Any, content: bytes) -> bool:
     return library.timing_cache(trt, config, content) is not None
 
 
@@ -43,14 +43,16 @@ class TimingCache:
             return cls(None)
         name = re.sub(r"[^\w.-]+", "-", f"{trt.__name__}-{trt.__version__}-{gpu}")
         cache = cls(Path(folder) / f"{name}.timing")
-        cache.before = cache._read()
+        cache.before = cache._read_file()
         # 8.6 silently treats content that it can't read as an empty cache.
-        cache.used = _size(config, cache.before) > _size(config, b"") and _set(trt, config, cache.before)
+        cache.used = _measure_size(config, cache.before) > _measure_size(config, b"") and _set_cache(
+            trt, config, cache.before
+        )
         if not cache.used:
-            _set(trt, config, b"")
+            _set_cache(trt, config, b"")
         return cache
 
-    def _read(self) -> bytes:
+    def _read_file(self) -> bytes:
         try:
             return self.path.read_bytes() if self.path else b""
         except FileNotFoundError:
@@ -62,7 +64,7 @@ class TimingCache:
         if self.path is None or cache is None:
             return
         with lock(self.path.with_suffix(".lock")):
-            current = self._read()
+            current = self._read_file()
             if current and current != self.before:
                 other = config.create_timing_cache(current)
                 if other is not None:

@@ -13,10 +13,10 @@ from dyno.worker.spec import Option, UserError
 SHAPES = re.compile(r".+:\d[\dx,]*")  # NAME:MIN,OPT,MAX, perhaps of several inputs
 
 
-def _setting(name: str) -> Check:
+def _make_check(name: str) -> Check:
     """Return a check of this option alone, with the complaint of `Settings.of`."""
 
-    def check(value: Option) -> str:
+    def check_value(value: Option) -> str:
         try:
             made = Settings.of({name: value})
             if name == "profile":
@@ -27,7 +27,7 @@ def _setting(name: str) -> Check:
             return KINDS.get(name) or str(e)
         return ""
 
-    return check
+    return check_value
 
 
 KINDS = {
@@ -39,4 +39,4 @@ KINDS = {
     **{field.name: "true or false" for field in dataclasses.fields(Settings) if isinstance(field.default, bool)},
     "build": "a whole number",
 }
-VALUES: dict[str, Check] = {**{name: _setting(name) for name in NAMES}, "graph": flag, "slots": whole(1)}
+VALUES: dict[str, Check] = {**{name: _make_check(name) for name in NAMES}, "graph": flag, "slots": whole(1)}

@@ -32,11 +32,11 @@ def annotate(job: Job, journal: Journal) -> None:
     if len(nodes) != len(notes):
         raise UserError(f"{source} has {len(nodes)} nodes, not {len(notes)} as when its layers were read; try again")
     for node, note in zip(nodes, notes, strict=True):
-        _note(node, note)
+        _add_note(node, note)
     out.write_bytes(model.SerializeToString())
 
 
-def _note(node: Any, note: Mapping[str, Any]) -> None:
+def _add_note(node: Any, note: Mapping[str, Any]) -> None:
     node.doc_string = "\n".join((*note["lines"], *([node.doc_string] if node.doc_string else [])))
     for name, text in note["facts"].items():
         entry = node.metadata_props.add()

@@ -28,7 +28,7 @@ def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) ->
     batch. Raises `UserError` if it can't be read, `Unavailable` if it can't be read here.
     """
     if trial.backend == MODULE:
-        return _module(trial, options)
+        return _inspect_module(trial, options)
     if trial.backend:
         return registry.find(trial.backend).inside(trial, artifact)
     path = artifact.path if artifact else trial.model.file
@@ -36,7 +36,7 @@ def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) ->
     return graph.read(path, static_shapes(inputs, trial.dims))
 
 
-def _module(trial: Trial, options: Mapping[str, Any]) -> Inside:
+def _inspect_module(trial: Trial, options: Mapping[str, Any]) -> Inside:
     """Read the module, without weights and arithmetic if it allows that, which takes a tenth of the time."""
     torch = import_torch()
     torch.set_num_threads(trial.runtime.threads)
@@ -52,16 +52,16 @@ def _module(trial: Trial, options: Mapping[str, Any]) -> Inside:
     if of_library and not (model.weights or model.pretrained):
         try:
             with torch.device("meta"):
-                return _read(torch, models.build(model, dims), model, dims)
+                return _read_calls(torch, models.build(model, dims), model, dims)
         except Exception:  # whatever it is, the module itself says it better below
             pass
     if (found := program.parts(model, dims)) is not None:
-        return _read(torch, found, model, dims)
+        return _read_calls(torch, found, model, dims)
     built = models.build(model, dims)
     try:
-        return _read(torch, _without_values(built), model, dims)
+        return _read_calls(torch, _without_values(built), model, dims)
     except Exception:  # a module that computes with values, or keeps tensors of its own, has to run
-        return _run(torch, model, dims)
+        return _run_module(torch, model, dims)
 
 
 def _without_values(built: Any) -> Any:
@@ -77,28 +77,28 @@ def _without_values(built: Any) -> Any:
     return moved
 
 
-def _run(torch: Any, model: Any, dims: Dims) -> Inside:
+def _run_module(torch: Any, model: Any, dims: Dims) -> Inside:
     try:
-        return _read(torch, models.build(model, dims), model, dims)
+        return _read_calls(torch, models.build(model, dims), model, dims)
     except (UserError, MemoryError):
         raise
     except Exception as e:  # the module is anyone's code
         raise UserError(f"{model.name} can't be run once to see its layers: {first_line(e)}") from e
 
 
-def _read(torch: Any, built: Any, model: Any, dims: Dims) -> Inside:
+def _read_calls(torch: Any, built: Any, model: Any, dims: Dims) -> Inside:
     """Read the module's calls on an example of the model's inputs, on the device of its weights."""
     device = next((p.device for p in built.parameters()), torch.device("cpu"))
     if not model.inputs:
         return module.read(built, torch.zeros(dims.batch, model.channels, dims.height, dims.width, device=device))
     args, keywords = modules.example(model, model.inputs, dims)
-    return module.read(built, *_moved(list(args), device), **_moved(keywords, device))
+    return module.read(built, *_move_tensors(list(args), device), **_move_tensors(keywords, device))
 
 
-def _moved(value: Any, device: Any) -> Any:
+def _move_tensors(value: Any, device: Any) -> Any:
     """Return lists and dicts with their tensors on that device."""
     if isinstance(value, dict):
-        return {key: _moved(each, device) for key, each in value.items()}
+        return {key: _move_tensors(each, device) for key, each in value.items()}
     if isinstance(value, (list, tuple)):
-        return [_moved(each, device) for each in value]
+        return [_move_tensors(each, device) for each in value]
     return value.to(device) if hasattr(value, "detach") else value

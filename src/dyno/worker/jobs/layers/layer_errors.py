@@ -50,25 +50,27 @@ def store_reference(job: Job, folder: Path, report: Report) -> None:
     if "calls" in job.options:
         session: Any = find(trial.backend).load(trial, None)
         session.take_parts()
-        graph, engine = Graph(job.options["graph"]), _reference(trial, folder)
-        feeds = _feeds(trial, session.inputs, count)
+        graph, engine = Graph(job.options["graph"]), _make_reference(trial, folder)
+        feeds = _make_feeds(trial, session.inputs, count)
         calls = {tensor: (name, number) for name, number, tensor in job.options["calls"]}
         reference.of_module(session, session.module, graph, engine, calls, feeds, writer)
         session.close()
         return
     assert job.artifact is not None
     inputs, _ = read_io(job.artifact.path)
-    reference.of_graph(_reference(trial, folder), Graph(job.artifact.path), _feeds(trial, inputs, count), writer)
+    reference.of_graph(
+        _make_reference(trial, folder), Graph(job.artifact.path), _make_feeds(trial, inputs, count), writer
+    )
 
 
-def _feeds(trial: Trial, inputs: Any, count: int) -> list[dict[str, np.ndarray]]:
+def _make_feeds(trial: Trial, inputs: Any, count: int) -> list[dict[str, np.ndarray]]:
     model = trial.model
     feeds = [*input_data.batches(trial.data, model.preprocess, inputs, trial.dims, count, model.inputs)]
     reference.check_finite(feeds)
     return feeds
 
 
-def _reference(trial: Trial, folder: Path) -> Engine:
+def _make_reference(trial: Trial, folder: Path) -> Engine:
     plain = replace(trial, backend=REFERENCE, precision="fp32", options={"optimization": "disable"},
                     runtime=replace(trial.runtime, device="cpu"))  # fmt: skip
     return Engine(find(REFERENCE).load, plain, folder)
@@ -90,12 +92,12 @@ def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
     _check_common(comparison)
     report("run the unmodified engine")
     unmodified = comparison.outputs(_run_unmodified(find(trial.backend).load(trial, job.artifact), comparison))
-    result = _layers(comparison, folder, report, str(options["graph"]))
+    result = _compare_layers(comparison, folder, report, str(options["graph"]))
     report("find each layer's effect")
     layers = compare.with_effects(comparison, result.layers, folder / ISOLATED, folder / WITH_DELTAS)
     report("test the suspects again")
     result = replace(result, layers=layers, unmodified=unmodified)
-    return _retested(result, comparison, _reference(trial, folder), bool(options["always"]))
+    return _retest_suspects(result, comparison, _make_reference(trial, folder), bool(options["always"]))
 
 
 def _check_common(comparison: Comparison) -> None:
@@ -126,7 +128,7 @@ def _run_unmodified(session: Session, comparison: Comparison) -> list[list[np.nd
         session.close()
 
 
-def _layers(comparison: Comparison, folder: Path, report: Report, path: str) -> LayerErrors:
+def _compare_layers(comparison: Comparison, folder: Path, report: Report, path: str) -> LayerErrors:
     """Return each layer's total error and its own, without the tensors that mean something else in the reference."""
     graph = comparison.graph
     sizes = reference.bytes_of(graph, {name: array.shape for name, array in comparison.feeds[0].items()})
@@ -143,13 +145,13 @@ def _layers(comparison: Comparison, folder: Path, report: Report, path: str) -> 
         comparison.tensors = [name for name in comparison.tensors if name not in others]
         own = compare.isolated(comparison, sizes, folder / ISOLATED)
     return LayerErrors(
-        layers=_rows(comparison, total, own), marked=marked, runs=comparison.stored.runs, parts=parts,
+        layers=_list_layer_errors(comparison, total, own), marked=marked, runs=comparison.stored.runs, parts=parts,
         unmatched=len(graph.float_tensors) - matched, mismatched=matched - len(comparison.tensors),
         reference_layers=len(comparison.stored),
     )  # fmt: skip
 
 
-def _rows(
+def _list_layer_errors(
     comparison: Comparison, total: Mapping[str, Difference], own: Mapping[str, Difference]
 ) -> tuple[LayerError, ...]:
     tensors = {*comparison.tensors}
@@ -157,11 +159,11 @@ def _rows(
     return tuple(LayerError(name, reads[name], total[name], own[name]) for name in reads if name in own)
 
 
-def _retested(result: LayerErrors, comparison: Comparison, reference: Engine, always: bool) -> LayerErrors:
+def _retest_suspects(result: LayerErrors, comparison: Comparison, reference: Engine, always: bool) -> LayerErrors:
     """Add the suspects and the results of the graph cut around them, if the outputs disagree or `always`."""
     limit = comparison.limits.error
-    hidden = _beyond(result.unmodified, limit) and not _beyond(result.marked, limit)
-    if not (_beyond(result.unmodified, limit) or _beyond(result.marked, limit) or always):
+    hidden = _is_beyond_limit(result.unmodified, limit) and not _is_beyond_limit(result.marked, limit)
+    if not (_is_beyond_limit(result.unmodified, limit) or _is_beyond_limit(result.marked, limit) or always):
         return result
     able = [layer for layer in result.layers if layer.tensor in comparison.reference_graph.float_tensors]
     if hidden:
@@ -177,5 +179,5 @@ def _retested(result: LayerErrors, comparison: Comparison, reference: Engine, al
                    substituted=retest.run_stages(comparison, stages, reference))  # fmt: skip
 
 
-def _beyond(difference: Difference | None, limit: float) -> bool:
+def _is_beyond_limit(difference: Difference | None, limit: float) -> bool:
     return difference is None or not difference.error <= limit

@@ -37,36 +37,38 @@ class Section:
 
         Raises an error if it is missing without a default, no number, or beyond the limits.
         """
-        return self._read(name, default, int, least, most)
+        return self._read_number(name, default, int, least, most)
 
     def real(self, name: str, default: float) -> float:
         """Return an option as a number."""
-        return self._read(name, default, float, -1e9, 1e9)
+        return self._read_number(name, default, float, -1e9, 1e9)
 
     def numbers(self, name: str) -> list[int]:
         """Return an option's whole numbers, separated by commas; [] if it isn't set."""
-        return self._all(name, int)
+        return self._read_list(name, int)
 
     def reals(self, name: str) -> list[float]:
         """Return an option's numbers, separated by commas; [] if it isn't set."""
-        return self._all(name, float)
+        return self._read_list(name, float)
 
-    def _read(self, name: str, default: Value | None, read: Callable[[str], Value], least: float, most: float) -> Value:
+    def _read_number(
+        self, name: str, default: Value | None, read: Callable[[str], Value], least: float, most: float
+    ) -> Value:
         text = self.options.get(name)
         if text is None:
             if default is None:
                 raise self.error(f"{name} is missing")
             return default
-        value = self._parsed(name, text, read)
+        value = self._parse_value(name, text, read)
         if not least <= value <= most:
             raise self.error(f"{name}={text} must be between {least:g} and {most:g}")
         return value
 
-    def _all(self, name: str, read: Callable[[str], Value]) -> list[Value]:
+    def _read_list(self, name: str, read: Callable[[str], Value]) -> list[Value]:
         parts = [part.strip() for part in self.text(name).split(",")]
-        return [self._parsed(name, part, read) for part in parts if part]
+        return [self._parse_value(name, part, read) for part in parts if part]
 
-    def _parsed(self, name: str, text: str, read: Callable[[str], Value]) -> Value:
+    def _parse_value(self, name: str, text: str, read: Callable[[str], Value]) -> Value:
         try:
             return read(text)
         except (ValueError, OverflowError):

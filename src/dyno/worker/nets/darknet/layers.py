@@ -62,7 +62,7 @@ def convolutional(place: Place, section: Section, inputs: Sequence[Value]) -> Va
     layer.add_module("conv", convolution)
     if normalised:
         layer.add_module("norm", place.nn.BatchNorm2d(filters, EPSILON))
-    layer.add_module("activation", _activation(place, section, "logistic"))
+    layer.add_module("activation", _make_activation(place, section, "logistic"))
     return Value(place.call(layer, value.node), filters, value.stride * stride)
 
 
@@ -122,7 +122,7 @@ def shortcut(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
     node = inputs[0].node
     for value in inputs[1:]:
         node = place.graph.call_function(operator.add, (node, value.node))
-    layer = _activation(place, section, "linear")
+    layer = _make_activation(place, section, "linear")
     return Value(place.call(layer, node), inputs[0].channels, inputs[0].stride)
 
 
@@ -195,7 +195,7 @@ LAYERS: dict[str, Layer] = {
 }
 
 
-def _activation(place: Place, section: Section, default: str) -> Any:
+def _make_activation(place: Place, section: Section, default: str) -> Any:
     name = section.text("activation", default)
     if name not in ACTIVATIONS:
         raise section.error(f"the activation {name!r} isn't supported; supported are {', '.join(ACTIVATIONS)}")

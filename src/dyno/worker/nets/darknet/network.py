@@ -29,7 +29,7 @@ def reads(model: ModelSpec) -> bool:
 
 def build(model: ModelSpec, path: str, state: Mapping[str, Any] | None = None, *, free_batch: bool = False) -> Any:
     """Build the network of a .cfg with random weights, or those of a .weights file; others are applied to it later."""
-    network = _network(path)
+    network = _build_network(path)
     about: Purpose = network.purpose
     if model.channels != network.channels:
         raise UserError(f"{path} takes images of {network.channels} channels; give --channels {network.channels}")
@@ -52,14 +52,14 @@ def image_config(model: ModelSpec, path: str) -> tuple[Preprocess | None, tuple[
     """Return the preprocessing of images (None without a yolo layer), and the height and width in its [net]."""
     head, *sections = cfg.read(path)
     boxes = any(section.kind == "yolo" for section in sections)
-    return find_task("detect").preprocess(model.channels) if boxes else None, _size(head)
+    return find_task("detect").preprocess(model.channels) if boxes else None, _read_size(head)
 
 
-def _size(head: Section) -> tuple[int, int]:
+def _read_size(head: Section) -> tuple[int, int]:
     return head.number("height", 416, 1, LARGEST), head.number("width", 416, 1, LARGEST)
 
 
-def _network(path: str) -> Any:
+def _build_network(path: str) -> Any:
     """Build the module: B x channels x H x W to B x (4 + classes) x boxes, or to B x classes without a yolo layer."""
     import torch
 
@@ -72,23 +72,23 @@ def _network(path: str) -> Any:
         if section.kind not in LAYERS:
             raise section.error(f"this layer isn't supported; supported are {', '.join(LAYERS)}")
 
-        def call(module: Any, node: Any, number: int = number) -> Any:
+        def add_call(module: Any, node: Any, number: int = number) -> Any:
             root.layers[str(number)] = module
             return graph.call_module(f"layers.{number}", (node,))
 
-        inputs = _inputs(number, section, image, values)
-        values.append(LAYERS[section.kind](Place(graph, call, torch.nn), section, inputs))
+        inputs = _find_inputs(number, section, image, values)
+        values.append(LAYERS[section.kind](Place(graph, add_call, torch.nn), section, inputs))
     heads = [value for value in values if value.classes]
     nodes = [value.node for value in heads]
     result = graph.call_function(torch.cat, (nodes, 2)) if len(nodes) > 1 else (nodes or [values[-1].node])[0]
     graph.output(result if heads else graph.call_function(torch.flatten, (result, 1)))
     network = torch.fx.GraphModule(root, graph, "Darknet")
     network.channels, network.lines = image.channels, [section.line for section in sections]
-    network.purpose = _purpose(path, values)
+    network.purpose = _find_purpose(path, values)
     return network
 
 
-def _inputs(number: int, section: Section, image: Value, values: list[Value]) -> list[Value]:
+def _find_inputs(number: int, section: Section, image: Value, values: list[Value]) -> list[Value]:
     """Return the values that the section's layer reads; negative numbers in the file count back from it."""
     before = values[-1] if values else image
     if section.kind not in REFERS:
@@ -105,7 +105,7 @@ def _inputs(number: int, section: Section, image: Value, values: list[Value]) ->
     return inputs
 
 
-def _purpose(path: str, values: list[Value]) -> Purpose:
+def _find_purpose(path: str, values: list[Value]) -> Purpose:
     classes = {value.classes for value in values if value.classes}
     if len(classes) > 1:
         raise UserError(f"{path} has yolo layers of {' and '.join(map(str, sorted(classes)))} classes; make them equal")

@@ -40,7 +40,7 @@ class VideoSource(Source):
     def _note_streams(self, container: Any, stream: Any) -> None:
         """Note what was chosen of several videos, and that pixels are not square."""
         context = stream.codec_context
-        if others := len(_videos(container)) - 1:
+        if others := len(_list_videos(container)) - 1:
             left_out = "the other is" if others == 1 else f"{others} others are"
             chosen = f"stream {stream.index} ({context.name}, {context.width} x {context.height})"
             self.note(f"{self.name} has {others + 1} videos: {chosen} is used, {left_out} left out")
@@ -61,14 +61,14 @@ class VideoSource(Source):
             video.thread_type, video.codec_context.thread_count = "AUTO", codec_threads()
             heard = container.streams.audio[:1] if sound else []
             picture_of, index, packets, began = _Pictures(self._aspect, self.note), 0, [], now()
-            for packet in self._packets(container, [video, *heard]):
+            for packet in self._iter_packets(container, [video, *heard]):
                 if packet.stream.type == "audio":
                     if packet.dts is not None:  # the last one is empty
                         packets.append(packet)
                     continue
                 if self.live:
                     began = now()  # waiting for the camera isn't work
-                for decoded in self._decoded(packet):
+                for decoded in self._decode_packet(packet):
                     seconds = None if decoded.pts is None else float(decoded.pts * decoded.time_base)
                     yield Frame(index, picture_of(decoded), began, decoded.pts, seconds, packets=packets)
                     index, packets, began = index + 1, [], now()
@@ -76,7 +76,7 @@ class VideoSource(Source):
                 raise UserError(f"{self.place} has no frame that can be decoded; it is empty or damaged")
             self.left = packets
 
-    def _packets(self, container: Any, streams: list[Any]) -> Iterator[Any]:
+    def _iter_packets(self, container: Any, streams: list[Any]) -> Iterator[Any]:
         """Yield the packets until the file ends, even in the middle of one, or a stream goes away."""
         import av
 
@@ -91,7 +91,7 @@ class VideoSource(Source):
                 return
             yield packet
 
-    def _decoded(self, packet: Any) -> list[Any]:
+    def _decode_packet(self, packet: Any) -> list[Any]:
         import av
 
         try:
@@ -117,7 +117,7 @@ def opened(place: str, device: str = "") -> Any:
             raise UserError(
                 f"the decoder of {device} can't be used ({getattr(e, 'strerror', e)}); omit --decode"
             ) from e
-        raise _unreadable(place, e) from e
+        raise _explain_error(place, e) from e
     problem = ""
     if not container.streams:
         problem = (
@@ -138,11 +138,11 @@ def opened(place: str, device: str = "") -> Any:
 
 def video_stream(container: Any) -> Any:
     """Return the stream that is the video: of several the one that FFmpeg considers best; None where there is none."""
-    videos, best = _videos(container), container.streams.best("video")
+    videos, best = _list_videos(container), container.streams.best("video")
     return next((s for s in videos if s.index == best.index), videos[0] if videos else None)
 
 
-def _videos(container: Any) -> list[Any]:
+def _list_videos(container: Any) -> list[Any]:
     """Return the streams of pictures that are neither cover art nor thumbnails, decodable ones first."""
     from av.stream import Disposition
 
@@ -150,7 +150,7 @@ def _videos(container: Any) -> list[Any]:
     return sorted(videos, key=lambda stream: stream.codec_context is None)
 
 
-def _unreadable(place: str, e: Exception) -> Exception:
+def _explain_error(place: str, e: Exception) -> Exception:
     """Return the error about an unreadable file, in the user's terms."""
     if isinstance(e, OSError):
         return UserError(f"{place} can't be read: {e.strerror}")
@@ -169,7 +169,7 @@ class _Pictures:
         self._convert, self._aspect, self._note = Converter(), aspect, note
 
     def __call__(self, decoded: Any) -> Picture:
-        turn = self._turn(decoded)
+        turn = self._read_turn(decoded)
         if decoded.interlaced_frame:
             self._note("the video is interlaced: each frame shows two moments at once and is used as it is")
         if decoded.format.name == surfaces.FORMAT:
@@ -178,12 +178,12 @@ class _Pictures:
                 return surface
             decoded = surface.planes().video()
         if turn != UPRIGHT:
-            return self._turned(decoded, turn)
+            return self._turn_picture(decoded, turn)
         if fits(decoded):
             return Planes(decoded, self._convert, self._aspect)
         return Rgb(self._convert(decoded), self._aspect)
 
-    def _turn(self, decoded: Any) -> Turn:
+    def _read_turn(self, decoded: Any) -> Turn:
         """Return how the display matrix turns and mirrors a frame: x' = ax + cy, y' = bx + dy (FFmpeg's display.h)."""
         matrix = decoded.side_data.get("DISPLAYMATRIX")
         if matrix is None:
@@ -196,7 +196,7 @@ class _Pictures:
             return UPRIGHT
         return (True, c < 0, b < 0) if b or c else (False, a < 0, d < 0)
 
-    def _turned(self, decoded: Any, turn: Turn) -> Rgb:
+    def _turn_picture(self, decoded: Any, turn: Turn) -> Rgb:
         import cv2
 
         (transposed, right, down), image = turn, self._convert(decoded)

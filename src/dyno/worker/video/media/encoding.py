@@ -54,7 +54,7 @@ class VideoSink(Sink):
             raise UserError(
                 f"no container is known by the suffix {path.suffix!r}; give .mp4, .mkv, .webm or .avi"
             ) from e
-        self._codec = _encoder(av, self._container, path, codec)
+        self._codec = _choose_encoder(av, self._container, path, codec)
         self._stream: Any = None
         self._sound: Any = None
         self._template: Any = None
@@ -66,15 +66,15 @@ class VideoSink(Sink):
 
     def write(self, frame: Frame) -> None:
         if self._stream is None:
-            self._begin(frame.picture)
+            self._create_streams(frame.picture)
         self._resized += frame.size != self._first
-        picture, stream = self._video(frame.picture), self._stream
-        picture.time_base, picture.pts = stream.codec_context.time_base, self._time(frame)
+        picture, stream = self._convert_picture(frame.picture), self._stream
+        picture.time_base, picture.pts = stream.codec_context.time_base, self._compute_time(frame)
         self._mux_sound(frame.packets)
-        self._put(stream.encode(picture))
+        self._write_packets(stream.encode(picture))
         self.written += 1
 
-    def _video(self, picture: Picture) -> Any:
+    def _convert_picture(self, picture: Picture) -> Any:
         """Return the picture in the codec's form."""
         planes = picture.planes()
         if planes is None or self._stream.pix_fmt != PIXELS or planes.tags != self._tags:
@@ -120,7 +120,7 @@ class VideoSink(Sink):
             self._notes.append(f"{self._resized} frames had another size than the first and were resized to it")
         return self._notes
 
-    def _begin(self, picture: Picture) -> None:
+    def _create_streams(self, picture: Picture) -> None:
         """Create the streams, with the size and the colours of the first picture."""
         self._first = picture.height, picture.width
         height, width = self._size = self._written_size(picture)
@@ -128,7 +128,7 @@ class VideoSink(Sink):
         options = {"g": str(max(1, round(PIECE_S * rate))), **FASTEST.get(self._codec, {})}
         self._stream = self._container.add_stream(self._codec, rate=rate, options=options)
         stream = self._stream
-        stream.pix_fmt = self._pixels()
+        stream.pix_fmt = self._choose_pixel_format()
         stream.codec_context.thread_count = codec_threads()
         planes = picture.planes()
         if planes is not None and stream.pix_fmt == PIXELS:
@@ -168,7 +168,7 @@ class VideoSink(Sink):
         )
         return picture.height, width
 
-    def _pixels(self) -> str:
+    def _choose_pixel_format(self) -> str:
         """Return the pixel format that every player knows, or else the codec's own."""
         import av
 
@@ -186,7 +186,7 @@ class VideoSink(Sink):
         except (ValueError, OSError):
             self._notes.append(f"the sound ({name}) was left out: {self._path.suffix} can't hold it")
 
-    def _time(self, frame: Frame) -> int:
+    def _compute_time(self, frame: Frame) -> int:
         """Return the frame's time, later than the one before it, as containers require."""
         if frame.pts is not None and not self._counts:
             at = frame.pts
@@ -202,13 +202,13 @@ class VideoSink(Sink):
             return
         for packet in packets:
             packet.stream = self._sound
-            self._put([packet], container)
+            self._write_packets([packet], container)
 
-    def _put(self, packets: list[Any], container: Any = None) -> None:
+    def _write_packets(self, packets: list[Any], container: Any = None) -> None:
         (container or self._container).mux(packets)
 
 
-def _encoder(av: Any, container: Any, path: Path, codec: str) -> str:
+def _choose_encoder(av: Any, container: Any, path: Path, codec: str) -> str:
     """Return the encoder by the user's name, else the container's own in its usual implementation.
 
     Raises a `UserError` if it can't be used.
@@ -222,11 +222,11 @@ def _encoder(av: Any, container: Any, path: Path, codec: str) -> str:
     except ValueError:
         container.close()
         path.unlink(missing_ok=True)
-        raise UserError(_refusal(av, name, path.suffix)) from None
+        raise UserError(_explain_refusal(av, name, path.suffix)) from None
     return str(name)
 
 
-def _refusal(av: Any, name: str, suffix: str) -> str:
+def _explain_refusal(av: Any, name: str, suffix: str) -> str:
     """Return why there is no stream of that codec."""
     known = sorted(av.codec.codecs_available)
     if name in known:

@@ -62,13 +62,13 @@ class RawSource(Source):
     def read(self, sound: bool = False) -> Iterator[Frame]:
         index, kept = 0, not self._readings
         self._readings += 1
-        while (began := now()) and (image := self._next()) is not None:
+        while (began := now()) and (image := self._read_frame()) is not None:
             if kept:
                 self._seen.append(image.copy())
             yield Frame(index, Rgb(image), began, None, index / self.rate)
             index += 1
 
-    def _next(self) -> np.ndarray | None:
+    def _read_frame(self) -> np.ndarray | None:
         """Return the next frame, None at the end; a frame that ends too early counts as damaged."""
         if self._seen and self._readings > 1:
             return self._seen.popleft()

@@ -27,18 +27,18 @@ class CaptureSource(Source):
 
         super().__init__(f"camera {place}" if isinstance(place, int) else Path(place).name)
         self._place, self.live, self.once = place, live, isinstance(place, int) or "://" in place
-        capture = self._opened()
+        capture = self._open_capture()
         self.rate = max(0.0, float(capture.get(cv2.CAP_PROP_FPS)))
         if self.rate >= COVER_RATE:
             raise UserError(
                 f"OpenCV reads the cover art of {self.name} in place of its video; PyAV reads that: {install('av')}"
             )
-        self._aspect = _aspect(capture)
+        self._aspect = _read_aspect(capture)
         if not live:
             self.count = max(0, int(capture.get(cv2.CAP_PROP_FRAME_COUNT)))
         capture.release()
 
-    def _opened(self) -> Any:
+    def _open_capture(self) -> Any:
         import cv2
 
         capture = cv2.VideoCapture(self._place)
@@ -49,7 +49,7 @@ class CaptureSource(Source):
     def read(self, sound: bool = False) -> Iterator[Frame]:
         import cv2
 
-        capture, index = self._opened(), 0
+        capture, index = self._open_capture(), 0
         try:
             began = now()
             while capture.grab():
@@ -68,7 +68,7 @@ class CaptureSource(Source):
             capture.release()
 
 
-def _aspect(capture: Any) -> Fraction:
+def _read_aspect(capture: Any) -> Fraction:
     """Return the width of a pixel over its height in the frames that OpenCV gives, which are turned upright."""
     import cv2
 

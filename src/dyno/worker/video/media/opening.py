@@ -53,12 +53,12 @@ def _keep_memory() -> None:
 
 def has_pyav() -> bool:
     """Return whether PyAV is installed, in a sufficient version."""
-    return _pyav() >= PYAV
+    return _read_pyav_version() >= PYAV
 
 
 def old_pyav() -> str:
     """Return a sentence if the installed PyAV is too old to be used; "" otherwise."""
-    if not (0,) < _pyav() < PYAV:
+    if not (0,) < _read_pyav_version() < PYAV:
         return ""
     least = ".".join(map(str, PYAV))
     return (
@@ -66,7 +66,7 @@ def old_pyav() -> str:
     )
 
 
-def _pyav() -> tuple[int, ...]:
+def _read_pyav_version() -> tuple[int, ...]:
     """Return the major and minor version of the installed PyAV; (0,) without one."""
     try:
         return tuple(map(int, metadata.version("av").split(".")[:2]))

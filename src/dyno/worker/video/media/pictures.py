@@ -42,11 +42,11 @@ class Layer:
 
     def value(self, colour: Colour) -> tuple[int, ...]:
         """Return the colour in this layer's channels."""
-        return _value(self.weights, colour)
+        return _convert_colour(self.weights, colour)
 
 
 @lru_cache(maxsize=256)
-def _value(weights: Weights, colour: Colour) -> tuple[int, ...]:
+def _convert_colour(weights: Weights, colour: Colour) -> tuple[int, ...]:
     return tuple(round(sum(share * part for share, part in zip(row, (*colour, 1), strict=True))) for row in weights)
 
 
@@ -136,13 +136,13 @@ class Planes(Picture):
 
     def layers(self) -> tuple[Layer, ...]:
         if self._own is None:
-            self._own = self._copied()
+            self._own = self._copy_planes()
         rows = weights(matrix_of(self.tags[0], self.height, self.width))
         parts = zip(planes_of(self._own), (1, 2, 2), rows, strict=True)
         return tuple(Layer(plane, step, (row,)) for plane, step, row in parts)
 
     def copy(self) -> Planes:
-        made = Planes(self._copied(), self._convert, self.aspect)
+        made = Planes(self._copy_planes(), self._convert, self.aspect)
         made.height, made.width = self.height, self.width
         return made
 
@@ -152,10 +152,10 @@ class Planes(Picture):
     def video(self) -> Any:
         """Return a frame for an encoder, of even height and width: a missing last row or column is a repeated one."""
         if self._own is None and (self.height % 2 or self.width % 2):
-            self._own = self._copied()
+            self._own = self._copy_planes()
         return self._own or self._decoded
 
-    def _copied(self) -> Any:
+    def _copy_planes(self) -> Any:
         made, present = blank(self.height, self.width), self._own or self._decoded
         for target, plane in zip(planes_of(made), planes_of(present), strict=True):
             height, width = plane.shape
