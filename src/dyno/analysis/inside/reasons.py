@@ -145,7 +145,7 @@ class _Words:
     def _describe_step(self, step: Step) -> str:
         parts = [self._w.parts[k] for k in step.parts]
         count_a, count_b = sum(len(part.a) for part in parts), sum(len(part.b) for part in parts)
-        of_a, of_b = self._count_types(parts, 0), self._count_types(parts, 1)
+        of_a, of_b = self._format_types(parts, 0), self._format_types(parts, 1)
         count, a, b = counting(len(parts), "part"), self._a, self._b
         one = len(parts) == 1
         do, run, have, take = ("does", "runs", "has", "takes") if one else ("do", "run", "have", "take")
@@ -153,8 +153,8 @@ class _Words:
         times = f"{_format_seconds(step.a)} in {a} and {_format_seconds(step.b)} in {b}"
         lack_b = "has no counterpart of its own" if count_b == 1 else "have no counterpart of their own"
         texts = {
-            causes.NARROWER: f"{count} of the model {run} in a narrower type in {b} ({self._describe_kinds(parts)})",
-            causes.WIDER: f"{count} of the model {run} in a wider type in {b} ({self._describe_kinds(parts)})",
+            causes.NARROWER: f"{count} of the model {run} in a narrower type in {b} ({self._format_kinds(parts)})",
+            causes.WIDER: f"{count} of the model {run} in a wider type in {b} ({self._format_kinds(parts)})",
             causes.STAYED: f"{count} of the model {do} not run in {self._w.pair.b.precision} in {b} ({of_b})",
             causes.PROVIDER: f"{count} of the model {run} on another provider in {b} ({of_b})",
             causes.KERNEL: f"{count} of the model {have} another kernel: {of_a} in {a}, {of_b} in {b}",
@@ -179,14 +179,14 @@ class _Words:
     def _sort_parts(self, step: Step) -> list[int]:
         return sorted(step.parts, key=lambda k: -abs(self._w.steps[k].difference.value))
 
-    def _count_types(self, parts: Sequence[Part], side: int) -> str:
+    def _format_types(self, parts: Sequence[Part], side: int) -> str:
         """Return the commonest types of layers: `16 Convolution, 3 Add`."""
         layers = self._w.pair.forms[self._w.pair.sides[side].form].layers
         kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side])
         more = f" and {counting(len(kinds) - NAMES, 'more kind')}" if len(kinds) > NAMES else ""
         return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(NAMES)) + more
 
-    def _describe_kinds(self, parts: Sequence[Part]) -> str:
+    def _format_kinds(self, parts: Sequence[Part]) -> str:
         """Return the types in which most of the parts compute in A and in B."""
         kinds = Counter(part.types for part in parts)
         before, after = max(kinds, key=lambda each: kinds[each], default=("", ""))

@@ -128,12 +128,12 @@ def _make_row(waterfall: Waterfall, k: int) -> Row:
         row["modules_names"] = [f"{part.names[0]} before {part.before}"]
     for name, side, own, kind in zip("ab", waterfall.pair.sides, (part.a, part.b), part.types, strict=True):
         layers = [waterfall.pair.forms[side.form].layers[i] for i in own]
-        row[f"layers_{name}"] = " ".join(filter(None, (_count_names([each.type for each in layers]), kind)))
-        row[f"kernels_{name}"] = _count_names([each.tactic for each in layers if each.tactic])
+        row[f"layers_{name}"] = " ".join(filter(None, (_format_counts([each.type for each in layers]), kind)))
+        row[f"kernels_{name}"] = _format_counts([each.tactic for each in layers if each.tactic])
     return row | _make_time_cells(waterfall, step)
 
 
-def _count_names(names: Sequence[str]) -> str:
+def _format_counts(names: Sequence[str]) -> str:
     """Return the names, each with its count: `2 Mul, Conv`."""
     counted: Callable[[str, int], str] = lambda name, n: f"{n} {name}" if n > 1 else name  # noqa: E731
     return ", ".join(counted(name.rpartition(".")[2], n) for name, n in Counter(names).items())

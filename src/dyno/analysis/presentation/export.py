@@ -116,7 +116,7 @@ def page_part(table: Table, part: Part, heading: str = "h3") -> str:
     """
     columns = part.columns
     heads = "".join(
-        f'<th scope="col"{_list_classes(c)} title="{html.escape(c.meaning)}">'
+        f'<th scope="col"{_format_classes(c)} title="{html.escape(c.meaning)}">'
         f'<button type="button">{html.escape(c.heading)}</button></th>'
         for c in columns
     )
@@ -129,7 +129,7 @@ def page_part(table: Table, part: Part, heading: str = "h3") -> str:
     )
 
 
-def _list_classes(column: Column, text: str = "") -> str:
+def _format_classes(column: Column, text: str = "") -> str:
     """Return classes for the page's style; long lists of words are folded, or later columns would leave the page."""
     folded = column.kind == TEXT and len(text) > 2 * LONGEST and " " in text
     classes = " ".join(["n"] * column.right + ["minor"] * (column.rank > 0) + ["wide"] * folded)
@@ -139,7 +139,7 @@ def _list_classes(column: Column, text: str = "") -> str:
 def _html_cell(column: Column, row: Row) -> str:
     key = html.escape(str(_fill_missing(row.get(column.name))))
     text = column.text(row)
-    return f'<td{_list_classes(column, text)} data-v="{key}">{html.escape(text)}</td>'
+    return f'<td{_format_classes(column, text)} data-v="{key}">{html.escape(text)}</td>'
 
 
 def _format_text(tables: Sequence[Table], by: By) -> str:

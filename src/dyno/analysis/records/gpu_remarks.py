@@ -97,10 +97,10 @@ def throttled(t: TrialResult) -> list[Throttled]:
 
 def _count_throttled(t: TrialResult, boundary: str) -> Throttled:
     taken, hit, lost = (sum(counts) for counts in zip((0, 0, 0), *(r.throttled(boundary) for r in t.good), strict=True))
-    return Throttled(boundary, taken, hit, lost, _list_reasons(t, boundary))
+    return Throttled(boundary, taken, hit, lost, _join_reasons(t, boundary))
 
 
-def _list_reasons(t: TrialResult, boundary: str) -> str:
+def _join_reasons(t: TrialResult, boundary: str) -> str:
     windows = [(r.trace, r.facts.timed.get(boundary)) for r in t.good]
     reasons = [timeline.throttle_reasons(trace, window) for trace, window in windows if trace and window]
     return ", ".join(dict.fromkeys(w for w in reasons if w))

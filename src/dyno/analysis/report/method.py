@@ -35,7 +35,7 @@ def terms(run: RunData) -> Terms:
         ("throughput", "batches queued so that copies and computing overlap, as far as the engine can"),
         ("warm-up", f"until the median is steady, {_join_distinct(p.get('warmup_s') for p in plans)} s at most"),
         ("sampling ends", _explain_stopping(plans, trials)),
-        ("inputs", _list_inputs(trials)),
+        ("inputs", _format_inputs(trials)),
         (
             "accuracy",
             "Wilson's interval for one trial, Tango's score interval for the paired difference to the reference",
@@ -122,7 +122,7 @@ def _explain_level(results: Results, plans: list[dict[str, Any]]) -> str:
     )
 
 
-def _list_inputs(trials: list[TrialResult]) -> str:
+def _format_inputs(trials: list[TrialResult]) -> str:
     data_specs = [t.spec.get("data") or {} for t in trials]
     data = [d for t in trials if (d := t.facts.data)] or [
         Answered(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in data_specs

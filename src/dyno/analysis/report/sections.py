@@ -117,10 +117,10 @@ def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         ("precision", types.sentence if types else ""),
         ("nodes by provider", t.facts.nodes_by_provider),
         ("threads", t.facts.threads),
-        ("slowest layers", _list_slowest(t)),
+        ("slowest layers", _format_slowest(t)),
         ("notes", "; ".join(t.notes())),
         ("GPU meanwhile", _describe_gpu(t)),
-        ("made by", _list_steps(t)),
+        ("made by", _format_steps(t)),
         ("ready after", show(build_seconds(t), "duration")),
         ("import", show(t.value("import"), "duration")),
         ("load", show(t.value("load"), "duration")),
@@ -132,14 +132,14 @@ def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
     yield from ((name, _format_value("", value)) for name, value in facts if value)
 
 
-def _list_steps(t: TrialResult) -> str:
+def _format_steps(t: TrialResult) -> str:
     return " → ".join(
         f"{s.maker}: {s.format} {s.precision} in {show(s.seconds, 'duration')} ({show(s.bytes, 'bytes')})"
         for s in t.made_by.steps
     )
 
 
-def _list_slowest(t: TrialResult) -> str:
+def _format_slowest(t: TrialResult) -> str:
     return "; ".join(
         f"{layer.share:.0%} {short(layer.name, LONGEST)} ({layer.operator}, {layer.dtype})"
         for layer in t.facts.slowest_layers

@@ -93,7 +93,7 @@ def _describe_highest(served: Served) -> Iterator[str]:
         return
     bound = bound_of(served)
     if served.highest is None:
-        yield from _describe_none(served, bound)
+        yield from _explain_no_rate(served, bound)
         return
     share = served.highest.value / served.capacity.value
     how = " Of the rates that were asked for the highest."
@@ -107,7 +107,7 @@ def _describe_highest(served: Served) -> Iterator[str]:
     )
 
 
-def _describe_none(served: Served, bound: str) -> Iterator[str]:
+def _explain_no_rate(served: Served, bound: str) -> Iterator[str]:
     facts, without = served.facts[0], served.by_round.count(0)
     once = any(t.step.verdict == judging.HOLDS for t in served.tried)
     if facts.searched and once:

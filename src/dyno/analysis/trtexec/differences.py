@@ -71,11 +71,11 @@ def unlike(trial: TrialResult, report: Report) -> str:
     engine = command.engine(trial)
     if report.onnx and not report.engine:
         return (
-            f"Not compared: trtexec built an engine of its own from {_name_file(report.onnx)}, and two builds differ; "
-            f"time the same file with --loadEngine={engine or 'ENGINE'}."
+            f"Not compared: trtexec built an engine of its own from {_parse_file_name(report.onnx)}, and two builds "
+            f"differ; time the same file with --loadEngine={engine or 'ENGINE'}."
         )
-    if engine and report.engine and _name_file(engine) != _name_file(report.engine):
-        ran = f"trtexec ran {_name_file(report.engine)}, Dyno {_name_file(engine)}"
+    if engine and report.engine and _parse_file_name(engine) != _parse_file_name(report.engine):
+        ran = f"trtexec ran {_parse_file_name(report.engine)}, Dyno {_parse_file_name(engine)}"
         return f"Not compared: {ran}; time one engine file with both."
     if report.streams > 1:
         return f"Not compared: trtexec ran {report.streams} inferences side by side; run it without --infStreams."
@@ -91,7 +91,7 @@ def _other_shapes(ours: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int,
     return f"Not compared: trtexec ran {command.spec(theirs)}, Dyno {command.spec(ours)}; give both the same shapes."
 
 
-def _name_file(path: str) -> str:
+def _parse_file_name(path: str) -> str:
     """Return the file's name, from a path of any system."""
     return PureWindowsPath(path).name if "\\" in path else PurePath(path).name
 

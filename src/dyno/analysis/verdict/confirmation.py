@@ -40,7 +40,7 @@ def findings(ranking: Ranking, speed: str, run: RunData) -> Iterator[Finding]:
     own = _list_costs(winner.confirmations, row, speed)
     if not own:
         return
-    processes = _count_processes(sum(r.ok for r in winner.confirmations))
+    processes = _format_processes(sum(r.ok for r in winner.confirmations))
     text = f"Measured again after the selection, in {processes}: {_format_spread(own, row, speed)}"
     gain = _compute_gain(winner, reference, row, speed) if reference is not None and reference is not winner else None
     if gain is not None and reference is not None:
@@ -120,13 +120,13 @@ def _compare_speed(
         found = stats.paired(logs, are_rounds=max(speedups.builds(own), speedups.builds(other)) < 2)
     else:
         found = stats.unpaired(
-            _list_costs(own.rounds, row, speed), _list_costs(other.rounds, _copy_batch(row, of_other), speed)
+            _list_costs(own.rounds, row, speed), _list_costs(other.rounds, _replace_batch(row, of_other), speed)
         )
     rounds = min(len(own.good), len(other.good))
     return stats.decide(found and speedups.of_rounds(found, own, other, rounds), rule)
 
 
-def _copy_batch(row: pd.Series, other: pd.Series) -> pd.Series:
+def _replace_batch(row: pd.Series, other: pd.Series) -> pd.Series:
     """Return the winner's boundary and clock with the other's batch."""
     return row.copy() if row["batch"] == other["batch"] else row.where(row.index != "batch", other["batch"])
 
@@ -143,7 +143,7 @@ def _format_spread(own: list[float], row: pd.Series, speed: str) -> str:
     return spread(interval, latency) + (f" at batch {row['batch']}" if latency else "")
 
 
-def _count_processes(count: int) -> str:
+def _format_processes(count: int) -> str:
     return "one fresh process" if count == 1 else f"{count} fresh processes"
 
 

@@ -112,7 +112,7 @@ def read(run: RunData) -> Verdict:
     if contention and contention.mostly:  # an order would be that of the machine's load
         failures = [decision for ranking in shown if (decision := decisions.failed(ranking)) is not None]
         apart = [finding for ranking in shown for finding in decisions.apart(ranking)]
-        unranked = Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", _describe_unranked(run))))
+        unranked = Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", _describe_next_step(run))))
         return Verdict(
             wrong,
             (unranked, *failures),
@@ -134,7 +134,7 @@ def read(run: RunData) -> Verdict:
     return Verdict(wrong, decided, tuple(rest))
 
 
-def _describe_unranked(run: RunData) -> str:
+def _describe_next_step(run: RunData) -> str:
     """Describe the next step where the machine was too busy for a winner."""
     step, folder = "measure again on a quiet machine", shlex.quote(str(run.records.folder))
     return f"{step}, or choose: dyno take {folder} BACKEND/PRECISION" if list(winners(run)) else step
@@ -147,7 +147,7 @@ def _wrong_outputs(run: RunData) -> Iterator[Finding]:
         group = [trials[id] for id in rows["trial"]]
         names = ", ".join(dict.fromkeys(t.configuration for t in group))
         verdict = f"{verdict} against {run.compared[group[0].id].configuration}"
-        text = f"{group[0].model}: {names} ({_list_batches(group)}) gave {verdict}; not ranked, whatever the speed."
+        text = f"{group[0].model}: {names} ({_format_batches(group)}) gave {verdict}; not ranked, whatever the speed."
         files = any(t.form and t.form.option == FILE for t in group)
         yield Finding(FAILURE, text + (OTHER_NETWORK if files else ""))
 
@@ -167,7 +167,7 @@ def _check_precisions(results: Results) -> Iterator[Finding]:
         model = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
         ran = truth(trials[0])
         is_wrong = " did not run as requested" if ran and ran.answer == NO else ""
-        yield Finding(WARNING, f"{model}{trials[0].configuration} ({_list_batches(trials)}){is_wrong}: {sentence}.")
+        yield Finding(WARNING, f"{model}{trials[0].configuration} ({_format_batches(trials)}){is_wrong}: {sentence}.")
 
 
 def _slow_precisions(run: RunData) -> Iterator[Finding]:
@@ -202,7 +202,7 @@ def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> st
     reasons = list(dict.fromkeys("; ".join(t.reasons()) or _explain_silence(gain) for t, gain in slow))
     at = f"at batch {slow[0][0].batch}, " if len(reasons) > 1 else ""
     word = "not faster" if sure else "not shown to be faster"
-    return f"{word} than {other} ({_list_batches([t for t, _ in slow])}: {shown}): {at}{reasons[0]}"
+    return f"{word} than {other} ({_format_batches([t for t, _ in slow])}: {shown}): {at}{reasons[0]}"
 
 
 def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: stats.Rule) -> stats.Speedup | None:
@@ -240,13 +240,13 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
             PROBLEMS,
         )
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
-        yield Finding(WARNING, f"{_count_trials(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
+        yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
     if short := [t for t in results if t.is_cut_short]:
         rounds = counting(min(len(t.rounds) for t in short), "round")
         yield Finding(WARNING, f"Stopped early, after {rounds}: this is the answer so far; the same command goes on.")
     if count["skipped"]:
         yield Finding(
-            NOTE, f"{_count_trials(count['skipped'], total, 'was', 'were')} skipped, each with its reason.", PROBLEMS
+            NOTE, f"{_format_count(count['skipped'], total, 'was', 'were')} skipped, each with its reason.", PROBLEMS
         )
     if contention and not contention.mostly:
         yield Finding(WARNING, contention.sentence)
@@ -260,7 +260,7 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
     warned = sum(1 for t in results if t.warnings())
     if warned:
         yield Finding(
-            WARNING, f"{_count_trials(warned, total, 'has', 'have')} warnings; the report lists them.", PROBLEMS
+            WARNING, f"{_format_count(warned, total, 'has', 'have')} warnings; the report lists them.", PROBLEMS
         )
     for problem in results.problems:
         yield Finding(FAILURE, problem)
@@ -303,10 +303,10 @@ def _launch_bound(results: Results) -> Iterator[Finding]:
         yield Finding(NOTE, f"{t.label}: {launch.sentence}{others}.")
 
 
-def _count_trials(count: int, total: int, one: str, several: str) -> str:
+def _format_count(count: int, total: int, one: str, several: str) -> str:
     return f"{count} of {counting(total, 'trial')} {one if count == 1 else several}"
 
 
-def _list_batches(trials: list[TrialResult]) -> str:
+def _format_batches(trials: list[TrialResult]) -> str:
     batches = sorted({t.batch for t in trials})
     return f"batch {', '.join(map(str, batches))}"

@@ -76,7 +76,7 @@ def _describe_bounds(video: Video) -> Iterator[str]:
     yield (
         f"The slowest stage, {stage.name}, allows {_format_bound(stage)}: {_format_share(stage, video)} of that was "
         "reached. "
-        f"{_count_processors(video)} at {show(video.crowded, 'duration')} of processor time per frame "
+        f"{_format_processors(video)} at {show(video.crowded, 'duration')} of processor time per frame "
         f"{'allows' if video.facts.processors == 1 else 'allow'} {_format_bound(processors)}: "
         f"{_format_share(processors, video)}."
     )
@@ -122,7 +122,7 @@ def _explain_loss(video: Video) -> str:
     more = facts.cpu_whole / video.crowded if video.crowded else 1.0
     why = []
     if video.others > (1 - REACHED) * facts.processors:
-        why.append(f"other programs kept {significant(video.others)} of {_count_processors(video)} busy")
+        why.append(f"other programs kept {significant(video.others)} of {_format_processors(video)} busy")
     if more > 1 + (1 - REACHED):
         why.append(f"a frame took {more:.2f} times the processor time that the bound counts on")
     if video.bound.name == PROCESSORS and video.utilization < REACHED:
@@ -167,6 +167,6 @@ def _format_share(bound: Bound, video: Video) -> str:
     return show(bound.share(video.rate), "percentage")
 
 
-def _count_processors(video: Video) -> str:
+def _format_processors(video: Video) -> str:
     count = video.facts.processors
     return "1 processor" if count == 1 else f"{count} processors"

@@ -35,19 +35,19 @@ def _describe_difference(found: Devices) -> str:
 def _describe_company(found: Devices) -> str:
     """Describe whether devices worked side by side, and how much slower that was than each device alone."""
     if not found.side_by_side:
-        by = f" ({found.anchor}: {_list_slowdowns(found.disturbed)})" if found.disturbed else ""
+        by = f" ({found.anchor}: {_format_slowdowns(found.disturbed)})" if found.disturbed else ""
         return f"Blocks were measured one at a time where devices were slower beside each other than alone{by}."
     if found.devices and not found.speedups:
         return "Devices worked side by side: each has a host of its own."
     certain = {place: one for place, one in found.speedups.items() if one.verdict == stats.SLOWER}
     if certain:
         equal = f"up to {found.equivalent:g} % count as equal"
-        each = f"{found.anchor}: {_list_slowdowns(certain)}"
+        each = f"{found.anchor}: {_format_slowdowns(certain)}"
         return f"Devices worked side by side: they were hardly slower so than alone ({each}; {equal})."
     worst = min((one.low for one in found.speedups.values()), default=math.nan)
     bound = f" (by less than {percent_slower(worst):.2g} %, with 95 % confidence)" if 0.5 < worst < 1 else ""
     return f"Devices worked side by side: none was measurably slower so than alone{bound}."
 
 
-def _list_slowdowns(speedups: Mapping[str, stats.Speedup]) -> str:
+def _format_slowdowns(speedups: Mapping[str, stats.Speedup]) -> str:
     return ", ".join(f"{place} by {percent_slower(one.value):.2g} %" for place, one in speedups.items())

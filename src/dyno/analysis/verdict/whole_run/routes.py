@@ -18,9 +18,9 @@ def findings(results: Results) -> Iterator[Finding]:
             text = (
                 f"{_name_attempt(one)} by the route {one.kept.route} ran {one.kept.ratio:.2f} times as fast as by the"
             )
-            rest = _list_routes(route for route in one.routes if route.outcome != KEPT)
+            rest = _format_routes(route for route in one.routes if route.outcome != KEPT)
             yield Finding(BEST, f"{text} usual one beside it at batch {one.batch}; it has rows of its own{rest}.")
-    if others := [f"{_name_attempt(one)}{_list_routes(one.routes)}" for one in tried if one.kept is None]:
+    if others := [f"{_name_attempt(one)}{_format_routes(one.routes)}" for one in tried if one.kept is None]:
         yield Finding(
             NOTE, f"No other route to the ONNX file that was tried is proven to be faster: {', '.join(others)}."
         )
@@ -30,6 +30,6 @@ def _name_attempt(one: Attempt) -> str:
     return f"{one.model} {one.configuration}"
 
 
-def _list_routes(routes: Iterable[Tried]) -> str:
+def _format_routes(routes: Iterable[Tried]) -> str:
     said = [f"{one.route} {f'{one.ratio:.2f}x' if one.ratio else one.outcome}" for one in routes]
     return f" ({', '.join(said)})" if said else ""
