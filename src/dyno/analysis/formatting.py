@@ -71,9 +71,9 @@ def show(value: float | None, hint: str, digits: int = 3) -> str:
     if value is None or math.isnan(value):
         return ""
     if hint == "duration":
-        return _minutes(value) if value >= 120 else _scaled(value, DURATIONS, digits)
+        return _format_minutes(value) if value >= 120 else _format_scaled(value, DURATIONS, digits)
     if hint == "bytes":
-        return _scaled(value, SIZES, digits)
+        return _format_scaled(value, SIZES, digits)
     if hint == "percentage":
         return f"{significant(100 * value, digits)} %"
     if hint == "count":
@@ -81,12 +81,12 @@ def show(value: float | None, hint: str, digits: int = 3) -> str:
     return significant(value, digits) + ("/s" if hint == "rate" else "")
 
 
-def _scaled(value: float, units: tuple[tuple[float, str], ...], digits: int) -> str:
+def _format_scaled(value: float, units: tuple[tuple[float, str], ...], digits: int) -> str:
     scale, unit = next(((s, u) for s, u in units if abs(value) >= s), units[-1])
     return f"{significant(value / scale, digits)} {unit}"
 
 
-def _minutes(seconds: float) -> str:
+def _format_minutes(seconds: float) -> str:
     whole = round(seconds)
     return f"{whole // 60} min {whole % 60} s" if whole < 7200 else f"{whole / 3600:.1f} h"
 
@@ -122,13 +122,13 @@ def in_brackets(shown: str) -> str:
 def bound(low: float, high: float) -> str:
     """Return the useful limit of a ratio's wide interval: `at least 3.10x`, `at most 0.40x`, or UNCLEAR."""
     if low > 1 or (low >= 1 / WIDEST and high > WIDEST):
-        return f"at least {_floor(low):.2f}x"
+        return f"at least {_round_down(low):.2f}x"
     if high < 1 or high <= WIDEST:
-        return f"at most {-_floor(-high):.2f}x"
+        return f"at most {-_round_down(-high):.2f}x"
     return UNCLEAR
 
 
-def _floor(value: float) -> float:
+def _round_down(value: float) -> float:
     """Round down to hundredths, so that a limit that is printed still holds."""
     return math.floor(value * 100) / 100
 

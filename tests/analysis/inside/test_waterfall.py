@@ -228,7 +228,7 @@ def test_a_difference_that_is_not_shown_is_called_so_and_noise_is_no_cause() -> 
 
 def test_nothing_is_not_made_something_by_rounding() -> None:
     rounded = np.full(4, 0.1) + 0.2 - 0.3  # 5.6e-17 seconds
-    step = waterfall._step(causes.SAME, np.zeros(4), rounded)
+    step = waterfall._make_step(causes.SAME, np.zeros(4), rounded)
     assert step.difference == waterfall.Interval(0.0, 0.0, 0.0) and not step.proven
 
 
@@ -236,7 +236,7 @@ def test_quiet_runs_have_no_interruption_by_rounding() -> None:
     """The mean of two processes' sums is another number than the sum of their layers' means."""
     up, down = [1.1e-6 * k for k in range(1, 8)], [1.3e-6 * k for k in range(7, 0, -1)]
     quiet = [Times(np.full(50, 1e-3), np.full(50, 1e-3), np.tile(layers, (50, 1))) for layers in (up, down)]
-    found = waterfall._estimates(Side(2, "fp32", tuple(quiet), 1), np.random.default_rng(0))
+    found = waterfall._make_estimates(Side(2, "fp32", tuple(quiet), 1), np.random.default_rng(0))
     assert not found.interrupted.any()
 
 

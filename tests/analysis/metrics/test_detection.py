@@ -26,7 +26,7 @@ KINDS = ("bbox", "segm", "keypoints")
 
 def coco(arrays: Arrays, truth: Truth, kind: str, images: list[int]) -> np.ndarray:
     """COCOeval's own accumulated precision [thresholds, recalls, classes] on these images, objects of all sizes."""
-    evaluation = detection._evaluated(arrays, truth, kind, images)
+    evaluation = detection._evaluate_detections(arrays, truth, kind, images)
     with contextlib.redirect_stdout(io.StringIO()):
         evaluation.accumulate()
     return np.asarray(evaluation.eval["precision"])[:, :, :, 0, 0]

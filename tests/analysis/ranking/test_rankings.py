@@ -151,7 +151,7 @@ def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypat
     )
     assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
     pair = Speedup(1.07, 1.02, 1.12, "faster", TURNS)
-    monkeypatch.setattr(answers, "_pair", lambda *_: pair)
+    monkeypatch.setattr(answers, "_compare_pair", lambda *_: pair)
     said = answers.real(contest, pair, None, run, False)
     assert (
         "b fp32 has a lower median, 1.02 ms over 2 rounds, but in turns the winner is 1.07x [1.02, 1.12] as fast"

@@ -18,7 +18,7 @@ pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors"),
 ]
-DRAW, HERE = drawing._draw, os.getpid()
+DRAW, HERE = drawing._draw_kind, os.getpid()
 
 
 @pytest.fixture
@@ -47,7 +47,7 @@ def dies(run: RunData, folder: Path, prefix: str, name: str, number: int) -> Dra
 
 def test_processes_draw_what_one_draws(run: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     several = drawing.draw(run, folder(tmp_path, "several"), "r0", "")
-    monkeypatch.setattr(drawing, "_draw", dies)
+    monkeypatch.setattr(drawing, "_draw_kind", dies)
     after_a_death = drawing.draw(run, folder(tmp_path, "death"), "r0", "")
     assert (tmp_path / "died").exists()
     monkeypatch.setattr(drawing, "MANY", 1_000)

@@ -73,7 +73,7 @@ def test_studies_of_a_steady_machine_do_as_promised() -> None:
         if one.slowdown:
             seen = one.slower.interval
             assert seen.value == pytest.approx(one.predicted, abs=0.08), one
-    assert words._surprises(found) == []
+    assert words._describe_surprises(found) == []
 
 
 def test_outliers_are_taken_as_they_are() -> None:
@@ -105,9 +105,9 @@ def test_the_grade_is_what_three_rounds_see(spread: float, grade: str) -> None:
 
 
 def test_what_contradicts_the_promises_is_said() -> None:
-    biased = words._surprises(simulated(bias=0.05, rounds=90))
+    biased = words._describe_surprises(simulated(bias=0.05, rounds=90))
     assert any("not to be trusted" in line for line in biased)
-    unseen = words._surprises(simulated(wrong=-1.0, rounds=90))
+    unseen = words._describe_surprises(simulated(wrong=-1.0, rounds=90))
     assert any("depend on each other" in line for line in unseen)
 
 

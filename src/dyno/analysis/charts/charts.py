@@ -60,13 +60,13 @@ def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
     logarithmic = axes.get_xscale() == "log"
     for y, (_, r) in enumerate(rows.iterrows()):
         if logarithmic:  # where the length of a bar would say nothing
-            _point(axes, r, r[LATENCY], y)
+            _plot_point(axes, r, r[LATENCY], y)
         else:
             hatch = HATCHES.get(r["precision"], "")
             (bar,) = axes.barh(y, r[LATENCY], 0.72, color=color(r["backend"]), hatch=hatch, edgecolor="white", lw=0)
-            tip(bar, _described(r))
+            tip(bar, _describe_row(r))
         if bounded(r["latency_ms_low"], r["latency_ms_high"]):
-            _whisker(axes, r["latency_ms_low"], r["latency_ms_high"], y, limit)
+            _draw_whisker(axes, r["latency_ms_low"], r["latency_ms_high"], y, limit)
 
 
 def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
@@ -75,18 +75,18 @@ def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
     intervals = [r["speedup_high"] for _, r in shown if bounded(r["speedup_low"], r["speedup_high"])]
     limit = set_scale(axes, [*(r["speedup"] for _, r in shown), 1], max(intervals, default=float("nan")))
     for y, r in shown:
-        _point(axes, r, r["speedup"], y)
+        _plot_point(axes, r, r["speedup"], y)
         if bounded(r["speedup_low"], r["speedup_high"]):
-            _whisker(axes, r["speedup_low"], r["speedup_high"], y, limit)
+            _draw_whisker(axes, r["speedup_low"], r["speedup_high"], y, limit)
 
 
-def _point(axes: Any, r: pd.Series, x: float, y: float, **looks: Any) -> None:
+def _plot_point(axes: Any, r: pd.Series, x: float, y: float, **looks: Any) -> None:
     """Plot a row's marker with a tooltip of its numbers."""
     looks = {"mec": "white", "mew": 0.7, "ms": 9} | looks
-    tip(axes.plot(x, y, marker(r["precision"]), color=color(r["backend"]), **looks)[0], _described(r))
+    tip(axes.plot(x, y, marker(r["precision"]), color=color(r["backend"]), **looks)[0], _describe_row(r))
 
 
-def _described(r: pd.Series) -> str:
+def _describe_row(r: pd.Series) -> str:
     """Describe a row in words: its configuration with latency, images per second and speed-up."""
     interval = limits(r["latency_ms_low"], r["latency_ms_high"], lambda v: show(v * 1e-3, "duration"))
     words = [f"{configuration(r)}, batch {r['batch']}: {show(r[LATENCY] * 1e-3, 'duration')}{interval}"]
@@ -103,7 +103,7 @@ def set_scale(axes: Any, values: Iterable[float], highest: float) -> float:
     It begins at 0, or is logarithmic where values differ by more than a factor of LOGARITHMIC.
     """
     low, high = min(values), max(values)
-    limit = _limit(high, highest)
+    limit = _choose_axis_end(high, highest)
     if high > LOGARITHMIC * low > 0:
         limit *= 1.2
         logarithmic(axes, "x", low / 1.6, limit)
@@ -112,12 +112,12 @@ def set_scale(axes: Any, values: Iterable[float], highest: float) -> float:
     return limit
 
 
-def _limit(value: float, high: float) -> float:
+def _choose_axis_end(value: float, high: float) -> float:
     """Return the end of an axis: beyond the widest interval, but never so far as to squeeze the values themselves."""
     return float(min(max(1.2 * value, 1.05 * high) if high == high else 1.2 * value, 2 * value))
 
 
-def _whisker(axes: Any, low: float, high: float, y: float, limit: float) -> None:
+def _draw_whisker(axes: Any, low: float, high: float, y: float, limit: float) -> None:
     axes.plot([low, min(high, limit)], [y, y], color=INK, lw=1.1)
     axes.plot([low], [y], "|", color=INK, ms=5, mew=1.1)
     # An arrow where the interval goes on beyond the axis: an end drawn there would be read as its end.
@@ -129,7 +129,7 @@ def rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
 
     Return None without rows.
     """
-    groups, left_out = _fitting(list(_groups(rows)))
+    groups, left_out = _choose_groups(list(_group_rows(rows)))
     if not groups:
         return None
     heights = [max(len(g), 2) * ROW for _, g in groups]
@@ -178,7 +178,7 @@ def accuracy(run: RunData, speed: str = LATENCY) -> Any:
             _accuracy_panel(axes, group, edge, speed, metric)
             axes.set_title(title, pad=20)
             axes.text(0, 1.03, _named_frontier(edge, group), transform=axes.transAxes, fontsize=8.5)
-        _legend(figure, frontier.usable(run.frame).dropna(subset=[speed]))
+        _add_legend(figure, frontier.usable(run.frame).dropna(subset=[speed]))
     return figure
 
 
@@ -216,7 +216,7 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
                 axes.plot([limit], [value], ">", color=tone, ms=5)
         axes.plot([r[speed]] * 2, metric.interval(r), color=tone, lw=1.1, alpha=0.8)
         ring = {"mec": INK, "mew": 1.6, "ms": 11} if r["trial"] in chosen else {"mec": "white", "mew": 0.8, "ms": 9}
-        _point(axes, r, r[speed], value, zorder=4 if r["trial"] in chosen else 3, **ring)
+        _plot_point(axes, r, r[speed], value, zorder=4 if r["trial"] in chosen else 3, **ring)
     axes.margins(y=0.12)
     if axes.get_xscale() == "linear":
         axes.set_xlim(left=max(0.0, 1.1 * group[speed].min() - 0.1 * limit))
@@ -225,12 +225,12 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
     axes.set_ylabel(f"{metric.label}, % (95 % interval)")
 
 
-def _groups(rows: pd.DataFrame) -> Iterator[Panel]:
+def _group_rows(rows: pd.DataFrame) -> Iterator[Panel]:
     keys = ["model", "size", "batch", "device"]
     return ((title_of(keys, values), group) for values, group in rows.groupby(keys, sort=False))
 
 
-def _legend(figure: Any, rows: pd.DataFrame) -> None:
+def _add_legend(figure: Any, rows: pd.DataFrame) -> None:
     from matplotlib.lines import Line2D
 
     configurations = dict.fromkeys(zip(rows["backend"], rows["precision"], strict=True))
@@ -239,7 +239,7 @@ def _legend(figure: Any, rows: pd.DataFrame) -> None:
     figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1.2)
 
 
-def _fitting(groups: list[Panel]) -> tuple[list[Panel], int]:
+def _choose_groups(groups: list[Panel]) -> tuple[list[Panel], int]:
     kept: list[Panel] = []
     bars = 0
     for title, group in groups:

@@ -28,7 +28,7 @@ def matrices(run: RunData) -> Any:
 
     Return None without a matrix.
     """
-    drawn = list(_different(run))[:MOST_DRAWN]
+    drawn = list(_find_distinct(run))[:MOST_DRAWN]
     if not drawn:
         return None
     sides = [min(WIDTH, max(3.2, 1.6 + 0.32 * len(matrix.classes))) for _, matrix in drawn]
@@ -37,11 +37,11 @@ def matrices(run: RunData) -> Any:
         places = figure.subplots(len(drawn), 1, squeeze=False, height_ratios=sides)[:, 0]
         for axes, (label, matrix) in zip(places, drawn, strict=True):
             axes.set_title(label, fontsize=9)
-            _matrix(axes, matrix)
+            _draw_matrix(axes, matrix)
     return figure
 
 
-def _different(run: RunData) -> Iterator[tuple[str, Confusion]]:
+def _find_distinct(run: RunData) -> Iterator[tuple[str, Confusion]]:
     """Yield each distinct matrix with a title, which counts the configurations with the same one."""
     best = {run.trials[id].configuration for _, id in winners(run)}
     alike: dict[tuple[str, str, bytes], list[str]] = {}
@@ -57,11 +57,11 @@ def _different(run: RunData) -> Iterator[tuple[str, Confusion]]:
         yield first + more, matrices[key]
 
 
-def _matrix(axes: Any, matrix: Confusion) -> None:
+def _draw_matrix(axes: Any, matrix: Confusion) -> None:
     total = np.maximum(matrix.counts.sum(axis=1, keepdims=True), 1)
     count = len(matrix.classes)
     axes.grid(False)
-    axes.pcolormesh(matrix.counts / total, cmap=_shades(), vmin=0, vmax=1, rasterized=count > MOST_SQUARES)
+    axes.pcolormesh(matrix.counts / total, cmap=_make_colormap(), vmin=0, vmax=1, rasterized=count > MOST_SQUARES)
     axes.set_aspect("equal")
     axes.invert_yaxis()
     axes.set_xlabel("answer")
@@ -72,17 +72,17 @@ def _matrix(axes: Any, matrix: Confusion) -> None:
     axes.set_xticks(middles, names if ticks else [], rotation=90, fontsize=8)
     axes.set_yticks(middles, names if ticks else [], fontsize=8)
     if count <= MOST_NUMBERED:
-        _numbers(axes, matrix.counts, matrix.counts / total)
+        _write_counts(axes, matrix.counts, matrix.counts / total)
 
 
-def _shades() -> Any:
+def _make_colormap() -> Any:
     """Return a colour map from transparent to the full colour, so that the background, white or dark, shows through."""
     from matplotlib.colors import LinearSegmentedColormap, to_rgba
 
     return LinearSegmentedColormap.from_list("shares", [to_rgba(SHADE, 0), to_rgba(SHADE, 1)])
 
 
-def _numbers(axes: Any, counts: np.ndarray, shares: np.ndarray) -> None:
+def _write_counts(axes: Any, counts: np.ndarray, shares: np.ndarray) -> None:
     for i, j in zip(*np.nonzero(counts), strict=True):
         color = ON_SHADE if shares[i, j] > 0.5 else INK
         axes.text(j + 0.5, i + 0.5, f"{counts[i, j]:,}", ha="center", va="center", fontsize=7, color=color)

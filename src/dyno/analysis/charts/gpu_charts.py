@@ -28,7 +28,7 @@ def timeline(run: RunData) -> Any:
 
     The reference stands first, then the fastest; the shaded stretches were timed. None without any.
     """
-    rows = list(_rows(run))[:MOST_ROWS]
+    rows = list(_group_trials(run))[:MOST_ROWS]
     if not rows:
         return None
     with styled() as figure_class:
@@ -38,7 +38,7 @@ def timeline(run: RunData) -> Any:
             part.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10.5)
             panels = part.subplots(2, len(shown), squeeze=False, sharex=True, sharey="row")
             for column, each in zip(panels.T, shown, strict=True):
-                _panel(column, *each)
+                _draw_panel(column, *each)
             panels[0, 0].set_ylabel("memory, GB")
             panels[1, 0].set_ylabel("utilisation, %")
             panels[1, 0].set_ylim(0, 105)
@@ -47,8 +47,8 @@ def timeline(run: RunData) -> Any:
     return figure
 
 
-def _rows(run: RunData) -> Iterator[tuple[str, list[Shown]]]:
-    known = {t.id: found for t in run.records if (found := _shown(t)) is not None}
+def _group_trials(run: RunData) -> Iterator[tuple[str, list[Shown]]]:
+    known = {t.id: found for t in run.records if (found := _find_trace(t)) is not None}
     table = run.frame[run.frame["trial"].isin(list(known))].dropna(subset=[LATENCY])
     for (model, size, device), group in table.groupby(["model", "size", "device"], sort=False):
         last = group[group["batch"] == group["batch"].max()]
@@ -58,11 +58,11 @@ def _rows(run: RunData) -> Iterator[tuple[str, list[Shown]]]:
         yield title, [known[i] for i in order["trial"][:BESIDE]]
 
 
-def _shown(t: TrialResult) -> Shown | None:
+def _find_trace(t: TrialResult) -> Shown | None:
     return next(((t, r, r.trace) for r in t.good if r.trace is not None and len(r.trace.at)), None)
 
 
-def _panel(column: Any, t: TrialResult, r: Round, trace: gpu_trace.Trace) -> None:
+def _draw_panel(column: Any, t: TrialResult, r: Round, trace: gpu_trace.Trace) -> None:
     seconds = trace.at - trace.epoch
     lines = ((trace.column("memory") - trace.before_memory) * 1e-9, trace.column("util"))
     for axes, values in zip(column, lines, strict=True):

@@ -27,7 +27,7 @@ def over_time(run: RunData) -> Any:
 
 def groups(run: RunData) -> list[tuple[str, list[Shown]]]:
     """Return the first GROUPS pairs of trials that were recorded, each with a title."""
-    return [(title, shown) for title, trials in _pairs(run) if len(shown := series_of(trials)) > 1][:GROUPS]
+    return [(title, shown) for title, trials in _group_trials(run) if len(shown := series_of(trials)) > 1][:GROUPS]
 
 
 def series_of(trials: Sequence[TrialResult]) -> list[Shown]:
@@ -43,11 +43,11 @@ def draw(groups: Sequence[tuple[str, Sequence[Shown]]]) -> Any:
         parts = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
         for part, (title, shown) in zip(parts, groups, strict=True):
             part.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10.5)
-            _group(part, shown)
+            _draw_group(part, shown)
     return figure
 
 
-def _pairs(run: RunData) -> Iterator[tuple[str, list[TrialResult]]]:
+def _group_trials(run: RunData) -> Iterator[tuple[str, list[TrialResult]]]:
     rows = run.frame.dropna(subset=[LATENCY])
     for (model, size, device), group in rows.groupby(["model", "size", "device"], sort=False):
         last = group[group["batch"] == group["batch"].max()]
@@ -56,11 +56,11 @@ def _pairs(run: RunData) -> Iterator[tuple[str, list[TrialResult]]]:
         yield title, [run.trials[id] for id in order["trial"][:2]]
 
 
-def _group(part: Any, shown: Sequence[Shown]) -> None:
+def _draw_group(part: Any, shown: Sequence[Shown]) -> None:
     wanted = quantities(series for _, series in shown)
     heights = [*[PANEL] * len(wanted), STRIP * len(shown)]
     *panels, strip = part.subplots(len(heights), 1, sharex=True, height_ratios=heights)
-    tones = _tones([t for t, _ in shown])
+    tones = _choose_tones([t for t, _ in shown])
     for axes, quantity in zip(panels, wanted, strict=True):
         for (t, series), tone in zip(shown, tones, strict=True):
             if quantity in series.values:
@@ -80,7 +80,7 @@ def _group(part: Any, shown: Sequence[Shown]) -> None:
     part.legend(list(names.values()), list(names), loc="outside upper right", ncols=2)
 
 
-def _tones(trials: Sequence[TrialResult]) -> list[str]:
+def _choose_tones(trials: Sequence[TrialResult]) -> list[str]:
     """Return a colour for each trial: its backend's, or a spare one where an earlier trial has taken that."""
     taken: list[str] = []
     for t in trials:

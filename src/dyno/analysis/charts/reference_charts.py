@@ -43,20 +43,22 @@ def inference_time(run: RunData) -> Any:
         figure = figure_class((WIDTH, 2.7 * len(panels) + 0.7), layout="constrained")
         grid = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
         for axes, (title, group) in zip(grid, panels, strict=True):
-            _bars(axes, group)
+            _draw_bars(axes, group)
             axes.set_title(title)
-        handles = [Patch(label=short(r["configuration"], LONGEST), **_fill(r)) for r in series.one_of_each(panels)]
+        handles = [
+            Patch(label=short(r["configuration"], LONGEST), **_choose_fill(r)) for r in series.one_of_each(panels)
+        ]
         series.place_legend(figure, handles, left)
     return figure
 
 
-def _bars(axes: Any, group: pd.DataFrame) -> None:
+def _draw_bars(axes: Any, group: pd.DataFrame) -> None:
     models, configurations = list(dict.fromkeys(group["model"])), list(dict.fromkeys(group["configuration"]))
     width, count = 0.84 / len(configurations), len(models) * len(configurations)
     for place, name in enumerate(configurations):
         for _, r in group[group["configuration"] == name].iterrows():
             x = models.index(r["model"]) + (place - (len(configurations) - 1) / 2) * width
-            axes.bar(x, r[LATENCY], 0.92 * width, **_fill(r))
+            axes.bar(x, r[LATENCY], 0.92 * width, **_choose_fill(r))
             if count <= MANY:
                 axes.annotate(
                     significant(r[LATENCY]), (x, r[LATENCY]), (0, 2), textcoords="offset points", ha="center",
@@ -90,7 +92,7 @@ def tflops(run: RunData, axis: str) -> Any:
     figure = series.lines(rows, axis, "tflops", "TFLOPS achieved")
     if figure is None:
         return None
-    peaks = {kind: value for kind, value in zip(map(_ran, rows["ran_as"]), rows["peak_tflops"], strict=True)
+    peaks = {kind: value for kind, value in zip(map(_find_main_type, rows["ran_as"]), rows["peak_tflops"], strict=True)
              if value == value}  # fmt: skip
     low, high = rows["tflops"].min(), max(rows["tflops"].max(), *peaks.values(), 0.0)
     for axes in figure.axes:
@@ -104,12 +106,12 @@ def tflops(run: RunData, axis: str) -> Any:
     return figure
 
 
-def _ran(types: str) -> str:
+def _find_main_type(types: str) -> str:
     """Return the type that most layers ran in, from `21 fp32, 3 fp16`."""
     return types.split(",")[0].split()[-1] if types else ""
 
 
-def _fill(r: Any) -> dict[str, Any]:
+def _choose_fill(r: Any) -> dict[str, Any]:
     hatch = HATCHES.get(r["precision"], "")
     return {"facecolor": color(r["backend"]), "hatch": hatch, "edgecolor": "white", "linewidth": 0,
             "alpha": 0.55 if r["twin"] else 1.0}  # fmt: skip

@@ -22,12 +22,12 @@ HEIGHT = 0.5  # of a row, over which its rounds are spread in the order in which
 def rounds(run: RunData) -> Any:
     """Draw a dot for the median latency of each round, a row for each trial; None where no trial has several rounds."""
     rows = run.frame[run.frame["rounds"] > 1].dropna(subset=[LATENCY])
-    spread = partial(_panel, trials=run.trials)
-    return rows_figure(rows, spread, "median latency of each round, ms", partial(_range, trials=run.trials))
+    spread = partial(_draw_panel, trials=run.trials)
+    return rows_figure(rows, spread, "median latency of each round, ms", partial(_format_range, trials=run.trials))
 
 
-def _panel(axes: Any, rows: pd.DataFrame, trials: dict[str, TrialResult]) -> None:
-    medians = [_medians(r, trials) for _, r in rows.iterrows()]
+def _draw_panel(axes: Any, rows: pd.DataFrame, trials: dict[str, TrialResult]) -> None:
+    medians = [_find_medians(r, trials) for _, r in rows.iterrows()]
     every = [value for own in medians for value in own.values()]
     set_scale(axes, every, max(every))
     for y, ((_, r), own) in enumerate(zip(rows.iterrows(), medians, strict=True)):
@@ -38,15 +38,15 @@ def _panel(axes: Any, rows: pd.DataFrame, trials: dict[str, TrialResult]) -> Non
             tip(dot, f"{name.removeprefix('r')}. round: {show(value * 1e-3, 'duration')}")
 
 
-def _medians(r: pd.Series, trials: dict[str, TrialResult]) -> dict[str, float]:
+def _find_medians(r: pd.Series, trials: dict[str, TrialResult]) -> dict[str, float]:
     """Return the median latency of each round in ms, by the name of the round's folder."""
     medians = trials[r["trial"]].round_medians(str(r["boundary"]), str(r["clock"]))
     return {name: 1e3 * seconds for name, seconds in medians.items()}
 
 
-def _range(r: pd.Series, trials: dict[str, TrialResult]) -> str:
+def _format_range(r: pd.Series, trials: dict[str, TrialResult]) -> str:
     """Return the percentage by which the slowest round exceeds the fastest, as text."""
-    medians = _medians(r, trials).values()
+    medians = _find_medians(r, trials).values()
     return show(max(medians) / min(medians) - 1, "percentage", 2)
 
 

@@ -23,7 +23,7 @@ def latency_by_rate(run: RunData) -> Any:
 
     Each stable rate of each round is a point.
     """
-    served = [each for each in runs.of_run(run) if _points(each, MEDIAN)]
+    served = [each for each in runs.of_run(run) if _find_points(each, MEDIAN)]
     if not served:
         return None
     with styled() as figure_class:
@@ -33,8 +33,8 @@ def latency_by_rate(run: RunData) -> Any:
             kinds = [(e.trial.backend, e.trial.precision) for e in served[: number + 1]]
             hollow = kinds.count(kinds[-1]) > 1  # it differs from an earlier one by an option alone
             if each.bounded != MEDIAN:
-                _line(axes, each, MEDIAN, PALE, hollow)
-            _line(axes, each, each.bounded, 1.0, hollow)
+                _draw_line(axes, each, MEDIAN, PALE, hollow)
+            _draw_line(axes, each, each.bounded, 1.0, hollow)
         if bound := served[0].facts[0].bound_s:
             axes.axhline(1e3 * bound, color=EDGE, linestyle="--", linewidth=1)
         axes.set(yscale="log", xlabel="requests/s", ylabel="latency, ms", xlim=(0, None))
@@ -43,15 +43,15 @@ def latency_by_rate(run: RunData) -> Any:
     return figure
 
 
-def _points(served: Served, name: str) -> list[tuple[Tried, float]]:
+def _find_points(served: Served, name: str) -> list[tuple[Tried, float]]:
     """Return the stable rates that have the percentile, each with its value in seconds, by ascending rate."""
     found = [(t, t.percentile(name)) for t in served.tried if not t.step.unstable]
     return sorted(((t, p.value) for t, p in found if p), key=lambda pair: pair[0].step.rate)
 
 
-def _line(axes: Any, served: Served, name: str, alpha: float, hollow: bool) -> None:
+def _draw_line(axes: Any, served: Served, name: str, alpha: float, hollow: bool) -> None:
     """Draw a line for each round, and a point for each rate."""
-    points, trial = _points(served, name), served.trial
+    points, trial = _find_points(served, name), served.trial
     style = {"color": color(trial.backend), "alpha": alpha, "marker": marker(trial.precision), "markersize": 4,
              "fillstyle": "none" if hollow else "full"}  # fmt: skip
     for number in sorted({t.round for t, _ in points}):

@@ -31,14 +31,14 @@ def timeline(run: RunData) -> Any:
         figure = figure_class(figsize=(WIDTH, 0.8 * len(filmed) + 0.3 * sum(rows)), layout="constrained")
         places = figure.subplots(len(filmed), 1, squeeze=False, height_ratios=rows)[:, 0]
         for axes, each in zip(places, filmed, strict=True):
-            _panel(axes, each)
+            _draw_panel(axes, each)
         places[-1].set_xlabel("ms")
     return figure
 
 
-def _panel(axes: Any, filmed: Filmed) -> None:
+def _draw_panel(axes: Any, filmed: Filmed) -> None:
     video = filmed.typical
-    begin, end = _window(video)
+    begin, end = _choose_window(video)
     axes.set_title(filmed.trial.label, fontsize=9)
     for row, stage in enumerate(video.stages):
         began, ended, handed = (video.arrays[f"{stage.name}_{key}"] for key in ("began", "ended", "handed"))
@@ -52,7 +52,7 @@ def _panel(axes: Any, filmed: Filmed) -> None:
     axes.grid(axis="y", visible=False)
 
 
-def _window(video: Video) -> tuple[float, float]:
+def _choose_window(video: Video) -> tuple[float, float]:
     """Return the window to draw, in seconds: FRAMES frames around the middle of the video.
 
     It runs from the start of reading its first frame until the result of the last is known.

@@ -38,7 +38,7 @@ class Rules:
 
     def __post_init__(self) -> None:
         settle(self)
-        self._read(self.fail_on)
+        self._parse_conditions(self.fail_on)
         for name in ("tolerance", "rtol", "atol"):
             value = getattr(self, name)
             if not (math.isfinite(value) and value >= 0):
@@ -52,7 +52,7 @@ class Rules:
         if not self.fail_on:
             raise UserError(f"fail_on is empty, so nothing would fail; give one or several of {', '.join(CONDITIONS)}")
 
-    def _read(self, conditions: tuple[str, ...]) -> None:
+    def _parse_conditions(self, conditions: tuple[str, ...]) -> None:
         names = []
         if len({percent(c.partition("=")[2]) for c in conditions if c.startswith(f"{SLOWER}=")}) > 1:
             raise UserError(f"{', '.join(c for c in conditions if '=' in c)} contradict each other; give one of them")

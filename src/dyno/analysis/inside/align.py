@@ -51,11 +51,11 @@ class Region:
 def link(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     """Align the forms with these indices: modules with nodes, or nodes with nodes or an engine's layers."""
     if forms[upper].form == MODULES:
-        return _modules(forms, upper, lower)
-    return _nodes(forms, upper, lower)
+        return _align_modules(forms, upper, lower)
+    return _align_nodes(forms, upper, lower)
 
 
-def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
+def _align_nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     """Align by the nodes that a layer names, then by the tensors that it writes, then by data flow between those."""
     graph, engine = forms[upper].layers, forms[lower].layers
     names = {layer.name: k for k, layer in enumerate(graph)}
@@ -67,10 +67,10 @@ def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     }
     claims: Claims = defaultdict(set)
     for index, layer in enumerate(engine):
-        nodes = [_match(name, names, tensors) for name in layer.nodes or (layer.name,)]
-        nodes += [_match(port.name, tensors, names) for port in layer.outputs] if not layer.moves else []
+        nodes = [_find_index(name, names, tensors) for name in layer.nodes or (layer.name,)]
+        nodes += [_find_index(port.name, tensors, names) for port in layer.outputs] if not layer.moves else []
         if not layer.moves and nodes == [None] * len(nodes):  # a conversion has the tensor's name, if anything has
-            nodes = [_match(moved[port.name], tensors) for port in layer.outputs if port.name in moved]
+            nodes = [_find_index(moved[port.name], tensors) for port in layer.outputs if port.name in moved]
         for node in nodes:
             if node is not None:
                 claims[node].add(index)
@@ -79,18 +79,18 @@ def _nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     unnamed = [k for k, layer in enumerate(engine) if k not in named and not layer.moves]
     says = any(layer.computes_in for layer in engine)  # a product is in none of which the engine says that it isn't one
 
-    def fits(node: int, layer: int) -> bool:
+    def can_hold(node: int, layer: int) -> bool:
         return bool(engine[layer].computes_in) or not (says and graph[node].flops)
 
-    extended = between(inner, outer, claims, unnamed, fits)
-    pairs, how = placed(graph, extended, inner, _ends(engine, tensors))
+    extended = between(inner, outer, claims, unnamed, can_hold)
+    pairs, how = placed(graph, extended, inner, _find_ends(engine, tensors))
     for node in extended.keys() - claims.keys():
         how[node] = FLOW
     sure = frozenset((node, layer) for node, own in claims.items() for layer in own)
-    return Link(upper, lower, _helped(pairs, outer, unnamed), how, sure)
+    return Link(upper, lower, _extend_pairs(pairs, outer, unnamed), how, sure)
 
 
-def _ends(engine: Sequence[Layer], tensors: Mapping[str, int]) -> set[int]:
+def _find_ends(engine: Sequence[Layer], tensors: Mapping[str, int]) -> set[int]:
     """Return the nodes whose result a layer writes unchanged, so that no later node is in that layer.
 
     This holds for engines that name their tensors, not for those that name tensors after layers.
@@ -99,28 +99,28 @@ def _ends(engine: Sequence[Layer], tensors: Mapping[str, int]) -> set[int]:
     return {tensors[name] for name in written if name in tensors}
 
 
-def _helped(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int]) -> Claims:
+def _extend_pairs(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int]) -> Claims:
     """Return the pairs, extended by the engine's layers that have no node yet.
 
     Such a layer belongs to the nodes of the only layer with nodes that reads it (OpenVINO's LSTM also writes states
     that nothing reads).
     """
-    nodes_of = _turned(pairs)
+    nodes_of = _invert_claims(pairs)
     for layer in reversed(unnamed):
         readers = [reader for reader in engine.after[layer] if reader in nodes_of]
         if layer not in nodes_of and len(readers) == 1:
             nodes_of[layer] = set(nodes_of[readers[0]])
-    return _turned(nodes_of)
+    return _invert_claims(nodes_of)
 
 
-def _match(name: str, *tables: Mapping[str, int]) -> int | None:
+def _find_index(name: str, *tables: Mapping[str, int]) -> int | None:
     """Return the name's index in the first table that has it, with or without an engine's additions to it, or None."""
     stem = NUMBERED.sub("", FUSION.sub("", name))
     stems = [name, stem, *(stem.removesuffix(added) for added in ADDED if stem.endswith(added))]
     return next((table[each] for each in stems for table in tables if each in table), None)
 
 
-def _modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
+def _align_modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     """Align by the modules that a node names; the nodes of a module called several times are divided in order."""
     calls, graph = forms[upper].layers, forms[lower].layers
     by_name: dict[str, list[int]] = defaultdict(list)
@@ -130,7 +130,7 @@ def _modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
     nodes: dict[str, dict[int | None, list[int]]] = defaultdict(lambda: defaultdict(list))
     for index, node in enumerate(graph):
         for text in node.modules:
-            name, number = _call(text, name_of)
+            name, number = _parse_call(text, name_of)
             nodes[name][number].append(index)
     claims: Claims = defaultdict(set)
     for name, by_call in nodes.items():
@@ -139,14 +139,14 @@ def _modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
         for number, indices in by_call.items():
             which = first if number is None else number
             chosen = calls_of if which is None else calls_of[which : which + 1]
-            for one, counterpart in _shared(chosen, indices):
+            for one, counterpart in _pair_calls(chosen, indices):
                 claims[counterpart].add(one)
     sure = frozenset((call, node) for node, own in claims.items() for call in own)
     claims, how = placed(graph, claims, Flow(graph))
     if "" not in by_name:  # what the model does itself belongs to none of its parts
         alone = {k for k, node in enumerate(graph) if node.modules == ("",)}
         claims = {k: called for k, called in claims.items() if k not in alone}
-    pairs = _turned(claims)
+    pairs = _invert_claims(claims)
     names = {name for name in by_name if name}
     inner = {name[: m.start()] for name in names for m in re.finditer(r"\.", name)}
     outer = frozenset(k for k, call in enumerate(calls) if call.name in inner or not call.name)
@@ -163,7 +163,7 @@ def _of_calls(pairs: Mapping[int, set[int]], claims: Mapping[int, set[int]], how
     return {call: NAMED if call in named else FLOW for call in pairs}
 
 
-def _call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:
+def _parse_call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:
     """Return a module's name as its calls have it, and the call's index where the name has one: `relu_1` is the second.
 
     `known` maps each name of a module to that of its calls; a module that stands in several places has several names.
@@ -177,7 +177,7 @@ def _call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:
     return name, None
 
 
-def _shared(calls: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, int]]:
+def _pair_calls(calls: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, int]]:
     """Pair calls with nodes: an equal number of nodes for each call, in order, else every call with every node."""
     if calls and len(nodes) % len(calls) == 0:
         each = len(nodes) // len(calls)
@@ -185,7 +185,7 @@ def _shared(calls: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, int]]
     return [(call, node) for call in calls for node in nodes]
 
 
-def _turned(claims: Mapping[int, set[int]]) -> Claims:
+def _invert_claims(claims: Mapping[int, set[int]]) -> Claims:
     turned: Claims = defaultdict(set)
     for one, others in claims.items():
         for other in others:
@@ -207,15 +207,15 @@ def regions(forms: Sequence[Inside], links: Sequence[Link]) -> list[Region]:
         if upper not in each.outer
     ]
 
-    def doubt(pair: tuple[tuple[int, int], tuple[int, int], bool]) -> tuple[bool, bool]:
+    def rank_doubt(pair: tuple[tuple[int, int], tuple[int, int], bool]) -> tuple[bool, bool]:
         (upper, node), (lower, layer), sure = pair
         # Of what is guessed, first that a layer that multiplies is a product.
         return not sure, not (forms[upper].layers[node].flops and forms[lower].layers[layer].computes_in)
 
-    for one, other, sure in sorted(pairs, key=doubt):
+    for one, other, sure in sorted(pairs, key=rank_doubt):
         groups.join(one, other, sure)
     root, parent = groups.root, groups.parent
-    around = _around(links, root)
+    around = _find_own_regions(links, root)
     for one, places in around.items():  # its parameters and operations count once
         parent[one] = places[0]
     members: dict[tuple[int, int], list[list[int]]] = {}
@@ -226,7 +226,7 @@ def regions(forms: Sequence[Inside], links: Sequence[Link]) -> list[Region]:
         for place in places:
             besides[place][form].append(k)
     whole = {one: Region(tuple(map(tuple, own)), tuple(map(tuple, besides[one]))) for one, own in members.items()}
-    return [whole[one] for one in _ordered(forms, root, around.keys())]
+    return [whole[one] for one in _sort_regions(forms, root, around.keys())]
 
 
 class _Groups:
@@ -257,7 +257,7 @@ class _Groups:
         self._forms[a] |= self._forms[b]
 
 
-def _around(
+def _find_own_regions(
     links: Sequence[Link], root: Callable[[tuple[int, int]], tuple[int, int]]
 ) -> dict[tuple[int, int], list[tuple[int, int]]]:
     """Return for each module around others the regions in which its own code runs, in the order of its nodes."""
@@ -271,7 +271,7 @@ def _around(
     return regions_of
 
 
-def _ordered(
+def _sort_regions(
     forms: Sequence[Inside], root: Callable[[tuple[int, int]], tuple[int, int]], around: Collection[tuple[int, int]]
 ) -> list[tuple[int, int]]:
     """Return the regions in the order of the first form, those it lacks behind their neighbour in a later one.

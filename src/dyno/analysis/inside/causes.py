@@ -115,15 +115,15 @@ def gathered(found: Sequence[Region], form: int) -> list[Region]:
         kept = [k for k in region.members[form] if k not in own]
         whole = [k for k, regions in own.items() if regions[0] is region]
         if id(region) not in joined:
-            left.append(_with(region, form, kept))
+            left.append(_replace_members(region, form, kept))
         for k in whole:
             members = [sorted({i for r in own[k] for i in r.members[f]}) for f in range(len(region.members))]
             others = {i for i in members[form] if i not in own}
-            left.append(_with(Region(tuple(map(tuple, members)), region.around), form, sorted({k, *others})))
+            left.append(_replace_members(Region(tuple(map(tuple, members)), region.around), form, sorted({k, *others})))
     return left
 
 
-def _with(region: Region, form: int, members: Sequence[int]) -> Region:
+def _replace_members(region: Region, form: int, members: Sequence[int]) -> Region:
     each = [tuple(members) if f == form else own for f, own in enumerate(region.members)]
     return Region(tuple(each), region.around)
 
@@ -185,7 +185,7 @@ class _Parts:
 
     def __init__(self, pair: Pair) -> None:
         self._pair = pair
-        self.a, self.b = (_form(pair, side) for side in pair.sides)
+        self.a, self.b = (_make_form(pair, side) for side in pair.sides)
         found = align.regions(pair.forms, linked(pair))
         for form in (self.a, self.b):
             found = gathered(found, form.side.form) if form.modules else found
@@ -193,10 +193,10 @@ class _Parts:
 
     def all(self) -> list[Part]:
         """Return the parts of every region."""
-        found = [part for region in self._regions for part in self._of(region) if part.a or part.b]
-        return self._matched(found)
+        found = [part for region in self._regions for part in self._list_parts(region) if part.a or part.b]
+        return self._merge_conversions(found)
 
-    def _matched(self, found: Sequence[Part]) -> list[Part]:
+    def _merge_conversions(self, found: Sequence[Part]) -> list[Part]:
         """Merge two parts where both sides have the same conversion before the same layer."""
         places: dict[tuple[object, ...], list[int]] = {}
         kept: list[Part] = []
@@ -214,18 +214,18 @@ class _Parts:
             kept.append(part)
         return kept
 
-    def _of(self, region: Region) -> list[Part]:
+    def _list_parts(self, region: Region) -> list[Part]:
         a, b = ([k for k in region.members[form.side.form] if form.ran[k]] for form in (self.a, self.b))
         moving = [
-            self._conversion(form, k) for form, own in ((self.a, a), (self.b, b)) for k in own if form.converts(k)
+            self._make_conversion(form, k) for form, own in ((self.a, a), (self.b, b)) for k in own if form.converts(k)
         ]
         a, b = ([k for k in own if not form.converts(k)] for form, own in ((self.a, a), (self.b, b)))
-        if called := self._called(a, b):
+        if called := self._find_call_part(a, b):
             moving.append(called)
             a, b = [k for k in a if k not in called.a], [k for k in b if k not in called.b]
-        return [*moving, *self._compared(a, b, region)]
+        return [*moving, *self._compare_layers(a, b, region)]
 
-    def _called(self, a: Sequence[int], b: Sequence[int]) -> Part | None:
+    def _find_call_part(self, a: Sequence[int], b: Sequence[int]) -> Part | None:
         """Return the part of a model's code outside its parts, mostly the time of calling them; None without any.
 
         Where the region holds nothing else, the other form's layers are its counterparts.
@@ -239,20 +239,20 @@ class _Parts:
         first, second = (a, b) if alone else roots
         return Part(CALLS, tuple(first), tuple(second), (MODEL,))
 
-    def _conversion(self, form: _Form, k: int) -> Part:
+    def _make_conversion(self, form: _Form, k: int) -> Part:
         reader = form.reader(k)
         before = form.named([reader])[0] if reader is not None else ""
         a, b = ((k,), ()) if form is self.a else ((), (k,))
         return Part(CONVERSION, a, b, (form.layers[k].name,), before=before)
 
-    def _compared(self, a: Sequence[int], b: Sequence[int], region: Region) -> list[Part]:
+    def _compare_layers(self, a: Sequence[int], b: Sequence[int], region: Region) -> list[Part]:
         """Return a part for the main layers of both sides, and parts for the layers that only one side has."""
         if not a or not b:
-            return [self._alone(a, b, region)] if a or b else []
-        main_a, main_b = self._main(self.a, a, self.b, len(b)), self._main(self.b, b, self.a, len(a))
+            return [self._make_lone_part(a, b, region)] if a or b else []
+        main_a, main_b = self._choose_main(self.a, a, self.b, len(b)), self._choose_main(self.b, b, self.a, len(a))
         more_a, more_b = (tuple(k for k in own if k not in main) for own, main in ((a, main_a), (b, main_b)))
         types = self.a.type_of(main_a), self.b.type_of(main_b)
-        cause = self._cause(main_a, main_b, types)
+        cause = self._find_cause(main_a, main_b, types)
         found = [Part(cause, tuple(main_a), tuple(main_b), self.a.named(main_a), types)]
         if more_a:
             found.append(Part(FUSED, a=more_a, names=self.a.named(more_a)))
@@ -260,7 +260,7 @@ class _Parts:
             found.append(Part(SPLIT, b=more_b, names=self.b.named(more_b)))
         return found
 
-    def _main(self, form: _Form, own: Sequence[int], other: _Form, count: int) -> list[int]:
+    def _choose_main(self, form: _Form, own: Sequence[int], other: _Form, count: int) -> list[int]:
         """Return the `count` main layers, one for each layer of the other form.
 
         Where the other form is a module, which may be code of any length, they are all layers that it became.
@@ -269,7 +269,7 @@ class _Parts:
             return sorted(own)
         return sorted(sorted(own, key=form.weight, reverse=True)[:count])
 
-    def _alone(self, a: Sequence[int], b: Sequence[int], region: Region) -> Part:
+    def _make_lone_part(self, a: Sequence[int], b: Sequence[int], region: Region) -> Part:
         """Return the part of a region that one side lacks: nothing runs for it there where the region is identified.
 
         Otherwise its counterpart is unknown.
@@ -282,7 +282,7 @@ class _Parts:
         cause = (FUSED if a else SPLIT) if known else UNALIGNED
         return Part(cause, tuple(a), tuple(b), form.named(own))
 
-    def _cause(self, a: Sequence[int], b: Sequence[int], types: tuple[str, str]) -> Cause:
+    def _find_cause(self, a: Sequence[int], b: Sequence[int], types: tuple[str, str]) -> Cause:
         if all(types):
             before, after = (BYTES.get(kind, 1) for kind in types)
             if after < before:
@@ -311,7 +311,7 @@ class _Parts:
         ]
 
 
-def _form(pair: Pair, side: Side) -> _Form:
+def _make_form(pair: Pair, side: Side) -> _Form:
     form = pair.forms[side.form]
     names = modules_of(pair.forms, side.form, side.graph, side.module)
     return _Form(side, form.layers, names, medians(side), modules=form.form == MODULES)

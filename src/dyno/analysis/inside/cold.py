@@ -74,15 +74,15 @@ def table(starts: Sequence[Starts]) -> Table:
     Each is compared with the first form of the same place, all as one family.
     """
     first = {one.files: one for one in reversed(starts)}
-    evidence = [None if one is first[one.files] else _evidence(one, first[one.files]) for one in starts]
+    evidence = [None if one is first[one.files] else _compute_evidence(one, first[one.files]) for one in starts]
     decided = stats.decide_family(evidence)
-    rows = [_row(one, speedup if e else None) for one, e, speedup in zip(starts, evidence, decided, strict=True)]
+    rows = [_make_row(one, speedup if e else None) for one, e, speedup in zip(starts, evidence, decided, strict=True)]
     return STARTS.of(COLUMNS, rows, notes=(NOTE, *sentences(starts)), printed=PRINTED)
 
 
 def sentences(starts: Sequence[Starts]) -> list[str]:
     """Return sentences on the longest part before the first answer, a later call, and starts that compile libraries."""
-    return [_sentence(one) for one in starts] + [line for one in starts if (line := _uncompiled(one))]
+    return [_describe_starts(one) for one in starts] + [line for one in starts if (line := _describe_uncompiled(one))]
 
 
 def without_byte_code(modules: int, uncompiled: int) -> str:
@@ -93,7 +93,7 @@ def without_byte_code(modules: int, uncompiled: int) -> str:
     )
 
 
-def _uncompiled(one: Starts) -> str:
+def _describe_uncompiled(one: Starts) -> str:
     """Return a sentence on libraries without byte-code and the remedy; "" where they have it."""
     if found := without_byte_code(one.middle.modules, one.middle.uncompiled):
         ends = "omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once"
@@ -101,7 +101,7 @@ def _uncompiled(one: Starts) -> str:
     return ""
 
 
-def _sentence(one: Starts) -> str:
+def _describe_starts(one: Starts) -> str:
     middle = one.middle
     largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:NAMED]
     named = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
@@ -109,11 +109,11 @@ def _sentence(one: Starts) -> str:
     return f"{one.title}, files {one.files}: most of it is {named}; a later call takes 1/{times:,.0f} of it."
 
 
-def _evidence(own: Starts, other: Starts) -> stats.Evidence | None:
+def _compute_evidence(own: Starts, other: Starts) -> stats.Evidence | None:
     return stats.paired([math.log(a / b) for a, b in zip(other.wholes, own.wholes, strict=True)])
 
 
-def _row(one: Starts, speedup: stats.Speedup | None) -> Row:
+def _make_row(one: Starts, speedup: stats.Speedup | None) -> Row:
     whole, middle = stats.center(one.wholes), one.middle
     parts = {f"{name}_ms": 1e3 * seconds for name, seconds in middle.parts.items()}
     row: Row = {

@@ -78,20 +78,24 @@ def stored(folder: Path) -> list[tuple[Path, str, str]]:
 def write(path: Path, pair: Pair) -> None:
     """Store the pair; times are kept to the nanosecond."""
     content = {"schema": SCHEMA, "kind": KIND, "source": pair.source, "notes": list(pair.notes),
-               "forms": to_json(pair.forms), "a": _side(pair.a), "b": _side(pair.b)}  # fmt: skip
+               "forms": to_json(pair.forms), "a": _convert_side(pair.a), "b": _convert_side(pair.b)}  # fmt: skip
     write_json(path, content)
 
 
-def _side(side: Side) -> dict[str, Any]:
-    return {**to_json(replace(side, processes=())), "processes": [_times(each) for each in side.processes]}
+def _convert_side(side: Side) -> dict[str, Any]:
+    return {**to_json(replace(side, processes=())), "processes": [_convert_times(each) for each in side.processes]}
 
 
-def _times(times: Times) -> dict[str, Any]:
-    gpu = {"gpu": {**_nanoseconds(times.gpu, GPU_ARRAYS), "kernels": times.gpu.kernels.tolist()}} if times.gpu else {}
-    return {**_nanoseconds(times, ARRAYS), "warnings": list(times.warnings), **gpu}
+def _convert_times(times: Times) -> dict[str, Any]:
+    gpu = (
+        {"gpu": {**_list_nanoseconds(times.gpu, GPU_ARRAYS), "kernels": times.gpu.kernels.tolist()}}
+        if times.gpu
+        else {}
+    )
+    return {**_list_nanoseconds(times, ARRAYS), "warnings": list(times.warnings), **gpu}
 
 
-def _nanoseconds(of: Times | OnGpu, names: Sequence[str]) -> dict[str, Any]:
+def _list_nanoseconds(of: Times | OnGpu, names: Sequence[str]) -> dict[str, Any]:
     return {name: np.rint(NANO * getattr(of, name)).astype(int).tolist() for name in names}
 
 
@@ -108,8 +112,8 @@ def read(path: Path) -> Pair:
     check_schema(path, data)
     try:
         forms = tuple(from_json(Inside, each) for each in data["forms"])
-        pair = Pair(forms, _read(data["a"]), _read(data["b"]), data["source"], tuple(data["notes"]))
-        problem = _problem(pair)
+        pair = Pair(forms, _read_side(data["a"]), _read_side(data["b"]), data["source"], tuple(data["notes"]))
+        problem = _find_problem(pair)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as e:
         raise UserError(f"{path} is damaged: it isn't as Dyno writes it; measure the pair again") from e
     if problem:
@@ -117,10 +121,10 @@ def read(path: Path) -> Pair:
     return pair
 
 
-def _read(data: Mapping[str, Any]) -> Side:
+def _read_side(data: Mapping[str, Any]) -> Side:
     processes = []
     for each in data["processes"]:
-        unprofiled, profiled, layers = _seconds(each, ARRAYS)
+        unprofiled, profiled, layers = _read_seconds(each, ARRAYS)
         processes.append(Times(unprofiled, profiled, layers, tuple(each["warnings"]), _on_gpu(each.get("gpu"))))
     return Side(data["form"], data["precision"], tuple(processes), data["graph"], data["module"], data["stored"])
 
@@ -128,15 +132,15 @@ def _read(data: Mapping[str, Any]) -> Side:
 def _on_gpu(data: Mapping[str, Any] | None) -> OnGpu | None:
     if data is None:  # on a CPU, or stored before this was kept
         return None
-    latency, enqueue, busy, calls = _seconds(data, GPU_ARRAYS)
+    latency, enqueue, busy, calls = _read_seconds(data, GPU_ARRAYS)
     return OnGpu(latency, enqueue, busy, calls, np.array(data["kernels"]))
 
 
-def _seconds(data: Mapping[str, Any], names: Sequence[str]) -> list[np.ndarray]:
+def _read_seconds(data: Mapping[str, Any], names: Sequence[str]) -> list[np.ndarray]:
     return [np.array(data[name], float) / NANO for name in names]
 
 
-def _problem(pair: Pair) -> str:
+def _find_problem(pair: Pair) -> str:
     """Describe where times and layers don't fit, "" where they do; IndexError for a form that doesn't exist."""
     for side in pair.sides:
         layers = len(pair.forms[side.form].layers)

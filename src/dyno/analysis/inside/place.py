@@ -51,8 +51,14 @@ def between(
     `fits` that layer.
     """
     named = {layer: {layer} for own in claims.values() for layer in own}
-    above, below = _nearest(graph.before, claims, graph.forwards), _nearest(graph.after, claims, graph.backwards)
-    higher, lower = _nearest(engine.before, named, engine.forwards), _nearest(engine.after, named, engine.backwards)
+    above, below = (
+        _find_nearest(graph.before, claims, graph.forwards),
+        _find_nearest(graph.after, claims, graph.backwards),
+    )
+    higher, lower = (
+        _find_nearest(engine.before, named, engine.forwards),
+        _find_nearest(engine.after, named, engine.backwards),
+    )
     neighbours: dict[tuple[int, int], set[int]] = {}
     for layer in helpers:
         for pair in product(higher[layer], lower[layer]):
@@ -81,48 +87,50 @@ def placed(
     how = dict.fromkeys(placements, NAMED)
     forwards, backwards = flow.forwards, flow.backwards
 
-    def give(index: int, counterparts: set[int]) -> None:
+    def place_layer(index: int, counterparts: set[int]) -> None:
         if counterparts:
             placements[index], how[index] = counterparts, CONSTANT if index in flow.constant else FLOW
 
-    def claimed(neighbours: Sequence[int]) -> set[int]:
+    def find_claims(neighbours: Sequence[int]) -> set[int]:
         return {one for neighbour in neighbours for one in placements.get(neighbour, ())}
 
-    above, below = _nearest(flow.before, placements, forwards), _nearest(flow.after, placements, backwards)
+    above, below = _find_nearest(flow.before, placements, forwards), _find_nearest(flow.after, placements, backwards)
     for index in forwards:
         if index not in placements and index not in flow.constant:
-            give(index, above[index] & below[index])
+            place_layer(index, above[index] & below[index])
     behind = dict[int, set[int]]()  # of an unclaimed layer that ends one: what reads it, before another product does
     for index in backwards:
         if index not in placements:
-            reached = claimed(flow.after[index])
+            reached = find_claims(flow.after[index])
             if index in flow.constant:
-                give(index, reached)
+                place_layer(index, reached)
                 continue
             reached |= {one for reader in flow.after[index] for one in behind.get(reader, ())}
-            if _begins(layers[index]):
-                give(index, {min(reached)} if reached else set())
+            if _can_begin(layers[index]):
+                place_layer(index, {min(reached)} if reached else set())
             else:
                 behind[index] = reached
     for index in forwards:
         open_ones = [] if index in flow.constant else [one for one in flow.before[index] if one not in ends]
-        if index not in placements and (reached := claimed(open_ones)):
-            give(index, {max(reached)})
+        if index not in placements and (reached := find_claims(open_ones)):
+            place_layer(index, {max(reached)})
     for index in backwards:
-        if index not in placements and (reached := claimed(flow.after[index])):
-            give(index, {min(reached)})
+        if index not in placements and (reached := find_claims(flow.after[index])):
+            place_layer(index, {min(reached)})
     for index in forwards:
-        if index not in placements and index not in flow.constant and (reached := claimed(flow.before[index])):
-            give(index, {max(reached)})
+        if index not in placements and index not in flow.constant and (reached := find_claims(flow.before[index])):
+            place_layer(index, {max(reached)})
     return placements, how
 
 
-def _begins(layer: Layer) -> bool:
+def _can_begin(layer: Layer) -> bool:
     """Return whether an engine's layer may begin with this layer, and rarely ends with it."""
     return bool(layer.flops) or layer.type == DEQUANTISES
 
 
-def _nearest(edges: Sequence[Sequence[int]], claims: Mapping[int, set[int]], order: Sequence[int]) -> list[set[int]]:
+def _find_nearest(
+    edges: Sequence[Sequence[int]], claims: Mapping[int, set[int]], order: Sequence[int]
+) -> list[set[int]]:
     """Return each layer's counterparts, those of the nearest claimed layers along the edges.
 
     `order` visits the neighbours along the edges first.

@@ -50,19 +50,19 @@ class _Words:
 
     def __init__(self, waterfall: Waterfall) -> None:
         self._w, self._gap = waterfall, waterfall.gap
-        self._a, self._b = _short(waterfall.pair.titles)
+        self._a, self._b = _shorten_titles(waterfall.pair.titles)
         whole = abs(self._gap.difference.value) if self._gap.proven else self._gap.a
         self._least, self._large = NOTEWORTHY * whole, BY_ITSELF * whole
 
     def gap(self) -> Reason:
         """Return the reason that states the difference of the two latencies."""
-        times = f"{self._b} takes {_us(self._gap.b)}, {self._a} {_us(self._gap.a)}"
+        times = f"{self._b} takes {_format_seconds(self._gap.b)}, {self._a} {_format_seconds(self._gap.a)}"
         if self._gap.proven:
             way = "less" if self._gap.difference.value < 0 else "more"
-            text = f"{times}: {_us(abs(self._gap.difference.value))} {way} {_limits(self._gap)}."
+            text = f"{times}: {_format_seconds(abs(self._gap.difference.value))} {way} {_format_limits(self._gap)}."
         else:
-            text = f"{times}: no difference is shown, the interval {_limits(self._gap)} holds 0."
-        return _reason(GAP, text, self._gap)
+            text = f"{times}: no difference is shown, the interval {_format_limits(self._gap)} holds 0."
+        return _make_reason(GAP, text, self._gap)
 
     def strangers(self) -> Iterator[Reason]:
         """Yield a reason where the two have no layer in common, so that the causes below compare nothing."""
@@ -76,7 +76,12 @@ class _Words:
         """Yield the causes that are proven and large enough, the largest first."""
         large = [s for s in self._w.causes if s.proven and abs(s.difference.value) >= self._least]
         for step in sorted(large, key=lambda s: -abs(s.difference.value)):
-            yield _reason(step.cause.key, f"{self._what(step)}: {self._amount(step)}.", step, self._names(step))
+            yield _make_reason(
+                step.cause.key,
+                f"{self._describe_step(step)}: {self._describe_amount(step)}.",
+                step,
+                self._list_names(step),
+            )
 
     def alone(self) -> Iterator[Reason]:
         """Yield the part with the largest difference, where that alone is a large share of the whole."""
@@ -86,9 +91,9 @@ class _Words:
             return
         part = self._w.parts[largest.parts[0]]
         share = f", {largest.a / self._gap.a:.0%} of {self._a}'s latency" if largest.a > largest.b else ""
-        named = f"the conversion before {part.before} ({part.names[0]})" if part.before else _listed(part.names)
-        text = f"The largest part is {named}: {_us(largest.a)} in {self._a}{share}, {_us(largest.b)} in "
-        yield _reason(ALONE, f"{text}{self._b}.", largest, part.names)
+        named = f"the conversion before {part.before} ({part.names[0]})" if part.before else _join_names(part.names)
+        text = f"The largest part is {named}: {_format_seconds(largest.a)} in {self._a}{share}, "
+        yield _make_reason(ALONE, f"{text}{_format_seconds(largest.b)} in {self._b}.", largest, part.names)
 
     def narrower(self) -> Iterator[Reason]:
         """Yield why a narrower type isn't faster: layers that didn't take it, and layers that it made slower."""
@@ -97,25 +102,25 @@ class _Words:
         if stayed and sum(s.b for s in stayed) >= NOTEWORTHY * self._gap.b:
             parts = [self._w.parts[s.parts[0]] for s in sorted(stayed, key=lambda s: -s.b)]
             names = tuple(name for part in parts for name in part.names[:1])
-            took = _us(sum(s.b for s in stayed))
+            took = _format_seconds(sum(s.b for s in stayed))
             text = f"{precision} was asked for, but {counting(len(stayed), 'layer')} computed in a wider type and took "
-            yield Reason(NOT_FASTER, f"{text}{took} of {_us(self._gap.b)}: {_listed(names)}.", names)
+            yield Reason(NOT_FASTER, f"{text}{took} of {_format_seconds(self._gap.b)}: {_join_names(names)}.", names)
         slower = [s for s in self._w.steps if s.cause == causes.NARROWER and s.difference.low > 0]
         whole = self._w.step(causes.NARROWER, [k for s in slower for k in s.parts])
         if slower and whole.proven and whole.difference.value >= self._least:
-            names = self._names(whole)
-            text = f"{counting(len(slower), 'layer')} took longer in the narrower type: {self._amount(whole)}, most of "
-            yield _reason(NOT_FASTER, f"{text}it in {_listed(names[:1])}.", whole, names)
+            names = self._list_names(whole)
+            text = f"{counting(len(slower), 'layer')} took longer in the narrower type: {self._describe_amount(whole)}"
+            yield _make_reason(NOT_FASTER, f"{text}, most of it in {_join_names(names[:1])}.", whole, names)
 
     def attributed(self) -> Iterator[Reason]:
         """Yield how much of the difference the layers explain."""
         if not self._gap.proven:
             return
         also = " and launch gaps" if self._w.on_gpu else ""
-        text = f"Attributed to named layers{also}: {_percent(self._w.attributed)} of the difference"
+        text = f"Attributed to named layers{also}: {_format_percent(self._w.attributed)} of the difference"
         if abs(self._w.attributed - self._w.named) >= ROUNDED:
-            text += f", since together they differ by {_percent(self._w.named)} of it"
-        rest = [f"{s.cause.title}: {_percent(self._w.share(s.difference.value))}" for s in self._w.causes
+            text += f", since together they differ by {_format_percent(self._w.named)} of it"
+        rest = [f"{s.cause.title}: {_format_percent(self._w.share(s.difference.value))}" for s in self._w.causes
                 if not s.cause.region]  # fmt: skip
         yield Reason(ATTRIBUTED, "; ".join([text, *rest]) + ".")
 
@@ -129,26 +134,27 @@ class _Words:
                 text = f"{longer}: they are scaled down alike, and the intervals hold the other extreme, too."
                 yield Reason(WATCHED, text, seconds=side.excess)
 
-    def _amount(self, step: Step) -> str:
+    def _describe_amount(self, step: Step) -> str:
         value = step.difference.value
-        text = f"{_signed(value)} {_limits(step)}"
+        text = f"{_format_signed(value)} {_format_limits(step)}"
         if not self._gap.proven:
             return text
         share = self._w.share(value)
         return f"{text}, {share:.0%} of the difference" if share > 0 else f"{text}, against the difference"
 
-    def _what(self, step: Step) -> str:
+    def _describe_step(self, step: Step) -> str:
         parts = [self._w.parts[k] for k in step.parts]
         count_a, count_b = sum(len(part.a) for part in parts), sum(len(part.b) for part in parts)
-        of_a, of_b = self._types(parts, 0), self._types(parts, 1)
+        of_a, of_b = self._format_types(parts, 0), self._format_types(parts, 1)
         count, a, b = counting(len(parts), "part"), self._a, self._b
         one = len(parts) == 1
         do, run, have, take = ("does", "runs", "has", "takes") if one else ("do", "run", "have", "take")
         are_a = "is" if count_a == 1 else "are"
+        times = f"{_format_seconds(step.a)} in {a} and {_format_seconds(step.b)} in {b}"
         lack_b = "has no counterpart of its own" if count_b == 1 else "have no counterpart of their own"
         texts = {
-            causes.NARROWER: f"{count} of the model {run} in a narrower type in {b} ({self._kinds(parts)})",
-            causes.WIDER: f"{count} of the model {run} in a wider type in {b} ({self._kinds(parts)})",
+            causes.NARROWER: f"{count} of the model {run} in a narrower type in {b} ({self._format_kinds(parts)})",
+            causes.WIDER: f"{count} of the model {run} in a wider type in {b} ({self._format_kinds(parts)})",
             causes.STAYED: f"{count} of the model {do} not run in {self._w.pair.b.precision} in {b} ({of_b})",
             causes.PROVIDER: f"{count} of the model {run} on another provider in {b} ({of_b})",
             causes.KERNEL: f"{count} of the model {have} another kernel: {of_a} in {a}, {of_b} in {b}",
@@ -156,69 +162,68 @@ class _Words:
             causes.FUSED: f"{counting(count_a, 'layer')} of {a} {are_a} fused or left out in {b} ({of_a})",
             causes.SPLIT: f"{counting(count_b, 'layer')} of {b} {lack_b} in {a} ({of_b})",
             causes.CONVERSION: f"Conversions of types and layouts, {count_a} in {a} and {count_b} in {b}"
-            f"{self._largest(step)}",
-            causes.CALLS: f"The model's own code and calling its parts, {_us(step.a)} in {a} and {_us(step.b)} in {b}",
+            f"{self._describe_largest(step)}",
+            causes.CALLS: f"The model's own code and calling its parts, {times}",
             causes.UNALIGNED: f"{count_a} layers of {a} and {count_b} of {b}, whose counterparts are not known",
-            causes.INTERRUPTED: f"Interruptions by other programs, {_us(step.a)} in {a} and {_us(step.b)} in {b}; "
-            "measure again when the machine is quiet",
-            causes.WAITING: f"Launch gaps, in which the GPU ran no kernel and waited for the host, {_us(step.a)} in "
-            f"{a} and {_us(step.b)} in {b}; CUDA graphs or a larger batch leave less of them",
-            causes.BETWEEN: f"Time outside the layers, {_us(step.a)} in {a} and {_us(step.b)} in {b}",
+            causes.INTERRUPTED: f"Interruptions by other programs, {times}; measure again when the machine is quiet",
+            causes.WAITING: f"Launch gaps, in which the GPU ran no kernel and waited for the host, {times}; "
+            "CUDA graphs or a larger batch leave less of them",
+            causes.BETWEEN: f"Time outside the layers, {times}",
         }
         return texts[step.cause]
 
-    def _largest(self, step: Step) -> str:
-        before = [self._w.parts[k].before for k in self._sorted(step)[:1]]
+    def _describe_largest(self, step: Step) -> str:
+        before = [self._w.parts[k].before for k in self._sort_parts(step)[:1]]
         return f", the longest before {before[0]}" if any(before) else ""
 
-    def _sorted(self, step: Step) -> list[int]:
+    def _sort_parts(self, step: Step) -> list[int]:
         return sorted(step.parts, key=lambda k: -abs(self._w.steps[k].difference.value))
 
-    def _types(self, parts: Sequence[Part], side: int) -> str:
+    def _format_types(self, parts: Sequence[Part], side: int) -> str:
         """Return the commonest types of layers: `16 Convolution, 3 Add`."""
         layers = self._w.pair.forms[self._w.pair.sides[side].form].layers
         kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side])
         more = f" and {counting(len(kinds) - NAMES, 'more kind')}" if len(kinds) > NAMES else ""
         return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(NAMES)) + more
 
-    def _kinds(self, parts: Sequence[Part]) -> str:
+    def _format_kinds(self, parts: Sequence[Part]) -> str:
         """Return the types in which most of the parts compute in A and in B."""
         kinds = Counter(part.types for part in parts)
         before, after = max(kinds, key=lambda each: kinds[each], default=("", ""))
         return f"{before} in {self._a}, {after} in {self._b}"
 
-    def _names(self, step: Step) -> tuple[str, ...]:
+    def _list_names(self, step: Step) -> tuple[str, ...]:
         """Return a name for each part of the step, the largest difference first."""
-        return tuple(dict.fromkeys(name for k in self._sorted(step) for name in self._w.parts[k].names[:1]))
+        return tuple(dict.fromkeys(name for k in self._sort_parts(step) for name in self._w.parts[k].names[:1]))
 
 
-def _short(titles: Sequence[str]) -> list[str]:
+def _shorten_titles(titles: Sequence[str]) -> list[str]:
     """Return the titles without versions, where they still differ."""
     plain = [VERSION.sub("", title) for title in titles]
     return plain if len({*plain}) == len(plain) else list(titles)
 
 
-def _reason(key: str, text: str, step: Step, names: Sequence[str] = ()) -> Reason:
+def _make_reason(key: str, text: str, step: Step, names: Sequence[str] = ()) -> Reason:
     return Reason(key, text[0].upper() + text[1:], tuple(names), *vars(step.difference).values())
 
 
-def _listed(names: Sequence[str]) -> str:
+def _join_names(names: Sequence[str]) -> str:
     more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
     return ", ".join(names[:NAMES]) + more
 
 
-def _percent(share: float) -> str:
+def _format_percent(share: float) -> str:
     """Format a share of the difference as percent, without a sign in front of 0."""
     return f"{share if abs(share) >= ROUNDED else 0.0:.1%}"
 
 
-def _us(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return show(seconds, "duration") if abs(seconds) >= NOTHING else "0 µs"
 
 
-def _signed(seconds: float) -> str:
-    return ("" if abs(seconds) < NOTHING else "+" if seconds > 0 else "−") + _us(abs(seconds))
+def _format_signed(seconds: float) -> str:
+    return ("" if abs(seconds) < NOTHING else "+" if seconds > 0 else "−") + _format_seconds(abs(seconds))
 
 
-def _limits(step: Step) -> str:
-    return f"[{_signed(step.difference.low)}, {_signed(step.difference.high)}]"
+def _format_limits(step: Step) -> str:
+    return f"[{_format_signed(step.difference.low)}, {_format_signed(step.difference.high)}]"

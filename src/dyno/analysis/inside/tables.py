@@ -37,7 +37,7 @@ def one(form: Inside) -> Table:
             "format": output.format, "parameters": layer.added or None, "flops": layer.flops or None,
             "bytes": totals.activation_bytes(layer), "computes_in": layer.computes_in, "kernel": layer.tactic,
             "nodes": " ".join(layer.nodes) if form.form == LAYERS else "",
-            "modules": " ".join(layer.modules) if form.form == NODES else "", "remark": _remark(layer),
+            "modules": " ".join(layer.modules) if form.form == NODES else "", "remark": _choose_remark(layer),
         })  # fmt: skip
     columns = (
         Column("name", "the layer's own name", kind=TEXT),
@@ -55,7 +55,7 @@ def one(form: Inside) -> Table:
     return LAYER_TABLE.of(columns, rows, notes=(totals.summary(form), *form.notes))
 
 
-def _remark(layer: Layer) -> str:
+def _choose_remark(layer: Layer) -> str:
     if layer.moves:
         return "only changes type or layout"
     if layer.skipped:
@@ -74,9 +74,9 @@ def aligned(forms: Sequence[Inside], shown: Sequence[int], graph_of: Mapping[int
     `graph_of` has the index of the graph that an engine was made from.
     """
     links = align.pivots(forms, graph_of)
-    regions = [r for r in align.regions(forms, links) if any(_runs(forms, r, k) for k in shown)]
-    rows = [_row(forms, shown, region) for region in regions]
-    names = [_letter(k) for k in range(len(shown))]
+    regions = [r for r in align.regions(forms, links) if any(_has_layer(forms, r, k) for k in shown)]
+    rows = [_make_row(forms, shown, region) for region in regions]
+    names = [_choose_letter(k) for k in range(len(shown))]
     columns = [
         Column(name, f"layers of {forms[k].library}", kind=TEXT, title=forms[k].library, cell=names_cell(name))
         for name, k in zip(names, shown, strict=True)
@@ -96,38 +96,38 @@ def aligned(forms: Sequence[Inside], shown: Sequence[int], graph_of: Mapping[int
     return ALIGNED.of(columns, rows, notes=tuple(dict.fromkeys(notes)))
 
 
-def _runs(forms: Sequence[Inside], region: Region, form: int) -> bool:
+def _has_layer(forms: Sequence[Inside], region: Region, form: int) -> bool:
     """Return whether the region has a layer of the form that runs or has parameters."""
     return any(not layer.skipped or layer.parameters for i in region.members[form] if (layer := forms[form].layers[i]))
 
 
-def _letter(position: int) -> str:
+def _choose_letter(position: int) -> str:
     return chr(ord("a") + position)
 
 
 def names_cell(name: str) -> Callable[[Row], str]:
     """Return a function that lists a region's first few names, later ones without the parent shared with the first."""
 
-    def text(row: Row) -> str:
+    def format_names(row: Row) -> str:
         first, *others = row[f"{name}_names"] or [""]
         parent = "" if "/" in first else first.rpartition(".")[0]
-        shown = [first, *(_after(parent, each) for each in others[: NAMES - 1])]
+        shown = [first, *(_strip_parent(parent, each) for each in others[: NAMES - 1])]
         more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
         return ", ".join(shown) + more
 
-    return text
+    return format_names
 
 
-def _after(parent: str, name: str) -> str:
+def _strip_parent(parent: str, name: str) -> str:
     return name.removeprefix(parent) if parent and name.startswith(f"{parent}.") else name
 
 
-def _row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> Row:
+def _make_row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> Row:
     row: Row = {}
     for position, k in enumerate(shown):
         layers = [forms[k].layers[i] for i in region.members[k]]
-        name = _letter(position)
-        row[f"{name}_names"] = _names(forms, region, k)
+        name = _choose_letter(position)
+        row[f"{name}_names"] = _list_names(forms, region, k)
         row[name] = " ".join(row[f"{name}_names"])
         row[f"parameters_{name}"] = sum(layer.added for layer in layers) or None
     last = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
@@ -138,12 +138,13 @@ def _row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> Row:
     row["output"] = shape(last.outputs[0]) if last.outputs else ""
     row["flops"] = flops or None
     row["bytes"] = totals.activation_bytes(last)
-    row["remark"] = _what_happened(forms, [k for name, k in zip(map(_letter, range(len(shown))), shown, strict=True)
-                                           if row[name]], shown[-1], region)  # fmt: skip
+    letters = map(_choose_letter, range(len(shown)))
+    present = [k for name, k in zip(letters, shown, strict=True) if row[name]]
+    row["remark"] = _what_happened(forms, present, shown[-1], region)
     return row
 
 
-def _names(forms: Sequence[Inside], region: Region, form: int) -> list[str]:
+def _list_names(forms: Sequence[Inside], region: Region, form: int) -> list[str]:
     """Return the region's names in the form, quantisation last, or (model) where only the model's own code acts."""
     layers = sorted((forms[form].layers[i] for i in region.shown(form)), key=lambda layer: layer.type in QUANTISES)
     names = [layer.name or MODEL for layer in layers]
@@ -160,7 +161,7 @@ def _what_happened(forms: Sequence[Inside], there: Sequence[int], last: int, reg
         if all(layer.moves for layer in after):
             return "conversion"
         if all(layer.skipped for layer in after):
-            return _remark(after[0])
+            return _choose_remark(after[0])
         known = forms[there[0]].form != LAYERS or any(region.members[k] for k, f in enumerate(forms) if f.form == NODES)
         return "nothing runs for it" if known and there[0] != last else "counterpart unknown"
     remarks = []
@@ -197,7 +198,7 @@ def conversions(forms: Sequence[Inside], shown: Sequence[int]) -> Table:
         writers = {port.name: layer for layer in form.layers for port in layer.outputs}
         for layer in form.layers:
             if form.form == LAYERS and layer.moves and not layer.skipped:
-                rows.append(_conversion(form, layer, writers))
+                rows.append(_make_conversion_row(form, layer, writers))
     columns = (
         Column("engine", "whose conversion it is", kind=TEXT, identity=True),
         Column("layer", "the conversion itself", kind=TEXT, rank=3),
@@ -210,7 +211,7 @@ def conversions(forms: Sequence[Inside], shown: Sequence[int]) -> Table:
     return CONVERSIONS.of(columns, rows)
 
 
-def _conversion(form: Inside, layer: Layer, writers: dict[str, Layer]) -> Row:
+def _make_conversion_row(form: Inside, layer: Layer, writers: dict[str, Layer]) -> Row:
     read, written = layer.inputs[:1], layer.outputs[:1]
     source = writers.get(read[0].name) if read else None
     readers = [each.name for each in form.layers for port in each.inputs if written and port.name == written[0].name]
@@ -220,11 +221,11 @@ def _conversion(form: Inside, layer: Layer, writers: dict[str, Layer]) -> Row:
         "layer": layer.name,
         "writer": source.name if source else (read[0].name if read else ""),
         "reader": ", ".join(readers) or "output",
-        "before": _typed(before),
-        "after": _typed(written[0]) if written else "",
+        "before": _format_type(before),
+        "after": _format_type(written[0]) if written else "",
         "bytes": totals.activation_bytes(layer),
     }
 
 
-def _typed(port: Port) -> str:
+def _format_type(port: Port) -> str:
     return " ".join(filter(None, (port.dtype, port.format)))

@@ -95,7 +95,7 @@ def profile(
     for k, each in times.items():
         names = modules_of(forms, k, graph_of.get(k), module_of.get(k))
         rated = roofline.rated(forms, k, graph_of.get(k), each.precision, ceilings) if ceilings else None
-        rows += _rows(forms[k], names, each, order, top, rated)
+        rows += _build_rows(forms[k], names, each, order, top, rated)
     notes = [
         note for k in times for note in (*forms[k].notes, *(f"{forms[k].library}: {w}" for w in times[k].warnings))
     ]
@@ -104,7 +104,7 @@ def profile(
     return PROFILE.of(columns, rows, notes=tuple(dict.fromkeys(notes)), group=("form",))
 
 
-def _rows(
+def _build_rows(
     form: Inside, names: Sequence[list[str]], each: Times, order: str, top: int, rated: Rated | None
 ) -> list[Row]:
     """Build the rows of one form, without layers that have no time and don't run."""
@@ -114,9 +114,9 @@ def _rows(
     chosen = slowest[: top or None]
     rest = sorted(set(ran) - set(chosen))
     listed = sorted(chosen) if order == "graph" else chosen
-    rows = [_row(form, form.layers[i], names[i], seconds[:, [i]]) for i in listed]
+    rows = [_build_row(form, form.layers[i], names[i], seconds[:, [i]]) for i in listed]
     if rest:
-        rows.append(_row(form, Layer(), [counting(len(rest), "more layer")], seconds[:, rest]))
+        rows.append(_build_row(form, Layer(), [counting(len(rest), "more layer")], seconds[:, rest]))
     for row, layers in zip(rows, [*([i] for i in listed), *([rest] if rest else [])], strict=True):
         row |= rated.cells(layers, row["seconds"]) if rated else {}
     total, cumulative = medians[ran].sum() or 1.0, 0.0
@@ -127,7 +127,7 @@ def _rows(
     return rows
 
 
-def _row(form: Inside, layer: Layer, names: list[str], seconds: np.ndarray) -> Row:
+def _build_row(form: Inside, layer: Layer, names: list[str], seconds: np.ndarray) -> Row:
     """Build the row of one layer with its interval, or of several as the sum of their medians, so that all rows add up.
 
     A sum has no interval.
@@ -166,7 +166,7 @@ def origins(forms: Sequence[Inside], k: int, graph: int | None, owner: int | Non
     calls = turned(align.link(forms, owner, pivot)) if owner is not None else {}
     constant = Flow(forms[pivot].layers).constant
 
-    def named(node: int) -> list[str]:
+    def list_modules(node: int) -> list[str]:
         if owner is not None and node in calls:
             return [forms[owner].layers[call].name or MODEL for call in calls[node]]
         return [name or MODEL for name in forms[pivot].layers[node].modules]
@@ -175,7 +175,7 @@ def origins(forms: Sequence[Inside], k: int, graph: int | None, owner: int | Non
     for i, layer in enumerate(form.layers):
         own = nodes.get(i, ()) if not layer.moves else ()
         runs = [node for node in own if node not in constant] or own  # parts may share what shapes decide
-        modules = dict.fromkeys(name for node in runs for name in named(node))
+        modules = dict.fromkeys(name for node in runs for name in list_modules(node))
         origin_of.append(([*modules], [forms[pivot].layers[node].name for node in own]))
     return origin_of
 

@@ -41,7 +41,7 @@ def sentences(
     for first, k in pairwise(counted):
         apart = forms[first].parameters - forms[k].parameters
         if apart:
-            reasons = list(_reasons(forms, first, k, regions, (graph_of or {}).get(k, k)))
+            reasons = list(_find_reasons(forms, first, k, regions, (graph_of or {}).get(k, k)))
             lines.append(
                 f"{forms[k].library} has {abs(apart):,} {'fewer' if apart > 0 else 'more'} parameters than "
                 f"{forms[first].library}: {'; '.join(reasons)}."
@@ -49,31 +49,33 @@ def sentences(
     return lines
 
 
-def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[Region], graph: int) -> Iterator[str]:
+def _find_reasons(
+    forms: Sequence[Inside], first: int, other: int, regions: Sequence[Region], graph: int
+) -> Iterator[str]:
     """Yield the reasons: folded batch norms, padded weights, weights shared by layers, and where the rest is."""
     left = forms[first].parameters - forms[other].parameters
-    differences = {id(r): _sum(forms, r, first) - _sum(forms, r, other) for r in regions}
-    folded = [r for r in regions if r.members[graph] and _folds(forms, first, graph, r)]
+    differences = {id(r): _sum_parameters(forms, r, first) - _sum_parameters(forms, r, other) for r in regions}
+    folded = [r for r in regions if r.members[graph] and _is_folded(forms, first, graph, r)]
     if folded:
-        norms = [n for r in folded for n in _layers(forms, r, first) if is_norm(n)]
+        norms = [n for r in folded for n in _list_layers(forms, r, first) if is_norm(n)]
         before, change = sum(n.added for n in norms), 0
         for r in folded:
-            apart = _sum(forms, r, first) - _sum(forms, r, graph)
+            apart = _sum_parameters(forms, r, first) - _sum_parameters(forms, r, graph)
             change, differences[id(r)] = change + apart, differences[id(r)] - apart
         where = "layer before it" if len(norms) == 1 else "layers before them"
         became = f"became {before - change:,} biases" if before != change else "need no further biases"
         yield f"{counting(len(norms), 'batch norm')} folded into the {where}, whose {before:,} parameters {became}"
         left -= change
-    padded = [r for r in regions if differences[id(r)] and _blocked(forms, r, first, other)]
+    padded = [r for r in regions if differences[id(r)] and _is_blocked(forms, r, first, other)]
     if filled := sum(differences.pop(id(r)) for r in padded):
         yield f"{abs(filled):,} zeros fill up blocks of channels in its layout{'' if filled < 0 else ' no longer'}"
         left -= filled
     # By names: what a module does itself may be spread over several regions, and of its calls another may be the first.
     whole, sharing = Counter[str](), Counter[str]()
     for r in regions:
-        name = _name(forms, r, first, other)
+        name = _choose_name(forms, r, first, other)
         whole[name] += differences.get(id(r), 0)
-        sharing[name] += _shared(forms, r, other) - _shared(forms, r, first)
+        sharing[name] += _count_shared(forms, r, other) - _count_shared(forms, r, first)
     alike = [whole.pop(name) for name in [*whole] if whole[name] == sharing[name]]
     for shared, words in (
         (sum(n for n in alike if n > 0), "are stored once for several layers that have the same values"),
@@ -82,14 +84,14 @@ def _reasons(forms: Sequence[Inside], first: int, other: int, regions: Sequence[
         if shared:
             yield f"{abs(shared):,} {words}"
             left -= shared
-    where = _where(whole)
+    where = _describe_place(whole)
     if left == forms[first].parameters - forms[other].parameters:
         yield where or "in which parts is not known"
     elif left:
         yield f"{abs(left):,} {'fewer' if left > 0 else 'more'} elsewhere{where and f', {where}'}"
 
 
-def _where(whole: Mapping[str, int]) -> str:
+def _describe_place(whole: Mapping[str, int]) -> str:
     """Describe where most of the difference is, as far as one part can be named for it."""
     apart = {name: abs(count) for name, count in whole.items() if count}
     if not apart:
@@ -102,39 +104,41 @@ def _where(whole: Mapping[str, int]) -> str:
     return f"{'most' if 2 * apart[name] > sum(apart.values()) else f'{apart[name]:,}'} of them in {name}"
 
 
-def _folds(forms: Sequence[Inside], first: int, other: int, region: Region) -> bool:
+def _is_folded(forms: Sequence[Inside], first: int, other: int, region: Region) -> bool:
     """Return whether the region has a batch norm in the first form and none in the other, which folded it."""
-    return any(map(is_norm, _layers(forms, region, first))) and not any(map(is_norm, _layers(forms, region, other)))
+    return any(map(is_norm, _list_layers(forms, region, first))) and not any(
+        map(is_norm, _list_layers(forms, region, other))
+    )
 
 
-def _blocked(forms: Sequence[Inside], region: Region, first: int, other: int) -> bool:
+def _is_blocked(forms: Sequence[Inside], region: Region, first: int, other: int) -> bool:
     """Return whether one of the forms stores the region's tensors in blocks of channels, which pads the weights."""
-    every = (*_layers(forms, region, first), *_layers(forms, region, other))
+    every = (*_list_layers(forms, region, first), *_list_layers(forms, region, other))
     return any(port.format == BLOCKED for layer in every for port in layer.outputs)
 
 
-def _layers(forms: Sequence[Inside], region: Region, form: int) -> list[Layer]:
+def _list_layers(forms: Sequence[Inside], region: Region, form: int) -> list[Layer]:
     return [forms[form].layers[i] for i in region.members[form]]
 
 
-def _sum(forms: Sequence[Inside], region: Region, form: int) -> int:
-    return sum(layer.added for layer in _layers(forms, region, form))
+def _sum_parameters(forms: Sequence[Inside], region: Region, form: int) -> int:
+    return sum(layer.added for layer in _list_layers(forms, region, form))
 
 
-def _shared(forms: Sequence[Inside], region: Region, form: int) -> int:
+def _count_shared(forms: Sequence[Inside], region: Region, form: int) -> int:
     """Return the number of the region's weights that the form's earlier layers have too."""
-    return sum(layer.shared for layer in _layers(forms, region, form))
+    return sum(layer.shared for layer in _list_layers(forms, region, form))
 
 
-def _name(forms: Sequence[Inside], region: Region, *order: int) -> str:
+def _choose_name(forms: Sequence[Inside], region: Region, *order: int) -> str:
     """Return the module around the region's parts, else its first layer: a module's name, else that of these forms."""
     order = (*(k for k, each in enumerate(forms) if each.form == MODULES), *order)
     around = [forms[form].layers[k] for form in order for k in (region.around[form] if region.around else ())]
-    names = (layer.name for layer in (*around, *(each for form in order for each in _layers(forms, region, form))))
+    names = (layer.name for layer in (*around, *(each for form in order for each in _list_layers(forms, region, form))))
     return next(names, "") or "(model)"
 
 
-def _operations(count: int) -> str:
+def _format_operations(count: int) -> str:
     for name, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
         if count >= size:
             return f"{significant(count / size)} {name}FLOPs"
@@ -151,7 +155,7 @@ def summary(form: Inside) -> str:
         sentence += f", {form.parameters:,} parameters"
     if operations := sum(layer.flops or 0 for layer in form.layers):
         some = "at least " if form.form == NODES and any(layer.flops is None for layer in form.layers) else ""
-        sentence += f", {some}{_operations(operations)}"
+        sentence += f", {some}{_format_operations(operations)}"
     if idle := sum(layer.skipped and bool(layer.outputs) for layer in form.layers):
         sentence += f", {idle:,} more in which nothing runs"
     if moves := sum(layer.moves for layer in ran):

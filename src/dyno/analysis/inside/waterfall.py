@@ -81,7 +81,7 @@ class Waterfall:
     @cached_property
     def gap(self) -> Step:
         """The whole: the latencies with nothing switched on."""
-        return _step(WHOLE, self.a.latency, self.b.latency)
+        return _make_step(WHOLE, self.a.latency, self.b.latency)
 
     @cached_property
     def steps(self) -> list[Step]:
@@ -97,9 +97,9 @@ class Waterfall:
     def remainders(self) -> list[Step]:
         """What the layers leave of the latency."""
         return [
-            _step(INTERRUPTED, self.a.interrupted, self.b.interrupted),
-            *([_step(WAITING, self.a.waiting, self.b.waiting)] if self.on_gpu else []),
-            _step(BETWEEN, self.a.between, self.b.between),
+            _make_step(INTERRUPTED, self.a.interrupted, self.b.interrupted),
+            *([_make_step(WAITING, self.a.waiting, self.b.waiting)] if self.on_gpu else []),
+            _make_step(BETWEEN, self.a.between, self.b.between),
         ]
 
     @cached_property
@@ -113,10 +113,10 @@ class Waterfall:
         Where watching slowed layers, the interval covers both ways of correcting for it.
         """
         a, b = [k for p in places for k in self.parts[p].a], [k for p in places for k in self.parts[p].b]
-        step = _step(cause, self.a.layers[:, a].sum(axis=1), self.b.layers[:, b].sum(axis=1), tuple(places))
+        step = _make_step(cause, self.a.layers[:, a].sum(axis=1), self.b.layers[:, b].sum(axis=1), tuple(places))
         if not self.a.excess and not self.b.excess:
             return step
-        even = _step(cause, self.a.even[:, a].sum(axis=1), self.b.even[:, b].sum(axis=1)).difference
+        even = _make_step(cause, self.a.even[:, a].sum(axis=1), self.b.even[:, b].sum(axis=1)).difference
         low, high = min(step.difference.low, even.low), max(step.difference.high, even.high)
         return replace(step, difference=Interval(step.difference.value, low, high))
 
@@ -143,11 +143,13 @@ def waterfall(pair: Pair) -> Waterfall:
     processes are resampled.
     """
     rng = np.random.default_rng(SEED)
-    return Waterfall(pair, tuple(causes.parts(pair)), *(_estimates(side, rng) for side in pair.sides))
+    return Waterfall(pair, tuple(causes.parts(pair)), *(_make_estimates(side, rng) for side in pair.sides))
 
 
-def _estimates(side: Side, rng: np.random.Generator) -> Estimates:
-    latency, layers, (sums, working) = (_one if len(side.processes) == 1 else _several)(side.processes, rng)
+def _make_estimates(side: Side, rng: np.random.Generator) -> Estimates:
+    latency, layers, (sums, working) = (_resample_repeats if len(side.processes) == 1 else _resample_processes)(
+        side.processes, rng
+    )
     watched = float(layers[0].sum())
     layers, even = scaled(latency, layers), lowered(latency, layers)
     left = np.maximum(0.0, latency - layers.sum(axis=1))
@@ -161,35 +163,35 @@ def _estimates(side: Side, rng: np.random.Generator) -> Estimates:
 Drawn = tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]
 
 
-def _one(processes: Sequence[Times], rng: np.random.Generator) -> Drawn:
+def _resample_repeats(processes: Sequence[Times], rng: np.random.Generator) -> Drawn:
     """Return the medians over the repeats of one process, and over resamples of these.
 
     They are of the latency, of the layers, then of the layers' sum and the time in which a GPU worked.
     """
     (times,) = processes
-    latency = _medians(times.unprofiled[:, None], rng)[:, 0]
-    both = _medians(np.column_stack([times.layers, times.layers.sum(axis=1)]), rng)
-    working = _medians(_working(times)[:, None], rng)[:, 0]
+    latency = _resample_medians(times.unprofiled[:, None], rng)[:, 0]
+    both = _resample_medians(np.column_stack([times.layers, times.layers.sum(axis=1)]), rng)
+    working = _resample_medians(_find_busy_seconds(times)[:, None], rng)[:, 0]
     return latency, both[:, :-1], (both[:, -1], working)
 
 
-def _several(processes: Sequence[Times], rng: np.random.Generator) -> Drawn:
-    """Return the medians over processes, and over resamples of these, as `_one` does over repeats."""
+def _resample_processes(processes: Sequence[Times], rng: np.random.Generator) -> Drawn:
+    """Return the medians over processes, and over resamples of these, as `_resample_repeats` does over repeats."""
     found = np.array([
         [np.median(each.unprofiled), *np.median(each.layers, axis=0), np.median(each.layers.sum(axis=1)),
-         np.median(_working(each))]
+         np.median(_find_busy_seconds(each))]
         for each in processes
     ])  # fmt: skip
-    medians = _medians(found, rng)
+    medians = _resample_medians(found, rng)
     return medians[:, 0], medians[:, 1:-2], (medians[:, -2], medians[:, -1])
 
 
-def _working(times: Times) -> np.ndarray:
+def _find_busy_seconds(times: Times) -> np.ndarray:
     """Return the seconds of a watched run in which a GPU ran kernels; infinite where none were seen: no GPU waits."""
     return times.gpu.busy if times.gpu and times.gpu.busy.size else np.array([np.inf])
 
 
-def _medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:
+def _resample_medians(samples: np.ndarray, rng: np.random.Generator) -> np.ndarray:
     """Return the medians of the rows, and of resamples of the rows [1 + resamples, columns]."""
     count = len(samples)
     drawn = [samples] + [samples[rng.integers(count, size=count)] for _ in range(RESAMPLES)]
@@ -220,7 +222,7 @@ def lowered(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
     return found
 
 
-def _step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ...] = ()) -> Step:
+def _make_step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ...] = ()) -> Step:
     tail = 50 * (1 - CONFIDENCE)
     apart = b - a
     ends = [float(apart[0]), *map(float, np.percentile(apart[1:], [tail, 100 - tail]))]

@@ -28,7 +28,7 @@ def draw(waterfall: Waterfall) -> Any:
             *(step.cause.title for step in steps),
             f"B: {waterfall.pair.titles[1]}",
         ]
-        texts = [_whole(axes, 0, waterfall.gap.a)]
+        texts = [_draw_whole(axes, 0, waterfall.gap.a)]
         reached = 1e6 * waterfall.gap.a
         corners = [reached]
         for y, step in enumerate(steps, 1):
@@ -43,7 +43,7 @@ def draw(waterfall: Waterfall) -> Any:
             reached += value
             corners.append(reached)
         axes.plot([reached, reached], [len(steps), len(steps) + 1], color=INK, lw=0.6)
-        texts.append(_whole(axes, len(steps) + 1, waterfall.gap.b))
+        texts.append(_draw_whole(axes, len(steps) + 1, waterfall.gap.b))
         axes.set_yticks(range(len(names)), [short(name, LONGEST) for name in names])
         axes.set_ylim(len(names) - 0.4, -0.6)
         axes.tick_params(axis="y", length=0)
@@ -55,6 +55,6 @@ def draw(waterfall: Waterfall) -> Any:
     return figure
 
 
-def _whole(axes: Any, y: float, seconds: float) -> str:
+def _draw_whole(axes: Any, y: float, seconds: float) -> str:
     axes.barh(y, 1e6 * seconds, 0.66, color=INK)
     return signed(1e6 * seconds).removeprefix("+")

@@ -22,7 +22,7 @@ def signed(value: float) -> str:
     return significant(value) if not value or value != value else ("+" if value > 0 else "−") + significant(abs(value))
 
 
-def _difference(row: Row) -> str:
+def _format_difference(row: Row) -> str:
     value, low, high = (row.get(name) for name in ("difference_us", "difference_us_low", "difference_us_high"))
     if value is None:
         return ""
@@ -32,7 +32,7 @@ def _difference(row: Row) -> str:
 TIMES = (
     Column("a_us", "seconds in A, in microseconds", "µs", title="A, µs"),
     Column("b_us", "seconds in B, in microseconds", "µs", title="B, µs"),
-    Column("difference_us", "B less A with its 95 % interval", "µs", title="B − A, µs", cell=_difference),
+    Column("difference_us", "B less A with its 95 % interval", "µs", title="B − A, µs", cell=_format_difference),
     Column("difference_us_low", "lower end of the interval", "µs", cell=lambda row: ""),
     Column("difference_us_high", "upper end of the interval", "µs", cell=lambda row: ""),
     Column("share", "share of the whole difference", "%", PERCENT, title="share, %"),
@@ -52,9 +52,9 @@ def by_cause(waterfall: Waterfall) -> Table:
     for step in waterfall.causes:
         reached += step.difference.value
         parts = len(step.parts) or None
-        rows.append({"cause": step.cause.title, "key": step.cause.key, "parts": parts, **_times(waterfall, step),
-                     "reached_us": 1e6 * reached})  # fmt: skip
-    last = {"cause": f"B: {title_b}", **_times(waterfall, gap), "reached_us": 1e6 * gap.b}
+        rows.append({"cause": step.cause.title, "key": step.cause.key, "parts": parts,
+                     **_make_time_cells(waterfall, step), "reached_us": 1e6 * reached})  # fmt: skip
+    last = {"cause": f"B: {title_b}", **_make_time_cells(waterfall, gap), "reached_us": 1e6 * gap.b}
     rows.append({**last, "a_us": None})
     columns = (
         Column("cause", "why these parts take another time", kind=TEXT),
@@ -63,10 +63,10 @@ def by_cause(waterfall: Waterfall) -> Table:
         *TIMES,
         Column("reached_us", "the latency after this step", "µs", title="latency, µs", rank=1),
     )
-    return WATERFALL.of(columns, rows, notes=_notes(waterfall))
+    return WATERFALL.of(columns, rows, notes=_write_notes(waterfall))
 
 
-def _notes(waterfall: Waterfall) -> tuple[str, ...]:
+def _write_notes(waterfall: Waterfall) -> tuple[str, ...]:
     rounds = len(waterfall.pair.a.processes)
     process, spread = (
         ("one process", "repeats within it; another process may differ")
@@ -81,16 +81,16 @@ def _notes(waterfall: Waterfall) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _times(waterfall: Waterfall, step: Step) -> Row:
+def _make_time_cells(waterfall: Waterfall, step: Step) -> Row:
     value = step.difference
     return {
         "a_us": 1e6 * step.a, "b_us": 1e6 * step.b, "difference_us": 1e6 * value.value,
         "difference_us_low": 1e6 * value.low, "difference_us_high": 1e6 * value.high,
-        "share": _share(waterfall, value.value),
+        "share": _compute_share(waterfall, value.value),
     }  # fmt: skip
 
 
-def _share(waterfall: Waterfall, seconds: float) -> float | None:
+def _compute_share(waterfall: Waterfall, seconds: float) -> float | None:
     """Return the seconds as percent of the difference; None where no difference is shown."""
     return 100 * waterfall.share(seconds) + 0.0 if waterfall.gap.proven else None
 
@@ -98,13 +98,13 @@ def _share(waterfall: Waterfall, seconds: float) -> float | None:
 def by_part(waterfall: Waterfall, top: int) -> Table:
     """Build rows for the `top` parts of the model (0: all), the largest differences first, and one for the rest."""
     order = sorted(range(len(waterfall.parts)), key=lambda k: -abs(waterfall.steps[k].difference.value))
-    rows = [_row(waterfall, k) for k in order[: top or None]]
+    rows = [_make_row(waterfall, k) for k in order[: top or None]]
     if rest := order[len(rows) :]:
         steps = [waterfall.steps[k] for k in rest]
         a, b = sum(s.a for s in steps), sum(s.b for s in steps)
         rows.append({"modules": counting(len(rest), "more part"), "modules_names": [counting(len(rest), "more part")],
                      "a_us": 1e6 * a, "b_us": 1e6 * b, "difference_us": 1e6 * (b - a),
-                     "share": _share(waterfall, b - a)})  # fmt: skip
+                     "share": _compute_share(waterfall, b - a)})  # fmt: skip
     columns = (
         Column("modules", "the model's own modules, else nodes or layers", kind=TEXT, cell=names_cell("modules")),
         Column("cause", "why it takes another time", kind=TEXT),
@@ -121,19 +121,19 @@ def by_part(waterfall: Waterfall, top: int) -> Table:
     return PARTS.of(columns, rows)
 
 
-def _row(waterfall: Waterfall, k: int) -> Row:
+def _make_row(waterfall: Waterfall, k: int) -> Row:
     part, step = waterfall.parts[k], waterfall.steps[k]
     row: Row = {"modules": " ".join(part.names), "modules_names": list(part.names), "cause": part.cause.title}
     if part.before:
         row["modules_names"] = [f"{part.names[0]} before {part.before}"]
     for name, side, own, kind in zip("ab", waterfall.pair.sides, (part.a, part.b), part.types, strict=True):
         layers = [waterfall.pair.forms[side.form].layers[i] for i in own]
-        row[f"layers_{name}"] = " ".join(filter(None, (_counted([each.type for each in layers]), kind)))
-        row[f"kernels_{name}"] = _counted([each.tactic for each in layers if each.tactic])
-    return row | _times(waterfall, step)
+        row[f"layers_{name}"] = " ".join(filter(None, (_format_counts([each.type for each in layers]), kind)))
+        row[f"kernels_{name}"] = _format_counts([each.tactic for each in layers if each.tactic])
+    return row | _make_time_cells(waterfall, step)
 
 
-def _counted(names: Sequence[str]) -> str:
+def _format_counts(names: Sequence[str]) -> str:
     """Return the names, each with its count: `2 Mul, Conv`."""
     counted: Callable[[str, int], str] = lambda name, n: f"{n} {name}" if n > 1 else name  # noqa: E731
     return ", ".join(counted(name.rpartition(".")[2], n) for name, n in Counter(names).items())

@@ -38,10 +38,10 @@ def graphs(waterfall: Waterfall) -> str:
     sides, estimates = waterfall.pair.sides, (waterfall.a, waterfall.b)
     parts = [{layer: number for number, part in enumerate(waterfall.parts) for layer in (part.a, part.b)[k]}
              for k in range(2)]  # fmt: skip
-    return layer_graph.figure([_graph(waterfall, *each) for each in zip(sides, estimates, parts, strict=True)])
+    return layer_graph.figure([_build_graph(waterfall, *each) for each in zip(sides, estimates, parts, strict=True)])
 
 
-def _graph(waterfall: Waterfall, side: Side, times: Estimates, parts: dict[int, int]) -> dict[str, object]:
+def _build_graph(waterfall: Waterfall, side: Side, times: Estimates, parts: dict[int, int]) -> dict[str, object]:
     modules = {side.form: side.module} if side.module is not None else {}
     (bare,) = timelines(waterfall.pair.forms, waterfall.pair.graph_of, modules, {}, [side.form])
     seconds = times.layers[:1, [step.index for step in bare.steps]]

@@ -21,31 +21,31 @@ def graphs(forms: Sequence[Inside], timelines: Sequence[Timeline], name: str) ->
 
     A node is a layer, its namespace the modules around it; an edge is a tensor that one writes and another reads.
     """
-    drawn = [_graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
+    drawn = [_build_graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
     return {"label": name, "graphs": drawn}
 
 
-def _graph(form: Inside, timeline: Timeline) -> dict[str, Any]:
+def _build_graph(form: Inside, timeline: Timeline) -> dict[str, Any]:
     flow, place = Flow(form.layers), {step.index: at for at, step in enumerate(timeline.steps)}
     nodes = []
     for at, step in enumerate(timeline.steps):
         nodes.append({
             "id": str(step.index), "label": step.layer.type or step.stack[-1],
-            "namespace": "/".join(name.replace("/", "|") for name in _modules(step)),
-            "attrs": _pairs(timeline.about(at)),
-            "outputsMetadata": [_output(str(k), port) for k, port in enumerate(step.layer.outputs)],
+            "namespace": "/".join(name.replace("/", "|") for name in _list_modules(step)),
+            "attrs": _list_pairs(timeline.about(at)),
+            "outputsMetadata": [_build_output(str(k), port) for k, port in enumerate(step.layer.outputs)],
             "incomingEdges": [{"sourceNodeId": str(source), "sourceNodeOutputId": "0", "targetNodeInputId": str(number)}
                               for number, source in enumerate(flow.before[step.index]) if source in place],
         })  # fmt: skip
     return {"id": timeline.title, "nodes": nodes}
 
 
-def _output(name: str, port: Port) -> dict[str, Any]:
+def _build_output(name: str, port: Port) -> dict[str, Any]:
     about = {"tensor_name": port.name, "shape": shape(port), "type": port.dtype, "layout": port.format}
-    return {"id": name, "attrs": _pairs(about)}
+    return {"id": name, "attrs": _list_pairs(about)}
 
 
-def _modules(step: Step) -> list[str]:
+def _list_modules(step: Step) -> list[str]:
     """Return the modules around the layer by the last part of their names; a module's call is not a separate group."""
     around = step.stack[1:-1]
     if not step.modules:  # a group by operator
@@ -53,7 +53,7 @@ def _modules(step: Step) -> list[str]:
     return [name.removeprefix(f"{outer}.") for outer, name in zip(("", *around), around, strict=False)]
 
 
-def _pairs(about: dict[str, str]) -> list[dict[str, str]]:
+def _list_pairs(about: dict[str, str]) -> list[dict[str, str]]:
     return [{"key": key, "value": value} for key, value in about.items() if value]
 
 

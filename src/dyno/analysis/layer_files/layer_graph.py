@@ -43,10 +43,10 @@ def graph(form: Inside, timeline: Timeline, parts: Mapping[int, int] = NO_PARTS)
         if total:
             node |= {"heat": round(seconds / most, 4), "share": round(100 * seconds / total, 2)}
         nodes.append(node)
-    return {"title": timeline.title, "nodes": nodes, "edges": _edges(form, {node["id"] for node in nodes})}
+    return {"title": timeline.title, "nodes": nodes, "edges": _find_edges(form, {node["id"] for node in nodes})}
 
 
-def _edges(form: Inside, shown: set[int]) -> list[tuple[int, int]]:
+def _find_edges(form: Inside, shown: set[int]) -> list[tuple[int, int]]:
     """Return pairs of layers of which the second reads the output of the first, directly or through hidden layers."""
     flow = Flow(form.layers)
     sources: list[list[int]] = []
@@ -55,10 +55,10 @@ def _edges(form: Inside, shown: set[int]) -> list[tuple[int, int]]:
                    ([before] if before in shown else sources[before] if before < index else [])]  # fmt: skip
         sources.append(list(dict.fromkeys(reached)))
     edges = [(source, index) for index in flow.forwards if index in shown for source in sources[index]]
-    return edges + _returned(form, {source for source, _ in edges}) if form.form == MODULES else edges
+    return edges + _find_return_edges(form, {source for source, _ in edges}) if form.form == MODULES else edges
 
 
-def _returned(form: Inside, read: set[int]) -> list[tuple[int, int]]:
+def _find_return_edges(form: Inside, read: set[int]) -> list[tuple[int, int]]:
     """Return edges from calls whose results no other call reads to the call around them, whose own code uses them."""
     around = {layer.name: index for index, layer in enumerate(form.layers)}
     pairs = ((index, around.get(layer.name.rpartition(".")[0])) for index, layer in enumerate(form.layers))
@@ -84,8 +84,8 @@ def figure(graphs: Sequence[Mapping[str, Any]]) -> str:
 
 def scripts() -> str:
     """Return the style and scripts that a page with such figures needs once, at its end."""
-    elements = "\n".join(f"<script>\n{_file(name)}</script>" for name in SCRIPTS)
-    return f"<style>{_file(STYLE)}</style>\n{elements}"
+    elements = "\n".join(f"<script>\n{_read_file(name)}</script>" for name in SCRIPTS)
+    return f"<style>{_read_file(STYLE)}</style>\n{elements}"
 
 
 def _inside_script(content: Any) -> str:
@@ -93,5 +93,5 @@ def _inside_script(content: Any) -> str:
     return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
 
 
-def _file(name: str) -> str:
+def _read_file(name: str) -> str:
     return (resources.files("dyno.analysis.layer_files") / "graph" / name).read_text(encoding="utf-8")

@@ -84,15 +84,15 @@ def timelines(
         timed = times.get(k)
         seconds = timed.layers if timed else np.zeros((0, len(forms[k].layers)))
         ran = [i for i, layer in enumerate(forms[k].layers) if not layer.skipped or seconds[:, i].any()]
-        steps = tuple(_step(forms[k], i, origin[i][0]) for i in ran)
+        steps = tuple(_make_step(forms[k], i, origin[i][0]) for i in ran)
         each = len(timed.profiled) // len(timed.layers) if timed else 1
         found.append(Timeline(forms[k].library, steps, seconds[:, ran], each, forms[k].form == MODULES))
     return found
 
 
-def _step(form: Inside, index: int, modules: list[str]) -> Step:
+def _make_step(form: Inside, index: int, modules: list[str]) -> Step:
     layer = form.layers[index]
-    around = _around(modules)
+    around = _find_shared_modules(modules)
     if form.form == MODULES:
         return Step(index, layer, (MODEL, *around), tuple(modules))
     if not modules:
@@ -106,7 +106,7 @@ def _step(form: Inside, index: int, modules: list[str]) -> Step:
     return Step(index, layer, (MODEL, *around, label), tuple(modules))
 
 
-def _around(modules: Sequence[str]) -> tuple[str, ...]:
+def _find_shared_modules(modules: Sequence[str]) -> tuple[str, ...]:
     """Return the full names of the modules around all of these; of a single module, itself included."""
     if not modules or MODEL in modules:
         return ()

@@ -24,11 +24,11 @@ def chrome(timelines: Sequence[Timeline], exporter: str) -> dict[str, Any]:
     separate events: readers add up begin and duration of an event, and a rounded sum no longer fits into the call
     around it.
     """
-    events = [event for pid, each in enumerate(timelines, 1) for event in _events(each, pid)]
+    events = [event for pid, each in enumerate(timelines, 1) for event in _iter_events(each, pid)]
     return trace_events.document(events, exporter, HOW)
 
 
-def _events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
+def _iter_events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
     thread = {"pid": pid, "tid": 1}
     yield from trace_events.process(pid, timeline.title)
     yield trace_events.track(pid, 1, "layers")

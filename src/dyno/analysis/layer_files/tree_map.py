@@ -75,12 +75,12 @@ def tree(timeline: Timeline) -> Node:
         by_name[path].parts.append(own)
         for depth in range(len(path) + 1):
             by_name[path[:depth]].seconds += seconds
-    return _simple(root)
+    return _simplify_node(root)
 
 
-def _simple(node: Node) -> Node:
+def _simplify_node(node: Node) -> Node:
     """Drop the parts that took no time, and merge a node with its only part: the result has both names."""
-    node.parts = [_simple(part) for part in node.parts if part.seconds > 0]
+    node.parts = [_simplify_node(part) for part in node.parts if part.seconds > 0]
     if all(part.name == ITSELF for part in node.parts):  # several calls of one that has no parts
         node.parts = [replace(part, name=part.type) for part in node.parts]
     if len(node.parts) != 1:
@@ -92,30 +92,30 @@ def _simple(node: Node) -> Node:
 
 def figures(timelines: Sequence[Timeline]) -> str:
     """Return the tree map of each form as self-contained HTML; hovering over a box shows all that is known of it."""
-    drawn = "\n".join(_figure(timeline) for timeline in timelines)
+    drawn = "\n".join(_draw_figure(timeline) for timeline in timelines)
     return f"<style>{STYLE}</style>\n{drawn}"
 
 
-def _figure(timeline: Timeline) -> str:
+def _draw_figure(timeline: Timeline) -> str:
     root = tree(timeline)
     by_type: Counter[str] = Counter()
     for step, seconds in zip(timeline.steps, timeline.medians.tolist(), strict=True):
         by_type[step.layer.type] += seconds
     kinds = {name: color for (name, _), color in zip(by_type.most_common(), PALETTE, strict=False)}
-    legend = "".join(_entry(name, by_type[name], root.seconds, color) for name, color in kinds.items())
+    legend = "".join(_write_entry(name, by_type[name], root.seconds, color) for name, color in kinds.items())
     if rest := root.seconds - sum(by_type[name] for name in kinds):
-        legend += _entry("others", rest, root.seconds, OTHER) if len(by_type) > len(kinds) else ""
+        legend += _write_entry("others", rest, root.seconds, OTHER) if len(by_type) > len(kinds) else ""
     steps = counting(len(timeline.steps), "layer")
     groups = "module" if any(step.modules for step in timeline.steps) else "operator"
     caption = f"{timeline.title}: time by {groups}, {show(root.seconds, 'duration')} in {steps}"
-    area = "".join(_drawn(box, "", WIDTH, HEIGHT, root.seconds, kinds) for box in boxes(root.parts, WIDTH, HEIGHT))
+    area = "".join(_draw_box(box, "", WIDTH, HEIGHT, root.seconds, kinds) for box in boxes(root.parts, WIDTH, HEIGHT))
     return (
         f'<figure class="tree-map"><figcaption>{html.escape(caption)}<div class="legend">{legend}</div></figcaption>\n'
         f'<div class="scroll"><div class="area">{area}</div></div></figure>'
     )
 
 
-def _entry(name: str, seconds: float, total: float, color: str) -> str:
+def _write_entry(name: str, seconds: float, total: float, color: str) -> str:
     share = f"{100 * seconds / (total or 1.0):.1f} %"
     return f'<b style="--kind: {color}; font-weight: 400"><i></i>{html.escape(name)} {share}</b>'
 
@@ -134,7 +134,7 @@ def boxes(nodes: Sequence[Node], width: float, height: float) -> Iterator[Box]:
         yield Box(node, x * place["x"], y * place["y"], x * place["dx"], y * place["dy"])
 
 
-def _drawn(box: Box, around: str, width: float, height: float, total: float, kinds: Mapping[str, str]) -> str:
+def _draw_box(box: Box, around: str, width: float, height: float, total: float, kinds: Mapping[str, str]) -> str:
     """Draw a box in the module `around` it, whose area is `width` by `height` pixels."""
     node = box.node
     across, down = box.width / 100 * width, box.height / 100 * height
@@ -144,7 +144,7 @@ def _drawn(box: Box, around: str, width: float, height: float, total: float, kin
     name = html.escape(node.name.removeprefix(f"{around}."))
     if node.parts and across >= LEAST_WIDTH and down >= LEAST_HEIGHT:
         inner = across - 2 * EDGE, down - HEAD - EDGE
-        parts = "".join(_drawn(part, node.name, *inner, total, kinds) for part in boxes(node.parts, *inner))
+        parts = "".join(_draw_box(part, node.name, *inner, total, kinds) for part in boxes(node.parts, *inner))
         head = f"<span>{name} {share}</span>"
         return f'<div class="module" style="{where}" title="{title}">{head}<div class="inside">{parts}</div></div>'
     color = "" if node.parts else f";--kind:{kinds.get(node.type, OTHER)}"

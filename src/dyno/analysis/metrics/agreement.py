@@ -38,12 +38,12 @@ def agree(
     """Compare outputs by name, each [N, ...]; UserError when names or shapes differ, N apart (the shorter counts)."""
     if set(own) != set(reference) or not own:
         raise UserError(f"outputs differ in name: {', '.join(own) or 'none'} against {', '.join(reference) or 'none'}")
-    found = closeness([_cut(name, own[name], reference[name]) for name in reference], rtol, atol)
+    found = closeness([_cut_arrays(name, own[name], reference[name]) for name in reference], rtol, atol)
     samples = min(min(len(own[n]), len(reference[n])) for n in reference)
     return Agreement(**vars(found), samples=samples)
 
 
-def _cut(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def _cut_arrays(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     if a.shape[1:] != b.shape[1:]:
         raise UserError(f"output {name!r} differs in shape: {list(a.shape)} against {list(b.shape)}")
     n = min(len(a), len(b))
@@ -95,7 +95,7 @@ def paired_outputs(trial: TrialResult, reference: TrialResult) -> tuple[list[np.
             other_rows = other_counts.get(b, _one_each(len(other[b]), trial.batch))
             n = min(len(rows), len(other_rows))
             same = rows[:n] == other_rows[:n]
-            arrays[i], others[i] = _kept(own[a], rows[:n], same), _kept(other[b], other_rows[:n], same)
+            arrays[i], others[i] = _keep_rows(own[a], rows[:n], same), _keep_rows(other[b], other_rows[:n], same)
             apart = max(apart, float(1 - same.mean())) if n else apart
     return arrays, others, apart
 
@@ -104,7 +104,7 @@ def _one_each(images: int, batch: int) -> np.ndarray:
     return np.diff(np.minimum(np.arange(0, images + batch, batch), images))
 
 
-def _kept(array: np.ndarray, rows: np.ndarray, keep: np.ndarray) -> np.ndarray:
+def _keep_rows(array: np.ndarray, rows: np.ndarray, keep: np.ndarray) -> np.ndarray:
     kept: np.ndarray = array[: rows.sum()][np.repeat(keep, rows)]
     return kept
 

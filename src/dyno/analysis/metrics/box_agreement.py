@@ -50,8 +50,8 @@ def agree(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) ->
     Found again is a detection of score >= 0.25 for which the other has one of score >= 0.125, of the same class in the
     same image, with an intersection over union >= 0.5. Each counts once: the surest choose first, the nearest box.
     """
-    images = _images(own, reference)
-    a, b = _confident(own, images), _confident(reference, images)
+    images = _list_images(own, reference)
+    a, b = _choose_confident(own, images), _choose_confident(reference, images)
     expected, own_sure = int((b.scores >= SURE).sum()), int((a.scores >= SURE).sum())
     if not expected:
         return None
@@ -60,11 +60,11 @@ def agree(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) ->
 
 def of(trial: TrialResult, reference: TrialResult) -> BoxAgreement | None:
     """Return `agree` of two stored trials; None as well without detections (classifiers), and on other photographs."""
-    own, other = _stored(trial), _stored(reference)
+    own, other = _read_detections(trial), _read_detections(reference)
     return agree(own, other) if own and other and same_photographs(trial, reference) else None
 
 
-def _stored(trial: TrialResult) -> dict[str, np.ndarray]:
+def _read_detections(trial: TrialResult) -> dict[str, np.ndarray]:
     """Return the detections of the first good round that has any."""
     rounds = (place.arrays("outputs.npz", ARRAYS) for place in trial.good)
     return next((arrays for arrays in rounds if "detection_image" in arrays), {})
@@ -79,7 +79,7 @@ class _Detections:
     scores: np.ndarray
 
 
-def _images(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> np.ndarray:
+def _list_images(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> np.ndarray:
     """Return the numbers of the images that both have seen: `sample`, or those with a detection where it is missing."""
     one, other = (a.get("sample") for a in (own, reference))
     if one is not None and other is not None:
@@ -87,7 +87,7 @@ def _images(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) 
     return np.union1d(own["detection_image"], reference["detection_image"])
 
 
-def _confident(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _Detections:
+def _choose_confident(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _Detections:
     keep = np.isin(arrays["detection_image"], images) & (arrays["detection_score"] >= DOUBTFUL)
     rows = np.flatnonzero(keep)
     rows = rows[np.argsort(-arrays["detection_score"][rows], kind="stable")]
@@ -105,7 +105,7 @@ def _matched_count(detections: _Detections, others: _Detections) -> int:
         candidates = free.get(tuple(detections.places[row].tolist()))
         if not candidates:
             continue
-        overlaps = _overlap(detections.boxes[row], others.boxes[candidates])
+        overlaps = _compute_overlap(detections.boxes[row], others.boxes[candidates])
         best = int(overlaps.argmax())
         if overlaps[best] >= OVERLAP:
             candidates.pop(best)
@@ -113,7 +113,7 @@ def _matched_count(detections: _Detections, others: _Detections) -> int:
     return count
 
 
-def _overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
+def _compute_overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
     """Compute the IoU of a box (left, top, right, bottom) with each of `others`; 0 where neither has an area."""
     sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
     shared = sides.clip(0).prod(axis=1)
@@ -151,9 +151,9 @@ def pair_rows(trial: TrialResult, reference: TrialResult) -> PairedRows | None:
     widths = [[values.shape[1] for values in rows.values.values()] for rows in (own, other)]
     if widths[0] != widths[1]:
         return None
-    a, b = _partners(own, other)
+    a, b = _pair_boxes(own, other)
     extra, lost = np.setdiff1d(np.arange(len(own.scores)), a), np.setdiff1d(np.arange(len(other.scores)), b)
-    alone = np.ones(_counting(own, extra, other) + _counting(other, lost, own))
+    alone = np.ones(_count_unpaired(own, extra, other) + _count_unpaired(other, lost, own))
     return PairedRows(
         max(len(own.counts), len(other.counts)),
         {name: np.concatenate([v[a], np.full((len(lost), v.shape[1]), np.nan), v[extra]])
@@ -164,7 +164,7 @@ def pair_rows(trial: TrialResult, reference: TrialResult) -> PairedRows | None:
     )  # fmt: skip
 
 
-def _partners(own: BoxRows, other: BoxRows) -> tuple[np.ndarray, np.ndarray]:
+def _pair_boxes(own: BoxRows, other: BoxRows) -> tuple[np.ndarray, np.ndarray]:
     """Return the row numbers of the pairs in each."""
     from scipy.optimize import linear_sum_assignment
 
@@ -173,7 +173,7 @@ def _partners(own: BoxRows, other: BoxRows) -> tuple[np.ndarray, np.ndarray]:
     pairs: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
     for image, label in np.unique(np.stack([other.images, other.labels], axis=1), axis=0).tolist():
         a, b = (np.flatnonzero((rows.images == image) & (rows.labels == label)) for rows in (own, other))
-        overlaps = np.stack([_overlap(box, ours[a]) for box in theirs[b]])
+        overlaps = np.stack([_compute_overlap(box, ours[a]) for box in theirs[b]])
         # Of boxes that lie on each other the scores say which is which.
         nearness = 1 - np.abs(other.scores[b][:, None] - own.scores[a][None, :])
         there, here = linear_sum_assignment(np.nan_to_num(overlaps + 1e-3 * nearness), maximize=True)
@@ -203,7 +203,7 @@ def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> n
     return np.where(np.isnan(worst), 1.0, worst)
 
 
-def _counting(rows: BoxRows, alone: np.ndarray, others: BoxRows) -> int:
+def _count_unpaired(rows: BoxRows, alone: np.ndarray, others: BoxRows) -> int:
     """Count the rows without a partner, except those whose score is at the edge of the scores that either kept.
 
     The edge is the lowest score of all; in images with the largest number of rows, which a limit may have cut, their

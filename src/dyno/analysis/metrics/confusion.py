@@ -40,10 +40,12 @@ class Confusion:
         """
         import pandas as pd
 
-        rows = pd.DataFrame.from_records([self._class(i) for i in np.flatnonzero(self.counts.sum(axis=1)).tolist()])
+        rows = pd.DataFrame.from_records(
+            [self._make_class_row(i) for i in np.flatnonzero(self.counts.sum(axis=1)).tolist()]
+        )
         return rows.sort_values(["top1", "images"], ascending=[True, False], kind="stable", ignore_index=True)
 
-    def _class(self, i: int) -> dict[str, Any]:
+    def _make_class_row(self, i: int) -> dict[str, Any]:
         images, correct = int(self.counts[i].sum()), int(self.counts[i, i])
         share = wilson(correct, images)
         wrong = self.counts[i].copy()
@@ -77,10 +79,10 @@ def of(trial: TrialResult) -> Confusion | None:
     np.add.at(counts, (places[: len(label)], places[len(label) :]), 1)
     class_names = [str(name) for name in answers.get("classes", ())]
     names = [class_names[c] if 0 <= c < len(class_names) else f"class {c}" for c in classes.tolist()]
-    return Confusion(counts, classes, _different(names, classes))
+    return Confusion(counts, classes, _number_duplicates(names, classes))
 
 
-def _different(names: list[str], classes: np.ndarray) -> list[str]:
+def _number_duplicates(names: list[str], classes: np.ndarray) -> list[str]:
     """Add the class number to a name that two classes share."""
     return [f"{n} ({c})" if names.count(n) > 1 else n for n, c in zip(names, classes.tolist(), strict=True)]
 

@@ -47,12 +47,12 @@ class Scores:
     @cached_property
     def map50_95(self) -> np.ndarray:
         """Mean over classes and thresholds, [1 + groups]."""
-        return _mean(self.each)
+        return _compute_mean(self.each)
 
     @cached_property
     def map50(self) -> np.ndarray:
         """Mean over classes at an overlap of 0.5, [1 + groups]."""
-        return _mean(self.each[:, :, :1])
+        return _compute_mean(self.each[:, :, :1])
 
     def by_class(self) -> list[tuple[str, float, float]]:
         """Return name, AP50 and AP50-95 of each class that has objects."""
@@ -60,7 +60,7 @@ class Scores:
         return [(n, float(a[0]), float(a.mean())) for n, a in zip(self.names, whole, strict=True) if a[0] == a[0]]
 
 
-def _mean(each: np.ndarray) -> np.ndarray:
+def _compute_mean(each: np.ndarray) -> np.ndarray:
     valid = ~np.isnan(each)
     total = np.where(valid, each, 0).sum(axis=(1, 2))
     return np.asarray(total / np.maximum(valid.sum(axis=(1, 2)), 1))
@@ -126,12 +126,12 @@ class _Stored:
         self._arrays, self._truth = arrays, truth.read_bytes()
 
     def scores(self, kind: str) -> Scores:
-        path = cache_dir() / "map" / f"{self._key(kind)}.npz"
+        path = cache_dir() / "map" / f"{self._make_key(kind)}.npz"
         try:
             stored = read_npz(path)
             return Scores(stored["each"], tuple(map(str, stored["names"])), int(stored["images"]))
         except (OSError, ValueError, KeyError, TypeError):
-            computed = scores(self._arrays, _json(self._truth), kind)
+            computed = scores(self._arrays, _parse_truth(self._truth), kind)
         # In the order in which the cache gives it back, so that sums over it have the same rounding.
         computed = replace(computed, each=np.ascontiguousarray(computed.each))
         with contextlib.suppress(OSError):  # without a cache it is computed each time
@@ -140,7 +140,7 @@ class _Stored:
             save_arrays(path, {"each": computed.each, "names": names, "images": computed.images})
         return computed
 
-    def _key(self, kind: str) -> str:
+    def _make_key(self, kind: str) -> str:
         hashed = hashlib.sha256(f"{VERSION} {GROUPS} {kind}".encode() + self._truth)
         for name in ARRAYS:
             if name in self._arrays:
@@ -148,7 +148,7 @@ class _Stored:
         return hashed.hexdigest()[:24]
 
 
-def _json(content: bytes) -> dict[str, Any]:
+def _parse_truth(content: bytes) -> dict[str, Any]:
     try:
         return parse_json(content)
     except ValueError as e:
@@ -164,7 +164,7 @@ def scores(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str
     have a tolerance of 1/K each, as in ultralytics.
     """
     images = [int(i) for i in arrays["sample"]]
-    evaluation = _evaluated(arrays, truth, kind, images)
+    evaluation = _evaluate_detections(arrays, truth, kind, images)
     parameters = evaluation.params
     count = min(GROUPS, len(images))
     # Images lie in an order of their own; a fixed shuffle keeps that order's pattern out of the groups.
@@ -180,7 +180,9 @@ def scores(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str
     return Scores(by_group, tuple(names[i] for i in parameters.catIds), len(images))
 
 
-def _evaluated(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str, images: list[int]) -> Any:
+def _evaluate_detections(
+    arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str, images: list[int]
+) -> Any:
     """Return a COCOeval that has matched every detection."""
     try:
         from pycocotools.coco import COCO
@@ -189,22 +191,22 @@ def _evaluated(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind:
         raise Unavailable(f"mAP needs pycocotools; {install('pycocotools')}") from e
     with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
         ground_truth, detections = COCO(), COCO()
-        ground_truth.dataset = _objects(truth, kind)
+        ground_truth.dataset = _number_objects(truth, kind)
         ground_truth.createIndex()
         sizes = {image["id"]: (int(image["height"]), int(image["width"])) for image in truth["images"]}
-        detections.dataset = {**ground_truth.dataset, "annotations": _detections(arrays, kind, sizes)}
+        detections.dataset = {**ground_truth.dataset, "annotations": _list_detections(arrays, kind, sizes)}
         detections.createIndex()
         evaluation = COCOeval(ground_truth, detections, kind)
         parameters = evaluation.params
         parameters.imgIds, parameters.maxDets = sorted(images), parameters.maxDets[-1:]
         parameters.areaRng, parameters.areaRngLbl = [[0, 1e10]], ["all"]
-        if kind == "keypoints" and (points := _points(truth)) != len(parameters.kpt_oks_sigmas):
+        if kind == "keypoints" and (points := _count_points(truth)) != len(parameters.kpt_oks_sigmas):
             parameters.kpt_oks_sigmas = np.full(points, 1 / points)
         evaluation.evaluate()
     return evaluation
 
 
-def _points(truth: Mapping[str, Any]) -> int:
+def _count_points(truth: Mapping[str, Any]) -> int:
     """Return the number of keypoints of each object; UserError where it isn't the same for all."""
     lengths = {len(a["keypoints"]) // 3 for a in truth["annotations"] if a.get("keypoints")}
     if len(lengths) != 1:
@@ -212,7 +214,7 @@ def _points(truth: Mapping[str, Any]) -> int:
     return lengths.pop()
 
 
-def _objects(truth: Mapping[str, Any], kind: str) -> dict[str, Any]:
+def _number_objects(truth: Mapping[str, Any], kind: str) -> dict[str, Any]:
     """Return the ground truth with ids from 1 on, since COCOeval takes a match with object 0 for none."""
     objects = [{"iscrowd": 0, **a, "id": n} for n, a in enumerate(truth["annotations"], 1)]
     if kind == "keypoints":
@@ -222,7 +224,7 @@ def _objects(truth: Mapping[str, Any], kind: str) -> dict[str, Any]:
     return {"images": list(truth["images"]), "categories": list(truth["categories"]), "annotations": objects}
 
 
-def _detections(
+def _list_detections(
     arrays: Mapping[str, np.ndarray], kind: str, sizes: Mapping[int, tuple[int, int]]
 ) -> list[dict[str, Any]]:
     boxes = arrays["detection_box"].astype(np.float64)

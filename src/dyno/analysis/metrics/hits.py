@@ -23,18 +23,18 @@ class Paired(Change):
     def enough(self, limit: float) -> int | None:
         """Estimate as `Change.enough` does, but with the interval itself, which isn't symmetric."""
 
-        def settled(count: int) -> bool:
+        def is_settled(count: int) -> bool:
             scale = count / self.images
             return side(paired_difference(self.gained * scale, self.lost * scale, count), limit) != UNDECIDED
 
         low = high = self.images
-        while not settled(high):
+        while not is_settled(high):
             if high > MOST_IMAGES:
                 return None
             low, high = high, 2 * high
         while high - low > max(1, low // 50):
             middle = (low + high) // 2
-            low, high = (low, middle) if settled(middle) else (middle, high)
+            low, high = (low, middle) if is_settled(middle) else (middle, high)
         return high
 
 

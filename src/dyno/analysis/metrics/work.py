@@ -30,7 +30,7 @@ def peaks(results: Results) -> dict[str, Peak]:
     """Return the run's measured peaks by type; empty where none were requested or could be measured."""
     if results.peak is None:
         return {}
-    stored = Round(results.folder / "peak", 0, results.peak, _device(results))
+    stored = Round(results.folder / "peak", 0, results.peak, _find_device(results))
     by_type = {}
     for name, one in stored.facts.peak.items():
         if one.flops_per_s is not None:
@@ -70,5 +70,5 @@ def columns(t: TrialResult, row: dict[str, Any], results: Results, measured: dic
     return values
 
 
-def _device(results: Results) -> str:
+def _find_device(results: Results) -> str:
     return next((t.device for t in results.trials), "cpu")

@@ -20,17 +20,17 @@ def tensors_of(module: Inside, graph: Inside) -> list[ModuleCall]:
     """
     forms = (module, graph)
     link = align.link(forms, 0, 1)
-    numbers, readers = _numbers(module.layers), _readers(graph.layers)
+    numbers, readers = _number_calls(module.layers), _find_readers(graph.layers)
     found: dict[str, ModuleCall] = {}
     for region in align.regions(forms, [link]):
-        last = _last(forms, region)
-        call = _result(module, link, region, last, readers) if last is not None else None
+        last = _find_last_tensor(forms, region)
+        call = _find_result_call(module, link, region, last, readers) if last is not None else None
         if call is not None and last is not None:
             found.setdefault(last.name, (module.layers[call].name, numbers[call], last.name))
     return [*found.values()]
 
 
-def _readers(layers: Sequence[Layer]) -> dict[str, set[str]]:
+def _find_readers(layers: Sequence[Layer]) -> dict[str, set[str]]:
     """Return the modules of the nodes that read each tensor, behind its quantisation where it is quantised."""
     readers: dict[str, set[str]] = defaultdict(set)
     for layer in reversed(layers):
@@ -40,7 +40,7 @@ def _readers(layers: Sequence[Layer]) -> dict[str, set[str]]:
     return readers
 
 
-def _numbers(layers: Sequence[Layer]) -> list[int]:
+def _number_calls(layers: Sequence[Layer]) -> list[int]:
     """Return each call's index among the calls of its part."""
     seen: Counter[str] = Counter()
     numbers = []
@@ -50,7 +50,7 @@ def _numbers(layers: Sequence[Layer]) -> list[int]:
     return numbers
 
 
-def _last(forms: Sequence[Inside], region: Region) -> Port | None:
+def _find_last_tensor(forms: Sequence[Inside], region: Region) -> Port | None:
     """Return the only tensor that the nodes write and none reads, quantisation apart; None unless there is just one."""
     nodes = [forms[1].layers[k] for k in region.members[1]]
     nodes = [node for node in nodes if node.type not in QUANTISES]
@@ -59,7 +59,7 @@ def _last(forms: Sequence[Inside], region: Region) -> Port | None:
     return written[0] if len(written) == 1 else None
 
 
-def _result(
+def _find_result_call(
     module: Inside, link: align.Link, region: Region, last: Port, readers: Mapping[str, set[str]]
 ) -> int | None:
     """Return the call whose result the tensor is: the last part's, else that of a module which computes it itself."""

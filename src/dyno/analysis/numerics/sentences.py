@@ -36,27 +36,27 @@ def of(result: LayerErrors, limit: float, precision: str, labels: Labels) -> lis
     The test runs the engine without marked outputs.
     """
     return [
-        _outputs(result, limit, precision, labels),
-        *_few(result),
-        *_mismatched(result),
+        _describe_outputs(result, limit, precision, labels),
+        *_describe_few(result),
+        *_describe_mismatched(result),
         *_not_finite(result.layers, labels),
-        *_first(result, limit, labels),
-        *_border(result, labels),
-        *_suspects(result, labels),
-        *_tested(result, limit, labels),
+        *_describe_first(result, limit, labels),
+        *_describe_border(result, labels),
+        *_describe_suspects(result, labels),
+        *_describe_retest(result, limit, labels),
     ]
 
 
-def _outputs(result: LayerErrors, limit: float, precision: str, labels: Labels) -> str:
+def _describe_outputs(result: LayerErrors, limit: float, precision: str, labels: Labels) -> str:
     compared = layers_of((layer.tensor for layer in result.layers), labels)
     runs, layers = counting(result.runs, "run"), counting(len(compared), "layer")
     parts = f", marked in {result.parts} parts" if result.parts > 1 else ""
     agrees = "agree" if result.unmodified is not None and result.unmodified.error <= limit else "disagree"
-    size = _off(result.unmodified)
+    size = _describe_difference(result.unmodified)
     return f"outputs {agrees}: {size} ({precision} agrees up to {limit:g}); {runs}, {layers} compared{parts}."
 
 
-def _few(result: LayerErrors) -> list[str]:
+def _describe_few(result: LayerErrors) -> list[str]:
     found, theirs = len(result.layers), result.reference_layers
     if found >= FEW * theirs:
         return []
@@ -65,7 +65,7 @@ def _few(result: LayerErrors) -> list[str]:
             "two of them counts as the later one's own."]  # fmt: skip
 
 
-def _mismatched(result: LayerErrors) -> list[str]:
+def _describe_mismatched(result: LayerErrors) -> list[str]:
     if not result.mismatched:
         return []
     differ, them = ("it differs", "it") if result.mismatched == 1 else ("they differ", "them")
@@ -73,13 +73,15 @@ def _mismatched(result: LayerErrors) -> list[str]:
             "right, so the reference has something else there."]  # fmt: skip
 
 
-def _off(difference: Difference | None) -> str:
+def _describe_difference(difference: Difference | None) -> str:
     if difference is None:
         return "of another shape"
-    return f"off by {_size(difference.error)} of their size" if math.isfinite(difference.error) else "not finite"
+    return (
+        f"off by {_format_error(difference.error)} of their size" if math.isfinite(difference.error) else "not finite"
+    )
 
 
-def _size(error: float) -> str:
+def _format_error(error: float) -> str:
     return significant(error, 2) if math.isfinite(error) else "infinite"
 
 
@@ -97,7 +99,7 @@ def _not_finite(layers: Sequence[LayerError], labels: Labels) -> list[str]:
     return lines
 
 
-def _first(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
+def _describe_first(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
     first = first_divergence(result.layers, limit)
     agrees = result.unmodified is not None and result.unmodified.error <= limit
     if first is None:
@@ -106,13 +108,13 @@ def _first(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
     own = first.own.error
     made = not math.isfinite(own) or own > HALF * first.total.error
     whose = "made here" if made else "added up over the layers before"
-    far = f"off by {_size(first.total.error)}" if math.isfinite(first.total.error) else "not finite"
-    line = (f"first layer that disagrees: {label(first.tensor, labels)}, {far}; its own error is {_size(own)}, that of "
-            f"its inputs {_size(before)}: {whose}.")  # fmt: skip
+    far = f"off by {_format_error(first.total.error)}" if math.isfinite(first.total.error) else "not finite"
+    line = (f"first layer that disagrees: {label(first.tensor, labels)}, {far}; its own error is {_format_error(own)}, "
+            f"that of its inputs {_format_error(before)}: {whose}.")  # fmt: skip
     return [line, *(["the outputs of the unmodified engine agree all the same."] if agrees else [])]
 
 
-def _border(result: LayerErrors, labels: Labels) -> list[str]:
+def _describe_border(result: LayerErrors, labels: Labels) -> list[str]:
     if not result.boundary:
         return []
     before, after = result.boundary
@@ -122,7 +124,7 @@ def _border(result: LayerErrors, labels: Labels) -> list[str]:
             f"{good}, {bad}: look at what is fused there."]  # fmt: skip
 
 
-def _suspects(result: LayerErrors, labels: Labels) -> list[str]:
+def _describe_suspects(result: LayerErrors, labels: Labels) -> list[str]:
     if not result.suspects:
         return []
     effects = {layer.tensor: layer.effect or 0.0 for layer in result.layers}
@@ -138,18 +140,19 @@ def _suspects(result: LayerErrors, labels: Labels) -> list[str]:
     return [f"{which} {makes} {share:.0%} of the error that layers add by themselves: {listed}{more}."]
 
 
-def _tested(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
+def _describe_retest(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
     if not result.suspects:
         return []
     if result.substituted is None or result.cut is None:
         return ["not tested again: the reference has no graph with these layers, to be put in their place."]
     place = "its place" if len(layers_of(result.suspects, labels)) == 1 else "their place"
     line = (f"{verdict(result, limit)}: with no tensor marked and the reference in {place}, the outputs are "
-            f"{_off(result.substituted)}; with the graph only cut there, {_off(result.cut)}.")  # fmt: skip
-    return [line, *_left(result, limit, labels)]
+            f"{_describe_difference(result.substituted)}; with the graph only cut there, "
+            f"{_describe_difference(result.cut)}.")  # fmt: skip
+    return [line, *_describe_rest(result, limit, labels)]
 
 
-def _left(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
+def _describe_rest(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
     """Name the other layer that makes most of the remaining error, where outputs disagree even without the suspects."""
     others = [layer for layer in result.layers if layer.tensor not in result.suspects and layer.effect is not None]
     most = max(others, key=lambda layer: layer.effect or 0.0, default=None)
@@ -157,7 +160,7 @@ def _left(result: LayerErrors, limit: float, labels: Labels) -> list[str]:
     if most is None or not limit < left < math.inf or not (most.effect or 0.0) >= NOTEWORTHY * left:
         return []
     return [f"the outputs disagree even then: of the other layers, {label(most.tensor, labels)} does most to them, "
-            f"{_size(most.effect or 0.0)} of their size."]  # fmt: skip
+            f"{_format_error(most.effect or 0.0)} of their size."]  # fmt: skip
 
 
 def verdict(result: LayerErrors, limit: float) -> str:
@@ -165,13 +168,13 @@ def verdict(result: LayerErrors, limit: float) -> str:
     if result.unmodified is None or result.cut is None or result.substituted is None:
         return "not tested" if result.suspects else ""
     unmodified, cut, substituted = result.unmodified.error, result.cut.error, result.substituted.error
-    if cut <= limit if math.isinf(unmodified) else _gone(unmodified, cut, limit):
+    if cut <= limit if math.isinf(unmodified) else _is_gone(unmodified, cut, limit):
         return "vanishes when the graph is cut there"
-    if _gone(cut, substituted, limit):
+    if _is_gone(cut, substituted, limit):
         return "confirmed"
     return "confirmed in part" if substituted < MOSTLY * cut else "not confirmed"
 
 
-def _gone(before: float, after: float, limit: float) -> bool:
+def _is_gone(before: float, after: float, limit: float) -> bool:
     """Return whether an error is more than halved, or now within the limit by more than a hair's breadth."""
     return after < HALF * before or (after <= limit < before and after < MOSTLY * before)

@@ -41,11 +41,11 @@ def layers(compared: Sequence[Compared], order: str, top: int) -> Table:
     Of more than `top` tensors (0: all), only those with the largest own errors, the first that disagrees and the
     suspects have rows.
     """
-    rows = [row for each in compared for row in _rows(each, order, top)]
+    rows = [row for each in compared for row in _build_rows(each, order, top)]
     return LAYER_ERRORS.of(COLUMNS, rows, group=("engine",), printed=PRINTED)
 
 
-def _rows(each: Compared, order: str, top: int) -> list[Row]:
+def _build_rows(each: Compared, order: str, top: int) -> list[Row]:
     layers, nodes = each.errors.layers, dict(nodes_of(each.graph))
     first = sentences.first_divergence(layers, each.limit)
     always = {*each.errors.suspects, *([first.tensor] if first else [])}
@@ -54,10 +54,14 @@ def _rows(each: Compared, order: str, top: int) -> list[Row]:
     chosen = [layer for layer in (layers if order == "graph" else largest) if layer.tensor in kept]
     errors = {layer.tensor: layer.total.error for layer in layers}
     total = sum((layer.effect or 0.0) ** 2 for layer in layers)
-    return [_row(each, layer, nodes.get(layer.tensor, Layer()), errors, total, layer is first) for layer in chosen]
+    return [
+        _build_row(each, layer, nodes.get(layer.tensor, Layer()), errors, total, layer is first) for layer in chosen
+    ]
 
 
-def _row(each: Compared, layer: LayerError, node: Layer, errors: Mapping[str, float], total: float, first: bool) -> Row:
+def _build_row(
+    each: Compared, layer: LayerError, node: Layer, errors: Mapping[str, float], total: float, first: bool
+) -> Row:
     before = max((errors.get(name, 0.0) for name in layer.reads), default=0.0)
     names = [name or MODEL for name in node.modules] or [node.name]
     share = 100 * layer.effect**2 / total if layer.effect is not None and total and math.isfinite(total) else None
@@ -69,11 +73,11 @@ def _row(each: Compared, layer: LayerError, node: Layer, errors: Mapping[str, fl
         "max_abs": layer.total.max_abs, "max_rel": layer.total.max_rel, "nonfinite": layer.total.nonfinite,
         "reference_nonfinite": layer.total.reference_nonfinite, "share": share,
         "suspect": "yes" if layer.tensor in each.errors.suspects else "no",
-        "remark": ", ".join(_remarks(each.errors, layer, first)),
+        "remark": ", ".join(_list_remarks(each.errors, layer, first)),
     }  # fmt: skip
 
 
-def _remarks(result: LayerErrors, layer: LayerError, first: bool) -> list[str]:
+def _list_remarks(result: LayerErrors, layer: LayerError, first: bool) -> list[str]:
     remarks = ["first that disagrees"] if first else []
     remarks += ["suspect"] if layer.tensor in result.suspects else []
     remarks += [f"{layer.total.nonfinite:,} values not finite"] if layer.total.nonfinite else []
@@ -89,10 +93,10 @@ def findings(compared: Sequence[Compared], rtol: float, atol: float) -> Table:
     """Build a row for each engine, with the finding in sentences below."""
     rows, notes = [], list[str]()
     for each in compared:
-        labels = _labels(each)
+        labels = _label_tensors(each)
         lines = sentences.of(each.errors, each.limit, each.precision, labels)
         notes += [f"{each.name}: {line}" if len(compared) > 1 else line for line in lines]
-        rows.append(_finding(each, labels))
+        rows.append(_build_finding(each, labels))
     notes.append(
         f"error: |a - b| / |b| in the 2-norm, of the input where it is largest; close: |a - b| <= {atol:g} + {rtol:g} "
         "|b|; own error: the layer alone reads the reference's values; on the outputs: what this alone does to the "
@@ -101,12 +105,14 @@ def findings(compared: Sequence[Compared], rtol: float, atol: float) -> Table:
     return FINDINGS.of(FINDING_COLUMNS, rows, notes=tuple(notes), printed=FOUND)
 
 
-def _finding(each: Compared, labels: Mapping[str, str]) -> Row:
+def _build_finding(each: Compared, labels: Mapping[str, str]) -> Row:
     result, limit = each.errors, each.limit
     suspects = sentences.layers_of(result.suspects, labels)
     compared = sentences.layers_of((layer.tensor for layer in result.layers), labels)
     first = sentences.first_divergence(result.layers, limit)
-    tested = {f"{name}_error": finite(apart.error) if apart else None for name, apart in _tested(result).items()}
+    tested = {
+        f"{name}_error": finite(apart.error) if apart else None for name, apart in _list_differences(result).items()
+    }
     return {
         "engine": each.name, "reference": each.reference, "precision": each.precision, "limit": limit,
         "layers": len(compared), "runs": result.runs, "parts": result.parts, "unmatched": result.unmatched,
@@ -120,7 +126,7 @@ def _finding(each: Compared, labels: Mapping[str, str]) -> Row:
     }  # fmt: skip
 
 
-def _tested(result: LayerErrors) -> dict[str, Difference | None]:
+def _list_differences(result: LayerErrors) -> dict[str, Difference | None]:
     return {
         "unmodified": result.unmodified,
         "marked": result.marked,
@@ -129,7 +135,7 @@ def _tested(result: LayerErrors) -> dict[str, Difference | None]:
     }
 
 
-def _labels(each: Compared) -> dict[str, str]:
+def _label_tensors(each: Compared) -> dict[str, str]:
     """Return the name of each tensor's layer in sentences: its node, and the modules that it came from."""
     labels = {}
     for tensor, node in nodes_of(each.graph):

@@ -29,14 +29,14 @@ def limits_of(name: str, unit: str, kind: str = NUMBER) -> tuple[Column, Column]
 def duration(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:
     """Return a column of seconds that prints a duration, and the limits behind it where they are known."""
 
-    def cell(row: Row) -> str:
+    def format_cell(row: Row) -> str:
         value, low, high = row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high")
         text = show(value, "duration")
         if value is None or low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
             return text
         return text + limits(low, high, lambda v: show(v, "duration"))
 
-    return Column(name, meaning, "s", title=title or name.removesuffix("_s"), cell=cell, rank=rank)
+    return Column(name, meaning, "s", title=title or name.removesuffix("_s"), cell=format_cell, rank=rank)
 
 
 def printed(columns: Sequence[Column]) -> tuple[str, ...]:

@@ -30,13 +30,13 @@ def missing(value: Any) -> bool:
     return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and math.isnan(value))
 
 
-def _whole(value: float) -> str:
+def _format_whole(value: float) -> str:
     return f"{value:,.0f}" if float(value).is_integer() else significant(value)
 
 
 SHOWN: dict[str, Callable[[float], str]] = {
     NUMBER: lambda v: significant(float(v)),
-    COUNT: _whole,
+    COUNT: _format_whole,
     PERCENT: lambda v: f"{v:.2f}",
     POINTS: lambda v: points(v / 100),
     RATIO: lambda v: f"{v:.2f}x",
@@ -136,13 +136,13 @@ class Table:
         grouped: dict[tuple[Any, ...], list[Row]] = {}
         for row in self.rows:
             grouped.setdefault(tuple(row.get(k) for k in keys), []).append(row)
-        shown = self._shown(keys, by_name)
+        shown = self._choose_columns(keys, by_name)
         for number, (values, rows) in enumerate(grouped.items(), 1):
             columns = [c for c in shown if c.identity or any(c.text(r) for r in rows)]
             own = [*(self.below(rows) if self.below else ()), *(self.notes if number == len(grouped) else ())]
-            yield Part(_title(keys, values), columns, rows, own)
+            yield Part(_make_title(keys, values), columns, rows, own)
 
-    def _shown(self, keys: list[str], by_name: Mapping[str, Column]) -> list[Column]:
+    def _choose_columns(self, keys: list[str], by_name: Mapping[str, Column]) -> list[Column]:
         """Return the printed columns, without those grouped by, and without identities in which all rows agree."""
         chosen = [by_name[name] for name in self.printed or by_name if name not in keys]
         left = [c for c in chosen if not c.identity or len({str(r.get(c.name)) for r in self.rows}) > 1]
@@ -157,7 +157,7 @@ class Table:
         return frame.astype(kinds)
 
 
-def _title(keys: Sequence[str], values: Sequence[Any]) -> str:
+def _make_title(keys: Sequence[str], values: Sequence[Any]) -> str:
     named = [(k, v) for k, v in zip(keys, values, strict=True) if (k, v) != ("size", NO_IMAGE)]
     return ", ".join(plain(v) if k in TITLES else f"{k} {plain(v)}" for k, v in named)
 

@@ -121,7 +121,7 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
     precision = max(trial.precision, reference.precision, *types, key=lambda name: TOLERANCES[name].limit)
     tolerance = TOLERANCES[precision]
     if (rows := box_agreement.pair_rows(trial, reference)) is not None:
-        return _boxes(rows.errors, tolerance, precision)
+        return _judge_boxes(rows.errors, tolerance, precision)
     shapes = [[list(a.shape[1:]) for a in arrays] for arrays in (own, other)]
     if shapes[0] != shapes[1]:
         return Correctness(np.inf, None, tolerance, precision, f"outputs of shape {shapes[0]} instead of {shapes[1]}")
@@ -137,7 +137,7 @@ def check(trial: TrialResult, reference: TrialResult) -> Correctness | None:
     values = [pair for pair in pairs if not is_labels(pair[1])]
     errors = [distances(a, b, channels) for a, b in values]
     worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors), default=math.nan)
-    changed = _changed(trial, reference, own[0], other[0], tolerance) if worst > tolerance.close else None
+    changed = _compute_changed(trial, reference, own[0], other[0], tolerance) if worst > tolerance.close else None
     labels = [_compare_labels(*pair, values, tolerance, precision) for pair in pairs if is_labels(pair[1])]
     mismatch = next((wrong for _, wrong in labels if wrong), "")
     share = max((share for share, _ in labels), default=math.nan)
@@ -196,7 +196,7 @@ def _values_first(array: np.ndarray) -> np.ndarray:
     return np.swapaxes(array, 1, 2) if array.ndim == 3 and array.shape[2] < array.shape[1] / 2 else array
 
 
-def _boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Correctness | None:
+def _judge_boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Correctness | None:
     """Judge by the paired boxes' errors: the share beyond the limit may not exceed that of answers that may change.
 
     Return None without errors.
@@ -213,7 +213,7 @@ def _boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Correctn
     return Correctness(error, share, tolerance, precision, text if share > tolerance.changed else "")
 
 
-def _changed(
+def _compute_changed(
     trial: TrialResult, reference: TrialResult, own: np.ndarray, other: np.ndarray, tolerance: Tolerance
 ) -> float | None:
     """Return the share of the reference's answers that the trial doesn't give; None where there are no answers."""

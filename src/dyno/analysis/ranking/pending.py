@@ -42,11 +42,11 @@ def pending(run: RunData) -> list[Pair]:
         if row["trial"] in asked
     ]
     for winners in ranked:
-        pairs += _close(winners, run)
+        pairs += _find_close_pair(winners, run)
     return [pair for pair in dict.fromkeys(pairs) if pair.trials <= good]
 
 
-def _close(ranked: pd.DataFrame, run: RunData) -> Iterator[Pair]:
+def _find_close_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[Pair]:
     """Yield the winner and its runner-up, if they are in one group and it is undecided which of them is faster."""
     rows = ranked.iloc[:PLACES]
     first, *others = (run.trials[id] for id in rows["trial"]) if len(rows) else (None,)

@@ -48,12 +48,12 @@ class Ranking:
     @cached_property
     def fastest(self) -> pd.DataFrame:
         """Trials within the budget at the smallest batch, fastest first."""
-        return self._ordered(frontier.within(self.first))
+        return self._sort_rows(frontier.within(self.first))
 
     @cached_property
     def ahead(self) -> pd.DataFrame:
         """Trials at the smallest batch that are faster than the fastest within the budget, fastest first."""
-        rows, fastest = self._ordered(frontier.usable(self.first)), self.fastest
+        rows, fastest = self._sort_rows(frontier.usable(self.first)), self.fastest
         if fastest.empty:
             return rows
         return rows.iloc[: [*rows["trial"]].index(fastest.iloc[0]["trial"])]
@@ -64,7 +64,7 @@ class Ranking:
         ranked = frontier.ranked(frontier.within(self.group), THROUGHPUT)
         return ranked if self.group["batch"].nunique() > 1 else ranked.iloc[:0]
 
-    def _ordered(self, rows: pd.DataFrame) -> pd.DataFrame:
+    def _sort_rows(self, rows: pd.DataFrame) -> pd.DataFrame:
         """Return the rows, fastest first.
 
         Of two that measured in turns, the ratio of one to the other decides: by their ratios to a reference whose
@@ -75,11 +75,11 @@ class Ranking:
             return ordered
         by_id = {str(row["trial"]): row for _, row in ordered.iterrows()}
 
-        def apart(a: str, b: str) -> int:
+        def compare_trials(a: str, b: str) -> int:
             ratios = log_ratios(self.trials[a], self.trials[b], str(by_id[a]["boundary"]), str(by_id[a]["clock"]))
             return int(np.sign(np.mean(ratios))) if ratios else 0
 
-        places = {id: k for k, id in enumerate(sorted(by_id, key=cmp_to_key(apart)))}
+        places = {id: k for k, id in enumerate(sorted(by_id, key=cmp_to_key(compare_trials)))}
         return ordered.sort_values("trial", key=lambda ids: ids.map(places))
 
     def ranked(self, speed: str) -> pd.DataFrame:
@@ -101,15 +101,15 @@ def rankings(run: RunData) -> list[Ranking]:
     for _, models in run.frame.groupby(["model", "device"], sort=False):
         name, sizes = models["model"].iloc[0], models["size"].unique()
         if run.budgets and len(sizes) > 1:
-            all_rankings.append(_ranking(str(name), models, run, True))
+            all_rankings.append(_make_ranking(str(name), models, run, True))
             continue
         for size in sizes:
             where = f"{name}{sized(size, ' at size ')}"
-            all_rankings.append(_ranking(where, models[models["size"] == size], run, False))
+            all_rankings.append(_make_ranking(where, models[models["size"] == size], run, False))
     return all_rankings
 
 
-def _ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Ranking:
+def _make_ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Ranking:
     apart = rows["verdict"].str.startswith(INCOMPARABLE)
     return Ranking(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budget_metrics), run.trials)
 

@@ -55,11 +55,11 @@ def matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
     precision = match[1] if match else ""
     backend, *options = (requested[: match.start()] + requested[match.end() :] if match else requested).split("@")
 
-    def fits(t: T) -> bool:
+    def is_match(t: T) -> bool:
         own, *its = t.variant.split("@")
         return own == backend and precision in ("", t.precision) and (not options or sorted(options) == sorted(its))
 
-    return fits
+    return is_match
 
 
 def first(trials: Sequence[T], fits: Callable[[T], bool] | None) -> T | None:

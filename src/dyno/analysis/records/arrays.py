@@ -45,18 +45,18 @@ def read_npz(path: Path, names: Collection[str] | None = None) -> dict[str, np.n
             for info in stored.infolist():
                 name = info.filename.removesuffix(".npy")
                 if names is None or name in names:
-                    arrays[name] = _array(stored.read(info))
+                    arrays[name] = _parse_array(stored.read(info))
     except (zipfile.BadZipFile, EOFError, NotImplementedError, RuntimeError) as e:
         raise ValueError(f"{path} is damaged: {e}") from e
     return arrays
 
 
-def _array(data: bytes) -> np.ndarray:
+def _parse_array(data: bytes) -> np.ndarray:
     if data[:6] != MAGIC:
         raise ValueError("a member of the npz file is not an array")
     wide = 2 if data[6] == 1 else 4
     start = 8 + wide + int.from_bytes(data[8 : 8 + wide], "little")
-    shape, fortran, dtype = _header(data[:start])
+    shape, fortran, dtype = _parse_header(data[:start])
     if dtype.hasobject:
         raise ValueError("the npz file holds Python objects, which are never loaded")
     flat = np.frombuffer(data, dtype, offset=start)
@@ -109,7 +109,7 @@ def read_answers(path: Path) -> dict[str, np.ndarray]:
 
 
 @lru_cache(maxsize=1024)
-def _header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
+def _parse_header(data: bytes) -> tuple[tuple[int, ...], bool, np.dtype]:
     stream = io.BytesIO(data)
     version = np.lib.format.read_magic(stream)
     read = np.lib.format.read_array_header_1_0 if version == (1, 0) else np.lib.format.read_array_header_2_0

@@ -45,8 +45,8 @@ def of(trial: TrialResult) -> BoxRows | None:
     """
     outputs = trial.outputs()
     row_counts = trial.output_rows(outputs)
-    tables, counts = _tables(outputs, row_counts)
-    chosen = _chosen(trial, tables) if tables else None
+    tables, counts = _make_tables(outputs, row_counts)
+    chosen = _choose_layout(trial, tables) if tables else None
     if chosen is None:
         return None
     fit, form, size, arrays = chosen
@@ -54,9 +54,9 @@ def of(trial: TrialResult) -> BoxRows | None:
     scores = found.best_scores().astype(np.float64)
     labels = found.scores.argmax(0) if found.labels is None else found.labels + _batch_places(tables[fit.names[0]])
     boxes = form.corners(found.boxes.T, size).astype(np.float64)
-    if not (_corners(boxes[scores > 0]) and np.all(scores <= 1)):
+    if not (_has_corners(boxes[scores > 0]) and np.all(scores <= 1)):
         return None
-    if not (row_counts or _fixed(outputs)) and not np.all(scores > 0):
+    if not (row_counts or _is_fixed(outputs)) and not np.all(scores > 0):
         return None
     images = np.repeat(np.arange(len(counts)), counts)
     keep = (scores > 0) & (images < MOST_IMAGES)
@@ -68,7 +68,7 @@ def of(trial: TrialResult) -> BoxRows | None:
                    [table[keep].astype(np.float64) for table in rest], values, rows)  # fmt: skip
 
 
-def _chosen(
+def _choose_layout(
     trial: TrialResult, tables: Mapping[str, np.ndarray]
 ) -> tuple[layouts.Fit, BoxForm, tuple[int, int], dict[str, np.ndarray]] | None:
     """Choose the layout of all rows as if they were of one image, with the boxes' form and the image's size.
@@ -108,12 +108,12 @@ def _batch_places(table: np.ndarray) -> np.ndarray | int:
     return places
 
 
-def _tables(
+def _make_tables(
     outputs: Mapping[str, np.ndarray], counts: Mapping[str, np.ndarray]
 ) -> tuple[dict[str, np.ndarray], np.ndarray]:
     """Return each output as rows of one or more columns, and the rows of each image; nothing if outputs disagree."""
     tables, row_counts = dict[str, np.ndarray](), list[np.ndarray]()
-    fixed = not counts and _fixed(outputs)
+    fixed = not counts and _is_fixed(outputs)
     for name, array in outputs.items():
         if not fixed:  # where every image has one box, nothing tells rows from images
             tables[name] = array.reshape(len(array), math.prod(array.shape[1:]))
@@ -129,12 +129,12 @@ def _tables(
     return tables, row_counts[0]
 
 
-def _fixed(outputs: Mapping[str, np.ndarray]) -> bool:
+def _is_fixed(outputs: Mapping[str, np.ndarray]) -> bool:
     """Return whether an output has a fixed number of boxes for every image."""
     return any(a.ndim == 3 and (a.shape[2] == BOX or len(layouts.LAST_ROW) <= a.shape[2] < a.shape[1])
                for a in outputs.values())  # fmt: skip
 
 
-def _corners(boxes: np.ndarray) -> bool:
+def _has_corners(boxes: np.ndarray) -> bool:
     """Return whether the rows are two corners each, the smaller one first."""
     return bool(np.all(boxes[:, 2:] >= boxes[:, :2]))

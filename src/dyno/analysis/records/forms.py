@@ -47,15 +47,15 @@ def forms(models: Mapping[tuple[str, str], Row]) -> dict[str, Form]:
         if row.get("signature"):
             sized.setdefault(name, {})[size] = row
     for name, rows in sized.items():
-        same_network = next((group for group in groups if _alike(sized[group[0]], rows)), None)
+        same_network = next((group for group in groups if _is_alike(sized[group[0]], rows)), None)
         if same_network is None:
             groups.append([name])
         else:
             same_network.append(name)
-    return {name: form for group in groups if len(group) > 1 for name, form in _forms(group, sized)}
+    return {name: form for group in groups if len(group) > 1 for name, form in _make_forms(group, sized)}
 
 
-def _forms(group: list[str], sized: Mapping[str, Mapping[str, Row]]) -> list[tuple[str, Form]]:
+def _make_forms(group: list[str], sized: Mapping[str, Mapping[str, Row]]) -> list[tuple[str, Form]]:
     files = {name: str(next(iter(sized[name].values())).get("file") or name) for name in group}
     counted = Counter(files.values())
     shown = {name: file if counted[file] == 1 else name for name, file in files.items()}
@@ -66,16 +66,16 @@ def _forms(group: list[str], sized: Mapping[str, Mapping[str, Row]]) -> list[tup
     return [(name, Form(network, shown[name], place)) for place, name in enumerate(group)]
 
 
-def _alike(a: Mapping[str, Row], b: Mapping[str, Row]) -> bool:
+def _is_alike(a: Mapping[str, Row], b: Mapping[str, Row]) -> bool:
     left, right = (next(iter(rows.values()))["signature"] for rows in (a, b))
     try:
-        fits = all(_fit(x, y) for x, y in zip(left, right, strict=True))
+        fits = all(_can_fit(x, y) for x, y in zip(left, right, strict=True))
     except (TypeError, ValueError):
         return False
     return fits and all(_same_work(a[size], b[size]) for size in a.keys() & b.keys())
 
 
-def _fit(a: Any, b: Any) -> bool:
+def _can_fit(a: Any, b: Any) -> bool:
     """Return whether two lists of shapes may be of the same tensors: a dimension that is free fits any other."""
     return len(a) == len(b) and all(
         len(x) == len(y) and all(m == n or isinstance(m, str) or isinstance(n, str) for m, n in zip(x, y, strict=True))

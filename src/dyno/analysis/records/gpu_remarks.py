@@ -45,13 +45,14 @@ class Launch:
         """What is known of launching, or "" when it takes too little to matter."""
         if self.enqueue is not None and self.enqueue >= NEARLY * self.gpu:
             return (
-                f"launch-bound: run() returns after {_time(self.enqueue)}, the GPU needs {_time(self.gpu)} from its "
-                "first kernel to its last: it waits for the host between kernels, unless run() itself waits for it"
+                f"launch-bound: run() returns after {_format_time(self.enqueue)}, the GPU needs "
+                f"{_format_time(self.gpu)} from its first kernel to its last: "
+                "it waits for the host between kernels, unless run() itself waits for it"
             )
         if self.outside > max(GAP * self.host, LEAST_GAP_S):
             return (
-                f"launch-bound: {_time(self.outside)} of {_time(self.host)} is spent outside the GPU's work, on "
-                "launching and waiting (gaps between kernels count as its work)"
+                f"launch-bound: {_format_time(self.outside)} of {_format_time(self.host)} is spent outside the GPU's "
+                "work, on launching and waiting (gaps between kernels count as its work)"
             )
         return ""
 
@@ -90,16 +91,16 @@ def throttled(t: TrialResult) -> list[Throttled]:
     """Return the cost of throttling at each boundary of a trial, where it had any."""
     if not any(r.trace is not None and r.trace.throttled for r in t.good):
         return []
-    boundaries = (_throttled(t, boundary) for boundary in ("model", "all"))
+    boundaries = (_count_throttled(t, boundary) for boundary in ("model", "all"))
     return [each for each in boundaries if each.hit]
 
 
-def _throttled(t: TrialResult, boundary: str) -> Throttled:
+def _count_throttled(t: TrialResult, boundary: str) -> Throttled:
     taken, hit, lost = (sum(counts) for counts in zip((0, 0, 0), *(r.throttled(boundary) for r in t.good), strict=True))
-    return Throttled(boundary, taken, hit, lost, _why(t, boundary))
+    return Throttled(boundary, taken, hit, lost, _join_reasons(t, boundary))
 
 
-def _why(t: TrialResult, boundary: str) -> str:
+def _join_reasons(t: TrialResult, boundary: str) -> str:
     windows = [(r.trace, r.facts.timed.get(boundary)) for r in t.good]
     reasons = [timeline.throttle_reasons(trace, window) for trace, window in windows if trace and window]
     return ", ".join(dict.fromkeys(w for w in reasons if w))
@@ -141,5 +142,5 @@ def notes(t: TrialResult) -> list[str]:
     return sentences
 
 
-def _time(seconds: float) -> str:
+def _format_time(seconds: float) -> str:
     return show(seconds, "duration")

@@ -97,7 +97,7 @@ class TrialResult:
 
     @property
     def device(self) -> str:
-        return _device(self.job)
+        return _read_device(self.job)
 
     @property
     def runtime(self) -> str:
@@ -350,20 +350,20 @@ def load(run: Path) -> Results:
     if not (run / "trials").is_dir():
         raise UserError(f"{run} is not a run folder: it has no trials/; give the folder that `dyno run` wrote")
     problems: list[str] = []
-    trials = [t for folder in trials_in(run) if (t := _trial(folder, problems))]
+    trials = [t for folder in trials_in(run) if (t := _read_trial(folder, problems))]
     if not trials and problems:
         raise UserError(f"nothing in {run} can be read: {problems[0]}")
     if not trials:
         raise UserError(f"{run} has no trials yet; run the study first")
     study = run / "study.toml"
-    models = _models(read_table(run / "models.json", problems, MODELS) or {})
+    models = _index_models(read_table(run / "models.json", problems, MODELS) or {})
     file_forms, placed = forms(models), placements(run, problems)
     side_forms = sides({t.side: t.given for t in trials if t.side})
     for t in trials:
         t.run, t.form, t.placement = run, side_forms.get(t.side) or file_forms.get(t.given), placed.get(t.id)
     results = Results(
         folder=run,
-        trials=sorted(trials, key=_order),
+        trials=sorted(trials, key=_make_sort_key),
         environment=read_table(run / "environment.json", problems, {}) or {},
         problems=problems,
         study=study.read_text(encoding="utf-8", errors="replace") if study.is_file() else "",
@@ -376,12 +376,12 @@ def load(run: Path) -> Results:
     return results
 
 
-def _models(stored: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+def _index_models(stored: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
     rows = [row for row in stored.get("models") or () if isinstance(row, dict)]
     return {(str(row.get("model")), str(row.get("size"))): row for row in rows}
 
 
-def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
+def _read_trial(folder: Path, problems: list[str]) -> TrialResult | None:
     job: dict[str, Any] | None = None
     artifact: Artifact | None = None
     rounds: dict[str, list[Round]] = {"r": [], "c": [], "t": []}  # by their kind, the first letter of their folders
@@ -393,15 +393,15 @@ def _trial(folder: Path, problems: list[str]) -> TrialResult | None:
         record = read_round(path, problems)
         if record:
             record, samples = measured(path, record)
-            rounds[path.name[0]].append(Round(path, record.round, record, _device(job), samples))
+            rounds[path.name[0]].append(Round(path, record.round, record, _read_device(job), samples))
     return TrialResult(folder.name, job, rounds["r"], rounds["c"], rounds["t"], artifact) if job else None
 
 
-def _device(job: dict[str, Any] | None) -> str:
+def _read_device(job: dict[str, Any] | None) -> str:
     return str(((job or {}).get("trial") or {}).get("runtime", {}).get("device", "cpu"))
 
 
-def _order(t: TrialResult) -> tuple[Any, ...]:
+def _make_sort_key(t: TrialResult) -> tuple[Any, ...]:
     dims = t.spec["dims"]
     place = t.form.place if t.form else 0
     return (t.model, dims["height"], dims["width"], t.batch, place, *place_in_group(t))

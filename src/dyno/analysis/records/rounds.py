@@ -82,23 +82,23 @@ class Round:
         taken = self.raw_samples(tag, boundary, clock)
         if tag != "latency":
             return taken
-        clean = self._clean(taken, boundary)
+        clean = self._mark_clean(taken, boundary)
         return taken if clean.sum() < timeline.LEAST_KEPT or clean.all() else taken[clean]
 
-    def _clean(self, taken: np.ndarray, boundary: str) -> np.ndarray:
+    def _mark_clean(self, taken: np.ndarray, boundary: str) -> np.ndarray:
         window = self.facts.timed.get(boundary)
         if self.trace is None or window is None or not self.trace.throttled:
             return np.ones(len(taken), bool)
         # The host's samples fill the window; the GPU's, of the same turns, leave out what is between them.
         turns = self.raw_samples("latency", boundary, HOST)
-        if (numbers := self._blocks("latency", boundary, len(taken))) is not None:
+        if (numbers := self._find_blocks("latency", boundary, len(taken))) is not None:
             return timeline.clean_blocks(taken, numbers, self.facts.blocks[boundary], self.trace.throttled)
         return timeline.clean(turns if len(turns) == len(taken) else taken, window, self.trace.throttled)
 
     def throttled(self, boundary: str) -> tuple[int, int, int]:
         """Count the latencies taken at a boundary, those taken while the GPU was throttled, and those dropped."""
         taken = self.raw_samples("latency", boundary)
-        hit = len(taken) - int(self._clean(taken, boundary).sum())
+        hit = len(taken) - int(self._mark_clean(taken, boundary).sum())
         return len(taken), hit, len(taken) - len(self.samples("latency", boundary))
 
     @cached_property
@@ -139,14 +139,14 @@ class Round:
     def block_samples(self, tag: str, boundary: str, clock: str = "") -> dict[int, np.ndarray]:
         """Return each block's samples that count, by the block's number; empty where it has no blocks."""
         taken = self.raw_samples(tag, boundary, clock)
-        numbers = self._blocks(tag, boundary, len(taken))
+        numbers = self._find_blocks(tag, boundary, len(taken))
         if numbers is None:
             return {}
-        kept = self._clean(taken, boundary) if tag == "latency" else np.ones(len(taken), bool)
+        kept = self._mark_clean(taken, boundary) if tag == "latency" else np.ones(len(taken), bool)
         taken, numbers = taken[kept], numbers[kept]
         return {int(k): taken[numbers == k] for k in np.unique(numbers)}
 
-    def _blocks(self, tag: str, boundary: str, count: int) -> np.ndarray | None:
+    def _find_blocks(self, tag: str, boundary: str, count: int) -> np.ndarray | None:
         """Return the block of each of `count` samples, None where they are in none."""
         measured = self.measurement(tag, boundary, HOST)
         numbers = self._samples.get(f"{measured.samples}_block") if measured is not None else None

@@ -128,12 +128,12 @@ def summary(trace: Trace, timed: Sequence[Window]) -> Summary:
     mask = trace.reasons[inside & ~np.isnan(trace.column("throttle"))]
     shares = {reason: float(((mask & bit) != 0).mean()) for bit, reason in REASONS.items() if len(mask)}
     return Summary(
-        memory=_over(np.max, trace.column("memory") - trace.before_memory),
-        utilisation=_over(np.mean, trace.column("util")[inside]),
-        clock=_over(np.median, trace.column("clock")[inside]),
-        clock_min=_over(np.min, trace.column("clock")[inside]),
-        power=_over(np.mean, trace.column("power")[inside]),
-        temperature=_over(np.max, trace.column("temperature")),
+        memory=_reduce_finite(np.max, trace.column("memory") - trace.before_memory),
+        utilisation=_reduce_finite(np.mean, trace.column("util")[inside]),
+        clock=_reduce_finite(np.median, trace.column("clock")[inside]),
+        clock_min=_reduce_finite(np.min, trace.column("clock")[inside]),
+        power=_reduce_finite(np.mean, trace.column("power")[inside]),
+        temperature=_reduce_finite(np.max, trace.column("temperature")),
         reasons={reason: share for reason, share in shares.items() if share and reason != REASONS[UNREMARKABLE]},
         others=most_others(trace, inside),
         busy_before=_busy_before(trace),
@@ -149,36 +149,36 @@ def together(rounds: Sequence[Summary]) -> Summary | None:
     if not rounds:
         return None
 
-    def over(statistic: Any, name: str) -> float:
-        return _over(statistic, np.asarray([getattr(r, name) for r in rounds], np.float64))
+    def reduce_rounds(statistic: Any, name: str) -> float:
+        return _reduce_finite(statistic, np.asarray([getattr(r, name) for r in rounds], np.float64))
 
     timed = [r for r in rounds if not math.isnan(r.utilisation)] or list(rounds)
     names = dict.fromkeys(name for r in timed for name in r.reasons)
     return Summary(
-        memory=over(np.max, "memory"),
-        utilisation=over(np.mean, "utilisation"),
-        clock=over(np.median, "clock"),
-        clock_min=over(np.min, "clock_min"),
-        power=over(np.mean, "power"),
-        temperature=over(np.max, "temperature"),
+        memory=reduce_rounds(np.max, "memory"),
+        utilisation=reduce_rounds(np.mean, "utilisation"),
+        clock=reduce_rounds(np.median, "clock"),
+        clock_min=reduce_rounds(np.min, "clock_min"),
+        power=reduce_rounds(np.mean, "power"),
+        temperature=reduce_rounds(np.max, "temperature"),
         reasons={name: sum(r.reasons.get(name, 0.0) for r in timed) / len(timed) for name in names},
         others=max(r.others for r in rounds),
-        busy_before=over(np.max, "busy_before"),
-        memory_before=over(np.max, "memory_before"),
+        busy_before=reduce_rounds(np.max, "busy_before"),
+        memory_before=reduce_rounds(np.max, "memory_before"),
     )
 
 
-def _over(statistic: Any, values: np.ndarray) -> float:
+def _reduce_finite(statistic: Any, values: np.ndarray) -> float:
     finite = values[~np.isnan(values)]
     return float(statistic(finite)) if len(finite) else math.nan
 
 
 def most_others(trace: Trace, inside: np.ndarray | slice = slice(None)) -> int:
     """Return the largest number of other users' compute processes seen on the GPU in those samples."""
-    return int(np.nan_to_num(_others(trace)[inside]).max(initial=0))
+    return int(np.nan_to_num(_count_others(trace)[inside]).max(initial=0))
 
 
-def _others(trace: Trace) -> np.ndarray:
+def _count_others(trace: Trace) -> np.ndarray:
     """Return the number of compute processes on the GPU besides the job's, at each sample.
 
     In a container NVML's process ids may be of another namespace, so that the job can't be distinguished from others.
@@ -195,7 +195,7 @@ def _busy_before(trace: Trace) -> float:
     """Return the percent utilisation that others caused before the job took memory; NaN when it took it at once."""
     grown = trace.column("memory") > trace.before_memory + GREW
     quiet = int(np.argmax(grown)) if grown.any() else 0
-    return _over(np.min, trace.column("util")[:quiet]) if quiet >= QUIET_SAMPLES else math.nan
+    return _reduce_finite(np.min, trace.column("util")[:quiet]) if quiet >= QUIET_SAMPLES else math.nan
 
 
 def throttle_reasons(trace: Trace, window: Window) -> str:

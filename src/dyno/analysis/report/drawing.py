@@ -42,16 +42,16 @@ def draw(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
 
     Ids of the drawings begin with `prefix`, and names of files with `name`, where it isn't empty.
     """
-    one = partial(_draw, run, folder, prefix, name)
+    one = partial(_draw_kind, run, folder, prefix, name)
     count = range(len(charts.kinds()))
     most = min(len(os.sched_getaffinity(0)), len(count))
     # Only the thread that forks goes on in a forked process: whatever lock another one held would stay locked there.
     if len(run.frame) >= MANY and most > 1 and threading.active_count() == 1:
         try:
-            return _there(_side_by_side(one, count, most))
+            return _filter_present(_side_by_side(one, count, most))
         except BrokenProcessPool:  # one was killed, as for want of memory
             pass
-    return _there(map(one, count))
+    return _filter_present(map(one, count))
 
 
 def headline(run: RunData, drawn: Sequence[Drawn], prefix: str) -> Drawn | None:
@@ -61,7 +61,7 @@ def headline(run: RunData, drawn: Sequence[Drawn], prefix: str) -> Drawn | None:
         if found.name not in BATCHES or len(first.frame) == len(run.frame):
             return found
         caption = f"{found.caption} {SMALLEST}"
-        if (chart := _drawn(first, kinds[found.name], f"{prefix}-first", caption)) is not None:
+        if (chart := _draw_chart(first, kinds[found.name], f"{prefix}-first", caption)) is not None:
             return chart
     return None
 
@@ -71,13 +71,13 @@ def file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name)
 
 
-def _draw(run: RunData, folder: Path, prefix: str, name: str, number: int) -> Drawn | None:
+def _draw_kind(run: RunData, folder: Path, prefix: str, name: str, number: int) -> Drawn | None:
     chart: Chart = charts.kinds()[number]
     file = folder / f"{file_name(f'{name}-{chart.name}' if name else chart.name)}.png"
-    return _drawn(run, chart, prefix, chart.caption, file)
+    return _draw_chart(run, chart, prefix, chart.caption, file)
 
 
-def _drawn(run: RunData, chart: Chart, prefix: str, caption: str, file: Path | None = None) -> Drawn | None:
+def _draw_chart(run: RunData, chart: Chart, prefix: str, caption: str, file: Path | None = None) -> Drawn | None:
     from markupsafe import Markup
 
     figure = chart.draw(run)
@@ -96,12 +96,12 @@ def _side_by_side(one: partial[Drawn | None], count: range, most: int) -> list[D
     import matplotlib.figure  # noqa: F401 - imported once, here
 
     # What draws is inherited, not sent: before Python 3.11.5 the death of a process while a pipe is full ends nothing.
-    with warnings.catch_warnings(), ProcessPoolExecutor(most, get_context("fork"), _begin, (one,)) as pool:
+    with warnings.catch_warnings(), ProcessPoolExecutor(most, get_context("fork"), _prepare_process, (one,)) as pool:
         warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which survive a fork
-        return [*pool.map(_inherited, count)]
+        return [*pool.map(_draw_inherited, count)]
 
 
-def _begin(one: partial[Drawn | None]) -> None:
+def _prepare_process(one: partial[Drawn | None]) -> None:
     """Prepare a process that draws.
 
     It ignores interrupts: they are for the command, which ends its processes; these would print a traceback.
@@ -111,9 +111,9 @@ def _begin(one: partial[Drawn | None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _inherited(number: int) -> Drawn | None:
+def _draw_inherited(number: int) -> Drawn | None:
     return _one(number)
 
 
-def _there(drawn: Iterable[Drawn | None]) -> list[Drawn]:
+def _filter_present(drawn: Iterable[Drawn | None]) -> list[Drawn]:
     return [each for each in drawn if each is not None]

@@ -34,7 +34,9 @@ def junit(table: Table, sentences: Sequence[str], path: Path) -> None:
     suites = Xml.Element("testsuites", attributes)
     suite = Xml.SubElement(suites, "testsuite", attributes)
     for r in rows:
-        case = Xml.SubElement(suite, "testcase", {"classname": "dyno.compare", "name": where(r), "time": _seconds(r)})
+        case = Xml.SubElement(
+            suite, "testcase", {"classname": "dyno.compare", "name": where(r), "time": _format_seconds(r)}
+        )
         if r["failed"]:
             Xml.SubElement(case, "failure", {"type": r["failed"], "message": plain(failure(r))})
         elif reason := undecided(r):
@@ -47,7 +49,7 @@ def junit(table: Table, sentences: Sequence[str], path: Path) -> None:
     write_text(path, Xml.tostring(suites, encoding="unicode", xml_declaration=True) + "\n")
 
 
-def _seconds(r: Row) -> str:
+def _format_seconds(r: Row) -> str:
     return "0" if missing(r["latency_b_ms"]) else f"{r['latency_b_ms'] / 1e3:.9f}"
 
 

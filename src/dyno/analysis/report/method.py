@@ -27,15 +27,15 @@ def terms(run: RunData) -> Terms:
     trials = results.trials
     plans = [t.spec.get("plan") or {} for t in trials]
     return [
-        *_decided(run, plans),
-        ("level: a latency is of", _level(results, plans)),
+        *_explain_decision(run, plans),
+        ("level: a latency is of", _explain_level(results, plans)),
         ("latency, model", "inputs already where the engine reads them, outputs left there; one batch at a time"),
         ("latency, all", "from host memory to host memory, copies included; one batch at a time"),
         *_gpu_method(trials),
         ("throughput", "batches queued so that copies and computing overlap, as far as the engine can"),
-        ("warm-up", f"until the median is steady, {_distinct(p.get('warmup_s') for p in plans)} s at most"),
-        ("sampling ends", _stopping(plans, trials)),
-        ("inputs", _inputs(trials)),
+        ("warm-up", f"until the median is steady, {_join_distinct(p.get('warmup_s') for p in plans)} s at most"),
+        ("sampling ends", _explain_stopping(plans, trials)),
+        ("inputs", _format_inputs(trials)),
         (
             "accuracy",
             "Wilson's interval for one trial, Tango's score interval for the paired difference to the reference",
@@ -45,7 +45,7 @@ def terms(run: RunData) -> Terms:
     ]
 
 
-def _decided(run: RunData, plans: list[dict[str, Any]]) -> Terms:
+def _explain_decision(run: RunData, plans: list[dict[str, Any]]) -> Terms:
     """Explain the verdicts on speed: the pairs, the interval, the margin, the family, and the looks."""
     rows = run.frame[run.frame["measured"] != ""]
     judged = rows[rows["p_value"].notna()]
@@ -54,12 +54,12 @@ def _decided(run: RunData, plans: list[dict[str, Any]]) -> Terms:
     return [
         ("rounds", f"{rounds}, each in a fresh process, in shuffled order"),
         *_of_builds(run),
-        *([("reference", _distinct(t.configuration for t in run.references.values()))] if pairs else []),
-        ("compared", _compared(pairs, _distinct(p["block_s"] for p in plans if p.get("blocks")))),
-        *([("interval", "; ".join(_interval(how, pairs) for how in pairs))] if len(judged) else []),
+        *([("reference", _join_distinct(t.configuration for t in run.references.values()))] if pairs else []),
+        ("compared", _explain_pairs(pairs, _join_distinct(p["block_s"] for p in plans if p.get("blocks")))),
+        *([("interval", "; ".join(_explain_interval(how, pairs) for how in pairs))] if len(judged) else []),
         ("equivalent", f"the whole interval is within ±{100 * run.rule.margin:g} %"),
-        ("family", _family(judged.groupby("reference").size().max() if len(judged) else 0)),
-        ("looks", _looks(run.rule, rounds)),
+        ("family", _explain_family(judged.groupby("reference").size().max() if len(judged) else 0)),
+        ("looks", _explain_looks(run.rule, rounds)),
     ]
 
 
@@ -73,7 +73,7 @@ def _of_builds(run: RunData) -> Terms:
     ]
 
 
-def _compared(pairs: Counter[str], block: str) -> str:
+def _explain_pairs(pairs: Counter[str], block: str) -> str:
     in_turns, apart = pairs[TURNS], pairs[ALONE]
     how = f"in turns: alive together, one runs a block of {block} s while the others are frozen"
     if not pairs:
@@ -83,11 +83,11 @@ def _compared(pairs: Counter[str], block: str) -> str:
     return f"{how}; {counting(apart, 'pair')} one after the other" if apart else how
 
 
-def _interval(how: str, pairs: Counter[str]) -> str:
+def _explain_interval(how: str, pairs: Counter[str]) -> str:
     return f"of pairs {how}, {INTERVALS[how]}" if len(pairs) > 1 else INTERVALS[how]
 
 
-def _family(most: int) -> str:
+def _explain_family(most: int) -> str:
     alone = "winner and runner-up, and confirmations, are judged each at 5 %"
     if most < 2:
         return f"one row at most is judged against a reference, so there is nothing to correct for; {alone}"
@@ -97,7 +97,7 @@ def _family(most: int) -> str:
     )
 
 
-def _looks(rule: Rule, rounds: int) -> str:
+def _explain_looks(rule: Rule, rounds: int) -> str:
     if not rule.first:
         return "one, after the last round: their number was fixed beforehand"
     looks = max(1, rounds - rule.first + 1)
@@ -107,11 +107,11 @@ def _looks(rule: Rule, rounds: int) -> str:
     )
 
 
-def _level(results: Results, plans: list[dict[str, Any]]) -> str:
+def _explain_level(results: Results, plans: list[dict[str, Any]]) -> str:
     """Describe the configuration that a latency is a claim about."""
     trials = results.trials
-    threads = _distinct(t.spec.get("runtime", {}).get("threads") for t in trials)
-    devices = _distinct(t.device for t in trials)
+    threads = _join_distinct(t.spec.get("runtime", {}).get("threads") for t in trials)
+    devices = _join_distinct(t.device for t in trials)
     company = "alone from start to end"
     if any(plan.get("blocks") for plan in plans):
         company = "in blocks after those of other processes, whose caches it finds: a loop alone may be faster"
@@ -122,12 +122,12 @@ def _level(results: Results, plans: list[dict[str, Any]]) -> str:
     )
 
 
-def _inputs(trials: list[TrialResult]) -> str:
+def _format_inputs(trials: list[TrialResult]) -> str:
     data_specs = [t.spec.get("data") or {} for t in trials]
     data = [d for t in trials if (d := t.facts.data)] or [
         Answered(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in data_specs
     ]
-    return _distinct(f"{d.name} ({d.split}, {d.count} images)" for d in data)
+    return _join_distinct(f"{d.name} ({d.split}, {d.count} images)" for d in data)
 
 
 def _gpu_method(trials: list[TrialResult]) -> Terms:
@@ -147,22 +147,21 @@ def _gpu_method(trials: list[TrialResult]) -> Terms:
     ]
 
 
-def _stopping(plans: list[dict[str, Any]], trials: list[TrialResult]) -> str:
+def _explain_stopping(plans: list[dict[str, Any]], trials: list[TrialResult]) -> str:
     ended = Counter(
         STOPPED.get(m.stopped, m.stopped)
         for t in trials for r in t.good for m in r.record.measurements if m.stopped
     )  # fmt: skip
     counts = ", ".join(f"{n} × {reason}" for reason, n in ended.most_common())
-    interval = _distinct(f"{100 * p['interval']:g} %" for p in plans if "interval" in p)
-    limit = (
-        f"when the median is known to ±{interval} or after {_distinct(p.get('seconds') for p in plans)} s per boundary"
-    )
+    interval = _join_distinct(f"{100 * p['interval']:g} %" for p in plans if "interval" in p)
+    seconds = _join_distinct(p.get("seconds") for p in plans)
+    limit = f"when the median is known to ±{interval} or after {seconds} s per boundary"
     if plans and all(p.get("min_samples") == p.get("max_samples") for p in plans):
-        limit = f"after {_distinct(p.get('max_samples') for p in plans)} samples of each boundary, as requested"
+        limit = f"after {_join_distinct(p.get('max_samples') for p in plans)} samples of each boundary, as requested"
     if plans and all(p.get("blocks") for p in plans):
-        limit = f"after {_distinct(p['blocks'] for p in plans)} blocks per boundary, the same number for all"
+        limit = f"after {_join_distinct(p['blocks'] for p in plans)} blocks per boundary, the same number for all"
     return limit + (f"; seen: {counts}" if counts else "")
 
 
-def _distinct(values: Iterable[Any]) -> str:
+def _join_distinct(values: Iterable[Any]) -> str:
     return ", ".join(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values if v is not None))

@@ -34,11 +34,13 @@ def cell(run: RunData) -> str:
     """Return a fragment of a page, with everything from the run escaped; without matplotlib it has no chart."""
     leaders, said = tables.leading(run)
     if leaders:
-        return "\n".join([*(f"<p>{escape(line)}</p>" for line in said), *_chart(run), *chain(*map(_rows, leaders))])
-    return "\n".join([*_decisions(run), *_chart(run), *_rows(TRIALS.table(run))])
+        return "\n".join(
+            [*(f"<p>{escape(line)}</p>" for line in said), *_write_chart(run), *chain(*map(_write_rows, leaders))]
+        )
+    return "\n".join([*_write_decisions(run), *_write_chart(run), *_write_rows(TRIALS.table(run))])
 
 
-def _decisions(run: RunData) -> Iterator[str]:
+def _write_decisions(run: RunData) -> Iterator[str]:
     read = verdict.read(run)
     for finding in read.wrong:
         yield f"<p><strong>Wrong: {escape(finding.text)}</strong></p>"
@@ -48,7 +50,7 @@ def _decisions(run: RunData) -> Iterator[str]:
         yield f"<p>{escape(decision.where)}<br><strong>{escape(text)}</strong>{answers}</p>"
 
 
-def _chart(run: RunData) -> Iterator[str]:
+def _write_chart(run: RunData) -> Iterator[str]:
     if find_spec("matplotlib") is None:
         return
     by_name = {chart.name: chart for chart in charts.kinds()}
@@ -61,7 +63,7 @@ def _chart(run: RunData) -> Iterator[str]:
         yield f'<img style="{shown}" alt="{name}" src="data:image/svg+xml;base64,{drawing}">'
 
 
-def _rows(table: Table) -> Iterator[str]:
+def _write_rows(table: Table) -> Iterator[str]:
     import pandas as pd
 
     for part in table.parts():

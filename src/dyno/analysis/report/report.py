@@ -81,11 +81,11 @@ def write(runs: Sequence[RunData], out: Path) -> Path:
     try:
         (out / "charts").mkdir(parents=True, exist_ok=True)
         parts = [
-            _section(run, own_tables, out, i, name, len(runs) > 1)
+            _make_section(run, own_tables, out, i, name, len(runs) > 1)
             for i, (run, own_tables, name) in enumerate(zip(runs, all_tables, names, strict=True))
         ]
         write_tables(runs, all_tables, out)
-        write_text(page, _html(parts, export([_all_trials(runs, names)], "csv")))
+        write_text(page, _format_html(parts, export([_all_trials(runs, names)], "csv")))
     except OSError as e:
         raise UserError(f"the report can't be written to {out}: {e.strerror or e}; give another folder") from e
     return page
@@ -127,12 +127,12 @@ def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out
         for table in own_tables:
             file = file_name(f"{name}-{table.name}" if len(runs) > 1 else table.name)
             write_text(out / "tables" / f"{file}.csv", export([table], "csv"))
-        parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{_markdown(own_tables, on_page)}")
+        parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{_format_markdown(own_tables, on_page)}")
     write_text(out / "tables.md", "\n".join(parts))
     write_text(out / "results.csv", export([_all_trials(runs, names)], "csv"))
 
 
-def _markdown(run_tables: Sequence[Table], on_page: set[str]) -> str:
+def _format_markdown(run_tables: Sequence[Table], on_page: set[str]) -> str:
     """Return the tables of the page in Markdown; tables in no section are too long to read, and are written as CSV."""
     return export([table for table in run_tables if table.name in on_page], "markdown")
 
@@ -149,7 +149,9 @@ def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:
     return TRIALS.of((*all_trials.columns, Column("run", "its name", kind=TEXT)), all_trials.rows)
 
 
-def _section(run: RunData, run_tables: Sequence[Table], out: Path, index: int, name: str, several: bool) -> Section:
+def _make_section(
+    run: RunData, run_tables: Sequence[Table], out: Path, index: int, name: str, several: bool
+) -> Section:
     from markupsafe import Markup
 
     places = {kind.name: kind.section for kind in tables.kinds()} | {TRIALS.name: TRIALS.name}
@@ -196,13 +198,13 @@ def _is_single(run: RunData) -> bool:
     return len(run.frame[["model", "size", "batch"]].drop_duplicates()) < 2
 
 
-def _counted(findings: Sequence[Finding]) -> str:
+def _count_findings(findings: Sequence[Finding]) -> str:
     """Count the findings of each kind: `2 warnings, 1 note`."""
     kinds = Counter(each.kind for each in findings)
     return ", ".join(counting(kinds[kind], kind) for kind in (WARNING, NOTE) if kinds[kind])
 
 
-def _html(parts: list[Section], results: str) -> str:
+def _format_html(parts: list[Section], results: str) -> str:
     from jinja2 import BaseLoader, Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -215,7 +217,7 @@ def _html(parts: list[Section], results: str) -> str:
         most_cards=MOST_CARDS,
         most_details=sections.MOST_DETAILS,
         pills=PILLS,
-        counted=_counted,
+        counted=_count_findings,
         csv=base64.b64encode(results.encode()).decode(),
         style=Markup(_file_of_page("page.css")),
         script=Markup(_file_of_page("page.js")),

@@ -24,12 +24,14 @@ MOST_DETAILS = 300  # trials with a section of their own
 
 def machine(environment: dict[str, Any]) -> list[tuple[str, str]]:
     """Return the environment as terms and values; nested tables become one row each."""
-    return [(key.removesuffix("_bytes").replace("_", " "), _value(key, v)) for key, v in environment.items() if v]
+    return [
+        (key.removesuffix("_bytes").replace("_", " "), _format_value(key, v)) for key, v in environment.items() if v
+    ]
 
 
-def _value(key: str, value: Any) -> str:
+def _format_value(key: str, value: Any) -> str:
     if isinstance(value, dict):
-        return ", ".join(f"{k} {_value(k, v)}" for k, v in value.items())
+        return ", ".join(f"{k} {_format_value(k, v)}" for k, v in value.items())
     if isinstance(value, (list, tuple)):
         return ", ".join(str(v) for v in value)
     return show(float(value), "bytes") if key.endswith("_bytes") else str(value)
@@ -68,10 +70,10 @@ def complaints(results: Results) -> list[Complaint]:
     alike: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for kind, label, text in (*(("unreadable", "", p) for p in results.problems), *failed, *warnings):
         alike.setdefault((kind, NUMBERS.sub("#", text)), []).append((label, text))
-    return [_complaint(kind, group) for (kind, _), group in alike.items()]
+    return [_make_complaint(kind, group) for (kind, _), group in alike.items()]
 
 
-def _complaint(kind: str, group: list[tuple[str, str]]) -> Complaint:
+def _make_complaint(kind: str, group: list[tuple[str, str]]) -> Complaint:
     labels = list(dict.fromkeys(label for label, _ in group))
     numbers = "; other trials in other numbers" if len({text for _, text in group}) > 1 else ""
     count = f"{len(labels)} trials: " if len(labels) > 1 else ""
@@ -101,11 +103,11 @@ def details(results: Results, page: Path) -> list[Detail]:
         parts = [Markup(page_part(table, part, heading="")) for part in table.parts()]
         place = t.rounds[0].folder.parent if t.rounds else results.folder / "trials" / t.id
         folder = Path(os.path.relpath(place, page)).as_posix()
-        trial_details.append(Detail(t.label, t.id, t.status, folder, list(_facts(t)), Markup("").join(parts)))
+        trial_details.append(Detail(t.label, t.id, t.status, folder, list(_list_facts(t)), Markup("").join(parts)))
     return trial_details
 
 
-def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
+def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
     if t.reason:
         yield "reason", t.reason
     types = truth(t)
@@ -115,10 +117,10 @@ def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         ("precision", types.sentence if types else ""),
         ("nodes by provider", t.facts.nodes_by_provider),
         ("threads", t.facts.threads),
-        ("slowest layers", _slowest(t)),
+        ("slowest layers", _format_slowest(t)),
         ("notes", "; ".join(t.notes())),
-        ("GPU meanwhile", _gpu(t)),
-        ("made by", _steps(t)),
+        ("GPU meanwhile", _describe_gpu(t)),
+        ("made by", _format_steps(t)),
         ("ready after", show(build_seconds(t), "duration")),
         ("import", show(t.value("import"), "duration")),
         ("load", show(t.value("load"), "duration")),
@@ -127,24 +129,24 @@ def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         ("weights sha256", t.facts.weights_sha256[:16]),
         ("inputs sha256", t.facts.inputs_sha256[:16]),
     ]
-    yield from ((name, _value("", value)) for name, value in facts if value)
+    yield from ((name, _format_value("", value)) for name, value in facts if value)
 
 
-def _steps(t: TrialResult) -> str:
+def _format_steps(t: TrialResult) -> str:
     return " → ".join(
         f"{s.maker}: {s.format} {s.precision} in {show(s.seconds, 'duration')} ({show(s.bytes, 'bytes')})"
         for s in t.made_by.steps
     )
 
 
-def _slowest(t: TrialResult) -> str:
+def _format_slowest(t: TrialResult) -> str:
     return "; ".join(
         f"{layer.share:.0%} {short(layer.name, LONGEST)} ({layer.operator}, {layer.dtype})"
         for layer in t.facts.slowest_layers
     )
 
 
-def _gpu(t: TrialResult) -> str:
+def _describe_gpu(t: TrialResult) -> str:
     if t.gpu is None:
         return ""
     values = [(f"{show(t.gpu.memory, 'bytes')} of memory", t.gpu.memory), (f"busy for {t.gpu.utilisation:.0f} % of "

@@ -179,11 +179,11 @@ class SelfTest:
     @cached_property
     def verdicts(self) -> list[Verdicts]:
         """What studies of 3, 5 and 10 rounds said, for each slow-down; where there are rounds for one at least."""
-        return [self._verdicts(slowdown, rounds) for slowdown in self.slowdowns for rounds in CURVE
+        return [self._count_verdicts(slowdown, rounds) for slowdown in self.slowdowns for rounds in CURVE
                 if len(self.rounds) >= rounds]  # fmt: skip
 
-    def _verdicts(self, slowdown: float, rounds: int) -> Verdicts:
-        decisions = [stats.paired_speedup(logs) for logs in self._studies(slowdown, rounds)]
+    def _count_verdicts(self, slowdown: float, rounds: int) -> Verdicts:
+        decisions = [stats.paired_speedup(logs) for logs in self._split_studies(slowdown, rounds)]
         words = [one.verdict for one in decisions]
         truth = 1 / (1 + slowdown)
         held = sum(one.low <= truth <= one.high for one in decisions)
@@ -192,7 +192,7 @@ class SelfTest:
         slower, faster = (Rate(words.count(word), len(words)) for word in (stats.SLOWER, stats.FASTER))
         return Verdicts(slowdown, rounds, slower, faster, Rate(held, len(words)), expected)
 
-    def _studies(self, slowdown: float, rounds: int) -> list[list[float]]:
+    def _split_studies(self, slowdown: float, rounds: int) -> list[list[float]]:
         """Return the log ratios of studies of `rounds` rounds, of the pairs of one slow-down; no two share a round."""
         each = [[pair.log for pair in one.pairs if pair.slowdown == slowdown] for one in self.rounds]
         starts = range(0, len(each) - rounds + 1, rounds)
@@ -231,7 +231,13 @@ class SelfTest:
         explains what happens within a process."""
         if self.levels.largest == "process":
             return "process"
-        if max(_mean(one.others for one in self.rounds) / BUSY, _mean(one.steal for one in self.rounds) / STOLEN) > 1:
+        if (
+            max(
+                _compute_mean(one.others for one in self.rounds) / BUSY,
+                _compute_mean(one.steal for one in self.rounds) / STOLEN,
+            )
+            > 1
+        ):
             return "neighbours"
         return "clocks" if self.clock_spread > CLOCKS else "block"
 
@@ -255,5 +261,5 @@ class SelfTest:
         return Summary(stored.date, self.grade, stored.configuration, stored.seconds, share, turns, apart)
 
 
-def _mean(values: Iterable[float]) -> float:
+def _compute_mean(values: Iterable[float]) -> float:
     return statistics.fmean(values)

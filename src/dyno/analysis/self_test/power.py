@@ -35,7 +35,7 @@ class Studies:
         else:
             sides = draw.choice(noise / math.sqrt(2), (2, draws, rounds))
             a, b = sides.var(axis=2, ddof=1) / rounds
-            mean, half = sides[0].mean(axis=1) - sides[1].mean(axis=1), _welch(a, b, rounds)
+            mean, half = sides[0].mean(axis=1) - sides[1].mean(axis=1), _compute_welch(a, b, rounds)
         self._seen_from, self._called_below = np.sort(half - mean), np.sort(-half - mean)
 
     def seen(self, difference: float) -> float:
@@ -53,7 +53,7 @@ class Studies:
         return max(0.0, math.expm1(float(np.quantile(self._seen_from, POWER))))
 
 
-def _welch(a: np.ndarray, b: np.ndarray, rounds: int) -> np.ndarray:
+def _compute_welch(a: np.ndarray, b: np.ndarray, rounds: int) -> np.ndarray:
     """Return half the width of Welch's interval, by the two means' variances."""
     from scipy.special import stdtrit
 

@@ -80,10 +80,10 @@ def read(content: dict[str, Any]) -> Stored | None:
         stored = from_json(Stored, content)
     except (UserError, TypeError, ValueError, KeyError):
         return None
-    return stored if stored.schema == SCHEMA and _whole(stored) else None
+    return stored if stored.schema == SCHEMA and _is_whole(stored) else None
 
 
-def _whole(stored: Stored) -> bool:
+def _is_whole(stored: Stored) -> bool:
     """Return whether there are enough rounds for a spread, all of the same pairs, with numbers that can be measured."""
     rounds = stored.rounds
     layouts = {tuple(pair.slowdown for pair in one.pairs) for one in rounds}

@@ -53,11 +53,11 @@ def grade(test: SelfTest) -> str:
 
 def sentences(test: SelfTest) -> list[str]:
     """Return the self-test's findings as sentences, the grade first."""
-    return [grade(test), _bound(test), _spread(test), _meanwhile(test), *_apart(test), _equal(test),
-            *_surprises(test)]  # fmt: skip
+    return [grade(test), _describe_bound(test), _describe_spread(test), _describe_load(test), *_describe_apart(test),
+            _describe_equal(test), *_describe_surprises(test)]  # fmt: skip
 
 
-def _bound(test: SelfTest) -> str:
+def _describe_bound(test: SelfTest) -> str:
     return OF_BUILDS if test.stored.builds and test.bound_by == "process" else BOUND[test.bound_by]
 
 
@@ -80,7 +80,7 @@ def about(test: SelfTest) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _spread(test: SelfTest) -> str:
+def _describe_spread(test: SelfTest) -> str:
     spread, parts = test.spread, test.levels
     total = parts.process + parts.block or math.nan
     fresh = "builds and processes" if test.stored.builds else "processes"
@@ -91,7 +91,7 @@ def _spread(test: SelfTest) -> str:
     )
 
 
-def _meanwhile(test: SelfTest) -> str:
+def _describe_load(test: SelfTest) -> str:
     others, steal = (statistics.fmean(getattr(one, name) for one in test.rounds) for name in ("others", "steal"))
     clock = f", and clocks differed by {percent(test.clock_spread)}" if any(one.clock for one in test.rounds) else ""
     return (
@@ -100,14 +100,14 @@ def _meanwhile(test: SelfTest) -> str:
     )
 
 
-def _apart(test: SelfTest) -> list[str]:
+def _describe_apart(test: SelfTest) -> list[str]:
     if not test.spread.value:
         return []
     gain = significant(test.apart / test.spread.value, 2)
     return [f"Measured one after the other they would differ by {percent(test.apart)}: {gain} times as much."]
 
 
-def _equal(test: SelfTest) -> str:
+def _describe_equal(test: SelfTest) -> str:
     same, alarms, held = test.equal, test.false_alarms(), test.coverage
     return (
         f"Equal processes over all {counting(len(test.rounds), 'round')}: {same.value:.4f}x [{same.low:.4f}, "
@@ -116,14 +116,14 @@ def _equal(test: SelfTest) -> str:
     )
 
 
-def _surprises(test: SelfTest) -> list[str]:
+def _describe_surprises(test: SelfTest) -> list[str]:
     """Describe where the self-test contradicts Dyno's promises."""
     surprises = []
     for one in test.verdicts:
         studies = f"of {one.slower.count} studies of {one.rounds} rounds"
         if not one.slowdown and one.false.interval.low > POOR:
             surprises.append(f"{one.false.hits} {studies} raised a false alarm: verdicts are not to be trusted here.")
-        elif one.slowdown and _unlike(one):
+        elif one.slowdown and _is_unlike(one):
             surprises.append(
                 f"A slow-down of {percent(one.slowdown)} was seen by {one.slower.hits} {studies}, and going by the "
                 f"noise it should be {percent(one.predicted)}: rounds here depend on each other."
@@ -131,7 +131,7 @@ def _surprises(test: SelfTest) -> list[str]:
     return surprises
 
 
-def _unlike(one: Verdicts) -> bool:
+def _is_unlike(one: Verdicts) -> bool:
     """Return whether the predicted power lies outside the interval of the observed one."""
     seen = one.slower.interval
     return not seen.low <= one.predicted <= seen.high

@@ -27,13 +27,13 @@ class Tried:
     arrays: Mapping[str, np.ndarray]
     round: int = 0
 
-    def _counted(self, name: str) -> np.ndarray:
+    def _choose_counted(self, name: str) -> np.ndarray:
         return self.arrays[name][self.step.first :]
 
     @cached_property
     def latencies(self) -> np.ndarray:
         """Seconds from when each request was due until it was answered, inf where it never was."""
-        return judging.latencies(self._counted("arrival"), self._counted("ended"))
+        return judging.latencies(self._choose_counted("arrival"), self._choose_counted("ended"))
 
     @cached_property
     def _answered(self) -> np.ndarray:
@@ -47,7 +47,7 @@ class Tried:
     @property
     def refused(self) -> int:
         """Those that found the queue full, or got no answer of a server."""
-        return int(self._counted("refused").sum())
+        return int(self._choose_counted("refused").sum())
 
     @property
     def left(self) -> int:
@@ -74,20 +74,20 @@ class Tried:
     @property
     def mean_batch(self) -> float:
         """Requests per batch."""
-        sizes = self._counted("size")[self._answered]
+        sizes = self._choose_counted("size")[self._answered]
         return float(len(sizes) / (1 / sizes).sum()) if len(sizes) else math.nan
 
     @property
     def queued(self) -> float:
         """Mean seconds from when a request was due until its batch began."""
-        return self._mean(self._counted("began") - self._counted("arrival"))
+        return self._compute_mean(self._choose_counted("began") - self._choose_counted("arrival"))
 
     @property
     def computed(self) -> float:
         """Mean seconds of a request's batch, from host memory to host memory."""
-        return self._mean(self._counted("ended") - self._counted("began"))
+        return self._compute_mean(self._choose_counted("ended") - self._choose_counted("began"))
 
-    def _mean(self, seconds: np.ndarray) -> float:
+    def _compute_mean(self, seconds: np.ndarray) -> float:
         chosen = seconds[self._answered]
         return float(chosen.mean()) if len(chosen) else math.nan
 

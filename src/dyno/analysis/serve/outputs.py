@@ -36,11 +36,11 @@ def of_run(run: RunData) -> dict[str, Outputs]:
             wrong = word == WRONG
             found[id] = Outputs(word, float(error), float(labels), verdict if wrong else "", other.configuration)
         else:
-            found[id] = Outputs(missing=_missing(trial, other, run))
+            found[id] = Outputs(missing=_explain_missing(trial, other, run))
     return found
 
 
-def _missing(trial: TrialResult, other: TrialResult | None, run: RunData) -> str:
+def _explain_missing(trial: TrialResult, other: TrialResult | None, run: RunData) -> str:
     """Return the reason why the outputs were not compared; "" for the reference itself."""
     if str(trial.spec["model"]["source"]).startswith(ENDPOINT):
         return "what the server's model should answer isn't known here; give its file as MODEL"

@@ -38,10 +38,10 @@ class Served:
     @cached_property
     def by_round(self) -> list[float]:
         """The highest rate of each round that holds, 0 where none does."""
-        return [max((t.step.rate for t in self._holding(k)), default=0.0) if f.highest is None else f.highest
+        return [max((t.step.rate for t in self._list_holding(k)), default=0.0) if f.highest is None else f.highest
                 for k, f in enumerate(self.facts)]  # fmt: skip
 
-    def _holding(self, number: int) -> list[Tried]:
+    def _list_holding(self, number: int) -> list[Tried]:
         return [t for t in self.tried if t.round == number and t.step.verdict == judging.HOLDS]
 
     @cached_property
@@ -58,7 +58,7 @@ class Served:
         if self.highest is None:
             return None
         middle = sorted(self.by_round)[(len(self.by_round) - 1) // 2]
-        holding = [t for k, rate in enumerate(self.by_round) if rate == middle for t in self._holding(k)]
+        holding = [t for k, rate in enumerate(self.by_round) if rate == middle for t in self._list_holding(k)]
         return next((t for t in reversed(holding) if t.step.rate == middle), None)
 
     @property
@@ -77,14 +77,14 @@ def of_run(run: RunData) -> list[Served]:
     found = []
     for trial in run.records:
         rounds = [(r, r.facts.serve) for r in trial.good if r.facts.serve and (r.folder / ARRAYS).is_file()]
-        tried = tuple(t for k, (r, facts) in enumerate(rounds) for t in _tried(r, facts, k))
+        tried = tuple(t for k, (r, facts) in enumerate(rounds) for t in _list_tried(r, facts, k))
         if tried:
             found.append(Served(trial, tuple(facts for _, facts in rounds), tried))
     compared = outputs.of_run(run) if found else {}
     return [replace(each, outputs=compared[each.trial.id]) for each in found]
 
 
-def _tried(one: Round, facts: ServeFacts, number: int) -> list[Tried]:
+def _list_tried(one: Round, facts: ServeFacts, number: int) -> list[Tried]:
     arrays = read_npz(one.folder / ARRAYS)
     names = ("arrival", "began", "ended", "size", "refused")
     return [

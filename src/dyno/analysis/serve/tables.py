@@ -21,17 +21,17 @@ LATENCY_NOTE = (
 )
 
 
-def _serve(run: RunData) -> Table | None:
+def _make_serve_table(run: RunData) -> Table | None:
     served = runs.of_run(run)
     if not served:
         return None
-    rows = [_row(each) for each in served]
+    rows = [_make_row(each) for each in served]
     if len(served) > 1:
         gains = runs.speedups(served, run)
         bounded = served[0].facts[0].bound_s  # without a bound there is no highest rate to compare
         first = runs.reference(served) if bounded else None
         rows = [
-            row | _compared(gain, each is first, each.outputs)
+            row | _make_speedup_cells(gain, each is first, each.outputs)
             for row, gain, each in zip(rows, gains, served, strict=True)
         ]
     notes = [
@@ -43,13 +43,13 @@ def _serve(run: RunData) -> Table | None:
     return SERVE.of(SERVE_COLUMNS, rows, notes=tuple(notes), printed=printed(SERVE_COLUMNS))
 
 
-def _row(served: Served) -> Row:
+def _make_row(served: Served) -> Row:
     there = served.there
     row: Row = {
         "label": served.trial.label, "trial": served.trial.id, "rounds": len(served.facts),
         "bound": bound_of(served), "holds": "" if not served.facts[0].bound_s else "yes" if served.highest else "none",
         **limited("rate", served.highest), **limited("full_rate", served.capacity),
-        "lanes": served.facts[0].lanes, **_outputs(served.outputs),
+        "lanes": served.facts[0].lanes, **_make_output_cells(served.outputs),
     }  # fmt: skip
     if there is None:
         return row
@@ -60,7 +60,7 @@ def _row(served: Served) -> Row:
     }  # fmt: skip
 
 
-def _outputs(outputs: Outputs) -> Row:
+def _make_output_cells(outputs: Outputs) -> Row:
     """Return the columns on whether the answers are right; wrong ones have no other verdict."""
     if not outputs.word:
         return {}
@@ -68,7 +68,7 @@ def _outputs(outputs: Outputs) -> Row:
     return {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed, **verdict}
 
 
-def _compared(gain: Speedup | None, first: bool, outputs: Outputs) -> Row:
+def _make_speedup_cells(gain: Speedup | None, first: bool, outputs: Outputs) -> Row:
     """Return the columns against the reference, empty where the answers are wrong."""
     if outputs.wrong:
         return {}
@@ -77,7 +77,7 @@ def _compared(gain: Speedup | None, first: bool, outputs: Outputs) -> Row:
     return {**limited("speedup", gain), "verdict": gain.verdict} if gain else {}
 
 
-def _rates(run: RunData) -> Table | None:
+def _make_rates_table(run: RunData) -> Table | None:
     rows = [
         _rate_row(each, tried)
         for each in runs.of_run(run)
@@ -110,7 +110,7 @@ def _rate_row(served: Served, tried: Tried) -> Row:
     return row
 
 
-def _some(name: str, meaning: str) -> Column:
+def _make_count_column(name: str, meaning: str) -> Column:
     """Return a column of a count that is shown unless it is 0."""
     return Column(name, meaning, kind=COUNT, cell=lambda row: f"{row[name]:,}" if row.get(name) else "", rank=2)
 
@@ -160,16 +160,16 @@ RATE_COLUMNS = (
     Column("mean_batch", "requests per batch", title="mean batch", rank=5),
     duration("queue_s", "mean time until a request's batch begins", rank=3),
     duration("compute_s", "mean time of a request's batch", rank=3),
-    _some("refused", "requests that found the queue full, or got no answer of a server"),
-    _some("left", "requests that were never answered"),
+    _make_count_column("refused", "requests that found the queue full, or got no answer of a server"),
+    _make_count_column("left", "requests that were never answered"),
     Column("holds", "the bound: yes, no, unstable (more come than are answered), too few requests", kind=TEXT, rank=1),
 )
 SERVE = TableKind(
     "serve", "Requests", "The highest rate of requests that holds a bound of latency, and where the time goes there.",
-    _serve, "this run is of no requests; `dyno serve-test` makes one", "tables", 18,
+    _make_serve_table, "this run is of no requests; `dyno serve-test` makes one", "tables", 18,
     leads=True, sentences=lambda run: words.of_run(runs.of_run(run)),
 )  # fmt: skip
 RATES = TableKind(
-    "serve-rates", "Rates of requests", "Each rate that was tried: latency, batches, queue and compute.", _rates,
-    SERVE.nothing, "tables", 19, leads=True,
+    "serve-rates", "Rates of requests", "Each rate that was tried: latency, batches, queue and compute.",
+    _make_rates_table, SERVE.nothing, "tables", 19, leads=True,
 )  # fmt: skip

@@ -21,11 +21,11 @@ def of_run(served: Sequence[Served]) -> list[str]:
     said = []
     for each in served:
         named = [f"{each.trial.label}:"] if len(served) > 1 else []
-        said += [*named, *sentences(each), *_company(each), *_warnings(each)]
+        said += [*named, *sentences(each), *_describe_company(each), *_iter_warnings(each)]
     return said
 
 
-def _company(served: Served) -> Iterator[str]:
+def _describe_company(served: Served) -> Iterator[str]:
     """Yield one sentence for all rates and rounds on how busy other programs kept the processors."""
     busy = [r.facts.others_busy for r in served.trial.good if COMPANY in " ".join(r.warnings)]
     if busy:
@@ -34,7 +34,7 @@ def _company(served: Served) -> Iterator[str]:
         yield f"Other programs kept up to {most:.1f} processors busy meanwhile, in {len(busy)} of {rounds}."
 
 
-def _warnings(served: Served) -> Iterator[str]:
+def _iter_warnings(served: Served) -> Iterator[str]:
     yield from (f"{warning}." for warning in served.warnings if COMPANY not in warning)
 
 
@@ -44,8 +44,13 @@ def sentences(served: Served) -> list[str]:
     Rates fail where they are too high, or measured for too short a time. The last sentence is on whether the outputs
     are right.
     """
-    rates = [*_highest(served), *_there(served), *_unstable(served), *_short(served)]
-    return [*_at_server(served), *_wrong(served), *rates, *_right(served)]
+    rates = [
+        *_describe_highest(served),
+        *_describe_waiting(served),
+        *_describe_unstable(served),
+        *_describe_short(served),
+    ]
+    return [*_at_server(served), *_describe_wrong(served), *rates, *_describe_right(served)]
 
 
 def _at_server(served: Served) -> Iterator[str]:
@@ -56,13 +61,13 @@ def _at_server(served: Served) -> Iterator[str]:
         )
 
 
-def _wrong(served: Served) -> Iterator[str]:
+def _describe_wrong(served: Served) -> Iterator[str]:
     if (outputs := served.outputs).wrong:
         wrong = outputs.wrong[:1].upper() + outputs.wrong[1:]
         yield f"{wrong} against {outputs.against}; not ranked, whatever the rate."
 
 
-def _right(served: Served) -> Iterator[str]:
+def _describe_right(served: Served) -> Iterator[str]:
     outputs = served.outputs
     if outputs.word and not outputs.wrong:
         yield f"Outputs agree with those of {outputs.against}, {distance(outputs.error, outputs.labels_changed)}."
@@ -75,20 +80,20 @@ def bound_of(served: Served) -> str:
     facts = served.facts[0]
     if not facts.bound_s:
         return ""
-    return f"{_name(served.bounded)} <= {show(facts.bound_s, 'duration')}"
+    return f"{_name_percentile(served.bounded)} <= {show(facts.bound_s, 'duration')}"
 
 
-def _name(percentile: str) -> str:
+def _name_percentile(percentile: str) -> str:
     return f"p{100 * QUANTILES[percentile]:g}"
 
 
-def _highest(served: Served) -> Iterator[str]:
+def _describe_highest(served: Served) -> Iterator[str]:
     facts = served.facts[0]
     if not facts.bound_s:
         return
     bound = bound_of(served)
     if served.highest is None:
-        yield from _none(served, bound)
+        yield from _explain_no_rate(served, bound)
         return
     share = served.highest.value / served.capacity.value
     how = " Of the rates that were asked for the highest."
@@ -97,12 +102,12 @@ def _highest(served: Served) -> Iterator[str]:
     if any(f.searched and f.highest is None for f in served.facts):
         how = " The search ended early, so a higher rate may hold."
     yield (
-        f"{_rate(served.highest.value)} hold {bound}: {show(share, 'percentage')} of the "
-        f"{_rate(served.capacity.value)} that full batches of {facts.most} allow.{how}"
+        f"{_format_rate(served.highest.value)} hold {bound}: {show(share, 'percentage')} of the "
+        f"{_format_rate(served.capacity.value)} that full batches of {facts.most} allow.{how}"
     )
 
 
-def _none(served: Served, bound: str) -> Iterator[str]:
+def _explain_no_rate(served: Served, bound: str) -> Iterator[str]:
     facts, without = served.facts[0], served.by_round.count(0)
     once = any(t.step.verdict == judging.HOLDS for t in served.tried)
     if facts.searched and once:
@@ -112,8 +117,8 @@ def _none(served: Served, bound: str) -> Iterator[str]:
         yield f"{_nothing_holds(served, bound, once)}."
     if facts.lowest:
         yield (
-            f"Below {_rate(facts.lowest)} the --duration brings fewer than the {facts.least:,} requests that "
-            f"{_name(served.bounded)} needs, so no lower rate was tried; omit it."
+            f"Below {_format_rate(facts.lowest)} the --duration brings fewer than the {facts.least:,} requests that "
+            f"{_name_percentile(served.bounded)} needs, so no lower rate was tried; omit it."
         )
 
 
@@ -124,36 +129,38 @@ def _nothing_holds(served: Served, bound: str, once: bool) -> str:
     latency, lowest = max(found_there, key=lambda pair: pair[0].value if pair[0] else np.inf)
     if all(t.step.verdict == judging.TOO_FEW for t in served.tried):
         return f"Whether {bound} holds can't be said of {'these rates' if several else 'this rate'}"
-    name = _name(served.bounded)
-    place = f"{_rate(lowest.step.rate)}{', the lowest,' if several else ''}"
+    name = _name_percentile(served.bounded)
+    place = f"{_format_rate(lowest.step.rate)}{', the lowest,' if several else ''}"
     if lowest.step.verdict == judging.TOO_FEW:
         return f"Whether a rate that was tried holds {bound} can't be said: at {place} too few requests came"
-    found = f"{name} is {_duration(latency.value)}" if latency else f"{name} falls on requests without an answer"
+    found = f"{name} is {_format_duration(latency.value)}" if latency else f"{name} falls on requests without an answer"
     return f"No rate that was tried holds {bound}{' in every round' if once else ''}: at {place} {found}"
 
 
-def _there(served: Served) -> Iterator[str]:
+def _describe_waiting(served: Served) -> Iterator[str]:
     there = served.there
     if there is None:
         return
     queued, computed = there.queued, there.computed
     yield (
-        f"There a request waits {_duration(queued)} and is computed in {_duration(computed)} on average: "
+        f"There a request waits {_format_duration(queued)} and is computed in {_format_duration(computed)} on average: "
         f"{show(queued / (queued + computed), 'percentage')} of its time it waits; a batch has "
         f"{significant(there.mean_batch)} requests."
     )
     found = there.percentile(served.bounded)
     if found and np.isfinite(found.high) and found.high > there.facts.bound_s:
-        yield f"The interval of that {_name(served.bounded)} reaches beyond the bound; a longer --duration narrows it."
+        name = _name_percentile(served.bounded)
+        yield f"The interval of that {name} reaches beyond the bound; a longer --duration narrows it."
 
 
-def _unstable(served: Served) -> Iterator[str]:
+def _describe_unstable(served: Served) -> Iterator[str]:
     grown = [t for t in served.tried if t.step.unstable]
     if grown:
         lowest = min(grown, key=lambda t: t.step.rate)
         yield (
-            f"At {_rate(lowest.step.rate)} more requests come than are answered ({_rate(lowest.served)}): "
-            f"{lowest.backlog:,} waited at the end, and latency grows for as long as it lasts."
+            f"At {_format_rate(lowest.step.rate)} more requests come than are "
+            f"answered ({_format_rate(lowest.served)}): {lowest.backlog:,} waited at the end, "
+            "and latency grows for as long as it lasts."
         )
     if refused := sum(t.refused for t in served.tried):
         facts = served.facts[0]
@@ -161,7 +168,7 @@ def _unstable(served: Served) -> Iterator[str]:
         yield f"{counting(refused, 'request')} {' or '.join(why)} and count as beyond every bound."
 
 
-def _short(served: Served) -> Iterator[str]:
+def _describe_short(served: Served) -> Iterator[str]:
     short = [t for t in served.tried if t.count < stats.samples_for(served.facts[0].percentile)]
     if short:
         fewest = min(short, key=lambda t: t.count)
@@ -171,15 +178,15 @@ def _short(served: Served) -> Iterator[str]:
 def _too_short(tried: Tried, served: Served) -> str:
     least = stats.samples_for(served.facts[0].percentile)
     return (
-        f"{_rate(tried.step.rate)} came for too short a time: {counting(tried.count, 'request')}, and "
-        f"{_name(served.bounded)} needs {least:,}, so "
+        f"{_format_rate(tried.step.rate)} came for too short a time: {counting(tried.count, 'request')}, and "
+        f"{_name_percentile(served.bounded)} needs {least:,}, so "
         + (f"at least {least / tried.step.rate:,.0f} s; omit --duration" if not tried.facts.trace else "a longer trace")
     )
 
 
-def _duration(value: float) -> str:
+def _format_duration(value: float) -> str:
     return show(value, "duration")
 
 
-def _rate(value: float) -> str:
+def _format_rate(value: float) -> str:
     return f"{significant(value)} requests/s"

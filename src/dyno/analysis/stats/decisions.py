@@ -75,9 +75,9 @@ def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -
     """
     rule = rule or Rule()
     judged = [e for e in family if e is not None and not e.single]
-    steps = _holm([e.p_value / share(e.looked, rule.first) for e in judged])
-    decided = {id(e): _judged(e, rule, *step, len(judged)) for e, step in zip(judged, steps, strict=True)}
-    return [decided.get(id(e)) or _unjudged(e) for e in family]
+    steps = _apply_holm([e.p_value / share(e.looked, rule.first) for e in judged])
+    decided = {id(e): _judge_pair(e, rule, *step, len(judged)) for e, step in zip(judged, steps, strict=True)}
+    return [decided.get(id(e)) or _make_unjudged(e) for e in family]
 
 
 def speedup(own: Sequence[float], reference: Sequence[float], rule: Rule | None = None) -> Speedup:
@@ -90,13 +90,13 @@ def paired_speedup(logs: Sequence[float], rule: Rule | None = None) -> Speedup:
     return decide(paired(logs), rule)
 
 
-def _unjudged(e: Evidence | None) -> Speedup:
+def _make_unjudged(e: Evidence | None) -> Speedup:
     if e is None:
         return Speedup(math.nan, math.nan, math.nan, "")
     return Speedup(math.exp(e.difference), math.nan, math.nan, ONE_ROUND, e.measured, builds=e.builds)
 
 
-def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Speedup:
+def _judge_pair(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Speedup:
     """Judge a pair of `count` by its adjusted p-value and the level of its Holm step (0: not rejected)."""
     simultaneous = ALPHA / count
     spent = share(e.looked, rule.first) * (level or simultaneous)
@@ -110,10 +110,12 @@ def _judged(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Spee
     else:
         verdict, more = UNDECIDED, more_rounds(e, rule.reach, simultaneous, rule.first)
     ratio, unfiltered, rejected = math.exp(e.difference), math.exp(e.unfiltered), (e.rejected or 0) + e.disturbed
-    return Speedup(ratio, _exp(low), _exp(high), verdict, e.measured, p, more, e.builds, rejected, unfiltered)
+    return Speedup(
+        ratio, _compute_ratio(low), _compute_ratio(high), verdict, e.measured, p, more, e.builds, rejected, unfiltered
+    )
 
 
-def _holm(values: Sequence[float]) -> list[tuple[float, float]]:
+def _apply_holm(values: Sequence[float]) -> list[tuple[float, float]]:
     """Return for each p-value the level of the step that rejected it (0: none) and its adjusted value (Holm 1979)."""
     order = sorted(range(len(values)), key=lambda i: values[i])
     steps, adjusted = [(0.0, 1.0)] * len(values), 0.0
@@ -124,6 +126,6 @@ def _holm(values: Sequence[float]) -> list[tuple[float, float]]:
     return steps
 
 
-def _exp(log: float) -> float:
+def _compute_ratio(log: float) -> float:
     """Return the ratio of a log, capped: with few rounds a limit may be too large for a float."""
     return math.exp(min(log, 700.0))

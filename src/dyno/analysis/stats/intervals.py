@@ -55,12 +55,12 @@ def percentile_interval(samples: np.ndarray, q: float) -> Interval:
     n = len(x)
     if not n:
         return Interval(math.nan, math.nan, math.nan)
-    low, high = _ranks(n, q)
+    low, high = _find_ranks(n, q)
     return Interval(at(x, q), float(x[low - 1]) if low else math.nan, float(x[high - 1]) if high <= n else math.nan)
 
 
 @lru_cache(maxsize=1024)
-def _ranks(n: int, q: float) -> tuple[int, int]:
+def _find_ranks(n: int, q: float) -> tuple[int, int]:
     """Return the limits of a percentile as ranks among n ordered samples, counted from 1; 0 or n + 1: no limit."""
     from scipy.special import bdtr
 
@@ -107,7 +107,7 @@ def wilson(hits: int, count: int) -> Interval:
     """Compute a share of hits with Wilson's score interval (1927), which stays inside 0…1 and never has zero width."""
     if not count:
         return Interval(math.nan, math.nan, math.nan)
-    z2 = _z() ** 2
+    z2 = _compute_z() ** 2
     share = hits / count
     middle = (share + z2 / (2 * count)) / (1 + z2 / count)
     half = math.sqrt(z2 * (share * (1 - share) / count + z2 / (4 * count**2))) / (1 + z2 / count)
@@ -124,17 +124,17 @@ def paired_difference(gained: float, lost: float, count: float) -> Interval:
     """
     if not count:
         return Interval(math.nan, math.nan, math.nan)
-    z = _z()
+    z = _compute_z()
     value = (gained - lost) / count
     if not gained and not lost:
         bound = z * z / (count + z * z)
         return Interval(0.0, -bound, bound)
-    low = _solve(lambda d: _tango(gained, lost, count, d) - z, -1.0, value)
-    high = _solve(lambda d: _tango(gained, lost, count, d) + z, value, 1.0)
+    low = _find_root(lambda d: _compute_tango(gained, lost, count, d) - z, -1.0, value)
+    high = _find_root(lambda d: _compute_tango(gained, lost, count, d) + z, value, 1.0)
     return Interval(value, low, high)
 
 
-def _tango(gained: float, lost: float, count: float, difference: float) -> float:
+def _compute_tango(gained: float, lost: float, count: float, difference: float) -> float:
     """Compute the score statistic of the hypothesis that the shares differ by `difference`; it falls as that grows."""
     a = 2 * count
     b = -gained - lost + (2 * count - gained + lost) * difference
@@ -147,7 +147,7 @@ def _tango(gained: float, lost: float, count: float, difference: float) -> float
     return score / math.sqrt(variance)
 
 
-def _solve(falling: Callable[[float], float], low: float, high: float) -> float:
+def _find_root(falling: Callable[[float], float], low: float, high: float) -> float:
     """Find the root of a falling function by bisection to 1e-7, finer than any share of countable images."""
     while high - low > 1e-7:
         middle = (low + high) / 2
@@ -156,7 +156,7 @@ def _solve(falling: Callable[[float], float], low: float, high: float) -> float:
 
 
 @lru_cache
-def _z() -> float:
+def _compute_z() -> float:
     from scipy.special import ndtri
 
     return float(ndtri((1 + CONFIDENCE) / 2))

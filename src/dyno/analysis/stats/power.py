@@ -24,10 +24,10 @@ def more_rounds(evidence: Evidence, reach: float, level: float, first: int) -> i
     `first` as in `sequential.share`.
     """
 
-    def chance(more: int) -> float:
+    def compute_power(more: int) -> float:
         return power(evidence, evidence.rounds + more, reach, level, first)
 
-    return 1 + bisect_left(range(1, MOST_ROUNDS + 1), POWER, key=chance)
+    return 1 + bisect_left(range(1, MOST_ROUNDS + 1), POWER, key=compute_power)
 
 
 def power(evidence: Evidence, rounds: int, reach: float, level: float, first: int) -> float:
@@ -44,11 +44,11 @@ def power(evidence: Evidence, rounds: int, reach: float, level: float, first: in
     reserved = 0.0 if evidence.rejected is None else rejection.RESERVE
     wall = t_quantile(freedom, level * share(looked, first) * (1 - reserved))
 
-    def below(difference: float, limit: float) -> float:
+    def compute_chance(difference: float, limit: float) -> float:
         return float(nctdtr(freedom, min(FARTHEST, max(-FARTHEST, difference / error)), limit))
 
     away = abs(evidence.difference)
-    apart = 1 - below(away, wall)
+    apart = 1 - compute_chance(away, wall)
     if away >= reach or apart >= POWER:
         return apart
-    return min(1.0, apart + max(0.0, below(away - reach, -wall) - below(away + reach, wall)))
+    return min(1.0, apart + max(0.0, compute_chance(away - reach, -wall) - compute_chance(away + reach, wall)))

@@ -77,7 +77,7 @@ def _after_rejection(t: float, count: int, rejected: int) -> tuple[float, float]
     The factor is how much likelier a larger |t| is than by Student's t. It is interpolated between the table's values
     and, beyond them, towards Bonferroni's bound over the choices of rejected rounds, which it never exceeds.
     """
-    row = _table()[count if count <= TABLED else TABLED - (TABLED - count) % 2]
+    row = _read_table()[count if count <= TABLED else TABLED - (TABLED - count) % 2]
     chance, factors = row[min(rejected, len(row)) - 1]
     bound = math.comb(count, rejected) / chance
     known = np.log(GRID[: len(factors) + 1])
@@ -86,6 +86,6 @@ def _after_rejection(t: float, count: int, rejected: int) -> tuple[float, float]
 
 
 @lru_cache(maxsize=1)
-def _table() -> dict[int, list[tuple[float, list[float]]]]:
+def _read_table() -> dict[int, list[tuple[float, list[float]]]]:
     text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
     return {int(n): [(each["chance"], each["factors"]) for each in row] for n, row in json.loads(text).items()}

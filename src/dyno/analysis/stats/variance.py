@@ -53,24 +53,26 @@ def levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hashable] = ()
     sizes = [np.array([len(b) for b in each], np.float64) for each in logs]
     blocks = [np.array([b.mean() for b in each]) for each in logs]
     means = np.array([each.mean() for each in blocks])
-    samples = _pooled([b for each in logs for b in each])
+    samples = _pool_variance([b for each in logs for b in each])
     seen = [float((1 / n).mean()) for n in sizes]  # of a sample's variance, in a block's mean
     many = [i for i, each in enumerate(blocks) if len(each) > 1]
     weight = np.array([len(blocks[i]) - 1.0 for i in many])
     below = float(np.average([seen[i] for i in many], weights=weight)) if many else 0.0
-    between = max(0.0, _pooled([blocks[i] for i in many]) - samples * below)
+    between = max(0.0, _pool_variance([blocks[i] for i in many]) - samples * below)
     inside = float(np.mean([(between + samples * s) / len(b) for s, b in zip(seen, blocks, strict=True)]))
     groups = [means[[b == build for b in builds]] for build in dict.fromkeys(builds)]
     drawn = None
     if nested := len(groups) > 1 and min(map(len, groups)) > 1:
         centres = np.array([group.mean() for group in groups])
-        drawn = max(0.0, float(centres.var(ddof=1)) - _pooled(groups) * float(np.mean([1 / len(g) for g in groups])))
-    rounds = max(0.0, (_pooled(groups) if nested else float(means.var(ddof=1))) - inside)
+        drawn = max(
+            0.0, float(centres.var(ddof=1)) - _pool_variance(groups) * float(np.mean([1 / len(g) for g in groups]))
+        )
+    rounds = max(0.0, (_pool_variance(groups) if nested else float(means.var(ddof=1))) - inside)
     count = float(np.mean([len(each) for each in blocks]))
     return Levels(rounds, between, samples, (len(logs), count, float(np.mean(np.concatenate(sizes)))), drawn)
 
 
-def _pooled(groups: Sequence[np.ndarray]) -> float:
+def _pool_variance(groups: Sequence[np.ndarray]) -> float:
     """Return the variance within groups; 0 where no group has two values."""
     free = sum(len(g) - 1 for g in groups)
     return float(sum(((g - g.mean()) ** 2).sum() for g in groups)) / free if free else 0.0

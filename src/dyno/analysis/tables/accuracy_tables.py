@@ -28,11 +28,11 @@ DECISION = (
 )
 
 
-def _copied(run: RunData, row: Any, names: Iterable[str]) -> Row:
+def _copy_columns(run: RunData, row: Any, names: Iterable[str]) -> Row:
     return {"label": run.trials[row["trial"]].label, **{name: row[name] for name in names}}
 
 
-def _scored(kind: TableKind, run: RunData, labels: str) -> Table | None:
+def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | None:
     """Build rows of the trials with such labels: each metric with its interval, and the first metric's change."""
     rows: list[Row] = []
     shown: dict[str, Metric] = {}
@@ -42,7 +42,7 @@ def _scored(kind: TableKind, run: RunData, labels: str) -> Table | None:
             continue
         shown |= {metric.name: metric for metric, _ in scores}
         columns = [column.name for metric, _ in scores for column in metric.columns]
-        row = _copied(run, r, (*columns, *COPIED)) | {"of": scores[0][1].of}
+        row = _copy_columns(run, r, (*columns, *COPIED)) | {"of": scores[0][1].of}
         change = scores[0][0].change(t, reference) if reference is not None and reference is not t else None
         if isinstance(change, Paired):
             row |= {"gained": change.gained, "lost": change.lost}
@@ -54,15 +54,15 @@ def _scored(kind: TableKind, run: RunData, labels: str) -> Table | None:
     return kind.of((LABEL, OF, IMAGES, *(m.value_column for m in ordered), *PAIRED, *changes, *DECISION), rows)
 
 
-def _classification(run: RunData) -> Table | None:
-    return _scored(CLASSIFICATION, run, "classes")
+def _make_classification_table(run: RunData) -> Table | None:
+    return _make_score_table(CLASSIFICATION, run, "classes")
 
 
-def _detection(run: RunData) -> Table | None:
-    return _scored(DETECTION, run, "objects")
+def _make_detection_table(run: RunData) -> Table | None:
+    return _make_score_table(DETECTION, run, "objects")
 
 
-def _classes(run: RunData) -> Table | None:
+def _make_classes_table(run: RunData) -> Table | None:
     """Build rows of the classes: top-1 in each configuration, sorted from the first one's worst class."""
     shown = [(t, matrix) for t in confusion.chosen(run.records)[:MOST_COLUMNS] if (matrix := confusion.of(t))]
     if not shown or not metrics.measured(shown[0][0]):
@@ -96,8 +96,10 @@ def _average_precision(run: RunData) -> Table | None:
     return AVERAGE_PRECISION.of((Column("class", "of the objects", kind=TEXT), *columns), rows) if rows else None
 
 
-def _evaluation(run: RunData) -> Table | None:
-    rows = [_copied(run, r, EVALUATION_COPIED) for _, r in run.frame[run.frame["pipeline_ips"].notna()].iterrows()]
+def _make_evaluation_table(run: RunData) -> Table | None:
+    rows = [
+        _copy_columns(run, r, EVALUATION_COPIED) for _, r in run.frame[run.frame["pipeline_ips"].notna()].iterrows()
+    ]
     return EVALUATION.of(EVALUATION_COLUMNS, rows, notes=(EVALUATION_NOTE,)) if rows else None
 
 
@@ -105,7 +107,7 @@ CLASSIFICATION = TableKind(
     "classification",
     "Accuracy",
     "Top-1 and its like with intervals, what was gained and lost against the reference, and the budget's decision.",
-    _classification,
+    _make_classification_table,
     "no trial answered labelled images",
     "accuracy",
     1,
@@ -114,7 +116,7 @@ DETECTION = TableKind(
     "detection",
     "Accuracy of detection",
     "mAP with its interval, the change against the reference, and the budget's decision.",
-    _detection,
+    _make_detection_table,
     "no trial has a mAP",
     "accuracy",
     3,
@@ -123,7 +125,7 @@ CLASSES = TableKind(
     "classes",
     "Top-1 by class",
     "A row per class: top-1 of each configuration, and what the class is taken for.",
-    _classes,
+    _make_classes_table,
     "no trial answered labelled images",
     "accuracy",
     5,
@@ -157,7 +159,7 @@ EVALUATION = TableKind(
     "evaluation",
     "Evaluation",
     "Images per second of the whole evaluation, and the time of each stage.",
-    _evaluation,
+    _make_evaluation_table,
     "nothing was evaluated",
     "accuracy",
     2,

@@ -19,19 +19,19 @@ from dyno.worker.spec import UserError
 MOST_PAIRS = 300  # trials whose raw outputs are compared
 
 
-def _pairs(run: RunData) -> list[tuple[TrialResult, TrialResult]]:
+def _list_pairs(run: RunData) -> list[tuple[TrialResult, TrialResult]]:
     pairs = ((t, run.references.get(t.id)) for t in run.records if t.good)
     return [(t, other) for t, other in pairs if other is not None and other is not t][:MOST_PAIRS]
 
 
-def _agreement(run: RunData) -> Table:
-    compared = ((t, other, agreement.of(t, other)) for t, other in _pairs(run))
-    rows = [_row(t.label, other.configuration, result) for t, other, result in compared if result]
+def _make_agreement_table(run: RunData) -> Table:
+    compared = ((t, other, agreement.of(t, other)) for t, other in _list_pairs(run))
+    rows = [_make_row(t.label, other.configuration, result) for t, other, result in compared if result]
     return AGREEMENT.of(columns(RTOL, ATOL), rows)
 
 
-def _ranks(run: RunData) -> Table:
-    compared = ((t.label, agreement.ranks(t.answers, other.answers)) for t, other in _pairs(run))
+def _make_ranks_table(run: RunData) -> Table:
+    compared = ((t.label, agreement.ranks(t.answers, other.answers)) for t, other in _list_pairs(run))
     return ranks([(label, result) for label, result in compared if result])
 
 
@@ -42,17 +42,17 @@ def ranks(by_trial: Sequence[tuple[str, list[Rank]]]) -> Table:
         for name, own in by_trial
     ]
     longest = max((len(own) for _, own in by_trial), default=0)
-    return RANKS.of((NAME, *(_rank(n) for n in range(1, longest + 1))), rows)
+    return RANKS.of((NAME, *(_make_rank_column(n) for n in range(1, longest + 1))), rows)
 
 
-def _rank(number: int) -> Column:
+def _make_rank_column(number: int) -> Column:
     name = f"rank_{number}"
 
-    def cell(row: Row) -> str:
+    def format_cell(row: Row) -> str:
         return f"{significant(row['mae'][number], 2)} / {row[name]:.2f} %" if name in row else ""
 
     meaning = "share of inputs whose class at that rank differs; printed behind the mean absolute error of the score"
-    return Column(name, meaning, "%", PERCENT, f"rank {number}", cell=cell)
+    return Column(name, meaning, "%", PERCENT, f"rank {number}", cell=format_cell)
 
 
 def compare(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, Table, list[str]]:
@@ -65,31 +65,34 @@ def compare(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, T
     """
     trials = [trial for run in runs for trial in run]
     good = [t for t in trials if t.good]
-    failed = [f"{_name(t)}: {t.status}, {t.reason}" for t in trials if not t.good]
+    failed = [f"{_name_trial(t)}: {t.status}, {t.reason}" for t in trials if not t.good]
     if len(good) < 2:
         raise UserError("agreement needs two configurations that run" + (f"; {failed[0]}" if failed else ""))
     reference, *others = good
     for t in others:
         if t.batch == reference.batch and other_inputs(t, reference):
             raise UserError(
-                f"{_name(t)} was fed other inputs than {_name(reference)}, so their outputs can't be compared; "
-                "give both the same: --input NAME=LOW..HIGH or --input FILE.npz, and for images --mean and --std"
+                f"{_name_trial(t)} was fed other inputs than {_name_trial(reference)}, so their outputs can't be "
+                "compared; give both the same: --input NAME=LOW..HIGH or --input FILE.npz, "
+                "and for images --mean and --std"
             )
-    rows = [_row(_name(t), _name(reference), agreement.compare(t, reference, rtol, atol)) for t in others]
-    by_trial = [(_name(t), agreement.ranks(t.answers, reference.answers)) for t in others]
+    rows = [
+        _make_row(_name_trial(t), _name_trial(reference), agreement.compare(t, reference, rtol, atol)) for t in others
+    ]
+    by_trial = [(_name_trial(t), agreement.ranks(t.answers, reference.answers)) for t in others]
     notes = (
-        f"against {_name(reference)}: {rows[0]['inputs']} inputs; close is |a - b| <= {atol:g} + {rtol:g} |b|",
+        f"against {_name_trial(reference)}: {rows[0]['inputs']} inputs; close is |a - b| <= {atol:g} + {rtol:g} |b|",
         *(f"no outputs from {line}" for line in failed),
     )
     table = AGREEMENT.of(columns(rtol, atol), rows, notes=notes)
     return table, ranks([(name, trial_ranks) for name, trial_ranks in by_trial if trial_ranks]), failed
 
 
-def _name(trial: TrialResult) -> str:
+def _name_trial(trial: TrialResult) -> str:
     return f"{trial.model} {trial.configuration}"
 
 
-def _row(name: str, reference: str, result: Agreement) -> dict[str, Any]:
+def _make_row(name: str, reference: str, result: Agreement) -> dict[str, Any]:
     return {
         "trial": name, "reference": reference, "inputs": result.samples, "values": result.count, "close": result.close,
         "max_abs": result.max_abs, "mean_abs": result.mean_abs, "max_rel": result.max_rel,
@@ -124,7 +127,7 @@ AGREEMENT = TableKind(
     "agreement",
     "Outputs against the reference",
     "A row per trial: share of output values close to the reference's, and the errors.",
-    _agreement,
+    _make_agreement_table,
     "no two trials left outputs to compare",
     "accuracy",
     6,
@@ -133,7 +136,7 @@ RANKS = TableKind(
     "ranks",
     "Ranks: mean absolute error of the score / inputs whose class at that rank differs",
     "A row per classifier: how the first ten ranks differ from the reference's.",
-    _ranks,
+    _make_ranks_table,
     "no two trials left a classifier's answers",
     "accuracy",
     7,

@@ -53,8 +53,8 @@ class BreakEven:
         if self.extra <= 0:
             return UNPROVEN if math.isinf(self.high) else AT_ONCE  # without a gain there is nothing to pay off
         if math.isinf(self.high):
-            return f"{_count(self.images)} images, or never"
-        return f"{_count(self.images)} images{limits(self.low, self.high, _count)}"
+            return f"{_format_count(self.images)} images, or never"
+        return f"{_format_count(self.images)} images{limits(self.low, self.high, _format_count)}"
 
 
 def against(row: pd.Series, trial: TrialResult, reference: TrialResult) -> BreakEven | None:
@@ -66,19 +66,19 @@ def against(row: pd.Series, trial: TrialResult, reference: TrialResult) -> Break
     boundary, clock = str(row["boundary"]), str(row["clock"])
     costs = [m / trial.batch for m in trial.medians(boundary, clock)]
     reference_costs = [m / reference.batch for m in reference.medians(boundary, clock)]
-    speedup = _speedup(row, trial, reference) or stats.speedup(costs, reference_costs)
+    speedup = _find_speedup(row, trial, reference) or stats.speedup(costs, reference_costs)
     if math.isnan(speedup.value):
         return None
     seconds = stats.center(reference_costs).value
     extra = (build_seconds(trial) or 0.0) - (build_seconds(reference) or 0.0)
-    low, high = _images(extra, seconds, speedup.low), _images(extra, seconds, speedup.high)
+    low, high = _count_images(extra, seconds, speedup.low), _count_images(extra, seconds, speedup.high)
     gain = seconds * (1 - 1 / speedup.value)
     if speedup.value <= 1:
         return BreakEven(extra, gain, None, math.nan, math.inf if speedup.high > 1 else math.nan)
-    return BreakEven(extra, gain, _images(extra, seconds, speedup.value), high, low)
+    return BreakEven(extra, gain, _count_images(extra, seconds, speedup.value), high, low)
 
 
-def _speedup(row: pd.Series, trial: TrialResult, reference: TrialResult) -> stats.Interval | None:
+def _find_speedup(row: pd.Series, trial: TrialResult, reference: TrialResult) -> stats.Interval | None:
     """Return the row's own speed-up where it is against that reference, so that it agrees with the verdict.
 
     Otherwise compute it; None where the batches differ: the comparison is per image, not per batch.
@@ -90,7 +90,7 @@ def _speedup(row: pd.Series, trial: TrialResult, reference: TrialResult) -> stat
     return speedups.speedup(trial, reference, str(row["boundary"]), str(row["clock"]))
 
 
-def _images(extra: float, seconds: float, speedup: float) -> float:
+def _count_images(extra: float, seconds: float, speedup: float) -> float:
     if math.isnan(speedup):
         return math.nan
     return max(0.0, extra) / (seconds * (1 - 1 / speedup)) if speedup > 1 else math.inf
@@ -118,11 +118,11 @@ def _break_even(run: RunData) -> Table:
         if reference is None or row["verdict"] == REFERENCE or str(row["verdict"]).startswith(INCOMPARABLE):
             continue
         if (payoff := against(row, run.trials[row["trial"]], reference)) is not None:
-            rows.append(_row(row, run.trials[row["trial"]], payoff))
+            rows.append(_make_row(row, run.trials[row["trial"]], payoff))
     return BREAK_EVEN.of(COLUMNS, rows, notes=(NOTE,), group=("model", "size", "batch"), printed=PRINTED)
 
 
-def _row(row: pd.Series, t: TrialResult, payoff: BreakEven) -> dict[str, Any]:
+def _make_row(row: pd.Series, t: TrialResult, payoff: BreakEven) -> dict[str, Any]:
     copied = {name: row[name] for name in (*IDENTITY, "trial", "reference", "speedup", "speedup_low", "speedup_high")}
     return copied | parts(t) | {
         "prepare_s": build_seconds(t) or 0.0, "extra_s": payoff.extra, "gain_us_per_image": 1e6 * payoff.gain,
@@ -131,7 +131,7 @@ def _row(row: pd.Series, t: TrialResult, payoff: BreakEven) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _count(value: float) -> str:
+def _format_count(value: float) -> str:
     return significant(value, 2)
 
 

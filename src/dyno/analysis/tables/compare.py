@@ -107,7 +107,7 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
     rules = rules or Rules()
     if not any(x.good for x, _ in pairs(a, b)):
         raise UserError(_why_nothing(a, b, pairs(a, b)))
-    table = _table(a, b, rules, (_checked(a), _checked(b)))
+    table = _make_table(a, b, rules, (_check_outputs(a), _check_outputs(b)))
     refused = [r["verdict"] for r in table.rows if r["verdict"].startswith(INCOMPARABLE)]
     if len(refused) == len(table.rows):
         reason = Counter(verdict.partition(": ")[2] for verdict in refused).most_common(1)[0][0]
@@ -123,31 +123,31 @@ def of_sides(run: Results, rules: Rules) -> Table:
     a, b = (replace(run, trials=[t for t in run if t.side == side]) for side in "ab")
     if not pairs(a, b):
         raise UserError(f"{run.folder} holds no comparison; give two run folders, or a run and a model")
-    return _table(a, b, rules, ({}, {} if rules.any_outputs else _checked(run)))
+    return _make_table(a, b, rules, ({}, {} if rules.any_outputs else _check_outputs(run)))
 
 
-def _table(a: Results, b: Results, rules: Rules, checked: tuple[Checked, Checked]) -> Table:
+def _make_table(a: Results, b: Results, rules: Rules, checked: tuple[Checked, Checked]) -> Table:
     shared = pairs(a, b)
     elsewhere = other_machine(a, b)
     outputs = [(checked[0].get(x.id, ""), checked[1].get(y.id, "")) for x, y in shared]
-    speeds = _speeds(shared, outputs, rules.tolerance)
-    rows = [_gated(row(x, y, rules, both, speed), x, y, rules, elsewhere)
+    speeds = _compare_speeds(shared, outputs, rules.tolerance)
+    rows = [_apply_gate(row(x, y, rules, both, speed), x, y, rules, elsewhere)
             for (x, y), both, speed in zip(shared, outputs, speeds, strict=True)]  # fmt: skip
     refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
     left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
     several = ("device",) if len({r["device"] for r in rows}) > 1 else ()
-    return COMPARE.of(COLUMNS, rows, notes=(*_notes(a, b, shared), *left_out), printed=PRINTED,
+    return COMPARE.of(COLUMNS, rows, notes=(*_find_notes(a, b, shared), *left_out), printed=PRINTED,
                       group=("model", "size", "batch", *several), below=trial_table.below)  # fmt: skip
 
 
 def other_machine(a: Results, b: Results) -> str:
     """Return the facts that distinguish the machines of two runs, "" where it seems to be the same."""
-    before, now = _flat(a.environment), _flat(b.environment)
+    before, now = _flatten_values(a.environment), _flatten_values(b.environment)
     changed = [n for n in MACHINE if before.get(n) and now.get(n) and before[n] != now[n]]
     return "; ".join(f"{n} {before[n]} against {now[n]}" for n in changed)
 
 
-def _gated(row: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, elsewhere: str) -> dict[str, Any]:
+def _apply_gate(row: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, elsewhere: str) -> dict[str, Any]:
     """Return the row with the gate's decision, and the reason where that is undecided."""
     high = row["ratio_high"]
     if not rules.gate or STATUS in row["failed"]:
@@ -171,7 +171,7 @@ def _gated(row: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, el
     return row | {"failed": ", ".join(failed), "undecided": reason}
 
 
-def _checked(run: Results) -> Checked:
+def _check_outputs(run: Results) -> Checked:
     """Return how each trial's outputs compare with its run's reference: AGREE, the verdict of wrong outputs, or ""."""
     try:
         rows = trial_table.read(run).frame.to_dict("records")
@@ -191,7 +191,7 @@ def pairs(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]:
     left, right = (_by_name(t for t in run if not (t.id in ids and t.id in own_ids)) for run in (a, b))
     matched = []
     for t in a:
-        name = _name(t)
+        name = _name_trial(t)
         if t.id in ids:
             matched.append((t, ids[t.id]))
         elif len(left[name]) == len(right[name]) == 1:
@@ -202,11 +202,11 @@ def pairs(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]:
 def _by_name(trials: Iterator[TrialResult]) -> Mapping[str, list[TrialResult]]:
     by_name: dict[str, list[TrialResult]] = defaultdict(list)
     for t in trials:
-        by_name[_name(t)].append(t)
+        by_name[_name_trial(t)].append(t)
     return by_name
 
 
-def _name(t: TrialResult) -> str:
+def _name_trial(t: TrialResult) -> str:
     return json.dumps([t.pair or t.configuration, t.group, t.spec["dims"].get("shapes")], sort_keys=True)
 
 
@@ -226,7 +226,8 @@ def row(
 ) -> dict[str, Any]:
     """Compare one trial of B with the same of A, as a dict of COLUMNS; columns that don't apply are "", None or NaN.
 
-    `checked` has the entries of `_checked` for A and for B, `speed` the columns of `_speeds` for the pair.
+    `checked` has the entries of `_check_outputs` for A and for B, `speed` the columns of `_compare_speeds` for
+    the pair.
     """
     own = trial_table.row(b, trial_table.Comparison(None))
     columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
@@ -238,17 +239,17 @@ def row(
     columns |= {"status_a": a.status, "trial_a": a.id, "trial_b": b.id, **rounds}
     if reason := refusal(a, b):
         return columns | {"verdict": f"{INCOMPARABLE}: {reason}"}
-    columns |= speed | _accuracy(a, b) | _agreement(a, b, rules) | _outputs(*checked)
-    columns["failed"] = ", ".join(c for c in rules.fail_on if _fails(c, columns, rules, bool(a.good and b.good)))
+    columns |= speed | _compare_accuracy(a, b) | _compare_values(a, b, rules) | _compare_outputs(*checked)
+    columns["failed"] = ", ".join(c for c in rules.fail_on if _has_failed(c, columns, rules, bool(a.good and b.good)))
     return columns
 
 
 def refusal(a: TrialResult, b: TrialResult) -> str:
     """Return the reason why two trials can't be compared (different weights, data, inputs or boundaries), or ""."""
     weights = [t.facts.weights_sha256 for t in (a, b)]
-    if not (all(weights) or a.side) and _weights(a) != _weights(b):
+    if not (all(weights) or a.side) and _identify_weights(a) != _identify_weights(b):
         return OTHER_WEIGHTS
-    data = [(d.get("sha256"), d.get("split") if d.get("sha256") else d.get("seed")) for d in _data(a, b)]
+    data = [(d.get("sha256"), d.get("split") if d.get("sha256") else d.get("seed")) for d in _list_data(a, b)]
     if data[0] != data[1]:
         aside = [accuracy.set_aside(t) for t in (a, b)]
         if a.good and b.good and aside[0] != aside[1] and accuracy.same_photographs(a, b):
@@ -263,7 +264,7 @@ def refusal(a: TrialResult, b: TrialResult) -> str:
     return ""
 
 
-def _weights(t: TrialResult) -> str:
+def _identify_weights(t: TrialResult) -> str:
     """Return an identifier of the weights before a run: a checkpoint's or file's content, or how they are drawn."""
     model = t.spec["model"]
     content = model.get("source_sha256") if str(model.get("source")).startswith("file:") else ""
@@ -271,11 +272,11 @@ def _weights(t: TrialResult) -> str:
     return str(model.get("weights_sha256") or content or drawn)
 
 
-def _data(*trials: TrialResult) -> list[dict[str, Any]]:
+def _list_data(*trials: TrialResult) -> list[dict[str, Any]]:
     return [t.spec.get("data") or {} for t in trials]
 
 
-def _speeds(
+def _compare_speeds(
     shared: Sequence[tuple[TrialResult, TrialResult]], checked: Sequence[tuple[str, str]], tolerance: float
 ) -> list[dict[str, Any]]:
     """Return the columns on speed of each pair: those that may be compared are judged as one family."""
@@ -298,19 +299,19 @@ def _speeds(
     for row, e, s in zip(rows, family, stats.decide_family(family, stats.Rule(tolerance)), strict=True):
         if e is not None:
             row |= {"ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "p_value": s.p,
-                    "verdict": _verdict(s, tolerance), "measured": s.measured}  # fmt: skip
+                    "verdict": _choose_verdict(s, tolerance), "measured": s.measured}  # fmt: skip
             row["smallest"] = 100 * smallest_slowdown(e.error, e.freedom, stats.ALPHA / max(count, 1), tolerance)
     return rows
 
 
-def _verdict(s: stats.Speedup, tolerance: float) -> str:
+def _choose_verdict(s: stats.Speedup, tolerance: float) -> str:
     """Return the verdict on B by A's speed-up over it."""
     if s.verdict == stats.FASTER:
         return stats.SLOWER if s.low > 1 + tolerance else TOLERATED
     return stats.FASTER if s.verdict == stats.SLOWER else s.verdict
 
 
-def _outputs(a: str, b: str) -> dict[str, Any]:
+def _compare_outputs(a: str, b: str) -> dict[str, Any]:
     """Return the columns on outputs: a row with wrong outputs is neither faster nor slower."""
     columns: dict[str, Any] = {"outputs_a": a.partition(":")[0], "outputs": b.partition(":")[0]}
     if WRONG not in columns.values():
@@ -318,7 +319,7 @@ def _outputs(a: str, b: str) -> dict[str, Any]:
     return columns | {"verdict": b if columns["outputs"] == WRONG else f"{WRONG} in A: {a.partition(': ')[2]}"}
 
 
-def _accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
+def _compare_accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
     """Return the columns of each metric that both have, and whether B is less accurate by the first one."""
     columns: dict[str, Any] = {}
     before = {metric.name: value for metric, value in metrics.measured(a)}
@@ -336,12 +337,12 @@ def _accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
     return columns
 
 
-def _agreement(a: TrialResult, b: TrialResult, rules: Rules) -> dict[str, Any]:
+def _compare_values(a: TrialResult, b: TrialResult, rules: Rules) -> dict[str, Any]:
     result = agreement.of(b, a, rules.rtol, rules.atol)
     return {} if result is None else {"close": result.close, "max_abs": result.max_abs}
 
 
-def _fails(condition: str, r: Row, rules: Rules, both_ran: bool) -> bool:
+def _has_failed(condition: str, r: Row, rules: Rules, both_ran: bool) -> bool:
     if condition == STATUS:
         return bool(r["status_a"] == "ok" and r["status"] != "ok")
     if condition == SLOWER:
@@ -354,13 +355,13 @@ def _fails(condition: str, r: Row, rules: Rules, both_ran: bool) -> bool:
     return both_ran and not (r.get("close") or 0.0) >= rules.least
 
 
-def _notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> Iterator[str]:
+def _find_notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> Iterator[str]:
     """Yield notes on possible explanations of the differences."""
-    changed = dict(_differences(a.environment, b.environment))
+    changed = dict(_find_differences(a.environment, b.environment))
     for x, y in shared:
         if x.good and y.good:
-            changed |= _differences(x.good[0].record.system, y.good[0].record.system)
-            changed |= _differences({"threads": x.facts.threads}, {"threads": y.facts.threads})
+            changed |= _find_differences(x.good[0].record.system, y.good[0].record.system)
+            changed |= _find_differences({"threads": x.facts.threads}, {"threads": y.facts.threads})
     if changed and a.folder != b.folder:
         differences = [f"{name} {before} against {after}" for name, (before, after) in changed.items()]
         rest = [f"{len(differences) - LONGEST} more"] if len(differences) > LONGEST else []
@@ -376,18 +377,18 @@ def _notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]
     yield from (*a.problems, *b.problems)
 
 
-def _differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
-    left, right = _flat(a), _flat(b)
+def _find_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    left, right = _flatten_values(a), _flatten_values(b)
     names = [n for n in dict.fromkeys((*left, *right)) if n not in VOLATILE and left.get(n) != right.get(n)]
     return {n: (left.get(n, "none"), right.get(n, "none")) for n in names}
 
 
-def _flat(values: Mapping[str, Any]) -> dict[str, str]:
+def _flatten_values(values: Mapping[str, Any]) -> dict[str, str]:
     """Flatten nested tables by their innermost name, everything as one line of text; unknown values are left out."""
     flat: dict[str, str] = {}
     for name, value in values.items():
         if isinstance(value, Mapping):
-            flat |= _flat(value)
+            flat |= _flatten_values(value)
         elif value not in (None, "", []):
             flat[name] = plain(" ".join(map(str, value)) if isinstance(value, list) else value)
     return flat

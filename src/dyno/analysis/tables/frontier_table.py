@@ -26,12 +26,12 @@ NOTE = (
 )
 
 
-def _frontier(run: RunData) -> Table:
-    rows = [row for ranking in rankings(run) for row in _rows(ranking)]
+def _make_frontier_table(run: RunData) -> Table:
+    rows = [row for ranking in rankings(run) for row in _iter_rows(ranking)]
     return FRONTIER.of(COLUMNS, rows, notes=(NOTE,), group=("model", "device"), printed=PRINTED)
 
 
-def _rows(ranking: Ranking) -> Iterator[dict[str, Any]]:
+def _iter_rows(ranking: Ranking) -> Iterator[dict[str, Any]]:
     metric = ranking.metric
     if metric.column not in ranking.group:
         return
@@ -43,10 +43,10 @@ def _rows(ranking: Ranking) -> Iterator[dict[str, Any]]:
     chosen = ranking.group[ranking.group["trial"].isin(set().union(*ids_on.values()))]
     for _, row in chosen.sort_values(["batch", LATENCY], kind="stable").iterrows():
         where = [name for name, ids in ids_on.items() if row["trial"] in ids]
-        yield _row(row, metric, " and ".join(where))
+        yield _make_row(row, metric, " and ".join(where))
 
 
-def _row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
+def _make_row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
     low, high = metric.interval(row)
     change_low, change, change_high = metric.change_in(row)
     copied = {name: row[name] for name in (*IDENTITY, "trial", *SPEEDS, "budget", "more_images")}
@@ -73,7 +73,7 @@ FRONTIER = TableKind(
     "frontier",
     "Frontier",
     "The trials that no other beats in both accuracy and speed, fastest first.",
-    _frontier,
+    _make_frontier_table,
     "no frontier: no trial has both an accuracy and a speed; give labelled images with --data",
     section="tables",
     place=3,

@@ -20,7 +20,7 @@ ENDS = {"value": "", "low": "_low", "high": "_high"}  # of an interval, behind a
 STOPPED = {"interval": "narrow enough", "seconds": "time was up", "samples": "enough samples"}
 
 
-def _gpu(run: RunData) -> Table:
+def _make_gpu_table(run: RunData) -> Table:
     note = "While timing; memory and temperature are of the whole job, memory the peak less what was used before."
     rows = [_gpu_row(t, t.gpu) for t in run.records if t.gpu is not None]
     return GPU.of(GPU_COLUMNS, rows, notes=(note,))
@@ -36,7 +36,7 @@ def _gpu_row(t: TrialResult, summary: Summary) -> Row:
     }  # fmt: skip
 
 
-def _rounds(run: RunData) -> Table:
+def _make_rounds_table(run: RunData) -> Table:
     rows = [row for t in run.records for row in rounds_of(t)]
     return ROUNDS.of(ROUND_COLUMNS, rows, group=("label",), below=doubts)
 
@@ -50,13 +50,13 @@ def rounds_of(t: TrialResult) -> list[Row]:
     """Return a row for each round, boundary and clock that was timed; rounds are numbered from 1."""
     return [
         {"label": t.label, "trial": t.id, "round": r.number + 1, "status": r.status, "boundary": boundary,
-         "clock": clock, **_sampling(r, boundary, clock)}
+         "clock": clock, **_make_sampling_cells(r, boundary, clock)}
         for r in t.rounds for boundary in LATENCIES for clock in (GPU_CLOCK, HOST)
         if r.measurement("latency", boundary, clock)
     ]  # fmt: skip
 
 
-def _sampling(r: Round, boundary: str, clock: str) -> Row:
+def _make_sampling_cells(r: Round, boundary: str, clock: str) -> Row:
     samples = r.samples("latency", boundary, clock)
     measured = r.measurement("latency", boundary, clock)
     stopped = measured.stopped if measured else ""
@@ -70,14 +70,14 @@ def _sampling(r: Round, boundary: str, clock: str) -> Row:
                            interval.high, "mean_s": s.mean, "max_s": s.max}  # fmt: skip
 
 
-def _duration(name: str, digits: int = 3) -> Column:
-    def cell(row: Row) -> str:
+def _make_duration_column(name: str, digits: int = 3) -> Column:
+    def format_cell(row: Row) -> str:
         return show(row.get(name), "duration", digits)
 
-    return Column(name, "of the samples", "s", title=name.removesuffix("_s"), cell=cell)
+    return Column(name, "of the samples", "s", title=name.removesuffix("_s"), cell=format_cell)
 
 
-def _interval(row: Row) -> str:
+def _format_interval(row: Row) -> str:
     low, high = row.get("median_s_low"), row.get("median_s_high")
     if low is None or high is None or missing(low):
         return ""
@@ -88,10 +88,10 @@ def _interval(row: Row) -> str:
     )
 
 
-def _percentile(name: str) -> tuple[Column, ...]:
+def _make_percentile_columns(name: str) -> tuple[Column, ...]:
     """Return columns of a percentile of a round's samples, and of the limits of its exact interval, printed with it."""
 
-    def cell(row: Row) -> str:
+    def format_cell(row: Row) -> str:
         value, low, high = (row.get(f"{name}_s{end}", math.nan) for end in ENDS.values())
         if missing(value):
             return ""
@@ -99,7 +99,7 @@ def _percentile(name: str) -> tuple[Column, ...]:
             return parenthesised(show(value, "duration"), True)
         return show(value, "duration") + limits(low, high, lambda v: show(v, "duration"))
 
-    column = Column(f"{name}_s", "of the samples, with its exact interval", "s", title=name, cell=cell)
+    column = Column(f"{name}_s", "of the samples, with its exact interval", "s", title=name, cell=format_cell)
     ends = (("_low", "lower"), ("_high", "upper"))
     return column, *(
         Column(f"{name}_s{end}", f"{words} limit of its 95 % interval", "s", cell=lambda _: "") for end, words in ends
@@ -123,7 +123,7 @@ GPU = TableKind(
     "gpu",
     "GPU",
     "A row per trial on a GPU: memory, utilisation, clocks, power, throttling, and time outside the GPU's work.",
-    _gpu,
+    _make_gpu_table,
     "no trial ran on a GPU",
     "tables",
     5,
@@ -136,20 +136,22 @@ ROUND_COLUMNS = (
     Column("boundary", "model or all", kind=TEXT),
     Column("clock", "gpu or host", kind=TEXT),
     Column("samples", "after the warm-up", kind=COUNT),
-    _duration("median_s", 4),
-    Column("median_s_low", "lower limit of the median's 95 % interval", "s", title="95 % interval", cell=_interval),
+    _make_duration_column("median_s", 4),
+    Column(
+        "median_s_low", "lower limit of the median's 95 % interval", "s", title="95 % interval", cell=_format_interval
+    ),
     Column("median_s_high", "upper limit of it", "s", cell=lambda _: ""),
-    _duration("mean_s"),
-    *_percentile("p90"),
-    *_percentile("p95"),
-    *_percentile("p99"),
-    _duration("max_s"),
+    _make_duration_column("mean_s"),
+    *_make_percentile_columns("p90"),
+    *_make_percentile_columns("p95"),
+    *_make_percentile_columns("p99"),
+    _make_duration_column("max_s"),
     Column("ended", "why sampling ended", kind=TEXT, title="ended because"),
 )
 ROUNDS = TableKind(
     "rounds",
     "Rounds",
     "A row per trial, round, boundary and clock: samples, median with its interval, and why sampling ended.",
-    _rounds,
+    _make_rounds_table,
     "nothing was timed",
 )

@@ -46,13 +46,17 @@ def pivot(
     )
     counts = rows.groupby("configuration", sort=False)[list(columns.values())].count().sum(axis=1) > 0
     refused = rows.groupby("configuration", sort=False)["status"].agg(lambda s: set(s) <= {"ok", "skipped"})
-    configurations = sorted((name for name in counts.index if counts[name] or not refused[name]), key=_order(rows))
+    configurations = sorted(
+        (name for name in counts.index if counts[name] or not refused[name]), key=_make_sort_key(rows)
+    )
     pivoted: list[Row] = []
     for statistic, column in columns.items():
         for key, group in rows.groupby(list(KEYS), sort=False):
             values = dict(zip(group["configuration"], group[column], strict=True))
             names = list(group["configuration"])
-            instead = {name: _instead(r, statistic) for name, (_, r) in zip(names, group.iterrows(), strict=True)}
+            instead = {
+                name: _choose_substitute(r, statistic) for name, (_, r) in zip(names, group.iterrows(), strict=True)
+            }
             counted = zip(names, group[samples], strict=True) if samples else ()
             doubts = {name for name, count in counted if few(statistic, count)}
             row = {"statistic": statistic, **dict(zip(KEYS, key, strict=True)), "instead": instead, "few": doubts}
@@ -60,28 +64,31 @@ def pivot(
     columns_ = (
         STATISTIC,
         *pick(*KEYS),
-        *(Column(name, "of this configuration", kind=shown, cell=_cell(name, shown)) for name in configurations),
+        *(
+            Column(name, "of this configuration", kind=shown, cell=_make_formatter(name, shown))
+            for name in configurations
+        ),
     )
-    return kind.of(columns_, pivoted, group=("statistic",), notes=_left_out(rows, configurations), below=_doubts)
+    return kind.of(columns_, pivoted, group=("statistic",), notes=_left_out(rows, configurations), below=_find_doubts)
 
 
-def _doubts(rows: list[Row]) -> list[str]:
+def _find_doubts(rows: list[Row]) -> list[str]:
     return [FEW] if any(row["few"] for row in rows) else []
 
 
-def _cell(name: str, kind: str) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
+def _make_formatter(name: str, kind: str) -> Callable[[Row], str]:
+    def format_cell(row: Row) -> str:
         instead: str = row["instead"].get(name, "")
-        return instead or ("" if missing(row[name]) else _number(row, name, kind))
+        return instead or ("" if missing(row[name]) else _format_number(row, name, kind))
 
-    return cell
+    return format_cell
 
 
-def _number(row: Row, name: str, kind: str) -> str:
+def _format_number(row: Row, name: str, kind: str) -> str:
     return parenthesised(SHOWN[kind](row[name]), name in row["few"])
 
 
-def _instead(row: pd.Series, statistic: str) -> str:
+def _choose_substitute(row: pd.Series, statistic: str) -> str:
     """Return the text in place of a number: the trial's status, or the useful limit of an interval that is wide."""
     low, high = row["speedup_low"], row["speedup_high"]
     if statistic in LIMITS and not missing(low) and not bounded(low, high):
@@ -89,7 +96,7 @@ def _instead(row: pd.Series, statistic: str) -> str:
     return str(row["status"]) if row["status"] != "ok" else ""
 
 
-def _order(rows: pd.DataFrame) -> Callable[[str], tuple[bool, int]]:
+def _make_sort_key(rows: pd.DataFrame) -> Callable[[str], tuple[bool, int]]:
     """Return the sort key of the columns: PyTorch first, then as in the run."""
     names = list(dict.fromkeys(rows["configuration"]))
     return lambda name: (not name.startswith("pytorch"), names.index(name))
@@ -102,31 +109,31 @@ def _left_out(rows: pd.DataFrame, configurations: list[str]) -> tuple[str, ...]:
     return tuple(f"{r['configuration']} was skipped: {r['reason']}" for _, r in refused.iterrows())
 
 
-def _latency(kind: str, boundary: str) -> Callable[[RunData], Table | None]:
+def _bind_latency(kind: str, boundary: str) -> Callable[[RunData], Table | None]:
     columns = {name: f"latency_{boundary}_ms_{column}" for name, column in NAMES.items()}
     return lambda run: pivot(PIVOTS[kind], run, columns, samples=f"samples_{boundary}")
 
 
-def _throughput(run: RunData) -> Table | None:
+def _make_throughput_table(run: RunData) -> Table | None:
     rates = {"throughput, images/s": "throughput_ips", "FPS, one batch after another": "fps"}
     return pivot(THROUGHPUT, run, rates, fps=fps(run.frame))
 
 
-def _speedup(run: RunData) -> Table | None:
+def _make_speedup_table(run: RunData) -> Table | None:
     ratio = {"times as fast": "speedup", LIMITS[0]: "speedup_low", LIMITS[1]: "speedup_high"}
     return pivot(SPEEDUP, run, ratio, PERCENT)
 
 
-def _accuracy(run: RunData) -> Table | None:
+def _make_accuracy_table(run: RunData) -> Table | None:
     shares = {f"{metric.label}, %": metric.column for metric in metrics.known().values()}
     return pivot(ACCURACY, run, shares, PERCENT)
 
 
-def _equality(run: RunData) -> Table | None:
-    return pivot(EQUALITY, run, {"values, %": "equal"}, PERCENT, equal=_equal(run))
+def _make_equality_table(run: RunData) -> Table | None:
+    return pivot(EQUALITY, run, {"values, %": "equal"}, PERCENT, equal=_compute_equal(run))
 
 
-def _equal(run: RunData) -> list[float | None]:
+def _compute_equal(run: RunData) -> list[float | None]:
     """Return the percentage of output values that agree with the reference's, for each row of the frame."""
     shares: list[float | None] = []
     for index, name in enumerate(run.frame["trial"]):
@@ -137,54 +144,62 @@ def _equal(run: RunData) -> list[float | None]:
     return shares
 
 
-def _layers(run: RunData) -> Table | None:
+def _make_layers_table(run: RunData) -> Table | None:
     return pivot(LAYERS, run, {"file, MB": "size_mb", "layers": "layers", "parameters": "parameters"}, COUNT)
 
 
-def _memory(run: RunData) -> Table | None:
+def _make_memory_table(run: RunData) -> Table | None:
     return pivot(MEMORY, run, {"on the GPU, MB": "gpu_memory_mb", "of the process, MB": "memory_mb"})
 
 
-def _kind(name: str, title: str, description: str, make: Callable[[RunData], Table | None], place: int) -> TableKind:
+def _make_kind(
+    name: str, title: str, description: str, make: Callable[[RunData], Table | None], place: int
+) -> TableKind:
     return TableKind(name, title, description, make, f"no trial has a number for {name}", "side", place)
 
 
-LATENCY_MODEL = _kind(
+LATENCY_MODEL = _make_kind(
     "latency-model",
     "Latency/model, ms per batch",
     "Milliseconds per batch with inputs and outputs on the device, side by side.",
-    _latency("latency-model", "model"),
+    _bind_latency("latency-model", "model"),
     1,
 )
-LATENCY_ALL = _kind(
+LATENCY_ALL = _make_kind(
     "latency-all",
     "Latency/all, ms per batch",
     "Milliseconds per batch from host memory to host memory, side by side.",
-    _latency("latency-all", "all"),
+    _bind_latency("latency-all", "all"),
     2,
 )
-THROUGHPUT = _kind(
+THROUGHPUT = _make_kind(
     "throughput",
     "Images per second",
     "Images per second with batches queued, and of one batch after another, side by side.",
-    _throughput,
+    _make_throughput_table,
     3,
 )
-SPEEDUP = _kind(
+SPEEDUP = _make_kind(
     "speedup",
     "Speed-up over the reference",
     "Times as fast as the reference with the ends of the 95 % interval, side by side.",
-    _speedup,
+    _make_speedup_table,
     4,
 )
-ACCURACY = _kind("accuracy", "Accuracy", "The metrics of the task in percent, side by side.", _accuracy, 5)
-EQUALITY = _kind(
+ACCURACY = _make_kind(
+    "accuracy", "Accuracy", "The metrics of the task in percent, side by side.", _make_accuracy_table, 5
+)
+EQUALITY = _make_kind(
     "equality",
     f"Outputs equal to the reference's (rtol {RTOL:g}, atol {ATOL:g})",
     "Share of output values that are close to the reference's, side by side.",
-    _equality,
+    _make_equality_table,
     6,
 )
-LAYERS = _kind("layers", "What the engine is", "File size, layers and parameters, side by side.", _layers, 7)
-MEMORY = _kind("memory", "Peak memory", "Most memory of the GPU and of the process, side by side.", _memory, 8)
+LAYERS = _make_kind(
+    "layers", "What the engine is", "File size, layers and parameters, side by side.", _make_layers_table, 7
+)
+MEMORY = _make_kind(
+    "memory", "Peak memory", "Most memory of the GPU and of the process, side by side.", _make_memory_table, 8
+)
 PIVOTS = {kind.name: kind for kind in (LATENCY_MODEL, LATENCY_ALL)}

@@ -21,20 +21,20 @@ CONFIGURATION = Column("configuration", "backend with its options, and precision
 TRIAL = (*pick(*KEYS), CONFIGURATION)
 
 
-def _identity(row: pd.Series) -> Row:
+def _copy_identity(row: pd.Series) -> Row:
     return {**{key: row[key] for key in KEYS}, "configuration": configuration(row)}
 
 
-def _limit(name: str) -> Column:
-    def cell(row: Row) -> str:
+def _make_limit_column(name: str) -> Column:
+    def format_cell(row: Row) -> str:
         if missing(row[name]):
             return ""
         return f"{row[name]:.2f}" if bounded(row["from"], row["to"]) else UNCLEAR
 
-    return Column(name, "limit of the 95 % interval of the speed-up", kind=RATIO, cell=cell)
+    return Column(name, "limit of the 95 % interval of the speed-up", kind=RATIO, cell=format_cell)
 
 
-def _sizes(run: RunData) -> Table | None:
+def _make_sizes_table(run: RunData) -> Table | None:
     """Build rows of trimmed mean and deviation, FPS, memory and speed-up of each trial (R33, R34)."""
     frame = run.frame.assign(fps=fps(run.frame))
     if frame["fps"].isna().all():
@@ -51,8 +51,8 @@ def _sizes(run: RunData) -> Table | None:
     )
     cells = [
         {
-            **_identity(r), "mean": r[f"latency_{boundary}_ms_trimmed"], "std": r[f"latency_{boundary}_ms_trimmed_std"],
-            "fps": r["fps"], "throughput": r["throughput_ips"],
+            **_copy_identity(r), "mean": r[f"latency_{boundary}_ms_trimmed"],
+            "std": r[f"latency_{boundary}_ms_trimmed_std"], "fps": r["fps"], "throughput": r["throughput_ips"],
             "memory": r["gpu_memory_mb" if on_gpu else "memory_mb"], "speedup": r["speedup"],
             "from": r["speedup_low"], "to": r["speedup_high"], "verdict": outcome(r.to_dict()),
         }
@@ -61,7 +61,7 @@ def _sizes(run: RunData) -> Table | None:
     return SIZES.of(SIZE_COLUMNS, cells, notes=(note,))
 
 
-def _flops(run: RunData) -> Table | None:
+def _make_flops_table(run: RunData) -> Table | None:
     """Build rows of the TFLOPS achieved and their share of the measured peak (R36)."""
     rows = run.frame[run.frame["tflops"].notna()]
     if not len(rows):
@@ -70,7 +70,7 @@ def _flops(run: RunData) -> Table | None:
     peak_warnings = results.peak.warnings if results.peak else ()
     cells = [
         {
-            **_identity(r), "gflop": r["gflops"], "tflops": r["tflops"],
+            **_copy_identity(r), "gflop": r["gflops"], "tflops": r["tflops"],
             "ran_in": work.ran_in(run.trials[r["trial"]]) or "unknown", "peak": r["peak_tflops"],
             "share": 100 * r["peak_share"],
         }
@@ -80,7 +80,7 @@ def _flops(run: RunData) -> Table | None:
         "Operations are those of convolutions and matrix products in the model as PyTorch or ONNX has it, a "
         "multiplication with its addition as two; TFLOPS are over the median of latency/model."
     ]
-    notes += [_peak(peak) for peak in peaks.values()] or [work.missing(results)]
+    notes += [_describe_peak(peak) for peak in peaks.values()] or [work.missing(results)]
     notes += [f"The peak may be too low: {warning}." for warning in peak_warnings]
     if any(share > 1 for share in rows["peak_share"].dropna()):
         notes.append(
@@ -90,7 +90,7 @@ def _flops(run: RunData) -> Table | None:
     return FLOPS.of(FLOPS_COLUMNS, cells, notes=tuple(filter(None, notes)))
 
 
-def _peak(peak: work.Peak) -> str:
+def _describe_peak(peak: work.Peak) -> str:
     clock = f", SM clock {peak.clock:,.0f} MHz" if peak.clock == peak.clock else ""
     return (
         f"Peak in {peak.type}: {significant(peak.flops_per_s / 1e12)} TFLOPS, measured with PyTorch's product of two "
@@ -98,7 +98,7 @@ def _peak(peak: work.Peak) -> str:
     )
 
 
-def _saturation(run: RunData) -> Table:
+def _make_saturation_table(run: RunData) -> Table:
     """Build rows of the batch beyond which throughput hardly grows (R37)."""
     rows = [
         {
@@ -111,7 +111,7 @@ def _saturation(run: RunData) -> Table:
     return SATURATION.of(SATURATION_COLUMNS, rows)
 
 
-def _best(run: RunData) -> Table | None:
+def _make_best_table(run: RunData) -> Table | None:
     """Build rows of the best batch of each configuration and size, in images and in pixels per second (R37).
 
     Notes name the best of all; None with one size and one batch.
@@ -122,13 +122,13 @@ def _best(run: RunData) -> Table | None:
     best = [group.loc[group["ips"].idxmax()] for _, group in rows.groupby(list(SERIES), sort=False)]
     cells = [
         {"model": r["model"], "configuration": configuration(r), "size": r["size"], "batch": int(r["batch"]),
-         "images_per_s": r["ips"], "megapixels_per_s": r["ips"] * _pixels(r["size"]) / 1e6}
+         "images_per_s": r["ips"], "megapixels_per_s": r["ips"] * _count_pixels(r["size"]) / 1e6}
         for r in best
     ]  # fmt: skip
-    return BEST.of(BEST_COLUMNS, cells, notes=tuple(_winners(cells)))
+    return BEST.of(BEST_COLUMNS, cells, notes=tuple(_find_winners(cells)))
 
 
-def _winners(best: list[dict[str, Any]]) -> Iterator[str]:
+def _find_winners(best: list[dict[str, Any]]) -> Iterator[str]:
     """Yield for each model the combination with the most images per second and, across sizes, with the most pixels."""
     for model in dict.fromkeys(row["model"] for row in best):
         rows = [row for row in best if row["model"] == model]
@@ -140,7 +140,7 @@ def _winners(best: list[dict[str, Any]]) -> Iterator[str]:
             yield f"{model}: most {unit}, {significant(r[column])}, at {best_at}."
 
 
-def _pixels(size: str) -> float:
+def _count_pixels(size: str) -> float:
     height, _, width = size.partition("x")
     if size == NO_IMAGE:
         return math.nan
@@ -155,15 +155,15 @@ SIZE_COLUMNS = (
     Column("throughput", "with batches queued", "images/s"),
     Column("memory", "most of the GPU or of the process", "MB"),
     Column("speedup", "over the reference", kind=RATIO, title="speed-up"),
-    _limit("from"),
-    _limit("to"),
+    _make_limit_column("from"),
+    _make_limit_column("to"),
     Column("verdict", "against the reference, or how the trial ended", kind=TEXT),
 )
 SIZES = TableKind(
     "sizes",
     "Sizes and batches",
     "A row per trial: trimmed mean and deviation, FPS, throughput, memory, speed-up with its interval, verdict.",
-    _sizes,
+    _make_sizes_table,
     "no trial has a latency",
     "side",
     9,
@@ -180,7 +180,7 @@ FLOPS = TableKind(
     "flops",
     "Arithmetic per second",
     "A row per trial: operations of an image, TFLOPS achieved, and their share of the measured peak.",
-    _flops,
+    _make_flops_table,
     "no operations were counted",
     "side",
     10,
@@ -200,7 +200,7 @@ SATURATION = TableKind(
     "saturation",
     "Where throughput saturates",
     "A row per configuration: the batch beyond which throughput grows by less than 5 %.",
-    _saturation,
+    _make_saturation_table,
     "no configuration was tried at several batches",
     "tables",
     2,
@@ -217,7 +217,7 @@ BEST = TableKind(
     "best",
     "The best batch at each size",
     "The best batch of each configuration at each size, in images and in megapixels per second, and the best of all.",
-    _best,
+    _make_best_table,
     "there is one size and one batch",
     "side",
     11,

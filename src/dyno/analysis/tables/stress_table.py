@@ -14,11 +14,11 @@ from dyno.worker.facts.job import StressPhase
 
 def table(title: str, phases: Mapping[str, StressPhase], samples: Mapping[str, np.ndarray]) -> Table:
     """Build a row for each phase of a record, by its kind; the latencies are `latency_KIND` in seconds."""
-    rows = [_row(kind, phase, samples[f"latency_{kind}"]) for kind, phase in phases.items()]
+    rows = [_make_row(kind, phase, samples[f"latency_{kind}"]) for kind, phase in phases.items()]
     return STRESS.of(COLUMNS, [{"title": title, **row} for row in rows], group=("title",))
 
 
-def _row(kind: str, phase: StressPhase, seconds: np.ndarray) -> Row:
+def _make_row(kind: str, phase: StressPhase, seconds: np.ndarray) -> Row:
     latency = stats.summary(seconds)
     low, high = phase.batches
     return {
@@ -29,11 +29,11 @@ def _row(kind: str, phase: StressPhase, seconds: np.ndarray) -> Row:
     }  # fmt: skip
 
 
-def _shown(name: str, meaning: str, unit: str, hint: str) -> Column:
-    def cell(row: Row) -> str:
+def _make_column(name: str, meaning: str, unit: str, hint: str) -> Column:
+    def format_cell(row: Row) -> str:
         return show(row[name], hint)
 
-    return Column(name, meaning, unit, title=name.removesuffix("_s").replace("_", " "), cell=cell)
+    return Column(name, meaning, unit, title=name.removesuffix("_s").replace("_", " "), cell=format_cell)
 
 
 COLUMNS = (
@@ -41,13 +41,13 @@ COLUMNS = (
     Column("phase", "min, opt, max, random or a number", kind=TEXT),
     Column("batch", "or from-to", kind=TEXT),
     Column("count", "of batches that ran", kind=COUNT),
-    _shown("median_s", "latency per batch", "s", "duration"),
-    _shown("p99_s", "latency per batch", "s", "duration"),
-    _shown("max_s", "latency per batch", "s", "duration"),
+    _make_column("median_s", "latency per batch", "s", "duration"),
+    _make_column("p99_s", "latency per batch", "s", "duration"),
+    _make_column("max_s", "latency per batch", "s", "duration"),
     Column("wrong", "batches whose outputs differ from the reference's", kind=COUNT),
     Column("worst_error", "largest difference, as a share of the reference's largest value", title="worst error"),
-    _shown("gpu_growth", "memory of the GPU at the end less that at the beginning", "B", "bytes"),
-    _shown("host_growth", "memory of the process at the end less that at the beginning", "B", "bytes"),
+    _make_column("gpu_growth", "memory of the GPU at the end less that at the beginning", "B", "bytes"),
+    _make_column("host_growth", "memory of the process at the end less that at the beginning", "B", "bytes"),
 )
 STRESS = TableKind(
     "stress",

@@ -63,18 +63,18 @@ def rounds_needed(more: int, builds: bool) -> str:
     return f"about {more} more {what}{'s' * (more != 1)}"
 
 
-def _limits(name: str, of: str, unit: str, kind: str) -> tuple[Column, ...]:
+def _make_limit_columns(name: str, of: str, unit: str, kind: str) -> tuple[Column, ...]:
     return tuple(Column(f"{name}_{end}", f"{words} limit of {of}", unit, kind) for end, words in LIMITS.items())
 
 
-def _latencies(boundary: str, where: str) -> tuple[Column, ...]:
+def _make_latency_columns(boundary: str, where: str) -> tuple[Column, ...]:
     titles = {"latency_model_ms_median": ("median ms", 0), "latency_model_ms_p95": ("p95 ms", 4),
              "latency_all_ms_median": ("all ms", 3)}  # fmt: skip
     columns = []
     for name, words in STATISTICS.items():
         column = f"latency_{boundary}_ms_{name}"
         title, rank = titles.get(column, ("", 0))
-        cell = _marked(column, name, boundary) if name in PERCENTILES else None
+        cell = _make_formatter(column, name, boundary) if name in PERCENTILES else None
         columns.append(Column(column, f"{words} of the latency, {where}", "ms", title=title, rank=rank, cell=cell))
     return tuple(columns)
 
@@ -84,13 +84,13 @@ def few(statistic: str, samples: Any) -> bool:
     return statistic in PERCENTILES and not missing(samples) and samples < samples_for(PERCENTILES[statistic])
 
 
-def _marked(column: str, statistic: str, boundary: str) -> Callable[[Row], str]:
-    def cell(row: Row) -> str:
+def _make_formatter(column: str, statistic: str, boundary: str) -> Callable[[Row], str]:
+    def format_cell(row: Row) -> str:
         if missing(row.get(column)):
             return ""
         return parenthesised(significant(row[column]), few(statistic, row.get(f"samples_{boundary}")))
 
-    return cell
+    return format_cell
 
 
 def parenthesised(text: str, doubtful: bool) -> str:
@@ -108,7 +108,7 @@ COLUMNS = (
     Column("device", "cpu or cuda:N", kind=TEXT, identity=True),
     Column("status", "of the worst round", kind=TEXT),
     Column("reason", "why the status isn't ok", kind=TEXT),
-    *(column for boundary, where in BOUNDARIES.items() for column in _latencies(boundary, where)),
+    *(column for boundary, where in BOUNDARIES.items() for column in _make_latency_columns(boundary, where)),
     Column("throughput_ips", "images per second with batches queued", "images/s", title="images/s", rank=1),
     *(column for metric in known().values() for column in metric.columns),
     Column("size_mb", "of the file that the engine reads", "MB", title="size MB", rank=5),
@@ -118,7 +118,7 @@ COLUMNS = (
     Column("build_s", "time of the whole chain of files, and of compilation", "s", title="build s", rank=5),
     Column("first_call_ms", "the first inference", "ms"),
     Column("speedup", "the reference's latency over the trial's", "", RATIO, "speed-up", 0, True),
-    *_limits("speedup", "speedup's interval, of 95 % for all rows of the reference together", "", RATIO),
+    *_make_limit_columns("speedup", "speedup's interval, of 95 % for all rows of the reference together", "", RATIO),
     Column("verdict", "against the reference: faster, slower, equivalent, undecided…", kind=TEXT, cell=outcome),
     Column("trial", "the id", kind=TEXT),
     Column("runtime", "main, or another interpreter's name", kind=TEXT, identity=True),
@@ -126,7 +126,7 @@ COLUMNS = (
     Column("reference", "id of the trial that it is compared with", kind=TEXT),
     Column("boundary", "at which speeds are compared: model or all", kind=TEXT),
     Column("latency_ms", "geometric mean of the rounds' medians", "ms", title="latency ms", interval=True),
-    *_limits("latency_ms", "the 95 % interval of latency_ms", "ms", "number"),
+    *_make_limit_columns("latency_ms", "the 95 % interval of latency_ms", "ms", "number"),
     Column("rounds", "that succeeded", kind=COUNT),
     Column("images", "that the accuracy is from", kind=COUNT),
     Column("budget", "within, over or undecided", kind=TEXT),
@@ -154,7 +154,7 @@ COLUMNS = (
     Column("gpu_others", "most processes of others on the GPU while timing", kind=COUNT),
     Column("pipeline_ips", "of the whole evaluation, decoding left out", "images/s", title="pipeline images/s", rank=3),
     *(Column(f"{stage}_ms", f"{stage} of an image", "ms") for stage in STAGES),
-    *_limits("throughput", "the 95 % interval of throughput_ips", "images/s", "number"),
+    *_make_limit_columns("throughput", "the 95 % interval of throughput_ips", "images/s", "number"),
     Column("budget_reference", "id of the trial that the accuracy is compared with", kind=TEXT),
     Column("set_aside", "images not tested on, as they are for calibration", kind=COUNT),
     Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT),
@@ -166,7 +166,8 @@ COLUMNS = (
     *(Column(f"samples_{b}", f"fewest of a round behind the statistics of latency_{b}", kind=COUNT)
       for b in BOUNDARIES),
     *(column for b in BOUNDARIES for name in PERCENTILES
-      for column in _limits(f"latency_{b}_ms_{name}", f"the 95 % interval of latency_{b}_ms_{name}", "ms", "number")),
+      for column in _make_limit_columns(
+          f"latency_{b}_ms_{name}", f"the 95 % interval of latency_{b}_ms_{name}", "ms", "number")),
     Column("p_value", "of no difference to the reference, adjusted for all its rows", ""),
     Column("equivalent", "the margin within which speeds count as equivalent", "%"),
     Column("rounds_left_out", "disturbed rounds that the speed-up leaves out", kind=COUNT),
@@ -176,7 +177,7 @@ COLUMNS = (
     Column("builds", "of its engine or its reference's that the speed is over; empty where builds don't differ",
            kind=COUNT),
     Column("energy_j", "of an image, idle power taken off; with --energy", "J", title="J/image", rank=6, interval=True),
-    *_limits("energy_j", "the 95 % interval of energy_j", "J", "number"),
+    *_make_limit_columns("energy_j", "the 95 % interval of energy_j", "J", "number"),
     Column("energy_gross_j", "of an image, idle power included", "J"),
     Column("idle_w", "power before the first job", "W"),
     Column("energy_missing", "why there is no energy_j", kind=TEXT),

@@ -92,11 +92,12 @@ def read(
         for t in results.trials
     ]
     rule = speedups.rule(results.settings, equivalent)
-    _decide(results.trials, rows, chosen, rule)
+    _judge_families(results.trials, rows, chosen, rule)
     peaks = work.peaks(results)
     meter = Meter(results.folder)
     rows = [
-        r | work.columns(t, r, results, peaks) | _energy(t, meter) for t, r in zip(results.trials, rows, strict=True)
+        r | work.columns(t, r, results, peaks) | _read_energy(t, meter)
+        for t, r in zip(results.trials, rows, strict=True)
     ]
     table = pd.DataFrame.from_records(rows, columns=[c.name for c in COLUMNS])
     kinds = dict.fromkeys(table.columns, float) | dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXTS, object)
@@ -125,13 +126,18 @@ def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, 
     if t.placement:
         columns |= {"place": t.placement.place, "card": t.placement.card}
     if t.good:
-        columns |= _latencies(t) | _values(t) | _accuracy(t, against) | _speed(t, against, compare)
-        columns |= _precision(t) | _gpu(t) | _evaluation(t)
-        columns |= _outputs(against, columns)
+        columns |= (
+            _compute_latencies(t)
+            | _read_values(t)
+            | _compute_accuracy(t, against)
+            | _compute_speed(t, against, compare)
+        )
+        columns |= _check_precision(t) | _read_gpu(t) | _read_evaluation(t)
+        columns |= _judge_outputs(against, columns)
     return columns
 
 
-def _outputs(against: Comparison, row: Mapping[str, Any]) -> dict[str, Any]:
+def _judge_outputs(against: Comparison, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns on whether the outputs are correct; a row with wrong outputs has no speed-up.
 
     An accuracy within its budget on labelled images outweighs changed classes.
@@ -153,7 +159,7 @@ def _outputs(against: Comparison, row: Mapping[str, Any]) -> dict[str, Any]:
     return columns
 
 
-def _precision(t: TrialResult) -> dict[str, Any]:
+def _check_precision(t: TrialResult) -> dict[str, Any]:
     types = truth(t)
     if types is None:
         return {}
@@ -182,7 +188,7 @@ def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> s
     return next((b for b in LATENCIES if t.medians(b) and (reference is None or reference.medians(b))), "")
 
 
-def _latencies(t: TrialResult) -> dict[str, float]:
+def _compute_latencies(t: TrialResult) -> dict[str, float]:
     columns: dict[str, float] = {}
     for boundary in LATENCIES:
         if sampled := t.sampled("latency", boundary):
@@ -192,38 +198,38 @@ def _latencies(t: TrialResult) -> dict[str, float]:
             columns[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
             columns[f"samples_{boundary}"] = min(map(len, rounds))
             for name, q in PERCENTILES.items():
-                interval = _percentile(sampled, q)
+                interval = _compute_percentile(sampled, q)
                 columns |= {f"latency_{boundary}_ms_{name}_{end}": 1e3 * getattr(interval, end) for end in LIMITS}
     return columns
 
 
-def _percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -> stats.Interval:
+def _compute_percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -> stats.Interval:
     """Compute a percentile over several processes with an interval as the latency has it; of a single one, its own."""
     if len(sampled) == 1:
         return stats.percentile_interval(sampled[0][1], q)
     return stats.center(by_build((r, stats.percentile_of(samples, q)) for r, samples in sampled))
 
 
-def _values(t: TrialResult) -> dict[str, Any]:
+def _read_values(t: TrialResult) -> dict[str, Any]:
     size = t.value("file_size")
     rate = stats.center(by_build((r, v) for r in t.good if (v := r.value("throughput", "throughput"))))
     return {
         "throughput_ips": t.value("throughput", "throughput"),
         "throughput_low": rate.low,
         "throughput_high": rate.high,
-        "size_mb": _scale(t.artifact.bytes if size is None and t.artifact else size, 1e-6),
+        "size_mb": _scale_value(t.artifact.bytes if size is None and t.artifact else size, 1e-6),
         "layers": t.count("layers"),
         "parameters": t.count("parameters"),
-        "gpu_memory_mb": _scale(t.gpu.memory if t.gpu else None, 1e-6),
-        "memory_mb": _scale(t.value("peak_memory"), 1e-6),
+        "gpu_memory_mb": _scale_value(t.gpu.memory if t.gpu else None, 1e-6),
+        "memory_mb": _scale_value(t.value("peak_memory"), 1e-6),
         "build_s": build_seconds(t),
         "route": t.made_by.onnx_route,
-        "first_call_ms": _scale(t.value("first_call"), 1e3),
+        "first_call_ms": _scale_value(t.value("first_call"), 1e3),
         "load_s": t.value("load"),
     }
 
 
-def _gpu(t: TrialResult) -> dict[str, Any]:
+def _read_gpu(t: TrialResult) -> dict[str, Any]:
     launch = gpu_remarks.launch(t) if t.device != "cpu" else None
     columns: dict[str, Any] = {"outside_gpu_ms": 1e3 * launch.outside} if launch else {}
     if t.gpu is None:
@@ -235,7 +241,7 @@ def _gpu(t: TrialResult) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _energy(t: TrialResult, meter: Meter) -> dict[str, Any]:
+def _read_energy(t: TrialResult, meter: Meter) -> dict[str, Any]:
     if not t.good:
         return {}
     found = meter.of(t)
@@ -245,12 +251,14 @@ def _energy(t: TrialResult, meter: Meter) -> dict[str, Any]:
     }  # fmt: skip
 
 
-def _evaluation(t: TrialResult) -> dict[str, Any]:
+def _read_evaluation(t: TrialResult) -> dict[str, Any]:
     """Return images per second of the whole evaluation, and the median time of an image in each stage."""
     columns: dict[str, Any] = {"pipeline_ips": t.value("pipeline")}
     for stage in STAGES:
         samples = t.samples(stage, "")
-        columns[f"{stage}_ms"] = 1e3 * stats.summary(samples).median if samples.size else _scale(t.value(stage), 1e3)
+        columns[f"{stage}_ms"] = (
+            1e3 * stats.summary(samples).median if samples.size else _scale_value(t.value(stage), 1e3)
+        )
     return columns
 
 
@@ -267,7 +275,7 @@ def build_seconds(t: TrialResult) -> float | None:
     return None if chain is None and inside is None else float(chain or 0) + float(inside or 0)
 
 
-def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
+def _compute_accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
     """Return each metric of the trial's task, its change against the reference, and the budget's decision."""
     scores = metrics.measured(t)
     if not scores:
@@ -292,7 +300,7 @@ def _accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
     return columns
 
 
-def _speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]:
+def _compute_speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]:
     reference = against.reference if compare else None
     boundary = compared_boundary(t, reference) or compared_boundary(t)
     clock = against.clocks.get(boundary) or clock_of(boundary, t)
@@ -311,7 +319,7 @@ def _speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]
     return columns
 
 
-def _decide(
+def _judge_families(
     trials: Sequence[TrialResult], rows: Sequence[Row], references: Mapping[str, TrialResult], rule: stats.Rule
 ) -> None:
     """Put speed-up and verdict into each row that may be compared with its reference.
@@ -344,11 +352,11 @@ def _fits_latencies(s: stats.Speedup, ratio: float) -> bool:
     return not math.isfinite(s.value * ratio) or abs(math.log(s.value / ratio)) <= math.log(WIDEST)
 
 
-def _scale(value: Any, factor: float) -> float:
+def _scale_value(value: Any, factor: float) -> float:
     return math.nan if value is None else float(value) * factor
 
 
-def _trials(run: RunData) -> Table:
+def _make_trials_table(run: RunData) -> Table:
     several = ("device",) if run.frame["device"].nunique() > 1 else ()
     rows = run.frame.to_dict("records")
     return TRIALS.of(COLUMNS, rows, group=("model", "size", "batch", *several), printed=PRINTED, below=below)
@@ -368,7 +376,7 @@ TRIALS = TableKind(
     "trials",
     "Trials",
     "A row per trial: latency, throughput, speed-up over the reference, verdict, accuracy and its budget, file, build.",
-    _trials,
+    _make_trials_table,
     section="tables",
     place=1,
 )

@@ -44,7 +44,7 @@ def good(results: Results) -> list[TrialResult]:
     return sorted((t for t in results if t.good), key=lambda t: int(t.options.get(BUILD, 0)))
 
 
-def _builds(run: RunData) -> Table | None:
+def _make_builds_table(run: RunData) -> Table | None:
     if not any(BUILD in t.options for t in run.records):
         return None
     rows, notes = run.frame.to_dict("records"), tuple(sentences(run.records))
@@ -97,30 +97,32 @@ BUILDS = TableKind(
     "builds",
     "Builds of one engine",
     "A row per build: layers, parameters, file size, build time and latency, and whether builds differ beyond noise.",
-    _builds,
+    _make_builds_table,
     "this run has one build of each engine; `dyno build --repeat` makes several",
 )
 
 
-def _variance(run: RunData) -> Table | None:
+def _make_variance_table(run: RunData) -> Table | None:
     rows = []
     for row in run.frame.to_dict("records"):
         t, boundary, clock = run.trials[row["trial"]], str(row["boundary"]), str(row["clock"])
         if boundary and len(t.good) > 1:
-            every = [(r.build, blocks) for r in t.good if (blocks := _blocks(r, boundary, clock))]
-            rows += _row(t, boundary, LATENCY, _levels(every))
+            every = [(r.build, blocks) for r in t.good if (blocks := _split_blocks(r, boundary, clock))]
+            rows += _make_row(t, boundary, LATENCY, _estimate_levels(every))
             reference = run.references.get(t.id)
             if reference is not None and reference is not t:
                 ratios = block_ratios(reference, t, boundary, clock)
-                rows += _row(t, boundary, PAIR, _levels([(each.builds, [*each.logs[:, None]]) for each in ratios]))
+                rows += _make_row(
+                    t, boundary, PAIR, _estimate_levels([(each.builds, [*each.logs[:, None]]) for each in ratios])
+                )
     return VARIANCE.of(VARIANCE_COLUMNS, rows, notes=(VARIANCE_NOTE,)) if rows else None
 
 
-def _levels(every: Sequence[tuple[Hashable, Sequence[np.ndarray]]]) -> stats.Levels | None:
+def _estimate_levels(every: Sequence[tuple[Hashable, Sequence[np.ndarray]]]) -> stats.Levels | None:
     return stats.levels([blocks for _, blocks in every], [build for build, _ in every])
 
 
-def _blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
+def _split_blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
     """Return the logarithms of a round's latencies, block by block, or in equal parts where it has no blocks."""
     if blocks := r.block_samples("latency", boundary, clock):
         return [np.log(block) for block in blocks.values()]
@@ -128,7 +130,7 @@ def _blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
     return [np.log(block) for block in np.array_split(samples, PARTS)] if len(samples) >= 3 * PARTS else []
 
 
-def _row(t: TrialResult, boundary: str, of: str, levels: stats.Levels | None) -> list[Row]:
+def _make_row(t: TrialResult, boundary: str, of: str, levels: stats.Levels | None) -> list[Row]:
     """Return the row of a trial's latency or of its ratio; no row where there are too few rounds."""
     if levels is None:
         return []
@@ -145,11 +147,11 @@ def _row(t: TrialResult, boundary: str, of: str, levels: stats.Levels | None) ->
         | {f"{name}_share": 100 * parts[name] / total for name in names}
         | {f"{name}_spread": 100 * math.sqrt(getattr(levels, name)) for name in names}
         | {"seconds": seconds, "best_seconds": best}
-        | {"advice": BUILDS_FIRST if parts["builds"] > total / 2 else _advice(best, seconds)}
+        | {"advice": BUILDS_FIRST if parts["builds"] > total / 2 else _choose_advice(best, seconds)}
     ]
 
 
-def _advice(best: float, seconds: float) -> str:
+def _choose_advice(best: float, seconds: float) -> str:
     if math.isinf(best):
         return "longer rounds: they don't differ beyond what is in them"
     if best > OTHER_LENGTH * seconds:
@@ -190,7 +192,7 @@ VARIANCE = TableKind(
     "variance",
     "Where the spread comes from",
     "Shares of builds, rounds (processes), blocks and samples in the variance, and what of them to have more of.",
-    _variance,
+    _make_variance_table,
     "levels of spread need two rounds or more, each of 30 samples or more",
     "tables",
     6,

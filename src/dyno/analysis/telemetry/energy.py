@@ -73,7 +73,7 @@ class Meter:
 
     @cached_property
     def _idle(self) -> dict[str, Idle]:
-        stored = _read(self.folder / IDLE)
+        stored = _read_counters(self.folder / IDLE)
         trace = timeline.read(self.folder / IDLE)
         others = float(np.nanmean(stored["others"])) if len(stored.get("others", ())) else 0.0
         used = trace is not None and float(np.nan_to_num(trace.column("util")).mean()) > timeline.BUSY
@@ -89,7 +89,7 @@ class Meter:
         if kind not in COUNTERS or not measured:
             return Energy(nothing, missing=NOT_ASKED)
         idle = self._idle[kind]
-        drawn = [(r, found) for r in measured if not _shared(r, kind) and (found := _of_round(r, COUNTERS[kind]))]
+        drawn = [(r, found) for r in measured if not _is_shared(r, kind) and (found := _of_round(r, COUNTERS[kind]))]
         reasons = {
             NO_COUNTER[kind]: not any(_of_round(r, COUNTERS[kind]) for r in measured),
             OTHERS: not drawn, NO_IDLE: math.isnan(idle.watts), NOT_IDLE: idle.disturbed,
@@ -102,9 +102,9 @@ class Meter:
         return Energy(
             nothing if missing else stats.center(by_build(net)),
             stats.center(by_build([(r, each.watts / each.rate) for r, each in drawn])).value,
-            _mean([each.watts for _, each in drawn]),
+            _compute_mean([each.watts for _, each in drawn]),
             idle.watts,
-            _mean([each.rate for _, each in drawn]),
+            _compute_mean([each.rate for _, each in drawn]),
             len(drawn),
             missing,
         )
@@ -112,11 +112,11 @@ class Meter:
 
 def _of_round(r: Round, counter: str) -> Drawn | None:
     assert r.facts.sustained is not None
-    watts = power(_read(r.folder), counter, r.facts.sustained.window)
+    watts = power(_read_counters(r.folder), counter, r.facts.sustained.window)
     return None if math.isnan(watts) else Drawn(watts, r.facts.sustained.images_per_s)
 
 
-def _shared(r: Round, kind: str) -> bool:
+def _is_shared(r: Round, kind: str) -> bool:
     """Return whether the counter includes other programs' work."""
     sustained, threshold = r.facts.sustained, r.facts.contention_threshold
     assert sustained is not None
@@ -142,12 +142,12 @@ def power(stored: dict[str, np.ndarray], counter: str, window: Window = (-math.i
     return float((apart * (joules - joules.mean())).sum() / (apart**2).sum())
 
 
-def _read(folder: Path) -> dict[str, np.ndarray]:
+def _read_counters(folder: Path) -> dict[str, np.ndarray]:
     try:
         return read_numbers(folder / "telemetry.npz", ("at", "epoch", "others", *COUNTERS.values()))
     except (OSError, ValueError):  # absent, truncated, or not an npz
         return {}
 
 
-def _mean(values: Sequence[float]) -> float:
+def _compute_mean(values: Sequence[float]) -> float:
     return float(np.mean(values))

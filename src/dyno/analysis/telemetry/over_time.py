@@ -62,7 +62,7 @@ def read(r: Round) -> Series | None:
     if "gpu_memory" in columns:
         columns["gpu_memory"] = columns["gpu_memory"] - stored.get("gpu_before_memory", 0.0)
     if "cpu_energy" in columns:
-        columns["cpu_power"] = _rate(at, columns["cpu_energy"])
+        columns["cpu_power"] = _compute_rate(at, columns["cpu_energy"])
     steps = np.diff(at, prepend=0.0)
     longest = STEPS * float(np.median(steps))
     seconds = np.cumsum(np.minimum(steps, longest))
@@ -74,7 +74,7 @@ def read(r: Round) -> Series | None:
     return Series(seconds, known, timed, bool((steps[1:] > longest).any())) if known else None
 
 
-def _rate(at: np.ndarray, total: np.ndarray) -> np.ndarray:
+def _compute_rate(at: np.ndarray, total: np.ndarray) -> np.ndarray:
     return np.concatenate([[np.nan], np.diff(total) / np.diff(at)])
 
 

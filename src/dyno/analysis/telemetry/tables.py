@@ -27,15 +27,15 @@ MEMORY_NOTES = (
 MB = 1e-6
 
 
-def _energy(run: RunData) -> Table | None:
+def _make_energy_table(run: RunData) -> Table | None:
     meter = Meter(run.records.folder)
-    rows = [_row(t, meter) for t in run.records if t.good]
+    rows = [_make_row(t, meter) for t in run.records if t.good]
     if all(row["missing"] == NOT_ASKED for row in rows):
         return None
     return ENERGY.of(COLUMNS, rows, notes=(NOTE,))
 
 
-def _row(t: TrialResult, meter: Meter) -> Row:
+def _make_row(t: TrialResult, meter: Meter) -> Row:
     found = meter.of(t)
     return {
         "label": t.label, "trial": t.id, **limited("energy_j", found.net), "gross_j": found.gross,
@@ -44,7 +44,7 @@ def _row(t: TrialResult, meter: Meter) -> Row:
     }  # fmt: skip
 
 
-def _memory(run: RunData) -> Table | None:
+def _make_memory_table(run: RunData) -> Table | None:
     rows = [_memory_row(t) for t in run.records if t.gpu is not None]
     return MEMORY.of(MEMORY_COLUMNS, rows, notes=MEMORY_NOTES) if rows else None
 
@@ -78,7 +78,7 @@ MEMORY = TableKind(
     "gpu-memory",
     "GPU memory",
     "A row per trial on a GPU: memory as nvidia-smi has it, less the idle card's, and as the framework counts it.",
-    _memory,
+    _make_memory_table,
     "no trial ran on a GPU",
     "tables",
     7,
@@ -100,7 +100,7 @@ ENERGY = TableKind(
     "energy",
     "Energy",
     "A row per trial: joules of an image with an interval, idle power taken off, or why there are none.",
-    _energy,
+    _make_energy_table,
     "no trial was measured with --energy",
     "tables",
     6,

@@ -61,10 +61,10 @@ def shapes(trial: TrialResult) -> dict[str, tuple[int, ...]]:
         for name, shape in (dims.get("shapes") or {}).items()
     }
     described = {t.name: t.shape for t in (trial.artifact.inputs if trial.artifact else ())}
-    return {name: given.get(name) or _static(shape, dims) for name, shape in described.items()} or given
+    return {name: given.get(name) or _fill_shape(shape, dims) for name, shape in described.items()} or given
 
 
-def _static(shape: tuple[int | str, ...], dims: Mapping[str, Any]) -> tuple[int, ...]:
+def _fill_shape(shape: tuple[int | str, ...], dims: Mapping[str, Any]) -> tuple[int, ...]:
     """Fill in free dimensions as a session does: batch first, height and width of images last."""
     values = {0: dims["batch"]} | ({2: dims["height"], 3: dims["width"]} if len(shape) == 4 else {})
     return tuple(int(n) if isinstance(n, int) else int(values.get(axis, 1)) for axis, n in enumerate(shape))
@@ -135,7 +135,7 @@ class Build:
     def command(self) -> list[str]:
         """Return the command's arguments."""
         arguments = ["tensorrt_rtx" if self.rtx else "trtexec", f"--onnx={self.onnx}", f"--saveEngine={self.out}"]
-        arguments += self._precision()
+        arguments += self._list_precision_flags()
         for number, name in enumerate(("min", "opt", "max")):
             if self.profile:
                 shapes = {key: ranges[number] for key, ranges in self.profile.items()}
@@ -152,7 +152,7 @@ class Build:
     def _major(self) -> int:
         return int(self.version.partition(".")[0] or 10)
 
-    def _precision(self) -> list[str]:
+    def _list_precision_flags(self) -> list[str]:
         major = self._major
         exact = ["--noTF32"] if self.precision != "tf32" else []  # Dyno allows it only where it was requested
         if self.rtx or major >= 11:
@@ -182,7 +182,7 @@ def built(trial: TrialResult) -> Build | None:
         version=version(trial) or next(iter(made_by.versions.values()), ""),
         rtx=is_rtx(trial),
         typed=made_by.typed == "strongly",
-        profile=_profile(trial, made_by.profiles),
+        profile=_choose_profile(trial, made_by.profiles),
         level=options.get("optimization"),
         workspace=int(options["workspace_mb"]) * 2**20 if options.get("workspace_mb") else None,
         tactics=str(options.get("tactics", "")).upper().split("+"),
@@ -195,7 +195,7 @@ def converted(trial: TrialResult, precision: str) -> str:
     return f"{trial.model}.{precision}.onnx"
 
 
-def _profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
+def _choose_profile(trial: TrialResult, profiles: Sequence[Mapping[str, Any]]) -> Mapping[str, Any]:
     """Return the engine's first profile; none for a static ONNX file, for which trtexec takes no shapes."""
     if not profiles:
         return {}

@@ -63,7 +63,7 @@ def compare(trial: TrialResult, report: Report) -> list[str]:
     differences = list(gaps(own(trial), report))
     if not differences:
         return ["Not compared: the record and trtexec have no measurement in common."]
-    return [*map(str, differences), *_notes(trial, report)]
+    return [*map(str, differences), *_find_notes(trial, report)]
 
 
 def unlike(trial: TrialResult, report: Report) -> str:
@@ -71,13 +71,12 @@ def unlike(trial: TrialResult, report: Report) -> str:
     engine = command.engine(trial)
     if report.onnx and not report.engine:
         return (
-            f"Not compared: trtexec built an engine of its own from {_name(report.onnx)}, and two builds differ; "
-            f"time the same file with --loadEngine={engine or 'ENGINE'}."
+            f"Not compared: trtexec built an engine of its own from {_parse_file_name(report.onnx)}, and two builds "
+            f"differ; time the same file with --loadEngine={engine or 'ENGINE'}."
         )
-    if engine and report.engine and _name(engine) != _name(report.engine):
-        return (
-            f"Not compared: trtexec ran {_name(report.engine)}, Dyno {_name(engine)}; time one engine file with both."
-        )
+    if engine and report.engine and _parse_file_name(engine) != _parse_file_name(report.engine):
+        ran = f"trtexec ran {_parse_file_name(report.engine)}, Dyno {_parse_file_name(engine)}"
+        return f"Not compared: {ran}; time one engine file with both."
     if report.streams > 1:
         return f"Not compared: trtexec ran {report.streams} inferences side by side; run it without --infStreams."
     device = own(trial).device
@@ -92,7 +91,7 @@ def _other_shapes(ours: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int,
     return f"Not compared: trtexec ran {command.spec(theirs)}, Dyno {command.spec(ours)}; give both the same shapes."
 
 
-def _name(path: str) -> str:
+def _parse_file_name(path: str) -> str:
     """Return the file's name, from a path of any system."""
     return PureWindowsPath(path).name if "\\" in path else PurePath(path).name
 
@@ -115,7 +114,7 @@ def gaps(mine: Own, report: Report) -> Iterator[Gap]:
 def _gpu_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
     """Split a gap between two GPU times: each cause takes the most that it can account for, in this order."""
     left = gap
-    for cause in (_graph, _clocks, _launch):
+    for cause in (_explain_graph, _explain_clocks, _explain_launch):
         if part := cause(mine, report, left):
             left -= part.seconds
             yield part
@@ -123,12 +122,12 @@ def _gpu_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
     yield Part(UNEXPLAINED, left, why)
 
 
-def _share(left: float, expected: float) -> float:
+def _compute_share(left: float, expected: float) -> float:
     """Return the part of the rest that the cause can account for, 0 where it points the other way."""
     return math.copysign(min(abs(left), abs(expected)), left) if left * expected > 0 else 0.0
 
 
-def _graph(mine: Own, report: Report, left: float) -> Part | None:
+def _explain_graph(mine: Own, report: Report, left: float) -> Part | None:
     """Return a CUDA graph's part: a graph on one side saves at most the difference of the two enqueue times."""
     if report.graph is None or report.graph == mine.graph:
         return None
@@ -136,25 +135,27 @@ def _graph(mine: Own, report: Report, left: float) -> Part | None:
     if mine.enqueue is None or report.enqueue is None:
         return Part(GRAPH, 0.0, f"{why}, and without enqueue times its share is unknown")
     saved = abs(mine.enqueue - report.enqueue.median)
-    return Part(GRAPH, _share(left, -saved if mine.graph else saved), why)
+    return Part(GRAPH, _compute_share(left, -saved if mine.graph else saved), why)
 
 
-def _clocks(mine: Own, report: Report, left: float) -> Part | None:
+def _explain_clocks(mine: Own, report: Report, left: float) -> Part | None:
     """Return the clocks' part: compute-bound work takes longer in proportion as the clock is lower."""
     if not mine.clock or not report.clock:
         return None
     expected = report.compute.median * (report.clock / mine.clock - 1)
-    return Part("clocks", _share(left, expected), f"{mine.clock:.0f} MHz here, {report.clock:.0f} MHz there")
+    return Part("clocks", _compute_share(left, expected), f"{mine.clock:.0f} MHz here, {report.clock:.0f} MHz there")
 
 
-def _launch(mine: Own, report: Report, left: float) -> Part | None:
+def _explain_launch(mine: Own, report: Report, left: float) -> Part | None:
     """Return the launch's part: trtexec launches a query while the one before it runs; Dyno's GPU waits for the launch.
 
     trtexec's start event is reached when the query before ends.
     """
     if mine.enqueue is None or left <= 0:
         return None
-    return Part("launch", _share(left, mine.enqueue), "at most one enqueue, which trtexec hides by queueing ahead")
+    return Part(
+        "launch", _compute_share(left, mine.enqueue), "at most one enqueue, which trtexec hides by queueing ahead"
+    )
 
 
 def _latency_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
@@ -168,7 +169,7 @@ def _latency_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
     yield from causes
     left = gap - copies - gpu
     if mine.waiting is not None:
-        waiting = _share(left, mine.waiting)
+        waiting = _compute_share(left, mine.waiting)
         left -= waiting
         yield Part("synchronisation", waiting, "the host's launch and spinning wait, which trtexec's sum leaves out")
     yield Part(UNEXPLAINED, left + unexplained.seconds, "the host's calls for the copies are in it")
@@ -190,7 +191,7 @@ def _rate_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
     yield Part("launch and synchronisation", gap - gpu - copies, why)
 
 
-def _notes(trial: TrialResult, report: Report) -> Iterator[str]:
+def _find_notes(trial: TrialResult, report: Report) -> Iterator[str]:
     ours, theirs = command.version(trial), report.version
     if ours and theirs and ours.split(".")[:2] != theirs.split(".")[:2]:
         yield f"trtexec is of TensorRT {theirs}, Dyno ran {ours}: kernels and launch costs may differ."

@@ -89,32 +89,32 @@ def read(path: Path) -> Report:
 
 def parse(text: str, name: str = "the file") -> Report:
     """Parse the report in a log's or an exported file's text; `name` is its name in errors."""
-    return _times(text, name) if EXPORTED.match(text) else _log(text, name)
+    return _parse_times(text, name) if EXPORTED.match(text) else _parse_log(text, name)
 
 
-def _log(text: str, name: str) -> Report:
+def _parse_log(text: str, name: str) -> Report:
     lines = [match[1].rstrip() for line in text.splitlines() if (match := LINE.search(line))]
     runs = lines.count(SUMMARY)
     if runs != 1:
         reason = f"holds {runs} runs of trtexec; give the log of one" if runs else _no_summary_reason(text)
         raise UserError(f"{name} {reason}")
     start = lines.index(SUMMARY)
-    metrics = dict(_metrics(lines[start:], name))
+    metrics = dict(_parse_metrics(lines[start:], name))
     if "compute" not in metrics:
         raise UserError(f"{name} ends before trtexec's summary does; run trtexec again")
     running = RUNNING.search(text)
-    flags = _flags(running[2]) if running else {}
+    flags = _parse_flags(running[2]) if running else {}
     return Report(
         compute=metrics.pop("compute"),
         **cast(dict[str, Any], metrics),
         **_run_options(flags, lines),
-        rate=_rate(lines[start:], name),
-        engine=next(filter(None, (_echo(lines, "Load engine"), *(flags.get(f) for f in ENGINE_FLAGS))), ""),
-        onnx=flags.get("onnx") or _echo(lines, "Model"),
-        shapes=_shapes(lines, flags),
-        device=_echo(lines, "Selected Device"),
-        version=_echo(lines, "TensorRT version") or _version(running[1] if running else None),
-        warnings=_warnings(lines[start:]),
+        rate=_find_rate(lines[start:], name),
+        engine=next(filter(None, (_find_echo(lines, "Load engine"), *(flags.get(f) for f in ENGINE_FLAGS))), ""),
+        onnx=flags.get("onnx") or _find_echo(lines, "Model"),
+        shapes=_find_shapes(lines, flags),
+        device=_find_echo(lines, "Selected Device"),
+        version=_find_echo(lines, "TensorRT version") or _format_version(running[1] if running else None),
+        warnings=_list_warnings(lines[start:]),
     )
 
 
@@ -128,21 +128,24 @@ def _no_summary_reason(text: str) -> str:
     return f"is neither a trtexec log (8.x or 10.x) nor its exported times; {HELP}"
 
 
-def _metrics(lines: Iterable[str], name: str) -> Iterable[tuple[str, Spread]]:
+def _parse_metrics(lines: Iterable[str], name: str) -> Iterable[tuple[str, Spread]]:
     for line in lines:
         label, _, rest = line.partition(": ")
         if label in METRICS:
-            yield METRICS[label], _spread({key: _number(text, name) / 1e3 for key, text in VALUE.findall(rest)}, name)
+            yield (
+                METRICS[label],
+                _parse_spread({key: _parse_number(text, name) / 1e3 for key, text in VALUE.findall(rest)}, name),
+            )
 
 
-def _spread(values: Mapping[str, float], name: str) -> Spread:
+def _parse_spread(values: Mapping[str, float], name: str) -> Spread:
     if missing := [key for key in ("median", "mean", "min", "max") if key not in values]:
         raise UserError(f"{name} has a metric without {missing[0]}; {HELP}")
     shares = {float(key[len("percentile(") : -2]): v for key, v in values.items() if key.startswith("percentile(")}
     return Spread(values["median"], values["mean"], values["min"], values["max"], shares)
 
 
-def _number(text: Any, name: str) -> float:
+def _parse_number(text: Any, name: str) -> float:
     """Parse a finite number that isn't negative; UserError for any other."""
     try:
         value = float(text)
@@ -153,17 +156,17 @@ def _number(text: Any, name: str) -> float:
     return value
 
 
-def _rate(lines: Iterable[str], name: str) -> float | None:
+def _find_rate(lines: Iterable[str], name: str) -> float | None:
     matches = (re.fullmatch(r"Throughput: (\S+) qps", line) for line in lines)
-    return next((_number(match[1], name) for match in matches if match), None)
+    return next((_parse_number(match[1], name) for match in matches if match), None)
 
 
-def _flags(command: str) -> dict[str, str]:
+def _parse_flags(command: str) -> dict[str, str]:
     """Parse the options of the command line in the log; a flag without a value is "". Values may hold spaces."""
     return {key: (value or "").strip() for key, value in re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", command)}
 
 
-def _echo(lines: Iterable[str], key: str) -> str:
+def _find_echo(lines: Iterable[str], key: str) -> str:
     """Return the log's line about an option, less its key; "" where there is none."""
     return next((line[len(key) + 1 :].strip() for line in lines if line.startswith(key + ":")), "")
 
@@ -171,39 +174,39 @@ def _echo(lines: Iterable[str], key: str) -> str:
 def _run_options(flags: Mapping[str, str], lines: list[str]) -> dict[str, Any]:
     """Return the options of the run: from the log's own list first, then from the command line."""
 
-    def enabled(key: str, flag: str, with_flag: bool) -> bool | None:
-        answer = _echo(lines, key)
+    def is_enabled(key: str, flag: str, with_flag: bool) -> bool | None:
+        answer = _find_echo(lines, key)
         if answer in ("Enabled", "Disabled"):
             return answer == "Enabled"
         return (flag in flags) == with_flag if flags else None
 
-    graph = enabled("CUDA Graph", "useCudaGraph", True)
+    graph = is_enabled("CUDA Graph", "useCudaGraph", True)
     if flags.get("rtxCudaGraphStrategy", "disable").startswith("whole"):
         graph = True
     if any(sentence in line for line in lines for sentence in NO_GRAPH):
         graph = False
-    streams = _echo(lines, "Inference Streams") or _echo(lines, "Streams") or flags.get("infStreams", "")
+    streams = _find_echo(lines, "Inference Streams") or _find_echo(lines, "Streams") or flags.get("infStreams", "")
     return {
         "graph": graph,
-        "transfers": enabled("Data transfers", "noDataTransfers", False),
-        "spin": enabled("Spin-wait", "useSpinWait", True),
+        "transfers": is_enabled("Data transfers", "noDataTransfers", False),
+        "spin": is_enabled("Spin-wait", "useSpinWait", True),
         "streams": int(streams) if streams.isdecimal() else 1,
     }
 
 
-def _shapes(lines: Iterable[str], flags: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+def _find_shapes(lines: Iterable[str], flags: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
     """Return the input shapes: of the created bindings, else those of `--shapes`."""
     bound = (re.match(r"Input binding for (.+) with dimensions ([\dx]+) is created", line) for line in lines)
-    from_bindings = {match[1]: _dims(match[2]) for match in bound if match}
+    from_bindings = {match[1]: _parse_dims(match[2]) for match in bound if match}
     from_flags = re.findall(r"([^,]+):([\dx]+)(?:,|$)", flags.get("shapes", ""))
-    return from_bindings or {name.strip("'\\"): _dims(text) for name, text in from_flags}
+    return from_bindings or {name.strip("'\\"): _parse_dims(text) for name, text in from_flags}
 
 
-def _dims(text: str) -> tuple[int, ...]:
+def _parse_dims(text: str) -> tuple[int, ...]:
     return tuple(int(n) for n in text.split("x") if n)
 
 
-def _version(code: str | None) -> str:
+def _format_version(code: str | None) -> str:
     """Format a version code: 8601 is 8.6.1, 101300 is 10.13.0."""
     if not code:
         return ""
@@ -213,12 +216,12 @@ def _version(code: str | None) -> str:
     return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
 
 
-def _warnings(lines: Iterable[str]) -> tuple[str, ...]:
+def _list_warnings(lines: Iterable[str]) -> tuple[str, ...]:
     """Return the summary's warnings (`* Throughput may be bound by…`), without the advice below each."""
     return tuple(line[2:].strip() for line in lines if line.startswith("* "))
 
 
-def _times(text: str, name: str) -> Report:
+def _parse_times(text: str, name: str) -> Report:
     """Parse exported times: one object per query. The file has neither shapes nor engine nor flags."""
     try:
         rows = json.loads(text)
@@ -226,15 +229,15 @@ def _times(text: str, name: str) -> Report:
         raise UserError(f"{name} is not a complete JSON file ({e}); run trtexec again") from e
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UserError(f"{name} holds no times; {HELP}")
-    columns = {key: _column(rows, key, name) for key in ("enq", "h2d", "compute", "d2h")}
+    columns = {key: _read_column(rows, key, name) for key in ("enq", "h2d", "compute", "d2h")}
     if columns["compute"] is None:
         raise UserError(f"{name} holds no computeMs, so trtexec did not write it; {HELP}")
     parts = [values for key in ("h2d", "compute", "d2h") if (values := columns[key]) is not None]
     moved = [values for key in ("h2d", "d2h") if (values := columns[key]) is not None]
-    summaries = {key: None if values is None else _summary(values) for key, values in columns.items()}
+    summaries = {key: None if values is None else _compute_spread(values) for key, values in columns.items()}
     return Report(
-        _summary(columns["compute"]),
-        latency=_summary(np.sum(parts, axis=0)),
+        _compute_spread(columns["compute"]),
+        latency=_compute_spread(np.sum(parts, axis=0)),
         enqueue=summaries["enq"],
         h2d=summaries["h2d"],
         d2h=summaries["d2h"],
@@ -243,20 +246,20 @@ def _times(text: str, name: str) -> Report:
     )
 
 
-def _column(rows: list[dict[str, Any]], key: str, name: str) -> np.ndarray | None:
+def _read_column(rows: list[dict[str, Any]], key: str, name: str) -> np.ndarray | None:
     """Return the seconds per query of one part: its duration, or from start and end; None where the file lacks it."""
     title = key.capitalize()
     spans = {"enq": "enqueueMs"}.get(key, f"{key}Ms"), f"start{title}Ms", f"end{title}Ms"
     if all(spans[0] in row for row in rows):
-        values = [_number(row[spans[0]], name) for row in rows]
+        values = [_parse_number(row[spans[0]], name) for row in rows]
     elif all(spans[1] in row and spans[2] in row for row in rows):
-        values = [_number(row[spans[2]], name) - _number(row[spans[1]], name) for row in rows]
+        values = [_parse_number(row[spans[2]], name) - _parse_number(row[spans[1]], name) for row in rows]
     else:
         return None
     return np.asarray(values, np.float64) / 1e3
 
 
-def _summary(values: np.ndarray) -> Spread:
+def _compute_spread(values: np.ndarray) -> Spread:
     shares = {p: float(np.percentile(values, p)) for p in (90.0, 95.0, 99.0)}
     return Spread(float(np.median(values)), float(values.mean()), float(values.min()), float(values.max()), shares)
 

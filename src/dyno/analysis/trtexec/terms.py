@@ -61,22 +61,22 @@ class Own:
 def own(trial: TrialResult) -> Own:
     """Return the trial's medians."""
 
-    def median(tag: str, boundary: str, by: str) -> float | None:
+    def compute_median(tag: str, boundary: str, by: str) -> float | None:
         samples = trial.parts(tag, boundary, by)
         return stats.over_rounds(samples).median if samples else None
 
     images = trial.value("throughput", "throughput")
     return Own(
-        model=median("latency", "model", GPU),
-        model_host=median("latency", "model", HOST),
-        whole=median("latency", "all", HOST),
-        enqueue=median("enqueue", "all", HOST),
-        h2d=median("h2d", "all", GPU),
-        compute=median("compute", "all", GPU),
-        d2h=median("d2h", "all", GPU),
+        model=compute_median("latency", "model", GPU),
+        model_host=compute_median("latency", "model", HOST),
+        whole=compute_median("latency", "all", HOST),
+        enqueue=compute_median("enqueue", "all", HOST),
+        h2d=compute_median("h2d", "all", GPU),
+        compute=compute_median("compute", "all", GPU),
+        d2h=compute_median("d2h", "all", GPU),
         rate=images / trial.batch if images else None,
         graph=bool(trial.facts.options.get("graph", True)),
-        clock=_clock(trial),
+        clock=_find_clock(trial),
         device=next(filter(None, map(_gpu_name, trial.good)), ""),
     )
 
@@ -85,7 +85,7 @@ def _gpu_name(one: Round) -> str:
     return str(one.arrays("telemetry.npz", ("gpu_name",)).get("gpu_name", ""))
 
 
-def _clock(trial: TrialResult) -> float | None:
+def _find_clock(trial: TrialResult) -> float | None:
     clocks = []
     for one in trial.good:
         window = one.facts.timed.get("model")
@@ -116,15 +116,15 @@ def explain(trial: TrialResult) -> list[str]:
     measured = own(trial)
     flag = command.graph_flag(trial)
     return [
-        *_terms(measured),
-        *_model(measured, flag),
-        *_all(measured),
-        *_throughput(measured, trial),
+        *_explain_terms(measured),
+        *_explain_model(measured, flag),
+        *_explain_whole(measured),
+        *_explain_throughput(measured, trial),
         _run_mode(measured, flag),
     ]
 
 
-def _terms(measured: Own) -> Iterator[str]:
+def _explain_terms(measured: Own) -> Iterator[str]:
     values = {
         "Enqueue Time": measured.enqueue,
         "H2D Latency": measured.h2d,
@@ -139,7 +139,7 @@ def _terms(measured: Own) -> Iterator[str]:
         yield "The record has no enqueue, H2D, compute and D2H times, so latency/all can't be split into them."
 
 
-def _model(measured: Own, flag: str) -> Iterator[str]:
+def _explain_model(measured: Own, flag: str) -> Iterator[str]:
     if measured.model is None:
         return
     like = f"--noDataTransfers {flag}" if measured.graph else "--noDataTransfers"
@@ -152,7 +152,7 @@ def _model(measured: Own, flag: str) -> Iterator[str]:
         yield f"Enqueue Time is {measured.enqueue / measured.model:.0%} of that, so the host may set the pace{advice}."
 
 
-def _all(measured: Own) -> Iterator[str]:
+def _explain_whole(measured: Own) -> Iterator[str]:
     if measured.whole is None or measured.latency is None:
         return
     rest = measured.whole - measured.latency
@@ -166,7 +166,7 @@ def _all(measured: Own) -> Iterator[str]:
     )
 
 
-def _throughput(measured: Own, trial: TrialResult) -> Iterator[str]:
+def _explain_throughput(measured: Own, trial: TrialResult) -> Iterator[str]:
     if measured.rate is None:
         return
     slots = trial.facts.options.get("slots")

@@ -58,7 +58,7 @@ def gain(ranking: Ranking, run: RunData) -> Speedup | None:
         rejected = 0 if missing(winner["rounds_left_out"]) else int(winner["rounds_left_out"])
         left_out = {"rejected": rejected, "unfiltered": winner["speedup_all_rounds"]}
         return Speedup(*limits, winner["verdict"], winner["measured"], more=more, builds=builds, **left_out)
-    return _pair(winner, run.trials[winner["trial"]], reference, run)
+    return _compare_pair(winner, run.trials[winner["trial"]], reference, run)
 
 
 def ahead(ranking: Ranking, run: RunData) -> Speedup | None:
@@ -70,10 +70,10 @@ def ahead(ranking: Ranking, run: RunData) -> Speedup | None:
     reference = ranking.reference(ranked.iloc[0])
     if reference is not None and reference.id == second.id:
         return None
-    return _pair(ranked.iloc[0], first, second, run)
+    return _compare_pair(ranked.iloc[0], first, second, run)
 
 
-def _pair(winner: pd.Series, own: TrialResult, other: TrialResult, run: RunData) -> Speedup:
+def _compare_pair(winner: pd.Series, own: TrialResult, other: TrialResult, run: RunData) -> Speedup:
     return speedups.speedup(own, other, str(winner["boundary"]), str(winner["clock"]), run.rule)
 
 
@@ -89,24 +89,30 @@ def real(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunDa
         return "there is nothing to compare it with"
     winner = ranking.fastest.iloc[0]
     how = f"{counting(int(winner['rounds']), 'round')}, measured {pairs[0].measured}"
-    parts = [_opening(pairs, own, how)]
+    parts = [_choose_opening(pairs, own, how)]
     trials = [run.trials[winner["trial"]], ranking.reference(winner)]
     if over is not None:
-        parts.append(_over(ranking.configuration(ranking.fastest.iloc[1]), over, run))
+        parts.append(_describe_lead(ranking.configuration(ranking.fastest.iloc[1]), over, run))
         trials.append(run.trials[ranking.fastest.iloc[1]["trial"]])
     return "; ".join(
-        [*parts, *_left_out(pairs), *_lower_median(ranking, run), *_builds(trials, pairs), *_doubts(run, doubted)]
+        [
+            *parts,
+            *_left_out(pairs),
+            *_lower_median(ranking, run),
+            *_describe_builds(trials, pairs),
+            *_find_doubts(run, doubted),
+        ]
     )
 
 
 def real_rate(ranking: Ranking, over: Speedup, run: RunData, doubted: bool) -> str:
     """Describe as `real` does, for the most images per second, which are compared with the runner-up's."""
     best, second = (ranking.most_images.iloc[i] for i in (0, 1))
-    opening = _opening([over], None, counting(int(best["rounds"]), "round"))
+    opening = _choose_opening([over], None, counting(int(best["rounds"]), "round"))
     name = f"{ranking.configuration(second)} at batch {second['batch']}"
     trials = [run.trials[row["trial"]] for row in (best, second)]
-    parts = [opening, _over(name, over, run), *_left_out([over])]
-    return "; ".join([*parts, *_builds(trials, [over]), *_doubts(run, doubted)])
+    parts = [opening, _describe_lead(name, over, run), *_left_out([over])]
+    return "; ".join([*parts, *_describe_builds(trials, [over]), *_find_doubts(run, doubted)])
 
 
 def _left_out(pairs: Sequence[Speedup]) -> Iterator[str]:
@@ -131,7 +137,7 @@ def _lower_median(ranking: Ranking, run: RunData) -> Iterator[str]:
     if lower.empty:
         return
     row = lower.sort_values(LATENCY).iloc[0]
-    pair = _pair(winner, run.trials[winner["trial"]], run.trials[row["trial"]], run)
+    pair = _compare_pair(winner, run.trials[winner["trial"]], run.trials[row["trial"]], run)
     if pair.measured != stats.TURNS:
         return
     rounds = f" over {counting(int(row['rounds']), 'round')}" if row["rounds"] != winner["rounds"] else ""
@@ -140,7 +146,7 @@ def _lower_median(ranking: Ranking, run: RunData) -> Iterator[str]:
     yield f"{ranking.configuration(row)} has a lower median, {ms(row[LATENCY])}{rounds}, but in turns {compared}"
 
 
-def _builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> Iterator[str]:
+def _describe_builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> Iterator[str]:
     """Yield whether the result holds for one build of an engine or for several, where builds differ from each other."""
     counts = [count for t in trials if t is not None and (count := speedups.builds(t))]
     if 1 in counts:
@@ -151,7 +157,7 @@ def _builds(trials: Sequence[TrialResult | None], pairs: Sequence[Speedup]) -> I
         yield f"over {min(counts)} builds"
 
 
-def _doubts(run: RunData, doubted: bool) -> Iterator[str]:
+def _find_doubts(run: RunData, doubted: bool) -> Iterator[str]:
     contention = cpu_contention(run.records)
     if contention is not None:
         unequal = "" if contention.alone else ", which may slow engines unequally"
@@ -160,7 +166,7 @@ def _doubts(run: RunData, doubted: bool) -> Iterator[str]:
         yield "not all of it held when measured again"
 
 
-def _opening(pairs: list[Speedup], own: Speedup | None, how: str) -> str:
+def _choose_opening(pairs: list[Speedup], own: Speedup | None, how: str) -> str:
     verdicts = {each.verdict for each in pairs}
     if verdicts == {stats.FASTER}:
         return f"yes, in {how}"
@@ -175,7 +181,7 @@ def _opening(pairs: list[Speedup], own: Speedup | None, how: str) -> str:
     )
 
 
-def _over(name: str, over: Speedup, run: RunData) -> str:
+def _describe_lead(name: str, over: Speedup, run: RunData) -> str:
     shown = ratio(over.value, over.low, over.high)
     if over.verdict == stats.FASTER:
         by = "" if shown == UNCLEAR else f", by {shown}"
@@ -202,13 +208,13 @@ def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
         )
     else:
         parts.append("its outputs were not compared with any")
-    parts += [_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))
+    parts += [_describe_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))
     if winner["precision_ok"]:
         parts.append(RAN_AS[winner["precision_ok"]])
     return "; ".join(parts)
 
 
-def _accuracy(ranking: Ranking, winner: pd.Series) -> str:
+def _describe_accuracy(ranking: Ranking, winner: pd.Series) -> str:
     text = f"{ranking.metric.label} {winner[ranking.metric.column]:.2f} %"
     low, change, high = (points(each / 100) for each in ranking.metric.change_in(winner))
     return text if isnan(ranking.metric.change_in(winner)[0]) else f"{text}, {change} points [{low}, {high}]"
@@ -252,7 +258,7 @@ def is_faster(ranking: Ranking, row: pd.Series, run: RunData) -> str:
     if ranking.fastest.empty:
         return ""
     own, other = run.trials[row["trial"]], run.trials[ranking.fastest.iloc[0]["trial"]]
-    return "is faster" if _pair(row, own, other, run).verdict == stats.FASTER else "seems faster"
+    return "is faster" if _compare_pair(row, own, other, run).verdict == stats.FASTER else "seems faster"
 
 
 def _undecided_budget(ranking: Ranking, run: RunData) -> str:

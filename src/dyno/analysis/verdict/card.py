@@ -28,22 +28,22 @@ def figures(ranking: Ranking, gain: Speedup | None, certainty: str, run: RunData
     """
     winner = ranking.fastest.iloc[0]
     return (
-        _latency(winner),
-        *_speedup(ranking, winner, gain, run),
-        _certainty(winner, gain, certainty),
-        *_accuracy(ranking, winner),
-        *_cost(winner),
+        _make_latency_figure(winner),
+        *_make_speedup_figure(ranking, winner, gain, run),
+        _make_certainty_figure(winner, gain, certainty),
+        *_make_accuracy_figure(ranking, winner),
+        *_make_cost_figure(winner),
     )
 
 
-def _latency(winner: pd.Series) -> Figure:
+def _make_latency_figure(winner: pd.Series) -> Figure:
     low, high = winner["latency_ms_low"], winner["latency_ms_high"]
     below = [limits(low, high, ms).strip()] if bounded(low, high) else []
     rate = [] if missing(winner[THROUGHPUT]) else [f"{significant(winner[THROUGHPUT])} images/s"]
     return Figure("latency", ms(winner[LATENCY]), ", ".join([*below, f"batch {winner['batch']}", *rate]))
 
 
-def _speedup(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData) -> Iterator[Figure]:
+def _make_speedup_figure(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData) -> Iterator[Figure]:
     reference = ranking.reference(winner)
     if gain is None or reference is None:
         return
@@ -60,12 +60,12 @@ def _speedup(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: Run
         yield Figure("speed-up", value, f"as fast as {name}{f' {interval}' if interval else ''}")
 
 
-def _certainty(winner: pd.Series, gain: Speedup | None, certainty: str) -> Figure:
+def _make_certainty_figure(winner: pd.Series, gain: Speedup | None, certainty: str) -> Figure:
     how = counting(int(winner["rounds"]), "round")
     return Figure("how sure", certainty, f"{how}, {gain.measured}" if gain else how)
 
 
-def _accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Figure]:
+def _make_accuracy_figure(ranking: Ranking, winner: pd.Series) -> Iterator[Figure]:
     value = winner.get(ranking.metric.column, float("nan"))
     if not isnan(value):
         low, change, high = (points(each / 100) for each in ranking.metric.change_in(winner))
@@ -76,7 +76,7 @@ def _accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Figure]:
         yield Figure("outputs", "agree", distance(winner["output_error"], winner["labels_changed"]))
 
 
-def _cost(winner: pd.Series) -> Iterator[Figure]:
+def _make_cost_figure(winner: pd.Series) -> Iterator[Figure]:
     """Yield seconds to make it, and the size of its file and its memory, as far as each is known."""
     sizes: list[tuple[Any, str]] = [(winner["size_mb"], "MB file"), (winner["memory_mb"], "MB of memory")]
     below = ", ".join(f"{significant(value)} {what}" for value, what in sizes if not missing(value) and value)

@@ -16,7 +16,7 @@ def changes(a: TrialResult, b: TrialResult) -> list[str]:
     """Return each fact of the engine that differs in B, as `layers 41 to 44`: versions, types, layers, file size."""
     if not (a.good and b.good):
         return []
-    before, after = dict(_facts(a)), dict(_facts(b))
+    before, after = dict(_list_facts(a)), dict(_list_facts(b))
     return [
         f"{name} {before.get(name, 'none')} to {after.get(name, 'none')}"
         for name in dict.fromkeys((*before, *after))
@@ -24,7 +24,7 @@ def changes(a: TrialResult, b: TrialResult) -> list[str]:
     ]
 
 
-def _facts(t: TrialResult) -> Iterator[tuple[str, str]]:
+def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
     system: Mapping[str, Any] = t.good[0].record.system
     if python := system.get("python"):
         yield "Python", str(python)

@@ -36,10 +36,10 @@ def sentences(table: Table, stored: bool = True) -> list[str]:
     lines += [f"undecided: {where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
     if counts[stats.ONE_ROUND]:
         lines.append("One round can't show that a difference is real: measure both with two rounds or more.")
-    return [*lines, *_measured(rows, stored), *_caught(rows)]
+    return [*lines, *_describe_method(rows, stored), *_describe_power(rows)]
 
 
-def _measured(rows: list[Row], stored: bool) -> list[str]:
+def _describe_method(rows: list[Row], stored: bool) -> list[str]:
     methods = {r["measured"] for r in rows if r["measured"]}
     if not methods:
         return []
@@ -55,7 +55,7 @@ def _measured(rows: list[Row], stored: bool) -> list[str]:
     return sentences
 
 
-def _caught(rows: list[Row]) -> list[str]:
+def _describe_power(rows: list[Row]) -> list[str]:
     smallest = [r["smallest"] for r in rows if not missing(r["smallest"])]
     if not smallest:
         return []
@@ -71,10 +71,10 @@ def where(r: Row) -> str:
 
 def failure(r: Row) -> str:
     """Return the reason why a row fails."""
-    return "; ".join(_reason(condition, r) for condition in r["failed"].split(", "))
+    return "; ".join(_explain_failure(condition, r) for condition in r["failed"].split(", "))
 
 
-def _reason(condition: str, r: Row) -> str:
+def _explain_failure(condition: str, r: Row) -> str:
     if condition == SLOWER:
         return f"slower, {RATIO_SHOWN.text(r)} the latency"
     if condition == LESS_ACCURATE:

@@ -28,7 +28,7 @@ OPEN = stats.UNDECIDED, stats.ONE_ROUND, stats.SLOWER  # verdicts on a winner th
 
 def decisions(ranking: Ranking, run: RunData) -> Iterator[Decision]:
     """Yield the fastest at the smallest batch, and with several batches the most images per second."""
-    yield _fastest(ranking, run)
+    yield _decide_fastest(ranking, run)
     if len(ranking.most_images):
         yield _most_images(ranking, run)
 
@@ -55,7 +55,7 @@ def failed(ranking: Ranking) -> Decision | None:
     return Decision(FAILURE, ranking.where, "no trial succeeded.", (("next", answers.REASONS),))
 
 
-def _fastest(ranking: Ranking, run: RunData) -> Decision:
+def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
     ranked = ranking.fastest
     others = (*_left_out(ranking, run), *apart(ranking))
     if (nothing := failed(ranking)) is not None:
@@ -75,7 +75,7 @@ def _fastest(ranking: Ranking, run: RunData) -> Decision:
     return Decision(
         WARNING if open_still else NOTE if alone else BEST,
         ranking.where,
-        _alone(ranking, winner) if alone else _headline(ranking, winner, gain, run),
+        _describe_alone(ranking, winner) if alone else _write_headline(ranking, winner, gain, run),
         (
             ("real", answers.real(ranking, gain, ahead, run, doubted)),
             ("right", answers.right(ranking, winner, run)),
@@ -83,20 +83,20 @@ def _fastest(ranking: Ranking, run: RunData) -> Decision:
         ),
         (
             *confirmed,
-            *_latency(ranking, winner),
-            *_accuracy(ranking, winner),
-            *_preparation(ranking, winner),
+            *_describe_latency(ranking, winner),
+            *_describe_accuracy(ranking, winner),
+            *_describe_preparation(ranking, winner),
             *others,
         ),
         card.figures(ranking, gain, "open" if open_still else "not compared" if alone else "decided", run),
     )
 
 
-def _alone(ranking: Ranking, winner: pd.Series) -> str:
+def _describe_alone(ranking: Ranking, winner: pd.Series) -> str:
     return f"{ranking.configuration(winner)} takes {ms(winner[LATENCY])} at batch {winner['batch']}."
 
 
-def _headline(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData) -> str:
+def _write_headline(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData) -> str:
     limit = f" within the budget {run.budget}" if run.budget and winner["budget"] else ""
     text = f"fastest{limit} is {ranking.configuration(winner)}, {ms(winner[LATENCY])} at batch {winner['batch']}"
     reference = ranking.reference(winner)
@@ -115,12 +115,12 @@ def _headline(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: Ru
     return f"{text}: {shown} as fast as {name}{best}."
 
 
-def _latency(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
+def _describe_latency(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
     if interval := limits(winner["latency_ms_low"], winner["latency_ms_high"], ms):
         yield Finding(NOTE, f"Its latency is {ms(winner[LATENCY])}{interval}.")
 
 
-def _accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
+def _describe_accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
     metric = ranking.metric
     if metric.column not in winner or isnan(winner[metric.column]):
         return
@@ -140,7 +140,7 @@ def _accuracy(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
     yield Finding(NOTE, text + ".")
 
 
-def _preparation(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
+def _describe_preparation(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
     """Yield after how many images the time to build pays off against the reference."""
     reference = ranking.reference(winner)
     if reference is None or reference.id == winner["trial"]:
@@ -178,10 +178,10 @@ def _most_images(ranking: Ranking, run: RunData) -> Decision:
     if over is not None:
         shown.insert(0, ("real", answers.real_rate(ranking, over, run, doubted)))
     open_still = over is None or over.verdict in OPEN or doubted
-    return Decision(WARNING if open_still else BEST, ranking.where, _rate(ranking), tuple(shown), confirmed)
+    return Decision(WARNING if open_still else BEST, ranking.where, _describe_rate(ranking), tuple(shown), confirmed)
 
 
-def _rate(ranking: Ranking) -> str:
+def _describe_rate(ranking: Ranking) -> str:
     best = ranking.most_images.iloc[0]
     text = f"most images per second with {ranking.configuration(best)} at batch {best['batch']}: "
     text += f"{significant(best[THROUGHPUT])}/s"

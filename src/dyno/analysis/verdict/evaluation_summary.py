@@ -29,34 +29,38 @@ def describe(trial: TrialResult, format: str = "text", per_class: bool = False, 
     `of_run` are warnings beside the trial's own.
     """
     warnings = (f"warning: {sentence}" for sentence in (*of_run, *trial.warnings()))
-    lines = [*_accuracy(trial), *_speed(trial), *_classes(trial, per_class), *warnings]
-    blocks: list[Sequence[Any]] = [lines, *_tables(trial, per_class)]
+    lines = [*_describe_accuracy(trial), *_describe_speed(trial), *_describe_classes(trial, per_class), *warnings]
+    blocks: list[Sequence[Any]] = [lines, *_iter_tables(trial, per_class)]
     parts = [part for part in blocks if part]
     if format == "markdown":
-        return f"### {markdown(trial.label)}\n\n" + "\n".join(map(_markdown, parts))
-    return f"{plain(trial.label)}\n" + "\n".join(map(_text, parts))
+        return f"### {markdown(trial.label)}\n\n" + "\n".join(map(_format_markdown, parts))
+    return f"{plain(trial.label)}\n" + "\n".join(map(_format_text, parts))
 
 
-def _accuracy(trial: TrialResult) -> Iterator[str]:
+def _describe_accuracy(trial: TrialResult) -> Iterator[str]:
     measured = metrics.measured(trial)
     if not measured and not any(UNMEASURED in warning for warning in trial.warnings()):
         yield f"{UNMEASURED}: the images of {trial.spec['data']['name']} have no labels"
     for place, (metric, score) in enumerate(measured):
         images = "" if place else f" on {images_tested(score.images, accuracy.set_aside(trial))}"
-        yield f"{metric.label}{f' of {score.of}' if score.of else ''} {_percent(score.interval)}{images}"
+        yield f"{metric.label}{f' of {score.of}' if score.of else ''} {_format_percent(score.interval)}{images}"
 
 
-def _percent(share: Interval) -> str:
+def _format_percent(share: Interval) -> str:
     limits = "" if share.low != share.low else f" [{100 * share.low:.2f}, {100 * share.high:.2f}]"
     return f"{100 * share.value:.2f} %{limits}"
 
 
-def _speed(trial: TrialResult) -> Iterator[str]:
+def _describe_speed(trial: TrialResult) -> Iterator[str]:
     if rate := trial.value("pipeline"):
         evaluation = trial.facts.evaluation
         count = f" ({evaluation.images:,} images, after {evaluation.warm_up:,} of warm-up)" if evaluation else ""
         yield f"pipeline, from decoded images, {show(rate, 'rate').removesuffix('/s')} images/s{count}"
-    stages = [f"{name} {show(seconds, 'duration')}" for name in STAGES if (seconds := _stage(trial, name)) is not None]
+    stages = [
+        f"{name} {show(seconds, 'duration')}"
+        for name in STAGES
+        if (seconds := _find_stage_seconds(trial, name)) is not None
+    ]
     if stages:
         yield "per image: " + ", ".join(stages)
     size = trial.value("file_size")
@@ -69,12 +73,12 @@ def _speed(trial: TrialResult) -> Iterator[str]:
         yield "model: " + ", ".join(part for part in parts if part)
 
 
-def _stage(trial: TrialResult, name: str) -> float | None:
+def _find_stage_seconds(trial: TrialResult, name: str) -> float | None:
     samples = trial.samples(name, "")
     return float(np.median(samples)) if samples.size else trial.value(name)
 
 
-def _classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
+def _describe_classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
     matrix = confusion.of(trial)
     if matrix is None:
         return
@@ -87,9 +91,11 @@ def _classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
         yield "most common confusions: " + "; ".join(f"{a} for {b} ({n:,} of {of:,})" for a, b, n, of in largest)
 
 
-def _tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]:
+def _iter_tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]:
     """Yield the rows of each table, its heading first, and the note below one."""
-    latencies = [[f"latency, {b}, ms", *_latency(trial, b)] for b in LATENCIES if trial.samples("latency", b).size]
+    latencies = [
+        [f"latency, {b}, ms", *_format_latency(trial, b)] for b in LATENCIES if trial.samples("latency", b).size
+    ]
     if latencies:
         yield [["", *COLUMNS], *latencies]
         if any(cell.startswith("(") for row in latencies for cell in row):
@@ -108,13 +114,13 @@ def ap_rows(scores: MeanAP) -> Rows:
     return [["class", "AP50 %", "AP50-95 %"], *rows]
 
 
-def _latency(trial: TrialResult, boundary: str) -> list[str]:
+def _format_latency(trial: TrialResult, boundary: str) -> list[str]:
     rounds = trial.parts("latency", boundary)
     s, samples = stats.over_rounds(rounds), min(map(len, rounds))
     return [parenthesised(significant(1e3 * getattr(s, name)), few(name, samples)) for name in COLUMNS]
 
 
-def _text(rows: Sequence[Any]) -> str:
+def _format_text(rows: Sequence[Any]) -> str:
     if rows and isinstance(rows[0], str):
         return "".join(f"  {plain(row)}\n" for row in rows).rstrip("\n")
     cells = [[plain(cell) for cell in row] for row in rows]
@@ -124,7 +130,7 @@ def _text(rows: Sequence[Any]) -> str:
     return "\n".join(f"  {line.rstrip()}" for line in lines)
 
 
-def _markdown(rows: Sequence[Any]) -> str:
+def _format_markdown(rows: Sequence[Any]) -> str:
     if rows and isinstance(rows[0], str):
         return "".join(f"- {markdown(row)}\n" for row in rows)
     head, *body = [[markdown(cell) for cell in row] for row in rows]

@@ -112,24 +112,29 @@ def read(run: RunData) -> Verdict:
     if contention and contention.mostly:  # an order would be that of the machine's load
         failures = [decision for ranking in shown if (decision := decisions.failed(ranking)) is not None]
         apart = [finding for ranking in shown for finding in decisions.apart(ranking)]
-        unranked = Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", _unranked(run))))
+        unranked = Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", _describe_next_step(run))))
         return Verdict(
             wrong,
             (unranked, *failures),
             (
-                *(*apart, *_truths(results), *_outcome(results, contention)),
+                *(*apart, *_check_precisions(results), *_describe_outcome(results, contention)),
                 *(*devices.findings(results), *routes.findings(results)),
             ),
         )
     decided = tuple(decision for ranking in shown for decision in decisions.decisions(ranking, run))
     more = len(all_rankings) - MOST_GROUPS
     rest = [Finding(NOTE, f"{more} more models and sizes are in the tables.")] if more > 0 else []
-    rest += [*mixed_precision.findings(run), *_truths(results), *_slow_precisions(run), *_outcome(results, contention)]
+    rest += [
+        *mixed_precision.findings(run),
+        *_check_precisions(results),
+        *_slow_precisions(run),
+        *_describe_outcome(results, contention),
+    ]
     rest += [*devices.findings(results), *routes.findings(results)]
     return Verdict(wrong, decided, tuple(rest))
 
 
-def _unranked(run: RunData) -> str:
+def _describe_next_step(run: RunData) -> str:
     """Describe the next step where the machine was too busy for a winner."""
     step, folder = "measure again on a quiet machine", shlex.quote(str(run.records.folder))
     return f"{step}, or choose: dyno take {folder} BACKEND/PRECISION" if list(winners(run)) else step
@@ -142,12 +147,12 @@ def _wrong_outputs(run: RunData) -> Iterator[Finding]:
         group = [trials[id] for id in rows["trial"]]
         names = ", ".join(dict.fromkeys(t.configuration for t in group))
         verdict = f"{verdict} against {run.compared[group[0].id].configuration}"
-        text = f"{group[0].model}: {names} ({_places(group)}) gave {verdict}; not ranked, whatever the speed."
+        text = f"{group[0].model}: {names} ({_format_batches(group)}) gave {verdict}; not ranked, whatever the speed."
         files = any(t.form and t.form.option == FILE for t in group)
         yield Finding(FAILURE, text + (OTHER_NETWORK if files else ""))
 
 
-def _truths(results: Results) -> Iterator[Finding]:
+def _check_precisions(results: Results) -> Iterator[Finding]:
     truths = [(t, ran) for t in results if t.good and (ran := truth(t)) is not None]
     wrong: dict[tuple[str, str], list[TrialResult]] = {}
     for t, ran in truths:
@@ -162,7 +167,7 @@ def _truths(results: Results) -> Iterator[Finding]:
         model = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
         ran = truth(trials[0])
         is_wrong = " did not run as requested" if ran and ran.answer == NO else ""
-        yield Finding(WARNING, f"{model}{trials[0].configuration} ({_places(trials)}){is_wrong}: {sentence}.")
+        yield Finding(WARNING, f"{model}{trials[0].configuration} ({_format_batches(trials)}){is_wrong}: {sentence}.")
 
 
 def _slow_precisions(run: RunData) -> Iterator[Finding]:
@@ -194,10 +199,10 @@ def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> st
     sure = all(gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1 for gain in gains)
     shown = ratio(gains[0].value, gains[0].low, gains[0].high)
     shown += ", one round only, so unproven" if gains[0].verdict == stats.ONE_ROUND else ""
-    reasons = list(dict.fromkeys("; ".join(t.reasons()) or _silence(gain) for t, gain in slow))
+    reasons = list(dict.fromkeys("; ".join(t.reasons()) or _explain_silence(gain) for t, gain in slow))
     at = f"at batch {slow[0][0].batch}, " if len(reasons) > 1 else ""
     word = "not faster" if sure else "not shown to be faster"
-    return f"{word} than {other} ({_places([t for t, _ in slow])}: {shown}): {at}{reasons[0]}"
+    return f"{word} than {other} ({_format_batches([t for t, _ in slow])}: {shown}): {at}{reasons[0]}"
 
 
 def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: stats.Rule) -> stats.Speedup | None:
@@ -213,7 +218,7 @@ def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: s
     return gain if none else None
 
 
-def _silence(gain: stats.Speedup) -> str:
+def _explain_silence(gain: stats.Speedup) -> str:
     """Describe why nothing is gained, where the engine gives no reason."""
     if gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1:
         return "the engine gives no reason"
@@ -222,7 +227,7 @@ def _silence(gain: stats.Speedup) -> str:
     return "the spread between processes hides any gain"
 
 
-def _outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
+def _describe_outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
     count = Counter(t.status for t in results)
     failed = {status: n for status, n in count.items() if status not in ("ok", "skipped", UNFINISHED)}
     total = len(results.trials)
@@ -235,16 +240,18 @@ def _outcome(results: Results, contention: Contention | None) -> Iterator[Findin
             PROBLEMS,
         )
     if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
-        yield Finding(WARNING, f"{_of(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
+        yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
     if short := [t for t in results if t.is_cut_short]:
         rounds = counting(min(len(t.rounds) for t in short), "round")
         yield Finding(WARNING, f"Stopped early, after {rounds}: this is the answer so far; the same command goes on.")
     if count["skipped"]:
-        yield Finding(NOTE, f"{_of(count['skipped'], total, 'was', 'were')} skipped, each with its reason.", PROBLEMS)
+        yield Finding(
+            NOTE, f"{_format_count(count['skipped'], total, 'was', 'were')} skipped, each with its reason.", PROBLEMS
+        )
     if contention and not contention.mostly:
         yield Finding(WARNING, contention.sentence)
     yield from pixels.findings(results)
-    yield from _gpu(results)
+    yield from _find_gpu_doubts(results)
     if aside := max((set_aside(t) for t in results if set_aside(t) and judged(t)), default=0):
         yield Finding(
             WARNING,
@@ -252,12 +259,14 @@ def _outcome(results: Results, contention: Contention | None) -> Iterator[Findin
         )
     warned = sum(1 for t in results if t.warnings())
     if warned:
-        yield Finding(WARNING, f"{_of(warned, total, 'has', 'have')} warnings; the report lists them.", PROBLEMS)
+        yield Finding(
+            WARNING, f"{_format_count(warned, total, 'has', 'have')} warnings; the report lists them.", PROBLEMS
+        )
     for problem in results.problems:
         yield Finding(FAILURE, problem)
 
 
-def _gpu(results: Results) -> Iterator[Finding]:
+def _find_gpu_doubts(results: Results) -> Iterator[Finding]:
     """Yield doubts about the numbers from the GPU's telemetry and clocks."""
     trials = [t for t in results if t.gpu is not None]
     of_trials = counting(len(trials), "trial")
@@ -294,10 +303,10 @@ def _launch_bound(results: Results) -> Iterator[Finding]:
         yield Finding(NOTE, f"{t.label}: {launch.sentence}{others}.")
 
 
-def _of(count: int, total: int, one: str, several: str) -> str:
+def _format_count(count: int, total: int, one: str, several: str) -> str:
     return f"{count} of {counting(total, 'trial')} {one if count == 1 else several}"
 
 
-def _places(trials: list[TrialResult]) -> str:
+def _format_batches(trials: list[TrialResult]) -> str:
     batches = sorted({t.batch for t in trials})
     return f"batch {', '.join(map(str, batches))}"

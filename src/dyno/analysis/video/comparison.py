@@ -36,22 +36,22 @@ def table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> Table | None:
     pairs = [(a, b) for x, y in trials if (a := runs.filmed(x)) and (b := runs.filmed(y))]
     if not pairs:
         return None
-    same = [pair for pair in pairs if _shot(pair[0]) == _shot(pair[1])]
+    same = [pair for pair in pairs if _make_shot_key(pair[0]) == _make_shot_key(pair[1])]
     wholes = [(pair, WHOLE, pair[0].seconds, pair[1].seconds) for pair in same]
-    rows = [*_judged(wholes), *_judged([each for pair in same for each in _stages(pair)])]
+    rows = [*_judge_parts(wholes), *_judge_parts([each for pair in same for each in _iter_stages(pair)])]
     rows += [{"label": b.trial.label, "part": WHOLE, "verdict": OTHER_VIDEO} for a, b in pairs if (a, b) not in same]
     order = [b.trial.label for _, b in pairs]
     rows.sort(key=lambda row: order.index(row["label"]))
-    return COMPARED.of(COLUMNS, rows, notes=tuple(_sentences(rows)), group=("label",), printed=printed(COLUMNS))
+    return COMPARED.of(COLUMNS, rows, notes=tuple(_write_sentences(rows)), group=("label",), printed=printed(COLUMNS))
 
 
-def _shot(one: Filmed) -> tuple[int, ...]:
+def _make_shot_key(one: Filmed) -> tuple[int, ...]:
     """Return the facts that must be equal in two videos."""
     facts = one.typical.facts
     return facts.frames, facts.height, facts.width, facts.streams
 
 
-def _stages(pair: Pair) -> Iterator[tuple[Pair, str, list[float], list[float]]]:
+def _iter_stages(pair: Pair) -> Iterator[tuple[Pair, str, list[float], list[float]]]:
     """Yield the times per frame of each stage that both pipelines have, by round."""
     a, b = ([{stage.name: stage.beside.value for stage in video.stages} for video in one.videos] for one in pair)
     for name in a[0]:
@@ -59,7 +59,7 @@ def _stages(pair: Pair) -> Iterator[tuple[Pair, str, list[float], list[float]]]:
             yield pair, name, [each[name] for each in a], [each[name] for each in b]
 
 
-def _judged(parts: Sequence[tuple[Pair, str, list[float], list[float]]]) -> list[Row]:
+def _judge_parts(parts: Sequence[tuple[Pair, str, list[float], list[float]]]) -> list[Row]:
     """Return a row for each part, all judged as one family."""
     decided = stats.decide_family([stats.unpaired(b, a) for _, _, a, b in parts])
     return [
@@ -72,7 +72,7 @@ def _judged(parts: Sequence[tuple[Pair, str, list[float], list[float]]]) -> list
     ]  # fmt: skip
 
 
-def _sentences(rows: Sequence[Row]) -> Iterator[str]:
+def _write_sentences(rows: Sequence[Row]) -> Iterator[str]:
     for row in rows:
         if row["part"] == WHOLE and "ratio" in row:
             shown = ratio(row["ratio"], row["ratio_low"], row["ratio_high"])

@@ -48,12 +48,12 @@ def shares(video: Video) -> dict[str, float]:
     """Return the seconds on the critical path by stage and between stages; they sum to the end of the last work."""
     tracks = [Track.of(video, stage.name) for stage in video.stages]
     found = dict.fromkeys((*(track.name for track in tracks), HAND_OVER), 0.0)
-    for name, seconds in _walk(tracks):
+    for name, seconds in _walk_path(tracks):
         found[name] += seconds
     return found
 
 
-def _walk(tracks: list[Track]) -> Iterator[tuple[str, float]]:
+def _walk_path(tracks: list[Track]) -> Iterator[tuple[str, float]]:
     """Yield the pieces of the path, from its end back to the beginning of the run."""
     place = max((k for k, track in enumerate(tracks) if len(track.ended)), key=lambda k: tracks[k].ended.max())
     piece = int(tracks[place].ended.argmax())
@@ -77,7 +77,7 @@ def _enabled_by(tracks: list[Track], place: int, piece: int, begin: float) -> tu
     while True:
         track = tracks[place]
         free = track.last(track.handed, begin, piece)
-        came = _source(tracks[place - 1], track, piece) if place else -1
+        came = _find_source(tracks[place - 1], track, piece) if place else -1
         free_at = float(track.handed[free]) if free >= 0 else -1.0
         came_at = min(float(tracks[place - 1].handed[came]), begin) if came >= 0 else -1.0
         if free < 0 and came < 0:
@@ -95,17 +95,17 @@ def _enabled_by(tracks: list[Track], place: int, piece: int, begin: float) -> tu
         place, piece, begin = earlier[0] + 1, taker, float(following.began[taker])
 
 
-def _source(before: Track, track: Track, piece: int) -> int:
+def _find_source(before: Track, track: Track, piece: int) -> int:
     """Return the piece of the stage before that the piece works on: the last one of a batch, the batch of a frame."""
     return math.ceil((piece + 1) * len(before.began) / len(track.began)) - 1
 
 
-def _table(run: RunData) -> Table | None:
-    rows = [row for filmed in runs.of_run(run) for row in _rows(filmed.trial.label, filmed.typical)]
+def _make_table(run: RunData) -> Table | None:
+    rows = [row for filmed in runs.of_run(run) for row in _iter_rows(filmed.trial.label, filmed.typical)]
     return PATH.of(COLUMNS, rows, notes=(NOTE,), group=("label",)) if rows else None
 
 
-def _rows(label: str, video: Video) -> Iterator[Row]:
+def _iter_rows(label: str, video: Video) -> Iterator[Row]:
     """Yield a row for each stage and the time between; none with several streams, whose times are the first one's."""
     if video.facts.streams > 1:
         return
@@ -133,6 +133,6 @@ NOTE = (
 )
 PATH = TableKind(
     "video-critical-path", "Critical path of the video",
-    "What each stage of a video's pipeline contributes to the end of the run, and what it waits for.", _table,
+    "What each stage of a video's pipeline contributes to the end of the run, and what it waits for.", _make_table,
     "this run is of no video of one stream; `dyno video` makes one", "tables", 18,
 )  # fmt: skip

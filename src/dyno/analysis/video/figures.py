@@ -64,7 +64,7 @@ class Video:
     @cached_property
     def stages(self) -> tuple[Stage, ...]:
         """The stages that there were, in the order of the pipeline."""
-        return tuple(self._stage(name) for name in STAGES if f"alone_{name}" in self.arrays)
+        return tuple(self._make_stage(name) for name in STAGES if f"alone_{name}" in self.arrays)
 
     @cached_property
     def rate(self) -> float:
@@ -74,36 +74,43 @@ class Video:
     @property
     def inference_rate(self) -> float:
         """Frames per second of inference by itself."""
-        return 1 / self._of(SHARED).alone.value
+        return 1 / self._find_stage(SHARED).alone.value
 
     @property
     def inference_beside(self) -> float:
         """Frames per second of inference while the other stages run: those over the time in which it had work."""
-        return self.facts.streams / self._of(SHARED).beside.value
+        return self.facts.streams / self._find_stage(SHARED).beside.value
 
-    def _of(self, name: str) -> Stage:
+    def _find_stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
 
     @cached_property
     def slowest(self) -> Stage:
         """The stage that allows least, alone."""
-        return max(self.stages, key=lambda stage: stage.alone.value / self._times(stage.name, self.facts.streams))
+        return max(
+            self.stages, key=lambda stage: stage.alone.value / self._count_instances(stage.name, self.facts.streams)
+        )
 
     @cached_property
     def by_stage(self) -> Bound:
         """What the slowest stage allows if all others cost nothing."""
-        return Bound(self.slowest.name, inverse(self.slowest.alone, self._times(self.slowest.name, self.facts.streams)))
+        return Bound(
+            self.slowest.name, inverse(self.slowest.alone, self._count_instances(self.slowest.name, self.facts.streams))
+        )
 
     def limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
         """Return the frames/s that each stage and the processors allow `streams` streams together.
 
         With `shares`, stages take only that share of their time, and of their processor time.
         """
-        rates = {s.name: self._times(s.name, streams) / (s.alone.value * shares.get(s.name, 1.0)) for s in self.stages}
+        rates = {
+            s.name: self._count_instances(s.name, streams) / (s.alone.value * shares.get(s.name, 1.0))
+            for s in self.stages
+        }
         return rates | {PROCESSORS: self._cpu_rate(sum(s.crowded * shares.get(s.name, 1.0) for s in self.stages))}
 
     @staticmethod
-    def _times(name: str, streams: int) -> int:
+    def _count_instances(name: str, streams: int) -> int:
         """Return the number of instances of the stage that `streams` streams have."""
         return 1 if name == SHARED else streams
 
@@ -158,7 +165,7 @@ class Video:
         count = min(len(began), len(ended))
         return np.asarray(ended[:count] - began[:count])
 
-    def _stage(self, name: str) -> Stage:
+    def _make_stage(self, name: str) -> Stage:
         began, ended, handed = (self.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
         frames, whole = max(1, len(self.arrays["frame_known"])), self.facts.seconds
         starved = began[1:] - handed[:-1]
@@ -169,14 +176,14 @@ class Video:
             alone,
             mean_interval(ended - began, len(began) / frames),
             cpu,
-            self._crowded(name, cpu),
+            self._estimate_crowded(name, cpu),
             float((ended - began).sum() / whole),
             float(starved.sum() / whole),
             float((handed - ended).sum() / whole),
             float(waiting.mean()) if len(waiting) else 0.0,
         )
 
-    def _crowded(self, name: str, cpu: float) -> float:
+    def _estimate_crowded(self, name: str, cpu: float) -> float:
         """Return the processor time of a frame with every processor at work; an engine's was measured by itself."""
         if name == SHARED and self.facts.cpu_inference:
             return max(cpu, self.facts.cpu_inference)

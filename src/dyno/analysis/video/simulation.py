@@ -58,18 +58,18 @@ class Simulation:
     def run(self) -> Simulated:
         """Run until every frame has gone through."""
         for stream in range(self._streams):
-            self._start(stream, 0)
+            self._start_frame(stream, 0)
         while self._heap:
             done, stream, stage = heapq.heappop(self._heap)
-            self._now += (done - self._done) * self._slowdown()
+            self._now += (done - self._done) * self._compute_slowdown()
             self._done = done
-            self._finish(stream, stage)
+            self._finish_frame(stream, stage)
         return Simulated(self._streams * self._frames / self._now, np.array(self._latencies))
 
-    def _slowdown(self) -> float:
+    def _compute_slowdown(self) -> float:
         return max(1.0, self._asked / self._processors) * self._crowding(self._asked)
 
-    def _start(self, stream: int, stage: int) -> None:
+    def _start_frame(self, stream: int, stage: int) -> None:
         """Begin the next frame that waits for the stage, where there is one and the stage is free."""
         queue = self._queues[stream][stage]
         if self._held[stream][stage] >= 0 or not (queue or (stage == 0 and self._next[stream] < self._frames)):
@@ -83,24 +83,24 @@ class Simulation:
         if stage and self._blocked[stream][stage - 1]:  # there is room for the one before
             self._hand_on(stream, stage - 1)
         if not self._servers[stage].shared:
-            self._serve(stream, stage)
+            self._serve_frame(stream, stage)
         elif self._free[stage]:
             self._free[stage] = False
-            self._serve(stream, stage)
+            self._serve_frame(stream, stage)
         else:
             self._waiting[stage].append(stream)
 
-    def _serve(self, stream: int, stage: int) -> None:
+    def _serve_frame(self, stream: int, stage: int) -> None:
         server = self._servers[stage]
         self._asked += server.processors
         seconds = float(server.seconds[self._held[stream][stage] % len(server.seconds)])
         heapq.heappush(self._heap, (self._done + seconds, stream, stage))
 
-    def _finish(self, stream: int, stage: int) -> None:
+    def _finish_frame(self, stream: int, stage: int) -> None:
         server = self._servers[stage]
         self._asked -= server.processors
         if server.shared and self._waiting[stage]:
-            self._serve(self._waiting[stage].popleft(), stage)
+            self._serve_frame(self._waiting[stage].popleft(), stage)
         else:
             self._free[stage] = True
         if stage == self._known:
@@ -117,5 +117,5 @@ class Simulation:
             self._queues[stream][stage + 1].append(self._held[stream][stage])
         self._held[stream][stage] = -1
         if not last:
-            self._start(stream, stage + 1)
-        self._start(stream, stage)
+            self._start_frame(stream, stage + 1)
+        self._start_frame(stream, stage)

@@ -36,7 +36,7 @@ class Predicted:
 
 def predict(video: Video, streams: int) -> Predicted:
     """Predict the result of `streams` streams, each like this one and read as fast as it is taken."""
-    servers = [_server(video, stage) for stage in video.stages]
+    servers = [_make_server(video, stage) for stage in video.stages]
     known = max(place for place, stage in enumerate(video.stages) if stage.name in KNOWN)
     frames = max(len(video.stages), min(FRAMES, PIECES // streams))
     facts = video.facts
@@ -47,7 +47,7 @@ def predict(video: Video, streams: int) -> Predicted:
     return Predicted(streams, found.rate, latency + more_in_flight, min(rates, key=lambda name: rates[name]))
 
 
-def _server(video: Video, stage: Stage) -> Server:
+def _make_server(video: Video, stage: Stage) -> Server:
     """Return the stage as a server of the simulation; the engine answers one frame after the other, at its throughput.
 
     The simulation slows all stages down alike, so these seconds include the stage's own slow-down under full CPU load.

@@ -17,22 +17,22 @@ from dyno.analysis.video.runs import Filmed
 STREAMS = (1, 2, 4, 8, 16, 32)
 
 
-def _video(run: RunData) -> Table | None:
+def _make_video_table(run: RunData) -> Table | None:
     filmed = runs.of_run(run)
     if not filmed:
         return None
-    rows = [_row(each) for each in filmed]
+    rows = [_make_row(each) for each in filmed]
     if len(filmed) > 1:
-        rows = [row | _compared(gain) for row, gain in zip(rows, runs.speedups(filmed, run), strict=True)]
+        rows = [row | _make_speedup_cells(gain) for row, gain in zip(rows, runs.speedups(filmed, run), strict=True)]
     return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_video_notes(filmed)), printed=printed(VIDEO_COLUMNS))
 
 
-def _compared(gain: Speedup | None) -> Row:
+def _make_speedup_cells(gain: Speedup | None) -> Row:
     """Return the columns against the reference, of which None is the reference's own."""
     return {**limited("speedup", gain), "verdict": gain.verdict} if gain else {"speedup": 1.0, "verdict": "reference"}
 
 
-def _row(filmed: Filmed) -> Row:
+def _make_row(filmed: Filmed) -> Row:
     video = filmed.typical
     known = video.latencies("known")
     return {
@@ -61,7 +61,7 @@ def _video_notes(filmed: list[Filmed]) -> Iterator[str]:
         yield f"speedup: fps over that of {runs.reference(filmed).trial.label}."
 
 
-def _stages(run: RunData) -> Table | None:
+def _make_stages_table(run: RunData) -> Table | None:
     rows = [_stage_row(f, stage) for f in runs.of_run(run) for stage in f.typical.stages]
     if not rows:
         return None
@@ -85,17 +85,17 @@ def _stage_notes(rows: list[Row]) -> list[str]:
     ]
 
 
-def _streams(run: RunData) -> Table | None:
+def _make_streams_table(run: RunData) -> Table | None:
     filmed = runs.of_run(run)
     rows = [_stream_row(f, count) for f in filmed for count in sorted({*STREAMS, f.typical.facts.streams})]
     videos = {f.trial.label: f for f in filmed}
 
-    def below(part: list[Row]) -> list[str]:
+    def write_notes(part: list[Row]) -> list[str]:
         return stream_sentences(videos[part[0]["label"]].typical, part)
 
     if not rows:
         return None
-    return STREAM_TABLE.of(STREAM_COLUMNS, rows, group=("label",), below=below, printed=printed(STREAM_COLUMNS))
+    return STREAM_TABLE.of(STREAM_COLUMNS, rows, group=("label",), below=write_notes, printed=printed(STREAM_COLUMNS))
 
 
 def _stream_row(filmed: Filmed, count: int) -> Row:
@@ -183,15 +183,15 @@ STREAM_COLUMNS = (
     duration("reached_p99_s", "from a frame's reading to its boxes, where that many ran", "reached, p99"),
 )
 VIDEO = TableKind(
-    "video", "Video", "Frames per second of a video end to end and of inference, what bounds it, and latency.", _video,
-    "this run is of no video; `dyno video` makes one", "tables", 15,
+    "video", "Video", "Frames per second of a video end to end and of inference, what bounds it, and latency.",
+    _make_video_table, "this run is of no video; `dyno video` makes one", "tables", 15,
     leads=True, sentences=lambda run: words.of_run(runs.of_run(run)),
 )  # fmt: skip
 STAGES = TableKind(
-    "video-stages", "Stages of the video", "Each stage of a video's pipeline, alone and beside the others.", _stages,
-    VIDEO.nothing, "tables", 16, leads=True,
+    "video-stages", "Stages of the video", "Each stage of a video's pipeline, alone and beside the others.",
+    _make_stages_table, VIDEO.nothing, "tables", 16, leads=True,
 )  # fmt: skip
 STREAM_TABLE = TableKind(
     "video-streams", "Predicted streams", "How many frames per second several streams would reach through one engine.",
-    _streams, VIDEO.nothing, "tables", 17, leads=True,
+    _make_streams_table, VIDEO.nothing, "tables", 17, leads=True,
 )  # fmt: skip

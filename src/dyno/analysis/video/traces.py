@@ -18,16 +18,16 @@ HOW = (
 
 def chrome(filmed: Sequence[Filmed], exporter: str) -> dict[str, Any]:
     """Build a process for each trial's typical round, with a track for each stage and each frame; microseconds."""
-    events = [event for pid, each in enumerate(filmed, 1) for event in _events(each, pid)]
+    events = [event for pid, each in enumerate(filmed, 1) for event in _iter_events(each, pid)]
     return trace_events.document(events, exporter, HOW)
 
 
-def _events(filmed: Filmed, pid: int) -> Iterator[Event]:
+def _iter_events(filmed: Filmed, pid: int) -> Iterator[Event]:
     video = filmed.typical
     yield from trace_events.process(pid, filmed.trial.label)
     for tid, stage in enumerate(video.stages, 1):
         yield trace_events.track(pid, tid, stage.name)
-        yield from _stage(video, stage.name, {"pid": pid, "tid": tid})
+        yield from _iter_stage_events(video, stage.name, {"pid": pid, "tid": tid})
     frames = zip(video.arrays["frame_began"], video.arrays["frame_known"], video.arrays["frame_boxes"], strict=True)
     for number, (began, known, boxes) in enumerate(frames):
         one = {"cat": "frame", "name": f"frame {number}", "id": number, "pid": pid, "tid": 0}
@@ -35,7 +35,7 @@ def _events(filmed: Filmed, pid: int) -> Iterator[Event]:
         yield {"ph": "e", **one, "ts": 1e6 * known}
 
 
-def _stage(video: Video, name: str, track: Event) -> Iterator[Event]:
+def _iter_stage_events(video: Video, name: str, track: Event) -> Iterator[Event]:
     """Yield each piece of work, and the waiting for room behind it."""
     began, ended, handed = (video.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
     waiting = video.arrays[f"{name}_waiting"]

@@ -29,10 +29,17 @@ def of_run(filmed: Sequence[Filmed]) -> list[str]:
 
 def sentences(video: Video) -> list[str]:
     """Describe how fast it was, the bound, the effect of changing that, and how long a frame takes."""
-    return [_rates(video), *_set_up(video), *_bounds(video), *_changes(video), *_latencies(video), *_objects(video)]
+    return [
+        _describe_rates(video),
+        *_set_up(video),
+        *_describe_bounds(video),
+        *_describe_changes(video),
+        *_describe_latencies(video),
+        *_describe_objects(video),
+    ]
 
 
-def _rates(video: Video) -> str:
+def _describe_rates(video: Video) -> str:
     facts = video.facts
     ended = " until it was stopped" if facts.stopped else ""
     each = "each at " if facts.streams > 1 else ""
@@ -41,8 +48,8 @@ def _rates(video: Video) -> str:
     return (
         f"{several}{counting(facts.frames, 'frame')} of {facts.width} x {facts.height} in "
         f"{show(facts.seconds, 'duration')}"
-        f"{ended}: {_rate(video.rate)} end to end{realtime}; inference alone {_rate(video.inference_rate)}, "
-        f"and {_rate(video.inference_beside)} beside the other stages."
+        f"{ended}: {_format_rate(video.rate)} end to end{realtime}; inference alone "
+        f"{_format_rate(video.inference_rate)}, and {_format_rate(video.inference_beside)} beside the other stages."
     )
 
 
@@ -64,12 +71,14 @@ def _set_up(video: Video) -> Iterator[str]:
         )
 
 
-def _bounds(video: Video) -> Iterator[str]:
+def _describe_bounds(video: Video) -> Iterator[str]:
     stage, processors = video.by_stage, video.by_processors
     yield (
-        f"The slowest stage, {stage.name}, allows {_bound(stage)}: {_share(stage, video)} of that was reached. "
-        f"{_processors(video)} at {show(video.crowded, 'duration')} of processor time per frame "
-        f"{'allows' if video.facts.processors == 1 else 'allow'} {_bound(processors)}: {_share(processors, video)}."
+        f"The slowest stage, {stage.name}, allows {_format_bound(stage)}: {_format_share(stage, video)} of that was "
+        "reached. "
+        f"{_format_processors(video)} at {show(video.crowded, 'duration')} of processor time per frame "
+        f"{'allows' if video.facts.processors == 1 else 'allow'} {_format_bound(processors)}: "
+        f"{_format_share(processors, video)}."
     )
     alone = sum(s.cpu for s in video.stages)
     if video.crowded > (2 - REACHED) * alone:
@@ -79,7 +88,7 @@ def _bounds(video: Video) -> Iterator[str]:
         )
 
 
-def _changes(video: Video) -> Iterator[str]:
+def _describe_changes(video: Video) -> Iterator[str]:
     """Describe the limit, and the gain from changing it."""
     bound = video.bound
     if bound.name == PROCESSORS:
@@ -94,8 +103,9 @@ def _changes(video: Video) -> Iterator[str]:
         what = f"{stage.name.capitalize()} bounds the whole."
     after = video.without(stage.name, HALF)
     gain = after.rate.value / bound.rate.value
-    then = f", and then {_limit(after)}" if after.name != bound.name else ""
-    yield f"{what} If {stage.name} took half the time, {_rate(after.rate.value)} would be possible ({gain:.2f}x){then}."
+    then = f", and then {_describe_limit(after)}" if after.name != bound.name else ""
+    possible = f"{_format_rate(after.rate.value)} would be possible ({gain:.2f}x)"
+    yield f"{what} If {stage.name} took half the time, {possible}{then}."
     reached = bound.share(video.rate)
     if reached > 1 / REACHED:
         yield (
@@ -103,16 +113,16 @@ def _changes(video: Video) -> Iterator[str]:
             "again when nothing else runs."
         )
     if reached < REACHED:
-        yield f"{show(reached, 'percentage')} of the bound was reached: {_lost(video)}."
+        yield f"{show(reached, 'percentage')} of the bound was reached: {_explain_loss(video)}."
 
 
-def _lost(video: Video) -> str:
+def _explain_loss(video: Video) -> str:
     """Explain why less than the bound was reached, as far as it is known."""
     facts = video.facts
     more = facts.cpu_whole / video.crowded if video.crowded else 1.0
     why = []
     if video.others > (1 - REACHED) * facts.processors:
-        why.append(f"other programs kept {significant(video.others)} of {_processors(video)} busy")
+        why.append(f"other programs kept {significant(video.others)} of {_format_processors(video)} busy")
     if more > 1 + (1 - REACHED):
         why.append(f"a frame took {more:.2f} times the processor time that the bound counts on")
     if video.bound.name == PROCESSORS and video.utilization < REACHED:
@@ -120,11 +130,11 @@ def _lost(video: Video) -> str:
     return ", and ".join(why) or "the rest is filling and emptying the pipeline, and stages that waited for each other"
 
 
-def _limit(bound: Bound) -> str:
+def _describe_limit(bound: Bound) -> str:
     return "the processors bound it" if bound.name == PROCESSORS else f"{bound.name} bounds it"
 
 
-def _latencies(video: Video) -> Iterator[str]:
+def _describe_latencies(video: Video) -> Iterator[str]:
     for to, what in (("known", "its boxes are known"), ("written", "it is written")):
         samples = video.latencies(to)
         if len(samples) and (to == "known" or video.facts.output):
@@ -136,7 +146,7 @@ def _latencies(video: Video) -> Iterator[str]:
             yield f"From the beginning of a frame's reading until {what}: {', '.join(parts)}."
 
 
-def _objects(video: Video) -> Iterator[str]:
+def _describe_objects(video: Video) -> Iterator[str]:
     """Yield how many objects were tracked, by class."""
     facts = video.facts
     if facts.tracker:
@@ -145,18 +155,18 @@ def _objects(video: Video) -> Iterator[str]:
         yield f"{facts.tracker} followed {total}{f': {each}' if len(facts.objects) > 1 else ''}."
 
 
-def _rate(value: float) -> str:
+def _format_rate(value: float) -> str:
     return f"{significant(value)} frames/s"
 
 
-def _bound(bound: Bound) -> str:
-    return _rate(bound.rate.value)
+def _format_bound(bound: Bound) -> str:
+    return _format_rate(bound.rate.value)
 
 
-def _share(bound: Bound, video: Video) -> str:
+def _format_share(bound: Bound, video: Video) -> str:
     return show(bound.share(video.rate), "percentage")
 
 
-def _processors(video: Video) -> str:
+def _format_processors(video: Video) -> str:
     count = video.facts.processors
     return "1 processor" if count == 1 else f"{count} processors"

@@ -97,7 +97,7 @@ def called_for(
     waterfall: Waterfall, backend: str, precision: str, device: str, options: Mapping[str, Option]
 ) -> list[Called]:
     """Return the prescriptions for B, an engine of that backend and options, the most expensive cause first."""
-    costs = {step.cause: _cost(waterfall, step) for step in waterfall.causes}
+    costs = {step.cause: _estimate_saving(waterfall, step) for step in waterfall.causes}
     least = LEAST * waterfall.gap.b
     called = []
     for each in PRESCRIPTIONS:
@@ -107,14 +107,14 @@ def called_for(
     return sorted(called, key=lambda one: -one.seconds)
 
 
-def _cost(waterfall: Waterfall, step: Step) -> float:
+def _estimate_saving(waterfall: Waterfall, step: Step) -> float:
     """Return the seconds that B might save."""
     if step.cause in OVERHEADS:
         return step.b
-    return sum(_slower(waterfall, step)) if step.parts else max(0.0, step.difference.value)
+    return sum(_iter_slowdowns(waterfall, step)) if step.parts else max(0.0, step.difference.value)
 
 
-def _slower(waterfall: Waterfall, step: Step) -> Iterator[float]:
+def _iter_slowdowns(waterfall: Waterfall, step: Step) -> Iterator[float]:
     """Yield the seconds by which each slower part is slower in B."""
     for k in step.parts:
         if (more := waterfall.step(step.cause, (k,)).difference.value) > 0:

@@ -69,7 +69,7 @@ def sentences(outcomes: Sequence[Outcome], title: str) -> list[str]:
     """Return sentences on the number of prescriptions that helped and on the best one."""
     if not outcomes:
         return [f"Nothing of what costs {title} time calls for a prescription."]
-    kept = sorted((one for one in outcomes if one.kept), key=lambda one: -_value(one))
+    kept = sorted((one for one in outcomes if one.kept), key=lambda one: -_find_speedup(one))
     told = [f"{len(kept) or 'None'} of {counting(len(outcomes), 'prescription')} helped."]
     for one in kept[:1]:
         found = one.speedup
@@ -79,5 +79,5 @@ def sentences(outcomes: Sequence[Outcome], title: str) -> list[str]:
     return told
 
 
-def _value(one: Outcome) -> float:
+def _find_speedup(one: Outcome) -> float:
     return one.speedup.value if one.speedup else 0.0

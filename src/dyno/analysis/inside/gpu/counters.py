@@ -71,7 +71,7 @@ def table(
     for k, report in reports.items():
         names = times.modules_of(forms, k, graph_of.get(k), module_of.get(k))
         owners = owners_of(forms[k], report.kernels)
-        rows += _rows(forms[k], names, report.kernels, owners, order, top)
+        rows += _build_rows(forms[k], names, report.kernels, owners, order, top)
         notes += (f"{forms[k].library}: {one}." for one in sentences(report, owners))
     return COUNTERS.of(COLUMNS, rows, notes=tuple(notes), group=("form",))
 
@@ -87,7 +87,7 @@ def owners_of(form: Inside, kernels: Sequence[Kernel]) -> list[int | None]:
     return [next((rows[name] for name in reversed(kernel.ranges) if name in rows), None) for kernel in kernels]
 
 
-def _rows(
+def _build_rows(
     form: Inside,
     names: Sequence[list[str]],
     kernels: Sequence[Kernel],
@@ -95,8 +95,8 @@ def _rows(
     order: str,
     top: int,
 ) -> list[Row]:
-    total = _seconds(kernels) or 1.0
-    slowest = sorted(range(len(kernels)), key=lambda i: -_time(kernels[i]))
+    total = _sum_seconds(kernels) or 1.0
+    slowest = sorted(range(len(kernels)), key=lambda i: -_read_seconds(kernels[i]))
     chosen = slowest if not top or len(slowest) <= top + 1 else slowest[:top]
     rows = []
     for i in sorted(chosen) if order == "graph" else chosen:
@@ -105,33 +105,33 @@ def _rows(
         layer = form.layers[owner].name if owner is not None and form.form != MODULES else ""
         rows.append({
             "form": form.library, "modules": " ".join(own), "modules_names": own, "layer": layer,
-            "kernel": kernel.name, **_sums([kernel], total),
-            **{name: getattr(kernel, name) for name in FIGURES}, **{name: _count(kernel, name) for name in COUNTS},
+            "kernel": kernel.name, **_sum_kernels([kernel], total),
+            **{name: getattr(kernel, name) for name in FIGURES}, **{name: _read_count(kernel, name) for name in COUNTS},
             "finding": finding(kernel),
         })  # fmt: skip
     rest = [kernels[i] for i in sorted(set(slowest) - set(chosen))]
     if rest:
         label = counting(len(rest), "more kernel")
-        rows.append({"form": form.library, "modules": label, "modules_names": [label], **_sums(rest, total)})
+        rows.append({"form": form.library, "modules": label, "modules_names": [label], **_sum_kernels(rest, total)})
     return rows
 
 
-def _sums(kernels: Sequence[Kernel], total: float) -> Row:
-    seconds, bytes_ = _seconds(kernels), sum(kernel.dram_bytes for kernel in kernels)
+def _sum_kernels(kernels: Sequence[Kernel], total: float) -> Row:
+    seconds, bytes_ = _sum_seconds(kernels), sum(kernel.dram_bytes for kernel in kernels)
     return {"time_us": 1e6 * seconds, "share": 100 * seconds / total, "dram_mb": bytes_ / 1e6}
 
 
-def _count(kernel: Kernel, name: str) -> int | None:
+def _read_count(kernel: Kernel, name: str) -> int | None:
     value = getattr(kernel, name)
     return None if math.isnan(value) else int(value)
 
 
-def _time(kernel: Kernel) -> float:
+def _read_seconds(kernel: Kernel) -> float:
     return 0.0 if math.isnan(kernel.seconds) else kernel.seconds
 
 
-def _seconds(kernels: Sequence[Kernel]) -> float:
-    return sum(map(_time, kernels))
+def _sum_seconds(kernels: Sequence[Kernel]) -> float:
+    return sum(map(_read_seconds, kernels))
 
 
 def bound(kernel: Kernel) -> str:
@@ -165,23 +165,23 @@ def finding(kernel: Kernel) -> str:
 def sentences(report: Report, owners: Sequence[int | None]) -> list[str]:
     """Summarise the kernels of one form in sentences, first of all where only a part of them was seen."""
     kernels = report.kernels
-    said = [_bounds(kernels), _tensor_cores(kernels)]
+    said = [_describe_bounds(kernels), _tensor_cores(kernels)]
     if report.cut_short:
         said.insert(0, f"only the first {len(kernels)} of its kernels were counted: {report.cut_short}")
     lost = [kernel for kernel, owner in zip(kernels, owners, strict=True) if owner is None]
     if lost:
-        share = 100 * _seconds(lost) / (_seconds(kernels) or 1.0)
+        share = 100 * _sum_seconds(lost) / (_sum_seconds(kernels) or 1.0)
         said.append(f"of no layer: {counting(len(lost), 'kernel')}, {share:.0f} % of the time")
     return [one for one in said if one]
 
 
-def _bounds(kernels: Sequence[Kernel]) -> str:
+def _describe_bounds(kernels: Sequence[Kernel]) -> str:
     """Return the shares of the time by the resource that bounds it, the largest first."""
-    total = _seconds(kernels) or 1.0
+    total = _sum_seconds(kernels) or 1.0
     shares: dict[str, float] = {}
     for kernel in kernels:
         if kind := bound(kernel):
-            shares[kind] = shares.get(kind, 0.0) + 100 * _time(kernel) / total
+            shares[kind] = shares.get(kind, 0.0) + 100 * _read_seconds(kernel) / total
     parts = [f"{share:.0f} % {kind}" for kind, share in sorted(shares.items(), key=lambda item: -item[1])]
     return f"the time of its {counting(len(kernels), 'kernel')} is {', '.join(parts)}" if parts else ""
 
@@ -193,9 +193,9 @@ def _tensor_cores(kernels: Sequence[Kernel]) -> str:
         return ""
     if all(kernel.tensor <= IDLE for kernel in known):
         return f"the tensor cores are idle (up to {IDLE:.0f} %) in all {len(known)} kernels"
-    slowest = sorted(known, key=lambda kernel: -_time(kernel))
+    slowest = sorted(known, key=lambda kernel: -_read_seconds(kernel))
     idle = next(k for k, kernel in enumerate(slowest) if kernel.tensor > IDLE)
-    mean = sum(kernel.tensor * _time(kernel) for kernel in known) / (_seconds(known) or 1.0)
+    mean = sum(kernel.tensor * _read_seconds(kernel) for kernel in known) / (_sum_seconds(known) or 1.0)
     said = f"the tensor cores work {mean:.0f} % of the kernels' time"
     longest = "the longest kernel" if idle == 1 else f"the {idle} longest kernels"
     return f"{said}, and are idle (up to {IDLE:.0f} %) in {longest}" if idle else said

@@ -81,10 +81,10 @@ def read(text: str) -> Report:
     errors = tuple(line.removeprefix(ERROR).strip() for line in lines if line.startswith(ERROR))
     begin = next((k for k, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
     rows = [line for line in lines[begin:] if line.startswith('"')]
-    return Report(tuple(_kernels(rows)), errors)
+    return Report(tuple(_iter_kernels(rows)), errors)
 
 
-def _kernels(lines: Sequence[str]) -> Iterator[Kernel]:
+def _iter_kernels(lines: Sequence[str]) -> Iterator[Kernel]:
     """Yield the kernels below a line of headings and one of units."""
     if len(lines) < 2:
         return
@@ -94,29 +94,29 @@ def _kernels(lines: Sequence[str]) -> Iterator[Kernel]:
     for line in lines[2:]:
         cells = next(csv.reader([line]))
         if len(cells) != len(heads) and ranges is not None:
-            cells = _mended(line, ranges, len(heads))
+            cells = _split_line(line, ranges, len(heads))
         if len(cells) != len(heads):  # ncu was ended within it
             continue
         row = dict(zip(heads, cells, strict=True))
-        figures = {name: _figure(row, units, metric) for name, metric in (METRICS | SMS).items()}
-        around = _ranges(cells[ranges]) if ranges is not None else ()
+        figures = {name: _parse_figure(row, units, metric) for name, metric in (METRICS | SMS).items()}
+        around = _parse_ranges(cells[ranges]) if ranges is not None else ()
         yield Kernel(short(row[NAME]), around, **figures)
 
 
-def _mended(line: str, ranges: int, count: int) -> list[str]:
+def _split_line(line: str, ranges: int, count: int) -> list[str]:
     """Split a line into cells where ncu left quotes inside its ranges unescaped, as it does with those of JSON."""
     cells = line.removeprefix('"').removesuffix('"').split('","', ranges)
     return [*cells[:-1], *cells[-1].rsplit('","', count - ranges - 1)]
 
 
-def _ranges(cell: str) -> tuple[str, ...]:
+def _parse_ranges(cell: str) -> tuple[str, ...]:
     """Return the names in a cell, from outermost to innermost: the message where there is one, else the range."""
     texts = re.findall(r'"(.+?)"(?="|  "|\s*$)', cell.replace('""', '"'))
     found = (RANGE.fullmatch(text) for text in texts)
     return tuple(match[2] or match[1] for match in found if match)
 
 
-def _figure(row: Mapping[str, str], units: Mapping[str, str], metric: str) -> float:
+def _parse_figure(row: Mapping[str, str], units: Mapping[str, str], metric: str) -> float:
     try:
         return float(row[metric].replace(",", "")) * SCALE.get(units[metric], 1.0)
     except (KeyError, ValueError):  # a metric that this GPU hasn't got, or "n/a"

@@ -65,16 +65,16 @@ class Ceilings:
         rows: list[Row] = [
             {"ceiling": f"matrix product, {name}", "tflops": (one.flops_per_s or math.nan) / 1e12,
              "of": f"{one.side} x {one.side}" if one.side else "", "remark": one.missing,
-             **self._beside(name, one.flops_per_s, self.sheet.products.get(name), 1e12)}
+             **self._compare_with_sheet(name, one.flops_per_s, self.sheet.products.get(name), 1e12)}
             for name, one in self.products.items()
         ]  # fmt: skip
         rows.append({"ceiling": "copy, read and written", "gb_s": self.copy.bytes_per_s / 1e9,
                      "of": f"{self.copy.bytes / 1e6:,.0f} MB",
-                     **self._beside(MEMORY, self.copy.bytes_per_s, self.sheet.memory, 1e9)})  # fmt: skip
+                     **self._compare_with_sheet(MEMORY, self.copy.bytes_per_s, self.sheet.memory, 1e9)})  # fmt: skip
         cache = f" The device's last cache has {self.copy.cache / 1e6:.3g} MB." if self.copy.cache else ""
         return CEILINGS.of(COLUMNS, rows, notes=(NOTE + cache, *self.warnings))
 
-    def _beside(self, name: str, measured: float | None, sheet: float | None, unit: float) -> Row:
+    def _compare_with_sheet(self, name: str, measured: float | None, sheet: float | None, unit: float) -> Row:
         cells: Row = {"clock": self.clocks[name]} if name in self.clocks else {}
         if sheet:
             cells |= {"sheet": sheet / unit, "of_sheet": 100 * (measured or math.nan) / sheet}

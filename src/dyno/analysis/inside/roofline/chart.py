@@ -25,7 +25,7 @@ def draw(
     A point's area is the layer's share of the time. Layers without products aren't in it: they have no operations.
     """
     work = {k: counted(forms, k, graph_of.get(k), each.precision) for k, each in times.items()}
-    points = {k: found for k, each in times.items() if (found := _points(each, work[k]))}
+    points = {k: found for k, each in times.items() if (found := _compute_points(each, work[k]))}
     if not points:
         return None
     every = np.array([point for found in points.values() for point in found])
@@ -36,7 +36,7 @@ def draw(
             x, y, share = np.array(found).T
             axes.scatter(x, y, s=SMALLEST + LARGEST * share, color=color(times[k].backend), alpha=0.6, linewidth=0.4,
                          edgecolor=INK, marker=marker(times[k].precision), label=forms[k].library)  # fmt: skip
-        _roofs(axes, ceilings, {one.kind for k in points for one in work[k] if one.flops}, every[:, 0])
+        _draw_roofs(axes, ceilings, {one.kind for k in points for one in work[k] if one.flops}, every[:, 0])
         axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOPS")
         logarithmic(axes, "x", *axes.get_xlim())
         logarithmic(axes, "y", *axes.get_ylim())
@@ -44,7 +44,7 @@ def draw(
     return figure
 
 
-def _points(each: Times, work: Sequence[Work]) -> list[tuple[float, float, float]]:
+def _compute_points(each: Times, work: Sequence[Work]) -> list[tuple[float, float, float]]:
     """Return operations per byte, TFLOPS and share of the time of each layer that multiplies."""
     seconds = np.median(each.layers, axis=0)
     return [
@@ -53,7 +53,7 @@ def _points(each: Times, work: Sequence[Work]) -> list[tuple[float, float, float
     ]  # fmt: skip
 
 
-def _roofs(axes: Any, ceilings: Ceilings, kinds: set[str], intensities: np.ndarray) -> None:
+def _draw_roofs(axes: Any, ceilings: Ceilings, kinds: set[str], intensities: np.ndarray) -> None:
     """Draw one roof for each type that some layer computes in: the copy's slope up to the product's level."""
     copy = ceilings.copy.bytes_per_s
     rates = {kind: rate for kind, rate in ceilings.rates.products.items() if kind in kinds}

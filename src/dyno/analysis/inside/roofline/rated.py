@@ -62,23 +62,23 @@ class Rated:
         if not seconds:
             return {}
         known = [self.work[i] for i in chosen if len(chosen) == 1 or self.work[i] != NOTHING_KNOWN]
-        flops, moved = _total(each.flops for each in known), _total(each.bytes for each in known)
+        flops, moved = _sum_known(each.flops for each in known), _sum_known(each.bytes for each in known)
         cells: Row = {"tflops": flops / seconds / 1e12} if flops else {}
         if moved:
             cells |= {"gb_s": moved / seconds / 1e9, "intensity": flops / moved if flops is not None else None}
-        if (reached := self._reached(chosen, seconds, self.ceilings.rates)) is not None:
-            cells |= {"reached": reached, "bound": self._bound(chosen, reached)}
-            cells["above"] = self._above(chosen, cells["bound"]) if reached > 100 else ""
-        if (of_sheet := self._reached(chosen, seconds, self.ceilings.sheet)) is not None:
+        if (reached := self._compute_reached(chosen, seconds, self.ceilings.rates)) is not None:
+            cells |= {"reached": reached, "bound": self._find_bound(chosen, reached)}
+            cells["above"] = self._explain_excess(chosen, cells["bound"]) if reached > 100 else ""
+        if (of_sheet := self._compute_reached(chosen, seconds, self.ceilings.sheet)) is not None:
             cells["of_sheet"] = of_sheet
         return cells
 
     def of_latency(self, chosen: Collection[int], latency: float) -> Row:
         """Return the cells of OF_LATENCY, for the layers that ran."""
         cells: Row = {"tflops": self.flops / latency / 1e12} if self.flops else {}
-        if (reached := self._reached(chosen, latency, self.ceilings.rates)) is not None:
+        if (reached := self._compute_reached(chosen, latency, self.ceilings.rates)) is not None:
             cells |= {"roof_ms": 1e3 * latency * reached / 100, "reached": reached}
-        if (of_sheet := self._reached(chosen, latency, self.ceilings.sheet)) is not None:
+        if (of_sheet := self._compute_reached(chosen, latency, self.ceilings.sheet)) is not None:
             cells["of_sheet"] = of_sheet
         return cells
 
@@ -94,19 +94,19 @@ class Rated:
         unknown = f", {100 * shares['']:.0f} % in layers of which that isn't known" if shares[""] >= 0.005 else ""
         return ", ".join([parts[0], *(part.replace("of the time in layers ", "") for part in parts[1:])]) + unknown
 
-    def _reached(self, chosen: Collection[int], seconds: float, rates: Rates) -> float | None:
+    def _compute_reached(self, chosen: Collection[int], seconds: float, rates: Rates) -> float | None:
         """Return the sum of the known least times, in percent of the seconds; None where none is known."""
         least = [each for i in chosen if (each := self.work[i].least(rates)) is not None]
         return 100 * sum(time for time, _ in least) / seconds if least else None
 
-    def _bound(self, chosen: Collection[int], reached: float) -> str:
+    def _find_bound(self, chosen: Collection[int], reached: float) -> str:
         """Return the ceiling that accounts for most of the least times, if these are near the seconds."""
         if reached < NEAR:
             return NEITHER
         least = [each for i in chosen if (each := self.work[i].least(self.ceilings.rates)) is not None]
         return max((ARITHMETIC, MEMORY), key=lambda name: sum(time for time, bound in least if bound == name))
 
-    def _above(self, chosen: Collection[int], bound: str) -> str:
+    def _explain_excess(self, chosen: Collection[int], bound: str) -> str:
         """Return the explanation in ABOVE that may apply."""
         if self.ceilings.warnings:
             return DISTURBED
@@ -119,14 +119,14 @@ class Rated:
 NOTHING_KNOWN = Work(0, None)  # no products, and bytes that nobody knows
 
 
-def _total(values: Iterable[int | None]) -> int | None:
+def _sum_known(values: Iterable[int | None]) -> int | None:
     each = [*values]
     return None if None in each else sum(value for value in each if value is not None)
 
 
 def rated(forms: Sequence[Inside], k: int, graph: int | None, precision: str, ceilings: Ceilings) -> Rated:
     """Rate form `k` under the ceilings; `graph` is the one that an engine was made from."""
-    flops = _total(layer.flops for layer in forms[k if graph is None else graph].layers)
+    flops = _sum_known(layer.flops for layer in forms[k if graph is None else graph].layers)
     return Rated(counted(forms, k, graph, precision), ceilings, flops)
 
 

@@ -46,14 +46,14 @@ def counted(forms: Sequence[Inside], k: int, graph: int | None, precision: str) 
         counts = _from_nodes(forms, k, graph)
     written = {port.name: port for layer in form.layers for port in layer.outputs}
     return [
-        Work(count, moved_bytes(layer, written), _kind(layer, form.form == MODULES, precision))
+        Work(count, moved_bytes(layer, written), _find_type(layer, form.form == MODULES, precision))
         for layer, count in zip(form.layers, counts, strict=True)
     ]
 
 
 def types_of(form: Inside, precision: str) -> set[str]:
     """Return the ceilings' types in which layers of the form compute."""
-    return {_kind(layer, form.form == MODULES, precision) for layer in form.layers} - {""}
+    return {_find_type(layer, form.form == MODULES, precision) for layer in form.layers} - {""}
 
 
 def _from_nodes(forms: Sequence[Inside], k: int, graph: int) -> list[int | None]:
@@ -86,14 +86,14 @@ def moved_bytes(layer: Layer, written: Mapping[str, Port]) -> int | None:
     if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in tensors):
         return None
     computing = layer.computes_in or layer.outputs[0].dtype
-    return sum(map(_size, tensors)) + layer.parameters * BYTES.get(computing, 1)
+    return sum(map(_count_bytes, tensors)) + layer.parameters * BYTES.get(computing, 1)
 
 
-def _size(port: Port) -> int:
+def _count_bytes(port: Port) -> int:
     return math.prod(port.shape) * BYTES.get(port.dtype, 1)
 
 
-def _kind(layer: Layer, is_module: bool, precision: str) -> str:
+def _find_type(layer: Layer, is_module: bool, precision: str) -> str:
     """Return the ceiling's type: an engine's declared computing type, or the output type of a module."""
     named = layer.computes_in or (layer.outputs[0].dtype if is_module and layer.outputs else "")
     kind = TYPES.get(named, "")

@@ -118,7 +118,9 @@ def devices(run: Path) -> Devices | None:
         return None
     rows = [
         Device(
-            d.get("place") or "", d.get("card") or "", *(_numbers(d.get(key)) for key in ("alone", "beside", "ratios"))
+            d.get("place") or "",
+            d.get("card") or "",
+            *(_filter_numbers(d.get(key)) for key in ("alone", "beside", "ratios")),
         )
         for d in stored.get("devices") or ()
     ]
@@ -131,6 +133,6 @@ def devices(run: Path) -> Devices | None:
     )
 
 
-def _numbers(stored: Sequence[float] | None) -> tuple[float, ...]:
+def _filter_numbers(stored: Sequence[float] | None) -> tuple[float, ...]:
     """Return the values that can be medians or ratios."""
     return tuple(float(x) for x in stored or () if math.isfinite(x) and x > 0)

@@ -47,7 +47,7 @@ class Attempt:
 def attempts(run: Path) -> tuple[Attempt, ...]:
     """Read the attempts in a run folder; empty where nothing was tried, and where the file is damaged."""
     stored = read_table(run / FILE, [], ROUTES_TRIED)
-    return tuple(map(_attempt, stored.get("attempts", ()))) if stored is not None else ()
+    return tuple(map(_parse_attempt, stored.get("attempts", ()))) if stored is not None else ()
 
 
 def store(run: Path, attempts: tuple[Attempt, ...]) -> None:
@@ -55,7 +55,7 @@ def store(run: Path, attempts: tuple[Attempt, ...]) -> None:
     write_json(run / FILE, {"schema": SCHEMA, "attempts": [to_json(one) for one in attempts]})
 
 
-def _attempt(row: dict[str, Any]) -> Attempt:
+def _parse_attempt(row: dict[str, Any]) -> Attempt:
     routes = (
         Tried(one.get("route", ""), one.get("ratio", 0.0), one.get("outcome", ""), one.get("reason", ""))
         for one in row.get("routes", ())

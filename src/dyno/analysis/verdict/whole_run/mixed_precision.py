@@ -34,23 +34,27 @@ def failing(run: RunData) -> list[str]:
     smallest: dict[Any, TrialResult] = {}
     for t in sorted(run.records, key=lambda t: t.batch):
         if t.precision in LOWERED and KEEP not in t.options and t.status == "ok":
-            smallest.setdefault(_series(t), t)
+            smallest.setdefault(_make_series_key(t), t)
     chosen = []
     for t in smallest.values():
         row = rows[t.id]
         others = frame[(frame["model"] == t.model) & (frame["size"] == t.size) & (frame["device"] == t.device)]
         higher = others[others["precision"].isin(HIGHER) & (others["status"] == "ok")]
-        if row["budget"] in (OVER, UNDECIDED) and (higher["budget"] == WITHIN).any() and _enough(row, run.budgets):
+        if (
+            row["budget"] in (OVER, UNDECIDED)
+            and (higher["budget"] == WITHIN).any()
+            and _has_enough_images(row, run.budgets)
+        ):
             chosen.append(t.id)
     return chosen
 
 
-def _enough(row: pd.Series, budgets: Sequence[accuracy.Budget]) -> bool:
+def _has_enough_images(row: pd.Series, budgets: Sequence[accuracy.Budget]) -> bool:
     """Return whether a trial with all the reference's answers would be within the budget on that number of images."""
     return all(known()[limit.metric].unchanged(row["images"]).low >= limit.limit for limit in budgets)
 
 
-def _series(t: TrialResult) -> tuple[Any, ...]:
+def _make_series_key(t: TrialResult) -> tuple[Any, ...]:
     """Return everything that must be equal, except the batch and the number of layers kept."""
     options = tuple(sorted((k, str(v)) for k, v in t.options.items() if k != KEEP))
     return t.model, t.backend, t.precision, t.size, t.device, t.runtime, options
@@ -61,8 +65,8 @@ def findings(run: RunData) -> Iterator[Finding]:
     mixed: dict[Any, list[TrialResult]] = {}
     for t in run.records:
         if KEEP in t.options:
-            mixed.setdefault(_series(t), []).append(t)
-    plain = {(_series(t), t.batch): t for t in run.records if KEEP not in t.options}
+            mixed.setdefault(_make_series_key(t), []).append(t)
+    plain = {(_make_series_key(t), t.batch): t for t in run.records if KEEP not in t.options}
     rows = {row["trial"]: row for _, row in run.frame.iterrows()} if run.budgets and mixed else {}
     for series, trials in mixed.items() if rows else ():
         batch = min(t.batch for t in trials)
@@ -70,14 +74,16 @@ def findings(run: RunData) -> Iterator[Finding]:
         if (lowered := plain.get((series, batch))) is not None and rows[lowered.id]["budget"] in (OVER, UNDECIDED):
             within = [t for t in candidates if rows[t.id]["budget"] == WITHIN and t.status == "ok"]
             best = min(within, key=_count_kept, default=None)
-            yield _success(lowered, best, rows, run) if best else _failure(lowered, candidates, run.budget)
+            yield (
+                _report_success(lowered, best, rows, run) if best else _report_failure(lowered, candidates, run.budget)
+            )
 
 
 def _count_kept(t: TrialResult) -> int:
     return int(t.options[KEEP])
 
 
-def _success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], run: RunData) -> Finding:
+def _report_success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], run: RunData) -> Finding:
     row, without = rows[mixed.id], rows[plain.id]
     change = quality(row.to_frame().T, run.budget_metrics).change_in(without)[1]
     loss = f" ({points(change / 100)} points)" if change == change else ""
@@ -100,7 +106,7 @@ def _as_fast(cost: Speedup) -> str:
     return f"what that costs is {UNCLEAR}" if shown == UNCLEAR else f"{shown} as fast as without"
 
 
-def _failure(plain: TrialResult, tried: Sequence[TrialResult], budget: str) -> Finding:
+def _report_failure(plain: TrialResult, tried: Sequence[TrialResult], budget: str) -> Finding:
     most = max(map(_count_kept, tried))
     total = next((n for t in tried if (n := t.made_by.ranked)), "?")
     return Finding(

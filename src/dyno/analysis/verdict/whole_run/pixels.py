@@ -19,13 +19,13 @@ def guessed(t: TrialResult, results: Results) -> str:
     if not results.models.get((t.given, t.size), {}).get("preprocess_guessed"):
         return ""
     mean, std = (t.spec["model"]["preprocess"][name] for name in ("mean", "std"))
-    none, one, byte = (_listed([value] * len(mean)) for value in (0, 1, 0.003922))
+    none, one, byte = (_join_values([value] * len(mean)) for value in (0, 1, 0.003922))
     return (
-        f"images were normalised by mean {_listed(mean)} and std {_listed(std)}, as the file doesn't say by what; "
-        "where the network was trained otherwise, its answers are wrong: "
+        f"images were normalised by mean {_join_values(mean)} and std {_join_values(std)}, as the file doesn't say "
+        "by what; where the network was trained otherwise, its answers are wrong: "
         f"give --mean and --std ({none} and {one} for pixels in 0..1, {none} and {byte} for pixels in 0..255)."
     )
 
 
-def _listed(values: Sequence[float]) -> str:
+def _join_values(values: Sequence[float]) -> str:
     return ",".join(f"{value:g}" for value in values)

@@ -15,19 +15,21 @@ def findings(results: Results) -> Iterator[Finding]:
     tried = [one for one in attempts(results.folder) if one.model in models]
     for one in tried:
         if one.kept is not None:
-            text = f"{_about(one)} by the route {one.kept.route} ran {one.kept.ratio:.2f} times as fast as by the usual"
-            rest = _list(route for route in one.routes if route.outcome != KEPT)
-            yield Finding(BEST, f"{text} one beside it at batch {one.batch}; it has rows of its own{rest}.")
-    if others := [f"{_about(one)}{_list(one.routes)}" for one in tried if one.kept is None]:
+            text = (
+                f"{_name_attempt(one)} by the route {one.kept.route} ran {one.kept.ratio:.2f} times as fast as by the"
+            )
+            rest = _format_routes(route for route in one.routes if route.outcome != KEPT)
+            yield Finding(BEST, f"{text} usual one beside it at batch {one.batch}; it has rows of its own{rest}.")
+    if others := [f"{_name_attempt(one)}{_format_routes(one.routes)}" for one in tried if one.kept is None]:
         yield Finding(
             NOTE, f"No other route to the ONNX file that was tried is proven to be faster: {', '.join(others)}."
         )
 
 
-def _about(one: Attempt) -> str:
+def _name_attempt(one: Attempt) -> str:
     return f"{one.model} {one.configuration}"
 
 
-def _list(routes: Iterable[Tried]) -> str:
+def _format_routes(routes: Iterable[Tried]) -> str:
     said = [f"{one.route} {f'{one.ratio:.2f}x' if one.ratio else one.outcome}" for one in routes]
     return f" ({', '.join(said)})" if said else ""
