@@ -187,8 +187,8 @@ def test_one_at_a_time_they_take_turns(fake_study: Studies, tmp_path: Path, monk
     running: list[int] = []
 
     class Counted(spread.Spread):
-        def _begin(self, *asked: Any) -> None:
-            super()._begin(*asked)
+        def _begin_block(self, *asked: Any) -> None:
+            super()._begin_block(*asked)
             running.append(len(self.running))
 
     monkeypatch.setattr(spread, "Spread", Counted)
