@@ -35,8 +35,10 @@ def wrap(
     monkeypatch: pytest.MonkeyPatch, around: Callable[[Group, Sequence[Player], Callable[[], float]], float]
 ) -> None:
     """Have `around` called for each block, with who measures and what measures it."""
-    block = Group._block
-    monkeypatch.setattr(Group, "_block", lambda self, players: around(self, players, lambda: block(self, players)))
+    block = Group._measure_block
+    monkeypatch.setattr(
+        Group, "_measure_block", lambda self, players: around(self, players, lambda: block(self, players))
+    )
 
 
 def place_of(player: Player) -> str:
