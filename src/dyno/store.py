@@ -85,7 +85,7 @@ class Run:
         """Create an empty folder for this round: files of an interrupted job are removed."""
         folder = self.round_folder(trial, number, kind)
         if not self.folder.is_dir():  # made anew, it would hold a part of a study
-            raise self._gone()
+            raise self._make_error()
         shutil.rmtree(folder, ignore_errors=True)
         folder.mkdir(parents=True)
         return folder
@@ -100,21 +100,21 @@ class Run:
     def locked(self, *, removing: bool = False) -> Iterator[None]:
         """Hold the folder for one study and refuse a second; raise `Unfinished` if the folder was removed meanwhile."""
 
-        def busy(owner: str) -> None:
+        def raise_busy(owner: str) -> None:
             raise UserError(
                 f"{self.folder} is in use by another dyno (process {owner}); wait for it or give another --out"
             )
 
-        with lock(self.folder / LOCK, busy):
+        with lock(self.folder / LOCK, raise_busy):
             held = (self.folder / LOCK).stat()
             try:
                 yield
             except (OSError, UserError) as e:  # what reads the folder finds no run there
                 if self._is_there(held):
                     raise
-                raise self._gone() from e
+                raise self._make_error() from e
             if not removing and not self._is_there(held):
-                raise self._gone()
+                raise self._make_error()
 
     def _is_there(self, held: os.stat_result) -> bool:
         """Return whether the folder is still the one that was locked."""
@@ -123,7 +123,7 @@ class Run:
         except OSError:
             return False
 
-    def _gone(self) -> Unfinished:
+    def _make_error(self) -> Unfinished:
         return Unfinished(
             f"{self.folder} was removed or replaced while it was measured, and what it held with it; run again"
         )
@@ -333,9 +333,9 @@ def outside(*declared: object) -> list[str]:
     return sorted(place for place in places if not place.startswith("dyno."))
 
 
-def _chain(recipe: Recipe | None) -> list[Recipe]:
+def _list_recipes(recipe: Recipe | None) -> list[Recipe]:
     """Return the recipe, after those that its file is made from."""
-    return [*_chain(recipe.parent), recipe] if recipe else []
+    return [*_list_recipes(recipe.parent), recipe] if recipe else []
 
 
 def _at_any_threads(recipe: Recipe) -> Recipe:
@@ -356,7 +356,7 @@ class Cache:
 
         A parent's makers shape the file as well, so they count too.
         """
-        device, chain = recipe.runtime.device, _chain(recipe)
+        device, chain = recipe.runtime.device, _list_recipes(recipe)
         steps = [registry.maker(one.maker) for one in chain]
         processor = [gpu_identity(device)] if device != "cpu" else system.describe()["cpu_flags"]
         shaped_by = {
@@ -386,37 +386,37 @@ class Cache:
     @contextmanager
     def making(self, key: str) -> Iterator[Path]:
         """Hold a folder to make the file in; it joins the cache if the block ends with a good record there."""
-        with self._scratch(key) as scratch:
+        with self._hold_scratch(key) as scratch:
             folder = scratch / key
             folder.mkdir()
             yield folder
             record = read_record(folder)
             if record is None or record.status != "ok" or record.artifact is None:
                 return
-            write_record(folder, replace(record, artifact=_relative(record.artifact, folder)))
+            write_record(folder, replace(record, artifact=_make_relative(record.artifact, folder)))
             if self.find(key)[0] is None:  # another study may have made it meanwhile, and be reading it
                 shutil.rmtree(self.folder / key, ignore_errors=True)
                 folder.rename(self.folder / key)
 
     @contextmanager
-    def _scratch(self, key: str) -> Iterator[Path]:
+    def _hold_scratch(self, key: str) -> Iterator[Path]:
         """Hold a temporary folder while the block runs; stale ones of killed processes are removed first."""
         with ExitStack() as held:
             with lock(self.folder / ".lock"):  # none is swept before its maker holds it
                 for left in self.folder.glob(".*.*"):
-                    with suppress(UserError, OSError), lock(left / LOCK, _busy):
+                    with suppress(UserError, OSError), lock(left / LOCK, _raise_held):
                         shutil.rmtree(left, ignore_errors=True)
                 made = tempfile.TemporaryDirectory(prefix=f".{key}.", dir=self.folder, ignore_cleanup_errors=True)
                 scratch = Path(held.enter_context(made))
-                held.enter_context(lock(scratch / LOCK, _busy))
+                held.enter_context(lock(scratch / LOCK, _raise_held))
             yield scratch
 
 
-def _busy(owner: str) -> None:
+def _raise_held(owner: str) -> None:
     raise UserError(f"process {owner} holds it")
 
 
-def _relative(artifact: Artifact, folder: Path) -> Artifact:
+def _make_relative(artifact: Artifact, folder: Path) -> Artifact:
     path = Path(artifact.path)
     inside = path.is_relative_to(folder) or path.is_relative_to(folder.resolve())
     return replace(artifact, path=path.name) if inside else artifact

@@ -93,14 +93,14 @@ class Choice:
                 raise UserError(f"backend option {part!r} in {text!r} is not NAME=VALUE")
             found[key] = value
         precisions = tuple(found["precision"].split("+")) if "precision" in found else ()
-        options = {key: _value(value) for key, value in found.items() if key not in RESERVED}
+        options = {key: _parse_value(value) for key, value in found.items() if key not in RESERVED}
         rounds = found.get("rounds", "")
         if rounds and not (rounds.isdecimal() and 1 <= int(rounds) <= MOST_ROUNDS):
             raise UserError(f"rounds={rounds} in {text!r} is not a whole number from 1 to {MOST_ROUNDS:,}")
         return cls(name, options, precisions, found.get("runtime", ""), int(rounds or 0))
 
 
-def _value(text: str) -> Option:
+def _parse_value(text: str) -> Option:
     if text.lower() in ("true", "false"):
         return text.lower() == "true"
     for kind in (int, float):
@@ -123,21 +123,21 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
 
     def __post_init__(self) -> None:
         for name in LISTS:
-            object.__setattr__(self, name, _tuple(getattr(self, name)))
+            object.__setattr__(self, name, _make_tuple(getattr(self, name)))
         for name, value in list(vars(self).items()):
             if name not in ("models", "baseline"):  # which may hold modules, and their inputs as tensors
                 object.__setattr__(self, name, native(value))
         object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
-        object.__setattr__(self, "models", tuple(_source(model, self) for model in self.models))
+        object.__setattr__(self, "models", tuple(_name_source(model, self) for model in self.models))
         object.__setattr__(
-            self, "baseline", {name: self._otherwise(name, self.baseline[name]) for name in self.baseline}
+            self, "baseline", {name: self._convert_baseline(name, self.baseline[name]) for name in self.baseline}
         )
-        object.__setattr__(self, "routes", _tuple(self.routes))
-        self._settle()
+        object.__setattr__(self, "routes", _make_tuple(self.routes))
+        self._settle_options()
         check_types(vars(self), typing.get_type_hints(type(self)))
-        self._check()
+        self._check_options()
 
-    def _settle(self) -> None:
+    def _settle_options(self) -> None:
         """Fill in open settings: a requested number of rounds is measured, else rounds go on until decided."""
         asked = self.rounds is not None
         least = max(ROUNDS, self.builds) if isinstance(self.builds, int) else ROUNDS
@@ -147,12 +147,12 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
             alone = self.samples or self.interval != Plan.interval
             object.__setattr__(self, "turns", CAN_FREEZE and not alone)
 
-    def _otherwise(self, name: str, value: Any) -> Any:
+    def _convert_baseline(self, name: str, value: Any) -> Any:
         """Return a value of the baseline as a study file has it."""
         check_known("baseline", name, BASELINE)
-        return [_source(model, self) for model in _tuple(value)] if name == "models" else native(value)
+        return [_name_source(model, self) for model in _make_tuple(value)] if name == "models" else native(value)
 
-    def _check(self) -> None:
+    def _check_options(self) -> None:
         if self.baseline:
             _ = self.sides
         self._check_names()
@@ -260,7 +260,7 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
 
     def to_toml(self) -> str:
         """Return the study as a TOML document that `from_toml` reads back."""
-        return "".join(f"{key} = {_toml(value)}\n" for key, value in self.to_table().items())
+        return "".join(f"{key} = {_format_toml(value)}\n" for key, value in self.to_table().items())
 
     @property
     def sides(self) -> dict[str, Study]:
@@ -301,7 +301,7 @@ class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptio
 Study.__doc__ = (Study.__doc__ or "").format(fields=described(Study))
 
 
-def _source(model: Any, study: Study) -> Any:
+def _name_source(model: Any, study: Study) -> Any:
     """Return a model as text: its path, or the file in which a module in memory is stored."""
     if not _in_memory(model) and not callable(model):
         return native(model)
@@ -325,18 +325,18 @@ def _in_memory(value: Any) -> bool:
     return not (pair and isinstance(value[1], (str, Path, torch.nn.Module)))
 
 
-def _tuple(value: Any) -> tuple[Any, ...]:
+def _make_tuple(value: Any) -> tuple[Any, ...]:
     if _in_memory(value):  # some modules can be iterated over
         return (value,)
     return several(value)
 
 
-def _toml(value: Any) -> str:
+def _format_toml(value: Any) -> str:
     """Format a value as TOML; text as JSON, which is TOML too but for one control character."""
     if isinstance(value, Mapping):
-        return "{" + ", ".join(f"{_toml(str(key))} = {_toml(item)}" for key, item in value.items()) + "}"
+        return "{" + ", ".join(f"{_format_toml(str(key))} = {_format_toml(item)}" for key, item in value.items()) + "}"
     if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(map(_toml, value)) + "]"
+        return "[" + ", ".join(map(_format_toml, value)) + "]"
     if isinstance(value, str):
         return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
     return str(value).lower() if isinstance(value, bool) else repr(value)

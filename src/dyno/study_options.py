@@ -243,10 +243,10 @@ class RuntimeOptions:
 def described(kind: type) -> str:
     """Describe each field with its help and its default, in lines for a docstring."""
     fields = [f for f in dataclasses.fields(kind) if "help" in f.metadata]
-    return "\n    ".join(f"{f.name}: {f.metadata['help'].rstrip('.')}{_default(f)}." for f in fields)
+    return "\n    ".join(f"{f.name}: {f.metadata['help'].rstrip('.')}{_format_default(f)}." for f in fields)
 
 
-def _default(one: dataclasses.Field[Any]) -> str:
+def _format_default(one: dataclasses.Field[Any]) -> str:
     usual = one.metadata.get("usual") or one.default
     silent = usual in ("", (), None, dataclasses.MISSING) or usual is False
     return "" if silent else f" (default: {usual})"

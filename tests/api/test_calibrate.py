@@ -205,6 +205,6 @@ def test_few_rounds_and_slow_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -
         dyno.calibrate("fake:net", **{**FAKE, "rounds": 2})
     later = iter(range(0, 10**9, 100))  # every look at the clock is 100 s after the one before
     monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(later))))
-    monkeypatch.setattr(module, "_round", lambda *_: None)
+    monkeypatch.setattr(module, "_measure_round", lambda *_: None)
     with pytest.raises(dyno.UserError, match=r"give --minutes \d+"):
         dyno.calibrate("fake:net", **{**FAKE, "minutes": 0.1, "rounds": 0})

@@ -112,7 +112,9 @@ def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Make) -> 
     folder = roboflow(tmp_path / "set")
     assert datasets.meta(make(folder, outputs=3))["classes"] == ["shapes", *drawn.NAMES]
     with pytest.raises(UserError, match=r"has 3 classes, but net has 4 classes; .* \(without annotation: shapes\)"):
-        images._check("set", datasets.meta(make(folder, outputs=4)), ModelSpec("net", "net.py:net", task="detect"), 4)
+        images._check_labels(
+            "set", datasets.meta(make(folder, outputs=4)), ModelSpec("net", "net.py:net", task="detect"), 4
+        )
     file = folder / "valid/_annotations.coco.json"
     tables = json.loads(file.read_text())
     tables["categories"][0] = {"id": 0, "name": "circle", "supercategory": "round"}

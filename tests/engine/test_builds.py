@@ -273,4 +273,4 @@ def test_builds_of_tensorrt_are_without_a_timing_cache_and_of_an_engine_there_ar
     for source, builds in (("fake:net", 3), ("file:/here/net.engine", 0)):
         study = fake_study(backends=("tensorrt",), builds=3, rounds=3)
         one = replace(trial, model=replace(trial.model, source=source))
-        assert plan._checked(study, one).trial.plan.builds == builds
+        assert plan._check_trial(study, one).trial.plan.builds == builds

@@ -112,7 +112,7 @@ def test_in_turns_the_reference_and_what_is_left_go_on_together(
         like = frozenset(t.id for t in trials if t.options["latency_ms"] == 2)
         return [Pair(like, "model")] if len(rounds(tmp_path)[LIKE]) < 4 else []
 
-    monkeypatch.setattr(further_rounds, "_pending", left)
+    monkeypatch.setattr(further_rounds, "_find_pending", left)
     execute(study(turns=True, block=0.02, boundaries=("model", "throughput")), tmp_path, progress := Stopped())
     assert progress.began == {0: 12, 1: 12, 2: 6, 3: 6}, "each begins anew to load, for each boundary, and to end"
     reference, clear, like = (next(t for t in load(tmp_path) if t.variant == name) for name in (REFERENCE, CLEAR, LIKE))

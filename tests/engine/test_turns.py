@@ -180,7 +180,7 @@ def test_who_runs_out_of_memory_beside_others_is_tried_by_itself(
     study: Studies, tmp_path: Path, late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Started last, so that others are alive by then.
-    monkeypatch.setattr(turns.Group, "_shuffled", lambda self, what, players: sorted(players, key=_memory_bound))
+    monkeypatch.setattr(turns.Group, "_shuffle_items", lambda self, what, players: sorted(players, key=_memory_bound))
     crowded, never = f"{late}@latency_ms=1@most=1", f"{late}@latency_ms=3@most=0"
     run(study(SLOW, FAST, crowded, never, reference=SLOW), tmp_path / "run")
     records = stored(tmp_path / "run")
@@ -318,15 +318,15 @@ def test_what_is_missing_of_a_round_is_measured_beside_the_reference(study: Stud
 
 def test_memory_bounds_how_many_are_alive(study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[int] = []
-    advance = turns.Group._advance
+    advance = turns.Group._advance_players
 
     def seen(self: turns.Group, players: list[turns.Player], word: str = "") -> None:
         alive.append(len(self.alive))
         advance(self, players, word)
 
-    monkeypatch.setattr(turns.Group, "_advance", seen)
+    monkeypatch.setattr(turns.Group, "_advance_players", seen)
     # A machine with room for two processes: each has what the others of its group have left.
-    monkeypatch.setattr(turns.Group, "_room", lambda self, player, count: len(self.alive) + count <= 2)
+    monkeypatch.setattr(turns.Group, "_has_room", lambda self, player, count: len(self.alive) + count <= 2)
     run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
     assert max(alive) == 2
     sets = {key[0]: r["facts"]["turns"]["set"] for key, r in stored(tmp_path).items()}
@@ -338,7 +338,7 @@ def test_memory_bounds_how_many_are_alive(study: Studies, tmp_path: Path, monkey
 def test_with_memory_for_one_it_is_one_after_the_other(
     study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns.Group, "_room", lambda *_: False)
+    monkeypatch.setattr(turns.Group, "_has_room", lambda *_: False)
     said: list[str] = []
     progress = Progress(quiet=True)
     monkeypatch.setattr(progress, "note", said.append)
@@ -379,9 +379,9 @@ def test_disturbed_blocks_are_measured_again_by_all(
         player.delays.append(delays[number] if is_hit else 0.0)
         return 0.05
 
-    monkeypatch.setattr(group, "_block", block)
-    monkeypatch.setattr(group, "_advance", lambda *_: None)
-    group._boundary()
+    monkeypatch.setattr(group, "_measure_block", block)
+    monkeypatch.setattr(group, "_advance_players", lambda *_: None)
+    group._measure_boundary()
     assert sorted(measured) == sorted([*range(blocks)] * 2)
 
 

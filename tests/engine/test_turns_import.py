@@ -150,13 +150,13 @@ def test_an_import_that_hangs_is_one_row(
 ) -> None:
     processors(3)
     imported: list[Player] = []
-    stop = Group._stop
+    stop = Group._stop_player
 
     def stopped(self: Group, player: Player, elapsed: float, timed_out: bool) -> None:
         imported.extend([player] if player.said == IMPORTED else [])
         stop(self, player, elapsed, timed_out)
 
-    monkeypatch.setattr(Group, "_stop", stopped)
+    monkeypatch.setattr(Group, "_stop_player", stopped)
     # Hours pass for the conductor once the two others have imported, however long that takes here.
     clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + 1e4 * (len(imported) == 2))
     monkeypatch.setattr(turns, "time", clock)
@@ -183,15 +183,15 @@ def test_who_has_imported_needs_its_room(
     processors(3)
     # Room for two that nobody has seen, and for many of the size that they turn out to have.
     monkeypatch.setattr(memory, "available", lambda: 2 * memory.ROOM * memory.UNKNOWN_B + 1)
-    monkeypatch.setattr(Group, "_shuffled", lambda self, what, listed: list(listed))
+    monkeypatch.setattr(Group, "_shuffle_items", lambda self, what, listed: list(listed))
     together: list[tuple[int, bool]] = []
-    advance = Group._advance
+    advance = Group._advance_players
 
     def seen(self: Group, players: Sequence[Player], word: str = "") -> None:
         advance(self, players, word)
         together.extend([(len(players), self.largest > 0)] if not word else [])
 
-    monkeypatch.setattr(Group, "_advance", seen)
+    monkeypatch.setattr(Group, "_advance_players", seen)
     records = run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path / "run")
     assert together == [(2, False), (1, True)], "what an import takes isn't what a process needs"
     assert len({r["facts"]["turns"]["set"] for r in records.values()}) == 1, "all have room in the end"

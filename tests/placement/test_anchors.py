@@ -35,8 +35,10 @@ def wrap(
     monkeypatch: pytest.MonkeyPatch, around: Callable[[Group, Sequence[Player], Callable[[], float]], float]
 ) -> None:
     """Have `around` called for each block, with who measures and what measures it."""
-    block = Group._block
-    monkeypatch.setattr(Group, "_block", lambda self, players: around(self, players, lambda: block(self, players)))
+    block = Group._measure_block
+    monkeypatch.setattr(
+        Group, "_measure_block", lambda self, players: around(self, players, lambda: block(self, players))
+    )
 
 
 def place_of(player: Player) -> str:
@@ -187,8 +189,8 @@ def test_one_at_a_time_they_take_turns(fake_study: Studies, tmp_path: Path, monk
     running: list[int] = []
 
     class Counted(spread.Spread):
-        def _begin(self, *asked: Any) -> None:
-            super()._begin(*asked)
+        def _begin_block(self, *asked: Any) -> None:
+            super()._begin_block(*asked)
             running.append(len(self.running))
 
     monkeypatch.setattr(spread, "Spread", Counted)

@@ -60,8 +60,8 @@ def test_only_the_host_whose_devices_disturb_each_other_is_named(
         slow = folder.name == "a_1-beside"
         return (1.2, 1.201) if slow else (1.0, 1.001)
 
-    monkeypatch.setattr(devices, "_together", lambda *asked: None)
-    monkeypatch.setattr(devices, "_medians", medians)
+    monkeypatch.setattr(devices, "_measure_together", lambda *asked: None)
+    monkeypatch.setattr(devices, "_read_medians", medians)
     log = Log()
     found = places_of("a/0", "a/1", "b/0", "b/1", "c/0")
     assert measure(fake_study(), tmp_path, found, log).in_turn == {"a"}
@@ -77,13 +77,13 @@ def test_blocks_are_measured_one_at_a_time_on_that_host_only(
     busy: list[list[str]] = []
 
     class Counted(spread.Spread):
-        def _begin(self, *asked: Any) -> None:
-            super()._begin(*asked)
+        def _begin_block(self, *asked: Any) -> None:
+            super()._begin_block(*asked)
             busy.append(sorted(one.place.machine for _, one in self.running.values()))
 
     monkeypatch.setattr(spread, "Spread", Counted)
     study, log = fake_study(batches=(1, 2, 3, 4, 5, 6), rounds=1), Log()
-    spread._run(study, tmp_path, places_of("a/0", "a/1", "b/0", "b/1"), log, retry_failed=False)
+    spread._run_blocks(study, tmp_path, places_of("a/0", "a/1", "b/0", "b/1"), log, retry_failed=False)
     assert len(busy) == 6 and all(machines.count("a") <= 1 for machines in busy)
     assert ["a", "b", "b"] in busy, "the other host has both of its devices at work"
     assert len([*tmp_path.glob("trials/*/r0/record.json")]) == 6

@@ -65,10 +65,10 @@ class Bisection:
     @cached_property
     def changed(self) -> list[str]:
         """The facts of the engine that differ between the last good and the first bad version."""
-        trials = [self._trial(self.good), self._trial(self.bad)]
+        trials = [self._find_trial(self.good), self._find_trial(self.bad)]
         return changes(trials[0], trials[1]) if trials[0] and trials[1] else []
 
-    def _trial(self, name: str) -> TrialResult | None:
+    def _find_trial(self, name: str) -> TrialResult | None:
         """Return the trial under this version; the first version's comes from its comparison with the first bad one."""
         step = next((s for s in self.steps if s.name == (self.bad if name == self.first else name)), None)
         if step is None or step.comparison is None or step.comparison.result is None:
@@ -118,7 +118,7 @@ def bisect(
     if bool(pythons) == bool(library and versions):
         raise UserError("give either --library with --versions, or --pythons NAME=PATH,…")
     (source,) = one_model(model, {k: v for k, v in settings.items() if k == "device"}).models
-    backend = _backend(source, library, settings.pop("backends", ()))
+    backend = _choose_backend(source, library, settings.pop("backends", ()))
     if pythons:
         interpreters: dict[str, Callable[[], str]] = {name: partial(str, path) for name, path in pythons.items()}
     else:
@@ -132,20 +132,20 @@ def bisect(
     return search.run()
 
 
-def _backend(source: str, library: str, chosen: Sequence[str]) -> str:
+def _choose_backend(source: str, library: str, chosen: Sequence[str]) -> str:
     """Return the backend that runs the model with the library: the chosen one, else the default, else any."""
     if len(chosen) > 1:
         raise UserError(f"bisect runs one backend, not {', '.join(chosen)}")
     default, _ = default_runner(commits.split(source)[0])
     if chosen or not library:
         return chosen[0] if chosen else default
-    users = [name for name in (default, *registry.names()) if _requires(name, library)]
+    users = [name for name in (default, *registry.names()) if _has_requirement(name, library)]
     if not users:
         raise UserError(f"no backend needs {library}; give --backends")
     return users[0]
 
 
-def _requires(name: str, library: str) -> bool:
+def _has_requirement(name: str, library: str) -> bool:
     return any(library in either.split("|") for either in registry.find(name).requires)
 
 
@@ -166,28 +166,28 @@ class Search:
     def run(self) -> Bisection:
         """Try versions until the first bad one is known, or none is left to try."""
         names = list(self.interpreters)
-        while names and (reason := self._unusable(names[0])):
-            self._record(Step(names.pop(0), SKIPPED, reason))
+        while names and (reason := self._check_version(names[0])):
+            self._record_step(Step(names.pop(0), SKIPPED, reason))
         if len(names) < 2:
             return Bisection(tuple(self.steps), "", undecided="fewer than two versions can be run")
         outcome, high = SKIPPED, len(names)
         while outcome == SKIPPED and high > 1:
             high -= 1
-            outcome = self._compared(names[0], names[high])
+            outcome = self._compare_version(names[0], names[high])
         if outcome == BAD:
-            return self._bisected(names, high)
+            return self._bisect_versions(names, high)
         reasons = {
             UNDECIDED: f"whether {names[high]} is slower than {names[0]} is not known",
             SKIPPED: "only the first version can be run",
         }
         return Bisection(tuple(self.steps), names[0], undecided=reasons.get(outcome, ""))
 
-    def _bisected(self, names: list[str], high: int) -> Bisection:
+    def _bisect_versions(self, names: list[str], high: int) -> Bisection:
         """Find the first bad version between the first version (good) and the version at index `high` (bad)."""
         low, untried, reason = 0, list(range(1, high)), ""
         while untried and not reason:
             middle = untried.pop(len(untried) // 2)
-            outcome = self._compared(names[0], names[middle])
+            outcome = self._compare_version(names[0], names[middle])
             low, high = (middle, high) if outcome == GOOD else (low, middle) if outcome == BAD else (low, high)
             untried = [k for k in untried if low < k < high]
             if outcome == UNDECIDED:
@@ -197,24 +197,24 @@ class Search:
         between = tuple(name for name in names[low + 1 : high] if name in skipped)
         return Bisection(tuple(self.steps), names[0], names[low], names[high], between, reason)
 
-    def _compared(self, first: str, name: str) -> str:
+    def _compare_version(self, first: str, name: str) -> str:
         """Compare the version with the first one and return the outcome."""
-        if reason := self._unusable(name):
-            return self._record(Step(name, SKIPPED, reason))
+        if reason := self._check_version(name):
+            return self._record_step(Step(name, SKIPPED, reason))
         a, b = ({self._runtime: {"python": self.pythons[version]}} for version in (first, name))
         folder = self.folder / "".join(c if c.isalnum() or c in ".-_" else "-" for c in name)
         comparison = compare(
             self.model, against=a, out=folder, quiet=self.progress.quiet, fail_on=(self.fail_on,),
             **{**self.settings, "runtime": {**self.settings.get("runtime", {}), **b}},
         )  # fmt: skip
-        return self._record(_step(name, first, comparison))
+        return self._record_step(_judge_version(name, first, comparison))
 
     @property
     def _runtime(self) -> str:
         choice = Choice.parse(self.backend)
         return choice.runtime or choice.name
 
-    def _unusable(self, name: str) -> str:
+    def _check_version(self, name: str) -> str:
         """Return why the version can't be run, or "" if it can."""
         if name in self.pythons:
             return ""
@@ -228,13 +228,13 @@ class Search:
         self.pythons[name] = python
         return ""
 
-    def _record(self, step: Step) -> str:
+    def _record_step(self, step: Step) -> str:
         self.steps.append(step)
         self.progress.note(step.line)
         return step.outcome
 
 
-def _step(name: str, first: str, comparison: Comparison) -> Step:
+def _judge_version(name: str, first: str, comparison: Comparison) -> Step:
     """Return a version's step, judged by its comparison; a version that failed or has wrong outputs is skipped."""
     rows = comparison.rows
     if failed := next((r for r in rows if r["status_a"] != "ok"), None):

@@ -81,16 +81,16 @@ def calibrate(
     minutes, rounds = native((minutes, rounds))
     check_types({"minutes": minutes, "rounds": rounds}, {"minutes": float, "rounds": int})
     progress = Progress(quiet=quiet)
-    study = _study(model, backend, device, fields)
+    study = _build_study(model, backend, device, fields)
     if rounds and rounds < LEAST_ROUNDS:
         raise UserError(f"{rounds} rounds are too few for a self-test; give {LEAST_ROUNDS} or more")
     if not minutes * 60 >= (least := LEAST_ROUNDS * len(layout.slowdowns) * study.seconds):
         raise _too_short(minutes, least)
-    trial = _trial(study, builds)
+    trial = _plan_trial(study, builds)
     engines = _Engines(trial, Files(progress, study.build_timeout), builds)
     engines.of(0)  # what can't be made ends the self-test before its time counts
     with progress.running([]):
-        measured = tuple(_rounds(engines, layout, minutes, rounds, progress))
+        measured = tuple(_iter_rounds(engines, layout, minutes, rounds, progress))
     stored = Stored(
         datetime.now().astimezone().isoformat(timespec="seconds"),
         system.versions(("inference-dyno",)).get("inference-dyno", ""), self_test.machine(device), device, trial.label,
@@ -102,7 +102,7 @@ def calibrate(
     return SelfTest(stored)
 
 
-def _study(model: str, backend: str, device: str, fields: dict[str, Any]) -> Study:
+def _build_study(model: str, backend: str, device: str, fields: dict[str, Any]) -> Study:
     """Return the study of the single trial, on the given backend or the first one installed."""
     given = {**USUAL, **({} if model else OF_MODEL), **fields}
     study = Study(models=(model or MODEL,), device=device, boundaries=("model",), **given)
@@ -122,17 +122,17 @@ class _Engines:
     def of(self, number: int) -> tuple[Artifact | None, Artifact | None]:
         """Return the file of the round's first process and that of the others; None if the trial needs no file."""
         if not self.builds:
-            return self._file(0), self._file(0)
-        return self._file(2 * number), self._file(2 * number + 1)
+            return self._build_file(0), self._build_file(0)
+        return self._build_file(2 * number), self._build_file(2 * number + 1)
 
-    def _file(self, number: int) -> Artifact | None:
+    def _build_file(self, number: int) -> Artifact | None:
         artifact = self.files.of(self.trial, number)
         if isinstance(artifact, Record):
             raise UserError(f"{self.trial.label}: {artifact.reason}")
         return artifact
 
 
-def _trial(study: Study, builds: bool) -> Trial:
+def _plan_trial(study: Study, builds: bool) -> Trial:
     planned = expand(replace(study, builds=LEAST_ROUNDS) if builds else study)
     if len(planned) > 1:
         names = ", ".join(entry.trial.label for entry in planned[:3])
@@ -153,7 +153,9 @@ def _too_short(minutes: float, least_s: float) -> UserError:
     )
 
 
-def _rounds(engines: _Engines, layout: Layout, minutes: float, most: int, progress: Progress) -> Iterator[TestRound]:
+def _iter_rounds(
+    engines: _Engines, layout: Layout, minutes: float, most: int, progress: Progress
+) -> Iterator[TestRound]:
     """Yield rounds of fresh processes until the time is up or there are `most` of them (0: no limit)."""
     began, longest, number = time.monotonic(), 0.0, 0
     with tempfile.TemporaryDirectory(prefix="dyno-self-test-") as folder:
@@ -161,7 +163,7 @@ def _rounds(engines: _Engines, layout: Layout, minutes: float, most: int, progre
             since = time.monotonic()
             progress.other(f"self-test, round {number + 1}, after {(since - began) / 60:.1f} of {minutes:g} minutes")
             place = Path(folder) / str(number)
-            yield _round(engines, layout, place, number, progress)
+            yield _measure_round(engines, layout, place, number, progress)
             shutil.rmtree(place, ignore_errors=True)
             longest = max(longest, time.monotonic() - since)
             if not number and longest * LEAST_ROUNDS > minutes * 60:
@@ -171,7 +173,7 @@ def _rounds(engines: _Engines, layout: Layout, minutes: float, most: int, progre
                 return
 
 
-def _round(engines: _Engines, layout: Layout, place: Path, number: int, progress: Progress) -> TestRound:
+def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, progress: Progress) -> TestRound:
     """Measure one round: a fresh process for each slow-down, all interleaved."""
     players, trial = [], engines.trial
     first, others = engines.of(number)
@@ -184,15 +186,17 @@ def _round(engines: _Engines, layout: Layout, place: Path, number: int, progress
     before = psutil.cpu_times()
     with held(trial.runtime, progress.waiting):
         Group(players, f"self-test {number}", Progress(quiet=True), lambda _: None).play()
-    measured = [_measured(player, len(players)) for player in players]
+    measured = [_read_round(player, len(players)) for player in players]
     medians = [process.block_medians("latency", "model") for process in measured]
     pairs = [Pair(layout.slowdowns[b], tuple(map(float, within(medians[a], medians[b])))) for a, b in layout.pairs]
     busy = [float(process.facts.others_busy.get("model", 0.0)) for process in measured]
     first_s = statistics.median(medians[0].values())
-    return TestRound(first_s, tuple(pairs), statistics.fmean(busy), _stolen(before), _clocks(measured))
+    return TestRound(
+        first_s, tuple(pairs), statistics.fmean(busy), _compute_stolen_share(before), _read_clocks(measured)
+    )
 
 
-def _measured(player: Player, count: int) -> Round:
+def _read_round(player: Player, count: int) -> Round:
     """Return the round that the player's process measured; raise `UserError` if the process failed."""
     record = player.record
     if record is None:
@@ -202,14 +206,14 @@ def _measured(player: Player, count: int) -> Round:
     return Round(player.folder, player.number, record, player.trial.runtime.device)
 
 
-def _stolen(before: Any) -> float:
+def _compute_stolen_share(before: Any) -> float:
     """Return the share of all processors' time since `before` that the host gave to other guests; 0 if unknown."""
     now = psutil.cpu_times()
     span = sum(now) - sum(before)
     return max(0.0, getattr(now, "steal", 0.0) - getattr(before, "steal", 0.0)) / span if span > 0 else 0.0
 
 
-def _clocks(measured: Sequence[Round]) -> tuple[float, ...]:
+def _read_clocks(measured: Sequence[Round]) -> tuple[float, ...]:
     """Return the mean clock of each process in MHz (the GPU's if it ran on one), or () if the system reports none."""
     clocks = []
     for process in measured:

@@ -97,7 +97,7 @@ class Comparison:
         """What A and B are, and what else differs between them."""
         if self.folder is None or (study := earlier(self.folder)) is None or self.result is None:
             return []
-        a, b = (_describe(side) for side in study.sides.values())
+        a, b = (_describe_side(side) for side in study.sides.values())
         sentences = [f"A is {a}, B is {b}."]
         for r in self.rows:
             pair = [self.result.records.trial(r[name]) for name in ("trial_a", "trial_b")]
@@ -107,7 +107,7 @@ class Comparison:
         return sentences
 
 
-def _describe(side: Study) -> str:
+def _describe_side(side: Study) -> str:
     pythons = {str(table["python"]): None for table in side.runtime.values() if table.get("python")}
     weights = f" with {side.weights}" if side.weights and not keeps_weights(side.models[0]) else ""
     return f"{side.models[0]}{weights}" + (f" under {', '.join(pythons)}" if pythons else "")
@@ -139,7 +139,7 @@ def compare(
         raise UserError("there is nothing to compare; give two run folders or models")
     if refused := next((name for name in settings if name in REFUSED), ""):
         raise UserError(f"a comparison doesn't take {refused}; {LIMITS}")
-    runs = [_loaded(source) for source in sources]
+    runs = [_load_run(source) for source in sources]
     if None not in runs and not (again or against or commits or settings):
         loaded = [run for run in runs if run is not None]
         if len(loaded) == 1:
@@ -148,12 +148,12 @@ def compare(
         return Comparison(tables.compare(loaded[0], loaded[1], rules), video=videos.table(both))
     if len(runs) == 2 and None not in runs and not again:
         raise UserError("two stored runs are compared as they are; --again measures both here, with other settings")
-    study = _study(sources, again, against, commits, settings)
-    folder = folder_for(out, "compare", _names(study))
+    study = _build_study(sources, again, against, commits, settings)
+    folder = folder_for(out, "compare", _list_models(study))
     return measured(study, folder, rules, Progress(quiet=quiet))
 
 
-def _names(study: Study) -> list[str]:
+def _list_models(study: Study) -> list[str]:
     return list(dict.fromkeys(model for side in study.sides.values() for model in side.models))
 
 
@@ -167,7 +167,7 @@ def measured(study: Study, folder: Path, rules: Rules, progress: Progress) -> Co
         raise UserError("one round can't show how much rounds differ, so slower=… needs --rounds 2 or more")
     execute(study, folder, progress)
     comparison = Comparison(tables.of_sides(load(folder), rules), folder)
-    suspects = [r for r in comparison.rows if _suspect(r) and min(r["rounds_a"], r["rounds_b"]) < 2 * study.rounds]
+    suspects = [r for r in comparison.rows if _is_suspect(r) and min(r["rounds_a"], r["rounds_b"]) < 2 * study.rounds]
     if not (rules.gate and suspects):
         return comparison
     progress.note(f"measured again before it is judged: {', '.join(map(verdict.where, suspects))}")
@@ -176,11 +176,11 @@ def measured(study: Study, folder: Path, rules: Rules, progress: Progress) -> Co
     return Comparison(tables.of_sides(load(folder), rules), folder)
 
 
-def _suspect(r: Row) -> bool:
+def _is_suspect(r: Row) -> bool:
     return SLOWER in r["failed"] or r["undecided"].startswith(tables.BEYOND)
 
 
-def _loaded(source: Any) -> Results | None:
+def _load_run(source: Any) -> Results | None:
     """Return the stored run that the user gave, or None for anything else."""
     if isinstance(source, Result):
         return source.records
@@ -189,12 +189,12 @@ def _loaded(source: Any) -> Results | None:
     return None
 
 
-def _study(
+def _build_study(
     sources: list[Any], again: bool, against: Mapping[str, Any] | None, span: str, settings: Mapping[str, Any]
 ) -> Study:
     """Build the study of the two sides that the user names."""
-    runs = [_loaded(source) for source in sources]
-    first, last = _side(sources[0]), _side(sources[-1])
+    runs = [_load_run(source) for source in sources]
+    first, last = _build_side(sources[0]), _build_side(sources[-1])
     if len(sources) == 1 and not (against or span):
         raise UserError(
             f"there is nothing to compare {first.models[0]} with; give another run or model, "
@@ -217,9 +217,9 @@ def _study(
     return Study(**{**defaults, **b, "models": last.models, "baseline": baseline})
 
 
-def _side(source: Any) -> Study:
+def _build_side(source: Any) -> Study:
     """Return one side as a separate study: that of the stored run, or the model with the defaults of a comparison."""
-    run = _loaded(source)
+    run = _load_run(source)
     if run is None:
         (source,) = Study(models=(source,)).models
         path, _ = commits.split(source)

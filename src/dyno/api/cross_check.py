@@ -32,7 +32,7 @@ def cross_check(
     `UserError` for a file that trtexec didn't write and for records without a TensorRT trial.
     """
     log_times = log.read(trtexec_file) if trtexec_file else None
-    trials = _trials(records)
+    trials = _choose_trials(records)
     sentences: list[str] = []
     for trial in trials:
         sentences += [f"{trial.label}:"] if len(trials) > 1 else []
@@ -41,7 +41,7 @@ def cross_check(
     return sentences
 
 
-def _trials(records: Path | TrialResult | Sequence[TrialResult]) -> list[TrialResult]:
+def _choose_trials(records: Path | TrialResult | Sequence[TrialResult]) -> list[TrialResult]:
     if isinstance(records, TrialResult):
         records = [records]
     trials = load(records).trials if isinstance(records, Path) else list(records)
@@ -89,15 +89,15 @@ def measure(trial: TrialResult, boundary: str = "model") -> log.Report:
 
     It holds the GPU lock, as Dyno's own jobs do.
     """
-    with held(Runtime(device=trial.device), _waiting):
-        return _measured(trial, boundary)
+    with held(Runtime(device=trial.device), _print_waiting):
+        return _measure_trial(trial, boundary)
 
 
-def _waiting(owner: str) -> None:
+def _print_waiting(owner: str) -> None:
     print(f"trtexec is waiting for process {owner}, another dyno on this GPU", file=sys.stderr)
 
 
-def _measured(trial: TrialResult, boundary: str) -> log.Report:
+def _measure_trial(trial: TrialResult, boundary: str) -> log.Report:
     plan = trial.spec.get("plan") or {}
     measuring_s = float(plan.get("warmup_s", 1.0)) + float(plan.get("seconds", 3.0))
     with tempfile.TemporaryDirectory() as scratch:

@@ -59,13 +59,13 @@ class Result:
 
         `trial` is the id of a trial (default: the first).
         """
-        return self._confusion(trial).to_pandas()
+        return self._find_confusion(trial).to_pandas()
 
     def per_class(self, trial: str = "") -> pd.DataFrame:
         """Return the accuracy of each class in a trial, the worst first: `Confusion.per_class`."""
-        return self._confusion(trial).per_class()
+        return self._find_confusion(trial).per_class()
 
-    def _confusion(self, trial: str) -> Confusion:
+    def _find_confusion(self, trial: str) -> Confusion:
         from dyno.analysis.metrics import confusion
 
         check_types({"trial": trial}, {"trial": str | None})

@@ -50,16 +50,16 @@ def take(run: RunData, choice: str = "", out: Path | None = None) -> Taken:
     MODEL-BACKEND-PRECISION in the current folder. A file missing from the cache is built again. Raises `UserError`.
     """
     results = run.records
-    chosen = _chosen(run, choice)
+    chosen = _choose_trial(run, choice)
     trial = from_json(Trial, chosen.job["trial"])
     artifact, notes = measured_file(chosen, trial)
-    file = _place(out or Path(_name(chosen)), Path(artifact.path).suffix if artifact else STATE)
+    file = _choose_path(out or Path(_format_name(chosen)), Path(artifact.path).suffix if artifact else STATE)
     script = file.with_suffix(".py")
     _check_free(file, script, artifact)
     about = {
         "file": file.name,
         "script": script.name,
-        "story": _heading(chosen, results),
+        "story": _format_heading(chosen, results),
         "outputs": list(chosen.outputs()) or [t.name for t in (artifact.outputs if artifact else ())],
         "options": chosen.facts.options,
         "weights_sha256": chosen.facts.weights_sha256,
@@ -68,12 +68,12 @@ def take(run: RunData, choice: str = "", out: Path | None = None) -> Taken:
         record = launch(Job("take", trial.runtime, trial, artifact=artifact, options=about), Path(scratch), TIMEOUT_S)
         if record.status != "ok":
             raise UserError(f"{chosen.label} can't be taken: {record.reason}")
-        _write(Path(scratch), record.facts.files, artifact, file, script)
+        _write_files(Path(scratch), record.facts.files, artifact, file, script)
     size = artifact.bytes if artifact else file.stat().st_size
-    return Taken(chosen.id, chosen.label, file, script, size, (*notes, *_caveats(results, choice)))
+    return Taken(chosen.id, chosen.label, file, script, size, (*notes, *_list_caveats(results, choice)))
 
 
-def _write(written: Path, names: Sequence[str], artifact: Artifact | None, file: Path, script: Path) -> None:
+def _write_files(written: Path, names: Sequence[str], artifact: Artifact | None, file: Path, script: Path) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     if artifact is not None:
         copy(Path(artifact.path), file)
@@ -86,15 +86,15 @@ def _copied_code(script: Path) -> Path:
     return script.with_name(f"{script.stem}_model.py")
 
 
-def _chosen(run: RunData, choice: str) -> TrialResult:
+def _choose_trial(run: RunData, choice: str) -> TrialResult:
     """Return the chosen trial; raise `UserError` if it did not run."""
-    chosen = find(run.records, choice) if choice else _winner(run)
+    chosen = find(run.records, choice) if choice else _find_winner(run)
     if not chosen.good:
         raise UserError(f"{chosen.label} did not run ({chosen.status}: {chosen.reason}), so there is nothing to take")
     return chosen
 
 
-def _winner(run: RunData) -> TrialResult:
+def _find_winner(run: RunData) -> TrialResult:
     all_winners, results = list(winners(run)), run.records
     if not all_winners:
         raise UserError(f"the verdict of {results.folder} names no winner; choose a trial as BACKEND/PRECISION")
@@ -104,7 +104,7 @@ def _winner(run: RunData) -> TrialResult:
     return results.trial(all_winners[0][1])
 
 
-def _caveats(results: Results, choice: str) -> list[str]:
+def _list_caveats(results: Results, choice: str) -> list[str]:
     """Return a note if no trial was chosen and the verdict names no winner because of CPU contention."""
     contention = None if choice else cpu_contention(results)
     return [f"{contention.sentence} This was the fastest measured."] if contention and contention.mostly else []
@@ -175,11 +175,11 @@ def _not_built(measured: TrialResult, failure: Record | None) -> UserError:
     return UserError(f"the file of {measured.label} is missing from the cache and can't be built again: {reason}")
 
 
-def _name(trial: TrialResult) -> str:
+def _format_name(trial: TrialResult) -> str:
     return re.sub(r"[^\w.-]+", "-", f"{trial.model}-{trial.backend}-{trial.precision}").strip("-.")
 
 
-def _place(out: Path, suffix: str) -> Path:
+def _choose_path(out: Path, suffix: str) -> Path:
     """Return the path to write, with the suffix of the file's kind."""
     if out.suffix == suffix:
         return out
@@ -204,7 +204,7 @@ def _check_free(file: Path, script: Path, artifact: Artifact | None) -> None:
         raise UserError(f"{_copied_code(script)} exists already; give another name with -o")
 
 
-def _heading(trial: TrialResult, results: Results) -> str:
+def _format_heading(trial: TrialResult, results: Results) -> str:
     """Return the script's first line: which trial it is and how fast it was."""
     versions = trial.good[0].record.system.get("versions", {})
     library = next((f" ({name} {v})" for name, v in versions.items() if name != "numpy"), "")

@@ -61,14 +61,14 @@ def command(panel: str, name: str | None = None) -> Callable[[options.F], option
     """Add a command below that heading of `dyno --help`."""
     register = app.command(name, cls=options.Command, rich_help_panel=panel)
 
-    def registered(function: options.F) -> options.F:
+    def register_command(function: options.F) -> options.F:
         register(options.takes_verbose(function) if panel == MEASURE else function)
         return function
 
-    return registered
+    return register_command
 
 
-def _version(show: bool) -> None:
+def _print_version(show: bool) -> None:
     if show:
         print(f"dyno {__version__}")
         raise typer.Exit
@@ -77,7 +77,7 @@ def _version(show: bool) -> None:
 @app.callback()
 def _every_command(
     version: Annotated[
-        bool, typer.Option("--version", callback=_version, is_eager=True, help="Print the version.")
+        bool, typer.Option("--version", callback=_print_version, is_eager=True, help="Print the version.")
     ] = False,
 ) -> None:
     """A dynamometer for inference engines: which configuration of a model is fastest here, and is it still accurate?"""

@@ -120,7 +120,7 @@ def show_stopped(folder: Path) -> None:
     from dyno.analysis.verdict import verdict
 
     try:
-        run = _read(folder)
+        run = _read_run(folder)
     except UserError:
         return
     if any(t.status == "ok" for t in run.records):
@@ -138,7 +138,7 @@ def finish(folder: Path) -> int:
     from dyno.analysis.tables.trial_table import TRIALS
     from dyno.analysis.verdict import verdict
 
-    run = _read(folder)
+    run = _read_run(folder)
     if libraries := page.missing():  # before anything is printed: the reader of the pipe may be gone
         page.write_tables([run], [tables.named(run, "all")], folder)
         last = f"no report: {lacking(libraries)}"
@@ -151,7 +151,7 @@ def finish(folder: Path) -> int:
     return trial_table.exit_code(run.frame, budget=bool(run.budgets))
 
 
-def _read(folder: Path, overrides: Overrides | None = None) -> RunData:
+def _read_run(folder: Path, overrides: Overrides | None = None) -> RunData:
     """Read the run with its table, and with this machine's self-test if it has none stored."""
     from dyno.analysis.records.results import load
     from dyno.analysis.tables import trial_table
@@ -180,7 +180,7 @@ def show(run: Path, format: str, by: str, table: str, overrides: Overrides) -> N
     from dyno.analysis.verdict import verdict
     from dyno.analysis.verdict.about import about
 
-    data = _read(run, overrides)
+    data = _read_run(run, overrides)
     leading, sentences = tables.leading(data) if not (table or by) else ([], [])
     chosen = leading or tables.named(data, table or trial_table.TRIALS.name)
     text = export(chosen, format, by, about(data) if format == "json" else None)
@@ -202,7 +202,7 @@ def over_time(run: Path, file: str, trials: str, overrides: Overrides) -> None:
     if not file:
         raise UserError("--trials chooses what is drawn over time; add --over-time FILE.svg")
     chosen = [name for name in map(str.strip, trials.split(",")) if name]
-    print(f"saved {save(_read(run, overrides), Path(file), chosen)}", file=sys.stderr)
+    print(f"saved {save(_read_run(run, overrides), Path(file), chosen)}", file=sys.stderr)
 
 
 def list_tables(format: str) -> None:
@@ -228,7 +228,7 @@ def report(runs: Sequence[Path], out: Path) -> int:
     readable, problems = [], []
     for run in runs:
         try:
-            readable.append(_read(run))
+            readable.append(_read_run(run))
         except UserError as e:
             problems.append(e)
     if not readable:
@@ -237,20 +237,20 @@ def report(runs: Sequence[Path], out: Path) -> int:
     return left_out(map(str, problems))
 
 
-def _single(overrides: Overrides, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:
+def _measure_models(overrides: Overrides, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:
     """Measure each model under its file format's backend, or the ones asked for; returns each run folder."""
     from dyno.api import runnable
 
     folder, each = Path(out) if out else new_folder(command, models), each_with(models, overrides)
 
-    def measured(number: int, _: str) -> Path:
+    def measure_model(number: int, _: str) -> Path:
         source, settings = each[number]
-        return runnable.run(study_of(source, defaults, settings), _part(folder, models, number)).folder
+        return runnable.run(study_of(source, defaults, settings), _choose_folder(folder, models, number)).folder
 
-    return each_of(models, measured, needed=1 if command == "agree" else 0)  # the one that all are compared with
+    return each_of(models, measure_model, needed=1 if command == "agree" else 0)  # the one that all are compared with
 
 
-def _part(out: Path, models: Sequence[str], number: int) -> Path:
+def _choose_folder(out: Path, models: Sequence[str], number: int) -> Path:
     """Return the run folder of one of several models; a number keeps files of the same name apart."""
     return out if len(models) == 1 else out / f"{number}-{model_name(models[number]).replace('/', '-')}"
 
@@ -267,7 +267,7 @@ def time(overrides: Overrides, models: Sequence[str], out: str, format: str, trt
     check_format(format)
     if trtexec:
         logs.read(trtexec)  # a file that is not a log is refused before anything is timed
-    folders = _single(overrides, models, out, "time")
+    folders = _measure_models(overrides, models, out, "time")
     runs = [trial_table.read(folder) for folder in folders]
     table = joined([trial_table.TRIALS.table(run) for run in runs])
     print(export([table], format, about=about(runs[0]) if len(runs) == 1 else {}), end="")
@@ -287,11 +287,11 @@ def stress(overrides: Overrides, models: Sequence[str], out: str, batches: str, 
 
     each = each_with(models, overrides)
 
-    def tested(number: int, _: str) -> int:
+    def stress_model(number: int, _: str) -> int:
         source, settings = each[number]
-        return module.run(study_of(source, {}, settings), phases, iterations, _part(folder, models, number))
+        return module.run(study_of(source, {}, settings), phases, iterations, _choose_folder(folder, models, number))
 
-    codes = each_of(models, tested)
+    codes = each_of(models, stress_model)
     return max(*codes, UNFINISHED * (len(codes) < len(models)))
 
 
@@ -300,7 +300,7 @@ def evaluate(overrides: Overrides, models: Sequence[str], out: str, format: str,
     from dyno.api import evaluation
 
     check_format(format)
-    folders = _single(overrides, models, out, "eval", **EVALUATION)
+    folders = _measure_models(overrides, models, out, "eval", **EVALUATION)
     return evaluation.show(folders, format, per_class) or UNFINISHED * (len(folders) < len(models))
 
 
@@ -321,7 +321,7 @@ def agree(
     check_several(studies)
     for study in studies:  # before the first is measured
         model_spec(study, study.models[0])
-    folders = _single(overrides, models, out, "agree", **untimed)
+    folders = _measure_models(overrides, models, out, "agree", **untimed)
     values, ranks, failed = agreement_table.compare([results.load(folder) for folder in folders], rtol, atol)
     print(export([values, *([ranks] if ranks.rows else [])], format), end="")
     if any(row["close"] < least for row in values.rows):

@@ -16,7 +16,7 @@ UNFINISHED = 3
 
 
 @app.callback()
-def _several() -> None:
+def _group_commands() -> None:
     """Make folders of images ready."""  # a callback makes typer keep the command's name though there is only one
 
 

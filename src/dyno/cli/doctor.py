@@ -63,8 +63,8 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     # Side by side: nothing is timed here, and most of a probe is spent importing a library.
     with tempfile.TemporaryDirectory() as scratch, pending.shown(), ThreadPoolExecutor(threads) as pool:
         folders = [Path(scratch) / str(i) for i in range(len(places))]
-        rows = pool.map(lambda place, folder: _row(place[0], place[1], folder, pending), places, folders)
-        return [*rows, *_broken()]
+        rows = pool.map(lambda place, folder: _probe_backend(place[0], place[1], folder, pending), places, folders)
+        return [*rows, *_iter_broken()]
 
 
 class _Pending:
@@ -78,7 +78,7 @@ class _Pending:
     @contextmanager
     def shown(self) -> Iterator[None]:
         """Show it while the block runs."""
-        with Live(get_renderable=self._line, console=self.console, refresh_per_second=4, transient=True):
+        with Live(get_renderable=self._format_line, console=self.console, refresh_per_second=4, transient=True):
             yield
 
     def tick(self, who: str, seconds: float) -> None:
@@ -93,12 +93,12 @@ class _Pending:
             line = f"{self.answered}/{self.total} {who}: {status}, {seconds:.0f} s"
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
-    def _line(self) -> Text:
+    def _format_line(self) -> Text:
         running = ", ".join(f"{who} {seconds:.0f} s" for who, seconds in self.waiting.copy().items())
         return Text(f"{self.answered}/{self.total} answered; waiting for {running}")
 
 
-def _row(name: str, runtime: Runtime, folder: Path, pending: _Pending) -> dict[str, Any]:
+def _probe_backend(name: str, runtime: Runtime, folder: Path, pending: _Pending) -> dict[str, Any]:
     who = f"{name} in {runtime.python}" if runtime.python else name
     pending.tick(who, 0.0)
     job = Job("probe", runtime, backend=name)
@@ -111,16 +111,16 @@ def _row(name: str, runtime: Runtime, folder: Path, pending: _Pending) -> dict[s
         "status": record.status,
         "version": probe.version,
         "devices": ", ".join(probe.devices),
-        "detail": _detail(probe, record.system) if record.status == "ok" else record.reason,
+        "detail": _format_detail(probe, record.system) if record.status == "ok" else record.reason,
     }
 
 
-def _detail(probe: Probe, of: Mapping[str, Any]) -> str:
+def _format_detail(probe: Probe, of: Mapping[str, Any]) -> str:
     without = without_byte_code(of.get("modules", 0), of.get("uncompiled", 0))
     return "; ".join(filter(None, (probe.detail, without)))
 
 
-def _broken() -> Iterator[dict[str, Any]]:
+def _iter_broken() -> Iterator[dict[str, Any]]:
     """Yield a row for each entry point that provides nothing that Dyno can use."""
     for group, kind in KINDS.items():
         for name, reason in plugins.broken(group, kind).items():

@@ -120,18 +120,18 @@ def end(app: typer.Typer) -> None:
         if type(e).__name__ == "NoArgsIsHelpError":
             e.show()  # the help itself
             sys.exit(BAD_INPUT)
-        _fail(hints.usage(e, e.ctx.command_path if e.ctx else "dyno"))
+        _fail_command(hints.usage(e, e.ctx.command_path if e.ctx else "dyno"))
     except Unfinished as e:
-        _fail(str(e), UNFINISHED)
+        _fail_command(str(e), UNFINISHED)
     except (UserError, Unavailable) as e:
-        _fail(str(e))
+        _fail_command(str(e))
     except (KeyboardInterrupt, typer.Abort):
-        print("dyno: stopped; " + _left(sys.argv[1:]), file=sys.stderr)
+        print("dyno: stopped; " + _describe_leftovers(sys.argv[1:]), file=sys.stderr)
         sys.exit(INTERRUPTED)
     except Exception as e:  # the border: an exit code of 1 would be read as a regression
         if os.environ.get(TRACEBACK):
             traceback.print_exc()
-        _fail(_describe_error(e))
+        _fail_command(_describe_error(e))
 
 
 def _describe_error(e: Exception) -> str:
@@ -186,7 +186,7 @@ def _check_words(words: Sequence[str]) -> None:
             raise UserError(f"{what} is empty, perhaps for a variable that is not set; give a value, or omit it")
 
 
-def _left(words: Sequence[str]) -> str:
+def _describe_leftovers(words: Sequence[str]) -> str:
     """Return what an interrupt left of the command; most commands begin a new folder each time, or store nothing."""
     if words and words[0] in CONTINUES:
         return "what was measured is stored, the same command continues from there"
@@ -202,6 +202,6 @@ def left_out(lines: Iterable[str]) -> int:
     return code
 
 
-def _fail(line: str, code: int = BAD_INPUT) -> None:
+def _fail_command(line: str, code: int = BAD_INPUT) -> None:
     print("dyno: " + plain(line), file=sys.stderr)
     sys.exit(code)

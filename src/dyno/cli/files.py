@@ -31,7 +31,9 @@ def export(
     """Write the model as ONNX; `shape` "N,C,H,W" says batch (-1: dynamic), channels and size in one."""
     file_format = registry.format_of(out)
     if file_format is None or file_format.builders:
-        raise UserError(f"export writes {_suffixes(built=False)} files, not {out.name}; `dyno build` writes engines")
+        raise UserError(
+            f"export writes {_list_suffixes(built=False)} files, not {out.name}; `dyno build` writes engines"
+        )
     if Path(model).is_file() and out.exists() and out.samefile(model):
         raise UserError(f"{out} is the model itself; give another file to write to")
     check_writable(out, making=True)
@@ -42,11 +44,11 @@ def export(
     if shape and "sizes" in overrides:
         raise UserError("--shape and --size both set the image size; give one of them")
     if shape:
-        batch, overrides["channels"], overrides["sizes"] = _shape(shape)
+        batch, overrides["channels"], overrides["sizes"] = _parse_shape(shape)
     study = one_model(model, {**overrides, "precisions": (precision,)})
-    trial = _trial(study, precision, _number(batch))
+    trial = _build_trial(study, precision, _parse_batch(batch))
     options: dict[str, Option] = {"target": target, **({"opset": opset} if opset else {})}
-    return _make(file_format.recipe(replace(trial, options=options)), out)
+    return _make_file(file_format.recipe(replace(trial, options=options)), out)
 
 
 @dataclass(frozen=True)
@@ -86,7 +88,8 @@ def build(overrides: Overrides, model: str, out: Path, request: Build) -> int:
     file_format = registry.format_of(out)
     if file_format is None or not file_format.builders:
         raise UserError(
-            f"build writes {_suffixes(built=True)}, not {out.name}; `dyno export` writes {_suffixes(built=False)}"
+            f"build writes {_list_suffixes(built=True)}, not {out.name}; "
+            f"`dyno export` writes {_list_suffixes(built=False)}"
         )
     if Path(model).suffix == out.suffix:
         raise UserError(f"{model} is already a {out.suffix} file; give the model to build it from")
@@ -113,23 +116,23 @@ def build(overrides: Overrides, model: str, out: Path, request: Build) -> int:
         )
     if not on_gpu and (request.profile or request.batch is not None):
         raise UserError(f"{engine.name}'s files take any batch; omit --batch, --min, --opt, --max and --shapes")
-    trial = _trial(study, request.precision, (request.batch or 1) if on_gpu and not request.profile else 0)
+    trial = _build_trial(study, request.precision, (request.batch or 1) if on_gpu and not request.profile else 0)
     runtime = replace(runtime, threads=trial.runtime.threads)
     trial = replace(trial, backend=engine.name, options=options, runtime=runtime)
     if refusal := engine.refuse(trial):
         raise UserError(refusal)
-    _make(engine.recipe(trial), out)
+    _make_file(engine.recipe(trial), out)
     return 0
 
 
-def _suffixes(*, built: bool) -> str:
+def _list_suffixes(*, built: bool) -> str:
     """Return the suffixes of files that a backend builds, or of those that are exported."""
     return ", ".join(
         suffix for kind in registry.formats().values() if bool(kind.builders) == built for suffix in kind.suffixes
     )
 
 
-def _shape(text: str) -> tuple[str, int, tuple[str]]:
+def _parse_shape(text: str) -> tuple[str, int, tuple[str]]:
     """Return batch, channels and size from `-1,3,224,224` (commas, spaces or x between the numbers)."""
     try:
         n, c, h, w = (int(part) for part in text.replace(",", " ").replace("x", " ").split())
@@ -142,14 +145,14 @@ def _shape(text: str) -> tuple[str, int, tuple[str]]:
     return ("dynamic" if n < 0 else str(n)), c, (f"{h}x{w}",)
 
 
-def _number(batch: str) -> int:
+def _parse_batch(batch: str) -> int:
     """Return the batch to export with, 0 for a dynamic one."""
     if batch != "dynamic" and (not batch.isdecimal() or int(batch) < 1):
         raise UserError(f"batch {batch!r} must be 'dynamic' or a whole number of at least 1")
     return 0 if batch == "dynamic" else int(batch)
 
 
-def _trial(study: Study, precision: str, batch: int) -> Trial:
+def _build_trial(study: Study, precision: str, batch: int) -> Trial:
     """Build a trial of the model at this batch; raise `UserError` for a free batch (0) of a module with a fixed one."""
     if len(study.sizes) > 1:
         raise UserError(f"a file is for one image size, not for {', '.join(study.sizes)}")
@@ -164,7 +167,7 @@ def _trial(study: Study, precision: str, batch: int) -> Trial:
     return Trial(model, "", precision, Dims(batch, *size), data=data, runtime=runtime)
 
 
-def _make(recipe: Recipe | None, out: Path) -> Artifact:
+def _make_file(recipe: Recipe | None, out: Path) -> Artifact:
     """Make the file through the cache and copy it, with all its parts, to `out`."""
     assert recipe is not None
     progress = Progress()
@@ -174,7 +177,7 @@ def _make(recipe: Recipe | None, out: Path) -> Artifact:
     if isinstance(artifact, Record):
         raise UserError(f"{recipe.model.name}: {artifact.reason}")
     copy(Path(artifact.path), out)
-    print(f"{out}  {_summary(artifact, files.built)}")
+    print(f"{out}  {_format_summary(artifact, files.built)}")
     calibration = artifact.made_by.calibration
     if calibration and calibration.note:
         print(f"note: {calibration.note}", file=sys.stderr)
@@ -183,7 +186,7 @@ def _make(recipe: Recipe | None, out: Path) -> Artifact:
     return artifact
 
 
-def _summary(artifact: Artifact, built: int) -> str:
+def _format_summary(artifact: Artifact, built: int) -> str:
     """Return the file's size, inputs, outputs and the steps that made it: the last `built` now, others earlier."""
     steps = artifact.made_by.steps
     cached = len(steps) - built

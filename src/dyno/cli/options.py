@@ -88,15 +88,15 @@ def takes(*kinds: type, only: str = "", omit: str = "", **defaults: Any) -> Call
     where the command's default isn't the field's; `...` makes an option required.
     """
     options: dict[str, _Option] = {}
-    for option in (_Option(f, hint, kind) for kind in kinds for f, hint in _fields(kind)):
+    for option in (_Option(f, hint, kind) for kind in kinds for f, hint in _list_fields(kind)):
         options.setdefault(option.name, option)
     chosen = [options[name] for name in only.split() or options if name not in omit.split()]
     rare = set() if only else {option.name for option in chosen if not option.about.get("common")}
 
-    def decorated(command: F) -> F:
+    def decorate_command(command: F) -> F:
         own = [p for p in inspect.signature(command, eval_str=True).parameters.values() if p.name != "overrides"]
 
-        def called(ctx: typer.Context, **values: Any) -> None:
+        def call_command(ctx: typer.Context, **values: Any) -> None:
             overrides = Overrides(
                 (option.name, option.read(values[option.name])) for option in chosen if written(ctx, option.name)
             )
@@ -105,22 +105,26 @@ def takes(*kinds: type, only: str = "", omit: str = "", **defaults: Any) -> Call
         from_fields = [option.parameter(defaults.get(option.name)) for option in chosen]
         required = [p for p in own if p.default is p.empty]
         optional = [p for p in own if p.default is not p.empty]
-        more = [_named("help_all", _all(len(rare)), False)] if rare else []
+        more = [_make_parameter("help_all", _make_all_option(len(rare)), False)] if rare else []
         parameters = [p.replace(kind=p.KEYWORD_ONLY) for p in (*required, *from_fields, *optional, *more)]
-        signature = inspect.Signature([_named("ctx", typer.Context), *parameters])
+        signature = inspect.Signature([_make_parameter("ctx", typer.Context), *parameters])
         hints = {p.name: p.annotation for p in signature.parameters.values()}
-        vars(called).update(__signature__=signature, rare=rare)
-        called.__name__, called.__doc__, called.__annotations__ = command.__name__, command.__doc__, hints
-        return typing.cast(F, called)
+        vars(call_command).update(__signature__=signature, rare=rare)
+        call_command.__name__, call_command.__doc__, call_command.__annotations__ = (
+            command.__name__,
+            command.__doc__,
+            hints,
+        )
+        return typing.cast(F, call_command)
 
-    return decorated
+    return decorate_command
 
 
 def takes_verbose(command: F) -> F:
     """Give a command that measures the option `--verbose`, which is the display's."""
 
     @functools.wraps(command)
-    def called(*args: Any, verbose: bool, **values: Any) -> None:
+    def call_command(*args: Any, verbose: bool, **values: Any) -> None:
         from dyno.jobs.progress import Progress
 
         Progress.is_verbose = verbose
@@ -129,17 +133,17 @@ def takes_verbose(command: F) -> F:
     help_text = "Off a terminal, print a line for each job."
     option = typer.Option("--verbose", "-v", help=help_text, rich_help_panel=OUTPUT)
     signature = inspect.signature(command, eval_str=True)
-    parameters = [*signature.parameters.values(), _named("verbose", Annotated[bool, option], False)]
-    vars(called).update(__signature__=signature.replace(parameters=parameters))
-    called.__annotations__ = {p.name: p.annotation for p in parameters}
-    return typing.cast(F, called)
+    parameters = [*signature.parameters.values(), _make_parameter("verbose", Annotated[bool, option], False)]
+    vars(call_command).update(__signature__=signature.replace(parameters=parameters))
+    call_command.__annotations__ = {p.name: p.annotation for p in parameters}
+    return typing.cast(F, call_command)
 
 
-def _named(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
+def _make_parameter(name: str, annotation: Any, default: Any = inspect.Parameter.empty) -> inspect.Parameter:
     return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _all(rare: int) -> Any:
+def _make_all_option(rare: int) -> Any:
     help_text = f"Show this with {rare} more options, and exit."
     return Annotated[bool, typer.Option(ALL, is_eager=True, callback=_help_all, help=help_text)]
 
@@ -152,12 +156,12 @@ def written(ctx: typer.Context, name: str) -> bool:
 
 
 @functools.cache
-def _fields(kind: type) -> list[tuple[dataclasses.Field[Any], Any]]:
+def _list_fields(kind: type) -> list[tuple[dataclasses.Field[Any], Any]]:
     hints = typing.get_type_hints(kind)
     return [(f, hints[f.name]) for f in dataclasses.fields(kind) if f.metadata.get("flag", "") is not None]
 
 
-def _plain(hint: Any) -> Any:
+def _strip_none(hint: Any) -> Any:
     """Return a type without its None."""
     return next((kind for kind in typing.get_args(hint) if kind is not type(None)), hint)
 
@@ -174,7 +178,7 @@ class _Option:
         """Return typer's parameter; `default` overrides the field's, and a text describes one that is decided later."""
         described = default if isinstance(default, str) else self.about.get("usual", "") if default is None else ""
         value = self.default if default is None else default
-        kind, help, metavar = _plain(self.hint), self.about["help"], None
+        kind, help, metavar = _strip_none(self.hint), self.about["help"], None
         if self.name in REPEATED:
             kind, value, help, metavar = list[str], [], f"{help} May be repeated.", "TEXT"
         elif typing.get_origin(self.hint) is tuple:
@@ -187,7 +191,7 @@ class _Option:
             flags, help=help, rich_help_panel=self.panel, show_default=described or True, metavar=metavar
         )
         annotation = Annotated[kind | None if value is None else kind, option]  # type: ignore[valid-type]
-        return _named(self.name, annotation, inspect.Parameter.empty if default is ... else value)
+        return _make_parameter(self.name, annotation, inspect.Parameter.empty if default is ... else value)
 
     def read(self, value: Any) -> Any:
         """Parse the field's value from the command line."""
@@ -196,9 +200,9 @@ class _Option:
         if typing.get_origin(self.hint) is not tuple or self.name in REPEATED:
             return value
         item = typing.get_args(self.hint)[0]
-        return tuple(self._item(item, part.strip()) for part in value.split(",") if part.strip())
+        return tuple(self._parse_item(item, part.strip()) for part in value.split(",") if part.strip())
 
-    def _item(self, kind: type, text: str) -> Any:
+    def _parse_item(self, kind: type, text: str) -> Any:
         try:
             return kind(text)
         except ValueError:

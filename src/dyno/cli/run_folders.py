@@ -45,7 +45,7 @@ def list_runs(
         return
     table = Table(*HEADINGS, box=None, pad_edge=False)
     for run in folders:
-        table.add_row(*(escape(plain(cell)) for cell in (str(run), *_row(run))))
+        table.add_row(*(escape(plain(cell)) for cell in (str(run), *_make_row(run))))
     console().print(table)
 
 
@@ -73,7 +73,7 @@ def why_no_run(folder: Path) -> str:
     return "has symbolic links where trials/ should be" if (folder / "trials").is_symlink() else ""
 
 
-def _row(run: Path) -> tuple[str, str, str, str]:
+def _make_row(run: Path) -> tuple[str, str, str, str]:
     from dyno.analysis.formatting import moment
     from dyno.analysis.tables import trial_table
     from dyno.analysis.verdict.about import began
@@ -89,10 +89,10 @@ def _row(run: Path) -> tuple[str, str, str, str]:
     models = dict.fromkeys(t.model for t in records)
     counts = Counter(t.status if t.status in STATUSES else "failed" for t in records)
     trials = ", ".join(f"{counts[status]} {status}" for status in STATUSES if counts[status])
-    return ", ".join(models), trials, moment(began(records)), _fastest(data)
+    return ", ".join(models), trials, moment(began(records)), _find_fastest(data)
 
 
-def _fastest(data: RunData) -> str:
+def _find_fastest(data: RunData) -> str:
     """Return the winner of the run's first ranking with a good trial, as in the verdict; "" if there is none."""
     from dyno.analysis.formatting import significant
     from dyno.analysis.ranking import rankings

@@ -37,7 +37,7 @@ def serve_test(
     from dyno.planning.checks import check_format
 
     check_format(format)
-    served = session.serve_test(model, out=out or None, options=_chosen(overrides), quiet=False, **overrides)
+    served = session.serve_test(model, out=out or None, options=_take_options(overrides), quiet=False, **overrides)
     shown = [table for table in served.tables if table.rows]
     print(export(shown, format), end="") if shown else None
     if shown and format in ("text", "markdown"):
@@ -47,7 +47,7 @@ def serve_test(
     raise typer.Exit(trial_table.exit_code(served.data.frame))
 
 
-def _chosen(overrides: options.Overrides) -> ServeOptions:
+def _take_options(overrides: options.Overrides) -> ServeOptions:
     """Take the requests' own options out of the options that the user gave."""
     names: Any = ServeOptions.__dataclass_fields__
     return ServeOptions(**{name: overrides.pop(name) for name in names if name in overrides})

@@ -58,9 +58,9 @@ class Labels:
         about: dict[str, Any] = {"has": has, "warnings": self.warnings, **({"unused": empty} if empty else {})}
         if self.keypoints:
             about["keypoints"] = list(self.keypoints)
-        return Annotations(about, self._truth)
+        return Annotations(about, self._build_truth)
 
-    def _truth(self, kept: np.ndarray) -> dict[str, Any]:
+    def _build_truth(self, kept: np.ndarray) -> dict[str, Any]:
         """Return COCO's ground truth of the test images: an image's id is its row, a category's id its class."""
         images: list[Annotation] = []
         annotations: list[Annotation] = []

@@ -65,15 +65,15 @@ def find(cache: Path, key: str) -> Path | None:
         whole = all(isinstance(about[key], kind) for key, kind in META.items())
         whole = whole and (folder / "images.npy").stat().st_size == about["bytes"]
         whole = whole and all((folder / name).exists() for name in about["files"])
-        whole = whole and _numbers(folder / "labels.npy", about["count"])
+        whole = whole and _has_numbers(folder / "labels.npy", about["count"])
         splits = about["splits"].items() if whole else ()
-        whole = whole and all(_numbers(folder / f"{name}.npy", many, about["count"]) for name, many in splits)
+        whole = whole and all(_has_numbers(folder / f"{name}.npy", many, about["count"]) for name, many in splits)
     except (OSError, ValueError, KeyError, TypeError):
         return None
     return folder if whole else None
 
 
-def _numbers(path: Path, many: int, below: int | None = None) -> bool:
+def _has_numbers(path: Path, many: int, below: int | None = None) -> bool:
     """Return whether the file holds `many` whole numbers, with `below` indices from 0 to `below` - 1."""
     found = load_array(path)
     whole = found.shape == (many,) and found.dtype.kind == "i"
@@ -98,7 +98,7 @@ def write(cache: Path, key: str, content: Content) -> Path:
         part = cache / f".part-{key}"
         with lock(part / "lock"):  # which goes with the folder
             try:
-                target = find(cache, key) or _make(part, cache / key, content, needed)
+                target = find(cache, key) or _make_folder(part, cache / key, content, needed)
             except OSError:
                 shutil.rmtree(part, ignore_errors=True)
                 raise
@@ -106,17 +106,17 @@ def write(cache: Path, key: str, content: Content) -> Path:
             return target
 
 
-def _make(part: Path, target: Path, content: Content, needed: int) -> Path:
+def _make_folder(part: Path, target: Path, content: Content, needed: int) -> Path:
     folder = part / "data"
     folder.mkdir(exist_ok=True)
     present = sum(path.stat().st_size for path in folder.iterdir())
     if shutil.disk_usage(part).free < needed - present:
         raise OSError(errno.ENOSPC, "")
-    _fill(folder, part / "journal", content)
+    _fill_folder(folder, part / "journal", content)
     return _into_place(folder, target)
 
 
-def _fill(folder: Path, journal: Path, content: Content) -> None:
+def _fill_folder(folder: Path, journal: Path, content: Content) -> None:
     count = len(content.columns["labels"])
     written = rows.write(folder / "images.npy", journal, content.shape, count, content.rows)
     sha, unreadable = written.sha, written.unreadable
@@ -183,10 +183,10 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     again, unless it had changed less than two seconds before it was hashed.
     """
     index = Path(cache) / "hashes" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]}.json"
-    cached = _index(index)
+    cached = _read_index(index)
     parts = [paths[first : first + TOGETHER] for first in range(0, len(paths), TOGETHER)]
     with ThreadPoolExecutor(threads()) as pool:
-        found = pool.map(lambda part: [_entry(path, cached.get(str(path))) for path in part], parts)
+        found = pool.map(lambda part: [_make_entry(path, cached.get(str(path))) for path in part], parts)
         entries = [entry for part in found for entry in part]
     # Entries of other files stay: with and without its training images, a folder is listed differently.
     gone = {str(path) for path, entry in zip(paths, entries, strict=True) if not entry}
@@ -198,8 +198,8 @@ def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
     return [entry[-1] if entry else "" for entry in entries]
 
 
-def _index(path: Path) -> dict[str, list[Any]]:
-    """Read the index's entries that have the right types: see `_entry`."""
+def _read_index(path: Path) -> dict[str, list[Any]]:
+    """Read the index's entries that have the right types: see `_make_entry`."""
     try:
         stored = read_json(path)
     except (OSError, ValueError):
@@ -208,7 +208,7 @@ def _index(path: Path) -> dict[str, list[Any]]:
     return {name: one for name, one in stored.items() if isinstance(one, list) and [*map(type, one)] == kinds}
 
 
-def _entry(path: Path, cached: list[Any] | None) -> list[Any] | None:
+def _make_entry(path: Path, cached: list[Any] | None) -> list[Any] | None:
     """Return [inode, size, mtime, ctime, time of hashing, sha256] of a file, times in ns; None if it can't be read."""
     try:
         now = path.stat()

@@ -48,18 +48,18 @@ class Coco(DataFormat):
     labels = "objects"
 
     def fits(self, path: Path) -> bool:
-        return bool(_files(path)) if path.is_dir() else path.suffix in self.suffixes
+        return bool(_find_files(path)) if path.is_dir() else path.suffix in self.suffixes
 
     def scan(self, path: Path, wanted: Wanted) -> Listing:
-        return _scan(path, wanted)
+        return _scan_annotations(path, wanted)
 
 
 COCO = Coco()
 
 
-def _scan(path: Path, wanted: Wanted) -> Listing:
+def _scan_annotations(path: Path, wanted: Wanted) -> Listing:
     file = path if path.is_file() else chosen(path, wanted.needs)
-    about = _read(file)
+    about = _read_file(file)
     about.leave_out_roots(wanted.outputs)
     folder, _ = find_image_folder(file, [image["file_name"] for image in about.images])
     shown = path if path.is_dir() else folder
@@ -70,12 +70,12 @@ def _scan(path: Path, wanted: Wanted) -> Listing:
     if isinstance(wanted.calibration, Path):
         photos = photos + calibration_photos(wanted.calibration)
     else:
-        photos = photos + _training(folder, shown, wanted.calibration, wanted.seed)
+        photos = photos + _choose_calibration(folder, shown, wanted.calibration, wanted.seed)
     name = printable(path.name if path.is_dir() else path.stem)
     return Listing(name, about.classes, photos, own, sources=[file], annotate=about.annotate)
 
 
-def _files(folder: Path) -> list[Path]:
+def _find_files(folder: Path) -> list[Path]:
     """Return the files in annotations/, under any name, else those with COCO's names or content.
 
     The latter lie in the folder itself, or one in each split's folder, as Roboflow writes them.
@@ -91,7 +91,7 @@ def _files(folder: Path) -> list[Path]:
 
 def chosen(folder: Path, needs: str) -> Path:
     """Choose the folder's annotation file that has what the task needs; raise `UserError` if several do, or none."""
-    every = _files(folder)
+    every = _find_files(folder)
     files = [file for file in every if not file.name.startswith(OTHER)]
     if not files:
         raise UserError(f"{every[0].parent} has no file with objects, only {every[0].name}; give the file to use")
@@ -147,7 +147,7 @@ class _File:
         row_of = {image["id"]: rows.get(printable(image["file_name"])) for image in self.images}
         class_of = {category["id"]: i for i, category in enumerate(self.categories)}
         self._check_sizes(rows, sizes)
-        names = self._keypoints()
+        names = self._find_keypoints()
         labels = Labels(photos, sizes, self.classes, (len(names), 3) if names else (), names)
         labels.warnings += self.notes
         for number, annotation in enumerate(self.annotations):
@@ -156,7 +156,7 @@ class _File:
             category = _by_id(class_of, annotation, "category_id", "category", where)
             if row is not None and (size := sizes[row]) is not None:
                 where = f"{where} of {photos[row].name}"
-                labels.add(row, _object(annotation, category, size, names, where))
+                labels.add(row, _check_object(annotation, category, size, names, where))
         return labels.done()
 
     def _check_sizes(self, rows: dict[str, int], sizes: Sizes) -> None:
@@ -172,7 +172,7 @@ class _File:
                     f"{turned if declared == size[::-1] else ''}"
                 )
 
-    def _keypoints(self) -> list[str]:
+    def _find_keypoints(self) -> list[str]:
         """Return the keypoint names of the first category; raise `UserError` if others have more or fewer."""
         used = {annotation.get("category_id") for annotation in self.annotations if annotation.get("keypoints")}
         named = {c["name"]: [str(n) for n in c["keypoints"]] for c in self.categories if c.get("keypoints")}
@@ -183,7 +183,7 @@ class _File:
         return next(iter(named.values()), [])
 
 
-def _read(file: Path) -> _File:
+def _read_file(file: Path) -> _File:
     if file.exists() and not file.is_file():  # a pipe would be waited for
         raise UserError(f"annotation file {file} is not a regular file; give a file")
     try:
@@ -221,7 +221,7 @@ def _read(file: Path) -> _File:
     return _File(file, parts["images"], sorted(parts["categories"], key=lambda c: c["id"]), parts["annotations"])
 
 
-def _training(folder: Path, shown: Path, wanted: int, seed: int) -> list[Photo]:
+def _choose_calibration(folder: Path, shown: Path, wanted: int, seed: int) -> list[Photo]:
     """Take calibration images from the training images beside the folder, whose annotations aren't needed for that."""
     for split in SPLIT_FOLDERS:
         beside = folder.with_name(folder.name.replace(split, "train"))
@@ -238,9 +238,11 @@ def _by_id(table: dict[Any, Any], annotation: Annotation, key: str, what: str, w
     return table[value]
 
 
-def _object(annotation: Annotation, category: int, size: tuple[int, int], names: list[str], where: str) -> Annotation:
+def _check_object(
+    annotation: Annotation, category: int, size: tuple[int, int], names: list[str], where: str
+) -> Annotation:
     box = annotation.get("bbox")
-    if not _numbers(box) or len(box) != 4:
+    if not _is_number_list(box) or len(box) != 4:
         raise UserError(f"{where}: bbox is {box!r}, not [x, y, width, height]")
     checked: Annotation = {"category_id": category, "bbox": checked_box(box, size, where)}
     if (iscrowd := annotation.get("iscrowd") or 0) not in (0, 1):
@@ -248,14 +250,14 @@ def _object(annotation: Annotation, category: int, size: tuple[int, int], names:
     checked["iscrowd"] = int(iscrowd)
     mask = annotation.get("segmentation")
     if mask:
-        checked["segmentation"] = _mask(mask, size, where)
+        checked["segmentation"] = _check_mask(mask, size, where)
     area = annotation.get("area")
-    if area is not None and not (_numbers([area]) and area >= 0):
+    if area is not None and not (_is_number_list([area]) and area >= 0):
         raise UserError(f"{where}: area is {str(area)[:30]}, not a number of square pixels")
-    checked["area"] = _area(checked) if area is None else float(area)
+    checked["area"] = _compute_area(checked) if area is None else float(area)
     if names:
         points = annotation.get("keypoints") or [0] * (3 * len(names))
-        if not _numbers(points) or len(points) != 3 * len(names):
+        if not _is_number_list(points) or len(points) != 3 * len(names):
             raise UserError(
                 f"{where}: keypoints has {len(points)} values; {len(names)} keypoints need {3 * len(names)}"
             )
@@ -264,21 +266,21 @@ def _object(annotation: Annotation, category: int, size: tuple[int, int], names:
     return checked
 
 
-def _mask(mask: Any, size: tuple[int, int], where: str) -> Any:
+def _check_mask(mask: Any, size: tuple[int, int], where: str) -> Any:
     """Return the mask: polygons, or a run-length encoding of the image's own size; raise `UserError` for others."""
     if isinstance(mask, dict):
         counts = mask.get("counts")
-        runs = _unpacked(counts) if isinstance(counts, str) else counts if isinstance(counts, list) else []
+        runs = _unpack_runs(counts) if isinstance(counts, str) else counts if isinstance(counts, list) else []
         whole = all(type(run) is int and run >= 0 for run in runs) and sum(runs) == size[0] * size[1]
         if mask.get("size") != list(size) or not whole:
             raise UserError(f"{where}: the mask's run lengths don't fit an image of {size[1]} x {size[0]} pixels")
         return mask
-    if not isinstance(mask, list) or not all(_numbers(points) for points in mask):
+    if not isinstance(mask, list) or not all(_is_number_list(points) for points in mask):
         raise UserError(f"{where}: segmentation is neither a list of polygons nor a run-length encoding")
     return [checked_polygon(points, size, where) for points in mask]
 
 
-def _unpacked(text: str) -> list[int]:
+def _unpack_runs(text: str) -> list[int]:
     """Unpack the run lengths of COCO's packed text; [-1] if it is invalid: an evaluation was seen to hang on one.
 
     Each letter has five bits and a continuation bit; from the fourth length on, the difference to the one before the
@@ -300,7 +302,7 @@ def _unpacked(text: str) -> list[int]:
     return [-1] if shift else runs
 
 
-def _area(annotation: Annotation) -> float:
+def _compute_area(annotation: Annotation) -> float:
     """Return the square pixels that the object covers, for files without areas.
 
     That is the area of its polygons or of its run lengths; of its box if the run lengths are packed text, or without a
@@ -314,7 +316,7 @@ def _area(annotation: Annotation) -> float:
     return float(annotation["bbox"][2] * annotation["bbox"][3])
 
 
-def _numbers(values: Any) -> TypeGuard[list[float]]:
+def _is_number_list(values: Any) -> TypeGuard[list[float]]:
     """Return whether these are finite numbers, without whole numbers too large for a float."""
     return isinstance(values, list) and all(
         isinstance(v, (int, float)) and not isinstance(v, bool) and abs(v) < LARGEST for v in values

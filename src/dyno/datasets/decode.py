@@ -71,13 +71,13 @@ class Transform:
         channels, height, width = self.shape
         image = _in_colours(image, channels)
         if self._letterbox:
-            return self._letterboxed(image)
+            return self._letterbox_image(image)
         image = image.resize(self._before_crop(*image.size), Image.Resampling[self._method])
         left, top = round((image.width - width) / 2), round((image.height - height) / 2)
         pixels = np.asarray(image.crop((left, top, left + width, top + height)))
         return np.ascontiguousarray(pixels.reshape(height, width, channels).transpose(2, 0, 1))
 
-    def _letterboxed(self, image: Any) -> np.ndarray:
+    def _letterbox_image(self, image: Any) -> np.ndarray:
         """Letterbox the image: scale its longer side to the size's, with grey evenly on both sides.
 
         Each pixel is interpolated between its four neighbours as in OpenCV's INTER_LINEAR, because detectors are
@@ -154,12 +154,12 @@ def decoded(
     """
     report = progress or (lambda done, total: None)
     cores = len(os.sched_getaffinity(0))
-    for done, row in enumerate(_decoded(paths, transform, start, cores), start + 1):
+    for done, row in enumerate(_iter_rows(paths, transform, start, cores), start + 1):
         yield row
         report(done, len(paths))
 
 
-def _decoded(paths: list[Path], transform: Transform, start: int, cores: int) -> Iterator[Timed]:
+def _iter_rows(paths: list[Path], transform: Transform, start: int, cores: int) -> Iterator[Timed]:
     done, seconds = start, 0.0
     for row in _by_threads(paths[: start + 8 * cores] if cores > FEW_CORES else paths, transform, start):
         done, seconds = done + 1, seconds + row.seconds
@@ -185,14 +185,14 @@ def _by_threads(paths: list[Path], transform: Transform, start: int) -> Iterator
     workers = threads()
     chunk = _in_flight(workers, transform)
 
-    def one(path: Path) -> Timed:
+    def read_row(path: Path) -> Timed:
         began = time.perf_counter()
         row = transform.read(path)
         return timed(row, time.perf_counter() - began)
 
     with ThreadPoolExecutor(workers) as pool:
         for first in range(start, len(paths), chunk):
-            yield from pool.map(one, paths[first : first + chunk])
+            yield from pool.map(read_row, paths[first : first + chunk])
 
 
 def threads() -> int:

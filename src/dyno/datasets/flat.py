@@ -60,29 +60,29 @@ def sort(
         raise UserError(f"unknown order {order!r}; known: {', '.join(ORDERS)}")
     target = out / "val"
     before = {path.name: path.parent.name for path in target.glob("n*/*") if is_image(path.name)}
-    names = sorted({*_images(folder), *before})  # what was moved before counts where labels go by place
+    names = sorted({*_list_images(folder), *before})  # what was moved before counts where labels go by place
     if not names:
         raise UserError(f"no images in {folder}; give the folder that holds the .JPEG files themselves")
     label_of = _from_table(labels, names, order) if labels else {name: _from_name(name) for name in names}
-    _check(label_of, before, target)
+    _check_labels(label_of, before, target)
     wanted = {name: label for name, label in label_of.items() if label}
     if not wanted:
         raise UserError(f"no image in {folder} has a synset in its name, e.g. {names[0]}; give --labels")
     done = Sorted(classes=len(set(wanted.values())), unlabelled=[name for name in names if name not in wanted])
     for number, (name, label) in enumerate(wanted.items(), 1):
-        new = _place(folder / name, target / label / name, transfer)
+        new = _place_file(folder / name, target / label / name, transfer)
         done.placed, done.there = done.placed + new, done.there + (not new)
         progress(number, len(wanted))
     return done
 
 
-def _images(folder: Path) -> list[str]:
+def _list_images(folder: Path) -> list[str]:
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}")
     return [entry.name for entry in os.scandir(folder) if entry.is_file() and is_image(entry.name)]
 
 
-def _check(label_of: dict[str, str], before: dict[str, str], target: Path) -> None:
+def _check_labels(label_of: dict[str, str], before: dict[str, str], target: Path) -> None:
     """Check, before anything is placed, that every label is a class and none contradicts the files in the target."""
     classes = synsets()
     for name, label in label_of.items():
@@ -145,13 +145,13 @@ def _synsets_of(file: Path, labels: list[str], order: str) -> list[str]:
     if not all(label.isdecimal() for label in labels):
         raise UserError(f"{file} mixes synsets and numbers")
     numbers, every = [int(label) for label in labels], list(synsets())
-    first = _first(file, numbers, order)
+    first = _find_first_class(file, numbers, order)
     if outside := [number for number in numbers if not first <= number < COUNT + first]:
         raise UserError(f"{file}: there is no class {outside[0]}; the numbers are {first} to {COUNT - 1 + first}")
     return [every[number - first] for number in numbers]
 
 
-def _first(file: Path, numbers: list[int], order: str) -> int:
+def _find_first_class(file: Path, numbers: list[int], order: str) -> int:
     """Return the number of the first class, 0 or 1; raise `UserError` if the numbers may be in another order."""
     if order in ("synset-0", "synset-1"):
         return int(order[-1])
@@ -167,7 +167,7 @@ def _first(file: Path, numbers: list[int], order: str) -> int:
     )
 
 
-def _place(source: Path, target: Path, transfer: Transfer) -> bool:
+def _place_file(source: Path, target: Path, transfer: Transfer) -> bool:
     """Put the file in place, and return whether it was missing; a partial copy never has the target's name."""
     if target.exists():
         if source.exists() and not source.samefile(target):

@@ -79,25 +79,27 @@ def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False, 
     if not folder.is_dir():
         raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
     try:
-        test_root, train_root = _roots(folder)
+        test_root, train_root = _find_roots(folder)
         if train and train_root is None:
             raise UserError(f"{folder} has no train/; put the training images there and the others into test/")
-        classes = _folders(train_root or test_root)
+        classes = _list_folders(train_root or test_root)
         if not classes and images(test_root):
-            return _unlabelled(folder, calibration)
+            return _list_unlabelled(folder, calibration)
         standard = outputs == COUNT and all_known(classes)
-        test = _photos(folder, test_root, classes, "test")
-        training = _photos(folder, train_root, classes, "train") if train_root and train else []
+        test = _list_photos(folder, test_root, classes, "test")
+        training = _list_photos(folder, train_root, classes, "train") if train_root and train else []
         if isinstance(calibration, Path):
-            return _listing(folder, classes, standard, test + training + calibration_photos(calibration), own=True)
+            return _list_labelled(
+                folder, classes, standard, test + training + calibration_photos(calibration), own=True
+            )
         if train_root is None:
-            return _listing(folder, classes, standard, test)
-        training = training or _photos(folder, train_root, classes, "calibration")
+            return _list_labelled(folder, classes, standard, test)
+        training = training or _list_photos(folder, train_root, classes, "calibration")
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
     chosen = set(stratified_order(np.array([photo.label for photo in training]), seed)[:calibration].tolist())
     marked = [replace(photo, calibrates=i in chosen) for i, photo in enumerate(training)]
-    return _listing(folder, classes, standard, test + [photo for photo in marked if train or photo.calibrates])
+    return _list_labelled(folder, classes, standard, test + [photo for photo in marked if train or photo.calibrates])
 
 
 def calibration_listing(folder: Path) -> Listing:
@@ -107,9 +109,9 @@ def calibration_listing(folder: Path) -> Listing:
     return Listing(printable(absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]})
 
 
-def _listing(folder: Path, classes: list[str], standard: bool, photos: list[Photo], own: bool = False) -> Listing:
+def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: list[Photo], own: bool = False) -> Listing:
     """List the photos with labels by the order of their folders, or by their place among ImageNet's 1,000 classes."""
-    name, about = printable(folder.name), _about("imagenet1k" if standard else "folders", folder)
+    name, about = printable(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
     if not standard:
         return Listing(name, [printable(one) for one in classes], photos, own, about)
     order = list(synsets())
@@ -118,40 +120,40 @@ def _listing(folder: Path, classes: list[str], standard: bool, photos: list[Phot
     return Listing(name, [readable(synset) for synset in order], photos, own, about)
 
 
-def _unlabelled(folder: Path, calibration: int | Path) -> Listing:
+def _list_unlabelled(folder: Path, calibration: int | Path) -> Listing:
     """List the images of a folder without class folders, for timing and comparing outputs but not for accuracy."""
     photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
     own = isinstance(calibration, Path)
     photos = photos + calibration_photos(calibration) if isinstance(calibration, Path) else photos
-    return Listing(printable(folder.name), [], photos, own, _about("none", folder))
+    return Listing(printable(folder.name), [], photos, own, _describe_labels("none", folder))
 
 
-def _about(labels: str, folder: Path) -> dict[str, Any]:
+def _describe_labels(labels: str, folder: Path) -> dict[str, Any]:
     warnings = left_out(folder)
     warnings += warn_labels(folder) if labels != "none" else []
     return {"label_source": labels, **({"warnings": warnings} if warnings else {})}
 
 
-def _roots(folder: Path) -> tuple[Path, Path | None]:
+def _find_roots(folder: Path) -> tuple[Path, Path | None]:
     """Return the folders that hold the class folders of the test images and of the training images."""
     train = folder / "train"
     for name in SPLITS:
-        if _folders(folder / name):
-            return folder / name, train if _folders(train) else None
-    if _folders(train):
+        if _list_folders(folder / name):
+            return folder / name, train if _list_folders(train) else None
+    if _list_folders(train):
         raise UserError(f"{folder} has train/ but neither test/ nor val/ with class folders; add one, or give {train}")
     return folder, None
 
 
-def _folders(root: Path) -> list[str]:
+def _list_folders(root: Path) -> list[str]:
     if not root.is_dir():
         return []
     with os.scandir(root) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not is_system(entry.name))
 
 
-def _photos(folder: Path, root: Path, classes: list[str], split: str) -> list[Photo]:
-    present = _folders(root)
+def _list_photos(folder: Path, root: Path, classes: list[str], split: str) -> list[Photo]:
+    present = _list_folders(root)
     if not present:
         raise UserError(f"no class folders in {root}; put the images of each class into a folder named after it")
     if unknown := sorted(set(present) - set(classes)):

@@ -49,7 +49,7 @@ def find_labels(folder: Path) -> LabelFile | None:
         stems = {Path(name).stem for name in files if is_image(name)}
         for name in files:
             if Path(name).suffix.lower() in (*TEXTS, *ARRAYS) and not OTHERWISE.match(name):
-                found = _recognise(parent / name, stems, known, len(names))
+                found = _recognise_file(parent / name, stems, known, len(names))
                 if found is not None and found.objects:
                     return found
                 others += [found] if found is not None else []
@@ -78,7 +78,7 @@ def refuse_labels(folder: Path, is_class_folders: bool) -> None:
     if found is not None and (layout or found.objects or not is_class_folders):
         raise UserError(
             f"{folder} holds labels that can't be read there: {name_below(found.path, folder)} ({found.what}); "
-            f"{_remedy(found)}, or give a folder of the images alone to measure without accuracy"
+            f"{_suggest_remedy(found)}, or give a folder of the images alone to measure without accuracy"
         )
     if layout and len(parts) > 1:
         one = next((part for part in parts if part.lower() in (*SPLITS, "images") and part != "train"), parts[0])
@@ -88,7 +88,7 @@ def refuse_labels(folder: Path, is_class_folders: bool) -> None:
         )
 
 
-def _remedy(found: LabelFile) -> str:
+def _suggest_remedy(found: LabelFile) -> str:
     if found.path.name.startswith(("ILSVRC", "LOC_")):
         return "sort ImageNet's images into class folders with dyno data imagenet-val"
     if found.path.suffix == ".txt" and found.objects:
@@ -133,7 +133,7 @@ def _list_files(folder: Path) -> dict[Path, list[str]]:
     return listed
 
 
-def _recognise(file: Path, stems: set[str], known: set[str], images: int) -> LabelFile | None:
+def _recognise_file(file: Path, stems: set[str], known: set[str], images: int) -> LabelFile | None:
     """Return the file as labels: `stems` are of the images beside it, `known` names and stems of all `images`."""
     suffix = file.suffix.lower()
     if suffix in ARRAYS:

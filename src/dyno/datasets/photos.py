@@ -110,9 +110,11 @@ def cached_data(listing: Listing, folder: Path, options: DecodeOptions) -> DataS
         # With and without images set aside the rows are the same, so that what both were tested on can be compared.
         test_identity = [("test" if aside else split, *rest) for split, *rest in identity]
         meta_fields["photographs"] = store.key_of(listing.classes, test_identity)
-        data_folder = store.write(options.cache, key, _content(listing, {**meta_fields, **listing.about}, options))
+        data_folder = store.write(
+            options.cache, key, _build_content(listing, {**meta_fields, **listing.about}, options)
+        )
     if options.on_unreadable == "refuse":
-        _refuse(store.meta(data_folder)["unreadable"], len(listing.photos))
+        _refuse_unreadable(store.meta(data_folder)["unreadable"], len(listing.photos))
     return spec(listing.name, data_folder)
 
 
@@ -255,7 +257,7 @@ def _without_test_copies(listing: Listing, hashes: list[str]) -> tuple[Listing, 
     return without_copies, [hashes[i] for i in keep]
 
 
-def _content(listing: Listing, about: dict[str, Any], options: DecodeOptions) -> store.Content:
+def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptions) -> store.Content:
     photos = listing.photos
     paths = [photo.path for photo in photos]
     columns = {"labels": np.array([photo.label for photo in photos], np.int64)}
@@ -270,22 +272,28 @@ def _content(listing: Listing, about: dict[str, Any], options: DecodeOptions) ->
     def further_files(kept: np.ndarray) -> dict[str, Any]:
         return {TRUTH: annotations.truth(kept)} if annotations else {}
 
-    def check(unreadable: dict[int, str]) -> list[str]:
+    def check_unreadable(unreadable: dict[int, str]) -> list[str]:
         lines = [f"{photos[i].name} ({reason})" for i, reason in unreadable.items()]
         if options.on_unreadable == "refuse":
-            _refuse(lines, len(photos))
+            _refuse_unreadable(lines, len(photos))
         _all_classes(listing, unreadable, lines[0])
         return lines
 
-    def rows(start: int) -> Iterator[Timed]:
+    def iter_rows(start: int) -> Iterator[Timed]:
         return decoded(paths, options.transform, options.progress, start)
 
     return store.Content(
-        rows, options.transform.shape, columns, _splits(photos, options.seed), about, check, further_files
+        iter_rows,
+        options.transform.shape,
+        columns,
+        _split_photos(photos, options.seed),
+        about,
+        check_unreadable,
+        further_files,
     )
 
 
-def _splits(photos: list[Photo], seed: int) -> dict[str, np.ndarray]:
+def _split_photos(photos: list[Photo], seed: int) -> dict[str, np.ndarray]:
     labels = np.array([photo.label for photo in photos], np.int64)
     splits = {}
     for split in ("test", "train", "calibration"):
@@ -305,7 +313,7 @@ def _all_classes(listing: Listing, unreadable: dict[int, str], example: str) -> 
             raise UserError(f"no {split} image{of} can be read, e.g. {example}")
 
 
-def _refuse(unreadable: list[str], count: int) -> None:
+def _refuse_unreadable(unreadable: list[str], count: int) -> None:
     if unreadable:
         named = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
         raise UserError(

@@ -73,12 +73,12 @@ def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows:
         path.touch()
     with open(images, "r+b") as pixels, open(journal, "r+b") as lines:
         pixels.write(header(count, shape))
-        _stored(pixels, lines, shape, written)
+        _count_rows(pixels, lines, shape, written)
         for decoded in rows(written.done):
             if not isinstance(decoded.row, str):
                 pixels.write(decoded.row.data)
                 pixels.flush()
-            lines.write(_line(decoded))
+            lines.write(_format_line(decoded))
             lines.flush()
             written.add(decoded)
         pixels.seek(0)
@@ -97,10 +97,10 @@ def header(count: int, shape: tuple[int, ...]) -> bytes:
     return beginning.getvalue()
 
 
-def _stored(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...], written: Written) -> None:
+def _count_rows(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...], written: Written) -> None:
     """Count the rows that both files have whole, and cut both behind them."""
     whole = pixels.tell(), 0
-    for decoded in _whole(pixels, lines, shape):
+    for decoded in _iter_rows(pixels, lines, shape):
         written.add(decoded)
         whole = pixels.tell(), lines.tell()
     for file, end in zip((pixels, lines), whole, strict=True):
@@ -108,7 +108,7 @@ def _stored(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...], written: 
         file.truncate()
 
 
-def _whole(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...]) -> Iterator[Timed]:
+def _iter_rows(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...]) -> Iterator[Timed]:
     size = int(np.prod(shape))
     while (line := lines.readline()).endswith(b"\n"):
         try:
@@ -121,6 +121,6 @@ def _whole(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...]) -> Iterato
         yield decoded
 
 
-def _line(decoded: Timed) -> bytes:
+def _format_line(decoded: Timed) -> bytes:
     reason = decoded.row if isinstance(decoded.row, str) else ""
     return json.dumps([round(decoded.seconds, 9), decoded.seal, reason]).encode() + b"\n"

@@ -69,16 +69,16 @@ class LabelTable(DataFormat):
                 raise UserError(f"{path} has several tables of labels ({named}); give the path of the one to use")
         if wanted.train:
             raise UserError(f"{file} is a table of labels; training needs class folders, train/<class>/… and test/…")
-        table = _read(file)
+        table = _read_table(file)
         labels, classes, standard = _number_labels(file, table.labels, table.classes, wanted.outputs)
         folder, suffix = find_image_folder(file, table.names)
         rows = zip(table.names, labels, table.splits, strict=True)
         photos = [Photo(folder / (name + suffix), printable(name), label, split) for name, label, split in rows]
         photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
-        warnings = [line for line in (missing, _unlisted(photos, folder, file)) if line]
+        warnings = [line for line in (missing, _warn_unlisted(photos, folder, file)) if line]
         about = {"label_source": "imagenet1k" if standard else "table", **({"warnings": warnings} if warnings else {})}
         own = isinstance(wanted.calibration, Path)
-        return Listing(printable(file.stem), classes, _split(photos, wanted), own, about)
+        return Listing(printable(file.stem), classes, _split_photos(photos, wanted), own, about)
 
 
 TABLE = LabelTable()
@@ -96,12 +96,12 @@ class _LabelRows:
 
 def _are_in_one_folder(file: Path) -> bool:
     """Return whether all images of the table lie in one folder beside it, by their names alone: then it is no class."""
-    names = _read(file).names
+    names = _read_table(file).names
     folder, suffix = find_image_folder(file, names)
     return folder.parent == file.parent and all("/" not in n and (folder / (n + suffix)).is_file() for n in names)
 
 
-def _unlisted(photos: list[Photo], folder: Path, file: Path) -> str:
+def _warn_unlisted(photos: list[Photo], folder: Path, file: Path) -> str:
     """Return a warning on images beside the listed ones that the table leaves out."""
     listed = {photo.path for photo in photos}
     others = [path for path in folder.iterdir() if is_image(path.name) and path not in listed]
@@ -116,7 +116,7 @@ def _find_tables(folder: Path) -> list[Path]:
         if file.suffix.lower() not in LabelTable.suffixes or is_system(file.name):
             continue
         try:
-            names = _read(file).names
+            names = _read_table(file).names
             find_image_folder(file, names)
         except UserError:
             continue
@@ -124,7 +124,7 @@ def _find_tables(folder: Path) -> list[Path]:
     return tables
 
 
-def _read(file: Path) -> _LabelRows:
+def _read_table(file: Path) -> _LabelRows:
     """Read the table, whose columns are recognised by their names or contents."""
     try:
         text = file.read_text(encoding="utf-8-sig")
@@ -147,7 +147,7 @@ def _read(file: Path) -> _LabelRows:
     if not {*header}.isdisjoint(BOXES) or not body:
         what = "holds boxes, which are read in COCO's and YOLO's formats" if body else "has no rows"
         raise UserError(f"{file} {what}; give a table of path,label")
-    return _choose(file, header, rows[0] if is_header else header, body, begin)
+    return _choose_columns(file, header, rows[0] if is_header else header, body, begin)
 
 
 def _is_path(rows: list[list[str]], column: int | None) -> bool:
@@ -156,7 +156,7 @@ def _is_path(rows: list[list[str]], column: int | None) -> bool:
     return bool(cells) and all(any(map(is_image, row)) for row in cells)
 
 
-def _choose(file: Path, header: list[str], shown: list[str], body: list[list[str]], begin: int) -> _LabelRows:
+def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[list[str]], begin: int) -> _LabelRows:
     """Choose the columns of paths, labels and splits; several columns of 0 and 1 are classes."""
     named = [header.index(name) for name in PATHS if name in header]
     paths = next((c for c in [*named, *range(len(header))] if _is_path(body, c)), named[0] if named else None)
@@ -180,13 +180,13 @@ def _choose(file: Path, header: list[str], shown: list[str], body: list[list[str
     names = [row[paths].replace("\\", "/") for row in body]
     if empty := next((n for n, cells in enumerate(zip(names, labels, strict=True), begin + 1) if not all(cells)), 0):
         raise UserError(f"{file}, row {empty} has no {'label' if names[empty - begin - 1] else 'path'}")
-    if twice := next((name for name in _repeated(names)), ""):
+    if twice := next((name for name in _find_repeated(names)), ""):
         raise UserError(f"{file} lists {twice} twice; each image needs one row with one class")
     splits = ["test"] * len(body) if split is None else [row[split].lower() for row in body]
     return _LabelRows(names, labels, splits, classes)
 
 
-def _repeated(names: list[str]) -> list[str]:
+def _find_repeated(names: list[str]) -> list[str]:
     seen: set[str] = set()
     return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
 
@@ -211,7 +211,7 @@ def _number_labels(file: Path, labels: list[str], named: list[str], outputs: int
     return numbers, named or [str(k) for k in range(count or highest + 1)], False
 
 
-def _split(photos: list[Photo], wanted: Wanted) -> list[Photo]:
+def _split_photos(photos: list[Photo], wanted: Wanted) -> list[Photo]:
     """Return the images to test on, those of one split, and those to calibrate on, which come from the others."""
     tested = next((split for split in TESTED if any(photo.split == split for photo in photos)), None)
     if tested is None:

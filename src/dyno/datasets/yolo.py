@@ -68,7 +68,7 @@ class Yolo(DataFormat):
         return any(file is not None for file in first_labels) or _has_labels(path)
 
     def scan(self, path: Path, wanted: Wanted) -> Listing:
-        return _scan(path, wanted.calibration, wanted.seed, wanted.outputs, wanted.set_aside)
+        return _scan_images(path, wanted.calibration, wanted.seed, wanted.outputs, wanted.set_aside)
 
 
 YOLO = Yolo()
@@ -80,12 +80,14 @@ def _has_labels(folder: Path) -> bool:
     return any(is_yolo(label_file(file)) for file in first)
 
 
-def _scan(path: Path, calibration: int | Path, seed: int, classes: int, set_aside: bool) -> Listing:
+def _scan_images(path: Path, calibration: int | Path, seed: int, classes: int, set_aside: bool) -> Listing:
     """List the data set's images.
 
     `classes` is their number if they have no names. With `set_aside`, missing training images are a warning.
     """
-    description = _from_folders(path) if path.is_dir() and _yaml(path) is None else _from_yaml(_yaml(path) or path)
+    description = (
+        _from_folders(path) if path.is_dir() and _find_yaml(path) is None else _from_yaml(_find_yaml(path) or path)
+    )
     test = [Photo(file, name_below(file, description.folder), -1, "test") for file in description.test]
     labels = {photo.path: label_file(photo.path) for photo in test}
     present = [label for label in labels.values() if label.is_file()]
@@ -106,16 +108,16 @@ def _scan(path: Path, calibration: int | Path, seed: int, classes: int, set_asid
         )
     name = printable(path.name if path.is_dir() else path.parent.name)
 
-    def annotate(photos: list[Photo], sizes: Sizes) -> Annotations:
+    def annotate_photos(photos: list[Photo], sizes: Sizes) -> Annotations:
         return read_labels(photos, sizes, description.names, description.keypoints, description.folder, warnings)
 
     own = isinstance(calibration, Path)
     sources = [*description.sources, *present]
     warnings = [description.lost] if description.lost and calibration and not own else []
-    return Listing(name, description.names, photos, own, {}, sources, annotate)
+    return Listing(name, description.names, photos, own, {}, sources, annotate_photos)
 
 
-def _yaml(path: Path) -> Path | None:
+def _find_yaml(path: Path) -> Path | None:
     """Return the folder's data.yaml, or its only YAML file."""
     if path.is_file():
         return path
@@ -148,23 +150,23 @@ def _from_yaml(file: Path) -> _Description:
         raise UserError(f"{file}: names is {names!r}, not a list of classes; write names: [one, two]")
     if (count := about.get("nc", len(names))) != len(names):
         raise UserError(f"{file}: nc is {count!r}, but names has {numbered(len(names), 'class', 'classes')}")
-    root = _root(file, about)
+    root = _find_root(file, about)
     split = next((split for split in SPLITS if about.get(split)), None)
     if split is None:
         raise UserError(f"{file} has neither val nor test; add the folder of the test images as val")
-    test, wrong = _listed(root, about[split])
+    test, wrong = _list_split(root, about[split])
     if wrong:
         raise UserError(f"{file}: {wrong}")
-    train, lost = _listed(root, about["train"]) if about.get("train") else ([], "")
+    train, lost = _list_split(root, about["train"]) if about.get("train") else ([], "")
     train = sorted(set(train) - set(test))
     if lost:
         taken = "" if train else "; calibration images are taken from the test images"
         lost = f"{file.name}, train: {lost}{taken}"
     classes = [printable(str(name)) for name in names]
-    return _Description(absolute(file.parent), classes, _shape(file, about), test, train, [file], lost)
+    return _Description(absolute(file.parent), classes, _parse_shape(file, about), test, train, [file], lost)
 
 
-def _shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
+def _parse_shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
     shape = about.get("kpt_shape") or ()
     whole = isinstance(shape, list) and len(shape) == 2 and all(type(n) is int for n in shape)
     if shape and not (whole and shape[0] > 0 and shape[1] in (2, 3)):
@@ -172,7 +174,7 @@ def _shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
     return tuple(int(n) for n in shape)
 
 
-def _root(file: Path, about: dict[str, Any]) -> Path:
+def _find_root(file: Path, about: dict[str, Any]) -> Path:
     """Return the base of the paths in data.yaml: its `path` (may be relative to the file's folder), or that folder."""
     path = Path(str(about.get("path") or ""))
     for root in (file.parent / path, file.parent):
@@ -181,7 +183,7 @@ def _root(file: Path, about: dict[str, Any]) -> Path:
     raise UserError(f"{file}: there is no folder {path}")
 
 
-def _listed(root: Path, entries: Any) -> tuple[list[Path], str]:
+def _list_split(root: Path, entries: Any) -> tuple[list[Path], str]:
     """List the images of a split: of a folder, of a text file that lists them, or of several of those.
 
     Returned with the fault if an entry doesn't exist or there are no images, else "".

@@ -54,12 +54,12 @@ def read_labels(
         if not file.is_file():
             without += 1
             continue
-        lines = _lines(file)
+        lines = _read_lines(file)
         once = {line: number for number, line in reversed(lines)}
         twice += len(lines) - len(once)
         for line, number in sorted(once.items(), key=lambda item: item[1]):
             where = f"{name_below(file, folder)}, line {number}"
-            kind, annotation = _object(line, labels, size, where)
+            kind, annotation = _parse_object(line, labels, size, where)
             labels.add(row, annotation)
             if kinds.setdefault(kind, where) and len(kinds) > 1:
                 raise UserError(f"boxes and polygons are mixed: {kinds['box']} is a box, {kinds['polygon']} a polygon")
@@ -72,19 +72,19 @@ def read_labels(
 
 def classes_used(files: list[Path]) -> int:
     """Return one more than the highest class in the files; errors in them are reported when they are read."""
-    firsts = ((file, line.split()[0]) for file in files for _, line in _lines(file))
+    firsts = ((file, line.split()[0]) for file in files for _, line in _read_lines(file))
     highest, file = max(((int(first), file) for file, first in firsts if first.isdecimal()), default=(0, Path()))
     if highest > MOST_CLASSES:
         raise UserError(f"{file} has an object of class {highest}; where there are so many, a data.yaml must name them")
     return highest + 1
 
 
-def _lines(file: Path) -> list[tuple[int, str]]:
+def _read_lines(file: Path) -> list[tuple[int, str]]:
     lines = file.read_text("utf-8-sig", "replace").splitlines()
     return [(number, line.strip()) for number, line in enumerate(lines, 1) if line.strip()]
 
 
-def _object(line: str, labels: Labels, size: tuple[int, int], where: str) -> tuple[str, Annotation]:
+def _parse_object(line: str, labels: Labels, size: tuple[int, int], where: str) -> tuple[str, Annotation]:
     try:
         first, *rest = (float(number) for number in line.split())
     except ValueError:
@@ -94,9 +94,9 @@ def _object(line: str, labels: Labels, size: tuple[int, int], where: str) -> tup
     annotation: Annotation = {"category_id": int(first), "iscrowd": 0}
     height, width = size
     if labels.keypoints:
-        return "box", annotation | _pose(rest, labels.keypoints, size, where)
+        return "box", annotation | _parse_pose(rest, labels.keypoints, size, where)
     if len(rest) == 4:
-        box = _box(rest, size, where)
+        box = _parse_box(rest, size, where)
         return "box", annotation | {"bbox": box, "area": box[2] * box[3]}
     polygon = checked_polygon([v * (height if i % 2 else width) for i, v in enumerate(rest)], size, where)
     xs, ys = polygon[::2], polygon[1::2]
@@ -104,13 +104,13 @@ def _object(line: str, labels: Labels, size: tuple[int, int], where: str) -> tup
     return "polygon", annotation | {"bbox": box, "area": polygon_area(polygon), "segmentation": [polygon]}
 
 
-def _box(shares: list[float], size: tuple[int, int], where: str) -> list[float]:
+def _parse_box(shares: list[float], size: tuple[int, int], where: str) -> list[float]:
     x, y, w, h = shares
     height, width = size
     return checked_box(((x - w / 2) * width, (y - h / 2) * height, w * width, h * height), size, where)
 
 
-def _pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int], where: str) -> Annotation:
+def _parse_pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int], where: str) -> Annotation:
     """Parse box and keypoints; a point with two values is visible unless it lies left of or above the image."""
     points, values = shape
     if len(rest) != 4 + points * values:
@@ -119,7 +119,7 @@ def _pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int], wher
             "correct the line, or kpt_shape in data.yaml"
         )
     height, width = size
-    box, placed = _box(rest[:4], size, where), []
+    box, placed = _parse_box(rest[:4], size, where), []
     for start in range(4, len(rest), values):
         x, y = rest[start], rest[start + 1]
         visible = rest[start + 2] if values == 3 else 2.0 * (x >= 0 and y >= 0)

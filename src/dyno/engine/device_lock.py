@@ -48,7 +48,7 @@ def held(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
     Two studies side by side would slow each other down unevenly, and a builder that times its kernels beside a running
     job may pick the wrong ones. `waiting` is called with the process that holds the GPU. Nothing is held for a CPU.
     """
-    if not (uuid := _uuid(runtime)):
+    if not (uuid := _find_uuid(runtime)):
         yield
         return
     with lock(cache_dir() / "gpus" / f"{uuid}.lock", waiting):
@@ -62,7 +62,7 @@ def processors_held(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
     The next one has a place in a queue, so that two studies that hold them for short blocks measure in turns. `waiting`
     is called with the process that holds one. Nothing is held for a job on a GPU, nor where files can't be locked.
     """
-    ranges = _ranges(os.sched_getaffinity(0)) if runtime.device == "cpu" else []
+    ranges = _list_ranges(os.sched_getaffinity(0)) if runtime.device == "cpu" else []
     try:
         held_now = ranges and _processors(cache_dir() / "processors" / f"{platform.node()}.lock")
     except OSError:
@@ -94,8 +94,8 @@ class _Processors:
         with self._guard:
             if not self._users:
                 try:
-                    self._lock([(NEXT, 1)], lambda owner: None)
-                    self._lock(ranges, waiting)
+                    self._lock_ranges([(NEXT, 1)], lambda owner: None)
+                    self._lock_ranges(ranges, waiting)
                 except BaseException:  # an interrupt while it waits, in a process that may live on
                     fcntl.lockf(self._file, fcntl.LOCK_UN)
                     raise
@@ -109,15 +109,15 @@ class _Processors:
             if not self._users:
                 fcntl.lockf(self._file, fcntl.LOCK_UN)
 
-    def _lock(self, ranges: Sequence[tuple[int, int]], waiting: Waiting) -> None:
+    def _lock_ranges(self, ranges: Sequence[tuple[int, int]], waiting: Waiting) -> None:
         for first, count in ranges:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first)
             except OSError:
-                waiting(self._owner(first, count))
+                waiting(self._find_owner(first, count))
                 fcntl.lockf(self._file, fcntl.LOCK_EX, count, first)
 
-    def _owner(self, first: int, count: int) -> str:
+    def _find_owner(self, first: int, count: int) -> str:
         """Return the process that holds one of the range; "unknown" once it has let go, or in another container."""
         asked = struct.pack(OWNER, fcntl.F_WRLCK, os.SEEK_SET, first, count, 0)
         kind, *_, process = struct.unpack(OWNER, fcntl.fcntl(self._file, fcntl.F_GETLK, asked))
@@ -127,7 +127,7 @@ class _Processors:
 _processors = cache(_Processors)
 
 
-def _ranges(processors: set[int]) -> list[tuple[int, int]]:
+def _list_ranges(processors: set[int]) -> list[tuple[int, int]]:
     """Return the runs of numbers without a gap, as (first, count), in ascending order.
 
     Several locks are always taken in the same order, so that no two processes wait for each other.
@@ -137,7 +137,7 @@ def _ranges(processors: set[int]) -> list[tuple[int, int]]:
     return [(run[0], len(run)) for run in runs]
 
 
-def _uuid(runtime: Runtime) -> str:
+def _find_uuid(runtime: Runtime) -> str:
     """Return the UUID of the job's GPU; "" for a CPU, or if NVML finds none."""
     gpu = find_gpu(runtime.device, {**os.environ, **runtime.env})
     if gpu is None:

@@ -80,7 +80,7 @@ def measure(
     """
     unmeasured = list(trials)
     while len({*(t.id for t in unmeasured), *([reference.id] if reference else [])}) > 1 and unmeasured:
-        players = _players(run, unmeasured, reference, number, file_of, kind, options)
+        players = _build_players(run, unmeasured, reference, number, file_of, kind, options)
         ended: list[Player] = []
 
         def end(player: Player, ended: list[Player] = ended) -> None:
@@ -101,7 +101,7 @@ def measure(
     return unmeasured
 
 
-def _players(
+def _build_players(
     run: Run,
     trials: Sequence[Trial],
     reference: Trial | None,
@@ -121,7 +121,7 @@ def _players(
             job(trial, number, file_of, options, kind),
             run.fresh(trial, number, kind),
             number,
-            _memory(run, trial),
+            _read_memory(run, trial),
         )
         for trial in order
     ]
@@ -130,11 +130,11 @@ def _players(
         while run.record(reference, free, COMPANION) is not None:
             free += 1
         companion = job(reference, number, file_of, options, COMPANION)
-        players.insert(0, Player(companion, run.fresh(reference, free, COMPANION), -1, _memory(run, reference)))
+        players.insert(0, Player(companion, run.fresh(reference, free, COMPANION), -1, _read_memory(run, reference)))
     return players
 
 
-def _memory(run: Run, trial: Trial) -> int:
+def _read_memory(run: Run, trial: Trial) -> int:
     """Return the bytes that the trial's process took in round 0; 0 if unknown."""
     record = run.record(trial, 0)
     return int((record.value("peak_memory") if record else 0) or 0)

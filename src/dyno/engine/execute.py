@@ -97,7 +97,7 @@ def execute(
         if study.until in LOOKS:
             further_rounds.go_on(study, run, todo, rounds.further, progress)
         if study.confirmations:
-            _confirm(run, further_rounds.finalists(folder, todo), study.confirmations, files, progress, fits)
+            _confirm_trials(run, further_rounds.finalists(folder, todo), study.confirmations, files, progress, fits)
         for trial in todo:
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
@@ -106,7 +106,7 @@ def prepare(study: Study, run: Run, planned: list[Planned], progress: Progress) 
     """Fit the locked folder to the study: see `prepare_folder`, with the rows of trials that are refused."""
     refuse_links(run.folder, FOLDERS)
     planned, notes = prepare_folder(study, run, planned)
-    _refuse(run, planned)
+    _store_refusals(run, planned)
     _copy_truth(run, planned)
     for line in notes:
         progress.note(line)
@@ -134,10 +134,10 @@ class Rounds:
         models: dict[str, list[Trial]] = {}
         for trial in trials:
             models.setdefault(model_key(trial), []).append(trial)
-        orders = [_order(same_model) for same_model in models.values()]
+        orders = [_order_jobs(same_model) for same_model in models.values()]
         with self.progress.running([trial for order in orders for trial, _ in order]):
             for (key, same_model), order in zip(models.items(), orders, strict=True):
-                incomplete = [trial for trial in same_model if _incomplete(self.run, trial)]
+                incomplete = [trial for trial in same_model if _is_incomplete(self.run, trial)]
                 turns = bool(same_model[0].plan.blocks)
                 beside = [t for t in others if model_key(t) == key] if turns else []
                 # In turns, those whose rounds are stored may be measured once more beside others.
@@ -151,7 +151,7 @@ class Rounds:
                     continue
                 for number, jobs in itertools.groupby(order, key=lambda job: job[1]):
                     for trial, _ in jobs:
-                        self._alone(trial, number, self.options)
+                        self._measure_alone(trial, number, self.options)
                     if incomplete and number < order[-1][1]:
                         self._show_answer(number, order[-1][1] + 1)
 
@@ -167,7 +167,7 @@ class Rounds:
                 self._show_answer(number)
                 return
             for trial in again:
-                self._alone(trial, number, options)
+                self._measure_alone(trial, number, options)
 
     def _show_answer(self, number: int, planned: int = 0) -> None:
         """Show the study's answer after this round, one of those planned (0: a further round)."""
@@ -194,21 +194,23 @@ class Rounds:
         for group in groups:
             pending = []
             for trial in (t for t in group if t in trials):
-                if _stored(self.run, trial, number) is None and not isinstance(self.files.of(trial, number), Record):
+                if _find_record(self.run, trial, number) is None and not isinstance(
+                    self.files.of(trial, number), Record
+                ):
                     pending.append(trial)
                 else:
-                    self._alone(trial, number, options)
+                    self._measure_alone(trial, number, options)
             if not pending:
                 continue
-            stored = {trial.id: _stored(self.run, trial, number) for trial in group}
+            stored = {trial.id: _find_record(self.run, trial, number) for trial in group}
             runnable = [t for t in group if (r := stored[t.id]) is None or r.status == "ok"]
             reference = ensemble.reference(runnable, self.fits)
             for trial in ensemble.measure(self.run, pending, reference, number, self.files.of, self.progress, options):
-                self._alone(trial, number, options)
+                self._measure_alone(trial, number, options)
 
-    def _alone(self, trial: Trial, number: int, options: Mapping[str, Any]) -> None:
+    def _measure_alone(self, trial: Trial, number: int, options: Mapping[str, Any]) -> None:
         """Measure one round of one trial, unless it is stored already or an earlier round showed that it can't run."""
-        if (stored := _stored(self.run, trial, number)) is not None:
+        if (stored := _find_record(self.run, trial, number)) is not None:
             self.progress.done(trial, stored, stored=True)
             return
         folder, artifact = self.run.fresh(trial, number), self.files.of(trial, number)
@@ -226,10 +228,10 @@ class Rounds:
         self.progress.done(trial, record)
 
 
-def _confirm(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress, fits: Fits) -> None:
+def _confirm_trials(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress, fits: Fits) -> None:
     """Measure the trials again as in the rounds that selected them, stored apart from those."""
     repeated = [replace(t, plan=replace(t.plan, rounds=times)) for t in trials]
-    pending = [(t, k) for t, k in _order(repeated) if run.record(t, k, CONFIRMATION) is None]
+    pending = [(t, k) for t, k in _order_jobs(repeated) if run.record(t, k, CONFIRMATION) is None]
     with progress.running([trial for trial, _ in pending]):
         files.all(trial for trial, _ in pending)
         for number in sorted({k for _, k in pending}):
@@ -256,7 +258,7 @@ def _confirm_alone(run: Run, trial: Trial, number: int, files: Files, progress: 
     progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
 
 
-def _refuse(run: Run, planned: list[Planned]) -> None:
+def _store_refusals(run: Run, planned: list[Planned]) -> None:
     """Store a row for each trial that will not run."""
     for entry in planned:
         if entry.refusal:
@@ -274,7 +276,7 @@ def _copy_truth(run: Run, planned: list[Planned]) -> None:
             write_bytes(copy, source.read_bytes())
 
 
-def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
+def _order_jobs(trials: list[Trial]) -> list[tuple[Trial, int]]:
     """Return all jobs of these trials by round, each round shuffled with its number as seed: the same everywhere."""
     order = []
     for number in range(max((trial.plan.rounds for trial in trials), default=0)):
@@ -284,15 +286,15 @@ def _order(trials: list[Trial]) -> list[tuple[Trial, int]]:
     return order
 
 
-def _stored(run: Run, trial: Trial, number: int) -> Record | None:
+def _find_record(run: Run, trial: Trial, number: int) -> Record | None:
     """Return the record of the round, or of an earlier round that failed, unless another program killed that one."""
     records = [run.record(trial, k) for k in range(number + 1)]
     failed = (record for record in records if record is not None and record.status != "ok" and not record.was_killed)
     return records[-1] or next(failed, None)
 
 
-def _incomplete(run: Run, trial: Trial) -> bool:
-    return any(_stored(run, trial, number) is None for number in range(trial.plan.rounds))
+def _is_incomplete(run: Run, trial: Trial) -> bool:
+    return any(_find_record(run, trial, number) is None for number in range(trial.plan.rounds))
 
 
 class Files:
@@ -341,7 +343,7 @@ class Files:
         if stored is not None:
             return stored
         if key not in self.results:
-            self.results[key] = self._build(recipe, key, self.cache.find(key)[1])
+            self.results[key] = self._build_file(recipe, key, self.cache.find(key)[1])
         artifact = self.results[key]
         if isinstance(artifact, Artifact) or recipe.fallback is None:
             return artifact
@@ -349,9 +351,9 @@ class Files:
             return artifact
         other = self.file(recipe.fallback)
         # The last route's failure is reported: it has the fixed batch that the others may have proposed.
-        return other if isinstance(other, Record) else self._substitute(other, artifact, substitute_key)
+        return other if isinstance(other, Record) else self._store_substitute(other, artifact, substitute_key)
 
-    def _substitute(self, other: Artifact, failed: Record, key: str) -> Artifact:
+    def _store_substitute(self, other: Artifact, failed: Record, key: str) -> Artifact:
         """Cache and return another route's file in place of the failed one, so that the failed route isn't retried."""
         warning = f"made by another route ({other.made_by.onnx_route or 'not folded'}), because the usual one "
         warning += f"ended as {failed.status} at {failed.stage}: {failed.reason}"
@@ -360,7 +362,7 @@ class Files:
             write_record(folder, Record("ok", artifact=substitute))
         return substitute
 
-    def _build(self, recipe: Recipe, key: str, damage: str) -> Artifact | Record:
+    def _build_file(self, recipe: Recipe, key: str, damage: str) -> Artifact | Record:
         """Build the file by this recipe, without its fallback."""
         parent = self.file(recipe.parent) if recipe.parent else None
         if isinstance(parent, Record):

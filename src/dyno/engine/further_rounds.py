@@ -31,18 +31,18 @@ def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, pro
     models = list(dict.fromkeys(model_key(trial) for trial in trials))
     for place, name in enumerate(models):
         own = [trial for trial in trials if model_key(trial) == name]
-        allowed = _seconds(run, own) + (60 * study.minutes - _seconds(run, trials)) / (len(models) - place)
-        while pairs := _pending(run.folder, own):
+        allowed = _sum_seconds(run, own) + (60 * study.minutes - _sum_seconds(run, trials)) / (len(models) - place)
+        while pairs := _find_pending(run.folder, own):
             ids = frozenset().union(*(pair.trials for pair in pairs))
             todo = [trial for trial in own if trial.id in ids]
-            if _seconds(run, own) + sum(_last_seconds(run, trial) for trial in todo) > allowed:
+            if _sum_seconds(run, own) + sum(_last_seconds(run, trial) for trial in todo) > allowed:
                 minutes = f"{study.minutes:g} minute{'s' * (study.minutes != 1)}"
                 progress.note(
                     f"{name or 'the comparison'}: {len(todo)} trials are left in pairs that {minutes} could not decide"
                 )
                 break
-            last = max(_last(run, trial) for trial in todo)
-            whole = all(_last(run, trial) == last for trial in todo)
+            last = max(_find_last_round(run, trial) for trial in todo)
+            whole = all(_find_last_round(run, trial) == last for trial in todo)
             boundaries = tuple(name for name in study.boundaries if any(pair.boundary == name for pair in pairs))
             measure(todo, last + 1 if whole else last, boundaries)  # of one that was cut short, those that lack it
 
@@ -60,7 +60,7 @@ def finalists(folder: Path, trials: list[Trial]) -> list[Trial]:
     return [by_id[id] for id in chosen if id in by_id]
 
 
-def _pending(folder: Path, trials: Sequence[Trial]) -> list[Pair]:
+def _find_pending(folder: Path, trials: Sequence[Trial]) -> list[Pair]:
     """Return the pairs of these trials that need another round.
 
     They are read from the folder, so a study that is killed loses nothing.
@@ -72,22 +72,22 @@ def _pending(folder: Path, trials: Sequence[Trial]) -> list[Pair]:
     return [pair for pair in pending(trial_table.read(folder)) if pair.trials <= ids]
 
 
-def _folders(run: Run, trial: Trial, kind: str) -> list[Path]:
+def _list_folders(run: Run, trial: Trial, kind: str) -> list[Path]:
     return list(run.round_folder(trial, 0).parent.glob(f"{kind}[0-9]*"))
 
 
-def _last(run: Run, trial: Trial) -> int:
+def _find_last_round(run: Run, trial: Trial) -> int:
     """Return the number of the last round that the trial has finished."""
-    folders = _folders(run, trial, ROUND)
+    folders = _list_folders(run, trial, ROUND)
     return max(int(folder.name.removeprefix(ROUND)) for folder in folders if read_record(folder))
 
 
-def _seconds(run: Run, trials: Sequence[Trial]) -> float:
+def _sum_seconds(run: Run, trials: Sequence[Trial]) -> float:
     """Return the seconds that the trials' processes have measured, one at a time."""
-    folders = [folder for trial in trials for kind in (ROUND, COMPANION) for folder in _folders(run, trial, kind)]
+    folders = [folder for trial in trials for kind in (ROUND, COMPANION) for folder in _list_folders(run, trial, kind)]
     return sum(record.seconds for folder in folders if (record := read_record(folder)))
 
 
 def _last_seconds(run: Run, trial: Trial) -> float:
-    record = run.record(trial, _last(run, trial))
+    record = run.record(trial, _find_last_round(run, trial))
     return record.seconds if record else 0.0

@@ -38,7 +38,7 @@ def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
     if (stored := good_record(folder)) is not None:
         return stored
     runtime = replace(runtime_of(study, Choice("pytorch")), threads=study.threads or system.physical_cores())
-    key = _key(runtime)
+    key = _compute_key(runtime)
     cached = remembered("peaks", key)
     if good_record(cached) is None:
         progress.other(f"peak of {runtime.device}")
@@ -77,7 +77,7 @@ def keep_idle(study: Study, folder: Path, progress: Progress) -> None:
         telemetry.stop(path)
 
 
-def _key(runtime: Runtime) -> str:
+def _compute_key(runtime: Runtime) -> str:
     """Return a hash of everything that the peak depends on."""
     machine = system.describe()
     parts: dict[str, Any] = {

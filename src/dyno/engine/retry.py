@@ -68,13 +68,13 @@ def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
     notes = []
     for trial in trials:
         for folder in sorted(run.round_folder(trial, 0).parent.glob("[rct][0-9]*")):
-            if name := _damaged(folder):
+            if name := _find_damaged(folder):
                 said = f"{trial.label}: {folder.name}/{name} is damaged, so that round is measured again"
                 notes.append(f"{said}; what is left of it lies in {archive_round(run, folder)}")
     return notes
 
 
-def _damaged(folder: Path) -> str:
+def _find_damaged(folder: Path) -> str:
     """Return the name of the round's unreadable file, or ""."""
     try:
         record = read_record(folder)
@@ -94,7 +94,7 @@ def clear_stopped(run: Run, trials: list[Trial]) -> list[str]:
     notes = []
     for trial in trials:
         for folder in sorted(run.round_folder(trial, 0).parent.glob(f"{ROUND}[0-9]*")):
-            video = _json(folder / "record.json").get("facts", {}).get("video") or {}
+            video = _load_json(folder / "record.json").get("facts", {}).get("video") or {}
             if video.get("stopped") and not video.get("live"):
                 shutil.rmtree(folder)
                 notes.append(f"{trial.label}: {folder.name} was stopped before the video's end and is measured again")
@@ -105,11 +105,11 @@ def _reason_to_retry(folder: Path, record: Record, trial: Trial) -> str:
     """Return why the failure may not happen again, or "" if there is no reason."""
     if record.was_killed or record.reason == OUT_OF_MEMORY:
         return record.reason
-    before, now = _json(folder / MADE_WITH), _made_with(trial)
+    before, now = _load_json(folder / MADE_WITH), _made_with(trial)
     earlier, limit = before.pop(LIMIT, None), trial.plan.build_timeout_s
     if record.status == "timeout":
         if earlier is None:  # its file was there
-            plan = _json(folder / "job.json").get("trial", {}).get("plan", {})
+            plan = _load_json(folder / "job.json").get("trial", {}).get("plan", {})
             earlier, limit = plan.get("timeout_s", 0.0), trial.plan.timeout_s
         if limit > earlier:
             return f"{limit:g} s instead of {earlier:g} s"
@@ -125,7 +125,7 @@ def _reason_to_retry(folder: Path, record: Record, trial: Trial) -> str:
     return ", ".join(f"{name} is {version} now" for name, version in changed.items()) or "Dyno's code has changed"
 
 
-def _json(path: Path) -> dict[str, Any]:
+def _load_json(path: Path) -> dict[str, Any]:
     try:
         return read_json(path)
     except (OSError, ValueError):

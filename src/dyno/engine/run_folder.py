@@ -90,10 +90,10 @@ def earlier(folder: Path) -> Study | None:
 
 def measured(folder: Path) -> bool:
     """Return whether the folder has any successful measurement."""
-    return any(_good(record) for of in ("", "blocks/*/") for record in folder.glob(f"{of}trials/*/*/record.json"))
+    return any(_is_good(record) for of in ("", "blocks/*/") for record in folder.glob(f"{of}trials/*/*/record.json"))
 
 
-def _good(record: Path) -> bool:
+def _is_good(record: Path) -> bool:
     try:
         return bool(read_json(record).get("status") == "ok")
     except (OSError, ValueError):  # a damaged one is reported where it is read
@@ -127,11 +127,11 @@ def _same_kind(a: str, b: str) -> bool:
 
 def differences(settings: Iterable[tuple[str, Any, Any]]) -> str:
     """Return `was measured with seconds=3, this command says seconds=1`, for these settings."""
-    before, now = ([_setting(name, pair[i]) for name, *pair in settings] for i in (0, 1))
+    before, now = ([_format_setting(name, pair[i]) for name, *pair in settings] for i in (0, 1))
     return f"was measured with {', '.join(before)}, this command says {', '.join(now)}"
 
 
-def _setting(name: str, value: Any) -> str:
+def _format_setting(name: str, value: Any) -> str:
     if value in ("", (), None, {}):
         return f"no {name}"
     if isinstance(value, tuple):
@@ -157,20 +157,22 @@ def prepare_folder(study: Study, run: Run, planned: list[Planned]) -> tuple[list
     if before is not None and contradictions(before, study):  # under other settings, and nothing was measured
         before = None
         for old in stored_trials:
-            _move(old.folder, run.folder / ARCHIVE / REPLACED)
+            _move_folder(old.folder, run.folder / ARCHIVE / REPLACED)
         stored_trials = []
-    named = _named(planned, stored_trials)
-    notes = [*_archive(run, stored_trials, named), *_restore(run, named)]
+    named = _name_models(planned, stored_trials)
+    notes = [*_archive_rows(run, stored_trials, named), *_restore_rows(run, named)]
     stored_trials = stored(run.folder / "trials")
     (run.folder / "trials").mkdir(parents=True, exist_ok=True)
-    write_text(run.folder / "study.toml", (_union(before, study, stored_trials, named) if before else study).to_toml())
+    write_text(
+        run.folder / "study.toml", (_join_studies(before, study, stored_trials, named) if before else study).to_toml()
+    )
     gpu = {"gpu": gpu_identity(study.device)} if study.device != "cpu" else {}
     write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})
-    _models(run, named)
+    _store_models(run, named)
     return named, notes
 
 
-def _union(before: Study, study: Study, stored_trials: list[Stored], planned: list[Planned]) -> Study:
+def _join_studies(before: Study, study: Study, stored_trials: list[Stored], planned: list[Planned]) -> Study:
     """Join both studies to one of all combinations.
 
     An axis that only one of the studies leaves open gets the values that it had in its trials.
@@ -198,7 +200,7 @@ def _values_of(axis: str, study: Study, trials: list[Trial]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(t.dims.size for t in own if t.dims.height))
 
 
-def _named(planned: list[Planned], stored_trials: list[Stored]) -> list[Planned]:
+def _name_models(planned: list[Planned], stored_trials: list[Stored]) -> list[Planned]:
     """Return the trials with the folder's names for their models.
 
     A new model whose name is in use is called by its source.
@@ -210,25 +212,25 @@ def _named(planned: list[Planned], stored_trials: list[Stored]) -> list[Planned]
         model = entry.trial.model
         other = models.get(model.name)
         name = names.get(model.source, model.name)
-        if other is not None and model.source not in names and not _moved(other, model):
+        if other is not None and model.source not in names and not _has_moved(other, model):
             name = place_of(model)
         named.append(entry if name == model.name else replace(entry, trial=renamed(entry.trial, name)))
     return named
 
 
-def _moved(old: ModelSpec, new: ModelSpec) -> bool:
+def _has_moved(old: ModelSpec, new: ModelSpec) -> bool:
     """Return whether the new model takes the old one's place: its file is gone, or both have the same content."""
-    path = _place(old)
+    path = _find_file(old)
     gone = (path.suffix == ".py" or registry.format_of(path)) and not path.exists()
-    return old.name == new.name and (gone or _content(old) == _content(new))
+    return old.name == new.name and (gone or _identify_content(old) == _identify_content(new))
 
 
-def _content(model: ModelSpec) -> tuple[str, ...]:
+def _identify_content(model: ModelSpec) -> tuple[str, ...]:
     kind = "file" if model.file else model.source.rpartition(":")[2]
     return kind, model.source_sha256, model.weights_sha256
 
 
-def _archive(run: Run, stored_trials: list[Stored], planned: list[Planned]) -> list[str]:
+def _archive_rows(run: Run, stored_trials: list[Stored], planned: list[Planned]) -> list[str]:
     """Archive rows of other versions of the models, and those whose trial is measured differently now."""
     current = {entry.trial.model.name: entry for entry in planned}
     wanted = {question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
@@ -248,10 +250,10 @@ def _archive(run: Run, stored_trials: list[Stored], planned: list[Planned]) -> l
             shutil.rmtree(row.folder)
             continue
         place = run.folder / ARCHIVE / (digest(old)[:12] if changed else REPLACED)
-        _move(row.folder, place)
+        _move_folder(row.folder, place)
         reason = f"of an earlier {other}" if changed else "measured differently now"
         moved[reason, place] = moved.get((reason, place), 0) + 1
-    return [f"{_trials(n)} {reason}: moved to {place}" for (reason, place), n in moved.items()]
+    return [f"{_format_count(n)} {reason}: moved to {place}" for (reason, place), n in moved.items()]
 
 
 def _what_changed(old: ModelSpec, now: Planned) -> str:
@@ -260,18 +262,18 @@ def _what_changed(old: ModelSpec, now: Planned) -> str:
     A model that could not be inspected is compared by its file alone.
     """
     new = now.trial.model
-    if _content(old) == _content(new) if now.uninspected else digest(old) == digest(new):
+    if _identify_content(old) == _identify_content(new) if now.uninspected else digest(old) == digest(new):
         return ""
     if now.uninspected and not new.source_sha256:
         return ""
     if old.weights_sha256 != new.weights_sha256:
         return Path(new.weights or old.weights).name
-    return _place(old).name if old.source_sha256 != new.source_sha256 and _place(old).name else old.name
+    return _find_file(old).name if old.source_sha256 != new.source_sha256 and _find_file(old).name else old.name
 
 
 def overwritten(model: ModelSpec) -> str:
     """Return the file of an unplanned model if its content has changed, else ""."""
-    place, weights = _place(model), Path(model.weights)
+    place, weights = _find_file(model), Path(model.weights)
     if model.source_sha256 and place.is_file():
         now = sha256_with_imports(place) if place.suffix == ".py" else sha256_of(place)
         if now != model.source_sha256:
@@ -280,13 +282,13 @@ def overwritten(model: ModelSpec) -> str:
     return weights.name if changed else ""
 
 
-def _place(model: ModelSpec) -> Path:
+def _find_file(model: ModelSpec) -> Path:
     """Return the file that a model's source names, if it names one."""
     before, _, after = model.source.rpartition(":")
     return Path(model.file or (after if before in NETWORK_FILES else before))
 
 
-def _restore(run: Run, planned: list[Planned]) -> list[str]:
+def _restore_rows(run: Run, planned: list[Planned]) -> list[str]:
     """Restore the archived rows of the models' current files."""
     wanted = {question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
     places = {digest(entry.trial.model)[:12] for entry in planned if not entry.uninspected} | {REPLACED}
@@ -302,24 +304,28 @@ def _restore(run: Run, planned: list[Planned]) -> list[str]:
                 restored.append(target.name)
         if path.is_dir() and not any(path.iterdir()):
             path.rmdir()
-    return [f"{_trials(len(restored))} of the current files: restored from {run.folder / ARCHIVE}"] if restored else []
+    return (
+        [f"{_format_count(len(restored))} of the current files: restored from {run.folder / ARCHIVE}"]
+        if restored
+        else []
+    )
 
 
 def archive(run: Run, row: Path, name: str) -> None:
     """Move a trial's folder to the run's folder of that name, from which nothing is taken back."""
-    _move(row, run.folder / name)
+    _move_folder(row, run.folder / name)
 
 
 def archive_round(run: Run, folder: Path) -> Path:
     """Move an unreadable round to the archive, where its remains stay; return its new place."""
-    return _move(folder, run.folder / ARCHIVE / DAMAGED / folder.parent.name)
+    return _move_folder(folder, run.folder / ARCHIVE / DAMAGED / folder.parent.name)
 
 
-def _trials(count: int) -> str:
+def _format_count(count: int) -> str:
     return f"{count} trial{'s' * (count != 1)}"
 
 
-def _move(folder: Path, destination: Path) -> Path:
+def _move_folder(folder: Path, destination: Path) -> Path:
     """Move a folder to `destination`, and return its place; a name in use there gets a number."""
     destination.mkdir(parents=True, exist_ok=True)
     target, number = destination / folder.name, 2
@@ -329,7 +335,7 @@ def _move(folder: Path, destination: Path) -> Path:
     return target
 
 
-def _models(run: Run, planned: list[Planned]) -> None:
+def _store_models(run: Run, planned: list[Planned]) -> None:
     """Store the counts from the inspection of each model, by size, which aren't part of a trial's id."""
     path = run.folder / "models.json"
     current = {

@@ -29,10 +29,10 @@ def folder_name(models: Sequence[str]) -> str:
 
     Several models are joined by a hyphen.
     """
-    return _clean("-".join(map(_name, models)))
+    return _clean_name("-".join(map(_name_model, models)))
 
 
-def _name(source: str) -> str:
+def _name_model(source: str) -> str:
     module_path, _, _ = source.rpartition(":")
     name = model_name(source)
     if module_path in ("", *LIBRARIES) or registry.format_of(source):
@@ -41,7 +41,7 @@ def _name(source: str) -> str:
     return name if module == name else f"{module}-{name}"
 
 
-def _clean(name: str) -> str:
+def _clean_name(name: str) -> str:
     return re.sub(r"[^\w.+=@-]+", "-", name)[:LONGEST].strip("-.") or "model"
 
 
@@ -55,7 +55,7 @@ def choose_folder(study: Study, preferred: Path | None = None) -> tuple[Path, st
     reason = _in_use(study, preferred)
     if not reason:
         return preferred, ""
-    alternatives = list(_alternatives(study, preferred))
+    alternatives = list(_iter_alternatives(study, preferred))
     chosen = next((folder for folder in alternatives if folder.exists() and not _in_use(study, folder)), None)
     if chosen is not None:
         return chosen, f"{preferred} {reason}: continuing in {chosen}"
@@ -84,7 +84,7 @@ def _in_use(study: Study, folder: Path) -> str:
     return differences(settings) if settings else ""
 
 
-def _alternatives(study: Study, preferred: Path) -> Iterator[Path]:
+def _iter_alternatives(study: Study, preferred: Path) -> Iterator[Path]:
     """Yield other folders, named by what distinguishes the study from the one in `preferred`, then with a number."""
     try:
         before = earlier(preferred)
@@ -100,10 +100,10 @@ def _alternatives(study: Study, preferred: Path) -> Iterator[Path]:
     if before is not None and study.pretrained and not before.pretrained:
         parts.append("pretrained")
     if len(parts) > 1:
-        yield preferred.with_name(_clean("-".join(parts)))
-    for number in range(2, 3 + len(list(preferred.parent.glob(f"{_globbed(preferred.name)}-*")))):
+        yield preferred.with_name(_clean_name("-".join(parts)))
+    for number in range(2, 3 + len(list(preferred.parent.glob(f"{_escape_glob(preferred.name)}-*")))):
         yield preferred.with_name(f"{preferred.name}-{number}")
 
 
-def _globbed(name: str) -> str:
+def _escape_glob(name: str) -> str:
     return re.sub(r"([*?[])", r"[\1]", name)

@@ -19,7 +19,7 @@ from dyno.worker.record import read_json, write_json
 from dyno.worker.spec import to_json
 
 
-def _read(path: Path) -> Stored | None:
+def _read_test(path: Path) -> Stored | None:
     try:
         return read(read_json(path))
     except (OSError, ValueError):
@@ -55,7 +55,7 @@ def keep(stored: Stored) -> None:
 def find(device: str) -> tuple[SelfTest | None, str]:
     """Return the self-test of this machine and device; without one, also why: "" (never tested) or the fault."""
     path = place(device)
-    if (stored := _read(path)) is None:
+    if (stored := _read_test(path)) is None:
         return None, "it can't be read" if path.is_file() else ""
     now = machine(device)
     changed = [name for name in sorted(now.keys() | stored.machine.keys()) if now.get(name) != stored.machine.get(name)]
@@ -73,11 +73,11 @@ def states() -> list[dict[str, Any]]:
     Each has `device`, `grade`, `date` ("" without a valid test) and its `state` in words.
     """
     kept = (cache_dir() / "self-tests").glob("*.json")
-    devices = sorted({"cpu", *(one.device for path in kept if (one := _read(path)) and place(one.device) == path)})
-    return [_state(device) for device in devices]
+    devices = sorted({"cpu", *(one.device for path in kept if (one := _read_test(path)) and place(one.device) == path)})
+    return [_describe_state(device) for device in devices]
 
 
-def _state(device: str) -> dict[str, Any]:
+def _describe_state(device: str) -> dict[str, Any]:
     test, wrong = find(device)
     again = f"dyno calibrate{'' if device == 'cpu' else f' --device {device}'}"
     if test is None:

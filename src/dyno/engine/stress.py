@@ -47,10 +47,10 @@ def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
     if iterations < 1:
         raise UserError(f"--iterations is {iterations}; it must be at least 1")
     with begun(folder):
-        return _test(expand(study), phases, iterations, folder)
+        return _test_trials(expand(study), phases, iterations, folder)
 
 
-def _test(planned: list[Planned], phases: list[str], iterations: int, folder: Path) -> int:
+def _test_trials(planned: list[Planned], phases: list[str], iterations: int, folder: Path) -> int:
     codes, progress = [], Progress()
     for number, entry in enumerate(planned):
         if entry.refusal:
@@ -77,8 +77,8 @@ def _test(planned: list[Planned], phases: list[str], iterations: int, folder: Pa
             with Run(folder).locked():
                 record = launch_in_turn(job, job_folder, timeout, progress)
         stored = job_folder / "samples.npz"
-        _print(trial.label, record, read_npz(stored) if stored.exists() else {})
-        codes.append(_code(record))
+        _print_phases(trial.label, record, read_npz(stored) if stored.exists() else {})
+        codes.append(_choose_exit_code(record))
     return max(codes, default=0)
 
 
@@ -89,22 +89,22 @@ def _check_free(trial: Trial, artifact: Artifact | None) -> None:
         raise UserError(f"{trial.model.name} takes only batch {first[0]}, and a stress test changes it; {REMEDY}")
 
 
-def _code(record: Record) -> int:
+def _choose_exit_code(record: Record) -> int:
     if record.status != "ok":
         return 3
     return int(not all(phase.ok for phase in record.facts.stress.values()))
 
 
-def _print(title: str, record: Record, samples: dict[str, np.ndarray]) -> None:
+def _print_phases(title: str, record: Record, samples: dict[str, np.ndarray]) -> None:
     phases = record.facts.stress
     print(export([stress_table.table(title, phases, samples)]), end="")
     if record.status != "ok":
         print(f"{record.status}: {record.reason}")
     for name, phase in phases.items():
-        print(_sentence(name, phase))
+        print(_format_sentence(name, phase))
 
 
-def _sentence(name: str, phase: StressPhase) -> str:
+def _format_sentence(name: str, phase: StressPhase) -> str:
     if phase.wrong:
         return (
             f"{name}: {phase.wrong} of {phase.iterations} batches differ from the reference by more than "

@@ -105,47 +105,47 @@ class Group:
         runtime = self.players[0].job.runtime
         self.gpu = find_gpu(runtime.device, launcher.environment(runtime))
         try:
-            self._load()
+            self._load_players()
             while self.alive:
-                self._boundary()
+                self._measure_boundary()
         finally:
             for player in list(self.alive):
                 self._let_go(player)
             if self.gpu:
                 self.gpu.close()
 
-    def _load(self) -> None:
+    def _load_players(self) -> None:
         """Start them in shuffled order until memory is full: those that import at once, then each until it is warm."""
-        waiting, place = self._shuffled("start", self.players), 0
+        waiting, place = self._shuffle_items("start", self.players), 0
         while waiting:
             together: list[Player] = []
             while waiting and len(together) < self._at_once():
                 first_waits = self.players[0] in waiting[1:]
-                if self.apart or not place or self._room(waiting[0], 1 + len(together) + first_waits):
-                    self._start(waiting[0], place)
+                if self.apart or not place or self._has_room(waiting[0], 1 + len(together) + first_waits):
+                    self._start_player(waiting[0], place)
                     together.append(waiting[0])
                     place += 1
                 elif together:  # how much they need is known once they have loaded
                     break
                 del waiting[0]
-            self._advance(together)
+            self._advance_players(together)
             imported = [player for player in together if player.said]
             if not self.apart:
                 self._warm_in_turn(imported, waiting)
                 continue
             for number in sorted({player.number for player in imported}):  # those of several rounds share a device
-                self._warm([player for player in imported if player.number == number])
+                self._warm_players([player for player in imported if player.number == number])
 
     def _warm_in_turn(self, imported: Sequence[Player], waiting: Sequence[Player]) -> None:
         """Let one after the other load and warm up, those that have room beside all that have."""
         for number, player in enumerate(imported):
             first_waits = self.players[0] in (*imported[number + 1 :], *waiting)
-            if number and not self._room(player, 1 + first_waits):
+            if number and not self._has_room(player, 1 + first_waits):
                 self._let_go(player)
                 shutil.rmtree(player.folder)
                 continue
             free = self.gpu.free() if self.gpu else 0.0
-            self._warm([player])
+            self._warm_players([player])
             if self.gpu and player.said:
                 self.largest_on_gpu = max(self.largest_on_gpu, free - self.gpu.free())
 
@@ -158,24 +158,24 @@ class Group:
             return len(self.players)
         return max(1, min(len(os.sched_getaffinity(0)), self.players[0].job.runtime.threads))
 
-    def _warm(self, players: Sequence[Player]) -> None:
+    def _warm_players(self, players: Sequence[Player]) -> None:
         """Let those that have imported load and warm up, at once."""
         for player in players:
-            self.pids.add(_process(player).pid)
+            self.pids.add(_find_process(player).pid)
         for player in players:
             assert player.started is not None
             player.started.telemetry.loads()
             self.progress.start(player.trial, player.number)
-        self._advance(players, GO)
+        self._advance_players(players, GO)
 
-    def _room(self, player: Player, count: int) -> bool:
+    def _has_room(self, player: Player, count: int) -> bool:
         """Return whether `count` processes of the player's size fit into the free memory."""
         need = max(player.memory, self.largest) or UNKNOWN_B
         if self.gpu and self.gpu.free() < ROOM * self.largest_on_gpu * count:
             return False
         return memory.available() > ROOM * need * count
 
-    def _start(self, player: Player, place: int) -> None:
+    def _start_player(self, player: Player, place: int) -> None:
         job = player.job = replace(
             player.job, options={**player.job.options, "turns": {"set": self.name, "place": place}}
         )
@@ -197,9 +197,9 @@ class Group:
         assert player.started is not None
         self.alive.remove(player)
         launcher.abandon(player.started)
-        _close(player)
+        _close_pipes(player)
 
-    def _boundary(self) -> None:
+    def _measure_boundary(self) -> None:
         """Measure one boundary's blocks for all live players, then advance each to its next boundary or its end.
 
         A block in which other programs disturbed a player is measured again by all, within MOST_AGAIN.
@@ -220,15 +220,15 @@ class Group:
                 break
             number, begun = len(spent), sum(spent)
             spent.append(0.0)
-            for turn in self._shuffled(f"{boundary} {number}", self.turns(self.alive)):
+            for turn in self._shuffle_items(f"{boundary} {number}", self.turns(self.alive)):
                 self.progress.tick(f"{boundary} in turns, block {number + 1}", begun + spent[number])
-                spent[number] += self._block([player for player in turn if player in self.alive])
-        order = self._shuffled(f"{boundary} end", self.alive)
+                spent[number] += self._measure_block([player for player in turn if player in self.alive])
+        order = self._shuffle_items(f"{boundary} end", self.alive)
         if boundary == last:  # the first is what others are compared with: its record is on disk first
             order.sort(key=lambda player: player is not self.players[0])
         for together in [order] if self.apart else each(order):
             self.progress.start(together[0].trial, together[0].number)
-            self._advance(together, END)
+            self._advance_players(together, END)
 
     def _disturbed_blocks(self) -> set[int]:
         """Return the numbers of this boundary's blocks in which other programs disturbed any of the players.
@@ -238,12 +238,12 @@ class Group:
         flags = [find_disturbed(player.delays) for player in self.alive] if self.turns is each else []
         return {number for own in flags for number, is_disturbed in enumerate(own) if is_disturbed}
 
-    def _block(self, players: Sequence[Player]) -> float:
+    def _measure_block(self, players: Sequence[Player]) -> float:
         """Measure a block with these players at once; return the sum of the seconds that they ran."""
         before = sum(player.used_s for player in players)
         for player in players:
             player.company.append(len(players))
-        self._advance(players, GO)
+        self._advance_players(players, GO)
         for player in players:
             word, _, delay = player.said.partition(" ")
             if word == DONE:
@@ -251,10 +251,10 @@ class Group:
                 player.delays.append(float(delay or 0.0))
         return sum(player.used_s for player in players) - before
 
-    def _shuffled(self, what: str, listed: Sequence[T]) -> list[T]:
+    def _shuffle_items(self, what: str, listed: Sequence[T]) -> list[T]:
         return random.Random(f"{self.seed} {what}").sample(list(listed), len(listed))
 
-    def _advance(self, players: Sequence[Player], word: str = "") -> None:
+    def _advance_players(self, players: Sequence[Player], word: str = "") -> None:
         """Send the players the word and let them run in parallel until each has answered or ended.
 
         No other dyno measures on these processors meanwhile.
@@ -262,64 +262,64 @@ class Group:
         if not players:
             return
         with processors_held(players[0].job.runtime, self.progress.sharing):
-            self._run(players, word)
+            self._run_players(players, word)
 
-    def _run(self, players: Sequence[Player], word: str) -> None:
+    def _run_players(self, players: Sequence[Player], word: str) -> None:
         running, begin = list(players), time.monotonic()
         measuring = word == GO and any(player.said != IMPORTED for player in players)
         if word:
             for player in running:
-                _wake(player)
+                _wake_player(player)
             for player in running:
                 with suppress(BrokenPipeError):
                     os.write(player.ends[1], f"{word}\n".encode())
         for player in running:
             player.said = ""
         while running:
-            _hear(running)
+            _read_lines(running)
             elapsed = time.monotonic() - begin
             late = [p for p in running if not p.said and p.used_s + elapsed > p.trial.plan.timeout_s]
-            for player in [p for p in running if p.said or p in late or _process(p).poll() is not None]:
+            for player in [p for p in running if p.said or p in late or _find_process(p).poll() is not None]:
                 running.remove(player)
-                self._stop(player, elapsed, player in late)
+                self._stop_player(player, elapsed, player in late)
             for player in players:
                 launcher.trim_logs(player.folder)
             if not measuring:
                 self.progress.tick(launcher.read_stage(players[-1].folder), players[-1].used_s + elapsed)
 
-    def _stop(self, player: Player, elapsed: float, timed_out: bool) -> None:
+    def _stop_player(self, player: Player, elapsed: float, timed_out: bool) -> None:
         """Freeze the player if it spoke, else take its record; it ran for so long since it spoke last."""
         started = player.started
         assert started is not None
         if player.said:
-            _signal(started, signal.SIGSTOP)
+            _send_signal(started, signal.SIGSTOP)
             started.telemetry.pause()
         player.used_s += elapsed
         if player.said:
             if player.said != IMPORTED and not player.said.startswith(DONE):
-                self.largest = max(self.largest, _resident(started.process.pid))
+                self.largest = max(self.largest, _measure_resident(started.process.pid))
             return
         player.record = launcher.finish(started, player.trial.plan.timeout_s, timed_out)
         self.alive.remove(player)
-        _close(player)
+        _close_pipes(player)
         if player.record.status == "oom" and self.alive:  # by itself it may have enough
             shutil.rmtree(player.folder)
         else:
             self.ended(player)
 
 
-def _wake(player: Player) -> None:
+def _wake_player(player: Player) -> None:
     assert player.started is not None
-    _signal(player.started, signal.SIGCONT)
+    _send_signal(player.started, signal.SIGCONT)
     player.started.telemetry.resume()
 
 
-def _process(player: Player) -> subprocess.Popen[bytes]:
+def _find_process(player: Player) -> subprocess.Popen[bytes]:
     assert player.started is not None
     return player.started.process
 
 
-def _hear(players: Sequence[Player]) -> None:
+def _read_lines(players: Sequence[Player]) -> None:
     """Take down the next line of each player that has one within POLL_S."""
     ready, _, _ = select.select([player.ends[0] for player in players], [], [], POLL_S)
     closed = False
@@ -335,17 +335,17 @@ def _hear(players: Sequence[Player]) -> None:
         time.sleep(POLL_S)
 
 
-def _signal(started: launcher.Started, number: int) -> None:
+def _send_signal(started: launcher.Started, number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(started.process.pid, number)
 
 
-def _close(player: Player) -> None:
+def _close_pipes(player: Player) -> None:
     for end in player.ends:
         os.close(end)
 
 
-def _resident(pid: int) -> int:
+def _measure_resident(pid: int) -> int:
     """Return the resident bytes of the process and its children; 0 once it is gone."""
     try:
         root = psutil.Process(pid)

@@ -83,7 +83,7 @@ def environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict
     return env
 
 
-def _own(kind: str, folder: Path) -> dict[str, str]:
+def _choose_compiler_cache(kind: str, folder: Path) -> dict[str, str]:
     """Return a compiler cache that the rounds of one trial share, so that the first build of a study is always cold."""
     return {} if kind in APART else {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent.resolve() / "compiler")}
 
@@ -109,11 +109,11 @@ def launch(
     """
     started = start(job, folder, extra, inherited, tool=tool)
     try:
-        timed_out = _watch(started.process, folder, timeout_s, tick)
+        timed_out = _watch_process(started.process, folder, timeout_s, tick)
         if timed_out and tool:
             _let_end(started.process)
     except KeyboardInterrupt:
-        record = _interrupted(started, patience_s) if patience_s else None
+        record = _interrupt_job(started, patience_s) if patience_s else None
         abandon(started)
         if record is None:
             raise
@@ -124,7 +124,7 @@ def launch(
     return finish(started, timeout_s, timed_out)
 
 
-def _interrupted(started: Started, patience_s: float) -> Record | None:
+def _interrupt_job(started: Started, patience_s: float) -> Record | None:
     """Interrupt the job and return its record if it ends well within `patience_s` seconds, else None."""
     with suppress(ProcessLookupError):
         os.kill(started.process.pid, signal.SIGINT)
@@ -184,7 +184,7 @@ def start(
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**_own(job.kind, folder), **environment(job.runtime), **(extra or {}),
+                env={**_choose_compiler_cache(job.kind, folder), **environment(job.runtime), **(extra or {}),
                      "DYNO_LAUNCHER": str(launcher), STARTED: repr(time.monotonic()),
                      JOB: " ".join(filter(None, (os.environ.get(JOB), id)))},
                 start_new_session=True,
@@ -221,7 +221,7 @@ def finish(started: Started, timeout_s: float, timed_out: bool) -> Record:
     return record
 
 
-def _watch(process: subprocess.Popen[bytes], folder: Path, timeout_s: float, tick: Tick | None) -> bool:
+def _watch_process(process: subprocess.Popen[bytes], folder: Path, timeout_s: float, tick: Tick | None) -> bool:
     """Wait for the process; True when its time ran out first."""
     begin = time.monotonic()
     while True:
@@ -247,7 +247,7 @@ def _kill_group(process: subprocess.Popen[bytes]) -> None:
 def _kill_strays(id: str) -> None:
     """Kill processes of the job that left its group, and those that they start meanwhile."""
     for _ in range(MOST_SWEEPS):
-        found = list(_having(id.encode()))
+        found = list(_find_processes(id.encode()))
         for pid in found:
             with suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
@@ -256,7 +256,7 @@ def _kill_strays(id: str) -> None:
         time.sleep(0.01)
 
 
-def _having(text: bytes) -> Iterator[int]:
+def _find_processes(text: bytes) -> Iterator[int]:
     """Yield the ids of other processes with the text in the environment that they were started with."""
     for path in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):
@@ -274,12 +274,12 @@ def _id_of_jobs() -> str:
             ["/bin/sh", "-c", SWEEP, id], stdin=read, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
             start_new_session=True,
         ).wait()  # fmt: skip
-        atexit.register(_dismiss, write)
+        atexit.register(_dismiss_shell, write)
     os.close(read)
     return id
 
 
-def _dismiss(write: int) -> None:
+def _dismiss_shell(write: int) -> None:
     """Tell the shell that there is nothing to sweep: all jobs have ended."""
     with suppress(OSError):
         os.write(write, b"\n")
@@ -291,10 +291,10 @@ def trim_logs(folder: Path, most: int = 2 * (HEAD_B + TAIL_B)) -> None:
         with suppress(OSError):
             if path.stat().st_size > most:
                 with open(path, "r+b") as f:
-                    _trim(f)
+                    _trim_log(f)
 
 
-def _trim(f: BinaryIO) -> None:
+def _trim_log(f: BinaryIO) -> None:
     size = f.seek(0, os.SEEK_END)
     f.seek(HEAD_B)
     pattern = re.escape(LEFT_OUT).replace(re.escape("{:,}"), "([0-9,]+)")

@@ -21,11 +21,11 @@ class Gpu:
 
     def __init__(self, nvml: Any, handle: Any) -> None:
         self._nvml, self._handle = nvml, handle
-        self.name = _text(partial(nvml.nvmlDeviceGetName, handle), nvml)
-        self.driver = _text(nvml.nvmlSystemGetDriverVersion, nvml)
-        self.uuid = _text(partial(nvml.nvmlDeviceGetUUID, handle), nvml)
+        self.name = _read_text(partial(nvml.nvmlDeviceGetName, handle), nvml)
+        self.driver = _read_text(nvml.nvmlSystemGetDriverVersion, nvml)
+        self.uuid = _read_text(partial(nvml.nvmlDeviceGetUUID, handle), nvml)
         self._queries: tuple[Query, ...] = (
-            self._first(
+            self._choose_query(
                 # The second version leaves out what the driver keeps for itself; an old driver has the first alone.
                 lambda: nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2).used,
                 lambda: nvml.nvmlDeviceGetMemoryInfo(handle).used,
@@ -36,7 +36,7 @@ class Gpu:
             lambda: nvml.nvmlDeviceGetPowerUsage(handle) / 1e3,
             lambda: nvml.nvmlDeviceGetTotalEnergyConsumption(handle) / 1e3,
             lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
-            self._first(
+            self._choose_query(
                 lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle),
                 lambda: nvml.nvmlDeviceGetCurrentClocksThrottleReasons(handle),  # its name before driver 535
             ),
@@ -48,32 +48,32 @@ class Gpu:
         They are B, %, MHz, MHz, W, J since the driver was loaded, degrees C, NVML's bit mask of reasons, compute
         processes, and how many of these are among `own`.
         """
-        return (*(self._query(query) for query in self._queries), *self._processes(own))
+        return (*(self._query_value(query) for query in self._queries), *self._count_processes(own))
 
     def free(self) -> float:
         """Return the free bytes of the GPU's memory, or NaN if they aren't reported."""
-        return self._query(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
+        return self._query_value(lambda: self._nvml.nvmlDeviceGetMemoryInfo(self._handle).free)
 
     def close(self) -> None:
         """Shut NVML down."""
-        self._query(self._nvml.nvmlShutdown)
+        self._query_value(self._nvml.nvmlShutdown)
 
-    def _processes(self, own: Collection[int]) -> tuple[float, float]:
+    def _count_processes(self, own: Collection[int]) -> tuple[float, float]:
         try:
             pids = {p.pid for p in self._nvml.nvmlDeviceGetComputeRunningProcesses(self._handle)}
         except self._nvml.NVMLError:
             return math.nan, math.nan
         return float(len(pids)), float(len(pids.intersection(own)))
 
-    def _query(self, query: Callable[[], Any]) -> float:
+    def _query_value(self, query: Callable[[], Any]) -> float:
         try:
             return float(query() or 0)
         except self._nvml.NVMLError:
             return math.nan
 
-    def _first(self, *queries: Query) -> Query:
+    def _choose_query(self, *queries: Query) -> Query:
         """Return the first of several queries that is answered; decided once, so that a column has one meaning."""
-        return next((query for query in queries if not math.isnan(self._query(query))), queries[-1])
+        return next((query for query in queries if not math.isnan(self._query_value(query))), queries[-1])
 
 
 def find_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
@@ -94,13 +94,13 @@ def find_gpu(device: str, environment: Mapping[str, str]) -> Gpu | None:
     except pynvml.NVMLError:
         return None
     try:
-        return Gpu(pynvml, _handle(pynvml, int(number or 0), environment.get("CUDA_VISIBLE_DEVICES")))
+        return Gpu(pynvml, _find_handle(pynvml, int(number or 0), environment.get("CUDA_VISIBLE_DEVICES")))
     except (LookupError, pynvml.NVMLError):
         pynvml.nvmlShutdown()
         return None
 
 
-def _handle(nvml: Any, number: int, visible: str | None) -> Any:
+def _find_handle(nvml: Any, number: int, visible: str | None) -> Any:
     """Return NVML's handle of the job's device; raise LookupError if the job sees no such device."""
     if visible is None:
         return nvml.nvmlDeviceGetHandleByIndex(number)
@@ -110,13 +110,13 @@ def _handle(nvml: Any, number: int, visible: str | None) -> Any:
     if chosen.startswith("MIG-"):
         return nvml.nvmlDeviceGetHandleByUUID(chosen)
     every = [nvml.nvmlDeviceGetHandleByIndex(i) for i in range(nvml.nvmlDeviceGetCount())]
-    fits = [h for h in every if chosen and _text(partial(nvml.nvmlDeviceGetUUID, h), nvml).startswith(chosen)]
+    fits = [h for h in every if chosen and _read_text(partial(nvml.nvmlDeviceGetUUID, h), nvml).startswith(chosen)]
     if len(fits) != 1:
         raise LookupError(chosen)
     return fits[0]
 
 
-def _text(query: Callable[[], Any], nvml: Any) -> str:
+def _read_text(query: Callable[[], Any], nvml: Any) -> str:
     try:
         text = query()
     except nvml.NVMLError:

@@ -56,7 +56,9 @@ class Progress:
         if self.quiet or not self.console.is_terminal:
             yield
             return
-        with Live(get_renderable=self._render, console=self.console, refresh_per_second=4, transient=True) as self.live:
+        with Live(
+            get_renderable=self._render_view, console=self.console, refresh_per_second=4, transient=True
+        ) as self.live:
             yield
         self.live = None
 
@@ -64,27 +66,27 @@ class Progress:
         """Show that a file is being made; `wrong` is the reason why the cached one was not used."""
         what = "check" if recipe.model.file and recipe.parent is None else "export" if recipe.parent is None else "make"
         batch = f"b{recipe.dims.batch}" if recipe.dims.batch else ""
-        words = (what, recipe.model.name, recipe.format, recipe.precision, batch, recipe.dims.shown, *_options(recipe))
-        self._begin(" ".join(filter(None, words)))
+        words = (what, recipe.model.name, recipe.format, recipe.precision, batch, recipe.dims.shown)
+        self._begin_work(" ".join(filter(None, (*words, *_list_options(recipe)))))
         if wrong:
-            self._say(Text(f"{plain(wrong)}; building it again", "yellow"))
+            self._print_line(Text(f"{plain(wrong)}; building it again", "yellow"))
         if self.live is None:
             self._say_detail(Text(self.now))
 
     def took(self) -> None:
         """Say how long a file took that took long."""
         if (seconds := time.monotonic() - self.since) >= LONG_S:
-            self._say(Text(f"{self.now}: {_clock(seconds)} minutes", "dim"))
+            self._print_line(Text(f"{self.now}: {_format_clock(seconds)} minutes", "dim"))
 
     def other(self, what: str) -> None:
         """Show that a step begins which is neither a file nor a trial."""
-        self._begin(what)
+        self._begin_work(what)
         if self.live is None:
             self._say_detail(Text(self.now))
 
     def note(self, line: str) -> None:
         """Show a note to the user, which stays when the next step begins."""
-        self._say(Text(plain(line), "yellow"))
+        self._print_line(Text(plain(line), "yellow"))
 
     def show_answer(self, title: str, sentences: list[str], rows: list[tuple[str, str, str]]) -> None:
         """Show the study's answer so far.
@@ -95,8 +97,8 @@ class Progress:
         lines = [Text(f"{plain(title)}: {plain(sentence)}", "bold") for sentence in sentences]
         if self.live is None:
             left = self.remaining()
-            until = f", about {_clock(left)} left" if left and left >= 1 else ""
-            self._say(Text(": ".join(filter(None, (f"{plain(title)}{until}", " ".join(map(plain, sentences)))))))
+            until = f", about {_format_clock(left)} left" if left and left >= 1 else ""
+            self._print_line(Text(": ".join(filter(None, (f"{plain(title)}{until}", " ".join(map(plain, sentences)))))))
             return
         table = Table("configuration", "median", "speed-up", box=None, padding=(0, 2), header_style="dim")
         for row in rows[:SHOWN_ROWS]:
@@ -105,12 +107,12 @@ class Progress:
 
     def relay(self, place: str, line: str) -> None:
         """Show a line of another process, which measures at this place."""
-        self._say(Text.assemble((f"{plain(place)} ", "dim"), plain(line)))
+        self._print_line(Text.assemble((f"{plain(place)} ", "dim"), plain(line)))
 
     def start(self, trial: Trial, number: int, what: str = "round") -> None:
         """Show that a job begins: the round (or confirmation) of this number, counted from 0."""
         step = f"{what} {number + 1} of {trial.plan.rounds}"
-        self._begin(f"{trial.label}  {step}")
+        self._begin_work(f"{trial.label}  {step}")
         self.job, self.step = trial, step
 
     def tick(self, stage: str, elapsed: float) -> None:
@@ -121,7 +123,7 @@ class Progress:
         """Show that the job waits for another process; without a terminal as a line, or it would look like a hang."""
         self.stage = f"waiting for process {plain(owner)}, another dyno on this device"
         if self.live is None:
-            self._say(Text(f"{self.now}: {self.stage}"))
+            self._print_line(Text(f"{self.now}: {self.stage}"))
 
     def sharing(self, owner: str) -> None:
         """Tell the user once that another process's blocks are interleaved with these."""
@@ -151,19 +153,19 @@ class Progress:
         if record.status == "ok":
             self._say_detail(text)
         else:
-            self._say(text)
+            self._print_line(text)
         self.job, self.step = None, ""
 
-    def _begin(self, what: str) -> None:
+    def _begin_work(self, what: str) -> None:
         self.now, self.stage, self.since = plain(what), "start", time.monotonic()
         self.job, self.step = None, ""
 
     def _say_detail(self, line: Text) -> None:
         """Print a line that a terminal shows for a moment, and a log only if it is verbose."""
         if self.live is not None or self.is_verbose:
-            self._say(line)
+            self._print_line(line)
 
-    def _say(self, line: Text) -> None:
+    def _print_line(self, line: Text) -> None:
         if self.quiet:
             return
         if self.live is None:
@@ -181,8 +183,10 @@ class Progress:
             return expected
         return expected - min(self.seconds.get(self.job.id, usual), time.monotonic() - self.since)
 
-    def _render(self) -> Group:
-        now = Text.assemble("now  ", (self.now, "bold"), f"  {self.stage}  for {_clock(time.monotonic() - self.since)}")
+    def _render_view(self) -> Group:
+        now = Text.assemble(
+            "now  ", (self.now, "bold"), f"  {self.stage}  for {_format_clock(time.monotonic() - self.since)}"
+        )
         if not self.total:
             return Group(*self.answer, *self.lines, now)
         finished, remaining = self.total - len(self.left), self.remaining()
@@ -190,19 +194,20 @@ class Progress:
         grid.add_row(
             ProgressBar(self.total, finished, width=30),
             f"{finished}/{self.total} jobs",
-            f"about {_clock(remaining)} left" if remaining and remaining >= 1 else "",  # 0:00 might stay for minutes
+            # 0:00 might stay for minutes
+            f"about {_format_clock(remaining)} left" if remaining and remaining >= 1 else "",
         )
         coming = self.left[1:] if self.job else self.left
         following = ", ".join(dict.fromkeys(plain(trial.label) for trial in coming[:2]))
         return Group(*self.answer, *self.lines, grid, now, Text(f"then {following}" if following else "", "dim"))
 
 
-def _clock(seconds: float) -> str:
+def _format_clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     return f"{minutes}:{rest:02d}"
 
 
-def _options(recipe: Recipe) -> list[str]:
+def _list_options(recipe: Recipe) -> list[str]:
     """Return the options that the file is made with, including its parents', as OPTION=VALUE."""
     steps: list[Recipe] = [recipe]
     while (parent := steps[0].parent) is not None:

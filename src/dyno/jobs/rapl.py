@@ -48,11 +48,11 @@ def find_rapl(root: Path | None = None) -> Rapl:
     try:
         zones = sorted((root or POWERCAP).glob("intel-rapl:*"))
         sockets = [zone for zone in zones if (zone / "name").read_text().startswith("package")]
-        return Rapl([_package(zone) for zone in sockets])
+        return Rapl([_read_package(zone) for zone in sockets])
     except (OSError, ValueError):
         return Rapl([])
 
 
-def _package(zone: Path) -> Package:
+def _read_package(zone: Path) -> Package:
     file = zone / "energy_uj"
     return Package(file, int((zone / "max_energy_range_uj").read_text()), int(file.read_text()))

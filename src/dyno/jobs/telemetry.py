@@ -52,7 +52,7 @@ class Telemetry:
     def watch(self, pid: int) -> None:
         """Begin to sample the process and its children."""
         self._epoch = time.monotonic()
-        self._thread = threading.Thread(target=self._sample, args=(pid,), daemon=True)
+        self._thread = threading.Thread(target=self._sample_process, args=(pid,), daemon=True)
         self._thread.start()
 
     def pause(self) -> None:
@@ -93,14 +93,14 @@ class Telemetry:
         state = {f"gpu_before_{name}": np.asarray(before[f"gpu_{name}"]) for name in ("memory", "util", "processes")}
         return {**state, "gpu_name": np.asarray(self._gpu.name), "gpu_uuid": np.asarray(self._gpu.uuid)}
 
-    def _sample(self, pid: int) -> None:
+    def _sample_process(self, pid: int) -> None:
         before = self._epoch
-        busy, own = _busy_seconds(), _tree(pid)[1]
+        busy, own = _busy_seconds(), _measure_tree(pid)[1]
         while not self._ended.wait(self._period):
             if self._frozen.is_set():
                 continue
             now, busy_now = time.monotonic(), _busy_seconds()
-            rss, own_now, pids = _tree(pid)
+            rss, own_now, pids = _measure_tree(pid)
             rss = rss or float("nan")  # of a process that has just ended, nothing is known
             span = now - before
             cpu = max(0.0, own_now - own) / span
@@ -108,7 +108,7 @@ class Telemetry:
             if not self._whole:
                 cpu = others = float("nan")
             gpu = self._look_at_gpu(pids)
-            self._rows.append((now - self._epoch, rss, cpu, others, _frequency(), self._rapl.joules(), *gpu))
+            self._rows.append((now - self._epoch, rss, cpu, others, _read_frequency(), self._rapl.joules(), *gpu))
             before, busy, own = now, busy_now, own_now
             self._whole = not self._frozen.is_set()
 
@@ -126,7 +126,7 @@ def _busy_seconds() -> float:
     return float(sum(times) - times.idle - getattr(times, "iowait", 0.0) - getattr(times, "guest", 0.0))
 
 
-def _tree(pid: int) -> tuple[float, float, set[int]]:
+def _measure_tree(pid: int) -> tuple[float, float, set[int]]:
     """Return resident bytes, processor seconds and ids of a process and its children; 0 and none once it is gone."""
     rss = cpu = 0.0
     pids: set[int] = set()
@@ -143,7 +143,7 @@ def _tree(pid: int) -> tuple[float, float, set[int]]:
     return rss, cpu, pids
 
 
-def _frequency() -> float:
+def _read_frequency() -> float:
     try:
         frequency = psutil.cpu_freq()
     except (OSError, NotImplementedError):

@@ -48,13 +48,13 @@ def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, pr
     """
     lost: Lost = {}
     with progress.running([]):
-        missing = [number for number in range(rounds) if not _complete(folder, places, number)]
+        missing = [number for number in range(rounds) if not _is_complete(folder, places, number)]
         if len(missing) > 1 and memory.available() > memory.ROOM * memory.UNKNOWN_B * len(missing) * len(places):
-            _rounds(trial, folder, places, missing, progress)
+            _measure_rounds(trial, folder, places, missing, progress)
         for number in missing:
-            tries = 0 if _complete(folder, places, number) else TRIES
+            tries = 0 if _is_complete(folder, places, number) else TRIES
             for _ in range(tries):
-                if not (lost := _rounds(trial, folder, places, [number], progress)):
+                if not (lost := _measure_rounds(trial, folder, places, [number], progress)):
                     break
             if lost:
                 break
@@ -65,13 +65,13 @@ def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, pr
 
 def read(folder: Path, places: Sequence[Place], rounds: int) -> list[Device]:
     """Return each place's figures from `rounds` stored rounds."""
-    company = [read_json(folder / _company(number))["company"] for number in range(rounds)]
+    company = [read_json(folder / _name_company(number))["company"] for number in range(rounds)]
     return [
         of_rounds(
             place.name,
             place.card,
             [
-                (_stored(folder, place, number).block_medians("latency", "model"), company[number][place.name])
+                (_read_round(folder, place, number).block_medians("latency", "model"), company[number][place.name])
                 for number in range(rounds)
             ],
         )
@@ -84,7 +84,9 @@ def file_name(place: Place) -> str:
     return re.sub(r"[^\w.-]", "_", place.name.replace(":", ""))
 
 
-def _rounds(trial: Trial, folder: Path, places: Sequence[Place], numbers: Sequence[int], progress: Progress) -> Lost:
+def _measure_rounds(
+    trial: Trial, folder: Path, places: Sequence[Place], numbers: Sequence[int], progress: Progress
+) -> Lost:
     """Measure these rounds in fresh processes, in parallel; return the places that failed, with the reason.
 
     A round counts once the process of every device has ended well.
@@ -100,17 +102,18 @@ def _rounds(trial: Trial, folder: Path, places: Sequence[Place], numbers: Sequen
         if lost := {name: file.reason for name, file in files.items() if isinstance(file, Record)}:
             return lost
         rounds = {
-            number: [_player(trial, folder, place, number, files[place.name]) for place in places] for number in numbers
+            number: [_build_player(trial, folder, place, number, files[place.name]) for place in places]
+            for number in numbers
         }
         players = [player for own in rounds.values() for player in own]
         name = f"{numbers} {trial.id}"
         Group(players, name, progress, lambda _: None, turns=_each_round, apart=True).play()
     for number, own in rounds.items():
-        failed = {place.name: why for place, player in zip(places, own, strict=True) if (why := _why(player))}
+        failed = {place.name: why for place, player in zip(places, own, strict=True) if (why := _find_failure(player))}
         lost |= failed
         if not failed:
             company = {place.name: player.company for place, player in zip(places, own, strict=True)}
-            write_json(folder / _company(number), {"schema": SCHEMA, "company": company})
+            write_json(folder / _name_company(number), {"schema": SCHEMA, "company": company})
     return lost
 
 
@@ -120,13 +123,13 @@ def _each_round(players: Sequence[Player]) -> list[list[Player]]:
     return [turn for number in numbers for turn in each_and_all([p for p in players if p.number == number])]
 
 
-def _player(trial: Trial, folder: Path, place: Place, number: int, file: Artifact | Record | None) -> Player:
+def _build_player(trial: Trial, folder: Path, place: Place, number: int, file: Artifact | Record | None) -> Player:
     # Rounds of a job count from 1 here: in round 0 it would answer all images.
     job = Job("run", trial.runtime, trial, number + 1, artifact=file if isinstance(file, Artifact) else None)
-    return Player(job, _own(folder, place, number), number, where=partial(confined, place))
+    return Player(job, _name_folder(folder, place, number), number, where=partial(confined, place))
 
 
-def _why(player: Player) -> str:
+def _find_failure(player: Player) -> str:
     """Return why the player's process has no result, or "" if it has one."""
     record = player.record
     if record is None:
@@ -134,21 +137,21 @@ def _why(player: Player) -> str:
     return "" if record.status == "ok" else f"{record.status} at {record.stage}: {record.reason}"
 
 
-def _company(number: int) -> str:
+def _name_company(number: int) -> str:
     return f"r{number}.json"
 
 
-def _own(folder: Path, place: Place, number: int) -> Path:
+def _name_folder(folder: Path, place: Place, number: int) -> Path:
     return folder / file_name(place) / f"r{number}"
 
 
-def _complete(folder: Path, places: Sequence[Place], number: int) -> bool:
+def _is_complete(folder: Path, places: Sequence[Place], number: int) -> bool:
     """Return whether the round is stored and readable."""
-    if not (folder / _company(number)).is_file():
+    if not (folder / _name_company(number)).is_file():
         return False
-    return all(_stored(folder, place, number).block_medians("latency", "model") for place in places)
+    return all(_read_round(folder, place, number).block_medians("latency", "model") for place in places)
 
 
-def _stored(folder: Path, place: Place, number: int) -> Round:
-    own = _own(folder, place, number)
+def _read_round(folder: Path, place: Place, number: int) -> Round:
+    own = _name_folder(folder, place, number)
     return Round(own, number, good_record(own) or Record("failed"), place.device)

@@ -51,19 +51,19 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
     asked = f"{key} {study.equivalent:g}"
     path = folder / DEVICES
     if path.is_file() and read_json(path).get("key") == asked and (stored := devices(folder)):
-        return Company(places, _machines(stored, places))
+        return Company(places, _find_disturbed(stored, places))
     progress.other(f"{trial.label} on each device alone and on all at once, for what they do to each other")
     own_folder = folder / ANCHORS / key[:12]  # of these devices, and of this company
     if in_turns:
         rows = _in_turns(trial, own_folder, places, study.equivalent, progress)
         if isinstance(rows, dict):
-            return _without(rows, study, folder, places, progress)
+            return _drop_places(rows, study, folder, places, progress)
     else:
-        rows = _apart(own, planned, own_folder, places, progress)
+        rows = _measure_apart(own, planned, own_folder, places, progress)
     found = Devices(trial.label, tuple(rows), study.equivalent)
     if found.disturbed:
         margin = max(percent_slower(one.value) for one in found.disturbed.values())
-        hosts = _machines(found, places)
+        hosts = _find_disturbed(found, places)
         where = f" on {', '.join(sorted(hosts))}" if len({place.machine for place in places}) > 1 else ""
         progress.note(
             f"{found.slower}; blocks are measured one at a time{where}, and side by side with "
@@ -71,10 +71,10 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
         )
     found = replace(found, side_by_side=not found.disturbed)
     write_json(path, {"schema": SCHEMA, "key": asked, **asdict(found)})
-    return Company(places, _machines(found, places))
+    return Company(places, _find_disturbed(found, places))
 
 
-def _machines(found: Devices, places: Sequence[Place]) -> set[str]:
+def _find_disturbed(found: Devices, places: Sequence[Place]) -> set[str]:
     """Return the machines whose devices disturb each other."""
     return {place.machine for place in places if place.name in found.disturbed}
 
@@ -98,7 +98,9 @@ def _in_turns(
     return list(found.devices)
 
 
-def _without(lost: anchors.Lost, study: Study, folder: Path, places: Sequence[Place], progress: Progress) -> Company:
+def _drop_places(
+    lost: anchors.Lost, study: Study, folder: Path, places: Sequence[Place], progress: Progress
+) -> Company:
     """Go on without the places where the anchor could not be measured; with all if the trial itself is at fault."""
     rest = [place for place in places if place.name not in lost]
     for name, why in lost.items():
@@ -110,7 +112,9 @@ def _without(lost: anchors.Lost, study: Study, folder: Path, places: Sequence[Pl
     return measure(study, folder, rest, progress)
 
 
-def _apart(study: Study, anchor: Planned, folder: Path, places: Sequence[Place], progress: Progress) -> list[Device]:
+def _measure_apart(
+    study: Study, anchor: Planned, folder: Path, places: Sequence[Place], progress: Progress
+) -> list[Device]:
     """Measure the anchor at places of a cluster.
 
     Each place first runs alone on its host, in parallel on all hosts; then all places that share a host run at once.
@@ -122,21 +126,28 @@ def _apart(study: Study, anchor: Planned, folder: Path, places: Sequence[Place],
     beside = [place for own in hosts.values() if len(own) > 1 for place in own]
     part = Part([anchor.trial.id], [anchor.source])
     for together, how in [*((some, ALONE) for some in alone), (beside, BESIDE)]:
-        _together(study, part, folder, [place for place in together if not place.gone], how, progress)
+        _measure_together(study, part, folder, [place for place in together if not place.gone], how, progress)
     measured = {ALONE: places, BESIDE: beside}
     return [
         Device(
             place.name,
             place.card,
-            *(_medians(_folder(folder, place, how)) if place in some else () for how, some in measured.items()),
+            *(
+                _read_medians(_name_folder(folder, place, how)) if place in some else ()
+                for how, some in measured.items()
+            ),
         )
         for place in left(places)
     ]
 
 
-def _together(study: Study, part: Part, folder: Path, places: Sequence[Place], how: str, progress: Progress) -> None:
+def _measure_together(
+    study: Study, part: Part, folder: Path, places: Sequence[Place], how: str, progress: Progress
+) -> None:
     """Measure the anchor at these places at once."""
-    running = [process.start(_folder(folder, place, how), study, part, place, retry_failed=False) for place in places]
+    running = [
+        process.start(_name_folder(folder, place, how), study, part, place, retry_failed=False) for place in places
+    ]
     try:
         while not all(one.ended for one in running):
             time.sleep(POLL_S)
@@ -151,10 +162,10 @@ def _together(study: Study, part: Part, folder: Path, places: Sequence[Place], h
             progress.note(f"{what}; the study goes on without that device")
 
 
-def _folder(folder: Path, place: Place, how: str) -> Path:
+def _name_folder(folder: Path, place: Place, how: str) -> Path:
     return folder / f"{anchors.file_name(place)}-{how}"
 
 
-def _medians(folder: Path) -> tuple[float, ...]:
+def _read_medians(folder: Path) -> tuple[float, ...]:
     """Return the medians of the rounds, in seconds."""
     return tuple(median for t in load(folder) for median in t.medians("model"))

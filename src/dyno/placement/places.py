@@ -98,29 +98,29 @@ def places(device: str, threads: int = 0) -> list[Place]:
         raise UserError(
             f"a study is spread over devices of one kind, e.g. cuda:0,cuda:1 or cpu:0,cpu:1, not {device!r}"
         )
-    return _shares(listed) if kinds == {"cpu"} else _gpus(listed, threads)
+    return _split_cores(listed) if kinds == {"cpu"} else _list_gpus(listed, threads)
 
 
-def _gpus(listed: list[str], threads: int) -> list[Place]:
+def _list_gpus(listed: list[str], threads: int) -> list[Place]:
     """Return the GPUs, each with a share of the physical cores if a share has enough cores for the threads.
 
     Jobs pin themselves to the first processors that they may use; without shares these would be the same for all.
     """
     cores = system.core_threads()
     each = len(cores) // len(listed)
-    found = [_gpu(name) for name in listed]
+    found = [_make_gpu_place(name) for name in listed]
     if not 0 < threads <= each:
         return found
     order = sorted(listed)
-    return [replace(place, cores=_share(cores, each, order.index(place.name))) for place in found]
+    return [replace(place, cores=_list_share(cores, each, order.index(place.name))) for place in found]
 
 
-def _share(cores: Sequence[Sequence[int]], each: int, k: int) -> tuple[int, ...]:
+def _list_share(cores: Sequence[Sequence[int]], each: int, k: int) -> tuple[int, ...]:
     """Return the logical processors of the k-th share of `each` physical cores."""
     return tuple(cpu for core in cores[k * each : (k + 1) * each] for cpu in core)
 
 
-def _gpu(name: str) -> Place:
+def _make_gpu_place(name: str) -> Place:
     """Return the GPU of this name as a place, whose processes see no other GPU."""
     if missing_gpu(name):
         raise UserError(f"there is no {name} here: neither NVML nor CUDA's driver sees such a GPU; omit it")
@@ -133,7 +133,7 @@ def _gpu(name: str) -> Place:
     return Place(name, "cuda:0", f"{gpu.name}, driver {gpu.driver}, {gpu.uuid}", env={VISIBLE: gpu.uuid})
 
 
-def _shares(listed: list[str]) -> list[Place]:
+def _split_cores(listed: list[str]) -> list[Place]:
     """Return equal, disjoint shares of the physical cores that this process may use, `cpu:0` first."""
     count = len(listed)
     if set(listed) != {f"cpu:{k}" for k in range(count)}:
@@ -147,7 +147,7 @@ def _shares(listed: list[str]) -> list[Place]:
     model = system.describe()["cpu"]
     found = []
     for name in listed:
-        cores = _share(threads, each, int(name.partition(":")[2]))
+        cores = _list_share(threads, each, int(name.partition(":")[2]))
         found.append(Place(name, "cpu", share(model, cores), cores, threads=each))
     return found
 

@@ -47,10 +47,10 @@ def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = 
         with Run(folder).locked():  # in use by another dyno: nobody should wait for a cluster first
             pass
     with _found_places(study, folder, progress) as found:
-        _run(study, folder, found, progress, retry_failed)
+        _run_blocks(study, folder, found, progress, retry_failed)
 
 
-def _cluster(study: Study) -> tuple[str, str]:
+def _parse_cluster(study: Study) -> tuple[str, str]:
     """Return the kind of cluster ("" for this host) and its specification."""
     kind, _, spec = study.on.partition("=")
     if kind:
@@ -65,7 +65,7 @@ def _cluster(study: Study) -> tuple[str, str]:
 @contextmanager
 def _found_places(study: Study, folder: Path, progress: Progress) -> Iterator[list[Place]]:
     """Hold the places over which the study is spread, while the block runs."""
-    kind, spec = _cluster(study)
+    kind, spec = _parse_cluster(study)
     if kind == "slurm":
         with slurm_cluster.places(spec, study.device, folder, progress) as found:
             yield found
@@ -77,7 +77,7 @@ def _found_places(study: Study, folder: Path, progress: Progress) -> Iterator[li
 @contextmanager
 def expected_places(study: Study) -> Iterator[list[Place]]:
     """Hold the places that a plan needs, while the block runs: the same as in a study, but no job is started."""
-    kind, spec = _cluster(study)
+    kind, spec = _parse_cluster(study)
     if kind == "ray":
         with ray_cluster.places(spec, study.device) as found:
             yield found
@@ -85,12 +85,12 @@ def expected_places(study: Study) -> Iterator[list[Place]]:
         yield slurm_cluster.expected(spec, study.device) if kind else places.places(study.device, study.threads)
 
 
-def _run(study: Study, folder: Path, found: list[Place], progress: Progress, retry_failed: bool) -> None:
+def _run_blocks(study: Study, folder: Path, found: list[Place], progress: Progress, retry_failed: bool) -> None:
     own = places.at_one(study, found)
     planned, store = expand(own), Run(folder)
     with store.locked():
         planned = prepare(study, store, planned, progress)
-        open_blocks = [block for block in blocks.blocks(planned) if retry_failed or not _done(store, block, study)]
+        open_blocks = [block for block in blocks.blocks(planned) if retry_failed or not _is_done(store, block, study)]
         if not open_blocks:
             return
         company = devices.Company(found)
@@ -118,17 +118,17 @@ class Spread:
         waiting = list(waiting)
         try:
             while waiting or self.running:
-                self._start(waiting)
+                self._start_blocks(waiting)
                 time.sleep(devices.POLL_S)
-                waiting += self._ended()
+                waiting += self._take_ended()
         finally:
             for _, one in self.running.values():
                 one.end()
 
-    def _start(self, waiting: list[Block]) -> None:
+    def _start_blocks(self, waiting: list[Block]) -> None:
         if not self.running:  # else a block that runs says why its place is lost
             places.left(self.places)
-        begun = self._begun()
+        begun = self._count_begun()
         for place in sorted(self.places, key=lambda place: begun[place.name]):
             busy = {one.place.machine for _, one in self.running.values()}
             if place.gone or place.name in self.running or place.machine in busy.intersection(self.in_turn):
@@ -136,9 +136,9 @@ class Spread:
             block = next((b for b in waiting if self._begun_at(b) in ("", place.name)), None)
             if block is not None:
                 waiting.remove(block)
-                self._begin(block, place)
+                self._begin_block(block, place)
 
-    def _begun(self) -> Counter[str]:
+    def _count_begun(self) -> Counter[str]:
         """Count the blocks that each place has had so far, so that none stays idle if blocks run one at a time."""
         notes = (read_json(path) for path in (self.run.folder / PLACEMENTS).glob("*.json"))
         return Counter(str(note.get("place", "")) for note in notes)
@@ -146,20 +146,20 @@ class Spread:
     def _begun_at(self, block: Block) -> str:
         """Return the place that the block belongs to, or "" if it can go anywhere."""
         note = stored(self.run, block)
-        return next((place.name for place in self.places if not place.gone and _is(place, note)), "")
+        return next((place.name for place in self.places if not place.gone and _is_same_place(place, note)), "")
 
-    def _begin(self, block: Block, place: Place) -> None:
+    def _begin_block(self, block: Block, place: Place) -> None:
         """Start the block's process, with the block's rows that the run folder has already."""
-        folder = _folder(self.run, block)
+        folder = _name_folder(self.run, block)
         note = stored(self.run, block)
-        if note and not _is(place, note):
+        if note and not _is_same_place(place, note):
             self._set_aside(block, str(note.get("place", "")))
         for trial in block.trials:
             source, target = self.run.folder / "trials" / trial.id, folder / "trials" / trial.id
             if source.is_dir() and not target.exists():
                 target.parent.mkdir(parents=True, exist_ok=True)
                 source.rename(target)
-        self._note(block, place, done="")
+        self._write_note(block, place, done="")
         self.progress.relay(place.name, f"{block.label}: {counting(len(block.trials), 'trial')}")
         one = process.start(folder, self.own, block.part, place, retry_failed=self.retry_failed)
         self.running[place.name] = block, one
@@ -167,7 +167,7 @@ class Spread:
     def _set_aside(self, block: Block, place: str) -> None:
         """Archive the block's rows of a device that this command hasn't: all rounds of a block are of one device."""
         rows = [self.run.folder / "trials" / trial.id for trial in block.trials]
-        rows += (_folder(self.run, block) / "trials").glob("*")
+        rows += (_name_folder(self.run, block) / "trials").glob("*")
         if rows := [row for row in rows if row.is_dir()]:
             for row in rows:
                 archive(self.run, row, ELSEWHERE)
@@ -175,9 +175,9 @@ class Spread:
             self.progress.note(
                 f"{block.label}: begun anew, as {place} is no longer there; what was measured is in {ELSEWHERE}"
             )
-        shutil.rmtree(_folder(self.run, block), ignore_errors=True)
+        shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
 
-    def _ended(self) -> list[Block]:
+    def _take_ended(self) -> list[Block]:
         """Take the results of the processes that ended; the blocks whose process was lost."""
         lost = []
         for name, (block, one) in list(self.running.items()):
@@ -187,18 +187,18 @@ class Spread:
             one.pass_on(self.progress)
             del self.running[name]
             if reason := one.lost:
-                lost += self._lost(block, one.place, reason)
+                lost += self._record_loss(block, one.place, reason)
             else:
-                self._take(block)
-                self._note(block, one.place, done=_request(block, self.study))
+                self._take_results(block)
+                self._write_note(block, one.place, done=_hash_request(block, self.study))
         return lost
 
-    def _lost(self, block: Block, place: Place, reason: str) -> list[Block]:
+    def _record_loss(self, block: Block, place: Place, reason: str) -> list[Block]:
         """Return the block, to start anew elsewhere as its rounds must be of one device; none after MOST_LOSSES."""
         losses = self.losses.setdefault(block.id, [])
         losses.append(f"{place.name}: {reason}")
         if len(losses) >= MOST_LOSSES:
-            self._take(block)
+            self._take_results(block)
             self.progress.note(f"{block.label} is left unmeasured: its process was lost {len(losses)} times ({reason})")
             return []
         if all(other.gone for other in self.places):
@@ -207,13 +207,13 @@ class Spread:
         others = [other for other in left if other.name != place.name] or left
         target = next((other for other in others if other.name not in self.running), others[0])
         self.progress.note(f"{block.label}: its process on {place.name} was {reason}; it goes to {target.name}")
-        shutil.rmtree(_folder(self.run, block), ignore_errors=True)
-        self._note(block, target, done="")
+        shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
+        self._write_note(block, target, done="")
         return [block]
 
-    def _take(self, block: Block) -> None:
+    def _take_results(self, block: Block) -> None:
         """Move the contents of the block's folder into the run folder, and remove it."""
-        folder = _folder(self.run, block)
+        folder = _name_folder(self.run, block)
         for part in ("trials", "truth"):
             for found in sorted((folder / part).glob("*")):
                 target = self.run.folder / part / found.name
@@ -222,43 +222,43 @@ class Spread:
                     found.rename(target)
         shutil.rmtree(folder)
 
-    def _note(self, block: Block, place: Place, *, done: str) -> None:
+    def _write_note(self, block: Block, place: Place, *, done: str) -> None:
         earlier = stored(self.run, block).get("lost", [])
         lost = [*dict.fromkeys([*earlier, *self.losses.get(block.id, [])])]
         note = {
             "schema": SCHEMA, "block": block.label, "place": place.name, "card": place.card, "host": place.machine,
             "trials": [trial.id for trial in block.trials], "lost": lost, "done": done,
         }  # fmt: skip
-        write_json(_path(self.run, block), note)
+        write_json(_make_path(self.run, block), note)
 
 
-def _is(place: Place, note: Mapping[str, Any]) -> bool:
+def _is_same_place(place: Place, note: Mapping[str, Any]) -> bool:
     """Return whether the note names the place: the same name and card."""
     return (place.name, place.card) == (note.get("place"), note.get("card"))
 
 
 def stored(run: Run, block: Block) -> dict[str, Any]:
     """Return the run folder's note of where the block was begun; empty before it is."""
-    path = _path(run, block)
+    path = _make_path(run, block)
     return dict(read_json(path)) if path.is_file() else {}
 
 
-def _path(run: Run, block: Block) -> Path:
+def _make_path(run: Run, block: Block) -> Path:
     path = run.folder / PLACEMENTS / f"{block.id}.json"
     path.parent.mkdir(exist_ok=True)
     return path
 
 
-def _folder(run: Run, block: Block) -> Path:
+def _name_folder(run: Run, block: Block) -> Path:
     return run.folder / "blocks" / block.id
 
 
-def _request(block: Block, study: Study) -> str:
+def _hash_request(block: Block, study: Study) -> str:
     """Return the hash of a block's request."""
     return digest([sorted(trial.id for trial in block.trials), study.to_toml()])
 
 
-def _done(run: Run, block: Block, study: Study) -> bool:
+def _is_done(run: Run, block: Block, study: Study) -> bool:
     """Return whether the folder has all of the block already."""
     present = all((run.folder / "trials" / trial.id).is_dir() for trial in block.trials)
-    return present and stored(run, block).get("done") == _request(block, study)
+    return present and stored(run, block).get("done") == _hash_request(block, study)

@@ -83,16 +83,16 @@ def _driver_count() -> int:
 
 def check_several(studies: Sequence[Study]) -> None:
     """Refuse to compare a single configuration."""
-    if sum(map(_configurations, studies)) < 2:
+    if sum(map(_count_configurations, studies)) < 2:
         raise UserError("there is only one configuration to compare; give another model or file, or --backends A,B")
 
 
-def _configurations(study: Study) -> int:
+def _count_configurations(study: Study) -> int:
     """Return the least number of rows that the study has."""
     default = len(study.precisions) or 1
     configurations = sum(len(choice.precisions) or default for choice in map(Choice.parse, study.backends))
-    return configurations * _count(study.batches) * _count(study.sizes)
+    return configurations * _count_values(study.batches) * _count_values(study.sizes)
 
 
-def _count(values: Iterable[object]) -> int:
+def _count_values(values: Iterable[object]) -> int:
     return len(list(values)) or 1

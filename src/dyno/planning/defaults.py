@@ -71,7 +71,7 @@ def each_with(models: Sequence[str], settings: Mapping[str, Any]) -> list[tuple[
     A form behind a model, such as openvino/int8, is the first model in that backend and precision. A file has weights,
     so those in the settings apply to the other models.
     """
-    forms = [_form(model) if number else {} for number, model in enumerate(models)]
+    forms = [_parse_form(model) if number else {} for number, model in enumerate(models)]
     sources = [models[0] if form else model for model, form in zip(models, forms, strict=True)]
     of_others = () if all(map(keeps_weights, sources)) else ("weights", "pretrained")
     return [
@@ -80,7 +80,7 @@ def each_with(models: Sequence[str], settings: Mapping[str, Any]) -> list[tuple[
     ]
 
 
-def _form(text: str) -> dict[str, Any]:
+def _parse_form(text: str) -> dict[str, Any]:
     """Return the settings that a form stands for, or none for a model."""
     backend, precision = form(text, registry.names()) or ("", "")
     settings = {"backends": backend, "precisions": precision}

@@ -28,16 +28,16 @@ def python_with(packages: Sequence[str]) -> str:
     for package in packages:
         if not REQUIREMENT.fullmatch(package):
             raise UserError(f"{package!r} is not a package with a version, such as onnxruntime==1.20.1")
-    uv = _uv()
+    uv = _find_uv()
     content = "\n".join([*packages, sys.version, sys.executable])
     folder = cache_dir() / "environments" / hashlib.sha256(content.encode()).hexdigest()[:16]
     python = folder / "bin" / "python"
     with lock(folder.with_suffix(".lock")):
         if not (folder / DONE).is_file():
             shutil.rmtree(folder, ignore_errors=True)
-            _run([uv, "venv", "--quiet", "--python", sys.executable, str(folder)])
+            _run_uv([uv, "venv", "--quiet", "--python", sys.executable, str(folder)])
             try:
-                _run([uv, "pip", "install", "--quiet", "--python", str(python), *packages])
+                _run_uv([uv, "pip", "install", "--quiet", "--python", str(python), *packages])
             except UserError:
                 shutil.rmtree(folder, ignore_errors=True)
                 raise
@@ -45,7 +45,7 @@ def python_with(packages: Sequence[str]) -> str:
     return str(python)
 
 
-def _uv() -> str:
+def _find_uv() -> str:
     beside = Path(sys.executable).with_name("uv")
     uv = str(beside) if beside.is_file() else shutil.which("uv")
     if uv is None:
@@ -53,7 +53,7 @@ def _uv() -> str:
     return uv
 
 
-def _run(command: list[str]) -> None:
+def _run_uv(command: list[str]) -> None:
     try:
         process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
     except subprocess.TimeoutExpired:

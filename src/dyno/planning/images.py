@@ -47,7 +47,7 @@ def prepared(
         warn_unreadable(datasets.meta(data), console)
         return data
     if study.data == "digits":
-        return _digits(cache, model, size, outputs)
+        return _prepare_digits(cache, model, size, outputs)
     path, outputs = Path(study.data), outputs or model.classes or 0
     data_format = datasets.format_of(path)
     if data_format.labels not in ("", task.labels):
@@ -64,7 +64,7 @@ def prepared(
     with decoding(console) as progress:
         data = datasets.load(path, cache, size, model.preprocess, progress=progress, **settings)
     meta = datasets.meta(data)
-    _check(study.data, meta, model, outputs)
+    _check_labels(study.data, meta, model, outputs)
     warn_unreadable(meta, console)
     return data
 
@@ -96,18 +96,18 @@ def warn_unreadable(about: dict[str, Any], console: Console | None) -> None:
         (console or Console(stderr=True)).print(line, markup=False, highlight=False, soft_wrap=True)
 
 
-def _digits(cache: Path, model: ModelSpec, size: tuple[int, int], outputs: int) -> DataSpec:
+def _prepare_digits(cache: Path, model: ModelSpec, size: tuple[int, int], outputs: int) -> DataSpec:
     if size[0] != size[1]:
         raise UserError(f"digits are square, not {size[0]}x{size[1]}")
     data = datasets.digits(cache, size[0])
-    _check("digits", datasets.meta(data), model, outputs)
+    _check_labels("digits", datasets.meta(data), model, outputs)
     if model.channels != 1:
         given = f"digits are grey, but {model.name} takes {model.channels} channels"
         raise UserError(f"{given}; give a model of one (with --channels 1), or other images")
     return data
 
 
-def _check(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> None:
+def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> None:
     """Refuse labels that don't fit the model's task or its number of classes."""
     has, classes = about.get("has", []), len(about["classes"])
     needed = tasks.find(model.task).needs
@@ -162,11 +162,11 @@ class _Bar:
             self._first = done - 1  # those before were decoded by a run that was stopped
         self._done = done
         if self._bar is None and time.monotonic() - self._began > QUIET_S:
-            self._bar = self._shown(total)
+            self._bar = self._show_bar(total)
         if self._bar is not None:
             self._bar.update(self._bar.task_ids[0], completed=done)
 
-    def _shown(self, total: int) -> bars.Progress:
+    def _show_bar(self, total: int) -> bars.Progress:
         from rich import progress as bars
         from rich.console import Console
 

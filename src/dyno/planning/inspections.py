@@ -39,11 +39,11 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> d
     """Inspect up to `most` models in parallel; return the successful ones. An interrupt stops all."""
     stopped = Event()
 
-    def tick(stage: str, seconds: float) -> None:
+    def check_stopped(stage: str, seconds: float) -> None:
         if stopped.is_set():
             raise KeyboardInterrupt  # in the inspection's thread, which then kills its process
 
-    shares = deque(_shares(most))
+    shares = deque(_split_processors(most))
 
     def keep_to_share() -> None:
         """Confine this thread's processes to a share: with threads for all cores, they would wait for each other."""
@@ -51,7 +51,7 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> d
 
     inspected = {}
     with ThreadPoolExecutor(most, initializer=keep_to_share) as pool:
-        pending = {key: pool.submit(inspect_model, model, study, tick) for key, model in models.items()}
+        pending = {key: pool.submit(inspect_model, model, study, check_stopped) for key, model in models.items()}
         try:
             for key, future in pending.items():
                 with suppress(UserError):
@@ -63,7 +63,7 @@ def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> d
     return inspected
 
 
-def _shares(count: int) -> list[list[int]]:
+def _split_processors(count: int) -> list[list[int]]:
     """Split the processors that this process may use into `count` shares, keeping threads of a core adjacent."""
     order = [cpu for core in system.core_threads() for cpu in core]
     return [order[k * len(order) // count : (k + 1) * len(order) // count] for k in range(count)]

@@ -76,23 +76,23 @@ def model_spec(study: Study, source: str) -> ModelSpec:
         "preprocess": normalised(Preprocess(), study, len(study.mean) or study.channels),
     }
     if study.weights:
-        path = _existing(study.weights, "weights file")
+        path = _find_file(study.weights, "weights file")
         if study.pretrained:
             raise UserError("--weights and --pretrained can't be used together")
         if not keeps_weights(source):
             common |= {"weights": str(absolute(path)), "weights_sha256": sha256_of(path)}
     if registry.format_of(source):
-        sha256 = sha256_of(path := absolute(_existing(source, "model file")))
+        sha256 = sha256_of(path := absolute(_find_file(source, "model file")))
         return ModelSpec(source=f"file:{beside_its_parts(path, sha256)}", source_sha256=sha256, **common)
     if source.endswith(SAVED) or source.startswith("saved:"):
-        path = _existing(source.removeprefix("saved:"), "saved module")
+        path = _find_file(source.removeprefix("saved:"), "saved module")
         # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
         own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
         sha256 = path.resolve().parent.name if own else sha256_of(path)
         return ModelSpec(source=f"saved:{absolute(path)}", source_sha256=sha256, **common)
     if ":" not in source:
         raise UserError(_no_model(source))
-    return ModelSpec(source=_absolute(source), source_sha256=_source_sha256(source), **common)
+    return ModelSpec(source=_make_absolute(source), source_sha256=_source_sha256(source), **common)
 
 
 def _no_model(source: str) -> str:
@@ -150,7 +150,7 @@ def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preproces
     return replace(preprocess, mean=(0.5,) * channels, std=(0.5,) * channels)
 
 
-def _existing(text: str, what: str) -> Path:
+def _find_file(text: str, what: str) -> Path:
     path = regular(Path(text), what)
     if path.is_dir():
         raise UserError(f"{text} is a folder, not a {what}")
@@ -159,11 +159,11 @@ def _existing(text: str, what: str) -> Path:
     return path
 
 
-def _absolute(source: str) -> str:
+def _make_absolute(source: str) -> str:
     path, _, function = source.rpartition(":")
     if path in NETWORK_FILES:
         return f"{path}:{absolute(Path(function))}" if regular(Path(function), "checkpoint").is_file() else source
-    return f"{absolute(_existing(path, 'Python file'))}:{function}" if path.endswith(".py") else source
+    return f"{absolute(_find_file(path, 'Python file'))}:{function}" if path.endswith(".py") else source
 
 
 def _source_sha256(source: str) -> str:

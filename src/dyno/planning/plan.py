@@ -43,18 +43,18 @@ def expand(study: Study, sources: Collection[str] = ()) -> list[Planned]:
     these models, of a study that was planned as a whole before: checks over all models are not repeated.
     """
     if sources:
-        return _expanded(study, [source for source in study.models if source in sources])
+        return _expand_models(study, [source for source in study.models if source in sources])
     for side in study.sides.values():
         check_weights(side, [source for each in study.sides.values() for source in each.models])
     if study.baseline:
-        planned = paired({side: _expanded(own, own.models) for side, own in study.sides.items()})
+        planned = paired({side: _expand_models(own, own.models) for side, own in study.sides.items()})
     else:
-        planned = _expanded(study, study.models)
+        planned = _expand_models(study, study.models)
     _check_builds(study, planned)
     return planned
 
 
-def _expanded(study: Study, sources: Sequence[str]) -> list[Planned]:
+def _expand_models(study: Study, sources: Sequence[str]) -> list[Planned]:
     """Return the trials of these models of the study."""
     check_threads(study)
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
@@ -69,7 +69,7 @@ def _expanded(study: Study, sources: Sequence[str]) -> list[Planned]:
         users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
         check_known("backend of a runtime", name, {*users, *STEPS, *registry.names()})
     failed = []
-    inspected = _inspected(study, sources)
+    inspected = _inspect_sources(study, sources)
     if len(sources) == len(study.models):
         _check_sizes(study, inspected)
     by_id: dict[str, Planned] = {}
@@ -88,13 +88,13 @@ def _expanded(study: Study, sources: Sequence[str]) -> list[Planned]:
     return list(by_id.values())
 
 
-def _inspected(study: Study, sources: Sequence[str]) -> dict[str, Inspected | UserError]:
+def _inspect_sources(study: Study, sources: Sequence[str]) -> dict[str, Inspected | UserError]:
     """Inspect these models of the study; return the results, or why a model can't be used."""
     models: dict[str, ModelSpec] = {}
     wrong: dict[str, UserError] = {}
     for source in sources:
         try:
-            models[source] = _named(study, source, model_spec(study, source))
+            models[source] = _name_model(study, source, model_spec(study, source))
         except UserError as e:
             wrong[source] = e
     return {**wrong, **inspect_models(study, models)}
@@ -117,8 +117,11 @@ def _of_model(study: Study, inspected: Inspected | UserError, choices: list[Choi
             dims = Dims(batch, height, width, inspection.shapes)
             model_facts = _model_facts(study, inspection, dims, model)
             planned += [
-                replace(_checked(study, _trial(study, choice, model, precision, dims, data)), model_facts=model_facts)
-                for choice, precision in _configurations(study, choices, model)
+                replace(
+                    _check_trial(study, _build_trial(study, choice, model, precision, dims, data)),
+                    model_facts=model_facts,
+                )
+                for choice, precision in _list_configurations(study, choices, model)
             ]
     return planned
 
@@ -126,35 +129,35 @@ def _of_model(study: Study, inspected: Inspected | UserError, choices: list[Choi
 def _of_uninspected(study: Study, source: str, choices: list[Choice], error: UserError) -> list[Planned]:
     """Return rows for a model whose inspection failed, so that the study's other models are measured anyway."""
     try:
-        model = _named(study, source, model_spec(study, source))
+        model = _name_model(study, source, model_spec(study, source))
     except UserError:  # there is no such file
-        model = _named(study, source, ModelSpec(model_name(source), source, channels=study.channels))
+        model = _name_model(study, source, ModelSpec(model_name(source), source, channels=study.channels))
     status, reason = (error.status, error.reason) if isinstance(error, InspectionFailed) else ("failed", str(error))
     reason = reason.removeprefix(f"{model.name}: ")
     pairs = [parse_size(size) for size in study.sizes] or [(0, 0)]
     rows = []
     for pair in pairs:
         for batch in study.batches or (1,):
-            for choice, precision in _configurations(study, choices, model):
-                trial = _trial(study, choice, model, precision, Dims(batch, *pair), DataSpec())
+            for choice, precision in _list_configurations(study, choices, model):
+                trial = _build_trial(study, choice, model, precision, Dims(batch, *pair), DataSpec())
                 rows.append(Planned(trial, reason, status, uninspected=True))
     return rows
 
 
-def _named(study: Study, source: str, model: ModelSpec) -> ModelSpec:
+def _name_model(study: Study, source: str, model: ModelSpec) -> ModelSpec:
     """Return the model, named by its whole source if another one has its name: they would share a reference."""
     return replace(model, name=source) if [*map(model_name, study.models)].count(model.name) > 1 else model
 
 
-def _configurations(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[Choice, str]]:
+def _list_configurations(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[Choice, str]]:
     """Return every backend in each of its precisions."""
     default = study.precisions or (model.precision or "fp32",)
-    readers = choices if study.backends else [choice for choice in choices if _reads(choice.name, model)] or choices
+    readers = choices if study.backends else [choice for choice in choices if _can_read(choice.name, model)] or choices
     by_route = routed(readers, study.routes, file=bool(model.file))
     return [(choice, precision) for choice in by_route for precision in choice.precisions or default]
 
 
-def _reads(name: str, model: ModelSpec) -> bool:
+def _can_read(name: str, model: ModelSpec) -> bool:
     """Return whether the backend can run the model at all; one that declares no file formats may."""
     return not model.file or registry.find(name).reads(model.file)
 
@@ -178,7 +181,7 @@ def _check_builds(study: Study, planned: list[Planned]) -> None:
     """Refuse several builds if nothing is built, or of a backend whose own number of rounds is smaller."""
     if study.builds == 1:
         return
-    if not any(one.trial.plan.builds or _draws(one) for one in planned):
+    if not any(one.trial.plan.builds or _has_builds(one) for one in planned):
         names = ", ".join(dict.fromkeys(one.trial.backend for one in planned))
         raise UserError(
             f"builds is {study.builds}, but what is measured here ({names}) is made the same every time, or was built "
@@ -191,7 +194,7 @@ def _check_builds(study: Study, planned: list[Planned]) -> None:
             )
 
 
-def _draws(entry: Planned) -> bool:
+def _has_builds(entry: Planned) -> bool:
     """Return whether the trial is only refused here, and its backend has builds."""
     return bool(entry.refusal) and BUILD in registry.find(entry.trial.backend).options
 
@@ -224,13 +227,13 @@ def _model_facts(study: Study, inspection: Inspection, dims: Dims, model: ModelS
     return {**counted, **file_facts, **({"preprocess_guessed": True} if guessed else {})}
 
 
-def _trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Trial:
+def _build_trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Trial:
     runtime = replace(runtime_of(study, choice), threads=study.threads or system.physical_cores())
     plan = replace(study.plan, rounds=choice.rounds or study.rounds)
     return Trial(model, choice.name, precision, dims, choice.options, None, data, runtime, plan)
 
 
-def _checked(study: Study, trial: Trial) -> Planned:
+def _check_trial(study: Study, trial: Trial) -> Planned:
     """Return the trial with the recipe of its file, or with the reason why it is refused."""
     engine, python = registry.find(trial.backend), trial.runtime.python
     if library := missing(trial.backend, trial.runtime):
@@ -238,11 +241,11 @@ def _checked(study: Study, trial: Trial) -> Planned:
                        f"{library} is not installed in this Python; {install(library)}")  # fmt: skip
     if refusal := engine.refuse(trial):
         return Planned(trial, refusal)
-    plan = replace(trial.plan, builds=_builds(study, engine, trial))
+    plan = replace(trial.plan, builds=_count_builds(study, engine, trial))
     return Planned(replace(trial, recipe=placed(engine.recipe(trial), study), plan=plan))
 
 
-def _builds(study: Study, engine: Backend, trial: Trial) -> int:
+def _count_builds(study: Study, engine: Backend, trial: Trial) -> int:
     """Return how many builds of its engine a trial goes through.
 
     That is one if a build was named, else all of the study's, or 0 if the recipe has no build, as for a model that is

@@ -19,7 +19,7 @@ def paired(sides: Mapping[str, Sequence[Planned]]) -> list[Planned]:
     for entry in (entry for planned in sides.values() for entry in planned):
         names.setdefault(entry.trial.model.name, set()).add(digest(entry.trial.model))
     shared = {name for name, models in names.items() if len(models) > 1}
-    _check(sides)
+    _check_sides(sides)
     trials = []
     for side, planned in sides.items():
         for entry in planned:
@@ -32,13 +32,13 @@ def paired(sides: Mapping[str, Sequence[Planned]]) -> list[Planned]:
 def renamed(trial: Trial, name: str) -> Trial:
     """Return the trial with its model renamed, in the trial and in the files that it needs."""
 
-    def recipe(old: Recipe | None) -> Recipe | None:
+    def rename_recipe(old: Recipe | None) -> Recipe | None:
         if old is None:
             return None
         model = replace(old.model, name=name)
-        return replace(old, model=model, parent=recipe(old.parent), fallback=recipe(old.fallback))
+        return replace(old, model=model, parent=rename_recipe(old.parent), fallback=rename_recipe(old.fallback))
 
-    return replace(trial, model=replace(trial.model, name=name), recipe=recipe(trial.recipe))
+    return replace(trial, model=replace(trial.model, name=name), recipe=rename_recipe(trial.recipe))
 
 
 def place_of(model: ModelSpec) -> str:
@@ -46,7 +46,7 @@ def place_of(model: ModelSpec) -> str:
     return os.path.relpath(model.file) if model.file else model.source
 
 
-def _check(sides: Mapping[str, Sequence[Planned]]) -> None:
+def _check_sides(sides: Mapping[str, Sequence[Planned]]) -> None:
     """Refuse sides that share no batch and size, or no configuration."""
     a, b = sides.values()
     dims = [{(entry.trial.dims.batch, entry.trial.dims.shown) for entry in side} for side in (a, b)]

@@ -21,7 +21,7 @@ def split(source: str) -> tuple[str, str]:
     Only files have commits, and not if a file has that whole name.
     """
     before, at, commit = source.rpartition("@")
-    file, _, _ = _file(before)
+    file, _, _ = _split_source(before)
     known = file.endswith((".py", *SAVED)) or registry.format_of(file) is not None
     if not (at and commit and known) or Path(source).exists():
         return source, ""
@@ -31,7 +31,7 @@ def split(source: str) -> tuple[str, str]:
 def fixed(source: str) -> str:
     """Return the source with its commit as a hash, so that it means the same after a branch has moved on."""
     place, commit = split(source)
-    return f"{place}@{_hash(_root(_file(place)[0]), commit)[:LENGTH]}" if commit else source
+    return f"{place}@{_resolve_commit(_find_root(_split_source(place)[0]), commit)[:LENGTH]}" if commit else source
 
 
 def checked_out(source: str) -> str:
@@ -43,42 +43,42 @@ def checked_out(source: str) -> str:
     place, commit = split(source)
     if not commit:
         return source
-    file, colon, function = _file(place)
-    root = _root(file)
-    commit = _hash(root, commit)
+    file, colon, function = _split_source(place)
+    root = _find_root(file)
+    commit = _resolve_commit(root, commit)
     inside = os.path.relpath(Path(file).absolute(), root)
-    if _git(root, "cat-file", "-e", f"{commit}:{Path(inside).as_posix()}").returncode:
+    if _run_git(root, "cat-file", "-e", f"{commit}:{Path(inside).as_posix()}").returncode:
         raise UserError(f"there is no {inside} at commit {commit[:LENGTH]} of {root}")
-    return f"{_tree(root, commit) / inside}{colon}{function}"
+    return f"{_check_out_commit(root, commit) / inside}{colon}{function}"
 
 
-def _file(source: str) -> tuple[str, str, str]:
+def _split_source(source: str) -> tuple[str, str, str]:
     """Split `FILE.py:FUNCTION`, or any file, into the file and what follows it."""
     file, colon, function = source.rpartition(":")
     return (file, colon, function) if file.endswith(".py") else (source, "", "")
 
 
-def _root(file: str) -> Path:
+def _find_root(file: str) -> Path:
     """Return the top folder of the repository that the file is, or was, in."""
     folder = Path(file).absolute().parent
     while not folder.is_dir():
         folder = folder.parent
-    done = _git(folder, "rev-parse", "--show-toplevel")
+    done = _run_git(folder, "rev-parse", "--show-toplevel")
     if done.returncode:
-        raise UserError(f"{file} is in no git repository that can be read: {_last(done)}")
+        raise UserError(f"{file} is in no git repository that can be read: {_find_last_line(done)}")
     top = Path(done.stdout.strip())
     # As the user wrote it, where a link leads to the repository.
     return next((each for each in (folder, *folder.parents) if each.resolve() == top.resolve()), top)
 
 
-def _hash(root: Path, commit: str) -> str:
-    done = _git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}")
+def _resolve_commit(root: Path, commit: str) -> str:
+    done = _run_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}")
     if done.returncode:
         raise UserError(f"there is no commit {commit!r} in {root}; fetch it first, such as by `git fetch --unshallow`")
     return done.stdout.strip()
 
 
-def _tree(root: Path, commit: str) -> Path:
+def _check_out_commit(root: Path, commit: str) -> Path:
     """Check out every file of the commit into a folder of the cache, and return the folder."""
     folder = cache_dir() / "commits" / commit
     if folder.is_dir():
@@ -90,14 +90,16 @@ def _tree(root: Path, commit: str) -> Path:
         tree = Path(scratch) / "tree"
         tree.mkdir()
         for words in (["read-tree", commit], ["checkout-index", "--all", f"--prefix={tree}/"]):
-            if (done := _git(root, *words, env=index)).returncode:
-                raise UserError(f"the files of commit {commit[:LENGTH]} can't be taken from {root}: {_last(done)}")
+            if (done := _run_git(root, *words, env=index)).returncode:
+                raise UserError(
+                    f"the files of commit {commit[:LENGTH]} can't be taken from {root}: {_find_last_line(done)}"
+                )
         with suppress(OSError):  # another process was faster
             tree.rename(folder)
     return folder
 
 
-def _git(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+def _run_git(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
     command = ["git", "-C", str(folder), "-c", "core.hooksPath=/dev/null", *words]
     try:
         return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
@@ -105,5 +107,5 @@ def _git(folder: Path, *words: str, env: dict[str, str] | None = None) -> subpro
         raise UserError("git is not installed, and a model's commit needs it; install git") from None
 
 
-def _last(done: subprocess.CompletedProcess[str]) -> str:
+def _find_last_line(done: subprocess.CompletedProcess[str]) -> str:
     return (done.stderr.strip().splitlines() or ["git says nothing"])[-1]

@@ -37,10 +37,12 @@ def saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int,
     that takes the module, else as TorchScript. Raises `UserError` if neither does, or if its inputs are unknown.
     """
     with ONE_AT_A_TIME:
-        return _saved(value, overrides, channels, size)
+        return _save_module(value, overrides, channels, size)
 
 
-def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, size: tuple[int, int] | None) -> str:
+def _save_module(
+    value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int, size: tuple[int, int] | None
+) -> str:
     module, examples = value if isinstance(value, tuple) else (value, None)
     if isinstance(module, type) or not hasattr(module, "named_buffers"):
         name = getattr(module, "__name__", type(module).__name__)
@@ -56,7 +58,7 @@ def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int
     if devices - {"cpu"}:
         module = copy.deepcopy(module).cpu()
     model = ModelSpec(name, "", channels=channels)
-    with _evaluating(module):
+    with _hold_eval_mode(module):
         described = modules.describe_inputs(module, model, examples, overrides)
         dims = Dims(described.batch, *(described.size if all(described.size) else size or (SIZE, SIZE)))
         first = next(iter(modules.signature_of(module).required), "input")
@@ -70,11 +72,11 @@ def _saved(value: Any, overrides: Mapping[str, Mapping[str, Any]], channels: int
             raise
         except Exception as e:  # the module is anyone's code: whatever it raises means that it refuses the input
             other = "" if examples is not None else modules.advice(model)
-            hint = modules.advice_on_reason(module, _line(e), "give") or other
-            refused = f"{name} refuses {modules.listed(specs, dims)}: {_line(e)}"
+            hint = modules.advice_on_reason(module, _shorten_error(e), "give") or other
+            refused = f"{name} refuses {modules.listed(specs, dims)}: {_shorten_error(e)}"
             raise UserError(f"{refused}; {hint}" if hint else refused) from e
-    with _evaluating(module):  # again, with the buffers as they were before it was called
-        return _stored(module, model, verified, replace(dims, batch=verified.batch))
+    with _hold_eval_mode(module):  # again, with the buffers as they were before it was called
+        return _store_module(module, model, verified, replace(dims, batch=verified.batch))
 
 
 @dataclass(frozen=True)
@@ -87,13 +89,13 @@ class Storage:
     make: Callable[[Any, ModelSpec, Specs, Dims], tuple[str, Callable[..., Any], Specs]]
 
 
-def _stored(module: Any, model: ModelSpec, described: ModuleInputs, dims: Dims) -> str:
+def _store_module(module: Any, model: ModelSpec, described: ModuleInputs, dims: Dims) -> str:
     import torch
 
     reasons = []
     for storage in STORAGES[-1:] if isinstance(module, torch.jit.ScriptModule) else STORAGES:
         try:
-            with _quiet():
+            with _silence_torch():
                 text, write, taken = storage.make(module, model, described.inputs, dims)
                 inputs = [*map(to_json, taken)]
                 description = json.dumps({"inputs": inputs, "batch": described.batch, "size": described.size})
@@ -102,28 +104,28 @@ def _stored(module: Any, model: ModelSpec, described: ModuleInputs, dims: Dims) 
                 key = hashlib.sha256(identity.encode()).hexdigest()[:24]
                 path = cache_dir() / "modules" / key / f"{model.name}{storage.suffix}"
                 if not path.is_file():
-                    _put(path, write, description)
+                    _write_file(path, write, description)
                 return str(path)
         except (MemoryError, OSError):
             raise
         except Exception as e:  # each has its own families of errors, and all of them mean "try the next"
-            reasons.append(f"{storage.name}: {_line(e)}")
+            reasons.append(f"{storage.name}: {_shorten_error(e)}")
     raise UserError(
         f"{model.name} can't be handed to other processes ({'; '.join(dict.fromkeys(reasons))}); "
         "put a function that returns it into a file and give that as FILE.py:FUNCTION"
     )
 
 
-def _program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
+def _export_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
     """Export the module with torch.export, with a free batch if its inputs have one."""
-    args, keywords = modules.example(model, specs, _wide(specs, dims))
+    args, keywords = modules.example(model, specs, _widen_batch(specs, dims))
     names = [*modules.signature_of(module).required]
-    positional_axes = [_axes(spec) for spec in specs if not spec.keyword]
+    positional_axes = [_find_free_axes(spec) for spec in specs if not spec.keyword]
     if len(positional_axes) > len(names):
         raise UserError("forward takes *args")  # which the flat program stores
-    shapes = dict(zip(names, positional_axes, strict=False)) | {s.name: _axes(s) for s in specs if s.keyword}
-    program = _exported(module, tuple(args), keywords, shapes if _free(specs) else None)
-    return program.graph_module.code, _saving(program), specs
+    shapes = dict(zip(names, positional_axes, strict=False)) | {s.name: _find_free_axes(s) for s in specs if s.keyword}
+    program = _export_module(module, tuple(args), keywords, shapes if _has_free_axis(specs) else None)
+    return program.graph_module.code, _make_writer(program), specs
 
 
 def _flat_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
@@ -133,38 +135,38 @@ def _flat_program(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tu
     """
     import torch
 
-    args, keywords = modules.example(model, specs, _wide(specs, dims))
+    args, keywords = modules.example(model, specs, _widen_batch(specs, dims))
     given, positional_args = dict(keywords), iter(args)
     given |= {spec.name: next(positional_args) for spec in specs if not spec.keyword}
     arrays = tuple(replace(spec, keyword=False) for spec in specs if spec.dtype)
     flat = positional(torch, module, specs, flat=True)
-    shapes = (tuple(_axes(spec) for spec in arrays),) if _free(specs) else None
-    program = _exported(flat, tuple(given[spec.name] for spec in arrays), {}, shapes)
-    return program.graph_module.code, _saving(program), arrays
+    shapes = (tuple(_find_free_axes(spec) for spec in arrays),) if _has_free_axis(specs) else None
+    program = _export_module(flat, tuple(given[spec.name] for spec in arrays), {}, shapes)
+    return program.graph_module.code, _make_writer(program), arrays
 
 
-def _exported(module: Any, args: tuple[Any, ...], keywords: dict[str, Any], shapes: Any) -> Any:
+def _export_module(module: Any, args: tuple[Any, ...], keywords: dict[str, Any], shapes: Any) -> Any:
     import torch
 
     return torch.export.export(module, args, keywords, dynamic_shapes=shapes)
 
 
-def _saving(program: Any) -> Callable[..., Any]:
+def _make_writer(program: Any) -> Callable[..., Any]:
     import torch
 
     return lambda place, extra: torch.export.save(program, place, extra_files=extra)
 
 
-def _wide(specs: Specs, dims: Dims) -> Dims:
+def _widen_batch(specs: Specs, dims: Dims) -> Dims:
     """Return dims with a batch that torch.export doesn't take for a constant."""
-    return replace(dims, batch=max(dims.batch, 2)) if _free(specs) else dims
+    return replace(dims, batch=max(dims.batch, 2)) if _has_free_axis(specs) else dims
 
 
-def _free(specs: Specs) -> bool:
+def _has_free_axis(specs: Specs) -> bool:
     return any(isinstance(axis, str) for spec in specs for axis in spec.shape)
 
 
-def _axes(spec: InputSpec) -> Any:
+def _find_free_axes(spec: InputSpec) -> Any:
     """Return the free axes for torch.export: the batch must be free, the size is free if the module allows it."""
     import torch
 
@@ -175,7 +177,7 @@ def _axes(spec: InputSpec) -> Any:
     return axes or None
 
 
-def _script(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
+def _script_module(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[str, Callable[..., Any], Specs]:
     import torch
 
     script = torch.jit.script(module)
@@ -184,13 +186,13 @@ def _script(module: Any, model: ModelSpec, specs: Specs, dims: Dims) -> tuple[st
 
 
 STORAGES = (
-    Storage(".pt2", "torch.export", _program),
+    Storage(".pt2", "torch.export", _export_program),
     Storage(".pt2", "torch.export", _flat_program),
-    Storage(".torchscript", "torch.jit.script", _script),
+    Storage(".torchscript", "torch.jit.script", _script_module),
 )
 
 
-def _put(path: Path, write: Callable[..., Any], description: str) -> None:
+def _write_file(path: Path, write: Callable[..., Any], description: str) -> None:
     """Write the file beside its place and rename it into place: another process may read it meanwhile."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=path.parent) as scratch:
@@ -201,11 +203,11 @@ def _put(path: Path, write: Callable[..., Any], description: str) -> None:
 
 
 @contextmanager
-def _evaluating(module: Any) -> Iterator[None]:
+def _hold_eval_mode(module: Any) -> Iterator[None]:
     """Hold the module in eval mode while the block runs, then restore its modes and buffers: it is the user's."""
     modes = [(each, each.training) for each in module.modules() if hasattr(each, "training")]  # not if it is frozen
     buffers = [
-        (each, name, buffer, buffer.detach().clone(), _version(buffer))
+        (each, name, buffer, buffer.detach().clone(), _read_version(buffer))
         for each in module.modules()
         for name, buffer in each.named_buffers(recurse=False)
     ]
@@ -215,27 +217,27 @@ def _evaluating(module: Any) -> Iterator[None]:
     finally:
         for each, training in modes:
             each.training = training
-        _restore(buffers)
+        _restore_buffers(buffers)
 
 
-def _version(buffer: Any) -> int:
+def _read_version(buffer: Any) -> int:
     """Return the counter of in-place changes; -1 if the buffer has none."""
     return -1 if buffer.is_inference() else int(buffer._version)
 
 
-def _restore(buffers: Sequence[tuple[Any, str, Any, Any, int]]) -> None:
+def _restore_buffers(buffers: Sequence[tuple[Any, str, Any, Any, int]]) -> None:
     import torch
 
     for owner, name, buffer, value, version in buffers:
         if getattr(owner, name) is not buffer:
             setattr(owner, name, buffer)
-        if version < 0 or _version(buffer) != version:
+        if version < 0 or _read_version(buffer) != version:
             with torch.inference_mode():
                 buffer.copy_(value)
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
+def _silence_torch() -> Iterator[None]:
     """Silence PyTorch while the block runs: it prints and logs whole graphs that it refuses."""
     before = logging.root.manager.disable
     logging.disable(logging.CRITICAL)
@@ -247,5 +249,5 @@ def _quiet() -> Iterator[None]:
         logging.disable(before)
 
 
-def _line(e: Exception) -> str:
+def _shorten_error(e: Exception) -> str:
     return shorten(first_line(e), 200)

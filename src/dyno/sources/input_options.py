@@ -33,7 +33,7 @@ def overrides(inputs: Iterable[str], input_shapes: Iterable[str]) -> dict[str, d
     """
     by_name: dict[str, dict[str, Any]] = {}
     for text in inputs:
-        for name, override in (_arrays(Path(text)) if text.endswith(".npz") else _values(text)).items():
+        for name, override in (_read_arrays(Path(text)) if text.endswith(".npz") else _parse_values(text)).items():
             by_name.setdefault(name, {}).update(override)
     for name, override in shapes(input_shapes).items():
         by_name.setdefault(name, {}).update(override)
@@ -54,11 +54,11 @@ def shapes(texts: Iterable[str]) -> dict[str, dict[str, Any]]:
     return by_name
 
 
-def _values(text: str) -> dict[str, dict[str, Any]]:
+def _parse_values(text: str) -> dict[str, dict[str, Any]]:
     """Parse a constant from `sr=16000`, or a range from `ids=0..30521`."""
     name, equals, value = text.partition("=")
     low, dots, high = value.partition("..")
-    numbers = [BOOLS.get(part.lower(), _number(part)) for part in ((low, high) if dots else (low,))]
+    numbers = [BOOLS.get(part.lower(), _parse_number(part)) for part in ((low, high) if dots else (low,))]
     if not (name and equals) or None in numbers or (dots and any(isinstance(n, bool) for n in numbers)):
         raise UserError(
             f"input {text!r} is not NAME=VALUE such as sr=16000, NAME=LOW..HIGH such as ids=0..30521, or FILE.npz"
@@ -74,7 +74,7 @@ def _values(text: str) -> dict[str, dict[str, Any]]:
     return {name: value_range if dots else {**value_range, "value": numbers[0]}}
 
 
-def _number(text: str) -> Any:
+def _parse_number(text: str) -> Any:
     for kind in (int, float):
         try:
             return kind(text)
@@ -83,7 +83,7 @@ def _number(text: str) -> Any:
     return None
 
 
-def _arrays(path: Path) -> dict[str, dict[str, Any]]:
+def _read_arrays(path: Path) -> dict[str, dict[str, Any]]:
     """Return the shape, type and place of each array of an .npz file.
 
     The first axis is the batch for arrays as long as the first one, unless the model's file names another (`array` is

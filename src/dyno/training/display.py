@@ -52,19 +52,19 @@ class TrainingView:
             self._opening.append(f"resuming after epoch {len(done)} of {self.epochs}")
         if self.quiet or not self.console.is_terminal:
             yield
-            self._lines()
+            self._print_epochs()
             return
         columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
         with Progress(*columns, console=self.console, transient=True) as self._bar:
             self._task = self._bar.add_task("start", total=self.epochs, completed=self._shown)
             yield
-            self._lines()
+            self._print_epochs()
         self._bar = None
 
     def tick(self, stage: str, elapsed: float) -> None:
         """Update the display; called about twenty times a second while the job runs."""
         if stage.startswith(BEGUN):
-            self._open()
+            self._print_opening()
         if self._bar is not None:
             self._bar.update(self._task, description=escape(stage), completed=self._shown)
         try:
@@ -73,7 +73,7 @@ class TrainingView:
             return
         if modified != self._modified:
             self._modified = modified
-            self._lines()
+            self._print_epochs()
 
     def waiting(self, owner: str) -> None:
         """Show that the training waits for another process's job."""
@@ -84,15 +84,15 @@ class TrainingView:
         if not self.quiet:
             self.console.print(escape(line), soft_wrap=True, highlight=False)
 
-    def _open(self) -> None:
+    def _print_opening(self) -> None:
         for line in self._opening:
             self.say(line)
         self._opening = []
 
-    def _lines(self) -> None:
+    def _print_epochs(self) -> None:
         rows = history(self.folder)
         if len(rows) > self._shown:
-            self._open()
+            self._print_opening()
         for row in rows[self._shown :]:
             self.say(line(row, self.epochs))
         self._shown = max(self._shown, len(rows))

@@ -127,14 +127,16 @@ def train(
         raise UserError(f"there is no training to resume in {folder}; omit --resume to start one")
     view = TrainingView(folder, chosen.epochs, quiet=quiet)
     with begun(folder), Run(folder).locked():
-        plan = _planned(study, chosen, holdout, folder, view)
-        record, now = _run(plan, folder, view)
-    result = _result(record, folder)
-    _tell(plan, record, result, view, now=now, advise=advise)
-    return replace(result, engines=_engines(plan, result, quiet)) if then else result
+        plan = _plan_training(study, chosen, holdout, folder, view)
+        record, now = _run_job(plan, folder, view)
+    result = _make_result(record, folder)
+    _print_outcome(plan, record, result, view, now=now, advise=advise)
+    return replace(result, engines=_measure_engines(plan, result, quiet)) if then else result
 
 
-def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: Path, view: TrainingView) -> Training:
+def _plan_training(
+    study: Study, chosen: TrainOptions, holdout: float | None, folder: Path, view: TrainingView
+) -> Training:
     """Inspect the model, list and decode the images: every check before a training begins."""
     source = study.models[0]
     if registry.format_of(source):
@@ -150,19 +152,19 @@ def _planned(study: Study, chosen: TrainOptions, holdout: float | None, folder: 
     return Training(study, replace(model, classes=len(names)), size, training, test, chosen, names)
 
 
-def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool]:
+def _run_job(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool]:
     """Run the job and store its outcome beside the weights; return its record, and False if it was done before."""
     names = ", ".join(plan.classes[:5]) + (", …" if len(plan.classes) > 5 else "")
     opening = (
-        f"training {plan.model.name} at {plan.size[0]}x{plan.size[1]} on {_count(plan.training)} images of "
-        f"{len(plan.classes)} classes ({names}), testing on {_count(plan.test)}"
+        f"training {plan.model.name} at {plan.size[0]}x{plan.size[1]} on {_count_images(plan.training)} images of "
+        f"{len(plan.classes)} classes ({names}), testing on {_count_images(plan.test)}"
     )
     job = plan.job()
-    if stored := _finished(job, folder):
+    if stored := _find_record(job, folder):
         view.say(f"{opening}: trained already")
         return stored, False
     begun = datetime.now(UTC).isoformat(timespec="seconds")
-    _describe(plan, folder, {"status": "running", "started": begun})
+    _write_description(plan, folder, {"status": "running", "started": begun})
     with device_lock.held(job.runtime, view.waiting), view.running(opening):
         record = launch(job, folder, math.inf, view.tick)
     if rows := history(folder):
@@ -171,13 +173,13 @@ def _run(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, bool
         except ModuleNotFoundError as e:
             view.say(f"no {CURVES}: {lacking([e.name or 'matplotlib'])}")
     about = {"status": record.status, "reason": record.reason, "started": begun}
-    _describe(plan, folder, {**about, "result": to_json(record.facts.training), "system": record.system})
+    _write_description(plan, folder, {**about, "result": to_json(record.facts.training), "system": record.system})
     if record.status != "ok":
-        raise UserError(_why(record, plan, len(rows)))
+        raise UserError(_explain_end(record, plan, len(rows)))
     return record, True
 
 
-def _finished(job: Job, folder: Path) -> Record | None:
+def _find_record(job: Job, folder: Path) -> Record | None:
     """Return the record of the very same training if its weights are still there, else None.
 
     Raises `UserError` if the record is damaged.
@@ -194,19 +196,19 @@ def _finished(job: Job, folder: Path) -> Record | None:
     return record if trained is not None and sha256_of(folder / trained.weights) == trained.sha256 else None
 
 
-def _count(data: DataSpec) -> int:
+def _count_images(data: DataSpec) -> int:
     from dyno.datasets import meta
 
     return int(meta(data)["splits"][data.split])
 
 
-def _describe(plan: Training, folder: Path, about: dict[str, Any]) -> None:
+def _write_description(plan: Training, folder: Path, about: dict[str, Any]) -> None:
     """Write training.json: settings, model, data and the outcome."""
     data = {
         "source": plan.study.data,
         "classes": plan.classes,
-        "training": {"sha256": plan.training.sha256, "images": _count(plan.training)},
-        "test": {"sha256": plan.test.sha256, "images": _count(plan.test)},
+        "training": {"sha256": plan.training.sha256, "images": _count_images(plan.training)},
+        "test": {"sha256": plan.test.sha256, "images": _count_images(plan.test)},
     }
     settings = {**plan.options.settings(), "workers": plan.options.workers}
     write_json(
@@ -215,7 +217,7 @@ def _describe(plan: Training, folder: Path, about: dict[str, Any]) -> None:
     )
 
 
-def _why(record: Record, plan: Training, done: int) -> str:
+def _explain_end(record: Record, plan: Training, done: int) -> str:
     """Return how the job ended, in one line."""
     if record.status == "oom":
         size = "x".join(map(str, plan.size))
@@ -227,24 +229,24 @@ def _why(record: Record, plan: Training, done: int) -> str:
     return f"the training {record.status} after {done} epochs ({record.reason}); the same command resumes there"
 
 
-def _trained(record: Record) -> Trained:
+def _read_trained(record: Record) -> Trained:
     assert record.facts.training is not None  # every job of this kind that ended well leaves it
     return record.facts.training
 
 
-def _result(record: Record, folder: Path) -> TrainingResult:
-    found = _trained(record)
+def _make_result(record: Record, folder: Path) -> TrainingResult:
+    found = _read_trained(record)
     return TrainingResult(folder, folder / found.weights, found.top1, found.top5, found.best_epoch, history(folder))
 
 
-def _tell(
+def _print_outcome(
     plan: Training, record: Record, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
 ) -> None:
     """Print the best weights' accuracy with its interval, and what to do with them."""
     from dyno.analysis.formatting import show
     from dyno.analysis.stats import wilson
 
-    facts = _trained(record)
+    facts = _read_trained(record)
     for note in facts.notes:
         view.say(f"note: {note}")
     share = wilson(facts.hits, facts.count)
@@ -276,7 +278,7 @@ def next_command(command: str, plan: Training, weights: Path) -> str:
     return shlex.join(command_line)
 
 
-def _engines(plan: Training, result: TrainingResult, quiet: bool) -> Result:
+def _measure_engines(plan: Training, result: TrainingResult, quiet: bool) -> Result:
     """Measure the trained weights under PyTorch and the backends, in the folder `engines`."""
     others = tuple(name for name in plan.study.backends if name != "pytorch")
     study = replace(

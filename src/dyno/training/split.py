@@ -52,14 +52,14 @@ def source(data: str, holdout: float | None, out: Path, seed: int) -> str:
     share = HOLDOUT if holdout is None else holdout
     if not 0 < share < 1:
         raise UserError(f"--holdout is {share:g}; it is a share of the images between 0 and 1, e.g. 0.2")
-    return str(_link_folder(_split(root.resolve(), share, seed), out / "data" / folder.resolve().name, out))
+    return str(_link_folder(_split_images(root.resolve(), share, seed), out / "data" / folder.resolve().name, out))
 
 
 def _has_classes(root: Path) -> bool:
     return root.is_dir() and any(p.is_dir() and not p.name.startswith(".") for p in root.iterdir())
 
 
-def _split(root: Path, share: float, seed: int) -> dict[str, Path]:
+def _split_images(root: Path, share: float, seed: int) -> dict[str, Path]:
     """Return every image by its path in the split folder: `train/CLASS/…` or `test/CLASS/…`."""
     listing = scan(root, 0, seed)
     rng = np.random.default_rng(seed)
@@ -70,11 +70,11 @@ def _split(root: Path, share: float, seed: int) -> dict[str, Path]:
             raise UserError(f"class {name!r} has one image; it needs two, one to train on and one to test on")
         held = min(max(1, round(share * len(photos))), len(photos) - 1)
         tested = set(rng.permutation(len(photos))[:held].tolist())
-        placed |= {_place(photo, root, i in tested): photo.path for i, photo in enumerate(photos)}
+        placed |= {_name_copy(photo, root, i in tested): photo.path for i, photo in enumerate(photos)}
     return placed
 
 
-def _place(photo: Photo, root: Path, tested: bool) -> str:
+def _name_copy(photo: Photo, root: Path, tested: bool) -> str:
     return f"{'test' if tested else 'train'}/{photo.path.relative_to(root).as_posix()}"
 
 

@@ -58,9 +58,9 @@ def steps_of(needed: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple
         self.tried[count] = count >= needed
         return count >= needed
 
-    monkeypatch.setattr(precisions._Search, "_holds", holds)
-    monkeypatch.setattr(precisions._Search, "_layers", lambda self: layers)
-    return found._fewest(), list(found.tried)
+    monkeypatch.setattr(precisions._Search, "_is_within_budget", holds)
+    monkeypatch.setattr(precisions._Search, "_count_layers", lambda self: layers)
+    return found._find_fewest(), list(found.tried)
 
 
 @pytest.mark.parametrize(

@@ -94,7 +94,7 @@ def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(
     fields = {"batches": (1, 2, 3), "rounds": 5, "seconds": 0.2}
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(system, "core_threads", lambda: [(k,) for k in range(3)])
-        patch.setattr(ray_cluster, "_processors", _anywhere)
+        patch.setattr(ray_cluster, "_choose_processors", _anywhere)
         spread.run(fake_study(on=f"ray={cluster.address}", **fields), tmp_path, log)
     assert gone, log.said
     results = load(tmp_path)

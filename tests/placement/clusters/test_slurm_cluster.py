@@ -188,7 +188,7 @@ def test_a_job_that_writes_while_its_folder_is_removed_does_not_stop_the_next_co
         (folder / "jobs-earlier" / "0").mkdir(parents=True, exist_ok=True)
 
     monkeypatch.setattr(shutil, "rmtree", removed)
-    monkeypatch.setattr(slurm_cluster, "_submit", _refuse)
+    monkeypatch.setattr(slurm_cluster, "_submit_job", _refuse)
     with pytest.raises(UserError, match="handed in"), slurm_cluster.places("1,cluster=local", "cpu", tmp_path, Log()):
         pass
     assert len([*(tmp_path / "slurm").glob("jobs-*")]) == 2

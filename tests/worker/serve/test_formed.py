@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dyno.api.serve.session import _inputs
+from dyno.api.serve.session import _count_inputs
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.jobs.serve import _list_powers
 from dyno.worker.serve.formed import Formed
@@ -60,7 +60,7 @@ def test_batches_of_each_size_are_formed_full_and_not() -> None:
 @pytest.mark.parametrize("most", [1, 2, 5, 8, 19, 32, 64, 100, 128, 257, 512])
 def test_the_usual_inputs_form_batches_of_every_size(most: int) -> None:
     sizes = _list_powers(most)
-    answers, seen = answered(sizes, -(-_inputs(most) // most))
+    answers, seen = answered(sizes, -(-_count_inputs(most) // most))
     assert {len(batch) for batch in seen} == {*sizes}
     assert answers.tolist() == [2 * x for x in range(1, len(answers) + 1)]
 

@@ -82,8 +82,8 @@ def cold_start(
         raise UserError("an ONNX graph doesn't run by itself; name a backend, such as onnxruntime")
     reading.read_all(sides)
     with progress.running([]):
-        started, failed = _started(reading.trials, progress)
-        starts = tuple(_measured(started, rounds, FILES[files], progress))
+        started, failed = _start_forms(reading.trials, progress)
+        starts = tuple(_measure_starts(started, rounds, FILES[files], progress))
     return ColdStarts(starts, (*reading.left_out, *failed))
 
 
@@ -121,15 +121,15 @@ class Form:
     rounds: dict[str, list[ColdStart]] = field(default_factory=dict)
 
 
-def _started(trials: Sequence[tuple[Trial, Artifact | None]], progress: Progress) -> tuple[list[Form], list[str]]:
+def _start_forms(trials: Sequence[tuple[Trial, Artifact | None]], progress: Progress) -> tuple[list[Form], list[str]]:
     """Return the forms that answer an unmeasured start, and why the others don't; raise `UserError` if all fail."""
     several = len({trial.model.name for trial, _ in trials}) > 1
     found, errors = [], list[UserError]()
     for trial, artifact in trials:
-        form = Form(_title(trial, several), trial, artifact)
+        form = Form(_format_title(trial, several), trial, artifact)
         progress.other(f"start {form.title} unmeasured")
         try:
-            form.read = _start(form, progress).files
+            form.read = _measure_start(form, progress).files
             found.append(form)
         except UserError as e:
             errors.append(e)
@@ -138,7 +138,7 @@ def _started(trials: Sequence[tuple[Trial, Artifact | None]], progress: Progress
     return found, [str(e) for e in errors]
 
 
-def _measured(each: Sequence[Form], rounds: int, states: Sequence[str], progress: Progress) -> Iterator[Starts]:
+def _measure_starts(each: Sequence[Form], rounds: int, states: Sequence[str], progress: Progress) -> Iterator[Starts]:
     for number in range(rounds):
         order = [(form, state) for form in each for state in states]
         random.Random(number).shuffle(order)
@@ -146,15 +146,15 @@ def _measured(each: Sequence[Form], rounds: int, states: Sequence[str], progress
             progress.other(f"start {form.title}, files {state}, round {number + 1} of {rounds}")
             if state == COLD:
                 drop(form.read)
-            form.rounds.setdefault(state, []).append(_start(form, progress))
+            form.rounds.setdefault(state, []).append(_measure_start(form, progress))
     return (Starts(form.title, state, tuple(form.rounds[state])) for form in each for state in states)
 
 
-def _title(trial: Trial, several: bool) -> str:
+def _format_title(trial: Trial, several: bool) -> str:
     return f"{f'{trial.model.name} ' if several else ''}{trial.variant} {trial.precision}"
 
 
-def _start(form: Form, progress: Progress) -> ColdStart:
+def _measure_start(form: Form, progress: Progress) -> ColdStart:
     """Measure one start in a fresh process; raise `UserError` if it doesn't answer."""
     job = Job("cold_start", form.trial.runtime, form.trial, artifact=form.artifact)
     with tempfile.TemporaryDirectory() as scratch:

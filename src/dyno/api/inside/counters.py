@@ -63,12 +63,12 @@ def count(
         folder, log = Path(scratch) / "job", Path(scratch) / "ncu.csv"
         job = Job("counters", trial.runtime, trial, artifact=artifact)
         record = launch_in_turn(job, folder, timeout_s, progress, tool=command(tool, log))
-        report = ncu.read(_text(log))
-        printed = [ncu.read(_text(folder / name)).errors for name in ("stdout.log", "stderr.log")]
+        report = ncu.read(_read_text(log))
+        printed = [ncu.read(_read_text(folder / name)).errors for name in ("stdout.log", "stderr.log")]
     return outcome(record, replace(report, errors=(*report.errors, *printed[0], *printed[1])), timeout_s)
 
 
-def _text(path: Path) -> str:
+def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
@@ -76,13 +76,13 @@ def outcome(record: Record, report: Report, timeout_s: float) -> Report:
     """Return the report, with the reason if it is incomplete; raise `UserError` if it is empty."""
     if report.kernels and record.status == "ok" and not any(FAILED in error for error in report.errors):
         return report
-    reason = _reason(record, report.errors, timeout_s)
+    reason = _find_reason(record, report.errors, timeout_s)
     if report.kernels:
         return replace(report, cut_short=reason)
     raise UserError(f"no hardware counters: {reason}")
 
 
-def _reason(record: Record, errors: Sequence[str], timeout_s: float) -> str:
+def _find_reason(record: Record, errors: Sequence[str], timeout_s: float) -> str:
     """Return why not all kernels were counted; ncu's reason comes before the job's, which ncu may have ended."""
     known = next((said for sign, said in CAUSES.items() if any(sign in error for error in errors)), "")
     if known:

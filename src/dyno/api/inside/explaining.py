@@ -107,10 +107,10 @@ class Explained:
         if format == "html":
             return self.html
         if format == "json":
-            return export(self.tables, format, about={"reasons": to_json(self.reasons), **self._about()})
+            return export(self.tables, format, about={"reasons": to_json(self.reasons), **self._describe_pair()})
         return with_sentences(self.tables, self.sentences, format)
 
-    def _about(self) -> dict[str, Any]:
+    def _describe_pair(self) -> dict[str, Any]:
         found = self.waterfall
         shares = {"attributed": found.attributed, "named": found.named} if found.gap.proven else {}
         tried = {"tried": self.tried.sentences} if self.tried else {}
@@ -160,7 +160,7 @@ def explain(
     progress = Progress(quiet=quiet)
     if prescriptions:
         trying.check(model, sides)
-    found = Explained(_pair(model, sides, batch, rounds, runs, settings, progress), top)
+    found = Explained(_find_pair(model, sides, batch, rounds, runs, settings, progress), top)
     for path in paths:
         found.save(path)
     if not prescriptions:
@@ -179,12 +179,12 @@ def _nothing_at(model: Any) -> bool:
     return isinstance(model, (str, Path)) and ":" not in str(model) and not Path(model).exists()
 
 
-def _pair(
+def _find_pair(
     model: Any, sides: Sequence[Any], batch: int, rounds: int, runs: int, settings: dict[str, Any], progress: Progress
 ) -> Pair:
     """Read or measure the pair that `explain` compares."""
     if not sides and Path(str(model)).suffix == STORED:
-        return _stored(Path(model))
+        return _read_pair(Path(model))
     if len(sides) not in (1, 2) or (len(sides) == 1 and forms.is_form(sides[0])):
         raise UserError("give a model and the two forms to explain, a run folder and two of its trials, two models, or "
                         "a file that `dyno explain --save FILE.json` wrote")  # fmt: skip
@@ -206,7 +206,7 @@ def _as_they_are(study: Study, other: Any) -> list[forms.Side]:
     return profiling.engines(sides)
 
 
-def _stored(path: Path) -> Pair:
+def _read_pair(path: Path) -> Pair:
     try:
         return pairs.read(path)
     except OSError as e:
@@ -245,11 +245,11 @@ def _of_run(
         replace(side, stored=center(each.medians("model")).value) for side, each in zip(pair.sides, found, strict=True)
     )
     whole = replace(pair, a=a, b=b, notes=tuple(notes))
-    _keep(whole, pairs.of_run(folder, *(each.id for each in found)))
+    _store_pair(whole, pairs.of_run(folder, *(each.id for each in found)))
     return whole
 
 
-def _keep(pair: Pair, path: Path) -> None:
+def _store_pair(pair: Pair, path: Path) -> None:
     """Store the pair in its run, whose report then has it; a run that can't be written to goes without."""
     with suppress(OSError):
         path.parent.mkdir(exist_ok=True)
@@ -303,14 +303,14 @@ def fitted(first: Inside, inside: Inside, times: Times) -> Times:
     Engines number the conversions that they insert anew each time, so these are identified by the layers that write
     their inputs. Raises `UserError` if the layers differ.
     """
-    places = {key: k for k, key in enumerate(_keys(inside))}
-    keys = _keys(first)
+    places = {key: k for k, key in enumerate(_make_keys(inside))}
+    keys = _make_keys(first)
     if places.keys() != set(keys):
         raise UserError(f"{inside.library} has other layers in another process; explain one process with rounds=1")
     return replace(times, layers=times.layers[:, [places[key] for key in keys]])
 
 
-def _keys(form: Inside) -> list[tuple[str, str, int]]:
+def _make_keys(form: Inside) -> list[tuple[str, str, int]]:
     """Return a key for each layer that identifies it in another process."""
     writers = {port.name: layer for layer in form.layers for port in layer.outputs}
     seen: Counter[tuple[str, str]] = Counter()

@@ -134,14 +134,14 @@ def save(found: Found, path: Path) -> list[Path]:
     Raises `UserError` for an unknown suffix, and OSError if the file can't be written.
     """
     kind = kind_of(path, bool(found.times))
-    lines = _lines(found)
+    lines = _make_timelines(found)
     if kind.text is not None:
         write_text(path, kind.text(found, lines) + "\n")
         return [path]
     if kind.rated:
         _draw_roofline(found, path)
         return [path]
-    return _graphs(found, dict(zip(found.shown, lines, strict=True)), path)
+    return _write_graphs(found, dict(zip(found.shown, lines, strict=True)), path)
 
 
 def save_all(found: Found, paths: Sequence[Path], quiet: bool) -> None:
@@ -160,7 +160,7 @@ def check_library(name: str) -> None:
 
 def fragment(found: Found) -> str:
     """Return the tree maps and the tables as a part of a page."""
-    return page.fragment(_lines(found), found.tables)
+    return page.fragment(_make_timelines(found), found.tables)
 
 
 def _draw_roofline(found: Found, path: Path) -> None:
@@ -175,11 +175,11 @@ def _draw_roofline(found: Found, path: Path) -> None:
         write_text(path, style.svg(figure, "roofline"))
 
 
-def _lines(found: Found) -> list[Timeline]:
+def _make_timelines(found: Found) -> list[Timeline]:
     return timelines(found.forms, found.graph_of, found.module_of, found.times, found.shown)
 
 
-def _graphs(found: Found, lines: Mapping[int, Timeline], path: Path) -> list[Path]:
+def _write_graphs(found: Found, lines: Mapping[int, Timeline], path: Path) -> list[Path]:
     """Write each graph, annotated with the forms made from it; file names from the second on have a number."""
     written: list[Path] = []
     for graph, file in found.graphs.items():
@@ -189,14 +189,14 @@ def _graphs(found: Found, lines: Mapping[int, Timeline], path: Path) -> list[Pat
             made = {module: lines[module], **made}
         notes = node_notes.notes(found.forms, graph, made, module)
         out = path.with_name(f"{path.stem}-{len(written) + 1}{path.suffix}") if written else path
-        _annotate(file, out, notes)
+        _annotate_graph(file, out, notes)
         written.append(out)
     if not written:
         raise UserError(f"{path.name} needs an ONNX graph, and none of the forms was made from one; add onnxruntime")
     return written
 
 
-def _annotate(file: GraphFile, out: Path, notes: Sequence[Note]) -> None:
+def _annotate_graph(file: GraphFile, out: Path, notes: Sequence[Note]) -> None:
     options = {"source": file.path, "out": str(out.absolute()), "nodes": [vars(note) for note in notes]}
     job = Job("annotate", file.runtime, options=options)
     with tempfile.TemporaryDirectory() as scratch:

@@ -57,7 +57,7 @@ class GraphFile:
 def sides(study: Study, others: Sequence[Any]) -> list[Side]:
     """Return the study's model as it is, then the others: forms of it, or other models as they are."""
     source = study.models[0]
-    found = [first(source), *(_named(str(o), source) or first(Study(models=(o,)).models[0]) for o in others)]
+    found = [first(source), *(_parse_form(str(o), source) or first(Study(models=(o,)).models[0]) for o in others)]
     check_weights(study, [side.source for side in found])
     return found
 
@@ -74,20 +74,20 @@ def first(source: str) -> Side:
 
 def is_form(text: Any) -> bool:
     """Return whether the text names a form of a model rather than a model."""
-    return defaults.form(str(text), _names()) is not None
+    return defaults.form(str(text), _list_form_names()) is not None
 
 
-def _names() -> tuple[str, ...]:
+def _list_form_names() -> tuple[str, ...]:
     return (ONNX, *registry.names())
 
 
-def _named(text: str, source: str) -> Side | None:
+def _parse_form(text: str, source: str) -> Side | None:
     """Return a form of the first model, or None for text that names another model."""
-    found = defaults.form(text, _names())
+    found = defaults.form(text, _list_form_names())
     if found is None:
         named = text.partition("/")[0]
         if not (Path(text).is_file() or ":" in named or registry.format_of(text)):
-            check_known("form", named.partition("@")[0], _names())
+            check_known("form", named.partition("@")[0], _list_form_names())
         return None
     choice, precision = Choice.parse(found[0]), found[1]
     if choice.name == MODULE and registry.format_of(source):
@@ -125,7 +125,7 @@ class Reading:
                 if UNWATCHED not in str(e):
                     errors.append(e)
                 elif place or len(sides) == 1:
-                    errors.append(_unwatched(side, e))
+                    errors.append(_reword_error(side, e))
         if not kept:
             raise errors[0]
         self.left_out += map(str, errors)
@@ -163,15 +163,15 @@ class Reading:
             "sizes": [list(parse_size(size)) for size in study.sizes],
             "overrides": input_options.overrides(study.inputs, study.shapes),
         }
-        self._add(self._launched(trial, None, options), "")
+        self._add_form(self._launch_job(trial, None, options), "")
 
     def built(self, study: Study, side: Side, trial: Trial) -> None:
         """Read an engine that the user built, which takes no look at its inputs."""
-        self._add(self.ran(trial, None), "")
+        self._add_form(self.ran(trial, None), "")
 
     def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
         """Return the form that an engine runs."""
-        return self._launched(trial, artifact)
+        return self._launch_job(trial, artifact)
 
     def engine(self, study: Study, side: Side, trial: Trial) -> None:
         """Read the form that an engine makes of the model, after making its file, and the graph of that file."""
@@ -183,17 +183,17 @@ class Reading:
         data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
         dims = Dims(batch, *size, inspection.shapes)
         trial = replace(trial, model=model, precision=precision, dims=dims, data=data)
-        if reason := self._refused(side, trial):
+        if reason := self._find_refusal(side, trial):
             raise no_form(trial, reason)
-        recipe = self._recipe(study, trial)
-        artifact = self._made(recipe, trial) if recipe else None
+        recipe = self._make_recipe(study, trial)
+        artifact = self._make_file(recipe, trial) if recipe else None
         if side.choice.name == ONNX:
-            shown = self._add(self._graph_form(trial, artifact), artifact.sha256 if artifact else "")
-            self.graphs[shown] = _file(trial, artifact)
+            shown = self._add_form(self._graph_form(trial, artifact), artifact.sha256 if artifact else "")
+            self.graphs[shown] = _make_graph_file(trial, artifact)
             return
         self.made(trial, recipe, artifact)
 
-    def _refused(self, side: Side, trial: Trial) -> str:
+    def _find_refusal(self, side: Side, trial: Trial) -> str:
         """Return why the form can't be made of the model, or "" if no reason is known."""
         if side.choice.name != ONNX:
             return registry.find(side.choice.name).refuse(trial)
@@ -202,8 +202,8 @@ class Reading:
 
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Read the form that the trial runs, made by the recipe, and the graph behind it."""
-        form = self._add(self.titled(self.ran(trial, artifact), trial), "")
-        behind = self._behind(recipe, artifact)
+        form = self._add_form(self.titled(self.ran(trial, artifact), trial), "")
+        behind = self._find_onnx_file(recipe, artifact)
         if behind is not None:
             with suppress(NoForm):  # the engine's own layers are known without it
                 self.graph_of[form] = self.graph(trial, behind)
@@ -214,7 +214,7 @@ class Reading:
         options = [f"{name}={value}" for name, value in trial.options.items()]
         return replace(form, library=" ".join((form.library, *lowered, *options)))
 
-    def _recipe(self, study: Study, trial: Trial) -> Recipe | None:
+    def _make_recipe(self, study: Study, trial: Trial) -> Recipe | None:
         if trial.backend == ONNX:  # the file that engines of any batch share, where there is one
             fixed, free = (registry.formats()[ONNX].recipe(replace(trial, dims=replace(trial.dims, batch=n)))
                            for n in (trial.dims.batch, 0))  # fmt: skip
@@ -223,14 +223,14 @@ class Reading:
         engine.check_options(trial.options)
         return placed(engine.recipe(trial), study)
 
-    def _made(self, recipe: Recipe, trial: Trial) -> Artifact:
+    def _make_file(self, recipe: Recipe, trial: Trial) -> Artifact:
         with self._progress.running([]):
             artifact = self._files.file(recipe)
         if isinstance(artifact, Record):
             raise no_form(trial, artifact.reason)
         return artifact
 
-    def _behind(self, recipe: Recipe | None, artifact: Artifact | None) -> Artifact | None:
+    def _find_onnx_file(self, recipe: Recipe | None, artifact: Artifact | None) -> Artifact | None:
         """Return the ONNX file that the engine was made from, or that it reads."""
         while recipe is not None and artifact is not None:
             if artifact.format == ONNX:
@@ -248,21 +248,21 @@ class Reading:
             form = replace(form, library=f"{form.library} for {trial.backend}")
             self.forms.append(form)
             self._graphs[file.sha256] = len(self.forms) - 1
-            self.graphs[len(self.forms) - 1] = _file(trial, file)
+            self.graphs[len(self.forms) - 1] = _make_graph_file(trial, file)
         return self._graphs[file.sha256]
 
     def _graph_form(self, trial: Trial, file: Artifact | None) -> Inside:
         """Return the form of an ONNX file (None: the trial's model), whichever Python the engine has."""
-        return self.titled(self._launched(replace(trial, backend="", runtime=_reader(trial)), file), trial)
+        return self.titled(self._launch_job(replace(trial, backend="", runtime=_make_runtime(trial)), file), trial)
 
-    def _add(self, form: Inside, graph: str) -> int:
+    def _add_form(self, form: Inside, graph: str) -> int:
         self.forms.append(form)
         self.shown.append(len(self.forms) - 1)
         if graph:
             self._graphs.setdefault(graph, self.shown[-1])
         return self.shown[-1]
 
-    def _launched(self, trial: Trial, artifact: Artifact | None, options: Mapping[str, Any] | None = None) -> Inside:
+    def _launch_job(self, trial: Trial, artifact: Artifact | None, options: Mapping[str, Any] | None = None) -> Inside:
         job = Job("layers", trial.runtime, trial, artifact=artifact, options=dict(options or {}))
         with tempfile.TemporaryDirectory() as scratch:
             return self.launched(job, Path(scratch) / "job")[1]
@@ -298,7 +298,7 @@ def distinct(forms: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Insid
     return tuple(named)
 
 
-def _unwatched(side: Side, error: UserError) -> UserError:
+def _reword_error(side: Side, error: UserError) -> UserError:
     """Return the error, worded for a user who gave a module in memory if Dyno stored it as a program."""
     if cache_dir() not in Path(side.source).parents:
         return error
@@ -307,10 +307,10 @@ def _unwatched(side: Side, error: UserError) -> UserError:
                      'FILE.py:FUNCTION, or look at its other forms: dyno.inspect(module, "onnx")')  # fmt: skip
 
 
-def _reader(trial: Trial) -> Runtime:
+def _make_runtime(trial: Trial) -> Runtime:
     """Return the runtime that reads ONNX files: this Python, because an engine's own may lack onnx."""
     return Runtime(threads=trial.runtime.threads)
 
 
-def _file(trial: Trial, artifact: Artifact | None) -> GraphFile:
-    return GraphFile(artifact.path if artifact else trial.model.file, _reader(trial))
+def _make_graph_file(trial: Trial, artifact: Artifact | None) -> GraphFile:
+    return GraphFile(artifact.path if artifact else trial.model.file, _make_runtime(trial))

@@ -84,7 +84,7 @@ def agree_layers(
     (top,), (rtol, atol) = at_least(0, top=top), at_least(0, float, rtol=rtol, atol=atol)
     check_known("order", order, ORDERS)
     study = one_model(model, settings)
-    asked = [_runnable(side, place > 0) for place, side in enumerate(forms.sides(study, others))]
+    asked = [_make_runnable(side, place > 0) for place, side in enumerate(forms.sides(study, others))]
     if len(asked) < 2:
         raise UserError("layers are compared with something: give a form, such as openvino or onnxruntime/int8, or "
                         "another ONNX file")  # fmt: skip
@@ -96,7 +96,7 @@ def agree_layers(
     return LayerAgreement(engines, rtol, atol, order, top, tuple(reading.left_out))
 
 
-def _runnable(side: forms.Side, later: bool) -> forms.Side:
+def _make_runnable(side: forms.Side, later: bool) -> forms.Side:
     """Return the form with the engine that runs it; raise `UserError` for one whose graph can't be cut."""
     if later and side.choice.name == forms.MODULE:
         raise UserError(f"{model_name(side.source)} is a PyTorch module, and layers are compared with those of a "
@@ -116,7 +116,7 @@ def _runnable(side: forms.Side, later: bool) -> forms.Side:
     return side
 
 
-def _title(trial: Trial) -> str:
+def _format_title(trial: Trial) -> str:
     return "node by node" if Choice(trial.backend, trial.options) == NODE_BY_NODE else trial.backend
 
 
@@ -148,7 +148,7 @@ class _Comparing(forms.Reading):
         if reason := registry.find(trial.backend).refuse(trial):
             raise forms.no_form(trial, reason)
         of_module = trial.backend == forms.MODULE
-        inside = super().ran(trial, None) if of_module else Inside(form=LAYERS, library=_title(trial))
+        inside = super().ran(trial, None) if of_module else Inside(form=LAYERS, library=_format_title(trial))
         self._ran.append(_Ran(trial, artifact))
         return inside
 
@@ -187,17 +187,17 @@ class _Comparing(forms.Reading):
         limit = TOLERANCES[precision].close
         options = {
             "graph": self._graph_files[graph].path, "reference_graph": self._graph_files[against].path,
-            "reference": str(self._reference(first, against)), "limits": [limit, rtol, atol],
+            "reference": str(self._store_reference(first, against)), "limits": [limit, rtol, atol],
             "always": own.trial.precision != first.trial.precision,
         }  # fmt: skip
         job = Job("layer_errors", own.trial.runtime, own.trial, artifact=own.artifact, options=options)
-        errors = self._finished(job).facts.layer_errors
+        errors = self._run_job(job).facts.layer_errors
         assert isinstance(errors, LayerErrors)
         titles = [self.forms[self.shown[k]].library for k in (place, 0)]
-        names = [self._name(k, title) for k, title in zip((place, 0), titles, strict=True)]
+        names = [self._format_name(k, title) for k, title in zip((place, 0), titles, strict=True)]
         return Compared(names[0], names[1], self.forms[graph], errors, precision, limit)
 
-    def _name(self, place: int, title: str) -> str:
+    def _format_name(self, place: int, title: str) -> str:
         """Return the form's title, with the model's name if there are several models."""
         sources = [ran.trial.model.source or ran.trial.model.name for ran in self._ran]
         return f"{Path(sources[place]).name} {title}" if len({*sources}) > 1 else title
@@ -214,7 +214,7 @@ class _Comparing(forms.Reading):
             self._float = self.graph_of[self.shown[-1]]
         return self._float
 
-    def _reference(self, first: _Ran, graph: int) -> Path:
+    def _store_reference(self, first: _Ran, graph: int) -> Path:
         """Return the folder of the reference's tensors by their names in the graph, stored once per graph."""
         if graph not in self._stored:
             file, options = self._graph_files[graph], dict[str, Any](runs=self._runs)
@@ -223,11 +223,11 @@ class _Comparing(forms.Reading):
                 calls = module_outputs.tensors_of(self.forms[self.shown[0]], self.forms[graph])
                 options |= {"graph": file.path, "calls": [list(call) for call in calls]}
                 artifact = None
-            self._finished(Job("reference", first.trial.runtime, first.trial, artifact=artifact, options=options))
+            self._run_job(Job("reference", first.trial.runtime, first.trial, artifact=artifact, options=options))
             self._stored[graph] = self._folder / str(self._jobs) / "tensors"
         return self._stored[graph]
 
-    def _finished(self, job: Job) -> Record:
+    def _run_job(self, job: Job) -> Record:
         """Run the job and return its record; raise `NoForm` if it failed."""
         self._jobs += 1
         record = launch_in_turn(job, self._folder / str(self._jobs), forms.TIMEOUT_S, self._progress)

@@ -74,10 +74,10 @@ class Profiled:
             times.reconciliation(self.forms, self.times, self.graph_of, self.ceilings),
             *([critical_path.table(paths, self.top)] if paths else []),
             *([self.ceilings.table()] if self.ceilings else []),
-            *([self._counted()] if self.counters else []),
+            *([self._make_counter_table()] if self.counters else []),
         ]
 
-    def _counted(self) -> Table:
+    def _make_counter_table(self) -> Table:
         behind = (self.graph_of, self.module_of)
         return counters_table.table(self.forms, *behind, self.counters, self.order, self.top)
 
@@ -154,7 +154,7 @@ def engines(requested: Sequence[forms.Side]) -> list[forms.Side]:
     """Return the forms with the usual backend of each file; if forms of the first file are requested, only these."""
     first, *others = requested
     only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
-    return [_usual(side) if _is_file(side) else side for side in (others if only_forms else requested)]
+    return [_choose_usual(side) if _is_file(side) else side for side in (others if only_forms else requested)]
 
 
 def _is_file(side: forms.Side) -> bool:
@@ -162,7 +162,7 @@ def _is_file(side: forms.Side) -> bool:
     return not side.precision and not side.named
 
 
-def _usual(side: forms.Side) -> forms.Side:
+def _choose_usual(side: forms.Side) -> forms.Side:
     kind = registry.format_of(side.source)
     assert kind is not None
     return replace(side, choice=Choice(kind.usual(Path(side.source))))
@@ -219,7 +219,7 @@ class Profiling(forms.Reading):
             folder = Path(scratch) / "job"
             record, inside = self.launched(job, folder)
             samples = read_npz(folder / "samples.npz")
-            clock = _clock(folder, *record.facts.timed.values())
+            clock = _read_clock(folder, *record.facts.timed.values())
         self.records.append(record)
         self.counted += counted
         self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
@@ -244,11 +244,11 @@ class Profiling(forms.Reading):
             if record.status != "ok" or copy is None:
                 raise UserError(f"the ceilings of {device} can't be measured: {record.reason}")
             windows = {**{name: one.window for name, one in record.facts.peak.items()}, MEMORY: copy.window}
-            clocks = {name: _clock(folder, window) for name, window in windows.items()}
+            clocks = {name: _read_clock(folder, window) for name, window in windows.items()}
         return Ceilings(record.facts.peak, copy, record.warnings, sheet, clocks)
 
 
-def _clock(folder: Path, *windows: timeline.Window) -> float:
+def _read_clock(folder: Path, *windows: timeline.Window) -> float:
     """Return the GPU's median SM clock in MHz while the job in the folder timed something; NaN without a GPU."""
     trace = timeline.read(folder)
     return timeline.summary(trace, windows).clock if trace else math.nan

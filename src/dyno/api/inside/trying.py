@@ -73,12 +73,16 @@ def run(
     kept if its variant is proven faster than B, all of them as one family, and its outputs are right.
     """
     a, b = ((side.choice, side.precision) for side in sides[-2:])
-    title = _text(*b)
+    title = _format_choice(*b)
     called = prescriptions.called_for(waterfall, b[0].name, b[1], study.device, b[0].options)
-    variants = {_text(*variant): (variant, one) for one in called if (variant := _variant(*b, one)) not in (a, b)}
+    variants = {
+        _format_choice(*variant): (variant, one)
+        for one in called
+        if (variant := _apply_prescription(*b, one)) not in (a, b)
+    }
     if not variants:
         return Tried(title, ())
-    asked = tuple(dict.fromkeys((_text(*a), _text(*b), *variants)))
+    asked = tuple(dict.fromkeys((_format_choice(*a), _format_choice(*b), *variants)))
     own = replace(study, backends=asked, precisions=(), batches=(batch,), rounds=rounds, until=FIXED,
                   boundaries=(BOUNDARY,))  # fmt: skip
     folder = new_folder("explain", study.models)
@@ -86,16 +90,16 @@ def run(
     progress.other(f"trying {counting(len(variants), 'prescription')} for {title}, in {folder}: {wanted}")
     execute(own, folder, progress)
     data = trial_table.read(folder)
-    trials = {_key(t): t for t in data.records}
-    beside = trials.get(_named(*b))
+    trials = {_make_trial_key(t): t for t in data.records}
+    beside = trials.get(_make_choice_key(*b))
     if beside is None or not beside.good:
         show = f"dyno show {shlex.quote(str(folder))}"
         raise UserError(f"{title} did not run beside its variants; `{show}` has the reason")
-    pairs = [(one, _text(*v), trials.get(_named(*v))) for v, one in variants.values()]
-    return Tried(title, _outcomes(pairs, beside, data), folder)
+    pairs = [(one, _format_choice(*v), trials.get(_make_choice_key(*v))) for v, one in variants.values()]
+    return Tried(title, _decide_outcomes(pairs, beside, data), folder)
 
 
-def _outcomes(
+def _decide_outcomes(
     pairs: Sequence[tuple[Called, str, TrialResult | None]], beside: TrialResult, data: RunData
 ) -> tuple[Outcome, ...]:
     """Return the outcome of each variant, all decided as one family."""
@@ -106,12 +110,12 @@ def _outcomes(
     ]
     decided = stats.decide_family(evidence, data.rule)
     return tuple(
-        Outcome(called, text, speedup if e else None, *_state(t, rows))
+        Outcome(called, text, speedup if e else None, *_judge_trial(t, rows))
         for (called, text, t), e, speedup in zip(pairs, evidence, decided, strict=True)
     )
 
 
-def _state(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool, str]:
+def _judge_trial(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool, str]:
     """Return the state of the trial's outputs, whether they are right, and why it has no speed."""
     if t is None:
         return "", False, "no such engine was planned"
@@ -119,21 +123,21 @@ def _state(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -> tupl
     return outputs, outputs in ("", AGREE), "" if t.good else f"{t.status}: {t.reason}"
 
 
-def _variant(choice: Choice, precision: str, called: Called) -> tuple[Choice, str]:
+def _apply_prescription(choice: Choice, precision: str, called: Called) -> tuple[Choice, str]:
     """Return B's configuration with the prescription applied."""
     new = called.prescription
     kept = choice.options if new.backend in ("", choice.name) else {}
     return replace(choice, name=new.backend or choice.name, options={**kept, **new.options}), new.precision or precision
 
 
-def _text(choice: Choice, precision: str) -> str:
+def _format_choice(choice: Choice, precision: str) -> str:
     """Return a configuration in the notation of `--backends`."""
     return replace(choice, precisions=(precision,), rounds=0).text
 
 
-def _named(choice: Choice, precision: str) -> tuple[Any, ...]:
+def _make_choice_key(choice: Choice, precision: str) -> tuple[Any, ...]:
     return choice.name, precision, tuple(sorted((k, str(v)) for k, v in choice.options.items()))
 
 
-def _key(t: TrialResult) -> tuple[Any, ...]:
+def _make_trial_key(t: TrialResult) -> tuple[Any, ...]:
     return t.spec["backend"], t.precision, tuple(sorted((k, str(v)) for k, v in t.options.items()))

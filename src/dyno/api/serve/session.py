@@ -73,22 +73,22 @@ def serve_test(
     study, _ = study_of_own_jobs(model, 8, settings)
     (name,) = study.models
     if "compared" not in settings:
-        study = replace(study, compared=_inputs(max(study.batches, default=1)))
-    _check(options, study)
+        study = replace(study, compared=_count_inputs(max(study.batches, default=1)))
+    _check_options(options, study)
     path = Path(options.trace).absolute() if options.trace else None
     sha256 = hashlib.sha256(read_trace(path).tobytes()).hexdigest() if path else ""
     requests = Requests(options, samples_for(options.quantile), str(path or ""), sha256)
     folder = folder_for(out, "serve-test", [name])
     progress = Progress(quiet=quiet)
     with begun(folder):
-        _remember(requests, folder)
+        _store_requests(requests, folder)
         execute(study, folder, progress, retry_failed=True, launch=requests.launch)
     if measured(folder) and (reference := reference_of(study)):
-        _compare(reference, folder / BESIDE, progress)
+        _run_reference(reference, folder / BESIDE, progress)
     return Served(folder)
 
 
-def _inputs(most: int) -> int:
+def _count_inputs(most: int) -> int:
     """Return how many inputs are answered and compared.
 
     With three of the largest batches, every smaller power of two occurs as a batch; with four, nearly every one occurs
@@ -97,7 +97,7 @@ def _inputs(most: int) -> int:
     return max(Study.compared, 3 * most, min(4 * most, INPUTS))
 
 
-def _compare(reference: Study, folder: Path, progress: Progress) -> None:
+def _run_reference(reference: Study, folder: Path, progress: Progress) -> None:
     """Run the reference on the inputs that the engines got; if it can't run, a note says so."""
     progress.other(f"the answers of {reference.backends[0]}, with which the others' are compared")
     try:
@@ -119,7 +119,7 @@ def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dic
     }
 
 
-def _check(options: ServeOptions, study: Study) -> None:
+def _check_options(options: ServeOptions, study: Study) -> None:
     """Raise `UserError` for options that can't work, before anything is started."""
     most = max(study.batches, default=1)
     if options.queue and options.queue < most:
@@ -128,7 +128,7 @@ def _check(options: ServeOptions, study: Study) -> None:
         raise UserError(f"engine_batches has {max(options.engine_batches)}; --batch {most} is the most that comes")
 
 
-def _remember(requests: Requests, folder: Path) -> None:
+def _store_requests(requests: Requests, folder: Path) -> None:
     """Store which requests the folder is of; a folder of others is refused."""
     about, path = requests.settings(), folder / ABOUT
     if path.is_file() and read_json(path) != about and measured(folder):

@@ -48,10 +48,10 @@ class Shot:
     def unwritten(self) -> tuple[str, ...]:
         """Return the requested files that don't exist."""
         wanted = [Path(path) for path in (self.output, self.boxes) if path]
-        kept = [p for p in wanted if not p.exists() and not (self.several and [*p.parent.glob(self._any(p))])]
+        kept = [p for p in wanted if not p.exists() and not (self.several and [*p.parent.glob(self._make_pattern(p))])]
         return tuple(map(str, kept))
 
-    def _any(self, path: Path) -> str:
+    def _make_pattern(self, path: Path) -> str:
         """Return a glob pattern of the file names that the trials write to."""
         return f"{glob.escape(path.stem)}-*{glob.escape(path.suffix)}"
 
@@ -84,7 +84,7 @@ class Shot:
         inherited = [int(pipe.removeprefix("pipe:"))] if pipe.startswith("pipe:") else []
         try:
             with held(own.runtime, progress.waiting):
-                return launch(own, folder, math.inf, progress.tick, _environment(own), inherited=inherited,
+                return launch(own, folder, math.inf, progress.tick, _make_environment(own), inherited=inherited,
                               patience_s=PATIENCE_S)  # fmt: skip
         except Interrupted as e:
             progress.done(job.trial, e.record) if job.trial else None
@@ -94,7 +94,7 @@ class Shot:
                 os.close(descriptor)
 
 
-def _environment(job: Job) -> dict[str, str]:
+def _make_environment(job: Job) -> dict[str, str]:
     """Return the extra environment variables of a pipeline's job, except those that the user has set."""
     said = {**os.environ, **dict(job.runtime.env)}
     return {name: value for name, value in SHARED_PROCESSORS.items() if name not in said}

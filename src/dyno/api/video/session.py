@@ -89,8 +89,8 @@ def video(
     check_types({"options": options}, {"options": VideoOptions | None})
     study, several = study_of_own_jobs(model, 1, settings)
     (name,) = study.models
-    shot = Shot(_named(source), str(output or ""), str(boxes or ""), options or VideoOptions(), several)
-    _check(shot, study)
+    shot = Shot(_make_absolute(source), str(output or ""), str(boxes or ""), options or VideoOptions(), several)
+    _check_options(shot, study)
     if save and not str(save).endswith(TRACE):
         raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE} (Perfetto)")
     if save:
@@ -99,7 +99,7 @@ def video(
     stopped = False
     try:
         with begun(folder):
-            _remember(shot, folder)
+            _store_video(shot, folder)
             execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=shot.launch)
     except KeyboardInterrupt:
         if not list(folder.glob("trials/*/r*/video.npz")):
@@ -113,13 +113,13 @@ def video(
     return filmed
 
 
-def _named(source: str | Path) -> str:
+def _make_absolute(source: str | Path) -> str:
     """Return a path made absolute, because jobs may run elsewhere; anything else unchanged."""
     text = str(source)
     return text if text == STDIN or ":" in text.split("/")[0] else str(Path(text).absolute())
 
 
-def _check(shot: Shot, study: Study) -> None:
+def _check_options(shot: Shot, study: Study) -> None:
     """Raise `UserError` for options that can't work, before anything is started."""
     if shot.source == STDIN and (shot.several or study.rounds > 1):
         raise UserError("standard input can be read only once; give one backend and --rounds 1")
@@ -161,7 +161,7 @@ def _check_output(output: Path, source: Path | None) -> None:
     check_writable(output, making=True)
 
 
-def _remember(shot: Shot, folder: Path) -> None:
+def _store_video(shot: Shot, folder: Path) -> None:
     """Store which video the folder is of; a folder of another one is refused."""
     about, path = shot.settings(), folder / ABOUT
     stored = read_json(path) if path.is_file() else {}

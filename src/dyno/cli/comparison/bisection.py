@@ -34,23 +34,23 @@ def bisect(
     from dyno.worker.spec import plain
 
     result = module.bisect(
-        model, library=library, versions=_items(versions), pythons=_interpreters(pythons), add=add, fail_on=fail_on,
-        out=out or None, quiet=False, **overrides,
+        model, library=library, versions=_parse_items(versions), pythons=_parse_interpreters(pythons), add=add,
+        fail_on=fail_on, out=out or None, quiet=False, **overrides,
     )  # fmt: skip
     print("\n".join(map(plain, result.verdicts)))
     raise typer.Exit(result.exit_code)
 
 
-def _items(text: str) -> list[str]:
+def _parse_items(text: str) -> list[str]:
     names = [item.strip() for item in text.split(",") if item.strip()]
     if len(set(names)) < len(names):
         raise UserError(f"{text!r} names a version twice; give each one once")
     return names
 
 
-def _interpreters(text: str) -> dict[str, str]:
+def _parse_interpreters(text: str) -> dict[str, str]:
     interpreters: dict[str, str] = {}
-    for item in _items(text):
+    for item in _parse_items(text):
         name, path = options.interpreter(item, "--pythons", "NAME=PATH, e.g. old=/opt/old/bin/python")
         if name in interpreters:
             raise UserError(f"--pythons uses the name {name!r} twice; give each interpreter its own name")

@@ -48,7 +48,7 @@ def video(
         boxes=json,
         save=save,
         out=out or None,
-        options=_chosen(overrides),
+        options=_take_options(overrides),
         quiet=False,
         **overrides,
     )
@@ -66,7 +66,7 @@ def video(
     raise typer.Exit(INTERRUPTED if filmed.stopped else code or UNFINISHED * bool(filmed.unwritten))
 
 
-def _chosen(overrides: options.Overrides) -> VideoOptions:
+def _take_options(overrides: options.Overrides) -> VideoOptions:
     """Take the video's own options out of the options that the user gave."""
     names: Any = VideoOptions.__dataclass_fields__
     return VideoOptions(**{name: overrides.pop(name) for name in names if name in overrides})

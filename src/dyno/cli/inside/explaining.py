@@ -45,7 +45,7 @@ def explain(
     model, *sides = what
     at_once = try_ and format in ("text", "markdown")  # of the others one document is expected
 
-    def first(known: Explained) -> None:
+    def print_first(known: Explained) -> None:
         if at_once:
             print(known.export(format), flush=True)
 
@@ -58,7 +58,7 @@ def explain(
         top=top,
         save=save,
         prescriptions=try_,
-        first=first,
+        first=print_first,
         quiet=False,
         **overrides,
     )

@@ -32,7 +32,7 @@ def search(study: Study, folder: Path, trials: list[Trial], measure: Measure) ->
     added: list[Trial] = []
     for trial in trials:
         if trial.id in failing and with_kept_layers(study, trial, 1) is not None:
-            batches = [other for other in trials if _series(other) == _series(trial)]
+            batches = [other for other in trials if _hash_series(other) == _hash_series(trial)]
             added += _Search(study, folder, trial, batches, trials, measure).run()
     return added
 
@@ -51,7 +51,7 @@ def with_kept_layers(study: Study, trial: Trial, layers: int) -> Trial | None:
     return None if same else replace(candidate, recipe=placed(recipe, study))
 
 
-def _series(trial: Trial) -> str:
+def _hash_series(trial: Trial) -> str:
     return digest(replace(trial, dims=replace(trial.dims, batch=0), recipe=None))
 
 
@@ -67,21 +67,21 @@ class _Search:
     def run(self) -> list[Trial]:
         """Return the measured candidates: those within the budget in all rounds, the best one at all batches."""
         self.tried: dict[int, bool] = {}
-        fewest = self._fewest()
-        good = [self._at(self.plain, layers) for layers, holds in self.tried.items() if holds]
+        fewest = self._find_fewest()
+        good = [self._make_candidate(self.plain, layers) for layers, holds in self.tried.items() if holds]
         if fewest is not None:
-            good += [self._at(other, fewest) for other in self.batches if other.id != self.plain.id]
+            good += [self._make_candidate(other, fewest) for other in self.batches if other.id != self.plain.id]
             self.measure(good, self.others)
-        failed = [self._at(self.plain, layers) for layers, holds in self.tried.items() if not holds]
+        failed = [self._make_candidate(self.plain, layers) for layers, holds in self.tried.items() if not holds]
         return [*good, *(replace(t, plan=replace(t.plan, rounds=1)) for t in failed)]
 
-    def _fewest(self) -> int | None:
+    def _find_fewest(self) -> int | None:
         """Double the layers until the budget holds, then bisect; return None if half of the layers are not enough."""
-        if self._holds(1):
+        if self._is_within_budget(1):
             return 1
-        most = self._layers() // 2
+        most = self._count_layers() // 2
         low, high = 1, min(2, most)
-        while high > low and not self._holds(high):
+        while high > low and not self._is_within_budget(high):
             low, high = high, min(2 * high, most)
             if len(self.tried) >= MOST:
                 return None
@@ -89,29 +89,29 @@ class _Search:
             return None
         while high - low > 1 and len(self.tried) < MOST:
             middle = (low + high) // 2
-            low, high = (low, middle) if self._holds(middle) else (middle, high)
+            low, high = (low, middle) if self._is_within_budget(middle) else (middle, high)
         return high
 
-    def _holds(self, layers: int) -> bool:
+    def _is_within_budget(self, layers: int) -> bool:
         """Return whether the candidate is within the budget with confidence; one round answers all images."""
         from dyno.analysis.metrics.accuracy import WITHIN
         from dyno.analysis.tables import trial_table
 
-        candidate = self._at(self.plain, layers)
+        candidate = self._make_candidate(self.plain, layers)
         self.measure([replace(candidate, plan=replace(candidate.plan, rounds=1))], [])
         frame = trial_table.read(self.folder).frame
         row = frame[frame["trial"] == candidate.id]
         self.tried[layers] = bool(((row["budget"] == WITHIN) & (row["status"] == "ok")).any())
         return self.tried[layers]
 
-    def _layers(self) -> int:
+    def _count_layers(self) -> int:
         """Return how many layers can be kept in higher precision; 0 if the first candidate could not be made."""
         from dyno.analysis.records import results
 
-        trial = next((t for t in results.load(self.folder) if t.id == self._at(self.plain, 1).id), None)
+        trial = next((t for t in results.load(self.folder) if t.id == self._make_candidate(self.plain, 1).id), None)
         return (trial.made_by.ranked or 0) if trial is not None else 0
 
-    def _at(self, trial: Trial, layers: int) -> Trial:
+    def _make_candidate(self, trial: Trial, layers: int) -> Trial:
         candidate = with_kept_layers(self.study, trial, layers)
         assert candidate is not None
         return candidate

@@ -57,11 +57,11 @@ class Configuration:
 
     @property
     def name(self) -> str:
-        return _name(self.trial, self.trial.precision)
+        return _format_name(self.trial, self.trial.precision)
 
     @property
     def key(self) -> str:
-        return _key(self.trial)
+        return _hash_trial(self.trial)
 
     def by(self, route: str) -> Trial:
         """Return the configuration's trial by this route."""
@@ -89,24 +89,24 @@ def search(
     done = {(one.key, one.configuration): one for one in attempts(run)}
     added: list[Trial] = []
     for own in _by_model(trials):
-        wanted = [one for one in _configurations(own, file_of) if (one.key, one.name) not in done]
+        wanted = [one for one in _iter_configurations(own, file_of) if (one.key, one.name) not in done]
         if wanted:
-            found = _tried(study, run / FOLDER / wanted[0].key, wanted, progress, measure)
+            found = _try_routes(study, run / FOLDER / wanted[0].key, wanted, progress, measure)
             done |= {(one.key, one.configuration): one for one in found}
             store(run, tuple(done.values()))
-        for trial in filter(_open, own):
-            attempt = done.get((_key(own[0]), _name(trial, _float(trial, own))))
-            if attempt and attempt.kept and (other := _by(trial, attempt.kept.route, study)) is not None:
+        for trial in filter(_is_open, own):
+            attempt = done.get((_hash_trial(own[0]), _format_name(trial, _choose_float(trial, own))))
+            if attempt and attempt.kept and (other := _reroute_trial(trial, attempt.kept.route, study)) is not None:
                 added.append(other)
     return added
 
 
-def _key(trial: Trial) -> str:
+def _hash_trial(trial: Trial) -> str:
     """Return the key of stored attempts: a hash of the model's content and the trial's shape."""
     return digest([trial.model, trial.dims])[:12]
 
 
-def _name(trial: Trial, precision: str) -> str:
+def _format_name(trial: Trial, precision: str) -> str:
     return f"{trial.variant} {precision}"
 
 
@@ -117,14 +117,14 @@ def _by_model(trials: Sequence[Trial]) -> list[list[Trial]]:
     return [*by_model.values()]
 
 
-def _configurations(own: Sequence[Trial], file_of: FileOf) -> Iterator[Configuration]:
+def _iter_configurations(own: Sequence[Trial], file_of: FileOf) -> Iterator[Configuration]:
     """Yield the configurations of one model's trials that may gain by another route, with the routes to try."""
     seen = set()
     for trial in own:
-        if not _open(trial) or (probe := _probe(trial, own)) is None or probe.variant + probe.precision in seen:
+        if not _is_open(trial) or (probe := _make_probe(trial, own)) is None or probe.variant + probe.precision in seen:
             continue
         seen.add(probe.variant + probe.precision)
-        chain = [*_chain(trial.recipe)]
+        chain = [*_iter_recipes(trial.recipe)]
         exported = file_of(chain[-1])
         if isinstance(exported, Artifact):
             folds = any(recipe.maker == ONNX_STATIC for recipe in chain)
@@ -132,30 +132,30 @@ def _configurations(own: Sequence[Trial], file_of: FileOf) -> Iterator[Configura
                 yield Configuration(probe, routes)
 
 
-def _open(trial: Trial) -> bool:
+def _is_open(trial: Trial) -> bool:
     """Return whether the trial's file is exported by a route that the user did not choose."""
     reads = "exporter" in registry.find(trial.backend).options
     return reads and trial.recipe is not None and not trial.model.file and not trial.options.keys() & set(NAMES)
 
 
-def _chain(recipe: Recipe | None) -> Iterator[Recipe]:
+def _iter_recipes(recipe: Recipe | None) -> Iterator[Recipe]:
     """Yield a recipe, then those that its file is made from."""
     while recipe is not None:
         yield recipe
         recipe = recipe.parent
 
 
-def _probe(trial: Trial, own: Sequence[Trial]) -> Trial | None:
+def _make_probe(trial: Trial, own: Sequence[Trial]) -> Trial | None:
     """Return the trial to try routes on: at the model's first shape, in the floating-point type that decides the route.
 
     None for a trial at another shape, because the first shape represents it.
     """
     if trial.dims != own[0].dims:
         return None
-    return replace(trial, precision=_float(trial, own), recipe=None, data=DataSpec())
+    return replace(trial, precision=_choose_float(trial, own), recipe=None, data=DataSpec())
 
 
-def _float(trial: Trial, own: Sequence[Trial]) -> str:
+def _choose_float(trial: Trial, own: Sequence[Trial]) -> str:
     """Return the floating-point type that decides the trial's route.
 
     A quantised trial takes the first type in FROM in which the study runs its configuration, else fp32.
@@ -166,14 +166,14 @@ def _float(trial: Trial, own: Sequence[Trial]) -> str:
     return next((precision for precision in FROM if precision in has), "fp32")
 
 
-def _tried(
+def _try_routes(
     study: Study, folder: Path, wanted: Sequence[Configuration], progress: Progress, measure: Measure
 ) -> list[Attempt]:
     """Measure each configuration's routes beside its usual one; return the attempts, none if they can't be planned."""
     model, dims = wanted[0].trial.model, wanted[0].trial.dims
     asked = dict.fromkeys(one.text(route) for one in wanted for route in ("", *one.routes))
     own = replace(
-        study, models=(_source(study, model),), backends=tuple(asked), precisions=(), batches=(dims.batch,),
+        study, models=(_find_source(study, model),), backends=tuple(asked), precisions=(), batches=(dims.batch,),
         sizes=(dims.size,) if dims.height else (), data="", calibration="", budget={}, reference="", routes=(USUAL,),
         confirm=0, search=False, peak=False, energy=False, builds=1, until=FIXED, boundaries=(BOUNDARY,),
         seconds=min(study.seconds, SECONDS),
@@ -187,18 +187,18 @@ def _tried(
         except UserError as e:
             progress.note(f"other routes of {model.name} can't be tried: {e}")
             return []
-        attempts = _attempts(wanted, folder)
+        attempts = _decide_attempts(wanted, folder)
         if not any(route.ratio >= LEAST_GAIN for one in attempts for route in one.routes):
             break
     return attempts
 
 
-def _source(study: Study, model: ModelSpec) -> str:
+def _find_source(study: Study, model: ModelSpec) -> str:
     """Return the model's source as the study names it."""
     return next(source for source in study.models if model_spec(study, source).source == model.source)
 
 
-def _attempts(wanted: Sequence[Configuration], folder: Path) -> list[Attempt]:
+def _decide_attempts(wanted: Sequence[Configuration], folder: Path) -> list[Attempt]:
     """Return the attempts, all routes decided as one family; of each configuration the fastest proven route is kept."""
     from dyno.analysis.tables import trial_table
 
@@ -213,14 +213,14 @@ def _attempts(wanted: Sequence[Configuration], folder: Path) -> list[Attempt]:
     decided = stats.decide_family(evidence, data.rule)
     tried: dict[str, list[Tried]] = {}
     for (one, name, t, _), speedup in zip(pairs, decided, strict=True):
-        tried.setdefault(one.name, []).append(_outcome(name, t, speedup, outputs))
+        tried.setdefault(one.name, []).append(_judge_route(name, t, speedup, outputs))
     return [
         Attempt(one.key, one.trial.model.name, one.name, one.trial.dims.batch, tuple(_best_kept(tried[one.name])))
         for one in wanted
     ]
 
 
-def _outcome(name: str, t: TrialResult | None, speedup: stats.Speedup, outputs: Mapping[str, str]) -> Tried:
+def _judge_route(name: str, t: TrialResult | None, speedup: stats.Speedup, outputs: Mapping[str, str]) -> Tried:
     if t is None or not t.good:
         return Tried(name, 0.0, FAILED, f"{t.status}: {t.reason}" if t is not None else "not planned")
     if outputs[t.id] not in ("", AGREE):
@@ -237,7 +237,7 @@ def _best_kept(routes: Sequence[Tried]) -> list[Tried]:
     return [replace(one, outcome=BEATEN) if one.outcome == KEPT and one is not best else one for one in routes]
 
 
-def _by(trial: Trial, route: str, study: Study) -> Trial | None:
+def _reroute_trial(trial: Trial, route: str, study: Study) -> Trial | None:
     """Return the trial by this route; None if its backend refuses it."""
     engine = registry.find(trial.backend)
     candidate = replace(trial, options={**trial.options, **options_of(route)}, recipe=None)

@@ -94,7 +94,7 @@ class Node:
         self.end()
         self._folder, self._held = _own_folder()
         unpack(packed, self._folder)
-        self._sent = _stamps(self._folder)
+        self._sent = _list_stamps(self._folder)
         for name, value in own.items():
             if value is None:
                 os.environ.pop(name, None)
@@ -103,10 +103,10 @@ class Node:
         with suppress(PermissionError):  # what a child inherits; Ray gives way to all other programs
             os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
         if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
-            self._say(f"processes of the cluster give way to others here (niceness {nice}){self._nice}")
+            self._log_line(f"processes of the cluster give way to others here (niceness {nice}){self._nice}")
         self._process = process.popen(self._folder, env, cwd if Path(cwd).is_dir() else None)
 
-    def _say(self, line: str) -> None:
+    def _log_line(self, line: str) -> None:
         """Append a line to the block's log."""
         assert self._folder is not None
         with open(self._folder / LOG, "a", encoding="utf-8") as log:
@@ -116,7 +116,7 @@ class Node:
         """Return the changes since the last call."""
         assert self._folder is not None and self._process is not None
         code = self._process.poll()  # before the files are looked at: those of a process that ended are all there
-        stamps = _stamps(self._folder)
+        stamps = _list_stamps(self._folder)
         changed = [name for name, stamp in stamps.items() if self._sent.get(name) != stamp]
         self._sent = stamps
         return News(pack(self._folder, changed), tuple(stamps), code)
@@ -139,19 +139,19 @@ def _own_folder() -> tuple[Path, int]:
     """
     for left in Path(tempfile.gettempdir()).glob(f"{FOLDERS}*"):
         with suppress(OSError):  # in use, or another user's
-            number = _lock(left, fcntl.LOCK_NB)
+            number = _lock_folder(left, fcntl.LOCK_NB)
             shutil.rmtree(left, ignore_errors=True)
             os.close(number)
     while True:
         folder = Path(tempfile.mkdtemp(prefix=FOLDERS))
         with suppress(FileNotFoundError):  # as a left one it was removed before it was locked
-            number = _lock(folder)
+            number = _lock_folder(folder)
             if folder.exists():
                 return folder, number
             os.close(number)
 
 
-def _lock(folder: Path, how: int = 0) -> int:
+def _lock_folder(folder: Path, how: int = 0) -> int:
     number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         fcntl.flock(number, fcntl.LOCK_EX | how)
@@ -161,7 +161,7 @@ def _lock(folder: Path, how: int = 0) -> int:
     return number
 
 
-def _stamps(folder: Path) -> dict[str, tuple[int, int]]:
+def _list_stamps(folder: Path) -> dict[str, tuple[int, int]]:
     """Return each file's time and size."""
     found = {}
     for path in sorted(folder.rglob("*")):
@@ -191,7 +191,7 @@ def pack(folder: Path, names: Collection[str]) -> bytes:
 
 def whole(folder: Path) -> bytes:
     """Pack all files of the folder into a tar."""
-    return pack(folder, list(_stamps(folder)))
+    return pack(folder, list(_list_stamps(folder)))
 
 
 def unpack(packed: bytes, folder: Path) -> None:
@@ -212,5 +212,5 @@ def unpack(packed: bytes, folder: Path) -> None:
 def mirror(news: News, folder: Path) -> None:
     """Update the folder to the node's: write changed files, and remove those that are gone there."""
     unpack(news.changed, folder)
-    for name in _stamps(folder).keys() - set(news.names):
+    for name in _list_stamps(folder).keys() - set(news.names):
         (folder / name).unlink(missing_ok=True)

@@ -54,7 +54,7 @@ def places(address: str, device: str) -> Iterator[list[Place]]:
         where = f"at {address}" if address else "here"
         raise UserError(f"no Ray cluster answers {where}: {shorten(e, 200)}") from e
     try:
-        yield _places(device)
+        yield _list_places(device)
     finally:
         ray.shutdown()
 
@@ -73,14 +73,14 @@ def _check_reachable(address: str) -> None:
         raise UserError(f"no Ray cluster answers at {address}: {e.strerror or e}") from e
 
 
-def _places(device: str) -> list[Place]:
+def _list_places(device: str) -> list[Place]:
     """Return a place for each device, with an actor that reserves it."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     remote: Any = ray.remote(Node)
     actors = []
-    for node in sorted(_alive().values(), key=lambda n: (n["NodeManagerHostname"], n["NodeID"])):
+    for node in sorted(_list_alive().values(), key=lambda n: (n["NodeManagerHostname"], n["NodeID"])):
         there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
         count = int(node["Resources"].get("GPU" if device == "cuda" else "CPU", 0))
         wanted = [{"num_gpus": 1, "num_cpus": 0}] * count if device == "cuda" else [{"num_cpus": count}] * (count > 0)
@@ -91,17 +91,19 @@ def _places(device: str) -> list[Place]:
     taken, places = Counter[str](), []
     for node, count, actor in actors:
         host = RayHost(actor)
-        about = _described(host, node, device)
+        about = _describe_node(host, node, device)
         if about is not None:
             places.append(
-                gpu(about, f"cuda:{about.gpu}", host) if device == "cuda" else _processors(about, count, taken, host)
+                gpu(about, f"cuda:{about.gpu}", host)
+                if device == "cuda"
+                else _choose_processors(about, count, taken, host)
             )
     if not places:
         raise UserError("every node of the Ray cluster was lost while it was asked; see `ray status`")
     return distinct(places)
 
 
-def _alive() -> dict[str, dict[str, Any]]:
+def _list_alive() -> dict[str, dict[str, Any]]:
     """Return the nodes that Ray considers alive, by their identifiers."""
     import ray
 
@@ -109,7 +111,7 @@ def _alive() -> dict[str, dict[str, Any]]:
     return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
 
 
-def _described(host: RayHost, node: dict[str, Any], device: str) -> Described | None:
+def _describe_node(host: RayHost, node: dict[str, Any], device: str) -> Described | None:
     """Return the node's description; None if it was already dead, which Ray notices late.
 
     Raises `UserError` if it can't take part.
@@ -120,13 +122,13 @@ def _described(host: RayHost, node: dict[str, Any], device: str) -> Described | 
     except Silent as e:
         raise UserError(f"{name} did not answer within {START_S:g} s; is it busy with other work of Ray?") from e
     except Lost as e:
-        if node["NodeID"] not in _alive():
+        if node["NodeID"] not in _list_alive():
             return None
         raise UserError(f"{name} can't take part: {e}; install Dyno {__version__} there as here") from e
     return same_dyno(name, about)
 
 
-def _processors(about: Described, count: int, taken: Counter[str], host: RayHost) -> Place:
+def _choose_processors(about: Described, count: int, taken: Counter[str], host: RayHost) -> Place:
     """Return a node's processors: all physical cores of its host, or as many as Ray counts if those are fewer.
 
     Two nodes of one host share no core while there are enough.

@@ -75,7 +75,7 @@ class RemoteBlock(Running):
     def code(self) -> int | None:
         if self._code is None:
             try:
-                self._listen()
+                self._read_answer()
             except Lost as e:
                 self._host.gone, self._code, self._why = True, GONE, str(e)
         return self._code
@@ -89,7 +89,7 @@ class RemoteBlock(Running):
             with suppress(Lost):
                 self._host.call("end", within=SILENT_S)
 
-    def _listen(self) -> None:
+    def _read_answer(self) -> None:
         """Take the answer to the last question if there is one, and ask the next when it is time."""
         now = time.monotonic()
         if not self._waits:

@@ -49,7 +49,7 @@ def places(spec: str, device: str, folder: Path, progress: Progress) -> Iterator
     `UserError`, one line.
     """
     check_device(device)
-    wanted, submitit = parse(spec), _library()
+    wanted, submitit = parse(spec), _import_submitit()
     base = folder.resolve() / SLURM
     refuse_links(base.parent, [SLURM])
     try:
@@ -60,12 +60,12 @@ def places(spec: str, device: str, folder: Path, progress: Progress) -> Iterator
         raise UserError(f"{base} can't be made: {e.strerror}; remove what is there, or give another --out") from e
     jobs: list[SlurmHost] = []
     try:
-        with _beating(mail):
+        with _keep_beating(mail):
             for number in range(wanted.jobs):
-                jobs.append(_submit(submitit, wanted, device, mail, number))
-            yield _places(Queue(jobs, progress).started(wanted.minutes["wait"] * 60), device, progress)
+                jobs.append(_submit_job(submitit, wanted, device, mail, number))
+            yield _list_places(Queue(jobs, progress).started(wanted.minutes["wait"] * 60), device, progress)
     finally:
-        _end(jobs, mail)
+        _end_jobs(jobs, mail)
         shutil.rmtree(base, ignore_errors=True)
         with suppress(OSError):
             folder.rmdir()  # where nothing came of it, and so nothing lies there
@@ -78,7 +78,7 @@ def _end_earlier(base: Path) -> None:
     shutil.rmtree(base, ignore_errors=True)
 
 
-def _library() -> Any:
+def _import_submitit() -> Any:
     """Import and return submitit, the library that submits jobs."""
     try:
         import submitit.helpers
@@ -88,18 +88,18 @@ def _library() -> Any:
 
 
 @contextmanager
-def _beating(mail: Path) -> Iterator[None]:
+def _keep_beating(mail: Path) -> Iterator[None]:
     """Give a sign of life, while the block is entered."""
     over = Event()
 
-    def beat() -> None:
+    def write_beats() -> None:
         count = 0
         while not over.is_set():
             with suppress(OSError):  # a full disk, or a file system that is away for a moment
                 slurm_job.write(mail / DRIVER, {"beat": (count := count + 1)})
             over.wait(BEAT_S)
 
-    thread = Thread(target=beat, name="dyno-slurm", daemon=True)
+    thread = Thread(target=write_beats, name="dyno-slurm", daemon=True)
     thread.start()
     try:
         yield
@@ -108,18 +108,18 @@ def _beating(mail: Path) -> Iterator[None]:
         thread.join()
 
 
-def _submit(submitit: Any, wanted: Wanted, device: str, mail: Path, number: int) -> SlurmHost:
+def _submit_job(submitit: Any, wanted: Wanted, device: str, mail: Path, number: int) -> SlurmHost:
     """Hand one job in."""
     folder = mail / str(number)
     folder.mkdir()
     setting: dict[str, Any] = {"silent_s": slurm_host.DEAD_S}
     executor: Any
     if wanted.local:
-        setting |= {"driver": os.getpid(), **_own(wanted, device, number)}
+        setting |= {"driver": os.getpid(), **_reserve_share(wanted, device, number)}
         executor = submitit.LocalExecutor(mail / "logs")
         executor.update_parameters(timeout_min=wanted.minutes["time"])
     else:
-        executor = _slurm(submitit, wanted, device, mail / "logs")
+        executor = _make_executor(submitit, wanted, device, mail / "logs")
     try:
         # This command may be in a job of Slurm itself, which its jobs aren't.
         with submitit.helpers.clean_env(), _interrupts_ignored() if wanted.local else nullcontext():
@@ -148,7 +148,7 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _own(wanted: Wanted, device: str, number: int) -> dict[str, Any]:
+def _reserve_share(wanted: Wanted, device: str, number: int) -> dict[str, Any]:
     """Return what a job on this host reserves: a share of the processors, or a GPU."""
     if device == "cuda":
         return {"visible": devices.places(f"cuda:{number}")[0].env[devices.VISIBLE]}
@@ -156,7 +156,7 @@ def _own(wanted: Wanted, device: str, number: int) -> dict[str, Any]:
     return {"share": [number, wanted.jobs]}
 
 
-def _slurm(submitit: Any, wanted: Wanted, device: str, logs: Path) -> Any:
+def _make_executor(submitit: Any, wanted: Wanted, device: str, logs: Path) -> Any:
     """Return the executor that submits to Slurm."""
     try:
         # In place of the shell: Slurm kills what is left of a job as soon as its shell has ended, which a signal does.
@@ -176,7 +176,7 @@ def _slurm(submitit: Any, wanted: Wanted, device: str, logs: Path) -> Any:
     return executor
 
 
-def _places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> list[Place]:
+def _list_places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> list[Place]:
     """Return each job's device as a place."""
     places, owners, why = list[Place](), dict[tuple[str, int], SlurmHost](), ""
     for host in jobs:
@@ -203,7 +203,7 @@ def _places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> list[
     return distinct(sorted(places, key=lambda place: (place.name, place.cores)))
 
 
-def _end(jobs: Sequence[SlurmHost], mail: Path) -> None:
+def _end_jobs(jobs: Sequence[SlurmHost], mail: Path) -> None:
     """End all jobs: those that have started by themselves, with their processes, and the others through Slurm."""
     with suppress(OSError):
         (mail / OVER).touch()

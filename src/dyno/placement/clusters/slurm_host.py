@@ -47,7 +47,7 @@ class SlurmHost(RemoteHost):
     def gone(self) -> bool:
         if not self._gone:
             with suppress(Lost):
-                self._look()
+                self._check_job()
         return self._gone
 
     @gone.setter
@@ -79,11 +79,11 @@ class SlurmHost(RemoteHost):
     def answer(self) -> tuple[Any] | None:
         found = self.mail.receive(ANSWER, self._number)
         if found is None:
-            self._look()
+            self._check_job()
             return None
         message, packed = found
         if "error" in message:
-            raise self._lost(message["error"])
+            raise self._end_job(message["error"])
         if self._call == "news":
             return (News(packed, tuple(message["names"]), message["code"]),)
         if self._call == "describe":
@@ -91,7 +91,7 @@ class SlurmHost(RemoteHost):
             return (Described(**{**message, "cores": cores}),)
         return (None,)
 
-    def _look(self) -> None:
+    def _check_job(self) -> None:
         """See whether the job is still there; raises `Lost`."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
@@ -101,19 +101,19 @@ class SlurmHost(RemoteHost):
         if beat is not None and beat != self._beat:
             self._beat, self._heard = beat, now
             if left := beat.get("left"):
-                raise self._lost(left)
+                raise self._end_job(left)
         if self.dead:
-            raise self._lost("its process was killed")
+            raise self._end_job("its process was killed")
         silent = now - self._heard
         if not self.local and silent > SUSPECT_S and now - self._asked > QUEUE_S:
             self._asked = now
             state, _ = states([self]).get(self.id, ("", ""))
             if over(state):
-                raise self._lost(f"Slurm says that it is {state.lower()}")
+                raise self._end_job(f"Slurm says that it is {state.lower()}")
         if silent > DEAD_S:
-            raise self._lost(f"it gave no sign of life for {silent:.0f} s")
+            raise self._end_job(f"it gave no sign of life for {silent:.0f} s")
 
-    def _lost(self, why: str) -> Lost:
+    def _end_job(self, why: str) -> Lost:
         """End the job, whether it still exists or not, and return the error."""
         self.gone = True
         with suppress(OSError):

@@ -41,13 +41,13 @@ class Mail:
 
     def send(self, kind: str, number: int, message: dict[str, Any], packed: bytes = b"") -> None:
         """Lay a message there, whole or not at all."""
-        replace(self._path(kind, number, "tar"), packed)
-        write(self._path(kind, number, "json"), message)
+        replace(self._make_path(kind, number, "tar"), packed)
+        write(self._make_path(kind, number, "json"), message)
 
     def receive(self, kind: str, number: int) -> tuple[dict[str, Any], bytes] | None:
         """Take and return the message of this number; None if it hasn't arrived."""
-        self._refresh()
-        path, beside = self._path(kind, number, "json"), self._path(kind, number, "tar")
+        self._refresh_folder()
+        path, beside = self._make_path(kind, number, "json"), self._make_path(kind, number, "tar")
         if not path.is_file():
             return None
         message, packed = read_json(path), beside.read_bytes()
@@ -57,20 +57,20 @@ class Mail:
 
     def beat(self, name: str) -> dict[str, Any] | None:
         """Return the last sign of life of that side, or None without one."""
-        self._refresh()
+        self._refresh_folder()
         try:
             return read_json(self.folder / name)
         except (FileNotFoundError, ValueError):
             return None
 
-    def _refresh(self) -> None:
+    def _refresh_folder(self) -> None:
         """Have a network's file system look anew: it may remember for half a minute that a file isn't there."""
         if time.monotonic() - self._refreshed > REFRESH_S:
             self._refreshed = time.monotonic()
             with suppress(OSError):
                 self.folder.chmod(self.folder.stat().st_mode)
 
-    def _path(self, kind: str, number: int, suffix: str) -> Path:
+    def _make_path(self, kind: str, number: int, suffix: str) -> Path:
         return self.folder / f"{kind}-{number}.{suffix}"
 
 
@@ -97,7 +97,7 @@ def main(folder: str, device: str, setting: dict[str, Any]) -> None:
         if name.startswith(OF_LAUNCHERS):
             del os.environ[name]
     if share := setting.get("share"):
-        os.sched_setaffinity(0, _share(*share))
+        os.sched_setaffinity(0, _list_processors(*share))
     if visible := setting.get("visible"):
         os.environ[places.VISIBLE] = visible
     pilot = Pilot(Path(folder), setting["silent_s"], setting.get("driver", 0))
@@ -108,7 +108,7 @@ def main(folder: str, device: str, setting: dict[str, Any]) -> None:
         pilot.serve()
 
 
-def _share(number: int, count: int) -> Iterable[int]:
+def _list_processors(number: int, count: int) -> Iterable[int]:
     """Return the logical processors of share `number` of `count` equal shares."""
     threads = system.core_threads()
     each = len(threads) // count
@@ -135,14 +135,14 @@ class Pilot:
         """Answer until it is over; then the block's process ends, too."""
         number, why = 0, "it was interrupted"
         try:
-            while not (over := self._over()):
-                self._beat()
+            while not (over := self._find_reason()):
+                self._write_beat()
                 asked = self.mail.receive(ASK, number + 1)
                 if asked is None:
                     time.sleep(POLL_S)
                     continue
                 number += 1
-                self.mail.send(ANSWER, number, *self._reply(*asked))
+                self.mail.send(ANSWER, number, *self._call_node(*asked))
             why = over
         except OSError as e:
             why = f"it could not go on: {e}"
@@ -153,7 +153,7 @@ class Pilot:
                 write(self.mail.folder / NODE, {"beat": -1, "left": why})
             self._node.end()
 
-    def _over(self) -> str:
+    def _find_reason(self) -> str:
         """Return why the job is to end, or "" while it isn't."""
         if self._signal:
             return f"it was ended by {self._signal}: cancelled, preempted, or out of its time"
@@ -171,12 +171,12 @@ class Pilot:
     def _common(self) -> Path:
         return self.mail.folder.parent
 
-    def _beat(self) -> None:
+    def _write_beat(self) -> None:
         if time.monotonic() - self._beaten > BEAT_S:
             self._beaten, self._beats = time.monotonic(), self._beats + 1
             write(self.mail.folder / NODE, {"beat": self._beats, "left": ""})
 
-    def _reply(self, message: dict[str, Any], packed: bytes) -> tuple[dict[str, Any], bytes]:
+    def _call_node(self, message: dict[str, Any], packed: bytes) -> tuple[dict[str, Any], bytes]:
         """Call the node's method; return its answer, and the bytes that go beside it."""
         call, given = message["call"], message["given"]
         try:

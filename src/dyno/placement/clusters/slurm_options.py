@@ -46,13 +46,13 @@ def parse(spec: str) -> Wanted:
         given[name] = value
     cluster = given.pop("cluster", CLUSTERS[0])
     check_known("cluster of --on slurm", cluster, CLUSTERS)
-    minutes = {name: _minutes(name, given.pop(name, str(usual))) for name, usual in MINUTES.items()}
+    minutes = {name: _parse_minutes(name, given.pop(name, str(usual))) for name, usual in MINUTES.items()}
     if given and cluster == "local":
         raise UserError(f"cluster=local runs the jobs on this host, where {', '.join(given)} has no meaning; omit it")
     return Wanted(int(jobs), cluster, minutes, given)
 
 
-def _minutes(name: str, value: str) -> int:
+def _parse_minutes(name: str, value: str) -> int:
     if not (value.isascii() and value.isdecimal() and int(value)):
         raise UserError(f"{name} of --on slurm must be a whole number of minutes, not {value!r}")
     return int(value)
