@@ -11,7 +11,7 @@ import ncu_files
 from dyno.analysis.inside.gpu import ncu
 from dyno.worker.backend import LayerTimes, Session
 from dyno.worker.backends.fake import Fake, FakeSession
-from dyno.worker.facts.inside import LAYERS, Inside, Layer
+from dyno.worker.facts.inside import LAYERS, Layer, LayerGraph
 from dyno.worker.spec import Artifact, Trial
 
 HANG = "TEST_COUNTED_HANGS"
@@ -31,7 +31,7 @@ class CountedSession(FakeSession):
         kernels = ncu.read(ncu_files.text(ncu_files.TENSORRT)).kernels
         names = dict.fromkeys(kernel.ranges[-1] for kernel in kernels)
         layers = tuple(Layer(name=name, nodes=tuple(name.split(" + "))) for name in names)
-        inside = Inside(form=LAYERS, library="Counted 1", layers=layers)
+        inside = LayerGraph(form=LAYERS, library="Counted 1", layers=layers)
         return LayerTimes(inside, np.full((runs, len(layers)), 1e-6), np.full(runs, 1e-3))
 
     def run_for_counters(self) -> None:

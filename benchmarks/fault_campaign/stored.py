@@ -12,7 +12,7 @@ from benchmarks.fault_campaign.campaign import Campaign
 from benchmarks.fault_campaign.changes import mutated, planted, rearranged, reset, retyped
 from benchmarks.fault_campaign.mutations import Subject
 
-from dyno.analysis.self_test.stored import Pair, Stored, TestRound
+from dyno.analysis.self_test.stored import ProcessPair, StoredSelfTest, TestRound
 from dyno.engine import self_test
 from dyno.worker.record import write_json
 from dyno.worker.spec import to_json
@@ -137,13 +137,13 @@ def _kept(campaign: Campaign) -> Iterator[Subject]:
             yield Subject(kind, [file], timed, changes, 1, [place / "out"], cache, cache)
 
 
-def _self_test() -> Stored:
+def _self_test() -> StoredSelfTest:
     """A self-test as a machine keeps it."""
-    pairs = (Pair(0.0, (0.001, -0.001, 0.002)), Pair(0.02, (0.021, 0.019, 0.02)))
+    pairs = (ProcessPair(0.0, (0.001, -0.001, 0.002)), ProcessPair(0.02, (0.021, 0.019, 0.02)))
     rounds = tuple(TestRound(1e-3, pairs, 0.1, 0.0, (3000.0, 3000.0)) for _ in range(5))
     versions = {"numpy": "2.0"}
     about = ("2026-11-24T10:00:00+00:00", "0.2.0", self_test.machine("cpu"), "cpu", "fake fp32 of net", 1, 0.1, 0.05, 3)
-    return Stored(*about, rounds, versions)
+    return StoredSelfTest(*about, rounds, versions)
 
 
 def write_onnx(path: Path, size: int = 8) -> Path:

@@ -16,21 +16,21 @@ if typing.TYPE_CHECKING:
     from dyno.api.evaluation import evaluate as evaluate
     from dyno.api.inside.cold_start import ColdStarts as ColdStarts
     from dyno.api.inside.cold_start import cold_start as cold_start
-    from dyno.api.inside.explaining import Explained as Explained
+    from dyno.api.inside.explaining import ExplanationResult as ExplanationResult
     from dyno.api.inside.explaining import explain as explain
-    from dyno.api.inside.inspection import Inspected as Inspected
+    from dyno.api.inside.inspection import InspectionResult as InspectionResult
     from dyno.api.inside.inspection import inspect as inspect
     from dyno.api.inside.layer_agreement import LayerAgreement as LayerAgreement
     from dyno.api.inside.layer_agreement import agree_layers as agree_layers
-    from dyno.api.inside.profiling import Profiled as Profiled
+    from dyno.api.inside.profiling import ProfileResult as ProfileResult
     from dyno.api.inside.profiling import profile as profile
     from dyno.api.result import Result as Result
     from dyno.api.result import load as load
     from dyno.api.runnable import Study as Study
     from dyno.api.runnable import run as run
-    from dyno.api.serve.session import Served as Served
+    from dyno.api.serve.session import ServingResult as ServingResult
     from dyno.api.serve.session import serve_test as serve_test
-    from dyno.api.video.session import Filmed as Filmed
+    from dyno.api.video.session import VideoResult as VideoResult
     from dyno.api.video.session import video as video
     from dyno.training.session import TrainingResult as TrainingResult
     from dyno.training.session import train as train
@@ -40,17 +40,17 @@ __version__ = "0.2.0"
 __all__ = [
     "ColdStarts",
     "Comparison",
-    "Explained",
-    "Filmed",
-    "Inspected",
+    "ExplanationResult",
+    "InspectionResult",
     "LayerAgreement",
-    "Profiled",
+    "ProfileResult",
     "Result",
     "SelfTest",
-    "Served",
+    "ServingResult",
     "Study",
     "TrainingResult",
     "UserError",
+    "VideoResult",
     "agree_layers",
     "bisect",
     "calibrate",
@@ -80,18 +80,18 @@ _HOMES = {
     "evaluate": "dyno.api.evaluation",
     "ColdStarts": "dyno.api.inside.cold_start",
     "cold_start": "dyno.api.inside.cold_start",
-    "Explained": "dyno.api.inside.explaining",
+    "ExplanationResult": "dyno.api.inside.explaining",
     "explain": "dyno.api.inside.explaining",
     "LayerAgreement": "dyno.api.inside.layer_agreement",
     "agree_layers": "dyno.api.inside.layer_agreement",
-    "Inspected": "dyno.api.inside.inspection",
+    "InspectionResult": "dyno.api.inside.inspection",
     "inspect": "dyno.api.inside.inspection",
-    "Profiled": "dyno.api.inside.profiling",
+    "ProfileResult": "dyno.api.inside.profiling",
     "profile": "dyno.api.inside.profiling",
     "video": "dyno.api.video.session",
-    "Filmed": "dyno.api.video.session",
+    "VideoResult": "dyno.api.video.session",
     "serve_test": "dyno.api.serve.session",
-    "Served": "dyno.api.serve.session",
+    "ServingResult": "dyno.api.serve.session",
     "load": "dyno.api.result",
     "train": "dyno.training.session",
     "TrainingResult": "dyno.training.session",

@@ -17,7 +17,7 @@ import dyno
 from dyno import Study
 from dyno.analysis.report import method
 from dyno.analysis.self_test import words
-from dyno.analysis.self_test.stored import Pair, Stored, TestRound
+from dyno.analysis.self_test.stored import ProcessPair, StoredSelfTest, TestRound
 from dyno.api import calibrate as module
 from dyno.engine import self_test
 from dyno.engine.execute import execute
@@ -88,10 +88,12 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(registry, "names", lambda: ["fake"])  # the others would be asked by `dyno doctor`
 
 
-def known() -> Stored:
+def known() -> StoredSelfTest:
     """A self-test of this machine, as if it had been measured."""
-    rounds = tuple(TestRound(1e-3 + n * 1e-5, (Pair(0.0, (0.001 * (n % 3), 0.002)),)) for n in range(4))
-    return Stored("2026-11-23T10:00:00+00:00", "1", self_test.machine("cpu"), "cpu", "net", 1, 0.2, 0.1, 3, rounds)
+    rounds = tuple(TestRound(1e-3 + n * 1e-5, (ProcessPair(0.0, (0.001 * (n % 3), 0.002)),)) for n in range(4))
+    return StoredSelfTest(
+        "2026-11-23T10:00:00+00:00", "1", self_test.machine("cpu"), "cpu", "net", 1, 0.2, 0.1, 3, rounds
+    )
 
 
 def test_it_tells_equal_processes_from_slowed_ones() -> None:

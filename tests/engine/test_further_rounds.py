@@ -12,7 +12,7 @@ import pytest
 
 from dyno import Study
 from dyno.analysis import stats
-from dyno.analysis.ranking.pending import Pair, pending
+from dyno.analysis.ranking.pending import UndecidedPair, pending
 from dyno.analysis.records.blocks import log_ratios
 from dyno.analysis.records.results import load
 from dyno.analysis.tables import trial_table
@@ -108,9 +108,9 @@ def test_rounds_go_on_for_what_is_undecided(study: Studies, tmp_path: Path, scri
 def test_in_turns_the_reference_and_what_is_left_go_on_together(
     study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def left(folder: Path, trials: Sequence[Trial]) -> list[Pair]:
+    def left(folder: Path, trials: Sequence[Trial]) -> list[UndecidedPair]:
         like = frozenset(t.id for t in trials if t.options["latency_ms"] == 2)
-        return [Pair(like, "model")] if len(rounds(tmp_path)[LIKE]) < 4 else []
+        return [UndecidedPair(like, "model")] if len(rounds(tmp_path)[LIKE]) < 4 else []
 
     monkeypatch.setattr(further_rounds, "_find_pending", left)
     execute(study(turns=True, block=0.02, boundaries=("model", "throughput")), tmp_path, progress := Stopped())

@@ -11,7 +11,7 @@ import psutil
 import pytest
 
 from dyno import Study
-from dyno.analysis.records.notes.devices import Device
+from dyno.analysis.records.notes.devices import AnchorDevice
 from dyno.engine.turns import Group, Player
 from dyno.jobs import memory
 from dyno.jobs.progress import Progress
@@ -162,10 +162,10 @@ def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that
 ) -> None:
     asked: list[int] = []
 
-    def read(folder: Path, of: Sequence[places.Place], rounds: int) -> list[Device]:
+    def read(folder: Path, of: Sequence[places.Place], rounds: int) -> list[AnchorDevice]:
         ratios = (1.029, 1.03, 1.031, later - 0.001, later, later + 0.001)[:rounds]
         one, other = ((place.name, place.card, (1.0,) * rounds, (1.0,) * rounds) for place in of)
-        return [Device(*one, ratios), Device(*other, (1.0,) * rounds)]
+        return [AnchorDevice(*one, ratios), AnchorDevice(*other, (1.0,) * rounds)]
 
     monkeypatch.setattr(anchors, "measure", lambda *words: asked.append(words[3]))
     monkeypatch.setattr(anchors, "read", read)

@@ -8,7 +8,7 @@ from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
-from dyno.analysis.gate.rules import SLOWER, Rules
+from dyno.analysis.gate.rules import SLOWER, GateRules
 from dyno.analysis.presentation.table import Row
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.tables.compare import RATIO_SHOWN
@@ -112,7 +112,7 @@ def bisect(
     on. Versions that can't be installed or run are skipped. `settings` are fields of `dyno.Study`. Run folders lie
     below `out`, or below a new folder in runs/bisect.
     """
-    rules = Rules(fail_on=(fail_on,))
+    rules = GateRules(fail_on=(fail_on,))
     if not rules.gate or rules.fail_on != (SLOWER,):
         raise UserError(f"bisect needs a limit of slow-down, such as slower=5%, not {fail_on!r}")
     if bool(pythons) == bool(library and versions):

@@ -19,7 +19,7 @@ from dyno.analysis.records.arrays import read_npz
 from dyno.analysis.records.blocks import within
 from dyno.analysis.records.rounds import Round
 from dyno.analysis.self_test.figures import CURVE, SelfTest
-from dyno.analysis.self_test.stored import Pair, Stored, TestRound
+from dyno.analysis.self_test.stored import ProcessPair, StoredSelfTest, TestRound
 from dyno.engine import self_test
 from dyno.engine.device_lock import held
 from dyno.engine.execute import Files
@@ -91,7 +91,7 @@ def calibrate(
     engines.of(0)  # what can't be made ends the self-test before its time counts
     with progress.running([]):
         measured = tuple(_iter_rounds(engines, layout, minutes, rounds, progress))
-    stored = Stored(
+    stored = StoredSelfTest(
         datetime.now().astimezone().isoformat(timespec="seconds"),
         system.versions(("inference-dyno",)).get("inference-dyno", ""), self_test.machine(device), device, trial.label,
         trial.runtime.threads, study.seconds, study.block, ROUNDS, measured,
@@ -188,7 +188,9 @@ def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, 
         Group(players, f"self-test {number}", Progress(quiet=True), lambda _: None).play()
     measured = [_read_round(player, len(players)) for player in players]
     medians = [process.block_medians("latency", "model") for process in measured]
-    pairs = [Pair(layout.slowdowns[b], tuple(map(float, within(medians[a], medians[b])))) for a, b in layout.pairs]
+    pairs = [
+        ProcessPair(layout.slowdowns[b], tuple(map(float, within(medians[a], medians[b])))) for a, b in layout.pairs
+    ]
     busy = [float(process.facts.others_busy.get("model", 0.0)) for process in measured]
     first_s = statistics.median(medians[0].values())
     return TestRound(

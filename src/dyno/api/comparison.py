@@ -9,7 +9,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.analysis.gate.rules import SLOWER, Rules
+from dyno.analysis.gate.rules import SLOWER, GateRules
 from dyno.analysis.presentation.table import Row, Table
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.tables import compare as tables
@@ -38,7 +38,7 @@ REFUSED = (
     "equivalent",
 )  # fmt: skip
 LIMITS = "its limits are fail_on and tolerance, and its length is rounds and seconds"
-RULES = tuple(f.name for f in dataclasses.fields(Rules) if f.name != "gate")
+RULES = tuple(f.name for f in dataclasses.fields(GateRules) if f.name != "gate")
 
 
 @dataclass(frozen=True)
@@ -133,7 +133,7 @@ def compare(
     are fields of `dyno.Study` and of the rules: fail_on, tolerance, least, rtol, atol, any_outputs. The run folder is
     `out`, or a new one below runs/compare. Raises `UserError` if nothing can be compared.
     """
-    rules = Rules(**{name: settings.pop(name) for name in RULES if name in settings})
+    rules = GateRules(**{name: settings.pop(name) for name in RULES if name in settings})
     sources = [source for source in (a, b) if source is not None]
     if not sources:
         raise UserError("there is nothing to compare; give two run folders or models")
@@ -157,7 +157,7 @@ def _list_models(study: Study) -> list[str]:
     return list(dict.fromkeys(model for side in study.sides.values() for model in side.models))
 
 
-def measured(study: Study, folder: Path, rules: Rules, progress: Progress) -> Comparison:
+def measured(study: Study, folder: Path, rules: GateRules, progress: Progress) -> Comparison:
     """Measure those parts of the comparison that the folder lacks, and judge it.
 
     Pairs that fail a gate, or are undecided, are measured again in as many fresh rounds, and judged by all of them: a

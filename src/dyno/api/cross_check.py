@@ -84,7 +84,7 @@ def _run_all(trial: TrialResult) -> Iterator[str]:
             yield str(e)
 
 
-def measure(trial: TrialResult, boundary: str = "model") -> log.Report:
+def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
     """Run the command of `timing` and read its log, with the GPU's clock sampled meanwhile; UserError when it fails.
 
     It holds the GPU lock, as Dyno's own jobs do.
@@ -97,7 +97,7 @@ def _print_waiting(owner: str) -> None:
     print(f"trtexec is waiting for process {owner}, another dyno on this GPU", file=sys.stderr)
 
 
-def _measure_trial(trial: TrialResult, boundary: str) -> log.Report:
+def _measure_trial(trial: TrialResult, boundary: str) -> log.TrtexecReport:
     plan = trial.spec.get("plan") or {}
     measuring_s = float(plan.get("warmup_s", 1.0)) + float(plan.get("seconds", 3.0))
     with tempfile.TemporaryDirectory() as scratch:

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from dyno.analysis.presentation.table import Table
     from dyno.analysis.records.results import Results
     from dyno.analysis.records.run_data import RunData
-    from dyno.api.take import Taken
+    from dyno.api.take import TakeResult
 
 
 class Result:
@@ -76,7 +76,7 @@ class Result:
             raise UserError(f"{self.folder} has no classifier's answers to labelled images")
         return first
 
-    def take(self, trial: str = "", out: str | Path | None = None) -> Taken:
+    def take(self, trial: str = "", out: str | Path | None = None) -> TakeResult:
         """Write the winner's file, or that of a trial (its id, or BACKEND/PRECISION), with a script that runs it.
 
         As `dyno take`: `out` is the file (default: MODEL-BACKEND-PRECISION here); returns the paths of both.

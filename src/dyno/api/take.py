@@ -29,7 +29,7 @@ TIMEOUT_S = 3600.0
 
 
 @dataclass(frozen=True)
-class Taken:
+class TakeResult:
     """What was taken: the trial's id and label, its file (for a module its weights), the script, and notes.
 
     `bytes` is of the file with what belongs to it, such as an IR's .bin.
@@ -43,7 +43,7 @@ class Taken:
     notes: tuple[str, ...] = ()
 
 
-def take(run: RunData, choice: str = "", out: Path | None = None) -> Taken:
+def take(run: RunData, choice: str = "", out: Path | None = None) -> TakeResult:
     """Write a trial's file to `out` and a script that runs it beside that, with the same name and .py.
 
     `choice` is a trial's id or its beginning, or BACKEND/PRECISION; "" is the verdict's winner. `out` is by default
@@ -70,7 +70,7 @@ def take(run: RunData, choice: str = "", out: Path | None = None) -> Taken:
             raise UserError(f"{chosen.label} can't be taken: {record.reason}")
         _write_files(Path(scratch), record.facts.files, artifact, file, script)
     size = artifact.bytes if artifact else file.stat().st_size
-    return Taken(chosen.id, chosen.label, file, script, size, (*notes, *_list_caveats(results, choice)))
+    return TakeResult(chosen.id, chosen.label, file, script, size, (*notes, *_list_caveats(results, choice)))
 
 
 def _write_files(written: Path, names: Sequence[str], artifact: Artifact | None, file: Path, script: Path) -> None:

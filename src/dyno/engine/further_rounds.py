@@ -15,7 +15,7 @@ from dyno.worker.record import read_record
 from dyno.worker.spec import Trial
 
 if TYPE_CHECKING:
-    from dyno.analysis.ranking.pending import Pair
+    from dyno.analysis.ranking.pending import UndecidedPair
 
 # One round of these trials, of that number, in which these boundaries are timed.
 Measure = Callable[[list[Trial], int, tuple[str, ...]], None]
@@ -60,7 +60,7 @@ def finalists(folder: Path, trials: list[Trial]) -> list[Trial]:
     return [by_id[id] for id in chosen if id in by_id]
 
 
-def _find_pending(folder: Path, trials: Sequence[Trial]) -> list[Pair]:
+def _find_pending(folder: Path, trials: Sequence[Trial]) -> list[UndecidedPair]:
     """Return the pairs of these trials that need another round.
 
     They are read from the folder, so a study that is killed loses nothing.

@@ -11,7 +11,7 @@ from typing import Any
 from dyno.analysis.records.results import SELF_TEST, Results
 from dyno.analysis.self_test import words
 from dyno.analysis.self_test.figures import SelfTest
-from dyno.analysis.self_test.stored import Stored, read
+from dyno.analysis.self_test.stored import StoredSelfTest, read
 from dyno.jobs.nvml import find_gpu
 from dyno.store import cache_dir
 from dyno.worker import system
@@ -19,7 +19,7 @@ from dyno.worker.record import read_json, write_json
 from dyno.worker.spec import to_json
 
 
-def _read_test(path: Path) -> Stored | None:
+def _read_test(path: Path) -> StoredSelfTest | None:
     try:
         return read(read_json(path))
     except (OSError, ValueError):
@@ -45,7 +45,7 @@ def place(device: str) -> Path:
     return cache_dir() / "self-tests" / f"{key}.json"
 
 
-def keep(stored: Stored) -> None:
+def keep(stored: StoredSelfTest) -> None:
     """Keep the self-test in place of an earlier one."""
     path = place(stored.device)
     path.parent.mkdir(parents=True, exist_ok=True)

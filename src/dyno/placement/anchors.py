@@ -10,7 +10,7 @@ from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
-from dyno.analysis.records.notes.devices import Device, of_rounds
+from dyno.analysis.records.notes.devices import AnchorDevice, of_rounds
 from dyno.analysis.records.rounds import Round
 from dyno.engine.device_lock import held
 from dyno.engine.execute import Files
@@ -63,7 +63,7 @@ def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, pr
     return lost
 
 
-def read(folder: Path, places: Sequence[Place], rounds: int) -> list[Device]:
+def read(folder: Path, places: Sequence[Place], rounds: int) -> list[AnchorDevice]:
     """Return each place's figures from `rounds` stored rounds."""
     company = [read_json(folder / _name_company(number))["company"] for number in range(rounds)]
     return [

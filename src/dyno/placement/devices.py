@@ -7,7 +7,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
-from dyno.analysis.records.notes.devices import DEVICES, Device, Devices, devices, percent_slower
+from dyno.analysis.records.notes.devices import DEVICES, AnchorDevice, AnchorDevices, devices, percent_slower
 from dyno.analysis.records.results import load
 from dyno.jobs.progress import Progress
 from dyno.placement import anchors, blocks, process
@@ -60,7 +60,7 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
             return _drop_places(rows, study, folder, places, progress)
     else:
         rows = _measure_apart(own, planned, own_folder, places, progress)
-    found = Devices(trial.label, tuple(rows), study.equivalent)
+    found = AnchorDevices(trial.label, tuple(rows), study.equivalent)
     if found.disturbed:
         margin = max(percent_slower(one.value) for one in found.disturbed.values())
         hosts = _find_disturbed(found, places)
@@ -74,14 +74,14 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
     return Company(places, _find_disturbed(found, places))
 
 
-def _find_disturbed(found: Devices, places: Sequence[Place]) -> set[str]:
+def _find_disturbed(found: AnchorDevices, places: Sequence[Place]) -> set[str]:
     """Return the machines whose devices disturb each other."""
     return {place.machine for place in places if place.name in found.disturbed}
 
 
 def _in_turns(
     trial: Trial, folder: Path, places: Sequence[Place], equivalent: float, progress: Progress
-) -> list[Device] | anchors.Lost:
+) -> list[AnchorDevice] | anchors.Lost:
     """Measure the anchor interleaved at places of this host; return the devices, or the places where that failed.
 
     If a place is slower beside the others, a study takes several times as long; because another program may have caused
@@ -90,7 +90,7 @@ def _in_turns(
     for rounds in (anchors.ROUNDS, 2 * anchors.ROUNDS):
         if lost := anchors.measure(trial, folder, places, rounds, progress):
             return lost
-        found = Devices(trial.label, tuple(anchors.read(folder, places, rounds)), equivalent)
+        found = AnchorDevices(trial.label, tuple(anchors.read(folder, places, rounds)), equivalent)
         if not found.disturbed:
             break
         if rounds == anchors.ROUNDS:
@@ -114,7 +114,7 @@ def _drop_places(
 
 def _measure_apart(
     study: Study, anchor: Planned, folder: Path, places: Sequence[Place], progress: Progress
-) -> list[Device]:
+) -> list[AnchorDevice]:
     """Measure the anchor at places of a cluster.
 
     Each place first runs alone on its host, in parallel on all hosts; then all places that share a host run at once.
@@ -129,7 +129,7 @@ def _measure_apart(
         _measure_together(study, part, folder, [place for place in together if not place.gone], how, progress)
     measured = {ALONE: places, BESIDE: beside}
     return [
-        Device(
+        AnchorDevice(
             place.name,
             place.card,
             *(

@@ -16,17 +16,17 @@ from dyno.worker import system
 from dyno.worker.inspection import Inspection
 from dyno.worker.spec import ModelSpec, UserError
 
-Inspected = tuple[ModelSpec, Inspection]
+InspectedModel = tuple[ModelSpec, Inspection]
 
 
-def inspect_models(study: Study, models: Mapping[str, ModelSpec]) -> dict[str, Inspected | UserError]:
+def inspect_models(study: Study, models: Mapping[str, ModelSpec]) -> dict[str, InspectedModel | UserError]:
     """Inspect each model; return the results, or why a model can't be used, by its key.
 
     Models are inspected in parallel, as many as processors and memory allow, each on its share of the processors. One
     that fails beside others is inspected again alone, because it may have lacked memory or time.
     """
     most = min(len(models), len(os.sched_getaffinity(0)), int(available() / (ROOM * UNKNOWN_B)))
-    found: dict[str, Inspected | UserError] = {**_side_by_side(study, models, most)} if most > 1 else {}
+    found: dict[str, InspectedModel | UserError] = {**_side_by_side(study, models, most)} if most > 1 else {}
     for key in models.keys() - found.keys():
         try:
             found[key] = inspect_model(models[key], study)
@@ -35,7 +35,7 @@ def inspect_models(study: Study, models: Mapping[str, ModelSpec]) -> dict[str, I
     return found
 
 
-def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> dict[str, Inspected]:
+def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> dict[str, InspectedModel]:
     """Inspect up to `most` models in parallel; return the successful ones. An interrupt stops all."""
     stopped = Event()
 

@@ -11,7 +11,7 @@ from dyno.analysis.ranking import references
 from dyno.datasets import meta
 from dyno.planning.checks import check_kind, check_threads, check_weights
 from dyno.planning.images import prepared
-from dyno.planning.inspections import Inspected, inspect_models
+from dyno.planning.inspections import InspectedModel, inspect_models
 from dyno.planning.interpreters import installed, missing, placed, runtime_of
 from dyno.planning.model_info import InspectionFailed, batches, model_spec, refuse_sizes, sizes
 from dyno.planning.planned import Planned
@@ -88,7 +88,7 @@ def _expand_models(study: Study, sources: Sequence[str]) -> list[Planned]:
     return list(by_id.values())
 
 
-def _inspect_sources(study: Study, sources: Sequence[str]) -> dict[str, Inspected | UserError]:
+def _inspect_sources(study: Study, sources: Sequence[str]) -> dict[str, InspectedModel | UserError]:
     """Inspect these models of the study; return the results, or why a model can't be used."""
     models: dict[str, ModelSpec] = {}
     wrong: dict[str, UserError] = {}
@@ -100,7 +100,7 @@ def _inspect_sources(study: Study, sources: Sequence[str]) -> dict[str, Inspecte
     return {**wrong, **inspect_models(study, models)}
 
 
-def _of_model(study: Study, inspected: Inspected | UserError, choices: list[Choice]) -> list[Planned]:
+def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list[Choice]) -> list[Planned]:
     """Return the trials of one model, after decoding its images."""
     if isinstance(inspected, UserError):
         raise inspected
@@ -170,7 +170,7 @@ def _check_reference(reference: str, planned: list[Planned]) -> None:
         raise UserError(f"no trial fits the reference {reference!r}; there are {', '.join(configurations)}")
 
 
-def _check_sizes(study: Study, inspected: dict[str, Inspected | UserError]) -> None:
+def _check_sizes(study: Study, inspected: dict[str, InspectedModel | UserError]) -> None:
     """Refuse sizes if no model takes an image; beside one that does, the others run without a size."""
     known = [each for each in inspected.values() if not isinstance(each, UserError)]
     if known and not any(any(inspection.size) for _, inspection in known):

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.worker.facts.engine import EngineFacts, Probe
 from dyno.worker.facts.files import MadeBy
-from dyno.worker.facts.inside import Function, Inside
+from dyno.worker.facts.inside import Function, LayerGraph
 from dyno.worker.facts.precision import QUANTISED, STORED
 from dyno.worker.inspection import Purpose
 from dyno.worker.option_values import Check, check_values
@@ -50,7 +50,7 @@ class LayerTimes:
     did, and `functions` what each function did for it, where the engine says.
     """
 
-    inside: Inside
+    inside: LayerGraph
     layers: np.ndarray
     whole: np.ndarray
     note: str = ""
@@ -213,7 +213,7 @@ class Backend(ABC):
     def load(self, trial: Trial, artifact: Artifact | None) -> Session:
         """Load the model for the trial's dims, precision, threads and device. Raises `Unavailable` or `UserError`."""
 
-    def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
+    def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the engine's layers for the trial's model; raise `Unavailable` if the backend doesn't report them."""
         raise Unavailable(f"{self.name} doesn't say what its layers are")
 

@@ -18,7 +18,7 @@ from synthetic import Way
 import dyno
 from dyno.analysis import stats
 from dyno.analysis.gate.power import smallest_slowdown
-from dyno.analysis.gate.rules import Rules
+from dyno.analysis.gate.rules import GateRules
 from dyno.worker.record import write_json
 
 BASE = Way("pytorch", seconds=0.004, spread=0.001)
@@ -64,20 +64,20 @@ def test_digits_that_say_nothing_are_left_out(gate: Gate) -> None:
 
 def test_two_limits_are_refused() -> None:
     with pytest.raises(dyno.UserError, match="slower=2%, slower=5% contradict each other"):
-        Rules(fail_on=("slower=2%", "slower=5%"))
-    assert Rules(fail_on=("slower=5%", "status", "slower=5.0%")).tolerance == 0.05
+        GateRules(fail_on=("slower=2%", "slower=5%"))
+    assert GateRules(fail_on=("slower=5%", "status", "slower=5.0%")).tolerance == 0.05
 
 
 def test_a_gate_that_nothing_could_fail_is_refused() -> None:
     with pytest.raises(dyno.UserError, match="fail_on is empty, so nothing would fail; give one or several of slower"):
-        Rules(fail_on=())
-    assert Rules(fail_on=(), least=0.9).fail_on == ("disagree",)
+        GateRules(fail_on=())
+    assert GateRules(fail_on=(), least=0.9).fail_on == ("disagree",)
 
 
 def test_rules_of_another_type_are_refused() -> None:
-    assert Rules(fail_on="slower=5%", tolerance=np.float64(0.05)).fail_on == ("slower",)  # type: ignore[arg-type]
+    assert GateRules(fail_on="slower=5%", tolerance=np.float64(0.05)).fail_on == ("slower",)  # type: ignore[arg-type]
     with pytest.raises(dyno.UserError, match=r"tolerance is .* must be a number"):
-        Rules(tolerance="2%")  # type: ignore[arg-type]
+        GateRules(tolerance="2%")  # type: ignore[arg-type]
 
 
 def elsewhere(run: Path) -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dyno.analysis.inside import align, tables, totals
-from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Inside, Layer, Port
+from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
 
 def layer(name: str, type: str, reads: str = "", writes: str = "", **more: Any) -> Layer:
@@ -15,8 +15,8 @@ def layer(name: str, type: str, reads: str = "", writes: str = "", **more: Any) 
     return Layer(name=name, type=type, inputs=ports[0], outputs=ports[1], **more)
 
 
-def form(kind: str, *layers: Layer, library: str = "") -> Inside:
-    return Inside(form=kind, library=library or kind, parameters=sum(x.added for x in layers), layers=layers)
+def form(kind: str, *layers: Layer, library: str = "") -> LayerGraph:
+    return LayerGraph(form=kind, library=library or kind, parameters=sum(x.added for x in layers), layers=layers)
 
 
 # A residual block: relu(bn2(conv2(relu(bn1(conv1(x))))) + x), then pooling. Both ReLUs are one module.
@@ -44,7 +44,7 @@ GRAPH = form(
 )
 
 
-def names(forms: list[Inside], links: list[align.Link]) -> list[tuple[list[str], ...]]:
+def names(forms: list[LayerGraph], links: list[align.Link]) -> list[tuple[list[str], ...]]:
     """The names of each region's members, form by form."""
     return [
         tuple([forms[k].layers[i].name for i in own] for k, own in enumerate(region.members))
@@ -279,7 +279,7 @@ def test_equal_weights_of_two_layers_are_stored_once_and_a_use_that_went_is_none
 
 def test_a_conversion_names_its_edge() -> None:
     before, after = Port("a", (1, 4, 8, 8), "float32", "abcd"), Port("b", (1, 4, 8, 8), "int8", "acdb")
-    engine = Inside(form=LAYERS, library="engine", layers=(
+    engine = LayerGraph(form=LAYERS, library="engine", layers=(
         Layer(name="conv", type="Conv", outputs=(before,)),
         Layer(name="r", type="Reorder", inputs=(before,), outputs=(after,), moves=True),
         Layer(name="pool", type="Pool", inputs=(after,)),

@@ -8,8 +8,8 @@ from dyno.analysis.inside import cold
 from dyno.worker.facts.job import ColdStart
 
 
-def starts(title: str, *seconds: float) -> cold.Starts:
-    return cold.Starts(title, cold.WARM, tuple(ColdStart({"load": s / 2}, s, (s / 100,)) for s in seconds))
+def starts(title: str, *seconds: float) -> cold.ColdStartSamples:
+    return cold.ColdStartSamples(title, cold.WARM, tuple(ColdStart({"load": s / 2}, s, (s / 100,)) for s in seconds))
 
 
 def test_a_wide_interval_has_its_lower_bound() -> None:

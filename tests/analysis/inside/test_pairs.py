@@ -11,16 +11,17 @@ import pytest
 
 from dyno.analysis.inside import pairs
 from dyno.analysis.inside.times import Times
-from dyno.worker.facts.inside import Inside, Layer
+from dyno.worker.facts.inside import Layer, LayerGraph
 from dyno.worker.spec import UserError
 
 
 @pytest.fixture
 def stored(tmp_path: Path) -> Path:
     times = Times(np.full(4, 3e-6), np.full(2, 4e-6), np.full((2, 1), 1e-6), ("a warning",), None)
-    forms = tuple(Inside(form="nodes", library=name, layers=(Layer(name="n", type="Conv"),)) for name in "ab")
+    forms = tuple(LayerGraph(form="nodes", library=name, layers=(Layer(name="n", type="Conv"),)) for name in "ab")
     pairs.write(
-        tmp_path / "p.json", pairs.Pair(forms, pairs.Side(0, "fp32", (times,)), pairs.Side(1, "fp32", (times,)))
+        tmp_path / "p.json",
+        pairs.FormPair(forms, pairs.PairSide(0, "fp32", (times,)), pairs.PairSide(1, "fp32", (times,))),
     )
     return tmp_path / "p.json"
 

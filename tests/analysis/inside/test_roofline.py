@@ -10,10 +10,10 @@ import pytest
 from dyno.analysis.inside import times
 from dyno.analysis.inside.roofline import chart
 from dyno.analysis.inside.roofline.ceilings import Ceilings, Rates, data_sheet
-from dyno.analysis.inside.roofline.rated import Rated, notes, rated
-from dyno.analysis.inside.roofline.work import Work, types_of
+from dyno.analysis.inside.roofline.rated import RooflineRating, notes, rated
+from dyno.analysis.inside.roofline.work import LayerWork, types_of
 from dyno.analysis.inside.times import Times
-from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Inside, Layer, Port
+from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 from dyno.worker.facts.job import CopyRate, PeakOfType
 from dyno.worker.spec import UserError
 
@@ -28,15 +28,15 @@ def port(name: str, count: int, dtype: str = "float32") -> Port:
     return Port(name, (1, count), dtype)
 
 
-GRAPH = Inside(form=NODES, library="O", layers=(
+GRAPH = LayerGraph(form=NODES, library="O", layers=(
     Layer(name="n0", type="Conv", inputs=(port("x", 10),), outputs=(port("a", 100),), flops=8_000_000),
     Layer(name="n1", type="Relu", inputs=(port("a", 100),), outputs=(port("b", 100),), flops=0),
     Layer(name="n2", type="MatMul", inputs=(port("b", 100),), outputs=(port("y", 5),), flops=1000),
 ))  # fmt: skip
 
 
-def engine(*layers: Layer) -> Inside:
-    return Inside(form=LAYERS, library="E", layers=layers)
+def engine(*layers: Layer) -> LayerGraph:
+    return LayerGraph(form=LAYERS, library="E", layers=layers)
 
 
 FUSED = Layer(name="f", type="Convolution", inputs=(port("x", 10),), outputs=(port("b", 100),), parameters=40,
@@ -49,9 +49,9 @@ MOVE = Layer(name="m", type="Reorder", inputs=(port("y", 5),), outputs=(port("z"
 def test_an_engine_s_layers_have_the_operations_of_their_nodes_and_each_byte_once() -> None:
     found = rated([engine(FUSED, LAST, MOVE), GRAPH], 0, 1, "fp32", CEILINGS)
     assert found.work == [
-        Work(8_000_000, 4 * (10 + 100 + 40), "fp32"),
-        Work(1000, 4 * (100 + 5 + 500), "fp32"),  # who writes `b` knows its shape
-        Work(0, 4 * (5 + 5), ""),
+        LayerWork(8_000_000, 4 * (10 + 100 + 40), "fp32"),
+        LayerWork(1000, 4 * (100 + 5 + 500), "fp32"),  # who writes `b` knows its shape
+        LayerWork(0, 4 * (5 + 5), ""),
     ]
     assert found.flops == 8_001_000
 
@@ -61,8 +61,8 @@ def test_the_nearer_ceiling_decides() -> None:
     assert arithmetic.least(RATES) == (pytest.approx(8e-6), "arithmetic")
     assert memory.least(RATES) == (pytest.approx(2420 / 1e11), "memory")
     assert move.least(RATES) == (pytest.approx(40 / 1e11), "memory")
-    assert Work(10, 10, "fp16").least(RATES) is None, "a type without a ceiling"
-    assert Work(None, 10).least(RATES) is None and Work(0, None).least(RATES) is None
+    assert LayerWork(10, 10, "fp16").least(RATES) is None, "a type without a ceiling"
+    assert LayerWork(None, 10).least(RATES) is None and LayerWork(0, None).least(RATES) is None
 
 
 def test_products_in_a_layer_that_names_no_type_are_not_known() -> None:
@@ -78,13 +78,13 @@ def test_products_in_a_layer_that_names_no_type_are_not_known() -> None:
 
 
 def test_a_module_computes_in_what_it_writes_and_tf32_is_a_ceiling_of_its_own() -> None:
-    form = Inside(form=MODULES, library="P", layers=(
+    form = LayerGraph(form=MODULES, library="P", layers=(
         Layer(name="a", type="Linear", outputs=(port("0:0", 4, "float16"),), parameters=8, flops=16),
         Layer(name="b", type="Linear", inputs=(port("0:0", 4, "float16"),), outputs=(port("1:0", 4),), flops=16),
         Layer(type="Net", flops=0),
     ))  # fmt: skip
     work = rated([form], 0, None, "tf32", CEILINGS).work
-    assert work == [Work(16, 2 * (4 + 8), "fp16"), Work(16, 8 + 16, "tf32"), Work(0, None, "")]
+    assert work == [LayerWork(16, 2 * (4 + 8), "fp16"), LayerWork(16, 8 + 16, "tf32"), LayerWork(0, None, "")]
     assert types_of(form, "tf32") == {"fp16", "tf32"}
 
 
@@ -131,7 +131,7 @@ def test_the_chart_has_the_layers_that_multiply_under_one_roof_a_type() -> None:
 
 
 def test_a_layer_is_bound_by_what_explains_its_time_or_by_neither() -> None:
-    one = Rated([Work(8_000_000, 600, "fp32"), Work(0, 10**6), Work(0, None)], CEILINGS)
+    one = RooflineRating([LayerWork(8_000_000, 600, "fp32"), LayerWork(0, 10**6), LayerWork(0, None)], CEILINGS)
     assert [one.cells([0], t)["bound"] for t in (16e-6, 17e-6)] == ["arithmetic", "neither"]
     assert [one.cells([1], t)["bound"] for t in (20e-6, 21e-6)] == ["memory", "neither"]
     assert "bound" not in one.cells([2], 1e-6)
@@ -143,7 +143,7 @@ def test_a_layer_is_bound_by_what_explains_its_time_or_by_neither() -> None:
 
 
 def test_above_the_roof_says_how_that_can_be() -> None:
-    one = Rated([Work(8_000_000, 600, "fp32"), Work(0, 1000), Work(0, 1001)], CEILINGS)
+    one = RooflineRating([LayerWork(8_000_000, 600, "fp32"), LayerWork(0, 1000), LayerWork(0, 1001)], CEILINGS)
     rows = [one.cells([0], 8.1e-6), one.cells([0], 7e-6), one.cells([1], 9e-9), one.cells([2], 9e-9)]
     words = ["", "fewer operations, or a better kernel", "may be in the cache", "faster than the copy"]
     assert [row["above"] for row in rows] == words
@@ -160,7 +160,7 @@ def test_the_data_sheet_stands_beside_what_was_measured() -> None:
     rows = {row["ceiling"]: row for row in beside.table().rows}
     shown = [rows[name] for name in ("matrix product, fp32", "copy, read and written")]
     assert [(r["sheet"], r["of_sheet"], r["clock"]) for r in shown] == [(2, 50, 1500), (400, 25, 1400)]
-    one = Rated([Work(8_000_000, 600, "fp32")], beside, 8_000_000)
+    one = RooflineRating([LayerWork(8_000_000, 600, "fp32")], beside, 8_000_000)
     assert one.cells([0], 16e-6)["of_sheet"] == pytest.approx(25)
     assert one.of_latency([0], 32e-6)["of_sheet"] == pytest.approx(12.5)
 

@@ -7,14 +7,14 @@ import pytest
 
 from dyno.analysis.inside import times
 from dyno.analysis.inside.times import Times
-from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Inside, Layer, Port
+from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
-MODULE = Inside(
+MODULE = LayerGraph(
     form=MODULES,
     library="P",
     layers=tuple(Layer(name=name, type="Conv2d", modules=(name,)) for name in ("a", "b", "c")),
 )
-GRAPH = Inside(
+GRAPH = LayerGraph(
     form=NODES,
     library="O",
     layers=tuple(
@@ -22,7 +22,7 @@ GRAPH = Inside(
         for k, name in enumerate(("a", "b", "c"))
     ),
 )
-ENGINE = Inside(
+ENGINE = LayerGraph(
     form=LAYERS,
     library="E",
     layers=(
@@ -70,11 +70,11 @@ def test_the_remainder_is_negative_where_watching_costs_more() -> None:
 
 def test_a_layer_is_not_named_after_who_shares_what_shapes_decide_with_it() -> None:
     """An LSTM and a GRU both ask one node for the batch, to make their first states."""
-    module = Inside(form=MODULES, layers=tuple(Layer(name=n, type=n, modules=(n,)) for n in ("lstm", "gru")))
+    module = LayerGraph(form=MODULES, layers=tuple(Layer(name=n, type=n, modules=(n,)) for n in ("lstm", "gru")))
     nodes = [Layer(name="batch", type="Shape", inputs=(Port("x"),), outputs=(Port("s"),))] + [
         Layer(name=f"{name}_node", type=name, inputs=(Port(read), Port("s")), outputs=(Port(name),), modules=(name,))
         for name, read in (("lstm", "x"), ("gru", "lstm"))
     ]
     engine = [Layer(name="L", type="L", nodes=("batch", "lstm_node")), Layer(name="G", type="G", nodes=("gru_node",))]
-    forms = [module, Inside(form=NODES, layers=tuple(nodes)), Inside(form=LAYERS, layers=tuple(engine))]
+    forms = [module, LayerGraph(form=NODES, layers=tuple(nodes)), LayerGraph(form=LAYERS, layers=tuple(engine))]
     assert times.modules_of(forms, 2, 1, 0) == [["lstm"], ["gru"]]

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from dyno.analysis.inside import causes, pairs, reasons, waterfall, waterfall_tables
-from dyno.analysis.inside.gpu.launching import OnGpu
-from dyno.analysis.inside.pairs import Pair, Side
+from dyno.analysis.inside.gpu.launching import LaunchTimes
+from dyno.analysis.inside.pairs import FormPair, PairSide
 from dyno.analysis.inside.times import Times
 from dyno.analysis.inside.waterfall import Waterfall
-from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Inside, Layer, Port
+from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 from dyno.worker.spec import UserError
 
 NAMES = ("conv", "bn", "relu", "pool", "fc")
@@ -25,7 +25,7 @@ def layer(name: str, k: int, kind: str, dtype: str = FLOAT, **more: object) -> L
 
 
 KINDS = ("Conv2d", "BatchNorm2d", "ReLU", "MaxPool2d", "Linear")
-MODULE = Inside(
+MODULE = LayerGraph(
     form=MODULES,
     library="PyTorch 2.0",
     layers=(
@@ -36,12 +36,12 @@ MODULE = Inside(
         Layer(type="Net", modules=("",)),
     ),
 )
-GRAPH = Inside(
+GRAPH = LayerGraph(
     form=NODES,
     library="ONNX",
     layers=tuple(layer(f"n_{name}", k, "Node", modules=(name,)) for k, name in enumerate(NAMES)),
 )
-FAST = Inside(
+FAST = LayerGraph(
     form=LAYERS,
     library="ONNX Runtime 1.0",
     layers=(
@@ -73,22 +73,24 @@ def times(each_us: tuple[float, ...], latency_us: float, seed: int, noise: float
     return Times(1e-6 * latency_us * (1 + noise * rng.standard_normal(50)), layers.sum(axis=1), layers)
 
 
-def side(form: int, each_us: tuple[float, ...], latency_us: float, rounds: int = 5, precision: str = "fp32") -> Side:
+def side(
+    form: int, each_us: tuple[float, ...], latency_us: float, rounds: int = 5, precision: str = "fp32"
+) -> PairSide:
     found = tuple(times(each_us, latency_us, seed) for seed in range(10 * form, 10 * form + rounds))
-    return Side(form, precision, found, graph=None if form == 0 else 1)
+    return PairSide(form, precision, found, graph=None if form == 0 else 1)
 
 
-def pair(latency_a: float = 220, latency_b: float = 108, rounds: int = 5) -> Pair:
+def pair(latency_a: float = 220, latency_b: float = 108, rounds: int = 5) -> FormPair:
     a, b = side(0, SLOW_US, latency_a, rounds), side(2, FAST_US, latency_b, rounds)
-    return Pair((MODULE, GRAPH, FAST), a, b, "net")
+    return FormPair((MODULE, GRAPH, FAST), a, b, "net")
 
 
-def to_int8(*, quicker: float = 20) -> Pair:
+def to_int8(*, quicker: float = 20) -> FormPair:
     a, b = side(0, FAST_US, 105), side(2, (quicker, *INT8_US[1:]), quicker + 80, precision="int8")
-    return Pair((FAST, GRAPH, INT8), replace(a, graph=1), b, "net")
+    return FormPair((FAST, GRAPH, INT8), replace(a, graph=1), b, "net")
 
 
-def by_key(found: Waterfall) -> dict[str, waterfall.Step]:
+def by_key(found: Waterfall) -> dict[str, waterfall.WaterfallStep]:
     return {step.cause.key: step for step in found.causes}
 
 
@@ -142,7 +144,7 @@ def test_a_region_is_of_the_type_of_its_product_whatever_takes_longer() -> None:
         for title in ("", " fp16")
     ]  # fmt: skip
     a, b = side(0, (50, 10), 60), side(2, (30, 90), 120, precision="fp16")
-    found = waterfall.waterfall(Pair((forms[0], GRAPH, forms[1]), replace(a, graph=1), b, "net"))
+    found = waterfall.waterfall(FormPair((forms[0], GRAPH, forms[1]), replace(a, graph=1), b, "net"))
     assert [(part.cause.key, part.types) for part in found.parts] == [("stayed", (FLOAT, FLOAT))]
 
 
@@ -159,7 +161,7 @@ def test_what_both_lack_a_name_for_is_not_explained() -> None:
 
 
 def test_two_networks_that_have_nothing_in_common_are_said_to() -> None:
-    other = Inside(form=LAYERS, library="Other 1.0", layers=(layer("odd", 30, "Odd"), layer("odder", 31, "Odd")))
+    other = LayerGraph(form=LAYERS, library="Other 1.0", layers=(layer("odd", 30, "Odd"), layer("odder", 31, "Odd")))
     given = pair()
     forms = (FAST, GRAPH, other)
     strangers = replace(given, forms=forms, a=replace(side(0, FAST_US, 108), graph=1), b=side(2, (50, 9), 60))
@@ -175,7 +177,7 @@ def test_interruptions_are_told_from_work_outside_the_layers() -> None:
         row[k % len(row)] += 100e-6
     busy = Times(np.full(50, 223e-6), quiet.profiled, layers)
     forms = (FAST, GRAPH, replace(FAST, library="ONNX Runtime 2.0"))
-    found = waterfall.waterfall(Pair(forms, Side(0, "fp32", (quiet,), 1), Side(2, "fp32", (busy,), 1)))
+    found = waterfall.waterfall(FormPair(forms, PairSide(0, "fp32", (quiet,), 1), PairSide(2, "fp32", (busy,), 1)))
     steps = by_key(found)
     assert 1e6 * steps["interrupted"].b == pytest.approx(100) and 1e6 * steps["between"].b == pytest.approx(20)
     assert steps["same"].difference.value == pytest.approx(0, abs=1e-9)
@@ -183,10 +185,10 @@ def test_interruptions_are_told_from_work_outside_the_layers() -> None:
     assert len(texts) == 1 and "measure again when the machine is quiet" in texts[0]
 
 
-def on_gpu(found: Side, busy_us: float) -> Side:
+def on_gpu(found: PairSide, busy_us: float) -> PairSide:
     """The side as if a GPU had run its layers, working for so long in each run."""
     count = np.empty(0)
-    gpu = OnGpu(count, count, np.full(20, 1e-6 * busy_us), np.full(20, 5e-6), np.full(20, 4.0))
+    gpu = LaunchTimes(count, count, np.full(20, 1e-6 * busy_us), np.full(20, 5e-6), np.full(20, 4.0))
     return replace(found, processes=tuple(replace(each, gpu=gpu) for each in found.processes))
 
 
@@ -218,7 +220,7 @@ def test_layers_that_watching_slowed_are_scaled_and_the_intervals_hold_both_ways
 
 def test_a_difference_that_is_not_shown_is_called_so_and_noise_is_no_cause() -> None:
     forms = (FAST, GRAPH, replace(FAST, library="ONNX Runtime 1.0 (2)"))
-    same = Pair(forms, replace(side(0, FAST_US, 108), graph=1), side(2, FAST_US, 108))
+    same = FormPair(forms, replace(side(0, FAST_US, 108), graph=1), side(2, FAST_US, 108))
     told = reasons.reasons(waterfall.waterfall(same))
     assert [reason.key for reason in told] == ["gap"]
     assert "no difference is shown" in told[0].text and (told[0].low or 0) < 0 < (told[0].high or 0)
@@ -236,7 +238,7 @@ def test_quiet_runs_have_no_interruption_by_rounding() -> None:
     """The mean of two processes' sums is another number than the sum of their layers' means."""
     up, down = [1.1e-6 * k for k in range(1, 8)], [1.3e-6 * k for k in range(7, 0, -1)]
     quiet = [Times(np.full(50, 1e-3), np.full(50, 1e-3), np.tile(layers, (50, 1))) for layers in (up, down)]
-    found = waterfall._make_estimates(Side(2, "fp32", tuple(quiet), 1), np.random.default_rng(0))
+    found = waterfall._make_estimates(PairSide(2, "fp32", tuple(quiet), 1), np.random.default_rng(0))
     assert not found.interrupted.any()
 
 
@@ -312,7 +314,7 @@ def test_a_file_that_holds_no_pair_is_one_line(tmp_path: Path, text: str, said: 
 
 def test_two_modules_are_aligned_by_their_calls() -> None:
     a, b = side(0, SLOW_US, 220), side(0, (50.0, *SLOW_US[1:]), 170)
-    found = waterfall.waterfall(Pair((MODULE, replace(MODULE, library="PyTorch 2.1")), a, replace(b, form=1)))
+    found = waterfall.waterfall(FormPair((MODULE, replace(MODULE, library="PyTorch 2.1")), a, replace(b, form=1)))
     assert [len(part.a) == len(part.b) == 1 for part in found.parts] == [True] * 6
     assert 1e6 * found.steps[0].difference.value == pytest.approx(-50, rel=0.05)
 
@@ -320,7 +322,7 @@ def test_two_modules_are_aligned_by_their_calls() -> None:
 def test_a_module_s_own_code_is_one_part_wherever_it_runs() -> None:
     """`attn` multiplies before and after it calls `attn.fc`, and the model adds something at the end."""
     owners = ("attn", "attn.fc", "attn", "")
-    module = Inside(
+    module = LayerGraph(
         form=MODULES,
         library="PyTorch 2.0",
         layers=(
@@ -332,7 +334,7 @@ def test_a_module_s_own_code_is_one_part_wherever_it_runs() -> None:
     graph = replace(GRAPH, layers=tuple(layer(f"n{k}", k, "MatMul", modules=(o,)) for k, o in enumerate(owners)))
     engine = replace(FAST, layers=tuple(layer(f"n{k}", k, "MatMul", nodes=(f"n{k}",)) for k in range(4)))
     a, b = side(0, (30, 50, 5), 90), side(2, (10.0, 20, 11, 1), 45)
-    found = waterfall.waterfall(Pair((module, graph, engine), a, b))
+    found = waterfall.waterfall(FormPair((module, graph, engine), a, b))
     assert {part.names: (part.cause.key, part.a, part.b) for part in found.parts} == {
         ("attn.fc",): ("kernel", (0,), (1,)), ("attn",): ("kernel", (1,), (0, 2)), ("(model)",): ("calls", (2,), (3,)),
     }  # fmt: skip

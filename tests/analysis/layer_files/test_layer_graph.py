@@ -11,7 +11,7 @@ from browser import ask
 from dyno.analysis.inside.times import Times
 from dyno.analysis.layer_files import layer_graph, page
 from dyno.analysis.layer_files.steps import timelines
-from dyno.worker.facts.inside import LAYERS, MODULES, Inside, Layer, Port
+from dyno.worker.facts.inside import LAYERS, MODULES, Layer, LayerGraph, Port
 
 
 def port(*names: str) -> tuple[Port, ...]:
@@ -23,11 +23,11 @@ def module(name: str, kind: str, reads: str, writes: str) -> Layer:
 
 
 # `block` adds what its convolution returns to what it was given, by its own code.
-MODULE = Inside(form=MODULES, library="P", layers=(
+MODULE = LayerGraph(form=MODULES, library="P", layers=(
     module("stem", "Conv2d", "x", "s"), module("block.conv", "Conv2d", "s", "c"), module("block", "Block", "s", "b"),
     module("head", "Linear", "b", "y"), module("", "Net", "x", "y"),
 ))  # fmt: skip
-ENGINE = Inside(form=LAYERS, library="E</script>", layers=(
+ENGINE = LayerGraph(form=LAYERS, library="E</script>", layers=(
     Layer(name="a", type="nchwc.Conv", inputs=port("x"), outputs=port("s")),
     Layer(name="folded", type="Identity", inputs=port("s"), outputs=port("t"), skipped=True),
     Layer(name="b", type="Conv", inputs=port("t"), outputs=port("u")),
@@ -36,7 +36,7 @@ ENGINE = Inside(form=LAYERS, library="E</script>", layers=(
 SECONDS = np.array([[1e-6, 0.0, 6e-6, 3e-6]] * 3)
 
 
-def graph_of(form: Inside, parts: dict[int, int] | None = None, *, timed: bool = True):
+def graph_of(form: LayerGraph, parts: dict[int, int] | None = None, *, timed: bool = True):
     times = {0: Times(np.ones(1), np.ones(3), SECONDS)} if timed else {}
     (timeline,) = timelines([form], {}, {0: 0} if form.form == MODULES else {}, times, [0])
     return layer_graph.graph(form, timeline, parts or {})

@@ -10,7 +10,7 @@ import pytest
 from dyno.analysis.inside.times import Times
 from dyno.analysis.layer_files import explorer, node_notes, traces, tree_map
 from dyno.analysis.layer_files.steps import Mark, marks, timelines
-from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Inside, Layer, Port
+from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
 
 def port(number: int) -> tuple[Port, ...]:
@@ -18,15 +18,15 @@ def port(number: int) -> tuple[Port, ...]:
 
 
 # `a` consists of two parts and does something itself; `b` stands alone.
-MODULE = Inside(form=MODULES, library="P", layers=tuple(
+MODULE = LayerGraph(form=MODULES, library="P", layers=tuple(
     Layer(name=name, type=kind, inputs=port(k), outputs=port(k + 1), modules=(name,))
     for k, (name, kind) in enumerate((("a.0", "Conv2d"), ("a.1", "ReLU"), ("a", "Block"), ("b", "Linear"), ("", "Net")))
 ))  # fmt: skip
-GRAPH = Inside(form=NODES, library="O", layers=tuple(
+GRAPH = LayerGraph(form=NODES, library="O", layers=tuple(
     Layer(name=f"n{k}", type="Conv", inputs=port(k), outputs=port(k + 1), modules=(name,), nodes=(f"n{k}",))
     for k, name in enumerate(("a.0", "a.1", "a", "b"))
 ))  # fmt: skip
-ENGINE = Inside(form=LAYERS, library="E", layers=(
+ENGINE = LayerGraph(form=LAYERS, library="E", layers=(
     Layer(name="reorder", type="Reorder", moves=True),
     Layer(name="fused", type="Convolution", outputs=port(2), nodes=("n0", "n1"), computes_in="float32", tactic="jit"),
     Layer(name="x", type="Add", inputs=port(2), outputs=port(3), nodes=("n2",)),
@@ -96,7 +96,7 @@ def test_the_tree_map_s_areas_are_shares_of_the_time() -> None:
 
 
 def test_names_are_escaped() -> None:
-    form = Inside(form=MODULES, library="<P>", layers=(Layer(name="<i>", type="<b>"),))
+    form = LayerGraph(form=MODULES, library="<P>", layers=(Layer(name="<i>", type="<b>"),))
     times = {0: Times(np.ones(1), np.ones(3), np.ones((3, 1)))}
     assert not re.search("<P>|<i>[^<]|<b>", tree_map.figures(timelines([form], {}, {}, times, [0])))
 
@@ -109,7 +109,7 @@ def test_a_node_says_which_layer_runs_it() -> None:
         "E: fused, Convolution, float32, median 4.000 µs, share 33.33 %, for 2 nodes",
     ]
     assert notes[3].facts["E: layer"] == "last" and "E: stands for" not in notes[3].facts
-    without = [Inside(form=LAYERS, library="E", layers=ENGINE.layers[:1]), GRAPH]
+    without = [LayerGraph(form=LAYERS, library="E", layers=ENGINE.layers[:1]), GRAPH]
     lines = timelines(without, {0: 1}, {}, {}, [0])
     assert node_notes.notes(without, 1, {0: lines[0]})[3].lines == [f"E: {node_notes.UNKNOWN}"]
 

@@ -12,15 +12,15 @@ from hypothesis import strategies as st
 from synthetic import Way
 
 from dyno.analysis.metrics import accuracy
-from dyno.analysis.metrics.accuracy import Budget, Decision, budgets, decide
-from dyno.analysis.metrics.hits import TOP1, TOP5, Paired, correct
+from dyno.analysis.metrics.accuracy import Budget, BudgetDecision, budgets, decide
+from dyno.analysis.metrics.hits import TOP1, TOP5, PairedChange, correct
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.stats import paired_difference
 from dyno.worker.spec import UserError
 
 
-def pair(gained: int, lost: int, count: int) -> Paired:
-    return Paired(count, paired_difference(gained, lost, count), gained, lost)
+def pair(gained: int, lost: int, count: int) -> PairedChange:
+    return PairedChange(count, paired_difference(gained, lost, count), gained, lost)
 
 
 def test_top1_and_top5_count_the_first_answers() -> None:
@@ -69,7 +69,7 @@ def test_paired_counts_are_those_of_the_answers(demo: Results) -> None:
     [(pair(0, 0, 2000), 0.5, "within"), (pair(0, 0, 360), 0.5, "undecided"), (pair(0, 40, 1000), 0.5, "over"),
      (pair(2, 3, 5000), 0.5, "within"), (pair(0, 3, 360), 0.5, "undecided"), (pair(0, 0, 360), 0.0, "undecided")],
 )  # fmt: skip
-def test_decisions(found: Paired, points: float, verdict: str) -> None:
+def test_decisions(found: PairedChange, points: float, verdict: str) -> None:
     assert decide(found, Budget("top1", points)).verdict == verdict
 
 
@@ -80,12 +80,12 @@ def test_the_promised_images_settle_it(gained: int, lost: int, points: float) ->
     if decision.verdict != "undecided" or decision.more is None:
         return
     scale = (360 + 1.05 * decision.more) / 360
-    later = Paired(360, paired_difference(gained * scale, lost * scale, 360 * scale), gained, lost)
+    later = PairedChange(360, paired_difference(gained * scale, lost * scale, 360 * scale), gained, lost)
     assert decide(later, budget).verdict != "undecided"
 
 
 def test_a_loss_that_is_the_budget_is_never_settled() -> None:
-    assert decide(pair(0, 2, 400), Budget("top1", 0.5)) == Decision("undecided", None)
+    assert decide(pair(0, 2, 400), Budget("top1", 0.5)) == BudgetDecision("undecided", None)
 
 
 def test_budgets_are_read_from_a_table() -> None:

@@ -13,7 +13,7 @@ import printed
 import pytest
 from detected import Arrays, Truth
 
-from dyno.analysis.gate.rules import LESS_ACCURATE, Rules
+from dyno.analysis.gate.rules import LESS_ACCURATE, GateRules
 from dyno.analysis.metrics import accuracy, detection
 from dyno.analysis.metrics.metric import Change
 from dyno.analysis.records.results import load
@@ -184,7 +184,7 @@ def test_scores_are_kept_and_forgotten_with_what_they_are_of(run: Path, monkeypa
 def test_undecided_says_how_many_more_images(truth: Truth) -> None:
     budget = accuracy.Budget("mAP", 1.0)
 
-    def decided(images: int, *interval: float) -> accuracy.Decision:
+    def decided(images: int, *interval: float) -> accuracy.BudgetDecision:
         return accuracy.decide(Change(images, Interval(*interval)), budget)
 
     open_ = decided(100, -0.005, -0.025, 0.015)
@@ -208,6 +208,6 @@ def test_a_worse_detector_is_less_accurate_in_compare(truth: Truth, tmp_path: Pa
         load(detected.write_run(tmp_path / name, "detect", {"pytorch": arrays}, truth))
         for name, arrays in (("a", good), ("b", bad))
     ]
-    (row,) = compare.compare(*runs, Rules((LESS_ACCURATE,))).rows
+    (row,) = compare.compare(*runs, GateRules((LESS_ACCURATE,))).rows
     assert (row["accuracy"], row["failed"]) == ("less accurate", LESS_ACCURATE)
     assert (row["map50_95_a"], row["map50_95_b"]) == (pytest.approx(100), pytest.approx(40))

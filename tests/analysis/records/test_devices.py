@@ -8,24 +8,24 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dyno.analysis.records.notes.devices import Device, Devices, devices, of_rounds
+from dyno.analysis.records.notes.devices import AnchorDevice, AnchorDevices, devices, of_rounds
 from dyno.analysis.records.results import Results
 from dyno.analysis.verdict.whole_run.devices import findings
 
 ROUNDS = 3
 
 
-def found(rng: np.random.Generator, effects: tuple[float, ...], noise: float = 0.003) -> Devices:
+def found(rng: np.random.Generator, effects: tuple[float, ...], noise: float = 0.003) -> AnchorDevices:
     """Devices that are slower beside the others by these logarithms; processes differ by 2 %, their ratios by noise."""
     rows = []
     for k, effect in enumerate(effects):
         alone = 0.005 * np.exp(0.02 * rng.standard_normal(ROUNDS))
         ratios = np.exp(effect + noise * rng.standard_normal(ROUNDS))
-        rows.append(Device(f"cuda:{k}", "card", tuple(alone), tuple(alone * ratios), tuple(ratios)))
-    return Devices("net b1", tuple(rows))
+        rows.append(AnchorDevice(f"cuda:{k}", "card", tuple(alone), tuple(alone * ratios), tuple(ratios)))
+    return AnchorDevices("net b1", tuple(rows))
 
 
-def said(run: Path, what: Devices) -> str:
+def said(run: Path, what: AnchorDevices) -> str:
     rows = [vars(device) for device in what.devices]
     stored = {"schema": 2, "anchor": what.anchor, "side_by_side": not what.disturbed, "equivalent": 2, "devices": rows}
     (run / "devices.json").write_text(json.dumps(stored))

@@ -11,7 +11,7 @@ from dyno.analysis import charts
 from dyno.analysis.records.results import Results
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.report import drawing
-from dyno.analysis.report.drawing import Drawn
+from dyno.analysis.report.drawing import ChartDrawing
 from dyno.analysis.tables import trial_table
 
 pytestmark = [
@@ -38,7 +38,7 @@ def folder(parent: Path, name: str) -> Path:
     return parent / name
 
 
-def dies(run: RunData, folder: Path, prefix: str, name: str, number: int) -> Drawn | None:
+def dies(run: RunData, folder: Path, prefix: str, name: str, number: int) -> ChartDrawing | None:
     if os.getpid() != HERE:
         (folder.parent / "died").touch()
         os._exit(9)

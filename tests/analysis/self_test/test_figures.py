@@ -16,7 +16,7 @@ from dyno.analysis.records.rounds import Round
 from dyno.analysis.self_test import words
 from dyno.analysis.self_test.figures import SelfTest, visible
 from dyno.analysis.self_test.power import smallest
-from dyno.analysis.self_test.stored import Pair, Stored, TestRound, read
+from dyno.analysis.self_test.stored import ProcessPair, StoredSelfTest, TestRound, read
 from dyno.analysis.self_test.tables import tables
 from dyno.worker.facts.job import Facts, Turns
 from dyno.worker.record import Record
@@ -38,12 +38,14 @@ def simulated(
     for level in rng.normal(0, drift, rounds):
         own = rng.normal(0, process, len(SLOWED) + 1)
         pairs = [
-            Pair(share, tuple((own[0] - own[i + 1]) - math.log1p(share * (1 + wrong)) - bias
+            ProcessPair(share, tuple((own[0] - own[i + 1]) - math.log1p(share * (1 + wrong)) - bias
                               + rng.normal(0, block, blocks) - rng.normal(0, block, blocks)))
             for i, share in enumerate(SLOWED)
         ]  # fmt: skip
         found.append(TestRound(math.exp(level + own[0]) / 1e3, tuple(pairs), **more))
-    return SelfTest(Stored("2026-11-23T10:00:00+00:00", "1", {"cores": 2}, "cpu", "net", 1, 0.9, 0.1, 3, tuple(found)))
+    return SelfTest(
+        StoredSelfTest("2026-11-23T10:00:00+00:00", "1", {"cores": 2}, "cpu", "net", 1, 0.9, 0.1, 3, tuple(found))
+    )
 
 
 def test_the_noise_is_told_by_its_levels() -> None:

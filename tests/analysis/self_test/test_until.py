@@ -6,16 +6,16 @@ import numpy as np
 import pytest
 
 from dyno.analysis import stats
-from dyno.analysis.self_test.until import Ended, studies
+from dyno.analysis.self_test.until import StudyOutcome, studies
 
 
 def test_each_round_is_in_one_study_and_looks_begin_with_the_first() -> None:
     sure = [-0.05, -0.051, -0.049] * 2
-    assert studies(sure, 3, 10) == [Ended(stats.SLOWER, 3), Ended(stats.SLOWER, 3)]
-    assert studies([*sure, -0.05], 3, 10) == [Ended(stats.SLOWER, 3)] * 2, "a round that is left is no study"
-    assert studies([0.001, -0.001, 0.0], 3, 10) == [Ended(stats.EQUIVALENT, 3)]
+    assert studies(sure, 3, 10) == [StudyOutcome(stats.SLOWER, 3), StudyOutcome(stats.SLOWER, 3)]
+    assert studies([*sure, -0.05], 3, 10) == [StudyOutcome(stats.SLOWER, 3)] * 2, "a round that is left is no study"
+    assert studies([0.001, -0.001, 0.0], 3, 10) == [StudyOutcome(stats.EQUIVALENT, 3)]
     wild = [0.5, -0.5, 0.4, -0.4] * 3
-    assert studies(wild, 3, 6) == [Ended(stats.UNDECIDED, 6)] * 2
+    assert studies(wild, 3, 6) == [StudyOutcome(stats.UNDECIDED, 6)] * 2
     assert studies(wild, 3, 13) == []
 
 

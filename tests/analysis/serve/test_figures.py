@@ -9,12 +9,14 @@ import numpy as np
 import pytest
 
 from dyno.analysis.serve import words
-from dyno.analysis.serve.figures import Tried, sectioned
-from dyno.analysis.serve.runs import Served
+from dyno.analysis.serve.figures import RateMeasurement, sectioned
+from dyno.analysis.serve.runs import ServingRun
 from dyno.worker.facts.serve import ServeFacts, ServeStep
 
 
-def tried(seconds: np.ndarray, verdict: str = "yes", rate: float = 100.0, first: int = 0, **facts: Any) -> Tried:
+def tried(
+    seconds: np.ndarray, verdict: str = "yes", rate: float = 100.0, first: int = 0, **facts: Any
+) -> RateMeasurement:
     """Requests at regular times that took so long (NaN: never answered), half of it in the queue, two by two."""
     arrival = np.arange(1, len(seconds) + 1) / rate
     answered = np.isfinite(seconds)
@@ -22,7 +24,7 @@ def tried(seconds: np.ndarray, verdict: str = "yes", rate: float = 100.0, first:
         "arrival": arrival, "began": arrival + seconds / 2, "ended": arrival + seconds,
         "size": np.where(answered, 2, 0), "refused": ~answered,
     }  # fmt: skip
-    return Tried(ServeStep(rate, verdict, first), ServeFacts(**facts), arrays)
+    return RateMeasurement(ServeStep(rate, verdict, first), ServeFacts(**facts), arrays)
 
 
 def test_what_a_request_s_time_is_made_of() -> None:
@@ -36,14 +38,14 @@ def test_a_server_that_gets_only_to_the_warm_up_is_as_fast_as_it_answers() -> No
     number = np.arange(1, 1001)
     ended = np.where(number <= 50, number / 20, np.nan)  # 20 a second, of a thousand that come
     arrays = {"arrival": number / 1000, "began": ended - 0.05, "ended": ended}
-    assert Tried(ServeStep(1000.0, "unstable", 100), ServeFacts(), arrays).served == pytest.approx(20)
+    assert RateMeasurement(ServeStep(1000.0, "unstable", 100), ServeFacts(), arrays).served == pytest.approx(20)
 
 
 def test_of_a_trace_no_more_are_served_than_come() -> None:
     """Three requests in two seconds are one per second, and so are their answers but for the last one's latency."""
     due = np.arange(3.0)
     arrays = {"arrival": due, "began": due, "ended": due + 0.5, "size": np.ones(3), "refused": np.zeros(3, bool)}
-    assert Tried(ServeStep(1.0, "too few requests", 0), ServeFacts(), arrays).served == pytest.approx(2 / 2.5)
+    assert RateMeasurement(ServeStep(1.0, "too few requests", 0), ServeFacts(), arrays).served == pytest.approx(2 / 2.5)
 
 
 def test_a_percentile_needs_its_number_of_requests() -> None:
@@ -69,10 +71,10 @@ def test_an_interval_of_sections_covers_the_percentile_of_independent_requests()
     assert sum(one.low <= truth <= one.high for one in found) > 350
 
 
-def served(*each: Tried, highest: tuple[float | None, ...], **facts: Any) -> Served:
+def served(*each: RateMeasurement, highest: tuple[float | None, ...], **facts: Any) -> ServingRun:
     own = tuple(ServeFacts(bound_s=0.02, least=662, capacity=200.0, most=8, highest=h, **facts) for h in highest)
     trial = cast(Any, SimpleNamespace(label="net", backend="fake", good=()))
-    return Served(trial, own, each)
+    return ServingRun(trial, own, each)
 
 
 def test_the_highest_rate_is_said_with_its_share_of_the_capacity() -> None:

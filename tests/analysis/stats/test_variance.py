@@ -54,7 +54,7 @@ def test_one_block_a_round_has_nothing_between_blocks() -> None:
 
 def test_the_best_length_of_a_round_is_the_best() -> None:
     """Against a search: the variance of the mean for a given time over every number of blocks."""
-    found = stats.Levels(4e-4, 1e-4, 25e-4, (5, 10.0, 20.0))
+    found = stats.VarianceComponents(4e-4, 1e-4, 25e-4, (5, 10.0, 20.0))
     start, block = 2.0, 0.1
     best = found.best_blocks(start, block)
     within = found.blocks + found.samples / 20
@@ -63,4 +63,4 @@ def test_the_best_length_of_a_round_is_the_best() -> None:
         return (found.rounds + within / blocks) * (start + block * blocks)
 
     assert best == pytest.approx(min(np.linspace(1, 60, 2000), key=cost), abs=0.05)
-    assert math.isinf(stats.Levels(0.0, 1e-4, 0.0, (2, 5.0, 1.0)).best_blocks(start, block))
+    assert math.isinf(stats.VarianceComponents(0.0, 1e-4, 0.0, (2, 5.0, 1.0)).best_blocks(start, block))

@@ -19,7 +19,7 @@ from synthetic import Way
 
 import dyno
 from dyno.analysis import stats
-from dyno.analysis.gate.rules import CONDITIONS, FAIL_ON, TOLERANCE, Rules
+from dyno.analysis.gate.rules import CONDITIONS, FAIL_ON, TOLERANCE, GateRules
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.records.results import Results, load
 from dyno.analysis.tables import compare
@@ -69,7 +69,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> 
 
 
 def test_a_run_against_itself_is_no_different(demo: Results) -> None:
-    frame = (table := compare.compare(demo, demo, Rules(least=1.0))).to_pandas()
+    frame = (table := compare.compare(demo, demo, GateRules(least=1.0))).to_pandas()
     assert len(frame) == len(demo.trials)
     assert list(frame.columns) == [column.name for column in COLUMNS]
     timed = frame[frame["ratio"].notna()]
@@ -155,10 +155,10 @@ def test_outputs_that_no_longer_agree_fail_when_asked(judge: Judge, tmp_path: Pa
     assert 0 < first["close"] < 0.9
     assert first["failed"] == ""
     runs = load(tmp_path / "a"), load(tmp_path / "b")
-    frame = (table := compare.compare(*runs, Rules(least=0.9))).to_pandas()
+    frame = (table := compare.compare(*runs, GateRules(least=0.9))).to_pandas()
     assert list(frame["failed"]) == ["disagree", ""]
     assert f"only {100 * first['close']:.2f} % of values agree" in comparison.sentences(table)[1]
-    assert comparison.exit_code(compare.compare(*runs, Rules(least=0.9, rtol=1e9))) == 0
+    assert comparison.exit_code(compare.compare(*runs, GateRules(least=0.9, rtol=1e9))) == 0
 
 
 def test_agreement_is_relative_to_the_first_run(judge: Judge, tmp_path: Path) -> None:
@@ -343,7 +343,7 @@ def test_machines_that_differ_are_said_and_not_refused(tmp_path: Path) -> None:
 )
 def test_rules_that_make_no_sense_are_one_line(rules: dict[str, Any], words: str) -> None:
     with pytest.raises(UserError, match=words) as e:
-        Rules(**rules)
+        GateRules(**rules)
     assert "\n" not in str(e.value)
 
 

@@ -8,7 +8,7 @@ import engine_run
 import pytest
 
 from dyno.analysis.trtexec import command
-from dyno.analysis.trtexec.command import Build
+from dyno.analysis.trtexec.command import TrtexecBuild
 from dyno.worker.spec import UserError
 
 
@@ -70,7 +70,7 @@ def test_a_record_without_an_engine_is_refused(tmp_path: Path) -> None:
     ],
 )
 def test_precisions_by_release(precision: str, version: str, typed: bool, flags: list[str]) -> None:
-    build = Build("m.onnx", "m.engine", precision, version=version, typed=typed)
+    build = TrtexecBuild("m.onnx", "m.engine", precision, version=version, typed=typed)
     words = [word for word in build.command() if not word.startswith("--tacticSources")]
     assert words == ["trtexec", "--onnx=m.onnx", "--saveEngine=m.engine", *flags, "--skipInference"]
 
@@ -78,7 +78,7 @@ def test_precisions_by_release(precision: str, version: str, typed: bool, flags:
 def test_every_option_of_a_build() -> None:
     profile = {"x": [(1, 3, 8, 8), (4, 3, 8, 8), (8, 3, 8, 8)], "y": [(1, 2), (4, 2), (8, 2)]}
     made = {"level": 4, "workspace": 2**31, "calibration": "c.cache"}
-    words = Build("m.onnx", "m.engine", "int8", version="8.6.1", typed=False, profile=profile, **made).command()
+    words = TrtexecBuild("m.onnx", "m.engine", "int8", version="8.6.1", typed=False, profile=profile, **made).command()
     assert words[3:] == [
         "--noTF32",
         "--int8",
@@ -95,7 +95,7 @@ def test_every_option_of_a_build() -> None:
 
 
 def test_rtx_has_neither_precision_flags_nor_levels() -> None:
-    words = Build("m.onnx", "m.engine", "fp16", version="1.7", rtx=True, level=3).command()
+    words = TrtexecBuild("m.onnx", "m.engine", "fp16", version="1.7", rtx=True, level=3).command()
     assert words == ["tensorrt_rtx", "--onnx=m.onnx", "--saveEngine=m.engine", "--noTF32", "--skipInference"]
 
 
@@ -143,5 +143,5 @@ def test_a_given_engine_has_no_build(tmp_path: Path) -> None:
 
 
 def test_tactic_sources_that_were_asked_for_stay_on() -> None:
-    words = Build("m.onnx", "m.engine", "fp16", version="8.6.1", tactics=("CUDNN",)).command()
+    words = TrtexecBuild("m.onnx", "m.engine", "fp16", version="8.6.1", tactics=("CUDNN",)).command()
     assert "--tacticSources=-CUBLAS,-CUBLAS_LT,+CUDNN" in words

@@ -11,21 +11,21 @@ import pytest
 
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.trtexec import differences, terms
-from dyno.analysis.trtexec.log import Report, Spread
+from dyno.analysis.trtexec.log import MetricSpread, TrtexecReport
 
 US = 1e-6
 
 
-def spread(us: float) -> Spread:
-    return Spread(us * US, us * US, us * US, us * US)
+def spread(us: float) -> MetricSpread:
+    return MetricSpread(us * US, us * US, us * US, us * US)
 
 
-def report(**changes: Any) -> Report:
+def report(**changes: Any) -> TrtexecReport:
     """What trtexec would say of the trial if it did everything as Dyno does, launches hidden."""
     same: dict[str, Any] = {"compute": spread(171), "latency": spread(217), "enqueue": spread(12), "h2d": spread(40)}
     same |= {"d2h": spread(6), "rate": 1 / (180 * US), "graph": True, "transfers": True, "spin": True}
     same |= {"engine": "x/net b8.engine", "shapes": {"input": (8, 3, 64, 64)}, "device": "NVIDIA Example"}
-    return Report(**same | changes)
+    return TrtexecReport(**same | changes)
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def trial(tmp_path: Path) -> TrialResult:
     return engine_run.trial(tmp_path / "run")
 
 
-def parts(trial: TrialResult, given: Report, which: str) -> dict[str, float]:
+def parts(trial: TrialResult, given: TrtexecReport, which: str) -> dict[str, float]:
     """Microseconds by name of the gap whose title begins so; checked to add up to it."""
     (gap,) = [g for g in differences.gaps(terms.own(trial), given) if g.what.startswith(which)]
     assert sum(p.seconds for p in gap.parts) == pytest.approx(gap.seconds, abs=1e-12)

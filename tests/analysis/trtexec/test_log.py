@@ -25,7 +25,7 @@ def row(start: float = 0.0, **changes: Any) -> dict[str, Any]:
 
 def test_a_log_of_release_8() -> None:
     found = log.parse(OLD)
-    assert found.compute == log.Spread(
+    assert found.compute == log.MetricSpread(
         *map(pytest.approx, (211e-6, 212e-6, 205e-6, 350e-6)),
         {90.0: pytest.approx(215e-6), 95.0: pytest.approx(217e-6), 99.0: pytest.approx(225e-6)},
     )

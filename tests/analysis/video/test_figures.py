@@ -83,7 +83,7 @@ def test_latency_counts_from_the_reading_of_a_frame() -> None:
     assert not video().latencies("written").size
 
 
-def predicted(seconds: dict[str, float], count: int, processors: int = 64) -> streams.Predicted:
+def predicted(seconds: dict[str, float], count: int, processors: int = 64) -> streams.StreamPrediction:
     return streams.predict(video(seconds, processors=processors), count)
 
 

@@ -120,7 +120,7 @@ ENDS = {
 
 @pytest.mark.parametrize(("error", "reason"), ENDS.items())
 def test_only_what_ncu_could_not_count_is_missing(error: str, reason: str) -> None:
-    report = ncu.Report((ncu.Kernel("k"),), (error,))
+    report = ncu.NcuReport((ncu.Kernel("k"),), (error,))
     assert counters.outcome(Record("ok"), report, 9.0).cut_short == reason
 
 
@@ -132,11 +132,11 @@ def test_only_what_ncu_could_not_count_is_missing(error: str, reason: str) -> No
 )  # fmt: skip
 def test_without_kernels_the_reason_is_ncu_s_or_the_job_s(status: str, error: str, said: str) -> None:
     with pytest.raises(UserError, match="no hardware counters: ") as raised:
-        counters.outcome(Record(status, reason="killed by SIGKILL"), ncu.Report((), (error,) * bool(error)), 9.0)
+        counters.outcome(Record(status, reason="killed by SIGKILL"), ncu.NcuReport((), (error,) * bool(error)), 9.0)
     assert said in str(raised.value)
 
 
-def count(place: Path, trial: Trial) -> ncu.Report:
+def count(place: Path, trial: Trial) -> ncu.NcuReport:
     return counters.count(str(place / "bin/ncu"), trial, None, Progress(quiet=True))
 
 

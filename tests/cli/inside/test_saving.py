@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dyno
-from dyno.api.inside.profiling import Profiled
+from dyno.api.inside.profiling import ProfileResult
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -86,23 +86,23 @@ NODE_DATA = {
 
 
 @pytest.fixture(scope="module")
-def profiled() -> Profiled:
+def profiled() -> ProfileResult:
     return dyno.profile(
         "torchvision:resnet18", "onnxruntime", "openvino", sizes=("64",), runs=10, top=0, seconds=0.03, warmup=0.02
     )
 
 
-def saved(profiled: Profiled, path: Path) -> Any:
+def saved(profiled: ProfileResult, path: Path) -> Any:
     assert profiled.save(path) == [path]
     return json.loads(path.read_text(encoding="utf-8"))
 
 
-def layers_us(profiled: Profiled) -> list[float]:
+def layers_us(profiled: ProfileResult) -> list[float]:
     """Microseconds of all layers of each form, as the tables have them."""
     return [1e3 * row["layers_ms"] for row in profiled.tables[1].rows]
 
 
-def test_a_trace_s_calls_are_inside_each_other_and_add_up(profiled: Profiled, tmp_path: Path) -> None:
+def test_a_trace_s_calls_are_inside_each_other_and_add_up(profiled: ProfileResult, tmp_path: Path) -> None:
     events = saved(profiled, tmp_path / "r.trace.json")["traceEvents"]
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
     assert [name.rpartition(" ")[0] for name in names.values()] == [*FORMS]
@@ -127,7 +127,7 @@ def test_a_trace_s_calls_are_inside_each_other_and_add_up(profiled: Profiled, tm
         assert len(calls) == len({(row["layer"] or row["modules"], row["type"]) for row in rows})
 
 
-def test_a_flame_graph_has_the_medians_below_the_modules(profiled: Profiled, tmp_path: Path) -> None:
+def test_a_flame_graph_has_the_medians_below_the_modules(profiled: ProfileResult, tmp_path: Path) -> None:
     found = saved(profiled, tmp_path / "r.speedscope.json")
     jsonschema.validate(found, SPEEDSCOPE)
     frames = [frame["name"] for frame in found["shared"]["frames"]]
@@ -141,7 +141,7 @@ def test_a_flame_graph_has_the_medians_below_the_modules(profiled: Profiled, tmp
         )
 
 
-def test_model_explorer_s_graphs_and_the_times_that_colour_them(profiled: Profiled, tmp_path: Path) -> None:
+def test_model_explorer_s_graphs_and_the_times_that_colour_them(profiled: ProfileResult, tmp_path: Path) -> None:
     collection = saved(profiled, tmp_path / "r.explorer.json")
     data = saved(profiled, tmp_path / "r.node-data.json")
     jsonschema.validate(data, NODE_DATA)
@@ -158,7 +158,7 @@ def test_model_explorer_s_graphs_and_the_times_that_colour_them(profiled: Profil
 
 
 @pytest.mark.parametrize("beside", [False, True], ids=["weights in it", "weights beside it"])
-def test_an_annotated_graph_computes_the_same(profiled: Profiled, tmp_path: Path, beside: bool) -> None:
+def test_an_annotated_graph_computes_the_same(profiled: ProfileResult, tmp_path: Path, beside: bool) -> None:
     onnx, ort = pytest.importorskip("onnx"), pytest.importorskip("onnxruntime")
     (file,) = profiled.graphs.values()
     given = tmp_path / "given.onnx"
@@ -182,7 +182,7 @@ def test_an_annotated_graph_computes_the_same(profiled: Profiled, tmp_path: Path
         assert any(line.startswith(f"{title}: {facts['layer']}, ") for line in node.doc_string.splitlines())
 
 
-def test_the_page_needs_nothing_else(profiled: Profiled, tmp_path: Path) -> None:
+def test_the_page_needs_nothing_else(profiled: ProfileResult, tmp_path: Path) -> None:
     assert profiled.save(tmp_path / "r.html") == [tmp_path / "r.html"]
     page = (tmp_path / "r.html").read_text(encoding="utf-8")
     assert page.startswith("<!doctype html>") and '<meta charset="utf-8">' in page

@@ -9,8 +9,8 @@ from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.ranking.correctness import WRONG
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.serve import runs
-from dyno.analysis.serve.figures import Tried
-from dyno.analysis.serve.runs import Served
+from dyno.analysis.serve.figures import RateMeasurement
+from dyno.analysis.serve.runs import ServingRun
 from dyno.analysis.style import EDGE, LINES, WIDTH, color, logarithmic, marker, styled, tip
 
 HEIGHT = 3.8  # inches
@@ -43,13 +43,13 @@ def latency_by_rate(run: RunData) -> Any:
     return figure
 
 
-def _find_points(served: Served, name: str) -> list[tuple[Tried, float]]:
+def _find_points(served: ServingRun, name: str) -> list[tuple[RateMeasurement, float]]:
     """Return the stable rates that have the percentile, each with its value in seconds, by ascending rate."""
     found = [(t, t.percentile(name)) for t in served.tried if not t.step.unstable]
     return sorted(((t, p.value) for t, p in found if p), key=lambda pair: pair[0].step.rate)
 
 
-def _draw_line(axes: Any, served: Served, name: str, alpha: float, hollow: bool) -> None:
+def _draw_line(axes: Any, served: ServingRun, name: str, alpha: float, hollow: bool) -> None:
     """Draw a line for each round, and a point for each rate."""
     points, trial = _find_points(served, name), served.trial
     style = {"color": color(trial.backend), "alpha": alpha, "marker": marker(trial.precision), "markersize": 4,

@@ -11,7 +11,7 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.style import COLORS, FAINT, WIDTH, styled, tip
 from dyno.analysis.video import runs
 from dyno.analysis.video.figures import Video
-from dyno.analysis.video.runs import Filmed
+from dyno.analysis.video.runs import VideoRun
 
 MOST_TRIALS, FRAMES = 4, 12  # that are drawn: trials, and frames of each from the middle of the video
 HEIGHT = 0.8  # of a stage's row
@@ -36,7 +36,7 @@ def timeline(run: RunData) -> Any:
     return figure
 
 
-def _draw_panel(axes: Any, filmed: Filmed) -> None:
+def _draw_panel(axes: Any, filmed: VideoRun) -> None:
     video = filmed.typical
     begin, end = _choose_window(video)
     axes.set_title(filmed.trial.label, fontsize=9)

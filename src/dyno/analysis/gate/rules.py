@@ -18,7 +18,7 @@ MOST = 10.0  # the largest limit: eleven times as long
 
 
 @dataclass(frozen=True)
-class Rules:
+class GateRules:
     """Which changes fail the comparison, and how large they may be.
 
     `tolerance` is the relative slow-down that is still accepted: "slower" needs the whole interval beyond it. Written

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dyno.analysis.inside.place import FLOW, NAMED, Claims, Flow, between, placed
-from dyno.worker.facts.inside import MODULES, NODES, Inside, Layer
+from dyno.worker.facts.inside import MODULES, NODES, Layer, LayerGraph
 
 # What engines add to the name of a node, or of the tensor that it writes.
 ADDED = ("/WithoutBiases", "_nchwc", "_quant")
@@ -48,14 +48,14 @@ class Region:
         return sorted({*self.members[form], *(self.around[form] if self.around else ())})
 
 
-def link(forms: Sequence[Inside], upper: int, lower: int) -> Link:
+def link(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     """Align the forms with these indices: modules with nodes, or nodes with nodes or an engine's layers."""
     if forms[upper].form == MODULES:
         return _align_modules(forms, upper, lower)
     return _align_nodes(forms, upper, lower)
 
 
-def _align_nodes(forms: Sequence[Inside], upper: int, lower: int) -> Link:
+def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     """Align by the nodes that a layer names, then by the tensors that it writes, then by data flow between those."""
     graph, engine = forms[upper].layers, forms[lower].layers
     names = {layer.name: k for k, layer in enumerate(graph)}
@@ -120,7 +120,7 @@ def _find_index(name: str, *tables: Mapping[str, int]) -> int | None:
     return next((table[each] for each in stems for table in tables if each in table), None)
 
 
-def _align_modules(forms: Sequence[Inside], upper: int, lower: int) -> Link:
+def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
     """Align by the modules that a node names; the nodes of a module called several times are divided in order."""
     calls, graph = forms[upper].layers, forms[lower].layers
     by_name: dict[str, list[int]] = defaultdict(list)
@@ -193,7 +193,7 @@ def _invert_claims(claims: Mapping[int, set[int]]) -> Claims:
     return dict(turned)
 
 
-def regions(forms: Sequence[Inside], links: Sequence[Link]) -> list[Region]:
+def regions(forms: Sequence[LayerGraph], links: Sequence[Link]) -> list[Region]:
     """Return the regions in the order of the first form.
 
     A layer without counterparts is a separate region, behind its predecessor in its form.
@@ -232,7 +232,7 @@ def regions(forms: Sequence[Inside], links: Sequence[Link]) -> list[Region]:
 class _Groups:
     """Layers of all forms in groups that grow together: a layer is (form, index)."""
 
-    def __init__(self, forms: Sequence[Inside]) -> None:
+    def __init__(self, forms: Sequence[LayerGraph]) -> None:
         every = [(form, k) for form, inside in enumerate(forms) for k in range(len(inside.layers))]
         self.parent = {one: one for one in every}
         self._forms = {one: {one[0]} for one in every}
@@ -272,7 +272,7 @@ def _find_own_regions(
 
 
 def _sort_regions(
-    forms: Sequence[Inside], root: Callable[[tuple[int, int]], tuple[int, int]], around: Collection[tuple[int, int]]
+    forms: Sequence[LayerGraph], root: Callable[[tuple[int, int]], tuple[int, int]], around: Collection[tuple[int, int]]
 ) -> list[tuple[int, int]]:
     """Return the regions in the order of the first form, those it lacks behind their neighbour in a later one.
 
@@ -302,7 +302,7 @@ def _sort_regions(
     return order[1:]
 
 
-def pivots(forms: Sequence[Inside], graph_of: Mapping[int, int]) -> list[Link]:
+def pivots(forms: Sequence[LayerGraph], graph_of: Mapping[int, int]) -> list[Link]:
     """Return the links between all forms: modules and engines with their graphs, and every graph with the first one."""
     graphs = [k for k, each in enumerate(forms) if each.form == NODES]
     links = [link(forms, graphs[0], k) for k in graphs[1:]] if graphs else []

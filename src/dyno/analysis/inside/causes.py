@@ -9,7 +9,7 @@ import numpy as np
 
 from dyno.analysis.inside import align
 from dyno.analysis.inside.align import Link, Region
-from dyno.analysis.inside.pairs import Pair, Side
+from dyno.analysis.inside.pairs import FormPair, PairSide
 from dyno.analysis.inside.place import NAMED
 from dyno.analysis.inside.tables import MODEL
 from dyno.analysis.inside.times import modules_of
@@ -52,7 +52,7 @@ FULL = ("", "fp32", "tf32")  # precisions in which nothing is narrower than floa
 
 
 @dataclass(frozen=True)
-class Part:
+class CausePart:
     """Layers of A and of B, by index, whose difference has one cause; together all parts have each layer once.
 
     `names` are the model's modules, or nodes, that they are; `types` those that they compute in, "" where that isn't
@@ -67,12 +67,12 @@ class Part:
     before: str = ""
 
 
-def parts(pair: Pair) -> list[Part]:
+def parts(pair: FormPair) -> list[CausePart]:
     """Return the pair's layers as parts, region by region in the model's order."""
-    return _Parts(pair).all()
+    return _RegionSplitter(pair).all()
 
 
-def linked(pair: Pair) -> list[Link]:
+def linked(pair: FormPair) -> list[Link]:
     """Align the forms by the graphs behind them; without a direct one, align two modules by their calls' names."""
     links = align.pivots(pair.forms, pair.graph_of)
     reached = {each.upper for each in links} | {each.lower for each in links}
@@ -85,7 +85,7 @@ def linked(pair: Pair) -> list[Link]:
     return [*links, align.link(pair.forms, upper, lower)]
 
 
-def _by_calls(pair: Pair) -> Link:
+def _by_calls(pair: FormPair) -> Link:
     """Align two modules: each call with the call of the same part."""
     places: list[dict[tuple[str, int], int]] = []
     for side in pair.sides:
@@ -129,10 +129,10 @@ def _replace_members(region: Region, form: int, members: Sequence[int]) -> Regio
 
 
 @dataclass
-class _Form:
+class _TimedForm:
     """One side: its layers with their median times and names, which of them run, and which only convert."""
 
-    side: Side
+    side: PairSide
     layers: Sequence[Layer]
     names: list[list[str]]
     seconds: np.ndarray
@@ -180,10 +180,10 @@ def computed_in(layer: Layer) -> str:
     return kind if kind.startswith(("float", "bfloat", "int8", "uint8")) else ""
 
 
-class _Parts:
+class _RegionSplitter:
     """Takes regions apart."""
 
-    def __init__(self, pair: Pair) -> None:
+    def __init__(self, pair: FormPair) -> None:
         self._pair = pair
         self.a, self.b = (_make_form(pair, side) for side in pair.sides)
         found = align.regions(pair.forms, linked(pair))
@@ -191,15 +191,15 @@ class _Parts:
             found = gathered(found, form.side.form) if form.modules else found
         self._regions = found
 
-    def all(self) -> list[Part]:
+    def all(self) -> list[CausePart]:
         """Return the parts of every region."""
         found = [part for region in self._regions for part in self._list_parts(region) if part.a or part.b]
         return self._merge_conversions(found)
 
-    def _merge_conversions(self, found: Sequence[Part]) -> list[Part]:
+    def _merge_conversions(self, found: Sequence[CausePart]) -> list[CausePart]:
         """Merge two parts where both sides have the same conversion before the same layer."""
         places: dict[tuple[object, ...], list[int]] = {}
-        kept: list[Part] = []
+        kept: list[CausePart] = []
         for part in found:
             if part.cause == CONVERSION:
                 form, (k,) = (self.a, part.a) if part.a else (self.b, part.b)
@@ -214,7 +214,7 @@ class _Parts:
             kept.append(part)
         return kept
 
-    def _list_parts(self, region: Region) -> list[Part]:
+    def _list_parts(self, region: Region) -> list[CausePart]:
         a, b = ([k for k in region.members[form.side.form] if form.ran[k]] for form in (self.a, self.b))
         moving = [
             self._make_conversion(form, k) for form, own in ((self.a, a), (self.b, b)) for k in own if form.converts(k)
@@ -225,7 +225,7 @@ class _Parts:
             a, b = [k for k in a if k not in called.a], [k for k in b if k not in called.b]
         return [*moving, *self._compare_layers(a, b, region)]
 
-    def _find_call_part(self, a: Sequence[int], b: Sequence[int]) -> Part | None:
+    def _find_call_part(self, a: Sequence[int], b: Sequence[int]) -> CausePart | None:
         """Return the part of a model's code outside its parts, mostly the time of calling them; None without any.
 
         Where the region holds nothing else, the other form's layers are its counterparts.
@@ -237,15 +237,15 @@ class _Parts:
             return None
         alone = all(root in ([], [*own]) for root, own in zip(roots, (a, b), strict=True))
         first, second = (a, b) if alone else roots
-        return Part(CALLS, tuple(first), tuple(second), (MODEL,))
+        return CausePart(CALLS, tuple(first), tuple(second), (MODEL,))
 
-    def _make_conversion(self, form: _Form, k: int) -> Part:
+    def _make_conversion(self, form: _TimedForm, k: int) -> CausePart:
         reader = form.reader(k)
         before = form.named([reader])[0] if reader is not None else ""
         a, b = ((k,), ()) if form is self.a else ((), (k,))
-        return Part(CONVERSION, a, b, (form.layers[k].name,), before=before)
+        return CausePart(CONVERSION, a, b, (form.layers[k].name,), before=before)
 
-    def _compare_layers(self, a: Sequence[int], b: Sequence[int], region: Region) -> list[Part]:
+    def _compare_layers(self, a: Sequence[int], b: Sequence[int], region: Region) -> list[CausePart]:
         """Return a part for the main layers of both sides, and parts for the layers that only one side has."""
         if not a or not b:
             return [self._make_lone_part(a, b, region)] if a or b else []
@@ -253,14 +253,14 @@ class _Parts:
         more_a, more_b = (tuple(k for k in own if k not in main) for own, main in ((a, main_a), (b, main_b)))
         types = self.a.type_of(main_a), self.b.type_of(main_b)
         cause = self._find_cause(main_a, main_b, types)
-        found = [Part(cause, tuple(main_a), tuple(main_b), self.a.named(main_a), types)]
+        found = [CausePart(cause, tuple(main_a), tuple(main_b), self.a.named(main_a), types)]
         if more_a:
-            found.append(Part(FUSED, a=more_a, names=self.a.named(more_a)))
+            found.append(CausePart(FUSED, a=more_a, names=self.a.named(more_a)))
         if more_b:
-            found.append(Part(SPLIT, b=more_b, names=self.b.named(more_b)))
+            found.append(CausePart(SPLIT, b=more_b, names=self.b.named(more_b)))
         return found
 
-    def _choose_main(self, form: _Form, own: Sequence[int], other: _Form, count: int) -> list[int]:
+    def _choose_main(self, form: _TimedForm, own: Sequence[int], other: _TimedForm, count: int) -> list[int]:
         """Return the `count` main layers, one for each layer of the other form.
 
         Where the other form is a module, which may be code of any length, they are all layers that it became.
@@ -269,7 +269,7 @@ class _Parts:
             return sorted(own)
         return sorted(sorted(own, key=form.weight, reverse=True)[:count])
 
-    def _make_lone_part(self, a: Sequence[int], b: Sequence[int], region: Region) -> Part:
+    def _make_lone_part(self, a: Sequence[int], b: Sequence[int], region: Region) -> CausePart:
         """Return the part of a region that one side lacks: nothing runs for it there where the region is identified.
 
         Otherwise its counterpart is unknown.
@@ -280,7 +280,7 @@ class _Parts:
         products = form.modules and any(form.layers[k].flops for k in own)  # which every engine has, under some name
         known = bool(others) or (not products and (form.modules or other.modules))
         cause = (FUSED if a else SPLIT) if known else UNALIGNED
-        return Part(cause, tuple(a), tuple(b), form.named(own))
+        return CausePart(cause, tuple(a), tuple(b), form.named(own))
 
     def _find_cause(self, a: Sequence[int], b: Sequence[int], types: tuple[str, str]) -> Cause:
         if all(types):
@@ -311,17 +311,17 @@ class _Parts:
         ]
 
 
-def _make_form(pair: Pair, side: Side) -> _Form:
+def _make_form(pair: FormPair, side: PairSide) -> _TimedForm:
     form = pair.forms[side.form]
     names = modules_of(pair.forms, side.form, side.graph, side.module)
-    return _Form(side, form.layers, names, medians(side), modules=form.form == MODULES)
+    return _TimedForm(side, form.layers, names, medians(side), modules=form.form == MODULES)
 
 
-def medians(side: Side) -> np.ndarray:
+def medians(side: PairSide) -> np.ndarray:
     """Return the seconds of each layer: the median over processes of the median over repeats."""
     return np.array(np.median([np.median(each.layers, axis=0) for each in side.processes], axis=0))
 
 
-def by_cause(parts: Sequence[Part]) -> Mapping[Cause, list[int]]:
+def by_cause(parts: Sequence[CausePart]) -> Mapping[Cause, list[int]]:
     """Return the indices of the parts of each cause, in the order of CAUSES."""
     return {cause: own for cause in CAUSES if (own := [k for k, part in enumerate(parts) if part.cause == cause])}

@@ -50,7 +50,7 @@ MANY_UNCOMPILED = 0.1  # of the modules: a program's own few files say nothing o
 
 
 @dataclass(frozen=True)
-class Starts:
+class ColdStartSamples:
     """A form's cold starts, a process each, in the order of rounds; `files` says where its files were: WARM or COLD."""
 
     title: str
@@ -68,7 +68,7 @@ class Starts:
         return sorted(self.rounds, key=lambda one: one.first_answer)[len(self.rounds) // 2]
 
 
-def table(starts: Sequence[Starts]) -> Table:
+def table(starts: Sequence[ColdStartSamples]) -> Table:
     """Build a row for each form and place of its files.
 
     Each is compared with the first form of the same place, all as one family.
@@ -80,7 +80,7 @@ def table(starts: Sequence[Starts]) -> Table:
     return STARTS.of(COLUMNS, rows, notes=(NOTE, *sentences(starts)), printed=PRINTED)
 
 
-def sentences(starts: Sequence[Starts]) -> list[str]:
+def sentences(starts: Sequence[ColdStartSamples]) -> list[str]:
     """Return sentences on the longest part before the first answer, a later call, and starts that compile libraries."""
     return [_describe_starts(one) for one in starts] + [line for one in starts if (line := _describe_uncompiled(one))]
 
@@ -93,7 +93,7 @@ def without_byte_code(modules: int, uncompiled: int) -> str:
     )
 
 
-def _describe_uncompiled(one: Starts) -> str:
+def _describe_uncompiled(one: ColdStartSamples) -> str:
     """Return a sentence on libraries without byte-code and the remedy; "" where they have it."""
     if found := without_byte_code(one.middle.modules, one.middle.uncompiled):
         ends = "omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once"
@@ -101,7 +101,7 @@ def _describe_uncompiled(one: Starts) -> str:
     return ""
 
 
-def _describe_starts(one: Starts) -> str:
+def _describe_starts(one: ColdStartSamples) -> str:
     middle = one.middle
     largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:NAMED]
     named = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
@@ -109,11 +109,11 @@ def _describe_starts(one: Starts) -> str:
     return f"{one.title}, files {one.files}: most of it is {named}; a later call takes 1/{times:,.0f} of it."
 
 
-def _compute_evidence(own: Starts, other: Starts) -> stats.Evidence | None:
+def _compute_evidence(own: ColdStartSamples, other: ColdStartSamples) -> stats.Evidence | None:
     return stats.paired([math.log(a / b) for a, b in zip(other.wholes, own.wholes, strict=True)])
 
 
-def _make_row(one: Starts, speedup: stats.Speedup | None) -> Row:
+def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
     whole, middle = stats.center(one.wholes), one.middle
     parts = {f"{name}_ms": 1e3 * seconds for name, seconds in middle.parts.items()}
     row: Row = {

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 
-from dyno.analysis.inside.gpu.launching import OnGpu
+from dyno.analysis.inside.gpu.launching import LaunchTimes
 from dyno.analysis.inside.times import Times
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 from dyno.worker.record import check_schema, read_json, write_json
 from dyno.worker.spec import SCHEMA, UserError, from_json, to_json
 
@@ -23,7 +23,7 @@ NUMBER = re.compile(r"\d+(\.\d+)?")
 
 
 @dataclass(frozen=True)
-class Side:
+class PairSide:
     """One of the two: the index of its form, of its graph and of its module (None: there is none), the precision that
     was asked for, and its times by process. `stored` is the median latency in seconds that a run has of it."""
 
@@ -36,20 +36,20 @@ class Side:
 
 
 @dataclass(frozen=True)
-class Pair:
+class FormPair:
     """A and B; the other forms are the graphs behind them, by which their layers are aligned.
 
     `source` is what the user named, `notes` are sentences on what was measured.
     """
 
-    forms: tuple[Inside, ...]
-    a: Side
-    b: Side
+    forms: tuple[LayerGraph, ...]
+    a: PairSide
+    b: PairSide
     source: str = ""
     notes: tuple[str, ...] = ()
 
     @property
-    def sides(self) -> tuple[Side, Side]:
+    def sides(self) -> tuple[PairSide, PairSide]:
         """Both."""
         return self.a, self.b
 
@@ -75,14 +75,14 @@ def stored(folder: Path) -> list[tuple[Path, str, str]]:
     return [(file, *file.stem.split(JOIN, 1)) for file in files]  # type: ignore[misc]
 
 
-def write(path: Path, pair: Pair) -> None:
+def write(path: Path, pair: FormPair) -> None:
     """Store the pair; times are kept to the nanosecond."""
     content = {"schema": SCHEMA, "kind": KIND, "source": pair.source, "notes": list(pair.notes),
                "forms": to_json(pair.forms), "a": _convert_side(pair.a), "b": _convert_side(pair.b)}  # fmt: skip
     write_json(path, content)
 
 
-def _convert_side(side: Side) -> dict[str, Any]:
+def _convert_side(side: PairSide) -> dict[str, Any]:
     return {**to_json(replace(side, processes=())), "processes": [_convert_times(each) for each in side.processes]}
 
 
@@ -95,7 +95,7 @@ def _convert_times(times: Times) -> dict[str, Any]:
     return {**_list_nanoseconds(times, ARRAYS), "warnings": list(times.warnings), **gpu}
 
 
-def _list_nanoseconds(of: Times | OnGpu, names: Sequence[str]) -> dict[str, Any]:
+def _list_nanoseconds(of: Times | LaunchTimes, names: Sequence[str]) -> dict[str, Any]:
     return {name: np.rint(NANO * getattr(of, name)).astype(int).tolist() for name in names}
 
 
@@ -104,15 +104,15 @@ ARRAYS = ("unprofiled", "profiled", "layers")
 GPU_ARRAYS = ("latency", "enqueue", "busy", "calls")
 
 
-def read(path: Path) -> Pair:
+def read(path: Path) -> FormPair:
     """Read the stored pair; UserError for a file without one or a damaged file."""
     data = read_json(path)
     if data.get("kind") != KIND:
         raise UserError(f"{path} holds no explained pair; `dyno explain MODEL A B --save FILE.json` writes one")
     check_schema(path, data)
     try:
-        forms = tuple(from_json(Inside, each) for each in data["forms"])
-        pair = Pair(forms, _read_side(data["a"]), _read_side(data["b"]), data["source"], tuple(data["notes"]))
+        forms = tuple(from_json(LayerGraph, each) for each in data["forms"])
+        pair = FormPair(forms, _read_side(data["a"]), _read_side(data["b"]), data["source"], tuple(data["notes"]))
         problem = _find_problem(pair)
     except (KeyError, TypeError, ValueError, IndexError, OverflowError) as e:
         raise UserError(f"{path} is damaged: it isn't as Dyno writes it; measure the pair again") from e
@@ -121,26 +121,26 @@ def read(path: Path) -> Pair:
     return pair
 
 
-def _read_side(data: Mapping[str, Any]) -> Side:
+def _read_side(data: Mapping[str, Any]) -> PairSide:
     processes = []
     for each in data["processes"]:
         unprofiled, profiled, layers = _read_seconds(each, ARRAYS)
         processes.append(Times(unprofiled, profiled, layers, tuple(each["warnings"]), _on_gpu(each.get("gpu"))))
-    return Side(data["form"], data["precision"], tuple(processes), data["graph"], data["module"], data["stored"])
+    return PairSide(data["form"], data["precision"], tuple(processes), data["graph"], data["module"], data["stored"])
 
 
-def _on_gpu(data: Mapping[str, Any] | None) -> OnGpu | None:
+def _on_gpu(data: Mapping[str, Any] | None) -> LaunchTimes | None:
     if data is None:  # on a CPU, or stored before this was kept
         return None
     latency, enqueue, busy, calls = _read_seconds(data, GPU_ARRAYS)
-    return OnGpu(latency, enqueue, busy, calls, np.array(data["kernels"]))
+    return LaunchTimes(latency, enqueue, busy, calls, np.array(data["kernels"]))
 
 
 def _read_seconds(data: Mapping[str, Any], names: Sequence[str]) -> list[np.ndarray]:
     return [np.array(data[name], float) / NANO for name in names]
 
 
-def _find_problem(pair: Pair) -> str:
+def _find_problem(pair: FormPair) -> str:
     """Describe where times and layers don't fit, "" where they do; IndexError for a form that doesn't exist."""
     for side in pair.sides:
         layers = len(pair.forms[side.form].layers)
@@ -156,7 +156,7 @@ def _find_problem(pair: Pair) -> str:
     return ""
 
 
-def warned(side: Side) -> list[str]:
+def warned(side: PairSide) -> list[str]:
     """Return the warnings of the side's processes, with the number of processes that had each.
 
     Warnings that differ only in numbers are listed once.

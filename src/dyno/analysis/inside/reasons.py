@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from dyno.analysis.formatting import counting, show
 from dyno.analysis.inside import causes
-from dyno.analysis.inside.causes import Part
-from dyno.analysis.inside.waterfall import Step, Waterfall
+from dyno.analysis.inside.causes import CausePart
+from dyno.analysis.inside.waterfall import Waterfall, WaterfallStep
 
 GAP, STRANGERS, ALONE, ATTRIBUTED = "gap", "strangers", "alone", "attributed"
 WATCHED, NOT_FASTER = "watched", "not_faster"
@@ -134,7 +134,7 @@ class _Words:
                 text = f"{longer}: they are scaled down alike, and the intervals hold the other extreme, too."
                 yield Reason(WATCHED, text, seconds=side.excess)
 
-    def _describe_amount(self, step: Step) -> str:
+    def _describe_amount(self, step: WaterfallStep) -> str:
         value = step.difference.value
         text = f"{_format_signed(value)} {_format_limits(step)}"
         if not self._gap.proven:
@@ -142,7 +142,7 @@ class _Words:
         share = self._w.share(value)
         return f"{text}, {share:.0%} of the difference" if share > 0 else f"{text}, against the difference"
 
-    def _describe_step(self, step: Step) -> str:
+    def _describe_step(self, step: WaterfallStep) -> str:
         parts = [self._w.parts[k] for k in step.parts]
         count_a, count_b = sum(len(part.a) for part in parts), sum(len(part.b) for part in parts)
         of_a, of_b = self._format_types(parts, 0), self._format_types(parts, 1)
@@ -172,27 +172,27 @@ class _Words:
         }
         return texts[step.cause]
 
-    def _describe_largest(self, step: Step) -> str:
+    def _describe_largest(self, step: WaterfallStep) -> str:
         before = [self._w.parts[k].before for k in self._sort_parts(step)[:1]]
         return f", the longest before {before[0]}" if any(before) else ""
 
-    def _sort_parts(self, step: Step) -> list[int]:
+    def _sort_parts(self, step: WaterfallStep) -> list[int]:
         return sorted(step.parts, key=lambda k: -abs(self._w.steps[k].difference.value))
 
-    def _format_types(self, parts: Sequence[Part], side: int) -> str:
+    def _format_types(self, parts: Sequence[CausePart], side: int) -> str:
         """Return the commonest types of layers: `16 Convolution, 3 Add`."""
         layers = self._w.pair.forms[self._w.pair.sides[side].form].layers
         kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side])
         more = f" and {counting(len(kinds) - NAMES, 'more kind')}" if len(kinds) > NAMES else ""
         return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(NAMES)) + more
 
-    def _format_kinds(self, parts: Sequence[Part]) -> str:
+    def _format_kinds(self, parts: Sequence[CausePart]) -> str:
         """Return the types in which most of the parts compute in A and in B."""
         kinds = Counter(part.types for part in parts)
         before, after = max(kinds, key=lambda each: kinds[each], default=("", ""))
         return f"{before} in {self._a}, {after} in {self._b}"
 
-    def _list_names(self, step: Step) -> tuple[str, ...]:
+    def _list_names(self, step: WaterfallStep) -> tuple[str, ...]:
         """Return a name for each part of the step, the largest difference first."""
         return tuple(dict.fromkeys(name for k in self._sort_parts(step) for name in self._w.parts[k].names[:1]))
 
@@ -203,7 +203,7 @@ def _shorten_titles(titles: Sequence[str]) -> list[str]:
     return plain if len({*plain}) == len(plain) else list(titles)
 
 
-def _make_reason(key: str, text: str, step: Step, names: Sequence[str] = ()) -> Reason:
+def _make_reason(key: str, text: str, step: WaterfallStep, names: Sequence[str] = ()) -> Reason:
     return Reason(key, text[0].upper() + text[1:], tuple(names), *vars(step.difference).values())
 
 
@@ -225,5 +225,5 @@ def _format_signed(seconds: float) -> str:
     return ("" if abs(seconds) < NOTHING else "+" if seconds > 0 else "−") + _format_seconds(abs(seconds))
 
 
-def _format_limits(step: Step) -> str:
+def _format_limits(step: WaterfallStep) -> str:
     return f"[{_format_signed(step.difference.low)}, {_format_signed(step.difference.high)}]"

@@ -8,7 +8,7 @@ from dyno.analysis.inside import align, totals
 from dyno.analysis.inside.align import Region
 from dyno.analysis.inside.place import CONSTANT, FLOW, NAMED
 from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
-from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Inside, Layer, Port
+from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
 LAYER_TABLE = TableKind("layers", "Layers", "Every layer of one form of a model, in the order in which they run.",
                         command="dyno inspect")  # fmt: skip
@@ -27,7 +27,7 @@ COUNTS = (
 )
 
 
-def one(form: Inside) -> Table:
+def one(form: LayerGraph) -> Table:
     """Build the table of a single form."""
     rows: list[Row] = []
     for layer in form.layers:
@@ -68,7 +68,7 @@ def shape(port: Port) -> str:
     return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
 
 
-def aligned(forms: Sequence[Inside], shown: Sequence[int], graph_of: Mapping[int, int]) -> Table:
+def aligned(forms: Sequence[LayerGraph], shown: Sequence[int], graph_of: Mapping[int, int]) -> Table:
     """Build a table of the forms `shown` (indices) side by side, a row for each region; the others help to align them.
 
     `graph_of` has the index of the graph that an engine was made from.
@@ -96,7 +96,7 @@ def aligned(forms: Sequence[Inside], shown: Sequence[int], graph_of: Mapping[int
     return ALIGNED.of(columns, rows, notes=tuple(dict.fromkeys(notes)))
 
 
-def _has_layer(forms: Sequence[Inside], region: Region, form: int) -> bool:
+def _has_layer(forms: Sequence[LayerGraph], region: Region, form: int) -> bool:
     """Return whether the region has a layer of the form that runs or has parameters."""
     return any(not layer.skipped or layer.parameters for i in region.members[form] if (layer := forms[form].layers[i]))
 
@@ -122,7 +122,7 @@ def _strip_parent(parent: str, name: str) -> str:
     return name.removeprefix(parent) if parent and name.startswith(f"{parent}.") else name
 
 
-def _make_row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> Row:
+def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region) -> Row:
     row: Row = {}
     for position, k in enumerate(shown):
         layers = [forms[k].layers[i] for i in region.members[k]]
@@ -144,7 +144,7 @@ def _make_row(forms: Sequence[Inside], shown: Sequence[int], region: Region) -> 
     return row
 
 
-def _list_names(forms: Sequence[Inside], region: Region, form: int) -> list[str]:
+def _list_names(forms: Sequence[LayerGraph], region: Region, form: int) -> list[str]:
     """Return the region's names in the form, quantisation last, or (model) where only the model's own code acts."""
     layers = sorted((forms[form].layers[i] for i in region.shown(form)), key=lambda layer: layer.type in QUANTISES)
     names = [layer.name or MODEL for layer in layers]
@@ -154,7 +154,7 @@ def _list_names(forms: Sequence[Inside], region: Region, form: int) -> list[str]
     return [MODEL] if any(forms[k].layers[i].modules == ("",) for k in graphs for i in region.members[k]) else []
 
 
-def _what_happened(forms: Sequence[Inside], there: Sequence[int], last: int, region: Region) -> str:
+def _what_happened(forms: Sequence[LayerGraph], there: Sequence[int], last: int, region: Region) -> str:
     """Describe fusions, folded batch norms and layers in one form only; `there` are the forms that have the region."""
     before, after = ([forms[k].layers[i] for i in region.shown(k)] for k in (there[0], there[-1]))
     if len(there) == 1:
@@ -175,7 +175,7 @@ def _what_happened(forms: Sequence[Inside], there: Sequence[int], last: int, reg
     return ", ".join(remarks)
 
 
-def coverage(forms: Sequence[Inside], link: align.Link) -> str:
+def coverage(forms: Sequence[LayerGraph], link: align.Link) -> str:
     """Describe how the layers of the upper form found their counterparts, and how many have none."""
     total = sum(not layer.skipped for layer in forms[link.upper].layers)
     count = {why: sum(one == why for one in link.how.values()) for why in (NAMED, FLOW, CONSTANT)}
@@ -190,7 +190,7 @@ def coverage(forms: Sequence[Inside], link: align.Link) -> str:
     )
 
 
-def conversions(forms: Sequence[Inside], shown: Sequence[int]) -> Table:
+def conversions(forms: Sequence[LayerGraph], shown: Sequence[int]) -> Table:
     """Build a row for each layer of the engines that only changes types or layouts: its neighbours, and both types."""
     rows: list[Row] = []
     for k in shown:
@@ -211,7 +211,7 @@ def conversions(forms: Sequence[Inside], shown: Sequence[int]) -> Table:
     return CONVERSIONS.of(columns, rows)
 
 
-def _make_conversion_row(form: Inside, layer: Layer, writers: dict[str, Layer]) -> Row:
+def _make_conversion_row(form: LayerGraph, layer: Layer, writers: dict[str, Layer]) -> Row:
     read, written = layer.inputs[:1], layer.outputs[:1]
     source = writers.get(read[0].name) if read else None
     readers = [each.name for each in form.layers for port in each.inputs if written and port.name == written[0].name]

@@ -12,15 +12,15 @@ from dyno.analysis.formatting import counting
 from dyno.analysis.inside import align
 from dyno.analysis.inside.gpu import launching
 from dyno.analysis.inside.gpu.critical_path import Path
-from dyno.analysis.inside.gpu.launching import OnGpu
+from dyno.analysis.inside.gpu.launching import LaunchTimes
 from dyno.analysis.inside.place import Flow
 from dyno.analysis.inside.roofline import rated as roofline
 from dyno.analysis.inside.roofline.ceilings import Ceilings
-from dyno.analysis.inside.roofline.rated import Rated
+from dyno.analysis.inside.roofline.rated import RooflineRating
 from dyno.analysis.inside.tables import MODEL, names_cell, shape
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.stats import Interval, median_interval
-from dyno.worker.facts.inside import MODULES, NODES, Function, Inside, Layer, Port
+from dyno.worker.facts.inside import MODULES, NODES, Function, Layer, LayerGraph, Port
 
 ORDERS = ("time", "graph")
 PROFILE = TableKind("profile", "Time by layer", "How long each layer takes, by the modules that it came from.",
@@ -53,7 +53,7 @@ class Times:
     profiled: np.ndarray
     layers: np.ndarray
     warnings: tuple[str, ...] = ()
-    gpu: OnGpu | None = None
+    gpu: LaunchTimes | None = None
     clock: float = math.nan
     backend: str = ""
     precision: str = ""
@@ -70,14 +70,14 @@ class Times:
         idle = self.gpu.idle(self.latency) if self.gpu and self.gpu.busy.size else 0.0
         return Path(self.functions, float(np.median(self.profiled)) / self.latency, idle)
 
-    def ran(self, form: Inside) -> list[int]:
+    def ran(self, form: LayerGraph) -> list[int]:
         """Return the indices of the form's layers, without those that have no time and don't run."""
         medians = np.median(self.layers, axis=0)
         return [i for i, layer in enumerate(form.layers) if medians[i] > 0 or not layer.skipped]
 
 
 def profile(
-    forms: Sequence[Inside],
+    forms: Sequence[LayerGraph],
     graph_of: Mapping[int, int],
     module_of: Mapping[int, int],
     times: Mapping[int, Times],
@@ -105,7 +105,7 @@ def profile(
 
 
 def _build_rows(
-    form: Inside, names: Sequence[list[str]], each: Times, order: str, top: int, rated: Rated | None
+    form: LayerGraph, names: Sequence[list[str]], each: Times, order: str, top: int, rated: RooflineRating | None
 ) -> list[Row]:
     """Build the rows of one form, without layers that have no time and don't run."""
     seconds, ran = each.layers, each.ran(form)
@@ -127,7 +127,7 @@ def _build_rows(
     return rows
 
 
-def _build_row(form: Inside, layer: Layer, names: list[str], seconds: np.ndarray) -> Row:
+def _build_row(form: LayerGraph, layer: Layer, names: list[str], seconds: np.ndarray) -> Row:
     """Build the row of one layer with its interval, or of several as the sum of their medians, so that all rows add up.
 
     A sum has no interval.
@@ -143,7 +143,7 @@ def _build_row(form: Inside, layer: Layer, names: list[str], seconds: np.ndarray
     }  # fmt: skip
 
 
-def modules_of(forms: Sequence[Inside], k: int, graph: int | None, owner: int | None) -> list[list[str]]:
+def modules_of(forms: Sequence[LayerGraph], k: int, graph: int | None, owner: int | None) -> list[list[str]]:
     """Return the modules that each layer of the form came from, in the order of their calls.
 
     Where no module is known these are the nodes of the graph; a conversion that the engine inserted has neither.
@@ -151,7 +151,9 @@ def modules_of(forms: Sequence[Inside], k: int, graph: int | None, owner: int | 
     return [modules or nodes for modules, nodes in origins(forms, k, graph, owner)]
 
 
-def origins(forms: Sequence[Inside], k: int, graph: int | None, owner: int | None) -> list[tuple[list[str], list[str]]]:
+def origins(
+    forms: Sequence[LayerGraph], k: int, graph: int | None, owner: int | None
+) -> list[tuple[list[str], list[str]]]:
     """Return the modules that each layer of the form came from, in the order of their calls, and the graph's nodes.
 
     Both are empty for a conversion that the engine inserted.
@@ -191,7 +193,7 @@ def turned(link: align.Link) -> dict[int, list[int]]:
 
 
 def reconciliation(
-    forms: Sequence[Inside],
+    forms: Sequence[LayerGraph],
     times: Mapping[int, Times],
     graph_of: Mapping[int, int] | None = None,
     ceilings: Ceilings | None = None,

@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from dyno.analysis.formatting import counting, significant
 from dyno.analysis.inside.align import Region
-from dyno.worker.facts.inside import MODULES, NODES, Inside, Layer
+from dyno.worker.facts.inside import MODULES, NODES, Layer, LayerGraph
 
 BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2,
          "int16": 2, "uint16": 2, "complex64": 8, "complex128": 16}  # fmt: skip
@@ -30,7 +30,10 @@ def is_norm(layer: Layer) -> bool:
 
 
 def sentences(
-    forms: Sequence[Inside], shown: Sequence[int], regions: Sequence[Region], graph_of: Mapping[int, int] | None = None
+    forms: Sequence[LayerGraph],
+    shown: Sequence[int],
+    regions: Sequence[Region],
+    graph_of: Mapping[int, int] | None = None,
 ) -> list[str]:
     """Explain why the number of parameters of each form shown differs from that of the one before it.
 
@@ -50,7 +53,7 @@ def sentences(
 
 
 def _find_reasons(
-    forms: Sequence[Inside], first: int, other: int, regions: Sequence[Region], graph: int
+    forms: Sequence[LayerGraph], first: int, other: int, regions: Sequence[Region], graph: int
 ) -> Iterator[str]:
     """Yield the reasons: folded batch norms, padded weights, weights shared by layers, and where the rest is."""
     left = forms[first].parameters - forms[other].parameters
@@ -104,33 +107,33 @@ def _describe_place(whole: Mapping[str, int]) -> str:
     return f"{'most' if 2 * apart[name] > sum(apart.values()) else f'{apart[name]:,}'} of them in {name}"
 
 
-def _is_folded(forms: Sequence[Inside], first: int, other: int, region: Region) -> bool:
+def _is_folded(forms: Sequence[LayerGraph], first: int, other: int, region: Region) -> bool:
     """Return whether the region has a batch norm in the first form and none in the other, which folded it."""
     return any(map(is_norm, _list_layers(forms, region, first))) and not any(
         map(is_norm, _list_layers(forms, region, other))
     )
 
 
-def _is_blocked(forms: Sequence[Inside], region: Region, first: int, other: int) -> bool:
+def _is_blocked(forms: Sequence[LayerGraph], region: Region, first: int, other: int) -> bool:
     """Return whether one of the forms stores the region's tensors in blocks of channels, which pads the weights."""
     every = (*_list_layers(forms, region, first), *_list_layers(forms, region, other))
     return any(port.format == BLOCKED for layer in every for port in layer.outputs)
 
 
-def _list_layers(forms: Sequence[Inside], region: Region, form: int) -> list[Layer]:
+def _list_layers(forms: Sequence[LayerGraph], region: Region, form: int) -> list[Layer]:
     return [forms[form].layers[i] for i in region.members[form]]
 
 
-def _sum_parameters(forms: Sequence[Inside], region: Region, form: int) -> int:
+def _sum_parameters(forms: Sequence[LayerGraph], region: Region, form: int) -> int:
     return sum(layer.added for layer in _list_layers(forms, region, form))
 
 
-def _count_shared(forms: Sequence[Inside], region: Region, form: int) -> int:
+def _count_shared(forms: Sequence[LayerGraph], region: Region, form: int) -> int:
     """Return the number of the region's weights that the form's earlier layers have too."""
     return sum(layer.shared for layer in _list_layers(forms, region, form))
 
 
-def _choose_name(forms: Sequence[Inside], region: Region, *order: int) -> str:
+def _choose_name(forms: Sequence[LayerGraph], region: Region, *order: int) -> str:
     """Return the module around the region's parts, else its first layer: a module's name, else that of these forms."""
     order = (*(k for k, each in enumerate(forms) if each.form == MODULES), *order)
     around = [forms[form].layers[k] for form in order for k in (region.around[form] if region.around else ())]
@@ -145,7 +148,7 @@ def _format_operations(count: int) -> str:
     return f"{count:,} FLOPs"
 
 
-def summary(form: Inside) -> str:
+def summary(form: LayerGraph) -> str:
     """Describe a form in one sentence."""
     ran = [layer for layer in form.layers if not layer.skipped]
     sentence = f"{form.library}: {counting(len(ran), form.form.removesuffix('s'))}"

@@ -15,8 +15,8 @@ from functools import cached_property
 import numpy as np
 
 from dyno.analysis.inside import causes
-from dyno.analysis.inside.causes import BETWEEN, INTERRUPTED, WAITING, WHOLE, Cause, Part
-from dyno.analysis.inside.pairs import Pair, Side
+from dyno.analysis.inside.causes import BETWEEN, INTERRUPTED, WAITING, WHOLE, Cause, CausePart
+from dyno.analysis.inside.pairs import FormPair, PairSide
 from dyno.analysis.inside.times import Times
 from dyno.analysis.stats import CONFIDENCE, Interval
 
@@ -27,7 +27,7 @@ TINY = 1e-12  # seconds that are none
 
 
 @dataclass(frozen=True)
-class Step:
+class WaterfallStep:
     """Seconds in A and in B of what has one cause, and the difference with its interval; `parts` are its places in the
     waterfall's parts."""
 
@@ -73,18 +73,18 @@ class Estimates:
 class Waterfall:
     """The steps from A to B: `steps` has one for each part, `causes` one for each cause; both add up to `gap`."""
 
-    pair: Pair
-    parts: tuple[Part, ...]
+    pair: FormPair
+    parts: tuple[CausePart, ...]
     a: Estimates
     b: Estimates
 
     @cached_property
-    def gap(self) -> Step:
+    def gap(self) -> WaterfallStep:
         """The whole: the latencies with nothing switched on."""
         return _make_step(WHOLE, self.a.latency, self.b.latency)
 
     @cached_property
-    def steps(self) -> list[Step]:
+    def steps(self) -> list[WaterfallStep]:
         """A step for each part, then `remainders`."""
         return [self.step(part.cause, (k,)) for k, part in enumerate(self.parts)] + self.remainders
 
@@ -94,7 +94,7 @@ class Waterfall:
         return any(each.waiting.any() for each in (self.a, self.b))
 
     @cached_property
-    def remainders(self) -> list[Step]:
+    def remainders(self) -> list[WaterfallStep]:
         """What the layers leave of the latency."""
         return [
             _make_step(INTERRUPTED, self.a.interrupted, self.b.interrupted),
@@ -103,11 +103,11 @@ class Waterfall:
         ]
 
     @cached_property
-    def causes(self) -> list[Step]:
+    def causes(self) -> list[WaterfallStep]:
         """A step for each cause, in the order of CAUSES, then `remainders`."""
         return [self.step(cause, own) for cause, own in causes.by_cause(self.parts).items()] + self.remainders
 
-    def step(self, cause: Cause, places: Sequence[int]) -> Step:
+    def step(self, cause: Cause, places: Sequence[int]) -> WaterfallStep:
         """Return the step of these parts together.
 
         Where watching slowed layers, the interval covers both ways of correcting for it.
@@ -136,7 +136,7 @@ class Waterfall:
         return max(0.0, 1 - abs(1 - self.named)) if self.named == self.named else math.nan
 
 
-def waterfall(pair: Pair) -> Waterfall:
+def waterfall(pair: FormPair) -> Waterfall:
     """Build the pair's steps, with intervals by percentile bootstrap (1,000 resamples).
 
     With one process a side its repeats are resampled, which tells nothing about another process; with several the
@@ -146,7 +146,7 @@ def waterfall(pair: Pair) -> Waterfall:
     return Waterfall(pair, tuple(causes.parts(pair)), *(_make_estimates(side, rng) for side in pair.sides))
 
 
-def _make_estimates(side: Side, rng: np.random.Generator) -> Estimates:
+def _make_estimates(side: PairSide, rng: np.random.Generator) -> Estimates:
     latency, layers, (sums, working) = (_resample_repeats if len(side.processes) == 1 else _resample_processes)(
         side.processes, rng
     )
@@ -160,10 +160,10 @@ def _make_estimates(side: Side, rng: np.random.Generator) -> Estimates:
     return Estimates(latency, layers, even, interrupted, waiting, left - interrupted - waiting, watched)
 
 
-Drawn = tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]
+Resample = tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]
 
 
-def _resample_repeats(processes: Sequence[Times], rng: np.random.Generator) -> Drawn:
+def _resample_repeats(processes: Sequence[Times], rng: np.random.Generator) -> Resample:
     """Return the medians over the repeats of one process, and over resamples of these.
 
     They are of the latency, of the layers, then of the layers' sum and the time in which a GPU worked.
@@ -175,7 +175,7 @@ def _resample_repeats(processes: Sequence[Times], rng: np.random.Generator) -> D
     return latency, both[:, :-1], (both[:, -1], working)
 
 
-def _resample_processes(processes: Sequence[Times], rng: np.random.Generator) -> Drawn:
+def _resample_processes(processes: Sequence[Times], rng: np.random.Generator) -> Resample:
     """Return the medians over processes, and over resamples of these, as `_resample_repeats` does over repeats."""
     found = np.array([
         [np.median(each.unprofiled), *np.median(each.layers, axis=0), np.median(each.layers.sum(axis=1)),
@@ -222,9 +222,9 @@ def lowered(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
     return found
 
 
-def _make_step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ...] = ()) -> Step:
+def _make_step(cause: Cause, a: np.ndarray, b: np.ndarray, places: tuple[int, ...] = ()) -> WaterfallStep:
     tail = 50 * (1 - CONFIDENCE)
     apart = b - a
     ends = [float(apart[0]), *map(float, np.percentile(apart[1:], [tail, 100 - tail]))]
     value, low, high = (seconds if abs(seconds) >= TINY else 0.0 for seconds in ends)  # sums of floats are never equal
-    return Step(cause, float(a[0]), float(b[0]), Interval(value, low, high), places)
+    return WaterfallStep(cause, float(a[0]), float(b[0]), Interval(value, low, high), places)

@@ -8,7 +8,7 @@ from collections.abc import Callable, Sequence
 from dyno.analysis.formatting import counting, significant
 from dyno.analysis.inside import pairs
 from dyno.analysis.inside.tables import names_cell
-from dyno.analysis.inside.waterfall import Step, Waterfall
+from dyno.analysis.inside.waterfall import Waterfall, WaterfallStep
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
 
 WATERFALL = TableKind("waterfall", "From A to B", "The steps from the latency of A to that of B, a row for each cause.",
@@ -81,7 +81,7 @@ def _write_notes(waterfall: Waterfall) -> tuple[str, ...]:
     return tuple(dict.fromkeys(notes))
 
 
-def _make_time_cells(waterfall: Waterfall, step: Step) -> Row:
+def _make_time_cells(waterfall: Waterfall, step: WaterfallStep) -> Row:
     value = step.difference
     return {
         "a_us": 1e6 * step.a, "b_us": 1e6 * step.b, "difference_us": 1e6 * value.value,

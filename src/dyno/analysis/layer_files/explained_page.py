@@ -7,7 +7,7 @@ from dataclasses import replace
 from html import escape
 
 from dyno.analysis.inside import waterfall_chart
-from dyno.analysis.inside.pairs import Side
+from dyno.analysis.inside.pairs import PairSide
 from dyno.analysis.inside.waterfall import Estimates, Waterfall
 from dyno.analysis.layer_files import layer_graph, page
 from dyno.analysis.layer_files.steps import timelines
@@ -41,7 +41,7 @@ def graphs(waterfall: Waterfall) -> str:
     return layer_graph.figure([_build_graph(waterfall, *each) for each in zip(sides, estimates, parts, strict=True)])
 
 
-def _build_graph(waterfall: Waterfall, side: Side, times: Estimates, parts: dict[int, int]) -> dict[str, object]:
+def _build_graph(waterfall: Waterfall, side: PairSide, times: Estimates, parts: dict[int, int]) -> dict[str, object]:
     modules = {side.form: side.module} if side.module is not None else {}
     (bare,) = timelines(waterfall.pair.forms, waterfall.pair.graph_of, modules, {}, [side.form])
     seconds = times.layers[:1, [step.index for step in bare.steps]]

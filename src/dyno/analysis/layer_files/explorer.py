@@ -10,13 +10,13 @@ from typing import Any
 
 from dyno.analysis.inside.place import Flow
 from dyno.analysis.inside.tables import shape
-from dyno.analysis.layer_files.steps import Step, Timeline
-from dyno.worker.facts.inside import Inside, Port
+from dyno.analysis.layer_files.steps import Timeline, TimelineStep
+from dyno.worker.facts.inside import LayerGraph, Port
 
 GRADIENT = ({"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#e69f00"})  # by the median, from least to most
 
 
-def graphs(forms: Sequence[Inside], timelines: Sequence[Timeline], name: str) -> dict[str, Any]:
+def graphs(forms: Sequence[LayerGraph], timelines: Sequence[Timeline], name: str) -> dict[str, Any]:
     """Build a collection with a graph for each form; the timeline at the same index belongs to it.
 
     A node is a layer, its namespace the modules around it; an edge is a tensor that one writes and another reads.
@@ -25,7 +25,7 @@ def graphs(forms: Sequence[Inside], timelines: Sequence[Timeline], name: str) ->
     return {"label": name, "graphs": drawn}
 
 
-def _build_graph(form: Inside, timeline: Timeline) -> dict[str, Any]:
+def _build_graph(form: LayerGraph, timeline: Timeline) -> dict[str, Any]:
     flow, place = Flow(form.layers), {step.index: at for at, step in enumerate(timeline.steps)}
     nodes = []
     for at, step in enumerate(timeline.steps):
@@ -45,7 +45,7 @@ def _build_output(name: str, port: Port) -> dict[str, Any]:
     return {"id": name, "attrs": _list_pairs(about)}
 
 
-def _list_modules(step: Step) -> list[str]:
+def _list_modules(step: TimelineStep) -> list[str]:
     """Return the modules around the layer by the last part of their names; a module's call is not a separate group."""
     around = step.stack[1:-1]
     if not step.modules:  # a group by operator

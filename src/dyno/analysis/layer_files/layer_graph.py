@@ -15,7 +15,7 @@ from typing import Any
 from dyno.analysis.formatting import counting
 from dyno.analysis.inside.place import Flow
 from dyno.analysis.layer_files.steps import Timeline
-from dyno.worker.facts.inside import MODULES, Inside
+from dyno.worker.facts.inside import MODULES, LayerGraph
 
 SCRIPTS = ("cytoscape.min.js", "cytoscape-dagre.min.js", "layer_graph.js")
 STYLE = "layer_graph.css"
@@ -23,7 +23,7 @@ MOST = 3000  # layers that a browser lays out in seconds
 NO_PARTS: Mapping[int, int] = MappingProxyType({})
 
 
-def graph(form: Inside, timeline: Timeline, parts: Mapping[int, int] = NO_PARTS) -> dict[str, Any]:
+def graph(form: LayerGraph, timeline: Timeline, parts: Mapping[int, int] = NO_PARTS) -> dict[str, Any]:
     """Build a form's graph for the page: a node for each step of its timeline, an edge from each one to its readers.
 
     `parts` has the part of the model of each layer of the form: a number that the graphs beside it share.
@@ -46,7 +46,7 @@ def graph(form: Inside, timeline: Timeline, parts: Mapping[int, int] = NO_PARTS)
     return {"title": timeline.title, "nodes": nodes, "edges": _find_edges(form, {node["id"] for node in nodes})}
 
 
-def _find_edges(form: Inside, shown: set[int]) -> list[tuple[int, int]]:
+def _find_edges(form: LayerGraph, shown: set[int]) -> list[tuple[int, int]]:
     """Return pairs of layers of which the second reads the output of the first, directly or through hidden layers."""
     flow = Flow(form.layers)
     sources: list[list[int]] = []
@@ -58,7 +58,7 @@ def _find_edges(form: Inside, shown: set[int]) -> list[tuple[int, int]]:
     return edges + _find_return_edges(form, {source for source, _ in edges}) if form.form == MODULES else edges
 
 
-def _find_return_edges(form: Inside, read: set[int]) -> list[tuple[int, int]]:
+def _find_return_edges(form: LayerGraph, read: set[int]) -> list[tuple[int, int]]:
     """Return edges from calls whose results no other call reads to the call around them, whose own code uses them."""
     around = {layer.name: index for index, layer in enumerate(form.layers)}
     pairs = ((index, around.get(layer.name.rpartition(".")[0])) for index, layer in enumerate(form.layers))

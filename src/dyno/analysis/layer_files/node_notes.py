@@ -10,7 +10,7 @@ from dyno.analysis.formatting import counting
 from dyno.analysis.inside import align
 from dyno.analysis.inside.times import turned
 from dyno.analysis.layer_files.steps import Timeline
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 
 UNITS = ("µs", "%")
 UNKNOWN = "no layer is known for it: folded, or not run by itself"
@@ -40,7 +40,7 @@ class Note:
 
 
 def notes(
-    forms: Sequence[Inside], graph: int, timelines: Mapping[int, Timeline], module: int | None = None
+    forms: Sequence[LayerGraph], graph: int, timelines: Mapping[int, Timeline], module: int | None = None
 ) -> list[Note]:
     """Build a note for each node of the graph.
 

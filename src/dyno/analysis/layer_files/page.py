@@ -9,7 +9,7 @@ from dyno.analysis.layer_files import layer_graph, tree_map
 from dyno.analysis.layer_files.steps import Timeline
 from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import Table
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #dde2e9; --page: #f5f7f9; --card: #fff; }
@@ -30,7 +30,7 @@ def fragment(timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
     return f"{tree_map.figures(timelines)}\n{export(tables, 'html')}"
 
 
-def html(name: str, forms: Sequence[Inside], timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
+def html(name: str, forms: Sequence[LayerGraph], timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
     """Return the whole page of times by layer: `fragment`, and a graph of the form of each timeline."""
     graphs = [layer_graph.graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
     figures = "\n".join(layer_graph.figure([each]) for each in graphs)

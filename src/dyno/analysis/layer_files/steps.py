@@ -11,14 +11,14 @@ import numpy as np
 
 from dyno.analysis.inside.tables import MODEL, names_cell, shape
 from dyno.analysis.inside.times import Times, origins
-from dyno.worker.facts.inside import LAYERS, MODULES, Inside, Layer
+from dyno.worker.facts.inside import LAYERS, MODULES, Layer, LayerGraph
 
 CONVERSIONS = "(conversions)"
 BETWEEN = "."  # between the parts of a module's name
 
 
 @dataclass(frozen=True)
-class Step:
+class TimelineStep:
     """One layer that runs, under the modules that are around all of it.
 
     `index` is its place in the form. `stack` has full names, outermost first: of modules, then of the layer itself,
@@ -40,7 +40,7 @@ class Timeline:
     """
 
     title: str
-    steps: tuple[Step, ...]
+    steps: tuple[TimelineStep, ...]
     seconds: np.ndarray
     runs_each: int = 1
     own: bool = False
@@ -68,7 +68,7 @@ class Timeline:
 
 
 def timelines(
-    forms: Sequence[Inside],
+    forms: Sequence[LayerGraph],
     graph_of: Mapping[int, int],
     module_of: Mapping[int, int],
     times: Mapping[int, Times],
@@ -90,20 +90,20 @@ def timelines(
     return found
 
 
-def _make_step(form: Inside, index: int, modules: list[str]) -> Step:
+def _make_step(form: LayerGraph, index: int, modules: list[str]) -> TimelineStep:
     layer = form.layers[index]
     around = _find_shared_modules(modules)
     if form.form == MODULES:
-        return Step(index, layer, (MODEL, *around), tuple(modules))
+        return TimelineStep(index, layer, (MODEL, *around), tuple(modules))
     if not modules:
         group = CONVERSIONS if layer.moves else f"({layer.type})"
-        return Step(index, layer, (MODEL, group, layer.name or layer.type))
+        return TimelineStep(index, layer, (MODEL, group, layer.name or layer.type))
     label = layer.type
     if len(modules) > 1:
         label = names_cell("modules")({"modules_names": modules})
     if form.form == LAYERS and len(modules) > 1:
         label = f"{label}: {layer.type}"
-    return Step(index, layer, (MODEL, *around, label), tuple(modules))
+    return TimelineStep(index, layer, (MODEL, *around, label), tuple(modules))
 
 
 def _find_shared_modules(modules: Sequence[str]) -> tuple[str, ...]:
@@ -133,7 +133,7 @@ class Mark:
     step: int | None = None
 
 
-def marks(steps: Sequence[Step], nanoseconds: Sequence[int], begin: int) -> Iterator[Mark]:
+def marks(steps: Sequence[TimelineStep], nanoseconds: Sequence[int], begin: int) -> Iterator[Mark]:
     """Yield the calls of one repeat in the order of their begins and ends.
 
     Steps begin where the one before them ended, and a call around steps lasts from its first to its last one.

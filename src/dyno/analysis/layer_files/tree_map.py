@@ -39,46 +39,46 @@ STYLE = """
 
 
 @dataclass
-class Node:
+class TreeMapNode:
     """A module, or a layer where it has no parts; `seconds` includes those of its parts, `type` is a layer's."""
 
     name: str
     seconds: float = 0.0
     type: str = ""
     title: str = ""
-    parts: list[Node] = field(default_factory=list)
+    parts: list[TreeMapNode] = field(default_factory=list)
 
 
 @dataclass(frozen=True)
 class Box:
     """Where a node lies in its parent's area, in percent of it."""
 
-    node: Node
+    node: TreeMapNode
     left: float
     top: float
     width: float
     height: float
 
 
-def tree(timeline: Timeline) -> Node:
+def tree(timeline: Timeline) -> TreeMapNode:
     """Build the tree of the model's parts; a module's own code, beside its parts, is a part named `itself`."""
-    root = Node("(model)")
-    by_name: dict[tuple[str, ...], Node] = {(): root}
+    root = TreeMapNode("(model)")
+    by_name: dict[tuple[str, ...], TreeMapNode] = {(): root}
     for at, (step, seconds) in enumerate(zip(timeline.steps, timeline.medians.tolist(), strict=True)):
         path = step.stack[1:]
         for depth in range(1, len(path) + 1):
             if path[:depth] not in by_name:
-                by_name[path[:depth]] = Node(path[depth - 1])
+                by_name[path[:depth]] = TreeMapNode(path[depth - 1])
                 by_name[path[: depth - 1]].parts.append(by_name[path[:depth]])
         about = "\n".join(f"{name}: {text}" for name, text in timeline.about(at).items())
-        own = Node(ITSELF, seconds, step.layer.type, about)
+        own = TreeMapNode(ITSELF, seconds, step.layer.type, about)
         by_name[path].parts.append(own)
         for depth in range(len(path) + 1):
             by_name[path[:depth]].seconds += seconds
     return _simplify_node(root)
 
 
-def _simplify_node(node: Node) -> Node:
+def _simplify_node(node: TreeMapNode) -> TreeMapNode:
     """Drop the parts that took no time, and merge a node with its only part: the result has both names."""
     node.parts = [_simplify_node(part) for part in node.parts if part.seconds > 0]
     if all(part.name == ITSELF for part in node.parts):  # several calls of one that has no parts
@@ -87,7 +87,7 @@ def _simplify_node(node: Node) -> Node:
         return node
     (only,) = node.parts
     name = node.name if only.name in (ITSELF, only.type) else only.name
-    return Node(name, only.seconds, only.type, only.title, only.parts)
+    return TreeMapNode(name, only.seconds, only.type, only.title, only.parts)
 
 
 def figures(timelines: Sequence[Timeline]) -> str:
@@ -120,7 +120,7 @@ def _write_entry(name: str, seconds: float, total: float, color: str) -> str:
     return f'<b style="--kind: {color}; font-weight: 400"><i></i>{html.escape(name)} {share}</b>'
 
 
-def boxes(nodes: Sequence[Node], width: float, height: float) -> Iterator[Box]:
+def boxes(nodes: Sequence[TreeMapNode], width: float, height: float) -> Iterator[Box]:
     """Yield the nodes, largest first, as near-square boxes that fill an area of `width` by `height` pixels.
 
     Bruls, Huizing and van Wijk, "Squarified treemaps" (2000), by the library squarify.

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 from functools import cache
 from typing import TYPE_CHECKING
 
-from dyno.analysis.metrics.metric import Measured, Metric
+from dyno.analysis.metrics.metric import Metric, MetricValue
 from dyno.analysis.records.results import TrialResult
 from dyno.worker import plugins
 
@@ -32,7 +32,7 @@ def of(trial: TrialResult) -> list[Metric]:
     return [metric for name, metric in known().items() if name in trial.task.metrics]
 
 
-def measured(trial: TrialResult) -> list[tuple[Metric, Measured]]:
+def measured(trial: TrialResult) -> list[tuple[Metric, MetricValue]]:
     """Return each metric that the trial has a value of, with the value."""
     return [(metric, value) for metric in of(trial) if (value := metric.of(trial)) is not None]
 

@@ -35,7 +35,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Decision:
+class BudgetDecision:
     """`within`, `over` or `undecided`; `more` is roughly how many more images would settle it (None: none would)."""
 
     verdict: str
@@ -91,7 +91,7 @@ def matching(own: dict[str, np.ndarray], other: dict[str, np.ndarray]) -> tuple[
     return same, same
 
 
-def decide(change: Change, budget: Budget) -> Decision:
+def decide(change: Change, budget: Budget) -> BudgetDecision:
     """Decide whether the loss against the reference stays within the budget, with confidence.
 
     `within` and `over` only when the whole 95 % interval of the change lies on that side of the budget. Otherwise
@@ -99,12 +99,12 @@ def decide(change: Change, budget: Budget) -> Decision:
     """
     verdict = side(change.difference, budget.limit)
     if verdict != UNDECIDED:
-        return Decision(verdict)
+        return BudgetDecision(verdict)
     count = change.enough(budget.limit)
-    return Decision(UNDECIDED, None if count is None or count > MOST_IMAGES else _round_up(count - change.images))
+    return BudgetDecision(UNDECIDED, None if count is None or count > MOST_IMAGES else _round_up(count - change.images))
 
 
-def decide_all(changes: Mapping[str, Change], budgets: Sequence[Budget]) -> Decision | None:
+def decide_all(changes: Mapping[str, Change], budgets: Sequence[Budget]) -> BudgetDecision | None:
     """Return the strictest decision over several budgets: over before undecided before within; None when none applies.
 
     `changes` are a trial's by the metric's name.

@@ -71,7 +71,7 @@ def _read_detections(trial: TrialResult) -> dict[str, np.ndarray]:
 
 
 @dataclass(frozen=True)
-class _Detections:
+class _ConfidentDetections:
     """The surest first; `places` tells image and class apart."""
 
     places: np.ndarray
@@ -87,15 +87,17 @@ def _list_images(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarr
     return np.union1d(own["detection_image"], reference["detection_image"])
 
 
-def _choose_confident(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _Detections:
+def _choose_confident(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _ConfidentDetections:
     keep = np.isin(arrays["detection_image"], images) & (arrays["detection_score"] >= DOUBTFUL)
     rows = np.flatnonzero(keep)
     rows = rows[np.argsort(-arrays["detection_score"][rows], kind="stable")]
     places = np.stack([arrays["detection_image"][rows], arrays["detection_class"][rows]], axis=1).astype(np.int64)
-    return _Detections(places, arrays["detection_box"][rows].astype(np.float64), arrays["detection_score"][rows])
+    return _ConfidentDetections(
+        places, arrays["detection_box"][rows].astype(np.float64), arrays["detection_score"][rows]
+    )
 
 
-def _matched_count(detections: _Detections, others: _Detections) -> int:
+def _matched_count(detections: _ConfidentDetections, others: _ConfidentDetections) -> int:
     """Count the sure detections that the other has too."""
     free: dict[tuple[int, ...], list[int]] = {}
     for row, place in enumerate(map(tuple, others.places.tolist())):

@@ -106,7 +106,7 @@ def _mean_ap(trial: TrialResult) -> MeanAP | None:
     arrays = place.arrays("outputs.npz", ARRAYS)
     if "detection_image" not in arrays:
         return None
-    stored = _Stored(arrays, truth)
+    stored = _ScoreCache(arrays, truth)
     own = stored.scores(kind)
     if np.isnan(own.each).all():  # there is no object
         return None
@@ -119,7 +119,7 @@ def truth_file(round_folder: Path, trial: TrialResult) -> Path | None:
     return round_folder.parents[2] / "truth" / f"{sha[:12]}.json" if sha else None
 
 
-class _Stored:
+class _ScoreCache:
     """Scores in the cache, keyed by the content of detections and ground truth."""
 
     def __init__(self, arrays: Mapping[str, np.ndarray], truth: Path) -> None:

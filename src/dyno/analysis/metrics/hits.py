@@ -8,13 +8,13 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyno.analysis.metrics.accuracy import MOST_IMAGES, UNDECIDED, matching, same_photographs, side
-from dyno.analysis.metrics.metric import Change, Measured, Metric
+from dyno.analysis.metrics.metric import Change, Metric, MetricValue
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.stats import Interval, paired_difference, wilson
 
 
 @dataclass(frozen=True)
-class Paired(Change):
+class PairedChange(Change):
     """Of the same images `gained` only the trial has right, and `lost` only the reference; Tango's interval."""
 
     gained: int
@@ -48,11 +48,11 @@ class HitShare(Metric):
     def hits(self, trial: TrialResult) -> np.ndarray | None:
         """Return whether each image is answered right, bool [N] in the order of `sample`; None where it isn't known."""
 
-    def of(self, trial: TrialResult) -> Measured | None:
+    def of(self, trial: TrialResult) -> MetricValue | None:
         hits = self.hits(trial)
-        return None if hits is None else Measured(wilson(int(hits.sum()), len(hits)), len(hits))
+        return None if hits is None else MetricValue(wilson(int(hits.sum()), len(hits)), len(hits))
 
-    def change(self, trial: TrialResult, reference: TrialResult) -> Paired | None:
+    def change(self, trial: TrialResult, reference: TrialResult) -> PairedChange | None:
         own, other = self.hits(trial), self.hits(reference)
         if own is None or other is None or not same_photographs(trial, reference):
             return None
@@ -61,7 +61,7 @@ class HitShare(Metric):
         if not len(own):
             return None
         gained, lost = int((own & ~other).sum()), int((other & ~own).sum())
-        return Paired(len(own), paired_difference(gained, lost, len(own)), gained, lost)
+        return PairedChange(len(own), paired_difference(gained, lost, len(own)), gained, lost)
 
     def unchanged(self, images: int) -> Interval:
         return paired_difference(0, 0, images)

@@ -7,7 +7,7 @@ import numpy as np
 from dyno.analysis.metrics import detection
 from dyno.analysis.metrics.accuracy import same_photographs
 from dyno.analysis.metrics.detection import WORDS, MeanAP, Scores
-from dyno.analysis.metrics.metric import Change, Measured, Metric
+from dyno.analysis.metrics.metric import Change, Metric, MetricValue
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.stats import Interval
 
@@ -31,14 +31,14 @@ class MeanAveragePrecision(Metric):
         """Return the value from all images, then without each group of them, [1 + groups]."""
         return scores.map50_95
 
-    def of(self, trial: TrialResult) -> Measured | None:
+    def of(self, trial: TrialResult) -> MetricValue | None:
         result = detection.of(trial)
         if result is None:
             return None
         scores = self.scores(result)
         share = detection.jackknife(self.mean(scores))
         low, high = (float(np.clip(limit, 0, 1)) for limit in (share.low, share.high))
-        return Measured(Interval(share.value, low, high), scores.images, WORDS[result.kind])
+        return MetricValue(Interval(share.value, low, high), scores.images, WORDS[result.kind])
 
     def change(self, trial: TrialResult, reference: TrialResult) -> Change | None:
         """Compute the paired change: both lose the same images in each group."""
@@ -66,7 +66,7 @@ class MeanAveragePrecision50(MeanAveragePrecision):
         return scores.map50
 
 
-class OfBoxes(MeanAveragePrecision):
+class BoxMeanAveragePrecision(MeanAveragePrecision):
     """mAP of the boxes that belong to masks or keypoints."""
 
     name = "box_mAP"
@@ -79,12 +79,12 @@ class OfBoxes(MeanAveragePrecision):
     def scores(self, result: MeanAP) -> Scores:
         return result.boxes
 
-    def of(self, trial: TrialResult) -> Measured | None:
+    def of(self, trial: TrialResult) -> MetricValue | None:
         result = super().of(trial)
-        return None if result is None else Measured(result.interval, result.images)
+        return None if result is None else MetricValue(result.interval, result.images)
 
 
-class OfBoxes50(OfBoxes):
+class BoxMeanAveragePrecision50(BoxMeanAveragePrecision):
     """The same at an overlap of 0.5."""
 
     name = "box_mAP50"
@@ -97,4 +97,9 @@ class OfBoxes50(OfBoxes):
         return scores.map50
 
 
-MAP, MAP50, BOX_MAP, BOX_MAP50 = MeanAveragePrecision(), MeanAveragePrecision50(), OfBoxes(), OfBoxes50()
+MAP, MAP50, BOX_MAP, BOX_MAP50 = (
+    MeanAveragePrecision(),
+    MeanAveragePrecision50(),
+    BoxMeanAveragePrecision(),
+    BoxMeanAveragePrecision50(),
+)

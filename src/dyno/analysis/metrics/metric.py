@@ -18,7 +18,7 @@ ENDS = {"_low": "lower", "_high": "upper"}
 
 
 @dataclass(frozen=True)
-class Measured:
+class MetricValue:
     """A trial's value, a share from 0 to 1 with its 95 % interval (NaN: not known), from so many images.
 
     `of` says what is scored where the label leaves it open: masks, keypoints.
@@ -69,7 +69,7 @@ class Metric(ABC):
     place: int = 100
 
     @abstractmethod
-    def of(self, trial: TrialResult) -> Measured | None:
+    def of(self, trial: TrialResult) -> MetricValue | None:
         """Return the trial's value; None where it has none, as without labels."""
 
     @abstractmethod

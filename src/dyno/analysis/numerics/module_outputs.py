@@ -8,12 +8,12 @@ from collections.abc import Iterator, Mapping, Sequence
 from dyno.analysis.inside import align
 from dyno.analysis.inside.align import Region
 from dyno.analysis.inside.tables import QUANTISES
-from dyno.worker.facts.inside import Inside, Layer, Port
+from dyno.worker.facts.inside import Layer, LayerGraph, Port
 
 ModuleCall = tuple[str, int, str]  # a part's name, which of its calls, and the tensor's name in the graph
 
 
-def tensors_of(module: Inside, graph: Inside) -> list[ModuleCall]:
+def tensors_of(module: LayerGraph, graph: LayerGraph) -> list[ModuleCall]:
     """Return the calls whose result is one tensor of the graph: the last call and tensor of a region, if of one shape.
 
     A module around others counts where it computes its result itself, such as a sum: then none of its parts reads it.
@@ -50,7 +50,7 @@ def _number_calls(layers: Sequence[Layer]) -> list[int]:
     return numbers
 
 
-def _find_last_tensor(forms: Sequence[Inside], region: Region) -> Port | None:
+def _find_last_tensor(forms: Sequence[LayerGraph], region: Region) -> Port | None:
     """Return the only tensor that the nodes write and none reads, quantisation apart; None unless there is just one."""
     nodes = [forms[1].layers[k] for k in region.members[1]]
     nodes = [node for node in nodes if node.type not in QUANTISES]
@@ -60,7 +60,7 @@ def _find_last_tensor(forms: Sequence[Inside], region: Region) -> Port | None:
 
 
 def _find_result_call(
-    module: Inside, link: align.Link, region: Region, last: Port, readers: Mapping[str, set[str]]
+    module: LayerGraph, link: align.Link, region: Region, last: Port, readers: Mapping[str, set[str]]
 ) -> int | None:
     """Return the call whose result the tensor is: the last part's, else that of a module which computes it itself."""
     ran = [k for k in region.shown(0) if not module.layers[k].skipped and module.layers[k].outputs]
@@ -72,6 +72,6 @@ def _find_result_call(
     return None if around and inside else call
 
 
-def nodes_of(graph: Inside) -> Iterator[tuple[str, Layer]]:
+def nodes_of(graph: LayerGraph) -> Iterator[tuple[str, Layer]]:
     """Return each tensor of the graph with the node that writes it."""
     return ((port.name, layer) for layer in graph.layers for port in layer.outputs)

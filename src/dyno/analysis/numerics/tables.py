@@ -10,7 +10,7 @@ from dyno.analysis.inside.tables import MODEL, names_cell
 from dyno.analysis.numerics import sentences
 from dyno.analysis.numerics.module_outputs import nodes_of
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
-from dyno.worker.facts.inside import Inside, Layer
+from dyno.worker.facts.inside import Layer, LayerGraph
 from dyno.worker.facts.numerics import Difference, LayerError, LayerErrors
 
 ORDERS = ("graph", "error")
@@ -23,19 +23,19 @@ FINDINGS = TableKind("layer-findings", "Where the error comes from", "The first 
 
 
 @dataclass(frozen=True)
-class Compared:
+class EngineComparison:
     """One engine against the reference: their names, the graph with the engine's layers, their errors, and the
     precision that decides, with the largest error at which it agrees."""
 
     name: str
     reference: str
-    graph: Inside
+    graph: LayerGraph
     errors: LayerErrors
     precision: str
     limit: float
 
 
-def layers(compared: Sequence[Compared], order: str, top: int) -> Table:
+def layers(compared: Sequence[EngineComparison], order: str, top: int) -> Table:
     """Build a row for each compared tensor: in the graph's order, or by `error`, the largest own error first.
 
     Of more than `top` tensors (0: all), only those with the largest own errors, the first that disagrees and the
@@ -45,7 +45,7 @@ def layers(compared: Sequence[Compared], order: str, top: int) -> Table:
     return LAYER_ERRORS.of(COLUMNS, rows, group=("engine",), printed=PRINTED)
 
 
-def _build_rows(each: Compared, order: str, top: int) -> list[Row]:
+def _build_rows(each: EngineComparison, order: str, top: int) -> list[Row]:
     layers, nodes = each.errors.layers, dict(nodes_of(each.graph))
     first = sentences.first_divergence(layers, each.limit)
     always = {*each.errors.suspects, *([first.tensor] if first else [])}
@@ -60,7 +60,7 @@ def _build_rows(each: Compared, order: str, top: int) -> list[Row]:
 
 
 def _build_row(
-    each: Compared, layer: LayerError, node: Layer, errors: Mapping[str, float], total: float, first: bool
+    each: EngineComparison, layer: LayerError, node: Layer, errors: Mapping[str, float], total: float, first: bool
 ) -> Row:
     before = max((errors.get(name, 0.0) for name in layer.reads), default=0.0)
     names = [name or MODEL for name in node.modules] or [node.name]
@@ -89,7 +89,7 @@ def finite(value: float | None) -> float | None:
     return value if value is not None and math.isfinite(value) else None
 
 
-def findings(compared: Sequence[Compared], rtol: float, atol: float) -> Table:
+def findings(compared: Sequence[EngineComparison], rtol: float, atol: float) -> Table:
     """Build a row for each engine, with the finding in sentences below."""
     rows, notes = [], list[str]()
     for each in compared:
@@ -105,7 +105,7 @@ def findings(compared: Sequence[Compared], rtol: float, atol: float) -> Table:
     return FINDINGS.of(FINDING_COLUMNS, rows, notes=tuple(notes), printed=FOUND)
 
 
-def _build_finding(each: Compared, labels: Mapping[str, str]) -> Row:
+def _build_finding(each: EngineComparison, labels: Mapping[str, str]) -> Row:
     result, limit = each.errors, each.limit
     suspects = sentences.layers_of(result.suspects, labels)
     compared = sentences.layers_of((layer.tensor for layer in result.layers), labels)
@@ -135,7 +135,7 @@ def _list_differences(result: LayerErrors) -> dict[str, Difference | None]:
     }
 
 
-def _label_tensors(each: Compared) -> dict[str, str]:
+def _label_tensors(each: EngineComparison) -> dict[str, str]:
     """Return the name of each tensor's layer in sentences: its node, and the modules that it came from."""
     labels = {}
     for tensor, node in nodes_of(each.graph):

@@ -13,7 +13,7 @@ from typing import Any
 
 from dyno.analysis import formatting
 from dyno.analysis.formatting import UNLIMITED, csv_cell, markdown, markdown_table, plain, short
-from dyno.analysis.presentation.table import TEXT, Column, Part, Row, Table, missing
+from dyno.analysis.presentation.table import TEXT, Column, Row, Table, TablePart, missing
 from dyno.worker.spec import SCHEMA, check_known
 
 LONGEST = 32  # characters of a name in a terminal, and to which words are folded before a column is left out
@@ -79,7 +79,7 @@ def _convert_value(value: Any) -> Any:
     return value.item() if hasattr(value, "item") else value
 
 
-def _make_heading(table: Table, part: Part, alone: bool) -> str:
+def _make_heading(table: Table, part: TablePart, alone: bool) -> str:
     """Return the part's heading, preceded by the table's where there are other parts or where it names a statistic."""
     if not part.title:
         return table.title
@@ -109,7 +109,7 @@ def _format_html(tables: Sequence[Table], by: By) -> str:
     return "\n".join(page_part(table, part) for table in tables for part in table.parts(by))
 
 
-def page_part(table: Table, part: Part, heading: str = "h3") -> str:
+def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
     """Return one part as HTML, with the sort key of each cell; everything in it is escaped.
 
     Columns that a narrow terminal omits are `minor`, which a page can hide on a narrow screen.
@@ -151,7 +151,7 @@ def _format_text(tables: Sequence[Table], by: By) -> str:
     )
 
 
-def _text_part(title: str, part: Part, width: int) -> str:
+def _text_part(title: str, part: TablePart, width: int) -> str:
     """Return the part as text; drop its least important columns until it fits, then break cells between words."""
     longest = LONGEST if width < UNLIMITED else UNLIMITED
     cells = {c.name: [plain(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)] for c in part.columns}

@@ -95,7 +95,7 @@ class Column:
 
 
 @dataclass(frozen=True)
-class Part:
+class TablePart:
     """What is printed as one table: a heading, the columns that hold anything, the rows, and its own notes."""
 
     title: str
@@ -123,7 +123,7 @@ class Table:
     printed: tuple[str, ...] = ()
     below: Callable[[list[Row]], list[str]] | None = None
 
-    def parts(self, by: str | Sequence[str] = ()) -> Iterator[Part]:
+    def parts(self, by: str | Sequence[str] = ()) -> Iterator[TablePart]:
         """Yield the parts to print, grouped by other columns (comma-separated, or a sequence) where `by` names some.
 
         UserError for a column that doesn't exist.
@@ -140,7 +140,7 @@ class Table:
         for number, (values, rows) in enumerate(grouped.items(), 1):
             columns = [c for c in shown if c.identity or any(c.text(r) for r in rows)]
             own = [*(self.below(rows) if self.below else ()), *(self.notes if number == len(grouped) else ())]
-            yield Part(_make_title(keys, values), columns, rows, own)
+            yield TablePart(_make_title(keys, values), columns, rows, own)
 
     def _choose_columns(self, keys: list[str], by_name: Mapping[str, Column]) -> list[Column]:
         """Return the printed columns, without those grouped by, and without identities in which all rows agree."""

@@ -18,14 +18,14 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Pair:
+class UndecidedPair:
     """Two trials, by their ids, and the boundary at which it is undecided which of them is faster."""
 
     trials: frozenset[str]
     boundary: str
 
 
-def pending(run: RunData) -> list[Pair]:
+def pending(run: RunData) -> list[UndecidedPair]:
     """Return the pairs that another round is for: each winner with its reference and with its runner-up.
 
     Until every row is decided, and in a comparison, where each row is a question, it is each trial with its reference.
@@ -37,7 +37,7 @@ def pending(run: RunData) -> list[Pair]:
     if run.records.settings.get("until") == EVERY_ROW or any(run.trials[id].side for id in good):
         asked = good
     pairs = [
-        Pair(frozenset((row["trial"], row["reference"])), str(row["boundary"]))
+        UndecidedPair(frozenset((row["trial"], row["reference"])), str(row["boundary"]))
         for row in rows[rows["verdict"] == stats.UNDECIDED].to_dict("records")
         if row["trial"] in asked
     ]
@@ -46,7 +46,7 @@ def pending(run: RunData) -> list[Pair]:
     return [pair for pair in dict.fromkeys(pairs) if pair.trials <= good]
 
 
-def _find_close_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[Pair]:
+def _find_close_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPair]:
     """Yield the winner and its runner-up, if they are in one group and it is undecided which of them is faster."""
     rows = ranked.iloc[:PLACES]
     first, *others = (run.trials[id] for id in rows["trial"]) if len(rows) else (None,)
@@ -55,4 +55,4 @@ def _find_close_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[Pair]:
     row = rows.iloc[0]
     speedup = speedups.speedup(first, others[0], str(row["boundary"]), str(row["clock"]), run.rule)
     if speedup.verdict == stats.UNDECIDED:
-        yield Pair(frozenset((first.id, others[0].id)), str(row["boundary"]))
+        yield UndecidedPair(frozenset((first.id, others[0].id)), str(row["boundary"]))

@@ -67,7 +67,7 @@ def launch(t: TrialResult) -> Launch | None:
 
 
 @dataclass(frozen=True)
-class Throttled:
+class ThrottleCounts:
     """Latencies of a boundary over the good rounds: how many were taken, of these under a throttled GPU, of these
     dropped (not all, when too few would be left of a round), and why the GPU was throttled."""
 
@@ -87,7 +87,7 @@ class Throttled:
         return f"{text} ({self.why}): {self.dropped:,} dropped{kept}"
 
 
-def throttled(t: TrialResult) -> list[Throttled]:
+def throttled(t: TrialResult) -> list[ThrottleCounts]:
     """Return the cost of throttling at each boundary of a trial, where it had any."""
     if not any(r.trace is not None and r.trace.throttled for r in t.good):
         return []
@@ -95,9 +95,9 @@ def throttled(t: TrialResult) -> list[Throttled]:
     return [each for each in boundaries if each.hit]
 
 
-def _count_throttled(t: TrialResult, boundary: str) -> Throttled:
+def _count_throttled(t: TrialResult, boundary: str) -> ThrottleCounts:
     taken, hit, lost = (sum(counts) for counts in zip((0, 0, 0), *(r.throttled(boundary) for r in t.good), strict=True))
-    return Throttled(boundary, taken, hit, lost, _join_reasons(t, boundary))
+    return ThrottleCounts(boundary, taken, hit, lost, _join_reasons(t, boundary))
 
 
 def _join_reasons(t: TrialResult, boundary: str) -> str:

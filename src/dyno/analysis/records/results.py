@@ -235,7 +235,7 @@ class TrialResult:
         return [*self.facts.notes, *gpu_remarks.notes(self)]
 
     @cached_property
-    def gpu(self) -> timeline.Summary | None:
+    def gpu(self) -> timeline.TelemetrySummary | None:
         """What the GPU did in the good rounds; None on a CPU, and where nothing was stored."""
         traces = [(r.trace, list(r.facts.timed.values())) for r in self.good if r.trace is not None]
         return timeline.together([timeline.summary(trace, timed) for trace, timed in traces])

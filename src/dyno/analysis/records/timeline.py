@@ -81,7 +81,7 @@ class Trace:
 
 
 @dataclass(frozen=True)
-class Summary:
+class TelemetrySummary:
     """One round, or the rounds of a trial together; NaN where it isn't known.
 
     `memory` (B) is the most that was used less what was used before the job; `temperature` (degrees C) the highest.
@@ -122,12 +122,12 @@ def read(folder: Path) -> Trace | None:
     return Trace(stored["at"] + epoch, columns, epoch, memory, processes)
 
 
-def summary(trace: Trace, timed: Sequence[Window]) -> Summary:
+def summary(trace: Trace, timed: Sequence[Window]) -> TelemetrySummary:
     """Summarise a round in numbers; without windows only memory and temperature are known."""
     inside = trace.inside(timed)
     mask = trace.reasons[inside & ~np.isnan(trace.column("throttle"))]
     shares = {reason: float(((mask & bit) != 0).mean()) for bit, reason in REASONS.items() if len(mask)}
-    return Summary(
+    return TelemetrySummary(
         memory=_reduce_finite(np.max, trace.column("memory") - trace.before_memory),
         utilisation=_reduce_finite(np.mean, trace.column("util")[inside]),
         clock=_reduce_finite(np.median, trace.column("clock")[inside]),
@@ -141,7 +141,7 @@ def summary(trace: Trace, timed: Sequence[Window]) -> Summary:
     )
 
 
-def together(rounds: Sequence[Summary]) -> Summary | None:
+def together(rounds: Sequence[TelemetrySummary]) -> TelemetrySummary | None:
     """Merge rounds of one trial into one summary; None without any.
 
     Extremes stay extremes, the clock is the median, and the rest are means.
@@ -154,7 +154,7 @@ def together(rounds: Sequence[Summary]) -> Summary | None:
 
     timed = [r for r in rounds if not math.isnan(r.utilisation)] or list(rounds)
     names = dict.fromkeys(name for r in timed for name in r.reasons)
-    return Summary(
+    return TelemetrySummary(
         memory=reduce_rounds(np.max, "memory"),
         utilisation=reduce_rounds(np.mean, "utilisation"),
         clock=reduce_rounds(np.median, "clock"),

@@ -25,11 +25,11 @@ SMALLEST = "At the smallest batch; the chart of all is among the charts below."
 MANY = 12  # trials from which processes draw: of fewer, one has drawn all charts before others would have begun
 
 
-_one: partial[Drawn | None]  # in a process that draws: what draws the chart of a number
+_one: partial[ChartDrawing | None]  # in a process that draws: what draws the chart of a number
 
 
 @dataclass(frozen=True)
-class Drawn:
+class ChartDrawing:
     """A chart inside the page: its name, its caption, and the <svg> element, which matplotlib has escaped."""
 
     name: str
@@ -37,7 +37,7 @@ class Drawn:
     svg: Any
 
 
-def draw(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
+def draw(run: RunData, folder: Path, prefix: str, name: str) -> list[ChartDrawing]:
     """Draw every chart for which the run has data, and write each to FOLDER as PNG.
 
     Ids of the drawings begin with `prefix`, and names of files with `name`, where it isn't empty.
@@ -54,7 +54,7 @@ def draw(run: RunData, folder: Path, prefix: str, name: str) -> list[Drawn]:
     return _filter_present(map(one, count))
 
 
-def headline(run: RunData, drawn: Sequence[Drawn], prefix: str) -> Drawn | None:
+def headline(run: RunData, drawn: Sequence[ChartDrawing], prefix: str) -> ChartDrawing | None:
     """Return the chart for the top of the page: one of those drawn, or one of the rows that fit in view; else None."""
     first, kinds = leading(run), {kind.name: kind for kind in charts.kinds()}
     for found in (chart for wanted in HEADLINES for chart in drawn if chart.name == wanted):
@@ -71,13 +71,13 @@ def file_name(name: str) -> str:
     return re.sub(r"[^\w.-]+", "_", name)
 
 
-def _draw_kind(run: RunData, folder: Path, prefix: str, name: str, number: int) -> Drawn | None:
+def _draw_kind(run: RunData, folder: Path, prefix: str, name: str, number: int) -> ChartDrawing | None:
     chart: Chart = charts.kinds()[number]
     file = folder / f"{file_name(f'{name}-{chart.name}' if name else chart.name)}.png"
     return _draw_chart(run, chart, prefix, chart.caption, file)
 
 
-def _draw_chart(run: RunData, chart: Chart, prefix: str, caption: str, file: Path | None = None) -> Drawn | None:
+def _draw_chart(run: RunData, chart: Chart, prefix: str, caption: str, file: Path | None = None) -> ChartDrawing | None:
     from markupsafe import Markup
 
     figure = chart.draw(run)
@@ -87,10 +87,10 @@ def _draw_chart(run: RunData, chart: Chart, prefix: str, caption: str, file: Pat
     if file is not None:
         style.save(figure, file, box)
     svg = Markup(style.svg(figure, f"{prefix}-{chart.name}", box))
-    return Drawn(chart.name, caption, svg)
+    return ChartDrawing(chart.name, caption, svg)
 
 
-def _side_by_side(one: partial[Drawn | None], count: range, most: int) -> list[Drawn | None]:
+def _side_by_side(one: partial[ChartDrawing | None], count: range, most: int) -> list[ChartDrawing | None]:
     import matplotlib.backends.backend_agg
     import matplotlib.backends.backend_svg
     import matplotlib.figure  # noqa: F401 - imported once, here
@@ -101,7 +101,7 @@ def _side_by_side(one: partial[Drawn | None], count: range, most: int) -> list[D
         return [*pool.map(_draw_inherited, count)]
 
 
-def _prepare_process(one: partial[Drawn | None]) -> None:
+def _prepare_process(one: partial[ChartDrawing | None]) -> None:
     """Prepare a process that draws.
 
     It ignores interrupts: they are for the command, which ends its processes; these would print a traceback.
@@ -111,9 +111,9 @@ def _prepare_process(one: partial[Drawn | None]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
 
-def _draw_inherited(number: int) -> Drawn | None:
+def _draw_inherited(number: int) -> ChartDrawing | None:
     return _one(number)
 
 
-def _filter_present(drawn: Iterable[Drawn | None]) -> list[Drawn]:
+def _filter_present(drawn: Iterable[ChartDrawing | None]) -> list[ChartDrawing]:
     return [each for each in drawn if each is not None]

@@ -14,7 +14,7 @@ TOP = 20  # parts of the model that are listed
 
 
 @dataclass(frozen=True)
-class Explained:
+class ExplanationSection:
     """One pair: the names of both, and its chart, tables, sentences and graphs as HTML, or why it can't be read."""
 
     title: str
@@ -22,7 +22,7 @@ class Explained:
     problem: str = ""
 
 
-def explained(results: Results, prefix: str) -> list[Explained]:
+def explained(results: Results, prefix: str) -> list[ExplanationSection]:
     """Return the stored pairs whose trials the run still has; `prefix` begins the ids in their charts."""
     from markupsafe import Markup
 
@@ -35,10 +35,10 @@ def explained(results: Results, prefix: str) -> list[Explained]:
         try:
             found = waterfall.waterfall(pairs.read(path))
         except (OSError, ValueError, UserError) as e:
-            parts.append(Explained(title, "", f"{path.name} can't be read ({e}); explain the pair again"))
+            parts.append(ExplanationSection(title, "", f"{path.name} can't be read ({e}); explain the pair again"))
             continue
         sentences = [reason.text for reason in reasons.reasons(found)]
         shown = waterfall_tables.tables(found, TOP)
         html = explained_page.fragment(found, shown, sentences, f"{prefix}-why{number}")
-        parts.append(Explained(title, Markup(f"{html}\n{explained_page.graphs(found)}")))
+        parts.append(ExplanationSection(title, Markup(f"{html}\n{explained_page.graphs(found)}")))
     return parts

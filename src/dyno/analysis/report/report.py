@@ -19,7 +19,7 @@ from dyno.analysis.presentation.table import TEXT, Column, Table, joined
 from dyno.analysis.records.results import Results
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.report import drawing, explained, method, sections
-from dyno.analysis.report.drawing import Drawn, file_name
+from dyno.analysis.report.drawing import ChartDrawing, file_name
 from dyno.analysis.self_test import words
 from dyno.analysis.tables.trial_table import TRIALS
 from dyno.analysis.verdict import verdict
@@ -41,7 +41,7 @@ PILLS = {BEST: "decided", NOTE: "not compared", WARNING: "open", FAILURE: "no wi
 
 
 @dataclass(frozen=True)
-class Section:
+class RunSection:
     """The content about one run: its name, `about` and `date` in words, the trials' table and all others as HTML,
     those by their section of the page, `side` with their titles; the chart that stands above, the others; explained
     pairs. Of a run of another kind than a study, `leading` tables and what is `said` of them stand in place of its
@@ -60,11 +60,11 @@ class Section:
     trials: list[Any]
     tables: dict[str, list[Any]]
     side: list[tuple[str, Any]]
-    headline: Drawn | None
-    charts: list[Drawn]
+    headline: ChartDrawing | None
+    charts: list[ChartDrawing]
     complaints: list[sections.Complaint]
     details: list[sections.Detail]
-    explained: list[explained.Explained]
+    explained: list[explained.ExplanationSection]
 
 
 def write(runs: Sequence[RunData], out: Path) -> Path:
@@ -151,7 +151,7 @@ def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:
 
 def _make_section(
     run: RunData, run_tables: Sequence[Table], out: Path, index: int, name: str, several: bool
-) -> Section:
+) -> RunSection:
     from markupsafe import Markup
 
     places = {kind.name: kind.section for kind in tables.kinds()} | {TRIALS.name: TRIALS.name}
@@ -171,7 +171,7 @@ def _make_section(
     drawn = drawing.draw(run, out / "charts", f"r{index}", name if several else "")
     confusion.write(run.records, out / "charts")
     headline = drawing.headline(run, drawn, f"r{index}")
-    return Section(
+    return RunSection(
         name=name,
         results=run.records,
         date=moment(began(run.records)),
@@ -204,7 +204,7 @@ def _count_findings(findings: Sequence[Finding]) -> str:
     return ", ".join(counting(kinds[kind], kind) for kind in (WARNING, NOTE) if kinds[kind])
 
 
-def _format_html(parts: list[Section], results: str) -> str:
+def _format_html(parts: list[RunSection], results: str) -> str:
     from jinja2 import BaseLoader, Environment, StrictUndefined
     from markupsafe import Markup
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dyno.analysis import stats
 from dyno.analysis.self_test import power
-from dyno.analysis.self_test.stored import Pair, Stored, TestRound
+from dyno.analysis.self_test.stored import ProcessPair, StoredSelfTest, TestRound
 
 CURVE = (3, 5, 10)  # rounds for which the power is told
 SUMMED_UP = (2, 3, 4, 5, 6, 7, 8, 10, 15, 20)  # rounds for which a run keeps it
@@ -64,7 +64,7 @@ class Verdicts:
 
 
 @dataclass(frozen=True)
-class Levels:
+class PairVariances:
     """Variances of a pair's log ratio by what they come from: fresh processes, and blocks within them."""
 
     process: float
@@ -76,7 +76,7 @@ class Levels:
 
 
 @dataclass(frozen=True)
-class Summary:
+class SelfTestSummary:
     """What a run keeps of the machine's self-test: the smallest visible slow-downs by the number of rounds, in `turns`
     and `apart` (one after the other), of processes that measured for `seconds`; `block` is the share of the variance
     that comes from blocks."""
@@ -90,7 +90,7 @@ class Summary:
     apart: dict[str, float]
 
 
-def visible(summary: Summary, rounds: int, seconds: float, in_turns: bool) -> float:
+def visible(summary: SelfTestSummary, rounds: int, seconds: float, in_turns: bool) -> float:
     """Return the smallest slow-down that a run of `rounds` rounds sees with 80 % power; infinite where it sees none.
 
     A run that measures for fewer seconds than the self-test did has fewer blocks, so their part of the noise grows;
@@ -111,7 +111,7 @@ def visible(summary: Summary, rounds: int, seconds: float, in_turns: bool) -> fl
 class SelfTest:
     """The figures of a self-test, computed from its stored measurements."""
 
-    def __init__(self, stored: Stored) -> None:
+    def __init__(self, stored: StoredSelfTest) -> None:
         self.stored = stored
         self._visible: dict[int, stats.Interval] = {}
 
@@ -125,7 +125,7 @@ class SelfTest:
         """The shares by which processes were slowed down, 0 among them, in order."""
         return sorted({pair.slowdown for one in self.rounds for pair in one.pairs})
 
-    def pairs(self, slowdown: float) -> list[Pair]:
+    def pairs(self, slowdown: float) -> list[ProcessPair]:
         """Return the pairs of that slow-down, round after round."""
         return [pair for one in self.rounds for pair in one.pairs if pair.slowdown == slowdown]
 
@@ -162,7 +162,7 @@ class SelfTest:
         return stats.paired_speedup([pair.log for pair in self.pairs(0.0)])
 
     @cached_property
-    def levels(self) -> Levels:
+    def levels(self) -> PairVariances:
         """What the spread in turns comes from.
 
         The blocks' part is seen from halves: the difference between a pair's medians over its even and over its odd
@@ -174,7 +174,7 @@ class SelfTest:
         ]  # fmt: skip
         total = self.spread.value**2
         block = min(total, statistics.fmean(halves)) if halves else 0.0
-        return Levels(total - block, block)
+        return PairVariances(total - block, block)
 
     @cached_property
     def verdicts(self) -> list[Verdicts]:
@@ -252,13 +252,13 @@ class SelfTest:
 
         return "\n".join(sentences(self))
 
-    def summary(self) -> Summary:
+    def summary(self) -> SelfTestSummary:
         """Return the summary that a run keeps."""
         stored, total = self.stored, self.levels.process + self.levels.block
         turns = {str(n): power.smallest(self.noise.ravel(), n) for n in SUMMED_UP}
         apart = {str(n): self.visible_apart(n) for n in SUMMED_UP}
         share = self.levels.block / total if total else 0.0
-        return Summary(stored.date, self.grade, stored.configuration, stored.seconds, share, turns, apart)
+        return SelfTestSummary(stored.date, self.grade, stored.configuration, stored.seconds, share, turns, apart)
 
 
 def _compute_mean(values: Iterable[float]) -> float:

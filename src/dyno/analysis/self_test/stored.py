@@ -16,7 +16,7 @@ MOST = 1e6  # no inference takes so many seconds, and no clock has so many MHz
 
 
 @dataclass(frozen=True)
-class Pair:
+class ProcessPair:
     """Two processes of one trial that measured in turns, the second slowed down by a share (0: not at all).
 
     `logs` holds log(first / second seconds) of each block.
@@ -43,14 +43,14 @@ class TestRound:
     __test__ = False  # pytest would take it for a test
 
     first_s: float
-    pairs: tuple[Pair, ...]
+    pairs: tuple[ProcessPair, ...]
     others: float = 0.0
     steal: float = 0.0
     clock: tuple[float, ...] = ()
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredSelfTest:
     """A self-test: when, by which Dyno, on which machine and device, of what, and its rounds.
 
     `machine` is what identifies the machine; `versions` the libraries; `configuration` the model and how it was run;
@@ -74,16 +74,16 @@ class Stored:
     schema: int = SCHEMA
 
 
-def read(content: dict[str, Any]) -> Stored | None:
+def read(content: dict[str, Any]) -> StoredSelfTest | None:
     """Build the self-test from its JSON; None where it is another program's, a newer Dyno's or damaged."""
     try:
-        stored = from_json(Stored, content)
+        stored = from_json(StoredSelfTest, content)
     except (UserError, TypeError, ValueError, KeyError):
         return None
     return stored if stored.schema == SCHEMA and _is_whole(stored) else None
 
 
-def _is_whole(stored: Stored) -> bool:
+def _is_whole(stored: StoredSelfTest) -> bool:
     """Return whether there are enough rounds for a spread, all of the same pairs, with numbers that can be measured."""
     rounds = stored.rounds
     layouts = {tuple(pair.slowdown for pair in one.pairs) for one in rounds}

@@ -9,14 +9,14 @@ from dyno.analysis import stats
 
 
 @dataclass(frozen=True)
-class Ended:
+class StudyOutcome:
     """What a study came to, and after how many rounds."""
 
     verdict: str
     rounds: int
 
 
-def studies(logs: Sequence[float], first: int, most: int, rule: stats.Rule | None = None) -> list[Ended]:
+def studies(logs: Sequence[float], first: int, most: int, rule: stats.Rule | None = None) -> list[StudyOutcome]:
     """Run one study after the other, without shared rounds, as `dyno run --until decided` judges a single pair.
 
     `logs` holds log(first / second seconds) of each round; a study looks after `first` rounds and after every further
@@ -30,6 +30,6 @@ def studies(logs: Sequence[float], first: int, most: int, rule: stats.Rule | Non
             continue
         verdict = stats.paired_speedup(logs[began:now], stats.Rule(margin, first))
         if verdict.decided or rounds == most:
-            ended.append(Ended(verdict.verdict, rounds))
+            ended.append(StudyOutcome(verdict.verdict, rounds))
             began = now
     return ended

@@ -9,7 +9,7 @@ from typing import Any
 from dyno.analysis import stats
 from dyno.analysis.formatting import counting, significant
 from dyno.analysis.records.results import Results
-from dyno.analysis.self_test.figures import CURVE, GRADES, WORST, SelfTest, Summary, Verdicts, visible
+from dyno.analysis.self_test.figures import CURVE, GRADES, WORST, SelfTest, SelfTestSummary, Verdicts, visible
 from dyno.analysis.self_test.power import POWER
 from dyno.worker.spec import UserError, from_json
 
@@ -140,7 +140,7 @@ def _is_unlike(one: Verdicts) -> bool:
 def of_run(results: Results) -> str:
     """Describe the differences that a run can see, by the self-test that it keeps; "" where it keeps none."""
     try:
-        summary = from_json(Summary, results.self_test)
+        summary = from_json(SelfTestSummary, results.self_test)
     except UserError:  # there is none, or another Dyno's
         return ""
     timed = [t for t in results if t.good]

@@ -19,7 +19,7 @@ SECTIONS = 10  # of consecutive requests, whose percentiles an interval is made 
 
 
 @dataclass(frozen=True)
-class Tried:
+class RateMeasurement:
     """One rate in one round. Arrays have a value for each request, those of warm-up included, in seconds."""
 
     step: ServeStep

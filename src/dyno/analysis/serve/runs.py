@@ -11,7 +11,7 @@ from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import Round
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.serve import outputs
-from dyno.analysis.serve.figures import QUANTILES, Tried
+from dyno.analysis.serve.figures import QUANTILES, RateMeasurement
 from dyno.analysis.serve.outputs import Outputs
 from dyno.analysis.stats import Interval, Speedup
 from dyno.worker.facts.serve import ServeFacts
@@ -22,12 +22,12 @@ REFERENCE = "pytorch"  # the others are compared with it where it is among them
 
 
 @dataclass(frozen=True)
-class Served:
+class ServingRun:
     """A trial with the rates that were tried in each round."""
 
     trial: TrialResult
     facts: tuple[ServeFacts, ...]
-    tried: tuple[Tried, ...]
+    tried: tuple[RateMeasurement, ...]
     outputs: Outputs = field(default_factory=Outputs)
 
     @property
@@ -41,7 +41,7 @@ class Served:
         return [max((t.step.rate for t in self._list_holding(k)), default=0.0) if f.highest is None else f.highest
                 for k, f in enumerate(self.facts)]  # fmt: skip
 
-    def _list_holding(self, number: int) -> list[Tried]:
+    def _list_holding(self, number: int) -> list[RateMeasurement]:
         return [t for t in self.tried if t.round == number and t.step.verdict == judging.HOLDS]
 
     @cached_property
@@ -53,7 +53,7 @@ class Served:
         return stats.center(self.by_round)
 
     @cached_property
-    def there(self) -> Tried | None:
+    def there(self) -> RateMeasurement | None:
         """The rate in a round that is the highest, of the round in the middle; of several at one rate the last."""
         if self.highest is None:
             return None
@@ -72,34 +72,34 @@ class Served:
         return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
 
 
-def of_run(run: RunData) -> list[Served]:
+def of_run(run: RunData) -> list[ServingRun]:
     """Return each trial that answered requests, in the order of the trials."""
     found = []
     for trial in run.records:
         rounds = [(r, r.facts.serve) for r in trial.good if r.facts.serve and (r.folder / ARRAYS).is_file()]
         tried = tuple(t for k, (r, facts) in enumerate(rounds) for t in _list_tried(r, facts, k))
         if tried:
-            found.append(Served(trial, tuple(facts for _, facts in rounds), tried))
+            found.append(ServingRun(trial, tuple(facts for _, facts in rounds), tried))
     compared = outputs.of_run(run) if found else {}
     return [replace(each, outputs=compared[each.trial.id]) for each in found]
 
 
-def _list_tried(one: Round, facts: ServeFacts, number: int) -> list[Tried]:
+def _list_tried(one: Round, facts: ServeFacts, number: int) -> list[RateMeasurement]:
     arrays = read_npz(one.folder / ARRAYS)
     names = ("arrival", "began", "ended", "size", "refused")
     return [
-        Tried(step, facts, {name: arrays[f"{name}_{k}"] for name in names}, number)
+        RateMeasurement(step, facts, {name: arrays[f"{name}_{k}"] for name in names}, number)
         for k, step in enumerate(facts.steps)
     ]
 
 
-def reference(served: list[Served]) -> Served:
+def reference(served: list[ServingRun]) -> ServingRun:
     """Return the reference of the others: PyTorch, else the first; one with wrong outputs only where all have them."""
     right = [each for each in served if not each.outputs.wrong] or served
     return next((each for each in right if each.trial.backend == REFERENCE), right[0])
 
 
-def speedups(served: list[Served], run: RunData) -> list[Speedup | None]:
+def speedups(served: list[ServingRun], run: RunData) -> list[Speedup | None]:
     """Return the ratio of each one's highest rate to the reference's, with a verdict.
 
     None where either has no such rate or wrong outputs, and for the reference itself.

@@ -9,9 +9,9 @@ from dyno.analysis.presentation.limits import duration, limited, limits_of, prin
 from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.serve import runs, words
-from dyno.analysis.serve.figures import QUANTILES, Tried
+from dyno.analysis.serve.figures import QUANTILES, RateMeasurement
 from dyno.analysis.serve.outputs import Outputs
-from dyno.analysis.serve.runs import Served
+from dyno.analysis.serve.runs import ServingRun
 from dyno.analysis.serve.words import bound_of
 from dyno.analysis.stats import Speedup
 
@@ -43,7 +43,7 @@ def _make_serve_table(run: RunData) -> Table | None:
     return SERVE.of(SERVE_COLUMNS, rows, notes=tuple(notes), printed=printed(SERVE_COLUMNS))
 
 
-def _make_row(served: Served) -> Row:
+def _make_row(served: ServingRun) -> Row:
     there = served.there
     row: Row = {
         "label": served.trial.label, "trial": served.trial.id, "rounds": len(served.facts),
@@ -98,7 +98,7 @@ def _rate_notes() -> Iterator[str]:
     yield LATENCY_NOTE
 
 
-def _rate_row(served: Served, tried: Tried) -> Row:
+def _rate_row(served: ServingRun, tried: RateMeasurement) -> Row:
     row: Row = {
         "label": served.trial.label, "trial": served.trial.id, "round": tried.round + 1, "rate": tried.step.rate,
         "served": tried.served, "requests": tried.count, "mean_batch": tried.mean_batch, "queue_s": tried.queued,

@@ -9,14 +9,14 @@ import numpy as np
 from dyno.analysis import stats
 from dyno.analysis.formatting import counting, show, significant
 from dyno.analysis.ranking.correctness import distance
-from dyno.analysis.serve.figures import QUANTILES, Tried
-from dyno.analysis.serve.runs import Served
+from dyno.analysis.serve.figures import QUANTILES, RateMeasurement
+from dyno.analysis.serve.runs import ServingRun
 from dyno.worker.serve import judging
 
 COMPANY = ": other programs kept "  # of a warning for each rate
 
 
-def of_run(served: Sequence[Served]) -> list[str]:
+def of_run(served: Sequence[ServingRun]) -> list[str]:
     """Return the sentences of each trial, under its name where there are several."""
     said = []
     for each in served:
@@ -25,7 +25,7 @@ def of_run(served: Sequence[Served]) -> list[str]:
     return said
 
 
-def _describe_company(served: Served) -> Iterator[str]:
+def _describe_company(served: ServingRun) -> Iterator[str]:
     """Yield one sentence for all rates and rounds on how busy other programs kept the processors."""
     busy = [r.facts.others_busy for r in served.trial.good if COMPANY in " ".join(r.warnings)]
     if busy:
@@ -34,11 +34,11 @@ def _describe_company(served: Served) -> Iterator[str]:
         yield f"Other programs kept up to {most:.1f} processors busy meanwhile, in {len(busy)} of {rounds}."
 
 
-def _iter_warnings(served: Served) -> Iterator[str]:
+def _iter_warnings(served: ServingRun) -> Iterator[str]:
     yield from (f"{warning}." for warning in served.warnings if COMPANY not in warning)
 
 
-def sentences(served: Served) -> list[str]:
+def sentences(served: ServingRun) -> list[str]:
     """Describe a trial: wrong outputs, the highest rate that holds, where the time goes there, and rates that failed.
 
     Rates fail where they are too high, or measured for too short a time. The last sentence is on whether the outputs
@@ -53,7 +53,7 @@ def sentences(served: Served) -> list[str]:
     return [*_at_server(served), *_describe_wrong(served), *rates, *_describe_right(served)]
 
 
-def _at_server(served: Served) -> Iterator[str]:
+def _at_server(served: ServingRun) -> Iterator[str]:
     if url := served.facts[0].endpoint:
         yield (
             f"Answered by {url}: times have the way there and back in them, and in which type and on which device it "
@@ -61,13 +61,13 @@ def _at_server(served: Served) -> Iterator[str]:
         )
 
 
-def _describe_wrong(served: Served) -> Iterator[str]:
+def _describe_wrong(served: ServingRun) -> Iterator[str]:
     if (outputs := served.outputs).wrong:
         wrong = outputs.wrong[:1].upper() + outputs.wrong[1:]
         yield f"{wrong} against {outputs.against}; not ranked, whatever the rate."
 
 
-def _describe_right(served: Served) -> Iterator[str]:
+def _describe_right(served: ServingRun) -> Iterator[str]:
     outputs = served.outputs
     if outputs.word and not outputs.wrong:
         yield f"Outputs agree with those of {outputs.against}, {distance(outputs.error, outputs.labels_changed)}."
@@ -75,7 +75,7 @@ def _describe_right(served: Served) -> Iterator[str]:
         yield f"Outputs are compared with none: {outputs.missing}."
 
 
-def bound_of(served: Served) -> str:
+def bound_of(served: ServingRun) -> str:
     """Return the bound, `p99 <= 20 ms`, or "" without one."""
     facts = served.facts[0]
     if not facts.bound_s:
@@ -87,7 +87,7 @@ def _name_percentile(percentile: str) -> str:
     return f"p{100 * QUANTILES[percentile]:g}"
 
 
-def _describe_highest(served: Served) -> Iterator[str]:
+def _describe_highest(served: ServingRun) -> Iterator[str]:
     facts = served.facts[0]
     if not facts.bound_s:
         return
@@ -107,7 +107,7 @@ def _describe_highest(served: Served) -> Iterator[str]:
     )
 
 
-def _explain_no_rate(served: Served, bound: str) -> Iterator[str]:
+def _explain_no_rate(served: ServingRun, bound: str) -> Iterator[str]:
     facts, without = served.facts[0], served.by_round.count(0)
     once = any(t.step.verdict == judging.HOLDS for t in served.tried)
     if facts.searched and once:
@@ -122,7 +122,7 @@ def _explain_no_rate(served: Served, bound: str) -> Iterator[str]:
         )
 
 
-def _nothing_holds(served: Served, bound: str, once: bool) -> str:
+def _nothing_holds(served: ServingRun, bound: str, once: bool) -> str:
     """Describe that no rate holds, with the lowest rate's latency in its worst round, or that nothing is known."""
     least, several = min(t.step.rate for t in served.tried), len({t.step.rate for t in served.tried}) > 1
     found_there = [(t.percentile(served.bounded), t) for t in served.tried if t.step.rate == least]
@@ -137,7 +137,7 @@ def _nothing_holds(served: Served, bound: str, once: bool) -> str:
     return f"No rate that was tried holds {bound}{' in every round' if once else ''}: at {place} {found}"
 
 
-def _describe_waiting(served: Served) -> Iterator[str]:
+def _describe_waiting(served: ServingRun) -> Iterator[str]:
     there = served.there
     if there is None:
         return
@@ -153,7 +153,7 @@ def _describe_waiting(served: Served) -> Iterator[str]:
         yield f"The interval of that {name} reaches beyond the bound; a longer --duration narrows it."
 
 
-def _describe_unstable(served: Served) -> Iterator[str]:
+def _describe_unstable(served: ServingRun) -> Iterator[str]:
     grown = [t for t in served.tried if t.step.unstable]
     if grown:
         lowest = min(grown, key=lambda t: t.step.rate)
@@ -168,14 +168,14 @@ def _describe_unstable(served: Served) -> Iterator[str]:
         yield f"{counting(refused, 'request')} {' or '.join(why)} and count as beyond every bound."
 
 
-def _describe_short(served: Served) -> Iterator[str]:
+def _describe_short(served: ServingRun) -> Iterator[str]:
     short = [t for t in served.tried if t.count < stats.samples_for(served.facts[0].percentile)]
     if short:
         fewest = min(short, key=lambda t: t.count)
         yield f"{_too_short(fewest, served)}."
 
 
-def _too_short(tried: Tried, served: Served) -> str:
+def _too_short(tried: RateMeasurement, served: ServingRun) -> str:
     least = stats.samples_for(served.facts[0].percentile)
     return (
         f"{_format_rate(tried.step.rate)} came for too short a time: {counting(tried.count, 'request')}, and "

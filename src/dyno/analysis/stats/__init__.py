@@ -35,5 +35,5 @@ from dyno.analysis.stats.summaries import Summary as Summary
 from dyno.analysis.stats.summaries import over_rounds as over_rounds
 from dyno.analysis.stats.summaries import over_units as over_units
 from dyno.analysis.stats.summaries import summary as summary
-from dyno.analysis.stats.variance import Levels as Levels
+from dyno.analysis.stats.variance import VarianceComponents as VarianceComponents
 from dyno.analysis.stats.variance import levels as levels

@@ -10,7 +10,7 @@ import numpy as np
 
 
 @dataclass(frozen=True)
-class Levels:
+class VarianceComponents:
     """Variances of log values between rounds, between blocks of a round and between samples of a block (0 where that
     level has nothing of its own), and how many of each there are: rounds, blocks of a round, samples of a block; and
     the variance between builds, None where not every build has rounds to compare it with."""
@@ -40,7 +40,7 @@ class Levels:
         return max(1.0, math.sqrt(round_cost / block_cost * within / self.rounds))
 
 
-def levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hashable] = ()) -> Levels | None:
+def levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hashable] = ()) -> VarianceComponents | None:
     """Estimate variance components of nested data, by analysis of variance.
 
     `logs` holds for each round each block's samples, `builds` the build that it ran. Builds are a level where there are
@@ -69,7 +69,9 @@ def levels(logs: Sequence[Sequence[np.ndarray]], builds: Sequence[Hashable] = ()
         )
     rounds = max(0.0, (_pool_variance(groups) if nested else float(means.var(ddof=1))) - inside)
     count = float(np.mean([len(each) for each in blocks]))
-    return Levels(rounds, between, samples, (len(logs), count, float(np.mean(np.concatenate(sizes)))), drawn)
+    return VarianceComponents(
+        rounds, between, samples, (len(logs), count, float(np.mean(np.concatenate(sizes)))), drawn
+    )
 
 
 def _pool_variance(groups: Sequence[np.ndarray]) -> float:

@@ -7,7 +7,7 @@ from typing import Any
 
 from dyno.analysis import metrics
 from dyno.analysis.metrics import confusion, detection
-from dyno.analysis.metrics.hits import Paired
+from dyno.analysis.metrics.hits import PairedChange
 from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.run_data import RunData
@@ -44,7 +44,7 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
         columns = [column.name for metric, _ in scores for column in metric.columns]
         row = _copy_columns(run, r, (*columns, *COPIED)) | {"of": scores[0][1].of}
         change = scores[0][0].change(t, reference) if reference is not None and reference is not t else None
-        if isinstance(change, Paired):
+        if isinstance(change, PairedChange):
             row |= {"gained": change.gained, "lost": change.lost}
         rows.append(row if change else row | {metric.diff: None for metric, _ in scores})
     if not rows:

@@ -16,7 +16,7 @@ from typing import Any
 from dyno.analysis import metrics, stats
 from dyno.analysis.formatting import counting, plain
 from dyno.analysis.gate.power import smallest_slowdown
-from dyno.analysis.gate.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS, Rules, slowdown
+from dyno.analysis.gate.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, slowdown
 from dyno.analysis.metrics import accuracy, agreement, speedups
 from dyno.analysis.metrics.metric import Metric, in_percent
 from dyno.analysis.presentation.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, TableKind, missing
@@ -95,7 +95,7 @@ COMPARE = TableKind(
 )
 
 
-def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
+def compare(a: Results, b: Results, rules: GateRules | None = None) -> Table:
     """Compare each trial that both runs have, B against A: one row of COLUMNS per trial, in A's order.
 
     `ratio` is B's latency over A's (above 1 is slower) with the interval of `stats.decide_family`, from the spread
@@ -104,7 +104,7 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
     ratio, and its verdict is the reason. `failed` names the conditions of the rules that the row breaks. The table's
     `notes` are sentences on possible explanations of a difference. UserError when nothing can be compared.
     """
-    rules = rules or Rules()
+    rules = rules or GateRules()
     if not any(x.good for x, _ in pairs(a, b)):
         raise UserError(_why_nothing(a, b, pairs(a, b)))
     table = _make_table(a, b, rules, (_check_outputs(a), _check_outputs(b)))
@@ -115,7 +115,7 @@ def compare(a: Results, b: Results, rules: Rules | None = None) -> Table:
     return table
 
 
-def of_sides(run: Results, rules: Rules) -> Table:
+def of_sides(run: Results, rules: GateRules) -> Table:
     """Build the table of `compare` for the two sides of a comparison that was measured as one study.
 
     Outputs are compared with the other side's. UserError for a run folder without a comparison.
@@ -126,7 +126,7 @@ def of_sides(run: Results, rules: Rules) -> Table:
     return _make_table(a, b, rules, ({}, {} if rules.any_outputs else _check_outputs(run)))
 
 
-def _make_table(a: Results, b: Results, rules: Rules, checked: tuple[Checked, Checked]) -> Table:
+def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked, Checked]) -> Table:
     shared = pairs(a, b)
     elsewhere = other_machine(a, b)
     outputs = [(checked[0].get(x.id, ""), checked[1].get(y.id, "")) for x, y in shared]
@@ -147,7 +147,9 @@ def other_machine(a: Results, b: Results) -> str:
     return "; ".join(f"{n} {before[n]} against {now[n]}" for n in changed)
 
 
-def _apply_gate(row: dict[str, Any], a: TrialResult, b: TrialResult, rules: Rules, elsewhere: str) -> dict[str, Any]:
+def _apply_gate(
+    row: dict[str, Any], a: TrialResult, b: TrialResult, rules: GateRules, elsewhere: str
+) -> dict[str, Any]:
     """Return the row with the gate's decision, and the reason where that is undecided."""
     high = row["ratio_high"]
     if not rules.gate or STATUS in row["failed"]:
@@ -222,14 +224,14 @@ def _some_trials(run: Results) -> str:
 
 
 def row(
-    a: TrialResult, b: TrialResult, rules: Rules, checked: tuple[str, str], speed: dict[str, Any]
+    a: TrialResult, b: TrialResult, rules: GateRules, checked: tuple[str, str], speed: dict[str, Any]
 ) -> dict[str, Any]:
     """Compare one trial of B with the same of A, as a dict of COLUMNS; columns that don't apply are "", None or NaN.
 
     `checked` has the entries of `_check_outputs` for A and for B, `speed` the columns of `_compare_speeds` for
     the pair.
     """
-    own = trial_table.row(b, trial_table.Comparison(None))
+    own = trial_table.row(b, trial_table.ComparisonBasis(None))
     columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
         name: own[name] for name in COPIED if name in own
     }
@@ -337,12 +339,12 @@ def _compare_accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
     return columns
 
 
-def _compare_values(a: TrialResult, b: TrialResult, rules: Rules) -> dict[str, Any]:
+def _compare_values(a: TrialResult, b: TrialResult, rules: GateRules) -> dict[str, Any]:
     result = agreement.of(b, a, rules.rtol, rules.atol)
     return {} if result is None else {"close": result.close, "max_abs": result.max_abs}
 
 
-def _has_failed(condition: str, r: Row, rules: Rules, both_ran: bool) -> bool:
+def _has_failed(condition: str, r: Row, rules: GateRules, both_ran: bool) -> bool:
     if condition == STATUS:
         return bool(r["status_a"] == "ok" and r["status"] != "ok")
     if condition == SLOWER:

@@ -12,7 +12,7 @@ from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import GPU as GPU_CLOCK
 from dyno.analysis.records.rounds import HOST, LATENCIES, Round
 from dyno.analysis.records.run_data import RunData
-from dyno.analysis.records.timeline import Summary
+from dyno.analysis.records.timeline import TelemetrySummary
 from dyno.analysis.tables.accuracy_tables import LABEL
 from dyno.analysis.tables.trial_columns import FEW, PERCENTILES, few, parenthesised
 
@@ -26,7 +26,7 @@ def _make_gpu_table(run: RunData) -> Table:
     return GPU.of(GPU_COLUMNS, rows, notes=(note,))
 
 
-def _gpu_row(t: TrialResult, summary: Summary) -> Row:
+def _gpu_row(t: TrialResult, summary: TelemetrySummary) -> Row:
     launch = gpu_remarks.launch(t)
     return {
         "label": t.label, "memory": 1e-6 * summary.memory, "utilisation": summary.utilisation, "clock": summary.clock,

@@ -44,7 +44,7 @@ TEXTS = tuple(c.name for c in COLUMNS if c.kind == TEXT)
 
 
 @dataclass(frozen=True)
-class Comparison:
+class ComparisonBasis:
     """What a row is compared with: the reference trial (None: there is none), the accuracy budgets, if any, the clock
     of each boundary that all trials it competes with have (missing: the trial's own), the trial that its
     accuracy is compared with where that isn't the reference, and whether its outputs are the reference's."""
@@ -86,7 +86,7 @@ def read(
     rows = [
         row(
             t,
-            Comparison(chosen.get(t.id), limits, clocks[t.group], measures.get(t.id), checks.get(t.id)),
+            ComparisonBasis(chosen.get(t.id), limits, clocks[t.group], measures.get(t.id), checks.get(t.id)),
             compare=t.id not in single,
         )
         for t in results.trials
@@ -114,7 +114,7 @@ def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> Non
             raise UserError(f"no trial here was measured in {limit.metric}, which the budget {limit} is about")
 
 
-def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, Any]:
+def row(t: TrialResult, against: ComparisonBasis, compare: bool = True) -> dict[str, Any]:
     """Return one trial as a dict of COLUMNS; a column that doesn't apply is missing, None or NaN."""
     columns: dict[str, Any] = dict.fromkeys(TEXTS, "")
     columns |= {
@@ -137,7 +137,7 @@ def row(t: TrialResult, against: Comparison, compare: bool = True) -> dict[str, 
     return columns
 
 
-def _judge_outputs(against: Comparison, row: Mapping[str, Any]) -> dict[str, Any]:
+def _judge_outputs(against: ComparisonBasis, row: Mapping[str, Any]) -> dict[str, Any]:
     """Return the columns on whether the outputs are correct; a row with wrong outputs has no speed-up.
 
     An accuracy within its budget on labelled images outweighs changed classes.
@@ -275,7 +275,7 @@ def build_seconds(t: TrialResult) -> float | None:
     return None if chain is None and inside is None else float(chain or 0) + float(inside or 0)
 
 
-def _compute_accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
+def _compute_accuracy(t: TrialResult, against: ComparisonBasis) -> dict[str, Any]:
     """Return each metric of the trial's task, its change against the reference, and the budget's decision."""
     scores = metrics.measured(t)
     if not scores:
@@ -300,7 +300,7 @@ def _compute_accuracy(t: TrialResult, against: Comparison) -> dict[str, Any]:
     return columns
 
 
-def _compute_speed(t: TrialResult, against: Comparison, compare: bool) -> dict[str, Any]:
+def _compute_speed(t: TrialResult, against: ComparisonBasis, compare: bool) -> dict[str, Any]:
     reference = against.reference if compare else None
     boundary = compared_boundary(t, reference) or compared_boundary(t)
     clock = against.clocks.get(boundary) or clock_of(boundary, t)

@@ -28,7 +28,7 @@ PRINTED = (*IDENTITY, "layers", "parameters", "size_mb", "build_s", "latency_mod
 
 
 @dataclass(frozen=True)
-class Spread:
+class BuildSpread:
     """Whether builds differ in speed: `ratio` is the slowest over the fastest, `p` the chance of it by noise alone."""
 
     ratio: float
@@ -52,7 +52,7 @@ def _make_builds_table(run: RunData) -> Table | None:
                      below=trial_table.below)  # fmt: skip
 
 
-def spread(builds: Sequence[TrialResult]) -> Spread | None:
+def spread(builds: Sequence[TrialResult]) -> BuildSpread | None:
     """Analyse the variance of the processes' log medians between builds (one-way); None with fewer than two of each."""
     groups = [np.log(t.medians("model")) for t in builds if len(t.medians("model")) > 1]
     if len(groups) < 2:
@@ -61,7 +61,7 @@ def spread(builds: Sequence[TrialResult]) -> Spread | None:
 
     centres = [float(np.median(group)) for group in groups]
     p = float(f_oneway(*groups).pvalue) if max(map(np.ptp, groups)) > 0 else 0.0
-    return Spread(math.exp(max(centres) - min(centres)), p)
+    return BuildSpread(math.exp(max(centres) - min(centres)), p)
 
 
 def fastest(results: Results) -> TrialResult | None:
@@ -118,7 +118,7 @@ def _make_variance_table(run: RunData) -> Table | None:
     return VARIANCE.of(VARIANCE_COLUMNS, rows, notes=(VARIANCE_NOTE,)) if rows else None
 
 
-def _estimate_levels(every: Sequence[tuple[Hashable, Sequence[np.ndarray]]]) -> stats.Levels | None:
+def _estimate_levels(every: Sequence[tuple[Hashable, Sequence[np.ndarray]]]) -> stats.VarianceComponents | None:
     return stats.levels([blocks for _, blocks in every], [build for build, _ in every])
 
 
@@ -130,7 +130,7 @@ def _split_blocks(r: Round, boundary: str, clock: str) -> list[np.ndarray]:
     return [np.log(block) for block in np.array_split(samples, PARTS)] if len(samples) >= 3 * PARTS else []
 
 
-def _make_row(t: TrialResult, boundary: str, of: str, levels: stats.Levels | None) -> list[Row]:
+def _make_row(t: TrialResult, boundary: str, of: str, levels: stats.VarianceComponents | None) -> list[Row]:
     """Return the row of a trial's latency or of its ratio; no row where there are too few rounds."""
     if levels is None:
         return []

@@ -58,7 +58,7 @@ class Energy:
 
 
 @dataclass(frozen=True)
-class Drawn:
+class RoundPower:
     """One round: W while images went through, and images/s."""
 
     watts: float
@@ -110,10 +110,10 @@ class Meter:
         )
 
 
-def _of_round(r: Round, counter: str) -> Drawn | None:
+def _of_round(r: Round, counter: str) -> RoundPower | None:
     assert r.facts.sustained is not None
     watts = power(_read_counters(r.folder), counter, r.facts.sustained.window)
-    return None if math.isnan(watts) else Drawn(watts, r.facts.sustained.images_per_s)
+    return None if math.isnan(watts) else RoundPower(watts, r.facts.sustained.images_per_s)
 
 
 def _is_shared(r: Round, kind: str) -> bool:

@@ -112,7 +112,7 @@ def spec(shapes_by_input: Mapping[str, Sequence[int]]) -> str:
 
 
 @dataclass(frozen=True)
-class Build:
+class TrtexecBuild:
     """An engine's build, as far as a command line can repeat it.
 
     `typed`: the types are in the graph (strongly typed, from TensorRT 10 on; always so in 11 and for RTX), else builder
@@ -163,7 +163,7 @@ class Build:
         return [*exact, *FLAGS.get(self.precision, ()), *calibrated]
 
 
-def built(trial: TrialResult) -> Build | None:
+def built(trial: TrialResult) -> TrtexecBuild | None:
     """Return the build of the trial's engine; None where Dyno didn't build it.
 
     Where the types are in the graph, `onnx` is the converted file, which lies in Dyno's cache: it gets the name that
@@ -175,7 +175,7 @@ def built(trial: TrialResult) -> Build | None:
     options, source = made_by.options, str(trial.spec["model"].get("source", ""))
     source_file = source.removeprefix("file:") if source.endswith(".onnx") else ""
     same = made_by.route != "graph" or trial.precision in ("fp32", "tf32", trial.spec["model"].get("precision"))
-    return Build(
+    return TrtexecBuild(
         onnx=source_file if source_file and same else converted(trial, "fp32" if same else trial.precision),
         out=PurePath(engine(trial) or "model.engine").name,
         precision=trial.precision,

@@ -9,8 +9,8 @@ from pathlib import PurePath, PureWindowsPath
 
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.trtexec import command
-from dyno.analysis.trtexec.log import Report
-from dyno.analysis.trtexec.terms import Own, ms, own, signed
+from dyno.analysis.trtexec.log import TrtexecReport
+from dyno.analysis.trtexec.terms import TrialMedians, ms, own, signed
 
 CLOSE = 0.02  # medians this close agree: two runs of one tool differ by about as much
 UNEXPLAINED, GRAPH = "unexplained", "CUDA graph"
@@ -19,7 +19,7 @@ NO_CLOCKS = "clocks are not known on both sides; a log doesn't hold the one it r
 
 
 @dataclass(frozen=True)
-class Part:
+class GapPart:
     """A share of a gap in seconds (positive: it makes Dyno's number the longer one), and its reason."""
 
     name: str
@@ -37,7 +37,7 @@ class Gap:
     what: str
     ours: float
     theirs: float
-    parts: tuple[Part, ...]
+    parts: tuple[GapPart, ...]
 
     @property
     def seconds(self) -> float:
@@ -56,7 +56,7 @@ class Gap:
         return f"{head} = {', '.join(causes)}."
 
 
-def compare(trial: TrialResult, report: Report) -> list[str]:
+def compare(trial: TrialResult, report: TrtexecReport) -> list[str]:
     """Compare trtexec's numbers with the trial's: each gap split into its parts, or one sentence on why not."""
     if refusal := unlike(trial, report):
         return [refusal]
@@ -66,7 +66,7 @@ def compare(trial: TrialResult, report: Report) -> list[str]:
     return [*map(str, differences), *_find_notes(trial, report)]
 
 
-def unlike(trial: TrialResult, report: Report) -> str:
+def unlike(trial: TrialResult, report: TrtexecReport) -> str:
     """Return the reason why the two measured different things, one sentence; "" when they seem alike from the file."""
     engine = command.engine(trial)
     if report.onnx and not report.engine:
@@ -96,7 +96,7 @@ def _parse_file_name(path: str) -> str:
     return PureWindowsPath(path).name if "\\" in path else PurePath(path).name
 
 
-def gaps(mine: Own, report: Report) -> Iterator[Gap]:
+def gaps(mine: TrialMedians, report: TrtexecReport) -> Iterator[Gap]:
     """Yield the gaps of GPU time, latency and throughput, as far as both sides measured them."""
     theirs = report.compute.median
     if mine.model is not None:
@@ -111,7 +111,7 @@ def gaps(mine: Own, report: Report) -> Iterator[Gap]:
         yield Gap("Time per query at full throughput", period, its, tuple(_rate_parts(mine, report, period - its)))
 
 
-def _gpu_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
+def _gpu_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
     """Split a gap between two GPU times: each cause takes the most that it can account for, in this order."""
     left = gap
     for cause in (_explain_graph, _explain_clocks, _explain_launch):
@@ -119,7 +119,7 @@ def _gpu_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
             left -= part.seconds
             yield part
     why = "" if abs(left) < CLOSE * report.compute.median or (mine.clock and report.clock) else NO_CLOCKS
-    yield Part(UNEXPLAINED, left, why)
+    yield GapPart(UNEXPLAINED, left, why)
 
 
 def _compute_share(left: float, expected: float) -> float:
@@ -127,71 +127,71 @@ def _compute_share(left: float, expected: float) -> float:
     return math.copysign(min(abs(left), abs(expected)), left) if left * expected > 0 else 0.0
 
 
-def _explain_graph(mine: Own, report: Report, left: float) -> Part | None:
+def _explain_graph(mine: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
     """Return a CUDA graph's part: a graph on one side saves at most the difference of the two enqueue times."""
     if report.graph is None or report.graph == mine.graph:
         return None
     why = f"only {'Dyno' if mine.graph else 'trtexec'} used one"
     if mine.enqueue is None or report.enqueue is None:
-        return Part(GRAPH, 0.0, f"{why}, and without enqueue times its share is unknown")
+        return GapPart(GRAPH, 0.0, f"{why}, and without enqueue times its share is unknown")
     saved = abs(mine.enqueue - report.enqueue.median)
-    return Part(GRAPH, _compute_share(left, -saved if mine.graph else saved), why)
+    return GapPart(GRAPH, _compute_share(left, -saved if mine.graph else saved), why)
 
 
-def _explain_clocks(mine: Own, report: Report, left: float) -> Part | None:
+def _explain_clocks(mine: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
     """Return the clocks' part: compute-bound work takes longer in proportion as the clock is lower."""
     if not mine.clock or not report.clock:
         return None
     expected = report.compute.median * (report.clock / mine.clock - 1)
-    return Part("clocks", _compute_share(left, expected), f"{mine.clock:.0f} MHz here, {report.clock:.0f} MHz there")
+    return GapPart("clocks", _compute_share(left, expected), f"{mine.clock:.0f} MHz here, {report.clock:.0f} MHz there")
 
 
-def _explain_launch(mine: Own, report: Report, left: float) -> Part | None:
+def _explain_launch(mine: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
     """Return the launch's part: trtexec launches a query while the one before it runs; Dyno's GPU waits for the launch.
 
     trtexec's start event is reached when the query before ends.
     """
     if mine.enqueue is None or left <= 0:
         return None
-    return Part(
+    return GapPart(
         "launch", _compute_share(left, mine.enqueue), "at most one enqueue, which trtexec hides by queueing ahead"
     )
 
 
-def _latency_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
+def _latency_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
     """Yield copies and GPU time as both sides measured them, and the rest, which only the host's clock covers."""
     if mine.copies is None or mine.compute is None or report.h2d is None or report.d2h is None:
-        yield Part(UNEXPLAINED, gap, "H2D, compute and D2H are not measured on both sides")
+        yield GapPart(UNEXPLAINED, gap, "H2D, compute and D2H are not measured on both sides")
         return
     copies, gpu = mine.copies - report.h2d.median - report.d2h.median, mine.compute - report.compute.median
-    yield Part("copies", copies, "H2D and D2H by the GPU's clock")
+    yield GapPart("copies", copies, "H2D and D2H by the GPU's clock")
     *causes, unexplained = _gpu_parts(mine, report, gpu)
     yield from causes
     left = gap - copies - gpu
     if mine.waiting is not None:
         waiting = _compute_share(left, mine.waiting)
         left -= waiting
-        yield Part("synchronisation", waiting, "the host's launch and spinning wait, which trtexec's sum leaves out")
-    yield Part(UNEXPLAINED, left + unexplained.seconds, "the host's calls for the copies are in it")
+        yield GapPart("synchronisation", waiting, "the host's launch and spinning wait, which trtexec's sum leaves out")
+    yield GapPart(UNEXPLAINED, left + unexplained.seconds, "the host's calls for the copies are in it")
 
 
-def _rate_parts(mine: Own, report: Report, gap: float) -> Iterator[Part]:
+def _rate_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
     """Yield the parts of the time per query: that of the slowest stage (compute, or a copy) and its idle time."""
     compute = min((t for t in (mine.model, mine.compute) if t is not None), default=None)
     if compute is None:
-        yield Part(UNEXPLAINED, gap, "the record has no GPU time")
+        yield GapPart(UNEXPLAINED, gap, "the record has no GPU time")
         return
     theirs = report.compute.median
     gpu = compute - theirs
     copies = max(0.0, max(mine.h2d or 0.0, mine.d2h or 0.0) - compute)
     copies -= max(0.0, max(s.median if s else 0.0 for s in (report.h2d, report.d2h)) - theirs)
-    yield Part("GPU compute", gpu)
-    yield Part("copies", copies, "trtexec made none" if report.transfers is False else "where they outlast compute")
+    yield GapPart("GPU compute", gpu)
+    yield GapPart("copies", copies, "trtexec made none" if report.transfers is False else "where they outlast compute")
     why = "the GPU's idle time" + ("; trtexec's host sleeps while it waits" if report.spin is False else "")
-    yield Part("launch and synchronisation", gap - gpu - copies, why)
+    yield GapPart("launch and synchronisation", gap - gpu - copies, why)
 
 
-def _find_notes(trial: TrialResult, report: Report) -> Iterator[str]:
+def _find_notes(trial: TrialResult, report: TrtexecReport) -> Iterator[str]:
     ours, theirs = command.version(trial), report.version
     if ours and theirs and ours.split(".")[:2] != theirs.split(".")[:2]:
         yield f"trtexec is of TensorRT {theirs}, Dyno ran {ours}: kernels and launch costs may differ."

@@ -38,7 +38,7 @@ HELP = "give the log that trtexec prints, or the file it writes with --exportTim
 
 
 @dataclass(frozen=True)
-class Spread:
+class MetricSpread:
     """One of trtexec's metrics over all queries, in seconds; percentiles by their number (90.0, 95.0, 99.0)."""
 
     median: float
@@ -49,7 +49,7 @@ class Spread:
 
 
 @dataclass(frozen=True)
-class Report:
+class TrtexecReport:
     """One run of trtexec; what the file doesn't contain is None, or empty.
 
     `rate` is queries/s. `graph`, `transfers` (host-device copies) and `spin` (spin-wait) are how it was run, `streams`
@@ -57,11 +57,11 @@ class Report:
     in MHz, is known only from sampling: the rates in a log are the GPU's limits, not the run's.
     """
 
-    compute: Spread
-    latency: Spread | None = None
-    enqueue: Spread | None = None
-    h2d: Spread | None = None
-    d2h: Spread | None = None
+    compute: MetricSpread
+    latency: MetricSpread | None = None
+    enqueue: MetricSpread | None = None
+    h2d: MetricSpread | None = None
+    d2h: MetricSpread | None = None
     rate: float | None = None
     graph: bool | None = None
     transfers: bool | None = None
@@ -76,7 +76,7 @@ class Report:
     warnings: tuple[str, ...] = ()
 
 
-def read(path: Path) -> Report:
+def read(path: Path) -> TrtexecReport:
     """Read the log or the exported times in the file; UserError for any other."""
     try:
         text = regular(path, "log").read_text(encoding="utf-8")
@@ -87,12 +87,12 @@ def read(path: Path) -> Report:
     return parse(text, str(path))
 
 
-def parse(text: str, name: str = "the file") -> Report:
+def parse(text: str, name: str = "the file") -> TrtexecReport:
     """Parse the report in a log's or an exported file's text; `name` is its name in errors."""
     return _parse_times(text, name) if EXPORTED.match(text) else _parse_log(text, name)
 
 
-def _parse_log(text: str, name: str) -> Report:
+def _parse_log(text: str, name: str) -> TrtexecReport:
     lines = [match[1].rstrip() for line in text.splitlines() if (match := LINE.search(line))]
     runs = lines.count(SUMMARY)
     if runs != 1:
@@ -104,7 +104,7 @@ def _parse_log(text: str, name: str) -> Report:
         raise UserError(f"{name} ends before trtexec's summary does; run trtexec again")
     running = RUNNING.search(text)
     flags = _parse_flags(running[2]) if running else {}
-    return Report(
+    return TrtexecReport(
         compute=metrics.pop("compute"),
         **cast(dict[str, Any], metrics),
         **_run_options(flags, lines),
@@ -128,7 +128,7 @@ def _no_summary_reason(text: str) -> str:
     return f"is neither a trtexec log (8.x or 10.x) nor its exported times; {HELP}"
 
 
-def _parse_metrics(lines: Iterable[str], name: str) -> Iterable[tuple[str, Spread]]:
+def _parse_metrics(lines: Iterable[str], name: str) -> Iterable[tuple[str, MetricSpread]]:
     for line in lines:
         label, _, rest = line.partition(": ")
         if label in METRICS:
@@ -138,11 +138,11 @@ def _parse_metrics(lines: Iterable[str], name: str) -> Iterable[tuple[str, Sprea
             )
 
 
-def _parse_spread(values: Mapping[str, float], name: str) -> Spread:
+def _parse_spread(values: Mapping[str, float], name: str) -> MetricSpread:
     if missing := [key for key in ("median", "mean", "min", "max") if key not in values]:
         raise UserError(f"{name} has a metric without {missing[0]}; {HELP}")
     shares = {float(key[len("percentile(") : -2]): v for key, v in values.items() if key.startswith("percentile(")}
-    return Spread(values["median"], values["mean"], values["min"], values["max"], shares)
+    return MetricSpread(values["median"], values["mean"], values["min"], values["max"], shares)
 
 
 def _parse_number(text: Any, name: str) -> float:
@@ -221,7 +221,7 @@ def _list_warnings(lines: Iterable[str]) -> tuple[str, ...]:
     return tuple(line[2:].strip() for line in lines if line.startswith("* "))
 
 
-def _parse_times(text: str, name: str) -> Report:
+def _parse_times(text: str, name: str) -> TrtexecReport:
     """Parse exported times: one object per query. The file has neither shapes nor engine nor flags."""
     try:
         rows = json.loads(text)
@@ -235,7 +235,7 @@ def _parse_times(text: str, name: str) -> Report:
     parts = [values for key in ("h2d", "compute", "d2h") if (values := columns[key]) is not None]
     moved = [values for key in ("h2d", "d2h") if (values := columns[key]) is not None]
     summaries = {key: None if values is None else _compute_spread(values) for key, values in columns.items()}
-    return Report(
+    return TrtexecReport(
         _compute_spread(columns["compute"]),
         latency=_compute_spread(np.sum(parts, axis=0)),
         enqueue=summaries["enq"],
@@ -259,9 +259,11 @@ def _read_column(rows: list[dict[str, Any]], key: str, name: str) -> np.ndarray 
     return np.asarray(values, np.float64) / 1e3
 
 
-def _compute_spread(values: np.ndarray) -> Spread:
+def _compute_spread(values: np.ndarray) -> MetricSpread:
     shares = {p: float(np.percentile(values, p)) for p in (90.0, 95.0, 99.0)}
-    return Spread(float(np.median(values)), float(values.mean()), float(values.min()), float(values.max()), shares)
+    return MetricSpread(
+        float(np.median(values)), float(values.mean()), float(values.min()), float(values.max()), shares
+    )
 
 
 def _exported_rate(rows: list[dict[str, Any]]) -> float | None:

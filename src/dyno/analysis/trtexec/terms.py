@@ -23,7 +23,7 @@ BOUND = 0.8  # from this share of GPU Compute Time on trtexec too reports that E
 
 
 @dataclass(frozen=True)
-class Own:
+class TrialMedians:
     """Medians over the samples of all good rounds, in seconds; None where nothing was measured.
 
     `model` is `latency/model` by the GPU's clock, `model_host` and `whole` (`latency/all`) are by the host's. `rate` is
@@ -58,7 +58,7 @@ class Own:
         return None if self.model is None or self.model_host is None else max(0.0, self.model_host - self.model)
 
 
-def own(trial: TrialResult) -> Own:
+def own(trial: TrialResult) -> TrialMedians:
     """Return the trial's medians."""
 
     def compute_median(tag: str, boundary: str, by: str) -> float | None:
@@ -66,7 +66,7 @@ def own(trial: TrialResult) -> Own:
         return stats.over_rounds(samples).median if samples else None
 
     images = trial.value("throughput", "throughput")
-    return Own(
+    return TrialMedians(
         model=compute_median("latency", "model", GPU),
         model_host=compute_median("latency", "model", HOST),
         whole=compute_median("latency", "all", HOST),
@@ -124,7 +124,7 @@ def explain(trial: TrialResult) -> list[str]:
     ]
 
 
-def _explain_terms(measured: Own) -> Iterator[str]:
+def _explain_terms(measured: TrialMedians) -> Iterator[str]:
     values = {
         "Enqueue Time": measured.enqueue,
         "H2D Latency": measured.h2d,
@@ -139,7 +139,7 @@ def _explain_terms(measured: Own) -> Iterator[str]:
         yield "The record has no enqueue, H2D, compute and D2H times, so latency/all can't be split into them."
 
 
-def _explain_model(measured: Own, flag: str) -> Iterator[str]:
+def _explain_model(measured: TrialMedians, flag: str) -> Iterator[str]:
     if measured.model is None:
         return
     like = f"--noDataTransfers {flag}" if measured.graph else "--noDataTransfers"
@@ -152,7 +152,7 @@ def _explain_model(measured: Own, flag: str) -> Iterator[str]:
         yield f"Enqueue Time is {measured.enqueue / measured.model:.0%} of that, so the host may set the pace{advice}."
 
 
-def _explain_whole(measured: Own) -> Iterator[str]:
+def _explain_whole(measured: TrialMedians) -> Iterator[str]:
     if measured.whole is None or measured.latency is None:
         return
     rest = measured.whole - measured.latency
@@ -166,7 +166,7 @@ def _explain_whole(measured: Own) -> Iterator[str]:
     )
 
 
-def _explain_throughput(measured: Own, trial: TrialResult) -> Iterator[str]:
+def _explain_throughput(measured: TrialMedians, trial: TrialResult) -> Iterator[str]:
     if measured.rate is None:
         return
     slots = trial.facts.options.get("slots")
@@ -177,7 +177,7 @@ def _explain_throughput(measured: Own, trial: TrialResult) -> Iterator[str]:
     )
 
 
-def _run_mode(measured: Own, flag: str) -> str:
+def _run_mode(measured: TrialMedians, flag: str) -> str:
     launches = f"replayed a CUDA graph ({flag})" if measured.graph else f"launched kernel by kernel (no {flag})"
     return (
         f"Dyno {launches} and waited by spinning (--useSpinWait; without it trtexec's host thread sleeps, and waking "

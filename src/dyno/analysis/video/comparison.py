@@ -10,7 +10,7 @@ from dyno.analysis.presentation.limits import limits_of, printed
 from dyno.analysis.presentation.table import FINE, TEXT, Column, Row, Table, TableKind
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.video import runs
-from dyno.analysis.video.runs import Filmed
+from dyno.analysis.video.runs import VideoRun
 
 WHOLE = "end to end"
 COMPARED = TableKind("video-comparison", "Videos, B against A",
@@ -28,7 +28,7 @@ COLUMNS = (
     Column("rounds_b", "of B", rank=2),
 )  # fmt: skip
 OTHER_VIDEO = "not comparable: another video, or another number of streams"
-Pair = tuple[Filmed, Filmed]
+Pair = tuple[VideoRun, VideoRun]
 
 
 def table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> Table | None:
@@ -45,7 +45,7 @@ def table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> Table | None:
     return COMPARED.of(COLUMNS, rows, notes=tuple(_write_sentences(rows)), group=("label",), printed=printed(COLUMNS))
 
 
-def _make_shot_key(one: Filmed) -> tuple[int, ...]:
+def _make_shot_key(one: VideoRun) -> tuple[int, ...]:
     """Return the facts that must be equal in two videos."""
     facts = one.typical.facts
     return facts.frames, facts.height, facts.width, facts.streams

@@ -23,7 +23,7 @@ NO_ROOM_S = 1e-4  # later than this after its end, a piece of work waited for ro
 
 
 @dataclass(frozen=True)
-class Track:
+class StageTimeline:
     """A stage's pieces of work in the order of their beginning: when each began, ended, and found room behind it."""
 
     name: str
@@ -32,7 +32,7 @@ class Track:
     handed: np.ndarray
 
     @classmethod
-    def of(cls, video: Video, name: str) -> Track:
+    def of(cls, video: Video, name: str) -> StageTimeline:
         """Build the track of a stage from the times that the run stored, sorted by their beginnings."""
         began, ended, handed = (video.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
         order = np.argsort(began, kind="stable")
@@ -46,14 +46,14 @@ class Track:
 
 def shares(video: Video) -> dict[str, float]:
     """Return the seconds on the critical path by stage and between stages; they sum to the end of the last work."""
-    tracks = [Track.of(video, stage.name) for stage in video.stages]
+    tracks = [StageTimeline.of(video, stage.name) for stage in video.stages]
     found = dict.fromkeys((*(track.name for track in tracks), HAND_OVER), 0.0)
     for name, seconds in _walk_path(tracks):
         found[name] += seconds
     return found
 
 
-def _walk_path(tracks: list[Track]) -> Iterator[tuple[str, float]]:
+def _walk_path(tracks: list[StageTimeline]) -> Iterator[tuple[str, float]]:
     """Yield the pieces of the path, from its end back to the beginning of the run."""
     place = max((k for k, track in enumerate(tracks) if len(track.ended)), key=lambda k: tracks[k].ended.max())
     piece = int(tracks[place].ended.argmax())
@@ -68,7 +68,7 @@ def _walk_path(tracks: list[Track]) -> Iterator[tuple[str, float]]:
         yield HAND_OVER, now - float(tracks[place].ended[piece])
 
 
-def _enabled_by(tracks: list[Track], place: int, piece: int, begin: float) -> tuple[int, int, float]:
+def _enabled_by(tracks: list[StageTimeline], place: int, piece: int, begin: float) -> tuple[int, int, float]:
     """Find the piece of work whose end let this one begin.
 
     Return its stage, its index (-1: the run's beginning), and until when the path is between stages.
@@ -95,7 +95,7 @@ def _enabled_by(tracks: list[Track], place: int, piece: int, begin: float) -> tu
         place, piece, begin = earlier[0] + 1, taker, float(following.began[taker])
 
 
-def _find_source(before: Track, track: Track, piece: int) -> int:
+def _find_source(before: StageTimeline, track: StageTimeline, piece: int) -> int:
     """Return the piece of the stage before that the piece works on: the last one of a batch, the batch of a frame."""
     return math.ceil((piece + 1) * len(before.began) / len(track.began)) - 1
 

@@ -18,7 +18,7 @@ REFERENCE = "pytorch"  # the others are compared with it where it is among them
 
 
 @dataclass(frozen=True)
-class Filmed:
+class VideoRun:
     """A trial's network with the video, once for each round."""
 
     trial: TrialResult
@@ -46,12 +46,12 @@ class Filmed:
         return [1 / video.rate for video in self.videos]
 
 
-def of_run(run: RunData) -> list[Filmed]:
+def of_run(run: RunData) -> list[VideoRun]:
     """Return each trial that answered a video, in the order of the trials."""
     return [each for trial in run.records if (each := filmed(trial)) is not None]
 
 
-def filmed(trial: TrialResult) -> Filmed | None:
+def filmed(trial: TrialResult) -> VideoRun | None:
     """Return the trial with its videos; None where it answered none."""
     videos = tuple(
         Video(r.facts.video, read_npz(r.folder / ARRAYS), r.facts.others_busy.get("video", 0.0))
@@ -60,15 +60,15 @@ def filmed(trial: TrialResult) -> Filmed | None:
     )
     whole = tuple(video for video in videos if not video.facts.stopped)
     # A rate of the first frames is not one of the whole.
-    return Filmed(trial, whole or videos) if videos else None
+    return VideoRun(trial, whole or videos) if videos else None
 
 
-def reference(filmed: list[Filmed]) -> Filmed:
+def reference(filmed: list[VideoRun]) -> VideoRun:
     """Return the reference of the others: PyTorch, else the first."""
     return next((each for each in filmed if each.trial.backend == REFERENCE), filmed[0])
 
 
-def speedups(filmed: list[Filmed], run: RunData) -> list[Speedup | None]:
+def speedups(filmed: list[VideoRun], run: RunData) -> list[Speedup | None]:
     """Return how many times faster each is than the reference, end to end, with a verdict; None for the reference."""
     first = reference(filmed)
     others = [each for each in filmed if each is not first]

@@ -26,7 +26,7 @@ class Server:
 
 
 @dataclass(frozen=True)
-class Simulated:
+class SimulationResult:
     """Frames per second of all streams together, and the seconds from a frame's reading until its boxes are known."""
 
     rate: float
@@ -55,7 +55,7 @@ class Simulation:
         self._heap: list[tuple[float, int, int]] = []  # the work done at which a piece ends, its stream and its stage
         self._asked = self._done = self._now = 0.0
 
-    def run(self) -> Simulated:
+    def run(self) -> SimulationResult:
         """Run until every frame has gone through."""
         for stream in range(self._streams):
             self._start_frame(stream, 0)
@@ -64,7 +64,7 @@ class Simulation:
             self._now += (done - self._done) * self._compute_slowdown()
             self._done = done
             self._finish_frame(stream, stage)
-        return Simulated(self._streams * self._frames / self._now, np.array(self._latencies))
+        return SimulationResult(self._streams * self._frames / self._now, np.array(self._latencies))
 
     def _compute_slowdown(self) -> float:
         return max(1.0, self._asked / self._processors) * self._crowding(self._asked)

@@ -19,7 +19,7 @@ FRAMES, PIECES = 400, 6400  # that are simulated: of a stream at most, and of al
 
 
 @dataclass(frozen=True)
-class Predicted:
+class StreamPrediction:
     """So many streams at once: frames per second of all together, what bounds them, and the 99th percentile of the
     seconds from a frame's reading until its boxes are known."""
 
@@ -34,7 +34,7 @@ class Predicted:
         return self.rate / self.streams
 
 
-def predict(video: Video, streams: int) -> Predicted:
+def predict(video: Video, streams: int) -> StreamPrediction:
     """Predict the result of `streams` streams, each like this one and read as fast as it is taken."""
     servers = [_make_server(video, stage) for stage in video.stages]
     known = max(place for place, stage in enumerate(video.stages) if stage.name in KNOWN)
@@ -44,7 +44,7 @@ def predict(video: Video, streams: int) -> Predicted:
     latency = stats.percentile_of(found.latencies, PERCENTILES[-1])
     more_in_flight = (facts.slots - 1) * next(s.alone.value for s in video.stages if s.name == SHARED)
     rates = video.limits(streams)
-    return Predicted(streams, found.rate, latency + more_in_flight, min(rates, key=lambda name: rates[name]))
+    return StreamPrediction(streams, found.rate, latency + more_in_flight, min(rates, key=lambda name: rates[name]))
 
 
 def _make_server(video: Video, stage: Stage) -> Server:

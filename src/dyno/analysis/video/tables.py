@@ -12,7 +12,7 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import Speedup
 from dyno.analysis.video import runs, streams, words
 from dyno.analysis.video.figures import PERCENTILES, Stage, Video, inverse
-from dyno.analysis.video.runs import Filmed
+from dyno.analysis.video.runs import VideoRun
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 
@@ -32,7 +32,7 @@ def _make_speedup_cells(gain: Speedup | None) -> Row:
     return {**limited("speedup", gain), "verdict": gain.verdict} if gain else {"speedup": 1.0, "verdict": "reference"}
 
 
-def _make_row(filmed: Filmed) -> Row:
+def _make_row(filmed: VideoRun) -> Row:
     video = filmed.typical
     known = video.latencies("known")
     return {
@@ -51,7 +51,7 @@ def _make_row(filmed: Filmed) -> Row:
 LEAST = tuple((q, 1 if q == PERCENTILES[0] else stats.samples_for(q)) for q in PERCENTILES)
 
 
-def _video_notes(filmed: list[Filmed]) -> Iterator[str]:
+def _video_notes(filmed: list[VideoRun]) -> Iterator[str]:
     yield (
         "fps: end to end, from the first frame's reading to the closed file. inference alone and beside: with nothing "
         "else running, and while the other stages run. bound: the lower of the slowest stage's rate and that of the "
@@ -68,7 +68,7 @@ def _make_stages_table(run: RunData) -> Table | None:
     return STAGES.of(STAGE_COLUMNS, rows, group=("label",), below=_stage_notes, printed=printed(STAGE_COLUMNS))
 
 
-def _stage_row(filmed: Filmed, stage: Stage) -> Row:
+def _stage_row(filmed: VideoRun, stage: Stage) -> Row:
     return {
         "label": filmed.trial.label, "trial": filmed.trial.id, "stage": stage.name,
         **limited("alone_s", stage.alone), "alone_fps": inverse(stage.alone).value,
@@ -98,7 +98,7 @@ def _make_streams_table(run: RunData) -> Table | None:
     return STREAM_TABLE.of(STREAM_COLUMNS, rows, group=("label",), below=write_notes, printed=printed(STREAM_COLUMNS))
 
 
-def _stream_row(filmed: Filmed, count: int) -> Row:
+def _stream_row(filmed: VideoRun, count: int) -> Row:
     video = filmed.typical
     predicted = streams.predict(video, count)
     row = {

@@ -8,7 +8,7 @@ from typing import Any
 from dyno.analysis.presentation import trace_events
 from dyno.analysis.presentation.trace_events import Event
 from dyno.analysis.video.figures import Video
-from dyno.analysis.video.runs import Filmed
+from dyno.analysis.video.runs import VideoRun
 
 HOW = (
     "The times of the run itself, as the stages took them: work, and waiting until the next stage had room. A frame "
@@ -16,13 +16,13 @@ HOW = (
 )
 
 
-def chrome(filmed: Sequence[Filmed], exporter: str) -> dict[str, Any]:
+def chrome(filmed: Sequence[VideoRun], exporter: str) -> dict[str, Any]:
     """Build a process for each trial's typical round, with a track for each stage and each frame; microseconds."""
     events = [event for pid, each in enumerate(filmed, 1) for event in _iter_events(each, pid)]
     return trace_events.document(events, exporter, HOW)
 
 
-def _iter_events(filmed: Filmed, pid: int) -> Iterator[Event]:
+def _iter_events(filmed: VideoRun, pid: int) -> Iterator[Event]:
     video = filmed.typical
     yield from trace_events.process(pid, filmed.trial.label)
     for tid, stage in enumerate(video.stages, 1):

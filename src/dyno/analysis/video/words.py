@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dyno.analysis import stats
 from dyno.analysis.formatting import counting, show, significant
 from dyno.analysis.video.figures import PERCENTILES, PROCESSORS, Bound, Video
-from dyno.analysis.video.runs import Filmed
+from dyno.analysis.video.runs import VideoRun
 from dyno.worker.facts.video import DEVICE
 
 HALF = 0.5
@@ -18,7 +18,7 @@ LATENCY_NOTE = (
 REACHED = 0.95  # of the bound: nothing in the pipeline itself is left to gain
 
 
-def of_run(filmed: Sequence[Filmed]) -> list[str]:
+def of_run(filmed: Sequence[VideoRun]) -> list[str]:
     """Return the sentences of each trial, under its name where there are several."""
     said = []
     for each in filmed:

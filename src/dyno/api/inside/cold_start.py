@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.inside import cold
-from dyno.analysis.inside.cold import COLD, WARM, Starts
+from dyno.analysis.inside.cold import COLD, WARM, ColdStartSamples
 from dyno.analysis.presentation.table import Table
 from dyno.api.inside import forms
 from dyno.api.inside.profiling import engines
@@ -37,7 +37,7 @@ class ColdStarts:
     """The cold starts of forms of a model: `starts` has those of each form and place of its files, `left_out` names the
     forms that can't be made or don't answer, with the reason."""
 
-    starts: tuple[Starts, ...]
+    starts: tuple[ColdStartSamples, ...]
     left_out: tuple[str, ...] = ()
 
     @property
@@ -76,7 +76,7 @@ def cold_start(
     if COLD in FILES[files] and not hasattr(os, "posix_fadvise"):
         raise UserError("this system can't drop files from its cache; give --files memory")
     study, progress = one_model(model, settings), Progress(quiet=quiet)
-    reading = Starting(study, batch, progress)
+    reading = ColdStartReader(study, batch, progress)
     sides = engines(forms.sides(study, others))
     if any(side.choice.name == forms.ONNX for side in sides):
         raise UserError("an ONNX graph doesn't run by itself; name a backend, such as onnxruntime")
@@ -87,18 +87,18 @@ def cold_start(
     return ColdStarts(starts, (*reading.left_out, *failed))
 
 
-class Starting(forms.Reading):
+class ColdStartReader(forms.FormReader):
     """Makes what forms run, and reads nothing."""
 
     def __init__(self, study: Study, batch: int, progress: Progress) -> None:
         super().__init__(study, batch, progress)
         self.trials: list[tuple[Trial, Artifact | None]] = []
 
-    def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
+    def module(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
         """Start a module as PyTorch runs it."""
         self.engine(study, side, trial)
 
-    def built(self, study: Study, side: forms.Side, trial: Trial) -> None:
+    def built(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
         """Start a built engine, whose shapes are read by inspecting its file."""
         self.engine(study, side, trial)
 
@@ -111,7 +111,7 @@ class Starting(forms.Reading):
 
 
 @dataclass
-class Form:
+class ColdStartForm:
     """What is started, and what came of it; `read` are the files that a start reads."""
 
     title: str
@@ -121,12 +121,14 @@ class Form:
     rounds: dict[str, list[ColdStart]] = field(default_factory=dict)
 
 
-def _start_forms(trials: Sequence[tuple[Trial, Artifact | None]], progress: Progress) -> tuple[list[Form], list[str]]:
+def _start_forms(
+    trials: Sequence[tuple[Trial, Artifact | None]], progress: Progress
+) -> tuple[list[ColdStartForm], list[str]]:
     """Return the forms that answer an unmeasured start, and why the others don't; raise `UserError` if all fail."""
     several = len({trial.model.name for trial, _ in trials}) > 1
     found, errors = [], list[UserError]()
     for trial, artifact in trials:
-        form = Form(_format_title(trial, several), trial, artifact)
+        form = ColdStartForm(_format_title(trial, several), trial, artifact)
         progress.other(f"start {form.title} unmeasured")
         try:
             form.read = _measure_start(form, progress).files
@@ -138,7 +140,9 @@ def _start_forms(trials: Sequence[tuple[Trial, Artifact | None]], progress: Prog
     return found, [str(e) for e in errors]
 
 
-def _measure_starts(each: Sequence[Form], rounds: int, states: Sequence[str], progress: Progress) -> Iterator[Starts]:
+def _measure_starts(
+    each: Sequence[ColdStartForm], rounds: int, states: Sequence[str], progress: Progress
+) -> Iterator[ColdStartSamples]:
     for number in range(rounds):
         order = [(form, state) for form in each for state in states]
         random.Random(number).shuffle(order)
@@ -147,14 +151,14 @@ def _measure_starts(each: Sequence[Form], rounds: int, states: Sequence[str], pr
             if state == COLD:
                 drop(form.read)
             form.rounds.setdefault(state, []).append(_measure_start(form, progress))
-    return (Starts(form.title, state, tuple(form.rounds[state])) for form in each for state in states)
+    return (ColdStartSamples(form.title, state, tuple(form.rounds[state])) for form in each for state in states)
 
 
 def _format_title(trial: Trial, several: bool) -> str:
     return f"{f'{trial.model.name} ' if several else ''}{trial.variant} {trial.precision}"
 
 
-def _measure_start(form: Form, progress: Progress) -> ColdStart:
+def _measure_start(form: ColdStartForm, progress: Progress) -> ColdStart:
     """Measure one start in a fresh process; raise `UserError` if it doesn't answer."""
     job = Job("cold_start", form.trial.runtime, form.trial, artifact=form.artifact)
     with tempfile.TemporaryDirectory() as scratch:

@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dyno.analysis.inside.gpu import ncu
-from dyno.analysis.inside.gpu.ncu import Report
+from dyno.analysis.inside.gpu.ncu import NcuReport
 from dyno.engine.device_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.worker.record import Record
@@ -52,7 +52,7 @@ def command(tool: str, log: Path) -> list[str]:
 
 def count(
     tool: str, trial: Trial, artifact: Artifact | None, progress: Progress, timeout_s: float = TIMEOUT_S
-) -> Report:
+) -> NcuReport:
     """Read the hardware counters of the kernels in one inference of the trial's engine, without other jobs on its GPU.
 
     If ncu fails or times out, the counters read until then are returned with the reason; raises `UserError` with the
@@ -72,7 +72,7 @@ def _read_text(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
 
 
-def outcome(record: Record, report: Report, timeout_s: float) -> Report:
+def outcome(record: Record, report: NcuReport, timeout_s: float) -> NcuReport:
     """Return the report, with the reason if it is incomplete; raise `UserError` if it is empty."""
     if report.kernels and record.status == "ok" and not any(FAILED in error for error in report.errors):
         return report

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.inside import pairs, reasons, waterfall, waterfall_chart, waterfall_tables
-from dyno.analysis.inside.pairs import Pair, Side
+from dyno.analysis.inside.pairs import FormPair, PairSide
 from dyno.analysis.inside.reasons import Reason
 from dyno.analysis.inside.times import Times
 from dyno.analysis.inside.waterfall import Waterfall
@@ -23,14 +23,14 @@ from dyno.analysis.stats import center
 from dyno.analysis.style import laid_out
 from dyno.analysis.style import save as save_figure
 from dyno.api.inside import files, forms, profiling, trying
-from dyno.api.inside.trying import Tried
+from dyno.api.inside.trying import PrescriptionResult
 from dyno.api.take import find, measured_file
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import one_model
 from dyno.planning.model_info import no_such
 from dyno.store import check_writable
 from dyno.study import Choice, Study
-from dyno.worker.facts.inside import MODULES, Inside
+from dyno.worker.facts.inside import MODULES, LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.record import refuse_links, write_text
 from dyno.worker.spec import Artifact, Trial, UserError, from_json, to_json
@@ -45,13 +45,13 @@ SAVED = {STORED: "what was measured", ".svg": "the waterfall", ".png": "the wate
 
 
 @dataclass(frozen=True)
-class Explained:
+class ExplanationResult:
     """Two forms, and why their latencies differ; nothing here measures. `top` parts are listed (0: all); `tried` has
     the results of prescriptions, if they were tried."""
 
-    pair: Pair
+    pair: FormPair
     top: int = TOP
-    tried: Tried | None = None
+    tried: PrescriptionResult | None = None
 
     @cached_property
     def waterfall(self) -> Waterfall:
@@ -136,19 +136,19 @@ def explain(
     top: int = TOP,
     save: str | Path | Sequence[str | Path] = (),
     prescriptions: bool = False,
-    first: Callable[[Explained], None] = lambda explained: None,
+    first: Callable[[ExplanationResult], None] = lambda explained: None,
     quiet: bool = True,
     **settings: Any,
-) -> Explained:
+) -> ExplanationResult:
     """Explain why B is faster or slower than A, with a waterfall in µs from A's latency to B's by parts of the model.
 
     `explain(model, a, b)` takes two forms of a model as `dyno.profile` does, `explain(a, b)` two models or files as
     they are, `explain(run, a, b)` two trials of a run folder by BACKEND/PRECISION or id, and `explain(file)` a pair
-    stored by `Explained.save`, for which nothing is measured. Both are profiled in `rounds` processes each, in turn,
-    with `runs` profiled runs in each. `top` parts are listed (0: all). `save` names files to write, which are checked
-    first (see `Explained.save`). With `prescriptions`, variants of B that may be faster are then measured beside it
-    (see `Explained.tried`). That may take long, so the result so far is saved before, and passed to `first`. `settings`
-    are fields of `dyno.Study`. Raises `UserError` if layers have no times.
+    stored by `ExplanationResult.save`, for which nothing is measured. Both are profiled in `rounds` processes each, in
+    turn, with `runs` profiled runs in each. `top` parts are listed (0: all). `save` names files to write, which are
+    checked first (see `ExplanationResult.save`). With `prescriptions`, variants of B that may be faster are then
+    measured beside it (see `ExplanationResult.tried`). That may take long, so the result so far is saved before, and
+    passed to `first`. `settings` are fields of `dyno.Study`. Raises `UserError` if layers have no times.
     """
     batch, rounds = at_least(1, batch=batch, rounds=rounds)
     (runs,), (top,) = at_least(5, runs=runs), at_least(0, top=top)
@@ -160,7 +160,7 @@ def explain(
     progress = Progress(quiet=quiet)
     if prescriptions:
         trying.check(model, sides)
-    found = Explained(_find_pair(model, sides, batch, rounds, runs, settings, progress), top)
+    found = ExplanationResult(_find_pair(model, sides, batch, rounds, runs, settings, progress), top)
     for path in paths:
         found.save(path)
     if not prescriptions:
@@ -181,7 +181,7 @@ def _nothing_at(model: Any) -> bool:
 
 def _find_pair(
     model: Any, sides: Sequence[Any], batch: int, rounds: int, runs: int, settings: dict[str, Any], progress: Progress
-) -> Pair:
+) -> FormPair:
     """Read or measure the pair that `explain` compares."""
     if not sides and Path(str(model)).suffix == STORED:
         return _read_pair(Path(model))
@@ -194,19 +194,19 @@ def _find_pair(
     chosen = profiling.engines(forms.sides(study, sides))[-2:] if len(sides) == 2 else _as_they_are(study, sides[0])
     for side in chosen:
         profiling.check(side, study.device)
-    reading = Explaining(study, batch, progress, runs)
+    reading = PairProfiler(study, batch, progress, runs)
     for side in chosen:
         reading.read(side)
     return reading.pair(rounds, [side.source for side in chosen], [side.precision for side in chosen])
 
 
-def _as_they_are(study: Study, other: Any) -> list[forms.Side]:
+def _as_they_are(study: Study, other: Any) -> list[forms.FormRequest]:
     """Return two models, each in the form that it already has."""
     sides = [forms.first(study.models[0]), forms.first(Study(models=(other,)).models[0])]
     return profiling.engines(sides)
 
 
-def _read_pair(path: Path) -> Pair:
+def _read_pair(path: Path) -> FormPair:
     try:
         return pairs.read(path)
     except OSError as e:
@@ -217,7 +217,7 @@ def _read_pair(path: Path) -> Pair:
 
 def _of_run(
     folder: Path, names: Sequence[Any], rounds: int, runs: int, settings: dict[str, Any], progress: Progress
-) -> Pair:
+) -> FormPair:
     """Profile two trials of a run now, with their own options and files, beside the run's own medians."""
     if settings:
         raise UserError(f"{', '.join(settings)} can't be given for a run: its trials say how they are measured")
@@ -233,9 +233,9 @@ def _of_run(
         raise UserError(f"{found[0].label} and {found[1].label} have another {' and '.join(apart)}; give their ids")
     trials = [from_json(Trial, each.job["trial"]) for each in found]
     for trial in trials:
-        profiling.check(forms.Side("", Choice(trial.backend), trial.precision), trial.runtime.device)
+        profiling.check(forms.FormRequest("", Choice(trial.backend), trial.precision), trial.runtime.device)
     study = Study(models=(trials[0].model.source or trials[0].model.file,))
-    reading, notes = Explaining(study, found[0].batch, progress, runs), list[str]()
+    reading, notes = PairProfiler(study, found[0].batch, progress, runs), list[str]()
     for measured, trial in zip(found, trials, strict=True):
         file, said = measured_file(measured, trial)
         notes += [f"{measured.label}: {note}" for note in said]
@@ -249,26 +249,26 @@ def _of_run(
     return whole
 
 
-def _store_pair(pair: Pair, path: Path) -> None:
+def _store_pair(pair: FormPair, path: Path) -> None:
     """Store the pair in its run, whose report then has it; a run that can't be written to goes without."""
     with suppress(OSError):
         path.parent.mkdir(exist_ok=True)
         pairs.write(path, pair)
 
 
-class Explaining(profiling.Profiling):
+class PairProfiler(profiling.FormProfiler):
     """Profiles two forms in several processes each, in turn."""
 
     def __init__(self, study: Study, batch: int, progress: Progress, runs: int) -> None:
         super().__init__(study, batch, progress, runs)
         self._ran: list[tuple[Trial, Artifact | None]] = []
 
-    def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
-        """See `Profiling.ran`; the trial and its file are kept for further rounds."""
+    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+        """See `FormProfiler.ran`; the trial and its file are kept for further rounds."""
         self._ran.append((trial, artifact))
         return super().ran(trial, artifact)
 
-    def pair(self, rounds: int, sources: Sequence[str], precisions: Sequence[str]) -> Pair:
+    def pair(self, rounds: int, sources: Sequence[str], precisions: Sequence[str]) -> FormPair:
         """Return the pair of forms that were read, with the times of all rounds.
 
         `sources` and `precisions` are each side's source and requested precision.
@@ -277,10 +277,10 @@ class Explaining(profiling.Profiling):
         by_form = dict(zip(self.shown, sources, strict=True))
         modules = {source: k for k, source in by_form.items() if self.forms[k].form == MODULES}
         sides = [
-            Side(k, precision, each, self.graph_of.get(k), modules.get(by_form[k]))
+            PairSide(k, precision, each, self.graph_of.get(k), modules.get(by_form[k]))
             for k, precision, each in zip(self.shown, precisions, times, strict=True)
         ]
-        return Pair(forms.distinct(self.forms, by_form), sides[0], sides[1], sources[0])
+        return FormPair(forms.distinct(self.forms, by_form), sides[0], sides[1], sources[0])
 
     def again(self, rounds: int) -> list[tuple[Times, ...]]:
         """Return the times of each form by process: the first ones, then those of further rounds.
@@ -297,7 +297,7 @@ class Explaining(profiling.Profiling):
         return [tuple(each) for each in found]
 
 
-def fitted(first: Inside, inside: Inside, times: Times) -> Times:
+def fitted(first: LayerGraph, inside: LayerGraph, times: Times) -> Times:
     """Return the times of a form in another process, with its layers in the order of the first process.
 
     Engines number the conversions that they insert anew each time, so these are identified by the layers that write
@@ -310,7 +310,7 @@ def fitted(first: Inside, inside: Inside, times: Times) -> Times:
     return replace(times, layers=times.layers[:, [places[key] for key in keys]])
 
 
-def _make_keys(form: Inside) -> list[tuple[str, str, int]]:
+def _make_keys(form: LayerGraph) -> list[tuple[str, str, int]]:
     """Return a key for each layer that identifies it in another process."""
     writers = {port.name: layer for layer in form.layers for port in layer.outputs}
     seen: Counter[tuple[str, str]] = Counter()

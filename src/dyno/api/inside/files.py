@@ -20,13 +20,13 @@ from dyno.analysis.layer_files.node_notes import Note
 from dyno.analysis.layer_files.steps import Timeline, timelines
 from dyno.analysis.presentation.table import Table
 from dyno.api.inside import forms
-from dyno.api.inside.forms import GraphFile, Side
+from dyno.api.inside.forms import FormRequest, GraphFile
 from dyno.engine.device_lock import launch_in_turn
 from dyno.jobs.progress import Progress
 from dyno.store import check_writable
 from dyno.worker import registry
 from dyno.worker.extras import lacking
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 from dyno.worker.record import write_text
 from dyno.worker.spec import Job, UserError
 
@@ -35,13 +35,13 @@ PAGE, GRAPH, LAYOUT, CHARTS = ".html", ".onnx", "squarify", "matplotlib"
 TIMEOUT_S = 600.0
 
 
-class Found(Protocol):
+class ModelForms(Protocol):
     """Forms of a model as `inspect` and `profile` found them."""
 
     @property
     def name(self) -> str: ...
     @property
-    def forms(self) -> tuple[Inside, ...]: ...
+    def forms(self) -> tuple[LayerGraph, ...]: ...
     @property
     def shown(self) -> tuple[int, ...]: ...
     @property
@@ -59,28 +59,30 @@ class Found(Protocol):
 
 
 @dataclass(frozen=True)
-class Kind:
+class OutputFileKind:
     """One kind of file: what opens it, what makes its text (None: an ONNX graph or a chart), whether it is one of
     times, and whether it is the chart that needs the device's ceilings."""
 
     opens: str
-    text: Callable[[Found, list[Timeline]], str] | None
+    text: Callable[[ModelForms, list[Timeline]], str] | None
     timed: bool = False
     rated: bool = False
 
 
-KINDS: dict[str, Kind] = {
-    ".trace.json": Kind("Perfetto", lambda _, lines: json.dumps(traces.chrome(lines, EXPORTER)), timed=True),
-    ".speedscope.json": Kind(
+KINDS: dict[str, OutputFileKind] = {
+    ".trace.json": OutputFileKind("Perfetto", lambda _, lines: json.dumps(traces.chrome(lines, EXPORTER)), timed=True),
+    ".speedscope.json": OutputFileKind(
         "speedscope", lambda found, lines: json.dumps(traces.speedscope(lines, found.name, EXPORTER)), timed=True
     ),
-    ".explorer.json": Kind("Model Explorer", lambda found, lines: json.dumps(
+    ".explorer.json": OutputFileKind("Model Explorer", lambda found, lines: json.dumps(
         explorer.graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
-    ".node-data.json": Kind("Model Explorer", lambda _, lines: json.dumps(explorer.node_data(lines)), timed=True),
-    GRAPH: Kind("Netron", None),
-    ".svg": Kind("a browser", None, timed=True, rated=True),
-    ".png": Kind("a viewer of images", None, timed=True, rated=True),
-    PAGE: Kind("a browser", lambda found, lines: page.html(
+    ".node-data.json": OutputFileKind(
+        "Model Explorer", lambda _, lines: json.dumps(explorer.node_data(lines)), timed=True
+    ),
+    GRAPH: OutputFileKind("Netron", None),
+    ".svg": OutputFileKind("a browser", None, timed=True, rated=True),
+    ".png": OutputFileKind("a viewer of images", None, timed=True, rated=True),
+    PAGE: OutputFileKind("a browser", lambda found, lines: page.html(
         found.name, [found.forms[k] for k in found.shown], lines, found.tables), timed=True),
 }  # fmt: skip
 
@@ -90,7 +92,7 @@ def named(save: str | Path | Sequence[str | Path]) -> list[Path]:
     return [Path(path) for path in ([save] if isinstance(save, (str, Path)) else save)]
 
 
-def kind_of(path: Path, timed: bool) -> Kind:
+def kind_of(path: Path, timed: bool) -> OutputFileKind:
     """Return the kind of a file by its suffix.
 
     Raises `UserError` for an unknown suffix, and for a file of times if nothing is `timed`.
@@ -104,7 +106,7 @@ def kind_of(path: Path, timed: bool) -> Kind:
     raise UserError(f"{path.name} needs times of layers; `dyno profile` saves it, `dyno inspect` saves {known}")
 
 
-def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool, rated: bool = False) -> None:
+def check(paths: Sequence[Path], sides: Sequence[FormRequest], timed: bool, rated: bool = False) -> None:
     """Raise `UserError`, before anything is read, for a file that can't be written or made from these forms."""
     for path in paths:
         kind = kind_of(path, timed)
@@ -122,13 +124,13 @@ def check(paths: Sequence[Path], sides: Sequence[Side], timed: bool, rated: bool
                             f"add onnxruntime, or another that is")  # fmt: skip
 
 
-def _has_graph(side: Side) -> bool:
+def _has_graph(side: FormRequest) -> bool:
     """Return whether the form is an ONNX graph, or may be made from one."""
     kind = registry.format_of(side.source)
     return kind.name == forms.ONNX if kind else side.choice.name != forms.MODULE
 
 
-def save(found: Found, path: Path) -> list[Path]:
+def save(found: ModelForms, path: Path) -> list[Path]:
     """Write the file, or one for each of several ONNX graphs; return the written files.
 
     Raises `UserError` for an unknown suffix, and OSError if the file can't be written.
@@ -144,7 +146,7 @@ def save(found: Found, path: Path) -> list[Path]:
     return _write_graphs(found, dict(zip(found.shown, lines, strict=True)), path)
 
 
-def save_all(found: Found, paths: Sequence[Path], quiet: bool) -> None:
+def save_all(found: ModelForms, paths: Sequence[Path], quiet: bool) -> None:
     """Write the files, and unless `quiet` print the programs that open them."""
     for path in paths:
         for written in save(found, path):
@@ -158,12 +160,12 @@ def check_library(name: str) -> None:
         raise UserError(lacking([name]))
 
 
-def fragment(found: Found) -> str:
+def fragment(found: ModelForms) -> str:
     """Return the tree maps and the tables as a part of a page."""
     return page.fragment(_make_timelines(found), found.tables)
 
 
-def _draw_roofline(found: Found, path: Path) -> None:
+def _draw_roofline(found: ModelForms, path: Path) -> None:
     if found.ceilings is None:
         raise UserError("the chart needs the device's ceilings; profile with roofline=True")
     figure = roofline_chart.draw(found.forms, found.times, found.graph_of, found.ceilings)
@@ -175,11 +177,11 @@ def _draw_roofline(found: Found, path: Path) -> None:
         write_text(path, style.svg(figure, "roofline"))
 
 
-def _make_timelines(found: Found) -> list[Timeline]:
+def _make_timelines(found: ModelForms) -> list[Timeline]:
     return timelines(found.forms, found.graph_of, found.module_of, found.times, found.shown)
 
 
-def _write_graphs(found: Found, lines: Mapping[int, Timeline], path: Path) -> list[Path]:
+def _write_graphs(found: ModelForms, lines: Mapping[int, Timeline], path: Path) -> list[Path]:
     """Write each graph, annotated with the forms made from it; file names from the second on have a number."""
     written: list[Path] = []
     for graph, file in found.graphs.items():

@@ -23,7 +23,7 @@ from dyno.store import cache_dir
 from dyno.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
-from dyno.worker.facts.inside import MODULES, UNWATCHED, Inside
+from dyno.worker.facts.inside import MODULES, UNWATCHED, LayerGraph
 from dyno.worker.record import Record
 from dyno.worker.spec import PRECISIONS, Artifact, DataSpec, Dims, Job, Recipe, Runtime, Trial, UserError, check_known
 
@@ -36,7 +36,7 @@ class NoForm(UserError):
 
 
 @dataclass(frozen=True)
-class Side:
+class FormRequest:
     """One form that the user requested: of which model, whose ("onnx": its graph), and in which precision ("": that of
     its file). `named` is one of the first model's by its name, others are models as they are."""
 
@@ -54,7 +54,7 @@ class GraphFile:
     runtime: Runtime
 
 
-def sides(study: Study, others: Sequence[Any]) -> list[Side]:
+def sides(study: Study, others: Sequence[Any]) -> list[FormRequest]:
     """Return the study's model as it is, then the others: forms of it, or other models as they are."""
     source = study.models[0]
     found = [first(source), *(_parse_form(str(o), source) or first(Study(models=(o,)).models[0]) for o in others)]
@@ -62,14 +62,14 @@ def sides(study: Study, others: Sequence[Any]) -> list[Side]:
     return found
 
 
-def first(source: str) -> Side:
+def first(source: str) -> FormRequest:
     """Return a model in the form that it already has."""
     kind = registry.format_of(source)
     if kind is None:
-        return Side(source, Choice(MODULE), "fp32")
+        return FormRequest(source, Choice(MODULE), "fp32")
     path = Path(source)
     name = ONNX if kind.name == ONNX else kind.usual(path) if path.is_file() else kind.backend
-    return Side(source, Choice(name), "")
+    return FormRequest(source, Choice(name), "")
 
 
 def is_form(text: Any) -> bool:
@@ -81,7 +81,7 @@ def _list_form_names() -> tuple[str, ...]:
     return (ONNX, *registry.names())
 
 
-def _parse_form(text: str, source: str) -> Side | None:
+def _parse_form(text: str, source: str) -> FormRequest | None:
     """Return a form of the first model, or None for text that names another model."""
     found = defaults.form(text, _list_form_names())
     if found is None:
@@ -95,23 +95,23 @@ def _parse_form(text: str, source: str) -> Side | None:
     if precision:
         check_known("precision", precision, PRECISIONS)
     own = "" if registry.format_of(source) else "fp32"  # a file's own precision is known once it was read
-    return Side(source, choice, precision or own, named=True)
+    return FormRequest(source, choice, precision or own, named=True)
 
 
-class Reading:
+class FormReader:
     """Reads one form after the other, and the graphs behind engines."""
 
     def __init__(self, study: Study, batch: int, progress: Progress) -> None:
         self._study, self._batch, self._progress = study, batch, progress
         self._files = Files(progress, study.build_timeout)
-        self.forms: list[Inside] = []
+        self.forms: list[LayerGraph] = []
         self.shown: list[int] = []
         self.graph_of: dict[int, int] = {}
         self.graphs: dict[int, GraphFile] = {}
         self._graphs: dict[str, int] = {}  # by the file's hash
         self.left_out: list[str] = []  # of each form that isn't there, which one, and why
 
-    def read_all(self, sides: Sequence[Side]) -> list[Side]:
+    def read_all(self, sides: Sequence[FormRequest]) -> list[FormRequest]:
         """Read these forms, and return those that can be; the others are `left_out`, unless it is all of them.
 
         That the parts of a first one can't be watched goes without saying where others were asked for.
@@ -131,7 +131,7 @@ class Reading:
         self.left_out += map(str, errors)
         return kept
 
-    def read(self, side: Side) -> None:
+    def read(self, side: FormRequest) -> None:
         """Read that form, and the graph that it was made from."""
         study = replace(self._study, models=(side.source,))
         model = model_spec(study, side.source)
@@ -151,13 +151,13 @@ class Reading:
         else:
             self.engine(study, side, trial)
 
-    def module_of(self, sides: Sequence[Side]) -> dict[int, int]:
+    def module_of(self, sides: Sequence[FormRequest]) -> dict[int, int]:
         """Map each shown form to the index of its module, if that is shown too; `sides` were read, in this order."""
         sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
         modules = {source: k for k, source in sources.items() if self.forms[k].form == MODULES}
         return {k: modules[source] for k, source in sources.items() if source in modules}
 
-    def module(self, study: Study, side: Side, trial: Trial) -> None:
+    def module(self, study: Study, side: FormRequest, trial: Trial) -> None:
         """Read the module itself, which takes no look at its inputs before."""
         options = {
             "sizes": [list(parse_size(size)) for size in study.sizes],
@@ -165,15 +165,15 @@ class Reading:
         }
         self._add_form(self._launch_job(trial, None, options), "")
 
-    def built(self, study: Study, side: Side, trial: Trial) -> None:
+    def built(self, study: Study, side: FormRequest, trial: Trial) -> None:
         """Read an engine that the user built, which takes no look at its inputs."""
         self._add_form(self.ran(trial, None), "")
 
-    def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
+    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the form that an engine runs."""
         return self._launch_job(trial, artifact)
 
-    def engine(self, study: Study, side: Side, trial: Trial) -> None:
+    def engine(self, study: Study, side: FormRequest, trial: Trial) -> None:
         """Read the form that an engine makes of the model, after making its file, and the graph of that file."""
         model, inspection = inspect_model(trial.model, study)
         size = sizes(study, inspection)[0]
@@ -193,7 +193,7 @@ class Reading:
             return
         self.made(trial, recipe, artifact)
 
-    def _find_refusal(self, side: Side, trial: Trial) -> str:
+    def _find_refusal(self, side: FormRequest, trial: Trial) -> str:
         """Return why the form can't be made of the model, or "" if no reason is known."""
         if side.choice.name != ONNX:
             return registry.find(side.choice.name).refuse(trial)
@@ -208,7 +208,7 @@ class Reading:
             with suppress(NoForm):  # the engine's own layers are known without it
                 self.graph_of[form] = self.graph(trial, behind)
 
-    def titled(self, form: Inside, trial: Trial) -> Inside:
+    def titled(self, form: LayerGraph, trial: Trial) -> LayerGraph:
         """Return the form with its precision (unless fp32) and its options in its title."""
         lowered = (trial.precision,) if trial.precision != "fp32" else ()
         options = [f"{name}={value}" for name, value in trial.options.items()]
@@ -251,23 +251,25 @@ class Reading:
             self.graphs[len(self.forms) - 1] = _make_graph_file(trial, file)
         return self._graphs[file.sha256]
 
-    def _graph_form(self, trial: Trial, file: Artifact | None) -> Inside:
+    def _graph_form(self, trial: Trial, file: Artifact | None) -> LayerGraph:
         """Return the form of an ONNX file (None: the trial's model), whichever Python the engine has."""
         return self.titled(self._launch_job(replace(trial, backend="", runtime=_make_runtime(trial)), file), trial)
 
-    def _add_form(self, form: Inside, graph: str) -> int:
+    def _add_form(self, form: LayerGraph, graph: str) -> int:
         self.forms.append(form)
         self.shown.append(len(self.forms) - 1)
         if graph:
             self._graphs.setdefault(graph, self.shown[-1])
         return self.shown[-1]
 
-    def _launch_job(self, trial: Trial, artifact: Artifact | None, options: Mapping[str, Any] | None = None) -> Inside:
+    def _launch_job(
+        self, trial: Trial, artifact: Artifact | None, options: Mapping[str, Any] | None = None
+    ) -> LayerGraph:
         job = Job("layers", trial.runtime, trial, artifact=artifact, options=dict(options or {}))
         with tempfile.TemporaryDirectory() as scratch:
             return self.launched(job, Path(scratch) / "job")[1]
 
-    def launched(self, job: Job, folder: Path) -> tuple[Record, Inside]:
+    def launched(self, job: Job, folder: Path) -> tuple[Record, LayerGraph]:
         """Run the job in the folder and return its record and its form; raise `NoForm` if there is no form."""
         record = launch_in_turn(job, folder, TIMEOUT_S, self._progress)
         assert job.trial is not None
@@ -285,7 +287,7 @@ def no_form(trial: Trial, reason: str) -> NoForm:
     return NoForm(f"{trial.model.name}{form}: {reason}")
 
 
-def distinct(forms: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Inside, ...]:
+def distinct(forms: Sequence[LayerGraph], sources: Mapping[int, str]) -> tuple[LayerGraph, ...]:
     """Return the forms with distinct titles: numbered, and with the model's name if there are several models."""
     titles: Counter[str] = Counter()
     named = list(forms)
@@ -298,7 +300,7 @@ def distinct(forms: Sequence[Inside], sources: Mapping[int, str]) -> tuple[Insid
     return tuple(named)
 
 
-def _reword_error(side: Side, error: UserError) -> UserError:
+def _reword_error(side: FormRequest, error: UserError) -> UserError:
     """Return the error, worded for a user who gave a module in memory if Dyno stored it as a program."""
     if cache_dir() not in Path(side.source).parents:
         return error

@@ -16,7 +16,7 @@ from dyno.api.inside.forms import GraphFile
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import one_model
 from dyno.study import model_name
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.spec import UserError
 
@@ -25,13 +25,13 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Inspected:
+class InspectionResult:
     """Forms of a model: `shown` has the indices of the requested ones. The others are the ONNX graphs from which
     engines were made, by which they are aligned: `graph_of` has the index of each engine's graph. `module_of` has that
     of the module, if it is shown too, and `graphs` each graph's file. `left_out` names the forms that can't be made or
     read, with the reason."""
 
-    forms: tuple[Inside, ...]
+    forms: tuple[LayerGraph, ...]
     shown: tuple[int, ...]
     graph_of: Mapping[int, int]
     module_of: Mapping[int, int]
@@ -73,18 +73,18 @@ def inspect(
     save: str | Path | Sequence[str | Path] = (),
     quiet: bool = True,
     **settings: Any,
-) -> Inspected:
+) -> InspectionResult:
     """List the layers of a model, beside those of other models or of its other forms.
 
     `model` is anything that a study takes: the calls of a module's parts are listed, the nodes of an ONNX file, or the
     layers of an engine. Each of `others` is such a model, or a form of the first: `onnx`, or a backend as in a study
     with a precision behind a slash, `openvino` or `onnxruntime@optimization=basic/int8`. `save` names files to write,
-    whose names are checked first (see `Inspected.save`). `settings` are fields of `dyno.Study`. Forms that can't be
-    made or read are left out; raises `UserError` if no form is left.
+    whose names are checked first (see `InspectionResult.save`). `settings` are fields of `dyno.Study`. Forms that
+    can't be made or read are left out; raises `UserError` if no form is left.
     """
     (batch,) = at_least(1, batch=batch)
     study = one_model(model, settings)
-    reading = forms.Reading(study, batch, Progress(quiet=quiet))
+    reading = forms.FormReader(study, batch, Progress(quiet=quiet))
     sides = forms.sides(study, others)
     paths = files.named(save)
     files.check(paths, sides, timed=False)
@@ -92,7 +92,7 @@ def inspect(
     if not any(reading.forms[k].layers for k in reading.shown):
         raise UserError(f"{model_name(study.models[0])} has no layers: it has no part that can run")
     sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
-    inspected = Inspected(forms.distinct(reading.forms, sources), tuple(reading.shown), reading.graph_of,
+    inspected = InspectionResult(forms.distinct(reading.forms, sources), tuple(reading.shown), reading.graph_of,
                           reading.module_of(sides), reading.graphs, model_name(study.models[0]),
                           tuple(reading.left_out))  # fmt: skip
     files.save_all(inspected, paths, quiet)

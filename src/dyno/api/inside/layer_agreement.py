@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.numerics import module_outputs, tables
-from dyno.analysis.numerics.tables import ORDERS, Compared
+from dyno.analysis.numerics.tables import ORDERS, EngineComparison
 from dyno.analysis.presentation.table import Table
 from dyno.analysis.ranking.correctness import TOLERANCES
 from dyno.api.inside import forms
@@ -18,7 +18,7 @@ from dyno.jobs.progress import Progress
 from dyno.planning.defaults import one_model
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry
-from dyno.worker.facts.inside import LAYERS, Inside
+from dyno.worker.facts.inside import LAYERS, LayerGraph
 from dyno.worker.facts.numerics import LayerErrors
 from dyno.worker.numerics.closeness import ATOL, RTOL
 from dyno.worker.option_values import at_least
@@ -37,7 +37,7 @@ class LayerAgreement:
     """Engines compared with the first model, layer by layer; values are close by `rtol` and `atol`; `top` rows of each
     are listed in one of ORDERS. `left_out` names the forms that can't be made or compared, with the reason."""
 
-    compared: tuple[Compared, ...]
+    compared: tuple[EngineComparison, ...]
     rtol: float = RTOL
     atol: float = ATOL
     order: str = ORDERS[0]
@@ -89,14 +89,14 @@ def agree_layers(
         raise UserError("layers are compared with something: give a form, such as openvino or onnxruntime/int8, or "
                         "another ONNX file")  # fmt: skip
     with tempfile.TemporaryDirectory() as scratch:
-        reading = _Comparing(study, batch, Progress(quiet=quiet), Path(scratch), -(-compared // batch))
+        reading = _FormComparer(study, batch, Progress(quiet=quiet), Path(scratch), -(-compared // batch))
         reading.read(asked[0])
         reading.read_all(asked[1:])
         engines = tuple(reading.all_compared(rtol, atol))
     return LayerAgreement(engines, rtol, atol, order, top, tuple(reading.left_out))
 
 
-def _make_runnable(side: forms.Side, later: bool) -> forms.Side:
+def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
     """Return the form with the engine that runs it; raise `UserError` for one whose graph can't be cut."""
     if later and side.choice.name == forms.MODULE:
         raise UserError(f"{model_name(side.source)} is a PyTorch module, and layers are compared with those of a "
@@ -121,38 +121,38 @@ def _format_title(trial: Trial) -> str:
 
 
 @dataclass(frozen=True)
-class _Ran:
+class _EngineForm:
     """A form as its engine runs it: the index of its own form, its trial and file, and the graph's file behind it."""
 
     trial: Trial
     artifact: Artifact | None
 
 
-class _Comparing(forms.Reading):
+class _FormComparer(forms.FormReader):
     """Reads forms and the graphs behind them, then compares their values."""
 
     def __init__(self, study: Study, batch: int, progress: Progress, folder: Path, runs: int) -> None:
         super().__init__(study, batch, progress)
         self._jobs, self._folder, self._runs = 0, folder, runs
-        self._ran: list[_Ran] = []
+        self._ran: list[_EngineForm] = []
         self._graph_files: dict[int, Artifact] = {}
         self._stored: dict[int, Path] = {}  # by the index of the reference's graph
         self._float = -1
 
-    def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
+    def module(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
         """Inspect a module as for a run, so that it gets the same inputs."""
         self.engine(study, side, trial)
 
-    def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
+    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return a module's own layers; an engine's layers are those of its graph."""
         if reason := registry.find(trial.backend).refuse(trial):
             raise forms.no_form(trial, reason)
         of_module = trial.backend == forms.MODULE
-        inside = super().ran(trial, None) if of_module else Inside(form=LAYERS, library=_format_title(trial))
-        self._ran.append(_Ran(trial, artifact))
+        inside = super().ran(trial, None) if of_module else LayerGraph(form=LAYERS, library=_format_title(trial))
+        self._ran.append(_EngineForm(trial, artifact))
         return inside
 
-    def titled(self, form: Inside, trial: Trial) -> Inside:
+    def titled(self, form: LayerGraph, trial: Trial) -> LayerGraph:
         """Return the form with its title; a graph that runs node by node has no engine options in its title."""
         plain = form.form == LAYERS and Choice(trial.backend, trial.options) == NODE_BY_NODE
         return super().titled(form, replace(trial, options={}) if plain else trial)
@@ -166,7 +166,7 @@ class _Comparing(forms.Reading):
         self._graph_files.setdefault(index, file)
         return index
 
-    def all_compared(self, rtol: float, atol: float) -> list[Compared]:
+    def all_compared(self, rtol: float, atol: float) -> list[EngineComparison]:
         """Compare each engine with the first; those that can't be compared are left out, unless all fail."""
         found, errors = [], list[forms.NoForm]()
         for place in range(1, len(self.shown)):
@@ -179,7 +179,7 @@ class _Comparing(forms.Reading):
         self.left_out += map(str, errors)
         return found
 
-    def compared(self, place: int, rtol: float, atol: float) -> Compared:
+    def compared(self, place: int, rtol: float, atol: float) -> EngineComparison:
         """Compare the engine at this place in the requested order with the first."""
         shown, own, first = self.shown[place], self._ran[place], self._ran[0]
         graph, against = self.graph_of[shown], self._reference_graph(own)
@@ -195,14 +195,14 @@ class _Comparing(forms.Reading):
         assert isinstance(errors, LayerErrors)
         titles = [self.forms[self.shown[k]].library for k in (place, 0)]
         names = [self._format_name(k, title) for k, title in zip((place, 0), titles, strict=True)]
-        return Compared(names[0], names[1], self.forms[graph], errors, precision, limit)
+        return EngineComparison(names[0], names[1], self.forms[graph], errors, precision, limit)
 
     def _format_name(self, place: int, title: str) -> str:
         """Return the form's title, with the model's name if there are several models."""
         sources = [ran.trial.model.source or ran.trial.model.name for ran in self._ran]
         return f"{Path(sources[place]).name} {title}" if len({*sources}) > 1 else title
 
-    def _reference_graph(self, own: _Ran) -> int:
+    def _reference_graph(self, own: _EngineForm) -> int:
         """Return the index of the reference's graph; for a module its FP32 export, the engine's own if possible."""
         first = self._ran[0].trial
         if first.backend != forms.MODULE:
@@ -210,11 +210,11 @@ class _Comparing(forms.Reading):
         if own.trial.precision == "fp32" and own.trial.model.source == first.model.source:
             return self.graph_of[self.shown[self._ran.index(own)]]
         if self._float < 0:
-            self.read(forms.Side(first.model.source, NODE_BY_NODE, "fp32"))
+            self.read(forms.FormRequest(first.model.source, NODE_BY_NODE, "fp32"))
             self._float = self.graph_of[self.shown[-1]]
         return self._float
 
-    def _store_reference(self, first: _Ran, graph: int) -> Path:
+    def _store_reference(self, first: _EngineForm, graph: int) -> Path:
         """Return the folder of the reference's tensors by their names in the graph, stored once per graph."""
         if graph not in self._stored:
             file, options = self._graph_files[graph], dict[str, Any](runs=self._runs)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from dyno.analysis.inside import times
 from dyno.analysis.inside.gpu import counters as counters_table
 from dyno.analysis.inside.gpu import critical_path, launching
-from dyno.analysis.inside.gpu.ncu import Report
+from dyno.analysis.inside.gpu.ncu import NcuReport
 from dyno.analysis.inside.roofline.ceilings import MEMORY, Ceilings, Rates, data_sheet
 from dyno.analysis.inside.roofline.work import types_of
 from dyno.analysis.inside.times import ORDERS, Times
@@ -29,7 +29,7 @@ from dyno.planning.defaults import one_model
 from dyno.planning.interpreters import runtime_of
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry, system
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known
@@ -41,7 +41,7 @@ RUNS, TOP = 50, 20  # watched runs, and rows of a form that are listed
 
 
 @dataclass(frozen=True)
-class Profiled:
+class ProfileResult:
     """Forms of a model with the times of their layers, which `times` has by the index of the form.
 
     `records` are those of the jobs, in the order of `times`; none has a latency. The other forms are the ONNX graphs
@@ -51,7 +51,7 @@ class Profiled:
     `left_out` names the forms that can't be made or timed, with the reason.
     """
 
-    forms: tuple[Inside, ...]
+    forms: tuple[LayerGraph, ...]
     graph_of: Mapping[int, int]
     module_of: Mapping[int, int]
     times: Mapping[int, Times]
@@ -61,7 +61,7 @@ class Profiled:
     order: str = ORDERS[0]
     top: int = TOP
     ceilings: Ceilings | None = None
-    counters: Mapping[int, Report] = field(default_factory=dict)
+    counters: Mapping[int, NcuReport] = field(default_factory=dict)
     left_out: tuple[str, ...] = ()
 
     @cached_property
@@ -113,18 +113,18 @@ def profile(
     counters: bool = False,
     quiet: bool = True,
     **settings: Any,
-) -> Profiled:
+) -> ProfileResult:
     """Measure how long each layer of a model takes: as a module in PyTorch, and in each of its other forms.
 
     `model` and `others` are as in `dyno.inspect`. An ONNX file or an IR is profiled in the backend that usually runs
     it, or, if it is the first and forms of it are given, only in these. In one process per form the latency is measured
     first, then `runs` profiled runs. `top` layers are listed (0: all) in one of ORDERS. `save` names files to write,
-    whose names are checked first (see `Profiled.save`). With `roofline` the device's ceilings are measured too, and the
-    layers are rated by them and by those of the data sheet (`sheet`: texts such as `fp16=989` in TFLOPS, `memory=4800`
-    in GB/s). With `counters` NVIDIA's ncu reads hardware counters of the kernels in another run of each form, on a GPU.
-    `settings` are fields of `dyno.Study`; `warmup` and `seconds` are those of the latency. On a GPU `Times.gpu` tells
-    how long it was idle. Forms that can't be made or timed are left out; raises `UserError` if no form is left, or if
-    layers have no times.
+    whose names are checked first (see `ProfileResult.save`). With `roofline` the device's ceilings are measured too,
+    and the layers are rated by them and by those of the data sheet (`sheet`: texts such as `fp16=989` in TFLOPS,
+    `memory=4800` in GB/s). With `counters` NVIDIA's ncu reads hardware counters of the kernels in another run of each
+    form, on a GPU. `settings` are fields of `dyno.Study`; `warmup` and `seconds` are those of the latency. On a GPU
+    `Times.gpu` tells how long it was idle. Forms that can't be made or timed are left out; raises `UserError` if no
+    form is left, or if layers have no times.
     """
     (batch,), (runs,), (top,) = at_least(1, batch=batch), at_least(5, runs=runs), at_least(0, top=top)
     check_known("order", order, ORDERS)
@@ -135,13 +135,13 @@ def profile(
     sides = engines(forms.sides(study, others))
     for side in sides:
         check(side, study.device, counters)
-    reading = Profiling(study, batch, Progress(quiet=quiet), runs, hardware.find_tool() if counters else "")
+    reading = FormProfiler(study, batch, Progress(quiet=quiet), runs, hardware.find_tool() if counters else "")
     paths = files.named(save)
     files.check(paths, sides, timed=True, rated=roofline)
     sides = reading.read_all(sides)
     sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
     timed = dict(zip(reading.shown, reading.times, strict=True))
-    profiled = Profiled(forms.distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed,
+    profiled = ProfileResult(forms.distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed,
                         tuple(reading.records), reading.graphs, model_name(study.models[0]), order, top,
                         reading.ceilings(study, rates) if roofline else None,
                         dict(zip(reading.shown, reading.counted, strict=True)) if counters else {},
@@ -150,25 +150,25 @@ def profile(
     return profiled
 
 
-def engines(requested: Sequence[forms.Side]) -> list[forms.Side]:
+def engines(requested: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
     """Return the forms with the usual backend of each file; if forms of the first file are requested, only these."""
     first, *others = requested
     only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
     return [_choose_usual(side) if _is_file(side) else side for side in (others if only_forms else requested)]
 
 
-def _is_file(side: forms.Side) -> bool:
+def _is_file(side: forms.FormRequest) -> bool:
     """Return whether the side is a model file as it is."""
     return not side.precision and not side.named
 
 
-def _choose_usual(side: forms.Side) -> forms.Side:
+def _choose_usual(side: forms.FormRequest) -> forms.FormRequest:
     kind = registry.format_of(side.source)
     assert kind is not None
     return replace(side, choice=Choice(kind.usual(Path(side.source))))
 
 
-def check(side: forms.Side, device: str, counters: bool = False) -> None:
+def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
     """Raise `UserError` for a form whose layers can't be timed on the device, or for `counters` on a CPU.
 
     An engine file runs on the device of its format if `device` is the CPU.
@@ -187,7 +187,7 @@ def check(side: forms.Side, device: str, counters: bool = False) -> None:
         raise UserError("hardware counters are those of an NVIDIA GPU; add --device cuda:0")
 
 
-class Profiling(forms.Reading):
+class FormProfiler(forms.FormReader):
     """Reads forms while they are timed."""
 
     def __init__(self, study: Study, batch: int, progress: Progress, runs: int, tool: str = "") -> None:
@@ -196,18 +196,18 @@ class Profiling(forms.Reading):
         self._plan = Plan(("model",), study.warmup, study.seconds, rounds=1)
         self.times: list[Times] = []
         self.records: list[Record] = []
-        self.counted: list[Report] = []
+        self.counted: list[NcuReport] = []
         self._devices: set[str] = set()
 
-    def module(self, study: Study, side: forms.Side, trial: Trial) -> None:
+    def module(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
         """Time a module as PyTorch runs it."""
         self.engine(study, side, trial)
 
-    def built(self, study: Study, side: forms.Side, trial: Trial) -> None:
+    def built(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
         """Time a built engine, whose shapes are read by inspecting its file, on the engine's own device."""
         self.engine(replace(study, device=trial.runtime.device), side, trial)
 
-    def ran(self, trial: Trial, artifact: Artifact | None) -> Inside:
+    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the form after storing its times, all from one process."""
         if reason := registry.find(trial.backend).refuse(trial):
             raise forms.no_form(trial, reason)

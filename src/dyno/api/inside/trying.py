@@ -11,7 +11,7 @@ from typing import Any
 from dyno.analysis import stats
 from dyno.analysis.formatting import counting
 from dyno.analysis.inside.cures import prescriptions, tried
-from dyno.analysis.inside.cures.prescriptions import Called
+from dyno.analysis.inside.cures.prescriptions import IndicatedPrescription
 from dyno.analysis.inside.cures.tried import Outcome
 from dyno.analysis.inside.waterfall import Waterfall
 from dyno.analysis.metrics import speedups
@@ -21,7 +21,7 @@ from dyno.analysis.ranking.correctness import AGREE
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables import trial_table
-from dyno.api.inside.forms import Side
+from dyno.api.inside.forms import FormRequest
 from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import new_folder
@@ -33,7 +33,7 @@ BOUNDARY = "model"
 
 
 @dataclass(frozen=True)
-class Tried:
+class PrescriptionResult:
     """What came of the prescriptions for B; `folder` is the run folder with their trials, None where none was called
     for."""
 
@@ -65,8 +65,8 @@ def check(model: Any, sides: Sequence[Any]) -> None:
 
 
 def run(
-    waterfall: Waterfall, sides: Sequence[Side], study: Study, batch: int, rounds: int, progress: Progress
-) -> Tried:
+    waterfall: Waterfall, sides: Sequence[FormRequest], study: Study, batch: int, rounds: int, progress: Progress
+) -> PrescriptionResult:
     """Try the variants that the waterfall from A to B suggests: measure A, B and each variant interleaved.
 
     `study` has the model, the data and the measurement settings; `rounds` is the number of rounds. A prescription is
@@ -81,7 +81,7 @@ def run(
         if (variant := _apply_prescription(*b, one)) not in (a, b)
     }
     if not variants:
-        return Tried(title, ())
+        return PrescriptionResult(title, ())
     asked = tuple(dict.fromkeys((_format_choice(*a), _format_choice(*b), *variants)))
     own = replace(study, backends=asked, precisions=(), batches=(batch,), rounds=rounds, until=FIXED,
                   boundaries=(BOUNDARY,))  # fmt: skip
@@ -96,11 +96,11 @@ def run(
         show = f"dyno show {shlex.quote(str(folder))}"
         raise UserError(f"{title} did not run beside its variants; `{show}` has the reason")
     pairs = [(one, _format_choice(*v), trials.get(_make_choice_key(*v))) for v, one in variants.values()]
-    return Tried(title, _decide_outcomes(pairs, beside, data), folder)
+    return PrescriptionResult(title, _decide_outcomes(pairs, beside, data), folder)
 
 
 def _decide_outcomes(
-    pairs: Sequence[tuple[Called, str, TrialResult | None]], beside: TrialResult, data: RunData
+    pairs: Sequence[tuple[IndicatedPrescription, str, TrialResult | None]], beside: TrialResult, data: RunData
 ) -> tuple[Outcome, ...]:
     """Return the outcome of each variant, all decided as one family."""
     rows = {row["trial"]: row for row in data.frame.to_dict("records")}
@@ -123,7 +123,7 @@ def _judge_trial(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -
     return outputs, outputs in ("", AGREE), "" if t.good else f"{t.status}: {t.reason}"
 
 
-def _apply_prescription(choice: Choice, precision: str, called: Called) -> tuple[Choice, str]:
+def _apply_prescription(choice: Choice, precision: str, called: IndicatedPrescription) -> tuple[Choice, str]:
     """Return B's configuration with the prescription applied."""
     new = called.prescription
     kept = choice.options if new.backend in ("", choice.name) else {}

@@ -32,7 +32,7 @@ INPUTS = 512  # that are compared at most, unless three times the largest batch 
 
 
 @dataclass(frozen=True)
-class Served(Result):
+class ServingResult(Result):
     """Requests that were sent to one or several engines: the run folder."""
 
     folder: Path
@@ -57,7 +57,7 @@ def serve_test(
     options: ServeOptions | None = None,
     quiet: bool = True,
     **settings: Any,
-) -> Served:
+) -> ServingResult:
     """Find how many requests per second each engine answers within a bound, or measure given rates.
 
     `options` say the bound, when requests come and how they are batched, and `settings` (fields of `Study`) name the
@@ -85,7 +85,7 @@ def serve_test(
         execute(study, folder, progress, retry_failed=True, launch=requests.launch)
     if measured(folder) and (reference := reference_of(study)):
         _run_reference(reference, folder / BESIDE, progress)
-    return Served(folder)
+    return ServingResult(folder)
 
 
 def _count_inputs(most: int) -> int:

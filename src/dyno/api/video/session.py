@@ -30,7 +30,7 @@ ABOUT = "video.json"  # in the run folder: which video it is of
 
 
 @dataclass(frozen=True)
-class Filmed(Result):
+class VideoResult(Result):
     """A video that went through one or several engines: its run folder, whether the user stopped it, and the requested
     files that were not written, because the rounds that write them were measured before."""
 
@@ -78,7 +78,7 @@ def video(
     options: VideoOptions | None = None,
     quiet: bool = True,
     **settings: Any,
-) -> Filmed:
+) -> VideoResult:
     """Answer a video with a detector, in every engine that `settings` (fields of `Study`) name.
 
     `source` is a video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input;
@@ -105,7 +105,7 @@ def video(
         if not list(folder.glob("trials/*/r*/video.npz")):
             raise
         stopped = True
-    filmed = Filmed(folder, stopped=stopped)
+    filmed = VideoResult(folder, stopped=stopped)
     if not stopped and all(trial.status == "ok" for trial in filmed.records):
         filmed = replace(filmed, unwritten=shot.unwritten())
     if save:

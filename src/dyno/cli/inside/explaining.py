@@ -38,14 +38,14 @@ def explain(
 ) -> None:  # fmt: skip
     """Say why B is faster or slower than A: a waterfall in microseconds by parts of the model, and sentences."""
     from dyno.api.inside import explaining
-    from dyno.api.inside.explaining import Explained
+    from dyno.api.inside.explaining import ExplanationResult
     from dyno.planning.checks import check_format
 
     check_format(format)
     model, *sides = what
     at_once = try_ and format in ("text", "markdown")  # of the others one document is expected
 
-    def print_first(known: Explained) -> None:
+    def print_first(known: ExplanationResult) -> None:
         if at_once:
             print(known.export(format), flush=True)
 

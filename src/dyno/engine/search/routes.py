@@ -21,7 +21,7 @@ from dyno.analysis.records.notes.routes_tried import (
     NOT_FASTER,
     WRONG,
     Attempt,
-    Tried,
+    RouteAttempt,
     attempts,
     store,
 )
@@ -211,7 +211,7 @@ def _decide_attempts(wanted: Sequence[Configuration], folder: Path) -> list[Atte
         for _, _, t, usual in pairs
     ]
     decided = stats.decide_family(evidence, data.rule)
-    tried: dict[str, list[Tried]] = {}
+    tried: dict[str, list[RouteAttempt]] = {}
     for (one, name, t, _), speedup in zip(pairs, decided, strict=True):
         tried.setdefault(one.name, []).append(_judge_route(name, t, speedup, outputs))
     return [
@@ -220,18 +220,18 @@ def _decide_attempts(wanted: Sequence[Configuration], folder: Path) -> list[Atte
     ]
 
 
-def _judge_route(name: str, t: TrialResult | None, speedup: stats.Speedup, outputs: Mapping[str, str]) -> Tried:
+def _judge_route(name: str, t: TrialResult | None, speedup: stats.Speedup, outputs: Mapping[str, str]) -> RouteAttempt:
     if t is None or not t.good:
-        return Tried(name, 0.0, FAILED, f"{t.status}: {t.reason}" if t is not None else "not planned")
+        return RouteAttempt(name, 0.0, FAILED, f"{t.status}: {t.reason}" if t is not None else "not planned")
     if outputs[t.id] not in ("", AGREE):
-        return Tried(name, 0.0, WRONG)
+        return RouteAttempt(name, 0.0, WRONG)
     if math.isnan(speedup.value):
-        return Tried(name, 0.0, NOT_FASTER, "the usual route did not run beside it")
+        return RouteAttempt(name, 0.0, NOT_FASTER, "the usual route did not run beside it")
     proven = speedup.verdict == stats.FASTER and speedup.value >= LEAST_GAIN
-    return Tried(name, speedup.value, KEPT if proven else NOT_FASTER)
+    return RouteAttempt(name, speedup.value, KEPT if proven else NOT_FASTER)
 
 
-def _best_kept(routes: Sequence[Tried]) -> list[Tried]:
+def _best_kept(routes: Sequence[RouteAttempt]) -> list[RouteAttempt]:
     """Return the routes, of which only the fastest to be kept is kept; the others are marked as beaten."""
     best = max((route for route in routes if route.outcome == KEPT), key=lambda route: route.ratio, default=None)
     return [replace(one, outcome=BEATEN) if one.outcome == KEPT and one is not best else one for one in routes]

@@ -19,7 +19,7 @@ import numpy as np
 from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 from dyno.worker.facts.precision import STORED, precision_truth
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.shapes import Shape, static_shapes
@@ -124,7 +124,7 @@ class OnnxRuntime(Backend):
         except _list_errors() as e:
             raise _loading_error(e, f"{path} can't be loaded") from e
 
-    def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
+    def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the optimised graph, with the types and shapes of a profiled run; see `load`."""
         session = self.load(trial, artifact)
         try:
@@ -184,7 +184,7 @@ class OnnxFile:
             notes=tuple(nodes.notes()),
         )
 
-    def inside(self, providers: Any, feeds: Arrays) -> Inside:
+    def inside(self, providers: Any, feeds: Arrays) -> LayerGraph:
         """Return the optimised graph as the library writes it, with each node's entry in a profile of its run."""
         with tempfile.TemporaryDirectory() as scratch:
             path = f"{scratch}/optimised.onnx"
@@ -195,7 +195,7 @@ class OnnxFile:
         packed = any(e.get("args", {}).get("op_name") == PACKED for e in events)
         return Profile(events, self.requested, accuracy_levels(self.path) if packed else None)
 
-    def optimised(self, path: str, profile: Profile) -> Inside:
+    def optimised(self, path: str, profile: Profile) -> LayerGraph:
         """Read the optimised graph at the path, with each node's entry in the profile."""
         return optimised.read(path, self.path, profile, f"{ENGINE} {self.ort.__version__}")
 
@@ -265,7 +265,7 @@ class OnnxRuntimeSession(Session):
         """See `OnnxFile.facts`."""
         return self._file.facts(PROVIDERS, self._requests[0].feeds)
 
-    def inside(self) -> Inside:
+    def inside(self) -> LayerGraph:
         """See `OnnxFile.inside`."""
         return self._file.inside(PROVIDERS, self._requests[0].feeds)
 

@@ -19,7 +19,7 @@ from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_req
 from dyno.worker.backends.open_vino_layers import ExecutionGraph, plain
 from dyno.worker.extras import install
 from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 from dyno.worker.facts.precision import QUANTISED, STORED, precision_truth
 from dyno.worker.inputs.calibration import missing_data
 from dyno.worker.inputs.shapes import fitted, static_shapes
@@ -116,7 +116,7 @@ class OpenVino(Backend):
         except RuntimeError as e:
             raise _loading_error(e, f"{trial.model.name} can't be compiled") from e
 
-    def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
+    def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the execution graph after a run with counters, which marks the executed layers; see `load`."""
         session = self.load(trial, artifact)
         assert isinstance(session, OpenVinoSession)

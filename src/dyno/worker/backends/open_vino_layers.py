@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-from dyno.worker.facts.inside import LAYERS, Inside, Layer, Port
+from dyno.worker.facts.inside import LAYERS, Layer, LayerGraph, Port
 from dyno.worker.facts.precision import COMPUTED, UNKNOWN, why_not_faster
 
 TYPE_NAMES = {
@@ -58,7 +58,7 @@ class ExecutionGraph:
         compute = [(layer["layerType"], _computed_in(layer)) for layer in self.compute()]
         return why_not_faster(self._requested, compute, self.time_by_operator(), CONVERTERS)
 
-    def inside(self, library: str) -> Inside:
+    def inside(self, library: str) -> LayerGraph:
         """Return the graph's layers without constants; those that OpenVINO kept but doesn't run are `skipped`."""
         constant, layers, stored = set[str](), list[Layer](), dict[str, int]()
         for op, info in zip(self._ops, self._infos, strict=True):
@@ -72,7 +72,7 @@ class ExecutionGraph:
                 before = sum(stored.values())
                 stored |= {_read_name(port): _count_weights(port) for port in weights if layer.type not in CONVERTERS}
                 layers.append(replace(layer, shared=layer.parameters + before - sum(stored.values())))
-        return Inside(form=LAYERS, library=library, parameters=sum(stored.values()), layers=tuple(layers))
+        return LayerGraph(form=LAYERS, library=library, parameters=sum(stored.values()), layers=tuple(layers))
 
     def _build_layer(self, op: Any, info: dict[str, str], computed: list[Any], weights: list[Any]) -> Layer:
         name, kind = op.get_friendly_name(), _read_kind(info)

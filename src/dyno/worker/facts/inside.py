@@ -52,7 +52,7 @@ class Layer(Sparse):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Inside(Sparse):
+class LayerGraph(Sparse):
     """One form of a model: the calls of its `modules`, the `nodes` of its graph, or an engine's `layers`.
 
     `library` is whose form it is, with its version. `parameters` counts each weight once, however many layers use it;

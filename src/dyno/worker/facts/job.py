@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.facts.inside import Function, Inside
+from dyno.worker.facts.inside import Function, LayerGraph
 from dyno.worker.facts.json_values import EARLIER
 from dyno.worker.facts.numerics import LayerErrors
 from dyno.worker.facts.serve import ServeFacts
@@ -175,7 +175,7 @@ class Facts(EngineFacts, Timing):
     copy: CopyRate | None = None
     probe: Probe | None = None
     training: Trained | None = None
-    inside: Inside | None = None
+    inside: LayerGraph | None = None
     functions: tuple[Function, ...] = ()
     layer_errors: LayerErrors | None = None
     files: tuple[str, ...] = ()

@@ -7,7 +7,7 @@ from collections import Counter
 from collections.abc import Mapping
 from typing import Any
 
-from dyno.worker.facts.inside import NODES, Inside, Layer, Port
+from dyno.worker.facts.inside import NODES, Layer, LayerGraph, Port
 from dyno.worker.nets import flops
 from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.graph_facts import open_graph
@@ -22,7 +22,7 @@ NOWHERE = "_empty_nn_module_stack_from_metadata_hook"  # the exporter's word for
 UNKNOWN = (-1,)  # the shape of a tensor of which not even the number of dimensions is known
 
 
-def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
+def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
     """Read the nodes of the file for inputs of these shapes, in the file's order; constants aren't nodes.
 
     A node of the standard's domain has its operator as its type, one of another domain `domain.Operator`. Raises
@@ -33,7 +33,7 @@ def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
     return nodes(path, shapes)
 
 
-def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
+def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
     """Read the nodes as `read` does, of a complete file; its weights may be in files elsewhere."""
     onnx = import_onnx()
     model = onnx.load(path, load_external_data=False)
@@ -47,7 +47,7 @@ def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> Inside:
         why = "their shapes, or how often a branch or a loop runs, aren't known"
         notes += (f"the operations of {uncounted} of {len(layers)} nodes are not counted: {why}",)
     title = f"ONNX opset {opset(model)}"
-    return Inside(form=NODES, library=title, parameters=reader.stored, layers=layers, notes=notes)
+    return LayerGraph(form=NODES, library=title, parameters=reader.stored, layers=layers, notes=notes)
 
 
 class _Reader:

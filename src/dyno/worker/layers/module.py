@@ -7,7 +7,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from typing import Any
 
-from dyno.worker.facts.inside import MODULES, UNWATCHED, Inside, Layer, Port
+from dyno.worker.facts.inside import MODULES, UNWATCHED, Layer, LayerGraph, Port
 from dyno.worker.nets import flops
 from dyno.worker.sessions.torch_support import import_torch, takes_hooks, tensors
 from dyno.worker.spec import UserError
@@ -17,12 +17,12 @@ MakeHook = Callable[[str], Callable[..., None]]
 MARK = "_dyno_port"  # the attribute by which a tensor is known again where it is read
 
 
-def read(module: Any, *args: Any, **keywords: Any) -> Inside:
+def read(module: Any, *args: Any, **keywords: Any) -> LayerGraph:
     """Read the module's calls on these arguments; see `watched`."""
     return watched(module, lambda: module(*args, **keywords))
 
 
-def watched(module: Any, run: Callable[[], Any]) -> Inside:
+def watched(module: Any, run: Callable[[], Any]) -> LayerGraph:
     """Run the module once: a row for each call of a part, in the order in which the calls end.
 
     A part that only calls others is none, nor is a module of several parts itself where it has no parameters and no
@@ -42,7 +42,7 @@ def watched(module: Any, run: Callable[[], Any]) -> Inside:
             watch.end()
     if isinstance(module, torch.fx.GraphModule) and not watch.parts_ran:
         raise UserError(f"it is a program of torch.export, {UNSEEN}")
-    return Inside(
+    return LayerGraph(
         form=MODULES,
         library=f"PyTorch {torch.__version__.partition('+')[0]}",
         parameters=sum(int(p.numel()) for p in module.parameters()),

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import LayerTimes
-from dyno.worker.facts.inside import Inside, Layer
+from dyno.worker.facts.inside import Layer, LayerGraph
 from dyno.worker.layers import module as calls
 from dyno.worker.sessions.torch_support import import_torch
 
@@ -56,21 +56,21 @@ def measure(
     return LayerTimes(inside, np.array(layers[DISCARDED:]), np.array(whole[DISCARDED:]), NOTE)
 
 
-def watched_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], None]) -> Inside:
+def watched_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], None]) -> LayerGraph:
     """Return the calls of the module's parts by `layers.module.watched`, and the module itself."""
     restore()
     with import_torch().no_grad():
         return with_whole(calls.watched(module, plainly), module)
 
 
-def with_whole(inside: Inside, module: Any) -> Inside:
+def with_whole(inside: LayerGraph, module: Any) -> LayerGraph:
     """Add a row for the module itself: the work of its own code belongs to none of its parts."""
     if any(not layer.name for layer in inside.layers):
         return inside
     return replace(inside, layers=(*inside.layers, Layer(type=type(module).__name__, flops=0, modules=("",))))
 
 
-def rows_of(inside: Inside) -> dict[tuple[str, int], int]:
+def rows_of(inside: LayerGraph) -> dict[tuple[str, int], int]:
     """Return the row of each call, by the part's name and the number of the part's call, counted from 0."""
     seen: Counter[str] = Counter()
     rows = {}

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
-from dyno.worker.facts.inside import LAYERS, Inside, Layer
+from dyno.worker.facts.inside import LAYERS, Layer, LayerGraph
 from dyno.worker.layers import graph
 from dyno.worker.onnx_graph.file import import_onnx
 from dyno.worker.sessions.onnx_runtime_profile import Kernel, Profile
@@ -16,7 +16,7 @@ COPIES = ("MemcpyFromHost", "MemcpyToHost")
 MOVES = ("Cast", "ReorderInput", "ReorderOutput", *COPIES)
 
 
-def read(path: str, source: str, profile: Profile, library: str) -> Inside:
+def read(path: str, source: str, profile: Profile, library: str) -> LayerGraph:
     """Read the optimised file's nodes as an engine's layers; a Transpose that its source lacks is a conversion.
 
     A node without an event in the profile was not run. Raises UserError for a file that can't be read.

@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.engine import EngineFacts
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 from dyno.worker.inputs.shapes import Shape
 from dyno.worker.option_values import Check, flag, one_of, whole
 from dyno.worker.sessions.device_session import DeviceSession, slots_of
@@ -131,9 +131,9 @@ class CudaSession(DeviceSession):
             options={**facts.options, "slots": self.slots, **self._providers[0][1]},
         )
 
-    def inside(self) -> Inside:
+    def inside(self) -> LayerGraph:
         """See `OnnxFile.inside`."""
-        found: Inside = self._file.inside(self._providers, {})
+        found: LayerGraph = self._file.inside(self._providers, {})
         return found
 
     def close(self) -> None:

@@ -6,7 +6,7 @@ import pytest
 
 from dyno.analysis.inside import causes
 from dyno.analysis.inside.cures import tried
-from dyno.analysis.inside.cures.prescriptions import PRESCRIPTIONS, Called, Prescription
+from dyno.analysis.inside.cures.prescriptions import PRESCRIPTIONS, IndicatedPrescription, Prescription
 from dyno.analysis.inside.cures.tried import Outcome
 from dyno.analysis.presentation.export import export
 from dyno.analysis.stats import FASTER, UNDECIDED, Speedup
@@ -67,12 +67,14 @@ def test_pairs_between_layers_are_for_int8_graphs_that_have_none_there() -> None
 
 
 def outcome(value: float, verdict: str, right: bool = True) -> Outcome:
-    called = Called(named("newer opset"), causes.SPLIT, 12e-6)
+    called = IndicatedPrescription(named("newer opset"), causes.SPLIT, 12e-6)
     return Outcome(called, f"x@n={value}", Speedup(value, value - 0.1, value + 0.1, verdict), "agree", right)
 
 
 def test_what_is_proven_and_right_is_kept() -> None:
-    failed = Outcome(Called(named("newer opset"), causes.SPLIT, 1e-6), "x@n=0", None, "", True, "failed: no opset 20")
+    failed = Outcome(
+        IndicatedPrescription(named("newer opset"), causes.SPLIT, 1e-6), "x@n=0", None, "", True, "failed: no opset 20"
+    )
     outcomes = (
         outcome(1.2, FASTER),
         outcome(1.5, FASTER),

@@ -8,14 +8,14 @@ import pytest
 
 import ncu_files
 from dyno.analysis.inside.gpu import counters, ncu
-from dyno.analysis.inside.gpu.ncu import Kernel, Report
-from dyno.worker.facts.inside import LAYERS, MODULES, Inside, Layer
+from dyno.analysis.inside.gpu.ncu import Kernel, NcuReport
+from dyno.worker.facts.inside import LAYERS, MODULES, Layer, LayerGraph
 
 PYTORCH, TENSORRT = (ncu.read(ncu_files.text(name)) for name in (ncu_files.PYTORCH, ncu_files.TENSORRT))
 PARTS = ("conv1", "bn1", "relu", "maxpool", *(f"layer1.{k}.{part}" for k in (0, 1) for part in
          ("conv1", "bn1", "relu", "conv2", "bn2", "relu")), "layer1.0", "avgpool", "fc")  # fmt: skip
-MODULE = Inside(form=MODULES, library="PyTorch", layers=tuple(Layer(name=name) for name in PARTS))
-ENGINE = Inside(
+MODULE = LayerGraph(form=MODULES, library="PyTorch", layers=tuple(Layer(name=name) for name in PARTS))
+ENGINE = LayerGraph(
     form=LAYERS,
     library="TensorRT",
     layers=tuple(
@@ -40,7 +40,7 @@ def test_a_kernel_of_an_engine_belongs_to_the_layer_that_tensorrt_names() -> Non
 
 
 def test_the_calls_of_a_module_that_runs_twice_are_told_apart() -> None:
-    form = Inside(form=MODULES, layers=(Layer(name="relu"), Layer(name="conv"), Layer(name="relu"), Layer()))
+    form = LayerGraph(form=MODULES, layers=(Layer(name="relu"), Layer(name="conv"), Layer(name="relu"), Layer()))
     kernels = [Kernel("k", ranges) for ranges in (("(model)", "relu"), ("(model)", "relu#2"), ("(model)",), ("x",))]
     assert counters.owners_of(form, kernels) == [0, 2, 3, None]
 
@@ -74,7 +74,7 @@ def test_sentences_on_all_kernels_of_a_form() -> None:
     assert bounds.split(" is ")[1].split(" % ")[1].startswith("compute-bound")
     cut = counters.sentences(replace(PYTORCH, cut_short="ncu wasn't done after 900 s"), [0] * 45)
     assert cut[0] == "only the first 45 of its kernels were counted: ncu wasn't done after 900 s"
-    lost = counters.sentences(Report((Kernel("a", seconds=3.0), Kernel("b", seconds=1.0))), [0, None])
+    lost = counters.sentences(NcuReport((Kernel("a", seconds=3.0), Kernel("b", seconds=1.0))), [0, None])
     assert lost == ["of no layer: 1 kernel, 25 % of the time"]
 
 
@@ -99,9 +99,9 @@ def test_a_sentence_for_each_kernel(said: str, figures: dict[str, float]) -> Non
 
 def test_tensor_cores_at_work_and_unknown() -> None:
     busy, idle = replace(FULL, tensor=50.0, seconds=3.0), replace(FULL, tensor=2.0, seconds=1.0)
-    said = [counters.sentences(Report(kernels), [0] * len(kernels))[-1] for kernels in ((busy, idle), (idle, busy))]
+    said = [counters.sentences(NcuReport(kernels), [0] * len(kernels))[-1] for kernels in ((busy, idle), (idle, busy))]
     assert said == ["the tensor cores work 38 % of the kernels' time"] * 2
     longest = (replace(idle, seconds=9.0), busy)
-    assert counters.sentences(Report(longest), [0, 0])[-1].endswith("and are idle (up to 2 %) in the longest kernel")
+    assert counters.sentences(NcuReport(longest), [0, 0])[-1].endswith("and are idle (up to 2 %) in the longest kernel")
     unknown = replace(FULL, tensor=float("nan"))
-    assert not any("tensor" in one for one in counters.sentences(Report((unknown,)), [0]))
+    assert not any("tensor" in one for one in counters.sentences(NcuReport((unknown,)), [0]))

@@ -7,15 +7,15 @@ import pytest
 
 from dyno.analysis.inside import times
 from dyno.analysis.inside.gpu import launching
-from dyno.analysis.inside.gpu.launching import OnGpu
+from dyno.analysis.inside.gpu.launching import LaunchTimes
 from dyno.analysis.inside.times import Times
-from dyno.worker.facts.inside import LAYERS, Inside, Layer
+from dyno.worker.facts.inside import LAYERS, Layer, LayerGraph
 
 NONE = np.empty(0)
 
 
-def seen(busy: float) -> OnGpu:
-    return OnGpu(np.array([0.9e-3]), np.array([0.8e-3]), np.full(5, busy), np.full(5, 0.3e-3), np.full(5, 61))
+def seen(busy: float) -> LaunchTimes:
+    return LaunchTimes(np.array([0.9e-3]), np.array([0.8e-3]), np.full(5, busy), np.full(5, 0.3e-3), np.full(5, 61))
 
 
 @pytest.mark.parametrize(
@@ -33,14 +33,14 @@ def test_by_the_kernels(busy: float, sentence: str) -> None:
 
 
 def test_by_the_clocks_where_nobody_saw_the_kernels() -> None:
-    launched = OnGpu(np.array([1e-3]), np.array([0.95e-3]), NONE, NONE, NONE)
+    launched = LaunchTimes(np.array([1e-3]), np.array([0.95e-3]), NONE, NONE, NONE)
     assert launched.sentence(1e-3).startswith("launch-bound: run() returns after 950 µs")
-    replayed = OnGpu(np.array([0.99e-3]), np.array([0.01e-3]), NONE, NONE, NONE)
+    replayed = LaunchTimes(np.array([0.99e-3]), np.array([0.01e-3]), NONE, NONE, NONE)
     assert replayed.sentence(1e-3) == (
         "not launch-bound: of 1.00 ms the GPU needs 990 µs from its first kernel to its last"
     )
     assert replayed.cells(1e-3) == {"queueing_ms": pytest.approx(0.01)}
-    assert OnGpu(NONE, NONE, NONE, NONE, NONE).sentence(1e-3) == ""
+    assert LaunchTimes(NONE, NONE, NONE, NONE, NONE).sentence(1e-3) == ""
 
 
 def test_the_arrays_of_a_job() -> None:
@@ -50,7 +50,7 @@ def test_the_arrays_of_a_job() -> None:
 
 
 def test_figures_and_words_stand_beside_the_latency() -> None:
-    form = Inside(form=LAYERS, library="E", layers=(Layer(name="a"),))
+    form = LayerGraph(form=LAYERS, library="E", layers=(Layer(name="a"),))
     each = Times(np.full(5, 1e-3), np.full(5, 2e-3), np.full((5, 1), 0.4e-3), gpu=seen(0.4e-3))
     table = times.reconciliation([form, form], {0: each, 1: Times(*(np.full(5, 1e-3),) * 2, np.full((5, 1), 1e-3))})
     on_gpu, on_cpu = table.rows

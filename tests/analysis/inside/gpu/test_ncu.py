@@ -54,5 +54,5 @@ def test_what_isn_t_there_is_no_number_and_half_a_line_no_kernel() -> None:
 
 def test_errors_are_ncu_s_own_and_nothing_is_no_kernel() -> None:
     said = "==PROF== Connected to process 1 (/usr/bin/python3)\n==ERROR== ERR_NVGPUCTRPERM - no permission\nfoo\n"
-    assert ncu.read(said) == ncu.Report((), ("ERR_NVGPUCTRPERM - no permission",))
-    assert ncu.read("") == ncu.Report(())
+    assert ncu.read(said) == ncu.NcuReport((), ("ERR_NVGPUCTRPERM - no permission",))
+    assert ncu.read("") == ncu.NcuReport(())

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from dyno.analysis.inside import causes
 from dyno.analysis.inside.causes import Cause
-from dyno.analysis.inside.waterfall import Step, Waterfall
+from dyno.analysis.inside.waterfall import Waterfall, WaterfallStep
 from dyno.worker.spec import Option
 
 LEAST = 0.05  # of B's latency: a cause that costs less calls for nothing
@@ -85,7 +85,7 @@ PRESCRIPTIONS = (
 
 
 @dataclass(frozen=True)
-class Called:
+class IndicatedPrescription:
     """A prescription, the cause that costs most of those that call for it, and what that costs in seconds."""
 
     prescription: Prescription
@@ -95,7 +95,7 @@ class Called:
 
 def called_for(
     waterfall: Waterfall, backend: str, precision: str, device: str, options: Mapping[str, Option]
-) -> list[Called]:
+) -> list[IndicatedPrescription]:
     """Return the prescriptions for B, an engine of that backend and options, the most expensive cause first."""
     costs = {step.cause: _estimate_saving(waterfall, step) for step in waterfall.causes}
     least = LEAST * waterfall.gap.b
@@ -103,18 +103,18 @@ def called_for(
     for each in PRESCRIPTIONS:
         cause = max(each.causes, key=lambda cause: costs.get(cause, 0.0))
         if each.fits(backend, precision, device, options) and costs.get(cause, 0.0) >= least:
-            called.append(Called(each, cause, costs[cause]))
+            called.append(IndicatedPrescription(each, cause, costs[cause]))
     return sorted(called, key=lambda one: -one.seconds)
 
 
-def _estimate_saving(waterfall: Waterfall, step: Step) -> float:
+def _estimate_saving(waterfall: Waterfall, step: WaterfallStep) -> float:
     """Return the seconds that B might save."""
     if step.cause in OVERHEADS:
         return step.b
     return sum(_iter_slowdowns(waterfall, step)) if step.parts else max(0.0, step.difference.value)
 
 
-def _iter_slowdowns(waterfall: Waterfall, step: Step) -> Iterator[float]:
+def _iter_slowdowns(waterfall: Waterfall, step: WaterfallStep) -> Iterator[float]:
     """Yield the seconds by which each slower part is slower in B."""
     for k in step.parts:
         if (more := waterfall.step(step.cause, (k,)).difference.value) > 0:

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dyno.analysis.formatting import counting, ratio
-from dyno.analysis.inside.cures.prescriptions import Called
+from dyno.analysis.inside.cures.prescriptions import IndicatedPrescription
 from dyno.analysis.presentation.limits import limited
 from dyno.analysis.presentation.table import RATIO, TEXT, Column, Table, TableKind
 from dyno.analysis.stats import FASTER, Speedup
@@ -20,7 +20,7 @@ class Outcome:
     """A prescription as `--backends` has its engine, how many times as fast as B it was (None: not measured), what is
     known of its outputs, whether they are right, and why it has no speed."""
 
-    called: Called
+    called: IndicatedPrescription
     engine: str
     speedup: Speedup | None
     outputs: str

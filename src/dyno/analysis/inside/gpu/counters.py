@@ -7,10 +7,10 @@ from collections.abc import Mapping, Sequence
 
 from dyno.analysis.formatting import counting, significant
 from dyno.analysis.inside import times
-from dyno.analysis.inside.gpu.ncu import Kernel, Report
+from dyno.analysis.inside.gpu.ncu import Kernel, NcuReport
 from dyno.analysis.inside.tables import names_cell
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
-from dyno.worker.facts.inside import MODULES, Inside
+from dyno.worker.facts.inside import MODULES, LayerGraph
 from dyno.worker.facts.kernels import range_name
 
 # From here on a part of the GPU, in percent of its peak, bounds a kernel: below it ncu's own rule SOLBottleneck speaks
@@ -55,10 +55,10 @@ COUNTS = ("blocks", "threads", "registers")
 
 
 def table(
-    forms: Sequence[Inside],
+    forms: Sequence[LayerGraph],
     graph_of: Mapping[int, int],
     module_of: Mapping[int, int],
-    reports: Mapping[int, Report],
+    reports: Mapping[int, NcuReport],
     order: str,
     top: int,
 ) -> Table:
@@ -76,7 +76,7 @@ def table(
     return COUNTERS.of(COLUMNS, rows, notes=tuple(notes), group=("form",))
 
 
-def owners_of(form: Inside, kernels: Sequence[Kernel]) -> list[int | None]:
+def owners_of(form: LayerGraph, kernels: Sequence[Kernel]) -> list[int | None]:
     """Return the layer of each kernel: the innermost of its ranges that has a layer's name; None without one."""
     calls: dict[str, int] = {}
     rows: dict[str, int] = {}
@@ -88,7 +88,7 @@ def owners_of(form: Inside, kernels: Sequence[Kernel]) -> list[int | None]:
 
 
 def _build_rows(
-    form: Inside,
+    form: LayerGraph,
     names: Sequence[list[str]],
     kernels: Sequence[Kernel],
     owners: Sequence[int | None],
@@ -162,7 +162,7 @@ def finding(kernel: Kernel) -> str:
     return f"latency-bound: SMs at {sm}, memory at {memory}" if kind else ""
 
 
-def sentences(report: Report, owners: Sequence[int | None]) -> list[str]:
+def sentences(report: NcuReport, owners: Sequence[int | None]) -> list[str]:
     """Summarise the kernels of one form in sentences, first of all where only a part of them was seen."""
     kernels = report.kernels
     said = [_describe_bounds(kernels), _tensor_cores(kernels)]

@@ -22,7 +22,7 @@ COLUMNS = (
 
 
 @dataclass(frozen=True)
-class OnGpu:
+class LaunchTimes:
     """Of runs that nobody watched seconds by the GPU's clock and of the host inside `run`; of the watched ones seconds
     of the GPU's work and of the host in calls of CUDA, and how many kernels ran (empty: the engine doesn't say)."""
 
@@ -69,9 +69,9 @@ class OnGpu:
         return f"compute-bound: the GPU ran kernels in {100 * (1 - idle):.0f} % of the latency"
 
 
-def of_samples(samples: dict[str, np.ndarray]) -> OnGpu | None:
+def of_samples(samples: dict[str, np.ndarray]) -> LaunchTimes | None:
     """Build the GPU's part from the arrays of a job of kind `profile`; None for one on a CPU."""
     names = ("unprofiled_model_gpu", "enqueue", "gpu_busy", "cuda_calls", "kernels")
     if not any(name in samples for name in names):
         return None
-    return OnGpu(*(samples.get(name, np.empty(0)) for name in names))
+    return LaunchTimes(*(samples.get(name, np.empty(0)) for name in names))

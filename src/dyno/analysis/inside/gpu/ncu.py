@@ -66,7 +66,7 @@ class Kernel:
 
 
 @dataclass(frozen=True)
-class Report:
+class NcuReport:
     """The kernels in the order of their launches, what ncu called errors, and why there are no more kernels ("": all
     are there)."""
 
@@ -75,13 +75,13 @@ class Report:
     cut_short: str = ""
 
 
-def read(text: str) -> Report:
+def read(text: str) -> NcuReport:
     """Parse the report in ncu's output, with or without the profiled program's output before it."""
     lines = text.split("\n")  # not `splitlines`: TensorRT's JSON holds other separators
     errors = tuple(line.removeprefix(ERROR).strip() for line in lines if line.startswith(ERROR))
     begin = next((k for k, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
     rows = [line for line in lines[begin:] if line.startswith('"')]
-    return Report(tuple(_iter_kernels(rows)), errors)
+    return NcuReport(tuple(_iter_kernels(rows)), errors)
 
 
 def _iter_kernels(lines: Sequence[str]) -> Iterator[Kernel]:

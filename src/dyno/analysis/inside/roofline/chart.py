@@ -8,17 +8,17 @@ from typing import Any
 import numpy as np
 
 from dyno.analysis.inside.roofline.ceilings import Ceilings
-from dyno.analysis.inside.roofline.work import Work, counted
+from dyno.analysis.inside.roofline.work import LayerWork, counted
 from dyno.analysis.inside.times import Times
 from dyno.analysis.style import INK, LINES, WIDTH, color, logarithmic, marker, styled
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 
 ROOM = 2.0  # factor between the outermost layer and the edge
 LARGEST, SMALLEST = 420.0, 6.0  # points² of a layer that takes all the time, and of one that takes none
 
 
 def draw(
-    forms: Sequence[Inside], times: Mapping[int, Times], graph_of: Mapping[int, int], ceilings: Ceilings
+    forms: Sequence[LayerGraph], times: Mapping[int, Times], graph_of: Mapping[int, int], ceilings: Ceilings
 ) -> Any | None:
     """Draw the roofline as a matplotlib figure; None where no layer multiplies.
 
@@ -44,7 +44,7 @@ def draw(
     return figure
 
 
-def _compute_points(each: Times, work: Sequence[Work]) -> list[tuple[float, float, float]]:
+def _compute_points(each: Times, work: Sequence[LayerWork]) -> list[tuple[float, float, float]]:
     """Return operations per byte, TFLOPS and share of the time of each layer that multiplies."""
     seconds = np.median(each.layers, axis=0)
     return [

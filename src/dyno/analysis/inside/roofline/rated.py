@@ -6,9 +6,9 @@ from collections.abc import Collection, Iterable, Sequence
 from dataclasses import dataclass
 
 from dyno.analysis.inside.roofline.ceilings import MEMORY, RATES, Ceilings, Rates
-from dyno.analysis.inside.roofline.work import ARITHMETIC, Work, counted
+from dyno.analysis.inside.roofline.work import ARITHMETIC, LayerWork, counted
 from dyno.analysis.presentation.table import PERCENT, TEXT, Column, Row
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 
 NEAR = 50.0  # percent of the roof from which the nearer ceiling explains most of the time
 NEITHER = "neither"
@@ -47,10 +47,10 @@ ABOVE = {
 
 
 @dataclass(frozen=True)
-class Rated:
+class RooflineRating:
     """The work of each layer of one form, under the ceilings; `flops` are all operations, of whichever layer."""
 
-    work: Sequence[Work]
+    work: Sequence[LayerWork]
     ceilings: Ceilings
     flops: int | None = None
 
@@ -116,7 +116,7 @@ class Rated:
         return CACHED if largest <= self.ceilings.copy.cache else BEYOND_COPY
 
 
-NOTHING_KNOWN = Work(0, None)  # no products, and bytes that nobody knows
+NOTHING_KNOWN = LayerWork(0, None)  # no products, and bytes that nobody knows
 
 
 def _sum_known(values: Iterable[int | None]) -> int | None:
@@ -124,10 +124,10 @@ def _sum_known(values: Iterable[int | None]) -> int | None:
     return None if None in each else sum(value for value in each if value is not None)
 
 
-def rated(forms: Sequence[Inside], k: int, graph: int | None, precision: str, ceilings: Ceilings) -> Rated:
+def rated(forms: Sequence[LayerGraph], k: int, graph: int | None, precision: str, ceilings: Ceilings) -> RooflineRating:
     """Rate form `k` under the ceilings; `graph` is the one that an engine was made from."""
     flops = _sum_known(layer.flops for layer in forms[k if graph is None else graph].layers)
-    return Rated(counted(forms, k, graph, precision), ceilings, flops)
+    return RooflineRating(counted(forms, k, graph, precision), ceilings, flops)
 
 
 def notes(rows: Iterable[Row]) -> list[str]:

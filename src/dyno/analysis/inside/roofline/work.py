@@ -9,14 +9,14 @@ from dataclasses import dataclass
 from dyno.analysis.inside import align
 from dyno.analysis.inside.roofline.ceilings import MEMORY, Rates
 from dyno.analysis.inside.totals import BYTES
-from dyno.worker.facts.inside import MODULES, Inside, Layer, Port
+from dyno.worker.facts.inside import MODULES, Layer, LayerGraph, Port
 
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "int8", "uint8": "int8"}  # of the ceilings
 ARITHMETIC = "arithmetic"
 
 
 @dataclass(frozen=True)
-class Work:
+class LayerWork:
     """Operations and bytes of one layer, and the type of its arithmetic ("": unknown); None for what isn't known."""
 
     flops: int | None
@@ -37,7 +37,7 @@ class Work:
         return max(moving, computing), ARITHMETIC if computing >= moving else MEMORY
 
 
-def counted(forms: Sequence[Inside], k: int, graph: int | None, precision: str) -> list[Work]:
+def counted(forms: Sequence[LayerGraph], k: int, graph: int | None, precision: str) -> list[LayerWork]:
     """Count the work of each layer of form `k`; an engine's operations are those of the nodes of its graph."""
     form = forms[k]
     if form.form == MODULES or graph is None:
@@ -46,17 +46,17 @@ def counted(forms: Sequence[Inside], k: int, graph: int | None, precision: str) 
         counts = _from_nodes(forms, k, graph)
     written = {port.name: port for layer in form.layers for port in layer.outputs}
     return [
-        Work(count, moved_bytes(layer, written), _find_type(layer, form.form == MODULES, precision))
+        LayerWork(count, moved_bytes(layer, written), _find_type(layer, form.form == MODULES, precision))
         for layer, count in zip(form.layers, counts, strict=True)
     ]
 
 
-def types_of(form: Inside, precision: str) -> set[str]:
+def types_of(form: LayerGraph, precision: str) -> set[str]:
     """Return the ceilings' types in which layers of the form compute."""
     return {_find_type(layer, form.form == MODULES, precision) for layer in form.layers} - {""}
 
 
-def _from_nodes(forms: Sequence[Inside], k: int, graph: int) -> list[int | None]:
+def _from_nodes(forms: Sequence[LayerGraph], k: int, graph: int) -> list[int | None]:
     """Count the operations of each layer: a node's count once, at the first of its layers with a known computing type.
 
     Where no layer of a node has one, the operations of those layers aren't known, nor those of the computing layers

@@ -19,7 +19,7 @@ DEVICES = "devices.json"  # in a run folder
 
 
 @dataclass(frozen=True)
-class Device:
+class AnchorDevice:
     """A device with what the study's anchor trial measured there, a number for each round: its median latencies alone
     and beside the others of its host, in seconds (no `beside` where it has the host to itself), and, where it measured
     both in turns in one process, the `ratios` beside / alone.
@@ -33,12 +33,12 @@ class Device:
 
 
 @dataclass(frozen=True)
-class Devices:
+class AnchorDevices:
     """The devices of a study, the trial that all repeated, the percent by which two speeds count as equal, and whether
     blocks were measured side by side."""
 
     anchor: str
-    devices: tuple[Device, ...]
+    devices: tuple[AnchorDevice, ...]
     equivalent: float = 100 * stats.Rule.margin
     side_by_side: bool = True
 
@@ -72,7 +72,7 @@ class Devices:
         return f"{each} beside the other devices than alone"
 
     @property
-    def extremes(self) -> tuple[Device, Device, bool] | None:
+    def extremes(self) -> tuple[AnchorDevice, AnchorDevice, bool] | None:
         """The fastest and the slowest alone, and whether they differ beyond the spread between processes, of all pairs
         judged as one family; None where fewer than two were measured."""
         timed = sorted((d for d in self.devices if d.alone), key=center)
@@ -88,12 +88,12 @@ def percent_slower(speedup: float) -> float:
     return 100 * (1 / speedup - 1)
 
 
-def center(device: Device) -> float:
+def center(device: AnchorDevice) -> float:
     """Return the device's latency alone, in seconds."""
     return stats.center(device.alone).value
 
 
-def of_rounds(place: str, card: str, rounds: Sequence[tuple[Mapping[int, float], Sequence[int]]]) -> Device:
+def of_rounds(place: str, card: str, rounds: Sequence[tuple[Mapping[int, float], Sequence[int]]]) -> AnchorDevice:
     """Build the device from processes that measured in turns.
 
     Each has the median seconds of its blocks by number, and the number of devices that measured in each block, one or
@@ -108,16 +108,16 @@ def of_rounds(place: str, card: str, rounds: Sequence[tuple[Mapping[int, float],
             alone.append(float(np.median([*own.values()])))
             beside.append(float(np.median([*all_at_once.values()])))
             ratios.append(math.exp(float(np.median(logs))))
-    return Device(place, card, tuple(alone), tuple(beside), tuple(ratios))
+    return AnchorDevice(place, card, tuple(alone), tuple(beside), tuple(ratios))
 
 
-def devices(run: Path) -> Devices | None:
+def devices(run: Path) -> AnchorDevices | None:
     """Read the measurements of the anchor trial; None for a study on one device."""
     stored = read_table(run / DEVICES, [], DEVICES_MEASURED)
     if stored is None:
         return None
     rows = [
-        Device(
+        AnchorDevice(
             d.get("place") or "",
             d.get("card") or "",
             *(_filter_numbers(d.get(key)) for key in ("alone", "beside", "ratios")),
@@ -125,10 +125,10 @@ def devices(run: Path) -> Devices | None:
         for d in stored.get("devices") or ()
     ]
     equivalent = stored.get("equivalent")
-    return Devices(
+    return AnchorDevices(
         stored.get("anchor") or "",
         tuple(rows),
-        Devices.equivalent if equivalent is None else max(0.0, equivalent),
+        AnchorDevices.equivalent if equivalent is None else max(0.0, equivalent),
         bool(stored.get("side_by_side")),
     )
 

@@ -17,7 +17,7 @@ WRONG, FAILED = "other outputs", "failed"
 
 
 @dataclass(frozen=True)
-class Tried:
+class RouteAttempt:
     """A route by its name, the usual one's latency over its own (0: none was measured), what came of it, and why it
     failed."""
 
@@ -36,10 +36,10 @@ class Attempt:
     model: str
     configuration: str
     batch: int
-    routes: tuple[Tried, ...] = ()
+    routes: tuple[RouteAttempt, ...] = ()
 
     @property
-    def kept(self) -> Tried | None:
+    def kept(self) -> RouteAttempt | None:
         """The route that has rows of its own; None where the usual one is as good."""
         return next((one for one in self.routes if one.outcome == KEPT), None)
 
@@ -57,7 +57,7 @@ def store(run: Path, attempts: tuple[Attempt, ...]) -> None:
 
 def _parse_attempt(row: dict[str, Any]) -> Attempt:
     routes = (
-        Tried(one.get("route", ""), one.get("ratio", 0.0), one.get("outcome", ""), one.get("reason", ""))
+        RouteAttempt(one.get("route", ""), one.get("ratio", 0.0), one.get("outcome", ""), one.get("reason", ""))
         for one in row.get("routes", ())
     )
     key, model, configuration = (row.get(name, "") for name in ("key", "model", "configuration"))

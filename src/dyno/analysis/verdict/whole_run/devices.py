@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterator, Mapping
 
 from dyno.analysis import stats
-from dyno.analysis.records.notes.devices import Devices, center, devices, percent_slower
+from dyno.analysis.records.notes.devices import AnchorDevices, center, devices, percent_slower
 from dyno.analysis.records.results import Results
 from dyno.analysis.verdict.findings import NOTE, Finding
 
@@ -21,7 +21,7 @@ def findings(results: Results) -> Iterator[Finding]:
     yield Finding(NOTE, _describe_company(found))
 
 
-def _describe_difference(found: Devices) -> str:
+def _describe_difference(found: AnchorDevices) -> str:
     """Describe how far the slowest device is from the fastest, by the anchor trial alone on each."""
     if found.extremes is None:
         return ""
@@ -32,7 +32,7 @@ def _describe_difference(found: Devices) -> str:
     return f"Cards differ by {percent:.2g} % ({found.anchor}, repeated on each: {names}{noise})."
 
 
-def _describe_company(found: Devices) -> str:
+def _describe_company(found: AnchorDevices) -> str:
     """Describe whether devices worked side by side, and how much slower that was than each device alone."""
     if not found.side_by_side:
         by = f" ({found.anchor}: {_format_slowdowns(found.disturbed)})" if found.disturbed else ""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 
-from dyno.analysis.records.notes.routes_tried import KEPT, Attempt, Tried, attempts
+from dyno.analysis.records.notes.routes_tried import KEPT, Attempt, RouteAttempt, attempts
 from dyno.analysis.records.results import Results
 from dyno.analysis.verdict.findings import BEST, NOTE, Finding
 
@@ -30,6 +30,6 @@ def _name_attempt(one: Attempt) -> str:
     return f"{one.model} {one.configuration}"
 
 
-def _format_routes(routes: Iterable[Tried]) -> str:
+def _format_routes(routes: Iterable[RouteAttempt]) -> str:
     said = [f"{one.route} {f'{one.ratio:.2f}x' if one.ratio else one.outcome}" for one in routes]
     return f" ({', '.join(said)})" if said else ""

@@ -23,7 +23,7 @@ from dyno.worker.backends.tensor_rt.given import ENGINE as ENGINE
 from dyno.worker.backends.tensor_rt.given import SUFFIXES, given, inside, product_of
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.engine import Probe
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 from dyno.worker.inputs.calibration import NO_DATA
 from dyno.worker.makers.precision import PREPARATION, VALUES
 from dyno.worker.makers.routes import routed
@@ -137,7 +137,7 @@ class TensorRT(Backend):
 
         return TensorRTSession(trial, artifact, self.product)
 
-    def inside(self, trial: Trial, artifact: Artifact | None) -> Inside:
+    def inside(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the layers that the build listed beside the engine, which needs no GPU; else those that it reports.
 
         Raises `UserError` for an engine that doesn't report its layers, and the errors of `given`.

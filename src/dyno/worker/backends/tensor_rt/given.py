@@ -12,7 +12,7 @@ from typing import Any
 from dyno.worker.backend import FileContents, FileFormat
 from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.facts.files import Gpu, MadeBy
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 from dyno.worker.facts.precision import TYPES
 from dyno.worker.record import parse_json
 from dyno.worker.sessions.gpu import Device
@@ -87,7 +87,7 @@ def given(product: str, recipe: Recipe) -> Artifact:
     )
 
 
-def inside(product: str, path: str, device_name: str) -> Inside:
+def inside(product: str, path: str, device_name: str) -> LayerGraph:
     """Return an engine's layers: as its build listed them beside it, else from its inspector, which needs its GPU.
 
     Raises `UserError` for an engine without layer information, and the errors of `given`.

@@ -17,7 +17,7 @@ import numpy as np
 from dyno.worker.backends.tensor_rt.layers import Layer
 from dyno.worker.facts import inside as facts
 from dyno.worker.facts.engine import SlowLayer
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 
 RUNS = 6  # the first is left out
 DISCARDED = 3  # runs of a profile that don't count
@@ -59,7 +59,7 @@ def profiled(trt: Any, context: Any, launch: Callable[[], None]) -> dict[str, fl
     return {name: statistics.median(run.get(name, 0.0) for run in runs) for name in dict.fromkeys(chain(*runs))}
 
 
-def of_layers(listed: Inside, runs: Sequence[Mapping[str, float]]) -> tuple[Inside, np.ndarray]:
+def of_layers(listed: LayerGraph, runs: Sequence[Mapping[str, float]]) -> tuple[LayerGraph, np.ndarray]:
     """Return the engine's layers, and their seconds [runs, layers].
 
     A layer that no run reports is `skipped`. A reported layer that the list lacks stands at the end, with a name alone.

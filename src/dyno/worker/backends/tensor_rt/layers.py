@@ -17,7 +17,7 @@ from typing import Any
 from dyno.worker import spec
 from dyno.worker.facts import inside as facts
 from dyno.worker.facts.engine import Layers
-from dyno.worker.facts.inside import Inside, Port
+from dyno.worker.facts.inside import LayerGraph, Port
 from dyno.worker.facts.precision import COMPUTED, NOTEWORTHY, UNKNOWN, precision_truth, why_not_faster
 from dyno.worker.spec import UserError
 
@@ -287,7 +287,7 @@ def from_listing(listed: Iterable[Any]) -> list[Layer]:
     return [spec.from_json(Layer, one) for one in listed]
 
 
-def inside(listed: Sequence[Layer], library: str) -> Inside:
+def inside(listed: Sequence[Layer], library: str) -> LayerGraph:
     """Return the layers as facts; parameters are counted where the library counts them."""
     made = [
         facts.Layer(
@@ -303,4 +303,6 @@ def inside(listed: Sequence[Layer], library: str) -> Inside:
         )
         for layer in listed
     ]
-    return Inside(form=facts.LAYERS, library=library, parameters=sum(x.parameters for x in made), layers=tuple(made))
+    return LayerGraph(
+        form=facts.LAYERS, library=library, parameters=sum(x.parameters for x in made), layers=tuple(made)
+    )

@@ -7,7 +7,7 @@ from dataclasses import replace
 from typing import Any
 
 from dyno.worker import registry
-from dyno.worker.facts.inside import Inside
+from dyno.worker.facts.inside import LayerGraph
 from dyno.worker.inputs import modules
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.jobs.inspect_model import inspect_model
@@ -21,7 +21,7 @@ from dyno.worker.spec import Artifact, Dims, Trial, UserError
 MODULE = "pytorch"  # the backend whose form is the module itself
 
 
-def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) -> Inside:
+def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) -> LayerGraph:
     """Read the form that the trial's backend runs: "" is the ONNX graph.
 
     For a module that has not been inspected yet, `options` contain the user's settings (see `inspect_model`) and the
@@ -36,7 +36,7 @@ def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) ->
     return graph.read(path, static_shapes(inputs, trial.dims))
 
 
-def _inspect_module(trial: Trial, options: Mapping[str, Any]) -> Inside:
+def _inspect_module(trial: Trial, options: Mapping[str, Any]) -> LayerGraph:
     """Read the module, without weights and arithmetic if it allows that, which takes a tenth of the time."""
     torch = import_torch()
     torch.set_num_threads(trial.runtime.threads)
@@ -77,7 +77,7 @@ def _without_values(built: Any) -> Any:
     return moved
 
 
-def _run_module(torch: Any, model: Any, dims: Dims) -> Inside:
+def _run_module(torch: Any, model: Any, dims: Dims) -> LayerGraph:
     try:
         return _read_calls(torch, models.build(model, dims), model, dims)
     except (UserError, MemoryError):
@@ -86,7 +86,7 @@ def _run_module(torch: Any, model: Any, dims: Dims) -> Inside:
         raise UserError(f"{model.name} can't be run once to see its layers: {first_line(e)}") from e
 
 
-def _read_calls(torch: Any, built: Any, model: Any, dims: Dims) -> Inside:
+def _read_calls(torch: Any, built: Any, model: Any, dims: Dims) -> LayerGraph:
     """Read the module's calls on an example of the model's inputs, on the device of its weights."""
     device = next((p.device for p in built.parameters()), torch.device("cpu"))
     if not model.inputs:
