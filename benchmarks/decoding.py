@@ -25,7 +25,7 @@ from skimage import data
 from dyno.datasets import decode
 from dyno.datasets.decode import Transform
 from dyno.datasets.decoding import processes
-from dyno.datasets.rows import Timed
+from dyno.datasets.rows import DecodedRow
 from dyno.worker.spec import Preprocess
 
 WIDTH, HEIGHT, SIZE = 500, 375, (224, 224)
@@ -47,7 +47,7 @@ def processor_seconds() -> float:
     return sum(one.ru_utime + one.ru_stime for one in used)
 
 
-def run(name: str, count: int, rows: Iterable[Timed]) -> str:
+def run(name: str, count: int, rows: Iterable[DecodedRow]) -> str:
     """Print a line of the table; a hash of all pixels."""
     before, began, sha = processor_seconds(), time.perf_counter(), hashlib.sha256()
     for row in rows:

@@ -102,7 +102,7 @@ def plain_epochs(split: train_data.Split, size: int, options: TrainOptions, loop
 
 def dyno_epochs(split: train_data.Split, size: int, options: TrainOptions, loop: Loop) -> Iterator[int]:
     """Dyno's own parts as `training.loop._train_epoch` drives them, without an end."""
-    read = train_data.Reader(split, PREPROCESS, options, train_data.augmentation(options.augment, (size, size)))
+    read = train_data.BatchReader(split, PREPROCESS, options, train_data.augmentation(options.augment, (size, size)))
     total = torch.zeros((), device=loop.device)
     epoch = 0
     while True:

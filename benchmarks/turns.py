@@ -29,7 +29,7 @@ from dyno.analysis.formatting import markdown_table
 from dyno.analysis.records.blocks import within
 from dyno.analysis.records.rounds import Round
 from dyno.engine.execute import Files
-from dyno.engine.turns import Group, Player
+from dyno.engine.turns import InterleavedGroup, InterleavedJob
 from dyno.jobs.launcher import launch
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
@@ -74,10 +74,10 @@ def ratio(one: Job, folder: Path, seed: str) -> dict[str, float]:
     order = random.Random(seed).sample(NAMES, 2)
     assert one.trial is not None
     if one.trial.plan.blocks:
-        players = [Player(one, folder / name, 1) for name in order]
+        players = [InterleavedJob(one, folder / name, 1) for name in order]
         for player in players:
             player.folder.mkdir(parents=True)
-        Group(players, seed, Progress(quiet=True), lambda _: None).play()
+        InterleavedGroup(players, seed, Progress(quiet=True), lambda _: None).play()
     else:
         for name in order:
             launch(one, folder / name, 600)

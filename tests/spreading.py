@@ -23,7 +23,7 @@ MARK = "DYNO_TESTS_OF_SPREADING"
 DRIVER = """
 import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress
 from dyno.placement import devices, spread
-devices.measure = lambda *asked: devices.Company(asked[2])
+devices.measure = lambda *asked: devices.StudyPlaces(asked[2])
 spread.run(Study.from_toml(Path(sys.argv[1])), Path(sys.argv[2]), Progress(quiet=True))
 """
 

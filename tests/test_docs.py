@@ -28,7 +28,7 @@ from dyno.datasets.data_format import DataFormat
 from dyno.engine import run_folder
 from dyno.worker import main, registry
 from dyno.worker.backend import Backend, FileFormat, Maker, Session
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import Facts
 from dyno.worker.inspection import Inspection
 from dyno.worker.record import STATUSES, Measurement, Record
@@ -176,7 +176,7 @@ def test_every_kind_of_job_is_described() -> None:
 
 @pytest.mark.parametrize(
     "kind",
-    [Job, Trial, Recipe, Artifact, ModelSpec, DataSpec, Dims, Plan, Record, Measurement, Facts, MadeBy, Inspection],
+    [Job, Trial, Recipe, Artifact, ModelSpec, DataSpec, Dims, Plan, Record, Measurement, Facts, MakerFacts, Inspection],
 )
 def test_every_field_of_a_job_and_a_record_is_described(kind: type) -> None:
     text = section("docs/file-format.md", "job.json") + section("docs/file-format.md", "record.json")

@@ -19,9 +19,9 @@ from typing import Any, Self
 
 from dyno.study_options import (
     ClusterOptions,
-    Compared,
+    ComparisonOptions,
     DataOptions,
-    Measurement,
+    MeasurementOptions,
     ModelOptions,
     RuntimeOptions,
     described,
@@ -112,7 +112,7 @@ def _parse_value(text: str) -> Option:
 
 
 @settings
-class Study(RuntimeOptions, ClusterOptions, Measurement, DataOptions, ModelOptions, Compared):
+class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, ModelOptions, ComparisonOptions):
     """Models x backends x precisions x batches x sizes, and how to measure them.
 
     In Python a model may also be a path, a module, or a pair of a module and its example inputs; the last two are

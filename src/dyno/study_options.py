@@ -70,7 +70,7 @@ def required(help: str) -> Any:
 
 
 @settings
-class Compared:
+class ComparisonOptions:
     """What to compare."""
 
     models: Models = required(MODEL_HELP)
@@ -165,7 +165,7 @@ class DataOptions:
 
 
 @settings
-class Measurement:
+class MeasurementOptions:
     """Measurement."""
 
     rounds: int = option(

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from dyno.analysis.records.results import TrialResult, load
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record, write_json, write_record
 from dyno.worker.spec import Artifact, Dims, Job, ModelSpec, Plan, Runtime, Tensor, Trial, from_json, to_json
@@ -41,7 +41,7 @@ def trial(folder: Path, medians: dict[tuple[str, str, str], float] | None = None
 def write(folder: Path, medians: dict[tuple[str, str, str], float], **changes: Any) -> None:
     """Write the run folder; see `trial`."""
     image = Tensor("input", "float32", changes.get("shape", SHAPE))
-    path, made_by = changes.get("engine", "/cache/net b8.engine"), from_json(MadeBy, changes.get("made_by", {}))
+    path, made_by = changes.get("engine", "/cache/net b8.engine"), from_json(MakerFacts, changes.get("made_by", {}))
     engine = Artifact(changes.get("format", "engine"), path, "e" * 64, 10, "fp16", (image,), (), 1.0, made_by=made_by)
     ran = Trial(
         ModelSpec("net", changes.get("source", "torchvision:resnet18")),

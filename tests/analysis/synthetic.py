@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 from synthetic_card import Card
 
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record, write_json, write_record
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Tensor, Trial, from_json, to_json
@@ -200,6 +200,6 @@ def _artifact(way: Way) -> Artifact:
               "bytes": 1_450_000}]  # fmt: skip
     image = Tensor("input", "float32", (way.batch, 3, way.size, way.size))
     how = {"backend": way.backend, "options": {}, "versions": {}, "warnings": [], "steps": steps}
-    made = from_json(MadeBy, how)
+    made = from_json(MakerFacts, how)
     return Artifact("onnx", "model.onnx", "c" * 64, 1_450_000, way.precision, (image,),
                     (Tensor("output", "float32", (way.batch, CLASSES)),), way.build, "", made)  # fmt: skip

@@ -20,7 +20,7 @@ from dyno.analysis.tables import compare
 from dyno.analysis.verdict import evaluation_summary, verdict
 from dyno.api.result import Result
 from dyno.engine import execute
-from dyno.planning.planned import Planned
+from dyno.planning.planned import PlannedTrial
 from dyno.store import Run
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Trial, UserError, to_json
 
@@ -238,7 +238,7 @@ def test_ground_truth_travels_with_the_run(tmp_path: Path) -> None:
     model = ModelSpec("net", "fake:net", task="detect")
     trial = Trial(model, "fake", "fp32", Dims(1, 8, 8), data=DataSpec("shapes", str(data), "f" * 64))
     for _ in range(2):
-        execute._copy_truth(Run(tmp_path / "run"), [Planned(trial)])
+        execute._copy_truth(Run(tmp_path / "run"), [PlannedTrial(trial)])
         kept = tmp_path / "run" / "truth" / "ffffffffffff.json"
         assert kept.read_text() == '{"images": []}' and len(list(kept.parent.iterdir())) == 1
         (data / "truth.json").write_text("changed later")

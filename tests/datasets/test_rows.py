@@ -93,7 +93,7 @@ def test_what_is_decoded_stays_when_unreadable_images_are_refused(
     assert prepared(photos, tmp_path).count == COUNT - 1
 
 
-def some(count: int, start: int = 0) -> list[rows.Timed]:
+def some(count: int, start: int = 0) -> list[rows.DecodedRow]:
     """Rows of which the third can't be read."""
     return [rows.timed("torn" if i == 2 else np.full((1, 2, 3), i, np.uint8), 0.5) for i in range(start, count)]
 
@@ -116,7 +116,7 @@ def test_only_whole_rows_are_gone_on_from(tmp_path: Path, harm: str) -> None:
         images.unlink()
     asked: list[int] = []
 
-    def source(start: int) -> list[rows.Timed]:
+    def source(start: int) -> list[rows.DecodedRow]:
         asked.append(start)
         return some(8, start)
 

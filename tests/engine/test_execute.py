@@ -21,7 +21,7 @@ from dyno.analysis.records import timeline
 from dyno.engine.execute import Files, execute
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
-from dyno.planning.planned import Planned
+from dyno.planning.planned import PlannedTrial
 from dyno.store import Cache, Run
 from dyno.worker import registry
 from dyno.worker.record import Record, read_record, write_record
@@ -153,7 +153,7 @@ def test_a_refusal_is_a_row_until_its_reason_is_gone(fake_study: Studies, tmp_pa
     (planned,) = expand(study)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "dyno.engine.execute.expand", lambda *_: [Planned(planned.trial, "x is not installed; pip install x")]
+            "dyno.engine.execute.expand", lambda *_: [PlannedTrial(planned.trial, "x is not installed; pip install x")]
         )
         assert run(study, tmp_path).began == []
         record = Run(tmp_path).record(planned.trial, 0)

@@ -180,7 +180,9 @@ def test_who_runs_out_of_memory_beside_others_is_tried_by_itself(
     study: Studies, tmp_path: Path, late: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     # Started last, so that others are alive by then.
-    monkeypatch.setattr(turns.Group, "_shuffle_items", lambda self, what, players: sorted(players, key=_memory_bound))
+    monkeypatch.setattr(
+        turns.InterleavedGroup, "_shuffle_items", lambda self, what, players: sorted(players, key=_memory_bound)
+    )
     crowded, never = f"{late}@latency_ms=1@most=1", f"{late}@latency_ms=3@most=0"
     run(study(SLOW, FAST, crowded, never, reference=SLOW), tmp_path / "run")
     records = stored(tmp_path / "run")
@@ -189,7 +191,7 @@ def test_who_runs_out_of_memory_beside_others_is_tried_by_itself(
     assert not records["1", "r0"]["facts"].get("turns")
 
 
-def _memory_bound(player: turns.Player | list[turns.Player]) -> int:
+def _memory_bound(player: turns.InterleavedJob | list[turns.InterleavedJob]) -> int:
     return int("most" in (player[0] if isinstance(player, list) else player).trial.options)
 
 
@@ -217,7 +219,7 @@ def test_the_memory_of_a_gpu_bounds_how_many_are_alive(
     study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processors: int
 ) -> None:
     card = Card()
-    monkeypatch.setattr(turns.Group, "_at_once", lambda _: processors)
+    monkeypatch.setattr(turns.InterleavedGroup, "_at_once", lambda _: processors)
     monkeypatch.setattr(turns, "find_gpu", lambda *_: card)
     monkeypatch.setattr(memory, "available", lambda: 1e12)
     run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
@@ -318,15 +320,15 @@ def test_what_is_missing_of_a_round_is_measured_beside_the_reference(study: Stud
 
 def test_memory_bounds_how_many_are_alive(study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alive: list[int] = []
-    advance = turns.Group._advance_players
+    advance = turns.InterleavedGroup._advance_players
 
-    def seen(self: turns.Group, players: list[turns.Player], word: str = "") -> None:
+    def seen(self: turns.InterleavedGroup, players: list[turns.InterleavedJob], word: str = "") -> None:
         alive.append(len(self.alive))
         advance(self, players, word)
 
-    monkeypatch.setattr(turns.Group, "_advance_players", seen)
+    monkeypatch.setattr(turns.InterleavedGroup, "_advance_players", seen)
     # A machine with room for two processes: each has what the others of its group have left.
-    monkeypatch.setattr(turns.Group, "_has_room", lambda self, player, count: len(self.alive) + count <= 2)
+    monkeypatch.setattr(turns.InterleavedGroup, "_has_room", lambda self, player, count: len(self.alive) + count <= 2)
     run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
     assert max(alive) == 2
     sets = {key[0]: r["facts"]["turns"]["set"] for key, r in stored(tmp_path).items()}
@@ -338,7 +340,7 @@ def test_memory_bounds_how_many_are_alive(study: Studies, tmp_path: Path, monkey
 def test_with_memory_for_one_it_is_one_after_the_other(
     study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(turns.Group, "_has_room", lambda *_: False)
+    monkeypatch.setattr(turns.InterleavedGroup, "_has_room", lambda *_: False)
     said: list[str] = []
     progress = Progress(quiet=True)
     monkeypatch.setattr(progress, "note", said.append)
@@ -367,11 +369,11 @@ def test_disturbed_blocks_are_measured_again_by_all(
     """Three blocks of 0.05 s were planned for each of two players; of those in place of others as many have room."""
     plan = Plan(seconds=0.15, blocks=3, block_s=0.05)
     job = SimpleNamespace(boundaries=("model",), trial=SimpleNamespace(plan=plan, label=""))
-    players: Any = [turns.Player(job, Path(), 0, said="ready model") for _ in range(2)]  # type: ignore[arg-type]
-    group = turns.Group(players, "seed", Progress(quiet=True), lambda player: None, alive=players)
+    players: Any = [turns.InterleavedJob(job, Path(), 0, said="ready model") for _ in range(2)]  # type: ignore[arg-type]
+    group = turns.InterleavedGroup(players, "seed", Progress(quiet=True), lambda player: None, alive=players)
     measured: list[int] = []
 
-    def block(measuring: list[turns.Player]) -> float:
+    def block(measuring: list[turns.InterleavedJob]) -> float:
         (player,) = measuring
         number = len(player.delays)
         measured.append(number)

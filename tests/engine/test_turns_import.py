@@ -16,7 +16,7 @@ import pytest
 from dyno import Study
 from dyno.engine import turns
 from dyno.engine.execute import execute
-from dyno.engine.turns import Group, Player
+from dyno.engine.turns import InterleavedGroup, InterleavedJob
 from dyno.jobs import memory
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
@@ -73,7 +73,7 @@ def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 @pytest.fixture
 def processors(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     """Let so many processes import at once, however many processors there are."""
-    return lambda number: monkeypatch.setattr(Group, "_at_once", lambda _: number)
+    return lambda number: monkeypatch.setattr(InterleavedGroup, "_at_once", lambda _: number)
 
 
 @pytest.fixture
@@ -149,14 +149,14 @@ def test_an_import_that_hangs_is_one_row(
     study: Studies, tmp_path: Path, processors: Callable[[int], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     processors(3)
-    imported: list[Player] = []
-    stop = Group._stop_player
+    imported: list[InterleavedJob] = []
+    stop = InterleavedGroup._stop_player
 
-    def stopped(self: Group, player: Player, elapsed: float, timed_out: bool) -> None:
+    def stopped(self: InterleavedGroup, player: InterleavedJob, elapsed: float, timed_out: bool) -> None:
         imported.extend([player] if player.said == IMPORTED else [])
         stop(self, player, elapsed, timed_out)
 
-    monkeypatch.setattr(Group, "_stop_player", stopped)
+    monkeypatch.setattr(InterleavedGroup, "_stop_player", stopped)
     # Hours pass for the conductor once the two others have imported, however long that takes here.
     clock = SimpleNamespace(sleep=time.sleep, monotonic=lambda: time.monotonic() + 1e4 * (len(imported) == 2))
     monkeypatch.setattr(turns, "time", clock)
@@ -183,15 +183,15 @@ def test_who_has_imported_needs_its_room(
     processors(3)
     # Room for two that nobody has seen, and for many of the size that they turn out to have.
     monkeypatch.setattr(memory, "available", lambda: 2 * memory.ROOM * memory.UNKNOWN_B + 1)
-    monkeypatch.setattr(Group, "_shuffle_items", lambda self, what, listed: list(listed))
+    monkeypatch.setattr(InterleavedGroup, "_shuffle_items", lambda self, what, listed: list(listed))
     together: list[tuple[int, bool]] = []
-    advance = Group._advance_players
+    advance = InterleavedGroup._advance_players
 
-    def seen(self: Group, players: Sequence[Player], word: str = "") -> None:
+    def seen(self: InterleavedGroup, players: Sequence[InterleavedJob], word: str = "") -> None:
         advance(self, players, word)
         together.extend([(len(players), self.largest > 0)] if not word else [])
 
-    monkeypatch.setattr(Group, "_advance_players", seen)
+    monkeypatch.setattr(InterleavedGroup, "_advance_players", seen)
     records = run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path / "run")
     assert together == [(2, False), (1, True)], "what an import takes isn't what a process needs"
     assert len({r["facts"]["turns"]["set"] for r in records.values()}) == 1, "all have room in the end"
@@ -203,8 +203,8 @@ def test_as_many_import_as_jobs_have_processors(study: Studies, monkeypatch: pyt
     def at_once(processors: int, threads: int, **how: bool) -> int:
         monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(processors)))
         job = Job("run", Runtime(threads=threads), planned.trial)
-        players = [Player(job, Path(), 0) for _ in range(5)]
-        return Group(players, "", Progress(quiet=True), lambda _: None, **how)._at_once()
+        players = [InterleavedJob(job, Path(), 0) for _ in range(5)]
+        return InterleavedGroup(players, "", Progress(quiet=True), lambda _: None, **how)._at_once()
 
     assert [at_once(16, 16), at_once(16, 4), at_once(2, 16), at_once(1, 1)] == [16, 4, 2, 1]
     assert at_once(1, 1, apart=True) == 5, "each has processors of its own"
@@ -213,8 +213,9 @@ def test_as_many_import_as_jobs_have_processors(study: Studies, monkeypatch: pyt
 def test_players_apart_import_and_load_at_once(study: Studies, tmp_path: Path, marks: Path) -> None:
     planned = expand(study(*(met(ms, importing=2, loading=2) for ms in (1, 2)), timeout=120.0))
     players = [
-        Player(Job("run", entry.trial.runtime, entry.trial, 1), tmp_path / entry.trial.id, 0) for entry in planned
+        InterleavedJob(Job("run", entry.trial.runtime, entry.trial, 1), tmp_path / entry.trial.id, 0)
+        for entry in planned
     ]
-    Group(players, "", Progress(quiet=True), lambda _: None, turns=turns.each_and_all, apart=True).play()
+    InterleavedGroup(players, "", Progress(quiet=True), lambda _: None, turns=turns.each_and_all, apart=True).play()
     assert [player.record.status for player in players if player.record] == ["ok", "ok"]
     assert all(len(windows(marks, what)) == 2 for what in ("importing", "loading"))

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.sessions.device_session import DeviceSession
-from dyno.worker.sessions.gpu import Device, Graph, Stopwatch, call
+from dyno.worker.sessions.gpu import CudaGraph, Device, Stopwatch, call
 from dyno.worker.spec import PARTS, Tensor, Unavailable, UserError
 
 pytestmark = pytest.mark.gpu
@@ -51,7 +51,7 @@ def test_a_graph_replays_and_a_stopwatch_sees_it() -> None:
     device = Device("cuda:0")
     size = 1 << 28
     a, b, stream = device.allocate(size), device.allocate(size), device.stream()
-    graph = Graph(stream, lambda: call(device.cuda.cuMemcpyDtoDAsync, b, a, size, stream))
+    graph = CudaGraph(stream, lambda: call(device.cuda.cuMemcpyDtoDAsync, b, a, size, stream))
     watch = Stopwatch(int(stream))
     watch.start()
     for _ in range(10):

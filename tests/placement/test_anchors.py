@@ -12,7 +12,7 @@ import pytest
 
 from dyno import Study
 from dyno.analysis.records.notes.devices import AnchorDevice
-from dyno.engine.turns import Group, Player
+from dyno.engine.turns import InterleavedGroup, InterleavedJob
 from dyno.jobs import memory
 from dyno.jobs.progress import Progress
 from dyno.placement import anchors, devices, places, spread
@@ -25,27 +25,28 @@ Studies = Callable[..., Study]
 DEVICES = "cpu:0,cpu:1"
 
 
-def measure(study: Study, folder: Path, progress: Progress) -> devices.Company:
+def measure(study: Study, folder: Path, progress: Progress) -> devices.StudyPlaces:
     folder.mkdir(exist_ok=True)
     found = places.places(DEVICES)
     return devices.measure(places.at_one(study, found), folder, found, progress)
 
 
 def wrap(
-    monkeypatch: pytest.MonkeyPatch, around: Callable[[Group, Sequence[Player], Callable[[], float]], float]
+    monkeypatch: pytest.MonkeyPatch,
+    around: Callable[[InterleavedGroup, Sequence[InterleavedJob], Callable[[], float]], float],
 ) -> None:
     """Have `around` called for each block, with who measures and what measures it."""
-    block = Group._measure_block
+    block = InterleavedGroup._measure_block
     monkeypatch.setattr(
-        Group, "_measure_block", lambda self, players: around(self, players, lambda: block(self, players))
+        InterleavedGroup, "_measure_block", lambda self, players: around(self, players, lambda: block(self, players))
     )
 
 
-def place_of(player: Player) -> str:
+def place_of(player: InterleavedJob) -> str:
     return player.folder.parent.name
 
 
-def process(player: Player) -> psutil.Process:
+def process(player: InterleavedJob) -> psutil.Process:
     assert player.started is not None
     return psutil.Process(player.started.process.pid)
 
@@ -60,7 +61,7 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
 ) -> None:
     waited: list[tuple[str, float]] = []
 
-    def seen(group: Group, players: Sequence[Player], go: Callable[[], float]) -> float:
+    def seen(group: InterleavedGroup, players: Sequence[InterleavedJob], go: Callable[[], float]) -> float:
         if players[0].number == 1 and killed:
             raise KeyboardInterrupt
         others = [process(p) for p in group.alive if p not in players]
@@ -120,7 +121,7 @@ def test_without_memory_for_all_rounds_one_follows_the_other(
 ) -> None:
     alive: list[int] = []
 
-    def seen(group: Group, players: Sequence[Player], go: Callable[[], float]) -> float:
+    def seen(group: InterleavedGroup, players: Sequence[InterleavedJob], go: Callable[[], float]) -> float:
         alive.append(len(group.alive))
         return go()
 
@@ -134,7 +135,7 @@ def test_without_memory_for_all_rounds_one_follows_the_other(
 def test_the_study_goes_on_without_a_device_whose_process_dies(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(group: Group, players: Sequence[Player], go: Callable[[], float]) -> float:
+    def killed(group: InterleavedGroup, players: Sequence[InterleavedJob], go: Callable[[], float]) -> float:
         for player in players:
             if place_of(player) == "cpu1":
                 process(player).kill()
@@ -184,16 +185,16 @@ def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that
 
 def test_one_at_a_time_they_take_turns(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        devices, "measure", lambda *asked: devices.Company(asked[2], {place.machine for place in asked[2]})
+        devices, "measure", lambda *asked: devices.StudyPlaces(asked[2], {place.machine for place in asked[2]})
     )
     running: list[int] = []
 
-    class Counted(spread.Spread):
+    class Counted(spread.BlockScheduler):
         def _begin_block(self, *asked: Any) -> None:
             super()._begin_block(*asked)
             running.append(len(self.running))
 
-    monkeypatch.setattr(spread, "Spread", Counted)
+    monkeypatch.setattr(spread, "BlockScheduler", Counted)
     spread.run(fake_study(device=DEVICES, batches=(1, 2, 4)), tmp_path, Log())
     notes = [json.loads(path.read_text())["place"] for path in (tmp_path / "placements").glob("*.json")]
     assert sorted(notes) in (["cpu:0", "cpu:0", "cpu:1"], ["cpu:0", "cpu:1", "cpu:1"])

@@ -14,7 +14,7 @@ from dyno.analysis.records.results import Results
 from dyno.analysis.verdict.whole_run.devices import findings
 from dyno.placement import devices, places, process, spread
 from dyno.placement.places import Place
-from dyno.placement.running import Running
+from dyno.placement.running import RunningBlock
 from spreading import Log
 
 Studies = Callable[..., Study]
@@ -25,7 +25,7 @@ class Near:
 
     gone = False
 
-    def begin(self, folder: Path, place: Place) -> Running:
+    def begin(self, folder: Path, place: Place) -> RunningBlock:
         return process.BlockProcess(folder, place)
 
 
@@ -34,7 +34,7 @@ def places_of(*names: str) -> list[Place]:
     return [Place(name, "cpu", "a card", threads=1, machine=name.partition("/")[0], host=Near()) for name in names]
 
 
-def measure(study: Study, folder: Path, found: list[Place], log: Log) -> devices.Company:
+def measure(study: Study, folder: Path, found: list[Place], log: Log) -> devices.StudyPlaces:
     return devices.measure(places.at_one(study, found), folder, found, log)
 
 
@@ -73,15 +73,15 @@ def test_only_the_host_whose_devices_disturb_each_other_is_named(
 def test_blocks_are_measured_one_at_a_time_on_that_host_only(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2], {"a"}))
+    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2], {"a"}))
     busy: list[list[str]] = []
 
-    class Counted(spread.Spread):
+    class Counted(spread.BlockScheduler):
         def _begin_block(self, *asked: Any) -> None:
             super()._begin_block(*asked)
             busy.append(sorted(one.place.machine for _, one in self.running.values()))
 
-    monkeypatch.setattr(spread, "Spread", Counted)
+    monkeypatch.setattr(spread, "BlockScheduler", Counted)
     study, log = fake_study(batches=(1, 2, 3, 4, 5, 6), rounds=1), Log()
     spread._run_blocks(study, tmp_path, places_of("a/0", "a/1", "b/0", "b/1"), log, retry_failed=False)
     assert len(busy) == 6 and all(machines.count("a") <= 1 for machines in busy)

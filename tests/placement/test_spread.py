@@ -22,7 +22,7 @@ from dyno.analysis.verdict import verdict
 from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
 from dyno.placement import devices, process, spread
-from dyno.placement.running import Running
+from dyno.placement.running import RunningBlock
 from dyno.worker import system
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
@@ -55,7 +55,7 @@ def records(folder: Path) -> dict[str, int]:
 @pytest.fixture
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody measures whether the shares disturb each other."""
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2]))
+    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2]))
 
 
 @pytest.mark.slow
@@ -90,10 +90,10 @@ def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Stu
 def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started: list[Running] = []
+    started: list[RunningBlock] = []
     start = process.start
 
-    def noted(*arguments: Any, **named: Any) -> Running:
+    def noted(*arguments: Any, **named: Any) -> RunningBlock:
         started.append(start(*arguments, **named))
         return started[-1]
 
@@ -120,13 +120,13 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
 def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2]))
+    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2]))
     study = fake_study(device=DEVICES, batches=(1, 2), rounds=6)
     (tmp_path / "study.toml").write_text(study.to_toml())
     code = (
         "import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress\n"
         "from dyno.placement import devices, spread\n"
-        "devices.measure = lambda *asked: devices.Company(asked[2])\n"
+        "devices.measure = lambda *asked: devices.StudyPlaces(asked[2])\n"
         "spread.run(Study.from_toml(Path(sys.argv[1])), Path(sys.argv[2]), Progress(quiet=True))\n"
     )
     folder = tmp_path / "run"

@@ -15,7 +15,7 @@ import pytest
 
 import preloaded
 from dyno.worker.backend import Session
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Preprocess, Runtime, Tensor, Trial
 
 SIZE = 8
@@ -59,7 +59,7 @@ class Digits:
         inputs = (Tensor("input", "float32", (batch, 1, SIZE, SIZE)),)
         made_outputs = (Tensor("output", "float32", (batch, 10)),)
         digest = hashlib.sha256(content).hexdigest()
-        made_by = MadeBy(backend="onnx_export", parameters=1234)
+        made_by = MakerFacts(backend="onnx_export", parameters=1234)
         return Artifact("onnx", str(path), digest, len(content), precision, inputs, made_outputs, 0.0, made_by=made_by)
 
     @staticmethod

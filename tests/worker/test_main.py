@@ -21,11 +21,11 @@ from dyno.worker.backend import Backend, Maker
 from dyno.worker.backends import fake
 from dyno.worker.backends.fake import Fake, FakeSession
 from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.facts.files import MadeBy
-from dyno.worker.facts.job import Answered
+from dyno.worker.facts.files import MakerFacts
+from dyno.worker.facts.job import AnsweredImages
 from dyno.worker.facts.precision import PrecisionTruth
 from dyno.worker.jobs import run_trial
-from dyno.worker.jobs.turns import Alone
+from dyno.worker.jobs.turns import Uninterleaved
 from dyno.worker.journal import Journal
 from dyno.worker.main import perform
 from dyno.worker.record import Record, read_record, write_json
@@ -49,7 +49,7 @@ TENSORS = (Tensor("input", "float32", (1, 1, 4, 4)),)
 
 
 def done(job: Job, folder: Path) -> Record:
-    return perform(job, Journal(folder, job), Alone())
+    return perform(job, Journal(folder, job), Uninterleaved())
 
 
 def use(monkeypatch: pytest.MonkeyPatch, name: str, made: Backend | Maker) -> None:
@@ -103,14 +103,14 @@ def test_what_the_engine_says_becomes_facts_and_measurements(
             return Built(trial)
 
     use(monkeypatch, "says", Says())
-    made_by = MadeBy(backend="x", weights_sha256="ab", parameters=77)
+    made_by = MakerFacts(backend="x", weights_sha256="ab", parameters=77)
     artifact = Artifact("onnx", "/x", "cd", 1234, "fp32", TENSORS, TENSORS, 1.0, made_by=made_by)
     trial = fake_trial("says")
     record = done(Job("run", trial.runtime, trial, artifact=artifact), tmp_path)
     values = {m.tag: m.value for m in record.measurements if m.value is not None}
     assert values.items() >= {"layers": 21.0, "build": 2.5, "parameters": 77.0, "file_size": 1234.0}.items()
     assert record.facts.weights_sha256 == "ab"
-    assert record.facts.data == Answered("random", "test", 5)
+    assert record.facts.data == AnsweredImages("random", "test", 5)
     assert record.facts.other == {"mine": [1]}, "what a plug-in says besides is kept"
     assert "asked for fp32: it ran 0 of 1 compute layers in float32" in record.warnings
 
@@ -122,7 +122,7 @@ def test_a_made_file_remembers_the_whole_chain(tmp_path: Path, monkeypatch: pyte
         def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
             path = folder / "made.bin"
             path.write_bytes(b"12345" * (2 if parent else 1))
-            made_by = MadeBy(backend="writer", weights_sha256="" if parent else "ab")
+            made_by = MakerFacts(backend="writer", weights_sha256="" if parent else "ab")
             size = path.stat().st_size
             return Artifact("bin", str(path), "ab", size, recipe.precision, TENSORS, TENSORS, 0.0, made_by=made_by)
 

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dyno.worker.facts.files import MadeBy, Step
+from dyno.worker.facts.files import MakerFacts, MakerStep
 from dyno.worker.spec import (
     Artifact,
     DataSpec,
@@ -46,7 +46,7 @@ ARTIFACT = Artifact(
     (),
     1.5,
     "aa",
-    MadeBy(other={"k": [1]}, steps=(Step("m"),)),
+    MakerFacts(other={"k": [1]}, steps=(MakerStep("m"),)),
 )
 JOB = Job("run", Runtime("old", "/p", {"A": "1"}), TRIAL, 2, RECIPE, ARTIFACT, "x", {"n": [1, {"m": None}]})
 

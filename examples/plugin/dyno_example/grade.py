@@ -9,7 +9,7 @@ import numpy as np
 
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
-from dyno.worker.tasks.task import Arrays, Collector, Evaluated, OutputShapes, Task
+from dyno.worker.tasks.task import Arrays, Collector, EvaluationInputs, OutputShapes, Task
 
 
 class Grades(Collector):
@@ -44,7 +44,7 @@ class Grade(Task):
             raise UserError(f"{model.name} gives {shapes}; a network for grade gives batch x 1")
         return Purpose()
 
-    def collector(self, evaluated: Evaluated) -> Collector:
+    def collector(self, evaluated: EvaluationInputs) -> Collector:
         """The same with random inputs."""
         return Grades(evaluated)
 

@@ -17,7 +17,7 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session, artifact_of
 from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.precision import precision_truth
 from dyno.worker.inputs.shapes import fitted, static_shapes
 from dyno.worker.option_values import one_of
@@ -82,7 +82,7 @@ class NumpyNetMaker(Maker):
         started = time.perf_counter()
         path = Path(recipe.model.file) if recipe.model.file else _written(recipe, folder / "model.npnet")
         about, weights = _read(str(path))
-        made_by = MadeBy(
+        made_by = MakerFacts(
             backend=self.name,
             versions={"numpy": np.__version__},
             parameters=sum(value.size for value in weights.values()),

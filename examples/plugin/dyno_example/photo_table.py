@@ -5,7 +5,7 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from dyno.datasets.data_format import DataFormat, Wanted
+from dyno.datasets.data_format import DataFormat, ScanRequest
 from dyno.datasets.photos import Listing, Photo, calibration_photos, printable
 from dyno.worker.spec import UserError
 
@@ -24,7 +24,7 @@ class PhotoTable(DataFormat):
         """By the table alone: whether it is right is for `scan` to say."""
         return (path / TABLE).is_file() if path.is_dir() else path.suffix in self.suffixes
 
-    def scan(self, path: Path, wanted: Wanted) -> Listing:
+    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
         """A label is the class's place in the classes' order."""
         table = path / TABLE if path.is_dir() else path
         with open(table, encoding="utf-8", newline="") as f:

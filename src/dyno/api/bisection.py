@@ -29,7 +29,7 @@ FAIL_ON = "slower=5%"
 
 
 @dataclass(frozen=True)
-class Step:
+class BisectionStep:
     """One version: the outcome, its reason, and the comparison with the first one where there is one."""
 
     name: str
@@ -50,7 +50,7 @@ class Bisection:
     """The steps in order, and the result: `good` and `bad` are the last good and the first bad version, "" for none;
     `between` are the skipped ones in between, `undecided` is why there is no answer."""
 
-    steps: tuple[Step, ...]
+    steps: tuple[BisectionStep, ...]
     first: str
     good: str = ""
     bad: str = ""
@@ -128,7 +128,7 @@ def bisect(
         raise UserError("bisect needs two or more versions, the good one first")
     folder = folder_for(out, "bisect", [source])
     settings = {"backends": (backend,), **settings}
-    search = Search(source, backend, interpreters, folder, fail_on, settings, Progress(quiet=quiet))
+    search = BisectionSearch(source, backend, interpreters, folder, fail_on, settings, Progress(quiet=quiet))
     return search.run()
 
 
@@ -150,7 +150,7 @@ def _has_requirement(name: str, library: str) -> bool:
 
 
 @dataclass
-class Search:
+class BisectionSearch:
     """A binary search over versions, of which the first is good."""
 
     model: str
@@ -160,14 +160,14 @@ class Search:
     fail_on: str
     settings: Mapping[str, Any]
     progress: Progress
-    steps: list[Step] = field(default_factory=list)
+    steps: list[BisectionStep] = field(default_factory=list)
     pythons: dict[str, str] = field(default_factory=dict)
 
     def run(self) -> Bisection:
         """Try versions until the first bad one is known, or none is left to try."""
         names = list(self.interpreters)
         while names and (reason := self._check_version(names[0])):
-            self._record_step(Step(names.pop(0), SKIPPED, reason))
+            self._record_step(BisectionStep(names.pop(0), SKIPPED, reason))
         if len(names) < 2:
             return Bisection(tuple(self.steps), "", undecided="fewer than two versions can be run")
         outcome, high = SKIPPED, len(names)
@@ -200,7 +200,7 @@ class Search:
     def _compare_version(self, first: str, name: str) -> str:
         """Compare the version with the first one and return the outcome."""
         if reason := self._check_version(name):
-            return self._record_step(Step(name, SKIPPED, reason))
+            return self._record_step(BisectionStep(name, SKIPPED, reason))
         a, b = ({self._runtime: {"python": self.pythons[version]}} for version in (first, name))
         folder = self.folder / "".join(c if c.isalnum() or c in ".-_" else "-" for c in name)
         comparison = compare(
@@ -228,22 +228,22 @@ class Search:
         self.pythons[name] = python
         return ""
 
-    def _record_step(self, step: Step) -> str:
+    def _record_step(self, step: BisectionStep) -> str:
         self.steps.append(step)
         self.progress.note(step.line)
         return step.outcome
 
 
-def _judge_version(name: str, first: str, comparison: Comparison) -> Step:
+def _judge_version(name: str, first: str, comparison: Comparison) -> BisectionStep:
     """Return a version's step, judged by its comparison; a version that failed or has wrong outputs is skipped."""
     rows = comparison.rows
     if failed := next((r for r in rows if r["status_a"] != "ok"), None):
-        return Step(name, UNDECIDED, f"{first} is {failed['status_a']}", comparison)
+        return BisectionStep(name, UNDECIDED, f"{first} is {failed['status_a']}", comparison)
     if comparison.exit_code == 1:
-        return Step(name, BAD, "", comparison)
+        return BisectionStep(name, BAD, "", comparison)
     if comparison.exit_code == 0:
-        return Step(name, GOOD, "", comparison)
+        return BisectionStep(name, GOOD, "", comparison)
     row: Row = next(r for r in rows if undecided(r))
     ran = row["status"] == "ok" and row["ratio"] == row["ratio"] and row["ratio"] is not None
     reason = undecided(row) if row["status"] == "ok" else f"{row['status']}, {row['reason']}"
-    return Step(name, UNDECIDED if ran else SKIPPED, reason, comparison)
+    return BisectionStep(name, UNDECIDED if ran else SKIPPED, reason, comparison)

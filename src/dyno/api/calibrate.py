@@ -23,7 +23,7 @@ from dyno.analysis.self_test.stored import ProcessPair, StoredSelfTest, TestRoun
 from dyno.engine import self_test
 from dyno.engine.device_lock import held
 from dyno.engine.execute import Files
-from dyno.engine.turns import Group, Player
+from dyno.engine.turns import InterleavedGroup, InterleavedJob
 from dyno.jobs.progress import Progress
 from dyno.planning.checks import check_device
 from dyno.planning.defaults import SELF_TEST_MINUTES
@@ -181,11 +181,11 @@ def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, 
         artifact = others if index else first
         # Counted from 1: round 0 of a trial evaluates, which nobody needs here.
         own = Job("run", trial.runtime, trial, artifact=artifact, round=number + 1, options={SLOWDOWN: share})
-        players.append(Player(own, place / str(index), number))
+        players.append(InterleavedJob(own, place / str(index), number))
         players[-1].folder.mkdir(parents=True)
     before = psutil.cpu_times()
     with held(trial.runtime, progress.waiting):
-        Group(players, f"self-test {number}", Progress(quiet=True), lambda _: None).play()
+        InterleavedGroup(players, f"self-test {number}", Progress(quiet=True), lambda _: None).play()
     measured = [_read_round(player, len(players)) for player in players]
     medians = [process.block_medians("latency", "model") for process in measured]
     pairs = [
@@ -198,7 +198,7 @@ def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, 
     )
 
 
-def _read_round(player: Player, count: int) -> Round:
+def _read_round(player: InterleavedJob, count: int) -> Round:
     """Return the round that the player's process measured; raise `UserError` if the process failed."""
     record = player.record
     if record is None:

@@ -21,7 +21,7 @@ from dyno.engine.execute import execute
 from dyno.engine.run_folder import earlier, overwritten, stored
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import default_runner, folder_for
-from dyno.planning.planned import Part
+from dyno.planning.planned import TrialSelection
 from dyno.sources import commits
 from dyno.sources.model_files import keeps_weights
 from dyno.study import Study
@@ -172,7 +172,7 @@ def measured(study: Study, folder: Path, rules: GateRules, progress: Progress) -
         return comparison
     progress.note(f"measured again before it is judged: {', '.join(map(verdict.where, suspects))}")
     ids = {r[name] for r in suspects for name in ("trial_a", "trial_b")}
-    execute(replace(study, rounds=2 * study.rounds), folder, progress, only=Part(ids))
+    execute(replace(study, rounds=2 * study.rounds), folder, progress, only=TrialSelection(ids))
     return Comparison(tables.of_sides(load(folder), rules), folder)
 
 

@@ -18,9 +18,9 @@ from dyno.planning.defaults import DEMO_MINUTES, EVALUATION, ONE_ROUND, SELF_TES
 from dyno.study_options import (
     MODEL_HELP,
     ClusterOptions,
-    Compared,
+    ComparisonOptions,
     DataOptions,
-    Measurement,
+    MeasurementOptions,
     ModelOptions,
     RuntimeOptions,
 )
@@ -49,7 +49,7 @@ app = typer.Typer(
 )
 app.add_typer(data_commands.app, name="data", rich_help_panel=MAKE)
 
-ONE = (Compared, ModelOptions, DataOptions, RuntimeOptions)
+ONE = (ComparisonOptions, ModelOptions, DataOptions, RuntimeOptions)
 # Defaults that go by the kind of file.
 FIXED = "the file's fixed batch"
 BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
@@ -102,7 +102,7 @@ def demo(
 
 
 @command(MEASURE)
-@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, ClusterOptions)
+@options.takes(ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, ClusterOptions)
 def run(
     overrides: options.Overrides,
     models: options.Studied,
@@ -125,7 +125,7 @@ def run(
 
 
 @command(READ)
-@options.takes(Compared, DataOptions, Measurement, only="reference budget equivalent")
+@options.takes(ComparisonOptions, DataOptions, MeasurementOptions, only="reference budget equivalent")
 def show(
     overrides: options.Overrides,
     run: Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN")] = None,
@@ -172,7 +172,7 @@ def report(
 
 
 @command(MAKE)
-@options.takes(Compared, ModelOptions, DataOptions, omit=options.NOT_FOR_FILES)
+@options.takes(ComparisonOptions, ModelOptions, DataOptions, omit=options.NOT_FOR_FILES)
 def export(
     overrides: options.Overrides,
     model: options.Model,
@@ -218,12 +218,14 @@ def build(
     """Build an engine's own file from ONNX or any model: a TensorRT engine, an OpenVINO IR."""
     from dyno.cli import files
 
-    request = files.Build(backend, precision, static, files.profile(profile, low, opt, high), tuple(option), repeat)
+    request = files.BuildOptions(
+        backend, precision, static, files.profile(profile, low, opt, high), tuple(option), repeat
+    )
     raise typer.Exit(files.build(overrides, model, out, request))
 
 
 @command(MEASURE)
-@options.takes(*ONE, Measurement, omit=f"{NOT_FOR_ONE} compared budget", **BY_FILE)
+@options.takes(*ONE, MeasurementOptions, omit=f"{NOT_FOR_ONE} compared budget", **BY_FILE)
 def time(
     overrides: options.Overrides,
     models: options.Models,
@@ -281,7 +283,7 @@ def agree(
 @command(MEASURE)
 @options.takes(
     *ONE,
-    Measurement,
+    MeasurementOptions,
     omit=f"{NOT_FOR_ONE} compared",
     data=...,
     **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"},
@@ -315,7 +317,7 @@ command(READ, "open")(run_folders.open_report)
 
 
 @command(MACHINE)
-@options.takes(Compared, ModelOptions, RuntimeOptions, omit="backends routes reference")
+@options.takes(ComparisonOptions, ModelOptions, RuntimeOptions, omit="backends routes reference")
 def calibrate(
     overrides: options.Overrides,
     model: Annotated[

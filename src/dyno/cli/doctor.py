@@ -59,7 +59,7 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for name, table in others.items():
         runtime = Runtime(name=name, python=table["python"], threads=threads)
         places += [(backend, runtime) for backend in ([name] if name in registry.names() else registry.names())]
-    pending = _Pending(len(places))
+    pending = _ProbeProgress(len(places))
     # Side by side: nothing is timed here, and most of a probe is spent importing a library.
     with tempfile.TemporaryDirectory() as scratch, pending.shown(), ThreadPoolExecutor(threads) as pool:
         folders = [Path(scratch) / str(i) for i in range(len(places))]
@@ -67,7 +67,7 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
         return [*rows, *_iter_broken()]
 
 
-class _Pending:
+class _ProbeProgress:
     """Which backends have yet to answer, on standard error: one line on a terminal, elsewhere one per answer."""
 
     def __init__(self, total: int) -> None:
@@ -98,7 +98,7 @@ class _Pending:
         return Text(f"{self.answered}/{self.total} answered; waiting for {running}")
 
 
-def _probe_backend(name: str, runtime: Runtime, folder: Path, pending: _Pending) -> dict[str, Any]:
+def _probe_backend(name: str, runtime: Runtime, folder: Path, pending: _ProbeProgress) -> dict[str, Any]:
     who = f"{name} in {runtime.python}" if runtime.python else name
     pending.tick(who, 0.0)
     job = Job("probe", runtime, backend=name)

@@ -52,7 +52,7 @@ def export(
 
 
 @dataclass(frozen=True)
-class Build:
+class BuildOptions:
     """The options of `dyno build`: `backend` "" goes by the file's suffix, `profile` "" is a static `batch`, which is 1
     if None."""
 
@@ -80,7 +80,7 @@ def profile(shapes: str, low: int, opt: int, high: int) -> str:
     return ":".join(map(str, batches))
 
 
-def build(overrides: Overrides, model: str, out: Path, request: Build) -> int:
+def build(overrides: Overrides, model: str, out: Path, request: BuildOptions) -> int:
     """Write an engine's own file; with `repeat`, build it several times and say whether the builds differ."""
     for name, value in (("--batch", request.batch), ("--repeat", request.repeat)):
         if value is not None and value < 1:

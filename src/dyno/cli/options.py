@@ -17,9 +17,9 @@ from dyno.study import parse_budget
 from dyno.study_options import (
     MODEL_HELP,
     ClusterOptions,
-    Compared,
+    ComparisonOptions,
     DataOptions,
-    Measurement,
+    MeasurementOptions,
     ModelOptions,
     RuntimeOptions,
 )
@@ -32,10 +32,10 @@ ALL = "--help-all"
 PANELS: dict[type, str] = {
     VideoOptions: "Video",
     ServeOptions: "Requests",
-    Compared: "What to compare",
+    ComparisonOptions: "What to compare",
     ModelOptions: "Model",
     DataOptions: "Data and accuracy",
-    Measurement: "Measurement",
+    MeasurementOptions: "Measurement",
     RuntimeOptions: "Where it runs",
     ClusterOptions: "Where it runs",
 }

@@ -8,7 +8,7 @@ from typing import Any
 import typer
 
 from dyno.cli import options
-from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.study_options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
 from dyno.worker.serve.options import ServeOptions
 
 UNUSED = (
@@ -18,7 +18,7 @@ UNUSED = (
 
 
 @options.takes(
-    Compared, ServeOptions, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED,
+    ComparisonOptions, ServeOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=UNUSED,
     backends="the one for this kind of model", batches="8; of a file 1, or its fixed batch",
     rounds="1, or 3 where engines are compared", seconds=1.0, warmup=0.5,
     compared="32, or four times --batch up to 512, or three times",

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dyno.datasets import cache as store
-from dyno.datasets.data_format import Wanted
+from dyno.datasets.data_format import ScanRequest
 from dyno.datasets.data_format import format_of as format_of
 from dyno.datasets.data_format import formats as formats
 from dyno.datasets.decode import Progress as Progress
@@ -24,7 +24,7 @@ from dyno.datasets.decode import Transform, library_version
 from dyno.datasets.folders import calibration_listing
 from dyno.datasets.photos import CALIBRATION, DecodeOptions, cached_data, spec, stratified_order
 from dyno.datasets.photos import OnUnreadable as OnUnreadable
-from dyno.datasets.rows import Timed, timed
+from dyno.datasets.rows import DecodedRow, timed
 from dyno.worker.extras import distribution, install
 from dyno.worker.spec import DataSpec, Preprocess, Unavailable, UserError, absolute
 
@@ -52,7 +52,7 @@ def digits(cache: Path, size: int = 64) -> DataSpec:
         about = {"name": "digits", "photographs": "digits", "classes": [str(n) for n in range(10)], "made_by": made_by}
         about |= transform.identity
 
-        def rows(start: int) -> Iterator[Timed]:
+        def rows(start: int) -> Iterator[DecodedRow]:
             for image in small[start:]:
                 began = time.perf_counter()
                 pixels = transform.pixels(image)
@@ -112,7 +112,7 @@ def load(
     transform = Transform(size, preprocess, channels, upright=objects)
     options = DecodeOptions(Path(cache), transform, on_unreadable, progress, seed, aside)
     skip = on_unreadable == "skip"
-    listing = data_format.scan(path, Wanted(calibration, seed, train, objects, needs, outputs, set_aside, skip))
+    listing = data_format.scan(path, ScanRequest(calibration, seed, train, objects, needs, outputs, set_aside, skip))
     return cached_data(listing, path, options)
 
 

@@ -14,7 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from dyno.datasets.boxes import Annotation, Labels, checked_box, checked_keypoints, checked_polygon, polygon_area
-from dyno.datasets.data_format import DataFormat, Wanted
+from dyno.datasets.data_format import DataFormat, ScanRequest
 from dyno.datasets.label_files import is_coco
 from dyno.datasets.photos import (
     Annotations,
@@ -50,14 +50,14 @@ class Coco(DataFormat):
     def fits(self, path: Path) -> bool:
         return bool(_find_files(path)) if path.is_dir() else path.suffix in self.suffixes
 
-    def scan(self, path: Path, wanted: Wanted) -> Listing:
+    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
         return _scan_annotations(path, wanted)
 
 
 COCO = Coco()
 
 
-def _scan_annotations(path: Path, wanted: Wanted) -> Listing:
+def _scan_annotations(path: Path, wanted: ScanRequest) -> Listing:
     file = path if path.is_file() else chosen(path, wanted.needs)
     about = _read_file(file)
     about.leave_out_roots(wanted.outputs)

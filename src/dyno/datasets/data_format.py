@@ -16,7 +16,7 @@ GROUP = "dyno.datasets"
 
 
 @dataclass(frozen=True)
-class Wanted:
+class ScanRequest:
     """What a scan should list.
 
     `calibration` is the number of calibration images, or a folder of them; `train`: training images too. The model
@@ -54,7 +54,7 @@ class DataFormat(ABC):
         """Return whether the path is a data set of this format: a folder, or a file with one of the suffixes."""
 
     @abstractmethod
-    def scan(self, path: Path, wanted: Wanted) -> Listing:
+    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
         """List its images; raises `UserError`, one line."""
 
 

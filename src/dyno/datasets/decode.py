@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dyno.datasets.decoding import processes
-from dyno.datasets.rows import Row, Timed, timed
+from dyno.datasets.rows import DecodedRow, Row, timed
 from dyno.worker.extras import install
 from dyno.worker.inputs.letterbox import geometry
 from dyno.worker.spec import Preprocess, Unavailable, UserError, to_json
@@ -146,7 +146,7 @@ def _in_colours(image: Any, channels: int) -> Any:
 
 def decoded(
     paths: list[Path], transform: Transform, progress: Progress | None = None, start: int = 0
-) -> Iterator[Timed]:
+) -> Iterator[DecodedRow]:
     """Yield each file's pixels, or why it can't be read, in order from `start` on, with the seconds of one thread.
 
     Threads and processes decode the same pixels. Threads begin, because Pillow decodes and resizes outside the
@@ -159,7 +159,7 @@ def decoded(
         report(done, len(paths))
 
 
-def _iter_rows(paths: list[Path], transform: Transform, start: int, cores: int) -> Iterator[Timed]:
+def _iter_rows(paths: list[Path], transform: Transform, start: int, cores: int) -> Iterator[DecodedRow]:
     done, seconds = start, 0.0
     for row in _by_threads(paths[: start + 8 * cores] if cores > FEW_CORES else paths, transform, start):
         done, seconds = done + 1, seconds + row.seconds
@@ -167,7 +167,9 @@ def _iter_rows(paths: list[Path], transform: Transform, start: int, cores: int) 
     left = len(paths) - done
     if left and left * seconds / (done - start) > WORTH_S * MOST_THREADS:
         slots = _in_flight(cores, transform)
-        with suppress(processes.Died, OSError):  # an image kills its decoder, there is too little memory: threads go on
+        with suppress(
+            processes.DecoderDied, OSError
+        ):  # an image kills its decoder, there is too little memory: threads go on
             for row in processes.rows(paths, transform.made_of, transform.shape, done, cores, slots):
                 done += 1
                 yield row
@@ -180,12 +182,12 @@ def _in_flight(workers: int, transform: Transform) -> int:
     return min(many, 64 * workers)
 
 
-def _by_threads(paths: list[Path], transform: Transform, start: int) -> Iterator[Timed]:
+def _by_threads(paths: list[Path], transform: Transform, start: int) -> Iterator[DecodedRow]:
     register_formats()
     workers = threads()
     chunk = _in_flight(workers, transform)
 
-    def read_row(path: Path) -> Timed:
+    def read_row(path: Path) -> DecodedRow:
         began = time.perf_counter()
         row = transform.read(path)
         return timed(row, time.perf_counter() - began)

@@ -29,7 +29,7 @@ PART = ".part"
 
 
 @dataclass
-class Sorted:
+class SortCounts:
     """Counts of images placed, images already there and classes, and the names of images without a label."""
 
     placed: int = 0
@@ -50,7 +50,7 @@ def sort(
     order: str = "",
     transfer: Transfer = "link",
     progress: Callable[[int, int], None] = lambda done, total: None,
-) -> Sorted:
+) -> SortCounts:
     """Put every image of the folder into `out/val/<synset>/`, as a hard link, a copy or moved there.
 
     Files that are there already stay as they are, so that a run that was stopped can be resumed. Raises `UserError` for
@@ -68,7 +68,7 @@ def sort(
     wanted = {name: label for name, label in label_of.items() if label}
     if not wanted:
         raise UserError(f"no image in {folder} has a synset in its name, e.g. {names[0]}; give --labels")
-    done = Sorted(classes=len(set(wanted.values())), unlabelled=[name for name in names if name not in wanted])
+    done = SortCounts(classes=len(set(wanted.values())), unlabelled=[name for name in names if name not in wanted])
     for number, (name, label) in enumerate(wanted.items(), 1):
         new = _place_file(folder / name, target / label / name, transfer)
         done.placed, done.there = done.placed + new, done.there + (not new)

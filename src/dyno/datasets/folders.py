@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.datasets.data_format import DataFormat, Wanted
+from dyno.datasets.data_format import DataFormat, ScanRequest
 from dyno.datasets.label_files import warn_labels
 from dyno.datasets.photos import (
     EXTENSIONS,
@@ -45,7 +45,7 @@ class ClassFolders(DataFormat):
     def fits(self, path: Path) -> bool:
         return path.is_dir() and not IMAGES.fits(path)
 
-    def scan(self, path: Path, wanted: Wanted) -> Listing:
+    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
         return scan(path, wanted.calibration, wanted.seed, wanted.train, wanted.outputs)
 
 
@@ -62,7 +62,7 @@ class UnlabelledImages(DataFormat):
         folders = any(inner.is_dir() and not is_system(inner.name) for inner in path.iterdir())
         return not folders and bool(images(path))
 
-    def scan(self, path: Path, wanted: Wanted) -> Listing:
+    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
         return replace(scan(path, wanted.calibration, wanted.seed, wanted.train), sized=wanted.objects)
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from dyno.datasets import cache as store
 from dyno.datasets.decode import Progress, Transform, decoded, image_sizes, library_version
-from dyno.datasets.rows import Timed
+from dyno.datasets.rows import DecodedRow
 from dyno.worker.spec import DataSpec, UserError, absolute
 
 EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
@@ -279,7 +279,7 @@ def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptio
         _all_classes(listing, unreadable, lines[0])
         return lines
 
-    def iter_rows(start: int) -> Iterator[Timed]:
+    def iter_rows(start: int) -> Iterator[DecodedRow]:
         return decoded(paths, options.transform, options.progress, start)
 
     return store.Content(

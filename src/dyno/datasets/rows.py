@@ -20,7 +20,7 @@ import numpy as np
 Row = np.ndarray | str  # an image, or why it can't be read
 
 
-class Timed(NamedTuple):
+class DecodedRow(NamedTuple):
     """A row, the seconds that one thread spent on it, and a hash of its pixels, "" where there are none."""
 
     row: Row
@@ -28,19 +28,21 @@ class Timed(NamedTuple):
     seal: str
 
 
-Source = Callable[[int], Iterable[Timed]]  # the rows from that one on
+Source = Callable[[int], Iterable[DecodedRow]]  # the rows from that one on
 
 
-def timed(row: Row, seconds: float) -> Timed:
+def timed(row: Row, seconds: float) -> DecodedRow:
     """Return the row with its seal, computed by the decoding thread: one thread to seal all would hold up sixteen.
 
     Blake2b takes half of sha256's time if the processor has no instruction for that.
     """
-    return Timed(row, seconds, "" if isinstance(row, str) else hashlib.blake2b(row.data, digest_size=32).hexdigest())
+    return DecodedRow(
+        row, seconds, "" if isinstance(row, str) else hashlib.blake2b(row.data, digest_size=32).hexdigest()
+    )
 
 
 @dataclass
-class Written:
+class RowFileState:
     """The state of images.npy: a sha256 of its rows' seals, its number of rows, why others are missing, seconds."""
 
     sha: Any = field(default_factory=hashlib.sha256)
@@ -53,7 +55,7 @@ class Written:
         """Rows that were tried."""
         return self.kept + len(self.unreadable)
 
-    def add(self, decoded: Timed) -> None:
+    def add(self, decoded: DecodedRow) -> None:
         """Count one more row."""
         if isinstance(decoded.row, str):
             self.unreadable[self.done] = decoded.row
@@ -63,12 +65,12 @@ class Written:
         self.seconds += decoded.seconds
 
 
-def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows: Source) -> Written:
+def write(images: Path, journal: Path, shape: tuple[int, ...], count: int, rows: Source) -> RowFileState:
     """Write `count` rows of `shape` to images.npy, resuming after the rows that a killed run left there.
 
     Plain writes, because writing to mapped memory on a full disk would kill the process.
     """
-    written = Written()
+    written = RowFileState()
     for path in (images, journal):
         path.touch()
     with open(images, "r+b") as pixels, open(journal, "r+b") as lines:
@@ -97,7 +99,7 @@ def header(count: int, shape: tuple[int, ...]) -> bytes:
     return beginning.getvalue()
 
 
-def _count_rows(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...], written: Written) -> None:
+def _count_rows(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...], written: RowFileState) -> None:
     """Count the rows that both files have whole, and cut both behind them."""
     whole = pixels.tell(), 0
     for decoded in _iter_rows(pixels, lines, shape):
@@ -108,7 +110,7 @@ def _count_rows(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...], writt
         file.truncate()
 
 
-def _iter_rows(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...]) -> Iterator[Timed]:
+def _iter_rows(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...]) -> Iterator[DecodedRow]:
     size = int(np.prod(shape))
     while (line := lines.readline()).endswith(b"\n"):
         try:
@@ -121,6 +123,6 @@ def _iter_rows(pixels: BinaryIO, lines: BinaryIO, shape: tuple[int, ...]) -> Ite
         yield decoded
 
 
-def _format_line(decoded: Timed) -> bytes:
+def _format_line(decoded: DecodedRow) -> bytes:
     reason = decoded.row if isinstance(decoded.row, str) else ""
     return json.dumps([round(decoded.seconds, 9), decoded.seal, reason]).encode() + b"\n"

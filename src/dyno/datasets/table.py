@@ -9,7 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dyno.datasets.data_format import DataFormat, Wanted
+from dyno.datasets.data_format import DataFormat, ScanRequest
 from dyno.datasets.label_files import PARTS
 from dyno.datasets.photos import (
     Listing,
@@ -60,7 +60,7 @@ class LabelTable(DataFormat):
         folders = [inner.name.lower() for inner in path.iterdir() if inner.is_dir() and not is_system(inner.name)]
         return any(set(folders) <= PARTS or _are_in_one_folder(table) for table in _find_tables(path))
 
-    def scan(self, path: Path, wanted: Wanted) -> Listing:
+    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
         file = path
         if path.is_dir():
             file, *others = _find_tables(path)
@@ -211,7 +211,7 @@ def _number_labels(file: Path, labels: list[str], named: list[str], outputs: int
     return numbers, named or [str(k) for k in range(count or highest + 1)], False
 
 
-def _split_photos(photos: list[Photo], wanted: Wanted) -> list[Photo]:
+def _split_photos(photos: list[Photo], wanted: ScanRequest) -> list[Photo]:
     """Return the images to test on, those of one split, and those to calibrate on, which come from the others."""
     tested = next((split for split in TESTED if any(photo.split == split for photo in photos)), None)
     if tested is None:

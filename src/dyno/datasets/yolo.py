@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.datasets.data_format import DataFormat, Wanted
+from dyno.datasets.data_format import DataFormat, ScanRequest
 from dyno.datasets.label_files import is_yolo
 from dyno.datasets.photos import (
     Annotations,
@@ -67,7 +67,7 @@ class Yolo(DataFormat):
         first_labels = (next(labels.rglob("*.txt"), None) for labels in beside if (labels.parent / "images").is_dir())
         return any(file is not None for file in first_labels) or _has_labels(path)
 
-    def scan(self, path: Path, wanted: Wanted) -> Listing:
+    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
         return _scan_images(path, wanted.calibration, wanted.seed, wanted.outputs, wanted.set_aside)
 
 

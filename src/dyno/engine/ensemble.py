@@ -9,7 +9,7 @@ from dyno.analysis.ranking import references
 from dyno.analysis.records.results import place_in_group
 from dyno.engine import retry
 from dyno.engine.device_lock import held
-from dyno.engine.turns import Group, Player
+from dyno.engine.turns import InterleavedGroup, InterleavedJob
 from dyno.jobs.progress import Progress
 from dyno.store import COMPANION, ROUND, Run
 from dyno.worker.record import Record
@@ -81,9 +81,9 @@ def measure(
     unmeasured = list(trials)
     while len({*(t.id for t in unmeasured), *([reference.id] if reference else [])}) > 1 and unmeasured:
         players = _build_players(run, unmeasured, reference, number, file_of, kind, options)
-        ended: list[Player] = []
+        ended: list[InterleavedJob] = []
 
-        def end(player: Player, ended: list[Player] = ended) -> None:
+        def end(player: InterleavedJob, ended: list[InterleavedJob] = ended) -> None:
             ended.append(player)
             assert player.record is not None
             if player.number >= 0:
@@ -92,7 +92,7 @@ def measure(
                 progress.done(player.trial, player.record, seconds=player.used_s)
 
         with held(players[0].job.runtime, progress.waiting):
-            Group(players, f"{number} {players[0].trial.id}", progress, end).play()
+            InterleavedGroup(players, f"{number} {players[0].trial.id}", progress, end).play()
         measured = {player.trial.id for player in ended if player.number >= 0}
         unmeasured = [trial for trial in unmeasured if trial.id not in measured]
         if unmeasured and len(ended) < 2:
@@ -109,15 +109,15 @@ def _build_players(
     file_of: FileOf,
     kind: str,
     options: Mapping[str, Any] | None,
-) -> list[Player]:
-    """Build a player for each trial, the reference first.
+) -> list[InterleavedJob]:
+    """Build a job for each trial, the reference first.
 
     If the reference's round is stored already, it takes part as a companion with round -1.
     """
     ids = {trial.id for trial in trials}
     order = sorted(trials, key=lambda trial: reference is None or trial.id != reference.id)
     players = [
-        Player(
+        InterleavedJob(
             job(trial, number, file_of, options, kind),
             run.fresh(trial, number, kind),
             number,
@@ -130,7 +130,9 @@ def _build_players(
         while run.record(reference, free, COMPANION) is not None:
             free += 1
         companion = job(reference, number, file_of, options, COMPANION)
-        players.insert(0, Player(companion, run.fresh(reference, free, COMPANION), -1, _read_memory(run, reference)))
+        players.insert(
+            0, InterleavedJob(companion, run.fresh(reference, free, COMPANION), -1, _read_memory(run, reference))
+        )
     return players
 
 

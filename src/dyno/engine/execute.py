@@ -26,7 +26,7 @@ from dyno.jobs.launcher import LOGS, read_end
 from dyno.jobs.progress import Progress
 from dyno.planning.checks import check_device
 from dyno.planning.plan import expand
-from dyno.planning.planned import Part, Planned
+from dyno.planning.planned import PlannedTrial, TrialSelection
 from dyno.store import CONFIRMATION, FOLDERS, Cache, Run, check_own
 from dyno.study import Study
 from dyno.worker import registry, system
@@ -48,7 +48,7 @@ def execute(
     progress: Progress,
     *,
     retry_failed: bool = False,
-    only: Part | None = None,
+    only: TrialSelection | None = None,
     launch: Launch | None = None,
     other_routes: bool = False,
 ) -> None:
@@ -102,7 +102,7 @@ def execute(
             shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
 
 
-def prepare(study: Study, run: Run, planned: list[Planned], progress: Progress) -> list[Planned]:
+def prepare(study: Study, run: Run, planned: list[PlannedTrial], progress: Progress) -> list[PlannedTrial]:
     """Fit the locked folder to the study: see `prepare_folder`, with the rows of trials that are refused."""
     refuse_links(run.folder, FOLDERS)
     planned, notes = prepare_folder(study, run, planned)
@@ -258,7 +258,7 @@ def _confirm_alone(run: Run, trial: Trial, number: int, files: Files, progress: 
     progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
 
 
-def _store_refusals(run: Run, planned: list[Planned]) -> None:
+def _store_refusals(run: Run, planned: list[PlannedTrial]) -> None:
     """Store a row for each trial that will not run."""
     for entry in planned:
         if entry.refusal:
@@ -267,7 +267,7 @@ def _store_refusals(run: Run, planned: list[Planned]) -> None:
                 run.store(entry.trial, 0, Record(entry.status, "plan", entry.refusal))
 
 
-def _copy_truth(run: Run, planned: list[Planned]) -> None:
+def _copy_truth(run: Run, planned: list[PlannedTrial]) -> None:
     """Copy a data set's annotations into the run folder, so that the accuracy can be read on any machine."""
     for data in {entry.trial.data for entry in planned if entry.trial.data.folder}:
         source, copy = Path(data.folder) / "truth.json", run.folder / "truth" / f"{data.sha256[:12]}.json"

@@ -12,7 +12,7 @@ from dyno.engine.run_folder import archive_round
 from dyno.store import ROUND, Run, outside, versions, worker_code_sha256
 from dyno.worker import registry
 from dyno.worker.backend import Backend, Maker
-from dyno.worker.record import OUT_OF_MEMORY, Damaged, Record, read_json, read_record, write_json
+from dyno.worker.record import OUT_OF_MEMORY, DamagedRecord, Record, read_json, read_record, write_json
 from dyno.worker.spec import Recipe, Runtime, Trial, UserError
 
 MADE_WITH = "made-with.json"
@@ -78,7 +78,7 @@ def _find_damaged(folder: Path) -> str:
     """Return the name of the round's unreadable file, or ""."""
     try:
         record = read_record(folder)
-    except Damaged:
+    except DamagedRecord:
         return "record.json"
     except UserError:
         return ""

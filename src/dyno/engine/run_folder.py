@@ -9,13 +9,13 @@ from dataclasses import dataclass, fields, replace
 from pathlib import Path
 from typing import Any
 
-from dyno.planning.planned import Planned
+from dyno.planning.planned import PlannedTrial
 from dyno.planning.sides import place_of, renamed
 from dyno.store import Run, gpu_identity, sha256_of
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry, system
 from dyno.worker.nets.local_code import sha256_with_imports
-from dyno.worker.record import Damaged, read_json, read_record, write_json, write_text
+from dyno.worker.record import DamagedRecord, read_json, read_record, write_json, write_text
 from dyno.worker.spec import FIXED, LOOKS, NETWORK_FILES, SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
 
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
@@ -42,7 +42,7 @@ ARCHIVE, REPLACED, DAMAGED = "archive", "replaced", "damaged"
 
 
 @dataclass(frozen=True)
-class Stored:
+class StoredTrial:
     """A trial's folder, and the trial as its jobs had it."""
 
     folder: Path
@@ -57,7 +57,7 @@ class Stored:
         """The status of a row that was never started, "" of any other."""
         try:
             record = read_record(self.folder / "r0")
-        except Damaged:  # it is measured again
+        except DamagedRecord:  # it is measured again
             return ""
         return record.status if record is not None and record.stage == "plan" else ""
 
@@ -67,7 +67,7 @@ def question(trial: Trial) -> str:
     return digest(replace(trial, recipe=None))
 
 
-def stored(folder: Path) -> list[Stored]:
+def stored(folder: Path) -> list[StoredTrial]:
     """Return the trials below a folder; unreadable ones are left out, and `analysis.records` reports them."""
     trials = []
     for path in sorted(folder.iterdir()) if folder.is_dir() else ():
@@ -77,7 +77,7 @@ def stored(folder: Path) -> list[Stored]:
             except (OSError, ValueError, TypeError, AttributeError, UserError):
                 continue
             if trial is not None:
-                trials.append(Stored(path, trial))
+                trials.append(StoredTrial(path, trial))
                 break
     return trials
 
@@ -147,7 +147,7 @@ def refuse_other(study: Study, folder: Path) -> None:
         raise UserError(f"{folder} {differences(settings)}; give another --out, or remove it with `{remove}` first")
 
 
-def prepare_folder(study: Study, run: Run, planned: list[Planned]) -> tuple[list[Planned], list[str]]:
+def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple[list[PlannedTrial], list[str]]:
     """Fit the folder to the study: rows of other code or weights go to its archive, archived ones of these return.
 
     Returns the trials, under the names of their models in the folder, and what was done, in sentences.
@@ -172,7 +172,7 @@ def prepare_folder(study: Study, run: Run, planned: list[Planned]) -> tuple[list
     return named, notes
 
 
-def _join_studies(before: Study, study: Study, stored_trials: list[Stored], planned: list[Planned]) -> Study:
+def _join_studies(before: Study, study: Study, stored_trials: list[StoredTrial], planned: list[PlannedTrial]) -> Study:
     """Join both studies to one of all combinations.
 
     An axis that only one of the studies leaves open gets the values that it had in its trials.
@@ -200,7 +200,7 @@ def _values_of(axis: str, study: Study, trials: list[Trial]) -> tuple[Any, ...]:
     return tuple(dict.fromkeys(t.dims.size for t in own if t.dims.height))
 
 
-def _name_models(planned: list[Planned], stored_trials: list[Stored]) -> list[Planned]:
+def _name_models(planned: list[PlannedTrial], stored_trials: list[StoredTrial]) -> list[PlannedTrial]:
     """Return the trials with the folder's names for their models.
 
     A new model whose name is in use is called by its source.
@@ -230,7 +230,7 @@ def _identify_content(model: ModelSpec) -> tuple[str, ...]:
     return kind, model.source_sha256, model.weights_sha256
 
 
-def _archive_rows(run: Run, stored_trials: list[Stored], planned: list[Planned]) -> list[str]:
+def _archive_rows(run: Run, stored_trials: list[StoredTrial], planned: list[PlannedTrial]) -> list[str]:
     """Archive rows of other versions of the models, and those whose trial is measured differently now."""
     current = {entry.trial.model.name: entry for entry in planned}
     wanted = {question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
@@ -256,7 +256,7 @@ def _archive_rows(run: Run, stored_trials: list[Stored], planned: list[Planned])
     return [f"{_format_count(n)} {reason}: moved to {place}" for (reason, place), n in moved.items()]
 
 
-def _what_changed(old: ModelSpec, now: Planned) -> str:
+def _what_changed(old: ModelSpec, now: PlannedTrial) -> str:
     """Return the file in which the planned model differs from the old one, or "" if it doesn't.
 
     A model that could not be inspected is compared by its file alone.
@@ -288,7 +288,7 @@ def _find_file(model: ModelSpec) -> Path:
     return Path(model.file or (after if before in NETWORK_FILES else before))
 
 
-def _restore_rows(run: Run, planned: list[Planned]) -> list[str]:
+def _restore_rows(run: Run, planned: list[PlannedTrial]) -> list[str]:
     """Restore the archived rows of the models' current files."""
     wanted = {question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
     places = {digest(entry.trial.model)[:12] for entry in planned if not entry.uninspected} | {REPLACED}
@@ -335,7 +335,7 @@ def _move_folder(folder: Path, destination: Path) -> Path:
     return target
 
 
-def _store_models(run: Run, planned: list[Planned]) -> None:
+def _store_models(run: Run, planned: list[PlannedTrial]) -> None:
     """Store the counts from the inspection of each model, by size, which aren't part of a trial's id."""
     path = run.folder / "models.json"
     current = {

@@ -15,7 +15,7 @@ from dyno.engine.device_lock import launch_in_turn
 from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
 from dyno.planning.plan import expand
-from dyno.planning.planned import Planned
+from dyno.planning.planned import PlannedTrial
 from dyno.store import Run, begun
 from dyno.study import Study
 from dyno.worker.facts.job import StressPhase
@@ -50,7 +50,7 @@ def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
         return _test_trials(expand(study), phases, iterations, folder)
 
 
-def _test_trials(planned: list[Planned], phases: list[str], iterations: int, folder: Path) -> int:
+def _test_trials(planned: list[PlannedTrial], phases: list[str], iterations: int, folder: Path) -> int:
     codes, progress = [], Progress()
     for number, entry in enumerate(planned):
         if entry.refusal:

@@ -36,7 +36,7 @@ MOST_AGAIN = 1.0  # of a boundary's time, for blocks in place of disturbed ones
 
 
 @dataclass
-class Player:
+class InterleavedJob:
     """A job that measures in turns, its folder, the round it is (-1: none of the study's) and the most memory it is
     known to need (bytes, 0: unknown). It is started within `where`, which may confine what is started there.
 
@@ -55,7 +55,7 @@ class Player:
     company: list[int] = field(default_factory=list)
     delays: list[float] = field(default_factory=list)
     record: Record | None = None
-    started: launcher.Started | None = None
+    started: launcher.JobProcess | None = None
     ends: tuple[int, int] = (-1, -1)
     heard: bytes = b""
 
@@ -65,40 +65,40 @@ class Player:
         return self.job.trial
 
 
-def each(players: Sequence[Player]) -> list[list[Player]]:
-    """Return one turn per player."""
+def each(players: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
+    """Return one turn per job."""
     return [[player] for player in players]
 
 
-def each_and_all(players: Sequence[Player]) -> list[list[Player]]:
-    """Return one turn per player, and one for all players at once."""
+def each_and_all(players: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
+    """Return one turn per job, and one for all jobs at once."""
     return [*each(players), list(players)]
 
 
 @dataclass
-class Group:
-    """Players that are compared with each other, the first of them with all others.
+class InterleavedGroup:
+    """Jobs that are compared with each other, the first of them with all others.
 
-    `turns` says who measures together in a block, of those that are alive; the turns are then shuffled. Players on
+    `turns` says who measures together in a block, of those that are alive; the turns are then shuffled. Jobs on
     devices of their own are `apart`: they start and end at once, those of one round warm up at once, and none waits for
     another's memory. The others import their libraries side by side, and load one after the other.
     """
 
-    players: Sequence[Player]
+    players: Sequence[InterleavedJob]
     seed: str
     progress: Progress
-    ended: Callable[[Player], None]
-    turns: Callable[[Sequence[Player]], list[list[Player]]] = each
+    ended: Callable[[InterleavedJob], None]
+    turns: Callable[[Sequence[InterleavedJob]], list[list[InterleavedJob]]] = each
     apart: bool = False
     name: str = field(default_factory=lambda: uuid4().hex[:12])  # of this set of processes, kept in their records
-    alive: list[Player] = field(default_factory=list)
+    alive: list[InterleavedJob] = field(default_factory=list)
     largest: int = 0  # bytes that a process took
     largest_on_gpu: float = 0.0
     gpu: Gpu | None = None
     pids: set[int] = field(default_factory=set)  # of all that began to load
 
     def play(self) -> None:
-        """Measure as many players as memory holds, the first among them; `ended` is given each once it has its record.
+        """Measure as many jobs as memory holds, the first among them; `ended` is given each once it has its record.
 
         Those that had no room keep none, nor does one that ran out of memory beside others.
         """
@@ -118,7 +118,7 @@ class Group:
         """Start them in shuffled order until memory is full: those that import at once, then each until it is warm."""
         waiting, place = self._shuffle_items("start", self.players), 0
         while waiting:
-            together: list[Player] = []
+            together: list[InterleavedJob] = []
             while waiting and len(together) < self._at_once():
                 first_waits = self.players[0] in waiting[1:]
                 if self.apart or not place or self._has_room(waiting[0], 1 + len(together) + first_waits):
@@ -136,7 +136,7 @@ class Group:
             for number in sorted({player.number for player in imported}):  # those of several rounds share a device
                 self._warm_players([player for player in imported if player.number == number])
 
-    def _warm_in_turn(self, imported: Sequence[Player], waiting: Sequence[Player]) -> None:
+    def _warm_in_turn(self, imported: Sequence[InterleavedJob], waiting: Sequence[InterleavedJob]) -> None:
         """Let one after the other load and warm up, those that have room beside all that have."""
         for number, player in enumerate(imported):
             first_waits = self.players[0] in (*imported[number + 1 :], *waiting)
@@ -158,7 +158,7 @@ class Group:
             return len(self.players)
         return max(1, min(len(os.sched_getaffinity(0)), self.players[0].job.runtime.threads))
 
-    def _warm_players(self, players: Sequence[Player]) -> None:
+    def _warm_players(self, players: Sequence[InterleavedJob]) -> None:
         """Let those that have imported load and warm up, at once."""
         for player in players:
             self.pids.add(_find_process(player).pid)
@@ -168,14 +168,14 @@ class Group:
             self.progress.start(player.trial, player.number)
         self._advance_players(players, GO)
 
-    def _has_room(self, player: Player, count: int) -> bool:
+    def _has_room(self, player: InterleavedJob, count: int) -> bool:
         """Return whether `count` processes of the player's size fit into the free memory."""
         need = max(player.memory, self.largest) or UNKNOWN_B
         if self.gpu and self.gpu.free() < ROOM * self.largest_on_gpu * count:
             return False
         return memory.available() > ROOM * need * count
 
-    def _start_player(self, player: Player, place: int) -> None:
+    def _start_player(self, player: InterleavedJob, place: int) -> None:
         job = player.job = replace(
             player.job, options={**player.job.options, "turns": {"set": self.name, "place": place}}
         )
@@ -192,7 +192,7 @@ class Group:
             player.ends = (listen, tell)
         self.alive.append(player)
 
-    def _let_go(self, player: Player) -> None:
+    def _let_go(self, player: InterleavedJob) -> None:
         """End the player's process, without a record."""
         assert player.started is not None
         self.alive.remove(player)
@@ -238,8 +238,8 @@ class Group:
         flags = [find_disturbed(player.delays) for player in self.alive] if self.turns is each else []
         return {number for own in flags for number, is_disturbed in enumerate(own) if is_disturbed}
 
-    def _measure_block(self, players: Sequence[Player]) -> float:
-        """Measure a block with these players at once; return the sum of the seconds that they ran."""
+    def _measure_block(self, players: Sequence[InterleavedJob]) -> float:
+        """Measure a block with these jobs at once; return the sum of the seconds that they ran."""
         before = sum(player.used_s for player in players)
         for player in players:
             player.company.append(len(players))
@@ -254,8 +254,8 @@ class Group:
     def _shuffle_items(self, what: str, listed: Sequence[T]) -> list[T]:
         return random.Random(f"{self.seed} {what}").sample(list(listed), len(listed))
 
-    def _advance_players(self, players: Sequence[Player], word: str = "") -> None:
-        """Send the players the word and let them run in parallel until each has answered or ended.
+    def _advance_players(self, players: Sequence[InterleavedJob], word: str = "") -> None:
+        """Send the jobs the word and let them run in parallel until each has answered or ended.
 
         No other dyno measures on these processors meanwhile.
         """
@@ -264,7 +264,7 @@ class Group:
         with processors_held(players[0].job.runtime, self.progress.sharing):
             self._run_players(players, word)
 
-    def _run_players(self, players: Sequence[Player], word: str) -> None:
+    def _run_players(self, players: Sequence[InterleavedJob], word: str) -> None:
         running, begin = list(players), time.monotonic()
         measuring = word == GO and any(player.said != IMPORTED for player in players)
         if word:
@@ -287,8 +287,8 @@ class Group:
             if not measuring:
                 self.progress.tick(launcher.read_stage(players[-1].folder), players[-1].used_s + elapsed)
 
-    def _stop_player(self, player: Player, elapsed: float, timed_out: bool) -> None:
-        """Freeze the player if it spoke, else take its record; it ran for so long since it spoke last."""
+    def _stop_player(self, player: InterleavedJob, elapsed: float, timed_out: bool) -> None:
+        """Freeze the job if it spoke, else take its record; it ran for so long since it spoke last."""
         started = player.started
         assert started is not None
         if player.said:
@@ -308,19 +308,19 @@ class Group:
             self.ended(player)
 
 
-def _wake_player(player: Player) -> None:
+def _wake_player(player: InterleavedJob) -> None:
     assert player.started is not None
     _send_signal(player.started, signal.SIGCONT)
     player.started.telemetry.resume()
 
 
-def _find_process(player: Player) -> subprocess.Popen[bytes]:
+def _find_process(player: InterleavedJob) -> subprocess.Popen[bytes]:
     assert player.started is not None
     return player.started.process
 
 
-def _read_lines(players: Sequence[Player]) -> None:
-    """Take down the next line of each player that has one within POLL_S."""
+def _read_lines(players: Sequence[InterleavedJob]) -> None:
+    """Take down the next line of each job that has one within POLL_S."""
     ready, _, _ = select.select([player.ends[0] for player in players], [], [], POLL_S)
     closed = False
     for player in players:
@@ -335,12 +335,12 @@ def _read_lines(players: Sequence[Player]) -> None:
         time.sleep(POLL_S)
 
 
-def _send_signal(started: launcher.Started, number: int) -> None:
+def _send_signal(started: launcher.JobProcess, number: int) -> None:
     with suppress(ProcessLookupError):
         os.killpg(started.process.pid, number)
 
 
-def _close_pipes(player: Player) -> None:
+def _close_pipes(player: InterleavedJob) -> None:
     for end in player.ends:
         os.close(end)
 

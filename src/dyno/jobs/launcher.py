@@ -124,7 +124,7 @@ def launch(
     return finish(started, timeout_s, timed_out)
 
 
-def _interrupt_job(started: Started, patience_s: float) -> Record | None:
+def _interrupt_job(started: JobProcess, patience_s: float) -> Record | None:
     """Interrupt the job and return its record if it ends well within `patience_s` seconds, else None."""
     with suppress(ProcessLookupError):
         os.kill(started.process.pid, signal.SIGINT)
@@ -144,7 +144,7 @@ def _let_end(process: subprocess.Popen[bytes]) -> None:
 
 
 @dataclass(frozen=True)
-class Started:
+class JobProcess:
     """A job that runs, or that has ended and wasn't looked at yet; `kills` is how many the kernel had killed before."""
 
     job: Job
@@ -162,7 +162,7 @@ def start(
     inherited: Sequence[int] = (),
     mates: Collection[int] = (),
     tool: Sequence[str] = (),
-) -> Started:
+) -> JobProcess:
     """Start the job's process in the folder, with `extra` in its environment and these files open.
 
     `mates` are the processes that it takes turns with; `tool` is as in `launch`.
@@ -197,10 +197,10 @@ def start(
                 raise UserError(f"{tool[0]} can't be started ({e.strerror})") from e
             raise UserError(f"the interpreter {python} can't be started ({e.strerror}); give another --python") from e
     telemetry.watch(process.pid)
-    return Started(job, folder, process, telemetry, kills, id)
+    return JobProcess(job, folder, process, telemetry, kills, id)
 
 
-def abandon(started: Started) -> None:
+def abandon(started: JobProcess) -> None:
     """Kill the job with all that it started, whether it runs, is stopped or has ended."""
     _kill_group(started.process)
     _kill_strays(started.id)
@@ -208,7 +208,7 @@ def abandon(started: Started) -> None:
     started.telemetry.stop(started.folder / "telemetry.npz")
 
 
-def finish(started: Started, timeout_s: float, timed_out: bool) -> Record:
+def finish(started: JobProcess, timeout_s: float, timed_out: bool) -> Record:
     """End the job, kill its remaining processes, and return its record; one is written if it left none."""
     abandon(started)
     job, folder, code = started.job, started.folder, started.process.returncode

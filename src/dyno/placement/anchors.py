@@ -14,7 +14,7 @@ from dyno.analysis.records.notes.devices import AnchorDevice, of_rounds
 from dyno.analysis.records.rounds import Round
 from dyno.engine.device_lock import held
 from dyno.engine.execute import Files
-from dyno.engine.turns import Group, Player, each_and_all
+from dyno.engine.turns import InterleavedGroup, InterleavedJob, each_and_all
 from dyno.jobs import memory
 from dyno.jobs.progress import Progress
 from dyno.placement.places import Place, confined
@@ -27,7 +27,7 @@ BLOCKS = 5  # of a process alone, and as many beside the others
 BLOCK_S, STEP_S = 0.1, 0.5  # of a block; all devices alone, one after the other, take no longer than a step
 TRIES = 2  # of a round: a process may die for no fault of its device
 SLACK = 4  # times the seconds that the blocks should take, after which a slow trial has three blocks of each kind
-Lost = dict[str, str]  # place -> why the anchor could not be measured there
+LossReasons = dict[str, str]  # place -> why the anchor could not be measured there
 
 
 def planned(trial: Trial, count: int) -> Trial:
@@ -40,13 +40,13 @@ def planned(trial: Trial, count: int) -> Trial:
     return replace(trial, plan=own)
 
 
-def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, progress: Progress) -> Lost:
+def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, progress: Progress) -> LossReasons:
     """Measure those of `rounds` rounds that the folder doesn't hold yet; return the failed places with the reason.
 
     After a failed round no other is begun. The processes of all rounds start at once if there is enough memory, because
     starting them takes most of the time; rounds that fail are retried by themselves.
     """
-    lost: Lost = {}
+    lost: LossReasons = {}
     with progress.running([]):
         missing = [number for number in range(rounds) if not _is_complete(folder, places, number)]
         if len(missing) > 1 and memory.available() > memory.ROOM * memory.UNKNOWN_B * len(missing) * len(places):
@@ -86,7 +86,7 @@ def file_name(place: Place) -> str:
 
 def _measure_rounds(
     trial: Trial, folder: Path, places: Sequence[Place], numbers: Sequence[int], progress: Progress
-) -> Lost:
+) -> LossReasons:
     """Measure these rounds in fresh processes, in parallel; return the places that failed, with the reason.
 
     A round counts once the process of every device has ended well.
@@ -107,7 +107,7 @@ def _measure_rounds(
         }
         players = [player for own in rounds.values() for player in own]
         name = f"{numbers} {trial.id}"
-        Group(players, name, progress, lambda _: None, turns=_each_round, apart=True).play()
+        InterleavedGroup(players, name, progress, lambda _: None, turns=_each_round, apart=True).play()
     for number, own in rounds.items():
         failed = {place.name: why for place, player in zip(places, own, strict=True) if (why := _find_failure(player))}
         lost |= failed
@@ -117,19 +117,21 @@ def _measure_rounds(
     return lost
 
 
-def _each_round(players: Sequence[Player]) -> list[list[Player]]:
+def _each_round(players: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
     """Return the turns of each round: each device alone, and all devices at once."""
     numbers = sorted({player.number for player in players})
     return [turn for number in numbers for turn in each_and_all([p for p in players if p.number == number])]
 
 
-def _build_player(trial: Trial, folder: Path, place: Place, number: int, file: Artifact | Record | None) -> Player:
+def _build_player(
+    trial: Trial, folder: Path, place: Place, number: int, file: Artifact | Record | None
+) -> InterleavedJob:
     # Rounds of a job count from 1 here: in round 0 it would answer all images.
     job = Job("run", trial.runtime, trial, number + 1, artifact=file if isinstance(file, Artifact) else None)
-    return Player(job, _name_folder(folder, place, number), number, where=partial(confined, place))
+    return InterleavedJob(job, _name_folder(folder, place, number), number, where=partial(confined, place))
 
 
-def _find_failure(player: Player) -> str:
+def _find_failure(player: InterleavedJob) -> str:
     """Return why the player's process has no result, or "" if it has one."""
     record = player.record
     if record is None:

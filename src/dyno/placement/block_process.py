@@ -14,7 +14,7 @@ from rich.console import Console
 
 from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
-from dyno.planning.planned import Part
+from dyno.planning.planned import TrialSelection
 from dyno.study import Study
 from dyno.worker import system
 from dyno.worker.record import read_json
@@ -34,7 +34,11 @@ def main(folder: Path) -> int:
     try:
         study = Study.from_toml(folder / order["study"])
         execute(
-            study, folder, progress, retry_failed=order["retry_failed"], only=Part(order["trials"], order["sources"])
+            study,
+            folder,
+            progress,
+            retry_failed=order["retry_failed"],
+            only=TrialSelection(order["trials"], order["sources"]),
         )
     except UserError as e:
         print(e, file=sys.stderr)

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from dyno.engine import ensemble
-from dyno.planning.planned import Part, Planned
+from dyno.planning.planned import PlannedTrial, TrialSelection
 from dyno.worker.spec import Trial, digest
 
 
@@ -24,9 +24,9 @@ class Block:
         return digest([first.model.name, first.dims])[:12]
 
     @property
-    def part(self) -> Part:
+    def part(self) -> TrialSelection:
         """What of the study's plan it is."""
-        return Part([trial.id for trial in self.trials], [self.source])
+        return TrialSelection([trial.id for trial in self.trials], [self.source])
 
     @property
     def label(self) -> str:
@@ -35,14 +35,14 @@ class Block:
         return f"{self.trials[0].model.name} b{dims.batch} {dims.shown}".rstrip()
 
 
-def blocks(planned: Sequence[Planned]) -> list[Block]:
+def blocks(planned: Sequence[PlannedTrial]) -> list[Block]:
     """Return the blocks of the trials that can run, in their order; each trial is in exactly one."""
     sources = {entry.trial.id: entry.source for entry in planned}
     groups = ensemble.groups([entry.trial for entry in planned if not entry.refusal])
     return [Block(tuple(group), sources[group[0].id]) for group in groups]
 
 
-def anchor(planned: Sequence[Planned]) -> Planned | None:
+def anchor(planned: Sequence[PlannedTrial]) -> PlannedTrial | None:
     """Return the trial repeated on every device of a study: the reference of its first block; None without a block."""
     trial = next((ensemble.reference(block.trials, None) for block in blocks(planned)), None)
     return next((entry for entry in planned if entry.trial == trial), None)

@@ -13,7 +13,7 @@ from dyno.jobs.progress import Progress
 from dyno.placement import anchors, blocks, process
 from dyno.placement.places import Place, left
 from dyno.planning.plan import expand
-from dyno.planning.planned import Part, Planned
+from dyno.planning.planned import PlannedTrial, TrialSelection
 from dyno.study import Study
 from dyno.worker.record import read_json, write_json
 from dyno.worker.spec import FIXED, ROUNDS, SCHEMA, Trial, UserError, digest
@@ -24,14 +24,14 @@ ANCHORS = "anchors"
 
 
 @dataclass(frozen=True)
-class Company:
+class StudyPlaces:
     """The places that a study goes on with, and the machines on which blocks are measured one at a time."""
 
     places: Sequence[Place]
     in_turn: Collection[str] = ()
 
 
-def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progress) -> Company:
+def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progress) -> StudyPlaces:
     """Measure the anchor trial at each place alone and beside the others, unless the folder has that.
 
     Places of this host do that in turns, in the same processes; a place where it can't be measured is left out, unless
@@ -44,14 +44,14 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
     )  # fmt: skip
     planned = blocks.anchor(expand(own))
     if planned is None or len(places) < 2:
-        return Company(places)
+        return StudyPlaces(places)
     in_turns = all(place.host is None for place in places)
     trial = anchors.planned(planned.trial, len(places)) if in_turns else planned.trial
     key = digest([trial.id, [[place.name, place.card] for place in places]])
     asked = f"{key} {study.equivalent:g}"
     path = folder / DEVICES
     if path.is_file() and read_json(path).get("key") == asked and (stored := devices(folder)):
-        return Company(places, _find_disturbed(stored, places))
+        return StudyPlaces(places, _find_disturbed(stored, places))
     progress.other(f"{trial.label} on each device alone and on all at once, for what they do to each other")
     own_folder = folder / ANCHORS / key[:12]  # of these devices, and of this company
     if in_turns:
@@ -71,7 +71,7 @@ def measure(study: Study, folder: Path, places: Sequence[Place], progress: Progr
         )
     found = replace(found, side_by_side=not found.disturbed)
     write_json(path, {"schema": SCHEMA, "key": asked, **asdict(found)})
-    return Company(places, _find_disturbed(found, places))
+    return StudyPlaces(places, _find_disturbed(found, places))
 
 
 def _find_disturbed(found: AnchorDevices, places: Sequence[Place]) -> set[str]:
@@ -81,7 +81,7 @@ def _find_disturbed(found: AnchorDevices, places: Sequence[Place]) -> set[str]:
 
 def _in_turns(
     trial: Trial, folder: Path, places: Sequence[Place], equivalent: float, progress: Progress
-) -> list[AnchorDevice] | anchors.Lost:
+) -> list[AnchorDevice] | anchors.LossReasons:
     """Measure the anchor interleaved at places of this host; return the devices, or the places where that failed.
 
     If a place is slower beside the others, a study takes several times as long; because another program may have caused
@@ -99,21 +99,21 @@ def _in_turns(
 
 
 def _drop_places(
-    lost: anchors.Lost, study: Study, folder: Path, places: Sequence[Place], progress: Progress
-) -> Company:
+    lost: anchors.LossReasons, study: Study, folder: Path, places: Sequence[Place], progress: Progress
+) -> StudyPlaces:
     """Go on without the places where the anchor could not be measured; with all if the trial itself is at fault."""
     rest = [place for place in places if place.name not in lost]
     for name, why in lost.items():
         progress.note(f"{name}: the trial that all devices repeat could not be measured ({why})")
     if not rest:
         progress.note("so nothing is known of what the devices do to each other; they are used side by side")
-        return Company(places)
+        return StudyPlaces(places)
     progress.note(f"the study goes on without {', '.join(lost)}")
     return measure(study, folder, rest, progress)
 
 
 def _measure_apart(
-    study: Study, anchor: Planned, folder: Path, places: Sequence[Place], progress: Progress
+    study: Study, anchor: PlannedTrial, folder: Path, places: Sequence[Place], progress: Progress
 ) -> list[AnchorDevice]:
     """Measure the anchor at places of a cluster.
 
@@ -124,7 +124,7 @@ def _measure_apart(
         hosts.setdefault(place.machine, []).append(place)
     alone = [[own[k] for own in hosts.values() if k < len(own)] for k in range(max(map(len, hosts.values())))]
     beside = [place for own in hosts.values() if len(own) > 1 for place in own]
-    part = Part([anchor.trial.id], [anchor.source])
+    part = TrialSelection([anchor.trial.id], [anchor.source])
     for together, how in [*((some, ALONE) for some in alone), (beside, BESIDE)]:
         _measure_together(study, part, folder, [place for place in together if not place.gone], how, progress)
     measured = {ALONE: places, BESIDE: beside}
@@ -142,7 +142,7 @@ def _measure_apart(
 
 
 def _measure_together(
-    study: Study, part: Part, folder: Path, places: Sequence[Place], how: str, progress: Progress
+    study: Study, part: TrialSelection, folder: Path, places: Sequence[Place], how: str, progress: Progress
 ) -> None:
     """Measure the anchor at these places at once."""
     running = [

@@ -17,7 +17,7 @@ from dyno.worker import system
 from dyno.worker.spec import Unfinished, UserError
 
 if TYPE_CHECKING:
-    from dyno.placement.running import Running
+    from dyno.placement.running import RunningBlock
 
 VISIBLE = "CUDA_VISIBLE_DEVICES"
 
@@ -27,7 +27,7 @@ class Host(Protocol):
 
     gone: bool
 
-    def begin(self, folder: Path, place: Place) -> Running:
+    def begin(self, folder: Path, place: Place) -> RunningBlock:
         """Start measuring what the folder's order asks for."""
         ...
 

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from dyno.placement.block_process import ORDER
 from dyno.placement.places import Place
-from dyno.placement.running import LOG, Running
-from dyno.planning.planned import Part
+from dyno.placement.running import LOG, RunningBlock
+from dyno.planning.planned import TrialSelection
 from dyno.study import Study
 from dyno.worker.record import read_json, write_bytes, write_json, write_text
 from dyno.worker.spec import SCHEMA
@@ -23,7 +23,7 @@ REQUEST = "request.toml"
 PATIENCE_S = 10.0  # that a process has to end its jobs after an interrupt
 
 
-def start(folder: Path, study: Study, part: Part, place: Place, *, retry_failed: bool) -> Running:
+def start(folder: Path, study: Study, part: TrialSelection, place: Place, *, retry_failed: bool) -> RunningBlock:
     """Start measuring that part of the study at the place, into the folder, which may hold some of it already."""
     folder.mkdir(parents=True, exist_ok=True)
     write_text(folder / REQUEST, replace(study, device=place.device).to_toml())
@@ -36,7 +36,7 @@ def start(folder: Path, study: Study, part: Part, place: Place, *, retry_failed:
     return place.host.begin(folder, place) if place.host else BlockProcess(folder, place)
 
 
-class BlockProcess(Running):
+class BlockProcess(RunningBlock):
     """A block's process on this host."""
 
     def __init__(self, folder: Path, place: Place) -> None:

@@ -14,7 +14,7 @@ from dyno.worker.spec import UserError
 LOG = "block.log"
 
 
-class Running(ABC):
+class RunningBlock(ABC):
     """The process that measures trials of one block into `folder`, here or on another host, whose files it then has."""
 
     def __init__(self, folder: Path, place: Place) -> None:

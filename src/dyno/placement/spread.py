@@ -20,7 +20,7 @@ from dyno.placement import blocks, devices, places, process
 from dyno.placement.blocks import Block
 from dyno.placement.clusters import ray_cluster, slurm_cluster
 from dyno.placement.places import Place
-from dyno.placement.running import Running
+from dyno.placement.running import RunningBlock
 from dyno.planning.plan import expand
 from dyno.store import Run, check_own
 from dyno.study import Study
@@ -93,14 +93,14 @@ def _run_blocks(study: Study, folder: Path, found: list[Place], progress: Progre
         open_blocks = [block for block in blocks.blocks(planned) if retry_failed or not _is_done(store, block, study)]
         if not open_blocks:
             return
-        company = devices.Company(found)
+        company = devices.StudyPlaces(found)
         if len(open_blocks) > 1:
             company = devices.measure(own, folder, found, progress)
-        Spread(store, own, study, company.places, progress, retry_failed, company.in_turn).measure(open_blocks)
+        BlockScheduler(store, own, study, company.places, progress, retry_failed, company.in_turn).measure(open_blocks)
 
 
 @dataclass
-class Spread:
+class BlockScheduler:
     """Blocks on their way to the places and back; `losses` are the places that each lost, with the reason."""
 
     run: Run
@@ -110,7 +110,7 @@ class Spread:
     progress: Progress
     retry_failed: bool
     in_turn: Collection[str]  # machines on which one block is measured at a time
-    running: dict[str, tuple[Block, Running]] = field(default_factory=dict)
+    running: dict[str, tuple[Block, RunningBlock]] = field(default_factory=dict)
     losses: dict[str, list[str]] = field(default_factory=dict)
 
     def measure(self, waiting: list[Block]) -> None:

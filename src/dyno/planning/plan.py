@@ -14,7 +14,7 @@ from dyno.planning.images import prepared
 from dyno.planning.inspections import InspectedModel, inspect_models
 from dyno.planning.interpreters import installed, missing, placed, runtime_of
 from dyno.planning.model_info import InspectionFailed, batches, model_spec, refuse_sizes, sizes
-from dyno.planning.planned import Planned
+from dyno.planning.planned import PlannedTrial
 from dyno.planning.routes import routed
 from dyno.planning.sides import paired
 from dyno.study import Choice, Study, model_name, parse_size, runtimes
@@ -36,7 +36,7 @@ from dyno.worker.spec import (
 STEPS = ("modelopt",)  # steps of making a file that may have an interpreter of their own
 
 
-def expand(study: Study, sources: Collection[str] = ()) -> list[Planned]:
+def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
     """Return every trial of the study in a fixed order; raise `UserError` for unusable input before anything runs.
 
     For a comparison, return the trials of both sides, with at least one pair. With `sources`, return only those of
@@ -54,7 +54,7 @@ def expand(study: Study, sources: Collection[str] = ()) -> list[Planned]:
     return planned
 
 
-def _expand_models(study: Study, sources: Sequence[str]) -> list[Planned]:
+def _expand_models(study: Study, sources: Sequence[str]) -> list[PlannedTrial]:
     """Return the trials of these models of the study."""
     check_threads(study)
     choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
@@ -72,7 +72,7 @@ def _expand_models(study: Study, sources: Sequence[str]) -> list[Planned]:
     inspected = _inspect_sources(study, sources)
     if len(sources) == len(study.models):
         _check_sizes(study, inspected)
-    by_id: dict[str, Planned] = {}
+    by_id: dict[str, PlannedTrial] = {}
     for source in sources:
         try:
             planned = _of_model(study, inspected[source], choices)
@@ -100,7 +100,7 @@ def _inspect_sources(study: Study, sources: Sequence[str]) -> dict[str, Inspecte
     return {**wrong, **inspect_models(study, models)}
 
 
-def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list[Choice]) -> list[Planned]:
+def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list[Choice]) -> list[PlannedTrial]:
     """Return the trials of one model, after decoding its images."""
     if isinstance(inspected, UserError):
         raise inspected
@@ -126,7 +126,7 @@ def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list
     return planned
 
 
-def _of_uninspected(study: Study, source: str, choices: list[Choice], error: UserError) -> list[Planned]:
+def _of_uninspected(study: Study, source: str, choices: list[Choice], error: UserError) -> list[PlannedTrial]:
     """Return rows for a model whose inspection failed, so that the study's other models are measured anyway."""
     try:
         model = _name_model(study, source, model_spec(study, source))
@@ -140,7 +140,7 @@ def _of_uninspected(study: Study, source: str, choices: list[Choice], error: Use
         for batch in study.batches or (1,):
             for choice, precision in _list_configurations(study, choices, model):
                 trial = _build_trial(study, choice, model, precision, Dims(batch, *pair), DataSpec())
-                rows.append(Planned(trial, reason, status, uninspected=True))
+                rows.append(PlannedTrial(trial, reason, status, uninspected=True))
     return rows
 
 
@@ -162,7 +162,7 @@ def _can_read(name: str, model: ModelSpec) -> bool:
     return not model.file or registry.find(name).reads(model.file)
 
 
-def _check_reference(reference: str, planned: list[Planned]) -> None:
+def _check_reference(reference: str, planned: list[PlannedTrial]) -> None:
     """Refuse a reference that no trial can be, before anything is measured."""
     trials = [entry.trial for entry in planned]
     if not any(map(references.matcher(reference, trials), trials)):
@@ -177,7 +177,7 @@ def _check_sizes(study: Study, inspected: dict[str, InspectedModel | UserError])
         refuse_sizes(study, *known[0])
 
 
-def _check_builds(study: Study, planned: list[Planned]) -> None:
+def _check_builds(study: Study, planned: list[PlannedTrial]) -> None:
     """Refuse several builds if nothing is built, or of a backend whose own number of rounds is smaller."""
     if study.builds == 1:
         return
@@ -194,7 +194,7 @@ def _check_builds(study: Study, planned: list[Planned]) -> None:
             )
 
 
-def _has_builds(entry: Planned) -> bool:
+def _has_builds(entry: PlannedTrial) -> bool:
     """Return whether the trial is only refused here, and its backend has builds."""
     return bool(entry.refusal) and BUILD in registry.find(entry.trial.backend).options
 
@@ -233,16 +233,16 @@ def _build_trial(study: Study, choice: Choice, model: ModelSpec, precision: str,
     return Trial(model, choice.name, precision, dims, choice.options, None, data, runtime, plan)
 
 
-def _check_trial(study: Study, trial: Trial) -> Planned:
+def _check_trial(study: Study, trial: Trial) -> PlannedTrial:
     """Return the trial with the recipe of its file, or with the reason why it is refused."""
     engine, python = registry.find(trial.backend), trial.runtime.python
     if library := missing(trial.backend, trial.runtime):
-        return Planned(trial, f"{library} is not installed in {python}; pip install {library}" if python else
+        return PlannedTrial(trial, f"{library} is not installed in {python}; pip install {library}" if python else
                        f"{library} is not installed in this Python; {install(library)}")  # fmt: skip
     if refusal := engine.refuse(trial):
-        return Planned(trial, refusal)
+        return PlannedTrial(trial, refusal)
     plan = replace(trial.plan, builds=_count_builds(study, engine, trial))
-    return Planned(replace(trial, recipe=placed(engine.recipe(trial), study), plan=plan))
+    return PlannedTrial(replace(trial, recipe=placed(engine.recipe(trial), study), plan=plan))
 
 
 def _count_builds(study: Study, engine: Backend, trial: Trial) -> int:

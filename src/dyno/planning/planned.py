@@ -10,7 +10,7 @@ from dyno.worker.spec import Trial
 
 
 @dataclass(frozen=True)
-class Planned:
+class PlannedTrial:
     """A trial, and the reason for which it is refused ("" if it isn't)."""
 
     trial: Trial
@@ -22,7 +22,7 @@ class Planned:
 
 
 @dataclass(frozen=True)
-class Part:
+class TrialSelection:
     """Those trials of a study that are asked for, by their ids; with `sources` all are of these models, as the study
     has them, and no other is planned."""
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from dyno.study import Choice
 from dyno.worker import registry
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.spec import Option, UserError
 
 NAMES = ("exporter", "opset", "static", "fold")  # options that say which route
@@ -60,7 +60,7 @@ def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False
     return by_route
 
 
-def others(made_by: MadeBy, folds: bool) -> tuple[str, ...]:
+def others(made_by: MakerFacts, folds: bool) -> tuple[str, ...]:
     """Return the routes that may give an engine another graph than the one exported first.
 
     `folds` tells whether the engine's usual route fixes and folds the shapes anyway.

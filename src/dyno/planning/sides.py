@@ -6,11 +6,11 @@ import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
-from dyno.planning.planned import Planned
+from dyno.planning.planned import PlannedTrial
 from dyno.worker.spec import ModelSpec, Recipe, Trial, UserError, digest
 
 
-def paired(sides: Mapping[str, Sequence[Planned]]) -> list[Planned]:
+def paired(sides: Mapping[str, Sequence[PlannedTrial]]) -> list[PlannedTrial]:
     """Return the trials of both sides, each with its side; two models of the same name are called by their files.
 
     Raises `UserError` if no trial of one side has a counterpart on the other.
@@ -46,7 +46,7 @@ def place_of(model: ModelSpec) -> str:
     return os.path.relpath(model.file) if model.file else model.source
 
 
-def _check_sides(sides: Mapping[str, Sequence[Planned]]) -> None:
+def _check_sides(sides: Mapping[str, Sequence[PlannedTrial]]) -> None:
     """Refuse sides that share no batch and size, or no configuration."""
     a, b = sides.values()
     dims = [{(entry.trial.dims.batch, entry.trial.dims.shown) for entry in side} for side in (a, b)]

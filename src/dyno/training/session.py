@@ -23,9 +23,9 @@ from dyno.training import split
 from dyno.training.display import CURVES, Row, TrainingView, chart, history
 from dyno.worker import registry, system
 from dyno.worker.extras import lacking
-from dyno.worker.facts.job import Trained
+from dyno.worker.facts.job import TrainingFacts
 from dyno.worker.option_values import check_types, native
-from dyno.worker.record import Damaged, Record, read_record, write_json
+from dyno.worker.record import DamagedRecord, Record, read_record, write_json
 from dyno.worker.spec import FIXED, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 from dyno.worker.training.options import TrainOptions, options
 
@@ -190,7 +190,7 @@ def _find_record(job: Job, folder: Path) -> Record | None:
         return None
     try:
         record = read_record(folder) if same else None
-    except Damaged as e:
+    except DamagedRecord as e:
         raise UserError(f"{e.what}; give another --out, or remove {folder} to train again") from e
     trained = record.facts.training if record is not None and record.status == "ok" else None
     return record if trained is not None and sha256_of(folder / trained.weights) == trained.sha256 else None
@@ -229,7 +229,7 @@ def _explain_end(record: Record, plan: Training, done: int) -> str:
     return f"the training {record.status} after {done} epochs ({record.reason}); the same command resumes there"
 
 
-def _read_trained(record: Record) -> Trained:
+def _read_trained(record: Record) -> TrainingFacts:
     assert record.facts.training is not None  # every job of this kind that ended well leaves it
     return record.facts.training
 

@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.inside import Function, LayerGraph
 from dyno.worker.facts.precision import QUANTISED, STORED
 from dyno.worker.inspection import Purpose
@@ -22,7 +22,7 @@ from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailabl
 if TYPE_CHECKING:  # the host reads all names without NumPy, so that `dyno --help` is quick
     import numpy as np
 
-    from dyno.worker.sessions.on_device import OnDevice
+    from dyno.worker.sessions.on_device import DeviceBinding
 
 Arrays = Mapping[str, "np.ndarray"]
 Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # inputs and outputs
@@ -72,7 +72,7 @@ class Session(ABC):
     stream: Any = None
     takes_frames: bool = False
 
-    def on_device(self) -> OnDevice | None:
+    def on_device(self) -> DeviceBinding | None:
         """Return its inputs and outputs as PyTorch tensors on its device; None where PyTorch can't reach them."""
         return None
 
@@ -295,7 +295,7 @@ class FileFormat(ABC):
 
 
 def artifact_of(
-    path: Path, format: str, precision: str, ends: Ends, made_by: MadeBy, began: float, parent_sha256: str = ""
+    path: Path, format: str, precision: str, ends: Ends, made_by: MakerFacts, began: float, parent_sha256: str = ""
 ) -> Artifact:
     """Return the artifact of the single file at `path`, with these inputs and outputs, made since `began`.
 
@@ -306,7 +306,7 @@ def artifact_of(
     return Artifact(format, str(path), sha256, len(content), precision, *ends, seconds, parent_sha256, made_by)
 
 
-def derived(parent: Artifact, path: Path, precision: str, made_by: MadeBy, began: float) -> Artifact:
+def derived(parent: Artifact, path: Path, precision: str, made_by: MakerFacts, began: float) -> Artifact:
     """Return the artifact of the file at `path`, made from `parent` since `began`.
 
     It is a single file, with the parent's format, inputs and outputs.

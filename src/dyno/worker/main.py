@@ -37,10 +37,10 @@ from dataclasses import replace
 from dyno.worker import system
 from dyno.worker.backend import Session
 from dyno.worker.facts.engine import ORIGIN
-from dyno.worker.facts.files import MadeBy, Step
+from dyno.worker.facts.files import MakerFacts, MakerStep
 from dyno.worker.facts.job import Turns
 from dyno.worker.jobs.run_trial import run_trial
-from dyno.worker.jobs.turns import Alone, conductor
+from dyno.worker.jobs.turns import Uninterleaved, conductor
 from dyno.worker.journal import Journal, end_at_next_sample
 from dyno.worker.record import Measurement, Record, one_line, read_json, save_arrays, write_record
 from dyno.worker.registry import find
@@ -80,13 +80,13 @@ def make_file(job: Job, journal: Journal) -> None:
     start = time.perf_counter()
     artifact: Artifact = maker.make(replace(job.recipe, runtime=job.runtime), job.artifact, journal.folder)
     seconds = time.perf_counter() - start
-    step = Step(job.recipe.maker, artifact.format, artifact.precision, seconds, artifact.bytes)
-    before = job.artifact.made_by if job.artifact else MadeBy()
+    step = MakerStep(job.recipe.maker, artifact.format, artifact.precision, seconds, artifact.bytes)
+    before = job.artifact.made_by if job.artifact else MakerFacts()
     # A file that the user gave was read, not made, so there is no time for it.
     steps = [step] if Path(artifact.path).resolve().is_relative_to(journal.folder.resolve()) else []
     # A file's warnings hold for all that is made from it.
     warnings = tuple(dict.fromkeys([*before.warnings, *artifact.made_by.warnings]))
-    made_by = MadeBy(**before.set_fields(ORIGIN)).joined(artifact.made_by)
+    made_by = MakerFacts(**before.set_fields(ORIGIN)).joined(artifact.made_by)
     made_by = replace(made_by, steps=(*before.steps, *steps), warnings=warnings)
     journal.record = replace(journal.record, artifact=replace(artifact, seconds=seconds, made_by=made_by))
 
@@ -210,7 +210,7 @@ OTHER_JOBS = {"make": make_file, "probe": probe, "inspect": inspect_job, "layers
               "serve": answer_requests, "cold_start": start_cold}  # fmt: skip
 
 
-def perform(job: Job, journal: Journal, turns: Alone) -> Record:
+def perform(job: Job, journal: Journal, turns: Uninterleaved) -> Record:
     """Do the job; every way it can fail inside Python becomes a status with one line of reason."""
     try:
         journal.facts(affinity=tuple(system.pin(job.runtime.threads)))

@@ -244,7 +244,7 @@ def check_schema(path: Path, data: Mapping[str, Any]) -> None:
     raise UserError(f"{path} was written by a newer Dyno (schema {schema}, this one reads {SCHEMA}); update Dyno")
 
 
-class Damaged(UserError):
+class DamagedRecord(UserError):
     """A record that was cut short, or isn't one; `what` says so without what to do."""
 
     def __init__(self, path: Path, why: object) -> None:
@@ -255,7 +255,7 @@ class Damaged(UserError):
 def read_record(folder: Path) -> Record | None:
     """Return the record in the folder, or None if the job left none.
 
-    Raises `Damaged` if it can't be read, another `UserError` if another Dyno wrote it.
+    Raises `DamagedRecord` if it can't be read, another `UserError` if another Dyno wrote it.
     """
     path = folder / "record.json"
     try:
@@ -263,14 +263,14 @@ def read_record(folder: Path) -> Record | None:
     except FileNotFoundError:
         return None
     except ValueError as e:
-        raise Damaged(path, e) from e
+        raise DamagedRecord(path, e) from e
     check_schema(path, data)
     try:
         record = from_json(Record, data)
     except UserError as e:
-        raise Damaged(path, e) from e
+        raise DamagedRecord(path, e) from e
     if record.status not in STATUSES:
-        raise Damaged(path, f"its status is {record.status!r}")
+        raise DamagedRecord(path, f"its status is {record.status!r}")
     return record
 
 

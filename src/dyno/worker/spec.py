@@ -18,7 +18,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeVar, Union
 
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.json_values import Misfit, reader
 from dyno.worker.facts.sparse import Sparse
 
@@ -318,7 +318,7 @@ class Artifact:
     outputs: tuple[Tensor, ...]
     seconds: float
     parent_sha256: str = ""
-    made_by: MadeBy = field(default_factory=MadeBy)
+    made_by: MakerFacts = field(default_factory=MakerFacts)
 
 
 @dataclass(frozen=True)

@@ -20,7 +20,7 @@ from dyno import datasets
 from dyno.datasets import decode
 from dyno.datasets.decode import Transform
 from dyno.datasets.decoding import processes
-from dyno.datasets.rows import Timed
+from dyno.datasets.rows import DecodedRow
 from dyno.worker.spec import Preprocess
 
 COUNT = 100
@@ -67,7 +67,7 @@ def photos(tmp_path: Path) -> list[Path]:
     return paths
 
 
-def plain(rows: Iterable[Timed]) -> list[tuple[bytes | str, str]]:
+def plain(rows: Iterable[DecodedRow]) -> list[tuple[bytes | str, str]]:
     """Pixels, or that there are none, and seals; pixels are copied, as their place is used again.
 
     Why there are none is left out: it is said otherwise where another test has imported ultralytics.

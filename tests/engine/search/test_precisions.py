@@ -51,15 +51,15 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
 
 def steps_of(needed: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int | None, list[int]]:
     """What a search tries and finds where so many layers are needed."""
-    found = precisions._Search(Study(models=("fake:x",)), Path(), None, [], [], lambda *_: None)  # type: ignore[arg-type]
+    found = precisions._PrecisionSearch(Study(models=("fake:x",)), Path(), None, [], [], lambda *_: None)  # type: ignore[arg-type]
     found.tried = {}
 
     def holds(self: Any, count: int) -> bool:
         self.tried[count] = count >= needed
         return count >= needed
 
-    monkeypatch.setattr(precisions._Search, "_is_within_budget", holds)
-    monkeypatch.setattr(precisions._Search, "_count_layers", lambda self: layers)
+    monkeypatch.setattr(precisions._PrecisionSearch, "_is_within_budget", holds)
+    monkeypatch.setattr(precisions._PrecisionSearch, "_count_layers", lambda self: layers)
     return found._find_fewest(), list(found.tried)
 
 

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from dyno.placement.clusters import node as nodes
-from dyno.placement.clusters.node import News, Node, mirror, unpack, whole
+from dyno.placement.clusters.node import FolderUpdate, Node, mirror, unpack, whole
 from dyno.worker.spec import UserError
 
 HOLDER = """
@@ -59,7 +59,7 @@ def test_a_killed_command_leaves_no_half_of_a_file(tmp_path: Path, monkeypatch: 
     for name in ("r0/record.json", "r0/samples.npz", "block.log"):
         (there / name).parent.mkdir(parents=True, exist_ok=True)
         (there / name).write_text(name)
-    news, written, write = News(whole(there), (), None), list[str](), nodes.write_bytes
+    news, written, write = FolderUpdate(whole(there), (), None), list[str](), nodes.write_bytes
 
     def killed(path: Path, content: bytes) -> None:
         write(path, content)
@@ -73,7 +73,7 @@ def test_a_killed_command_leaves_no_half_of_a_file(tmp_path: Path, monkeypatch: 
     assert written == ["block.log", "samples.npz"], "a record comes after what it is of"
     monkeypatch.setattr(nodes, "write_bytes", write)
     names = tuple(path.relative_to(there).as_posix() for path in there.rglob("*") if path.is_file())
-    mirror(News(whole(there), names, None), here)
+    mirror(FolderUpdate(whole(there), names, None), here)
     assert {name: (here / name).read_text() for name in names} == {name: name for name in names}
 
 
@@ -85,7 +85,7 @@ def test_nothing_is_written_beyond_the_folder(name: str, tmp_path: Path) -> None
         tar.addfile(about, io.BytesIO())
     (tmp_path / "here").mkdir()
     (tmp_path / "here" / "link").symlink_to(tmp_path)
-    for write in (partial(mirror, News(written.getvalue(), (), None)), partial(unpack, written.getvalue())):
+    for write in (partial(mirror, FolderUpdate(written.getvalue(), (), None)), partial(unpack, written.getvalue())):
         with pytest.raises(UserError, match="is not a file of its block's folder"):
             write(tmp_path / "here")
     assert sorted(path.name for path in tmp_path.rglob("*")) == ["here", "link"]

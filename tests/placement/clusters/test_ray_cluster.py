@@ -49,7 +49,7 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody measures whether the nodes disturb each other."""
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2]))
+    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2]))
 
 
 @pytest.mark.usefixtures("undisturbed")
@@ -120,7 +120,7 @@ def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
 def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2]))
+    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2]))
     study = fake_study(on=f"ray={cluster.address}", batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
     before = kill_a_driver(study, folder)

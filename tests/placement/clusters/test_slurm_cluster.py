@@ -26,7 +26,7 @@ from dyno.placement import devices, process, spread
 from dyno.placement.clusters import slurm_cluster, slurm_queue
 from dyno.placement.clusters.slurm_job import DRIVER, NODE, Mail, Pilot, write
 from dyno.placement.clusters.slurm_options import parse
-from dyno.placement.running import Running
+from dyno.placement.running import RunningBlock
 from dyno.worker import system
 from dyno.worker.spec import Unfinished
 from spreading import Log, environments, kill_a_driver, records
@@ -59,7 +59,7 @@ echo "$*" >> "$FAKE_SLURM/cancelled"
 @pytest.fixture
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody measures whether the jobs disturb each other."""
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2]))
+    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2]))
 
 
 @pytest.mark.slow
@@ -99,9 +99,9 @@ def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
 def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, gone, start = list[Running](), list[str](), process.start
+    started, gone, start = list[RunningBlock](), list[str](), process.start
 
-    def noted(*arguments: Any, **named: Any) -> Running:
+    def noted(*arguments: Any, **named: Any) -> RunningBlock:
         started.append(start(*arguments, **named))
         return started[-1]
 
@@ -147,7 +147,7 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
 def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.Company(asked[2]))
+    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2]))
     study = fake_study(on=LOCAL, batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
     measured = kill_a_driver(study, folder)

@@ -10,7 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.makers.precision import OnnxPrecision
 from dyno.worker.onnx_graph import check
 from dyno.worker.onnx_graph.file import artifact
@@ -102,7 +102,7 @@ def test_a_file_in_half_precision_becomes_fp32_and_then_int8(digits: Any, tmp_pa
 
     half = float16.convert_float_to_float16(onnx.load(digits.artifact.path))
     onnx.save(half, tmp_path / "half.onnx")
-    parent = replace(artifact(str(tmp_path / "half.onnx"), 0.0, MadeBy()), precision="fp16")
+    parent = replace(artifact(str(tmp_path / "half.onnx"), 0.0, MakerFacts()), precision="fp16")
     assert parent.inputs[0].dtype == "float16"
     (tmp_path / "single").mkdir()
     up = Recipe("onnx_precision", "onnx", "fp32", digits.model, Dims(0, 8, 8))

@@ -9,7 +9,7 @@ import pytest
 
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import evaluate
-from dyno.worker.facts.job import Evaluated
+from dyno.worker.facts.job import PipelineFacts
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial
 
 CLASSES = 12
@@ -112,7 +112,7 @@ def test_real_images_are_timed_after_a_tenth_of_warm_up(data: DataSpec) -> None:
     assert evaluation.seconds > 0 and {m.tag: m.unit for m in evaluation.measurements()} == {
         "preprocess": "s", "inference": "s", "postprocess": "s", "pipeline": "1/s",
     }  # fmt: skip
-    assert evaluation.facts() == Evaluated(7, evaluation.seconds, 2)
+    assert evaluation.facts() == PipelineFacts(7, evaluation.seconds, 2)
     assert all(len(samples) >= 3 and (samples > 0).all() for samples in evaluation.stages.values())
     for name, array in evaluate(Linear(2), trial(data, 2), timed=False).arrays.items():
         np.testing.assert_array_equal(array, evaluation.arrays[name])

@@ -13,12 +13,12 @@ import pytest
 from dyno.worker.backend import Session
 from dyno.worker.evaluation import pipeline
 from dyno.worker.evaluation.pipeline import AHEAD, Pipeline
-from dyno.worker.evaluation.sources import Source
+from dyno.worker.evaluation.sources import BatchSource
 
 BATCH = 4
 
 
-class Counting(Source):
+class Counting(BatchSource):
     """Batch n is n in every place."""
 
     def __init__(self, parts: int = 1, seconds: float = 0.0) -> None:

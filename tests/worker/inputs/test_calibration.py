@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dyno
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import CalibrationInputs
 from dyno.worker.makers.precision import OnnxPrecision, converted
 from dyno.worker.onnx_graph.file import artifact
@@ -46,7 +46,7 @@ def trial(file: Path, *specs: InputSpec, backend: str = "onnxruntime", **options
 def quantised(asked: Trial, folder: Path) -> tuple[Artifact, float]:
     """The file, and the width of the range that x was found to have."""
     recipe = converted(asked, asked.backend)
-    made = OnnxPrecision().make(recipe, artifact(asked.model.file, 0.0, MadeBy()), folder)
+    made = OnnxPrecision().make(recipe, artifact(asked.model.file, 0.0, MakerFacts()), folder)
     graph = onnx.load(made.path).graph
     (node,) = [n for n in graph.node if n.op_type == "QuantizeLinear" and n.input[0] == "x"]
     (scale,) = [onnx.numpy_helper.to_array(t) for t in graph.initializer if t.name == node.input[1]]
@@ -79,7 +79,7 @@ def test_the_rows_of_an_array_are_what_is_seen_and_no_more_than_there_are(file: 
 def test_what_calibrates_is_not_what_is_compared_and_the_same_each_time(file: Path) -> None:
     recipe = converted(trial(file, X), "onnxruntime")
     assert recipe.data is not None and recipe.data.seed != DataSpec().seed
-    seen = CalibrationInputs(replace(recipe, dims=Dims(0, 0, 0)), only_x(artifact(str(file), 0.0, MadeBy())))
+    seen = CalibrationInputs(replace(recipe, dims=Dims(0, 0, 0)), only_x(artifact(str(file), 0.0, MakerFacts())))
     whole = list(seen.feeds(0, 4))
     np.testing.assert_array_equal(next(seen.feeds(3, 4))["x"], whole[3]["x"])
     assert len({feed["x"].tobytes() for feed in whole}) == 4

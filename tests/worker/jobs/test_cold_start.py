@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from dyno.worker.jobs.cold_start import Clock
+from dyno.worker.jobs.cold_start import ColdStartClock
 
 NAP_S = 0.3
 
@@ -24,7 +24,7 @@ def slow_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.usefixtures("slow_modules")
 def test_imports_are_counted_once_and_apart() -> None:
-    clock, usual = Clock(), (builtins.__import__, importlib.import_module)
+    clock, usual = ColdStartClock(), (builtins.__import__, importlib.import_module)
     begin = time.monotonic()
     with clock.imports_apart(), clock.part("load"):
         import slow_outer  # type: ignore[import-not-found]  # noqa: F401
@@ -39,7 +39,7 @@ def test_imports_are_counted_once_and_apart() -> None:
 
 
 def test_an_import_that_fails_ends_the_counting_too() -> None:
-    clock = Clock()
+    clock = ColdStartClock()
     with clock.imports_apart(), clock.part("load"):
         for _ in range(2):
             with pytest.raises(ImportError):

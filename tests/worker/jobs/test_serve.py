@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from dyno.worker.facts.serve import ServeFacts, ServeStep
-from dyno.worker.jobs.serve import _Work
+from dyno.worker.jobs.serve import _ServeJob
 from dyno.worker.serve.arrivals import Arrivals
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import Unanswered
 
 
-class Silent(_Work):
+class Silent(_ServeJob):
     """Answers at the first `answered` rates, and then at none."""
 
     def __init__(self, answered: int, options: ServeOptions) -> None:

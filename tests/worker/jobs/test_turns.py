@@ -13,7 +13,7 @@ import pytest
 
 from dyno.worker import journal, measure
 from dyno.worker.jobs import turns
-from dyno.worker.jobs.turns import Conducted
+from dyno.worker.jobs.turns import Interleaved
 from dyno.worker.journal import Journal
 from dyno.worker.main import perform
 from dyno.worker.spec import Job, Trial
@@ -39,15 +39,15 @@ class Slow:
 
 
 @pytest.fixture
-def conducted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Slow, Conducted]]:
+def conducted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Slow, Interleaved]]:
     ends = os.pipe()
 
-    def make(*words: str) -> tuple[Slow, Conducted]:
+    def make(*words: str) -> tuple[Slow, Interleaved]:
         slow = Slow([*words])
         clock = SimpleNamespace(**{**vars(time), "perf_counter": slow.perf_counter})
         for module in (turns, journal, measure):
             monkeypatch.setattr(module, "time", clock)
-        made = Conducted(*ends)
+        made = Interleaved(*ends)
         monkeypatch.setattr(made, "_heard", slow)
         monkeypatch.setattr(made, "_said", slow)
         return slow, made
@@ -56,7 +56,7 @@ def conducted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Slow, Cond
 
 
 def test_waiting_is_in_no_measurement(
-    fake_trial: Callable[..., Trial], tmp_path: Path, conducted: Callable[..., tuple[Slow, Conducted]]
+    fake_trial: Callable[..., Trial], tmp_path: Path, conducted: Callable[..., tuple[Slow, Interleaved]]
 ) -> None:
     slow, made = conducted("go", "go", "end", "end")
     trial = fake_trial()
@@ -73,7 +73,7 @@ def test_waiting_is_in_no_measurement(
 
 
 def test_who_has_no_conductor_any_more_does_not_load(
-    fake_trial: Callable[..., Trial], tmp_path: Path, conducted: Callable[..., tuple[Slow, Conducted]]
+    fake_trial: Callable[..., Trial], tmp_path: Path, conducted: Callable[..., tuple[Slow, Interleaved]]
 ) -> None:
     _, made = conducted()
     trial = fake_trial()

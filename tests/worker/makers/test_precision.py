@@ -15,7 +15,7 @@ import onnx
 import pytest
 
 from dyno.worker.facts.engine import Calibration
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs import calibration
 from dyno.worker.makers import precision as onnx_precision
 from dyno.worker.makers.precision import OnnxPrecision, converted
@@ -322,7 +322,7 @@ def test_a_result_that_overflows_is_refused(
     zero = onnx.numpy_helper.from_array(np.float32([0.0]), "zero")
     infinite = onnx_file([h.make_node("Div", ["input", "zero"], ["output"])], io[:1], io[1:], [zero])
     monkeypatch.setattr(
-        onnx_precision, "to_fp16", lambda *args: args[3].write_bytes(infinite.read_bytes()) and MadeBy()
+        onnx_precision, "to_fp16", lambda *args: args[3].write_bytes(infinite.read_bytes()) and MakerFacts()
     )
     folder = tmp_path / "result"
     folder.mkdir()

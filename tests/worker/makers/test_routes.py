@@ -16,7 +16,7 @@ from dyno.jobs.progress import Progress
 from dyno.planning.routes import options_of, others, routed
 from dyno.study import Choice
 from dyno.worker import registry
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.makers.static import OnnxStatic, static_of
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Trial, UserError
@@ -169,7 +169,7 @@ def test_fixed_shapes_that_a_file_can_not_have_are_refused(tmp_path: Path) -> No
 def test_other_routes_where_the_graph_may_differ(
     operators: str, exporter: str, folds: bool, routes: tuple[str, ...]
 ) -> None:
-    made_by = MadeBy(operators=dict.fromkeys(operators.split(), 1), exporter=exporter)
+    made_by = MakerFacts(operators=dict.fromkeys(operators.split(), 1), exporter=exporter)
     assert others(made_by, folds) == routes
     assert all(options_of(route) for route in routes)
 

@@ -11,7 +11,7 @@ import torch
 from onnx import numpy_helper, parser
 from torch import nn
 
-from dyno.worker.makers.verify import Case, Source, Undecided, Wrong, doubtful, verified
+from dyno.worker.makers.verify import Case, ExportSource, UndecidedGraph, WrongGraph, doubtful, verified
 from dyno.worker.onnx_graph.file import read_io
 
 
@@ -46,9 +46,11 @@ def graph(module: nn.Module, path: Path) -> Path:
     return path
 
 
-def source(module: nn.Module) -> Source:
+def source(module: nn.Module) -> ExportSource:
     x = torch.randn(3, 64, generator=torch.Generator().manual_seed(0))
-    return Source(module, (x,), ("output",), (Case(3, {"input": x.numpy()}, {"output": module(x).numpy()}),), True)
+    return ExportSource(
+        module, (x,), ("output",), (Case(3, {"input": x.numpy()}, {"output": module(x).numpy()}),), True
+    )
 
 
 def test_a_right_graph_raises_no_doubts(tmp_path):
@@ -69,17 +71,19 @@ def test_what_the_module_s_own_rounding_explains_is_accepted_and_said(tmp_path):
 def test_rounding_is_no_excuse_for_a_wrong_graph(tmp_path):
     path = graph(Scaled(1.05), tmp_path / "more.onnx")
     for module in (Scaled(1.0), Rounding()):
-        with pytest.raises(Wrong, match="output is off by"):
+        with pytest.raises(WrongGraph, match="output is off by"):
             verified(path, read_io(str(path))[1], source(module))
 
 
 def test_outputs_that_rounding_decides_are_not_called_wrong(tmp_path):
     """A graph of another number of values is wrong whatever rounding does."""
     path = graph(Scaled(1.05), tmp_path / "more.onnx")
-    with pytest.raises(Undecided, match=r"^the module's own output in FP32 is off by .* from FP64, where the largest"):
+    with pytest.raises(
+        UndecidedGraph, match=r"^the module's own output in FP32 is off by .* from FP64, where the largest"
+    ):
         verified(path, read_io(str(path))[1], source(Rounding(1e7)))
     path = graph(nn.Linear(64, 8), tmp_path / "fewer.onnx")
-    with pytest.raises(Wrong, match=r"output is \[3, 8\] where the module's is \[3, 64\]"):
+    with pytest.raises(WrongGraph, match=r"output is \[3, 8\] where the module's is \[3, 64\]"):
         verified(path, read_io(str(path))[1], source(Rounding(1e7)))
 
 
@@ -105,7 +109,7 @@ def test_boxes_are_compared_as_a_set(tmp_path):
     rows = rng.uniform(0, 100, (200, 6)).astype(np.float32)
     rows[:, 4], rows[:, 5] = rng.integers(0, 9, 200), 0.5  # one score for all, so that any order is right
     outputs = {"boxes": rows[:, :4], "labels": rows[:, 4].astype(np.int64), "scores": rows[:, 5]}
-    boxes = Source(None, (), tuple(outputs), (Case(1, {"input": rows}, outputs),), False, rows=True)
+    boxes = ExportSource(None, (), tuple(outputs), (Case(1, {"input": rows}, outputs),), False, rows=True)
     everything = rng.permutation(200)
     path = suppressing(everything, 0, tmp_path / "mixed.onnx")
     assert verified(path, read_io(str(path))[1], boxes).boxes_apart == 0
@@ -113,10 +117,10 @@ def test_boxes_are_compared_as_a_set(tmp_path):
     assert verified(path, read_io(str(path))[1], boxes).boxes_apart == 1
     for order, shift, said in [(everything, 2, "400 of 400 boxes"), (everything[:190], 0, "10 of 390 boxes")]:
         path = suppressing(order, shift, tmp_path / "wrong.onnx")
-        with pytest.raises(Wrong, match=said):
+        with pytest.raises(WrongGraph, match=said):
             verified(path, read_io(str(path))[1], boxes)
     empty = {name: array[:0] for name, array in outputs.items()}
     path = suppressing(everything[:0], 0, tmp_path / "empty.onnx")
-    nothing = Source(None, (), tuple(outputs), (Case(1, {"input": rows}, empty),), False, rows=True)
-    with pytest.raises(Wrong, match="no image has boxes; give trained weights"):
+    nothing = ExportSource(None, (), tuple(outputs), (Case(1, {"input": rows}, empty),), False, rows=True)
+    with pytest.raises(WrongGraph, match="no image has boxes; give trained weights"):
         verified(path, read_io(str(path))[1], nothing)

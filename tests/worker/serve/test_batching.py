@@ -7,7 +7,7 @@ import pytest
 
 from dyno.worker.serve import judging
 from dyno.worker.serve.arrivals import Arrivals, poisson
-from dyno.worker.serve.batching import Batcher, Clock, Rules, serve
+from dyno.worker.serve.batching import Batcher, BatchingRules, Clock, serve
 from dyno.worker.spec import Unanswered
 
 
@@ -24,7 +24,7 @@ class Simulated(Clock):
         self.time = max(self.time, at)
 
 
-def served(arrivals: Arrivals, rules: Rules, seconds: float, each: float = 0.0) -> Batcher:
+def served(arrivals: Arrivals, rules: BatchingRules, seconds: float, each: float = 0.0) -> Batcher:
     """The requests, answered one batch after the other, in `seconds` and `each` for each request in it."""
     clock = Simulated()
     batcher = Batcher(arrivals, rules, clock)
@@ -46,7 +46,7 @@ def test_the_mean_wait_is_that_of_an_m_d_1_queue(load: float) -> None:
     """Pollaczek and Khinchine: with service time s and load r the mean wait is r s / (2 (1 - r))."""
     service = 0.01
     arrivals = poisson(load / service, 200_000, 0.0, seed=1)
-    batcher = served(arrivals, Rules(1), service)
+    batcher = served(arrivals, BatchingRules(1), service)
     waits = (batcher.began - arrivals.times)[arrivals.first :]
     assert waits.mean() == pytest.approx(load * service / (2 * (1 - load)), rel=0.04)
     assert (batcher.ended - batcher.began == pytest.approx(service)) and (batcher.size == 1).all()
@@ -73,7 +73,7 @@ def test_a_stall_delays_no_request_and_counts_in_all_that_were_due_meanwhile() -
     """One second in which nothing is answered: whoever sent only after an answer would see one slow request."""
     arrivals = at(*np.arange(0.0, 2.0, 0.1))
     clock, first = Simulated(), [True]
-    batcher = Batcher(arrivals, Rules(1), clock)
+    batcher = Batcher(arrivals, BatchingRules(1), clock)
 
     def answer(count: int) -> None:
         clock.time += 1.0 if first else 0.01
@@ -85,19 +85,19 @@ def test_a_stall_delays_no_request_and_counts_in_all_that_were_due_meanwhile() -
 
 
 def test_a_batch_begins_when_it_is_full_or_its_first_request_has_waited() -> None:
-    batcher = served(at(0.0, 0.001, 0.002, 0.003, 1.0, 1.001, 2.0), Rules(4, max_wait=0.01), 0.1)
+    batcher = served(at(0.0, 0.001, 0.002, 0.003, 1.0, 1.001, 2.0), BatchingRules(4, max_wait=0.01), 0.1)
     assert batcher.size.tolist() == [4, 4, 4, 4, 2, 2, 1]
     assert batcher.began == pytest.approx([0.003] * 4 + [1.01] * 2 + [2.01])
 
 
 def test_without_waiting_a_batch_has_what_is_there() -> None:
-    batcher = served(at(0.0, 0.01, 0.02, 0.03, 0.05), Rules(8), 0.04)
+    batcher = served(at(0.0, 0.01, 0.02, 0.03, 0.05), BatchingRules(8), 0.04)
     assert batcher.size.tolist() == [1, 3, 3, 3, 1]
     assert batcher.began == pytest.approx([0.0, 0.04, 0.04, 0.04, 0.08])
 
 
 def test_those_who_find_the_queue_full_are_refused() -> None:
-    batcher = served(at(0.0, 0.1, 0.2, 0.3, 0.4, 1.1), Rules(1, queue=2), 1.0)
+    batcher = served(at(0.0, 0.1, 0.2, 0.3, 0.4, 1.1), BatchingRules(1, queue=2), 1.0)
     assert batcher.refused.tolist() == [False, False, False, True, True, False]
     assert np.isnan(batcher.ended[3:5]).all() and batcher.size[3:5].sum() == 0
     assert np.isinf(judging.latencies(at(0.3).times, batcher.ended[3:4])).all()
@@ -106,7 +106,7 @@ def test_those_who_find_the_queue_full_are_refused() -> None:
 @pytest.mark.parametrize(("load", "grows"), [(0.5, False), (0.9, False), (1.2, True), (3.0, True)])
 def test_a_rate_above_the_capacity_is_seen(load: float, grows: bool) -> None:
     arrivals = poisson(load / 0.01, 2000, 0.0, seed=2)
-    batcher = served(arrivals, Rules(1), 0.01)
+    batcher = served(arrivals, BatchingRules(1), 0.01)
     assert judging.unstable(arrivals.times, batcher.began, batcher.refused, 1) is grows
     assert bool(np.isnan(batcher.ended).any()) is (load == 3.0), "patience ends with a queue that would take for ever"
     verdict = judging.verdict(judging.latencies(arrivals.times, batcher.ended), 0.99, 1.0, 662, grows)
@@ -117,7 +117,7 @@ def test_a_stall_at_the_end_is_no_drift() -> None:
     """Half a second in which nothing is answered, after nine and a half seconds at half of the capacity."""
     arrivals = poisson(1000.0, 0, 10.0, seed=2)
     clock = Simulated()
-    batcher = Batcher(arrivals, Rules(1), clock)
+    batcher = Batcher(arrivals, BatchingRules(1), clock)
     stall = float(arrivals.times[-1]) - 0.5
 
     def answer(count: int) -> None:
@@ -131,7 +131,7 @@ def test_a_stall_at_the_end_is_no_drift() -> None:
 def test_batches_raise_the_capacity() -> None:
     """A batch of n takes 10 ms + n 0.1 ms: one by one that is 99 requests/s, in eights 740."""
     arrivals = poisson(400.0, 4000, 0.0, seed=5)
-    alone, eights = (served(arrivals, Rules(most), 0.01, 0.0001) for most in (1, 8))
+    alone, eights = (served(arrivals, BatchingRules(most), 0.01, 0.0001) for most in (1, 8))
     assert judging.unstable(arrivals.times, alone.began, alone.refused, 1)
     assert not judging.unstable(arrivals.times, eights.began, eights.refused, 8)
 
@@ -154,7 +154,7 @@ def test_an_unanswered_request_is_beyond_every_bound() -> None:
 
 
 def test_what_fails_in_an_answer_ends_everything() -> None:
-    batcher = Batcher(at(0.0, 0.1, 0.2), Rules(1), Simulated())
+    batcher = Batcher(at(0.0, 0.1, 0.2), BatchingRules(1), Simulated())
 
     def answer(count: int) -> None:
         raise MemoryError("no room")
@@ -166,7 +166,7 @@ def test_what_fails_in_an_answer_ends_everything() -> None:
 
 def test_requests_without_an_answer_are_refused_and_the_others_are_answered() -> None:
     arrivals, clock, number = at(*np.arange(0.0, 1.0, 0.1)), Simulated(), iter(range(10))
-    batcher = Batcher(arrivals, Rules(1), clock)
+    batcher = Batcher(arrivals, BatchingRules(1), clock)
 
     def answer(_: int) -> None:
         clock.time += 0.01

@@ -10,7 +10,7 @@ import pytest
 from dyno.api.serve.session import _count_inputs
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.jobs.serve import _list_powers
-from dyno.worker.serve.formed import Formed
+from dyno.worker.serve.formed import BatchFormingSession
 from dyno.worker.serve.instances import Rung
 from dyno.worker.spec import Dims, Tensor
 
@@ -39,7 +39,7 @@ def answered(sizes: Sequence[int], times: int, pooled: bool = False) -> tuple[np
     """The answers to so many largest batches of 1, 2, 3, …, and the batches that were formed."""
     seen: list[list[int]] = []
     ladder = [Rung(size, Doubles(size, seen, pooled), ()) for size in sizes]
-    formed, most, answers = Formed(ladder, Dims(sizes[-1], 0, 0)), sizes[-1], []
+    formed, most, answers = BatchFormingSession(ladder, Dims(sizes[-1], 0, 0)), sizes[-1], []
     for number in range(times):
         x = np.arange(1 + number * most, 1 + (number + 1) * most, dtype=np.float32)[:, None]
         formed.bind({"x": x, "factor": np.full(1, 2, np.float32)})

@@ -10,7 +10,7 @@ from hypothesis.extra import numpy as hnp
 
 from dyno.worker.spec import Dims, ModelSpec, Trial
 from dyno.worker.tasks.classify import LEAST_PARTED, TOP, TopKCollector, classes_of, ranked
-from dyno.worker.tasks.task import Evaluated
+from dyno.worker.tasks.task import EvaluationInputs
 
 
 def sorted_whole(scores: np.ndarray, k: int) -> np.ndarray:
@@ -45,7 +45,7 @@ def test_real_sizes(classes: int) -> None:
 
 
 def test_no_batch_leaves_no_arrays() -> None:
-    fed = Evaluated(Trial(ModelSpec("net", "fake:net"), "fake", "fp32", Dims(2, 4, 4)), 2, 4)
+    fed = EvaluationInputs(Trial(ModelSpec("net", "fake:net"), "fake", "fp32", Dims(2, 4, 4)), 2, 4)
     assert TopKCollector(fed).arrays([None, None]) == {}
 
 

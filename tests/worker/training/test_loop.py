@@ -272,7 +272,7 @@ def test_augmentation_makes_images_of_the_size(kind, tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (6, 3, 40, 50), np.uint8)
     split = loader.Split.open(dataclasses.replace(stored(tmp_path, images, np.arange(6), 4), split="train"))
     size = (40, 50) if kind in ("none", "shift") else (32, 40)
-    batched = loader.Batched(split, loader.augmentation(kind, size))
+    batched = loader.BatchDataset(split, loader.augmentation(kind, size))
     before = torch.default_generator.get_state()
     one, again, other = (batched[seed, np.arange(4)][0] for seed in (1, 1, 2))
     assert one.shape == (4, 3, *size) and one.dtype == torch.uint8
@@ -289,7 +289,7 @@ def test_inputs_are_what_every_other_command_feeds(digits):
     from dyno.worker.inputs.input_data import Images
 
     split = loader.Split.open(digits)
-    read = loader.Reader(split, NET.preprocess, TrainOptions())
+    read = loader.BatchReader(split, NET.preprocess, TrainOptions())
     (x, y), *_ = read(loader.plain_batches(split, 8))
     assert np.array_equal(x.numpy(), Images(digits, NET.preprocess).batch(0, 8))
     assert y.tolist() == split.labels[split.index[:8]].tolist()

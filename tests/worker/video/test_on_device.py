@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import moving_photos
-from dyno.worker.sessions.on_device import OnDevice
+from dyno.worker.sessions.on_device import DeviceBinding
 from dyno.worker.spec import Dims, Preprocess, Tensor, UserError
 from dyno.worker.tasks.detect import DETECT, BoxReader
 from dyno.worker.video.media import pictures
@@ -25,8 +25,8 @@ NORMAL = Preprocess((0.1, 0.2, 0.3), (1.0, 0.5, 0.25), letterbox=True)
 ROUNDED, COARSE = 1.01, 4.01
 
 
-def ends() -> OnDevice:
-    return OnDevice(torch, torch.device("cpu"), lambda *_: None, lambda _: {})
+def ends() -> DeviceBinding:
+    return DeviceBinding(torch, torch.device("cpu"), lambda *_: None, lambda _: {})
 
 
 def decoded(height: int, width: int, matrix: int) -> Any:

@@ -12,7 +12,7 @@ import pytest
 
 from dyno.worker.video.media.ends import Frame, now
 from dyno.worker.video.media.pictures import Rgb
-from dyno.worker.video.stages import DEPTH, Stages, Step, run
+from dyno.worker.video.stages import DEPTH, PipelineStage, VideoPipeline, run
 
 PICTURE = Rgb(np.zeros((2, 2, 3), np.uint8))
 
@@ -24,7 +24,7 @@ def frames(count: int, before: threading.Event | None = None) -> Iterator[Frame]
         yield Frame(k, PICTURE, now())
 
 
-class Collect(Step):
+class Collect(PipelineStage):
     """Keeps the indices of what it gets."""
 
     def __init__(self, name: str) -> None:
@@ -67,7 +67,7 @@ class Gate(Collect):
 
 def test_order_is_kept_and_everything_arrives() -> None:
     first, last = Collect("first"), Collect("last")
-    stages = Stages("read", frames(101), [first, Pairs(), last])
+    stages = VideoPipeline("read", frames(101), [first, Pairs(), last])
     run([stages], lambda: None)
     assert first.seen == last.seen == list(range(101))
     assert stages.dropped == 0
@@ -86,7 +86,7 @@ def test_a_slow_stage_holds_up_the_reader() -> None:
             taken.append(frame.index)
             yield frame
 
-    stages = Stages("source", source(), [gate, read])
+    stages = VideoPipeline("source", source(), [gate, read])
     seen: list[int] = []
 
     def tick() -> None:
@@ -112,7 +112,7 @@ def test_a_live_source_never_waits_and_the_oldest_go() -> None:
             yield frame
         arrived.set()
 
-    stages = Stages("camera", camera(), [gate], live=True)
+    stages = VideoPipeline("camera", camera(), [gate], live=True)
     run([stages], lambda: gate.open.set() if arrived.is_set() else None)
     assert gate.seen == [0, 19]
     assert stages.dropped == 18
@@ -127,7 +127,7 @@ def test_an_error_stops_all_and_is_raised() -> None:
 
     broken, last = Broken("broken"), Collect("last")
     with pytest.raises(ValueError, match="broken"):
-        run([Stages("read", frames(1000), [broken, last])], lambda: None)
+        run([VideoPipeline("read", frames(1000), [broken, last])], lambda: None)
     assert last.seen == list(range(len(last.seen))) and len(last.seen) <= 3
 
 
@@ -146,7 +146,7 @@ def test_lanes_wait_for_none_but_keep_the_order() -> None:
             return super().work(item)
 
     lanes, last = Lanes("lanes"), Collect("last")
-    stages = Stages("read", frames(50), [lanes, last])
+    stages = VideoPipeline("read", frames(50), [lanes, last])
     run([stages], lambda: None)
     assert last.seen == sorted(lanes.seen) == list(range(50))
     assert lanes.seen[-1] != 0 and lanes.seen.index(0) >= 2
@@ -166,13 +166,13 @@ def test_lanes_end_with_the_whole() -> None:
 
     gate = Gate()
     with pytest.raises(ValueError, match="broken"):  # while the others wait for room, or for items
-        run([Stages("read", frames(1000), [Broken("broken"), gate])], lambda: gate.open.set())
+        run([VideoPipeline("read", frames(1000), [Broken("broken"), gate])], lambda: gate.open.set())
     assert not [t for t in threading.enumerate() if t.name in ("broken", "gate")]
 
 
 def test_several_run_side_by_side_and_end_together() -> None:
     lasts = [Collect(f"last{k}") for k in range(3)]
-    run([Stages("read", frames(20 + k), [last]) for k, last in enumerate(lasts)], lambda: None)
+    run([VideoPipeline("read", frames(20 + k), [last]) for k, last in enumerate(lasts)], lambda: None)
     assert [last.seen for last in lasts] == [list(range(20 + k)) for k in range(3)]
 
     class Broken(Collect):
@@ -180,7 +180,7 @@ def test_several_run_side_by_side_and_end_together() -> None:
             raise ValueError("broken")
 
     other = Collect("other")
-    lines = [Stages("read", frames(10**9), [other]), Stages("read", frames(1), [Broken("broken")])]
+    lines = [VideoPipeline("read", frames(10**9), [other]), VideoPipeline("read", frames(1), [Broken("broken")])]
     with pytest.raises(ValueError, match="broken"):
         run(lines, lambda: None)
     assert other.seen == list(range(len(other.seen)))
@@ -196,7 +196,7 @@ def test_an_interrupt_stops_after_the_item_in_hand() -> None:
             _thread.interrupt_main()
 
     with pytest.raises(KeyboardInterrupt):
-        run([Stages("read", frames(10**9, endless), [Collect("first"), last])], tick)
+        run([VideoPipeline("read", frames(10**9, endless), [Collect("first"), last])], tick)
     seen = len(last.seen)
     assert last.seen == list(range(seen))
     assert not [t for t in threading.enumerate() if t.name in ("first", "last")]  # none goes on

@@ -17,7 +17,7 @@ from dyno.worker.video.media.ends import Batch, Frame, Source, now
 from dyno.worker.video.media.memory import MemorySource
 from dyno.worker.video.media.pictures import Rgb
 from dyno.worker.video.preparing import Preparation
-from dyno.worker.video.stages import Stages, Step, run
+from dyno.worker.video.stages import PipelineStage, VideoPipeline, run
 
 
 def frames(count: int) -> list[Frame]:
@@ -31,7 +31,7 @@ def preparation(batch: int) -> Preparation:
     return Preparation(Preprocess((0.1, 0.2, 0.3), (1.0, 0.5, 0.25), letterbox=True), [tensor], Dims(batch, 32, 32))
 
 
-class Copies(Step):
+class Copies(PipelineStage):
     """Keeps what every batch holds when it comes, whose array is used again."""
 
     name = "copies"
@@ -55,8 +55,8 @@ def test_several_threads_make_the_batches_that_one_makes(batch: int, threads: in
         # As many arrays as wait, are being filled and are being read.
         total = steps.room_for(batch) + steps.filling(batch, count) + 2
         last = Copies(batch)
-        prepare = steps.Prepare(preparations, [preparations[0].new_feed() for _ in range(total)])
-        run([Stages("read", iter(frames(31)), [prepare, last])], lambda: None)
+        prepare = steps.PreparationStage(preparations, [preparations[0].new_feed() for _ in range(total)])
+        run([VideoPipeline("read", iter(frames(31)), [prepare, last])], lambda: None)
         made.append(last.seen)
     assert [numbers for numbers, _ in made[1]] == [list(range(31))[k : k + batch] for k in range(0, 31, batch)]
     for (one, values), (several, others) in zip(*made, strict=True):
@@ -67,12 +67,12 @@ def test_several_threads_make_the_batches_that_one_makes(batch: int, threads: in
 def test_an_error_in_a_thread_ends_the_pipeline() -> None:
     wrong = Frame(3, Rgb(np.zeros((0, 4, 3), np.uint8)), now())  # nothing to resize
     preparations = [preparation(2), preparation(2)]
-    prepare = steps.Prepare(preparations, [preparations[0].new_feed() for _ in range(8)])
+    prepare = steps.PreparationStage(preparations, [preparations[0].new_feed() for _ in range(8)])
     with pytest.raises(Exception, match=r"(?i)size|empty|zero"):
-        run([Stages("read", iter([*frames(3), wrong, *frames(20)]), [prepare, Copies(2)])], lambda: None)
+        run([VideoPipeline("read", iter([*frames(3), wrong, *frames(20)]), [prepare, Copies(2)])], lambda: None)
 
 
-class InLanes(Step):
+class InLanes(PipelineStage):
     """Takes as long as it likes, in several lanes."""
 
     name, lanes = "lanes", 3
@@ -92,7 +92,7 @@ class InLanes(Step):
 
 def test_what_lanes_did_is_kept_in_the_order_of_the_frames() -> None:
     step = InLanes()
-    run([Stages("read", iter(frames(40)), [step])], lambda: None)
+    run([VideoPipeline("read", iter(frames(40)), [step])], lambda: None)
     assert sorted(step.worked) == list(range(40)) != step.worked
     assert step.ordered == [k for k in range(40) for _ in range(2)]
 
@@ -103,7 +103,7 @@ def test_outputs_that_were_read_are_memory_for_later_ones() -> None:
             return [float(row.sum()) for row in outputs["output"][: len(of)]]
 
     taken: list[list[np.ndarray]] = []
-    step = steps.Postprocess(Answering(), (32, 32), read=taken.append)  # type: ignore[arg-type]  # all that it needs
+    step = steps.PostprocessingStage(Answering(), (32, 32), read=taken.append)  # type: ignore[arg-type]  # all that it needs
     outputs = [np.ones((4, 2), np.float32)]
     batch = Batch(frames(3), None, outputs, ("output",))
     assert [frame.detections for frame in step.work(batch)] == [2.0, 2.0, 2.0]
@@ -130,8 +130,8 @@ class OnGpu(Session):
 
 @pytest.mark.parametrize("copiers", [1, 3])
 def test_outputs_stay_when_their_slot_runs_again(copiers: int) -> None:
-    engine = steps.Engine(OnGpu, on_cpu=False, copiers=copiers)
-    infer, memory = steps.Infer(engine), set[int]()
+    engine = steps.SessionThread(OnGpu, on_cpu=False, copiers=copiers)
+    infer, memory = steps.InferenceStage(engine), set[int]()
     for first in range(0, 9, 3):
         batches = [Batch([], {"x": np.float32(first + k)}) for k in range(3)]
         done = [done for batch in batches for done in infer.work(batch)]

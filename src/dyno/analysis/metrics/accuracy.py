@@ -11,7 +11,7 @@ from dyno.analysis.metrics import known, measured
 from dyno.analysis.metrics.metric import Change
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.stats import Interval
-from dyno.worker.facts.job import Answered
+from dyno.worker.facts.job import AnsweredImages
 from dyno.worker.spec import UserError, check_known
 
 WITHIN, OVER, UNDECIDED = "within", "over", "undecided"
@@ -69,7 +69,7 @@ def same_photographs(trial: TrialResult, other: TrialResult) -> bool:
 
     By the hash over the photographs that the decoded data set has; where one is missing, by the data's name and labels.
     """
-    own, their = (t.facts.data or Answered() for t in (trial, other))
+    own, their = (t.facts.data or AnsweredImages() for t in (trial, other))
     if own.photographs and their.photographs:
         return own.photographs == their.photographs
     if trial.size == other.size:

@@ -10,7 +10,7 @@ import numpy as np
 
 from dyno.analysis.records.results import TrialResult
 from dyno.worker.tasks import layouts
-from dyno.worker.tasks.layouts import FinalRows, Lists, Pairs, Seen
+from dyno.worker.tasks.layouts import FinalRows, Lists, ObservedOutputs, Pairs
 from dyno.worker.tasks.postprocess import BoxForm
 
 BOX = 4  # values of a box
@@ -88,7 +88,7 @@ def _choose_layout(
     extra = None if task.needs else 0  # of masks or keypoints any number
     fits = (FinalRows, Lists, Pairs) if task.labels == "objects" else (FinalRows, Lists)
     try:
-        seen = Seen(shapes, size, 0, extra, values=arrays)
+        seen = ObservedOutputs(shapes, size, 0, extra, values=arrays)
         likeliest = layouts.possible(seen, fits)[0]
         fit, form = layouts.choose(seen, fits) or (likeliest, likeliest.layout.form)
     except layouts.UnreadBoxes:

@@ -26,7 +26,7 @@ from dyno.analysis.records.rounds import GPU, HOST, Round
 from dyno.analysis.records.shapes import MODELS
 from dyno.analysis.records.stored import measured, read_job, read_round, read_settings, read_table, trials_in
 from dyno.worker import tasks
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Record
 from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, Trial, UserError
@@ -198,9 +198,9 @@ class TrialResult:
         return self.status == "ok" and len(self.rounds) < planned
 
     @property
-    def made_by(self) -> MadeBy:
+    def made_by(self) -> MakerFacts:
         """How that file was made; empty without one."""
-        return self.artifact.made_by if self.artifact else MadeBy()
+        return self.artifact.made_by if self.artifact else MakerFacts()
 
     @cached_property
     def answers(self) -> dict[str, np.ndarray]:

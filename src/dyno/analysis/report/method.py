@@ -12,7 +12,7 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.self_test import words
 from dyno.analysis.stats import ALONE, TURNS, Rule
 from dyno.analysis.tables.gpu_table import STOPPED
-from dyno.worker.facts.job import Answered
+from dyno.worker.facts.job import AnsweredImages
 
 INTERVALS = {
     TURNS: "Student's t interval of the rounds' log ratios, paired, each the median over blocks",
@@ -125,7 +125,7 @@ def _explain_level(results: Results, plans: list[dict[str, Any]]) -> str:
 def _format_inputs(trials: list[TrialResult]) -> str:
     data_specs = [t.spec.get("data") or {} for t in trials]
     data = [d for t in trials if (d := t.facts.data)] or [
-        Answered(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in data_specs
+        AnsweredImages(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in data_specs
     ]
     return _join_distinct(f"{d.name} ({d.split}, {d.count} images)" for d in data)
 

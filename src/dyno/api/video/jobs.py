@@ -26,7 +26,7 @@ PATIENCE_S = 20.0  # that an interrupted job has to close its video
 
 
 @dataclass(frozen=True)
-class Shot:
+class VideoJobSpec:
     """What the jobs of a video have in common: the source, what is written ("" for nothing), the settings.
 
     With `several` trials each writes to a name of its own; rounds after the first keep nothing.

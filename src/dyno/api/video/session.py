@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.api.result import Result
-from dyno.api.video.jobs import STDIN, Shot
+from dyno.api.video.jobs import STDIN, VideoJobSpec
 from dyno.engine.execute import execute
 from dyno.engine.run_folder import measured
 from dyno.jobs.progress import Progress
@@ -89,7 +89,7 @@ def video(
     check_types({"options": options}, {"options": VideoOptions | None})
     study, several = study_of_own_jobs(model, 1, settings)
     (name,) = study.models
-    shot = Shot(_make_absolute(source), str(output or ""), str(boxes or ""), options or VideoOptions(), several)
+    shot = VideoJobSpec(_make_absolute(source), str(output or ""), str(boxes or ""), options or VideoOptions(), several)
     _check_options(shot, study)
     if save and not str(save).endswith(TRACE):
         raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE} (Perfetto)")
@@ -119,7 +119,7 @@ def _make_absolute(source: str | Path) -> str:
     return text if text == STDIN or ":" in text.split("/")[0] else str(Path(text).absolute())
 
 
-def _check_options(shot: Shot, study: Study) -> None:
+def _check_options(shot: VideoJobSpec, study: Study) -> None:
     """Raise `UserError` for options that can't work, before anything is started."""
     if shot.source == STDIN and (shot.several or study.rounds > 1):
         raise UserError("standard input can be read only once; give one backend and --rounds 1")
@@ -161,7 +161,7 @@ def _check_output(output: Path, source: Path | None) -> None:
     check_writable(output, making=True)
 
 
-def _store_video(shot: Shot, folder: Path) -> None:
+def _store_video(shot: VideoJobSpec, folder: Path) -> None:
     """Store which video the folder is of; a folder of another one is refused."""
     about, path = shot.settings(), folder / ABOUT
     stored = read_json(path) if path.is_file() else {}

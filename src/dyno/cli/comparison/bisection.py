@@ -8,11 +8,19 @@ import typer
 
 from dyno.cli import options
 from dyno.cli.comparison.compare import DEFAULTS, OMITTED
-from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.study_options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
 from dyno.worker.spec import UserError
 
 
-@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=f"{OMITTED} runtime", **DEFAULTS)
+@options.takes(
+    ComparisonOptions,
+    ModelOptions,
+    DataOptions,
+    MeasurementOptions,
+    RuntimeOptions,
+    omit=f"{OMITTED} runtime",
+    **DEFAULTS,
+)
 def bisect(
     overrides: options.Overrides,
     model: options.Model,

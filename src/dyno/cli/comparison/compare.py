@@ -8,7 +8,7 @@ from typing import Annotated, Any
 import typer
 
 from dyno.cli import options
-from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.study_options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
 from dyno.worker.spec import UserError
 
 GATE = "Gate"
@@ -23,7 +23,7 @@ Summary = Annotated[
 
 
 @options.takes(
-    Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=OMITTED, **DEFAULTS,
+    ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=OMITTED, **DEFAULTS,
 )  # fmt: skip
 def compare(
     overrides: options.Overrides,

@@ -9,7 +9,14 @@ import typer
 
 from dyno.cli import options
 from dyno.cli.exits import INTERRUPTED, UNFINISHED
-from dyno.study_options import MODEL_HELP, Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.study_options import (
+    MODEL_HELP,
+    ComparisonOptions,
+    DataOptions,
+    MeasurementOptions,
+    ModelOptions,
+    RuntimeOptions,
+)
 from dyno.worker.spec import UserError
 from dyno.worker.video.options import VideoOptions
 
@@ -18,7 +25,7 @@ SOURCE = "A video, an image, a folder of images, a URL, camera:0, or - for raw f
 
 
 @options.takes(
-    Compared, VideoOptions, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED,
+    ComparisonOptions, VideoOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=UNUSED,
     backends="the one for this kind of model", rounds="1, or 3 where engines are compared", seconds=1.0, warmup=0.5,
 )  # fmt: skip
 def video(

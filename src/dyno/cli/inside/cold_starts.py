@@ -9,11 +9,16 @@ import typer
 from dyno.cli import exits, options
 from dyno.cli.inside.inspection import ModelAndForms
 from dyno.cli.inside.profiling import UNUSED
-from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.study_options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
 
 
 @options.takes(
-    Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=f"{UNUSED} timeout seconds warmup"
+    ComparisonOptions,
+    ModelOptions,
+    DataOptions,
+    MeasurementOptions,
+    RuntimeOptions,
+    omit=f"{UNUSED} timeout seconds warmup",
 )
 def cold_start(
     overrides: options.Overrides,

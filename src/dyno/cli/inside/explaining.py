@@ -9,7 +9,7 @@ import typer
 
 from dyno.cli import options
 from dyno.cli.inside.profiling import UNUSED
-from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.study_options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
 
 WHAT = (
     "A model and two forms of it, such as onnxruntime openvino/int8; a run folder and two of its trials; two models as "
@@ -17,7 +17,7 @@ WHAT = (
 )
 
 
-@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=UNUSED)
+@options.takes(ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=UNUSED)
 def explain(
     overrides: options.Overrides,
     what: Annotated[list[str], typer.Argument(help=WHAT, metavar="MODEL|RUN A B|FILE.json")],

@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from dyno.cli import exits, options
-from dyno.study_options import MODEL_HELP, Compared, DataOptions, ModelOptions, RuntimeOptions
+from dyno.study_options import MODEL_HELP, ComparisonOptions, DataOptions, ModelOptions, RuntimeOptions
 
 Save = Annotated[
     list[Path],
@@ -24,7 +24,7 @@ ModelAndForms = Annotated[
 
 
 @options.takes(
-    Compared,
+    ComparisonOptions,
     ModelOptions,
     DataOptions,
     RuntimeOptions,

@@ -8,7 +8,7 @@ import typer
 
 from dyno.cli import exits, options
 from dyno.cli.inside.inspection import ModelAndForms, Save
-from dyno.study_options import Compared, DataOptions, Measurement, ModelOptions, RuntimeOptions
+from dyno.study_options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
 
 UNUSED = (
     f"{options.NOT_FOR_FILES} rounds samples interval confirm boundaries turns block until minutes equivalent peak "
@@ -16,7 +16,9 @@ UNUSED = (
 )
 
 
-@options.takes(Compared, ModelOptions, DataOptions, Measurement, RuntimeOptions, omit=f"{UNUSED} timeout")
+@options.takes(
+    ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, omit=f"{UNUSED} timeout"
+)
 def profile(
     overrides: options.Overrides,
     models: ModelAndForms,

@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.datasets.rows import Timed
+from dyno.datasets.rows import DecodedRow
 
 MODULE = "dyno.datasets.decoding.worker"
 INDEX_BYTES = 8
@@ -23,17 +23,17 @@ END_S = 10.0
 MOST_SLOTS = 4096  # so that all their indices fit into a pipe
 
 
-class Died(Exception):
+class DecoderDied(Exception):
     """The processes ended before all was decoded."""
 
 
 def rows(
     paths: Sequence[Path], transform: list[Any], shape: tuple[int, ...], start: int, processes: int, slots: int
-) -> Iterator[Timed]:
+) -> Iterator[DecodedRow]:
     """Yield each file's pixels, or why it can't be read, in order from `start` on, with its seconds and seal.
 
     `transform` holds the arguments of a `Transform`; `slots` is the number of images that shared memory holds in
-    transit. Raises `Died`, and OSError if such memory or processes can't be had.
+    transit. Raises `DecoderDied`, and OSError if such memory or processes can't be had.
     """
     slots = min(slots, MOST_SLOTS)
     size = int(np.prod(shape))
@@ -78,9 +78,9 @@ def _hand_over(process: subprocess.Popen[bytes], order: dict[str, Any]) -> None:
         process.stdin.write(json.dumps(order).encode())
 
 
-def _in_order(pixels: np.ndarray, ask: int, lines: Any, wanted: range) -> Iterator[Timed]:
+def _in_order(pixels: np.ndarray, ask: int, lines: Any, wanted: range) -> Iterator[DecodedRow]:
     """Have as many decoded at a time as there are slots; a slot is used again once its row has left it."""
-    asked, ready = iter(wanted), dict[int, Timed]()
+    asked, ready = iter(wanted), dict[int, DecodedRow]()
 
     def ask_for_next() -> None:
         if (index := next(asked, None)) is not None:
@@ -93,9 +93,9 @@ def _in_order(pixels: np.ndarray, ask: int, lines: Any, wanted: range) -> Iterat
         while index not in ready:
             line = lines.readline()
             if not line.endswith(b"\n"):
-                raise Died
+                raise DecoderDied
             done, seconds, seal, reason = json.loads(line)
-            ready[done] = Timed(reason or pixels[done % len(pixels)], seconds, seal)
+            ready[done] = DecodedRow(reason or pixels[done % len(pixels)], seconds, seal)
         next_one = ready.pop(index)
         if not isinstance(next_one.row, str):  # whoever gets it may keep it
             next_one = next_one._replace(row=next_one.row.copy())

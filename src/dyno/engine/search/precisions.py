@@ -33,7 +33,7 @@ def search(study: Study, folder: Path, trials: list[Trial], measure: Measure) ->
     for trial in trials:
         if trial.id in failing and with_kept_layers(study, trial, 1) is not None:
             batches = [other for other in trials if _hash_series(other) == _hash_series(trial)]
-            added += _Search(study, folder, trial, batches, trials, measure).run()
+            added += _PrecisionSearch(study, folder, trial, batches, trials, measure).run()
     return added
 
 
@@ -56,7 +56,7 @@ def _hash_series(trial: Trial) -> str:
 
 
 @dataclass
-class _Search:
+class _PrecisionSearch:
     study: Study
     folder: Path
     plain: Trial

@@ -44,7 +44,7 @@ def carried(device: str) -> dict[str, str | None]:
 
 
 @dataclass(frozen=True)
-class Described:
+class NodeDescription:
     """A node: its host's name, Dyno's version, the card of the device that it has for a block, the GPU's number on the
     host ("" for a CPU), and the logical processors of each physical core that it may use."""
 
@@ -56,7 +56,7 @@ class Described:
 
 
 @dataclass(frozen=True)
-class News:
+class FolderUpdate:
     """What a block's folder has since the last question: the files that changed, as a tar, the names of all that there
     are, and the process's exit code (None while it runs)."""
 
@@ -78,13 +78,13 @@ class Node:
         self._process: Popen[bytes] | None = None
         self._sent: dict[str, tuple[int, int]] = {}
 
-    def describe(self, device: str) -> Described:
+    def describe(self, device: str) -> NodeDescription:
         """Return the node's description: its host, version, card and cores."""
         host, cores = platform.node(), tuple(tuple(core) for core in system.core_threads())
         if device == "cpu":
-            return Described(host, __version__, system.describe()["cpu"], "", cores)
+            return NodeDescription(host, __version__, system.describe()["cpu"], "", cores)
         visible = os.environ.get(places.VISIBLE, "0")
-        return Described(host, __version__, places.places("cuda:0")[0].card, visible, cores)
+        return NodeDescription(host, __version__, places.places("cuda:0")[0].card, visible, cores)
 
     def begin(self, packed: bytes, env: Mapping[str, str], own: Mapping[str, str | None], cwd: str) -> None:
         """Start the block whose folder that is, with `env` besides, and `own` as the user has these variables.
@@ -112,14 +112,14 @@ class Node:
         with open(self._folder / LOG, "a", encoding="utf-8") as log:
             log.write(f"{line}\n")
 
-    def news(self) -> News:
+    def news(self) -> FolderUpdate:
         """Return the changes since the last call."""
         assert self._folder is not None and self._process is not None
         code = self._process.poll()  # before the files are looked at: those of a process that ended are all there
         stamps = _list_stamps(self._folder)
         changed = [name for name, stamp in stamps.items() if self._sent.get(name) != stamp]
         self._sent = stamps
-        return News(pack(self._folder, changed), tuple(stamps), code)
+        return FolderUpdate(pack(self._folder, changed), tuple(stamps), code)
 
     def end(self) -> None:
         """End the block's process, if there is one, and remove its folder."""
@@ -209,7 +209,7 @@ def unpack(packed: bytes, folder: Path) -> None:
             write_bytes(path, content.read())
 
 
-def mirror(news: News, folder: Path) -> None:
+def mirror(news: FolderUpdate, folder: Path) -> None:
     """Update the folder to the node's: write changed files, and remove those that are gone there."""
     unpack(news.changed, folder)
     for name in _list_stamps(folder).keys() - set(news.names):

@@ -13,8 +13,17 @@ from contextlib import contextmanager
 from typing import Any
 
 from dyno import __version__
-from dyno.placement.clusters.node import Described, Node
-from dyno.placement.clusters.remote import Lost, RemoteHost, Silent, check_device, distinct, gpu, processors, same_dyno
+from dyno.placement.clusters.node import Node, NodeDescription
+from dyno.placement.clusters.remote import (
+    NodeLost,
+    NodeSilent,
+    RemoteHost,
+    check_device,
+    distinct,
+    gpu,
+    processors,
+    same_dyno,
+)
 from dyno.placement.places import Place
 from dyno.worker.extras import install
 from dyno.worker.spec import UserError, shorten
@@ -111,24 +120,24 @@ def _list_alive() -> dict[str, dict[str, Any]]:
     return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
 
 
-def _describe_node(host: RayHost, node: dict[str, Any], device: str) -> Described | None:
+def _describe_node(host: RayHost, node: dict[str, Any], device: str) -> NodeDescription | None:
     """Return the node's description; None if it was already dead, which Ray notices late.
 
     Raises `UserError` if it can't take part.
     """
     name = node["NodeManagerHostname"]
     try:
-        about: Described = host.call("describe", device, within=START_S)
-    except Silent as e:
+        about: NodeDescription = host.call("describe", device, within=START_S)
+    except NodeSilent as e:
         raise UserError(f"{name} did not answer within {START_S:g} s; is it busy with other work of Ray?") from e
-    except Lost as e:
+    except NodeLost as e:
         if node["NodeID"] not in _list_alive():
             return None
         raise UserError(f"{name} can't take part: {e}; install Dyno {__version__} there as here") from e
     return same_dyno(name, about)
 
 
-def _choose_processors(about: Described, count: int, taken: Counter[str], host: RayHost) -> Place:
+def _choose_processors(about: NodeDescription, count: int, taken: Counter[str], host: RayHost) -> Place:
     """Return a node's processors: all physical cores of its host, or as many as Ray counts if those are fewer.
 
     Two nodes of one host share no core while there are enough.
@@ -160,8 +169,8 @@ class RayHost(RemoteHost):
         try:
             return (ray.get(self._pending),)
         except ray.exceptions.ActorUnavailableError as e:
-            raise Lost("it does not answer any more") from e
+            raise NodeLost("it does not answer any more") from e
         except ray.exceptions.RayActorError as e:
-            raise Lost(" ".join(str(e).split())) from e
+            raise NodeLost(" ".join(str(e).split())) from e
         except ray.exceptions.RayError as e:  # raised there: a trace, and what is wrong at its end
-            raise Lost(str(e).strip().splitlines()[-1]) from e
+            raise NodeLost(str(e).strip().splitlines()[-1]) from e

@@ -12,9 +12,9 @@ from pathlib import Path
 from typing import Any
 
 from dyno import __version__
-from dyno.placement.clusters.node import Described, News, carried, mirror, whole
+from dyno.placement.clusters.node import FolderUpdate, NodeDescription, carried, mirror, whole
 from dyno.placement.places import Place, share
-from dyno.placement.running import Running
+from dyno.placement.running import RunningBlock
 from dyno.worker.spec import UserError
 
 POLL_S = 1.0  # between two questions to a node: each has it look through the block's files
@@ -22,11 +22,11 @@ SILENT_S = 60.0  # without an answer, after which a node is taken for lost
 GONE = 70
 
 
-class Lost(Exception):
+class NodeLost(Exception):
     """Why there will be no answer from a node."""
 
 
-class Silent(Lost):
+class NodeSilent(NodeLost):
     """It did not answer in time."""
 
 
@@ -42,24 +42,24 @@ class RemoteHost(ABC):
 
     @abstractmethod
     def answer(self) -> tuple[Any] | None:
-        """Return the answer to the last call, or None until it has arrived; raise `Lost` if it never will."""
+        """Return the answer to the last call, or None until it has arrived; raise `NodeLost` if it never will."""
 
     def call(self, call: str, *given: Any, within: float) -> Any:
-        """Call the method and return its answer; raise `Lost` if there is none, also after `within` seconds."""
+        """Call the method and return its answer; raise `NodeLost` if there is none, also after `within` seconds."""
         self.ask(call, *given)
         until = time.monotonic() + within
         while (answer := self.answer()) is None:
             if time.monotonic() > until:
-                raise Silent(f"no answer for {within:g} s")
+                raise NodeSilent(f"no answer for {within:g} s")
             time.sleep(0.05)
         return answer[0]
 
-    def begin(self, folder: Path, place: Place) -> Running:
+    def begin(self, folder: Path, place: Place) -> RunningBlock:
         """Send the block's folder there, and start."""
         return RemoteBlock(folder, place, self)
 
 
-class RemoteBlock(Running):
+class RemoteBlock(RunningBlock):
     """A block's process on another host; its folder here follows the one there."""
 
     def __init__(self, folder: Path, place: Place, host: RemoteHost) -> None:
@@ -76,7 +76,7 @@ class RemoteBlock(Running):
         if self._code is None:
             try:
                 self._read_answer()
-            except Lost as e:
+            except NodeLost as e:
                 self._host.gone, self._code, self._why = True, GONE, str(e)
         return self._code
 
@@ -86,7 +86,7 @@ class RemoteBlock(Running):
 
     def end(self) -> None:
         if not self._host.gone:
-            with suppress(Lost):
+            with suppress(NodeLost):
                 self._host.call("end", within=SILENT_S)
 
     def _read_answer(self) -> None:
@@ -100,10 +100,10 @@ class RemoteBlock(Running):
         answer = self._host.answer()
         if answer is None:
             if now - self._asked > SILENT_S:
-                raise Silent(f"no answer for {SILENT_S:g} s")
+                raise NodeSilent(f"no answer for {SILENT_S:g} s")
             return
         self._waits = False
-        news: News | None = answer[0]
+        news: FolderUpdate | None = answer[0]
         if news is not None:  # begun, and this isn't an answer to that
             mirror(news, self.folder)
             if news.code is not None:
@@ -117,20 +117,20 @@ def check_device(device: str) -> None:
         raise UserError(f"on a cluster every device of a kind takes part; give --device cpu or cuda, not {device!r}")
 
 
-def same_dyno(name: str, about: Described) -> Described:
+def same_dyno(name: str, about: NodeDescription) -> NodeDescription:
     """Return `about` unchanged; raise `UserError` if that host has another version of Dyno."""
     if about.version != __version__:
         raise UserError(f"{name} has Dyno {about.version}, and this is {__version__}; install the same on all hosts")
     return about
 
 
-def gpu(about: Described, name: str, host: RemoteHost) -> Place:
+def gpu(about: NodeDescription, name: str, host: RemoteHost) -> Place:
     """Return the GPU of a node as a place, by its name on that host."""
     where = f"{about.host}/{name}"
     return Place(where, "cuda:0", about.card, threads=len(about.cores), machine=about.host, host=host)
 
 
-def processors(about: Described, own: Sequence[tuple[int, ...]], host: RemoteHost) -> Place:
+def processors(about: NodeDescription, own: Sequence[tuple[int, ...]], host: RemoteHost) -> Place:
     """Return these physical cores of a node as a place."""
     cores = tuple(cpu for core in own for cpu in core)
     return Place(about.host, "cpu", share(about.card, cores), cores, threads=len(own), machine=about.host, host=host)

@@ -18,10 +18,10 @@ from typing import Any
 from dyno.jobs.progress import Progress
 from dyno.placement import places as devices
 from dyno.placement.clusters import slurm_host, slurm_job
-from dyno.placement.clusters.remote import SILENT_S, Lost, check_device, distinct, gpu, processors, same_dyno
+from dyno.placement.clusters.remote import SILENT_S, NodeLost, check_device, distinct, gpu, processors, same_dyno
 from dyno.placement.clusters.slurm_host import JOB_NAME, SlurmHost, cancel
 from dyno.placement.clusters.slurm_job import BEAT_S, DRIVER, OVER, Mail
-from dyno.placement.clusters.slurm_options import Wanted, parse
+from dyno.placement.clusters.slurm_options import SlurmRequest, parse
 from dyno.placement.clusters.slurm_queue import Queue
 from dyno.placement.places import Place
 from dyno.store import SLURM
@@ -108,7 +108,7 @@ def _keep_beating(mail: Path) -> Iterator[None]:
         thread.join()
 
 
-def _submit_job(submitit: Any, wanted: Wanted, device: str, mail: Path, number: int) -> SlurmHost:
+def _submit_job(submitit: Any, wanted: SlurmRequest, device: str, mail: Path, number: int) -> SlurmHost:
     """Hand one job in."""
     folder = mail / str(number)
     folder.mkdir()
@@ -148,7 +148,7 @@ def _interrupts_ignored() -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _reserve_share(wanted: Wanted, device: str, number: int) -> dict[str, Any]:
+def _reserve_share(wanted: SlurmRequest, device: str, number: int) -> dict[str, Any]:
     """Return what a job on this host reserves: a share of the processors, or a GPU."""
     if device == "cuda":
         return {"visible": devices.places(f"cuda:{number}")[0].env[devices.VISIBLE]}
@@ -156,7 +156,7 @@ def _reserve_share(wanted: Wanted, device: str, number: int) -> dict[str, Any]:
     return {"share": [number, wanted.jobs]}
 
 
-def _make_executor(submitit: Any, wanted: Wanted, device: str, logs: Path) -> Any:
+def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path) -> Any:
     """Return the executor that submits to Slurm."""
     try:
         # In place of the shell: Slurm kills what is left of a job as soon as its shell has ended, which a signal does.
@@ -182,7 +182,7 @@ def _list_places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> 
     for host in jobs:
         try:
             about = same_dyno(host.name, host.call("describe", device, within=SILENT_S))
-        except Lost as e:
+        except NodeLost as e:
             host.gone, why = True, str(e)
             progress.note(f"{why}; the study goes on without it")
             continue

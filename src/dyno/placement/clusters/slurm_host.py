@@ -10,8 +10,8 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
-from dyno.placement.clusters.node import Described, News
-from dyno.placement.clusters.remote import Lost, RemoteHost
+from dyno.placement.clusters.node import FolderUpdate, NodeDescription
+from dyno.placement.clusters.remote import NodeLost, RemoteHost
 from dyno.placement.clusters.slurm_job import ANSWER, ASK, NODE, OVER, Mail
 from dyno.worker.spec import UserError, plain
 
@@ -46,7 +46,7 @@ class SlurmHost(RemoteHost):
     @property
     def gone(self) -> bool:
         if not self._gone:
-            with suppress(Lost):
+            with suppress(NodeLost):
                 self._check_job()
         return self._gone
 
@@ -85,14 +85,14 @@ class SlurmHost(RemoteHost):
         if "error" in message:
             raise self._end_job(message["error"])
         if self._call == "news":
-            return (News(packed, tuple(message["names"]), message["code"]),)
+            return (FolderUpdate(packed, tuple(message["names"]), message["code"]),)
         if self._call == "describe":
             cores = tuple(tuple(core) for core in message["cores"])
-            return (Described(**{**message, "cores": cores}),)
+            return (NodeDescription(**{**message, "cores": cores}),)
         return (None,)
 
     def _check_job(self) -> None:
-        """See whether the job is still there; raises `Lost`."""
+        """See whether the job is still there; raises `NodeLost`."""
         now = time.monotonic()
         if now - self._looked < LOOK_S:
             return
@@ -113,13 +113,13 @@ class SlurmHost(RemoteHost):
         if silent > DEAD_S:
             raise self._end_job(f"it gave no sign of life for {silent:.0f} s")
 
-    def _end_job(self, why: str) -> Lost:
+    def _end_job(self, why: str) -> NodeLost:
         """End the job, whether it still exists or not, and return the error."""
         self.gone = True
         with suppress(OSError):
             (self.mail.folder / OVER).touch()
         self.cancel()
-        return Lost(f"{self.name}: {why}")
+        return NodeLost(f"{self.name}: {why}")
 
     def cancel(self) -> None:
         """Take the job from Slurm."""

@@ -19,7 +19,7 @@ from typing import Any
 import psutil
 
 from dyno.placement import places
-from dyno.placement.clusters.node import News, Node
+from dyno.placement.clusters.node import FolderUpdate, Node
 from dyno.worker import system
 from dyno.worker.record import read_json
 from dyno.worker.spec import UserError
@@ -183,7 +183,7 @@ class Pilot:
             if call == "begin":
                 self._node.begin(packed, *given)
             elif call == "news":
-                news: News = self._node.news()
+                news: FolderUpdate = self._node.news()
                 return {"names": news.names, "code": news.code}, news.changed
             elif call == "describe":
                 return asdict(self._node.describe(*given)), b""

@@ -16,7 +16,7 @@ CLUSTERS = ("slurm", "local")
 
 
 @dataclass(frozen=True)
-class Wanted:
+class SlurmRequest:
     """How many jobs of Slurm, or of this host; minutes by name, and sbatch's options."""
 
     jobs: int = 1
@@ -29,7 +29,7 @@ class Wanted:
         return self.cluster == "local"
 
 
-def parse(spec: str) -> Wanted:
+def parse(spec: str) -> SlurmRequest:
     """Parse the words after `slurm=`, e.g. `4,partition=gpu`; raise `UserError`, one line, for invalid ones."""
     items = [item.strip() for item in spec.split(",")] if spec.strip() else []
     jobs = items.pop(0) if items and "=" not in items[0] else "1"
@@ -49,7 +49,7 @@ def parse(spec: str) -> Wanted:
     minutes = {name: _parse_minutes(name, given.pop(name, str(usual))) for name, usual in MINUTES.items()}
     if given and cluster == "local":
         raise UserError(f"cluster=local runs the jobs on this host, where {', '.join(given)} has no meaning; omit it")
-    return Wanted(int(jobs), cluster, minutes, given)
+    return SlurmRequest(int(jobs), cluster, minutes, given)
 
 
 def _parse_minutes(name: str, value: str) -> int:

@@ -15,7 +15,7 @@ from typing import Any
 from dyno.worker.backend import FileContents, FileFormat, Maker
 from dyno.worker.backends.open_vino import library, read_model, tensors_of, version
 from dyno.worker.backends.open_vino_layers import TYPE_NAMES, plain
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.precision import QUANTISED, TYPES
 from dyno.worker.makers.precision import INHERITED
 from dyno.worker.nets import file_images, task_facts
@@ -119,7 +119,7 @@ class IRMaker(Maker):
         Raises `UserError` for a file that OpenVINO can't read.
         """
         ov = library()
-        made_by = MadeBy(backend=self.name, options=dict(recipe.options), versions={"openvino": version()})
+        made_by = MakerFacts(backend=self.name, options=dict(recipe.options), versions={"openvino": version()})
         began = time.perf_counter()
         if recipe.model.file.endswith(".xml"):
             path, seconds, parent_sha256 = Path(recipe.model.file), 0.0, ""

@@ -19,7 +19,7 @@ from dyno.worker.inputs.specs import tensors as tensors_of
 from dyno.worker.layers import module_kernels, module_ranges, module_times, program
 from dyno.worker.nets import models
 from dyno.worker.option_values import Check, flag, one_of
-from dyno.worker.sessions.on_device import OnDevice
+from dyno.worker.sessions.on_device import DeviceBinding
 from dyno.worker.sessions.torch_copies import Copies
 from dyno.worker.sessions.torch_support import (
     allocator_peaks,
@@ -236,9 +236,9 @@ class TorchSession(Session):
         if self._on_gpu:
             self._torch.cuda.synchronize(self._device)
 
-    def on_device(self) -> OnDevice:
+    def on_device(self) -> DeviceBinding:
         """See `Session.on_device`; also on a CPU."""
-        return OnDevice(self._torch, self._device, self._bind_tensors, self._output_tensors)
+        return DeviceBinding(self._torch, self._device, self._bind_tensors, self._output_tensors)
 
     def _bind_tensors(self, tensors: Mapping[str, Any], ready: Any, slot: int) -> None:
         """Bind tensors on the device, as `bind` does arrays, once the event has come."""

@@ -22,7 +22,7 @@ from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.record import Measurement
 from dyno.worker.spec import Trial
 from dyno.worker.tasks.classify import UNSCORED, TopKCollector
-from dyno.worker.tasks.task import Collector, Evaluated
+from dyno.worker.tasks.task import Collector, EvaluationInputs
 
 RAW_BYTES = 64 * 2**20  # raw outputs kept per trial; classes and scores are kept for every image
 WARM_UP = 0.1  # share of the data that goes through once before anything counts
@@ -52,9 +52,9 @@ class Evaluation:
             measurements.append(Measurement("pipeline", "1/s", "rate", self.images / self.seconds, clock="host"))
         return measurements
 
-    def facts(self) -> facts.Evaluated | None:
+    def facts(self) -> facts.PipelineFacts | None:
         """Return the images and seconds of the throughput, and the images of warm-up."""
-        return facts.Evaluated(self.images, self.seconds, self.warm_up) if self.seconds else None
+        return facts.PipelineFacts(self.images, self.seconds, self.warm_up) if self.seconds else None
 
 
 def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
@@ -120,11 +120,11 @@ def _find_batch(session: Session, trial: Trial) -> int:
     return trial.dims.batch or first[0]
 
 
-def _describe_evaluation(trial: Trial, decoded: DecodedImages | None, batch: int, count: int) -> Evaluated:
+def _describe_evaluation(trial: Trial, decoded: DecodedImages | None, batch: int, count: int) -> EvaluationInputs:
     if decoded is None:
-        return Evaluated(trial, batch, count, input_size=(trial.dims.height, trial.dims.width))
+        return EvaluationInputs(trial, batch, count, input_size=(trial.dims.height, trial.dims.width))
     height, width = channels_first(decoded.shape)[2:]
-    return Evaluated(trial, batch, count, decoded.images.index[:count], (height, width))
+    return EvaluationInputs(trial, batch, count, decoded.images.index[:count], (height, width))
 
 
 class _RawOutputs:

@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Session
-from dyno.worker.evaluation.sources import Source
+from dyno.worker.evaluation.sources import BatchSource
 
 Outputs = dict[str, np.ndarray]
 Keep = Callable[[int, Outputs], None]
@@ -36,7 +36,7 @@ class PipelineResult:
 class Pipeline:
     """One session and one source of batches; buffers are allocated once, where the session reads them fastest."""
 
-    def __init__(self, session: Session, source: Source, helpers: int = 1) -> None:
+    def __init__(self, session: Session, source: BatchSource, helpers: int = 1) -> None:
         self._session, self._source, self._helpers = session, source, helpers
         self._buffers = [session.stage(source.new_arrays()) for _ in range(session.slots + AHEAD)]
 
@@ -50,7 +50,7 @@ class Pipeline:
         numbers = [*range(warm_up), *range(count)]
         with ThreadPoolExecutor(self._helpers) as readers, ThreadPoolExecutor(self._helpers) as workers:
             feeder = _Feeder(self._source, self._buffers, readers, numbers)
-            return _Run(self._session, feeder, workers, keep, work).run(numbers, warm_up)
+            return _PipelineRun(self._session, feeder, workers, keep, work).run(numbers, warm_up)
 
     def stages(self, work: Work, seconds: float) -> dict[str, np.ndarray]:
         """Return the seconds per batch of each stage, one batch at a time in one thread, without overlap of stages.
@@ -80,7 +80,9 @@ class Pipeline:
 class _Feeder:
     """Reads batches in order into recycled buffers; only the loop's own thread calls it."""
 
-    def __init__(self, source: Source, buffers: list[Any], readers: ThreadPoolExecutor, numbers: Sequence[int]) -> None:
+    def __init__(
+        self, source: BatchSource, buffers: list[Any], readers: ThreadPoolExecutor, numbers: Sequence[int]
+    ) -> None:
         self._source, self._readers, self._numbers = source, readers, iter(numbers)
         self._free = deque(buffers)
         self._ready: deque[tuple[Any, list[Future[None]]]] = deque()
@@ -102,7 +104,7 @@ class _Feeder:
         self._read_ahead()
 
 
-class _Run:
+class _PipelineRun:
     """One run of the loop, with the feed and the reader of each slot."""
 
     def __init__(self, session: Session, feeder: _Feeder, workers: ThreadPoolExecutor, keep: Keep, work: Work) -> None:

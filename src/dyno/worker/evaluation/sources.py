@@ -13,7 +13,7 @@ from dyno.worker.spec import Trial
 Feed = Mapping[str, np.ndarray]
 
 
-class Source:
+class BatchSource:
     """Batches by number; a batch is filled in `parts`, each by another thread if there are several."""
 
     parts = 1
@@ -27,7 +27,7 @@ class Source:
         raise NotImplementedError
 
 
-class DecodedImages(Source):
+class DecodedImages(BatchSource):
     """Images of a decoded data set; after the last one the first follows, so that every batch is full."""
 
     def __init__(self, session: Session, trial: Trial, threads: int) -> None:
@@ -46,7 +46,7 @@ class DecodedImages(Source):
         self.images.read_into(feed[self.name][begin:end], number * batch + begin)
 
 
-class RandomInputs(Source):
+class RandomInputs(BatchSource):
     """Random inputs, the same for every run: they are drawn one after the other from the data's seed."""
 
     def __init__(self, session: Session, trial: Trial, count: int) -> None:

@@ -10,7 +10,7 @@ from dyno.worker.facts.sparse import Sparse
 
 
 @dataclass(frozen=True)
-class Step:
+class MakerStep:
     """One link of the chain of files: its maker, what came out, the seconds it took, and the file's bytes."""
 
     maker: str
@@ -21,7 +21,7 @@ class Step:
 
 
 @dataclass(frozen=True)
-class Verified:
+class ExportCheck:
     """An exported graph beside its module: the batches that were compared, the largest difference and the largest
     output, the tolerances, and how far the module's own FP32 outputs are off FP64 (None where that wasn't asked); of
     boxes, which are compared as sets, how many and how many of them have no partner."""
@@ -65,7 +65,7 @@ class PixelInput:
 
 
 @dataclass(frozen=True)
-class Gpu:
+class GpuFacts:
     """The GPU that an engine was built on; empty where there was none."""
 
     model: str = ""
@@ -98,7 +98,7 @@ class Lowering(Sparse):
 
 
 @dataclass(frozen=True, kw_only=True)
-class Build(Sparse):
+class BuildFacts(Sparse):
     """An engine's build: where its types come from (graph, flags, calibrator), and whether strongly or weakly typed.
 
     `profiles` have the least, usual and largest shape of each input, `build_s` is in seconds.
@@ -108,13 +108,13 @@ class Build(Sparse):
     typed: str = ""
     flags: tuple[str, ...] = ()
     profiles: tuple[dict[str, Any], ...] = ()
-    gpu: Gpu | None = None
+    gpu: GpuFacts | None = None
     build_s: float | None = None
     timing_cache: TimingUse | None = None
 
 
 @dataclass(frozen=True, kw_only=True)
-class MadeBy(Build, Lowering, Layers, Origin):
+class MakerFacts(BuildFacts, Lowering, Layers, Origin):
     """What a maker says of its file (`Artifact.made_by`).
 
     `steps` is the whole chain up to the file, and `warnings` hold for all that is made from it. `kept_float` counts the
@@ -127,8 +127,8 @@ class MadeBy(Build, Lowering, Layers, Origin):
     versions: dict[str, str] = field(default_factory=dict)
     warnings: tuple[str, ...] = ()
     notes: tuple[str, ...] = ()
-    steps: tuple[Step, ...] = ()
-    verified: Verified | None = None
+    steps: tuple[MakerStep, ...] = ()
+    verified: ExportCheck | None = None
     kept_float: int | None = None
     ranking: tuple[RankedLayer, ...] = ()
     ranked_on: int | None = None

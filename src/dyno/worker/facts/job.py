@@ -42,7 +42,7 @@ class ColdStart:
 
 
 @dataclass(frozen=True)
-class Sustained:
+class SustainedLoad:
     """Images that went through as fast as they could, for the energy: when, images/s, and how many processors other
     programs kept busy meanwhile."""
 
@@ -69,13 +69,13 @@ class Timing(Sparse):
     others_busy: dict[str, float] = field(default_factory=dict)
     delays: dict[str, tuple[float, ...]] = field(default_factory=dict)
     contention_threshold: float | None = field(default=None, metadata={EARLIER: "others_bearable"})
-    sustained: Sustained | None = None
+    sustained: SustainedLoad | None = None
     build: int | None = None
     slowdown: float | None = None
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnsweredImages:
     """The images that were answered: the data's name, its split, how many, the hash over the photographs that were
     decoded ("": unknown), and how many of them calibration has."""
 
@@ -87,7 +87,7 @@ class Answered:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class PipelineFacts:
     """Images and seconds behind `pipeline`, and the images of warm-up before them."""
 
     images: int = 0
@@ -136,7 +136,7 @@ class CopyRate:
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainingFacts:
     """What a training came to: accuracy in percent and loss of the best weights on `count` test images, its seconds,
     the file of the weights with its sha256, and sentences on the data."""
 
@@ -164,8 +164,8 @@ class Facts(EngineFacts, Timing):
     `cold_start` are what jobs of other kinds found.
     """
 
-    data: Answered | None = None
-    evaluation: Evaluated | None = None
+    data: AnsweredImages | None = None
+    evaluation: PipelineFacts | None = None
     finite: bool = True
     random_outputs: float | None = None
     no_route: bool = False
@@ -174,7 +174,7 @@ class Facts(EngineFacts, Timing):
     peak: dict[str, PeakOfType] = field(default_factory=dict)
     copy: CopyRate | None = None
     probe: Probe | None = None
-    training: Trained | None = None
+    training: TrainingFacts | None = None
     inside: LayerGraph | None = None
     functions: tuple[Function, ...] = ()
     layer_errors: LayerErrors | None = None

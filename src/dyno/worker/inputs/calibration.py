@@ -219,8 +219,8 @@ def reader(feeds: Iterator[dict[str, np.ndarray]]) -> Any:
     """Return the feeds as onnxruntime.quantization's data reader."""
     from onnxruntime.quantization import CalibrationDataReader
 
-    class Reader(CalibrationDataReader):  # type: ignore[misc]
+    class CalibrationReader(CalibrationDataReader):  # type: ignore[misc]
         def get_next(self) -> dict[str, np.ndarray] | None:
             return next(feeds, None)
 
-    return Reader()
+    return CalibrationReader()

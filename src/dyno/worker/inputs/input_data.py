@@ -13,7 +13,7 @@ import numpy as np
 
 from dyno.worker.inputs.layout import CHANNELS_LAST, MOST_CHANNELS, arranged, channels_first, channels_last, is_image
 from dyno.worker.inputs.shapes import static_shapes
-from dyno.worker.inputs.specs import Values
+from dyno.worker.inputs.specs import InputValues
 from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError
 
 FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever
@@ -149,7 +149,7 @@ def batches(
     if specs:
         unread = [Tensor(s.name, s.dtype, s.shape) for s in specs if s.dtype and s.name not in shapes]
         fed_shapes = {**shapes, **static_shapes(unread, dims)}
-        yield from Values(specs, data.seed, partial(_make_random_values, preprocess=preprocess)).batches(
+        yield from InputValues(specs, data.seed, partial(_make_random_values, preprocess=preprocess)).batches(
             fed_shapes, kinds, dims, count
         )
         return

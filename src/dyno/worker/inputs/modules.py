@@ -394,13 +394,13 @@ def _run_and_record(
     lookups = (torch.ops.aten.embedding.default, torch.ops.aten._embedding_bag_forward_only.default)
     limits: dict[str, int] = {}
 
-    class Watch(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
+    class EmbeddingWatch(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func in lookups and (name := names.get(args[1].data_ptr())):
                 limits[name] = min(limits.get(name, args[0].shape[0]), args[0].shape[0])
             return func(*args, **(kwargs or {}))
 
-    with torch.inference_mode(), Watch():
+    with torch.inference_mode(), EmbeddingWatch():
         return module(*args, **keywords), limits
 
 

@@ -33,7 +33,7 @@ def arguments(specs: Sequence[InputSpec], arrays: Mapping[str, Any]) -> tuple[li
     return [v for name, v in values.items() if name not in keywords], {name: values[name] for name in sorted(keywords)}
 
 
-class Values:
+class InputValues:
     """Values for described inputs, the same for every backend: each input has its own random numbers, from the seed.
 
     `draw_default` draws inputs without a range, from a generator and a tensor of a type and a shape.

@@ -31,7 +31,7 @@ def cold_start(job: Job, journal: Journal) -> None:
     The clock runs from the moment at which the launcher started this process; a `UserError` where nobody did.
     """
     assert job.trial is not None
-    trial, clock = job.trial, Clock()
+    trial, clock = job.trial, ColdStartClock()
     if STARTED not in os.environ:
         raise UserError("nobody says when this process was started; a cold start is measured by `dyno cold-start`")
     started = float(os.environ[STARTED])
@@ -61,7 +61,7 @@ def cold_start(job: Job, journal: Journal) -> None:
 
 
 @dataclass
-class Clock:
+class ColdStartClock:
     """Seconds by part, without those inside of import statements, which are `imported`."""
 
     parts: dict[str, float] = field(default_factory=dict)

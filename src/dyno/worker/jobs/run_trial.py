@@ -14,10 +14,10 @@ from dyno.worker import measure, system
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.evaluation import evaluate
 from dyno.worker.facts.engine import ORIGIN
-from dyno.worker.facts.job import Answered, Sustained
+from dyno.worker.facts.job import AnsweredImages, SustainedLoad
 from dyno.worker.inputs import input_data
 from dyno.worker.jobs.finite import failure, not_finite
-from dyno.worker.jobs.turns import Alone
+from dyno.worker.jobs.turns import Uninterleaved
 from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, one_line, save_arrays
 from dyno.worker.registry import find
@@ -30,7 +30,7 @@ Kept = tuple[tuple[int, ...], np.ndarray]
 KEPT = 1 << 16  # values of an output that are kept from the first call to the last
 
 
-def run_trial(job: Job, trial: Trial, journal: Journal, turns: Alone) -> None:
+def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) -> None:
     """Import and load, time at every boundary of the plan, then evaluate (round 0 only: outputs don't change between
     rounds)."""
     backend = find(trial.backend)
@@ -74,7 +74,7 @@ def _slow_session(session: Session, share: float, journal: Journal) -> Session:
     journal.facts(slowdown=share)
     if share:
         journal.warn(f"slowed down on purpose, by {100 * share:g} %: for the self-test")
-    return slowed.Slowed(session, share)
+    return slowed.SlowedSession(session, share)
 
 
 def _time_boundaries(
@@ -83,7 +83,7 @@ def _time_boundaries(
     trial: Trial,
     feeds: measure.Feeds,
     journal: Journal,
-    turns: Alone,
+    turns: Uninterleaved,
     restore: measure.Restore,
 ) -> None:
     for boundary in boundaries:
@@ -117,7 +117,7 @@ def _sustain_load(session: Session, trial: Trial, feeds: measure.Feeds, journal:
     measure.throughput(session, feeds, trial.dims.batch, replace(endless, seconds=SETTLING * seconds))
     contention = system.CpuContention()
     sampling = measure.throughput(session, feeds, trial.dims.batch, replace(endless, seconds=seconds))
-    journal.facts(sustained=Sustained(sampling.window, float(sampling.value or 0.0), round(contention.busy(), 3)))
+    journal.facts(sustained=SustainedLoad(sampling.window, float(sampling.value or 0.0), round(contention.busy(), 3)))
 
 
 def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = True) -> None:
@@ -129,7 +129,9 @@ def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = T
     # The hash of the photographs, the same at every size, and the number set aside for calibration, where known.
     metadata = input_data.metadata(trial.data)
     photographs_and_set_aside = str(metadata.get("photographs") or ""), int(metadata.get("set_aside") or 0)
-    journal.facts(data=Answered(trial.data.name, trial.data.split, len(arrays["sample"]), *photographs_and_set_aside))
+    journal.facts(
+        data=AnsweredImages(trial.data.name, trial.data.split, len(arrays["sample"]), *photographs_and_set_aside)
+    )
     for sentence in evaluation.oddities:
         journal.warn(f"data: {sentence}")
     own = [a for name, a in arrays.items() if name.startswith("output:") and len(a) > 1]

@@ -22,8 +22,8 @@ from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
 from dyno.worker.serve import judging, search
 from dyno.worker.serve.arrivals import Arrivals, poisson, read_trace
-from dyno.worker.serve.batching import Batcher, Clock, Rules, serve
-from dyno.worker.serve.formed import Formed
+from dyno.worker.serve.batching import Batcher, BatchingRules, Clock, serve
+from dyno.worker.serve.formed import BatchFormingSession
 from dyno.worker.serve.instances import Instances, Lane
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import ENDPOINT, Job, Trial, Unanswered, from_json
@@ -48,7 +48,7 @@ def serve_requests(job: Job, journal: Journal) -> None:
     ))  # fmt: skip
     if job.round == 0 and not trial.model.source.startswith(ENDPOINT):  # else there is nothing to compare with
         _answer_known(job, trial, instances, journal)
-    work = _Work(trial, options, instances, journal, int(job.options["least"]), job.round)
+    work = _ServeJob(trial, options, instances, journal, int(job.options["least"]), job.round)
     work.alone()
     work.rates(str(job.options["trace"]))
     journal.stage("inspect")
@@ -79,7 +79,9 @@ def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal
     journal.facts(inputs_sha256=input_data.fingerprint(feeds, trial.model.preprocess), **inherited)
     try:
         before = instances.call(lambda: answers(first.session, feeds[0]))
-        instances.call(lambda: answer_all(Formed(instances.ladder, trial.dims), trial, journal, timed=False))
+        instances.call(
+            lambda: answer_all(BatchFormingSession(instances.ladder, trial.dims), trial, journal, timed=False)
+        )
         instances.call(lambda: repeat(first.session, feeds[0], before, journal))
     except Unanswered as e:  # of a server with too much to do: a rate says so
         journal.warn(f"{e}: not all outputs could be compared")
@@ -87,7 +89,7 @@ def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal
         raise failure()
 
 
-class _Work:
+class _ServeJob:
     """One job: its instances, and what is stored of the rates."""
 
     def __init__(
@@ -95,7 +97,7 @@ class _Work:
     ) -> None:
         self._trial, self._options, self._instances, self._journal = trial, options, instances, journal
         self._seed = trial.data.seed + SEEDS * number
-        self._rules = Rules(trial.dims.batch, options.max_wait_s, options.queue)
+        self._rules = BatchingRules(trial.dims.batch, options.max_wait_s, options.queue)
         self._arrays: dict[str, np.ndarray] = {}
         self._facts = ServeFacts(
             options.quantile, options.bound_s, least, trial.dims.batch, options.max_wait_s, options.queue,

@@ -40,7 +40,7 @@ def quiet_delay(delays: Sequence[float]) -> float:
     return sorted(delays)[len(delays) // 4] if delays else 0.0
 
 
-class Alone:
+class Uninterleaved:
     """Nobody to take turns with: all blocks follow each other."""
 
     conducted = False
@@ -69,7 +69,7 @@ class Alone:
         self.delays.append(round(delay / max(seconds * len(os.sched_getaffinity(0)), 1e-9), 4))
 
 
-class Conducted(Alone):
+class Interleaved(Uninterleaved):
     """The conductor says when; `waited_s` is how long this process waited, which is none of its own time."""
 
     conducted = True
@@ -81,11 +81,11 @@ class Conducted(Alone):
         self._heard, self._said = os.fdopen(read, "r"), os.fdopen(write, "w", buffering=1)
 
     def imported(self) -> None:
-        """See `Alone.imported`."""
+        """See `Uninterleaved.imported`."""
         self._ask_conductor(IMPORTED)
 
     def blocks(self, boundary: str, plan: Plan) -> Iterator[int]:
-        """See `Alone.blocks`."""
+        """See `Uninterleaved.blocks`."""
         self.delays = []
         number, line = 0, f"{READY} {boundary}"
         while self._ask_conductor(line) == GO:
@@ -102,7 +102,7 @@ class Conducted(Alone):
         return word
 
 
-def conductor() -> Alone:
+def conductor() -> Uninterleaved:
     """Return the source of this process's turns: the conductor behind the inherited pipes, or none."""
     ends = os.environ.pop(CONDUCTOR, "")
-    return Conducted(*map(int, ends.split(","))) if ends else Alone()
+    return Interleaved(*map(int, ends.split(","))) if ends else Uninterleaved()

@@ -23,7 +23,7 @@ from dyno.worker.facts.video import DEVICE, HOST, VideoFacts
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
-from dyno.worker.sessions.on_device import OnDevice
+from dyno.worker.sessions.on_device import DeviceBinding
 from dyno.worker.spec import Job, Trial, Unavailable, UserError
 from dyno.worker.tasks.detect import BoxReader, Detect
 from dyno.worker.video import alone, on_device, stages, steps
@@ -65,12 +65,12 @@ def video(job: Job, journal: Journal) -> None:
         journal.stage("decode")
         source = MemorySource(source, options.preload, options.frames)
     on_cpu = trial.runtime.device == "cpu"
-    engine = steps.Engine(
+    engine = steps.SessionThread(
         lambda: journal.timed("load", "load", lambda: backend.load(trial, job.artifact)), on_cpu, lanes_beside(on_cpu)
     )
     if job.round == 0:
         engine.call(lambda: find_rows(engine.session, trial, trial.dims.batch))
-    work = _Work(job, options, engine, source, journal)
+    work = _VideoJob(job, options, engine, source, journal)
     work.before()
     work.pipeline()
     work.after()
@@ -78,10 +78,12 @@ def video(job: Job, journal: Journal) -> None:
     engine.call(engine.session.close)
 
 
-class _Work:
+class _VideoJob:
     """One job: its session, its source, and what is stored of them."""
 
-    def __init__(self, job: Job, options: VideoOptions, engine: steps.Engine, source: Source, journal: Journal) -> None:
+    def __init__(
+        self, job: Job, options: VideoOptions, engine: steps.SessionThread, source: Source, journal: Journal
+    ) -> None:
         assert job.trial is not None
         self._trial, self._options = job.trial, options
         self._engine, self._source, self._journal = engine, source, journal
@@ -92,13 +94,13 @@ class _Work:
         if self._ends is not None:
             change = on_device.drop_low_scores(self._ends.torch, reader, options.confidence)
             engine.session = on_device.OnDeviceSession(session, self._ends, change)
-        self._answering = steps.Answering(reader, options.confidence, options.iou, options.most)
+        self._answering = steps.DetectionSettings(reader, options.confidence, options.iou, options.most)
         self._output, self._boxes = (Path(job.options[k]) if job.options[k] else None for k in ("output", "boxes"))
         self._scratch, self._source_text = bool(job.options["scratch"]), str(job.options["source"])
         self._lanes = lanes_beside(job.trial.runtime.device == "cpu")
         self._preparation = self._new_preparation()
         self._arrays: dict[str, np.ndarray] = {}
-        self._found: list[alone.Found] = []
+        self._found: list[alone.StageMeasurement] = []
         self._facts = VideoFacts(
             source.name, job.options["output"], job.options["boxes"], slots=session.slots, live=source.live,
             tracker=options.track, expected=source.count, rate=source.rate,
@@ -106,7 +108,7 @@ class _Work:
             prepared=HOST if self._ends is None else DEVICE,
         )  # fmt: skip
 
-    def _reach_device(self) -> OnDevice | None:
+    def _reach_device(self) -> DeviceBinding | None:
         """Return the engine's inputs and outputs on its device, if frames are to be prepared there; else None.
 
         Raises a `UserError` if that was requested and PyTorch can't reach them.
@@ -141,7 +143,9 @@ class _Work:
         assert bench.first is not None
         height, width = bench.first.size
         self._facts = replace(self._facts, height=height, width=width)
-        self._found = [alone.Found(stages, self._measure_crowding(bench.answered), alone.hand_over(len(stages) - 1))]
+        self._found = [
+            alone.StageMeasurement(stages, self._measure_crowding(bench.answered), alone.hand_over(len(stages) - 1))
+        ]
 
     def after(self) -> None:
         """Repeat the isolated measurements if the source can be read again and the user didn't stop the video."""
@@ -153,11 +157,11 @@ class _Work:
         with suppress(KeyboardInterrupt):
             stages, bench, _ = self._engine.call(self._measure_alone)
             crowd = self._measure_crowding(bench.answered)
-            self._found.append(alone.Found(stages, crowd, alone.hand_over(len(stages) - 1)))
+            self._found.append(alone.StageMeasurement(stages, crowd, alone.hand_over(len(stages) - 1)))
         self._source.damaged, self._source.left = damaged, left
         self._store_found()
 
-    def _measure_alone(self) -> tuple[dict[str, alone.Alone], alone.Bench, measure.Sampling]:
+    def _measure_alone(self) -> tuple[dict[str, alone.IsolatedTimes], alone.Bench, measure.Sampling]:
         """Measure every stage alone, in the engine's thread."""
         journal, session, first = self._journal, self._engine.session, not self._found
         path = journal.folder / f"alone{self._output.suffix}" if self._output else None
@@ -175,7 +179,7 @@ class _Work:
         inference, rate = alone.infer(self._engine, bench.feeds, self._trial.plan, self._preparation.batch)
         return {**bench.results(), steps.INFER: inference}, bench, rate
 
-    def _measure_crowding(self, answered: list[Batch]) -> alone.Crowded | None:
+    def _measure_crowding(self, answered: list[Batch]) -> alone.ContentionCost | None:
         """Measure the processor time of stages under full CPU load; None with one processor. See `alone.crowded`."""
         count = min(len(steps.STAGES), self._facts.processors // codec_threads())
         if self._facts.processors == 1:
@@ -184,7 +188,7 @@ class _Work:
         paths = [self._journal.folder / f"copy{number}{suffix}" for number in range(count)] if self._output else []
         preparations = [self._new_preparation() for _ in range(count)]
         sinks: list[Sink | None] = [sink_of(path, self._source, self._options.codec) for path in paths]
-        copies = [alone.Copy(self._source, preparation, self._answering, self._new_tracker(), sink, answered[0])
+        copies = [alone.StageCopy(self._source, preparation, self._answering, self._new_tracker(), sink, answered[0])
                   for preparation, sink in zip(preparations, sinks or [None] * count, strict=True)]  # fmt: skip
         try:
             return alone.crowded(copies, self._engine, answered)
@@ -249,7 +253,7 @@ class _Work:
         for path in filter(None, (self._output, self._boxes) if self._scratch else ()):
             _remove_path(path)
 
-    def _build_line(self, number: int) -> _Line:
+    def _build_line(self, number: int) -> _VideoStream:
         """Build the stages of one stream; all but the first are load only, and their output is removed."""
         first, output = number == 0, self._output
         if output and not first:
@@ -257,24 +261,27 @@ class _Work:
         preloaded = isinstance(self._source, MemorySource)
         again = self._source_text, self._options, _choose_decoder(self._options, self._trial)
         source = self._source if first or preloaded else source_of(*again)
-        sink, keep = sink_of(output, source, self._options.codec), steps.Keep(self._boxes if first else None)
+        sink, keep = (
+            sink_of(output, source, self._options.codec),
+            steps.DetectionRecorder(self._boxes if first else None),
+        )
         preparations, tracker, engine = self._new_preparations(), self._new_tracker(), self._engine
         shares, batch, size = self._options.streams > 1, preparations[0].batch, preparations[0].size
-        feeds = steps.Prepare.arrays(preparations[0], engine, self._lanes)
-        chain: list[stages.Step] = [
-            steps.Prepare(preparations, feeds), steps.Infer(engine, shares, batch),
-            steps.Postprocess(self._answering, size, keep if tracker is None else None, batch, self._lanes,
+        feeds = steps.PreparationStage.arrays(preparations[0], engine, self._lanes)
+        chain: list[stages.PipelineStage] = [
+            steps.PreparationStage(preparations, feeds), steps.InferenceStage(engine, shares, batch),
+            steps.PostprocessingStage(self._answering, size, keep if tracker is None else None, batch, self._lanes,
                               engine.take_back),
         ]  # fmt: skip
         if tracker:
-            chain.append(steps.Track(tracker, keep))
+            chain.append(steps.TrackingStage(tracker, keep))
         if output:
-            chain += [steps.Draw(), steps.Encode(sink)]
+            chain += [steps.DrawingStage(), steps.EncodingStage(sink)]
         reading = itertools.islice(source.read(sound=output is not None), self._options.frames or None)
-        return _Line(source, sink, keep, tracker, stages.Stages(steps.DECODE, reading, chain, source.live),
-                     output if output != self._output else None)  # fmt: skip
+        pipeline = stages.VideoPipeline(steps.DECODE, reading, chain, source.live)
+        return _VideoStream(source, sink, keep, tracker, pipeline, output if output != self._output else None)
 
-    def _close_lines(self, lines: list[_Line]) -> list[str]:
+    def _close_lines(self, lines: list[_VideoStream]) -> list[str]:
         """Close every file; the first stream's sentences on what differs from the source."""
         try:
             notes, *_ = [line.close() for line in lines]
@@ -299,7 +306,7 @@ class _Work:
         elif whole and expected and count != expected:
             yield f"{source.name} says that it has {expected} frames, and {count} were found"
 
-    def _store_times(self, line: _Line, since: int) -> None:
+    def _store_times(self, line: _VideoStream, since: int) -> None:
         """Store the times of every stage and frame of the stream, in seconds since the pipeline began."""
         keep, every = line.keep, line.stages.timed
         for name, timed in every.items():
@@ -310,14 +317,14 @@ class _Work:
 
 
 @dataclass(frozen=True)
-class _Line:
+class _VideoStream:
     """One stream from its source to its sink; what lies at `scratch` is removed when it is closed."""
 
     source: Source
     sink: Sink
-    keep: steps.Keep
+    keep: steps.DetectionRecorder
     tracker: Tracker | None
-    stages: stages.Stages
+    stages: stages.VideoPipeline
     scratch: Path | None
 
     @property
@@ -352,7 +359,7 @@ def _find_task(trial: Trial) -> Detect:
     return task
 
 
-def _make_ticker(journal: Journal, lines: list[_Line], most: int, since: int) -> Callable[[], None]:
+def _make_ticker(journal: Journal, lines: list[_VideoStream], most: int, since: int) -> Callable[[], None]:
     """Return a function that writes the progress and the current rate into the job's stage."""
     recent: list[tuple[int, int]] = [(since, 0)]
     expected = len(lines) * (most or lines[0].source.count)

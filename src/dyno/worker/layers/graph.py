@@ -39,7 +39,7 @@ def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
     model = onnx.load(path, load_external_data=False)
     inferred = flops.with_shapes(model, shapes)
     graph, inferred_shapes = inferred if inferred else (model.graph, {})
-    reader = _Reader(onnx, graph, model, inferred_shapes)
+    reader = _GraphReader(onnx, graph, model, inferred_shapes)
     layers = tuple(reader.layer(node) for node in graph.node if node.op_type != "Constant")
     unknown = sum(any(-1 in port.shape or not port.dtype for port in layer.outputs) for layer in layers)
     notes: tuple[str, ...] = (f"the shapes of {unknown} of {len(layers)} nodes can't be inferred",) * bool(unknown)
@@ -50,7 +50,7 @@ def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
     return LayerGraph(form=NODES, library=title, parameters=reader.stored, layers=layers, notes=notes)
 
 
-class _Reader:
+class _GraphReader:
     """A graph's constants, types and shapes, and its nodes as layers."""
 
     def __init__(self, onnx: Any, graph: Any, model: Any, shapes: Mapping[str, tuple[int, ...]]) -> None:

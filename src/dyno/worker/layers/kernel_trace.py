@@ -25,7 +25,7 @@ Rows = Mapping[tuple[str, int], int]  # the row of each call, by the part's name
 
 
 @dataclass
-class Run:
+class TracedRun:
     """One run: seconds of the GPU's work by row, and of each kernel by row.
 
     `busy` is the time in which the GPU did any work, `calls` that in which the host was inside calls of CUDA other than
@@ -49,10 +49,10 @@ class _Range:
     row: int = -1
 
 
-def read(events: Sequence[Event], rows: Rows, count: int) -> list[Run]:
+def read(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun]:
     """Return the runs of a trace in order, with `count` rows each; work of a call without a row is its caller's."""
     owners = _Owners(events, rows)
-    runs = [Run([0.0] * count) for _ in range(owners.runs)]
+    runs = [TracedRun([0.0] * count) for _ in range(owners.runs)]
     begun = {e["args"]["External id"]: e["ts"] for e in events if is_kind(e, ("cpu_op", "user_annotation"))}
     launched = {e["args"]["correlation"]: e["ts"] for e in events if is_kind(e, HOST) and "correlation" in e["args"]}
     work: list[list[Event]] = [[] for _ in runs]
@@ -75,7 +75,7 @@ def read(events: Sequence[Event], rows: Rows, count: int) -> list[Run]:
     return runs
 
 
-def _add_event(run: Run, row: int, event: Event) -> None:
+def _add_event(run: TracedRun, row: int, event: Event) -> None:
     seconds, name = event["dur"] * 1e-6, short(event["name"])
     run.seconds[row] += seconds
     run.by_kernel[row, name] = run.by_kernel.get((row, name), 0.0) + seconds
@@ -145,7 +145,7 @@ def covered(events: Iterable[Event]) -> float:
     return total * 1e-6
 
 
-def labels(runs: Sequence[Run], count: int) -> list[str]:
+def labels(runs: Sequence[TracedRun], count: int) -> list[str]:
     """Return the kernels of each row, the slowest first."""
     total: dict[tuple[int, str], float] = {}
     for run in runs:

@@ -35,7 +35,7 @@ def watched(module: Any, run: Callable[[], Any]) -> LayerGraph:
     if isinstance(module, torch.jit.ScriptModule):
         raise UserError(f"it is TorchScript, {UNSEEN}")
     with _make_dispatch_mode(torch) as ran, flops.counting() as counter:
-        watch = _Watch(torch, module, lambda: (counter.get_total_flops(), ran.count))
+        watch = _ModuleWatch(torch, module, lambda: (counter.get_total_flops(), ran.count))
         try:
             run()
         finally:
@@ -57,7 +57,7 @@ def _make_dispatch_mode(torch: Any) -> Any:
     """
     from torch.utils._python_dispatch import TorchDispatchMode
 
-    class Counter(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
+    class OperatorCounter(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
         count = 0
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -69,7 +69,7 @@ def _make_dispatch_mode(torch: Any) -> Any:
                     setattr(tensor, MARK, getattr(latest, MARK))
             return result
 
-    return Counter()
+    return OperatorCounter()
 
 
 def parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
@@ -97,7 +97,7 @@ def _list_parts(torch: Any, module: Any) -> list[tuple[str, Any]]:
 
 
 @dataclass
-class _Open:
+class _OpenCall:
     """A call that isn't over: operations and operators at its beginning, those of its parts, and the calls before."""
 
     begin: tuple[int, int]
@@ -106,11 +106,11 @@ class _Open:
     operators: int = 0
 
 
-class _Watch:
+class _ModuleWatch:
     """Hooks on every part of a module, and what they saw."""
 
     def __init__(self, torch: Any, module: Any, so_far: Callable[[], tuple[int, int]]) -> None:
-        self._so_far, self._calls, self._open = so_far, list[Layer](), list[_Open]()
+        self._so_far, self._calls, self._open = so_far, list[Layer](), list[_OpenCall]()
         self._parts = _list_parts(torch, module)
         self._size_of = {name: sum(p.numel() for p in part.parameters(recurse=False)) for name, part in self._parts}
         self._outer = {name for name, part in self._parts if next(part.children(), None) is not None}
@@ -123,7 +123,7 @@ class _Watch:
             self._hooks.append(part.register_forward_hook(self._make_leave_hook(name), with_kwargs=True))
 
     def _enter_part(self, part: Any, args: Any) -> None:
-        self._open.append(_Open(self._so_far(), len(self._calls)))
+        self._open.append(_OpenCall(self._so_far(), len(self._calls)))
 
     def _make_leave_hook(self, name: str) -> Callable[..., None]:
         def leave_part(part: Any, args: Any, keywords: Any, result: Any) -> None:

@@ -86,7 +86,7 @@ def _make_modes(torch: Any) -> tuple[Any, Any]:
         masks = (torch.bool, torch.uint8)
         return func is torch.ops.aten.index.Tensor and not any(i is not None and i.dtype in masks for i in args[1])
 
-    class Followed(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
+    class TensorTracker(TorchDispatchMode):  # type: ignore[misc]  # torch has no types here
         lengths = False
 
         def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -104,13 +104,13 @@ def _make_modes(torch: Any) -> tuple[Any, Any]:
                     setattr(value, MARK, True)
             return result
 
-    class Unread(TorchFunctionMode):  # type: ignore[misc]
+    class ReadGuard(TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             if func in (torch.Tensor.numpy, torch.Tensor.tolist, torch.Tensor.__array__) and has_mark(args):
                 raise ReadsValue
             return func(*args, **(kwargs or {}))
 
-    return Followed(), Unread()
+    return TensorTracker(), ReadGuard()
 
 
 def _find_line(torch: Any, e: BaseException) -> str:

@@ -16,13 +16,22 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.backend import Maker
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.shapes import REFUSALS
 from dyno.worker.inputs.specs import arguments, has_batch, tensors
 from dyno.worker.makers.control_flow import batch_limit, check_control_flow, follow_batch, traced_values
 from dyno.worker.makers.export_names import unwrap
-from dyno.worker.makers.verify import DOUBT, Case, Refused, Source, Undecided, Wrong, doubtful, verified
+from dyno.worker.makers.verify import (
+    DOUBT,
+    Case,
+    ExportSource,
+    RefusedGraph,
+    UndecidedGraph,
+    WrongGraph,
+    doubtful,
+    verified,
+)
 from dyno.worker.nets import models, task_facts, torchvision_detectors
 from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, opset_of, prepare_given, read_io
 from dyno.worker.onnx_graph.fusible import fusible
@@ -103,7 +112,7 @@ class OnnxExport(Maker):
 ONNX_EXPORT = OnnxExport()
 
 
-def _export_module(recipe: Recipe, path: Path) -> MadeBy:
+def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     torch = import_torch()
     import_onnx()
     exporters, opset = _read_options(recipe.options)
@@ -112,7 +121,7 @@ def _export_module(recipe: Recipe, path: Path) -> MadeBy:
     if detects:
         exporters = _of_detector(recipe, exporters)
     module = models.load(recipe.model, recipe.dims)
-    made_by = MadeBy(
+    made_by = MakerFacts(
         options=dict(recipe.options),
         weights_sha256=models.weights_sha256(module),
         parameters=sum(p.numel() for p in module.parameters()),
@@ -129,14 +138,19 @@ def _export_module(recipe: Recipe, path: Path) -> MadeBy:
         try:
             traced = _write_graph(torch, source, exporter, number, path)
             if traced and not static and not detects:
-                raise Wrong(f"made a constant of a value of its example ({traced})")
+                raise WrongGraph(f"made a constant of a value of its example ({traced})")
             checked = verified(path, read_io(str(path))[1], source)
             if traced and source.free_batch:
                 notes += _verify_larger(torch, module, recipe, source, path)
-        except Wrong as e:
-            undecided = str(e) if isinstance(e, Undecided) else undecided
+        except WrongGraph as e:
+            undecided = str(e) if isinstance(e, UndecidedGraph) else undecided
             notes.append(f"the {exporter} exporter{f' in opset {number}' if number != opset else ''}: {e}")
-            if isinstance(e, Refused) and exporter == "dynamo" and number == opset and "opset" not in recipe.options:
+            if (
+                isinstance(e, RefusedGraph)
+                and exporter == "dynamo"
+                and number == opset
+                and "opset" not in recipe.options
+            ):
                 attempts.append((exporter, LATER))
             continue
         notes += doubtful(checked)
@@ -153,7 +167,7 @@ def _export_module(recipe: Recipe, path: Path) -> MadeBy:
 
 
 def _explain_failure(
-    torch: Any, module: Any, recipe: Recipe, source: Source, undecided: str, notes: Sequence[str]
+    torch: Any, module: Any, recipe: Recipe, source: ExportSource, undecided: str, notes: Sequence[str]
 ) -> UserError:
     """Return the error for a module of which no exporter wrote a graph with the same outputs."""
     if _has_changing_outputs(torch, module, recipe.model, source.expected[0]):
@@ -203,7 +217,7 @@ def _read_options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
     return chosen, opset
 
 
-def _make_source(torch: Any, module: Any, recipe: Recipe, rows: bool) -> Source:
+def _make_source(torch: Any, module: Any, recipe: Recipe, rows: bool) -> ExportSource:
     model, dims = recipe.model, recipe.dims
     free = not dims.batch and (has_batch(model.inputs) or not model.inputs)
     batches = OTHER_BATCHES if free else (dims.batch or 1,)
@@ -225,7 +239,7 @@ def _make_source(torch: Any, module: Any, recipe: Recipe, rows: bool) -> Source:
             warnings.simplefilter("ignore")
             flat = torch.jit.trace(flat, tuple(tensor_feeds.values()), check_trace=False)
     batched = {s.name: s.shape.index(BATCH) for s in model.inputs if BATCH in s.shape} if model.inputs else {"input": 0}
-    return Source(flat, tuple(tensor_feeds.values()), tuple(case.outputs), tuple(cases[:-1]), free, batched, rows)
+    return ExportSource(flat, tuple(tensor_feeds.values()), tuple(case.outputs), tuple(cases[:-1]), free, batched, rows)
 
 
 def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.ndarray]) -> tuple[Any, Case]:
@@ -263,8 +277,8 @@ def _has_changing_outputs(torch: Any, module: Any, model: ModelSpec, case: Case)
     )
 
 
-def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: Source, path: Path) -> list[str]:
-    """Raise `Wrong` if a graph that was traced, with warnings, differs from the module at a larger batch.
+def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: ExportSource, path: Path) -> list[str]:
+    """Raise `WrongGraph` if a graph that was traced, with warnings, differs from the module at a larger batch.
 
     A batch that the module refuses shows nothing, and one that may take too much memory is a warning.
     """
@@ -280,8 +294,8 @@ def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: Source, path
         return []
     try:
         verified(path, read_io(str(path))[1], replace(source, expected=(case,)))
-    except Wrong as e:
-        raise Wrong(f"is right with few images and not with {case.batch}: {e}") from e
+    except WrongGraph as e:
+        raise WrongGraph(f"is right with few images and not with {case.batch}: {e}") from e
     return []
 
 
@@ -327,12 +341,12 @@ def _iter_feeds(torch: Any, recipe: Recipe, batches: Sequence[int], pixels: bool
             yield {"input": torch.randn(*shape, generator=generator).numpy()}
 
 
-def _write_graph(torch: Any, source: Source, exporter: str, opset: int, path: Path) -> str:
+def _write_graph(torch: Any, source: ExportSource, exporter: str, opset: int, path: Path) -> str:
     """Export the module; returns the value that tracing treated as a constant, "" for none."""
     supported = inspect.signature(torch.onnx.export).parameters
     dynamo, names = exporter == "dynamo", [*source.expected[0].feeds]
     if dynamo and "dynamo" not in supported:
-        raise Wrong(f"PyTorch {torch.__version__} doesn't have it")
+        raise WrongGraph(f"PyTorch {torch.__version__} doesn't have it")
     options: dict[str, Any] = {"dynamo": dynamo, "verbose": False, "external_data": dynamo and _is_huge(source.module)}
     if source.free_batch and dynamo:
         batch = torch.export.Dim("batch")
@@ -351,7 +365,7 @@ def _write_graph(torch: Any, source: Source, exporter: str, opset: int, path: Pa
         raise
     except Exception as e:  # each exporter has errors of its own, and with any of them the next one is tried
         system.raise_if_disk_full(e, path.parent)
-        raise Wrong(f"failed, {_last_line(e)}") from e
+        raise WrongGraph(f"failed, {_last_line(e)}") from e
     traced = traced_values(torch, caught)
     if source.free_batch:
         _refuse_batch_limit(torch, source, getattr(program, "exported_program", None), bool(traced))
@@ -363,12 +377,12 @@ def _write_graph(torch: Any, source: Source, exporter: str, opset: int, path: Pa
     try:
         lower_file(path, opset)  # dynamo writes 18 at least, even if the opset is lower
     except UserError as e:
-        raise Wrong(str(e)) from e
+        raise WrongGraph(str(e)) from e
     return traced
 
 
-def _refuse_batch_limit(torch: Any, source: Source, exported_program: Any, warned: bool) -> None:
-    """Raise `Wrong` if the module computes something else for larger batches, of which the graph has nothing.
+def _refuse_batch_limit(torch: Any, source: ExportSource, exported_program: Any, warned: bool) -> None:
+    """Raise `WrongGraph` if the module computes something else for larger batches, of which the graph has nothing.
 
     A trace doesn't know, but it warns, of harmless things too: then `torch.export` is asked.
     """
@@ -377,7 +391,9 @@ def _refuse_batch_limit(torch: Any, source: Source, exported_program: Any, warne
         exported_program = follow_batch(torch, source.module, source.example, batched)
     limit = batch_limit(exported_program)
     if limit is not None:
-        raise Wrong(f"wrote what the module computes up to batch {limit}, and it takes another way with a larger one")
+        raise WrongGraph(
+            f"wrote what the module computes up to batch {limit}, and it takes another way with a larger one"
+        )
 
 
 def _is_huge(module: Any) -> bool:

@@ -20,7 +20,7 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.backend import Maker, derived
 from dyno.worker.facts.engine import Calibration
-from dyno.worker.facts.files import Check, MadeBy
+from dyno.worker.facts.files import Check, MakerFacts
 from dyno.worker.inputs.calibration import CalibrationImages, example
 from dyno.worker.onnx_graph.check import compared, outputs
 from dyno.worker.onnx_graph.head import decoding
@@ -68,7 +68,7 @@ class OnnxModelopt(Maker):
             raise UserError(f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(METHODS)}")
         images, path = CalibrationImages(recipe, parent), folder / "model.onnx"
         spared = _quantise_file(parent, recipe, METHODS[method], images, path)
-        made_by = MadeBy(
+        made_by = MakerFacts(
             backend=self.name,
             options=dict(recipe.options),
             versions=system.versions(self.requires),

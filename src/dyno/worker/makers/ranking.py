@@ -14,7 +14,7 @@ import numpy as np
 
 from dyno.worker.facts.files import RankedLayer
 from dyno.worker.onnx_graph.check import session
-from dyno.worker.onnx_graph.int8 import Observed, Scheme
+from dyno.worker.onnx_graph.int8 import CalibratedGraph, Scheme
 from dyno.worker.onnx_graph.placement import LINEAR, channel_axis, sites
 
 IMAGES = 16  # that the layers are ranked on, of those that calibrated
@@ -69,7 +69,7 @@ def _compute_outputs(model: Any, feeds: Feeds, threads: int) -> list[np.ndarray]
     return [np.concatenate([np.atleast_1d(run[k]) for run in runs]) for k in range(len(runs[0]))]
 
 
-def int8_changes(seen: Observed) -> dict[str, Changed]:
+def int8_changes(seen: CalibratedGraph) -> dict[str, Changed]:
     """Return, for each layer that the scheme would quantise, a function that quantises it alone."""
     wanted: dict[str, list[int]] = {}
     for node, k in _int8_sites(seen):
@@ -77,7 +77,7 @@ def int8_changes(seen: Observed) -> dict[str, Changed]:
     return {name: _make_quantiser(name, inputs, seen) for name, inputs in wanted.items()}
 
 
-def _int8_sites(seen: Observed) -> Iterator[tuple[Any, int]]:
+def _int8_sites(seen: CalibratedGraph) -> Iterator[tuple[Any, int]]:
     """Yield the quantised activations, as node and number of its input."""
     if seen.scheme.fused:
         yield from sites(seen.model.graph, seen.excluded, seen.transformer)
@@ -87,7 +87,7 @@ def _int8_sites(seen: Observed) -> Iterator[tuple[Any, int]]:
             yield from ((node, k) for k, name in enumerate(node.input) if name in seen.ranges)
 
 
-def _make_quantiser(name: str, inputs: list[int], seen: Observed) -> Changed:
+def _make_quantiser(name: str, inputs: list[int], seen: CalibratedGraph) -> Changed:
     def quantise_layer(graph: Any) -> None:
         node = next(n for n in graph.node if n.name == name)
         for k in inputs:

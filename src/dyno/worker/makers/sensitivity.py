@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Maker, derived
-from dyno.worker.facts.files import MadeBy, RankedLayer
+from dyno.worker.facts.files import MakerFacts, RankedLayer
 from dyno.worker.inputs.calibration import calibration_of, example
 from dyno.worker.makers.ranking import IMAGES, Changed, fp16_changes, int8_changes, rank
 from dyno.worker.onnx_graph.fold import lifted
@@ -54,7 +54,7 @@ class OnnxSensitivity(Maker):
         ranking = rank(model, changes, feeds, recipe.runtime.threads, report_progress)
         path = folder / "model.onnx"
         path.write_bytes(model.SerializeToString())
-        made_by = MadeBy(
+        made_by = MakerFacts(
             backend=self.name,
             options=dict(recipe.options),
             ranking=tuple(ranking),

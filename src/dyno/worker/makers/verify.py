@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from dyno.worker.extras import install
-from dyno.worker.facts.files import Verified
+from dyno.worker.facts.files import ExportCheck
 from dyno.worker.facts.numerics import MANY, is_labels
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.sessions.torch_support import first_line, import_torch, named_outputs, one_thread
@@ -25,15 +25,15 @@ LOST = (
 DOUBT = 1e-2  # … but never by more than this share of the largest output
 
 
-class Wrong(Exception):
+class WrongGraph(Exception):
     """An exported graph whose outputs aren't the module's; the message says how."""
 
 
-class Refused(Wrong):
+class RefusedGraph(WrongGraph):
     """An exported graph that ONNX Runtime doesn't run."""
 
 
-class Undecided(Wrong):
+class UndecidedGraph(WrongGraph):
     """A module whose own rounding changes its outputs so much that nothing can be said of a graph's."""
 
 
@@ -46,7 +46,7 @@ class Case(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Source:
+class ExportSource:
     """The module, an example of each input, the names of its outputs, and cases that a graph of it must pass.
 
     With `free_batch`, `batched` are the inputs that have the batch, and its axis. With `rows` the outputs are boxes
@@ -75,8 +75,8 @@ class Source:
         return found
 
 
-def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> Verified | None:
-    """Compare the graph with the module; `Wrong` where they differ, None without ONNX Runtime.
+def verified(path: Path, outputs: Sequence[Tensor], source: ExportSource) -> ExportCheck | None:
+    """Compare the graph with the module; `WrongGraph` where they differ, None without ONNX Runtime.
 
     Rounding alone moves the outputs of a deep network with random weights by more than the usual tolerance. So before a
     graph is called wrong the module is run in FP64, which shows the rounding error of its own FP32 outputs.
@@ -92,7 +92,7 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> Verified 
     except ImportError:
         return None
     except Exception as e:  # ONNX Runtime's errors have no common base but this one
-        raise Refused(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
+        raise RefusedGraph(f"wrote a graph that ONNX Runtime refuses, {first_line(e)}") from e
     if source.rows:
         return _compare_rows(source, results)
     pairs = [(name, case.outputs[name], result[i]) for case, result in zip(source.expected, results, strict=True)
@@ -100,11 +100,11 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> Verified 
     own: dict[str, float] = {}
     try:
         worst = max(_compute_difference(*pair, 0.0) for pair in pairs)
-    except Wrong:
+    except WrongGraph:
         own = _own_errors(source)
         worst = _find_worst_difference(pairs, own)
     largest = max(_find_largest_value(a) for case in source.expected for a in case.outputs.values())
-    return Verified(
+    return ExportCheck(
         batches=tuple(case.batch for case in source.expected),
         max_abs_error=worst,
         max_abs_output=largest,
@@ -114,32 +114,32 @@ def verified(path: Path, outputs: Sequence[Tensor], source: Source) -> Verified 
     )
 
 
-def _compare_rows(source: Source, results: Sequence[Sequence[np.ndarray]]) -> Verified:
-    """Compare boxes as sets; `Wrong` where more than 1 % of either side's have none on the other that is close in all
-    values, and where no image has any."""
+def _compare_rows(source: ExportSource, results: Sequence[Sequence[np.ndarray]]) -> ExportCheck:
+    """Compare boxes as sets; `WrongGraph` where more than 1 % of either side's have none on the other that is close in
+    all values, and where no image has any."""
     count, lost = 0, 0
     for case, result in zip(source.expected, results, strict=True):
         close = _close_rows([*case.outputs.values()], result)
         count += sum(close.shape)
         lost += int((~close.any(axis=1)).sum() + (~close.any(axis=0)).sum())
     if not count:
-        raise Wrong("wrote a graph that can't be checked: no image has boxes; give trained weights (--weights)")
+        raise WrongGraph("wrote a graph that can't be checked: no image has boxes; give trained weights (--weights)")
     if lost > LOST * count:
-        raise Wrong(f"wrote a graph in which {lost} of {count} boxes differ from the module's")
+        raise WrongGraph(f"wrote a graph in which {lost} of {count} boxes differ from the module's")
     batches = tuple(case.batch for case in source.expected)
-    return Verified(batches=batches, boxes=count, boxes_apart=lost, rtol=RELATIVE)
+    return ExportCheck(batches=batches, boxes=count, boxes_apart=lost, rtol=RELATIVE)
 
 
 def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) -> np.ndarray:
     """Return whether each expected row is close to each actual one in every output; integers must be equal.
 
-    The result is [expected rows, actual rows]. Raises `Wrong` for rows of another shape.
+    The result is [expected rows, actual rows]. Raises `WrongGraph` for rows of another shape.
     """
     close = np.ones((len(expected[0]), len(actual[0])), bool)
     for expected_array, actual_array in zip(expected, actual, strict=True):
         rows, own_rows = list(actual_array.shape[1:]), list(expected_array.shape[1:])
         if rows != own_rows:
-            raise Wrong(f"wrote a graph whose rows are {rows} where the module's are {own_rows}")
+            raise WrongGraph(f"wrote a graph whose rows are {rows} where the module's are {own_rows}")
         scale = 0.0 if expected_array.dtype.kind in "iu" else RELATIVE * _find_largest_value(expected_array)
         for at in np.ndindex(expected_array.shape[1:]):
             a, b = (array[(slice(None), *at)].astype(np.float64) for array in (expected_array, actual_array))
@@ -147,7 +147,7 @@ def _close_rows(expected: Sequence[np.ndarray], actual: Sequence[np.ndarray]) ->
     return close
 
 
-def doubtful(checked: Verified | None) -> list[str]:
+def doubtful(checked: ExportCheck | None) -> list[str]:
     """Return warnings of a comparison that wasn't made, or with rounding beyond the usual tolerance."""
     if checked is None:
         return [f"the graph was not verified: onnxruntime is not installed ({install('onnxruntime')})"]
@@ -160,16 +160,16 @@ def doubtful(checked: Verified | None) -> list[str]:
     ]
 
 
-def _check_signature(outputs: Sequence[Tensor], source: Source) -> None:
+def _check_signature(outputs: Sequence[Tensor], source: ExportSource) -> None:
     names = tuple(output.name for output in outputs)
     if names != source.outputs:
-        raise Wrong(f"wrote the outputs {', '.join(names)} instead of {', '.join(source.outputs)}")
+        raise WrongGraph(f"wrote the outputs {', '.join(names)} instead of {', '.join(source.outputs)}")
     if source.free_batch:
         following = source.following
         for output in outputs:
             length = output.shape[following[output.name]] if output.name in following and output.shape else ""
             if isinstance(length, int):
-                raise Wrong(f"wrote the batch {length} into {output.name}, which follows the input's")
+                raise WrongGraph(f"wrote the batch {length} into {output.name}, which follows the input's")
 
 
 def _find_largest_value(array: np.ndarray) -> float:
@@ -177,7 +177,7 @@ def _find_largest_value(array: np.ndarray) -> float:
 
 
 def _find_worst_difference(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], own: Mapping[str, float]) -> float:
-    """Return the largest difference; raise `Undecided` if the only outputs that differ are decided by rounding.
+    """Return the largest difference; raise `UndecidedGraph` if the only outputs that differ are decided by rounding.
 
     A detector with random weights, for example, chooses among nearly equal scores.
     """
@@ -186,24 +186,24 @@ def _find_worst_difference(pairs: Sequence[tuple[str, np.ndarray, np.ndarray]], 
         error, scale = own.get(name, 0.0), _find_largest_value(want[np.isfinite(want)])
         try:
             worst = max(worst, _compute_difference(name, want, got, OWN_ERRORS * error))
-        except Wrong:
+        except WrongGraph:
             if error <= DOUBT * scale or want.shape != got.shape:
                 raise
             undecided = (
                 f"the module's own {name} in FP32 is off by {error:.3g} from FP64, where the largest is {scale:.3g}"
             )
     if undecided:
-        raise Undecided(undecided)
+        raise UndecidedGraph(undecided)
     return worst
 
 
 def _compute_difference(name: str, want: np.ndarray, got: np.ndarray, own_error: float) -> float:
     if want.shape != got.shape:
-        raise Wrong(f"wrote a graph whose {name} is {list(got.shape)} where the module's is {list(want.shape)}")
+        raise WrongGraph(f"wrote a graph whose {name} is {list(got.shape)} where the module's is {list(want.shape)}")
     if is_labels(want):
         changed = int((want != got).sum())
         if changed > max(LOST * want.size, want.size >= MANY):
-            raise Wrong(f"wrote a graph in whose {name} {changed} of {want.size} labels differ from the module's")
+            raise WrongGraph(f"wrote a graph in whose {name} {changed} of {want.size} labels differ from the module's")
         return 0.0
     want, got = want.astype(np.float64), got.astype(np.float64)
     finite = want[np.isfinite(want)]
@@ -211,11 +211,11 @@ def _compute_difference(name: str, want: np.ndarray, got: np.ndarray, own_error:
     worst = float(np.abs(want - got)[np.isfinite(want)].max(initial=0.0))
     allowed = max(ABSOLUTE * scale, min(own_error, DOUBT * scale))
     if not np.allclose(got, want, RELATIVE, allowed, equal_nan=True):
-        raise Wrong(f"wrote a graph whose {name} is off by {worst:.3g} where the module's largest is {scale:.3g}")
+        raise WrongGraph(f"wrote a graph whose {name} is off by {worst:.3g} where the module's largest is {scale:.3g}")
     return worst
 
 
-def _own_errors(source: Source) -> dict[str, float]:
+def _own_errors(source: ExportSource) -> dict[str, float]:
     """Return each output's distance from the module's in FP64; {} for a module that can't run in it."""
     torch = import_torch()
     errors = dict.fromkeys(source.outputs, 0.0)

@@ -107,13 +107,13 @@ def load_file(path: Path, sha256: str) -> Any:
     assert spec is not None and spec.loader is not None  # true for every path that ends with .py
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module  # dataclasses and pickling inside the file look their module up by name
-    sys.meta_path.append(_Beside(path, name))  # last, so that modules beside the file shadow nothing
+    sys.meta_path.append(_SiblingFinder(path, name))  # last, so that modules beside the file shadow nothing
     with running(f"model file {path}"):
         spec.loader.exec_module(module)
     return module
 
 
-class _Beside(importlib.abc.MetaPathFinder):
+class _SiblingFinder(importlib.abc.MetaPathFinder):
     """Finds the modules beside a model's file: those that its code names in imports, and for that code any other.
 
     Nobody else finds one: PyTorch tries to import z3, which need not be installed, and would get the user's z3.py.

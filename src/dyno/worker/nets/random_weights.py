@@ -98,7 +98,7 @@ def _damp_branches(torch: Any, module: Any, norms: list[Any], image: Any) -> Non
     """
     ends: set[Any] = set()
 
-    class Counter(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
+    class BranchFinder(torch.overrides.TorchFunctionMode):  # type: ignore[misc]
         def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
             tensors = [t for a in args for t in _make_tuple(a) if isinstance(t, torch.Tensor)]
             passed = [getattr(t, "passed", (0, None)) for t in tensors]
@@ -119,7 +119,7 @@ def _damp_branches(torch: Any, module: Any, norms: list[Any], image: Any) -> Non
     hooks = [norm.register_forward_hook(count_norm) for norm in norms]
     try:
         # A head that refuses so small an image comes after the branches.
-        with torch.no_grad(), Counter(), contextlib.suppress(*REFUSALS):
+        with torch.no_grad(), BranchFinder(), contextlib.suppress(*REFUSALS):
             module(image)
     finally:
         for hook in hooks:

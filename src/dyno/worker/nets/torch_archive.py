@@ -72,7 +72,7 @@ class Stub:
 
 
 @dataclass(frozen=True)
-class Stored:
+class ArchivedTensor:
     """A tensor in the file: `read` gives the bytes of its storage, the other fields its view of them."""
 
     dtype: str
@@ -128,13 +128,13 @@ class Archive:
         return not self.program and any(name.startswith(YOLO) for name in self.names)
 
     def load(self) -> Any:
-        """Load the saved object: containers as they are, tensors as `Stored`, everything else as a `Stub`.
+        """Load the saved object: containers as they are, tensors as `ArchivedTensor`, everything else as a `Stub`.
 
         Raises a `UserError` for a damaged file.
         """
         assert self._global_names is not None  # reading the names has checked every opcode
         try:
-            return _Reader(self._pickle, self._find_storage).load()
+            return _ArchiveUnpickler(self._pickle, self._find_storage).load()
         except UserError:
             raise
         # Any error that a pickle can cause with stubs.
@@ -208,14 +208,14 @@ def module_in(loaded: Any) -> Any:
     return next((candidate for candidate in candidates if is_module(candidate)), None)
 
 
-def _find_stored(module: Any, prefix: str, depth: int) -> Iterator[tuple[str, Stored]]:
+def _find_stored(module: Any, prefix: str, depth: int) -> Iterator[tuple[str, ArchivedTensor]]:
     if not is_module(module) or depth > MAX_DEPTH:
         return
     state = module.state
     passing = state.get("_non_persistent_buffers_set") or ()
     for kind in ("_parameters", "_buffers"):
         for name, value in _list_items(state[kind]):
-            if isinstance(value, Stored) and not (kind == "_buffers" and name in passing):
+            if isinstance(value, ArchivedTensor) and not (kind == "_buffers" and name in passing):
                 yield f"{prefix}{name}", value
     for name, inner in _list_items(state["_modules"]):
         yield from _find_stored(inner, f"{prefix}{name}.", depth + 1)
@@ -268,7 +268,7 @@ def _qualified_name(module: str, name: str) -> str:
     return f"{'builtins' if module in ('__builtin__', 'builtins') else module}.{name}"
 
 
-class _Guarded:
+class _GuardedFunction:
     """A function that a pickle may call but not change."""
 
     __slots__ = ("_function",)
@@ -283,7 +283,7 @@ class _Guarded:
         raise pickle.UnpicklingError("a function is given a state")
 
 
-class _Reader(pickle.Unpickler):
+class _ArchiveUnpickler(pickle.Unpickler):
     """An unpickler that knows plain containers and the parts of tensors; `storage` finds the bytes of one."""
 
     def __init__(self, content: bytes, storage: Callable[[str, int], Callable[[], bytes]]) -> None:
@@ -296,11 +296,11 @@ class _Reader(pickle.Unpickler):
         if path in CONTAINERS:
             return CONTAINERS[path]
         if path == "torch._utils._rebuild_tensor_v2":
-            return _Guarded(_rebuild_tensor)
+            return _GuardedFunction(_rebuild_tensor)
         if path in ("torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"):
-            return _Guarded(lambda data, *_: data)
+            return _GuardedFunction(lambda data, *_: data)
         if path == "torch.Size":
-            return _Guarded(lambda axes=(): tuple(axes))
+            return _GuardedFunction(lambda axes=(): tuple(axes))
         if path not in self._stubs:
             self._stubs[path] = type("Stub", (Stub,), {"path": path})
         return self._stubs[path]
@@ -316,9 +316,9 @@ class _Reader(pickle.Unpickler):
         return dtype, self._storage(key, count * size)
 
 
-def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> Stored:
+def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any) -> ArchivedTensor:
     numbers = [offset, *shape, *stride]
     if len(shape) != len(stride) or any(type(n) is not int or n < 0 for n in numbers):
         raise pickle.UnpicklingError("a tensor has an invalid shape or stride")
     dtype, read = storage
-    return Stored(str(dtype), read, offset, tuple(shape), tuple(stride))
+    return ArchivedTensor(str(dtype), read, offset, tuple(shape), tuple(stride))

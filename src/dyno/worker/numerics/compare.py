@@ -15,7 +15,7 @@ import numpy as np
 
 from dyno.worker.facts.numerics import Difference, LayerError
 from dyno.worker.numerics.closeness import closeness, errors
-from dyno.worker.numerics.engine import Engine, Feeds, StoredTensors, TensorWriter, cast
+from dyno.worker.numerics.engine import Feeds, GraphEngine, StoredTensors, TensorWriter, cast
 from dyno.worker.numerics.graph import DELTA, Graph
 from dyno.worker.numerics.reference import in_parts
 from dyno.worker.onnx_graph.check import session
@@ -34,13 +34,13 @@ class Limits:
 
 
 @dataclass
-class Comparison:
+class TensorComparison:
     """An engine with the graph that it runs, against a reference with its graph and its stored tensors.
 
     `tensors` are the names that both have, in the order of the engine's graph.
     """
 
-    engine: Engine
+    engine: GraphEngine
     graph: Graph
     reference_graph: Graph
     stored: StoredTensors
@@ -74,7 +74,9 @@ def _compute_difference(pairs: Sequence[tuple[np.ndarray, np.ndarray]], limits: 
     return Difference(error, c.close, c.max_abs, c.max_rel, c.nonfinite, c.reference_nonfinite)
 
 
-def marked(comparison: Comparison, sizes: Mapping[str, int]) -> tuple[dict[str, Difference], Difference | None, int]:
+def marked(
+    comparison: TensorComparison, sizes: Mapping[str, int]
+) -> tuple[dict[str, Difference], Difference | None, int]:
     """Return each tensor's total difference, the outputs', and the number of parts in which the graph was run.
 
     Each tensor is an output of the graph there. Tensors of other shapes are dropped, so their shapes are left to the
@@ -94,7 +96,7 @@ def marked(comparison: Comparison, sizes: Mapping[str, int]) -> tuple[dict[str, 
     return differences, outputs, len(parts)
 
 
-def isolated(comparison: Comparison, sizes: Mapping[str, int], folder: Path) -> dict[str, Difference]:
+def isolated(comparison: TensorComparison, sizes: Mapping[str, int], folder: Path) -> dict[str, Difference]:
     """Return each tensor's difference when its layer reads the reference's values; store its values in the folder."""
     stops, differences, writer = {*comparison.tensors}, dict[str, Difference](), TensorWriter(folder)
     for part in in_parts(comparison.tensors, {name: 2 * size for name, size in sizes.items()}):
@@ -108,12 +110,14 @@ def isolated(comparison: Comparison, sizes: Mapping[str, int], folder: Path) -> 
     return differences
 
 
-def _reference_feeds(comparison: Comparison, reads: Sequence[str]) -> Iterator[Feeds]:
+def _reference_feeds(comparison: TensorComparison, reads: Sequence[str]) -> Iterator[Feeds]:
     for run, feed in enumerate(comparison.feeds):
         yield {name: feed[name] if name in feed else comparison.stored[name][run] for name in reads}
 
 
-def mismatched(comparison: Comparison, total: Mapping[str, Difference], own: Mapping[str, Difference]) -> set[str]:
+def mismatched(
+    comparison: TensorComparison, total: Mapping[str, Difference], own: Mapping[str, Difference]
+) -> set[str]:
     """Return the tensors that are off, with a reader that is nearer in the engine than on the reference's values.
 
     Such a tensor isn't the reference's under another engine: it was matched with another call of a module, or its
@@ -126,7 +130,7 @@ def mismatched(comparison: Comparison, total: Mapping[str, Difference], own: Map
 
 
 def with_effects(
-    comparison: Comparison, layers: Sequence[LayerError], folder: Path, path: Path
+    comparison: TensorComparison, layers: Sequence[LayerError], folder: Path, path: Path
 ) -> tuple[LayerError, ...]:
     """Return the layers, with the effects of those that have the largest errors of their own.
 

@@ -19,7 +19,7 @@ Load = Callable[[Trial, Artifact | None], Session]
 INDEX = "values.json"
 
 
-class Engine:
+class GraphEngine:
     """One backend with a trial's settings, given one graph after the other."""
 
     def __init__(self, load: Load, trial: Trial, folder: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 from dyno.worker.backend import Session
 from dyno.worker.nets import flops
 from dyno.worker.numerics.closeness import errors
-from dyno.worker.numerics.engine import Engine, Feeds, TensorWriter, counterparts, once
+from dyno.worker.numerics.engine import Feeds, GraphEngine, TensorWriter, counterparts, once
 from dyno.worker.numerics.graph import Graph
 from dyno.worker.sessions.torch_support import import_torch, real_view, takes_hooks, tensors
 from dyno.worker.spec import UserError
@@ -29,7 +29,7 @@ def of_module(
     session: Session,
     module: Any,
     graph: Graph,
-    engine: Engine,
+    engine: GraphEngine,
     named: Calls,
     feeds: Sequence[Feeds],
     writer: TensorWriter,
@@ -93,7 +93,7 @@ class _Hooks:
             hook.remove()
 
 
-def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: Engine, feed: Feeds) -> dict[str, Call]:
+def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: GraphEngine, feed: Feeds) -> dict[str, Call]:
     """Match each tensor of the graph with the call of the same result, by values.
 
     Several tensors may match the same call.
@@ -112,7 +112,7 @@ def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: Engine,
     return matched
 
 
-def _same_outputs(graph: Graph, engine: Engine, feed: Feeds, outputs: Sequence[np.ndarray]) -> bool:
+def _same_outputs(graph: Graph, engine: GraphEngine, feed: Feeds, outputs: Sequence[np.ndarray]) -> bool:
     """Return whether the graph's outputs have these values."""
     (own,) = engine.run(graph.marked([], {}), [feed], graph.dtypes(graph.inputs))
     return len(own) == len(outputs) and all(
@@ -121,7 +121,7 @@ def _same_outputs(graph: Graph, engine: Engine, feed: Feeds, outputs: Sequence[n
     )
 
 
-def _iter_tensors(graph: Graph, engine: Engine, feeds: Sequence[Feeds]) -> Iterator[tuple[str, list[np.ndarray]]]:
+def _iter_tensors(graph: Graph, engine: GraphEngine, feeds: Sequence[Feeds]) -> Iterator[tuple[str, list[np.ndarray]]]:
     """Yield each floating-point tensor that the graph computes, with its values in every run."""
     sizes = bytes_of(graph, {name: array.shape for name, array in feeds[0].items()})
     inner = [name for name in graph.float_tensors if name not in graph.outputs]
@@ -132,7 +132,7 @@ def _iter_tensors(graph: Graph, engine: Engine, feeds: Sequence[Feeds]) -> Itera
                 yield name, [*values]
 
 
-def of_graph(engine: Engine, graph: Graph, feeds: Sequence[Feeds], writer: TensorWriter) -> None:
+def of_graph(engine: GraphEngine, graph: Graph, feeds: Sequence[Feeds], writer: TensorWriter) -> None:
     """Store every floating-point tensor that the graph computes."""
     sizes = bytes_of(graph, {name: array.shape for name, array in feeds[0].items()})
     runs = [*within_memory(feeds, lambda: sum(sizes.get(name, UNKNOWN) for name in graph.float_tensors))]

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.facts.numerics import Difference, LayerError
-from dyno.worker.numerics.compare import Comparison
-from dyno.worker.numerics.engine import Engine
+from dyno.worker.numerics.compare import TensorComparison
+from dyno.worker.numerics.engine import GraphEngine
 from dyno.worker.numerics.graph import Graph
 
 MOST_SUSPECTS = MOST_FUSED = 8
@@ -43,7 +43,7 @@ def suspects(layers: Sequence[LayerError]) -> list[str]:
 
 
 @dataclass(frozen=True)
-class Stages:
+class TensorStages:
     """Tensors by the stage that computes them: the suspects in odd ones, all others in even ones.
 
     `numbers` has the stage of each compared tensor and of each output; `wanted` are the tensors that a later stage
@@ -54,7 +54,7 @@ class Stages:
     wanted: frozenset[str]
 
 
-def stages(comparison: Comparison, chosen: Sequence[str]) -> Stages:
+def stages(comparison: TensorComparison, chosen: Sequence[str]) -> TensorStages:
     """Return the stages of the graph cut around the chosen tensors, which the reference's graph has too."""
     stops, numbers, wanted = {*comparison.tensors}, dict[str, int](), {*comparison.graph.outputs}
     targets = [name for name in comparison.graph.outputs if name not in stops]
@@ -66,10 +66,10 @@ def stages(comparison: Comparison, chosen: Sequence[str]) -> Stages:
         deepest = max(below.values(), default=0)
         numbers[name] = deepest + (deepest % 2 != (name in chosen))
         wanted |= {read for read, number in below.items() if number < numbers[name]}
-    return Stages(numbers, frozenset(wanted))
+    return TensorStages(numbers, frozenset(wanted))
 
 
-def run_stages(comparison: Comparison, plan: Stages, reference: Engine | None) -> Difference | None:
+def run_stages(comparison: TensorComparison, plan: TensorStages, reference: GraphEngine | None) -> Difference | None:
     """Compare the network's outputs when it runs stage by stage, the odd stages in the reference if one is given."""
     values: Values = {name: [feed[name] for feed in comparison.feeds] for name in comparison.feeds[0]}
     for number in range(max(plan.numbers.values()) + 1):
@@ -86,7 +86,12 @@ def run_stages(comparison: Comparison, plan: Stages, reference: Engine | None) -
 
 
 def _run_stage(
-    comparison: Comparison, graph: Graph, engine: Engine, outputs: Sequence[str], before: set[str], values: Values
+    comparison: TensorComparison,
+    graph: Graph,
+    engine: GraphEngine,
+    outputs: Sequence[str],
+    before: set[str],
+    values: Values,
 ) -> Values:
     shapes = {name: arrays[0].shape for name, arrays in values.items()}
     inputs: dict[str, Any] = {}
@@ -100,7 +105,7 @@ def _run_stage(
     return {name: [*arrays] for name, arrays in zip(outputs, zip(*results, strict=True), strict=True)}
 
 
-def boundary(comparison: Comparison) -> tuple[str, ...]:
+def boundary(comparison: TensorComparison) -> tuple[str, ...]:
     """Return the last tensor at which the graph still agrees, and the first at which it doesn't.
 
     For each, the graph ends there, with nothing else marked. "" stands for the inputs and for the whole network. The
@@ -122,7 +127,7 @@ def boundary(comparison: Comparison) -> tuple[str, ...]:
     return (tensors[low] if low >= 0 else "", tensors[high] if high < len(tensors) else "")
 
 
-def fused_suspects(comparison: Comparison, last: str) -> list[str]:
+def fused_suspects(comparison: TensorComparison, last: str) -> list[str]:
     """Return the fewest layers up to `last` that are still wrong when cut out as one piece, in the graph's order.
 
     Return none if MOST_FUSED layers aren't enough.

@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.onnx_graph.fp16 import SENSITIVE, mixed, refuse_unconvertible
 from dyno.worker.onnx_graph.graph_facts import graphs_in, tensors_in
 from dyno.worker.onnx_graph.head import decoding
@@ -20,7 +20,7 @@ OPSET = 22
 EMULATION = "in float32 with every bfloat16 result rounded, as ONNX Runtime's CPU has few bfloat16 kernels"
 
 
-def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MadeBy:
+def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MakerFacts:
     """Write the mixed-precision graph in opset 22; operators that ONNX has no bfloat16 for stay in FP32.
 
     The converter knows FP16 alone: its graph is taken and every FP16 in it made BF16, weights from their own values.
@@ -38,7 +38,7 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MadeBy:
     onnx.save(converted, path)
     names = ", ".join(sorted(unsupported - set(SENSITIVE)))
     warnings = [f"kept in FP32, as ONNX has no bfloat16 for them: {names}"] if names else []
-    return MadeBy(scheme="mixed BF16; inputs, outputs and sensitive nodes in FP32", warnings=tuple(warnings))
+    return MakerFacts(scheme="mixed BF16; inputs, outputs and sensitive nodes in FP32", warnings=tuple(warnings))
 
 
 def _has_bf16(node: Any, version: int) -> bool:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.extras import install
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.onnx_graph import opset, repair
 from dyno.worker.onnx_graph.graph_facts import GraphFacts, read_graph_facts
 from dyno.worker.onnx_graph.weights import beside, check_beside
@@ -94,7 +94,7 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
     onnx = import_onnx()
     model = _read_model(path)
     check(path)
-    made_by = MadeBy(
+    made_by = MakerFacts(
         backend="given",
         opset=opset_of(Path(path)),
         parameters=read_graph_facts(model).parameters,
@@ -116,7 +116,7 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
     return artifact(path, 0.0, replace(made_by, warnings=tuple(warnings)))
 
 
-def artifact(path: str, seconds: float, made_by: MadeBy) -> Artifact:
+def artifact(path: str, seconds: float, made_by: MakerFacts) -> Artifact:
     inputs, outputs = read_io(path)
     size = sum(file.stat().st_size for file in (Path(path), *beside(Path(path))))
     return Artifact("onnx", path, _hash_files(path), size, "fp32", inputs, outputs, seconds, made_by=made_by)

@@ -12,7 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import example, reader
 from dyno.worker.onnx_graph.graph_facts import read_graph_facts
 from dyno.worker.onnx_graph.head import decoding, named
@@ -25,7 +25,7 @@ SENSITIVE = (
 ).split()
 
 
-def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Sequence[str] = ()) -> MadeBy:
+def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Sequence[str] = ()) -> MakerFacts:
     """Write the mixed-precision graph, nodes named in `higher` left in FP32.
 
     Returns its scheme and warnings, nodes kept for their large values included.
@@ -41,7 +41,7 @@ def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Se
     if large:
         warnings.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
     what = "sensitive nodes and the detector's decoding" if head else "sensitive nodes"
-    return MadeBy(scheme=f"mixed FP16; inputs, outputs and {what} in FP32", warnings=tuple(warnings))
+    return MakerFacts(scheme=f"mixed FP16; inputs, outputs and {what} in FP32", warnings=tuple(warnings))
 
 
 def refuse_unconvertible(model: Any, parent: Artifact, precision: str) -> None:

@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import system
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import CalibrationImages, CalibrationInputs, calibration_of, reader
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.fold import folded
@@ -77,7 +77,7 @@ SCHEMES = {
 }
 
 
-def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Sequence[str] = ()) -> MadeBy:
+def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Sequence[str] = ()) -> MakerFacts:
     """Write the quantised graph, nodes named in `higher` left in float.
 
     Returns scheme, target, calibration, number of nodes in float and warnings.
@@ -102,7 +102,7 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Se
             _quantise_graph(scratch, path, METHODS[method], sorted(seen.types), sorted(excluded), **settings)
             _reading_floats(path, higher)
     onnx.checker.check_model(str(path), full_check=True)
-    return MadeBy(
+    return MakerFacts(
         scheme=seen.scheme.text + (", weights in 7 bits because this CPU has no VNNI" if seen.narrow else ""),
         target=target,
         calibration=replace(data.facts, method=method),
@@ -112,7 +112,7 @@ def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Se
 
 
 @dataclass(frozen=True)
-class Observed:
+class CalibratedGraph:
     """A calibrated graph with named nodes: the range of each tensor, the operators that are quantised, the nodes that
     aren't, whether it is a transformer, whether weights get seven bits, and warnings."""
 
@@ -126,7 +126,7 @@ class Observed:
     warnings: tuple[str, ...]
 
 
-def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> Observed:
+def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> CalibratedGraph:
     """Prepare the graph and calibrate it, as the recipe's options `target` and `method` say; works in `scratch`."""
     target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
     scheme: Scheme = _one_of(target, SCHEMES, "int8 target")
@@ -138,7 +138,7 @@ def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> Ob
     types = fused if scheme.fused else LINEAR if transformer else _every_type()
     ranges = _calibrate_ranges(scratch, types, data, recipe)
     narrow = target != "tensorrt" and _can_saturate()
-    return Observed(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow, tuple(notes))
+    return CalibratedGraph(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow, tuple(notes))
 
 
 def _reading_floats(path: Path, higher: Sequence[str]) -> None:

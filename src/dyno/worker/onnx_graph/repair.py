@@ -10,7 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.onnx_graph.graph_facts import graphs_in, graphs_of, tensors_in
 from dyno.worker.spec import Artifact, Recipe
 
@@ -74,7 +74,7 @@ def save(model: Any, path: Path) -> None:
     onnx.save(model, path, save_as_external_data=large, location=f"{path.name}.data")
 
 
-def to_fp32(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MadeBy:
+def to_fp32(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MakerFacts:
     """Write a graph in FP16 or BF16 in FP32, from which the other precisions are made, with a warning."""
     import onnx
 
@@ -83,7 +83,7 @@ def to_fp32(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MadeBy:
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, path)
     warning = f"made from a file in {parent.precision}: its weights have that file's rounding in every precision"
-    return MadeBy(scheme="FP32, weights as rounded before", warnings=(warning,))
+    return MakerFacts(scheme="FP32, weights as rounded before", warnings=(warning,))
 
 
 def in_single(model: Any, kinds: tuple[int, ...]) -> None:

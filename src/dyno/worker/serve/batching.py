@@ -40,7 +40,7 @@ class Clock:
 
 
 @dataclass(frozen=True)
-class Rules:
+class BatchingRules:
     """At most `most` requests are a batch, the first of which waits for the others at most `max_wait` seconds; at most
     `queue` requests wait (0: no limit)."""
 
@@ -57,7 +57,7 @@ class Batcher:
     no answer; `complaint` is what the first of the latter was told, "" without any.
     """
 
-    def __init__(self, arrivals: Arrivals, rules: Rules, clock: Clock) -> None:
+    def __init__(self, arrivals: Arrivals, rules: BatchingRules, clock: Clock) -> None:
         self._rules, self._clock = rules, clock
         self._due: list[float] = arrivals.times.tolist()
         count = len(self._due)

@@ -13,7 +13,7 @@ from dyno.worker.serve.instances import Rung
 from dyno.worker.spec import Dims
 
 
-class Formed(Session):
+class BatchFormingSession(Session):
     """The sessions of one instance as a single one, which takes the largest batch and answers it as several batches of
     requests: of each size once with one request too few and once full, as far as there are inputs.
 

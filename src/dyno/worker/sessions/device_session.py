@@ -17,7 +17,7 @@ import numpy as np
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.inputs.shapes import Shape, fitted
 from dyno.worker.sessions.gpu import Device, Stopwatch, call
-from dyno.worker.sessions.on_device import OnDevice
+from dyno.worker.sessions.on_device import DeviceBinding
 from dyno.worker.spec import PARTS, Tensor, Trial, UserError
 
 SLOTS = 3  # one batch computes, one is on its way to the GPU, one on its way back
@@ -110,7 +110,7 @@ class DeviceSession(Session):
         call(self._cuda.cuEventRecord, place.bound, self._in)
         place.fresh = True
 
-    def on_device(self) -> OnDevice | None:
+    def on_device(self) -> DeviceBinding | None:
         """See `Session.on_device`; None where this Python has no PyTorch with CUDA."""
         if find_spec("torch") is None:
             return None
@@ -118,7 +118,7 @@ class DeviceSession(Session):
 
         if not torch.cuda.is_available():
             return None
-        return OnDevice(torch, torch.device("cuda", self.device.index), self._bind_tensors, self._output_tensors)
+        return DeviceBinding(torch, torch.device("cuda", self.device.index), self._bind_tensors, self._output_tensors)
 
     def _bind_tensors(self, tensors: Mapping[str, Any], ready: Any, slot: int) -> None:
         """Bind PyTorch tensors on the device, as `bind` does arrays, once the event has come."""
@@ -138,7 +138,7 @@ class DeviceSession(Session):
         import torch
 
         place = torch.device("cuda", self.device.index)
-        return {name: torch.as_tensor(_Lent(*result), device=place) for name, result in self.results(slot).items()}
+        return {name: torch.as_tensor(_CudaArray(*result), device=place) for name, result in self.results(slot).items()}
 
     def run(self, slot: int = 0) -> None:
         """Queue one inference, after the slot's copies."""
@@ -227,7 +227,7 @@ class DeviceSession(Session):
         self.device.close()
 
 
-class _Lent:
+class _CudaArray:
     """Memory on the GPU as other libraries read it (Numba's CUDA array interface, version 3)."""
 
     def __init__(self, shape: Shape, dtype: str, address: int) -> None:

@@ -161,7 +161,7 @@ class Stopwatch:
         return float(call(self._cuda.cuEventElapsedTime, self._begin, self._end)) / 1e3
 
 
-class Graph:
+class CudaGraph:
     """What `work` queues on a stream, captured once and replayed as one launch."""
 
     def __init__(self, stream: Any, work: Callable[[], None]) -> None:

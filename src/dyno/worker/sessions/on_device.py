@@ -10,7 +10,7 @@ from typing import Any
 
 
 @dataclass(frozen=True)
-class OnDevice:
+class DeviceBinding:
     """Tensors in and out, in place of `Session.bind` and `Session.fetch`.
 
     `torch` is the library, `device` where its tensors have to be: a GPU, or a CPU, whose work is done when a call

@@ -13,7 +13,7 @@ from dyno.worker.facts.engine import EngineFacts
 now = time.perf_counter_ns
 
 
-class Slowed(Session):
+class SlowedSession(Session):
     """The session, each of whose runs takes `share` longer than it did by itself.
 
     On a CPU the processor is kept busy after a run, for that share of what this run has just taken. What is queued on a

@@ -9,7 +9,7 @@ from dyno.worker.backends import onnx_runtime as ort
 from dyno.worker.backends import open_vino as vino
 from dyno.worker.inputs.shapes import static_shapes
 from dyno.worker.sessions import onnx_runtime_cuda as cuda
-from dyno.worker.snippets.parts import Part, Script
+from dyno.worker.snippets.parts import Script, ScriptPart
 from dyno.worker.spec import Artifact, Trial, UserError
 
 ONNX_RUNTIME = '''
@@ -65,7 +65,7 @@ def require_file(artifact: Artifact | None, trial: Trial) -> Artifact:
     return artifact
 
 
-def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
+def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code with session options and providers as in `OnnxFile.open`."""
     inputs = require_file(artifact, trial).inputs
     settings = ort.settings(trial)
@@ -81,18 +81,18 @@ def onnx_runtime(trial: Trial, artifact: Artifact | None, about: dict[str, Any],
     }
     needs = ("numpy", "onnxruntime-gpu" if on_gpu else "onnxruntime")
     code = ONNX_RUNTIME.format(preload=PRELOAD if on_gpu else "")
-    return Part(needs, "import onnxruntime\n", constants, code)
+    return ScriptPart(needs, "import onnxruntime\n", constants, code)
 
 
 def _parse_device_index(trial: Trial) -> int:
     return int(trial.runtime.device.partition(":")[2] or 0)
 
 
-def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
+def open_vino(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code with the settings of `OpenVinoSession`; outputs by place, as an IR gives one several names."""
     require_file(artifact, trial)
     constants = {"FILE": place(about), "OUTPUTS": list(about["outputs"]), "SETTINGS": vino.settings(trial)}
-    return Part(("numpy", "openvino"), "import openvino\n", constants, OPEN_VINO)
+    return ScriptPart(("numpy", "openvino"), "import openvino\n", constants, OPEN_VINO)
 
 
 ONNX_RUNTIME_SCRIPT = Script("onnxruntime", onnx_runtime)

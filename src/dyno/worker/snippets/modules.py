@@ -13,7 +13,7 @@ from dyno.worker.nets.checkpoint import head_classes, read_checkpoint
 from dyno.worker.registry import find
 from dyno.worker.sessions.torch_support import import_torch
 from dyno.worker.snippets.graph_files import place
-from dyno.worker.snippets.parts import Part, Script, inputs_of
+from dyno.worker.snippets.parts import Script, ScriptPart, inputs_of
 from dyno.worker.spec import Artifact, ModelSpec, Option, Trial, UserError
 
 LIBRARY = '''
@@ -127,7 +127,7 @@ COMPILED = """    torch._inductor.config.freezing = FREEZE
 """
 
 
-def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
+def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code that builds the network, whose state is stored beside the script.
 
     Raises a `UserError` for other weights than the measured ones, and for a network that can't be stored as weights.
@@ -158,7 +158,7 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
     end += COMPILED if trial.backend == "compile" else "    return called\n"
     weights = "" if saved else OWN_WEIGHTS if own else WEIGHTS
     code = build + (EAGER if own else "") + LOAD.format(weights=weights, end=end)
-    return Part(
+    return ScriptPart(
         ("numpy", "torch", *needs), f"import contextlib\nimport dataclasses\nimport torch\n{imports}", constants, code
     )
 

@@ -82,7 +82,7 @@ if __name__ == "__main__":
 
 
 @dataclass(frozen=True)
-class Part:
+class ScriptPart:
     """The part of a script for one library: its distributions, imports, constants (by name), and the code."""
 
     needs: tuple[str, ...]
@@ -96,7 +96,7 @@ class Script:
     """Scripts of a backend, whose own part is `part(trial, artifact, about, folder)`, see `snippets.write`."""
 
     name: str  # the backend's
-    part: Callable[[Trial, Artifact | None, dict[str, Any], Path], Part]
+    part: Callable[[Trial, Artifact | None, dict[str, Any], Path], ScriptPart]
 
 
 def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
@@ -110,7 +110,7 @@ def inputs_of(trial: Trial, artifact: Artifact | None) -> tuple[Tensor, ...]:
     return tuple(replace(t, dtype="uint8") for t in tensors) if input_data.wants_pixels(trial.options) else tensors
 
 
-def written(part: Part, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:
+def written(part: ScriptPart, trial: Trial, tensors: tuple[Tensor, ...], about: Mapping[str, Any]) -> str:
     """Return the whole script."""
     image = tensors[0] if _takes_images(tensors) else None
     constants = {
@@ -137,7 +137,7 @@ def written(part: Part, trial: Trial, tensors: tuple[Tensor, ...], about: Mappin
     )
 
 
-def _write_head(part: Part, trial: Trial, about: Mapping[str, Any], image: bool) -> str:
+def _write_head(part: ScriptPart, trial: Trial, about: Mapping[str, Any], image: bool) -> str:
     script = about["script"]
     lines = [f'"""{about["story"]}', "", f"    python {script}                # random numbers"]
     lines += [f"    python {script} PHOTO.jpg …    # photographs, prepared as for the measurement"] if image else []

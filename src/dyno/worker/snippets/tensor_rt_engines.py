@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.snippets.graph_files import place, require_file
-from dyno.worker.snippets.parts import Part, Script
+from dyno.worker.snippets.parts import Script, ScriptPart
 from dyno.worker.spec import Artifact, Trial
 
 ENGINE = '''
@@ -65,7 +65,7 @@ def run(model, feeds):
 '''
 
 
-def engine(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> Part:
+def engine(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code for the profile that the measurement chose, on the same GPU."""
     require_file(artifact, trial)
     constants = {
@@ -75,7 +75,7 @@ def engine(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
     }
     library = "tensorrt" if trial.backend == "tensorrt" else "tensorrt_rtx as tensorrt"
     imports = f"import {library}\nfrom cuda.bindings import runtime as cudart\n"
-    return Part(("numpy", "cuda-bindings", trial.backend.replace("_", "-")), imports, constants, ENGINE)
+    return ScriptPart(("numpy", "cuda-bindings", trial.backend.replace("_", "-")), imports, constants, ENGINE)
 
 
 TENSORRT_SCRIPT = Script("tensorrt", engine)

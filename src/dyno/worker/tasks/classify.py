@@ -10,7 +10,7 @@ import numpy as np
 
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess
-from dyno.worker.tasks.task import Arrays, Collector, Evaluated, OutputShapes, Task
+from dyno.worker.tasks.task import Arrays, Collector, EvaluationInputs, OutputShapes, Task
 
 TOP = 10
 UNSCORED = "no accuracy was measured: the first output has no row of class scores for each image (N x C)"
@@ -61,7 +61,7 @@ class Classify(Task):
     def layout(self, model: ModelSpec, metadata: Purpose, outputs: OutputShapes) -> Purpose:
         return Purpose()
 
-    def collector(self, evaluated: Evaluated) -> Collector:
+    def collector(self, evaluated: EvaluationInputs) -> Collector:
         return TopKCollector(evaluated)
 
 

@@ -14,9 +14,9 @@ from dyno.worker.inputs import input_data
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks import layouts
-from dyno.worker.tasks.layouts import Fit, Seen, UnreadBoxes
-from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, Place, best
-from dyno.worker.tasks.task import Arrays, Collector, Evaluated, OutputShapes, Shape, Task
+from dyno.worker.tasks.layouts import Fit, ObservedOutputs, UnreadBoxes
+from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, ImagePlacement, best
+from dyno.worker.tasks.task import Arrays, Collector, EvaluationInputs, OutputShapes, Shape, Task
 
 COCO_CLASSES = 80
 NOT_IN_COCO = (12, 26, 29, 30, 45, 66, 68, 69, 71, 83)  # of its numbers from 1 to 90
@@ -44,7 +44,7 @@ class Detect(Task):
         rest: np.ndarray,
         beside: np.ndarray,
         boxes: np.ndarray,
-        place: Place,
+        place: ImagePlacement,
         form: BoxForm,
         keypoints: Sequence[int],
     ) -> dict[str, Any]:
@@ -96,13 +96,13 @@ class Detect(Task):
         classes: int,
         keypoints: Sequence[int],
         images: int = 1,
-    ) -> Seen:
+    ) -> ObservedOutputs:
         """Return what layouts are to fit; `UnreadBoxes` without an output that the task needs."""
         beside = self.beside(shapes)
         boxes = {name: shape for name, shape in shapes.items() if name != beside}
-        return Seen(boxes, size, classes, self.extra(shapes, keypoints), images)
+        return ObservedOutputs(boxes, size, classes, self.extra(shapes, keypoints), images)
 
-    def collector(self, evaluated: Evaluated) -> Collector:
+    def collector(self, evaluated: EvaluationInputs) -> Collector:
         return DetectionCollector(self, evaluated)
 
 
@@ -142,7 +142,7 @@ class BoxReader:
         beside = self._task.beside({name: array.shape for name, array in outputs.items()})
         found = []
         for image, (height, width) in enumerate(np.asarray(sizes).tolist()):
-            place = Place(height, width, *input_size, aspects[image] if aspects else 1.0)
+            place = ImagePlacement(height, width, *input_size, aspects[image] if aspects else 1.0)
             pool = np.asarray(outputs[beside])[image].astype(np.float32) if beside else np.empty(0, np.float32)
             found.append(self._read_image(outputs, image, place, pool, chosen, (confidence, iou, most)))
         self._check_labels(found, outputs)
@@ -159,7 +159,7 @@ class BoxReader:
             return self._chosen
 
     def _read_image(
-        self, outputs: Mapping[str, np.ndarray], image: int, place: Place, beside: np.ndarray,
+        self, outputs: Mapping[str, np.ndarray], image: int, place: ImagePlacement, beside: np.ndarray,
         chosen: tuple[Fit, BoxForm] | None, limits: tuple[float, float, int],
     ) -> Detections:  # fmt: skip
         confidence, iou, most = limits
@@ -192,7 +192,7 @@ class DetectionCollector(Collector):
     """Detections of each image by the task's post-processing, which all backends share; of random inputs none are kept,
     but whether boxes are read is found out."""
 
-    def __init__(self, task: Detect, evaluated: Evaluated) -> None:
+    def __init__(self, task: Detect, evaluated: EvaluationInputs) -> None:
         super().__init__(evaluated)
         self._task, self._model, self._samples = task, evaluated.trial.model, evaluated.samples
         data = evaluated.trial.data

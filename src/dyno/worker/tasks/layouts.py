@@ -32,7 +32,7 @@ class UnreadBoxes(UserError):
 
 
 @dataclass(frozen=True)
-class Seen:
+class ObservedOutputs:
     """Outputs as shapes by name and, once the network has run, values; and what is known of them.
 
     `size` is the height and width of the network's input, `classes` their number (0: unknown), and `extra` how many
@@ -74,7 +74,7 @@ class BoxLayout(ABC):
     free_order = True
 
     @abstractmethod
-    def fits(self, seen: Seen) -> Fit | None:
+    def fits(self, seen: ObservedOutputs) -> Fit | None:
         """Return how the outputs lie, None where their shapes, names or classes are not of this layout."""
 
     @abstractmethod
@@ -103,7 +103,7 @@ class AnchorTable(BoxLayout):
             return "batch x anchors x (5 + classes) (YOLOv5, v7)" if self.axis == 2 else ""
         return "batch x (4 + classes) x anchors, in either order (YOLOv8, v11)" if self.axis == 1 else ""
 
-    def fits(self, seen: Seen) -> Fit | None:
+    def fits(self, seen: ObservedOutputs) -> Fit | None:
         name = next((name for name, shape in seen.shapes.items() if len(shape) == 3), None)
         if name is None:
             return None
@@ -164,14 +164,14 @@ class FinalRows(BoxLayout):
         """What a row has, once for all orders of its columns."""
         return "rows of box, score and class (end to end)" if self.columns == LAST_ROW else ""
 
-    def fits(self, seen: Seen) -> Fit | None:
+    def fits(self, seen: ObservedOutputs) -> Fit | None:
         for name, shape in seen.shapes.items():
             extra = self._count_extra_values(seen, shape)
             if extra is not None:
                 return Fit(self, (name,), seen.classes or None, extra, self.rank)
         return None
 
-    def _count_extra_values(self, seen: Seen, shape: Shape) -> int | None:
+    def _count_extra_values(self, seen: ObservedOutputs, shape: Shape) -> int | None:
         several = "image" in self.columns
         axes = len(shape) == 3 or (len(shape) == 2 and (several or seen.images == 1))
         axes |= several and len(shape) == 4 and [*shape[:2]] == [1, 1]
@@ -200,7 +200,7 @@ class Lists(BoxLayout):
 
     shown = "boxes, scores and classes (torchvision, EfficientNMS)"
 
-    def fits(self, seen: Seen) -> Fit | None:
+    def fits(self, seen: ObservedOutputs) -> Fit | None:
         boxes = boxes_in(seen)
         if boxes is None or seen.extra:
             return None
@@ -241,18 +241,18 @@ class TensorFlowLists(Lists):
     fixed_form = True
     shown = ""
 
-    def fits(self, seen: Seen) -> Fit | None:
+    def fits(self, seen: ObservedOutputs) -> Fit | None:
         fit = super().fits(seen)
         return replace(fit, rank=0) if fit and "detection_boxes" in fit.names[0] else None
 
 
 @dataclass(frozen=True)
-class Selected(BoxLayout):
+class SelectedRows(BoxLayout):
     """All boxes and scores, with the rows (image, class, box) that ONNX's NonMaxSuppression selected."""
 
     shown = "boxes, scores and selected indices (ONNX's NonMaxSuppression)"
 
-    def fits(self, seen: Seen) -> Fit | None:
+    def fits(self, seen: ObservedOutputs) -> Fit | None:
         boxes = boxes_in(seen)
         others = {name: shape for name, shape in seen.shapes.items() if name != boxes}
         indices = [name for name, shape in others.items() if len(shape) in (2, 3) and shape[-1] == 3
@@ -305,7 +305,7 @@ class Pairs(BoxLayout):
         """A transformer's boxes are centres."""
         return CENTRES if self.suppressed else CORNERS
 
-    def fits(self, seen: Seen) -> Fit | None:
+    def fits(self, seen: ObservedOutputs) -> Fit | None:
         boxes = boxes_in(seen)
         if boxes is None or len(seen.shapes[boxes]) != 3 or seen.extra:
             return None
@@ -369,12 +369,12 @@ LAYOUTS: tuple[BoxLayout, ...] = (
     FinalRows(("image", "class", "score", *BOX), rank=1.2),
     Lists(),
     TensorFlowLists(),
-    Selected(),
+    SelectedRows(),
     *(Pairs(kind) for kind in ("sigmoid", "softmax", "scores", "first", "last")),
 )
 
 
-def possible(seen: Seen, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> list[Fit]:
+def possible(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> list[Fit]:
     """Return how each layout that may be the outputs' fits them, the likeliest first; else `UnreadBoxes`."""
     layouts = (layout for layout in LAYOUTS if isinstance(layout, kinds))
     fits = sorted((fit for layout in layouts if (fit := layout.fits(seen))), key=lambda fit: fit.rank)
@@ -384,7 +384,7 @@ def possible(seen: Seen, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> l
     return [fit for fit in fits if len(fit.names) > 1] or fits  # beside an output of boxes no other one has any
 
 
-def choose(seen: Seen, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> tuple[Fit, BoxForm] | None:
+def choose(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> tuple[Fit, BoxForm] | None:
     """Return the layout of those kinds and the form of boxes that fit the values too, None where they have no box; else
     `UnreadBoxes`."""
     reasons = list[str]()
@@ -400,7 +400,7 @@ def choose(seen: Seen, kinds: tuple[type[BoxLayout], ...] = (BoxLayout,)) -> tup
     raise UnreadBoxes(describe(seen.shapes, reasons[0]))
 
 
-def _examine_boxes(fit: Fit, seen: Seen) -> BoxForm | str | None:
+def _examine_boxes(fit: Fit, seen: ObservedOutputs) -> BoxForm | str | None:
     """Return the form of the boxes, None without any, or what contradicts the layout."""
     if reason := fit.layout.refute(fit, seen.values):
         return reason
@@ -458,7 +458,7 @@ def keypoints_of(values: int) -> tuple[int, int] | None:
     return (values // each, each) if each else None
 
 
-def boxes_in(seen: Seen) -> str | None:
+def boxes_in(seen: ObservedOutputs) -> str | None:
     """Return the name of the output that has boxes, rows of four values."""
     found = [name for name, shape in seen.shapes.items() if len(shape) in (2, 3) and shape[-1] == 4]
     return next((n for n in found if "box" in n.lower() and "raw" not in n.lower()), found[0] if found else None)

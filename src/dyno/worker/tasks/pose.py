@@ -10,7 +10,7 @@ import numpy as np
 
 from dyno.worker.spec import ModelSpec
 from dyno.worker.tasks.detect import Detect, joined
-from dyno.worker.tasks.postprocess import BoxForm, Detections, Place
+from dyno.worker.tasks.postprocess import BoxForm, Detections, ImagePlacement
 from dyno.worker.tasks.task import Shape
 
 
@@ -31,7 +31,7 @@ class Pose(Detect):
         rest: np.ndarray,
         beside: np.ndarray,
         boxes: np.ndarray,
-        place: Place,
+        place: ImagePlacement,
         form: BoxForm,
         keypoints: Sequence[int],
     ) -> dict[str, Any]:

@@ -144,7 +144,7 @@ def encode(mask: np.ndarray, top: int, left: int, height: int, width: int) -> np
     return (counts[:-1] if len(counts) > 1 and counts[-1] == 0 else counts).astype(np.uint32)
 
 
-class Place:
+class ImagePlacement:
     """Where one image lies in the network's input, and the inverse mapping.
 
     `aspect` is the width of the image's pixels over their height: it is letterboxed by the shape that is displayed.

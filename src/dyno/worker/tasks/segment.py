@@ -9,8 +9,8 @@ import numpy as np
 
 from dyno.worker.spec import ModelSpec
 from dyno.worker.tasks.detect import Detect, joined
-from dyno.worker.tasks.layouts import Seen, UnreadBoxes, describe
-from dyno.worker.tasks.postprocess import BoxForm, Detections, Place, encode
+from dyno.worker.tasks.layouts import ObservedOutputs, UnreadBoxes, describe
+from dyno.worker.tasks.postprocess import BoxForm, Detections, ImagePlacement, encode
 from dyno.worker.tasks.task import Shape
 
 USUAL = 32  # prototypes, where a file doesn't say
@@ -40,7 +40,7 @@ class Segment(Detect):
         classes: int,
         keypoints: Sequence[int],
         images: int = 1,
-    ) -> Seen:
+    ) -> ObservedOutputs:
         if not self.beside(shapes):
             raise UnreadBoxes(describe(shapes, "there are no prototypes of masks"))
         return super().seen(shapes, size, classes, keypoints, images)
@@ -50,7 +50,7 @@ class Segment(Detect):
         rest: np.ndarray,
         beside: np.ndarray,
         boxes: np.ndarray,
-        place: Place,
+        place: ImagePlacement,
         form: BoxForm,
         keypoints: Sequence[int],
     ) -> dict[str, Any]:
@@ -65,7 +65,9 @@ class Segment(Detect):
 SEGMENT = Segment()
 
 
-def _build_masks(coefficients: np.ndarray, prototypes: np.ndarray, boxes: np.ndarray, place: Place) -> list[np.ndarray]:
+def _build_masks(
+    coefficients: np.ndarray, prototypes: np.ndarray, boxes: np.ndarray, place: ImagePlacement
+) -> list[np.ndarray]:
     """Return masks at the image's size: sums of prototypes, bilinearly interpolated inside the box, set above 0."""
     count, height, width = prototypes.shape
     coarse = (coefficients @ prototypes.reshape(count, -1)).reshape(-1, height, width)

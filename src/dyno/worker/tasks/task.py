@@ -28,7 +28,7 @@ class OutputShapes:
 
 
 @dataclass(frozen=True)
-class Evaluated:
+class EvaluationInputs:
     """What goes through a session: `count` inputs in batches; of real images also their places in the data set
     (`samples`) and the height and width that the session takes."""
 
@@ -42,7 +42,7 @@ class Evaluated:
 class Collector:
     """Collects the answers of each batch, and in the end the arrays for outputs.npz; the base class collects none."""
 
-    def __init__(self, evaluated: Evaluated) -> None:
+    def __init__(self, evaluated: EvaluationInputs) -> None:
         self.evaluated = evaluated
 
     def images(self, turn: int) -> int:
@@ -97,5 +97,5 @@ class Task(ABC):
         """
 
     @abstractmethod
-    def collector(self, evaluated: Evaluated) -> Collector:
+    def collector(self, evaluated: EvaluationInputs) -> Collector:
         """Return the collector of the answers."""

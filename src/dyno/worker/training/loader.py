@@ -92,7 +92,7 @@ def augmentation(kind: str, size: tuple[int, int]) -> Callable[[Any], Any] | Non
     return combined
 
 
-class Batched:
+class BatchDataset:
     """A data set for torch's DataLoader whose item is a whole batch: pixels uint8 B x C x H x W, labels int64.
 
     An augmentation draws from the batch's own seed and restores torch's generator, so that neither the number of
@@ -135,7 +135,7 @@ def _keep_batch(batch: Any) -> Any:
     return batch
 
 
-class Reader:
+class BatchReader:
     """Batches of a split by torch's DataLoader, in its workers where there are any, normalised on the device."""
 
     def __init__(
@@ -148,7 +148,7 @@ class Reader:
         self._mean, self._std = (torch.from_numpy(v).to(self._device) for v in (mean, std))
         self._epochs = Epochs()
         self._loader = torch.utils.data.DataLoader(
-            Batched(split, change),
+            BatchDataset(split, change),
             batch_size=None,  # an item is a batch already
             sampler=self._epochs,
             collate_fn=_keep_batch,

@@ -10,7 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from dyno.worker.facts.job import Trained
+from dyno.worker.facts.job import TrainingFacts
 from dyno.worker.nets import models
 from dyno.worker.sessions.torch_support import device_named, import_torch, memory_errors
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, to_json
@@ -102,7 +102,7 @@ def train(
     folder: Path,
     report: Callable[[str], None] = lambda text: None,
     threads: int = 0,
-) -> Trained:
+) -> TrainingFacts:
     """Train on `training`, whose images may be larger than `dims`, and evaluate on `test` after each epoch.
 
     Writes the files of `snapshot` into the folder after each epoch and resumes from those there. `report` is called
@@ -117,8 +117,8 @@ def train(
     report("build the model")
     module, notes = network.build(model, dims, freeze=options.freeze)
     transform = loader.augmentation(options.augment, (dims.height, dims.width))
-    reader = loader.Reader(splits[0], model.preprocess, options, transform)
-    test_reader = loader.Reader(splits[1], model.preprocess, replace(options, workers=0))
+    reader = loader.BatchReader(splits[0], model.preprocess, options, transform)
+    test_reader = loader.BatchReader(splits[1], model.preprocess, replace(options, workers=0))
     with memory_errors():
         module = module.to(options.device, memory_format=torch.channels_last)
         loop = Loop(module, options, len(loader.batches(splits[0], options, 1)))
@@ -178,7 +178,7 @@ def _collect_settings(
 def _train_epoch(
     loop: Loop,
     epoch: int,
-    reader: loader.Reader,
+    reader: loader.BatchReader,
     split: loader.Split,
     state: State,
     folder: Path,
@@ -221,7 +221,7 @@ def _explain_divergence(epoch: int, loss: float, options: TrainOptions, state: S
 
 
 def _evaluate_split(
-    module: Any, reader: loader.Reader, split: loader.Split, options: TrainOptions
+    module: Any, reader: loader.BatchReader, split: loader.Split, options: TrainOptions
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return loss and top-1 in percent; and, apart, top-5 and the counts."""
     import torch
@@ -244,13 +244,13 @@ def _evaluate_split(
 
 def _evaluate_best(
     state: State,
-    reader: loader.Reader,
+    reader: loader.BatchReader,
     splits: tuple[loader.Split, loader.Split],
     options: TrainOptions,
     model: ModelSpec,
     dims: Dims,
     folder: Path,
-) -> Trained:
+) -> TrainingFacts:
     """Return the results of the best weights, read back from disk into a new module and evaluated in IEEE FP32."""
     import torch
 
@@ -259,7 +259,7 @@ def _evaluate_best(
     stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
     module = models.load(stored, dims).to(options.device, memory_format=torch.channels_last)
     row, counts = _evaluate_split(module, reader, splits[1], options)
-    return Trained(
+    return TrainingFacts(
         **row,
         **counts,
         epochs=state.epoch,

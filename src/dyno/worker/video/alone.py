@@ -24,7 +24,7 @@ from dyno.worker.video import steps
 from dyno.worker.video.drawing import draw
 from dyno.worker.video.media.ends import Batch, Frame, Sink, Source, now
 from dyno.worker.video.preparing import Preparation
-from dyno.worker.video.stages import Stages, Step, run
+from dyno.worker.video.stages import PipelineStage, VideoPipeline, run
 from dyno.worker.video.tracking import Tracker
 
 # Of one measurement, of which there is one before the video and one behind it: frames at most, those of one turn, and
@@ -35,14 +35,14 @@ TURNS = 3  # of all copies; with those of one alone, none writes more than the s
 
 
 @dataclass(frozen=True)
-class Alone:
+class IsolatedTimes:
     """One stage alone: seconds of each frame, and seconds of processor time per frame, all threads together."""
 
     seconds: np.ndarray
     cpu: float
 
 
-class _Clock:
+class _CostClock:
     """Seconds and processor time of pieces of work."""
 
     def __init__(self) -> None:
@@ -61,19 +61,19 @@ class _Clock:
         self.seconds += [seconds / frames] * frames
         self.cpu += [cpu / frames] * frames
 
-    def share(self, held: _Clock) -> None:
+    def share(self, held: _CostClock) -> None:
         """Share out that time, which was spent once for all frames, among them."""
         count = len(self.seconds)
         self.seconds = [each + sum(held.seconds) / count for each in self.seconds]
         self.cpu = [each + sum(held.cpu) / count for each in self.cpu]
 
-    def result(self, turn: int) -> Alone:
+    def result(self, turn: int) -> IsolatedTimes:
         """Return the samples and the mean, without the first `turn` frames if there is another turn.
 
         Libraries are set up in the first.
         """
         first = turn if len(self.seconds) >= 2 * turn else 0
-        return Alone(np.asarray(self.seconds[first:]), float(np.mean(self.cpu[first:])))
+        return IsolatedTimes(np.asarray(self.seconds[first:]), float(np.mean(self.cpu[first:])))
 
 
 class Bench:
@@ -85,22 +85,25 @@ class Bench:
     def __init__(
         self,
         source: Source,
-        engine: steps.Engine,
+        engine: steps.SessionThread,
         preparations: Sequence[Preparation],
-        answering: steps.Answering,
+        answering: steps.DetectionSettings,
         tracker: Tracker | None,
         sink: Sink | None,
     ) -> None:
         self._source, self._tracker, self._sink = source, tracker, sink
-        self._engine, self._answer = steps.Infer(engine), steps.Postprocess(answering, preparations[0].size)
-        self._clocks = {name: _Clock() for name in steps.STAGES if name != steps.INFER}
+        self._engine, self._answer = (
+            steps.InferenceStage(engine),
+            steps.PostprocessingStage(answering, preparations[0].size),
+        )
+        self._clocks = {name: _CostClock() for name in steps.STAGES if name != steps.INFER}
         self._preparation, self._batch, self._lanes = preparations[0], preparations[0].batch, len(preparations)
         self._chunk = CHUNK if self._lanes == 1 else max(CHUNK, self._lanes * self._batch)
         count = -(-self._chunk // self._batch)
         self.feeds: list[Any] = [
             engine.session.stage(preparations[0].new_feed()) for _ in range(max(count, input_data.FEEDS))
         ]
-        self._prepare = steps.Prepare(preparations, self.feeds)
+        self._prepare = steps.PreparationStage(preparations, self.feeds)
         self.first: Frame | None = None
         self.answered: list[Batch] = []
 
@@ -118,12 +121,12 @@ class Bench:
             if time.perf_counter() > until:
                 break
         if self._sink is not None:
-            held = _Clock()
+            held = _CostClock()
             with held.timing():
                 self._sink.close()
             self._clocks[steps.ENCODE].share(held)
 
-    def results(self) -> dict[str, Alone]:
+    def results(self) -> dict[str, IsolatedTimes]:
         """Return the result of each stage, without the engine's."""
         return {name: clock.result(self._chunk) for name, clock in self._clocks.items() if clock.seconds}
 
@@ -181,7 +184,9 @@ class Bench:
             list(pool.map(self._answer.work, self.answered))
 
 
-def infer(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) -> tuple[Alone, measure.Sampling]:
+def infer(
+    engine: steps.SessionThread, feeds: Sequence[Arrays], plan: Plan, size: int
+) -> tuple[IsolatedTimes, measure.Sampling]:
     """Measure inference with every slot or lane at work, on batches of the video; return it with its sampling."""
     measure.warm_up(measure.step(engine.session, "all", feeds), plan)
     cpu, began = time.process_time(), time.perf_counter()
@@ -193,23 +198,23 @@ def infer(engine: steps.Engine, feeds: Sequence[Arrays], plan: Plan, size: int) 
         sampling = measure.throughput(engine.session, feeds, size, plan)
     share = (time.process_time() - cpu) / (time.perf_counter() - began)  # processors kept busy
     assert sampling.value is not None
-    return Alone(1 / sampling.samples, share / sampling.value), sampling
+    return IsolatedTimes(1 / sampling.samples, share / sampling.value), sampling
 
 
-class Copy:
+class StageCopy:
     """All stages but inference, on the source's frames from the beginning again and again, with answers given."""
 
     def __init__(
         self,
         source: Source,
         preparation: Preparation,
-        answering: steps.Answering,
+        answering: steps.DetectionSettings,
         tracker: Tracker | None,
         sink: Sink | None,
         answered: Batch,
     ) -> None:
         self._preparation, self._tracker, self._sink = preparation, tracker, sink
-        self._feed, self._answer = preparation.new_feed(), steps.Postprocess(answering, preparation.size)
+        self._feed, self._answer = preparation.new_feed(), steps.PostprocessingStage(answering, preparation.size)
         # Drawn on and written by each copy for itself.
         own = [replace(frame, picture=frame.picture.copy()) for frame in answered.frames]
         self._answered = replace(answered, frames=own)
@@ -249,7 +254,7 @@ def _iter_endless_frames(source: Source) -> Iterator[Frame]:
 
 
 @dataclass(frozen=True)
-class Crowded:
+class ContentionCost:
     """With every processor at work: how many times the processor time alone the stages but inference take for a frame,
     and the seconds of it that inference takes."""
 
@@ -257,15 +262,15 @@ class Crowded:
     inference: float
 
 
-def crowded(copies: Sequence[Copy], engine: steps.Engine, answered: Sequence[Batch]) -> Crowded:
+def crowded(copies: Sequence[StageCopy], engine: steps.SessionThread, answered: Sequence[Batch]) -> ContentionCost:
     """Run all copies and the engine together, and compare them with one copy alone.
 
     In turns: one, all, the next one, all. The first turn of all sets libraries up and doesn't count. A codec's own
     threads are taken to be slowed down like the one that calls it; the rest of the time beside the copies is the
     engine's.
     """
-    alone, together = _Spent(), _Spent()
-    batches, inference, frames = itertools.cycle(answered), steps.Infer(engine), 0
+    alone, together = _ProcessorTime(), _ProcessorTime()
+    batches, inference, frames = itertools.cycle(answered), steps.InferenceStage(engine), 0
     with ThreadPoolExecutor(len(copies) + engine.lanes) as pool:
 
         def infer_until_done(turns: Sequence[Future[float]]) -> int:
@@ -291,11 +296,13 @@ def crowded(copies: Sequence[Copy], engine: steps.Engine, answered: Sequence[Bat
             with together.counting():
                 frames += engine.call(run_copies)
     of_copies = together.threads * alone.process / alone.threads
-    return Crowded(together.threads / len(copies) / alone.threads, max(0.0, together.process - of_copies) / frames)
+    return ContentionCost(
+        together.threads / len(copies) / alone.threads, max(0.0, together.process - of_copies) / frames
+    )
 
 
 @dataclass(frozen=True)
-class _Nothing:
+class _EmptyItem:
     """What stages that do nothing hand on."""
 
     began: int = 0
@@ -303,40 +310,40 @@ class _Nothing:
 
 def hand_over(count: int) -> float:
     """Return the processor time, in seconds, of handing one item on: through `count` stages that do nothing else."""
-    idle = [Step() for _ in range(count)]
+    idle = [PipelineStage() for _ in range(count)]
     for number, step in enumerate(idle):
         step.name = str(number)
     cpu = time.process_time()
-    run([Stages("source", itertools.repeat(_Nothing(), HANDED), idle)], lambda: None)
+    run([VideoPipeline("source", itertools.repeat(_EmptyItem(), HANDED), idle)], lambda: None)
     return (time.process_time() - cpu) / (HANDED * count)
 
 
 @dataclass(frozen=True)
-class Found:
+class StageMeasurement:
     """One measurement: each stage alone, all of them in a crowd (None: there is one processor), and the processor time
     of handing something on, in seconds."""
 
-    stages: dict[str, Alone]
-    crowd: Crowded | None
+    stages: dict[str, IsolatedTimes]
+    crowd: ContentionCost | None
     hand_over: float
 
 
-def joined(measurements: Sequence[Found]) -> Found:
+def joined(measurements: Sequence[StageMeasurement]) -> StageMeasurement:
     """Return several measurements as one: all seconds, and the means of processor times and factors."""
     stages = {}
     for name in measurements[0].stages:
         each = [one.stages[name] for one in measurements]
-        stages[name] = Alone(np.concatenate([a.seconds for a in each]), float(np.mean([a.cpu for a in each])))
+        stages[name] = IsolatedTimes(np.concatenate([a.seconds for a in each]), float(np.mean([a.cpu for a in each])))
     crowds = [one.crowd for one in measurements if one.crowd is not None]
     handed = float(np.mean([one.hand_over for one in measurements]))
     if not crowds:
-        return Found(stages, None, handed)
+        return StageMeasurement(stages, None, handed)
     factor, inference = (float(np.mean([getattr(c, name) for c in crowds])) for name in ("factor", "inference"))
-    return Found(stages, Crowded(factor, inference), handed)
+    return StageMeasurement(stages, ContentionCost(factor, inference), handed)
 
 
 @dataclass
-class _Spent:
+class _ProcessorTime:
     """Processor time in seconds: of the threads of copies, and of the whole process."""
 
     threads: float = 0.0

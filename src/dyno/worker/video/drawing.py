@@ -12,7 +12,7 @@ from functools import lru_cache
 import numpy as np
 
 from dyno.worker.video.media.ends import Frame
-from dyno.worker.video.media.pictures import Colour, Layer
+from dyno.worker.video.media.pictures import Colour, PicturePlane
 from dyno.worker.video.tracking import NOBODY
 
 # Okabe and Ito's colours, which people tell apart who don't see all (2008); black is left out.
@@ -65,7 +65,7 @@ def _format_labels(frame: Frame) -> list[str]:
     return [f"#{k} {text}" if k != NOBODY else text for k, text in zip(frame.identities, said, strict=True)]
 
 
-def _draw_outline(layers: Sequence[Layer], box: Region, thickness: int, colour: Colour) -> None:
+def _draw_outline(layers: Sequence[PicturePlane], box: Region, thickness: int, colour: Colour) -> None:
     """Draw the edge of a box, with at least that thickness around its sides."""
     import cv2
 
@@ -80,7 +80,7 @@ def _draw_outline(layers: Sequence[Layer], box: Region, thickness: int, colour: 
 
 
 def _draw_label(
-    layers: Sequence[Layer], text: str, scale: float, left: int, top: int, height: int, colour: Colour
+    layers: Sequence[PicturePlane], text: str, scale: float, left: int, top: int, height: int, colour: Colour
 ) -> None:
     """Draw a text in black on the colour: above that place, or below it if there is no room."""
     step = max(layer.step for layer in layers)
@@ -119,7 +119,7 @@ def _render_ink(text: str, scale: float, step: int) -> np.ndarray:
 
 
 def _blend_mask(
-    layers: Sequence[Layer], size: tuple[int, int], counts: np.ndarray, box: np.ndarray, colour: Colour
+    layers: Sequence[PicturePlane], size: tuple[int, int], counts: np.ndarray, box: np.ndarray, colour: Colour
 ) -> None:
     """Blend a mask, run lengths down the columns, into the picture of that height and width."""
     import cv2
@@ -139,7 +139,7 @@ def _blend_mask(
         np.copyto(part, blended, where=where[..., None] if part.ndim > 2 else where)
 
 
-def _draw_points(layers: Sequence[Layer], points: np.ndarray, colour: Colour, thickness: int) -> None:
+def _draw_points(layers: Sequence[PicturePlane], points: np.ndarray, colour: Colour, thickness: int) -> None:
     """Draw a dot for each keypoint, except those whose third value, the network's confidence, is below a half."""
     import cv2
 

@@ -18,7 +18,7 @@ import numpy as np
 from dyno.worker.backend import Session
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.letterbox import geometry
-from dyno.worker.sessions.on_device import OnDevice
+from dyno.worker.sessions.on_device import DeviceBinding
 from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.layouts import AnchorTable
@@ -33,7 +33,7 @@ Change = Callable[[dict[str, Any]], dict[str, Any]]  # of outputs by name
 
 
 @dataclass(frozen=True)
-class Kind:
+class PictureKind:
     """What pictures that are prepared together have in common; `matrix` is that of `Pixels`."""
 
     height: int
@@ -48,7 +48,7 @@ class Entry:
     """One place of a batch: the host's copy of its picture's pixels, one after the other, or the frame of the device's
     own decoder, which is kept until it is copied; and how large the last picture was there."""
 
-    kind: Kind | None = None
+    kind: PictureKind | None = None
     host: Any = None
     surface: Surface | None = None
     filled: tuple[int, ...] = ()
@@ -76,7 +76,7 @@ class DevicePreparation(Preparation):
     Several threads may write; whoever completes a batch is one thread.
     """
 
-    def __init__(self, preprocess: Preprocess, inputs: Sequence[Tensor], dims: Dims, ends: OnDevice) -> None:
+    def __init__(self, preprocess: Preprocess, inputs: Sequence[Tensor], dims: Dims, ends: DeviceBinding) -> None:
         super().__init__(preprocess, inputs, dims)
         torch, channels = ends.torch, self._table.shape[-1]
         self._ends, self._torch, self._dtype = ends, torch, getattr(torch, inputs[0].dtype)
@@ -99,7 +99,7 @@ class DevicePreparation(Preparation):
         if isinstance(picture, Surface):
             half = picture.height // 2, picture.width // 2, 2
             whole = picture.height, picture.width
-            entry.kind = Kind(*whole, picture.aspect, picture.matrix, (whole, half))
+            entry.kind = PictureKind(*whole, picture.aspect, picture.matrix, (whole, half))
             entry.surface = picture
             return
         pixels = picture.pixels()
@@ -111,7 +111,7 @@ class DevicePreparation(Preparation):
             np.copyto(room[start : start + array.size].reshape(array.shape), array)
             start += array.size
         shapes = tuple(array.shape for array in pixels.arrays)
-        entry.kind = Kind(picture.height, picture.width, picture.aspect, pixels.matrix, shapes)
+        entry.kind = PictureKind(picture.height, picture.width, picture.aspect, pixels.matrix, shapes)
 
     def _reserve_memory(self, feed: Feed, place: int, count: int) -> Any:
         """Return `count` bytes for a picture in that place: beside those of the others, which then go in one copy."""
@@ -123,7 +123,7 @@ class DevicePreparation(Preparation):
 
     def complete(self, feed: Feed, count: int) -> None:
         """Queue what makes the batch of its pictures."""
-        alike: dict[Kind, list[int]] = {}
+        alike: dict[PictureKind, list[int]] = {}
         for place, entry in enumerate(feed.entries[:count]):
             assert entry.kind is not None
             alike.setdefault(entry.kind, []).append(place)
@@ -144,7 +144,7 @@ class DevicePreparation(Preparation):
         if feed.ready is not None:
             feed.ready.synchronize()
 
-    def _send_pictures(self, feed: Feed, kind: Kind, places: list[int]) -> list[Any]:
+    def _send_pictures(self, feed: Feed, kind: PictureKind, places: list[int]) -> list[Any]:
         """Return the arrays of those pictures on the device, each of pictures x its own shape."""
         if len(kind.shapes) == DECODED_THERE:
             light, colours = self._gather_frames(feed, kind, places)
@@ -164,7 +164,7 @@ class DevicePreparation(Preparation):
         parts = sent.split(sizes, dim=1)
         return [part.reshape(-1, *shape) for part, shape in zip(parts, kind.shapes, strict=True)]
 
-    def _gather_frames(self, feed: Feed, kind: Kind, places: list[int]) -> list[Any]:
+    def _gather_frames(self, feed: Feed, kind: PictureKind, places: list[int]) -> list[Any]:
         """Return the same arrays, of frames that the device's decoder left there."""
         if self._stream is not None:  # on which FFmpeg queues what it does
             self._stream.wait_stream(self._torch.cuda.default_stream(self._ends.device))
@@ -177,7 +177,7 @@ class DevicePreparation(Preparation):
                 target[number].copy_(tensor)
         return gathered
 
-    def _convert_colours(self, arrays: list[Any], kind: Kind) -> Any:
+    def _convert_colours(self, arrays: list[Any], kind: PictureKind) -> Any:
         """Return red, green and blue, whole numbers in float32: pictures x 3 x height x width."""
         if kind.matrix is None:
             return arrays[0].permute(0, 3, 1, 2).float()
@@ -198,7 +198,7 @@ class DevicePreparation(Preparation):
         ]
         return rows[:, 3].tolist(), shares
 
-    def _place_pictures(self, image: Any, feed: Feed, kind: Kind, places: list[int]) -> None:
+    def _place_pictures(self, image: Any, feed: Feed, kind: PictureKind, places: list[int]) -> None:
         """Place the pictures, resized, in the batch, with grey around them."""
         if self._channels == 1:
             shares = zip(GREYS, image.split(1, dim=1), strict=True)
@@ -220,7 +220,7 @@ class DevicePreparation(Preparation):
 class OnDeviceSession(Session):
     """A session that is fed by `DevicePreparation`, and whose outputs are changed on the device before they come."""
 
-    def __init__(self, host: Session, ends: OnDevice, change: Change) -> None:
+    def __init__(self, host: Session, ends: DeviceBinding, change: Change) -> None:
         self.host, self._ends, self._change = host, ends, change
         self.inputs, self.outputs, self.slots, self.stream = host.inputs, host.outputs, host.slots, host.stream
         self._out = ends.stream()

@@ -27,7 +27,7 @@ TICK_S = 0.25
 READER_S = 1.0  # that a stopped reader has to come back, which may be waiting for its source's next byte
 
 
-class Step:
+class PipelineStage:
     """The work of one stage; the base class hands each item on as it is.
 
     A step of several `lanes` has a thread for each, which take items in turn and `work` at the same time: what one has
@@ -65,7 +65,7 @@ def numbers() -> array[int]:
 
 
 @dataclass
-class Timed:
+class StageTimestamps:
     """What one stage did, item by item, in ns of `perf_counter_ns`: when it began and ended the work, and when what it
     handed on had found room; how many items waited when it took one."""
 
@@ -87,7 +87,7 @@ class Timed:
         return {**times, "waiting": np.asarray(self.waiting[: len(self.handed)], np.int64)}
 
 
-class Stopped(Exception):
+class PipelineStopped(Exception):
     """Another stage failed, or the user stopped the whole."""
 
 
@@ -153,14 +153,14 @@ class _Channel:
         self._items.put(None)
 
     def stop(self) -> None:
-        """Make all threads that wait here, or will, get `Stopped`."""
+        """Make all threads that wait here, or will, get `PipelineStopped`."""
         self._stopped = True
         self._places.put(None)
         self._items.put(None)
 
     def _check_running(self) -> None:
         if self._stopped:
-            raise Stopped
+            raise PipelineStopped
 
 
 class _Order:
@@ -171,7 +171,7 @@ class _Order:
     items ahead of the slowest.
     """
 
-    def __init__(self, step: Step, timed: Timed) -> None:
+    def __init__(self, step: PipelineStage, timed: StageTimestamps) -> None:
         self._step, self._timed, self._lanes = step, timed, step.lanes
         self._taking, self._handing = threading.Lock(), threading.Lock()
         self._tickets: SimpleQueue[None] = SimpleQueue()
@@ -215,17 +215,17 @@ class _Order:
         self._tickets.put(None)
 
 
-class Stages:
+class VideoPipeline:
     """A source and the steps after it; `run` them once.
 
     A `live` source never waits: where its queue is full, the oldest item there is `dropped`.
     """
 
-    def __init__(self, name: str, source: Iterator[Any], steps: Sequence[Step], live: bool = False) -> None:
+    def __init__(self, name: str, source: Iterator[Any], steps: Sequence[PipelineStage], live: bool = False) -> None:
         self._source, self._steps, self._live = source, steps, live
         self.dropped = 0
         self._channels = [_Channel(LIVE_DEPTH if live else step.room) for step in steps]
-        self.timed = {stage: Timed() for stage in (name, *(step.name for step in steps))}
+        self.timed = {stage: StageTimestamps() for stage in (name, *(step.name for step in steps))}
         self._orders = {k: _Order(step, self.timed[step.name]) for k, step in enumerate(steps) if step.lanes > 1}
         self._first = name
 
@@ -296,7 +296,7 @@ class Stages:
         return self._channels[k + 1] if k + 1 < len(self._channels) else None
 
 
-def run(lines: Sequence[Stages], tick: Callable[[], None]) -> None:
+def run(lines: Sequence[VideoPipeline], tick: Callable[[], None]) -> None:
     """Run them side by side until their sources end; raises what the first stage that failed raised.
 
     `tick` is called four times a second. An interrupt of this thread stops every stage and is raised again.
@@ -311,7 +311,7 @@ def run(lines: Sequence[Stages], tick: Callable[[], None]) -> None:
     def run_action(action: Callable[[], None]) -> None:
         try:
             action()
-        except Stopped:
+        except PipelineStopped:
             pass
         except BaseException as e:  # it is raised again where the stages were started
             errors.append(e)

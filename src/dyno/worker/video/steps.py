@@ -21,7 +21,7 @@ from dyno.worker.video.drawing import draw
 from dyno.worker.video.media.ends import Batch, Frame, Sink, now
 from dyno.worker.video.media.pictures import SQUARE
 from dyno.worker.video.preparing import Preparation
-from dyno.worker.video.stages import AHEAD, DEPTH, Step, numbers
+from dyno.worker.video.stages import AHEAD, DEPTH, PipelineStage, numbers
 from dyno.worker.video.tracking import NOBODY, Tracker
 
 DECODE, PREPARE, INFER, POSTPROCESS, TRACK, DRAW, ENCODE = STAGES = (
@@ -33,7 +33,7 @@ T = TypeVar("T")
 
 
 @dataclass(frozen=True)
-class Answering:
+class DetectionSettings:
     """How predictions become boxes: their reader, the least score, the overlap above which the weaker of two boxes of a
     class is dropped, and the most boxes of a frame."""
 
@@ -57,7 +57,7 @@ def room_for(batch: int) -> int:
     return max(2, DEPTH // batch)
 
 
-class Prepare(Step):
+class PreparationStage(PipelineStage):
     """Frames become batches: each is letterboxed into its place of the next of a few arrays, which are used again.
 
     With several preparations as many threads write into a batch, while the frames of the next one come.
@@ -76,7 +76,7 @@ class Prepare(Step):
         self._filling: deque[tuple[Batch, list[Future[None]]]] = deque()
 
     @staticmethod
-    def arrays(preparation: Preparation, engine: Engine, threads: int) -> list[Any]:
+    def arrays(preparation: Preparation, engine: SessionThread, threads: int) -> list[Any]:
         """Return enough arrays that one is free again before its turn comes round.
 
         Arrays wait, are in flight, being filled by `threads` threads, and being read.
@@ -153,7 +153,7 @@ def filling(batch: int, threads: int) -> int:
     return -(-threads // min(threads, batch)) if threads > 1 else 0
 
 
-class Engine:
+class SessionThread:
     """A session in a thread of its own, in which it is loaded and called; several streams share it.
 
     OpenMP keeps threads for each thread that calls it. With two such pools on the same processors neither spins any
@@ -235,7 +235,7 @@ class Engine:
         return room
 
 
-class Infer(Step):
+class InferenceStage(PipelineStage):
     """Batches through the engine: in its lanes, or with as many in flight as it has slots.
 
     Where no other stream `shares` an engine of one lane the stage's loop runs in its thread: to hand each batch to
@@ -244,7 +244,7 @@ class Infer(Step):
 
     name = INFER
 
-    def __init__(self, engine: Engine, shares: bool = True, batch: int = 1) -> None:
+    def __init__(self, engine: SessionThread, shares: bool = True, batch: int = 1) -> None:
         self._engine, self._shares, self.lanes = engine, shares, engine.lanes
         self.room = room_for(batch)
         self._flying: deque[tuple[Batch, int]] = deque()
@@ -278,7 +278,7 @@ class Infer(Step):
         return self._engine.finish(*self._flying.popleft())
 
 
-class Keep:
+class DetectionRecorder:
     """The boxes of each frame as a line of JSON, and what is stored of each frame: when its reading began, when its
     boxes were known, both in ns of `perf_counter_ns`, and how many it has."""
 
@@ -303,7 +303,7 @@ class Keep:
             self._file.close()
 
 
-class Postprocess(Step):
+class PostprocessingStage(PipelineStage):
     """Outputs become boxes, which are kept, and batches become frames again.
 
     `read` takes outputs that nobody needs any more.
@@ -312,8 +312,8 @@ class Postprocess(Step):
     name = POSTPROCESS
 
     def __init__(
-        self, answering: Answering, size: tuple[int, int], keep: Keep | None = None, batch: int = 1, lanes: int = 1,
-        read: Callable[[list[np.ndarray]], None] | None = None,
+        self, answering: DetectionSettings, size: tuple[int, int], keep: DetectionRecorder | None = None,
+        batch: int = 1, lanes: int = 1, read: Callable[[list[np.ndarray]], None] | None = None,
     ) -> None:  # fmt: skip
         self._answering, self._size, self._keep, self._read = answering, size, keep, read
         self.room, self.lanes = room_for(batch), lanes
@@ -334,12 +334,12 @@ class Postprocess(Step):
                 self._keep.add(frame)
 
 
-class Track(Step):
+class TrackingStage(PipelineStage):
     """Boxes of the same object get its identity; then they are kept."""
 
     name = TRACK
 
-    def __init__(self, tracker: Tracker, keep: Keep) -> None:
+    def __init__(self, tracker: Tracker, keep: DetectionRecorder) -> None:
         self._tracker, self._keep = tracker, keep
 
     def work(self, item: Any) -> Iterable[Frame]:
@@ -348,7 +348,7 @@ class Track(Step):
         return (item,)
 
 
-class Draw(Step):
+class DrawingStage(PipelineStage):
     """Boxes are drawn on their frame."""
 
     name = DRAW
@@ -358,7 +358,7 @@ class Draw(Step):
         return (item,)
 
 
-class Encode(Step):
+class EncodingStage(PipelineStage):
     """Frames go to the sink."""
 
     name = ENCODE

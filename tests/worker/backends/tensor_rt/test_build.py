@@ -18,7 +18,7 @@ import pytest
 
 from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.facts.engine import Probe
-from dyno.worker.facts.files import MadeBy
+from dyno.worker.facts.files import MakerFacts
 from dyno.worker.makers.precision import converted
 from dyno.worker.registry import find, maker
 from dyno.worker.spec import (
@@ -113,7 +113,7 @@ def test_the_layers_are_listed(digits: Any, tmp_path: Path) -> None:
 
 def test_the_record_says_how_it_was_made(digits: Any, tmp_path: Path) -> None:
     told = make(digits.artifact, tmp_path, optimization=1).made_by
-    assert from_json(MadeBy, json.loads(json.dumps(to_json(told)))) == told
+    assert from_json(MakerFacts, json.loads(json.dumps(to_json(told)))) == told
     assert (told.backend, told.route, told.typed, told.flags) == (NAME, "graph", "strongly", ())
     assert told.options == {"optimization": 1}
     assert told.versions == {"tensorrt-rtx": library.load(NAME).__version__}
@@ -155,7 +155,7 @@ def test_parts_that_are_not_opened_are_a_warning_at_most(
     digits: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     listed = layers.from_log
-    closed = layers.Layer("{ForeignNode[softmax]}", "Myelin", (), (), "")
+    closed = layers.EngineLayer("{ForeignNode[softmax]}", "Myelin", (), (), "")
     monkeypatch.setattr(layers, "from_log", lambda text: [*listed(text), closed])
     truth = make(digits.artifact, tmp_path, "fp32").made_by.precision_truth
     assert truth.ok and "4 of 4 compute layers in float32; parts of the graph that it doesn't open: 1" in truth.sentence

@@ -11,8 +11,8 @@ import pytest
 from dyno.worker.backends.tensor_rt import layer_times, layers
 from dyno.worker.facts.engine import SlowLayer
 
-CONV = layers.Layer("conv1", "CaskConvolution", (), (), "sm80_xmma", layers.Weights("int8", 9408))
-MOVE = layers.Layer("to int8", "Reformat", (), (), "0x3e8")
+CONV = layers.EngineLayer("conv1", "CaskConvolution", (), (), "sm80_xmma", layers.Weights("int8", 9408))
+MOVE = layers.EngineLayer("to int8", "Reformat", (), (), "0x3e8")
 
 
 class Profiler:
@@ -40,7 +40,7 @@ def test_the_median_of_a_layer_leaves_the_first_run_out() -> None:
 
 
 def test_a_run_has_each_layer_once_and_those_nobody_listed_stand_at_the_end() -> None:
-    listed = layers.inside([CONV, MOVE, layers.Layer("folded", "Constant", (), (), "")], "TensorRT 10")
+    listed = layers.inside([CONV, MOVE, layers.EngineLayer("folded", "Constant", (), (), "")], "TensorRT 10")
     reports = [{"conv1": 3.0, "to int8": 1.0}, {"conv1": 4.0, "new": 0.5}]
     runs = layer_times.watched(SimpleNamespace(IProfiler=Profiler), *context_of(reports), 2)
     inside, seconds = layer_times.of_layers(listed, runs)

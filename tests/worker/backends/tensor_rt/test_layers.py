@@ -41,7 +41,7 @@ OLDER = [
 ]
 
 
-def older(listed: list[Any]) -> list[layers.Layer]:
+def older(listed: list[Any]) -> list[layers.EngineLayer]:
     return layers.from_json(json.dumps({"Layers": listed, "Bindings": ["x", "y"]}))
 
 

@@ -35,7 +35,7 @@ class Recorded:
 def session(monkeypatch: pytest.MonkeyPatch) -> Callable[[bool], tuple[Any, list[str]]]:
     def make(graphed: bool) -> tuple[Any, list[str]]:
         done: list[str] = []
-        monkeypatch.setattr(run, "Graph", lambda stream, work: Recorded(stream, work, done))
+        monkeypatch.setattr(run, "CudaGraph", lambda stream, work: Recorded(stream, work, done))
         made: Any = TensorRTSession.__new__(TensorRTSession)
         made._graphed, made._graphs, made._runs, made._results, made._compute = graphed, [None], [0], [{}], None
         made._launch_slot = lambda slot: done.append("launch")

@@ -21,7 +21,7 @@ from dyno.worker.backends.tensor_rt import layers, library, profiles
 from dyno.worker.backends.tensor_rt.calibrator import calibrator, images_for
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.backends.tensor_rt.timing import TimingCache
-from dyno.worker.facts.files import Gpu, MadeBy
+from dyno.worker.facts.files import GpuFacts, MakerFacts
 from dyno.worker.makers.precision import INHERITED
 from dyno.worker.sessions.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Unavailable, UserError
@@ -36,7 +36,7 @@ RTX_TIME = (
 
 
 @dataclass
-class Build:
+class EngineBuild:
     """The state of a build."""
 
     trt: Any
@@ -89,7 +89,7 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, report: 
 
 
 @contextmanager
-def _open_build(product: str, recipe: Recipe, parent: Artifact, folder: Path) -> Iterator[Build]:
+def _open_build(product: str, recipe: Recipe, parent: Artifact, folder: Path) -> Iterator[EngineBuild]:
     trt = library.load(product)
     settings = Settings.of(recipe.options)
     device = _open_device(trt, recipe.runtime.device)
@@ -101,7 +101,7 @@ def _open_build(product: str, recipe: Recipe, parent: Artifact, folder: Path) ->
     network = library.new_network(trt, builder, typed)
     config = builder.create_builder_config()
     try:
-        yield Build(trt, log, recipe, parent, folder, settings, device, builder, network, config, typed)
+        yield EngineBuild(trt, log, recipe, parent, folder, settings, device, builder, network, config, typed)
     finally:
         if device is not None:
             device.close()
@@ -117,7 +117,7 @@ def _open_device(trt: Any, name: str) -> Device | None:
         raise
 
 
-def _parse_network(job: Build) -> None:
+def _parse_network(job: EngineBuild) -> None:
     path = Path(job.parent.path)
     if not path.is_file():
         raise UserError(f"the ONNX file {path} does not exist")
@@ -132,16 +132,16 @@ def _parse_network(job: Build) -> None:
         raise UserError(f"{path.name} has no outputs: it is not a whole ONNX file; export it again")
 
 
-def _list_inputs(job: Build) -> tuple[Tensor, ...]:
+def _list_inputs(job: EngineBuild) -> tuple[Tensor, ...]:
     return tuple(_read_tensor(job, job.network.get_input(i)) for i in range(job.network.num_inputs))
 
 
-def _list_tensors(job: Build) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
+def _list_tensors(job: EngineBuild) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
     outputs = tuple(_read_tensor(job, job.network.get_output(i)) for i in range(job.network.num_outputs))
     return _list_inputs(job), outputs
 
 
-def _read_tensor(job: Build, tensor: Any) -> Tensor:
+def _read_tensor(job: EngineBuild, tensor: Any) -> Tensor:
     """Return a tensor of the network; a free dimension has its name in the ONNX file."""
     onnx_shape = {t.name: t.shape for t in (*job.parent.inputs, *job.parent.outputs)}.get(tensor.name, ())
     sizes = [int(n) for n in tensor.shape]
@@ -151,7 +151,7 @@ def _read_tensor(job: Build, tensor: Any) -> Tensor:
     return Tensor(tensor.name, library.dtype_name(tensor.dtype), shape)
 
 
-def _set_shapes(job: Build) -> None:
+def _set_shapes(job: EngineBuild) -> None:
     """Fix the sizes on which all profiles agree; the others stay free, for the profiles."""
     for index in range(job.network.num_inputs):
         tensor = job.network.get_input(index)
@@ -172,7 +172,7 @@ def _set_shapes(job: Build) -> None:
             raise UserError(f"TensorRT doesn't take the profile: {job.log.reason()}")
 
 
-def _set_calibrator(job: Build) -> None:
+def _set_calibrator(job: EngineBuild) -> None:
     if job.route != "calibrator":
         return
     if job.device is None:
@@ -183,7 +183,7 @@ def _set_calibrator(job: Build) -> None:
     job.config.int8_calibrator = job.calibrator
 
 
-def _build_and_list(job: Build, path: Path, report: Report) -> tuple[list[layers.Layer], float]:
+def _build_and_list(job: EngineBuild, path: Path, report: Report) -> tuple[list[layers.EngineLayer], float]:
     """Write the engine and return its layers and the seconds of its build.
 
     A weakly typed builder takes FP32 kernels where they are faster, whatever the graph says. An engine that isn't in
@@ -203,7 +203,7 @@ def _build_and_list(job: Build, path: Path, report: Report) -> tuple[list[layers
     return _list_layers(job, path), seconds + again
 
 
-def _build_plan(job: Build, report: Report) -> tuple[bytes, float]:
+def _build_plan(job: EngineBuild, report: Report) -> tuple[bytes, float]:
     """Build the engine; return it serialised, and the seconds of its build."""
     stop = threading.Event()
     watched = library.watch(job.trt, job.config, report, stop.is_set)
@@ -238,7 +238,7 @@ def _allow_interrupt(stop: threading.Event, watched: bool) -> Iterator[None]:
         signal.signal(signal.SIGINT, before)
 
 
-def _make_error(job: Build, sentence: str, reason: str) -> Exception:
+def _make_error(job: EngineBuild, sentence: str, reason: str) -> Exception:
     if "Unable to load library" in reason:  # an optional part of the library
         return Unavailable(sentence)
     if library.MEMORY.search(reason):
@@ -253,7 +253,7 @@ def _make_error(job: Build, sentence: str, reason: str) -> Exception:
     return UserError(sentence)
 
 
-def _list_layers(job: Build, path: Path) -> list[layers.Layer]:
+def _list_layers(job: EngineBuild, path: Path) -> list[layers.EngineLayer]:
     if library.is_rtx(job.trt):
         return layers.from_log(job.log.listing)
     from dyno.worker.backends.tensor_rt.run import deserialised
@@ -262,11 +262,11 @@ def _list_layers(job: Build, path: Path) -> list[layers.Layer]:
     return layers.inspect(job.trt, engine)
 
 
-def _made_by(job: Build, listed: Sequence[layers.Layer]) -> MadeBy:
+def _made_by(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> MakerFacts:
     summary = layers.summary(listed, job.recipe.precision)
     inherited = {"parameters": summary.engine_parameters, **job.parent.made_by.set_fields(INHERITED)}
     rtx = library.is_rtx(job.trt)
-    return MadeBy(
+    return MakerFacts(
         backend=job.recipe.maker,
         route=job.route,
         typed="strongly" if job.typed else "weakly",
@@ -274,14 +274,14 @@ def _made_by(job: Build, listed: Sequence[layers.Layer]) -> MadeBy:
         options=dict(job.recipe.options),
         profiles=tuple(profiles.as_text(job.shapes)),
         versions={library.INSTALL[job.trt.__name__]: job.trt.__version__},
-        gpu=Gpu(job.device.model, job.device.capability) if job.device else None,
+        gpu=GpuFacts(job.device.model, job.device.capability) if job.device else None,
         warnings=tuple(_summarise_warnings(job)),
         notes=(*([RTX_TIME] if rtx else []), *layers.notes(listed, job.recipe.precision)),
         **inherited,
     ).joined(summary)
 
 
-def _summarise_warnings(job: Build) -> list[str]:
+def _summarise_warnings(job: EngineBuild) -> list[str]:
     """Return the library's warnings, each kind once, without those of every build."""
     messages = dict.fromkeys(" ".join(w.split())[:200] for w in job.log.warnings)
     relevant = [w for w in messages if not library.MEMORY.search(w) and not library.USUAL.search(w)]
@@ -294,7 +294,7 @@ def _summarise_warnings(job: Build) -> list[str]:
     )
 
 
-def _check_precision(job: Build, made_by: MadeBy) -> MadeBy:
+def _check_precision(job: EngineBuild, made_by: MakerFacts) -> MakerFacts:
     """Raise a `UserError` for an engine in another precision than requested, unless mixed ones are allowed.
 
     Such an engine, or one of unknown types, gets a warning.

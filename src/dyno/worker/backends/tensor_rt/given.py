@@ -11,7 +11,7 @@ from typing import Any
 
 from dyno.worker.backend import FileContents, FileFormat
 from dyno.worker.backends.tensor_rt import layers, library
-from dyno.worker.facts.files import Gpu, MadeBy
+from dyno.worker.facts.files import GpuFacts, MakerFacts
 from dyno.worker.facts.inside import LayerGraph
 from dyno.worker.facts.precision import TYPES
 from dyno.worker.record import parse_json
@@ -74,7 +74,7 @@ def given(product: str, recipe: Recipe) -> Artifact:
     sha256 = hashlib.sha256(content).hexdigest()
     summary = layers.summary(opened.layers, recipe.precision)
     truth = summary.precision_truth
-    made_by = MadeBy(
+    made_by = MakerFacts(
         backend=recipe.maker,
         versions={library.INSTALL[product]: opened.version},
         gpu=opened.gpu,
@@ -104,7 +104,7 @@ def inside(product: str, path: str, device_name: str) -> LayerGraph:
     return layers.inside(opened.layers, f"{title} {opened.version}")
 
 
-def _read_listing(path: Path) -> list[layers.Layer] | None:
+def _read_listing(path: Path) -> list[layers.EngineLayer] | None:
     """Return the layers in a listing beside the engine; None without one, or if it belongs to another engine."""
     in_cache, beside = path.with_name(LISTING), path.with_suffix(f".{LISTING}")
     if path.is_file() and beside.is_file():
@@ -117,26 +117,26 @@ def _read_listing(path: Path) -> list[layers.Layer] | None:
 
 
 @dataclass(frozen=True)
-class Opened:
+class EngineContents:
     """An engine's contents."""
 
     inputs: tuple[Tensor, ...]
     outputs: tuple[Tensor, ...]
     batches: tuple[int, int, int]
-    layers: list[layers.Layer]
+    layers: list[layers.EngineLayer]
     version: str
-    gpu: Gpu
+    gpu: GpuFacts
 
 
-def _open_engine(product: str, device_name: str, path: str) -> Opened:
+def _open_engine(product: str, device_name: str, path: str) -> EngineContents:
     """Return the file's tensors and layers; see `given` for its errors."""
     from dyno.worker.backends.tensor_rt.run import deserialised, tensors
 
     trt, device = library.load(product), Device(device_name)
     try:
         runtime, engine = deserialised(trt, library.Log(trt), path)
-        gpu = Gpu(device.model, device.capability)
-        opened = Opened(
+        gpu = GpuFacts(device.model, device.capability)
+        opened = EngineContents(
             *tensors(trt, engine), _read_batch_range(engine), layers.inspect(trt, engine), trt.__version__, gpu
         )
         del engine, runtime

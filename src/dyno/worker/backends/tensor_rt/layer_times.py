@@ -14,7 +14,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backends.tensor_rt.layers import Layer
+from dyno.worker.backends.tensor_rt.layers import EngineLayer
 from dyno.worker.facts import inside as facts
 from dyno.worker.facts.engine import SlowLayer
 from dyno.worker.facts.inside import LayerGraph
@@ -78,7 +78,7 @@ def of_layers(listed: LayerGraph, runs: Sequence[Mapping[str, float]]) -> tuple[
     return replace(listed, layers=tuple(layers)), seconds
 
 
-def by_operator(listed: Sequence[Layer], seconds: Mapping[str, float]) -> dict[str, float]:
+def by_operator(listed: Sequence[EngineLayer], seconds: Mapping[str, float]) -> dict[str, float]:
     """Return each kind of layer's share of the layers' time, largest first."""
     types = {layer.name: layer.type for layer in listed}
     total = sum(seconds.values()) or 1.0
@@ -88,12 +88,12 @@ def by_operator(listed: Sequence[Layer], seconds: Mapping[str, float]) -> dict[s
     return {type_: round(share, 4) for type_, share in sorted(shares.items(), key=lambda kv: -kv[1])}
 
 
-def slowest(listed: Sequence[Layer], seconds: Mapping[str, float]) -> tuple[SlowLayer, ...]:
+def slowest(listed: Sequence[EngineLayer], seconds: Mapping[str, float]) -> tuple[SlowLayer, ...]:
     """Return the slowest layers: name, kind, the type they compute in, tactic, and share of the layers' time."""
     by_name = {layer.name: layer for layer in listed}
     total = sum(seconds.values()) or 1.0
     layers = []
     for name, duration in sorted(seconds.items(), key=lambda kv: -kv[1])[:SLOWEST]:
-        layer = by_name.get(name) or Layer(name, "", (), (), "")
+        layer = by_name.get(name) or EngineLayer(name, "", (), (), "")
         layers.append(SlowLayer(name, layer.type, layer.computed_in, layer.tactic, round(duration / total, 4)))
     return tuple(layers)

@@ -59,7 +59,7 @@ class Weights:
 
 
 @dataclass(frozen=True)
-class Layer:
+class EngineLayer:
     """One layer of the engine; `nodes` are the ONNX nodes it came from, where the library says.
 
     `parameters` counts weights and bias where the library does: constants of a listing are padded for the kernel.
@@ -108,7 +108,7 @@ class Layer:
         )
 
 
-def inspect(trt: Any, engine: Any) -> list[Layer]:
+def inspect(trt: Any, engine: Any) -> list[EngineLayer]:
     """Return the layers of a deserialised engine; complete if built with detailed profiling verbosity, as by Dyno."""
     inspector = engine.create_engine_inspector()
     text = inspector.get_engine_information(trt.LayerInformationFormat.JSON)
@@ -116,7 +116,7 @@ def inspect(trt: Any, engine: Any) -> list[Layer]:
     return from_json(text)
 
 
-def from_json(text: str) -> list[Layer]:
+def from_json(text: str) -> list[EngineLayer]:
     """Parse the engine inspector's JSON; a layer reported by its name alone has the type "".
 
     Raises a `UserError` if the text is not JSON.
@@ -125,12 +125,14 @@ def from_json(text: str) -> list[Layer]:
         listed = json.loads(text, strict=False).get("Layers", [])
     except ValueError as e:
         raise UserError(f"the engine's layer information is not JSON ({e})") from e
-    return [_parse_layer(entry) if isinstance(entry, dict) else Layer(str(entry), "", (), (), "") for entry in listed]
+    return [
+        _parse_layer(entry) if isinstance(entry, dict) else EngineLayer(str(entry), "", (), (), "") for entry in listed
+    ]
 
 
-def _parse_layer(entry: dict[str, Any]) -> Layer:
+def _parse_layer(entry: dict[str, Any]) -> EngineLayer:
     weights, bias = _parse_weights(entry.get("Weights")), _parse_weights(entry.get("Bias"))
-    return Layer(
+    return EngineLayer(
         name=str(entry.get("Name", "")),
         type=str(entry.get("LayerType", "")),
         inputs=tuple(map(_parse_port, entry.get("Inputs") or ())),
@@ -175,7 +177,7 @@ def named_nodes(name: str) -> tuple[str, ...]:
     return tuple(dict.fromkeys(part for part in bare if part and not part.startswith("(Unnamed Layer")))
 
 
-def from_log(text: str) -> list[Layer]:
+def from_log(text: str) -> list[EngineLayer]:
     """Parse the listing in the verbose log of a build: one `Name: …, LayerType: …, Inputs: [ … ]` a line."""
     return [
         _parse_log_line(line) for line in text.splitlines() if line.startswith("Name: ") and ", LayerType: " in line
@@ -193,11 +195,11 @@ PORT = re.compile(
 )
 
 
-def _parse_log_line(line: str) -> Layer:
+def _parse_log_line(line: str) -> EngineLayer:
     match = LINE.match(line)
     if match is None:
-        return Layer(line.removeprefix("Name: ").partition(", LayerType: ")[0], "", (), (), "")
-    return Layer(
+        return EngineLayer(line.removeprefix("Name: ").partition(", LayerType: ")[0], "", (), (), "")
+    return EngineLayer(
         name=match["name"],
         type=match["type"],
         inputs=_parse_log_ports(match["inputs"]),
@@ -227,7 +229,7 @@ def _find_largest_constant(constants: Iterable[Port]) -> Weights | None:
     return Weights(best.dtype, math.prod(best.shape)) if best else None
 
 
-def compute(listed: Sequence[Layer]) -> list[Layer]:
+def compute(listed: Sequence[EngineLayer]) -> list[EngineLayer]:
     """Return convolutions, matrix products and the like, opaque subgraphs too.
 
     Products of indices and shapes are left out.
@@ -236,17 +238,17 @@ def compute(listed: Sequence[Layer]) -> list[Layer]:
     return [layer for layer in computing if layer.computed_in in (*COMPUTED, UNKNOWN)]
 
 
-def by_type(listed: Sequence[Layer]) -> dict[str, int]:
+def by_type(listed: Sequence[EngineLayer]) -> dict[str, int]:
     """Compute layers by the type they run in."""
     return dict(Counter(layer.computed_in for layer in compute(listed)))
 
 
-def kept_wide(listed: Sequence[Layer]) -> list[str]:
+def kept_wide(listed: Sequence[EngineLayer]) -> list[str]:
     """Return the names of the compute layers that stayed in float32."""
     return [layer.name for layer in compute(listed) if layer.computed_in == "float32"]
 
 
-def summary(listed: Sequence[Layer], requested: str) -> Layers:
+def summary(listed: Sequence[EngineLayer], requested: str) -> Layers:
     """Return the facts of a record.
 
     They include the layers in float32 of a lower precision, and the number of weights and biases if the library counts
@@ -263,7 +265,9 @@ def summary(listed: Sequence[Layer], requested: str) -> Layers:
     )
 
 
-def notes(listed: Sequence[Layer], requested: str, time_by_operator: Mapping[str, float] | None = None) -> list[str]:
+def notes(
+    listed: Sequence[EngineLayer], requested: str, time_by_operator: Mapping[str, float] | None = None
+) -> list[str]:
     """Return sentences on the causes that keep the engine from being faster.
 
     Shares of time come from a profile, if there was one.
@@ -277,17 +281,17 @@ def notes(listed: Sequence[Layer], requested: str, time_by_operator: Mapping[str
     return sentences
 
 
-def as_json(listed: Sequence[Layer]) -> list[dict[str, Any]]:
+def as_json(listed: Sequence[EngineLayer]) -> list[dict[str, Any]]:
     """Return the layers for layers.json."""
     return [asdict(layer) for layer in listed]
 
 
-def from_listing(listed: Iterable[Any]) -> list[Layer]:
+def from_listing(listed: Iterable[Any]) -> list[EngineLayer]:
     """Return the layers of a layers.json."""
-    return [spec.from_json(Layer, one) for one in listed]
+    return [spec.from_json(EngineLayer, one) for one in listed]
 
 
-def inside(listed: Sequence[Layer], library: str) -> LayerGraph:
+def inside(listed: Sequence[EngineLayer], library: str) -> LayerGraph:
     """Return the layers as facts; parameters are counted where the library counts them."""
     made = [
         facts.Layer(

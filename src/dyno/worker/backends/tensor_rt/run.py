@@ -19,7 +19,7 @@ from dyno.worker.backends.tensor_rt import layer_times, layers, library
 from dyno.worker.facts.engine import EngineFacts
 from dyno.worker.inputs.shapes import Shape, static_shapes
 from dyno.worker.sessions.device_session import DeviceSession, slots_of
-from dyno.worker.sessions.gpu import Device, Graph, profiler_on
+from dyno.worker.sessions.gpu import CudaGraph, Device, profiler_on
 from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable, UserError
 
 
@@ -44,7 +44,7 @@ class TensorRTSession(DeviceSession):
         self._contexts = self._new_contexts()
         self._profile = self._select_profile(wanted)
         self._allocators: list[dict[str, Any]] = [{} for _ in self._contexts]
-        self._graphs: list[Graph | None] = [None] * self.slots
+        self._graphs: list[CudaGraph | None] = [None] * self.slots
         self._runs = [0] * self.slots
         self._results: list[dict[str, tuple[Shape, str, int]]] = [{} for _ in self._contexts]
         self.place(wanted, self._room_of(wanted))
@@ -191,7 +191,7 @@ class TensorRTSession(DeviceSession):
         """Replay the slot's graph; the first run of a shape is launched directly, the second records the graph."""
         graph = self._graphs[slot]
         if graph is None and self._graphed and self._runs[slot]:
-            graph = self._graphs[slot] = Graph(self._compute, lambda: self._launch_slot(slot))
+            graph = self._graphs[slot] = CudaGraph(self._compute, lambda: self._launch_slot(slot))
         if graph is not None:
             graph.launch()
             return

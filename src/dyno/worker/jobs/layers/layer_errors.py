@@ -13,8 +13,8 @@ from dyno.worker.backend import Session
 from dyno.worker.facts.numerics import Difference, LayerError, LayerErrors
 from dyno.worker.inputs import input_data
 from dyno.worker.numerics import compare, reference, retest
-from dyno.worker.numerics.compare import Comparison, Limits
-from dyno.worker.numerics.engine import Engine, StoredTensors, TensorWriter, cast, once
+from dyno.worker.numerics.compare import Limits, TensorComparison
+from dyno.worker.numerics.engine import GraphEngine, StoredTensors, TensorWriter, cast, once
 from dyno.worker.numerics.graph import Graph
 from dyno.worker.onnx_graph.file import read_io
 from dyno.worker.registry import find
@@ -70,10 +70,10 @@ def _make_feeds(trial: Trial, inputs: Any, count: int) -> list[dict[str, np.ndar
     return feeds
 
 
-def _make_reference(trial: Trial, folder: Path) -> Engine:
+def _make_reference(trial: Trial, folder: Path) -> GraphEngine:
     plain = replace(trial, backend=REFERENCE, precision="fp32", options={"optimization": "disable"},
                     runtime=replace(trial.runtime, device="cpu"))  # fmt: skip
-    return Engine(find(REFERENCE).load, plain, folder)
+    return GraphEngine(find(REFERENCE).load, plain, folder)
 
 
 def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
@@ -85,10 +85,13 @@ def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
     """
     assert job.trial is not None
     trial, options = job.trial, job.options
-    comparison = Comparison(
-        Engine(find(trial.backend).load, trial, folder), Graph(options["graph"]), Graph(options["reference_graph"]),
-        StoredTensors(Path(options["reference"])), Limits(*options["limits"]),
-    )  # fmt: skip
+    comparison = TensorComparison(
+        GraphEngine(find(trial.backend).load, trial, folder),
+        Graph(options["graph"]),
+        Graph(options["reference_graph"]),
+        StoredTensors(Path(options["reference"])),
+        Limits(*options["limits"]),
+    )
     _check_common(comparison)
     report("run the unmodified engine")
     unmodified = comparison.outputs(_run_unmodified(find(trial.backend).load(trial, job.artifact), comparison))
@@ -100,14 +103,14 @@ def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
     return _retest_suspects(result, comparison, _make_reference(trial, folder), bool(options["always"]))
 
 
-def _check_common(comparison: Comparison) -> None:
+def _check_common(comparison: TensorComparison) -> None:
     inner = {*comparison.graph.float_tensors} - {*comparison.graph.outputs}
     if not comparison.tensors or (inner and inner.isdisjoint(comparison.tensors)):
         raise UserError("none of its layers has a tensor in common with the reference, so they can't be compared; "
                         "give two files of one graph, whose tensors have the same names")  # fmt: skip
 
 
-def _check_shapes(comparison: Comparison, named: Collection[str], path: str) -> None:
+def _check_shapes(comparison: TensorComparison, named: Collection[str], path: str) -> None:
     """Raise a `UserError` if most of the tensors with a common name have different shapes.
 
     Exporters number the tensors of every network alike.
@@ -118,7 +121,7 @@ def _check_shapes(comparison: Comparison, named: Collection[str], path: str) -> 
                         "different networks; give two files of one graph")  # fmt: skip
 
 
-def _run_unmodified(session: Session, comparison: Comparison) -> list[list[np.ndarray]]:
+def _run_unmodified(session: Session, comparison: TensorComparison) -> list[list[np.ndarray]]:
     """Return the outputs of the engine's own file, with nothing marked or cut."""
     kinds = {tensor.name: np.dtype(tensor.dtype) for tensor in session.inputs}
     feeds = comparison.stored.feeds([*kinds])
@@ -128,7 +131,7 @@ def _run_unmodified(session: Session, comparison: Comparison) -> list[list[np.nd
         session.close()
 
 
-def _compare_layers(comparison: Comparison, folder: Path, report: Report, path: str) -> LayerErrors:
+def _compare_layers(comparison: TensorComparison, folder: Path, report: Report, path: str) -> LayerErrors:
     """Return each layer's total error and its own, without the tensors that mean something else in the reference."""
     graph = comparison.graph
     sizes = reference.bytes_of(graph, {name: array.shape for name, array in comparison.feeds[0].items()})
@@ -152,14 +155,16 @@ def _compare_layers(comparison: Comparison, folder: Path, report: Report, path: 
 
 
 def _list_layer_errors(
-    comparison: Comparison, total: Mapping[str, Difference], own: Mapping[str, Difference]
+    comparison: TensorComparison, total: Mapping[str, Difference], own: Mapping[str, Difference]
 ) -> tuple[LayerError, ...]:
     tensors = {*comparison.tensors}
     reads = {name: comparison.graph.reads(name, tensors) for name in comparison.tensors}
     return tuple(LayerError(name, reads[name], total[name], own[name]) for name in reads if name in own)
 
 
-def _retest_suspects(result: LayerErrors, comparison: Comparison, reference: Engine, always: bool) -> LayerErrors:
+def _retest_suspects(
+    result: LayerErrors, comparison: TensorComparison, reference: GraphEngine, always: bool
+) -> LayerErrors:
     """Add the suspects and the results of the graph cut around them, if the outputs disagree or `always`."""
     limit = comparison.limits.error
     hidden = _is_beyond_limit(result.unmodified, limit) and not _is_beyond_limit(result.marked, limit)

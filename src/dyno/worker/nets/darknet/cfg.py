@@ -16,7 +16,7 @@ NETWORK = ("net", "network")
 
 
 @dataclass
-class Section:
+class CfgSection:
     """`[kind]` and its options as text; `line` is where it begins, counted from 1, in the file `path`."""
 
     kind: str
@@ -75,7 +75,7 @@ class Section:
             raise self.error(f"{name}={text[:40]} is not a number") from None
 
 
-def read(path: str) -> list[Section]:
+def read(path: str) -> list[CfgSection]:
     """Read the sections of the file, `[net]` first; raise a `UserError` for a file that isn't Darknet's."""
     file = Path(path)
     try:
@@ -84,11 +84,11 @@ def read(path: str) -> list[Section]:
         lines = file.read_text(encoding="utf-8-sig").splitlines()
     except (OSError, UnicodeDecodeError) as e:
         raise UserError(f"{path} can't be read: {e}; give Darknet's .cfg") from e
-    sections: list[Section] = []
+    sections: list[CfgSection] = []
     for number, line in enumerate(lines, 1):
         text = line.split("#")[0].split(";")[0].strip()
         if text.startswith("[") and text.endswith("]"):
-            sections.append(Section(text[1:-1].strip(), path, number))
+            sections.append(CfgSection(text[1:-1].strip(), path, number))
         elif text:
             name, equals, value = text.partition("=")
             if not equals or not sections:

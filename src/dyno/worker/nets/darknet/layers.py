@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from dyno.worker.nets.darknet.cfg import Section
+from dyno.worker.nets.darknet.cfg import CfgSection
 
 EPSILON = 1e-5  # AlexeyAB's Darknet, which YOLOv4 comes from, adds it to the variance
 LEAKY = 0.1
@@ -35,7 +35,7 @@ class Value:
 
 
 @dataclass(frozen=True)
-class Place:
+class LayerContext:
     """Where a layer stands: the graph, what adds a module to it and returns the node of its call, and the torch.nn."""
 
     graph: Any
@@ -43,10 +43,10 @@ class Place:
     nn: Any
 
 
-Layer = Callable[[Place, Section, Sequence[Value]], Value]
+Layer = Callable[[LayerContext, CfgSection, Sequence[Value]], Value]
 
 
-def convolutional(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
+def convolutional(place: LayerContext, section: CfgSection, inputs: Sequence[Value]) -> Value:
     """Add a convolution with batch norm or bias, and an activation."""
     (value,) = inputs
     filters, size = section.number("filters", 1, 1), section.number("size", 1, 1, 64)
@@ -66,7 +66,7 @@ def convolutional(place: Place, section: Section, inputs: Sequence[Value]) -> Va
     return Value(place.call(layer, value.node), filters, value.stride * stride)
 
 
-def maxpool(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
+def maxpool(place: LayerContext, section: CfgSection, inputs: Sequence[Value]) -> Value:
     """Add a maximum pooling.
 
     Darknet pads `padding` pixels in all, of which the left and the upper side have the smaller half.
@@ -86,7 +86,7 @@ def maxpool(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
     return Value(place.call(layer, value.node), value.channels, value.stride * stride)
 
 
-def upsample(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
+def upsample(place: LayerContext, section: CfgSection, inputs: Sequence[Value]) -> Value:
     """Add an upsampling that repeats each pixel `stride` times along both sides."""
     (value,) = inputs
     stride = section.number("stride", 2, 1, 64)
@@ -94,7 +94,7 @@ def upsample(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
     return Value(place.call(layer, value.node), value.channels, value.stride / stride)
 
 
-def route(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
+def route(place: LayerContext, section: CfgSection, inputs: Sequence[Value]) -> Value:
     """Add the channels of several layers behind each other, or one group of the channels of each."""
     import torch
 
@@ -112,7 +112,7 @@ def route(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
     return Value(node, sum(value.channels for value in inputs) // groups, inputs[0].stride)
 
 
-def shortcut(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
+def shortcut(place: LayerContext, section: CfgSection, inputs: Sequence[Value]) -> Value:
     """Add the sum of layers of one shape."""
     if len({value.channels for value in inputs}) > 1:
         channels = " and ".join(str(value.channels) for value in inputs)
@@ -126,7 +126,7 @@ def shortcut(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
     return Value(place.call(layer, node), inputs[0].channels, inputs[0].stride)
 
 
-def yolo(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
+def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[Value]) -> Value:
     """Add the boxes of a grid's cells: see `boxes`."""
     (value,) = inputs
     classes, pixels = section.number("classes", 20, 1), section.reals("anchors")
@@ -172,19 +172,19 @@ def boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: fl
     return every.permute(0, 2, 1, 3, 4).reshape(batch, channels // count - 1, count * height * width)
 
 
-def avgpool(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
+def avgpool(place: LayerContext, section: CfgSection, inputs: Sequence[Value]) -> Value:
     """Add the mean over the image."""
     (value,) = inputs
     return Value(place.call(place.nn.AdaptiveAvgPool2d(1), value.node), value.channels, value.stride)
 
 
-def softmax(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
+def softmax(place: LayerContext, section: CfgSection, inputs: Sequence[Value]) -> Value:
     """Add the probabilities of the classes."""
     (value,) = inputs
     return Value(place.call(place.nn.Softmax(1), value.node), value.channels, value.stride)
 
 
-def dropout(place: Place, section: Section, inputs: Sequence[Value]) -> Value:
+def dropout(place: LayerContext, section: CfgSection, inputs: Sequence[Value]) -> Value:
     """Add nothing: dropout is off in inference."""
     return inputs[0]
 
@@ -195,7 +195,7 @@ LAYERS: dict[str, Layer] = {
 }
 
 
-def _make_activation(place: Place, section: Section, default: str) -> Any:
+def _make_activation(place: LayerContext, section: CfgSection, default: str) -> Any:
     name = section.text("activation", default)
     if name not in ACTIVATIONS:
         raise section.error(f"the activation {name!r} isn't supported; supported are {', '.join(ACTIVATIONS)}")

@@ -7,8 +7,8 @@ from typing import Any
 
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets.darknet import cfg, weights
-from dyno.worker.nets.darknet.cfg import Section
-from dyno.worker.nets.darknet.layers import LAYERS, Place, Value
+from dyno.worker.nets.darknet.cfg import CfgSection
+from dyno.worker.nets.darknet.layers import LAYERS, LayerContext, Value
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks import find as find_task
 
@@ -55,7 +55,7 @@ def image_config(model: ModelSpec, path: str) -> tuple[Preprocess | None, tuple[
     return find_task("detect").preprocess(model.channels) if boxes else None, _read_size(head)
 
 
-def _read_size(head: Section) -> tuple[int, int]:
+def _read_size(head: CfgSection) -> tuple[int, int]:
     return head.number("height", 416, 1, LARGEST), head.number("width", 416, 1, LARGEST)
 
 
@@ -77,7 +77,7 @@ def _build_network(path: str) -> Any:
             return graph.call_module(f"layers.{number}", (node,))
 
         inputs = _find_inputs(number, section, image, values)
-        values.append(LAYERS[section.kind](Place(graph, add_call, torch.nn), section, inputs))
+        values.append(LAYERS[section.kind](LayerContext(graph, add_call, torch.nn), section, inputs))
     heads = [value for value in values if value.classes]
     nodes = [value.node for value in heads]
     result = graph.call_function(torch.cat, (nodes, 2)) if len(nodes) > 1 else (nodes or [values[-1].node])[0]
@@ -88,7 +88,7 @@ def _build_network(path: str) -> Any:
     return network
 
 
-def _find_inputs(number: int, section: Section, image: Value, values: list[Value]) -> list[Value]:
+def _find_inputs(number: int, section: CfgSection, image: Value, values: list[Value]) -> list[Value]:
     """Return the values that the section's layer reads; negative numbers in the file count back from it."""
     before = values[-1] if values else image
     if section.kind not in REFERS:

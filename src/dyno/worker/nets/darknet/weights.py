@@ -14,7 +14,7 @@ SUFFIX = ".weights"
 FLOAT = np.dtype("<f4")
 
 
-class Values:
+class WeightReader:
     """The values of a file, handed out in their order without reading what isn't asked for."""
 
     def __init__(self, path: str) -> None:
@@ -53,7 +53,7 @@ def load(layers: Any, path: str, lines: Sequence[int], cfg: str) -> None:
     """
     import torch
 
-    values = Values(path)
+    values = WeightReader(path)
     for number, layer in layers.named_children():
         convolution = getattr(layer, "conv", None)
         if convolution is None:

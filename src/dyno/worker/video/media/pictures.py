@@ -32,7 +32,7 @@ LARGEST_601 = 1024, 576  # width and height up to which players take a video tha
 
 
 @dataclass(frozen=True)
-class Layer:
+class PicturePlane:
     """A part of a picture that is drawn on: uint8, rows x columns or rows x columns x channels, in which each value
     is of `step` x `step` pixels."""
 
@@ -79,7 +79,7 @@ class Picture(ABC):
         return None
 
     @abstractmethod
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[PicturePlane, ...]:
         """Return the layers to draw on, so that the picture shows it."""
 
     @abstractmethod
@@ -104,8 +104,8 @@ class Rgb(Picture):
     def pixels(self) -> Pixels:
         return Pixels((self._image,))
 
-    def layers(self) -> tuple[Layer, ...]:
-        return (Layer(self._image, 1, ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0))),)
+    def layers(self) -> tuple[PicturePlane, ...]:
+        return (PicturePlane(self._image, 1, ((1, 0, 0, 0), (0, 1, 0, 0), (0, 0, 1, 0))),)
 
     def copy(self) -> Rgb:
         return Rgb(self._image.copy(), self.aspect)
@@ -134,12 +134,12 @@ class Planes(Picture):
         matrix = self.tags[0]  # where none is said FFmpeg's conversion takes this one, whatever players do
         return Pixels(tuple(planes_of(self._own or self._decoded)), ITU_601 if matrix == UNKNOWN else matrix)
 
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[PicturePlane, ...]:
         if self._own is None:
             self._own = self._copy_planes()
         rows = weights(matrix_of(self.tags[0], self.height, self.width))
         parts = zip(planes_of(self._own), (1, 2, 2), rows, strict=True)
-        return tuple(Layer(plane, step, (row,)) for plane, step, row in parts)
+        return tuple(PicturePlane(plane, step, (row,)) for plane, step, row in parts)
 
     def copy(self) -> Planes:
         made = Planes(self._copy_planes(), self._convert, self.aspect)

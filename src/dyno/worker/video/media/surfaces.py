@@ -13,8 +13,8 @@ from dyno.worker.video.media.pictures import (
     PIXELS,
     SQUARE,
     UNKNOWN,
-    Layer,
     Picture,
+    PicturePlane,
     Pixels,
     Planes,
     blank,
@@ -93,7 +93,7 @@ class Surface(Picture):
     def pixels(self) -> Pixels:
         return self.host().pixels()
 
-    def layers(self) -> tuple[Layer, ...]:
+    def layers(self) -> tuple[PicturePlane, ...]:
         return self.host().layers()
 
     def copy(self) -> Planes:
