@@ -52,7 +52,7 @@ ALONE, BESIDE = "the machine as it is", "beside a person's programs"
 
 
 @dataclass(frozen=True)
-class Measured:
+class ConditionSelfTest:
     """A self-test, under which condition it ran, how long a round took, and the load average at its end."""
 
     backend: str
@@ -62,7 +62,7 @@ class Measured:
     load: float
 
     @classmethod
-    def read(cls, path: Path) -> Measured:
+    def read(cls, path: Path) -> ConditionSelfTest:
         """One that `store` wrote."""
         about = json.loads(path.read_text(encoding="utf-8"))
         stored = read(about.pop("stored"))
@@ -84,7 +84,7 @@ def pooled(rates: Iterable[Rate]) -> Rate:
     return Rate(sum(one.hits for one in rates), sum(one.count for one in rates))
 
 
-def verdict_rows(copies: list[Measured]) -> list[dict[str, str]]:
+def verdict_rows(copies: list[ConditionSelfTest]) -> list[dict[str, str]]:
     """Rows of the first table: what studies of so many rounds said of a difference, over the copies of a condition."""
     by_kind: dict[tuple[float, int], list[Verdicts]] = {}
     for copy in copies:
@@ -93,7 +93,7 @@ def verdict_rows(copies: list[Measured]) -> list[dict[str, str]]:
     return [_verdict_row(copies[0], ones) for _, ones in sorted(by_kind.items())]
 
 
-def _verdict_row(about: Measured, ones: list[Verdicts]) -> dict[str, str]:
+def _verdict_row(about: ConditionSelfTest, ones: list[Verdicts]) -> dict[str, str]:
     slower, faster, wrong, held = (
         pooled(getattr(one, name) for one in ones) for name in ("slower", "faster", "false", "covered")
     )
@@ -112,7 +112,7 @@ def ranged(rate: Rate) -> str:
     return with_range(rate.interval.value, rate.interval.low, rate.interval.high)
 
 
-def noise_row(copy: Measured) -> dict[str, str]:
+def noise_row(copy: ConditionSelfTest) -> dict[str, str]:
     """A row of the second table: the noise of one self-test."""
     test = copy.test
     return {
@@ -125,7 +125,7 @@ def noise_row(copy: Measured) -> dict[str, str]:
     }  # fmt: skip
 
 
-def ending_rows(copies: list[Measured], minutes: float) -> list[dict[str, str]]:
+def ending_rows(copies: list[ConditionSelfTest], minutes: float) -> list[dict[str, str]]:
     """Rows of the third table: how studies of two processes end that go on until they are decided."""
     rows = []
     for slowdown in copies[0].test.slowdowns:
@@ -161,7 +161,7 @@ def printed(rows: list[dict[str, str]]) -> None:
     print(markdown_table([*rows[0]], [[*each.values()] for each in rows], [False, False, *[True] * (len(rows[0]) - 2)]))
 
 
-def measured(asked: argparse.Namespace) -> Iterator[Measured]:
+def measured(asked: argparse.Namespace) -> Iterator[ConditionSelfTest]:
     """A self-test for each backend and condition."""
     fields: dict[str, Any] = {"seconds": UNTIL_S} if asked.until else {}
     fields |= {"threads": asked.threads} if asked.threads else {}
@@ -179,13 +179,13 @@ def measured(asked: argparse.Namespace) -> Iterator[Measured]:
                 test = calibrate(asked.model, backend=backend, device=asked.device, minutes=minutes, layout=layout,
                                  keep=False, **fields)  # fmt: skip
                 round_s = (time.monotonic() - since) / len(test.rounds)
-            yield Measured(backend, condition, test, round_s, os.getloadavg()[0])
+            yield ConditionSelfTest(backend, condition, test, round_s, os.getloadavg()[0])
 
 
 def main() -> None:
     """Measure, or read what was measured, and print."""
     asked = _arguments()
-    tests = [Measured.read(path) for path in sorted(asked.read.glob("*.json"))] if asked.read else []
+    tests = [ConditionSelfTest.read(path) for path in sorted(asked.read.glob("*.json"))] if asked.read else []
     for test in measured(asked) if not asked.read else ():
         tests.append(test)
         if asked.store:

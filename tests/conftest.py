@@ -27,7 +27,7 @@ from dyno.analysis.report import report
 from dyno.cli import app
 from dyno.jobs import launcher
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
-from yolo_small import Trained, trained
+from yolo_small import TrainedModel, trained
 
 # As where Dyno imports OpenVINO, for tests that import it first: it would send usage data with each conversion.
 sys.modules.setdefault("openvino_telemetry", None)  # type: ignore[arg-type]
@@ -138,7 +138,7 @@ def dyno() -> Command:
 
 
 @pytest.fixture(scope="session")
-def yolo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Trained]:
+def yolo(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], TrainedModel]:
     """A YOLO trained on drawn shapes for a task, once per session: `yolo("detect")`. For tests marked `slow`.
 
     DYNO_TEST_YOLO names a folder that keeps what was trained for the next session.

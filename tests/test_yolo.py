@@ -25,7 +25,7 @@ from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Plan, Run
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.tasks.segment import SEGMENT
-from yolo_small import SIZE, Trained
+from yolo_small import SIZE, TrainedModel
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 MODELOPT = os.environ.get("DYNO_TEST_MODELOPT", "")
@@ -37,7 +37,7 @@ Command = Callable[..., Any]
 class Network:
     """The trained network, its data, its ONNX file, and what PyTorch makes of the images."""
 
-    trained: Trained
+    trained: TrainedModel
     model: ModelSpec
     data: DataSpec
     images: np.ndarray
@@ -56,7 +56,7 @@ class Network:
 
 
 @pytest.fixture(scope="module")
-def network(yolo: Callable[[str], Trained], tmp_path_factory: pytest.TempPathFactory) -> Network:
+def network(yolo: Callable[[str], TrainedModel], tmp_path_factory: pytest.TempPathFactory) -> Network:
     torch = pytest.importorskip("torch")
     for library in ("onnxruntime", "pycocotools"):
         pytest.importorskip(library)

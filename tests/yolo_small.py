@@ -40,7 +40,7 @@ EPOCHS = {"classify": 4, "detect": 10, "segment": 10, "pose": 14}
 
 
 @dataclass(frozen=True)
-class Trained:
+class TrainedModel:
     """A trained network: its source and weights, its data (data.yaml or class folders), ultralytics' own metrics."""
 
     task: str
@@ -127,7 +127,7 @@ def shapes(folder: Path, task: str, seed: int = 0) -> Path:
     return folder / "data.yaml"
 
 
-def trained(task: str, folder: Path) -> Trained:
+def trained(task: str, folder: Path) -> TrainedModel:
     """Draw, train and evaluate in that folder, or take what is there from before."""
     folder.mkdir(parents=True, exist_ok=True)
     done = folder / "metrics.json"
@@ -139,7 +139,7 @@ def trained(task: str, folder: Path) -> Trained:
     data = folder / "data" if task == "classify" else folder / "data/data.yaml"
     metrics = json.loads(done.read_text())
     weights, checkpoint = folder / "weights.safetensors", folder / "run/weights/last.pt"
-    return Trained(task, f"ultralytics:{YAMLS[task]}", weights, checkpoint, data, metrics)
+    return TrainedModel(task, f"ultralytics:{YAMLS[task]}", weights, checkpoint, data, metrics)
 
 
 def decoded(folder: Path, task: str, size: int = SIZE) -> DataSpec:
