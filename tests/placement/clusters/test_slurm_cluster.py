@@ -19,6 +19,7 @@ import pytest
 
 import spreading
 from dyno import Study, UserError
+from dyno.analysis.records import remarks
 from dyno.analysis.records.results import load
 from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
@@ -26,7 +27,7 @@ from dyno.placement import devices, process, spread
 from dyno.placement.clusters import slurm_cluster, slurm_queue
 from dyno.placement.clusters.slurm_job import DRIVER, NODE, Mail, Pilot, write
 from dyno.placement.clusters.slurm_options import parse
-from dyno.placement.running import Running
+from dyno.placement.places import Running
 from dyno.worker import system
 from dyno.worker.spec import Unfinished
 from spreading import Log, environments, kill_a_driver, records
@@ -119,7 +120,7 @@ def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
     assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 4 for t in results)
     (moved,) = [t for t in results if t.placement and t.placement.lost]
     assert moved.placement is not None and not moved.placement.place.endswith("#2")
-    assert any("lost with its node: job" in warning for warning in moved.warnings())
+    assert any("lost with its node: job" in warning for warning in remarks.list_warnings(moved))
 
 
 @pytest.mark.slow
