@@ -99,7 +99,7 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
         return started[-1]
 
     def kill() -> None:
-        if started and log.lines_of[-1][0] == started[0].place.name and " ok " in log.lines_of[-1][1]:
+        if started and log.lines_of[-1][0] == started[0].place.name and "after round 1" in log.lines_of[-1][1]:
             started[0].process.kill()
 
     monkeypatch.setattr(process, "start", noted)

@@ -107,7 +107,7 @@ def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
         return started[-1]
 
     def kill(place: str, line: str) -> None:
-        if place.endswith("#2") and " ok " in line and not gone:
+        if place.endswith("#2") and "after round 1" in line and not gone:
             gone.append(place)
             host: Any = next(one for one in started if one.place.name == place).place.host
             spreading.kill(psutil.Process(int(host.id)))
@@ -128,7 +128,7 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
     gone: list[str] = []
 
     def kill(place: str, line: str) -> None:
-        if " ok " in line and not gone:
+        if "after round 1" in line and not gone:
             gone.append(place)
             (host,) = [p for p in psutil.Process().children() if "submitit.local._local" in p.cmdline()]
             spreading.kill(host)
