@@ -17,7 +17,7 @@ from synthetic import Way
 from synthetic_card import Card
 
 from dyno.analysis.charts import gpu_charts
-from dyno.analysis.records import gpu_remarks, timeline
+from dyno.analysis.records import gpu_remarks, remarks, timeline
 from dyno.analysis.records.results import Results, TrialResult, clock_of, load
 from dyno.analysis.records.timeline import REASONS, THROTTLED, Trace, clean
 from dyno.analysis.report import report
@@ -102,7 +102,7 @@ def test_a_trial_s_gpu_in_numbers(tmp_path: Path) -> None:
     assert r["gpu_temperature_c"] == pytest.approx(61)
     assert r["throttle"] == "power cap 100 %"
     assert (r["throttled_samples"], r["gpu_others"], r["warnings"]) == (0, 0, 0)
-    assert "limited by its power cap for 100 % of the time" in " ".join(found.trials[0].notes())
+    assert "limited by its power cap for 100 % of the time" in " ".join(remarks.list_notes(found.trials[0]))
 
 
 def test_a_cpu_trial_has_none_of_it(demo: Results) -> None:
@@ -131,7 +131,7 @@ def test_throttled_samples_are_dropped_counted_and_said(tmp_path: Path, reason: 
     assert trial_table.read(found).frame["throttled_samples"][0] == sum(
         r.throttled(b)[1] for r in t.good for b in ("model", "all")
     )
-    warnings = t.warnings()
+    warnings = remarks.list_warnings(t)
     assert len(warnings) == 2 and warnings[0].startswith("model: ") and REASONS[reason] in warnings[0]
     assert "600 samples were taken while the GPU was throttled" in warnings[0] and "dropped" in warnings[0]
     assert f"The GPU was throttled ({REASONS[reason]}) during 1 of 1 trial" in said(found)
@@ -145,7 +145,7 @@ def _first_gap(kept: np.ndarray, every: np.ndarray) -> int:
 def test_a_card_throttled_all_the_time_keeps_its_number_and_says_so(tmp_path: Path) -> None:
     t = one(tmp_path, Card(reasons=HOT, held=(-1, 2)))
     assert len(t.samples("latency", "model")) == 600
-    assert t.warnings()[0] == ("model: 600 of 600 samples were taken while the GPU was throttled "
+    assert remarks.list_warnings(t)[0] == ("model: 600 of 600 samples were taken while the GPU was throttled "
                                "(thermal limit (hardware)) and are kept, since too few would be left")  # fmt: skip
 
 
@@ -158,7 +158,7 @@ def test_without_windows_or_with_a_damaged_trace_nothing_is_dropped(tmp_path: Pa
     for r in t.rounds:
         (r.folder / "telemetry.npz").write_bytes(b"PK")
     again = load(tmp_path / "run").trials[0]
-    assert again.gpu is None and not again.warnings()
+    assert again.gpu is None and not remarks.list_warnings(again)
     assert len(again.samples("latency", "model")) == 600
 
 
@@ -195,7 +195,7 @@ def test_what_launching_costs_is_said(tmp_path: Path, card: Card, sentence: str 
     if launch is not None:
         assert launch.sentence.startswith(str(sentence)) and bool(launch.sentence) == bool(sentence)
         assert (f"digits pytorch fp32 b1 64: {launch.sentence}." in said(found)) == bool(sentence)
-        assert ("launch-bound" in " ".join(found.trials[0].notes())) == bool(sentence)
+        assert ("launch-bound" in " ".join(remarks.list_notes(found.trials[0]))) == bool(sentence)
 
 
 def test_ten_microseconds_are_nothing(tmp_path: Path) -> None:
@@ -219,7 +219,7 @@ def test_others_on_the_gpu_are_noticed_and_said(tmp_path: Path, card: Card, word
     found = results(tmp_path, Way("pytorch", card=card), Way("tensorrt", card=Card()))
     t = next(t for t in found if t.backend == "pytorch")
     assert gpu_remarks.others(t) == words
-    assert t.warnings() == ([words] if words else [])
+    assert remarks.list_warnings(t) == ([words] if words else [])
     assert ("Others used the GPU during 1 of 2 trials" in said(found)) == bool(words)
     assert trial_table.read(found).frame.set_index("backend").loc["pytorch", "gpu_others"] == card.others
 
@@ -234,7 +234,7 @@ def test_what_ran_just_before_is_not_taken_for_others() -> None:
 
 def test_memory_of_others_is_told(tmp_path: Path) -> None:
     t = one(tmp_path, Card(before=20e9))
-    assert "20.0 GB of the GPU's memory were in use before the job began" in t.notes()
+    assert "20.0 GB of the GPU's memory were in use before the job began" in remarks.list_notes(t)
     assert t.gpu is not None and t.gpu.memory == 2.5e9
 
 

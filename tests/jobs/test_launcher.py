@@ -444,3 +444,38 @@ def test_a_record_that_an_earlier_job_left_is_not_taken_for_this_one_s(fake_tria
     assert launch(Job("run", first.runtime, first), tmp_path, 1200).status == "ok"
     second = fake_trial(fail="exit", at="load")
     assert launch(Job("run", second.runtime, second), tmp_path, 1200).status == "crashed"
+
+
+SAYS_TF32 = """
+import os
+from dyno.worker.backends.fake import Fake
+
+class Says(Fake):
+    name = "says"
+
+    def load(self, trial, artifact):
+        print("override:", os.environ.get("NVIDIA_TF32_OVERRIDE", "none"))
+        return super().load(trial, artifact)
+"""
+
+
+@pytest.mark.parametrize(
+    ("precision", "own", "given"),
+    [("fp32", {}, "0"), ("tf32", {}, "1"), ("fp16", {}, "1"), ("fp32", {"NVIDIA_TF32_OVERRIDE": "1"}, "1")],
+)
+def test_fp32_is_never_tf32(
+    precision: str,
+    own: dict[str, str],
+    given: str,
+    fake_trial: Callable[..., Trial],
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """NVIDIA's libraries may use TF32 for fp32 unless the variable forbids it; the user's shell asks for it here."""
+    (tmp_path / "saying.py").write_text(SAYS_TF32)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("NVIDIA_TF32_OVERRIDE", "1")
+    trial = replace(fake_trial("saying:Says"), precision=precision)
+    trial = replace(trial, runtime=replace(trial.runtime, env=own))
+    launch(Job("run", trial.runtime, trial), tmp_path / "job", 600.0)
+    assert f"override: {given}\n" in (tmp_path / "job/stdout.log").read_text()

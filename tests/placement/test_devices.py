@@ -13,8 +13,7 @@ from dyno import Study
 from dyno.analysis.records.results import Results
 from dyno.analysis.verdict.whole_run.devices import findings
 from dyno.placement import devices, places, process, spread
-from dyno.placement.places import Place
-from dyno.placement.running import RunningBlock
+from dyno.placement.places import Place, RunningBlock
 from spreading import Log
 
 Studies = Callable[..., Study]

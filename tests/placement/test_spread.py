@@ -16,13 +16,14 @@ import psutil
 import pytest
 
 from dyno import Study, UserError
+from dyno.analysis.records import remarks
 from dyno.analysis.records.results import load
 from dyno.analysis.tables.trial_table import read
 from dyno.analysis.verdict import verdict
 from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
 from dyno.placement import devices, process, spread
-from dyno.placement.running import RunningBlock
+from dyno.placement.places import RunningBlock
 from dyno.worker import system
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
@@ -98,7 +99,7 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
         return started[-1]
 
     def kill() -> None:
-        if started and log.lines_of[-1][0] == started[0].place.name and " ok " in log.lines_of[-1][1]:
+        if started and log.lines_of[-1][0] == started[0].place.name and "after round 1" in log.lines_of[-1][1]:
             started[0].process.kill()
 
     monkeypatch.setattr(process, "start", noted)
@@ -111,7 +112,7 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
     (moved,) = [t for t in results if t.placement and t.placement.lost]
     assert moved.placement is not None and moved.placement.place != first.place.name
     said = f"begun anew on {moved.placement.place}, as its process was lost on {first.place.name}: killed by SIGKILL"
-    assert said in moved.warnings()
+    assert said in remarks.list_warnings(moved)
     assert {r.facts.affinity for r in moved.rounds} == {tuple(started[1].place.cores)}, "all rounds are of one device"
     assert any("it goes to" in note for note in log.notes)
 
@@ -173,5 +174,5 @@ def test_a_block_whose_device_is_no_longer_there_is_begun_anew(fake_study: Studi
     after = records(tmp_path)
     assert {name for name in before if after[name] != before[name]} == {f"{row}/r0"} and len(after) == 4
     (moved,) = [t for t in load(tmp_path) if t.placement and t.placement.lost]
-    assert any("the device is no longer one of the study's" in warning for warning in moved.warnings())
+    assert any("the device is no longer one of the study's" in warning for warning in remarks.list_warnings(moved))
     assert len([note for note in log.notes if "begun anew" in note]) == 1

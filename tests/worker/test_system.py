@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib
 import json
+import math
 import os
 import subprocess
 import sys
@@ -52,6 +53,33 @@ def test_physical_cores_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(siblings))
     monkeypatch.setattr(Path, "read_text", lambda path: siblings[int(path.parts[-3].removeprefix("cpu"))] + "\n")
     assert system.cores() == [0, 1, 2, 4, 5]
+
+
+@pytest.mark.parametrize(
+    ("of_process", "files", "quota"),
+    [
+        ("0::/", {"cpu.max": "150000 100000\n"}, 1.5),  # a container with --cpus=1.5
+        ("0::/app/job", {"app/cpu.max": "400000 100000", "app/job/cpu.max": "max 100000"}, 4.0),  # the one above limits
+        ("0::/elsewhere", {"cpu.max": "50000 100000"}, 0.5),
+        ("4:cpu,cpuacct:/docker/x\n3:memory:/", {"cpu,cpuacct/cpu.cfs_quota_us": "200000",
+                                                 "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 2.0),
+        ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
+        ("0::/", {}, math.inf),
+    ],
+)  # fmt: skip
+def test_a_container_s_share_of_the_processors(
+    of_process: str, files: dict[str, str], quota: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Eight threads under `--cpus=1.5` took 5 ms in the median and 27 in the mean, without a word."""
+    (tmp_path / "cgroup").write_text(of_process)
+    for name, text in files.items():
+        (tmp_path / "groups" / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / "groups" / name).write_text(text)
+    monkeypatch.setattr(system, "CGROUP_OF_PROCESS", tmp_path / "cgroup")
+    monkeypatch.setattr(system, "CGROUPS", tmp_path / "groups")
+    monkeypatch.setattr(system, "core_threads", lambda: [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7,)])
+    assert system.cpu_quota() == quota
+    assert system.physical_cores() == min(8, max(1, int(min(quota, 8))))
 
 
 def test_peak_memory_is_the_highest_so_far_and_not_the_parent_s() -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 from dyno.analysis.presentation.chart import Chart
-from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind
+from dyno.analysis.presentation.table import TEXT, Column, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.records.run_data import RunData
 
 COLUMNS = (

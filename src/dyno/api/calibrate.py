@@ -20,6 +20,7 @@ from dyno.analysis.records.blocks import within
 from dyno.analysis.records.rounds import Round
 from dyno.analysis.self_test.figures import CURVE, SelfTest
 from dyno.analysis.self_test.stored import ProcessPair, StoredSelfTest, TestRound
+from dyno.analysis.self_test.words import sentences
 from dyno.engine import self_test
 from dyno.engine.device_lock import held
 from dyno.engine.execute import Files
@@ -54,6 +55,13 @@ class Layout:
 
 # Each against the first, as trials of a study are against their reference.
 AGAINST_THE_FIRST = Layout((0.0, 0.0, 0.01, 0.02, 0.05), ((0, 1), (0, 2), (0, 3), (0, 4)))
+
+
+class CalibrationResult(SelfTest):
+    """A self-test of this machine, which prints as its sentences."""
+
+    def __str__(self) -> str:
+        return "\n".join(sentences(self))
 
 
 def calibrate(
@@ -99,7 +107,7 @@ def calibrate(
     )  # fmt: skip
     if keep and not builds:
         self_test.keep(stored)
-    return SelfTest(stored)
+    return CalibrationResult(stored)
 
 
 def _build_study(model: str, backend: str, device: str, fields: dict[str, Any]) -> Study:

@@ -10,7 +10,8 @@ from dyno.analysis.charts import over_time as chart
 from dyno.analysis.charts.over_time import Shown
 from dyno.analysis.formatting import sized
 from dyno.analysis.presentation.export import export
-from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.telemetry.over_time import quantities
 from dyno.api.take import find

@@ -19,7 +19,8 @@ from dyno.analysis.inside.cold import without_byte_code
 from dyno.analysis.metrics.metric import Metric
 from dyno.analysis.presentation.chart import Chart
 from dyno.analysis.presentation.export import export
-from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind
+from dyno.analysis.presentation.table import TEXT, Column, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.datasets import data_format
 from dyno.datasets.data_format import DataFormat
 from dyno.engine import self_test

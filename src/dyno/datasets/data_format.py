@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
@@ -61,9 +62,7 @@ class DataFormat(ABC):
 @cache
 def formats() -> dict[str, DataFormat]:
     """Return every format of data sets by its name."""
-    from dyno import datasets
-
-    return plugins.declared(datasets, DataFormat, GROUP)  # type: ignore[type-abstract]
+    return plugins.declared(sys.modules[__package__], DataFormat, GROUP)  # type: ignore[type-abstract]
 
 
 def format_of(path: Path) -> DataFormat:

@@ -43,6 +43,7 @@ LOGS = ("stdout.log", "stderr.log")
 HEAD_B, TAIL_B = 1 << 18, 3 << 18  # what is kept of each of them
 LEFT_OUT = "\n[Dyno left out about {:,} bytes here]\n"  # what is printed while it is counted is not
 MOST_SWEEPS = 20  # for processes that go on starting others while they are killed
+TF32 = "NVIDIA_TF32_OVERRIDE"  # the variable by which NVIDIA's libraries leave TF32 off
 JOB = "DYNO_JOB"  # the variable that a job and all that it starts have: the id of this process's jobs, and its own
 # What a shell does that outlives this process: where that was killed, it kills what its jobs left.
 SWEEP = """
@@ -86,6 +87,16 @@ def environment(runtime: Runtime, base: Mapping[str, str] | None = None) -> dict
 def _choose_compiler_cache(kind: str, folder: Path) -> dict[str, str]:
     """Return a compiler cache that the rounds of one trial share, so that the first build of a study is always cold."""
     return {} if kind in APART else {"TORCHINDUCTOR_CACHE_DIR": str(folder.parent.resolve() / "compiler")}
+
+
+def _forbid_tf32(job: Job) -> dict[str, str]:
+    """Return the variable that keeps NVIDIA's libraries from computing fp32 in TF32, for a job in fp32.
+
+    An engine may use TF32 by default, and ONNX Runtime's TensorRT provider has no option against it.
+    """
+    of = job.trial or job.recipe
+    is_fp32 = of is not None and of.precision == "fp32" and TF32 not in dict(job.runtime.env)
+    return {TF32: "0"} if is_fp32 else {}
 
 
 def launch(
@@ -184,7 +195,8 @@ def start(
                 stdin=subprocess.DEVNULL,
                 stdout=out,
                 stderr=err,
-                env={**_choose_compiler_cache(job.kind, folder), **environment(job.runtime), **(extra or {}),
+                env={**_choose_compiler_cache(job.kind, folder), **environment(job.runtime), **_forbid_tf32(job),
+                     **(extra or {}),
                      "DYNO_LAUNCHER": str(launcher), STARTED: repr(time.monotonic()),
                      JOB: " ".join(filter(None, (os.environ.get(JOB), id)))},
                 start_new_session=True,

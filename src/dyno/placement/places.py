@@ -1,25 +1,28 @@
-"""Places: the devices that a study is spread over, each as the environment and processors of what runs there."""
+"""Places: the devices that a study is spread over, each as the environment and processors of what runs there, and the
+process that measures a block of the study at one of them."""
 
 from __future__ import annotations
 
 import os
 import platform
+import signal
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import Protocol
 
 from dyno.jobs.nvml import find_gpu
+from dyno.jobs.progress import Progress
+from dyno.placement.block_process import BAD_INPUT
 from dyno.planning.checks import missing_gpu
 from dyno.study import Study
 from dyno.worker import system
 from dyno.worker.spec import Unfinished, UserError
 
-if TYPE_CHECKING:
-    from dyno.placement.running import RunningBlock
-
 VISIBLE = "CUDA_VISIBLE_DEVICES"
+LOG = "block.log"
 
 
 class Host(Protocol):
@@ -55,6 +58,49 @@ class Place:
     def gone(self) -> bool:
         """Whether nothing can be begun there any more."""
         return self.host is not None and self.host.gone
+
+
+class RunningBlock(ABC):
+    """The process that measures trials of one block into `folder`, here or on another host, whose files it then has."""
+
+    def __init__(self, folder: Path, place: Place) -> None:
+        self.folder, self.place = folder, place
+        self._read = 0
+
+    @property
+    @abstractmethod
+    def code(self) -> int | None:
+        """Its exit code, that of the signal that killed it as a negative number; None while it runs."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Interrupt it, and kill it if it doesn't end; its jobs die with it."""
+
+    @property
+    def ended(self) -> bool:
+        return self.code is not None
+
+    @property
+    def lost(self) -> str:
+        """How it died before its work was done; "" where it ended by itself. A `UserError` where it had bad input."""
+        code = self.code or 0
+        if code == 0:
+            return ""
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = lines[-1] if lines else "no message"
+        if code == BAD_INPUT:
+            raise UserError(last)
+        return f"exit code {code}: {last}"
+
+    def pass_on(self, progress: Progress) -> None:
+        """Print the whole lines that it has written since."""
+        text = (self.folder / LOG).read_bytes()
+        end = text.rfind(b"\n") + 1
+        for line in text[self._read : end].decode("utf-8", "replace").splitlines():
+            progress.relay(self.place.name, line)
+        self._read = max(self._read, end)
 
 
 @contextmanager

@@ -12,8 +12,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from dyno.placement.block_process import ORDER
-from dyno.placement.places import Place
-from dyno.placement.running import LOG, RunningBlock
+from dyno.placement.places import LOG, Place, RunningBlock
 from dyno.planning.planned import TrialSelection
 from dyno.study import Study
 from dyno.worker.record import read_json, write_bytes, write_json, write_text

@@ -19,8 +19,7 @@ from dyno.jobs.progress import Progress
 from dyno.placement import blocks, devices, places, process
 from dyno.placement.blocks import Block
 from dyno.placement.clusters import ray_cluster, slurm_cluster
-from dyno.placement.places import Place
-from dyno.placement.running import RunningBlock
+from dyno.placement.places import Place, RunningBlock
 from dyno.planning.plan import expand
 from dyno.store import Run, check_own
 from dyno.study import Study

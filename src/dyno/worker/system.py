@@ -6,6 +6,7 @@ import ctypes
 import errno
 import hashlib
 import importlib.util
+import math
 import os
 import platform
 import pwd
@@ -132,8 +133,40 @@ def cores() -> list[int]:
 
 
 def physical_cores() -> int:
-    """Return the number of physical cores this process may use."""
-    return len(core_threads())
+    """Return the number of physical cores this process may keep busy: at most the whole ones of its `cpu_quota`."""
+    return min(len(core_threads()), max(1, int(min(cpu_quota(), sys.maxsize))))
+
+
+def cpu_quota() -> float:
+    """Return how many processors the control groups of this process let it keep busy; infinite without a limit.
+
+    A container with `--cpus=1.5` sees every processor, and more threads than that are stopped for parts of each period.
+    """
+    try:
+        lines = CGROUP_OF_PROCESS.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return math.inf
+    limits = []
+    for line in lines:
+        _, controllers, path = line.split(":", 2)
+        if controllers and "cpu" not in controllers.split(","):
+            continue
+        # A container without a namespace of its own for these has its own group as the root, under another path.
+        names = [Path(path.lstrip("/")), *Path(path.lstrip("/")).parents]
+        limits += [_read_quota(CGROUPS / controllers / name) for name in names]
+    return min(limits, default=math.inf)
+
+
+def _read_quota(group: Path) -> float:
+    """Return the group's own limit, from the files of either version of control groups; infinite without one."""
+    try:
+        if (group / "cpu.max").is_file():
+            quota, period = (group / "cpu.max").read_text().split()
+        else:
+            quota, period = ((group / f"cpu.cfs_{name}_us").read_text() for name in ("quota", "period"))
+        return float(quota) / float(period) if float(quota) > 0 else math.inf
+    except (OSError, ValueError):  # `max`
+        return math.inf
 
 
 def core_threads() -> list[tuple[int, ...]]:
@@ -170,6 +203,7 @@ def pin(threads: int) -> list[int]:
     return chosen
 
 
+CGROUPS, CGROUP_OF_PROCESS = Path("/sys/fs/cgroup"), Path("/proc/self/cgroup")
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 

@@ -11,6 +11,7 @@ import synthetic
 from synthetic import Way
 
 from dyno.analysis.ranking.references import incomparable, references
+from dyno.analysis.records import remarks
 from dyno.analysis.records.arrays import read_npz, read_numbers
 from dyno.analysis.records.results import Results, load
 from dyno.worker.spec import Job, UserError, from_json
@@ -206,7 +207,7 @@ def test_a_trial_is_as_bad_as_its_worst_round(demo: Results) -> None:
     assert by["fake fp32"].reason == "run: killed by SIGSEGV (2 of 3 rounds good)"
     assert len(by["fake fp32"].medians("model")) == 2
     assert by["tensorrt fp16"].reason == "tensorrt isn't installed; pip install tensorrt"
-    assert by["openvino int8"].warnings() == ["another process used 40 % of a core"]
+    assert remarks.list_warnings(by["openvino int8"]) == ["another process used 40 % of a core"]
 
 
 def test_an_id_finds_its_trial_by_its_beginning(demo: Results) -> None:

@@ -19,6 +19,7 @@ import pytest
 
 import spreading
 from dyno import Study, UserError
+from dyno.analysis.records import remarks
 from dyno.analysis.records.results import load
 from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
@@ -26,7 +27,7 @@ from dyno.placement import devices, process, spread
 from dyno.placement.clusters import slurm_cluster, slurm_queue
 from dyno.placement.clusters.slurm_job import DRIVER, NODE, Mail, Pilot, write
 from dyno.placement.clusters.slurm_options import parse
-from dyno.placement.running import RunningBlock
+from dyno.placement.places import RunningBlock
 from dyno.worker import system
 from dyno.worker.spec import Unfinished
 from spreading import Log, environments, kill_a_driver, records
@@ -106,7 +107,7 @@ def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
         return started[-1]
 
     def kill(place: str, line: str) -> None:
-        if place.endswith("#2") and " ok " in line and not gone:
+        if place.endswith("#2") and "after round 1" in line and not gone:
             gone.append(place)
             host: Any = next(one for one in started if one.place.name == place).place.host
             spreading.kill(psutil.Process(int(host.id)))
@@ -119,7 +120,7 @@ def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
     assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 4 for t in results)
     (moved,) = [t for t in results if t.placement and t.placement.lost]
     assert moved.placement is not None and not moved.placement.place.endswith("#2")
-    assert any("lost with its node: job" in warning for warning in moved.warnings())
+    assert any("lost with its node: job" in warning for warning in remarks.list_warnings(moved))
 
 
 @pytest.mark.slow
@@ -127,7 +128,7 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
     gone: list[str] = []
 
     def kill(place: str, line: str) -> None:
-        if " ok " in line and not gone:
+        if "after round 1" in line and not gone:
             gone.append(place)
             (host,) = [p for p in psutil.Process().children() if "submitit.local._local" in p.cmdline()]
             spreading.kill(host)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import dyno
+from dyno.analysis.records import remarks
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import CalibrationInputs
 from dyno.worker.makers.precision import OnnxPrecision, converted
@@ -111,6 +112,6 @@ def test_the_row_of_a_run_says_what_it_was_calibrated_on(call: Callable[..., Any
     code, out, err = call("run", file, *words, "--rounds", 1, "--warmup", 0.01, "--threads", 1, "--out", "r")
     assert code == 0, out + err
     for each in dyno.load("r").records:
-        assert any("random values, not real ones, of x" in note for note in each.notes())
+        assert any("random values, not real ones, of x" in note for note in remarks.list_notes(each))
         assert each.facts.calibration.inputs["x"] == "random, -2 to 2"
-        assert not any("random" in reason for reason in each.reasons())
+        assert not any("random" in reason for reason in remarks.list_reasons(each))

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 
 from dyno.analysis import stats
 from dyno.analysis.presentation.limits import limited, limits_of, printed
-from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.worker.facts.job import ColdStart
 
 STARTS = TableKind("cold-start", "Cold start",

@@ -7,7 +7,8 @@ from collections.abc import Callable, Mapping, Sequence
 from dyno.analysis.inside import align, totals
 from dyno.analysis.inside.align import Region
 from dyno.analysis.inside.place import CONSTANT, FLOW, NAMED
-from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
 LAYER_TABLE = TableKind("layers", "Layers", "Every layer of one form of a model, in the order in which they run.",

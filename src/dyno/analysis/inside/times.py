@@ -18,7 +18,8 @@ from dyno.analysis.inside.roofline import rated as roofline
 from dyno.analysis.inside.roofline.ceilings import Ceilings
 from dyno.analysis.inside.roofline.rated import RooflineRating
 from dyno.analysis.inside.tables import MODEL, names_cell, shape
-from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.stats import Interval, median_interval
 from dyno.worker.facts.inside import MODULES, NODES, Function, Layer, LayerGraph, Port
 

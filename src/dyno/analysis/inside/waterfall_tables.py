@@ -9,7 +9,8 @@ from dyno.analysis.formatting import counting, significant
 from dyno.analysis.inside import pairs
 from dyno.analysis.inside.tables import names_cell
 from dyno.analysis.inside.waterfall import Waterfall, WaterfallStep
-from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 
 WATERFALL = TableKind("waterfall", "From A to B", "The steps from the latency of A to that of B, a row for each cause.",
                       command="dyno explain")  # fmt: skip

@@ -9,7 +9,8 @@ from dataclasses import dataclass
 from dyno.analysis.inside.tables import MODEL, names_cell
 from dyno.analysis.numerics import sentences
 from dyno.analysis.numerics.module_outputs import nodes_of
-from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.worker.facts.inside import Layer, LayerGraph
 from dyno.worker.facts.numerics import Difference, LayerError, LayerErrors
 

@@ -19,7 +19,7 @@ import numpy as np
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import NO_IMAGE
-from dyno.analysis.records import gpu_remarks, timeline
+from dyno.analysis.records import timeline
 from dyno.analysis.records.forms import Form, forms, sides
 from dyno.analysis.records.notes.placements import Placement, placements
 from dyno.analysis.records.rounds import GPU, HOST, Round
@@ -218,21 +218,6 @@ class TrialResult:
     def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
         """Return the number of rows of each batch or input, for the `outputs` whose first axis isn't the inputs."""
         return next((rows for r in self.good if (rows := r.output_rows(names))), {})
-
-    def warnings(self) -> list[str]:
-        """Return the warnings of all rounds and of the file's makers, each once, in order."""
-        stored = [w for r in self.rounds for w in r.warnings] + [*self.made_by.warnings]
-        moved = self.placement.warnings if self.placement else []
-        return list(dict.fromkeys([*stored, *moved, *gpu_remarks.warnings(self)]))
-
-    def notes(self) -> list[str]:
-        """Return explanations of the numbers: `reasons`, and INT8's calibration data where it isn't real images."""
-        calibration = self.facts.calibration
-        return [*([calibration.note] if calibration and calibration.note else []), *self.reasons()]
-
-    def reasons(self) -> list[str]:
-        """Return explanations of the speed: the engine's own notes, and remarks from the GPU's clock and telemetry."""
-        return [*self.facts.notes, *gpu_remarks.notes(self)]
 
     @cached_property
     def gpu(self) -> timeline.TelemetrySummary | None:

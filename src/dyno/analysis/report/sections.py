@@ -12,6 +12,7 @@ from typing import Any
 from dyno.analysis.formatting import counting, moment, short, show
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.presentation.export import page_part
+from dyno.analysis.records import remarks
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.tables.gpu_table import ROUND_COLUMNS, ROUNDS, doubts, rounds_of
 from dyno.analysis.tables.trial_table import build_seconds
@@ -66,7 +67,7 @@ def complaints(results: Results) -> list[Complaint]:
     Those that differ only in numbers are one line, with the first one's numbers.
     """
     failed = [(t.status, t.label, t.reason) for t in results if t.status != "ok"]
-    warnings = [("warning", t.label, " ".join(w.split())) for t in results for w in t.warnings()]
+    warnings = [("warning", t.label, " ".join(w.split())) for t in results for w in remarks.list_warnings(t)]
     alike: dict[tuple[str, str], list[tuple[str, str]]] = {}
     for kind, label, text in (*(("unreadable", "", p) for p in results.problems), *failed, *warnings):
         alike.setdefault((kind, NUMBERS.sub("#", text)), []).append((label, text))
@@ -118,7 +119,7 @@ def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
         ("nodes by provider", t.facts.nodes_by_provider),
         ("threads", t.facts.threads),
         ("slowest layers", _format_slowest(t)),
-        ("notes", "; ".join(t.notes())),
+        ("notes", "; ".join(remarks.list_notes(t))),
         ("GPU meanwhile", _describe_gpu(t)),
         ("made by", _format_steps(t)),
         ("ready after", show(build_seconds(t), "duration")),

@@ -247,11 +247,6 @@ class SelfTest:
         clocks = [clock for one in self.rounds for clock in one.clock if clock > 0]
         return statistics.stdev(clocks) / statistics.fmean(clocks) if len(clocks) > 1 else 0.0
 
-    def __str__(self) -> str:
-        from dyno.analysis.self_test.words import sentences
-
-        return "\n".join(sentences(self))
-
     def summary(self) -> SelfTestSummary:
         """Return the summary that a run keeps."""
         stored, total = self.stored, self.levels.process + self.levels.block

@@ -6,7 +6,8 @@ from collections.abc import Iterator
 
 from dyno.analysis import stats
 from dyno.analysis.presentation.limits import duration, limited, limits_of, printed
-from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.serve import runs, words
 from dyno.analysis.serve.figures import QUANTILES, RateMeasurement

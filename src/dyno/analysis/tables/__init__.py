@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 
 from dyno.analysis import serve, telemetry, video
-from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind
+from dyno.analysis.presentation.table import TEXT, Column, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.worker import plugins
 from dyno.worker.spec import check_known

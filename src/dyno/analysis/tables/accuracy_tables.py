@@ -9,7 +9,8 @@ from dyno.analysis import metrics
 from dyno.analysis.metrics import confusion, detection
 from dyno.analysis.metrics.hits import PairedChange
 from dyno.analysis.metrics.metric import Metric
-from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import STAGES
 

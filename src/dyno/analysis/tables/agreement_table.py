@@ -9,7 +9,8 @@ from typing import Any
 from dyno.analysis.formatting import significant
 from dyno.analysis.metrics import agreement
 from dyno.analysis.metrics.agreement import Agreement, Rank
-from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.ranking.references import other_inputs
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.records.run_data import RunData

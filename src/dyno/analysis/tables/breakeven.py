@@ -9,7 +9,8 @@ from typing import TYPE_CHECKING, Any
 from dyno.analysis import stats
 from dyno.analysis.formatting import limits, significant
 from dyno.analysis.metrics import speedups
-from dyno.analysis.presentation.table import TEXT, Column, Table, TableKind, missing
+from dyno.analysis.presentation.table import TEXT, Column, Table, missing
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.ranking.frontier import usable
 from dyno.analysis.ranking.references import INCOMPARABLE
 from dyno.analysis.records.results import TrialResult

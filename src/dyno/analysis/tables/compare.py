@@ -19,10 +19,12 @@ from dyno.analysis.gate.power import smallest_slowdown
 from dyno.analysis.gate.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, slowdown
 from dyno.analysis.metrics import accuracy, agreement, speedups
 from dyno.analysis.metrics.metric import Metric, in_percent
-from dyno.analysis.presentation.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, TableKind, missing
+from dyno.analysis.presentation.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, missing
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.ranking.contention import cpu_contention
 from dyno.analysis.ranking.correctness import WRONG
 from dyno.analysis.ranking.references import INCOMPARABLE, OTHER_WEIGHTS, incomparable
+from dyno.analysis.records import remarks
 from dyno.analysis.records.results import Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import LATENCIES
 from dyno.analysis.tables import trial_table
@@ -369,7 +371,7 @@ def _find_notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialRes
         rest = [f"{len(differences) - LONGEST} more"] if len(differences) > LONGEST else []
         text = "; ".join(differences[:LONGEST] + rest)
         yield f"the machines or versions differ, which may be the whole difference: {text}"
-    if warned := sum(1 for pair in shared if any(t.warnings() for t in pair)):
+    if warned := sum(1 for pair in shared if any(remarks.list_warnings(t) for t in pair)):
         trials = counting(len(shared), "trial")
         yield f"{warned} of {trials} with warnings that may explain a change; `dyno report` lists them"
     for name, run in (("A", a), ("B", b)):

@@ -7,7 +7,8 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.metrics.metric import Metric
-from dyno.analysis.presentation.table import PERCENT, POINTS, TEXT, Column, Table, TableKind
+from dyno.analysis.presentation.table import PERCENT, POINTS, TEXT, Column, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.ranking import frontier
 from dyno.analysis.ranking.frontier import LATENCY, THROUGHPUT
 from dyno.analysis.ranking.rankings import Ranking, rankings

@@ -6,7 +6,8 @@ import math
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import bounded, limits, show
-from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind, missing
+from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, missing
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.records import gpu_remarks
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import GPU as GPU_CLOCK

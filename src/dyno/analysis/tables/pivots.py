@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any
 from dyno.analysis import metrics
 from dyno.analysis.formatting import UNCLEAR, bound, bounded
 from dyno.analysis.metrics import agreement
-from dyno.analysis.presentation.table import COUNT, NUMBER, PERCENT, SHOWN, TEXT, Column, Row, Table, TableKind, missing
+from dyno.analysis.presentation.table import COUNT, NUMBER, PERCENT, SHOWN, TEXT, Column, Row, Table, missing
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.ranking.frontier import configuration, fps
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import FEW, STATISTICS, few, parenthesised, pick

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.analysis.formatting import NO_IMAGE, UNCLEAR, bounded, significant, sized
 from dyno.analysis.metrics import work
-from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, TableKind, missing
+from dyno.analysis.presentation.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, missing
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.ranking.frontier import SATURATED, SERIES, configuration, fps, saturation, throughput, usable
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import outcome, pick

@@ -8,7 +8,8 @@ import numpy as np
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import show
-from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.worker.facts.job import StressPhase
 
 

@@ -14,7 +14,8 @@ from dyno.analysis.formatting import WIDEST, images_tested
 from dyno.analysis.metrics import accuracy, speedups, work
 from dyno.analysis.metrics.metric import in_percent
 from dyno.analysis.metrics.precision import truth
-from dyno.analysis.presentation.table import COUNT, TEXT, Row, Table, TableKind, missing
+from dyno.analysis.presentation.table import COUNT, TEXT, Row, Table, missing
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.ranking import correctness
 from dyno.analysis.ranking.correctness import AGREE, WRONG, Correctness
 from dyno.analysis.ranking.references import (
@@ -25,7 +26,7 @@ from dyno.analysis.ranking.references import (
     incomparable,
     references,
 )
-from dyno.analysis.records import gpu_remarks
+from dyno.analysis.records import gpu_remarks, remarks
 from dyno.analysis.records.results import Results, TrialResult, by_build, clock_of, load
 from dyno.analysis.records.rounds import LATENCIES, Round
 from dyno.analysis.records.run_data import RunData
@@ -121,7 +122,7 @@ def row(t: TrialResult, against: ComparisonBasis, compare: bool = True) -> dict[
         "model": t.model, "backend": t.backend, "precision": t.precision, "batch": t.batch, "size": t.size,
         "device": t.device, "status": t.status, "reason": t.reason, "trial": t.id, "runtime": t.runtime,
         "options": " ".join(f"{k}={v}" for k, v in t.options.items()), "rounds": len(t.good),
-        "warnings": len(t.warnings()), "builds": speedups.builds(t) or None,
+        "warnings": len(remarks.list_warnings(t)), "builds": speedups.builds(t) or None,
     }  # fmt: skip
     if t.placement:
         columns |= {"place": t.placement.place, "card": t.placement.card}

@@ -10,7 +10,8 @@ import numpy as np
 
 from dyno.analysis import stats
 from dyno.analysis.formatting import show, significant
-from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.records.blocks import block_ratios
 from dyno.analysis.records.results import Results, TrialResult
 from dyno.analysis.records.rounds import Round

@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 
 from dyno.analysis.presentation.limits import limited
-from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.records import timeline
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData

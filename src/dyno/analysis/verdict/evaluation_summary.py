@@ -11,6 +11,7 @@ from dyno.analysis import metrics, stats
 from dyno.analysis.formatting import counting, images_tested, markdown, markdown_table, plain, show, significant
 from dyno.analysis.metrics import accuracy, confusion, detection
 from dyno.analysis.metrics.detection import MeanAP
+from dyno.analysis.records import remarks
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.rounds import LATENCIES
 from dyno.analysis.stats import Interval
@@ -28,7 +29,7 @@ def describe(trial: TrialResult, format: str = "text", per_class: bool = False, 
 
     `of_run` are warnings beside the trial's own.
     """
-    warnings = (f"warning: {sentence}" for sentence in (*of_run, *trial.warnings()))
+    warnings = (f"warning: {sentence}" for sentence in (*of_run, *remarks.list_warnings(trial)))
     lines = [*_describe_accuracy(trial), *_describe_speed(trial), *_describe_classes(trial, per_class), *warnings]
     blocks: list[Sequence[Any]] = [lines, *_iter_tables(trial, per_class)]
     parts = [part for part in blocks if part]
@@ -39,7 +40,7 @@ def describe(trial: TrialResult, format: str = "text", per_class: bool = False, 
 
 def _describe_accuracy(trial: TrialResult) -> Iterator[str]:
     measured = metrics.measured(trial)
-    if not measured and not any(UNMEASURED in warning for warning in trial.warnings()):
+    if not measured and not any(UNMEASURED in warning for warning in remarks.list_warnings(trial)):
         yield f"{UNMEASURED}: the images of {trial.spec['data']['name']} have no labels"
     for place, (metric, score) in enumerate(measured):
         images = "" if place else f" on {images_tested(score.images, accuracy.set_aside(trial))}"

@@ -20,7 +20,7 @@ from dyno.analysis.ranking.correctness import WRONG
 from dyno.analysis.ranking.frontier import LATENCY
 from dyno.analysis.ranking.rankings import rankings, winners
 from dyno.analysis.ranking.references import incomparable
-from dyno.analysis.records import gpu_remarks
+from dyno.analysis.records import gpu_remarks, remarks
 from dyno.analysis.records.forms import FILE
 from dyno.analysis.records.results import UNFINISHED, Results, TrialResult, clock_of
 from dyno.analysis.records.rounds import GPU
@@ -199,7 +199,7 @@ def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> st
     sure = all(gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1 for gain in gains)
     shown = ratio(gains[0].value, gains[0].low, gains[0].high)
     shown += ", one round only, so unproven" if gains[0].verdict == stats.ONE_ROUND else ""
-    reasons = list(dict.fromkeys("; ".join(t.reasons()) or _explain_silence(gain) for t, gain in slow))
+    reasons = list(dict.fromkeys("; ".join(remarks.list_reasons(t)) or _explain_silence(gain) for t, gain in slow))
     at = f"at batch {slow[0][0].batch}, " if len(reasons) > 1 else ""
     word = "not faster" if sure else "not shown to be faster"
     return f"{word} than {other} ({_format_batches([t for t, _ in slow])}: {shown}): {at}{reasons[0]}"
@@ -257,7 +257,7 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
             WARNING,
             f"Accuracy is not on all images: {aside:,} were set aside for calibration; --calibration DIR gives others.",
         )
-    warned = sum(1 for t in results if t.warnings())
+    warned = sum(1 for t in results if remarks.list_warnings(t))
     if warned:
         yield Finding(
             WARNING, f"{_format_count(warned, total, 'has', 'have')} warnings; the report lists them.", PROBLEMS

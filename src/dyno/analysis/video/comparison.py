@@ -7,7 +7,8 @@ from collections.abc import Iterator, Sequence
 from dyno.analysis import stats
 from dyno.analysis.formatting import plain, ratio
 from dyno.analysis.presentation.limits import limits_of, printed
-from dyno.analysis.presentation.table import FINE, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import FINE, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.video import runs
 from dyno.analysis.video.runs import VideoRun

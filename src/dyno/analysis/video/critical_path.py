@@ -13,7 +13,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.analysis.presentation.table import TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.video import runs
 from dyno.analysis.video.figures import Video

@@ -7,7 +7,8 @@ from collections.abc import Iterator
 from dyno.analysis import stats
 from dyno.analysis.formatting import counting, show, significant
 from dyno.analysis.presentation.limits import duration, limited, limits_of, printed
-from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, RATIO, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import Speedup
 from dyno.analysis.video import runs, streams, words

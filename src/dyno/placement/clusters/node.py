@@ -21,7 +21,7 @@ from subprocess import Popen
 
 from dyno import __version__
 from dyno.placement import places, process
-from dyno.placement.running import LOG
+from dyno.placement.places import LOG
 from dyno.store import LOCK
 from dyno.worker import system
 from dyno.worker.record import write_bytes

@@ -13,8 +13,7 @@ from typing import Any
 
 from dyno import __version__
 from dyno.placement.clusters.node import FolderUpdate, NodeDescription, carried, mirror, whole
-from dyno.placement.places import Place, share
-from dyno.placement.running import RunningBlock
+from dyno.placement.places import Place, RunningBlock, share
 from dyno.worker.spec import UserError
 
 POLL_S = 1.0  # between two questions to a node: each has it look through the block's files

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from dyno.analysis.formatting import counting, ratio
 from dyno.analysis.inside.cures.prescriptions import IndicatedPrescription
 from dyno.analysis.presentation.limits import limited
-from dyno.analysis.presentation.table import RATIO, TEXT, Column, Table, TableKind
+from dyno.analysis.presentation.table import RATIO, TEXT, Column, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.stats import FASTER, Speedup
 
 TRIED = TableKind("prescriptions", "Prescriptions", "What was tried to make B faster, and what came of it.",

@@ -9,7 +9,8 @@ from dyno.analysis.formatting import counting, significant
 from dyno.analysis.inside import times
 from dyno.analysis.inside.gpu.ncu import Kernel, NcuReport
 from dyno.analysis.inside.tables import names_cell
-from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.worker.facts.inside import MODULES, LayerGraph
 from dyno.worker.facts.kernels import range_name
 

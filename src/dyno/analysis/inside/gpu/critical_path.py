@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from dyno.analysis.presentation.table import PERCENT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import PERCENT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.worker.facts.inside import Function
 
 PATH = TableKind("critical-path", "Critical path",

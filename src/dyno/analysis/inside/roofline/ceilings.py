@@ -6,7 +6,8 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
-from dyno.analysis.presentation.table import PERCENT, TEXT, Column, Row, Table, TableKind
+from dyno.analysis.presentation.table import PERCENT, TEXT, Column, Row, Table
+from dyno.analysis.presentation.table_kind import TableKind
 from dyno.worker.facts.job import CopyRate, PeakOfType
 from dyno.worker.spec import UserError
 

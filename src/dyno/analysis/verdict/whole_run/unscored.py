@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from dyno.analysis.records import remarks
 from dyno.analysis.records.results import TrialResult
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict.findings import WARNING, Finding
@@ -24,5 +25,5 @@ def findings(run: RunData) -> Iterator[Finding]:
 
 def unscored(t: TrialResult) -> str:
     """Return the trial's warning on outputs that can't be scored, "" without one."""
-    marked = ((warning, warning.find(mark)) for warning in t.warnings() for mark in (UNSCORED, UNREAD))
+    marked = ((warning, warning.find(mark)) for warning in remarks.list_warnings(t) for mark in (UNSCORED, UNREAD))
     return next((warning[place:] for warning, place in marked if place >= 0), "")  # behind the stage that it is of
