@@ -52,7 +52,7 @@ def test_a_result_shows_what_was_decided_the_trials_and_a_chart(cells: list[Any]
 
 def test_progress_is_shown_and_plots_are_drawn(cells: list[Any]) -> None:
     lines = shown(next(cell for cell in cells if "study.run" in cell.source), "text/html")
-    assert "after round 1 of 3" in lines and "after round 2 of 3" in lines
+    assert "after round 1 of 3" in lines and "after round 2 of 3" in lines, lines
     assert shown(next(cell for cell in cells if "plt.hist" in cell.source), "image/png")
 
 
