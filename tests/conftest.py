@@ -210,6 +210,7 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
     unless that is `allowed`.
     """
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("MPLBACKEND", "agg")  # as the command line sets it; a notebook of a later test has its own
 
     def run(*words: object, allowed: bool = False) -> tuple[int, str, str]:
         before = {path.name for path in tmp_path.iterdir()}
