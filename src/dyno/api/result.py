@@ -54,6 +54,14 @@ class Result:
         (table,) = tables.named(self.data, name)
         return table
 
+    def warnings(self, trial: str = "") -> list[str]:
+        """Return the warnings of a trial, by its id (default: of every trial), each once."""
+        check_types({"trial": trial}, {"trial": str})
+        from dyno.analysis.records import remarks
+
+        chosen = [self.records.trial(trial)] if trial else self.records.trials
+        return list(dict.fromkeys(warning for t in chosen for warning in remarks.list_warnings(t)))
+
     def confusion(self, trial: str = "") -> pd.DataFrame:
         """Return how often images of each label (row) got each class (column).
 

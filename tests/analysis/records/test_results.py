@@ -10,6 +10,7 @@ import pytest
 import synthetic
 from synthetic import Way
 
+import dyno
 from dyno.analysis.ranking.references import incomparable, references
 from dyno.analysis.records import remarks
 from dyno.analysis.records.arrays import read_npz, read_numbers
@@ -207,7 +208,10 @@ def test_a_trial_is_as_bad_as_its_worst_round(demo: Results) -> None:
     assert by["fake fp32"].reason == "run: killed by SIGSEGV (2 of 3 rounds good)"
     assert len(by["fake fp32"].medians("model")) == 2
     assert by["tensorrt fp16"].reason == "tensorrt isn't installed; pip install tensorrt"
-    assert remarks.list_warnings(by["openvino int8"]) == ["another process used 40 % of a core"]
+    (warning,) = remarks.list_warnings(by["openvino int8"])
+    assert warning == "another process used 40 % of a core"
+    result = dyno.load(demo.folder)
+    assert result.warnings(by["openvino int8"].id) == [warning] and warning in result.warnings()
 
 
 def test_an_id_finds_its_trial_by_its_beginning(demo: Results) -> None:
