@@ -214,7 +214,7 @@ class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, Mod
         if self.until in LOOKS and self.rounds < 2:
             raise UserError(f"until={self.until} goes by the spread between rounds; give --rounds 2 or more")
         if self.turns and not CAN_FREEZE:
-            raise UserError("whoever waits for its turn has to be frozen, which this system can't; omit --turns")
+            raise UserError("interleaved jobs must be paused between turns, which this system can't do; omit --turns")
         if self.turns and self.samples:
             raise UserError("in turns blocks are counted, not samples; omit --samples or --turns")
         if self.search and not self.budget:
@@ -383,7 +383,7 @@ def _check_runtimes(tables: Mapping[str, Mapping[str, Any]]) -> None:
 
 
 def runtimes(study: Study, choice: Choice) -> Mapping[str, Any]:
-    """Return the `[runtime.…]` table of a backend: the one it names, else the one of its own name, else none."""
+    """Return the `[runtime.…]` table of a backend: the one it names, else the one named like it, else none."""
     if choice.runtime and choice.runtime not in study.runtime:
         raise UserError(f"backend {choice.name!r} asks for runtime {choice.runtime!r}, which the study does not define")
     return study.runtime.get(choice.runtime or choice.name, {})

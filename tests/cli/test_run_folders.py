@@ -145,7 +145,7 @@ def test_the_page_of_several_runs_replaces_no_run_s_own(refused: Refused, run: P
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for words in (("runs/one", "runs/two"), ("runs/two", "-o", "runs/one")):
         assert refused("report", *words) == (
-            "runs/one is a run with a report and results.csv of its own; give another folder with -o"
+            "runs/one is a run folder with its own report and results.csv; give another folder with -o"
         )
     assert before == {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import subprocess
 import sys
@@ -161,3 +162,15 @@ def test_an_interrupt_while_waiting_keeps_nothing() -> None:
         holder.wait()
     done = subprocess.run([sys.executable, "-c", HOLDER], capture_output=True, text=True, timeout=600)
     assert done.stdout.splitlines()[-1] == "", "nobody has a place in the queue any more"
+
+
+def test_where_files_can_t_be_locked_jobs_run_without(
+    monkeypatch: pytest.MonkeyPatch, fake_trial: Trials, tmp_path: Path
+) -> None:
+    def refuse(*_: object) -> None:
+        raise OSError(errno.ENOLCK, "No locks available")
+
+    monkeypatch.setattr(device_lock.fcntl, "lockf", refuse)
+    trial = fake_trial()
+    record = launch_in_turn(Job("run", trial.runtime, trial), tmp_path / "job", 600.0, Progress(quiet=True))
+    assert record.status == "ok", record.reason

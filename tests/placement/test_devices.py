@@ -49,7 +49,7 @@ def test_a_device_with_a_host_of_its_own_has_none_beside_it(
     assert not measure(fake_study(), tmp_path, places_of("a/0", "b/0"), Log()).in_turn
     assert len([*tmp_path.glob("anchors/*/*-alone")]) == 5 and len([*tmp_path.glob("anchors/*/*-beside")]) == 2
     said = " ".join(finding.text for finding in findings(Results(tmp_path, [])))
-    assert "each has a host of its own" in said and "Cards differ by" in said
+    assert "each is on a different host" in said and "Cards differ by" in said
 
 
 def test_only_the_host_whose_devices_disturb_each_other_is_named(

@@ -55,8 +55,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["build", "m.onnx", "-o", "m.xml", "--repeat", "0"], "--repeat is 0; it must be at least 1"),
         (["build", "m.onnx", "-o", "m.xml", "--option", "streams=x"], "streams=x: openvino's streams must be"),
         (["build", "m.onnx", "-o", "m.xml", "--batch", "8"], "openvino's files take any batch; omit --batch"),
-        (["inspect", "m.onnx", "openvino", "--pretrained"], "m.onnx has weights of its own, which pretrained can't"),
-        (["export", "best.pt2", "-o", "m.onnx", "--pretrained"], "best.pt2 has weights of its own, which pretrained"),
+        (["inspect", "m.onnx", "openvino", "--pretrained"], "m.onnx contains its weights, which pretrained can't"),
+        (["export", "best.pt2", "-o", "m.onnx", "--pretrained"], "best.pt2 contains its weights, which pretrained"),
         (["agree", "m.onnx"], "there is only one configuration to compare; give another model or file, or --back"),
         (["agree", "m.onnx", "--backends", "onnxruntime"], "there is only one configuration to compare"),
         (

@@ -186,7 +186,7 @@ def test_a_file_keeps_its_weights_beside_a_network_that_takes_others(tmp_path: P
             assert not (spec.weights or spec.weights_sha256 or spec.pretrained), "its own would be replaced"
         spec = model_spec(both, "torchvision:resnet18")
         assert spec.weights or spec.pretrained
-        with pytest.raises(UserError, match=r"net.onnx has weights of its own, which \w+ can't replace"):
+        with pytest.raises(UserError, match=r"net.onnx contains its weights, which \w+ can't replace"):
             expand(Study(models=files, **fields))
 
 

@@ -187,7 +187,7 @@ def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, 
     first, others = engines.of(number)
     for index, share in enumerate(layout.slowdowns):
         artifact = others if index else first
-        # Counted from 1: round 0 of a trial evaluates, which nobody needs here.
+        # Counted from 1: round 0 of a trial also evaluates, which isn't needed here.
         own = Job("run", trial.runtime, trial, artifact=artifact, round=number + 1, options={SLOWDOWN: share})
         players.append(InterleavedJob(own, place / str(index), number))
         players[-1].folder.mkdir(parents=True)

@@ -223,7 +223,7 @@ def report(runs: Sequence[Path], out: Path) -> int:
         )
     if {run.resolve() for run in runs} != {out.resolve()}:
         if (out / "trials").is_dir():
-            raise UserError(f"{out} is a run with a report and results.csv of its own; give another folder with -o")
+            raise UserError(f"{out} is a run folder with its own report and results.csv; give another folder with -o")
         check_own(out)
     readable, problems = [], []
     for run in runs:

@@ -1,4 +1,4 @@
-"""`dyno doctor`: every backend in every configured Python, after one real operation in a process of its own."""
+"""`dyno doctor`: every backend in every configured Python, after one real operation in a separate process."""
 
 from __future__ import annotations
 

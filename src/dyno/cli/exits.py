@@ -61,7 +61,7 @@ _USAGE: Any = typer.BadParameter.__base__  # UsageError of the click that typer 
 class _Stream(io.FileIO):
     """Standard output or error whose reader may go away: the rest of the output is dropped, and the command goes on.
 
-    Standard output that can't be written to is an error, standard error is not: nobody would read of it.
+    Standard output that can't be written to is an error, standard error is not: no message could be read there.
     """
 
     lost = False

@@ -53,7 +53,7 @@ Sizes = list[tuple[int, int] | None]  # height and width of each image, None whe
 
 @dataclass(frozen=True)
 class Listing:
-    """Images with their splits; `own_calibration`: calibration images are from a folder of their own.
+    """Images with their splits; `own_calibration`: calibration images are from a separate folder.
 
     `classes` are shown, one for each label. `about` goes into meta.json. Where labels are not by image, `annotate`
     reads them, and `sources` are the files that it reads. `sized`: the originals' sizes are kept all the same.

@@ -62,19 +62,19 @@ def processors_held(runtime: Runtime, waiting: Waiting) -> Iterator[None]:
     The next one has a place in a queue, so that two studies that hold them for short blocks measure in turns. `waiting`
     is called with the process that holds one. Nothing is held for a job on a GPU, nor where files can't be locked.
     """
-    ranges = _list_ranges(os.sched_getaffinity(0)) if runtime.device == "cpu" else []
-    try:
-        held_now = ranges and _processors(cache_dir() / "processors" / f"{platform.node()}.lock")
-    except OSError:
-        held_now = None
-    if not held_now:
+    if runtime.device != "cpu":
         yield
         return
-    held_now.take(ranges, waiting)
+    try:
+        processors = _processors(cache_dir() / "processors" / f"{platform.node()}.lock")
+        processors.take(_list_ranges(os.sched_getaffinity(0)), waiting)
+    except OSError:  # such as ENOLCK on some network file systems
+        yield
+        return
     try:
         yield
     finally:
-        held_now.let_go()
+        processors.let_go()
 
 
 class _Processors:
@@ -113,7 +113,7 @@ class _Processors:
         for first, count in ranges:
             try:
                 fcntl.lockf(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB, count, first)
-            except OSError:
+            except (BlockingIOError, PermissionError):  # POSIX allows either for a range that is locked
                 waiting(self._find_owner(first, count))
                 fcntl.lockf(self._file, fcntl.LOCK_EX, count, first)
 

@@ -1,5 +1,4 @@
-"""What is measured again: whatever is undecided, until it is decided or the time is up, and whoever won, so that luck
-is not crowned."""
+"""Extra rounds for undecided pairs, until they are decided or the time is up; the finalists are measured again."""
 
 from __future__ import annotations
 

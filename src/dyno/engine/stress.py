@@ -1,4 +1,4 @@
-"""`dyno stress`: the stress test of a dynamic engine, in a process of its own."""
+"""`dyno stress`: the stress test of a dynamic engine, in a separate process."""
 
 from __future__ import annotations
 

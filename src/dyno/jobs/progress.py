@@ -19,7 +19,7 @@ from dyno.worker.spec import Recipe, Trial, plain
 
 SHOWN = 6
 SHOWN_ROWS = 12  # of the answer so far
-LONG_S = 60.0  # a file that takes as long has a line of its own once it is made
+LONG_S = 60.0  # files that take longer get a line with their time
 COLOURS = {"ok": "green", "skipped": "yellow"}
 
 
@@ -70,8 +70,7 @@ class Progress:
         self._begin_work(" ".join(filter(None, (*words, *_list_options(recipe)))))
         if wrong:
             self._print_line(Text(f"{plain(wrong)}; building it again", "yellow"))
-        if self.live is None:
-            self._say_detail(Text(self.now))
+        self._log_work()
 
     def took(self) -> None:
         """Say how long a file took that took long."""
@@ -81,8 +80,7 @@ class Progress:
     def other(self, what: str) -> None:
         """Show that a step begins which is neither a file nor a trial."""
         self._begin_work(what)
-        if self.live is None:
-            self._say_detail(Text(self.now))
+        self._log_work()
 
     def note(self, line: str) -> None:
         """Show a note to the user, which stays when the next step begins."""
@@ -150,9 +148,7 @@ class Progress:
             (f"  {self.step}" if self.step else "", "dim"),
             (f"  {plain(record.reason)}" if record.reason else f"  {record.seconds:.1f} s", "dim"),
         )
-        if record.status == "ok":
-            self._say_detail(text)
-        else:
+        if record.status != "ok" or self.live is not None or self.is_verbose:
             self._print_line(text)
         self.job, self.step = None, ""
 
@@ -160,10 +156,10 @@ class Progress:
         self.now, self.stage, self.since = plain(what), "start", time.monotonic()
         self.job, self.step = None, ""
 
-    def _say_detail(self, line: Text) -> None:
-        """Print a line that a terminal shows for a moment, and a log only if it is verbose."""
-        if self.live is not None or self.is_verbose:
-            self._print_line(line)
+    def _log_work(self) -> None:
+        """Print what begins, which a terminal shows below the lines, in a verbose log."""
+        if self.live is None and self.is_verbose:
+            self._print_line(Text(self.now))
 
     def _print_line(self, line: Text) -> None:
         if self.quiet:

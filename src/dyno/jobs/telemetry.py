@@ -46,7 +46,7 @@ class Telemetry:
         self._rows: list[tuple[float, ...]] = []
         self._ended, self._frozen = threading.Event(), threading.Event()
         self._whole = True  # whether the job ran all the time since the last look
-        self._importing = 0  # looks before the job began to load, where that is told
+        self._importing = 0  # samples before the job began to load, if that is known
         self._thread: threading.Thread | None = None
 
     def watch(self, pid: int) -> None:

@@ -93,7 +93,9 @@ def _measure_rounds(
     """
     with ExitStack() as stack:
         files = {}
-        for place in sorted(places, key=lambda place: place.card):  # in one order, whoever else wants several
+        for place in sorted(
+            places, key=lambda place: place.card
+        ):  # always in one order, so that no two processes wait for each other
             with confined(place):
                 stack.enter_context(held(trial.runtime, progress.waiting))
         for place in places:

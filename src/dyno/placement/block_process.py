@@ -1,4 +1,4 @@
-"""The process of one block: confined to its place, it measures the block's trials into a run folder of its own.
+"""The process of one block: confined to its place, it measures the block's trials into a separate run folder.
 
 python -m dyno.placement.block_process FOLDER reads block.json there.
 """

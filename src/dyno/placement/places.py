@@ -41,7 +41,7 @@ class Place:
 
     `device` is its name in there: a GPU is the only one that the process sees. `cores` are the logical processors that
     it may use, empty for all. `card` is the GPU's model, driver and UUID, or the processor's model and share. Each
-    backend gets so many `threads`, 0 for one per physical core that the process may use. `machine` is the
+    backend gets `threads` threads, 0 for one per physical core that the process may use. `machine` is the
     name of its host, and `host` what begins a block there, None for this one.
     """
 

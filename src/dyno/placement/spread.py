@@ -1,4 +1,4 @@
-"""A study spread over devices: each block is measured by one of them, by the engine in a process of its own."""
+"""A study spread over devices: each block is measured on one of them, by the engine in a separate process."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = 
     check_own(folder)
     refuse_other(study, folder)
     if folder.is_dir():
-        with Run(folder).locked():  # in use by another dyno: nobody should wait for a cluster first
+        with Run(folder).locked():  # refuse a folder that is in use before waiting for a cluster
             pass
     with _found_places(study, folder, progress) as found:
         _run_blocks(study, folder, found, progress, retry_failed)

@@ -31,7 +31,7 @@ def check_weights(study: Study, models: Sequence[str]) -> None:
     """Refuse weights if all models are files with their own weights: they would be ignored."""
     flag = "weights" if study.weights else "pretrained"
     if (study.weights or study.pretrained) and all(map(keeps_weights, models)):
-        raise UserError(f"{models[0]} has weights of its own, which {flag} can't replace; leave {flag} out")
+        raise UserError(f"{models[0]} contains its weights, which {flag} can't replace; omit {flag}")
 
 
 def check_device(study: Study) -> None:

@@ -25,7 +25,7 @@ DEMO_MINUTES = 4.5
 EVALUATION: dict[str, Any] = {
     "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
 }  # fmt: skip
-# A video or requests: their jobs measure in a way of their own, one after the other.
+# A video or requests: their jobs are not interleaved but run one after the other.
 OWN_JOBS: dict[str, Any] = {
     "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False, "until": FIXED, "confirm": 0,
     "search": False,

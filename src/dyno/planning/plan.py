@@ -33,7 +33,7 @@ from dyno.worker.spec import (
     to_json,
 )
 
-STEPS = ("modelopt",)  # steps of making a file that may have an interpreter of their own
+STEPS = ("modelopt",)  # steps of making a file that may use a separate interpreter
 
 
 def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:

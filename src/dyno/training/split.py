@@ -32,7 +32,7 @@ def source(data: str, holdout: float | None, out: Path, seed: int) -> str:
     folder = Path(data)
     if data == "digits":
         if holdout is not None:
-            raise UserError("the digits have test images of their own; omit --holdout")
+            raise UserError("the digits already have test images; omit --holdout")
         return data
     if not folder.is_dir():
         raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
@@ -46,7 +46,7 @@ def source(data: str, holdout: float | None, out: Path, seed: int) -> str:
         raise UserError(f"{folder} has no train/; put the training images there")
     if tested:
         if holdout is not None:
-            raise UserError(f"{folder} has test images of its own; omit --holdout")
+            raise UserError(f"{folder} already has test images; omit --holdout")
         return data
     root = folder / "train" if has_training else folder
     share = HOLDOUT if holdout is None else holdout

@@ -104,7 +104,7 @@ class Session(ABC):
     def complete(self, slot: int = 0) -> None:
         """Run one inference on what is bound to its end, in the calling thread where the engine can.
 
-        On a CPU every slot may do so at the same time, in a thread of its own.
+        On a CPU every slot may do so at the same time, in its own thread.
         """
         self.run(slot)
         self.wait(slot)
@@ -135,7 +135,7 @@ class Session(ABC):
         return EngineFacts()
 
     def profile(self, runs: int) -> LayerTimes:
-        """Time every layer in about so many runs of what slot 0 is bound to; nothing is timed afterwards."""
+        """Time every layer in about `runs` runs of slot 0's inputs; nothing is timed afterwards."""
         raise Unavailable("this engine doesn't say how long its layers take")
 
     def run_for_counters(self) -> None:

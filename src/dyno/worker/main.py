@@ -254,7 +254,7 @@ def _end_record(journal: Journal, status: str, reason: str) -> Record:
 def main(folder: Path) -> int:
     """Read the job, do it, write the record; 0 when a record was written, whatever it says."""
     begin = time.perf_counter()
-    # Run by hand there is no launcher to name itself, and whoever is the parent now will do.
+    # Run by hand there is no launcher; the current parent takes its place.
     launcher = int(os.environ.pop("DYNO_LAUNCHER", os.getppid()))
     if launcher != system.UNDER_TOOL:  # which ends with the job, and may start it from a thread that ends before
         system.die_with_parent(launcher)

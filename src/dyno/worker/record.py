@@ -102,7 +102,8 @@ def replacing(path: Path) -> Iterator[BinaryIO]:
 def lock(path: Path, busy: Callable[[str], None] = lambda owner: None) -> Iterator[None]:
     """Hold the file; while another process has it, `busy` gets its number, and raises or lets this wait.
 
-    The lock ends with the process, however it ends. Its folder may go with it: whoever waited holds a new file then.
+    The lock ends with the process, however it ends. Its folder may be removed with it: a waiting process then locks a
+    new file.
     """
     while True:
         path.parent.mkdir(parents=True, exist_ok=True)

@@ -88,7 +88,7 @@ def plain(text: object) -> str:
 
 
 def shorten(text: object, most: int = 300) -> str:
-    """Return the text as one line of at most so many characters.
+    """Return the text as one line of at most `most` characters.
 
     Of a longer one the last sentence that says what is wrong comes first, and the beginning behind it: libraries put
     that sentence behind lists of nodes, types and places.

@@ -132,7 +132,7 @@ def test_without_transfers_latency_is_not_compared(trial: TrialResult) -> None:
     [
         ({"engine": "/other/resnet.engine"}, "trtexec ran resnet.engine, Dyno net b8.engine"),
         ({"engine": "C:\\x\\resnet.engine"}, "trtexec ran resnet.engine"),
-        ({"engine": "", "onnx": "m/net.onnx"}, "built an engine of its own from net.onnx"),
+        ({"engine": "", "onnx": "m/net.onnx"}, "built a separate engine from net.onnx"),
         ({"shapes": {"input": (1, 3, 64, 64)}}, "trtexec ran input:1x3x64x64, Dyno input:8x3x64x64"),
         ({"shapes": {"image": (8, 3, 64, 64)}}, "trtexec ran image:8x3x64x64"),
         ({"device": "NVIDIA Other"}, "trtexec ran on NVIDIA Other, Dyno on NVIDIA Example"),

@@ -68,7 +68,7 @@ def test_a_module_and_an_engine(call: Call, model: str, size: int, engine: str) 
     found = explained(call, model, "pytorch", engine, "--size", size, "--top", 0, *QUICK)
     causes = causes_of(found)
     assert set(causes.values()) <= {
-        "another kernel", "fused or left out in B", "a layer of its own in B", "conversions of types and layouts",
+        "another kernel", "fused or left out in B", "a separate layer in B", "conversions of types and layouts",
         "the model's own code, and calling its parts",
     }  # fmt: skip
     assert causes["(model)"] == "the model's own code, and calling its parts"

@@ -237,7 +237,7 @@ def test_what_can_t_be_saved_is_one_line_before_anything_is_measured(
         f"a.html needs times of layers; `dyno profile` saves it, `dyno inspect` saves {known}"
     )
     assert refused("profile", model, "--save", "a.onnx") == (
-        "a.onnx needs an ONNX graph, and none of the forms is made from one; add onnxruntime, or another that is"
+        "a.onnx needs an ONNX graph, but no form is made from one; add onnxruntime, or another that is"
     )
     assert refused("profile", model, "--save", "nowhere/a.html") == (
         "nowhere/a.html can't be written (No such file or directory); give a file in another folder"

@@ -18,7 +18,7 @@ from dyno.analysis.style import INK, WIDTH, styled
 MOST_DRAWN = 4  # matrices; every one is stored as CSV
 MOST_NUMBERED = 20  # classes up to which the picture has the numbers in it
 MOST_LABELLED = 60
-MOST_SQUARES = 30  # classes up to which each cell is a shape of its own in the page, beyond it a picture
+MOST_SQUARES = 30  # classes up to which each cell is a separate shape in the page; above it is a picture
 LONGEST = 24
 SHADE, ON_SHADE = "#0072B2", "#fdfdfd"  # the second isn't the page's own white, which is dark on a dark screen
 

@@ -64,8 +64,8 @@ def _choose_window(video: Video) -> tuple[float, float]:
 
 TIMELINE = Chart(
     "video-timeline",
-    "The stages of a video over time, some frames from its middle: a bar is a frame's or a batch's work, in a colour "
-    "of its own; pale is waiting until the next stage has room; nothing is waiting for the one before.",
+    "The stages of a video over time, some frames from its middle: a bar is the work on one frame or batch, each in a "
+    "different colour; pale bars wait for room in the next stage; gaps wait for the previous stage.",
     timeline,
     18,
 )

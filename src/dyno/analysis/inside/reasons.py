@@ -151,7 +151,7 @@ class _Words:
         do, run, have, take = ("does", "runs", "has", "takes") if one else ("do", "run", "have", "take")
         are_a = "is" if count_a == 1 else "are"
         times = f"{_format_seconds(step.a)} in {a} and {_format_seconds(step.b)} in {b}"
-        lack_b = "has no counterpart of its own" if count_b == 1 else "have no counterpart of their own"
+        lack_b = "has no separate counterpart" if count_b == 1 else "have no separate counterparts"
         texts = {
             causes.NARROWER: f"{count} of the model {run} in a narrower type in {b} ({self._format_kinds(parts)})",
             causes.WIDER: f"{count} of the model {run} in a wider type in {b} ({self._format_kinds(parts)})",

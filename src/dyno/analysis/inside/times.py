@@ -62,7 +62,7 @@ class Times:
 
     @property
     def latency(self) -> float:
-        """Median seconds of a run that nobody watched."""
+        """Median seconds of a run without profiling."""
         return float(np.median(self.unprofiled))
 
     @property

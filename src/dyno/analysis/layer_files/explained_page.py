@@ -1,4 +1,4 @@
-"""Why one form of a model is faster than another, as a part of a page and as a page of its own."""
+"""The explanation why one form of a model is faster than another, as a section and as a separate page."""
 
 from __future__ import annotations
 

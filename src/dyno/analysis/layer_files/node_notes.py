@@ -18,7 +18,7 @@ UNKNOWN = "no layer is known for it: folded, or not run by itself"
 
 @dataclass
 class Note:
-    """What is said at one node: a line for each layer that it became, and every fact of it by name."""
+    """The notes on one node: a line for each layer that it became, and its facts by name."""
 
     lines: list[str] = field(default_factory=list)
     facts: dict[str, str] = field(default_factory=dict)

@@ -18,7 +18,7 @@ RANKS = 10
 
 @dataclass(frozen=True)
 class Agreement(Closeness):
-    """How close the values of A are to those of B (the reference) over all outputs of so many inputs."""
+    """Differences between A's values and B's (the reference) over all outputs of `inputs` inputs."""
 
     samples: int = 0
 

@@ -13,7 +13,7 @@ from typing import TypeVar
 from dyno.analysis.records.results import Results, TrialResult, load
 from dyno.worker.spec import PRECISIONS, Trial, UserError
 
-BESIDE = "reference"  # in a run folder: the run of a reference that is none of its trials
+BESIDE = "reference"  # in a run folder: the run of a reference that isn't among its trials
 T = TypeVar("T", Trial, TrialResult)
 SHORTEST_ID = 4  # characters of an id that name a trial
 CHANGING, OTHER_WEIGHTS, OTHER_INPUTS = "outputs change from call to call", "different weights", "different inputs"

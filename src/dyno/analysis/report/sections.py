@@ -20,7 +20,7 @@ from dyno.analysis.verdict.about import began
 
 NUMBERS = re.compile(r"\d+([.,]\d+)*")
 LONGEST = 60  # characters of the name of a layer, which names all nodes that it was fused from
-MOST_DETAILS = 300  # trials with a section of their own
+MOST_DETAILS = 300  # trials with a separate section
 
 
 def machine(environment: dict[str, Any]) -> list[tuple[str, str]]:

@@ -14,7 +14,7 @@ from dyno.analysis import stats
 from dyno.analysis.self_test import power
 from dyno.analysis.self_test.stored import ProcessPair, StoredSelfTest, TestRound
 
-CURVE = (3, 5, 10)  # rounds for which the power is told
+CURVE = (3, 5, 10)  # numbers of rounds for which the power is printed
 SUMMED_UP = (2, 3, 4, 5, 6, 7, 8, 10, 15, 20)  # rounds for which a run keeps it
 # The grade by the smallest difference that a study of the usual number of rounds sees.
 GRADES = {"A": 0.01, "B": 0.02, "C": 0.05, "D": 0.10}
@@ -43,7 +43,7 @@ class Rate:
 
 @dataclass(frozen=True)
 class Verdicts:
-    """What studies of so many rounds said of pairs whose second was slowed down by a share.
+    """Verdicts of studies of `rounds` rounds on pairs whose second process was slowed down by a share.
 
     The studies are the rounds of the self-test in their order, each used once; `predicted` is how many would call it
     slower (of equal pairs: slower or faster) going by all the noise seen.

@@ -1,4 +1,4 @@
-"""A self-test in sentences: for whoever ran it, and for every run on the same machine."""
+"""Sentences on a self-test: for the command that ran it, and for every run on the same machine."""
 
 from __future__ import annotations
 

@@ -17,8 +17,8 @@ from dyno.analysis.serve.words import bound_of
 from dyno.analysis.stats import Speedup
 
 LATENCY_NOTE = (
-    "Latency counts from the moment at which a request was due, never from when it was sent: whoever is late, also the "
-    "server, doesn't delay the requests behind (no coordinated omission)."
+    "Latency counts from the time at which a request was due, not from when it was sent, so neither a late request nor "
+    "a late server delays later requests (no coordinated omission)."
 )
 
 

@@ -17,7 +17,7 @@ ALONE, TURNS = "one after the other", "in turns"
 
 @dataclass(frozen=True)
 class Evidence:
-    """The mean of log(reference seconds / own seconds) over so many `rounds` (above 0 is faster), its standard `error`
+    """The mean of log(reference seconds / own seconds) over `rounds` rounds (above 0 is faster), its standard `error`
     and Student's degrees of `freedom`; NaN with a single round.
 
     `spread` is the deviation of a round's log ratio and `parts` how many degrees of freedom each further round brings:

@@ -21,7 +21,7 @@ from dyno.analysis.tables.accuracy_tables import LABEL
 from dyno.analysis.tables.trial_columns import COLUMNS, IDENTITY
 from dyno.worker.spec import BUILD
 
-PARTS = 10  # a round without blocks is cut into so many consecutive parts of equal length
+PARTS = 10  # a round without blocks is cut into this many consecutive parts of equal length
 OTHER_LENGTH = 2.0  # a round's length is advised where it differs by at least this factor
 LATENCY, PAIR = "latency", "ratio to the reference"
 SURE = 0.05  # significance level of the difference between builds

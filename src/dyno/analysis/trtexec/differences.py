@@ -71,7 +71,7 @@ def unlike(trial: TrialResult, report: TrtexecReport) -> str:
     engine = command.engine(trial)
     if report.onnx and not report.engine:
         return (
-            f"Not compared: trtexec built an engine of its own from {_parse_file_name(report.onnx)}, and two builds "
+            f"Not compared: trtexec built a separate engine from {_parse_file_name(report.onnx)}, and two builds "
             f"differ; time the same file with --loadEngine={engine or 'ENGINE'}."
         )
     if engine and report.engine and _parse_file_name(engine) != _parse_file_name(report.engine):

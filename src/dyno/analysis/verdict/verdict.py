@@ -35,7 +35,7 @@ OTHER_NETWORK = (
     " The files were taken for one network, since their inputs and outputs have the same shapes; "
     "if they are two, give each a command of its own."
 )
-MOST_GROUPS = 8  # model x size pairs that get sentences of their own; the rest stands in the tables
+MOST_GROUPS = 8  # model x size pairs with sentences; the rest is in the tables
 SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
 NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
 # Wider precisions that a lowered one should be faster than, in the order of comparison.

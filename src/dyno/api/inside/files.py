@@ -120,7 +120,7 @@ def check(paths: Sequence[Path], sides: Sequence[FormRequest], timed: bool, rate
         if any(path.exists() and Path(s.source).is_file() and path.samefile(s.source) for s in sides):
             raise UserError(f"{path} is the model itself; give another file to save to")
         if kind is KINDS[GRAPH] and not any(map(_has_graph, sides)):
-            raise UserError(f"{path.name} needs an ONNX graph, and none of the forms is made from one; "
+            raise UserError(f"{path.name} needs an ONNX graph, but no form is made from one; "
                             f"add onnxruntime, or another that is")  # fmt: skip
 
 
@@ -194,7 +194,7 @@ def _write_graphs(found: ModelForms, lines: Mapping[int, Timeline], path: Path) 
         _annotate_graph(file, out, notes)
         written.append(out)
     if not written:
-        raise UserError(f"{path.name} needs an ONNX graph, and none of the forms was made from one; add onnxruntime")
+        raise UserError(f"{path.name} needs an ONNX graph, but no form was made from one; add onnxruntime")
     return written
 
 

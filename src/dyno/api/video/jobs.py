@@ -29,7 +29,7 @@ PATIENCE_S = 20.0  # that an interrupted job has to close its video
 class VideoJobSpec:
     """What the jobs of a video have in common: the source, what is written ("" for nothing), the settings.
 
-    With `several` trials each writes to a name of its own; rounds after the first keep nothing.
+    With `several` trials each writes to a different name; rounds after the first keep nothing.
     """
 
     source: str

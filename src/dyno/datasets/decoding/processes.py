@@ -97,7 +97,7 @@ def _in_order(pixels: np.ndarray, ask: int, lines: Any, wanted: range) -> Iterat
             done, seconds, seal, reason = json.loads(line)
             ready[done] = DecodedRow(reason or pixels[done % len(pixels)], seconds, seal)
         next_one = ready.pop(index)
-        if not isinstance(next_one.row, str):  # whoever gets it may keep it
+        if not isinstance(next_one.row, str):  # the receiver may keep it
             next_one = next_one._replace(row=next_one.row.copy())
         ask_for_next()
         yield next_one

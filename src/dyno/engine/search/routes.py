@@ -1,6 +1,6 @@
 """Other routes to the ONNX file, tried where they may give the network at hand another graph than the usual one.
 
-They run beside the usual one, in a folder of their own; the fastest whose outputs are right becomes a trial like any
+They run beside the usual one, in a separate folder; the fastest whose outputs are right becomes a trial like any
 other if its gain is proven, and is measured like any other.
 """
 
@@ -37,7 +37,9 @@ from dyno.worker.spec import FIXED, Artifact, DataSpec, ModelSpec, Recipe, Trial
 
 FOLDER = "routes"  # in a run folder
 BOUNDARY = "model"
-LEAST_GAIN = 1.05  # that a route of its own is worth; where a round shows it, PROOF rounds have to prove it
+LEAST_GAIN = (
+    1.05  # the speed-up that makes another route a separate row; where a round shows it, PROOF rounds have to prove it
+)
 PROOF = 3
 SECONDS = 1.0  # at most, of each process
 ONNX_STATIC = "onnx_static"  # the maker of files with fixed shapes

@@ -33,7 +33,7 @@ CONNECT_S = 10.0  # for a connection to the head node
 LAST_PORT = 2**16 - 1
 OWN = ("", "auto", "local")  # the cluster of this host, in Ray's words too
 NICE = "; set RAY_worker_niceness=0 before `ray start`"
-# Of a cluster that is started here: nothing is sent to Ray's makers, and what measures gives way to nobody.
+# Of a cluster that is started here: no usage statistics are sent, and measuring processes keep their priority.
 SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
 
 

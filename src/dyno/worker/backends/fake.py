@@ -21,7 +21,7 @@ CLASSES = 10
 
 
 class Fake(Backend):
-    """Sleeps as long as it is told and fails as it is told.
+    """Sleeps and fails as its options say.
 
     Options: `latency_ms` per batch (default 1), `noise` (relative standard deviation), `drift` (relative difference
     between processes), `fail` (exception, skip, segfault, exit, hang, oom, killed, nan) and `at` (import, load, run, or

@@ -343,7 +343,7 @@ class TorchSession(Session):
             seen[module] = "" if tensor is None else str(tensor.dtype).removeprefix("torch.")
 
         if isinstance(self._module, self._torch.jit.ScriptModule):
-            return 0, {}  # which lets nobody watch its parts
+            return 0, {}  # whose parts can't be observed
         leaves = [m for m in self._module.modules() if isinstance(m, compute) or not list(m.children())]
         hooks = [m.register_forward_hook(record_type) for m in leaves if takes_hooks(self._torch, m)]
         try:

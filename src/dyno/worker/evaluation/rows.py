@@ -141,7 +141,7 @@ class _RowTest:
         )
 
     def _refuse_merged(self) -> None:
-        """Raise the `UserError` for outputs without a row for each input, none of them declared."""
+        """Raise the `UserError` for outputs without a row for each input if no axes are declared."""
         shapes = ", ".join(_format_shape(a.shape) for a in self._answers.values())
         raise UserError(
             f"the outputs are {shapes} for a batch of {self._batch}, which has no row for each input: a length is "

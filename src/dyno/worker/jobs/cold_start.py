@@ -28,12 +28,12 @@ START, IMPORTS, CONTEXT, LOAD, INPUTS, FIRST = "start", "imports", "context", "l
 def cold_start(job: Job, journal: Journal) -> None:
     """Load the trial's engine, answer once, then a few times more, and say what each part took.
 
-    The clock runs from the moment at which the launcher started this process; a `UserError` where nobody did.
+    The clock runs from the moment at which the launcher started this process; raises `UserError` without a launcher.
     """
     assert job.trial is not None
     trial, clock = job.trial, ColdStartClock()
     if STARTED not in os.environ:
-        raise UserError("nobody says when this process was started; a cold start is measured by `dyno cold-start`")
+        raise UserError("the start time of this process is unknown; a cold start is measured by `dyno cold-start`")
     started = float(os.environ[STARTED])
     clock.parts[START] = time.monotonic() - started
     with clock.imports_apart():

@@ -1,4 +1,4 @@
-"""A wrong result has no speed: outputs that are NaN or infinite fail whoever gave them."""
+"""A wrong result has no speed: NaN or infinite outputs fail the trial."""
 
 from __future__ import annotations
 

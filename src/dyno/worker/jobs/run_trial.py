@@ -111,7 +111,7 @@ def _time_boundaries(
 
 
 def _sustain_load(session: Session, trial: Trial, feeds: measure.Feeds, journal: Journal, seconds: float) -> None:
-    """Keep every slot busy for so long, so that whoever reads the counters of energy sees nothing else."""
+    """Keep every slot busy for this long, so that the energy counters see nothing else."""
     journal.stage("run for the energy")
     endless = replace(trial.plan, max_samples=sys.maxsize)
     measure.throughput(session, feeds, trial.dims.batch, replace(endless, seconds=SETTLING * seconds))

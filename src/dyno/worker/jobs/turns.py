@@ -70,7 +70,7 @@ class Uninterleaved:
 
 
 class Interleaved(Uninterleaved):
-    """The conductor says when; `waited_s` is how long this process waited, which is none of its own time."""
+    """Blocks start when the conductor says so; `waited_s` is the time spent waiting, which is not the job's own."""
 
     conducted = True
 
@@ -97,8 +97,8 @@ class Interleaved(Uninterleaved):
         print(line, file=self._said)
         word = self._heard.readline().strip()
         self.waited_s += time.perf_counter() - since
-        if word not in (GO, END):  # the conductor is gone, and whoever has no turn must not measure
-            raise EOFError("whoever gave this job its turns is gone")
+        if word not in (GO, END):  # the conductor is gone, and without a turn nothing may be measured
+            raise EOFError("the process that conducts this job's turns is gone")
         return word
 
 

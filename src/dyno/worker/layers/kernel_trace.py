@@ -126,7 +126,7 @@ class _Owners:
             name = one.name.removeprefix(CALL)
             one.row = rows.get((name, seen[one.run, name]), -1) if one.name != RUN else -1
             seen[one.run, name] += 1
-        for one in self._ranges:  # whoever is around comes first
+        for one in self._ranges:  # enclosing ranges come first
             if one.row < 0 and one.around >= 0:
                 one.row = self._ranges[one.around].row
 

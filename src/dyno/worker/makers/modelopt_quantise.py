@@ -1,4 +1,4 @@
-"""FP8 and INT8 Q/DQ graphs for TensorRT by NVIDIA's Model Optimizer, in an environment of its own.
+"""FP8 and INT8 Q/DQ graphs for TensorRT by NVIDIA's Model Optimizer, in a separate environment.
 
 nvidia-modelopt pins older onnx and onnxruntime than Dyno does, so this step runs in the interpreter that the study has
 for the name `modelopt` (`--python modelopt=PATH`). It needs no GPU.

@@ -187,7 +187,7 @@ def _read_array(tensor: Any) -> np.ndarray:
 
 
 def _replace_weight(graph: Any, node: Any, k: int, values: np.ndarray) -> None:
-    """Give the node a weight of its own: others may read the one it has."""
+    """Give the node its own copy of the weight, which other nodes may read."""
     import onnx
 
     node.input[k] = f"{node.name}_{k}_rounded"

@@ -1,4 +1,4 @@
-"""torchvision's detectors: they normalise, resize and suppress inside, and give each image boxes of its own number."""
+"""torchvision's detectors: they normalise, resize and suppress inside; the number of boxes differs per image."""
 
 from __future__ import annotations
 

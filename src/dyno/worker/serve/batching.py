@@ -50,7 +50,7 @@ class BatchingRules:
 
 
 class Batcher:
-    """Gives whoever is free the next batch, and keeps when each request was begun and answered.
+    """Give each free instance the next batch, and record when each request began and was answered.
 
     `began` and `ended` are seconds by the clock, NaN for requests that were refused or left; `size` is the number of
     requests in a request's batch, 0 for those. Refused is who found the queue full, and whom `answer` of `serve` gave
@@ -124,7 +124,7 @@ class Batcher:
 
 
 def serve(batcher: Batcher, answer: Callable[[int], None]) -> None:
-    """Answer batches of so many requests until there are no more; one that is `Unanswered` doesn't end it."""
+    """Answer batches until there are no more requests; an `Unanswered` batch doesn't end the loop."""
     try:
         while (batch := batcher.take()) is not None:
             try:

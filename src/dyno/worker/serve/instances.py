@@ -1,4 +1,4 @@
-"""Who answers: instances of a model, each loaded and driven by a thread of its own, for several sizes of batch."""
+"""Instances of a model, each loaded and driven by its own thread, for several batch sizes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Lane:
         self.answered: Arrays = {}  # the last batch's outputs
 
     def answer(self, count: int) -> None:
-        """Answer so many requests, as the smallest batch into which they fit."""
+        """Answer `count` requests as the smallest batch that holds them."""
         rung = next(rung for rung in self.rungs if rung.size >= count)
         session, slot = rung.session, self._slot
         session.bind(rung.feeds[next(self._turns) % len(rung.feeds)], slot)

@@ -1,4 +1,4 @@
-"""A session's inputs and outputs as tensors of PyTorch where the engine computes, for whoever makes and reads them
+"""A session's inputs and outputs as tensors of PyTorch where the engine computes, for code that makes and reads them
 there: frames of a video needn't become arrays of a host that is slower than the GPU."""
 
 from __future__ import annotations

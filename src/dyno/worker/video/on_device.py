@@ -73,7 +73,7 @@ class Feed:
 class DevicePreparation(Preparation):
     """Copies pictures as they were decoded, and letterboxes and normalises a batch at a time on the device.
 
-    Several threads may write; whoever completes a batch is one thread.
+    Several threads may write; one thread completes a batch.
     """
 
     def __init__(self, preprocess: Preprocess, inputs: Sequence[Tensor], dims: Dims, ends: DeviceBinding) -> None:

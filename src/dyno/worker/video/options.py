@@ -43,7 +43,7 @@ class VideoOptions:
     most: int = _define_option(300, "Most boxes of a frame.")
     frames: int = _define_option(0, "Stop after this many frames.", "the whole video", common=True)
     streams: int = _define_option(
-        1, "Run the video so many times at once through one engine; the first is written as OUT."
+        1, "Number of concurrent copies of the video through one engine; the first is written as OUT."
     )
     preload: int = _define_option(
         0,

@@ -154,7 +154,7 @@ def filling(batch: int, threads: int) -> int:
 
 
 class SessionThread:
-    """A session in a thread of its own, in which it is loaded and called; several streams share it.
+    """A session with its own thread, which loads and calls it; several streams share it.
 
     OpenMP keeps threads for each thread that calls it. With two such pools on the same processors neither spins any
     more, and PyTorch takes three times as long. A GPU's context belongs to a thread, too. But an engine that answers
@@ -306,7 +306,7 @@ class DetectionRecorder:
 class PostprocessingStage(PipelineStage):
     """Outputs become boxes, which are kept, and batches become frames again.
 
-    `read` takes outputs that nobody needs any more.
+    `read` takes outputs that are no longer needed.
     """
 
     name = POSTPROCESS

@@ -90,4 +90,4 @@ def test_what_is_proven_and_right_is_kept() -> None:
     assert tried.sentences(outcomes[2:], "x") == ["None of 3 prescriptions helped."]
     assert tried.sentences((), "x") == ["Nothing of what costs x time calls for a prescription."]
     text = export([tried.table(outcomes, "x")], "markdown")
-    assert "1.20x [1.10, 1.30]" in text and "failed: no opset 20" in text and "a layer of its own in B" in text
+    assert "1.20x [1.10, 1.30]" in text and "failed: no opset 20" in text and "a separate layer in B" in text

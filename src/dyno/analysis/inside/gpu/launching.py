@@ -23,8 +23,11 @@ COLUMNS = (
 
 @dataclass(frozen=True)
 class LaunchTimes:
-    """Of runs that nobody watched seconds by the GPU's clock and of the host inside `run`; of the watched ones seconds
-    of the GPU's work and of the host in calls of CUDA, and how many kernels ran (empty: the engine doesn't say)."""
+    """Launch times of one form, in seconds per run.
+
+    Without profiling: `latency` by the GPU's clock, and `enqueue` of the host inside `run`. With profiling: `busy` of
+    the GPU, `calls` of the host in CUDA's functions, and the number of kernels (empty if the engine doesn't report it).
+    """
 
     latency: np.ndarray
     enqueue: np.ndarray

@@ -116,7 +116,7 @@ class RooflineRating:
         return CACHED if largest <= self.ceilings.copy.cache else BEYOND_COPY
 
 
-NOTHING_KNOWN = LayerWork(0, None)  # no products, and bytes that nobody knows
+NOTHING_KNOWN = LayerWork(0, None)  # no products, and an unknown number of bytes
 
 
 def _sum_known(values: Iterable[int | None]) -> int | None:

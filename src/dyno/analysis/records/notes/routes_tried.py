@@ -40,7 +40,7 @@ class Attempt:
 
     @property
     def kept(self) -> RouteAttempt | None:
-        """The route that has rows of its own; None where the usual one is as good."""
+        """The route with separate rows; None where the usual one is as good."""
         return next((one for one in self.routes if one.outcome == KEPT), None)
 
 

@@ -1,4 +1,4 @@
-"""What is said of a study's devices: how far they differ, and whether they were used side by side."""
+"""Sentences on a study's devices: how much they differ, and whether they were used in parallel."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def _describe_company(found: AnchorDevices) -> str:
         by = f" ({found.anchor}: {_format_slowdowns(found.disturbed)})" if found.disturbed else ""
         return f"Blocks were measured one at a time where devices were slower beside each other than alone{by}."
     if found.devices and not found.speedups:
-        return "Devices worked side by side: each has a host of its own."
+        return "Devices worked side by side: each is on a different host."
     certain = {place: one for place, one in found.speedups.items() if one.verdict == stats.SLOWER}
     if certain:
         equal = f"up to {found.equivalent:g} % count as equal"

@@ -1,4 +1,4 @@
-"""What is said of the routes to the ONNX file that were tried beside the usual one."""
+"""Sentences on the routes to the ONNX file that were tried beside the usual one."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def findings(results: Results) -> Iterator[Finding]:
                 f"{_name_attempt(one)} by the route {one.kept.route} ran {one.kept.ratio:.2f} times as fast as by the"
             )
             rest = _format_routes(route for route in one.routes if route.outcome != KEPT)
-            yield Finding(BEST, f"{text} usual one beside it at batch {one.batch}; it has rows of its own{rest}.")
+            yield Finding(BEST, f"{text} usual one beside it at batch {one.batch}; it has separate rows{rest}.")
     if others := [f"{_name_attempt(one)}{_format_routes(one.routes)}" for one in tried if one.kept is None]:
         yield Finding(
             NOTE, f"No other route to the ONNX file that was tried is proven to be faster: {', '.join(others)}."

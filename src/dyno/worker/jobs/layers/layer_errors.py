@@ -106,7 +106,7 @@ def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
 def _check_common(comparison: TensorComparison) -> None:
     inner = {*comparison.graph.float_tensors} - {*comparison.graph.outputs}
     if not comparison.tensors or (inner and inner.isdisjoint(comparison.tensors)):
-        raise UserError("none of its layers has a tensor in common with the reference, so they can't be compared; "
+        raise UserError("it shares no layer's tensor with the reference, so layers can't be compared; "
                         "give two files of one graph, whose tensors have the same names")  # fmt: skip
 
 

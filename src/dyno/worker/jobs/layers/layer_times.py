@@ -16,8 +16,8 @@ UNPROFILED, PROFILED, LAYERS = "unprofiled", "profiled", "layers"  # tags; none 
 def profile(job: Job, journal: Journal) -> None:
     """Time the trial's model boundary with nothing switched on, then its layers in `runs` (an option) watched runs.
 
-    Stored are the samples of both, the layers' seconds, a row for each repeat, and on a GPU the parts of an inference
-    that nobody watched, with what the GPU did in the watched runs where the engine says.
+    Store the samples of both, the layers' seconds with a row for each repeat, and on a GPU the parts of an inference
+    without profiling, with the GPU's work in the profiled runs if the engine reports it.
     """
     assert job.trial is not None
     trial = job.trial
