@@ -94,6 +94,18 @@ def many_boxes(boxes: np.ndarray) -> np.ndarray:
     return np.concatenate([boxes, np.tile(boxes, (1, 3, 1))], 1)
 
 
+def offsets(decoded: bool) -> np.ndarray:
+    """Anchors row by row, as a detector gives its boxes before (offset in cells, log of size) and after decoding."""
+    rng = np.random.default_rng(7)
+    cells = [(x, y, stride) for stride in (8, 16, 32) for y in range(-(-48 // stride)) for x in range(64 // stride)]
+    x, y, stride = np.array(cells, np.float64).T
+    dx, dy, width, height = rng.normal(0.5, 1.2, (4, 2, ANCHORS))
+    raw = [(dx + x) * stride, (dy + y) * stride, np.exp(width) * stride, np.exp(height) * stride]
+    table = np.stack(raw if decoded else [dx, dy, width, height], -1)
+    scores = rng.uniform(0.3, 0.9, (2, ANCHORS, 1 + CLASSES))
+    return np.concatenate([table, scores], 2)
+
+
 def selected() -> Arrays:
     images, boxes = np.divmod(np.arange(2 * FOUND), FOUND)
     indices = np.stack([images, T.labels[images, boxes], boxes], 1)
@@ -197,13 +209,24 @@ def test_masks_and_keypoints_of_boxes_that_are_left() -> None:
         ({"o": T.rows("box", "score", "class") + 900 * np.eye(6)[:4].sum(0)}, 0, "outside the image"),
         ({"o": anchors(np.concatenate([T.centres, T.every_class], 2))}, 0, "of 4 or 5 classes; .* --classes"),
         ({"o": T.rows("box", "score", "class")}, 3, "a box is of class 4, and there are 3"),
+        ({"o": offsets(decoded=False)}, 5, "doesn't follow the cells of the grid: decode the boxes in the file"),
     ],
-    ids=["shape", "logits", "classes", "outside", "objectness or not", "too few classes"],
+    ids=["shape", "logits", "classes", "outside", "objectness or not", "too few classes", "not decoded"],
 )
 def test_what_is_not_understood_is_one_line(arrays: Arrays, classes: int, reason: str) -> None:
     with pytest.raises(UnreadBoxes, match=reason) as raised:
         BoxReader(DETECT, classes).detections(arrays, np.array([SIZE, SIZE]), SIZE)
     assert "understood are batch x (4 + classes) x anchors" in str(raised.value) and "\n" not in str(raised.value)
+
+
+def test_boxes_that_are_decoded_are_read() -> None:
+    """The offsets of the test above, decoded by numpy: a box for each anchor above the threshold."""
+    table = offsets(decoded=True)
+    (first, _) = BoxReader(DETECT, CLASSES).detections(
+        {"o": table}, np.array([SIZE, SIZE]), SIZE, confidence=0.05, iou=1.0
+    )
+    assert len(first.scores) >= ANCHORS / 2
+    np.testing.assert_allclose(first.scores[0], (table[0, :, 4] * table[0, :, 5:].max(-1)).max(), rtol=1e-5)
 
 
 def test_classes_are_numbered_as_the_data_has_them() -> None:

@@ -24,6 +24,8 @@ SLACK = 0.01  # of a score: what half precision and INT8 make of 0 and 1
 FILLED = 0.001  # rows of a lower score only fill a fixed number of rows
 EXAMINED = 4  # images whose values decide
 MOST_EXAMINED = 1000  # boxes of them, of the highest scores
+FARTHEST_OFFSET = 8.0  # cells between an anchor and the centre of its box
+IN_STEP = 0.5  # correlation of decoded centres with their cells: about 1, and of undecoded ones about 0
 UNREAD = "no boxes are read from the outputs"
 
 
@@ -81,7 +83,7 @@ class BoxLayout(ABC):
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
         """Return the boxes of one image of the batch."""
 
-    def refute(self, fit: Fit, values: Mapping[str, np.ndarray]) -> str:
+    def refute(self, fit: Fit, seen: ObservedOutputs) -> str:
         """Return what in the values contradicts the layout besides scores, classes and boxes; "" for nothing."""
         return ""
 
@@ -128,10 +130,14 @@ class AnchorTable(BoxLayout):
         usual = each == 3 if self.objectness else each == 1
         return (0 if usual and (known or self.objectness) else 0.5) if each == 1 or usual else 2 if known else 4
 
-    def refute(self, fit: Fit, values: Mapping[str, np.ndarray]) -> str:
-        first = np.moveaxis(values[fit.names[0]], self.axis, 0)[4]
-        constant = not self.objectness and (fit.classes or 0) > 1 and first.size > 1 and bool((first == 1).all())
-        return "the fifth value is 1 for every anchor" if constant else ""  # YOLOv6's objectness
+    def refute(self, fit: Fit, seen: ObservedOutputs) -> str:
+        table = np.moveaxis(seen.values[fit.names[0]], self.axis, 0)
+        constant = not self.objectness and (fit.classes or 0) > 1 and table[4].size > 1 and bool((table[4] == 1).all())
+        if constant:
+            return "the fifth value is 1 for every anchor"  # YOLOv6's objectness
+        if not _follow_cells(table[:2, 0].astype(np.float64), seen.size):
+            return "what should be centres of boxes doesn't follow the cells of the grid: decode the boxes in the file"
+        return ""
 
     def decode(self, fit: Fit, values: Mapping[str, np.ndarray], image: int) -> Candidates:
         table = values[fit.names[0]][image]
@@ -324,8 +330,8 @@ class Pairs(BoxLayout):
             return None
         return Fit(self, (boxes, scores), classes)
 
-    def refute(self, fit: Fit, values: Mapping[str, np.ndarray]) -> str:
-        table = self._read_table(fit, values, slice(None)).astype(np.float32)
+    def refute(self, fit: Fit, seen: ObservedOutputs) -> str:
+        table = self._read_table(fit, seen.values, slice(None)).astype(np.float32)
         table = table[np.isfinite(table).all(-1)]
         logits = bool(table.size and (table.min() < -SLACK or table.max() > 1 + SLACK))
         nothing = (
@@ -402,7 +408,7 @@ def choose(seen: ObservedOutputs, kinds: tuple[type[BoxLayout], ...] = (BoxLayou
 
 def _examine_boxes(fit: Fit, seen: ObservedOutputs) -> BoxForm | str | None:
     """Return the form of the boxes, None without any, or what contradicts the layout."""
-    if reason := fit.layout.refute(fit, seen.values):
+    if reason := fit.layout.refute(fit, seen):
         return reason
     found = [fit.layout.decode(fit, seen.values, image) for image in range(min(seen.images, EXAMINED))]
     scores = np.concatenate([one.best_scores() for one in found])
@@ -448,8 +454,43 @@ def anchors_per_cell(anchors: object, size: tuple[int, int]) -> int:
     """Return 1 or 3 where that is how many anchors the cells of the image's grids have, 0 for other numbers."""
     if not all(size):
         return 0
-    cells = {sum(-(-size[0] // stride) * -(-size[1] // stride) for stride in strides) for strides in STRIDES}
+    cells = {sum(rows * columns for rows, columns in _list_grids(strides, size)) for strides in STRIDES}
     return next((each for each in (1, 3) if any(anchors == each * count for count in cells)), 0)
+
+
+def _list_grids(strides: Sequence[int], size: tuple[int, int]) -> list[tuple[int, int]]:
+    """Return rows and columns of the grid of each stride."""
+    return [(-(-size[0] // stride), -(-size[1] // stride)) for stride in strides]
+
+
+def _follow_cells(centres: np.ndarray, size: tuple[int, int]) -> bool:
+    """Return whether each anchor's centre (x and y, 2 x anchors) lies about its cell, in any usual order of anchors.
+
+    Centres that a network gives as offsets from their cells, as YOLOX does unless it decodes them, are small and not in
+    step with the cells. True for pixels and shares of the image, and where the anchors are not those of a grid.
+    """
+    each = anchors_per_cell(centres.shape[1], size)
+    finite = np.isfinite(centres).all(0)
+    if not each or not finite.any() or np.ptp(centres[:, finite], axis=1).min() == 0:
+        return True
+    far = float(np.quantile(np.abs(centres[:, finite]), 0.99))
+    if far <= 1 + SLACK or far > FARTHEST_OFFSET:  # shares of the image, or pixels
+        return True
+    best = 0.0
+    for strides in (order for known in STRIDES for order in (known, known[::-1])):
+        for is_outer in (True, False):  # an anchor's whole grid by itself, or the anchors of a cell together
+            cells = np.concatenate([_list_cells(grid, each, is_outer) for grid in _list_grids(strides, size)], axis=1)
+            if cells.shape == centres.shape:
+                pairs = zip(cells[:, finite], centres[:, finite], strict=True)
+                best = max(best, min(float(np.corrcoef(cell, centre)[0, 1]) for cell, centre in pairs))
+    return best > IN_STEP
+
+
+def _list_cells(grid: tuple[int, int], each: int, is_outer: bool) -> np.ndarray:
+    """Return x and y of each anchor's cell as shares of the image, 2 x anchors, row by row."""
+    y, x = (each_axis.ravel() for each_axis in np.mgrid[: grid[0], : grid[1]])
+    places = np.stack([(x + 0.5) / grid[1], (y + 0.5) / grid[0]])
+    return np.tile(places, each) if is_outer else np.repeat(places, each, axis=1)
 
 
 def keypoints_of(values: int) -> tuple[int, int] | None:
