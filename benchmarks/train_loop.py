@@ -29,7 +29,7 @@ from dyno.worker import system
 from dyno.worker.nets import models
 from dyno.worker.spec import ModelSpec, Preprocess
 from dyno.worker.training import loader as train_data
-from dyno.worker.training import snapshot
+from dyno.worker.training import network
 from dyno.worker.training.loop import Loop
 from dyno.worker.training.options import TrainOptions
 
@@ -158,10 +158,10 @@ def compare(given: argparse.Namespace) -> float:
         print(f"  {name}: {described([o[clock] for o in own], [p[clock] for p in plain])}")
     ratio = statistics.median(p[judged] / o[judged] for o, p in zip(own, plain, strict=True))
     folder = Path(tempfile.mkdtemp())
-    state = snapshot.State({})
-    state.add(dict.fromkeys(snapshot.COLUMNS, 1.0))
+    state = network.State({})
+    state.add(dict.fromkeys(network.COLUMNS, 1.0))
     start = time.perf_counter()
-    snapshot.store(folder, state, loops[0].parts())
+    network.store_state(folder, state, loops[0].parts())
     print(f"state and weights after an epoch: {time.perf_counter() - start:.2f} s")
     return ratio
 

@@ -229,11 +229,11 @@ def repeated(video: str, film: str) -> str:
 
 def decoding(video: str, gpu: str) -> dict[str, float]:
     """Frames per second of a loop that decodes the file as `dyno video` does, and does nothing else."""
-    from dyno.worker.video.media.opening import prepare_libraries, source_of
+    from dyno.worker.video.opening import open_source, prepare_libraries
     from dyno.worker.video.options import VideoOptions
 
     prepare_libraries()
-    source = source_of(video, VideoOptions(), gpu)
+    source = open_source(video, VideoOptions(), gpu)
     next(iter(source.read()))  # a GPU's decoder takes a while to start
     began = time.perf_counter()
     count = sum(1 for _ in source.read())

@@ -11,7 +11,7 @@ import ncu_files
 from dyno.analysis.inside.gpu import ncu
 from dyno.worker.backend import LayerTimes, Session
 from dyno.worker.backends.fake import Fake, FakeSession
-from dyno.worker.facts.inside import LAYERS, Layer, LayerGraph
+from dyno.worker.facts.job import LAYERS, Layer, LayerGraph
 from dyno.worker.spec import Artifact, Trial
 
 HANG = "TEST_COUNTED_HANGS"

@@ -41,7 +41,7 @@ LIBRARIES = (
     "torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.onnx._internal.exporter._core",
     "torch.utils.flop_counter", "torchvision", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime.quantization",
     "openvino", "av", "cv2", "dyno.cli.app", "dyno.cli.commands", "dyno.analysis.report.report", "dyno.worker.main",
-    "dyno.worker.jobs.inspect_model", "dyno.worker.jobs.peak", "dyno.worker.video.alone",
+    "dyno.worker.jobs.inspect_model", "dyno.worker.jobs.stress", "dyno.worker.video.alone",
 )  # fmt: skip
 PROGRAM = "-m", "dyno"
 FORKS = "DYNO_TEST_FORKS"  # in the environment of tests whose commands are forked: the socket
@@ -226,7 +226,7 @@ def _warm() -> None:
     from dyno.worker import registry
 
     assert registry.names() and registry.formats() and registry.maker("onnx_export")
-    if peak := sys.modules.get("dyno.worker.jobs.peak"):  # else it takes a quarter of a minute
+    if peak := sys.modules.get("dyno.worker.jobs.stress"):  # else it takes a quarter of a minute
         peak.SIDES["cpu"] = SIDES
         peak.measure.__defaults__ = PEAK_S, *peak.measure.__defaults__[1:]
         peak.copy.__defaults__ = (PEAK_S,)

@@ -193,7 +193,7 @@ def test_imports_run_one_way() -> None:
         ("dyno.analysis.metrics.accuracy", "from dyno.analysis.tables import render"),
         ("dyno.worker.main", "from dyno.study import Study"),
         ("dyno.worker.spec", "from dyno.worker.record import Record"),
-        ("dyno.worker.inputs.shapes", "from dyno.worker.nets.models import loaded"),
+        ("dyno.worker.inputs.specs", "from dyno.worker.nets.models import loaded"),
         ("dyno.datasets.folders", "import dyno.worker.measure"),
         ("dyno.datasets", "from dyno.worker import backend"),
         ("dyno.study", "def run():\n    from dyno.engine.execute import execute"),

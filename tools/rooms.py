@@ -19,7 +19,7 @@ BEGIN, END = "<!-- made by tools/rooms.py -->", "<!-- end -->"
 # What of the worker the host may use: the border's data, what backends declare, and the hash of a model's own code.
 BORDER = (
     "facts spec inspection record backend registry tasks plugins system extras jobs.turns training.options "
-    "video.options serve.options serve.arrivals option_values nets.local_code"
+    "video.options serve.options serve.rates option_values nets.local_code"
 )
 
 # Room -> rooms that it may import, within its own tree; nothing imports upwards, in a function or outside one.
@@ -95,11 +95,11 @@ WORKER = {
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {
     "dyno.analysis": "facts spec record option_values extras plugins system tasks jobs.turns numerics.closeness "
-    "serve.judging",
+    "serve.rates",
     "dyno.api": f"{BORDER} numerics.closeness",
-    "dyno.datasets": "spec record extras plugins inputs.array_files inputs.letterbox",
+    "dyno.datasets": "facts.json_values spec record extras plugins inputs.specs",
     "dyno.cli": f"{BORDER} snippets",  # `dyno doctor` names what is broken of every kind that a plug-in may bring
-    "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.torch_archive inputs.array_files inputs.modules "
+    "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.checkpoint inputs.specs inputs.modules "
     "sessions.torch_support",
 }
 

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 import dyno
-from dyno.worker.facts.serve import ServeFacts
+from dyno.worker.facts.job import ServeFacts
 from dyno.worker.record import read_record
 from dyno.worker.serve.options import ServeOptions
 

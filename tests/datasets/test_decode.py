@@ -9,7 +9,7 @@ import pytest
 from PIL import Image
 
 from dyno.datasets.decode import Transform
-from dyno.worker.inputs.letterbox import geometry
+from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import Preprocess
 
 BOX = Preprocess(letterbox=True)

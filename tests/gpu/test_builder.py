@@ -10,7 +10,7 @@ import pytest
 
 from dyno.jobs.launcher import launch
 from dyno.worker.onnx_graph.file import read_io
-from dyno.worker.onnx_graph.opset import in_opset
+from dyno.worker.onnx_graph.repair import convert_opset
 from dyno.worker.record import Record
 from dyno.worker.registry import find
 from dyno.worker.spec import Artifact, Dims, Job, ModelSpec, Runtime, Trial
@@ -25,7 +25,7 @@ def old_onnx(onnx: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     import onnx as library
 
     path = tmp_path_factory.mktemp("old") / "small.onnx"
-    library.save(in_opset(library.load(str(onnx)), 17), path)
+    library.save(convert_opset(library.load(str(onnx)), 17), path)
     return path
 
 

@@ -20,10 +20,9 @@ from dyno.worker import main, registry
 from dyno.worker.backend import Backend, Maker
 from dyno.worker.backends import fake
 from dyno.worker.backends.fake import Fake, FakeSession
-from dyno.worker.facts.engine import EngineFacts, Probe
+from dyno.worker.facts.engine import EngineFacts, PrecisionTruth, Probe
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import AnsweredImages
-from dyno.worker.facts.precision import PrecisionTruth
 from dyno.worker.jobs import run_trial
 from dyno.worker.jobs.turns import Uninterleaved
 from dyno.worker.journal import Journal

@@ -16,10 +16,9 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, FileContents, FileFormat, Maker, Session, artifact_of
-from dyno.worker.facts.engine import EngineFacts, Probe
+from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.facts.precision import precision_truth
-from dyno.worker.inputs.shapes import fitted, static_shapes
+from dyno.worker.inputs.specs import fitted, static_shapes
 from dyno.worker.option_values import one_of
 from dyno.worker.record import save_arrays
 from dyno.worker.spec import Artifact, Dims, Recipe, Runtime, Tensor, Trial, UserError

@@ -21,7 +21,7 @@ import numpy as np
 from dyno.datasets import rows
 from dyno.datasets.decode import threads
 from dyno.datasets.rows import Source
-from dyno.worker.inputs.array_files import load_array
+from dyno.worker.inputs.specs import load_array
 from dyno.worker.record import lock, read_json, write_json, write_text
 from dyno.worker.spec import UserError
 

@@ -16,7 +16,7 @@ import numpy as np
 from dyno.datasets.decoding import processes
 from dyno.datasets.rows import DecodedRow, Row, timed
 from dyno.worker.extras import install
-from dyno.worker.inputs.letterbox import geometry
+from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import Preprocess, Unavailable, UserError, to_json
 
 Progress = Callable[[int, int], None]

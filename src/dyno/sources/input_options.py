@@ -12,7 +12,7 @@ import numpy as np
 
 from dyno.store import sha256_of
 from dyno.worker.facts.json_values import LARGEST
-from dyno.worker.inputs.array_files import load_arrays
+from dyno.worker.inputs.specs import load_arrays
 from dyno.worker.record import regular
 from dyno.worker.spec import UserError, absolute, check_known
 

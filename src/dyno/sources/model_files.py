@@ -6,7 +6,7 @@ from pathlib import Path
 
 from dyno.sources import commits
 from dyno.worker import registry
-from dyno.worker.nets.torch_archive import PROGRAM, Archive, advice
+from dyno.worker.nets.checkpoint import PROGRAM, Archive, advise_on_module
 from dyno.worker.spec import SAVED, UserError
 
 SUFFIXES = (".pt", ".pth")
@@ -26,7 +26,7 @@ def stored_source(source: str) -> str:
     if archive.kind == PROGRAM:
         return f"saved:{source}"
     if not archive.yolo:
-        raise UserError(f"{source} is not a model on its own: {advice(archive)}")
+        raise UserError(f"{source} is not a model on its own: {advise_on_module(archive)}")
     return f"ultralytics:{source}"
 
 

@@ -6,23 +6,21 @@ import hashlib
 import shutil
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.worker.facts.engine import EngineFacts, Probe
+from dyno.worker.facts.engine import QUANTISED, STORED, EngineFacts, Probe
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.facts.inside import Function, LayerGraph
-from dyno.worker.facts.precision import QUANTISED, STORED
+from dyno.worker.facts.job import Function, LayerGraph
 from dyno.worker.inspection import Purpose
 from dyno.worker.option_values import Check, check_values
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError, check_known
 
-if TYPE_CHECKING:  # the host reads all names without NumPy, so that `dyno --help` is quick
+if TYPE_CHECKING:
     import numpy as np
-
-    from dyno.worker.sessions.on_device import DeviceBinding
 
 Arrays = Mapping[str, "np.ndarray"]
 Ends = tuple[tuple[Tensor, ...], tuple[Tensor, ...]]  # inputs and outputs
@@ -313,3 +311,42 @@ def derived(parent: Artifact, path: Path, precision: str, made_by: MakerFacts, b
     """
     ends = (parent.inputs, parent.outputs)
     return artifact_of(path, parent.format, precision, ends, made_by, began, parent.sha256)
+
+
+# A session's inputs and outputs as tensors of PyTorch where the engine computes, for code that makes and reads them
+# there: frames of a video needn't become arrays of a host that is slower than the GPU.
+
+
+@dataclass(frozen=True)
+class DeviceBinding:
+    """Tensors in and out, in place of `Session.bind` and `Session.fetch`.
+
+    `torch` is the library, `device` where its tensors have to be: a GPU, or a CPU, whose work is done when a call
+    returns and which has neither streams nor events (None). `bind(tensors, ready, slot)` queues copies of the inputs
+    into the slot, after the event `ready`; `outputs(slot)` are those of the slot's run, which is done, until it runs
+    again.
+    """
+
+    torch: Any
+    device: Any
+    bind: Callable[[Mapping[str, Any], Any, int], None]
+    outputs: Callable[[int], dict[str, Any]]
+
+    @property
+    def on_gpu(self) -> bool:
+        """Whether work is queued."""
+        return bool(self.device.type == "cuda")
+
+    def stream(self) -> Any:
+        """Return another stream of the device."""
+        return self.torch.cuda.Stream(self.device) if self.on_gpu else None
+
+    @contextmanager
+    def working(self, stream: Any) -> Iterator[None]:
+        """Run the block without gradients, on that stream."""
+        with self.torch.inference_mode(), self.torch.cuda.stream(stream):
+            yield
+
+    def host(self, shape: tuple[int, ...], dtype: Any) -> Any:
+        """Return a tensor in host memory, with which a GPU copies in parallel with other work."""
+        return self.torch.empty(shape, dtype=dtype, pin_memory=self.on_gpu)

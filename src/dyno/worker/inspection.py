@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from dyno.worker.facts.sparse import Sparse
+from dyno.worker.facts.json_values import Sparse
 from dyno.worker.spec import InputSpec, Preprocess, Tensor
 
 

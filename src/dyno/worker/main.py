@@ -115,14 +115,14 @@ def inspect_job(job: Job, journal: Journal) -> None:
 
 def count_kernels(job: Job, journal: Journal) -> None:
     """Run one inference of the trial's engine for a kernel profiler."""
-    from dyno.worker.jobs.layers.counters import count
+    from dyno.worker.jobs.layers import count
 
     count(job, journal)
 
 
 def read_layers(job: Job, journal: Journal) -> None:
     """Read the layers of one form of a model."""
-    from dyno.worker.jobs.layers.inspect_layers import read
+    from dyno.worker.jobs.layers import read
 
     assert job.trial is not None
     journal.stage("read the layers")
@@ -131,14 +131,14 @@ def read_layers(job: Job, journal: Journal) -> None:
 
 def of_layers(job: Job, journal: Journal) -> None:
     """Time each layer of a trial's engine, or write an ONNX file with notes at its nodes."""
-    from dyno.worker.jobs.layers import annotate, layer_times
+    from dyno.worker.jobs import layers
 
-    {"profile": layer_times.profile, "annotate": annotate.annotate}[job.kind](job, journal)
+    {"profile": layers.profile, "annotate": layers.annotate}[job.kind](job, journal)
 
 
 def compare_layers(job: Job, journal: Journal) -> None:
     """Compute the output of every layer of a reference, or the errors of an engine's layers against it."""
-    from dyno.worker.jobs.layers.layer_errors import perform
+    from dyno.worker.jobs.layers import perform
 
     perform(job, journal)
 
@@ -160,16 +160,16 @@ def find_peak(job: Job, journal: Journal) -> None:
 
     With the option `copy`, measure the rate of a copy too. Each result is on disk before the next measurement begins.
     """
-    from dyno.worker.jobs import peak
+    from dyno.worker.jobs import stress as jobs_stress
 
     journal.stage("peak")
     journal.record = replace(journal.record, system=system.describe(("numpy", "torch")))
     contention = system.CpuContention()
-    for name, found in peak.measure(job.runtime, types=job.options.get("types", tuple(peak.TYPES))):
+    for name, found in jobs_stress.measure_peak(job.runtime, types=job.options.get("types", tuple(jobs_stress.TYPES))):
         journal.facts(peak={**journal.record.facts.peak, name: found})
         journal.add()
     if job.options.get("copy"):
-        journal.facts(copy=peak.copy(job.runtime))
+        journal.facts(copy=jobs_stress.copy(job.runtime))
     journal.contended("peak", contention.busy(), job.runtime.device)
 
 

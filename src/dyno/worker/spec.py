@@ -19,8 +19,7 @@ from pathlib import Path
 from typing import Any, TypeVar, Union
 
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.facts.json_values import Misfit, reader
-from dyno.worker.facts.sparse import Sparse
+from dyno.worker.facts.json_values import Misfit, Sparse, reader
 
 SCHEMA = 2
 BATCH = "batch"  # name of the axis of a shape that has the inputs of a batch

@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from dyno.analysis.inside import align, tables, totals
-from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
+from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
 
 def layer(name: str, type: str, reads: str = "", writes: str = "", **more: Any) -> Layer:

@@ -11,7 +11,7 @@ import pytest
 
 from dyno.analysis.inside import pairs
 from dyno.analysis.inside.times import Times
-from dyno.worker.facts.inside import Layer, LayerGraph
+from dyno.worker.facts.job import Layer, LayerGraph
 from dyno.worker.spec import UserError
 
 

@@ -13,8 +13,7 @@ from dyno.analysis.inside.roofline.ceilings import Ceilings, Rates, data_sheet
 from dyno.analysis.inside.roofline.rated import RooflineRating, notes, rated
 from dyno.analysis.inside.roofline.work import LayerWork, types_of
 from dyno.analysis.inside.times import Times
-from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
-from dyno.worker.facts.job import CopyRate, PeakOfType
+from dyno.worker.facts.job import LAYERS, MODULES, NODES, CopyRate, Layer, LayerGraph, PeakOfType, Port
 from dyno.worker.spec import UserError
 
 # 1 TFLOPS, and 100 GB/s: the ridge is at 10 operations per byte.

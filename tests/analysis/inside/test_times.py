@@ -7,7 +7,7 @@ import pytest
 
 from dyno.analysis.inside import times
 from dyno.analysis.inside.times import Times
-from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
+from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
 MODULE = LayerGraph(
     form=MODULES,

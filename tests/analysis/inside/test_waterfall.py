@@ -13,7 +13,7 @@ from dyno.analysis.inside.gpu.launching import LaunchTimes
 from dyno.analysis.inside.pairs import FormPair, PairSide
 from dyno.analysis.inside.times import Times
 from dyno.analysis.inside.waterfall import Waterfall
-from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
+from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 from dyno.worker.spec import UserError
 
 NAMES = ("conv", "bn", "relu", "pool", "fc")

@@ -11,7 +11,7 @@ from browser import ask
 from dyno.analysis.inside.times import Times
 from dyno.analysis.layer_files import layer_graph, page
 from dyno.analysis.layer_files.steps import timelines
-from dyno.worker.facts.inside import LAYERS, MODULES, Layer, LayerGraph, Port
+from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph, Port
 
 
 def port(*names: str) -> tuple[Port, ...]:

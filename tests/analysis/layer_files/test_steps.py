@@ -10,7 +10,7 @@ import pytest
 from dyno.analysis.inside.times import Times
 from dyno.analysis.layer_files import explorer, node_notes, traces, tree_map
 from dyno.analysis.layer_files.steps import Mark, marks, timelines
-from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
+from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
 
 def port(number: int) -> tuple[Port, ...]:

@@ -11,7 +11,7 @@ import pytest
 from dyno.analysis.serve import words
 from dyno.analysis.serve.figures import RateMeasurement, sectioned
 from dyno.analysis.serve.runs import ServingRun
-from dyno.worker.facts.serve import ServeFacts, ServeStep
+from dyno.worker.facts.job import ServeFacts, ServeStep
 
 
 def tried(

@@ -7,7 +7,7 @@ import pytest
 
 from dyno.analysis.video.critical_path import HAND_OVER, shares
 from dyno.analysis.video.figures import Video
-from dyno.worker.facts.video import VideoFacts
+from dyno.worker.facts.job import VideoFacts
 
 NAMES = ("decode", "preprocess", "inference", "postprocess")
 COUNT = 200

@@ -11,7 +11,7 @@ import pytest
 from dyno.analysis.video import streams, words
 from dyno.analysis.video.figures import PROCESSORS, Video, mean_interval
 from dyno.analysis.video.simulation import Server, Simulation
-from dyno.worker.facts.video import VideoFacts
+from dyno.worker.facts.job import VideoFacts
 
 SECONDS = {"decode": 0.002, "preprocess": 0.001, "inference": 0.010, "postprocess": 0.001}
 

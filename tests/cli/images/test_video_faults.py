@@ -22,7 +22,7 @@ import numpy as np
 import pytest
 
 import moving_photos as videos
-from dyno.worker.facts.video import VideoFacts
+from dyno.worker.facts.job import VideoFacts
 from dyno.worker.record import Record, read_record
 
 pytest.importorskip("cv2")

@@ -15,10 +15,10 @@ import numpy as np
 import onnx
 import pytest
 
-from dyno.worker.backends import open_vino_layers
+from dyno.worker.backends import open_vino
 from dyno.worker.backends.open_vino import HINTS, OpenVino, _create_core
 from dyno.worker.backends.open_vino_files import IR_MAKER
-from dyno.worker.facts.precision import PrecisionTruth
+from dyno.worker.facts.engine import PrecisionTruth
 from dyno.worker.makers.precision import OnnxPrecision
 from dyno.worker.spec import Artifact, DataSpec, Dims, ModelSpec, Recipe, Runtime, Tensor, Trial, Unavailable, UserError
 
@@ -365,7 +365,7 @@ def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(
      ("7", "unknown_i32", True), ("not_executed", "reorder_f32", False)],
 )  # fmt: skip
 def test_a_layer_of_less_than_a_microsecond_runs(counted: str, kernel: str, runs: bool) -> None:
-    assert open_vino_layers._is_skipped({"execTimeMcs": counted, "primitiveType": kernel}) is not runs
+    assert open_vino._is_skipped({"execTimeMcs": counted, "primitiveType": kernel}) is not runs
 
 
 def test_every_compilation_counts_for_layers_that_it_numbers_anew(

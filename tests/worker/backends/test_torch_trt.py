@@ -23,11 +23,11 @@ import torch._dynamo  # before a stand-in for tensorrt is there, which it would 
 
 from dyno.worker import main
 from dyno.worker.backends import torch_trt
+from dyno.worker.backends.torch_trt import attributes, engines, left_in_pytorch
 from dyno.worker.inputs.input_data import batches
 from dyno.worker.nets import models
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.registry import find
-from dyno.worker.sessions.torch_trt_program import attributes, engines, left_in_pytorch
 from dyno.worker.spec import (
     DataSpec,
     Dims,

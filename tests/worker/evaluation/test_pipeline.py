@@ -12,8 +12,7 @@ import pytest
 
 from dyno.worker.backend import Session
 from dyno.worker.evaluation import pipeline
-from dyno.worker.evaluation.pipeline import AHEAD, Pipeline
-from dyno.worker.evaluation.sources import BatchSource
+from dyno.worker.evaluation.pipeline import AHEAD, BatchSource, Pipeline
 
 BATCH = 4
 

@@ -9,8 +9,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.backend import Session
-from dyno.worker.evaluation.evaluate import evaluate
-from dyno.worker.evaluation.rows import find_rows
+from dyno.worker.evaluation.evaluate import evaluate, find_rows
 from dyno.worker.spec import Dims, ModelSpec, Tensor, Trial, UserError
 
 Function = Callable[[np.ndarray], dict[str, np.ndarray]]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dyno.worker.facts.precision import precision_truth, why_not_faster
+from dyno.worker.facts.engine import precision_truth, why_not_faster
 
 
 @pytest.mark.parametrize(

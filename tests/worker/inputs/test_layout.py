@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.inputs.input_data import Images, batches, fingerprint
-from dyno.worker.inputs.layout import axes, channels_first, channels_last
+from dyno.worker.inputs.specs import axes, channels_first, channels_last
 from dyno.worker.spec import DataSpec, Dims, Preprocess, Tensor
 
 DIMS = Dims(2, 6, 5)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyno.worker.inputs.shapes import fitted, static_shapes
+from dyno.worker.inputs.specs import fitted, static_shapes
 from dyno.worker.spec import Dims, Tensor, UserError
 
 IMAGE = Tensor("input", "float32", ("batch", 3, "height", "width"))

@@ -7,10 +7,10 @@ from typing import Any
 
 import pytest
 
-from dyno.worker.facts.serve import ServeFacts, ServeStep
+from dyno.worker.facts.job import ServeFacts, ServeStep
 from dyno.worker.jobs.serve import _ServeJob
-from dyno.worker.serve.arrivals import Arrivals
 from dyno.worker.serve.options import ServeOptions
+from dyno.worker.serve.rates import Arrivals
 from dyno.worker.spec import Unanswered
 
 

@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dyno.worker.facts.inside import Function
-from dyno.worker.layers import critical_path
+from dyno.worker.facts.job import Function
+from dyno.worker.layers import kernel_trace
 
 # Batch 1 in FP16: PyTorch's eager calls, and torch.compile with a CUDA graph; one run of each, its clock from 0.
 TRACES = Path(__file__).parent / "data/h200-resnet18.json.gz"
@@ -27,7 +27,7 @@ def run(end: float) -> dict[str, Any]:
 
 def path(events: list[dict[str, Any]]) -> dict[str, float]:
     """Microseconds on the path by name."""
-    found = {one.name: 1e6 * one.path for one in critical_path.functions(events, 0) if one.path}
+    found = {one.name: 1e6 * one.path for one in kernel_trace.list_functions(events, 0) if one.path}
     (whole,) = [e["dur"] for e in events if e["name"] == "dyno run"]
     assert sum(found.values()) == pytest.approx(whole), found
     return found
@@ -40,8 +40,8 @@ def test_queued_kernels_are_the_path_and_the_host_before_the_first() -> None:
         event("cuda_runtime", "cudaStreamSynchronize", 30, 92, 3),
     ])  # fmt: skip
     assert found == pytest.approx({
-        "a": 40, "b": 37, critical_path.GAP: 1, critical_path.LAUNCHING: 2, "cudaLaunchKernel": 5,
-        "cudaStreamSynchronize": 2, critical_path.OUTSIDE: 8 + 5,
+        "a": 40, "b": 37, kernel_trace.GAP: 1, kernel_trace.LAUNCHING: 2, "cudaLaunchKernel": 5,
+        "cudaStreamSynchronize": 2, kernel_trace.OUTSIDE: 8 + 5,
     })  # fmt: skip
 
 
@@ -52,9 +52,9 @@ def test_a_gpu_that_waits_for_the_host_leaves_its_kernels_off_the_path() -> None
         event("cuda_runtime", "cudaDeviceSynchronize", 91, 100, 3),
     ]  # fmt: skip
     assert path(events) == pytest.approx({
-        "late": 7, "cudaLaunchKernel": 8 + 10, "cudaDeviceSynchronize": 5, critical_path.OUTSIDE: 70,
+        "late": 7, "cudaLaunchKernel": 8 + 10, "cudaDeviceSynchronize": 5, kernel_trace.OUTSIDE: 70,
     })  # fmt: skip
-    by_name = {one.name: one for one in critical_path.functions(events, 0)}
+    by_name = {one.name: one for one in kernel_trace.list_functions(events, 0)}
     assert by_name["early"].time == pytest.approx(9e-6) and by_name["early"].waiting == pytest.approx(1e-6)
     assert by_name["cudaDeviceSynchronize"].waiting == pytest.approx(4e-6) and not by_name["cudaLaunchKernel"].waiting
 
@@ -73,16 +73,16 @@ def test_calls_inside_of_calls_and_work_of_other_streams() -> None:
         event("cuda_runtime", "cudaDeviceSynchronize", 10, 55, 3),
     ])  # fmt: skip
     assert found == pytest.approx({
-        "two": 38, critical_path.LAUNCHING: 2, "cudaGraphLaunch": 10, "cudaDeviceSynchronize": 5,
-        critical_path.OUTSIDE: 5,
+        "two": 38, kernel_trace.LAUNCHING: 2, "cudaGraphLaunch": 10, "cudaDeviceSynchronize": 5,
+        kernel_trace.OUTSIDE: 5,
     })  # fmt: skip
 
 
 def test_only_the_runs_that_count() -> None:
     first = [run(10), event("cuda_runtime", "cudaFree", 1, 9, 1)]
     second = [{**e, "ts": e["ts"] + 100} for e in (run(30), event("cuda_runtime", "cudaLaunchKernel", 5, 10, 2))]
-    names = {one.name for one in critical_path.functions([*first, *second], 1)}
-    assert names == {"cudaLaunchKernel", critical_path.OUTSIDE}
+    names = {one.name for one in kernel_trace.list_functions([*first, *second], 1)}
+    assert names == {"cudaLaunchKernel", kernel_trace.OUTSIDE}
 
 
 @pytest.fixture(scope="module")
@@ -96,16 +96,16 @@ def share(found: tuple[Function, ...], where: str) -> float:
 
 
 def test_eager_pytorch_at_batch_1_is_the_host_s(real: dict[str, list[dict[str, Any]]]) -> None:
-    found = critical_path.functions(real["eager1"], 0)
+    found = kernel_trace.list_functions(real["eager1"], 0)
     path(real["eager1"])
-    assert share(found, critical_path.GPU) < 0.05
+    assert share(found, kernel_trace.GPU) < 0.05
     launch = next(one for one in found if one.name == "cudaLaunchKernel")
     assert launch.calls > 100 and launch.path == pytest.approx(launch.time, rel=0.05)
 
 
 def test_in_a_cuda_graph_the_kernels_are_the_path(real: dict[str, list[dict[str, Any]]]) -> None:
-    found = critical_path.functions(real["graph1"], 0)
+    found = kernel_trace.list_functions(real["graph1"], 0)
     path(real["graph1"])
-    kernels = [one for one in found if one.where == critical_path.GPU and one.calls]
-    assert share(found, critical_path.GPU) > 0.2 and sum(one.path for one in kernels) > 150e-6
+    kernels = [one for one in found if one.where == kernel_trace.GPU and one.calls]
+    assert share(found, kernel_trace.GPU) > 0.2 and sum(one.path for one in kernels) > 150e-6
     assert next(one for one in found if "Synchronize" in one.name).waiting > 100e-6

@@ -43,7 +43,7 @@ def test_weights_are_told_from_statistics_limits_and_indices(tmp_path: Path) -> 
         "w": of((4, 3, 3, 3)), "b": of((4,)), "s": of((4,)), "t": of((4,)), "mean": of((4,)), "var": of((4,)),
         "low": np.float32(0), "half": of((1,)), "flat": np.array([1, -1]),
     }  # fmt: skip
-    found = graph.read(stored(tmp_path / "m.onnx", nodes, weights, ("n", 3, 8, 8)), {"x": (1, 3, 8, 8)})
+    found = graph.read_graph(stored(tmp_path / "m.onnx", nodes, weights, ("n", 3, 8, 8)), {"x": (1, 3, 8, 8)})
     rows = {layer.name: layer for layer in found.layers}
     assert {name: layer.parameters for name, layer in rows.items() if layer.parameters} == {"conv": 112, "norm": 8}
     assert found.parameters == 120 and not found.notes
@@ -53,7 +53,7 @@ def test_weights_are_told_from_statistics_limits_and_indices(tmp_path: Path) -> 
 
 def test_a_weight_of_two_nodes_is_stored_once(tmp_path: Path) -> None:
     nodes = [helper.make_node("MatMul", [a, "w"], [b], a) for a, b in (("x", "h"), ("h", "y"))]
-    found = graph.read(stored(tmp_path / "m.onnx", nodes, {"w": of((8, 8))}), {})
+    found = graph.read_graph(stored(tmp_path / "m.onnx", nodes, {"w": of((8, 8))}), {})
     assert [layer.parameters for layer in found.layers] == [64, 64] and found.parameters == 64
 
 
@@ -65,7 +65,7 @@ def test_quantised_weights_count_and_scales_do_not(tmp_path: Path) -> None:
     ]
     weights = {"w": of((4, 3, 3, 3), np.int8), "s": np.float32(1), "z": np.int8(0), "b": of((4,), np.int32),
                "sb": np.float32(1)}  # fmt: skip
-    found = graph.read(stored(tmp_path / "m.onnx", nodes, weights), {})
+    found = graph.read_graph(stored(tmp_path / "m.onnx", nodes, weights), {})
     assert [layer.parameters for layer in found.layers] == [108, 4, 0]
 
 
@@ -74,7 +74,7 @@ def test_an_operator_of_another_domain_has_its_name_and_no_shape(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     nodes = [helper.make_node("Strange", ["x"], ["y"], domain="mine")]
-    found = graph.read(stored(tmp_path / "m.onnx", nodes, {}), {})
+    found = graph.read_graph(stored(tmp_path / "m.onnx", nodes, {}), {})
     assert (found.layers[0].name, found.layers[0].type) == ("Strange to y", "mine.Strange")
     assert found.notes == ("the shapes of 1 of 1 nodes can't be inferred",)
     assert [path.name for path in tmp_path.iterdir()] == ["m.onnx"], "ONNX Runtime leaves a copy where it gives up"
@@ -95,7 +95,7 @@ def test_nodes_know_their_modules(tmp_path: Path, name: str, scopes: str, module
     node = helper.make_node("Relu", ["x"], ["y"], name)
     if scopes:
         node.metadata_props.add(key=graph.SCOPES, value=scopes)
-    assert graph.read(stored(tmp_path / "m.onnx", [node], {}), {}).layers[0].modules == module
+    assert graph.read_graph(stored(tmp_path / "m.onnx", [node], {}), {}).layers[0].modules == module
 
 
 def test_missing_weights_are_a_line(tmp_path: Path) -> None:
@@ -103,7 +103,7 @@ def test_missing_weights_are_a_line(tmp_path: Path) -> None:
     onnx.save(onnx.load(path), path, save_as_external_data=True, location="w.data", size_threshold=0)
     (tmp_path / "w.data").unlink()
     with pytest.raises(UserError, match=r"keeps weights in .*w\.data, which doesn't exist"):
-        graph.read(path, {})
+        graph.read_graph(path, {})
 
 
 def test_weights_in_branches_count_and_their_operations_are_unknown(tmp_path: Path) -> None:
@@ -117,7 +117,7 @@ def test_weights_in_branches_count_and_their_operations_are_unknown(tmp_path: Pa
         helper.make_node("If", ["yes"], ["y"], "choice", then_branch=inner, else_branch=branch("outer")),
     ]
     weights = {"outer": of((8, 8)), "yes": np.asarray(True)}
-    found = graph.read(stored(tmp_path / "m.onnx", nodes, weights, (1, 8)), {})
+    found = graph.read_graph(stored(tmp_path / "m.onnx", nodes, weights, (1, 8)), {})
     assert [(layer.parameters, layer.flops) for layer in found.layers] == [(64, 128), (128, None)]
     assert found.parameters == 128 and any("1 of 2 nodes are not counted" in note for note in found.notes)
     assert "at least 128 FLOPs" in totals.summary(found)

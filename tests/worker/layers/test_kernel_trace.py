@@ -8,8 +8,8 @@ import pytest
 import torch
 from torch import nn
 
-from dyno.worker.facts import kernels
-from dyno.worker.layers import kernel_trace, module, module_kernels, module_times
+from dyno.worker.facts import engine
+from dyno.worker.layers import kernel_trace, module
 
 CONV = (
     "void cutlass::Kernel2<cutlass_80_tensorop_s1688gemm_128x64_16x6_tn_align4>"
@@ -97,11 +97,11 @@ def test_work_outside_of_runs_is_of_none() -> None:
         ("sm80_xmma_fprop_implicit_gemm_f32f32", "sm80_xmma_fprop_implicit_gemm_f32f32"),
         ("void at::native::(anonymous namespace)::max_pool<float, int>(int, float*)", "max_pool<float, int>"),
         ("void f<g(h)>(int)", "f<g(h)>"),
-        ("k" * 200, "k" * kernels.LONGEST + "…"),
+        ("k" * 200, "k" * engine.LONGEST_KERNEL + "…"),
     ],
 )
 def test_a_short_name_of_a_kernel(name: str, short: str) -> None:
-    assert kernels.short(name) == short
+    assert engine.shorten_kernel(name) == short
 
 
 class Calls(nn.Module):
@@ -122,14 +122,14 @@ def test_a_real_trace_tells_whose_an_operator_is_and_no_hook_stays() -> None:
         net(x)
 
     with torch.no_grad():
-        inside = module_times.with_whole(module.read(net, x), net)
-    events, whole = module_kernels.traced(net, once, 3)
+        inside = module.add_whole(module.read(net, x), net)
+    events, whole = module.trace_kernels(net, once, 3)
     assert len(whole) == 3 and min(whole) > 0
     wanted = ("aten::conv2d", "aten::relu", "aten::add")
     operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"] in wanted]
     for k, operator in enumerate(operators):
         events += launched("kernel", operator["name"], 0, 1e6 * k, 5, operator["args"]["External id"], k)
-    runs = kernel_trace.read(events, module_times.rows_of(inside), len(inside.layers))
+    runs = kernel_trace.read(events, module.list_modules(inside), len(inside.layers))
     assert [layer.name for layer in inside.layers] == ["conv", "relu", "relu", ""]
     assert kernel_trace.labels(runs, 4) == ["aten::conv2d", "aten::relu", "aten::relu", "aten::add"]
     assert [run.seconds for run in runs] == [pytest.approx([5e-6] * 4)] * 3

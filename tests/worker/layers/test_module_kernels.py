@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import nn
 
-from dyno.worker.layers import module_kernels
+from dyno.worker.layers import module
 from dyno.worker.spec import Unavailable
 
 NET = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()).eval()
@@ -23,7 +23,7 @@ def once() -> None:
 
 def measure(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, float]) -> Any:
     """As on a GPU: each operator of that name launches a kernel of so many microseconds."""
-    traced = module_kernels.traced
+    traced = module.trace_kernels
 
     def with_kernels(*args: Any) -> Any:
         events, whole = traced(*args)
@@ -36,9 +36,9 @@ def measure(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, float]) -> Any:
                            "dur": kernels[operator["name"]]})  # fmt: skip
         return events, whole
 
-    monkeypatch.setattr(module_kernels, "traced", with_kernels)
+    monkeypatch.setattr(module, "trace_kernels", with_kernels)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-    return module_kernels.measure(NET, once, lambda: NET(X), 5)
+    return module.measure_kernels(NET, once, lambda: NET(X), 5)
 
 
 def test_layers_have_their_kernels_and_the_gpu_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:

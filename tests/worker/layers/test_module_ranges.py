@@ -12,7 +12,7 @@ from torch import nn
 
 from dyno.analysis.inside.gpu.counters import owners_of
 from dyno.analysis.inside.gpu.ncu import Kernel
-from dyno.worker.layers import module, module_ranges, module_times
+from dyno.worker.layers import module
 
 Notes = list[tuple[str, str]]
 
@@ -47,7 +47,7 @@ def noted(monkeypatch: pytest.MonkeyPatch) -> Notes:
 
 def test_every_call_has_a_range_of_its_own_name_between_start_and_stop(noted: Notes) -> None:
     net, x = Twice().eval(), torch.zeros(1, 3, 8, 8)
-    module_ranges.run(net, lambda: net(x))
+    module.run_ranges(net, lambda: net(x))
     assert noted[0] == ("start", "") and noted[-1] == ("stop", "")
     names = [name for kind, name in noted if kind == "push"]
     assert names == ["(model)", "stem.0", "stem.1", "relu", "relu#2"]
@@ -61,7 +61,7 @@ def test_every_call_has_a_range_of_its_own_name_between_start_and_stop(noted: No
 def test_no_hook_is_left_after_a_call_that_failed(noted: Notes) -> None:
     net = nn.Sequential(nn.Linear(3, 4)).eval()
     with pytest.raises(RuntimeError):
-        module_ranges.run(net, lambda: net(torch.zeros(1, 5)))
+        module.run_ranges(net, lambda: net(torch.zeros(1, 5)))
     noted.clear()
     net(torch.zeros(1, 3))
     assert noted == []
@@ -85,8 +85,8 @@ def mobile() -> tuple[Any, Any]:
 def test_every_layer_that_runs_has_its_range(made: Callable[[], tuple[Any, Any]], noted: Notes) -> None:
     net, x = made()
     with torch.no_grad():
-        inside = module_times.with_whole(module.read(net, x), net)
-        module_ranges.run(net, lambda: net(x))
+        inside = module.add_whole(module.read(net, x), net)
+        module.run_ranges(net, lambda: net(x))
     open_ranges: list[str] = []
     kernels = []
     for kind, name in noted:  # as if one kernel were launched at the end of each call

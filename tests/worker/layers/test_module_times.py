@@ -6,14 +6,14 @@ import pytest
 import torch
 from torch import nn
 
-from dyno.worker.layers import module_times
+from dyno.worker.layers import module
 
 
 def test_a_call_has_what_its_parts_don_t_have() -> None:
     # The model calls a, then b, which calls a again; b has no row, so that its own 4 ns are the model's.
     marks = [(None, 0), (None, 1), ("a", 11), (None, 20), (None, 22), ("a", 25), ("b", 27), ("", 30)]
     rows = {("a", 0): 0, ("a", 1): 1, ("", 0): 2}
-    assert module_times.own_seconds(marks, rows, 3) == pytest.approx([10e-9, 3e-9, 17e-9])
+    assert module.sum_own_seconds(marks, rows, 3) == pytest.approx([10e-9, 3e-9, 17e-9])
 
 
 class Calls(nn.Module):
@@ -29,7 +29,7 @@ class Calls(nn.Module):
 
 def test_every_call_is_timed_and_no_hook_stays() -> None:
     net, x = Calls().eval(), torch.zeros(1, 4, 8, 8)
-    found = module_times.measure(net, lambda: net(x), lambda: net(x), 5)
+    found = module.measure_modules(net, lambda: net(x), lambda: net(x), 5)
     assert [layer.name for layer in found.inside.layers] == ["conv", "relu", "relu", "unused", ""]
     assert found.layers.shape == (5, 5) and found.whole.shape == (5,)
     assert (found.layers[:, [0, 1, 2, 4]] > 0).all() and not found.layers[:, 3].any()

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dyno.worker.layers import module, program
+from dyno.worker.layers import graph, module
 from dyno.worker.nets import saved_modules
 from dyno.worker.spec import Dims, InputSpec, ModelSpec
 
@@ -54,7 +54,7 @@ def saved(net: nn.Module, path: Path, count: int = 2) -> ModelSpec:
 
 def test_a_program_has_the_rows_of_its_module(tmp_path: Path) -> None:
     net, images = Net(), (torch.rand(2, 3, 8, 8), torch.rand(2, 3, 8, 8))
-    found = program.parts(saved(net, tmp_path / "net.pt2"), DIMS)
+    found = graph.list_program_parts(saved(net, tmp_path / "net.pt2"), DIMS)
     rows, own = module.read(found, *images), module.read(net, *images)
     assert rows.parameters == own.parameters
     for one, other in zip(rows.layers, own.layers, strict=True):
@@ -76,7 +76,7 @@ def test_attention_is_counted_as_in_its_module(tmp_path: Path) -> None:
             return self.attention(words, words, words, need_weights=False)[0]  # type: ignore[no-any-return]
 
     net, image = Attending(), torch.rand(2, 3, 8, 8)
-    found = program.parts(saved(net, tmp_path / "net.pt2", 1), DIMS)
+    found = graph.list_program_parts(saved(net, tmp_path / "net.pt2", 1), DIMS)
     (row,), (own,) = (
         [layer for layer in module.read(each, image).layers if layer.name == "attention"] for each in (found, net)
     )
@@ -92,7 +92,7 @@ def test_a_module_that_writes_into_its_input_has_parts(tmp_path: Path) -> None:
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             return self.conv(x.sub_(0.5))  # type: ignore[no-any-return]
 
-    found = program.parts(saved(Shifting(), tmp_path / "net.pt2", 1), DIMS)
+    found = graph.list_program_parts(saved(Shifting(), tmp_path / "net.pt2", 1), DIMS)
     assert found is not None and "conv" in dict(found.named_modules())
 
 
@@ -118,7 +118,7 @@ def test_operators_of_libraries_are_looked_for(tmp_path: Path) -> None:
     for program_text in (["save.py"], ["-c", load]):
         command, env = (
             [sys.executable, *program_text],
-            {**os.environ, "PYTHONPATH": str(Path(program.__file__).parents[3])},
+            {**os.environ, "PYTHONPATH": str(Path(graph.__file__).parents[3])},
         )
         done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
@@ -134,5 +134,5 @@ def test_parts_that_give_other_outputs_are_none(tmp_path: Path, monkeypatch: pyt
         return found
 
     monkeypatch.setattr(saved_modules, "unflattened", other)
-    assert program.parts(model, DIMS) is None
-    assert program.parts(ModelSpec("net", "torchvision:resnet18"), DIMS) is None
+    assert graph.list_program_parts(model, DIMS) is None
+    assert graph.list_program_parts(ModelSpec("net", "torchvision:resnet18"), DIMS) is None

@@ -9,7 +9,7 @@ import onnx
 import onnxruntime
 from onnx import TensorProto, helper, numpy_helper
 
-from dyno.worker.makers.export_names import unwrap
+from dyno.worker.makers.export import unwrap
 
 
 def test_names_lose_the_wrapper_but_for_those_that_are_taken(tmp_path: Path) -> None:

@@ -13,8 +13,7 @@ import pytest
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import evaluate
 from dyno.worker.inputs import input_data
-from dyno.worker.makers.pixels import OnnxInput, reading_pixels
-from dyno.worker.makers.precision import OnnxPrecision, converted
+from dyno.worker.makers.precision import OnnxInput, OnnxPrecision, converted, reading_pixels
 from dyno.worker.registry import find, maker
 from dyno.worker.spec import Artifact, Dims, Recipe, Tensor, UserError
 

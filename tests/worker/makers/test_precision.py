@@ -20,7 +20,7 @@ from dyno.worker.inputs import calibration
 from dyno.worker.makers import precision as onnx_precision
 from dyno.worker.makers.precision import OnnxPrecision, converted
 from dyno.worker.onnx_graph import check as onnx_check
-from dyno.worker.onnx_graph import fp16
+from dyno.worker.onnx_graph import half_precision
 from dyno.worker.onnx_graph import int8 as onnx_int8
 from dyno.worker.spec import Artifact, DataSpec, Dims, Preprocess, Recipe, Trial, UserError
 
@@ -209,7 +209,7 @@ def test_only_weights_too_large_for_fp16_are_told_of(
     io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
     weight = onnx.numpy_helper.from_array(np.float32([value]), "weight")
     path = onnx_file([h.make_node("Mul", ["input", "weight"], ["output"])], io[:1], io[1:], [weight])
-    _, warnings = fp16.mixed(onnx.load(path), set(), [])
+    _, warnings = half_precision.convert_mixed(onnx.load(path), set(), [])
     assert warnings == said
 
 

@@ -17,7 +17,7 @@ from dyno.planning.routes import options_of, others, routed
 from dyno.study import Choice
 from dyno.worker import registry
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.makers.static import OnnxStatic, static_of
+from dyno.worker.makers.precision import OnnxStatic, static_of
 from dyno.worker.nets.local_code import sha256_with_imports
 from dyno.worker.spec import Artifact, Dims, ModelSpec, Recipe, Runtime, Trial, UserError
 

@@ -11,8 +11,7 @@ import onnx
 import pytest
 
 from dyno.worker.makers.precision import OnnxPrecision, converted
-from dyno.worker.makers.ranking import sqnr
-from dyno.worker.makers.sensitivity import OnnxSensitivity
+from dyno.worker.makers.sensitivity import OnnxSensitivity, sqnr
 from dyno.worker.onnx_graph.check import outputs
 from dyno.worker.spec import Artifact, Recipe, UserError
 

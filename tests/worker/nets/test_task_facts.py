@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from dyno.worker.inspection import Purpose
-from dyno.worker.nets import task_facts
+from dyno.worker.nets import file_facts
 from dyno.worker.onnx_graph.file import read_metadata
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks.task import OutputShapes
@@ -35,8 +35,8 @@ def file(path: Path, **metadata: str) -> str:
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     path = file(tmp_path / "m.onnx", author="somebody")
     preprocess = Preprocess((0.0,), (1.0,), letterbox=True)
-    task_facts.write(path, ModelSpec("p", "x", classes=2, task="pose", keypoints=(4, 3), preprocess=preprocess))
-    found = task_facts.read(read_metadata(path))
+    file_facts.write_purpose(path, ModelSpec("p", "x", classes=2, task="pose", keypoints=(4, 3), preprocess=preprocess))
+    found = file_facts.read_purpose(read_metadata(path))
     assert (found.task, found.classes, found.keypoints) == ("pose", 2, (4, 3))
     assert found.preprocess == preprocess
     assert {entry.key for entry in onnx.load(path).metadata_props} >= {"author", "task", "names", "kpt_shape"}
@@ -44,8 +44,10 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 def test_metadata_of_ultralytics_is_read(tmp_path: Path) -> None:
     path = file(tmp_path / "m.onnx", task="pose", names="{0: 'a', 1: 'person, adult'}", kpt_shape="[17, 3]")
-    assert task_facts.read(read_metadata(path)) == Purpose(task="pose", classes=2, keypoints=(17, 3))
-    found = task_facts.facts(MODEL, "", task_facts.read(read_metadata(path)), outputs(("batch", 57, 8400)))
+    assert file_facts.read_purpose(read_metadata(path)) == Purpose(task="pose", classes=2, keypoints=(17, 3))
+    found = file_facts.find_task_facts(
+        MODEL, "", file_facts.read_purpose(read_metadata(path)), outputs(("batch", 57, 8400))
+    )
     assert found.preprocess.letterbox
 
 
@@ -53,8 +55,8 @@ def test_metadata_of_others_is_no_harm(tmp_path: Path) -> None:
     path = file(
         tmp_path / "m.onnx", task="obb", names="__import__('os')", kpt_shape="7", preprocess='{"mean": 3, "a": 1}'
     )
-    assert task_facts.read(read_metadata(path)) == Purpose()
-    assert task_facts.facts(MODEL, "", Purpose(), outputs(("batch", 10))) == Purpose()
+    assert file_facts.read_purpose(read_metadata(path)) == Purpose()
+    assert file_facts.find_task_facts(MODEL, "", Purpose(), outputs(("batch", 10))) == Purpose()
 
 
 @pytest.mark.parametrize(
@@ -87,7 +89,7 @@ def test_shapes_say_the_rest_as_far_as_they_can(
     task: str, shapes: list[Any], known: dict[str, Any], found: tuple[int | None, tuple[int, ...]]
 ) -> None:
     metadata = Purpose(classes=known.pop("metadata", None))
-    facts = task_facts.facts(ModelSpec("net", "file:net.onnx", **known), task, metadata, outputs(*shapes))
+    facts = file_facts.find_task_facts(ModelSpec("net", "file:net.onnx", **known), task, metadata, outputs(*shapes))
     assert (facts.classes, facts.keypoints) == found
 
 
@@ -110,4 +112,4 @@ def test_options_that_contradict_the_file_are_one_line(
 ) -> None:
     model = ModelSpec("net", "file:net.onnx", **known)
     with pytest.raises(UserError, match=reason):
-        task_facts.facts(model, task, Purpose(**metadata), outputs(*shapes))
+        file_facts.find_task_facts(model, task, Purpose(**metadata), outputs(*shapes))

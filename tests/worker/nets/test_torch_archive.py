@@ -13,9 +13,8 @@ from typing import Any
 import pytest
 import torch
 
-from dyno.worker.nets import torch_archive
-from dyno.worker.nets.checkpoint import read_checkpoint
-from dyno.worker.nets.torch_archive import MODULE, OTHER, PROGRAM, WEIGHTS, Archive, Stub
+from dyno.worker.nets import checkpoint
+from dyno.worker.nets.checkpoint import MODULE, OTHER, PROGRAM, WEIGHTS, Archive, Stub, read_checkpoint
 from dyno.worker.spec import UserError
 
 
@@ -67,7 +66,7 @@ def test_a_pickled_module_gives_its_state_dict(tmp_path: Path) -> None:
     archive = Archive(tmp_path / "net.pt")
     assert (archive.kind, archive.yolo) == (MODULE, False)
     assert any(name.endswith(".Inside") for name in archive.names)
-    found, wanted = torch_archive.tensors(torch_archive.module_in(archive.load())), module.state_dict()
+    found, wanted = checkpoint.read_tensors(checkpoint.find_module_stub(archive.load())), module.state_dict()
     assert set(found) == set(wanted)
     for name, value in wanted.items():
         assert found[name].dtype == value.dtype and torch.equal(found[name], value), name
@@ -93,11 +92,11 @@ def test_a_planted_command_is_never_run(tmp_path: Path, place: str, protocol: in
     torch.save(content, tmp_path / "trap.pt", pickle_protocol=protocol)
     archive = Archive(tmp_path / "trap.pt")
     assert "posix.system" in archive.names
-    found = torch_archive.module_in(archive.load())
+    found = checkpoint.find_module_stub(archive.load())
     if place not in ("top", "model"):
-        assert torch.equal(torch_archive.tensors(found)["body.0.weight"], module.body[0].weight)
+        assert torch.equal(checkpoint.read_tensors(found)["body.0.weight"], module.body[0].weight)
         read_checkpoint(str(tmp_path / "trap.pt"))
-    assert torch_archive.advice(archive)
+    assert checkpoint.advise_on_module(archive)
     assert not mark.exists()
     torch.load(tmp_path / "trap.pt", weights_only=False)
     assert mark.exists(), "the trap is a real one"
@@ -154,13 +153,13 @@ def test_a_tensor_can_not_reach_beyond_its_bytes(handmade: Handmade) -> None:
     content = b"cnet\nNet\n)\x81" + state % tensor(shape=b"I9\n")[:-1] + b"b."
     module = Archive(handmade(b"\x80\x02" + content, **{"0": bytes(8)})).load()
     with pytest.raises(UserError, match="the tensor w reaches beyond the bytes"):
-        torch_archive.tensors(module)
+        checkpoint.read_tensors(module)
 
 
 def test_a_module_that_holds_itself_ends(handmade: Handmade) -> None:
     state = b"(dS'_buffers'\n(dsS'_parameters'\n(dsS'_modules'\n(dS'again'\ng0\nss"
     module = Archive(handmade(b"\x80\x02cnet\nNet\n)\x81p0\n" + state + b"b.")).load()
-    assert torch_archive.is_module(module) and torch_archive.tensors(module) == {}
+    assert checkpoint.is_module(module) and checkpoint.read_tensors(module) == {}
 
 
 def test_entries_that_unfold_are_refused(handmade: Handmade) -> None:
@@ -185,7 +184,7 @@ def script(path: Path) -> None:
 def test_files_are_told_from_one_another(tmp_path: Path, save: Callable[..., None], kind: str, advice: str) -> None:
     save(tmp_path / "x.pt")
     archive = Archive(tmp_path / "x.pt")
-    assert archive.kind == kind and advice in torch_archive.advice(archive)
+    assert archive.kind == kind and advice in checkpoint.advise_on_module(archive)
 
 
 def test_what_is_no_file_of_torch_save(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from dyno.worker.onnx_graph.fusible import fusible
+from dyno.worker.makers.export import fusible
 
 # PyTorch's exporter knows for ever only the operators that there were when it first ran: other tests need these.
 pytest.importorskip("torchvision")

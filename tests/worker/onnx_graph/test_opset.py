@@ -9,7 +9,7 @@ import pytest
 from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
-from dyno.worker.onnx_graph.opset import in_opset, opset
+from dyno.worker.onnx_graph.repair import convert_opset, read_opset
 from dyno.worker.spec import UserError
 
 
@@ -25,20 +25,20 @@ def graph(kind: str, inputs: list[str], version: int, **attributes: Any) -> Any:
 
 def test_a_mean_as_dynamo_writes_it_goes_back_to_opset_17() -> None:
     old = graph("ReduceMean", ["x", "axes"], 18, keepdims=1, noop_with_empty_axes=0)
-    new = in_opset(old, 17)
-    assert (opset(new), list(new.graph.node[0].input)) == (17, ["x"])
+    new = convert_opset(old, 17)
+    assert (read_opset(new), list(new.graph.node[0].input)) == (17, ["x"])
     x = np.arange(6, dtype=np.float32).reshape(2, 3)
     np.testing.assert_array_equal(ReferenceEvaluator(new).run(None, {"x": x})[0], [[1], [4]])
 
 
 def test_a_graph_in_the_wanted_opset_is_left_alone() -> None:
     model = graph("Relu", ["x"], 17)
-    assert in_opset(model, 17) is model
+    assert convert_opset(model, 17) is model
 
 
 def test_an_operator_that_the_wanted_opset_lacks_is_one_line() -> None:
     with pytest.raises(UserError, match="can't be written in opset 17 instead of 20: ") as caught:
-        in_opset(graph("Gelu", ["x"], 20), 17)
+        convert_opset(graph("Gelu", ["x"], 20), 17)
     assert "\n" not in str(caught.value)
 
 
@@ -54,7 +54,7 @@ def test_a_split_that_only_names_the_number_of_its_parts_goes_back_to_opset_17(c
     )
     feeds = {"x": np.arange(22, dtype=np.float32).reshape(2, 11)}
     expected = ReferenceEvaluator(old).run(None, feeds)
-    new = in_opset(old, 17)
-    assert opset(new) == 17 and {entry.domain for entry in new.opset_import} == {""}
+    new = convert_opset(old, 17)
+    assert read_opset(new) == 17 and {entry.domain for entry in new.opset_import} == {""}
     for one, other in zip(ReferenceEvaluator(new).run(None, feeds), expected, strict=True):
         np.testing.assert_array_equal(one, other)

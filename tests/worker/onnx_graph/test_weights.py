@@ -10,8 +10,8 @@ import onnxruntime
 import pytest
 
 from dyno.store import copy, sha256_of
-from dyno.worker.layers.graph import read as read_layers
-from dyno.worker.onnx_graph import weights as onnx_weights
+from dyno.worker.layers.graph import read_graph as read_layers
+from dyno.worker.onnx_graph import graph_facts as onnx_weights
 from dyno.worker.spec import UserError
 
 
@@ -37,7 +37,7 @@ def ran(path: Path) -> np.ndarray:
 
 
 def test_a_change_of_the_weights_is_another_file(graph: Path) -> None:
-    (weights,) = onnx_weights.beside(graph)
+    (weights,) = onnx_weights.list_files_beside(graph)
     assert weights == graph.parent / "weights.bin"
     before = sha256_of(graph)
     weights.write_bytes(weights.read_bytes()[:-1] + b"\x7f")
@@ -59,14 +59,14 @@ def test_a_copy_takes_them_along_under_its_own_name(graph: Path, tmp_path: Path)
 def test_what_is_no_graph_has_nothing_beside_it(tmp_path: Path) -> None:
     for content in (b"", b"location", b"no graph at a location of its own"):
         (tmp_path / "a.onnx").write_bytes(content)
-        assert onnx_weights.beside(tmp_path / "a.onnx") == []
+        assert onnx_weights.list_files_beside(tmp_path / "a.onnx") == []
 
 
 def test_a_file_of_weights_that_is_cut_short_is_one_line(graph: Path) -> None:
-    onnx_weights.check_beside(str(graph))
+    onnx_weights.check_files_beside(str(graph))
     with open(graph.parent / "weights.bin", "r+b") as file:
         file.truncate(1000)
     with pytest.raises(UserError, match=r"weights.bin, which is cut short at 1,000 bytes: w ends at 1,024; copy it"):
-        onnx_weights.check_beside(str(graph))
+        onnx_weights.check_files_beside(str(graph))
     with pytest.raises(UserError, match="cut short"):
         read_layers(str(graph), {"x": (256,)})

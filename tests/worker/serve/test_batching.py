@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyno.worker.serve import judging
-from dyno.worker.serve.arrivals import Arrivals, poisson
+from dyno.worker.serve import rates
 from dyno.worker.serve.batching import Batcher, BatchingRules, Clock, serve
+from dyno.worker.serve.rates import Arrivals, poisson
 from dyno.worker.spec import Unanswered
 
 
@@ -80,7 +80,7 @@ def test_a_stall_delays_no_request_and_counts_in_all_that_were_due_meanwhile() -
         first.clear()
 
     serve(batcher, answer)
-    seconds = judging.latencies(arrivals.times, batcher.ended)
+    seconds = rates.list_latencies(arrivals.times, batcher.ended)
     assert (seconds > 0.5).sum() == 6 and seconds[:3] == pytest.approx([1.0, 0.91, 0.82])
 
 
@@ -100,17 +100,17 @@ def test_those_who_find_the_queue_full_are_refused() -> None:
     batcher = served(at(0.0, 0.1, 0.2, 0.3, 0.4, 1.1), BatchingRules(1, queue=2), 1.0)
     assert batcher.refused.tolist() == [False, False, False, True, True, False]
     assert np.isnan(batcher.ended[3:5]).all() and batcher.size[3:5].sum() == 0
-    assert np.isinf(judging.latencies(at(0.3).times, batcher.ended[3:4])).all()
+    assert np.isinf(rates.list_latencies(at(0.3).times, batcher.ended[3:4])).all()
 
 
 @pytest.mark.parametrize(("load", "grows"), [(0.5, False), (0.9, False), (1.2, True), (3.0, True)])
 def test_a_rate_above_the_capacity_is_seen(load: float, grows: bool) -> None:
     arrivals = poisson(load / 0.01, 2000, 0.0, seed=2)
     batcher = served(arrivals, BatchingRules(1), 0.01)
-    assert judging.unstable(arrivals.times, batcher.began, batcher.refused, 1) is grows
+    assert rates.is_unstable(arrivals.times, batcher.began, batcher.refused, 1) is grows
     assert bool(np.isnan(batcher.ended).any()) is (load == 3.0), "patience ends with a queue that would take for ever"
-    verdict = judging.verdict(judging.latencies(arrivals.times, batcher.ended), 0.99, 1.0, 662, grows)
-    assert verdict == (judging.UNSTABLE if grows else judging.HOLDS)
+    verdict = rates.judge_rate(rates.list_latencies(arrivals.times, batcher.ended), 0.99, 1.0, 662, grows)
+    assert verdict == (rates.UNSTABLE if grows else rates.HOLDS)
 
 
 def test_a_stall_at_the_end_is_no_drift() -> None:
@@ -124,33 +124,33 @@ def test_a_stall_at_the_end_is_no_drift() -> None:
         clock.time += 0.5 if stall < clock.time < stall + 0.4 else 0.0005
 
     serve(batcher, answer)
-    assert judging.backlog(arrivals.times, batcher.began, batcher.refused) > 400
-    assert not judging.unstable(arrivals.times, batcher.began, batcher.refused, 1)
+    assert rates.count_backlog(arrivals.times, batcher.began, batcher.refused) > 400
+    assert not rates.is_unstable(arrivals.times, batcher.began, batcher.refused, 1)
 
 
 def test_batches_raise_the_capacity() -> None:
     """A batch of n takes 10 ms + n 0.1 ms: one by one that is 99 requests/s, in eights 740."""
     arrivals = poisson(400.0, 4000, 0.0, seed=5)
     alone, eights = (served(arrivals, BatchingRules(most), 0.01, 0.0001) for most in (1, 8))
-    assert judging.unstable(arrivals.times, alone.began, alone.refused, 1)
-    assert not judging.unstable(arrivals.times, eights.began, eights.refused, 8)
+    assert rates.is_unstable(arrivals.times, alone.began, alone.refused, 1)
+    assert not rates.is_unstable(arrivals.times, eights.began, eights.refused, 8)
 
 
 @pytest.mark.parametrize(
     ("count", "bound", "expected"),
-    [(1000, 0.992, judging.HOLDS), (1000, 0.98, judging.OVER), (500, 9.0, judging.TOO_FEW), (1000, 0.0, "")],
+    [(1000, 0.992, rates.HOLDS), (1000, 0.98, rates.OVER), (500, 9.0, rates.TOO_FEW), (1000, 0.0, "")],
 )
 def test_the_verdict_on_a_bound(count: int, bound: float, expected: str) -> None:
     seconds = np.linspace(0, 1, count)
-    assert judging.verdict(seconds, 0.99, bound, 662, grows=False) == expected
+    assert rates.judge_rate(seconds, 0.99, bound, 662, grows=False) == expected
 
 
 def test_an_unanswered_request_is_beyond_every_bound() -> None:
     seconds = np.full(1000, 0.001)
     seconds[:9] = np.inf
-    assert judging.percentile(seconds, 0.99) == pytest.approx(0.001)
+    assert rates.find_percentile(seconds, 0.99) == pytest.approx(0.001)
     seconds[:12] = np.inf
-    assert np.isinf(judging.percentile(seconds, 0.99))
+    assert np.isinf(rates.find_percentile(seconds, 0.99))
 
 
 def test_what_fails_in_an_answer_ends_everything() -> None:
@@ -176,4 +176,4 @@ def test_requests_without_an_answer_are_refused_and_the_others_are_answered() ->
     serve(batcher, answer)
     assert batcher.refused.tolist() == [False, True] * 5 and batcher.complaint == "503, of number 1"
     assert (np.isnan(batcher.ended) == batcher.refused).all() and (np.isnan(batcher.began) == batcher.refused).all()
-    assert (judging.latencies(arrivals.times, batcher.ended) == np.inf).sum() == 5
+    assert (rates.list_latencies(arrivals.times, batcher.ended) == np.inf).sum() == 5

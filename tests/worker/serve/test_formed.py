@@ -10,8 +10,7 @@ import pytest
 from dyno.api.serve.session import _count_inputs
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.jobs.serve import _list_powers
-from dyno.worker.serve.formed import BatchFormingSession
-from dyno.worker.serve.instances import Rung
+from dyno.worker.serve.batching import BatchFormingSession, Rung
 from dyno.worker.spec import Dims, Tensor
 
 

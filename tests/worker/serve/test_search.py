@@ -10,9 +10,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.worker.serve.arrivals import read_trace
+from dyno.worker.jobs.serve import find_highest_rate
 from dyno.worker.serve.options import ServeOptions
-from dyno.worker.serve.search import highest
+from dyno.worker.serve.rates import read_trace
 from dyno.worker.spec import UserError
 
 
@@ -24,13 +24,13 @@ def test_it_ends_within_a_step_below_the_limit(limit: float) -> None:
         tried.append(rate)
         return rate <= limit
 
-    found = highest(holds, 100.0, 0.05)
+    found = find_highest_rate(holds, 100.0, 0.05)
     assert limit / 1.05 <= found <= limit
     assert len(tried) < 16 and tried.count(found) == 2, "the result is tried once more"
 
 
 def test_there_may_be_none() -> None:
-    assert highest(lambda rate: False, 100.0, 0.05) == 0.0
+    assert find_highest_rate(lambda rate: False, 100.0, 0.05) == 0.0
 
 
 def test_no_rate_below_the_lowest_is_tried() -> None:
@@ -40,8 +40,8 @@ def test_no_rate_below_the_lowest_is_tried() -> None:
         tried.append(rate)
         return False
 
-    assert highest(holds, 100.0, 0.05, lowest=20.0) == 0.0 and tried == [50.0, 25.0, 20.0]
-    assert 300 / 1.05 <= highest(lambda rate: rate <= 300, 100.0, 0.05, lowest=200.0) <= 300
+    assert find_highest_rate(holds, 100.0, 0.05, lowest=20.0) == 0.0 and tried == [50.0, 25.0, 20.0]
+    assert 300 / 1.05 <= find_highest_rate(lambda rate: rate <= 300, 100.0, 0.05, lowest=200.0) <= 300
 
 
 def test_the_lowest_is_tried_before_it_gives_up() -> None:
@@ -51,7 +51,7 @@ def test_the_lowest_is_tried_before_it_gives_up() -> None:
         tried.append(rate)
         return rate <= 20 or (tried.count(rate) == 1 and rate < 30)
 
-    assert highest(holds, 100.0, 0.05, lowest=20.0) == 20.0
+    assert find_highest_rate(holds, 100.0, 0.05, lowest=20.0) == 20.0
 
 
 def test_what_held_by_luck_alone_is_not_the_result() -> None:
@@ -61,7 +61,7 @@ def test_what_held_by_luck_alone_is_not_the_result() -> None:
         tried.append(rate)
         return rate <= 60 or (rate <= 70 and tried.count(rate) == 1)
 
-    assert 60 / 1.05 <= highest(holds, 100.0, 0.05) <= 60
+    assert 60 / 1.05 <= find_highest_rate(holds, 100.0, 0.05) <= 60
 
 
 @pytest.mark.parametrize(

@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from dyno.worker.facts.inside import Layer
-from dyno.worker.layers.optimised import kernels_of
-from dyno.worker.sessions.onnx_runtime_profile import by_run, events_in
+from dyno.worker.facts.job import Layer
+from dyno.worker.layers.graph import list_kernels
+from dyno.worker.sessions.onnx_runtime_session import by_run, events_in
 
 
 def event(name: str, at: int, dur: int, index: str = "", cat: str = "Node") -> dict[str, Any]:
@@ -28,7 +28,7 @@ def test_kernels_are_told_apart_by_run_and_by_node() -> None:
     zero, one = ("c_kernel_time", "0"), ("c_kernel_time", "1")
     assert first == pytest.approx({zero: 1e-6, one: 2e-6}) and second == pytest.approx({zero: 3e-6, one: 4e-6})
     layers = [Layer(name="c"), Layer(name="idle"), Layer(name="c")]
-    assert kernels_of(layers, [one, zero]) == [zero, None, one]
+    assert list_kernels(layers, [one, zero]) == [zero, None, one]
 
 
 def test_what_runs_in_a_loop_is_no_node_of_the_graph_around_it() -> None:

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 from dyno.worker.backends.fake import FakeSession
-from dyno.worker.sessions import slowed
+from dyno.worker.jobs import run_trial
 from dyno.worker.spec import Trial
 
 
@@ -27,7 +27,7 @@ class Clock:
 @pytest.fixture
 def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
     made = Clock()
-    monkeypatch.setattr(slowed, "now", made)
+    monkeypatch.setattr(run_trial, "now", made)
     return made
 
 
@@ -50,7 +50,7 @@ class Timed(FakeSession):
 def test_each_run_is_longer_by_the_share(fake_trial: Any, clock: Clock, stream: Any, share: float) -> None:
     inner = Timed(fake_trial())
     inner.clock, inner.stream = clock, stream
-    session = slowed.SlowedSession(inner, share)
+    session = run_trial.SlowedSession(inner, share)
     for _ in range(2):  # on a stream the delay is that of the run before
         begin = clock.at
         session.run()
@@ -61,7 +61,7 @@ def test_each_run_is_longer_by_the_share(fake_trial: Any, clock: Clock, stream: 
 def test_all_else_is_the_session(fake_trial: Any) -> None:
     trial: Trial = fake_trial()
     inner = FakeSession(trial)
-    session = slowed.SlowedSession(inner, 0.1)
+    session = run_trial.SlowedSession(inner, 0.1)
     (tensor,) = session.inputs
     feeds = session.stage({tensor.name: np.ones((2, 1, 4, 4), np.float32)})
     session.bind(feeds)

@@ -10,7 +10,7 @@ import pytest
 
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import evaluate
-from dyno.worker.inputs.letterbox import geometry
+from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial, UserError
 
 SIZES = [(40, 80), (64, 48), (50, 50), (30, 64), (64, 64)]

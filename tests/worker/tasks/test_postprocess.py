@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.worker.inputs.letterbox import geometry
+from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import UserError
 from dyno.worker.tasks.detect import DETECT, BoxReader, Detect
 from dyno.worker.tasks.pose import POSE

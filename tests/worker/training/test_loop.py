@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dyno.worker.nets import models
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Unavailable, UserError
-from dyno.worker.training import loader, network, snapshot
+from dyno.worker.training import loader, network
 from dyno.worker.training.loop import train
 from dyno.worker.training.options import AUGMENTATIONS, OPTIMIZERS, TrainOptions, options
 
@@ -116,7 +116,7 @@ def test_a_training_that_was_stopped_ends_with_the_same_bytes(settings, digits, 
             fit(digits, tmp_path / "parts", model, interrupt(stage), **settings)
     parts = fit(digits, tmp_path / "parts", model, **settings)
     assert parts.sha256 == whole.sha256
-    for name in (snapshot.BEST, snapshot.LAST):
+    for name in (network.BEST, network.LAST):
         assert (tmp_path / "parts" / name).read_bytes() == (tmp_path / "whole" / name).read_bytes()
 
 
@@ -146,7 +146,7 @@ def test_a_kill_between_two_writes_is_mended(write, digits, nets, tmp_path, monk
     monkeypatch.undo()
     assert fit(digits, tmp_path / "parts", model, epochs=1).sha256 == whole.sha256
     left = {path.name for path in (tmp_path / "parts").iterdir()}
-    assert left == {snapshot.STATE, snapshot.BEST, snapshot.LAST, snapshot.HISTORY}
+    assert left == {network.STATE, network.BEST, network.LAST, network.HISTORY}
 
 
 def test_neither_workers_nor_what_ran_before_change_the_result(digits, nets, tmp_path):
@@ -170,7 +170,7 @@ def test_other_settings_or_data_are_named(digits, nets, tmp_path):
 def test_the_state_runs_no_code_and_a_damaged_one_is_told(digits, nets, tmp_path):
     model = dataclasses.replace(NET, source=f"{nets}:two")
     fit(digits, tmp_path, model, epochs=1)
-    path = tmp_path / snapshot.STATE
+    path = tmp_path / network.STATE
     assert set(torch.load(path, weights_only=True)) == {"about", "module", "optimizer", "schedule", "scaler"}
     for content in (path.read_bytes()[:5000], b"", b"no state"):
         path.write_bytes(content)
@@ -194,7 +194,7 @@ def test_the_best_epoch_is_kept_when_the_loss_diverges(digits, nets, tmp_path, m
         UserError, match=r"diverged in epoch 2 .* lower lr, now 0.005; the best weights, of epoch 1 with"
     ):
         fit(digits, tmp_path, model)
-    assert all(bool(value.isfinite().all()) for value in load_file(tmp_path / snapshot.BEST).values())
+    assert all(bool(value.isfinite().all()) for value in load_file(tmp_path / network.BEST).values())
 
 
 def test_memory_that_runs_out_is_told_as_that(digits, nets, tmp_path, monkeypatch):
@@ -221,7 +221,7 @@ def test_the_table_says_what_happened(digits, nets, tmp_path):
     stages: list[str] = []
     result = fit(digits, tmp_path, dataclasses.replace(NET, source=f"{nets}:two"), stages.append)
     assert stages[:2] == ["build the model", "epoch 1/3"], "before the first batch, which may take long"
-    rows = (tmp_path / snapshot.HISTORY).read_text().splitlines()
+    rows = (tmp_path / network.HISTORY).read_text().splitlines()
     assert rows[0] == "epoch,lr,train_loss,test_loss,top1,seconds,images_per_s"
     assert [row.split(",")[0] for row in rows[1:]] == ["1", "2", "3"]
     assert result.top1 == 100 * result.hits / 64 == max(float(row.split(",")[4]) for row in rows[1:])
@@ -238,7 +238,7 @@ def test_weights_of_another_number_of_classes_get_a_new_head(digits, tmp_path):
     assert torch.equal(module.conv1.weight, state["conv1.weight"]) and module.fc.weight.shape[0] == 10
     result = fit(digits, tmp_path / "run", given, epochs=1, freeze=True)
     assert result.notes == (*notes, "only fc.weight, fc.bias are trained")
-    after = load_file(tmp_path / "run" / snapshot.BEST)
+    after = load_file(tmp_path / "run" / network.BEST)
     assert all(torch.equal(after[name], state[name]) for name in state if not name.startswith("fc."))
     assert not torch.equal(after["fc.weight"], module.fc.weight)
 

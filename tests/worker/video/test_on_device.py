@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 import moving_photos
-from dyno.worker.sessions.on_device import DeviceBinding
+from dyno.worker.backend import DeviceBinding
 from dyno.worker.spec import Dims, Preprocess, Tensor, UserError
 from dyno.worker.tasks.detect import DETECT, BoxReader
-from dyno.worker.video.media import pictures
-from dyno.worker.video.media.decoding import VideoSource
-from dyno.worker.video.media.surfaces import Surface
+from dyno.worker.video import media
+from dyno.worker.video.decoding import VideoSource
+from dyno.worker.video.media import Surface
 from dyno.worker.video.on_device import DevicePreparation, Feed, drop_low_scores
 from dyno.worker.video.preparing import Preparation
 
@@ -31,18 +31,18 @@ def ends() -> DeviceBinding:
 
 def decoded(height: int, width: int, matrix: int) -> Any:
     rng = np.random.default_rng(height)
-    frame = pictures.blank(height, width)
-    for plane in pictures.planes_of(frame):  # smooth, as photographs are, and in range
+    frame = media.make_blank(height, width)
+    for plane in media.read_planes(frame):  # smooth, as photographs are, and in range
         coarse = rng.integers(60, 190, (2 + plane.shape[0] // 16, 2 + plane.shape[1] // 16))
         plane[:] = np.kron(coarse, np.ones((16, 16)))[: plane.shape[0], : plane.shape[1]]
     frame.colorspace = matrix
     return frame
 
 
-def picture(kind: str, height: int, width: int) -> pictures.Picture:
+def picture(kind: str, height: int, width: int) -> media.Picture:
     if kind == "rgb":
-        return pictures.Rgb(np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8))
-    made = pictures.Planes(decoded(height, width, int(kind)), pictures.Converter())
+        return media.Rgb(np.random.default_rng(width).integers(0, 256, (height, width, 3), np.uint8))
+    made = media.Planes(decoded(height, width, int(kind)), media.Converter())
     made.height, made.width = height, width
     return made
 
@@ -50,15 +50,15 @@ def picture(kind: str, height: int, width: int) -> pictures.Picture:
 def surface(like: Any) -> Surface:
     """A frame of the same values as a GPU's decoder leaves it, but in the host's memory."""
     made = av.VideoFrame(like.width, like.height, "nv12")
-    light, blue, red = pictures.planes_of(like)
+    light, blue, red = media.read_planes(like)
     rows = [np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size) for plane in made.planes]
     rows[0][:, : like.width] = light
     rows[1][:, : like.width] = np.stack([blue, red], -1).reshape(len(blue), -1)
     made.colorspace, made.color_range = like.colorspace, like.color_range
-    return Surface(made, pictures.Converter())
+    return Surface(made, media.Converter())
 
 
-def both(shown: list[pictures.Picture], tensor: Tensor, size: int, preprocess: Preprocess = NORMAL) -> Any:
+def both(shown: list[media.Picture], tensor: Tensor, size: int, preprocess: Preprocess = NORMAL) -> Any:
     """The same pictures as the host and as PyTorch prepares them."""
     dims, results = Dims(tensor.shape[0], size, size), []
     for one in (Preparation(preprocess, [tensor], dims), DevicePreparation(preprocess, [tensor], dims, ends())):
@@ -87,8 +87,8 @@ def test_pixels_are_those_of_the_host(kind: str, most: float, height: int, width
 
 @pytest.mark.parametrize("matrix", [1, 5, 2])
 def test_frames_of_the_device_s_decoder_are_those_of_the_host_s(matrix: int) -> None:
-    frame, convert = decoded(54, 96, matrix), pictures.Converter()
-    there, here = surface(frame), pictures.Planes(frame, convert)
+    frame, convert = decoded(54, 96, matrix), media.Converter()
+    there, here = surface(frame), media.Planes(frame, convert)
     made = DevicePreparation(NORMAL, [image_of(3, 2, 64)], Dims(2, 64, 64), ends())
     feed = made.new_feed()
     made.write(there, feed, 0)

@@ -12,10 +12,10 @@ from PIL import Image
 
 import moving_photos as videos
 from dyno.worker.spec import UserError
-from dyno.worker.video.media import opening
-from dyno.worker.video.media.decoding import VideoSource
-from dyno.worker.video.media.encoding import VideoSink
-from dyno.worker.video.media.opencv import CaptureSource, WriterSink
+from dyno.worker.video import opening
+from dyno.worker.video.decoding import VideoSource
+from dyno.worker.video.encoding import VideoSink
+from dyno.worker.video.opening import CaptureSource, WriterSink
 from dyno.worker.video.options import VideoOptions
 
 pytest.importorskip("cv2")
@@ -24,14 +24,14 @@ pytest.importorskip("av")
 
 def test_a_pyav_that_is_too_old_is_not_used(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     clip, out = videos.write(tmp_path / "clip.mp4", videos.pictures(3)), tmp_path / "out.avi"
-    source = opening.source_of(str(clip), VideoOptions())
-    assert isinstance(source, VideoSource) and isinstance(opening.sink_of(out, source, ""), VideoSink)
-    assert not opening.old_pyav()
-    monkeypatch.setattr(opening.metadata, "version", lambda name: "17.0.1")
-    source = opening.source_of(str(clip), VideoOptions())
-    assert isinstance(source, CaptureSource) and isinstance(opening.sink_of(out, source, ""), WriterSink)
+    source = opening.open_source(str(clip), VideoOptions())
+    assert isinstance(source, VideoSource) and isinstance(opening.open_sink(out, source, ""), VideoSink)
+    assert not opening.describe_old_pyav()
+    monkeypatch.setattr(opening.list_metadata, "version", lambda name: "17.0.1")
+    source = opening.open_source(str(clip), VideoOptions())
+    assert isinstance(source, CaptureSource) and isinstance(opening.open_sink(out, source, ""), WriterSink)
     assert len(list(source.read())) == 3
-    said = opening.old_pyav()
+    said = opening.describe_old_pyav()
     assert said.startswith("PyAV 17.0.1 is too old, so OpenCV reads and writes; ") and said.endswith("17.1 or newer")
 
 
@@ -62,7 +62,7 @@ def test_images_are_upright_and_the_first_of_several(tmp_path: Path, suffix: str
     photo.save(tmp_path / "turned.jpg", exif=exif, quality=95)
     others = [Image.new("RGB", (96, 64), colour) for colour in ("white", "red")]
     photo.save(tmp_path / f"moving{suffix}", save_all=True, append_images=others)
-    source = opening.source_of(str(tmp_path), VideoOptions())
+    source = opening.open_source(str(tmp_path), VideoOptions())
     pictures = {frame.name: frame.picture.rgb().astype(int) for frame in source.read()}
     assert np.abs(pictures["turned.jpg"] - np.asarray(photo.rotate(-90, expand=True))).mean() < 5
     assert np.abs(pictures[f"moving{suffix}"] - np.asarray(photo)).mean() < 8

@@ -12,14 +12,13 @@ import pytest
 import moving_photos as videos
 from dyno.worker.tasks.postprocess import Detections, encode
 from dyno.worker.video.drawing import COLOURS, draw
-from dyno.worker.video.media.ends import Frame
-from dyno.worker.video.media.pictures import Picture, Planes, Rgb
+from dyno.worker.video.media import Frame, Picture, Planes, Rgb
 
 pytest.importorskip("cv2")
 av = pytest.importorskip("av")
 
-from dyno.worker.video.media.decoding import VideoSource  # noqa: E402
-from dyno.worker.video.media.encoding import VideoSink  # noqa: E402
+from dyno.worker.video.decoding import VideoSource  # noqa: E402
+from dyno.worker.video.encoding import VideoSink  # noqa: E402
 
 LOSSLESS = {"crf": "0", "preset": "ultrafast"}
 ITU_709, FULL = 1, 2

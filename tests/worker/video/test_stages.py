@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.worker.video.media.ends import Frame, now
-from dyno.worker.video.media.pictures import Rgb
+from dyno.worker.video.media import Frame, Rgb, now
 from dyno.worker.video.stages import DEPTH, PipelineStage, VideoPipeline, run
 
 PICTURE = Rgb(np.zeros((2, 2, 3), np.uint8))

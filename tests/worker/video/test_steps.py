@@ -11,11 +11,10 @@ import numpy as np
 import pytest
 
 from dyno.worker.backend import Session
+from dyno.worker.jobs.video import MemorySource
 from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.video import steps
-from dyno.worker.video.media.ends import Batch, Frame, Source, now
-from dyno.worker.video.media.memory import MemorySource
-from dyno.worker.video.media.pictures import Rgb
+from dyno.worker.video.media import Batch, Frame, Rgb, Source, now
 from dyno.worker.video.preparing import Preparation
 from dyno.worker.video.stages import PipelineStage, VideoPipeline, run
 

@@ -9,10 +9,9 @@ import pytest
 
 from dyno.worker.spec import Unavailable
 from dyno.worker.tasks.postprocess import Detections
-from dyno.worker.video.media.ends import Frame
-from dyno.worker.video.media.pictures import Rgb
+from dyno.worker.video.drawing import NOBODY, Tracker
+from dyno.worker.video.media import Frame, Rgb
 from dyno.worker.video.options import TRACKERS
-from dyno.worker.video.tracking import NOBODY, Tracker
 
 RATE = 25.0
 

@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 
 from dyno.analysis.inside.place import FLOW, NAMED, Claims, Flow, between, placed
-from dyno.worker.facts.inside import MODULES, NODES, Layer, LayerGraph
+from dyno.worker.facts.job import MODULES, NODES, Layer, LayerGraph
 
 # What engines add to the name of a node, or of the tensor that it writes.
 ADDED = ("/WithoutBiases", "_nchwc", "_quant")

@@ -14,7 +14,7 @@ from dyno.analysis.inside.place import NAMED
 from dyno.analysis.inside.tables import MODEL
 from dyno.analysis.inside.times import modules_of
 from dyno.analysis.inside.totals import BYTES
-from dyno.worker.facts.inside import MODULES, Layer
+from dyno.worker.facts.job import MODULES, Layer
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ import numpy as np
 
 from dyno.analysis.inside.gpu.launching import LaunchTimes
 from dyno.analysis.inside.times import Times
-from dyno.worker.facts.inside import LayerGraph
+from dyno.worker.facts.job import LayerGraph
 from dyno.worker.record import check_schema, read_json, write_json
 from dyno.worker.spec import SCHEMA, UserError, from_json, to_json
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Mapping, Sequence
 from itertools import product
 
-from dyno.worker.facts.inside import Layer
+from dyno.worker.facts.job import Layer
 
 Claims = dict[int, set[int]]  # index of a layer -> indices of its counterparts in another form
 # What a node's name, a tensor's name, or the flow between named ones says; and what is computed before the first run.

@@ -9,7 +9,7 @@ from dyno.analysis.inside.align import Region
 from dyno.analysis.inside.place import CONSTANT, FLOW, NAMED
 from dyno.analysis.presentation.table import COUNT, TEXT, Column, Row, Table
 from dyno.analysis.presentation.table_kind import TableKind
-from dyno.worker.facts.inside import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
+from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
 LAYER_TABLE = TableKind("layers", "Layers", "Every layer of one form of a model, in the order in which they run.",
                         command="dyno inspect")  # fmt: skip

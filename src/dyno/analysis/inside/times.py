@@ -21,7 +21,7 @@ from dyno.analysis.inside.tables import MODEL, names_cell, shape
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table
 from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.stats import Interval, median_interval
-from dyno.worker.facts.inside import MODULES, NODES, Function, Layer, LayerGraph, Port
+from dyno.worker.facts.job import MODULES, NODES, Function, Layer, LayerGraph, Port
 
 ORDERS = ("time", "graph")
 PROFILE = TableKind("profile", "Time by layer", "How long each layer takes, by the modules that it came from.",

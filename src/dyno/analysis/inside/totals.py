@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from dyno.analysis.formatting import counting, significant
 from dyno.analysis.inside.align import Region
-from dyno.worker.facts.inside import MODULES, NODES, Layer, LayerGraph
+from dyno.worker.facts.job import MODULES, NODES, Layer, LayerGraph
 
 BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2,
          "int16": 2, "uint16": 2, "complex64": 8, "complex128": 16}  # fmt: skip

@@ -11,7 +11,7 @@ from typing import Any
 from dyno.analysis.inside.place import Flow
 from dyno.analysis.inside.tables import shape
 from dyno.analysis.layer_files.steps import Timeline, TimelineStep
-from dyno.worker.facts.inside import LayerGraph, Port
+from dyno.worker.facts.job import LayerGraph, Port
 
 GRADIENT = ({"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#e69f00"})  # by the median, from least to most
 

@@ -15,7 +15,7 @@ from typing import Any
 from dyno.analysis.formatting import counting
 from dyno.analysis.inside.place import Flow
 from dyno.analysis.layer_files.steps import Timeline
-from dyno.worker.facts.inside import MODULES, LayerGraph
+from dyno.worker.facts.job import MODULES, LayerGraph
 
 SCRIPTS = ("cytoscape.min.js", "cytoscape-dagre.min.js", "layer_graph.js")
 STYLE = "layer_graph.css"

@@ -10,7 +10,7 @@ from dyno.analysis.formatting import counting
 from dyno.analysis.inside import align
 from dyno.analysis.inside.times import turned
 from dyno.analysis.layer_files.steps import Timeline
-from dyno.worker.facts.inside import LayerGraph
+from dyno.worker.facts.job import LayerGraph
 
 UNITS = ("µs", "%")
 UNKNOWN = "no layer is known for it: folded, or not run by itself"

@@ -9,7 +9,7 @@ from dyno.analysis.layer_files import layer_graph, tree_map
 from dyno.analysis.layer_files.steps import Timeline
 from dyno.analysis.presentation.export import export
 from dyno.analysis.presentation.table import Table
-from dyno.worker.facts.inside import LayerGraph
+from dyno.worker.facts.job import LayerGraph
 
 STYLE = """
 :root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #dde2e9; --page: #f5f7f9; --card: #fff; }

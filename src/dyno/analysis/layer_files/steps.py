@@ -11,7 +11,7 @@ import numpy as np
 
 from dyno.analysis.inside.tables import MODEL, names_cell, shape
 from dyno.analysis.inside.times import Times, origins
-from dyno.worker.facts.inside import LAYERS, MODULES, Layer, LayerGraph
+from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph
 
 CONVERSIONS = "(conversions)"
 BETWEEN = "."  # between the parts of a module's name

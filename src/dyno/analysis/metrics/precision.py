@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dyno.analysis.records.results import TrialResult
-from dyno.worker.facts.precision import STORED, TYPES, precision_truth
+from dyno.worker.facts.engine import STORED, TYPES, precision_truth
 
 # Engines' names of types, under the precision that they stand for.
 ALIASES = {

@@ -8,7 +8,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dyno.analysis.inside import align
 from dyno.analysis.inside.align import Region
 from dyno.analysis.inside.tables import QUANTISES
-from dyno.worker.facts.inside import Layer, LayerGraph, Port
+from dyno.worker.facts.job import Layer, LayerGraph, Port
 
 ModuleCall = tuple[str, int, str]  # a part's name, which of its calls, and the tensor's name in the graph
 

@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 
 from dyno.analysis.formatting import counting, significant
-from dyno.worker.facts.numerics import Difference, LayerError, LayerErrors
+from dyno.worker.facts.job import Difference, LayerError, LayerErrors
 
 FEW = 0.5  # of the reference's layers: where fewer are compared a sentence says so
 HALF, MOSTLY = 0.5, 0.8  # of what it was: an error that falls below the first has fallen, below the second in part

@@ -11,8 +11,7 @@ from dyno.analysis.numerics import sentences
 from dyno.analysis.numerics.module_outputs import nodes_of
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table
 from dyno.analysis.presentation.table_kind import TableKind
-from dyno.worker.facts.inside import Layer, LayerGraph
-from dyno.worker.facts.numerics import Difference, LayerError, LayerErrors
+from dyno.worker.facts.job import Difference, Layer, LayerError, LayerErrors, LayerGraph
 
 ORDERS = ("graph", "error")
 LAYER_ERRORS = TableKind("layer-errors", "Layers against the reference", "How far every layer's output is from the "

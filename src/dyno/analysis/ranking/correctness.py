@@ -16,7 +16,7 @@ from dyno.analysis.metrics import agreement, box_agreement
 from dyno.analysis.metrics.precision import truth
 from dyno.analysis.ranking.references import incomparable
 from dyno.analysis.records.results import TrialResult
-from dyno.worker.facts.numerics import MANY, is_labels
+from dyno.worker.facts.job import MANY, is_labels
 from dyno.worker.numerics.closeness import errors as distances
 
 AGREE, WRONG = "agree", "wrong outputs"  # of a row's outputs; the second begins the verdict of a row without a speed

@@ -11,8 +11,8 @@ import numpy as np
 
 from dyno.analysis import stats
 from dyno.analysis.stats import Interval
-from dyno.worker.facts.serve import ServeFacts, ServeStep
-from dyno.worker.serve import judging
+from dyno.worker.facts.job import ServeFacts, ServeStep
+from dyno.worker.serve import rates
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
 SECTIONS = 10  # of consecutive requests, whose percentiles an interval is made from
@@ -33,7 +33,7 @@ class RateMeasurement:
     @cached_property
     def latencies(self) -> np.ndarray:
         """Seconds from when each request was due until it was answered, inf where it never was."""
-        return judging.latencies(self._choose_counted("arrival"), self._choose_counted("ended"))
+        return rates.list_latencies(self._choose_counted("arrival"), self._choose_counted("ended"))
 
     @cached_property
     def _answered(self) -> np.ndarray:
@@ -57,7 +57,7 @@ class RateMeasurement:
     @property
     def backlog(self) -> int:
         """How many requests waited when the last one came."""
-        return judging.backlog(self.arrays["arrival"], self.arrays["began"], self.arrays["refused"])
+        return rates.count_backlog(self.arrays["arrival"], self.arrays["began"], self.arrays["refused"])
 
     @property
     def served(self) -> float:
@@ -106,8 +106,8 @@ def sectioned(samples: np.ndarray, q: float) -> Interval:
     Stochastic Simulation, 2007, III.5). Without limits where a section has too few samples for that percentile, or
     where it falls on an unanswered one.
     """
-    value = judging.percentile(samples, q)
-    each = [judging.percentile(part, q) for part in np.array_split(samples, SECTIONS) if len(part)]
+    value = rates.find_percentile(samples, q)
+    each = [rates.find_percentile(part, q) for part in np.array_split(samples, SECTIONS) if len(part)]
     if len(samples) // SECTIONS < stats.samples_for(q) or not np.isfinite([value, *each]).all():
         return Interval(value, math.nan, math.nan)
     spread = math.sqrt(sum((one - value) ** 2 for one in each) / (SECTIONS - 1))

@@ -14,8 +14,8 @@ from dyno.analysis.serve import outputs
 from dyno.analysis.serve.figures import QUANTILES, RateMeasurement
 from dyno.analysis.serve.outputs import Outputs
 from dyno.analysis.stats import Interval, Speedup
-from dyno.worker.facts.serve import ServeFacts
-from dyno.worker.serve import judging
+from dyno.worker.facts.job import ServeFacts
+from dyno.worker.serve import rates
 
 ARRAYS = "serve.npz"
 REFERENCE = "pytorch"  # the others are compared with it where it is among them
@@ -42,7 +42,7 @@ class ServingRun:
                 for k, f in enumerate(self.facts)]  # fmt: skip
 
     def _list_holding(self, number: int) -> list[RateMeasurement]:
-        return [t for t in self.tried if t.round == number and t.step.verdict == judging.HOLDS]
+        return [t for t in self.tried if t.round == number and t.step.verdict == rates.HOLDS]
 
     @cached_property
     def highest(self) -> Interval | None:

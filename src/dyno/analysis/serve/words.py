@@ -11,7 +11,7 @@ from dyno.analysis.formatting import counting, show, significant
 from dyno.analysis.ranking.correctness import distance
 from dyno.analysis.serve.figures import QUANTILES, RateMeasurement
 from dyno.analysis.serve.runs import ServingRun
-from dyno.worker.serve import judging
+from dyno.worker.serve import rates as serve_rates
 
 COMPANY = ": other programs kept "  # of a warning for each rate
 
@@ -109,7 +109,7 @@ def _describe_highest(served: ServingRun) -> Iterator[str]:
 
 def _explain_no_rate(served: ServingRun, bound: str) -> Iterator[str]:
     facts, without = served.facts[0], served.by_round.count(0)
-    once = any(t.step.verdict == judging.HOLDS for t in served.tried)
+    once = any(t.step.verdict == serve_rates.HOLDS for t in served.tried)
     if facts.searched and once:
         of = f"{without} of {counting(len(served.facts), 'round')}"
         yield f"{of} ended without a rate that holds {bound} twice."
@@ -127,11 +127,11 @@ def _nothing_holds(served: ServingRun, bound: str, once: bool) -> str:
     least, several = min(t.step.rate for t in served.tried), len({t.step.rate for t in served.tried}) > 1
     found_there = [(t.percentile(served.bounded), t) for t in served.tried if t.step.rate == least]
     latency, lowest = max(found_there, key=lambda pair: pair[0].value if pair[0] else np.inf)
-    if all(t.step.verdict == judging.TOO_FEW for t in served.tried):
+    if all(t.step.verdict == serve_rates.TOO_FEW for t in served.tried):
         return f"Whether {bound} holds can't be said of {'these rates' if several else 'this rate'}"
     name = _name_percentile(served.bounded)
     place = f"{_format_rate(lowest.step.rate)}{', the lowest,' if several else ''}"
-    if lowest.step.verdict == judging.TOO_FEW:
+    if lowest.step.verdict == serve_rates.TOO_FEW:
         return f"Whether a rate that was tried holds {bound} can't be said: at {place} too few requests came"
     found = f"{name} is {_format_duration(latency.value)}" if latency else f"{name} falls on requests without an answer"
     return f"No rate that was tried holds {bound}{' in every round' if once else ''}: at {place} {found}"

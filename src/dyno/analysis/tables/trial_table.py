@@ -32,7 +32,7 @@ from dyno.analysis.records.rounds import LATENCIES, Round
 from dyno.analysis.records.run_data import RunData
 from dyno.analysis.tables.trial_columns import COLUMNS, FEW, LIMITS, PERCENTILES, PRINTED, STAGES, STATISTICS, few
 from dyno.analysis.telemetry.energy import Meter
-from dyno.worker.facts.precision import STORED
+from dyno.worker.facts.engine import STORED
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:

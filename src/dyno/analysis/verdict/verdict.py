@@ -28,7 +28,7 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.verdict import decisions
 from dyno.analysis.verdict.findings import FAILURE, NOTE, PROBLEMS, WARNING, Decision, Finding, ms
 from dyno.analysis.verdict.whole_run import devices, mixed_precision, pixels, routes, unscored
-from dyno.worker.facts.precision import STORED
+from dyno.worker.facts.engine import STORED
 
 COMPANY = "what the table calls faster or slower holds beside those programs, which slow some engines down more"
 OTHER_NETWORK = (

@@ -12,7 +12,7 @@ import numpy as np
 
 from dyno.analysis import stats
 from dyno.analysis.stats import Interval
-from dyno.worker.facts.video import VideoFacts
+from dyno.worker.facts.job import VideoFacts
 
 STAGES = ("decode", "preprocess", "inference", "postprocess", "track", "draw", "encode")
 PROCESSORS = "processors"

@@ -8,7 +8,7 @@ from dyno.analysis import stats
 from dyno.analysis.formatting import counting, show, significant
 from dyno.analysis.video.figures import PERCENTILES, PROCESSORS, Bound, Video
 from dyno.analysis.video.runs import VideoRun
-from dyno.worker.facts.video import DEVICE
+from dyno.worker.facts.job import DEVICE
 
 HALF = 0.5
 LATENCY_NOTE = (

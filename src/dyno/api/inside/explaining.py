@@ -30,7 +30,7 @@ from dyno.planning.defaults import one_model
 from dyno.planning.model_info import no_such
 from dyno.store import check_writable
 from dyno.study import Choice, Study
-from dyno.worker.facts.inside import MODULES, LayerGraph
+from dyno.worker.facts.job import MODULES, LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.record import refuse_links, write_text
 from dyno.worker.spec import Artifact, Trial, UserError, from_json, to_json

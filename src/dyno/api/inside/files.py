@@ -26,7 +26,7 @@ from dyno.jobs.progress import Progress
 from dyno.store import check_writable
 from dyno.worker import registry
 from dyno.worker.extras import lacking
-from dyno.worker.facts.inside import LayerGraph
+from dyno.worker.facts.job import LayerGraph
 from dyno.worker.record import write_text
 from dyno.worker.spec import Job, UserError
 

@@ -23,7 +23,7 @@ from dyno.store import cache_dir
 from dyno.study import Choice, Study, model_name, parse_size
 from dyno.worker import registry, system
 from dyno.worker.extras import install
-from dyno.worker.facts.inside import MODULES, UNWATCHED, LayerGraph
+from dyno.worker.facts.job import MODULES, UNWATCHED, LayerGraph
 from dyno.worker.record import Record
 from dyno.worker.spec import PRECISIONS, Artifact, DataSpec, Dims, Job, Recipe, Runtime, Trial, UserError, check_known
 

@@ -16,7 +16,7 @@ from dyno.api.inside.forms import GraphFile
 from dyno.jobs.progress import Progress
 from dyno.planning.defaults import one_model
 from dyno.study import model_name
-from dyno.worker.facts.inside import LayerGraph
+from dyno.worker.facts.job import LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.spec import UserError
 

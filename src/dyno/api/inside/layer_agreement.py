@@ -18,8 +18,7 @@ from dyno.jobs.progress import Progress
 from dyno.planning.defaults import one_model
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry
-from dyno.worker.facts.inside import LAYERS, LayerGraph
-from dyno.worker.facts.numerics import LayerErrors
+from dyno.worker.facts.job import LAYERS, LayerErrors, LayerGraph
 from dyno.worker.numerics.closeness import ATOL, RTOL
 from dyno.worker.option_values import at_least
 from dyno.worker.record import Record

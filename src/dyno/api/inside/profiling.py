@@ -29,7 +29,7 @@ from dyno.planning.defaults import one_model
 from dyno.planning.interpreters import runtime_of
 from dyno.study import Choice, Study, model_name
 from dyno.worker import registry, system
-from dyno.worker.facts.inside import LayerGraph
+from dyno.worker.facts.job import LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known

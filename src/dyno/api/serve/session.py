@@ -20,8 +20,8 @@ from dyno.study import Study
 from dyno.worker import registry
 from dyno.worker.option_values import check_types
 from dyno.worker.record import read_json, write_json
-from dyno.worker.serve.arrivals import read_trace
 from dyno.worker.serve.options import ServeOptions
+from dyno.worker.serve.rates import read_trace
 from dyno.worker.spec import ENDPOINT, UserError
 
 if TYPE_CHECKING:

@@ -13,7 +13,7 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, Session
 from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.inputs.shapes import fitted
+from dyno.worker.inputs.specs import fitted
 from dyno.worker.option_values import Check, number, one_of
 from dyno.worker.spec import Artifact, Option, Tensor, Trial, Unavailable
 

@@ -18,22 +18,20 @@ import numpy as np
 
 from dyno.worker.backend import Arrays, Backend, LayerTimes, Session, refuse_requantising
 from dyno.worker.extras import install
-from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.facts.inside import LayerGraph
-from dyno.worker.facts.precision import STORED, precision_truth
+from dyno.worker.facts.engine import STORED, EngineFacts, Probe, precision_truth
+from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.calibration import missing_data
-from dyno.worker.inputs.shapes import Shape, static_shapes
-from dyno.worker.layers import optimised
+from dyno.worker.inputs.specs import Shape, static_shapes
+from dyno.worker.layers import graph
+from dyno.worker.makers.onnx_format import routed
 from dyno.worker.makers.precision import PREPARATION, VALUES
-from dyno.worker.makers.routes import routed
 from dyno.worker.onnx_graph.check import HALF_CRASHES, error_line
 from dyno.worker.onnx_graph.graph_facts import accuracy_levels
 from dyno.worker.option_values import Check, flag, one_of, whole
-from dyno.worker.sessions import onnx_runtime_cuda as cuda
-from dyno.worker.sessions.onnx_runtime_cuda import OPTIONS as CUDA_OPTIONS
-from dyno.worker.sessions.onnx_runtime_cuda import VALUES as CUDA_VALUES
-from dyno.worker.sessions.onnx_runtime_profile import PACKED, Profile, by_run, events_in
-from dyno.worker.sessions.onnx_runtime_request import Request
+from dyno.worker.sessions import onnx_runtime_session as cuda
+from dyno.worker.sessions.onnx_runtime_session import OPTIONS as CUDA_OPTIONS
+from dyno.worker.sessions.onnx_runtime_session import PACKED, Profile, Request, by_run, events_in
+from dyno.worker.sessions.onnx_runtime_session import VALUES as CUDA_VALUES
 from dyno.worker.spec import Artifact, Option, Recipe, Tensor, Trial, Unavailable, UserError
 
 ENGINE = "ONNX Runtime"
@@ -93,7 +91,7 @@ class OnnxRuntime(Backend):
         session = ort.InferenceSession(ONE_ADD, _make_quiet_options(ort), providers=PROVIDERS)
         (out,) = session.run(None, {"x": np.asarray(2, np.float32)})
         devices = ["cpu"] if out == 4 else []
-        if cuda.CUDA in ort.get_available_providers() and cuda.adds(ort, ONE_ADD, _make_quiet_options(ort)):
+        if cuda.CUDA in ort.get_available_providers() and cuda.can_add(ort, ONE_ADD, _make_quiet_options(ort)):
             devices.append("cuda:0")
         return Probe(version=ort.__version__, devices=tuple(devices), detail=", ".join(ort.get_available_providers()))
 
@@ -197,7 +195,7 @@ class OnnxFile:
 
     def optimised(self, path: str, profile: Profile) -> LayerGraph:
         """Read the optimised graph at the path, with each node's entry in the profile."""
-        return optimised.read(path, self.path, profile, f"{ENGINE} {self.ort.__version__}")
+        return graph.read_optimised_graph(path, self.path, profile, f"{ENGINE} {self.ort.__version__}")
 
     def _record_profile(self, providers: Any, feeds: Arrays, scratch: str, optimised: str = "") -> list[dict[str, Any]]:
         rng = np.random.default_rng(0)
@@ -285,7 +283,7 @@ class OnnxRuntimeSession(Session):
             watched.close()
             inside = self._file.optimised(path, self._file.read_profile(events))
         repeats = by_run(events)[DISCARDED:]
-        kernels = optimised.kernels_of(inside.layers, set().union(*repeats), self._file.path)
+        kernels = graph.list_kernels(inside.layers, set().union(*repeats), self._file.path)
         layers = [[repeat.get(kernel, 0.0) if kernel else 0.0 for kernel in kernels] for repeat in repeats]
         note = f"{ENGINE} counts whole microseconds."
         return LayerTimes(inside, np.array(layers), np.array(whole[DISCARDED:]), note)

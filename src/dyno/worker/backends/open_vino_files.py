@@ -13,12 +13,11 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.backend import FileContents, FileFormat, Maker
-from dyno.worker.backends.open_vino import library, read_model, tensors_of, version
-from dyno.worker.backends.open_vino_layers import TYPE_NAMES, plain
+from dyno.worker.backends.open_vino import TYPE_NAMES, library, plain, read_model, tensors_of, version
+from dyno.worker.facts.engine import QUANTISED, TYPES
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.facts.precision import QUANTISED, TYPES
 from dyno.worker.makers.precision import INHERITED
-from dyno.worker.nets import file_images, task_facts
+from dyno.worker.nets import file_facts
 from dyno.worker.spec import Artifact, Recipe, Trial, UserError
 
 LAYER = re.compile("Convolution|MatMul|LSTM|GRU|RNN|ScaledDotProduct|Einsum")
@@ -50,7 +49,8 @@ class IRFormat(FileFormat):
         kept = model.get_rt_info([KEPT]).value if model.has_rt_info([KEPT]) else {}
         metadata = {key: str(plain(value)) for key, value in kept.items()}
         return FileContents(
-            inputs, outputs, precision, task=task_facts.read(metadata), image=file_images.read(metadata),
+            inputs, outputs, precision, task=file_facts.read_purpose(metadata),
+            image=file_facts.read_image_facts(metadata),
             parameters=parameters,
         )  # fmt: skip
 

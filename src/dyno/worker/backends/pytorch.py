@@ -11,17 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Arrays, Backend, LayerTimes, Session
-from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.facts.precision import precision_truth
+from dyno.worker.backend import Arrays, Backend, DeviceBinding, LayerTimes, Session
+from dyno.worker.facts.engine import EngineFacts, Probe, precision_truth
 from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import tensors as tensors_of
-from dyno.worker.layers import module_kernels, module_ranges, module_times, program
+from dyno.worker.layers import graph
+from dyno.worker.layers import module as layers_module
 from dyno.worker.nets import models
 from dyno.worker.option_values import Check, flag, one_of
-from dyno.worker.sessions.on_device import DeviceBinding
-from dyno.worker.sessions.torch_copies import Copies
 from dyno.worker.sessions.torch_support import (
+    Copies,
     allocator_peaks,
     cast,
     compute_layers,
@@ -362,18 +361,18 @@ class TorchSession(Session):
         if self._call is not self._eager:
             return super().profile(runs)
         self.take_parts()
-        measure = module_kernels.measure if self._on_gpu else module_times.measure
+        measure = layers_module.measure_kernels if self._on_gpu else layers_module.measure_modules
         restore = self._restore or (lambda: None)
         return measure(self._module, self._run_once, lambda: self._eager(*self._bound[0].values()), runs, restore)
 
     def run_for_counters(self) -> None:
         """Run once with a range around the call of each part of the module; on a GPU."""
         self.take_parts()
-        module_ranges.run(self._module, self._run_once)
+        layers_module.run_ranges(self._module, self._run_once)
 
     def take_parts(self) -> None:
         """Go on with the modules that a program of torch.export was made of, which can be watched."""
-        if (found := program.parts(self._trial.model, self._trial.dims)) is not None:
+        if (found := graph.list_program_parts(self._trial.model, self._trial.dims)) is not None:
             self._module = self._place_module(found)
             self._call = self._eager = self._make_callable(self._dtype)
 

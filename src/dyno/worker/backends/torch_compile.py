@@ -10,8 +10,7 @@ from typing import Any
 
 from dyno.worker.backend import Session
 from dyno.worker.backends.pytorch import PyTorch, TorchSession
-from dyno.worker.facts.engine import EngineFacts
-from dyno.worker.facts.precision import precision_truth
+from dyno.worker.facts.engine import EngineFacts, precision_truth
 from dyno.worker.option_values import Check, flag, one_of
 from dyno.worker.sessions.torch_support import compiler_errors, compute_layers, kernels, memory_errors, need_compiler
 from dyno.worker.spec import Artifact, Trial

@@ -19,10 +19,8 @@ from typing import Any
 from dyno.worker.backend import Session
 from dyno.worker.backends.pytorch import PyTorch, TorchSession
 from dyno.worker.backends.tensor_rt import layers
-from dyno.worker.backends.tensor_rt.profiles import batch_range, outside
-from dyno.worker.backends.tensor_rt.settings import STATIC
-from dyno.worker.facts.engine import Compilation, EngineFacts, Probe
-from dyno.worker.facts.precision import NOTEWORTHY, precision_truth
+from dyno.worker.backends.tensor_rt.settings import STATIC, batch_range, explain_outside
+from dyno.worker.facts.engine import NOTEWORTHY, Compilation, EngineFacts, Probe, precision_truth
 from dyno.worker.makers.control_flow import check_control_flow, traced_values
 from dyno.worker.option_values import Check, one_of, whole
 from dyno.worker.record import TIMING
@@ -34,8 +32,62 @@ from dyno.worker.sessions.torch_support import (
     is_memory_error,
     memory_errors,
 )
-from dyno.worker.sessions.torch_trt_program import engines, left_in_pytorch
 from dyno.worker.spec import Artifact, Option, Trial, Unavailable, UserError
+
+# The result of Torch-TensorRT's compilation: the engines inside, and the operators left to PyTorch.
+#
+# A program is a `ScriptModule` (the TorchScript route), or an `ExportedProgram` or `GraphModule` (the Dynamo route, by
+# version).
+
+ENGINE = "torch.classes.tensorrt.Engine"
+
+
+def engines(program: Any) -> list[Any]:
+    """Return the `torch.classes.tensorrt.Engine` objects that the program runs."""
+    if hasattr(program, "inlined_graph"):
+        return [program._c.getattr(name) for name in attributes(program, ENGINE)]
+    by_id = {id(value): value for value in _iter_values(program) if hasattr(value, "get_engine_layer_info")}
+    return list(by_id.values())
+
+
+def attributes(program: Any, kind: str) -> list[str]:
+    """Return the names of the script module's attributes of that type that its graph reads."""
+    nodes = program.graph.findAllNodes("prim::GetAttr")
+    return sorted({node.s("name") for node in nodes if str(node.output().type()).endswith(kind)})
+
+
+def _iter_values(program: Any) -> Iterator[Any]:
+    """Yield all values that a graph module and its parts hold, as attributes or written into the graph itself."""
+    for part in _iter_parts(program):
+        yield from vars(part).values()
+        for node in _list_nodes(part):
+            yield from node.args
+
+
+def left_in_pytorch(program: Any) -> dict[str, int]:
+    """Return the number of calls of each operator left in PyTorch; empty if all of the module became engines."""
+    if hasattr(program, "inlined_graph"):
+        kinds = (node.kind() for node in _iter_scripted_nodes(program.inlined_graph))
+        return dict(Counter(kind for kind in kinds if kind.startswith("aten::")))
+    called = (node.target for part in _iter_parts(program) for node in _list_nodes(part) if node.op == "call_function")
+    names = (target._schema.name for target in called if hasattr(target, "_schema"))
+    return dict(Counter(name for name in names if not name.startswith("tensorrt::")))
+
+
+def _iter_scripted_nodes(block: Any) -> Iterator[Any]:
+    for node in block.nodes():
+        yield node
+        for inner in node.blocks():
+            yield from _iter_scripted_nodes(inner)
+
+
+def _iter_parts(program: Any) -> Iterator[Any]:
+    yield from getattr(program, "graph_module", program).modules()
+
+
+def _list_nodes(part: Any) -> Any:
+    return part.graph.nodes if hasattr(part, "graph") else ()
+
 
 ROUTES = ("ts", "dynamo")
 NO_INT8 = "torch_tensorrt has no int8 here: newer versions have no calibrator; use tensorrt for int8"
@@ -116,7 +168,7 @@ def _find_conflict(trial: Trial) -> str:
     route, level = options.get("ir", ROUTES[0]), options.get("optimization")
     if level is not None and route == "ts":
         return "the TorchScript route has no optimization level; give ir=dynamo, or omit optimization"
-    return outside(str(options.get("profile", STATIC)), trial.dims.batch)
+    return explain_outside(str(options.get("profile", STATIC)), trial.dims.batch)
 
 
 def import_torch_tensorrt() -> Any:

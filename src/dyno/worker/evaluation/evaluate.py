@@ -4,7 +4,7 @@ whole pipeline behind the decoder in images per second."""
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -12,17 +12,165 @@ import numpy as np
 
 from dyno.worker import tasks
 from dyno.worker.backend import Session
-from dyno.worker.evaluation.pipeline import Outputs, Pipeline
-from dyno.worker.evaluation.rows import find_rows
-from dyno.worker.evaluation.sources import DecodedImages, RandomInputs
+from dyno.worker.evaluation.pipeline import DecodedImages, Outputs, Pipeline, RandomInputs
 from dyno.worker.facts import job as facts
+from dyno.worker.facts.engine import QUANTISED
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.layout import channels_first
-from dyno.worker.inputs.shapes import static_shapes
+from dyno.worker.inputs.input_data import relative_change
+from dyno.worker.inputs.specs import channels_first, image_of, static_shapes
 from dyno.worker.record import Measurement
-from dyno.worker.spec import Trial
+from dyno.worker.spec import BATCH, Trial, UserError
 from dyno.worker.tasks.classify import UNSCORED, TopKCollector
 from dyno.worker.tasks.task import Collector, EvaluationInputs
+
+# Whether an engine's outputs have a row for each input of a batch, and on which axis: tested by values, since a length
+# that is fixed inside a network may merge or mix the inputs of a batch.
+
+Arrays = Mapping[str, np.ndarray]
+# What an input's outputs may change by, of their size, with the others of its batch: rounding changes little, but INT8
+# may take its ranges from the whole batch.
+TOLERANCE = {"fp32": 0.02, "tf32": 0.1, "fp16": 0.1, "bf16": 0.2, **dict.fromkeys(QUANTISED, 0.3)}
+SAME = 1e-6
+
+
+@dataclass(frozen=True)
+class Rows:
+    """The batch's axis of each output, None for one that has none; `warning` says that inputs influence each other."""
+
+    axes: dict[str, int | None] = field(default_factory=dict)
+    warning: str = ""
+
+    def arranged(self, outputs: Arrays) -> dict[str, np.ndarray]:
+        """Return the outputs with the batch as their first axis."""
+        return {name: np.moveaxis(a, k, 0) if (k := self.axes.get(name)) else a for name, a in outputs.items()}
+
+
+def find_rows(session: Session, trial: Trial, batch: int) -> Rows:
+    """Find the rows of the outputs; a `UserError` where a batch's outputs aren't those of its inputs.
+
+    The session answers a batch, and one that repeats a single input of it, whose own outputs must stay as they were.
+    Where the file declares the batch of an output, that axis must be as long. Outputs without a declaration may have no
+    batch (a loss, a table, detections of any number), unless it is all of them and they change with the input.
+    """
+    declared = {t.name: [k for k, axis in enumerate(t.shape) if axis == BATCH] for t in trial.model.outputs}
+    if batch < 2:
+        return Rows({name: axes[0] for name, axes in declared.items()})
+    return _RowTest(session, trial, batch, declared).run()
+
+
+class _RowTest:
+    """Two batches through a session, with one input in common."""
+
+    def __init__(self, session: Session, trial: Trial, batch: int, declared: Mapping[str, Sequence[int]]) -> None:
+        self._session, self._trial, self._batch, self._declared = session, trial, batch, declared
+        self._place = batch // 2
+        model, tensors = trial.model, session.inputs
+        first, second = input_data.batches(trial.data, model.preprocess, tensors, trial.dims, 2, model.inputs)
+        self._feeds, self._other = first, second
+        repeated = input_data.repeat_input(
+            first, {n: trial.dims.batch_axis(n, a.shape) for n, a in first.items()}, self._place
+        )
+        self._differ = any(not np.array_equal(a, repeated[name]) for name, a in first.items())
+        self._answers, self._repeats = self._run_batch(first), self._run_batch(repeated)
+        self._limit = max(TOLERANCE[name] for name in (trial.precision, trial.model.precision or "fp32"))
+
+    def run(self) -> Rows:
+        """Return the rows, or raise the `UserError`."""
+        axes, mixed = dict[str, "int | None"](), 0.0
+        for name, a in self._answers.items():
+            candidates = self._find_batch_axes(name, a)
+            if candidates is None:
+                raise UserError(self._not_declared(name, a))
+            choices = [*([k] for k in candidates), *([candidates] if len(candidates) > 1 else [])]  # pairs: the last
+            changes = [self._measure_change(name, choice) for choice in choices]
+            best = min(range(len(choices)), key=lambda k: (changes[k] > self._limit, k), default=None)
+            axes[name] = None if best is None else choices[best][0]
+            mixed = max(mixed, changes[best] if best is not None else 0.0)
+        if not any(self._can_have_rows(name, a) for name, a in self._answers.items()):
+            self._refuse_merged()
+        return Rows(axes, self._explain_mixing(mixed) if mixed > self._limit else "")
+
+    def _find_batch_axes(self, name: str, a: np.ndarray) -> list[int] | None:
+        """Return the axes that may be the batch, [] without any; None where the file's declaration doesn't hold."""
+        own = [k for k in self._declared.get(name, ()) if k < a.ndim]
+        if own and all(a.shape[k] == self._batch for k in own):
+            return own
+        if own and not self._has_variable_rows(name, a):
+            return None
+        return [k for k, n in enumerate(a.shape) if n == self._batch]
+
+    def _can_have_rows(self, name: str, a: np.ndarray) -> bool:
+        """Return whether the output may hold a row for each input, in any form, or needs none."""
+        free = next((any(isinstance(n, str) for n in t.shape) for t in self._session.outputs if t.name == name), False)
+        # 1 x 40 for eight inputs is one row of their five values each; 1 x 1 x 1600 x 7 may be detections of a batch.
+        one_row = a.ndim == 2 and len(a) == 1 and self._batch not in a.shape
+        in_groups = not one_row and any(n and n % self._batch == 0 for n in a.shape)
+        if free or a.size < 2 or in_groups or self._has_variable_rows(name, a):
+            return True
+        return not self._differ or relative_change(a, self._repeats[name]) <= SAME
+
+    def _has_variable_rows(self, name: str, a: np.ndarray) -> bool:
+        """Return whether the number of an output's rows depends on values, as for detections.
+
+        An empty output may be one of those.
+        """
+        return not a.size or a.shape != self._repeats[name].shape or a.shape != self._run_batch(self._other)[name].shape
+
+    def _measure_change(self, name: str, axes: Sequence[int]) -> float:
+        """Return by how much one input's outputs change with the others of its batch, of their size."""
+        a, b = self._answers[name], self._repeats[name]
+        if a.shape != b.shape or not self._differ:
+            return 0.0
+        at = tuple(self._place if k in axes else slice(None) for k in range(a.ndim))
+        return relative_change(a[at], b[at])
+
+    def _explain_mixing(self, change: float) -> str:
+        """Return the warning of inputs that influence each other where the batch's axis is assumed; where it is known,
+        raise that as a `UserError`. Nothing can be told of a model that draws random numbers."""
+        again = self._run_batch(self._feeds)
+        if any(a.shape != again[name].shape or relative_change(a, again[name]) > self._limit / 2 for name, a in
+               self._answers.items()):  # fmt: skip
+            return ""
+        text = (
+            f"the outputs for one input change by {change:.0%} of their size with the other inputs of its batch of "
+            f"{self._batch}"
+        )
+        trial, images = self._trial, image_of(self._session.inputs) is not None
+        if images or trial.model.outputs or any(BATCH in shape for shape in trial.dims.shapes.values()):
+            raise UserError(
+                f"{text}: the model mixes them, so they aren't those of each alone; measure it with --batch 1"
+            )
+        return f"{text}: the model mixes them, or the batch is another axis, which --shapes NAME:50xbatchx16 names"
+
+    def _not_declared(self, name: str, a: np.ndarray) -> str:
+        shape = next(t.shape for t in self._trial.model.outputs if t.name == name)
+        of = f" for {name!r}" if len(self._answers) > 1 else ""
+        return (
+            f"the file says {_format_shape(shape)}{of}, but gave {_format_shape(a.shape)} for a batch of "
+            f"{self._batch}: a length is fixed inside the file; measure it with --batch 1, or export it again with a "
+            "free batch"
+        )
+
+    def _refuse_merged(self) -> None:
+        """Raise the `UserError` for outputs without a row for each input if no axes are declared."""
+        shapes = ", ".join(_format_shape(a.shape) for a in self._answers.values())
+        raise UserError(
+            f"the outputs are {shapes} for a batch of {self._batch}, which has no row for each input: a length is "
+            "fixed inside the model (measure it with --batch 1), or the batch is another axis, which --shapes "
+            "NAME:50xbatchx16 names"
+        )
+
+    def _run_batch(self, feeds: Arrays) -> dict[str, np.ndarray]:
+        session = self._session
+        session.bind(session.stage(feeds))
+        session.run()
+        session.wait()
+        return {name: np.array(a) for name, a in session.fetch().items()}
+
+
+def _format_shape(shape: Sequence[int | str]) -> str:
+    return " x ".join(map(str, shape)) or "a number"
+
 
 RAW_BYTES = 64 * 2**20  # raw outputs kept per trial; classes and scores are kept for every image
 WARM_UP = 0.1  # share of the data that goes through once before anything counts

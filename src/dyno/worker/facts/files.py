@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dyno.worker.facts.engine import Layers, Origin
-from dyno.worker.facts.sparse import Sparse
+from dyno.worker.facts.json_values import Sparse
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class ExportCheck:
 
 
 @dataclass(frozen=True)
-class Check:
+class OutputCheck:
     """A converted file beside its parent on the same input: the largest difference, the largest output, and how it
     ran (as it is, or emulated)."""
 
@@ -92,7 +92,7 @@ class Lowering(Sparse):
 
     scheme: str = ""
     target: str = ""
-    check: Check | None = None
+    check: OutputCheck | None = None
     kept: tuple[RankedLayer, ...] = ()
     ranked: int | None = None
 
@@ -133,4 +133,4 @@ class MakerFacts(BuildFacts, Lowering, Layers, Origin):
     ranking: tuple[RankedLayer, ...] = ()
     ranked_on: int | None = None
     input: PixelInput | None = None
-    input_check: Check | None = None
+    input_check: OutputCheck | None = None

@@ -3,14 +3,261 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from dyno.worker.facts.engine import EngineFacts, Probe
-from dyno.worker.facts.inside import Function, LayerGraph
-from dyno.worker.facts.json_values import EARLIER
-from dyno.worker.facts.numerics import LayerErrors
-from dyno.worker.facts.serve import ServeFacts
-from dyno.worker.facts.sparse import Sparse
-from dyno.worker.facts.video import VideoFacts
+from dyno.worker.facts.json_values import EARLIER, Sparse
+
+# What a model is made of, in any of its forms: the layers, what flows between them, and where each came from.
+
+MODULES, NODES, LAYERS = "modules", "nodes", "layers"
+UNWATCHED = "whose modules can't be watched"  # what an error says of TorchScript and of programs of torch.export
+
+
+@dataclass(frozen=True)
+class Port:
+    """One tensor that a layer reads or writes; -1 is a dimension that the run decides, `format` its memory layout."""
+
+    name: str
+    shape: tuple[int, ...] = ()
+    dtype: str = ""
+    format: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Layer(Sparse):
+    """One call of a module, one node of a graph, or one layer of an engine.
+
+    `inputs` are those that are computed, not weights. `parameters` counts the layer's own weights, of which an
+    earlier layer has `shared` too, `flops` its operations with a multiply-add as two (None: unknown). `computes_in`
+    is the type that an engine multiplies in, `tactic` its kernel, and `moves` says that it only changes types or
+    layouts. `modules` and `nodes` are the PyTorch modules and the ONNX nodes that it came from, as far as its own
+    form says; `skipped` is one that an engine keeps in its list and doesn't run.
+    """
+
+    name: str = ""
+    type: str = ""
+    inputs: tuple[Port, ...] = ()
+    outputs: tuple[Port, ...] = ()
+    parameters: int = 0
+    shared: int = 0
+    flops: int | None = None
+    computes_in: str = ""
+    tactic: str = ""
+    moves: bool = False
+    skipped: bool = False
+    modules: tuple[str, ...] = ()
+    nodes: tuple[str, ...] = ()
+
+    @property
+    def added(self) -> int:
+        """The weights that no earlier layer has: over all layers they add up to those of the form."""
+        return self.parameters - self.shared
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerGraph(Sparse):
+    """One form of a model: the calls of its `modules`, the `nodes` of its graph, or an engine's `layers`.
+
+    `library` is whose form it is, with its version. `parameters` counts each weight once, however many layers use it;
+    `notes` are sentences on what can't be seen.
+    """
+
+    form: str = ""
+    library: str = ""
+    parameters: int = 0
+    layers: tuple[Layer, ...] = ()
+    notes: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, kw_only=True)
+class Function(Sparse):
+    """What a function of the host or the GPU did in one watched run, on average, in seconds.
+
+    `where` is the host, a call of CUDA or the GPU. `path` is what it contributes to the critical path. `waiting` is, of
+    a call, how long it waited for the GPU, and of a kernel how long it waited after its launch.
+    """
+
+    name: str = ""
+    where: str = ""
+    calls: float = 0.0
+    time: float = 0.0
+    path: float = 0.0
+    waiting: float = 0.0
+
+
+# Layer errors: how far the output of each layer of an engine is from the reference's, and which layers make that.
+
+MANY = 16  # labels, of which one may differ by chance
+
+
+@dataclass(frozen=True)
+class Difference:
+    """A tensor of an engine (a) against the reference's (b): |a - b| / |b| of the input where that is largest
+    (infinite: not finite), the share of values that are close, the largest differences, and values of a and of b that
+    are not finite."""
+
+    error: float
+    close: float
+    max_abs: float
+    max_rel: float
+    nonfinite: int
+    reference_nonfinite: int
+
+
+@dataclass(frozen=True)
+class LayerError:
+    """The output of one layer, by its tensor's name in the graph.
+
+    `reads` are the compared tensors that it is computed from. `total` is the difference when the layer reads what the
+    engine computed, `own` when it reads the reference's values. `effect` is the error of the network's outputs when
+    nothing but `own` is added to the reference (None: not tried).
+    """
+
+    tensor: str
+    reads: tuple[str, ...]
+    total: Difference
+    own: Difference
+    effect: float | None = None
+
+
+@dataclass(frozen=True, kw_only=True)
+class LayerErrors(Sparse):
+    """The layers of an engine against a reference, and the network's outputs under four conditions.
+
+    The outputs are those of the unmodified engine (`unmodified`), with every compared tensor marked as an output
+    (`marked`), of the graph cut around the `suspects` (`cut`), and cut there with the reference computing the suspects
+    (`substituted`). Where marking hides the error, `boundary` is the last tensor at which a graph that ends there
+    agrees, and the first at which it doesn't. `runs` are the batches that were compared, `unmatched` the tensors that
+    the reference doesn't have, or that change their shape, `mismatched` those that it has with another meaning,
+    `reference_layers` how many tensors the reference has, and `parts` how many pieces the marked graph was run in.
+    """
+
+    layers: tuple[LayerError, ...] = ()
+    unmodified: Difference | None = None
+    marked: Difference | None = None
+    cut: Difference | None = None
+    substituted: Difference | None = None
+    suspects: tuple[str, ...] = ()
+    boundary: tuple[str, ...] = ()
+    runs: int = 0
+    unmatched: int = 0
+    mismatched: int = 0
+    reference_layers: int = 0
+    parts: int = 0
+
+
+def is_labels(array: Any) -> bool:
+    """Return whether an output's values are labels (equal or not) rather than quantities (near or far apart).
+
+    Booleans and integers are labels, except those of one byte with several channels (N x C, or N x C x H x W in either
+    order): pixels, or scores that a quantised network doesn't convert back.
+    """
+    kind, shape = array.dtype.kind, array.shape
+    if kind not in "iu" or array.dtype.itemsize > 1:
+        return bool(kind in "biu")
+    return not (len(shape) in (2, 4) and min(shape[1], shape[-1]) > 1)
+
+
+# What a job found out about requests that came at given times.
+
+
+@dataclass(frozen=True)
+class ServeStep:
+    """One rate that was tried: requests/s asked for, whether it holds the bound (see `worker/serve/rates.py`), the
+    number of the first request that counts, whether more came than were answered, and how many processors other
+    programs kept busy."""
+
+    rate: float
+    verdict: str = ""
+    first: int = 0
+    unstable: bool = False
+    others_busy: float = 0.0
+
+
+@dataclass(frozen=True)
+class ServeFacts:
+    """Requests and how they were answered.
+
+    `percentile` of the latencies must be within `bound_s` seconds (0: there is no bound), for which `least` requests
+    are needed. At most `most` are a batch, for which the first waits at most `max_wait_s`; engines were loaded for
+    the `rungs`. `lanes` batches are answered at once, by `instances` sessions. `capacity` is how many requests per
+    second full batches allow. `highest` is the highest rate that holds, 0 for none, None where none was searched.
+    Rates below `lowest` weren't tried, as the time that was asked for brings too few requests (0: any time).
+    `trace` is the name of the file that says when requests came, and `endpoint` the server.
+    """
+
+    percentile: float = 0.99
+    bound_s: float = 0.0
+    least: int = 0
+    most: int = 1
+    max_wait_s: float = 0.0
+    queue: int = 0
+    instances: int = 1
+    lanes: int = 1
+    rungs: tuple[int, ...] = ()
+    capacity: float = 0.0
+    searched: bool = False
+    resolution: float = 0.0
+    highest: float | None = None
+    lowest: float = 0.0
+    trace: str = ""
+    endpoint: str = ""
+    steps: tuple[ServeStep, ...] = field(default=())
+
+
+# What a job found out about a video that went through a network.
+
+HOST, DEVICE = "host", "device"  # where frames become the network's input
+
+
+@dataclass(frozen=True)
+class VideoFacts:
+    """A video as it was answered.
+
+    `frames` were answered out of `expected` (0: the source doesn't say), and `dropped` of a `live` one; `height` and
+    `width` are those of its first frame and `rate` the source's own, per second. With several `streams`, the same
+    video so many times at once, `answered` counts the frames of all, and what else is of one is of the first.
+    `seconds` is the wall time from the first frame's reading to the closed file, `processors` how many the job could
+    use, `slots` how many batches its engine has in flight, `lanes` how many threads prepare frames, and how many
+    post-process them, and `depth` how many items may wait for a stage. `cpu` is the processor time of each stage alone
+    per frame, and `cpu_whole` that of the pipeline per frame, in seconds.
+    While every processor works the stages but inference take `crowding` times that time, and inference
+    `cpu_inference` (0: not measured); `hand_over` is that of handing something to a thread.
+    `preloaded` is how many frames were decoded into memory before, and answered again and again (0: none).
+    `prepared` says where they became the network's input: HOST, or DEVICE, where the engine computes.
+    `tracker` is the method by which objects were followed ("": none), and `objects` how many there were of each class.
+    `stopped` says that the user ended it. `output` and `boxes` are the files written, "" for none.
+    """
+
+    source: str = ""
+    output: str = ""
+    boxes: str = ""
+    frames: int = 0
+    answered: int = 0
+    streams: int = 1
+    expected: int = 0
+    dropped: int = 0
+    live: bool = False
+    height: int = 0
+    width: int = 0
+    rate: float = 0.0
+    seconds: float = 0.0
+    processors: int = 1
+    slots: int = 1
+    lanes: int = 1
+    depth: int = 4
+    cpu: dict[str, float] = field(default_factory=dict)
+    cpu_whole: float = 0.0
+    crowding: float = 1.0
+    cpu_inference: float = 0.0
+    hand_over: float = 0.0
+    preloaded: int = 0
+    prepared: str = HOST
+    tracker: str = ""
+    objects: dict[str, int] = field(default_factory=dict)
+    stopped: bool = False
+
 
 Window = tuple[float, float]  # begin and end in seconds of CLOCK_MONOTONIC
 

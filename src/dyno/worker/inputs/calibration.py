@@ -13,8 +13,7 @@ import numpy as np
 
 from dyno.worker.facts.engine import Calibration
 from dyno.worker.inputs.input_data import Images, batches
-from dyno.worker.inputs.layout import axes, channels_last
-from dyno.worker.inputs.specs import rows
+from dyno.worker.inputs.specs import axes, channels_last, rows
 from dyno.worker.spec import Artifact, DataSpec, InputSpec, ModelSpec, Recipe, Tensor, Trial, UserError
 
 SAMPLES = 128

@@ -11,9 +11,16 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.inputs.layout import CHANNELS_LAST, MOST_CHANNELS, arranged, channels_first, channels_last, is_image
-from dyno.worker.inputs.shapes import static_shapes
-from dyno.worker.inputs.specs import InputValues
+from dyno.worker.inputs.specs import (
+    CHANNELS_LAST,
+    MOST_CHANNELS,
+    InputValues,
+    arranged,
+    channels_first,
+    channels_last,
+    is_image,
+    static_shapes,
+)
 from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError
 
 FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever

@@ -12,8 +12,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.inputs import input_data as feeds
-from dyno.worker.inputs.layout import axes, image_of, is_image
-from dyno.worker.inputs.specs import arguments, check_values, has_batch, tensors
+from dyno.worker.inputs.specs import arguments, axes, check_values, has_batch, image_of, is_image, tensors
 from dyno.worker.spec import BATCH, DataSpec, Dims, InputSpec, ModelSpec, Tensor, UserError
 
 SIZE = ("height", "width")

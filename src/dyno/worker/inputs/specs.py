@@ -2,16 +2,187 @@
 
 from __future__ import annotations
 
+import re
+import struct
+import tokenize
+import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dyno.worker.inputs.array_files import load_arrays
-from dyno.worker.inputs.shapes import Shape
 from dyno.worker.spec import BATCH, Dims, InputSpec, Tensor, UserError
+
+# Which inputs are images, and how they lie: channels first (N x C x H x W, as in PyTorch) or last (N x H x W x C,
+# TensorFlow).
+
+MOST_CHANNELS = 4  # of an image; a four-dimensional input with more is something else
+CHANNELS_LAST = (0, 3, 1, 2)  # the axes of N x H x W x C in the order of N x C x H x W
+# Names of axes that are lengths of sequences, and of inputs that are kept from step to step.
+LENGTH = re.compile(
+    r"(^|[_\W])(time|times|seq|sequence|len|length|lengths|steps?|tokens?|past|total|t|l)\d*($|[_\W])|seq(uence)?_?len"
+    r"|past_|total_seq",
+    re.IGNORECASE,
+)
+CACHE = re.compile(r"past|present|cache|(^|[._/])kv([._/\d]|$)|(^|[./])(key|value|state)s?([._/\d]|$)", re.IGNORECASE)
+PICTURE = re.compile("image|img|pixel|photo|frame", re.IGNORECASE)
+
+
+def is_length(axis: int | str) -> bool:
+    """Return whether a free axis is named after the length of a sequence."""
+    return isinstance(axis, str) and bool(LENGTH.search(axis))
+
+
+def is_image(tensor: Tensor) -> bool:
+    """Return whether shape, type and name are an image's: four axes, none a sequence's length, and no cache."""
+    return (
+        len(tensor.shape) == 4
+        and 0 not in tensor.shape
+        and tensor.dtype.startswith(("float", "bfloat", "uint8"))
+        and not CACHE.search(tensor.name)
+        and not any(map(is_length, tensor.shape))
+    )
+
+
+def image_of(tensors: Sequence[Tensor]) -> Tensor | None:
+    """Return the first image among a model's inputs; beside token ids only one that is named so, or has as few channels
+    as images have."""
+    beside_tokens = any(len(t.shape) == 2 and t.dtype.startswith("int") for t in tensors)
+    images = [tensor for tensor in tensors if is_image(tensor)]
+    if beside_tokens:
+        images = [t for t in images if PICTURE.search(t.name) or t.shape[axes(t.shape)[0]] in (1, 3)]
+    return images[0] if images else None
+
+
+def channels_last(shape: Sequence[int | str]) -> bool:
+    """Return whether the shape is N x H x W x C: few channels last, more sizes or a free length for both sides."""
+    return (
+        len(shape) == 4
+        and _is_channel_count(shape[3])
+        and not _is_channel_count(shape[1])
+        and not _is_channel_count(shape[2])
+    )
+
+
+def _is_channel_count(length: int | str) -> bool:
+    return isinstance(length, int) and 1 <= length <= MOST_CHANNELS
+
+
+def axes(shape: Sequence[int | str]) -> tuple[int, int, int]:
+    """Return the axes of an image's channels, height and width."""
+    return (3, 1, 2) if channels_last(shape) else (1, 2, 3)
+
+
+def channels_first(shape: Sequence[int]) -> tuple[int, int, int, int]:
+    """Return the same sizes as N x C x H x W."""
+    c, h, w = axes(shape)
+    return shape[0], shape[c], shape[h], shape[w]
+
+
+def arranged(images: np.ndarray, last: bool) -> np.ndarray:
+    """Return images N x C x H x W, with channels last if `last`; contiguous."""
+    return np.ascontiguousarray(images.transpose(0, 2, 3, 1)) if last else images
+
+
+# Static shapes of a trial from a file's free dimensions, and feeds as the arrays that an engine reads.
+
+Shape = tuple[int, ...]
+# Exceptions of modules at inputs of a shape that they don't accept.
+REFUSALS = (RuntimeError, ValueError, AssertionError, TypeError, IndexError, ZeroDivisionError)
+
+
+def static_shapes(inputs: Iterable[Tensor], dims: Dims) -> dict[str, Shape]:
+    """Return the shape of every input in this trial; free dimensions come from batch, height, width, or `dims.shapes`.
+
+    `dims.shapes` may describe inputs that an engine dropped. Raises a `UserError` for a file that is fixed at another
+    batch or size, or has a free dimension without a length. The size is that of the first image: a second one, a map or
+    a mask of four dimensions may have its own.
+    """
+    tensors = list(inputs)
+    image = image_of(tensors)
+    return {tensor.name: _resolve_shape(tensor, dims, tensor == image) for tensor in tensors}
+
+
+def _resolve_shape(tensor: Tensor, dims: Dims, first_image: bool) -> Shape:
+    described = dims.shapes.get(tensor.name)
+    requested = None if described is None else dims.resolve(described)
+    lengths = {dims.batch_axis(tensor.name, tensor.shape) or 0: ("batch", dims.batch)}
+    if is_image(tensor) and dims.height:  # of a server's model no size is known before it describes itself
+        _, height, width = axes(tensor.shape)
+        lengths |= {height: ("height", dims.height), width: ("width", dims.width)}
+    if requested is not None:
+        if len(requested) != len(tensor.shape):
+            raise UserError(f"input {tensor.name!r} has {len(tensor.shape)} dimensions, not {_format_shape(requested)}")
+        lengths = {axis: (f"dimension {axis} of {tensor.name!r}", size) for axis, size in enumerate(requested)}
+    return tuple(
+        _resolve_length(tensor, axis, length, lengths, first_image or requested is not None)
+        for axis, length in enumerate(tensor.shape)
+    )
+
+
+def _resolve_length(
+    tensor: Tensor, axis: int, length: int | str, lengths: dict[int, tuple[str, int]], strict: bool
+) -> int:
+    dimension, size = lengths.get(axis, ("", 0))
+    if isinstance(length, str):
+        if not dimension:
+            raise UserError(
+                f"input {tensor.name!r} has a free dimension {length or axis!r}; give its shape with --shapes"
+            )
+        return size
+    # A fixed first dimension need not be the batch, unless the input is an image or its shape was given by name.
+    if strict and dimension and length != size:
+        option = "--batch dynamic" if dimension == "batch" else "the size you want"
+        raise UserError(f"the file has a fixed {dimension} {length}, not {size}; export it with {option}")
+    return length
+
+
+def fitted(feed: np.ndarray, tensor: Tensor, shape: Shape) -> np.ndarray:
+    """Return the feed in the engine's type and C order, copied if needed; raise a `UserError` for a wrong shape."""
+    if feed.shape != shape:
+        raise UserError(f"input {tensor.name!r} wants {_format_shape(shape)}, but got {_format_shape(feed.shape)}")
+    return np.asarray(feed, tensor.dtype, order="C")  # ascontiguousarray would make a scalar a vector
+
+
+def _format_shape(shape: Iterable[int]) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+# Arrays by name from files that anybody may have made.
+
+# What NumPy passes on from each step of reading a zip file and the header of an array.
+DAMAGED = (
+    zipfile.BadZipFile, zlib.error, struct.error, EOFError, RuntimeError, TypeError, AttributeError, SyntaxError,
+    tokenize.TokenError, KeyError, MemoryError,
+)  # fmt: skip
+
+
+def load_arrays(path: Path, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+    """Return the arrays of an npz file (only `names`, or all).
+
+    Raises a ValueError with the reason for a file that can't be read, such as one with Python objects, and OSError for
+    a file that can't be opened.
+    """
+    with _errors_explained(), np.load(path, allow_pickle=False) as stored:
+        return {name: stored[name] for name in stored.files if names is None or name in names}
+
+
+def load_array(path: Path) -> np.ndarray:
+    """Return the array of an npy file; errors as for `load_arrays`."""
+    with _errors_explained():
+        array: np.ndarray = np.load(path, allow_pickle=False)
+        return np.asarray(array[...])  # an npz file has none
+
+
+@contextmanager
+def _errors_explained() -> Iterator[None]:
+    try:
+        yield
+    except DAMAGED as e:
+        raise ValueError(str(e).strip().partition("\n")[0] or type(e).__name__) from e
 
 
 def tensors(specs: Sequence[InputSpec], dims: Dims) -> tuple[Tensor, ...]:
@@ -147,3 +318,17 @@ def _read_array(spec: InputSpec) -> np.ndarray:
     except (OSError, ValueError, KeyError) as e:
         raise UserError(f"{spec.feeds} can't be read for input {spec.name!r}: {e}") from e
     return array
+
+
+# Geometry of a letterbox: the image's longer side fits the size, grey fills the rest evenly on both sides.
+
+
+def geometry(height: float, width: float, to_height: int, to_width: int) -> tuple[float, int, int, int, int]:
+    """Return scale, new height and width, top and left margin of an image (square pixels) inside its letterbox.
+
+    The same numbers serve both directions: into the network, and from its boxes back to the image.
+    """
+    scale = min(to_height / height, to_width / width)
+    new_height, new_width = max(round(height * scale), 1), max(round(width * scale), 1)
+    top, left = round((to_height - new_height) / 2 - 0.1), round((to_width - new_width) / 2 - 0.1)
+    return scale, new_height, new_width, top, left

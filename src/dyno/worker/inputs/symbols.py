@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Union
 
-from dyno.worker.inputs.layout import axes, image_of, is_image, is_length
+from dyno.worker.inputs.specs import axes, image_of, is_image, is_length
 from dyno.worker.spec import BATCH, Tensor, UserError
 
 NAMED = re.compile("batch|^(n|b|bs|bsz)$", re.IGNORECASE)

@@ -9,11 +9,11 @@ from typing import Any
 from dyno.worker import registry, tasks
 from dyno.worker.inputs import modules
 from dyno.worker.inputs.modules import ModuleInputs
-from dyno.worker.inputs.shapes import static_shapes
+from dyno.worker.inputs.specs import static_shapes
 from dyno.worker.inputs.symbols import Shape, batch_axes, described_shapes, fixed_batch, names_batch
 from dyno.worker.inspection import Inspection, Purpose
-from dyno.worker.nets import file_images, flops, models, task_facts, torchvision_detectors, ultralytics_models
-from dyno.worker.nets.file_images import DEFAULT_SIZE
+from dyno.worker.nets import file_facts, flops, models, ultralytics_models
+from dyno.worker.nets.file_facts import DEFAULT_SIZE
 from dyno.worker.sessions.torch_support import first_line, is_memory_error, named_outputs
 from dyno.worker.spec import BATCH, Dims, ModelSpec, Tensor, Trial, UserError
 from dyno.worker.tasks import classify
@@ -67,7 +67,7 @@ def _inspect_module(
         purpose = (
             declared
             if described and task in ("", declared.task)
-            else task_facts.facts(model, task, declared, OutputShapes(outputs, (height, width)))
+            else file_facts.find_task_facts(model, task, declared, OutputShapes(outputs, (height, width)))
         )
         parameters = sum(int(p.numel()) for p in module.parameters())
         inspection = replace(inspection, outputs=_count_classes(outputs, purpose), parameters=parameters).joined(
@@ -84,7 +84,7 @@ def _inspect_module(
         shapes={spec.name: spec.shape for spec in inputs.inputs if BATCH in spec.shape[1:]},
         usual_batch=inputs.batch,
         batch=1 if one_image else 0 if inputs.free else inputs.batch,
-        batch_reason=torchvision_detectors.ONE_IMAGE if one_image else "",
+        batch_reason=models.TAKES_ONE_IMAGE if one_image else "",
     )
 
 
@@ -180,15 +180,15 @@ def _inspect_file(
         raise UserError(f"{model.file} has no inputs, so there is nothing to run it on; export the model with one")
     inputs = tuple(modules.describe_file_inputs(tensors, overrides, contents.task.inputs))
     batched, given = _given_shapes(tensors, contents.outputs, overrides)
-    inspection = file_images.image_facts(model, tensors, given, sizes, contents.image)
+    inspection = file_facts.find_image_facts(model, tensors, given, sizes, contents.image)
     model = replace(model, channels=inspection.channels or model.channels)
     outputs = {tensor.name: tensor.shape for tensor in contents.outputs}
-    purpose = task_facts.facts(model, task, contents.task, OutputShapes(outputs, inspection.size))
+    purpose = file_facts.find_task_facts(model, task, contents.task, OutputShapes(outputs, inspection.size))
     fixed = fixed_batch(tensors, batched, given)
     inspection = replace(
         inspection.joined(purpose),
         preprocess=purpose.preprocess or model.preprocess,
-        preprocess_guessed=purpose.preprocess is None and file_images.normalised(tensors),
+        preprocess_guessed=purpose.preprocess is None and file_facts.is_normalised(tensors),
         batch=fixed,
         batch_reason=_batch_reason(tensors, batched, given),
         batches=contents.batches,  # an engine knows which ones it was built for

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import sys
+import time
 import traceback
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import replace
 
@@ -13,16 +14,115 @@ import numpy as np
 from dyno.worker import measure, system
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.evaluation import evaluate
-from dyno.worker.facts.engine import ORIGIN
+from dyno.worker.facts.engine import ORIGIN, EngineFacts
 from dyno.worker.facts.job import AnsweredImages, SustainedLoad
 from dyno.worker.inputs import input_data
-from dyno.worker.jobs.finite import failure, not_finite
 from dyno.worker.jobs.turns import Uninterleaved
 from dyno.worker.journal import Journal
 from dyno.worker.record import Measurement, one_line, save_arrays
 from dyno.worker.registry import find
-from dyno.worker.sessions import slowed
-from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Trial, Unavailable
+from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Trial, Unavailable, UserError
+
+# A session that is slowed down on purpose, by a known share: what the self-test has to see.
+
+now = time.perf_counter_ns
+
+
+class SlowedSession(Session):
+    """The session, each of whose runs takes `share` longer than it did by itself.
+
+    On a CPU the processor is kept busy after a run, for that share of what this run has just taken. What is queued on a
+    GPU's stream is timed by events on the stream, so there the host is kept busy before the launch, while the stream is
+    empty, for the share of what the run before took: both clocks see it. With 0 nothing is added but the time of the
+    wrapper itself, which therefore belongs around whatever a slowed session is compared with.
+    """
+
+    def __init__(self, session: Session, share: float) -> None:
+        self.session, self.share = session, share
+        self.inputs, self.outputs = session.inputs, session.outputs
+        self.slots, self.stream = session.slots, session.stream
+        self._began = self._took = 0
+
+    def run(self, slot: int = 0) -> None:
+        """See `Session.run`."""
+        if self.stream is not None:
+            _busy_for(int(self.share * self._took))
+        self._began = now()
+        self.session.run(slot)
+
+    def wait(self, slot: int = 0) -> None:
+        """See `Session.wait`."""
+        self.session.wait(slot)
+        self._took = now() - self._began
+        if self.stream is None:
+            _busy_for(int(self.share * self._took))
+
+    def stage(self, feeds: Arrays) -> Arrays:
+        """See `Session.stage`."""
+        return self.session.stage(feeds)
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        """See `Session.bind`."""
+        self.session.bind(feeds, slot)
+
+    def restoring(self, feeds: Arrays) -> Callable[[], None] | None:
+        """See `Session.restoring`."""
+        return self.session.restoring(feeds)
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        """See `Session.fetch`."""
+        return self.session.fetch(slot)
+
+    def parts(self, feeds: Arrays) -> dict[str, float]:
+        """See `Session.parts`."""
+        return self.session.parts(feeds)
+
+    @property
+    def batches(self) -> tuple[int, int, int] | None:
+        """See `Session.batches`."""
+        return self.session.batches
+
+    def reshape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
+        """See `Session.reshape`."""
+        self.session.reshape(shapes)
+
+    def device_memory(self) -> int:
+        """See `Session.device_memory`."""
+        return self.session.device_memory()
+
+    def facts(self) -> EngineFacts:
+        """See `Session.facts`."""
+        return self.session.facts()
+
+    def close(self) -> None:
+        """See `Session.close`."""
+        self.session.close()
+
+
+def _busy_for(nanoseconds: int) -> None:
+    # Counted from here on, so that the calls on the way are as long with a share of 0: a run may take but 100 µs.
+    # sleep() would be late by more than the share of many a run.
+    end = now() + nanoseconds
+    while now() < end:
+        pass
+
+
+# A wrong result has no speed: NaN or infinite outputs fail the trial.
+
+
+def not_finite(arrays: Arrays) -> list[str]:
+    """Return the names of the arrays with NaN or infinity; text has neither."""
+    values = {name: np.asarray(array) for name, array in arrays.items()}
+    return [name for name, array in values.items() if array.dtype.kind not in "OSU" and not np.isfinite(array).all()]
+
+
+def failure() -> UserError:
+    """Return the error for the row of an engine with outputs that are not finite."""
+    return UserError(
+        "the outputs are not finite (NaN or infinity): this engine is wrong, its precision overflows, or the model "
+        "gives them itself: then let its forward replace them (torch.nan_to_num)"
+    )
+
 
 SETTLING = 0.25  # of the time for the energy, before it: power and clocks of a device follow its load
 CHANGED = 1e-2  # of their size: outputs of two calls on one input that are further apart are not rounding's
@@ -74,7 +174,7 @@ def _slow_session(session: Session, share: float, journal: Journal) -> Session:
     journal.facts(slowdown=share)
     if share:
         journal.warn(f"slowed down on purpose, by {100 * share:g} %: for the self-test")
-    return slowed.SlowedSession(session, share)
+    return SlowedSession(session, share)
 
 
 def _time_boundaries(

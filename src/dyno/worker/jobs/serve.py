@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Sequence
+import math
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -13,20 +14,50 @@ import numpy as np
 from dyno.worker import measure, system
 from dyno.worker.backend import Session
 from dyno.worker.facts.engine import ORIGIN
-from dyno.worker.facts.serve import ServeFacts, ServeStep
+from dyno.worker.facts.job import ServeFacts, ServeStep
 from dyno.worker.inputs import input_data
-from dyno.worker.jobs.finite import failure, not_finite
-from dyno.worker.jobs.run_trial import answer_all, answers, repeat
+from dyno.worker.jobs.run_trial import answer_all, answers, failure, not_finite, repeat
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
-from dyno.worker.serve import judging, search
-from dyno.worker.serve.arrivals import Arrivals, poisson, read_trace
-from dyno.worker.serve.batching import Batcher, BatchingRules, Clock, serve
-from dyno.worker.serve.formed import BatchFormingSession
-from dyno.worker.serve.instances import Instances, Lane
+from dyno.worker.serve import rates as serve_rates
+from dyno.worker.serve.batching import Batcher, BatchFormingSession, BatchingRules, Clock, Instances, Lane, serve
 from dyno.worker.serve.options import ServeOptions
+from dyno.worker.serve.rates import Arrivals, poisson, read_trace
 from dyno.worker.spec import ENDPOINT, Job, Trial, Unanswered, from_json
+
+# The highest rate that holds, by trying rates.
+
+LOWEST = 256  # the capacity over this: a rate below it isn't tried
+MOST_LOWER = 16  # steps down from a result that didn't hold again
+
+
+def find_highest_rate(holds: Callable[[float], bool], capacity: float, resolution: float, lowest: float = 0.0) -> float:
+    """Return the highest of the tried rates that holds, 0 if none; the next is less than `resolution` higher.
+
+    The search begins at half the `capacity`, goes up or down by two until one rate holds and one doesn't, halves the
+    distance between them on a logarithmic scale, and tries the result once more: of many tries one holds by luck. If
+    that fails it goes down step by step, until a rate has held twice. No rate below `lowest` is tried.
+    """
+    floor = max(lowest, capacity / LOWEST)
+    low, high = 0.0, math.inf
+    rate = max(capacity / 2, floor)
+    while not low or high == math.inf:
+        if holds(rate):
+            low, rate = rate, 2 * rate
+        elif low or rate > floor:
+            high, rate = rate, max(rate / 2, floor)
+        else:
+            return 0.0
+    while high / low > 1 + resolution:
+        middle = math.sqrt(low * high)
+        low, high = (middle, high) if holds(middle) else (low, middle)
+    confirmed, left = holds(low), MOST_LOWER
+    while not confirmed and left and low > floor:
+        low, left = max(low / (1 + resolution), floor), left - 1
+        confirmed = holds(low) and holds(low)
+    return low if confirmed else 0.0
+
 
 ARRAYS = "serve.npz"
 SEEDS = 1000  # of a round: a rate has one of its own
@@ -195,7 +226,7 @@ class _ServeJob:
         # A tenth of a request more, so that rounding never has one less.
         lowest = (least + 0.1) / options.duration_s if options.duration_s else 0.0
         self._facts = replace(self._facts, searched=True, lowest=lowest)
-        found = search.highest(self._can_hold_rate, self._facts.capacity, options.resolution, lowest)
+        found = find_highest_rate(self._can_hold_rate, self._facts.capacity, options.resolution, lowest)
         self._facts = replace(self._facts, highest=found)
         self._journal.facts(serve=self._facts)
 
@@ -204,7 +235,7 @@ class _ServeJob:
 
     def _can_hold_rate(self, rate: float) -> bool:
         arrivals = poisson(rate, self._facts.least, self._options.duration_s, self._fresh_seed())
-        return self._try_arrivals(arrivals, rate).verdict == judging.HOLDS
+        return self._try_arrivals(arrivals, rate).verdict == serve_rates.HOLDS
 
     def _try_arrivals(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
         """Send requests at these times, and store their facts and arrays."""
@@ -223,9 +254,9 @@ class _ServeJob:
                 raise Unanswered(f"no request got an answer at {rate:.3g} requests/s: {batcher.complaint}")
             journal.warn(f"a request in vain: {batcher.complaint}")
         first = arrivals.first
-        grows = judging.unstable(arrivals.times, batcher.began, batcher.refused, self._rules.most)
-        seconds = judging.latencies(arrivals.times[first:], batcher.ended[first:])
-        verdict = judging.verdict(seconds, facts.percentile, facts.bound_s, facts.least, grows)
+        grows = serve_rates.is_unstable(arrivals.times, batcher.began, batcher.refused, self._rules.most)
+        seconds = serve_rates.list_latencies(arrivals.times[first:], batcher.ended[first:])
+        verdict = serve_rates.judge_rate(seconds, facts.percentile, facts.bound_s, facts.least, grows)
         step = ServeStep(rate, verdict, first, grows, round(contention.busy(), 3))
         values = {"arrival": arrivals.times, "began": batcher.began, "ended": batcher.ended, "size": batcher.size,
                   "refused": batcher.refused}  # fmt: skip

@@ -17,22 +17,45 @@ from pathlib import Path
 import numpy as np
 
 from dyno.worker import measure, system, tasks
-from dyno.worker.evaluation.rows import find_rows
+from dyno.worker.backend import DeviceBinding
+from dyno.worker.evaluation.evaluate import find_rows
 from dyno.worker.extras import install
-from dyno.worker.facts.video import DEVICE, HOST, VideoFacts
+from dyno.worker.facts.job import DEVICE, HOST, VideoFacts
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
-from dyno.worker.sessions.on_device import DeviceBinding
 from dyno.worker.spec import Job, Trial, Unavailable, UserError
 from dyno.worker.tasks.detect import BoxReader, Detect
 from dyno.worker.video import alone, on_device, stages, steps
-from dyno.worker.video.media.ends import Batch, Sink, Source, codec_threads, disk_full, lanes_beside, now
-from dyno.worker.video.media.memory import MemorySource
-from dyno.worker.video.media.opening import has_pyav, old_pyav, prepare_libraries, sink_of, source_of
+from dyno.worker.video.drawing import Tracker
+from dyno.worker.video.media import Batch, Frame, Sink, Source, codec_threads, disk_full, lanes_beside, now
+from dyno.worker.video.opening import describe_old_pyav, has_pyav, open_sink, open_source, prepare_libraries
 from dyno.worker.video.options import OPENING, VideoOptions
 from dyno.worker.video.preparing import Preparation
-from dyno.worker.video.tracking import Tracker
+
+# Frames that were decoded before, for the rate of everything behind the decoder.
+
+
+class MemorySource(Source):
+    """The first frames of another source, at most `most`, again and again until there were `count` (0: once each).
+
+    Their times are those of its average rate; there is no sound.
+    """
+
+    def __init__(self, source: Source, most: int, count: int) -> None:
+        super().__init__(source.name)
+        self.images, self.rate = source.images, source.rate
+        self._held = [(frame.picture, frame.name) for frame in itertools.islice(source.read(), most)]
+        self.notes = source.notes
+        if not self._held:
+            raise UserError(f"{source.name} has no frames")
+        self.count = count or len(self._held)
+
+    def read(self, sound: bool = False) -> Iterator[Frame]:
+        for index, (picture, name) in enumerate(itertools.islice(itertools.cycle(self._held), self.count)):
+            began, seconds = now(), index / self.rate if self.rate else None
+            yield Frame(index, picture.again(), began, None, seconds, name)
+
 
 ARRAYS = "video.npz"
 REQUIRES = ("numpy", "av", "opencv-python")
@@ -50,16 +73,16 @@ def video(job: Job, journal: Journal) -> None:
     signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell may have had it ignored
     trial, backend = job.trial, find(job.trial.backend)
     prepare_libraries()
-    if said := old_pyav():
+    if said := describe_old_pyav():
         journal.warn(said)
     options = VideoOptions(**job.options["settings"])
     libraries = (*REQUIRES, *(("trackers",) if options.track else ()), *backend.requires)
     journal.record = replace(journal.record, system=system.describe(libraries))
     journal.stage(OPENING)
-    source = source_of(str(job.options["source"]), options, _choose_decoder(options, trial))
+    source = open_source(str(job.options["source"]), options, _choose_decoder(options, trial))
     if suffix := Path(job.options["output"]).suffix:  # a codec that isn't there is noticed before anything is measured
         path = journal.folder / f"opened{suffix}"
-        sink_of(path, source, options.codec).close()
+        open_sink(path, source, options.codec).close()
         _remove_path(path)
     if options.preload:
         journal.stage("decode")
@@ -165,7 +188,7 @@ class _VideoJob:
         """Measure every stage alone, in the engine's thread."""
         journal, session, first = self._journal, self._engine.session, not self._found
         path = journal.folder / f"alone{self._output.suffix}" if self._output else None
-        sink = sink_of(path, self._source, self._options.codec) if path else None
+        sink = open_sink(path, self._source, self._options.codec) if path else None
         preparations, tracker = self._new_preparations(), self._new_tracker()
         bench = alone.Bench(self._source, self._engine, preparations, self._answering, tracker, sink)
         if first:
@@ -187,7 +210,7 @@ class _VideoJob:
         suffix = self._output.suffix if self._output else ""
         paths = [self._journal.folder / f"copy{number}{suffix}" for number in range(count)] if self._output else []
         preparations = [self._new_preparation() for _ in range(count)]
-        sinks: list[Sink | None] = [sink_of(path, self._source, self._options.codec) for path in paths]
+        sinks: list[Sink | None] = [open_sink(path, self._source, self._options.codec) for path in paths]
         copies = [alone.StageCopy(self._source, preparation, self._answering, self._new_tracker(), sink, answered[0])
                   for preparation, sink in zip(preparations, sinks or [None] * count, strict=True)]  # fmt: skip
         try:
@@ -260,9 +283,9 @@ class _VideoJob:
             output = self._journal.folder / f"stream{number}{output.suffix}"
         preloaded = isinstance(self._source, MemorySource)
         again = self._source_text, self._options, _choose_decoder(self._options, self._trial)
-        source = self._source if first or preloaded else source_of(*again)
+        source = self._source if first or preloaded else open_source(*again)
         sink, keep = (
-            sink_of(output, source, self._options.codec),
+            open_sink(output, source, self._options.codec),
             steps.DetectionRecorder(self._boxes if first else None),
         )
         preparations, tracker, engine = self._new_preparations(), self._new_tracker(), self._engine

@@ -4,15 +4,19 @@ from __future__ import annotations
 
 import ast
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Any
 
-from dyno.worker.facts.inside import NODES, Layer, LayerGraph, Port
-from dyno.worker.nets import flops
+from dyno.worker.facts.job import LAYERS, NODES, Layer, LayerGraph, Port
+from dyno.worker.inputs import modules
+from dyno.worker.nets import flops, models, saved_modules
 from dyno.worker.onnx_graph.file import import_onnx, read_io
-from dyno.worker.onnx_graph.graph_facts import open_graph
-from dyno.worker.onnx_graph.opset import opset
-from dyno.worker.onnx_graph.weights import check_beside
+from dyno.worker.onnx_graph.graph_facts import check_files_beside, open_graph
+from dyno.worker.onnx_graph.repair import read_opset
+from dyno.worker.sessions.onnx_runtime_session import Kernel, Profile
+from dyno.worker.sessions.torch_support import import_torch, tensors
+from dyno.worker.spec import Dims, InputSpec, ModelSpec
 
 SCOPES = "pkg.torch.onnx.name_scopes"  # what PyTorch's newer exporter writes at a node: its modules, outermost first
 CLASSES = "pkg.torch.onnx.class_hierarchy"  # and the classes of these
@@ -22,14 +26,14 @@ NOWHERE = "_empty_nn_module_stack_from_metadata_hook"  # the exporter's word for
 UNKNOWN = (-1,)  # the shape of a tensor of which not even the number of dimensions is known
 
 
-def read(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
+def read_graph(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
     """Read the nodes of the file for inputs of these shapes, in the file's order; constants aren't nodes.
 
     A node of the standard's domain has its operator as its type, one of another domain `domain.Operator`. Raises
     `UserError` for a file that is missing, damaged, or lacks weights that it keeps beside it.
     """
     read_io(path)
-    check_beside(path)
+    check_files_beside(path)
     return nodes(path, shapes)
 
 
@@ -46,7 +50,7 @@ def nodes(path: str, shapes: Mapping[str, tuple[int, ...]]) -> LayerGraph:
     if uncounted := sum(layer.flops is None for layer in layers):
         why = "their shapes, or how often a branch or a loop runs, aren't known"
         notes += (f"the operations of {uncounted} of {len(layers)} nodes are not counted: {why}",)
-    title = f"ONNX opset {opset(model)}"
+    title = f"ONNX opset {read_opset(model)}"
     return LayerGraph(form=NODES, library=title, parameters=reader.stored, layers=layers, notes=notes)
 
 
@@ -138,3 +142,153 @@ def _join_scopes(parts: list[str]) -> str:
             path.pop()
         path.append(part)
     return ".".join(path)
+
+
+# ONNX Runtime's optimised graph: the nodes that it really runs, with the shapes and types that a profile saw.
+
+TYPES = {"float": "float32", "double": "float64"}
+COPIES = ("MemcpyFromHost", "MemcpyToHost")
+MOVES = ("Cast", "ReorderInput", "ReorderOutput", *COPIES)
+
+
+def read_optimised_graph(path: str, source: str, profile: Profile, library: str) -> LayerGraph:
+    """Read the optimised file's nodes as an engine's layers; a Transpose that its source lacks is a conversion.
+
+    A node without an event in the profile was not run. Raises UserError for a file that can't be read.
+    """
+    written = nodes(path, {})
+    source_names = {name_of(node) for node in _read_nodes(source)}
+    layers, blocked = [], set[str]()
+    for layer, kernel in zip(written.layers, list_kernels(written.layers, profile.outer, source), strict=True):
+        moves = _name_operator(layer) in MOVES or (
+            _name_operator(layer) == "Transpose" and layer.name not in source_names
+        )
+        layer = replace(layer, moves=moves, computes_in=profile.computed_in.get(kernel, "") if kernel else "")
+        layer = _as_run(layer, profile.outer[kernel] if kernel else None)
+        # Only a reordering ends the layout; an elementwise operator doesn't care for it.
+        enters = ".nchwc." in layer.type or any(port.name in blocked for port in layer.inputs)
+        if enters and _name_operator(layer) != "ReorderOutput":
+            blocked |= {port.name for port in layer.outputs}
+            layer = replace(layer, outputs=tuple(replace(port, format="nchwc") for port in layer.outputs))
+        layers.append(layer)
+    return replace(written, form=LAYERS, library=library, layers=tuple(layers), notes=())
+
+
+def list_kernels(layers: Sequence[Layer], kernels: Iterable[Kernel], source: str = "") -> list[Kernel | None]:
+    """Return the kernel of each layer, None for one that was not run; layers of one name get theirs in order.
+
+    ONNX Runtime names a nameless node by its operator and its number: its place in the source file, if it comes from
+    there. Others of an operator, as from an inlined function, get theirs in order too.
+    """
+    pending: dict[str, list[Kernel]] = {}
+    for kernel in sorted(kernels, key=lambda each: int(each[1] or 0)):
+        pending.setdefault(kernel[0].removesuffix("_kernel_time"), []).append(kernel)
+    given = {n.output[0]: f"{n.op_type}_{k}" for k, n in enumerate(_read_nodes(source)) if n.output and not n.name}
+    found: list[Kernel | None] = []
+    for layer in layers:
+        stems = (layer.name, given.get(layer.outputs[0].name, "") if layer.outputs else "")
+        own = next((pending[stem] for stem in stems if pending.get(stem)), None)
+        found.append(own.pop(0) if own else None)
+    left = sorted((one for each in pending.values() for one in each), key=lambda each: int(each[1] or 0))
+    for k, layer in enumerate(layers):
+        if found[k] is None and layer.outputs and layer.name == f"{_name_operator(layer)} to {layer.outputs[0].name}":
+            name = f"{_name_operator(layer)}_"
+            found[k] = next((each for each in left if each[0] == f"{name}{each[1]}_kernel_time"), None)
+            left = [each for each in left if each != found[k]]
+    return found
+
+
+def _read_nodes(source: str) -> Sequence[Any]:
+    nodes: Sequence[Any] = import_onnx().load(source, load_external_data=False).graph.node if source else ()
+    return nodes
+
+
+def _as_run(layer: Layer, event: Mapping[str, Any] | None) -> Layer:
+    """Return the layer with its entry in the profile; its shapes are the run's own, which the file need not have."""
+    layer = replace(layer, flops=None, modules=(), skipped=event is None)
+    if event is None:
+        return layer
+    written = _parse_tensors(event.get("output_type_shape"))
+    outputs = [replace(p, shape=s, dtype=d) for p, (d, s) in zip(layer.outputs, written, strict=False)]
+    provider = str(event.get("provider", "")).removesuffix("ExecutionProvider")
+    return replace(layer, outputs=tuple(outputs) or layer.outputs, tactic=provider)
+
+
+def _name_operator(layer: Layer) -> str:
+    return layer.type.rpartition(".")[2]
+
+
+def _parse_tensors(described: Any) -> list[tuple[str, tuple[int, ...]]]:
+    """Return the type and shape of each tensor of an event."""
+    return [(TYPES.get(k, k), tuple(shape)) for each in described or () for k, shape in each.items()]
+
+
+# A program of torch.export as the modules that it was exported from, so that its parts can be watched.
+
+
+def list_program_parts(model: ModelSpec, dims: Dims) -> Any:
+    """Return the stored program's modules under their own names; None for another model, or if PyTorch can't.
+
+    Return None as well if the modules' outputs differ from the program's: both run once, on the CPU in float32.
+    """
+    kind, path = models.parse(model.source) if model.source else ("", "")
+    if kind != "saved" or not path.endswith(saved_modules.PROGRAM):
+        return None
+    specs = model.inputs or (InputSpec("input", "float32", ("batch", model.channels, "height", "width")),)
+    try:
+        found = _name_classes(saved_modules.unflattened(path))
+        _check_same(models.build(model, dims), found, lambda: modules.example(model, specs, dims))
+    except MemoryError:
+        raise
+    except Exception:  # unflatten has limits of its own; then nothing is known of the parts
+        return None
+    return found
+
+
+def _name_classes(module: Any) -> Any:
+    """Name the classes like those of the original; torch's own would all be called InterpreterModule."""
+    wrapped = module.type_name().startswith(WRAPPED)
+    kinds = {part: part.type_name() for part in module.modules() if hasattr(part, "type_name")}
+    for part, kind in kinds.items():
+        inside = {"named_modules": _inner_modules} if wrapped and part is module else {}
+        name = kinds[part.model] if inside else kind
+        if name:
+            part.__class__ = type(name.rpartition(".")[2], (type(part),), inside)
+        part._run_with_interpreter = False  # as fast as the program; an interpreter goes from node to node
+        constants = {key: value for key, value in vars(part).items() if hasattr(value, "detach")}
+        for key, value in constants.items():  # which would stay behind when the module goes to a GPU
+            delattr(part, key)
+            part.register_buffer(key, value, persistent=False)
+        if hasattr(part, "finalize"):
+            _replace_views(part.graph)
+            part.finalize()  # its code was older than its graph where a part of it is called twice
+    module.check_input_constraints = False  # at every call, which costs time
+    return module
+
+
+def _replace_views(graph: Any) -> None:
+    """Make views accept the results of attention's unfused form, in which its operations are counted."""
+    aten = import_torch().ops.aten
+    for node in graph.nodes:
+        if node.target is aten.view.default:
+            node.target = aten.reshape.default
+
+
+def _inner_modules(self: Any, *args: Any, **keywords: Any) -> Any:
+    """Return the `named_modules` inside Dyno's wrapper, which runs nothing itself."""
+    return self.model.named_modules(*args, **keywords)
+
+
+def _check_same(program: Any, found: Any, example: Callable[[], tuple[Any, Any]]) -> None:
+    """Raise an `AssertionError` if the outputs differ; each run gets a fresh example, because it may write into it."""
+    torch = import_torch()
+    results = []
+    with torch.no_grad():
+        for each in (program, found):
+            torch.manual_seed(0)  # a program may draw numbers
+            args, keywords = example()
+            results.append(list(tensors(each(*args, **keywords))))
+    torch.testing.assert_close(*results, equal_nan=True)
+    args, keywords = example()
+    with flops.counting():  # which has operators run in other forms
+        found(*args, **keywords)

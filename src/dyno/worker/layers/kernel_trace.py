@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_right
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from dyno.worker.facts.kernels import short
+from dyno.worker.facts.engine import shorten_kernel
+from dyno.worker.facts.job import Function
 
-RUN, CALL = "dyno run", "dyno call "  # names of ranges; behind CALL stands the part's name
+RUN_RANGE, CALL_RANGE = "dyno run", "dyno call "  # names of ranges; behind CALL stands the part's name
 WORK = ("kernel", "gpu_memcpy", "gpu_memset")
 HOST = ("cuda_runtime", "cuda_driver")
 WAITS = "Synchronize"  # in the name of a call that only waits for the GPU
@@ -76,7 +77,7 @@ def read(events: Sequence[Event], rows: Rows, count: int) -> list[TracedRun]:
 
 
 def _add_event(run: TracedRun, row: int, event: Event) -> None:
-    seconds, name = event["dur"] * 1e-6, short(event["name"])
+    seconds, name = event["dur"] * 1e-6, shorten_kernel(event["name"])
     run.seconds[row] += seconds
     run.by_kernel[row, name] = run.by_kernel.get((row, name), 0.0) + seconds
 
@@ -90,7 +91,9 @@ class _Owners:
     """Which call is the innermost at any moment of the host."""
 
     def __init__(self, events: Sequence[Event], rows: Rows) -> None:
-        named = [e for e in events if is_kind(e, ("user_annotation",)) and e["name"].startswith((RUN, CALL))]
+        named = [
+            e for e in events if is_kind(e, ("user_annotation",)) and e["name"].startswith((RUN_RANGE, CALL_RANGE))
+        ]
         ranges = [_Range(e["ts"], e["ts"] + e["dur"], e["name"]) for e in named]
         self._ranges = sorted(ranges, key=lambda one: (one.begin, -one.end))
         self._times, self._owners = [-math.inf], [-1]
@@ -108,8 +111,8 @@ class _Owners:
             while calling and self._ranges[calling[-1]].end <= one.begin:
                 end_range()
             one.around = calling[-1] if calling else -1
-            one.run = self.runs if one.name == RUN else self._ranges[one.around].run if calling else -1
-            self.runs += one.name == RUN
+            one.run = self.runs if one.name == RUN_RANGE else self._ranges[one.around].run if calling else -1
+            self.runs += one.name == RUN_RANGE
             calling.append(k)
             self._mark_owner(one.begin, k)
         while calling:
@@ -123,8 +126,8 @@ class _Owners:
         """Number the rows by the calls of the same part that ended before in the run."""
         seen: Counter[tuple[int, str]] = Counter()
         for one in sorted(self._ranges, key=lambda one: one.end):
-            name = one.name.removeprefix(CALL)
-            one.row = rows.get((name, seen[one.run, name]), -1) if one.name != RUN else -1
+            name = one.name.removeprefix(CALL_RANGE)
+            one.row = rows.get((name, seen[one.run, name]), -1) if one.name != RUN_RANGE else -1
             seen[one.run, name] += 1
         for one in self._ranges:  # enclosing ranges come first
             if one.row < 0 and one.around >= 0:
@@ -155,3 +158,172 @@ def labels(runs: Sequence[TracedRun], count: int) -> list[str]:
     for row, name in sorted(total, key=lambda key: -total[key]):
         names[row].append(name)
     return [" + ".join(each) for each in names]
+
+
+# The critical path of a run on a GPU: which function of the host or the GPU, if it were faster, would end it earlier.
+#
+# The path is walked from the end of the run to its beginning, over the trace that `kernel_trace` reads. On the host it
+# goes through calls of CUDA and what lies between them. In a call that waits it goes over to the work that was waited
+# for. A kernel was held up either by the work before it on its stream or by the call that launched it, whichever ended
+# later, and there the path goes on (critical-path analysis: Yang and Miller, ICDCS 1988). So all parts of the path add
+# up to the run.
+
+CALL, GPU, BETWEEN = "CUDA call", "GPU", "host"  # where a function runs
+OUTSIDE = "outside of CUDA"
+LAUNCHING = "from a launch to the start"
+GAP = "between work of a stream"
+Key = tuple[str, str]  # where, and the function's name
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A call or a piece of the GPU's work, in microseconds of the host's clock."""
+
+    name: str
+    begin: float
+    end: float
+    correlation: int
+    stream: Any = None
+    copies: bool = False
+
+
+class _Totals:
+    """What each function did in one run, in microseconds."""
+
+    def __init__(self) -> None:
+        self.calls: dict[Key, int] = defaultdict(int)
+        self.time: dict[Key, float] = defaultdict(float)
+        self.path: dict[Key, float] = defaultdict(float)
+        self.waiting: dict[Key, float] = defaultdict(float)
+
+
+def list_functions(events: Sequence[Event], discarded: int) -> tuple[Function, ...]:
+    """Return each function's times in a run; those with the largest share of the path come first.
+
+    They are means over the runs of the trace, without the first `discarded`, in seconds.
+    """
+    bounds = sorted(
+        (e["ts"], e["ts"] + e["dur"]) for e in events if is_kind(e, ("user_annotation",)) and e["name"] == RUN_RANGE
+    )
+    calls, launches = _find_outermost([_make_piece(e) for e in events if is_kind(e, HOST)])
+    work = sorted((_make_piece(e) for e in events if is_kind(e, WORK)), key=lambda each: each.begin)
+    runs = [
+        _sum_run(begin, end, _find_calls_within(calls, begin, end), work, launches) for begin, end in bounds[discarded:]
+    ]
+    keys = sorted({key for run in runs for key in run.time}, key=lambda key: -sum(run.path[key] for run in runs))
+    count = len(runs)
+    return tuple(
+        Function(name=name, where=where, calls=sum(run.calls[where, name] for run in runs) / count,
+                 **{field: sum(getattr(run, field)[where, name] for run in runs) / count * 1e-6
+                    for field in ("time", "path", "waiting")})
+        for where, name in keys
+    )  # fmt: skip
+
+
+def _make_piece(event: Event) -> _Piece:
+    details: Mapping[str, Any] = event["args"]
+    name, kind = str(event["name"]), event["cat"]
+    return _Piece(shorten_kernel(name) if kind in WORK else name, event["ts"], event["ts"] + event["dur"],
+                  details.get("correlation", -1), details.get("stream"), kind == "gpu_memcpy")  # fmt: skip
+
+
+def _find_outermost(calls: Sequence[_Piece]) -> tuple[list[_Piece], dict[int, _Piece]]:
+    """Return the outermost calls in order, and the outermost call around each one by correlation."""
+    found: list[_Piece] = []
+    around: dict[int, _Piece] = {}
+    for call in sorted(calls, key=lambda each: (each.begin, -each.end)):
+        if not found or call.begin >= found[-1].end:
+            found.append(call)
+        around[call.correlation] = found[-1]
+    return found, around
+
+
+def _find_calls_within(calls: Sequence[_Piece], begin: float, end: float) -> list[_Piece]:
+    return [call for call in calls if begin <= call.begin and call.end <= end]
+
+
+def _sum_run(
+    begin: float, end: float, calls: Sequence[_Piece], work: Sequence[_Piece], launches: Mapping[int, _Piece]
+) -> _Totals:
+    """Return the totals of the run between `begin` and `end`."""
+    own = {id(call) for call in calls}
+    totals, done = _Totals(), [each for each in work if id(launches.get(each.correlation)) in own]
+    walk = _Walk(begin, calls, done, launches, totals)
+    walk.back(end)
+    for call in calls:
+        totals.calls[CALL, call.name] += 1
+        totals.time[CALL, call.name] += call.end - call.begin
+        if last := walk.waited_for(call, call.end):
+            totals.waiting[CALL, call.name] += last.end - call.begin
+    for each in done:
+        totals.calls[GPU, each.name] += 1
+        totals.time[GPU, each.name] += each.end - each.begin
+        totals.waiting[GPU, each.name] += max(0.0, each.begin - launches[each.correlation].end)
+    totals.time[BETWEEN, OUTSIDE] = end - begin - sum(call.end - call.begin for call in calls)
+    for key in totals.path:
+        totals.time[key] = totals.time[key] or totals.path[key]
+    return totals
+
+
+class _Walk:
+    """The way from the end of a run to its beginning."""
+
+    def __init__(
+        self, begin: float, calls: Sequence[_Piece], work: Sequence[_Piece], launches: Mapping[int, _Piece],
+        totals: _Totals,
+    ) -> None:  # fmt: skip
+        self._begin, self._calls, self._launches, self._totals = begin, calls, launches, totals
+        self._begins = [call.begin for call in calls]
+        self._work = sorted(work, key=lambda each: each.end)
+        self._ends = [each.end for each in self._work]
+        self._before: dict[int, _Piece] = {}  # the work before on the stream, by the identity of what follows
+        last: dict[Any, _Piece] = {}
+        for each in work:
+            if each.stream in last:
+                self._before[id(each)] = last[each.stream]
+            last[each.stream] = each
+
+    def back(self, moment: float) -> None:
+        """Walk from that moment, at which the host is, to the beginning."""
+        running: _Piece | None = None
+        while moment > self._begin:
+            moment, running = self._from_work(running, moment) if running else self._from_host(moment)
+
+    def _from_host(self, moment: float) -> tuple[float, _Piece | None]:
+        place = _find_before(self._begins, moment)
+        if place < 0:
+            return self._add_part(BETWEEN, OUTSIDE, moment, self._begin), None
+        call = self._calls[place]
+        if call.end < moment:
+            return self._add_part(BETWEEN, OUTSIDE, moment, call.end), None
+        if last := self.waited_for(call, moment):
+            return self._add_part(CALL, call.name, moment, last.end), last
+        return self._add_part(CALL, call.name, moment, call.begin), None
+
+    def _from_work(self, running: _Piece, moment: float) -> tuple[float, _Piece | None]:
+        begin = self._add_part(GPU, running.name, moment, max(running.begin, self._begin))
+        launch, before = self._launches[running.correlation], self._before.get(id(running))
+        if before is not None and before.end >= launch.end:
+            return self._add_part(GPU, GAP, begin, before.end), before
+        return (self._add_part(GPU, LAUNCHING, begin, launch.end) if launch.end < begin else begin), None
+
+    def _add_part(self, where: str, name: str, end: float, begin: float) -> float:
+        begin = max(min(begin, end), self._begin)
+        self._totals.path[where, name] += end - begin
+        return begin
+
+    def waited_for(self, call: _Piece, moment: float) -> _Piece | None:
+        """Return the last work that ended while the call waited for it; its own copy counts if it ended by then."""
+        place = bisect_right(self._ends, moment) - 1
+        while place >= 0 and self._ends[place] > call.begin:
+            last = self._work[place]
+            if WAITS in call.name or (last.copies and last.correlation == call.correlation):
+                return last
+            place -= 1
+        return None
+
+
+def _find_before(begins: Sequence[float], moment: float) -> int:
+    """Return the index of the last one that begins before the moment, -1 for none."""
+    place = bisect_right(begins, moment) - 1
+    return place - 1 if place >= 0 and begins[place] >= moment else place

@@ -2,15 +2,26 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+import json
+import tempfile
+import time
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
+from pathlib import Path
 from typing import Any
 
-from dyno.worker.facts.inside import MODULES, UNWATCHED, Layer, LayerGraph, Port
+import numpy as np
+
+from dyno.worker.backend import GpuWork, LayerTimes
+from dyno.worker.facts.engine import range_name
+from dyno.worker.facts.job import MODULES, UNWATCHED, Layer, LayerGraph, Port
+from dyno.worker.layers import kernel_trace
 from dyno.worker.nets import flops
 from dyno.worker.sessions.torch_support import import_torch, takes_hooks, tensors
-from dyno.worker.spec import UserError
+from dyno.worker.spec import Unavailable, UserError
 
 UNSEEN = f"{UNWATCHED}; look at its graph: dyno inspect MODEL onnx"
 MakeHook = Callable[[str], Callable[..., None]]
@@ -193,3 +204,190 @@ def _make_port(tensor: Any, name: str) -> Port:
 def _find_writer(tensor: Any) -> int:
     """Return the number of the call that wrote the tensor, -1 for none."""
     return int(getattr(tensor, MARK, "-1:").partition(":")[0])
+
+
+# How long each call of a PyTorch module's parts takes on the CPU, by a clock at its begin and its end.
+
+DISCARDED = 3  # runs that don't count
+HOOKS_NOTE = "PyTorch's rows have what a module does itself, and what calling its parts costs; hooks read the clock."
+Mark = tuple[str | None, int]  # the name of the part whose call ends, None where one begins, and the clock in ns
+
+
+def measure_modules(
+    module: Any,
+    once: Callable[[], None],
+    plainly: Callable[[], Any],
+    runs: int,
+    restore: Callable[[], None] = lambda: None,
+) -> LayerTimes:
+    """Measure the seconds of each call of a part, without its own parts', in `runs` runs of `once`.
+
+    `plainly` calls the module for `layers.module.watched`, outside inference mode, in which operations aren't counted.
+    `restore` is called before each run, untimed. Hooks cost less than the profiler of PyTorch, which watches every
+    operator. Raises `UserError` as `watched` does.
+    """
+    inside = watched_whole(module, plainly, restore)
+    marks: list[Mark] = []
+    clock = time.perf_counter_ns
+
+    def make_enter_hook(_: str) -> Callable[..., None]:
+        return lambda *_: marks.append((None, clock()))
+
+    def make_leave_hook(name: str) -> Callable[..., None]:
+        return lambda *_: marks.append((name, clock()))
+
+    rows = list_modules(inside)
+    layers, whole = [], []
+    with hooked(import_torch(), module, make_enter_hook, make_leave_hook):
+        for _ in range(DISCARDED + runs):
+            restore()
+            marks.clear()
+            start = clock()
+            once()
+            whole.append((clock() - start) / 1e9)
+            layers.append(sum_own_seconds(marks, rows, len(inside.layers)))
+    return LayerTimes(inside, np.array(layers[DISCARDED:]), np.array(whole[DISCARDED:]), HOOKS_NOTE)
+
+
+def watched_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[], None]) -> LayerGraph:
+    """Return the calls of the module's parts by `layers.module.watched`, and the module itself."""
+    restore()
+    with import_torch().no_grad():
+        return add_whole(watched(module, plainly), module)
+
+
+def add_whole(inside: LayerGraph, module: Any) -> LayerGraph:
+    """Add a row for the module itself: the work of its own code belongs to none of its parts."""
+    if any(not layer.name for layer in inside.layers):
+        return inside
+    return replace(inside, layers=(*inside.layers, Layer(type=type(module).__name__, flops=0, modules=("",))))
+
+
+def list_modules(inside: LayerGraph) -> dict[tuple[str, int], int]:
+    """Return the row of each call, by the part's name and the number of the part's call, counted from 0."""
+    seen: Counter[str] = Counter()
+    rows = {}
+    for row, layer in enumerate(inside.layers):
+        rows[layer.name, seen[layer.name]] = row
+        seen[layer.name] += 1
+    return rows
+
+
+def sum_own_seconds(marks: Sequence[Mark], rows: Mapping[tuple[str, int], int], count: int) -> list[float]:
+    """Return the seconds of each row in one run, from the marks in their order.
+
+    The own time of a call without a row counts for the call around it.
+    """
+    seconds, seen = [0.0] * count, Counter[str]()
+    calling: list[tuple[int, list[int]]] = []  # begin of each open call, and nanoseconds of the calls inside it
+    for name, at in marks:
+        if name is None:
+            calling.append((at, []))
+            continue
+        begin, inner = calling.pop()
+        row = rows.get((name, seen[name]))
+        seen[name] += 1
+        counted = at - begin if row is not None else sum(inner)
+        if row is not None:
+            seconds[row] += (counted - sum(inner)) / 1e9
+        if calling:
+            calling[-1][1].append(counted)
+    return seconds
+
+
+# How long the kernels of each call of a PyTorch module's parts run on a GPU, by PyTorch's own profiler.
+
+KERNELS_NOTE = (
+    "PyTorch's rows have the time of the kernels and copies that a module launched itself, by torch.profiler; while "
+    "none ran is in no row."
+)
+
+
+def measure_kernels(
+    module: Any,
+    once: Callable[[], None],
+    plainly: Callable[[], Any],
+    runs: int,
+    restore: Callable[[], None] = lambda: None,
+) -> LayerTimes:
+    """Measure the seconds of the kernels of each call of a part, without its own parts', in `runs` runs of `once`.
+
+    `once` returns when the GPU is done; `plainly` and `restore` are as in `module_times.measure`. Raises `UserError` as
+    `layers.module.watched` does, and `Unavailable` where the profiler sees no kernel.
+    """
+    inside = watched_whole(module, plainly, restore)
+    import_torch().cuda.synchronize()
+    events, whole = trace_kernels(module, once, DISCARDED + runs, restore)
+    traced_runs = kernel_trace.read(events, list_modules(inside), len(inside.layers))[DISCARDED:]
+    if len(traced_runs) != runs or not any(run.kernels for run in traced_runs):
+        raise Unavailable("torch.profiler saw no kernel on the GPU; CUPTI may be missing or forbidden here")
+    labels = kernel_trace.labels(traced_runs, len(inside.layers))
+    layers = tuple(replace(layer, tactic=label) for layer, label in zip(inside.layers, labels, strict=True))
+    work = GpuWork(*(np.array([getattr(run, name) for run in traced_runs]) for name in ("busy", "calls", "kernels")))
+    seconds = np.array([run.seconds for run in traced_runs])
+    return LayerTimes(replace(inside, layers=layers), seconds, np.array(whole[DISCARDED:]), KERNELS_NOTE, work,
+                      kernel_trace.list_functions(events, DISCARDED))  # fmt: skip
+
+
+def trace_kernels(
+    module: Any, once: Callable[[], None], runs: int, restore: Callable[[], None] = lambda: None
+) -> tuple[list[dict[str, Any]], list[float]]:
+    """Trace `runs` runs; return the trace's events and the host's seconds of each run.
+
+    The events include the ranges of `kernel_trace`.
+    """
+    torch = import_torch()
+    from torch.profiler import ProfilerActivity, profile, record_function
+
+    calling: list[Any] = []
+
+    def make_enter_hook(name: str) -> Callable[..., None]:
+        def enter_part(*_: Any) -> None:
+            scope = record_function(f"{kernel_trace.CALL_RANGE}{name}")
+            scope.__enter__()
+            calling.append(scope)
+
+        return enter_part
+
+    def leave_part(*_: Any) -> None:
+        calling.pop().__exit__(None, None, None)
+
+    whole = []
+    with hooked(torch, module, make_enter_hook, lambda _: leave_part), warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # it warns of what other uses of it need
+        with profile(activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]) as profiler:
+            for _ in range(runs):
+                restore()
+                start = time.perf_counter()
+                with record_function(kernel_trace.RUN_RANGE):
+                    once()
+                whole.append(time.perf_counter() - start)
+    with tempfile.TemporaryDirectory() as scratch:
+        path = Path(scratch) / "trace.json"
+        profiler.export_chrome_trace(str(path))
+        return json.loads(path.read_text(encoding="utf-8"), strict=False)["traceEvents"], whole
+
+
+# A PyTorch module run once for a profiler of kernels, with an NVTX range around each call of a part.
+
+
+def run_ranges(module: Any, once: Callable[[], None]) -> None:
+    """Call `once`, which returns when the GPU is done, between the start and the stop of CUDA's profiler.
+
+    Ranges are named by `range_name`. A part of TorchScript has none: its hooks would not be called.
+    """
+    torch = import_torch()
+    seen: Counter[str] = Counter()
+
+    def make_enter_hook(name: str) -> Callable[..., None]:
+        def enter_part(*_: Any) -> None:
+            seen[name] += 1
+            torch.cuda.nvtx.range_push(range_name(name, seen[name]))
+
+        return enter_part
+
+    def leave_part(*_: Any) -> None:
+        torch.cuda.nvtx.range_pop()
+
+    with hooked(torch, module, make_enter_hook, lambda _: leave_part), torch.cuda.profiler.profile():
+        once()

@@ -20,11 +20,11 @@ import numpy as np
 from dyno.worker import system
 from dyno.worker.backend import Maker, derived
 from dyno.worker.facts.engine import Calibration
-from dyno.worker.facts.files import Check, MakerFacts
+from dyno.worker.facts.files import MakerFacts, OutputCheck
 from dyno.worker.inputs.calibration import CalibrationImages, example
 from dyno.worker.onnx_graph.check import compared, outputs
-from dyno.worker.onnx_graph.head import decoding
-from dyno.worker.onnx_graph.opset import keep_metadata
+from dyno.worker.onnx_graph.placement import decoding
+from dyno.worker.onnx_graph.repair import keep_metadata
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Unavailable, UserError
 
 RUNTIME = "modelopt"  # the name that an interpreter is given for this step
@@ -140,7 +140,7 @@ class Feeds:
         self.left = self.images.feeds(0, len(self.images))
 
 
-def _check_outputs(path: Path, recipe: Recipe, parent: Artifact) -> Check:
+def _check_outputs(path: Path, recipe: Recipe, parent: Artifact) -> OutputCheck:
     """Compare parent and result on one batch.
 
     ONNX Runtime's optimiser changes the results of such graphs, so it is off.

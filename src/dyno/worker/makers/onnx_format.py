@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from dyno.worker.backend import FileContents, FileFormat
 from dyno.worker.makers.precision import converted
-from dyno.worker.nets import file_images, flops, task_facts
-from dyno.worker.onnx_graph import file, weights
-from dyno.worker.spec import Recipe, Trial
+from dyno.worker.nets import file_facts, flops
+from dyno.worker.onnx_graph import file, graph_facts
+from dyno.worker.spec import Option, Recipe, Trial
 
 
 class OnnxFormat(FileFormat):
@@ -20,10 +22,10 @@ class OnnxFormat(FileFormat):
     backend = "onnxruntime"
 
     def companions(self, path: Path) -> list[Path]:
-        return weights.beside(path) if path.is_file() else []
+        return graph_facts.list_files_beside(path) if path.is_file() else []
 
     def copy(self, made: Path, out: Path) -> None:
-        weights.copy(made, out)
+        graph_facts.copy_with_weights(made, out)
 
     def recipe(self, trial: Trial) -> Recipe:
         """Return the file's recipe for the engine in the option `target`, with a free batch where the trial's is 0."""
@@ -40,10 +42,48 @@ class OnnxFormat(FileFormat):
             outputs,
             facts.precision,
             parameters=facts.parameters,
-            task=task_facts.read(metadata),
-            image=file_images.read(metadata),
+            task=file_facts.read_purpose(metadata),
+            image=file_facts.read_image_facts(metadata),
             flops=partial(flops.of_onnx, path),
         )
 
 
 ONNX = OnnxFormat()
+
+
+# Routes from a model to the ONNX file that an engine reads: exporter, opset, free or fixed batch, folded or not.
+#
+# A network may be refused, or run slower, by one route and not by another; which ones differ depends on network and
+# engine. So the usual route has others behind it, each tried where the one before fails.
+
+NAMES = ("exporter", "opset", "static", "fold")  # a trial's options that say which route
+Options = dict[str, Option]
+FOLDED: Options = {"fold": True}
+TRACED: Options = {"exporter": "torchscript"}
+FIXED: Options = {"static": True}
+
+
+def routed(trial: Trial, target: str, finish: Callable[[Recipe], Recipe], *, static: bool = False) -> Recipe:
+    """Return the recipe that `finish` makes of the trial's ONNX file by the usual route, with fallbacks. Pure.
+
+    The other routes are the fallbacks. `static`: the engine takes this trial's shapes alone, so that they are fixed and
+    folded into the graph for it. A trial that names a route by its options has that one alone.
+    """
+    recipe: Recipe | None = None
+    for options in reversed(_list_candidates(trial, static)):
+        requested = replace(trial, options={**options, **trial.options})
+        recipe = replace(finish(converted(requested, target)), fallback=recipe)
+    assert recipe is not None
+    return recipe
+
+
+def _list_candidates(trial: Trial, static: bool) -> tuple[Options, ...]:
+    """Return the options of each route, the usual one first."""
+    usual = FOLDED if static else {}
+    if any(name in trial.options for name in NAMES):
+        return (usual,)
+    if trial.model.file:
+        return (FOLDED, {}) if static else ({},)
+    if static:
+        return (FOLDED, {**TRACED, **FIXED, **FOLDED}, FIXED)
+    return ({}, TRACED, FIXED)

@@ -12,7 +12,7 @@ import numpy as np
 
 from dyno.worker.extras import install
 from dyno.worker.facts.files import ExportCheck
-from dyno.worker.facts.numerics import MANY, is_labels
+from dyno.worker.facts.job import MANY, is_labels
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.sessions.torch_support import first_line, import_torch, named_outputs, one_thread
 from dyno.worker.spec import Tensor

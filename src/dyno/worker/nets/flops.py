@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager, suppress
 from typing import Any
 
-from dyno.worker.facts.precision import COMPUTE
+from dyno.worker.facts.engine import COMPUTE
 from dyno.worker.onnx_graph.graph_facts import graphs_in, graphs_of
 
 LARGEST = 2**31 - 1  # of a size that is worked out

@@ -16,12 +16,80 @@ import numpy as np
 
 from dyno.worker import tasks
 from dyno.worker.extras import install
-from dyno.worker.nets import local_code, saved_modules, torchvision_detectors, ultralytics_models
+from dyno.worker.nets import darknet, local_code, random_weights, saved_modules, ultralytics_models
 from dyno.worker.nets.checkpoint import apply, head_classes, read_checkpoint
-from dyno.worker.nets.darknet import network as darknet
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
-from dyno.worker.sessions.torch_support import eager, evaluating
+from dyno.worker.sessions.torch_support import eager, evaluating, one_thread
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
+
+# torchvision's detectors: they normalise, resize and suppress inside; the number of boxes differs per image.
+
+TAKES_ONE_IMAGE = "torchvision's detectors give each image boxes of its own number, so they run on one image at a time"
+SMALL_DETECTOR = 320, 320  # pixels, where no size is asked for
+SPREAD = 1.0  # standard deviation of random scores before the sigmoid or softmax: most are low, and some are sure
+
+
+def list_detectors(torchvision: Any) -> list[str]:
+    """Return the detectors' names for `torchvision.models.get_model`."""
+    listed: list[str] = torchvision.models.list_models(torchvision.models.detection)
+    return listed
+
+
+def list_size_options(name: str, dims: Dims | None) -> dict[str, int]:
+    """Return the builder's options for a network at the size of `dims`; {} for networks of a fixed size (SSD).
+
+    Without them it works at 800 pixels, whatever its input.
+    """
+    if dims is None or name.startswith("ssd"):
+        return {}
+    return {"min_size": min(dims.height, dims.width), "max_size": max(dims.height, dims.width)}
+
+
+def read_detector_size(torchvision: Any, name: str) -> tuple[int, int]:
+    """Return the height and width at which the network works by itself, for square images."""
+    with torchvision.torch.device("meta"):
+        transform = torchvision.models.get_model(name, weights=None, weights_backbone=None).transform
+    width, height = transform.fixed_size or (transform.min_size[-1],) * 2
+    return height, width
+
+
+def init_detector(torch: Any, module: Any, height: int, width: int) -> None:
+    """Set random weights that find objects, in place: with a library's initial ones no score is above its threshold.
+
+    The backbone gets statistics of noise, and each layer that scores is scaled by the power of two that brings its
+    results for noise nearest to a standard deviation of 1.
+    """
+    random_weights.undo_zero_init(torch, module)
+    random_weights.init_batch_norm(torch, module.backbone, 3, (height, width))
+    measured: dict[Any, float] = {}
+
+    def measure_deviation(
+        layer: Any, _: Any, out: Any
+    ) -> None:  # a head that serves several scales is held to the widest
+        measured[layer] = max(measured.get(layer, 0.0), float(out.double().std()))
+
+    hooks = [layer.register_forward_hook(measure_deviation) for layer in _find_scoring_layers(torch, module)]
+    image = (0.5 + random_weights.noise(torch, 3, height, width)[:1].float() / 4).clamp(0, 1)
+    try:
+        with torch.no_grad(), one_thread(torch):
+            module.eval()(image)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    with torch.no_grad():
+        for layer, deviation in measured.items():
+            layer.weight.mul_(2.0 ** round(torch.tensor(SPREAD / max(deviation, 1e-9)).log2().item()))
+
+
+def _find_scoring_layers(torch: Any, module: Any) -> list[Any]:
+    """Return the layers whose results are the scores of classes."""
+    if hasattr(module, "roi_heads"):
+        return [module.roi_heads.box_predictor.cls_score]
+    head = module.head.classification_head
+    if hasattr(head, "cls_logits"):
+        return [head.cls_logits]
+    return [part[-1] if isinstance(part, torch.nn.Sequential) else part for part in head.module_list]
+
 
 LIBRARIES = ("torchvision", "timm")
 # Sources whose networks say what they are for (`facts`) and which images they take (`image_config`).
@@ -72,8 +140,8 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
     module = build(model, dims)
     random = not (model.weights or model.pretrained or model.source.endswith(ultralytics_models.CHECKPOINTS))
     if random and is_torchvision_detector(model):
-        wanted = (dims.height, dims.width) if dims else torchvision_detectors.SMALL
-        torchvision_detectors.init(_import_library("torch"), module, *wanted)
+        wanted = (dims.height, dims.width) if dims else SMALL_DETECTOR
+        init_detector(_import_library("torch"), module, *wanted)
     elif random and (size := image_size(model)):
         undo_zero_init(_import_library("torch"), module)
         init_batch_norm(_import_library("torch"), module, model.channels, size)
@@ -83,7 +151,7 @@ def load(model: ModelSpec, dims: Dims | None = None) -> Any:
 def is_torchvision_detector(model: ModelSpec) -> bool:
     """Return whether the source names one of torchvision's detectors (see `torchvision_detectors`)."""
     kind, name = parse(model.source) if model.source and not model.file else ("", "")
-    return kind == "torchvision" and name in torchvision_detectors.names(_import_library("torchvision"))
+    return kind == "torchvision" and name in list_detectors(_import_library("torchvision"))
 
 
 def build(model: ModelSpec, dims: Dims | None = None) -> Any:
@@ -93,7 +161,7 @@ def build(model: ModelSpec, dims: Dims | None = None) -> Any:
     state = None
     if model.weights:
         _check_unchanged(model.weights, model.weights_sha256, "checkpoint")
-        state = None if darknet.reads(model) else read_checkpoint(model.weights)
+        state = None if darknet.is_supported(model) else read_checkpoint(model.weights)
     module = _from_source(model, dims, model.classes, state)
     if state is not None:
         classes = head_classes(module, state)
@@ -225,8 +293,8 @@ def torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if "weights_backbone" in inspect.signature(builder).parameters:
         options["weights_backbone"] = None
-    if name in torchvision_detectors.names(torchvision):
-        options |= torchvision_detectors.resizing(name, dims)
+    if name in list_detectors(torchvision):
+        options |= list_size_options(name, dims)
     return options
 
 
@@ -334,8 +402,8 @@ def _torchvision_config(name: str) -> tuple[Preprocess | None, tuple[int, int] |
     library = torchvision.models
     if name not in library.list_models():
         raise UserError(_describe_unknown("torchvision", name, library.list_models()))
-    if name in torchvision_detectors.names(torchvision):
-        return tasks.find("detect").preprocess(3), torchvision_detectors.size(torchvision, name)
+    if name in list_detectors(torchvision):
+        return tasks.find("detect").preprocess(3), read_detector_size(torchvision, name)
     weights = library.get_model_weights(name)
     transforms: Any = weights.DEFAULT.transforms() if len(weights) else None
     if not hasattr(transforms, "mean") or not hasattr(transforms, "crop_size"):

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from itertools import chain
 from typing import Any
 
-from dyno.worker.inputs.shapes import REFUSALS
+from dyno.worker.inputs.specs import REFUSALS
 from dyno.worker.sessions.torch_support import one_thread
 
 # Few images' statistics fit other images worse, by a factor per layer that a hundred layers raise to its power.

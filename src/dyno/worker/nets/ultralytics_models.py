@@ -18,7 +18,7 @@ from typing import Any
 
 from dyno.worker.extras import install
 from dyno.worker.inspection import Purpose
-from dyno.worker.nets import torch_archive
+from dyno.worker.nets import checkpoint as nets_checkpoint
 from dyno.worker.nets.checkpoint import apply
 from dyno.worker.spec import ModelSpec, Preprocess, Unavailable, UserError, shorten
 from dyno.worker.tasks import find as find_task
@@ -152,7 +152,7 @@ def _build_from_config(tasks: Any, model: ModelSpec, config: dict[str, Any]) -> 
 
 def _from_checkpoint(tasks: Any, model: ModelSpec, name: str) -> Any:
     checkpoint = read_checkpoint(name)
-    weights = torch_archive.tensors(checkpoint.module)
+    weights = nets_checkpoint.read_tensors(checkpoint.module)
     config = _check_layers(tasks, model.source, checkpoint.config)
     config["channels"] = channels = config.get("channels", config.get("ch", model.channels))
     if channels != model.channels:
@@ -250,17 +250,17 @@ class Checkpoint:
     images that it was trained on (0: unknown)."""
 
     config: dict[str, Any]
-    module: torch_archive.Stub
+    module: nets_checkpoint.Stub
     size: int
 
 
 def read_checkpoint(path: str) -> Checkpoint:
     """Read the checkpoint, its averaged weights (EMA) if present; raise a `UserError` that names the alternatives."""
-    archive = torch_archive.Archive(path)
+    archive = nets_checkpoint.Archive(path)
     if not archive.yolo:
-        raise UserError(f"{path} is not a checkpoint of ultralytics; {torch_archive.advice(archive)}")
+        raise UserError(f"{path} is not a checkpoint of ultralytics; {nets_checkpoint.advise_on_module(archive)}")
     loaded = archive.load()
-    module = torch_archive.module_in(loaded)
+    module = nets_checkpoint.find_module_stub(loaded)
     config = module.state.get("yaml") if module is not None else None
     if not isinstance(config, dict) or not {"backbone", "head"} <= set(config):
         raise UserError(f"{path} holds no module with its architecture; {advice(path)}")

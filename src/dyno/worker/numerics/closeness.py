@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.worker.facts.numerics import is_labels
+from dyno.worker.facts.job import is_labels
 
 ATOL, RTOL = 1e-8, 1e-3
 MOST_VALUES = 4_000_000  # of each output that are compared by `errors`; from the first input on

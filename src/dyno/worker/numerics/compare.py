@@ -6,19 +6,202 @@ What that does to the network's outputs is taken by adding it to the reference's
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dyno.worker.facts.numerics import Difference, LayerError
+from dyno.worker.backend import Session
+from dyno.worker.facts.job import Difference, LayerError
+from dyno.worker.nets import flops
 from dyno.worker.numerics.closeness import closeness, errors
-from dyno.worker.numerics.engine import Feeds, GraphEngine, StoredTensors, TensorWriter, cast
-from dyno.worker.numerics.graph import DELTA, Graph
-from dyno.worker.numerics.reference import in_parts
+from dyno.worker.numerics.engine import (
+    DELTA,
+    Feeds,
+    Graph,
+    GraphEngine,
+    StoredTensors,
+    TensorWriter,
+    cast,
+    counterparts,
+    once,
+)
 from dyno.worker.onnx_graph.check import session
+from dyno.worker.sessions.torch_support import import_torch, real_view, takes_hooks, tensors
+from dyno.worker.spec import UserError
+
+# The reference's tensors: what every layer of a module, or of a graph, computes on a few inputs.
+
+MOST_KEPT = 2 << 30  # bytes of all tensors of all runs; fewer inputs are compared where they would be more
+MOST_MARKED = 256 << 20  # bytes of the tensors that one run of a marked graph puts out
+UNKNOWN = 1 << 20  # bytes that a tensor of unknown shape is taken for
+SAME = 1e-3  # of its size: a tensor that is nearer to a call's result is that, in FP32
+Call = tuple[str, int]  # a part's name, and which of its calls
+Calls = Mapping[str, Call]  # by the tensor
+
+
+def run_module_reference(
+    session: Session,
+    module: Any,
+    graph: Graph,
+    engine: GraphEngine,
+    named: Calls,
+    feeds: Sequence[Feeds],
+    writer: TensorWriter,
+) -> None:
+    """Store the results of the module's calls, each by the name of the tensor that it is in the graph.
+
+    `graph` is the module's own export, which `engine` runs node by node. A call is the tensor that has its values.
+    Where none has them and the export's outputs are wrong too, `named` says which tensor the names point to; with right
+    outputs the names are what is wrong.
+    """
+    with _Hooks(module) as hooks:
+        outputs = [once(session, feeds[0])]
+        own = {name: feeds[0][given] for name, given in counterparts(graph.inputs, [*feeds[0]]).items()}
+        calls = _by_values(hooks.results, graph, engine, own)
+        if not _same_outputs(graph, engine, own, outputs[0]):
+            taken = {*calls.values()}
+            calls = {tensor: call for tensor, call in named.items() if call not in taken} | calls
+        values = {tensor: [hooks.results[call]] for tensor, call in calls.items() if call in hooks.results}
+        for feed in within_memory(feeds, lambda: sum(runs[0].nbytes for runs in values.values())):
+            if feed is feeds[0]:
+                continue
+            hooks.clear()
+            outputs.append(once(session, feed))
+            for tensor, runs in values.items():
+                if calls[tensor] in hooks.results:
+                    runs.append(hooks.results[calls[tensor]])
+    for tensor, runs in values.items():
+        if len(runs) == len(outputs):
+            writer.add(tensor, runs)
+    writer.end(feeds[: len(outputs)], [*zip(*outputs, strict=True)])
+
+
+class _Hooks:
+    """While it is open, `results` has the first tensor that each call of a part gave since `clear`."""
+
+    def __init__(self, module: Any) -> None:
+        self.results: dict[Call, np.ndarray] = {}
+        self._calls: Counter[str] = Counter()
+        parts = [(name, part) for name, part in module.named_modules() if takes_hooks(import_torch(), part)]
+        self._hooks = [part.register_forward_hook(self._make_hook(name)) for name, part in parts]
+
+    def _make_hook(self, name: str) -> Callable[..., None]:
+        def store_result(part: Any, args: Any, result: Any) -> None:
+            first = next(tensors(result), None)
+            if first is not None:  # a copy: what follows may write in place
+                self.results[name, self._calls[name]] = np.array(real_view(first.detach()).cpu().float().numpy())
+            self._calls[name] += 1
+
+        return store_result
+
+    def clear(self) -> None:
+        """Forget the last run."""
+        self.results.clear()
+        self._calls.clear()
+
+    def __enter__(self) -> _Hooks:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: GraphEngine, feed: Feeds) -> dict[str, Call]:
+    """Match each tensor of the graph with the call of the same result, by values.
+
+    Several tensors may match the same call.
+    """
+    by_shape: dict[tuple[int, ...], list[Call]] = defaultdict(list)
+    for call, result in results.items():
+        by_shape[result.shape].append(call)
+    matched: dict[str, Call] = {}
+    for name, (own,) in _iter_tensors(graph, engine, [feed]):
+        distances = {
+            call: float(errors(own[None], results[call][None]).max(initial=0.0)) for call in by_shape[own.shape]
+        }
+        nearest = min(distances, key=lambda call: distances[call], default=None)
+        if nearest is not None and distances[nearest] <= SAME:
+            matched[name] = nearest
+    return matched
+
+
+def _same_outputs(graph: Graph, engine: GraphEngine, feed: Feeds, outputs: Sequence[np.ndarray]) -> bool:
+    """Return whether the graph's outputs have these values."""
+    (own,) = engine.run(graph.marked([], {}), [feed], graph.dtypes(graph.inputs))
+    return len(own) == len(outputs) and all(
+        a.shape == b.shape and errors(a[None], b[None]).max(initial=0.0) <= SAME
+        for a, b in zip(own, outputs, strict=True)
+    )
+
+
+def _iter_tensors(graph: Graph, engine: GraphEngine, feeds: Sequence[Feeds]) -> Iterator[tuple[str, list[np.ndarray]]]:
+    """Yield each floating-point tensor that the graph computes, with its values in every run."""
+    sizes = count_bytes(graph, {name: array.shape for name, array in feeds[0].items()})
+    inner = [name for name in graph.float_tensors if name not in graph.outputs]
+    for number, part in enumerate([*in_parts(inner, sizes)] or [[]]):
+        results = engine.run(graph.marked(part, {}), feeds, graph.dtypes(graph.inputs))
+        for name, values in zip([*graph.outputs, *part], zip(*results, strict=True), strict=True):
+            if name in part or (not number and name in graph.float_tensors):
+                yield name, [*values]
+
+
+def run_graph_reference(engine: GraphEngine, graph: Graph, feeds: Sequence[Feeds], writer: TensorWriter) -> None:
+    """Store every floating-point tensor that the graph computes."""
+    sizes = count_bytes(graph, {name: array.shape for name, array in feeds[0].items()})
+    runs = [*within_memory(feeds, lambda: sum(sizes.get(name, UNKNOWN) for name in graph.float_tensors))]
+    for name, values in _iter_tensors(graph, engine, runs):
+        writer.add(name, values)
+    outputs = engine.run(graph.marked([], {}), runs, graph.dtypes(graph.inputs))
+    writer.end(runs, [*zip(*outputs, strict=True)])
+
+
+def within_memory(feeds: Sequence[Feeds], of_one: Callable[[], int]) -> Iterator[Feeds]:
+    """Yield as many of the feeds as MOST_KEPT allows, at least one.
+
+    `of_one` returns the bytes of a run after the first.
+    """
+    for number, feed in enumerate(feeds):
+        if number and (number + 1) * of_one() > MOST_KEPT:
+            return
+        yield feed
+
+
+def count_bytes(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
+    """Return the bytes of each tensor whose shape can be inferred from the inputs', at four bytes a value."""
+    model = type(graph.model)()
+    model.CopyFrom(graph.model)
+    inferred = flops.with_shapes(model, shapes)
+    known = inferred[1] if inferred else {}
+    return {name: 4 * math.prod(shape) for name, shape in known.items() if 0 not in shape}
+
+
+def in_parts(names: Iterable[str], sizes: Mapping[str, int]) -> Iterator[list[str]]:
+    """Yield the names in lists of at most MOST_MARKED bytes, or of a single name."""
+    part, filled = list[str](), 0
+    for name in names:
+        size = sizes.get(name, UNKNOWN)
+        if part and filled + size > MOST_MARKED:
+            yield part
+            part, filled = [], 0
+        part.append(name)
+        filled += size
+    if part:
+        yield part
+
+
+def check_finite(feeds: Iterable[Feeds]) -> None:
+    """Raise a `UserError` for an input with NaN or infinity, with which engines can't be compared."""
+    for feed in feeds:
+        for name, array in feed.items():
+            if array.dtype.kind == "f" and not np.isfinite(array).all():
+                raise UserError(f"input {name!r} has values that are NaN or infinite; give inputs of numbers")
+
 
 CLEARLY = 4.0  # times as far off on the reference's values as on the engine's: not by rounding
 CANDIDATES = 32  # layers of the largest errors of their own, of which the effect on the outputs is tried
@@ -163,3 +346,136 @@ def _largest_error(runs: Sequence[Sequence[Any]], base: Sequence[Sequence[Any]])
     pairs = zip(zip(*runs, strict=True), zip(*base, strict=True), strict=True)
     same = [(a, b) for a, b in pairs if len({array.shape for array in (*a, *b)}) == 1]
     return max((float(errors(np.stack(a), np.stack(b)).max(initial=0.0)) for a, b in same), default=0.0)
+
+
+# Suspects tested again without marks: marked tensors change what an engine fuses, and may hide an error or make one.
+#
+# The graph is cut around the suspects alone, once with everything in the engine, and once with the reference in the
+# suspects' place; what lies between the cuts is fused as ever.
+
+MOST_SUSPECTS = MOST_FUSED = 8
+MOST = 0.8  # of the squared errors, which those of independent layers add up in
+Values = dict[str, list[np.ndarray]]
+
+
+def list_suspects(layers: Sequence[LayerError]) -> list[str]:
+    """Return the fewest layers that make MOST of the error, in the graph's order.
+
+    If any layers make numbers infinite, return those. A layer's weight is its effect on the outputs, or its own error
+    if no effect was measured at all.
+    """
+    tried = any(layer.effect is not None for layer in layers)
+    weights = {layer.tensor: (layer.effect or 0.0) if tried else layer.own.error for layer in layers}
+    broken = [name for name, weight in weights.items() if not np.isfinite(weight)]
+    if broken:
+        return broken[:MOST_SUSPECTS]
+    total, summed, chosen = sum(weight**2 for weight in weights.values()), 0.0, set[str]()
+    for name in sorted(weights, key=lambda name: -weights[name])[:MOST_SUSPECTS]:
+        if summed >= MOST * total:
+            break
+        chosen.add(name)
+        summed += weights[name] ** 2
+    return [name for name in weights if name in chosen]
+
+
+@dataclass(frozen=True)
+class TensorStages:
+    """Tensors by the stage that computes them: the suspects in odd ones, all others in even ones.
+
+    `numbers` has the stage of each compared tensor and of each output; `wanted` are the tensors that a later stage
+    reads, and the outputs.
+    """
+
+    numbers: Mapping[str, int]
+    wanted: frozenset[str]
+
+
+def list_stages(comparison: TensorComparison, chosen: Sequence[str]) -> TensorStages:
+    """Return the stages of the graph cut around the chosen tensors, which the reference's graph has too."""
+    stops, numbers, wanted = {*comparison.tensors}, dict[str, int](), {*comparison.graph.outputs}
+    targets = [name for name in comparison.graph.outputs if name not in stops]
+    for name in (*comparison.tensors, *targets):
+        reads = {*comparison.graph.reads(name, stops)}
+        if name in chosen:
+            reads |= {*comparison.reference_graph.reads(name, stops)}
+        below = {read: numbers[read] for read in reads if read in numbers}
+        deepest = max(below.values(), default=0)
+        numbers[name] = deepest + (deepest % 2 != (name in chosen))
+        wanted |= {read for read, number in below.items() if number < numbers[name]}
+    return TensorStages(numbers, frozenset(wanted))
+
+
+def run_stages(comparison: TensorComparison, plan: TensorStages, reference: GraphEngine | None) -> Difference | None:
+    """Compare the network's outputs when it runs stage by stage, the odd stages in the reference if one is given."""
+    values: Values = {name: [feed[name] for feed in comparison.feeds] for name in comparison.feeds[0]}
+    for number in range(max(plan.numbers.values()) + 1):
+        outputs = [name for name, own in plan.numbers.items() if own == number and name in plan.wanted]
+        if not outputs:
+            continue
+        graph, engine = comparison.graph, comparison.engine
+        if number % 2 and reference:
+            graph, engine = comparison.reference_graph, reference
+        before = {name for name, own in plan.numbers.items() if own < number}
+        values |= _run_stage(comparison, graph, engine, outputs, before, values)
+    runs = range(comparison.stored.runs)
+    return comparison.outputs([[values[name][run] for name in comparison.graph.outputs] for run in runs])
+
+
+def _run_stage(
+    comparison: TensorComparison,
+    graph: Graph,
+    engine: GraphEngine,
+    outputs: Sequence[str],
+    before: set[str],
+    values: Values,
+) -> Values:
+    shapes = {name: arrays[0].shape for name, arrays in values.items()}
+    inputs: dict[str, Any] = {}
+    if graph is comparison.reference_graph:  # whose inputs may have other names
+        own = comparison.stored.feeds(graph.inputs)
+        inputs = {name: [feed[name] for feed in own] for name in graph.inputs}
+        shapes |= {name: arrays[0].shape for name, arrays in inputs.items()}
+    model, reads = graph.piece(outputs, before, shapes)
+    feeds = [{name: (inputs.get(name) or values[name])[run] for name in reads} for run in range(comparison.stored.runs)]
+    results = engine.run(model, feeds, graph.dtypes(reads))
+    return {name: [*arrays] for name, arrays in zip(outputs, zip(*results, strict=True), strict=True)}
+
+
+def find_boundary(comparison: TensorComparison) -> tuple[str, ...]:
+    """Return the last tensor at which the graph still agrees, and the first at which it doesn't.
+
+    For each, the graph ends there, with nothing else marked. "" stands for the inputs and for the whole network. The
+    search is by bisection, so there may be others.
+    """
+    tensors = comparison.tensors
+    low, high = -1, len(tensors)
+    while high - low > 1:
+        middle = (low + high) // 2
+        name = tensors[middle]
+        model, reads = comparison.graph.piece([name], (), comparison.shapes)
+        feeds = [{each: feed[each] for each in reads} for feed in comparison.feeds]
+        runs = comparison.engine.run(model, feeds, comparison.graph.dtypes(reads))
+        difference = comparison.difference([run[0] for run in runs], name)
+        if difference is not None and difference.error <= comparison.limits.error:
+            low = middle
+        else:
+            high = middle
+    return (tensors[low] if low >= 0 else "", tensors[high] if high < len(tensors) else "")
+
+
+def list_fused_suspects(comparison: TensorComparison, last: str) -> list[str]:
+    """Return the fewest layers up to `last` that are still wrong when cut out as one piece, in the graph's order.
+
+    Return none if MOST_FUSED layers aren't enough.
+    """
+    tensors = {*comparison.tensors}
+    chosen = {last} & tensors
+    while chosen and len(chosen) <= MOST_FUSED:
+        difference = run_stages(comparison, list_stages(comparison, [*chosen]), None)
+        if difference is None or not difference.error <= comparison.limits.error:
+            return [name for name in comparison.tensors if name in chosen]
+        before = {name for each in chosen for name in comparison.graph.reads(each, tensors)} & tensors
+        if before <= chosen:
+            return []
+        chosen |= before
+    return []

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from itertools import zip_longest
 from pathlib import Path
@@ -12,6 +13,9 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import Session
+from dyno.worker.onnx_graph.file import import_onnx, read_io
+from dyno.worker.onnx_graph.fold import lifted
+from dyno.worker.onnx_graph.graph_facts import check_files_beside
 from dyno.worker.spec import Artifact, Tensor, Trial, UserError
 
 Feeds = Mapping[str, np.ndarray]
@@ -134,3 +138,219 @@ class TensorWriter:
             np.save(self._folder / f"output{k}.npy", np.stack(runs))
         index = {"tensors": self._files, "feeds": [*feeds[0]], "runs": len(feeds), "outputs": len(outputs)}
         (self._folder / INDEX).write_text(json.dumps(index), encoding="utf-8")
+
+
+# An ONNX graph that can be marked and cut: pieces of it are graphs of their own, as an engine loads them.
+
+UNQUANTISED = "/unquantised"  # behind the name of a tensor that is quantised and dequantised
+ISOLATED = "/isolated"  # behind the name of a tensor that a layer writes when it runs by itself
+DELTA = "/delta"  # behind the name of a tensor, for the input that is added to it
+Shapes = Mapping[str, tuple[int, ...]]
+
+
+class Graph:
+    """The graph in an ONNX file with its constants as initialisers; a `UserError` for a file that can't be read."""
+
+    def __init__(self, path: str) -> None:
+        self._onnx = import_onnx()
+        read_io(path)
+        check_files_beside(path)
+        self.model = lifted(self._onnx.load(path))
+        graph = self.model.graph
+        self.inputs = [value.name for value in graph.input]
+        self.outputs = [value.name for value in graph.output]
+        self.nodes = _behind_quantisation([*graph.node], {*self.outputs})
+        self._weights = {tensor.name: tensor for tensor in graph.initializer}
+        self._writer = {name: k for k, node in enumerate(self.nodes) for name in node.output if name}
+        self._reads = [_list_reads(node) for node in self.nodes]
+        self._types = self._infer_types()
+        self.float_tensors = self._float_tensors()
+
+    def _infer_types(self) -> dict[str, int]:
+        """Return the element type of each tensor, as far as ONNX's inference knows it."""
+        try:
+            graph = self._onnx.shape_inference.infer_shapes(self.model).graph
+        except (self._onnx.shape_inference.InferenceError, ValueError):
+            graph = self.model.graph
+        every = (*graph.input, *graph.value_info, *graph.output)
+        types = {value.name: value.type.tensor_type.elem_type for value in every}
+        others = {value.name for value in every if value.type.WhichOneof("value") not in ("tensor_type", None)}
+        types |= dict.fromkeys(others, self._onnx.TensorProto.STRING)  # a sequence isn't a tensor, and not compared
+        return types | {name: tensor.data_type for name, tensor in self._weights.items()}
+
+    def _float_tensors(self) -> list[str]:
+        """Return the floating-point tensors that nodes compute from the inputs, in the graph's order."""
+        kinds = self._onnx.TensorProto
+        numbers = (kinds.FLOAT, kinds.FLOAT16, kinds.DOUBLE, kinds.UNDEFINED)
+        changing, found = {*self.inputs}, []
+        for node, reads in zip(self.nodes, self._reads, strict=True):
+            if changing.isdisjoint(reads):
+                continue
+            written = [name for name in node.output if name]
+            changing.update(written)
+            found += [name for name in written if self._types.get(name, 0) in numbers]
+        return found
+
+    def dtype(self, tensor: str) -> np.dtype[Any]:
+        """Return the tensor's NumPy type; float32 if it isn't known."""
+        kind = self._types.get(tensor) or self._onnx.TensorProto.FLOAT
+        found: np.dtype[Any] = self._onnx.helper.tensor_dtype_to_np_dtype(kind)
+        return found
+
+    def dtypes(self, tensors: Iterable[str]) -> dict[str, np.dtype[Any]]:
+        """Return the tensors' NumPy types by name."""
+        return {name: self.dtype(name) for name in tensors}
+
+    def walk(self, wanted: Iterable[str], stops: Collection[str]) -> tuple[list[int], list[str]]:
+        """Return the nodes, in order, that compute the wanted tensors, and the tensors that these nodes start from.
+
+        They start from `stops` and the graph's inputs. A wanted tensor is computed even if it is one of the stops.
+        """
+        wanted = {*wanted}
+        names, chosen, read = [*wanted], set[int](), dict[str, None]()
+        while names:
+            name = names.pop()
+            ends = name in stops and name not in wanted
+            if name in self._writer and not ends:
+                k = self._writer[name]
+                if k not in chosen:
+                    chosen.add(k)
+                    names += self._reads[k]
+            elif ends or name in self.inputs:
+                read[name] = None
+        return sorted(chosen), [*read]
+
+    def reads(self, tensor: str, stops: Collection[str]) -> tuple[str, ...]:
+        """Return the stops and inputs of the graph from which a tensor is computed."""
+        return tuple(self.walk([tensor], stops)[1])
+
+    def marked(self, tensors: Sequence[str], shapes: Shapes) -> Any:
+        """Return the whole graph with the tensors as outputs behind its own."""
+        return self._make_part(range(len(self.nodes)), self.inputs, [*self.outputs, *tensors], shapes)
+
+    def piece(self, outputs: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
+        """Return the part of the graph that computes the outputs, and the tensors that it reads.
+
+        It starts from the stops and the graph's inputs.
+        """
+        nodes, read = self.walk(outputs, stops)
+        return self._make_part(nodes, read, outputs, shapes), read
+
+    def _make_part(self, chosen: Iterable[int], read: Sequence[str], outputs: Sequence[str], shapes: Shapes) -> Any:
+        return self._build_model(
+            [self.nodes[k] for k in chosen], read, outputs, shapes, {name: name for name in outputs}
+        )
+
+    def isolated(self, tensors: Sequence[str], stops: Collection[str], shapes: Shapes) -> tuple[Any, list[str]]:
+        """Return a graph that computes each tensor separately from the stops before it, and the tensors that it reads.
+
+        The outputs are named TENSOR/isolated. No two of these layers read each other, so an engine fuses nothing across
+        their borders.
+        """
+        nodes, reads = [], dict[str, None]()
+        for number, tensor in enumerate(tensors):
+            chosen, read = self.walk([tensor], stops)
+            reads.update(dict.fromkeys(read))
+            inside = {name for k in chosen for name in self.nodes[k].output if name}
+            names = {name: f"{name}/{number}" for name in inside} | {tensor: tensor + ISOLATED}
+            nodes += [_rename_tensors(self.nodes[k], names, {*read}, f"/{number}") for k in chosen]
+        outputs = [tensor + ISOLATED for tensor in tensors]
+        return self._build_model(nodes, [*reads], outputs, shapes, dict(zip(outputs, tensors, strict=True))), [*reads]
+
+    def with_deltas(self, tensors: Sequence[str]) -> Any:
+        """Return the graph with an input TENSOR/delta for each of the tensors, which is added to it."""
+        model = type(self.model)()
+        model.CopyFrom(self.model)
+        before = {name: f"{name}/before" for name in tensors}
+        nodes = []
+        for node in self.nodes:
+            copy = type(node)()
+            copy.CopyFrom(node)
+            moved = [name for name in node.output if name in before]
+            copy.output[:] = [before.get(name, name) for name in node.output]
+            nodes += [copy, *(self._onnx.helper.make_node("Add", [before[n], n + DELTA], [n]) for n in moved)]
+        del model.graph.node[:]
+        model.graph.node.extend(nodes)
+        for name in tensors:  # of any shape: what isn't moved gets one zero
+            kind = self._types.get(name) or self._onnx.TensorProto.FLOAT
+            model.graph.input.append(self._onnx.helper.make_tensor_value_info(name + DELTA, kind, None))
+        del model.graph.value_info[:]
+        return model
+
+    def _build_model(
+        self, nodes: Sequence[Any], read: Sequence[str], outputs: Sequence[str], shapes: Shapes, own: Mapping[str, str]
+    ) -> Any:
+        """Return a model of the nodes; `own` maps its outputs to the graph's tensors of the same types and shapes."""
+        model = type(self.model)()
+        for part in ("ir_version", "producer_name"):
+            setattr(model, part, getattr(self.model, part))
+        model.opset_import.extend(self.model.opset_import)
+        model.functions.extend(self.model.functions)
+        model.graph.name = self.model.graph.name or "part"
+        model.graph.node.extend(nodes)
+        used = {name for node in nodes for name in _list_reads(node)} | {*outputs}
+        model.graph.initializer.extend(tensor for name, tensor in self._weights.items() if name in used)
+        model.graph.input.extend(self._make_value(name, name, shapes) for name in read)
+        model.graph.output.extend(self._make_value(name, own[name], shapes) for name in outputs)
+        return model
+
+    def _make_value(self, name: str, tensor: str, shapes: Shapes) -> Any:
+        """Return a tensor's name, type and shape; ONNX Runtime and OpenVINO infer those unknown here."""
+        given = next((v for v in (*self.model.graph.input, *self.model.graph.output) if v.name == tensor), None)
+        if tensor not in shapes and given is not None:
+            value = type(given)()
+            value.CopyFrom(given)
+            value.name = name
+            return value
+        kind = self._types.get(tensor) or self._onnx.TensorProto.FLOAT
+        return self._onnx.helper.make_tensor_value_info(name, kind, shapes.get(tensor))
+
+
+def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
+    """Return the nodes, with each quantised tensor's name moved to the output of its dequantisation.
+
+    That is done if nothing else reads the tensor. So an activation's rounding belongs to the layer that writes it, and
+    so does a ReLU that the quantiser left to the clamping at 0.
+    """
+    readers: dict[str, list[Any]] = defaultdict(list)
+    for node in nodes:
+        for name in _list_reads(node):
+            readers[name].append(node)
+    written, names = {name for node in nodes for name in node.output}, dict[str, str]()
+    for node in nodes:
+        behind = readers[node.output[0]] if node.op_type == "QuantizeLinear" else []
+        if len(behind) != 1 or behind[0].op_type != "DequantizeLinear" or {node.output[0], *behind[0].output} & outputs:
+            continue
+        tensor, restored = node.input[0], behind[0].output[0]
+        if len(readers[tensor]) == 1 and tensor in written - outputs:
+            names |= {tensor: tensor + UNQUANTISED, restored: tensor}
+    return [_rename_tensors(node, names, (), "") for node in nodes]
+
+
+def _list_reads(node: Any) -> list[str]:
+    """Return the tensors that a node reads, including those of the graphs inside it."""
+    names = [name for name in node.input if name]
+    for attribute in node.attribute:
+        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            inside = {name for each in graph.node for name in each.output}
+            inside |= {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+            names += [name for each in graph.node for name in _list_reads(each) if name not in inside]
+            names += [value.name for value in graph.output if value.name not in inside]
+    return names
+
+
+def _rename_tensors(node: Any, names: Mapping[str, str], read: Collection[str], suffix: str) -> Any:
+    """Return a copy whose tensors have these names, except those read from outside; the same for a graph inside it."""
+    copy = type(node)()
+    copy.CopyFrom(node)
+    copy.name = node.name and node.name + suffix  # ONNX Runtime takes no name twice, but none as often as one likes
+    copy.input[:] = [name if name in read else names.get(name, name) for name in node.input]
+    copy.output[:] = [names.get(name, name) for name in node.output]
+    for attribute in copy.attribute:
+        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
+            inner = [_rename_tensors(each, names, read, suffix) for each in graph.node]
+            del graph.node[:]
+            graph.node.extend(inner)
+            for value in graph.output:
+                value.name = value.name if value.name in read else names.get(value.name, value.name)
+    return copy

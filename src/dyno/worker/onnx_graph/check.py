@@ -8,8 +8,8 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.facts.files import Check
-from dyno.worker.onnx_graph.bf16 import EMULATION, emulated
+from dyno.worker.facts.files import OutputCheck
+from dyno.worker.onnx_graph.half_precision import EMULATION, emulated
 from dyno.worker.spec import UserError, shorten
 from dyno.worker.system import physical_cores
 
@@ -18,12 +18,12 @@ Feeds = Mapping[str, np.ndarray]
 HALF_CRASHES = ("NchwcTransformer",)
 
 
-def compared(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: str) -> Check:
+def compared(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: str) -> OutputCheck:
     """Return the outputs' largest difference and largest value, and `ran`; raise a `UserError` for overflow."""
     if all(np.isfinite(b).all() for b in before) and not all(np.isfinite(a).all() for a in after):
         raise UserError(f"{what}: outputs are not finite; use bf16 or fp32")
     difference = max(float(np.abs(a - b).max(initial=0)) for a, b in zip(after, before, strict=True))
-    return Check(difference, max(float(np.abs(b).max(initial=0)) for b in before), ran)
+    return OutputCheck(difference, max(float(np.abs(b).max(initial=0)) for b in before), ran)
 
 
 def outputs(

@@ -10,9 +10,8 @@ from typing import Any
 
 from dyno.worker.extras import install
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.onnx_graph import opset, repair
-from dyno.worker.onnx_graph.graph_facts import GraphFacts, read_graph_facts
-from dyno.worker.onnx_graph.weights import beside, check_beside
+from dyno.worker.onnx_graph import repair
+from dyno.worker.onnx_graph.graph_facts import GraphFacts, check_files_beside, list_files_beside, read_graph_facts
 from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError, shorten
 
 VALUES = {
@@ -54,9 +53,9 @@ def check(path: str) -> None:
     model = _read_model(path)
     graph = model.graph
     _only_tensors(path, {"input": graph.input, "output": graph.output})
-    check_beside(path)
+    check_files_beside(path)
     unsorted = repair.order(model)  # which every engine reads, and the checker doesn't
-    if unsorted and beside(Path(path)):
+    if unsorted and list_files_beside(Path(path)):
         return  # the checker looks for their weights beside a file of the sorted graph
     try:
         onnx.checker.check_model(model if unsorted else path)
@@ -106,9 +105,9 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
         onnx.load_external_data_for_model(repaired, str(Path(path).parent))
         repair.save(repaired, copy)
         model, path = repaired, str(copy)
-    if isinstance(wanted, int) and opset_of(Path(path)) > wanted and not beside(Path(path)):
+    if isinstance(wanted, int) and opset_of(Path(path)) > wanted and not list_files_beside(Path(path)):
         try:
-            onnx.save(opset.in_opset(model, wanted), copy)
+            onnx.save(repair.convert_opset(model, wanted), copy)
         except UserError as e:  # a newer engine may read it all the same; another one reports an error
             warnings.append(str(e))
         else:
@@ -118,7 +117,7 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
 
 def artifact(path: str, seconds: float, made_by: MakerFacts) -> Artifact:
     inputs, outputs = read_io(path)
-    size = sum(file.stat().st_size for file in (Path(path), *beside(Path(path))))
+    size = sum(file.stat().st_size for file in (Path(path), *list_files_beside(Path(path))))
     return Artifact("onnx", path, _hash_files(path), size, "fp32", inputs, outputs, seconds, made_by=made_by)
 
 
@@ -157,7 +156,7 @@ def _read_tensor(value: Any) -> Tensor:
 
 def _hash_files(path: str) -> str:
     total = hashlib.sha256()
-    for file in (Path(path), *beside(Path(path))):
+    for file in (Path(path), *list_files_beside(Path(path))):
         try:
             with open(file, "rb") as f:
                 while chunk := f.read(1 << 20):
@@ -168,7 +167,7 @@ def _hash_files(path: str) -> str:
 
 
 def opset_of(path: Path) -> int:
-    return opset.opset(_read_model(str(path)))
+    return repair.read_opset(_read_model(str(path)))
 
 
 def operators_of(path: Path) -> dict[str, int]:

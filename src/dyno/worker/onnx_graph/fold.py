@@ -15,7 +15,7 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.onnx_graph.check import session
-from dyno.worker.onnx_graph.opset import DOMAINS
+from dyno.worker.onnx_graph.repair import DOMAINS
 from dyno.worker.sessions.torch_support import first_line
 
 TYPES = {"tensor(float)": "FLOAT", "tensor(float16)": "FLOAT16", "tensor(double)": "DOUBLE", "tensor(int64)": "INT64"}

@@ -20,10 +20,8 @@ from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import CalibrationImages, CalibrationInputs, calibration_of, reader
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.fold import folded
-from dyno.worker.onnx_graph.head import decoding, named
-from dyno.worker.onnx_graph.opset import in_opset, opset
-from dyno.worker.onnx_graph.placement import JOINTS, LINEAR, MOVES, OBSERVED, place
-from dyno.worker.onnx_graph.repair import order
+from dyno.worker.onnx_graph.placement import JOINTS, LINEAR, MOVES, OBSERVED, decoding, named, place
+from dyno.worker.onnx_graph.repair import convert_opset, order, read_opset
 from dyno.worker.spec import Artifact, Recipe, UserError
 
 # Not ONNX Runtime's entropy: it counts in as many bins as it quantises to, and so keeps the whole range or nearly so.
@@ -195,7 +193,7 @@ def _prepare_graph(model: Any, data: Calibration, scratch: Path) -> tuple[Any, l
     import onnx
 
     (feeds,) = data.feeds(0, 1)
-    prepared, notes = folded(in_opset(model, max(PER_CHANNEL_OPSET, opset(model))), feeds, scratch)
+    prepared, notes = folded(convert_opset(model, max(PER_CHANNEL_OPSET, read_opset(model))), feeds, scratch)
     named(prepared.graph)
     onnx.save(prepared, scratch / "prepared.onnx")
     return prepared, notes

@@ -7,16 +7,22 @@ can't happen).
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 
-from dyno.worker.serve.arrivals import Arrivals
-from dyno.worker.spec import Unanswered
+from dyno.worker import measure
+from dyno.worker.backend import Arrays, Session
+from dyno.worker.inputs.specs import static_shapes
+from dyno.worker.serve.rates import Arrivals
+from dyno.worker.spec import Dims, Plan, Trial, Unanswered, Unavailable, UserError
 
 # How long those that still wait are answered after the last has come: a share of the time in which requests come, and
 # seconds.
@@ -136,3 +142,190 @@ def serve(batcher: Batcher, answer: Callable[[int], None]) -> None:
     except BaseException:
         batcher.stop()  # the others would answer alone what was meant for all
         raise
+
+
+# Instances of a model, each loaded and driven by its own thread, for several batch sizes.
+
+Load = Callable[[Trial], Session]
+Feed = Callable[[Session, int], Sequence[Arrays]]  # batches of so many requests, as the session takes them
+
+
+@dataclass(frozen=True)
+class Rung:
+    """A session for batches of `size` requests, and such batches."""
+
+    size: int
+    session: Session
+    feeds: tuple[Arrays, ...]
+
+
+class Lane:
+    """One batch at a time, from host memory to host memory, in a slot of the sessions of an instance."""
+
+    def __init__(self, rungs: Sequence[Rung], slot: int) -> None:
+        self.rungs, self._slot = rungs, slot
+        self._turns = itertools.count()
+        self.answered: Arrays = {}  # the last batch's outputs
+
+    def answer(self, count: int) -> None:
+        """Answer `count` requests as the smallest batch that holds them."""
+        rung = next(rung for rung in self.rungs if rung.size >= count)
+        session, slot = rung.session, self._slot
+        session.bind(rung.feeds[next(self._turns) % len(rung.feeds)], slot)
+        session.run(slot)
+        session.wait(slot)
+        self.answered = session.fetch(slot)
+
+
+class Instances:
+    """So many copies of a trial's model; several lanes of one where its sessions have several slots on a CPU.
+
+    A GPU's slots share a stream and belong to one thread, so there an instance has one lane, and instances overlap.
+    Close it in the end. Raises what loading raises.
+    """
+
+    def __init__(self, trial: Trial, sizes: Sequence[int], load: Load, feed: Feed, count: int) -> None:
+        self._threads: list[ThreadPoolExecutor] = []
+        self.lanes: list[Lane] = []
+        self._owners: list[tuple[ThreadPoolExecutor, list[Rung]]] = []
+        for _ in range(count):
+            thread = self._start_thread()
+            rungs = thread.submit(_load_ladder, trial, sizes, load, feed).result()
+            self._owners.append((thread, rungs))
+            whole = rungs[-1].session
+            slots = whole.slots if whole.stream is None and trial.runtime.device == "cpu" else 1
+            self.lanes += [Lane(rungs, slot) for slot in range(slots)]
+            for _ in range(slots - 1):
+                self._start_thread()
+        self.rungs = tuple(rung.size for rung in self._owners[0][1])
+
+    def _start_thread(self) -> ThreadPoolExecutor:
+        self._threads.append(ThreadPoolExecutor(1))
+        return self._threads[-1]
+
+    @property
+    def ladder(self) -> Sequence[Rung]:
+        """The first instance's batches, the largest last."""
+        return self._owners[0][1]
+
+    @property
+    def first(self) -> Rung:
+        """The first instance's largest batch."""
+        return self.ladder[-1]
+
+    def call(self, action: Callable[[], Any]) -> Any:
+        """Call it in the first instance's thread, to which its session belongs."""
+        return self._threads[0].submit(action).result()
+
+    def warm_up(self, plan: Plan) -> None:
+        """Warm up every session until it is steady, for `plan.warmup_s` seconds at most, one after the other."""
+        for thread, rungs in self._owners:
+            for rung in rungs:
+                thread.submit(measure.warm_up, measure.step(rung.session, "all", rung.feeds), plan).result()
+
+    def each(self, work: Callable[[Lane], None]) -> None:
+        """Do it with every lane at once, in its thread; raises what the first one raises."""
+        futures: list[Future[None]] = [t.submit(work, lane) for t, lane in zip(self._threads, self.lanes, strict=True)]
+        wait(futures, return_when=FIRST_EXCEPTION)
+        for future in futures:
+            future.result()
+
+    def close(self) -> None:
+        """Free everything."""
+        for thread, rungs in self._owners:
+            for rung in rungs:
+                thread.submit(rung.session.close).result()
+        for thread in self._threads:
+            thread.shutdown()
+
+
+def _load_ladder(trial: Trial, sizes: Sequence[int], load: Load, feed: Feed) -> list[Rung]:
+    """Load a session for each size that the engine takes; the largest is the trial's batch, and must load.
+
+    It comes first: an engine that can't be loaded at all is tried once.
+    """
+    rungs: list[Rung] = []
+    for size in sorted({*sizes, trial.dims.batch}, reverse=True):
+        try:
+            session = load(replace(trial, dims=replace(trial.dims, batch=size)))
+        except (UserError, Unavailable):
+            if not rungs:
+                raise
+            continue
+        rungs.append(Rung(size, session, tuple(session.stage(batch) for batch in feed(session, size))))
+    return rungs[::-1]
+
+
+# Known inputs as requests: in batches of several sizes, some of them filled up.
+
+
+class BatchFormingSession(Session):
+    """The sessions of one instance as a single one, which takes the largest batch and answers it as several batches of
+    requests: of each size once with one request too few and once full, as far as there are inputs.
+
+    A batch is answered whole where its requests can't be told apart: the first axis of an input or output isn't theirs.
+    """
+
+    def __init__(self, ladder: Sequence[Rung], dims: Dims) -> None:
+        self._ladder, self._most = ladder, ladder[-1].size
+        whole = ladder[-1].session
+        self.inputs, self.outputs, self.stream = whole.inputs, whole.outputs, whole.stream
+        self._shapes = {r.size: static_shapes(r.session.inputs, replace(dims, batch=r.size)) for r in ladder}
+        full = sorted(self._shapes, reverse=True)
+        below = [*full[1:], 0]  # one request too few of 2 is a batch of 1, where there is one
+        first = [size - 1 if size - 1 > less else size for size, less in zip(full, below, strict=True)]
+        self._counts = list(dict.fromkeys([*first, *full]))
+
+    def bind(self, feeds: Arrays, slot: int = 0) -> None:
+        self._fed = feeds
+
+    def run(self, slot: int = 0) -> None:
+        parts = []
+        for begin, count in self._iter_batches():
+            part = self._answer_requests(begin, count)
+            if part is None:
+                parts = [_run_once(self._ladder[-1].session, self._fed)]
+                break
+            parts.append(part)
+        self._answered = {name: np.concatenate([p[name] for p in parts]) if len(parts) > 1 else a
+                          for name, a in parts[0].items()}  # fmt: skip
+
+    def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
+        return self._answered
+
+    def _iter_batches(self) -> Iterator[tuple[int, int]]:
+        """Yield each batch's first request and its size; sizes that occurred before only fill the rest."""
+        begin = 0
+        while left := self._most - begin:
+            count = next((c for c in self._counts if c <= left), left)
+            if count in self._counts:
+                self._counts.remove(count)
+            yield begin, count
+            begin += count
+
+    def _answer_requests(self, begin: int, count: int) -> dict[str, np.ndarray] | None:
+        """Return the answers to `count` requests; None if they can't be told apart.
+
+        They run as the smallest batch that holds them, filled with the requests that follow.
+        """
+        rung = next(rung for rung in self._ladder if rung.size >= count)
+        rows, feeds = np.arange(begin, begin + rung.size) % self._most, {}
+        for name, array in self._fed.items():
+            wanted = self._shapes[rung.size].get(name, array.shape)
+            if array.shape[:1] == (self._most,) and wanted == (rung.size, *array.shape[1:]):
+                feeds[name] = array[rows]
+            elif array.shape == wanted:
+                feeds[name] = array
+            else:
+                return None
+        answered = _run_once(rung.session, feeds)
+        if any(a.shape[:1] != (rung.size,) for a in answered.values()):
+            return None
+        return {name: a[:count] for name, a in answered.items()}
+
+
+def _run_once(session: Session, feeds: Arrays) -> dict[str, np.ndarray]:
+    session.bind(feeds)
+    session.run()
+    session.wait()
+    return {name: np.array(array) for name, array in session.fetch().items()}

@@ -14,10 +14,9 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Arrays, Session
-from dyno.worker.inputs.shapes import Shape, fitted
+from dyno.worker.backend import Arrays, DeviceBinding, Session
+from dyno.worker.inputs.specs import Shape, fitted
 from dyno.worker.sessions.gpu import Device, Stopwatch, call
-from dyno.worker.sessions.on_device import DeviceBinding
 from dyno.worker.spec import PARTS, Tensor, Trial, UserError
 
 SLOTS = 3  # one batch computes, one is on its way to the GPU, one on its way back

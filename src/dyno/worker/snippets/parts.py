@@ -10,7 +10,7 @@ from typing import Any
 
 from dyno.worker import tasks
 from dyno.worker.inputs import input_data, specs
-from dyno.worker.inputs.shapes import static_shapes
+from dyno.worker.inputs.specs import static_shapes
 from dyno.worker.spec import BATCH, Artifact, Tensor, Trial
 
 PREPARED = '''

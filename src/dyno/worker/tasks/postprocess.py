@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from dyno.worker.inputs.letterbox import geometry
+from dyno.worker.inputs.specs import geometry
 
 CANDIDATES = 30_000  # pairs of an anchor and a class that go into the suppression, the best first
 

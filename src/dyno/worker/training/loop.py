@@ -14,9 +14,9 @@ from dyno.worker.facts.job import TrainingFacts
 from dyno.worker.nets import models
 from dyno.worker.sessions.torch_support import device_named, import_torch, memory_errors
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, to_json
-from dyno.worker.training import loader, network, snapshot
+from dyno.worker.training import loader, network
+from dyno.worker.training.network import State
 from dyno.worker.training.options import TrainOptions
-from dyno.worker.training.snapshot import State
 
 LOSS_EVERY = 20  # batches between two readings of the loss, each of which synchronises with the GPU
 ONE_CYCLE_UP = 0.3  # share of the training in which the learning rate rises, as in torch's OneCycleLR
@@ -122,15 +122,15 @@ def train(
     with memory_errors():
         module = module.to(options.device, memory_format=torch.channels_last)
         loop = Loop(module, options, len(loader.batches(splits[0], options, 1)))
-        state = snapshot.restore(folder, _collect_settings(options, training, test, model, dims), loop.parts())
+        state = network.restore_state(folder, _collect_settings(options, training, test, model, dims), loop.parts())
         for epoch in range(state.epoch + 1, options.epochs + 1):
             report(f"epoch {epoch}/{options.epochs}")
             row = _train_epoch(loop, epoch, reader, splits[0], state, folder, report)
             report(f"epoch {epoch}/{options.epochs}, test")
             with loop.autocast():
                 row |= _evaluate_split(module, test_reader, splits[1], options)[0]
-            state.add({name: row[name] for name in snapshot.COLUMNS})
-            snapshot.store(folder, state, loop.parts())
+            state.add({name: row[name] for name in network.COLUMNS})
+            network.store_state(folder, state, loop.parts())
         report("evaluate the best weights")
         best = _evaluate_best(state, test_reader, splits, options, model, dims, folder)
         return replace(best, notes=tuple(notes))
@@ -255,7 +255,7 @@ def _evaluate_best(
     import torch
 
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
-    path = folder / snapshot.BEST
+    path = folder / network.BEST
     stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
     module = models.load(stored, dims).to(options.device, memory_format=torch.channels_last)
     row, counts = _evaluate_split(module, reader, splits[1], options)
@@ -267,7 +267,7 @@ def _evaluate_best(
         seconds=math.fsum(row["seconds"] for row in state.history),
         images=len(splits[0].index),
         weights=path.name,
-        sha256=snapshot.sha256(path),
+        sha256=network.hash_file(path),
     )
 
 

@@ -15,15 +15,13 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.backend import Session
+from dyno.worker.backend import DeviceBinding, Session
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.letterbox import geometry
-from dyno.worker.sessions.on_device import DeviceBinding
+from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.layouts import AnchorTable
-from dyno.worker.video.media.pictures import Picture, weights
-from dyno.worker.video.media.surfaces import Surface
+from dyno.worker.video.media import Picture, Surface, weights
 from dyno.worker.video.preparing import GREY, Preparation
 
 GREYS = 0.299, 0.587, 0.114  # what red, green and blue add to a grey network's input, as OpenCV has it

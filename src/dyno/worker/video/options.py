@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from dyno.worker.facts.video import DEVICE, HOST
+from dyno.worker.facts.job import DEVICE, HOST
 from dyno.worker.option_values import settle
 from dyno.worker.spec import UserError, check_known
 

@@ -8,11 +8,9 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.inputs import input_data
-from dyno.worker.inputs.layout import channels_first, channels_last
-from dyno.worker.inputs.letterbox import geometry
-from dyno.worker.inputs.shapes import static_shapes
+from dyno.worker.inputs.specs import channels_first, channels_last, geometry, static_shapes
 from dyno.worker.spec import Dims, Preprocess, Tensor
-from dyno.worker.video.media.pictures import Picture
+from dyno.worker.video.media import Picture
 
 GREY = 114  # around the picture
 

@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.video.media.ends import now
+from dyno.worker.video.media import now
 
 DEPTH = 8  # items that may wait for a stage
 AHEAD = 2  # items for each lane of a stage that it may have taken and not yet handed on

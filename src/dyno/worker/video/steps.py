@@ -17,12 +17,10 @@ import numpy as np
 from dyno.worker.backend import Session
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.postprocess import Detections
-from dyno.worker.video.drawing import draw
-from dyno.worker.video.media.ends import Batch, Frame, Sink, now
-from dyno.worker.video.media.pictures import SQUARE
+from dyno.worker.video.drawing import NOBODY, Tracker, draw
+from dyno.worker.video.media import SQUARE, Batch, Frame, Sink, now
 from dyno.worker.video.preparing import Preparation
 from dyno.worker.video.stages import AHEAD, DEPTH, PipelineStage, numbers
-from dyno.worker.video.tracking import NOBODY, Tracker
 
 DECODE, PREPARE, INFER, POSTPROCESS, TRACK, DRAW, ENCODE = STAGES = (
     "decode", "preprocess", "inference", "postprocess", "track", "draw", "encode",

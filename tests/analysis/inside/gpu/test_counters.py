@@ -9,7 +9,7 @@ import pytest
 import ncu_files
 from dyno.analysis.inside.gpu import counters, ncu
 from dyno.analysis.inside.gpu.ncu import Kernel, NcuReport
-from dyno.worker.facts.inside import LAYERS, MODULES, Layer, LayerGraph
+from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph
 
 PYTORCH, TENSORRT = (ncu.read(ncu_files.text(name)) for name in (ncu_files.PYTORCH, ncu_files.TENSORRT))
 PARTS = ("conv1", "bn1", "relu", "maxpool", *(f"layer1.{k}.{part}" for k in (0, 1) for part in

@@ -7,7 +7,7 @@ import pytest
 from dyno.analysis.inside.gpu import critical_path
 from dyno.analysis.inside.gpu.critical_path import Path
 from dyno.analysis.presentation.export import export
-from dyno.worker.facts.inside import Function
+from dyno.worker.facts.job import Function
 
 FUNCTIONS = (
     Function(name="outside of CUDA", where="host", time=60e-6, path=60e-6),

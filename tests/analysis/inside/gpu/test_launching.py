@@ -9,7 +9,7 @@ from dyno.analysis.inside import times
 from dyno.analysis.inside.gpu import launching
 from dyno.analysis.inside.gpu.launching import LaunchTimes
 from dyno.analysis.inside.times import Times
-from dyno.worker.facts.inside import LAYERS, Layer, LayerGraph
+from dyno.worker.facts.job import LAYERS, Layer, LayerGraph
 
 NONE = np.empty(0)
 

@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.worker.backends.tensor_rt import layer_times, layers
+from dyno.worker.backends.tensor_rt import layers
 from dyno.worker.facts.engine import SlowLayer
 
 CONV = layers.EngineLayer("conv1", "CaskConvolution", (), (), "sm80_xmma", layers.Weights("int8", 9408))
@@ -35,15 +35,15 @@ def context_of(runs: list[dict[str, float]]) -> tuple[Any, Any]:
 
 def test_the_median_of_a_layer_leaves_the_first_run_out() -> None:
     runs = [{"conv1": 900.0, "to int8": 900.0}, *({"conv1": 3.0 + i, "to int8": 1.0} for i in range(5))]
-    found = layer_times.profiled(SimpleNamespace(IProfiler=Profiler), *context_of(runs))
+    found = layers.profile_layers(SimpleNamespace(IProfiler=Profiler), *context_of(runs))
     assert found == {"conv1": pytest.approx(5e-3), "to int8": pytest.approx(1e-3)}
 
 
 def test_a_run_has_each_layer_once_and_those_nobody_listed_stand_at_the_end() -> None:
     listed = layers.inside([CONV, MOVE, layers.EngineLayer("folded", "Constant", (), (), "")], "TensorRT 10")
     reports = [{"conv1": 3.0, "to int8": 1.0}, {"conv1": 4.0, "new": 0.5}]
-    runs = layer_times.watched(SimpleNamespace(IProfiler=Profiler), *context_of(reports), 2)
-    inside, seconds = layer_times.of_layers(listed, runs)
+    runs = layers.watch_layers(SimpleNamespace(IProfiler=Profiler), *context_of(reports), 2)
+    inside, seconds = layers.read_layer_times(listed, runs)
     assert [layer.name for layer in inside.layers] == ["conv1", "to int8", "folded", "new"]
     assert [layer.skipped for layer in inside.layers] == [False, False, True, False]
     assert [layer.moves for layer in inside.layers] == [False, True, False, False]
@@ -58,27 +58,31 @@ def test_a_layer_reported_several_times_in_a_run_is_their_sum() -> None:
         for _ in range(3):
             context.profiler.report_layer_time("body of a loop", 2.0)
 
-    runs = layer_times.watched(SimpleNamespace(IProfiler=Profiler), context, launch, 2)
+    runs = layers.watch_layers(SimpleNamespace(IProfiler=Profiler), context, launch, 2)
     assert runs == [{"body of a loop": pytest.approx(6e-3)}] * 2
 
 
 def test_of_layers_of_one_name_the_first_has_the_time() -> None:
-    inside, seconds = layer_times.of_layers(layers.inside([CONV, CONV], "TensorRT 10"), [{"conv1": 1e-3}])
+    inside, seconds = layers.read_layer_times(layers.inside([CONV, CONV], "TensorRT 10"), [{"conv1": 1e-3}])
     assert [layer.skipped for layer in inside.layers] == [False, True]
     assert seconds == pytest.approx(np.array([[1e-3, 0]]))
 
 
 def test_shares_go_by_kind_and_by_layer_largest_first() -> None:
     seconds = {"to int8": 1e-3, "conv1": 2e-3, "a kernel without a listing": 1e-3}
-    assert layer_times.by_operator([MOVE, CONV], seconds) == {"CaskConvolution": 0.5, "Reformat": 0.25, "unknown": 0.25}
-    first, *rest = layer_times.slowest([MOVE, CONV], seconds)
+    assert layers.share_by_operator([MOVE, CONV], seconds) == {
+        "CaskConvolution": 0.5,
+        "Reformat": 0.25,
+        "unknown": 0.25,
+    }
+    first, *rest = layers.list_slowest([MOVE, CONV], seconds)
     assert first == SlowLayer("conv1", "CaskConvolution", "int8", "sm80_xmma", 0.5)
     assert [one.name for one in rest] == ["to int8", "a kernel without a listing"]
 
 
 def test_a_library_that_reports_nothing_gives_nothing() -> None:
-    seconds = layer_times.profiled(SimpleNamespace(IProfiler=Profiler), *context_of([{}] * layer_times.RUNS))
-    assert (seconds, layer_times.by_operator([CONV], {}), layer_times.slowest([CONV], {})) == ({}, {}, ())
+    seconds = layers.profile_layers(SimpleNamespace(IProfiler=Profiler), *context_of([{}] * layers.RUNS))
+    assert (seconds, layers.share_by_operator([CONV], {}), layers.list_slowest([CONV], {})) == ({}, {}, ())
 
 
 def test_time_spent_on_types_and_layouts_is_a_note() -> None:

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.worker.backends.tensor_rt import layer_times, run
+from dyno.worker.backends.tensor_rt import layers, run
 from dyno.worker.backends.tensor_rt.run import TensorRTSession
 from dyno.worker.spec import Tensor, Unavailable
 
@@ -130,7 +130,7 @@ def test_a_profile_has_a_context_of_its_own() -> None:
     made, own = profiled(context := Context())
     found = made.profile(5)
     assert own.runs == 0 and own.profiler is None, "the first slot's is as it was"
-    assert context.runs == 5 + layer_times.DISCARDED
+    assert context.runs == 5 + layers.DISCARDED
     assert (context.shapes, context.addresses) == ({"x": (1, 3)}, {"x": 16, "y": 32})
     assert found.layers == pytest.approx(np.tile([0.2e-3, 0.1e-3], (5, 1))) and found.whole.shape == (5,)
     conv, move = found.inside.layers
@@ -142,7 +142,7 @@ def test_a_profile_has_a_context_of_its_own() -> None:
 def test_a_profile_without_room_for_one_takes_the_first_slot_s(context: Context | None) -> None:
     made, own = profiled(context, ("batch", 3))
     made.profile(5)
-    assert own.runs == 5 + layer_times.DISCARDED
+    assert own.runs == 5 + layers.DISCARDED
 
 
 def test_a_library_that_reports_nothing_is_said() -> None:

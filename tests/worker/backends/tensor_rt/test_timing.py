@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dyno.worker.backends.tensor_rt.timing import TimingCache
+from dyno.worker.backends.tensor_rt.build import TimingCache
 
 GPU = "NVIDIA H200"
 

@@ -13,9 +13,9 @@ import pytest
 from dyno.worker.backend import Backend, Session
 from dyno.worker.backends.onnx_runtime import ONNX_RUNTIME, OnnxRuntime
 from dyno.worker.backends.open_vino import OPENVINO
-from dyno.worker.facts.numerics import LayerErrors
-from dyno.worker.jobs.layers import layer_errors
-from dyno.worker.numerics import reference
+from dyno.worker.facts.job import LayerErrors
+from dyno.worker.jobs import layers
+from dyno.worker.numerics import compare as numerics_compare
 from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError
 
 onnx = pytest.importorskip("onnx")
@@ -115,11 +115,11 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
             paths.append(tmp_path / f"{number}.onnx")
             onnx.save(model, paths[-1])
         backends = {"onnxruntime": ONNX_RUNTIME, "own": backend}
-        monkeypatch.setattr(layer_errors, "find", backends.__getitem__)
+        monkeypatch.setattr(layers, "find", backends.__getitem__)
         images, one = DataSpec(count=3), Runtime(threads=1)
         trial = Trial(ModelSpec("net", ""), "own", "fp32", Dims(1, 8, 8), settings, data=images, runtime=one)
         artifacts = [Artifact("onnx", str(path), "", 0, "fp32", (), (), 0.0) for path in paths]
-        layer_errors.store_reference(
+        layers.store_reference(
             Job("reference", trial=trial, artifact=artifacts[0], options={"runs": 3}), tmp_path, said
         )
         more = {
@@ -129,7 +129,7 @@ def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
             "limits": FP32,
         }
         job = Job("layer_errors", trial=trial, artifact=artifacts[1], options={**more, "always": False})
-        return layer_errors.compare_engine(job, tmp_path, said)
+        return layers.compare_engine(job, tmp_path, said)
 
     return run
 
@@ -219,14 +219,14 @@ def test_an_overflow_that_only_marking_shows(compare: Compare) -> None:
 def test_parts_change_nothing(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
     wrong = scaled(network(), "w2", -1.0)
     at_once = compare(network(), wrong)
-    monkeypatch.setattr(reference, "MOST_MARKED", 1)
+    monkeypatch.setattr(numerics_compare, "MOST_MARKED", 1)
     in_parts = compare(network(), wrong)
     assert (at_once.parts, in_parts.parts) == (1, 11) and at_once.suspects == in_parts.suspects == ("c2",)
     assert own(at_once) == pytest.approx(own(in_parts))
 
 
 def test_fewer_runs_where_tensors_would_fill_the_memory(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reference, "MOST_KEPT", 1)
+    monkeypatch.setattr(numerics_compare, "MOST_KEPT", 1)
     assert compare(network(), network()).runs == 1
 
 
@@ -288,7 +288,7 @@ def test_few_counterparts_are_counted(compare: Compare) -> None:
 
 def test_inputs_that_are_no_numbers_are_refused() -> None:
     with pytest.raises(UserError, match="input 'x' has values that are NaN or infinite"):
-        reference.check_finite([{"x": np.array([1.0, np.nan])}])
+        numerics_compare.check_finite([{"x": np.array([1.0, np.nan])}])
 
 
 def test_nodes_without_names(compare: Compare) -> None:

@@ -11,8 +11,8 @@ from dyno.analysis.inside.gpu.ncu import Kernel, NcuReport
 from dyno.analysis.inside.tables import names_cell
 from dyno.analysis.presentation.table import COUNT, PERCENT, TEXT, Column, Row, Table
 from dyno.analysis.presentation.table_kind import TableKind
-from dyno.worker.facts.inside import MODULES, LayerGraph
-from dyno.worker.facts.kernels import range_name
+from dyno.worker.facts.engine import range_name
+from dyno.worker.facts.job import MODULES, LayerGraph
 
 # From here on a part of the GPU, in percent of its peak, bounds a kernel: below it ncu's own rule SOLBottleneck speaks
 # of latency. A grid with fewer blocks than SMs is small by ncu's LaunchConfiguration; so is half a wave here, while

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from dyno.analysis.presentation.table import PERCENT, TEXT, Column, Row, Table
 from dyno.analysis.presentation.table_kind import TableKind
-from dyno.worker.facts.inside import Function
+from dyno.worker.facts.job import Function
 
 PATH = TableKind("critical-path", "Critical path",
                  "What each function of the host and the GPU contributes to the end of a watched run.",

@@ -12,7 +12,7 @@ import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from dyno.worker.facts.kernels import short
+from dyno.worker.facts.engine import shorten_kernel
 
 # Figures of a kernel by ncu's name of the metric; `ncu --query-metrics` and the Profiling Guide say what they are.
 METRICS = {
@@ -100,7 +100,7 @@ def _iter_kernels(lines: Sequence[str]) -> Iterator[Kernel]:
         row = dict(zip(heads, cells, strict=True))
         figures = {name: _parse_figure(row, units, metric) for name, metric in (METRICS | SMS).items()}
         around = _parse_ranges(cells[ranges]) if ranges is not None else ()
-        yield Kernel(short(row[NAME]), around, **figures)
+        yield Kernel(shorten_kernel(row[NAME]), around, **figures)
 
 
 def _split_line(line: str, ranges: int, count: int) -> list[str]:

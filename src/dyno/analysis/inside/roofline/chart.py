@@ -11,7 +11,7 @@ from dyno.analysis.inside.roofline.ceilings import Ceilings
 from dyno.analysis.inside.roofline.work import LayerWork, counted
 from dyno.analysis.inside.times import Times
 from dyno.analysis.style import INK, LINES, WIDTH, color, logarithmic, marker, styled
-from dyno.worker.facts.inside import LayerGraph
+from dyno.worker.facts.job import LayerGraph
 
 ROOM = 2.0  # factor between the outermost layer and the edge
 LARGEST, SMALLEST = 420.0, 6.0  # points² of a layer that takes all the time, and of one that takes none

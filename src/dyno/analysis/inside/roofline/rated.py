@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from dyno.analysis.inside.roofline.ceilings import MEMORY, RATES, Ceilings, Rates
 from dyno.analysis.inside.roofline.work import ARITHMETIC, LayerWork, counted
 from dyno.analysis.presentation.table import PERCENT, TEXT, Column, Row
-from dyno.worker.facts.inside import LayerGraph
+from dyno.worker.facts.job import LayerGraph
 
 NEAR = 50.0  # percent of the roof from which the nearer ceiling explains most of the time
 NEITHER = "neither"

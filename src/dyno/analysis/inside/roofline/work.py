@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from dyno.analysis.inside import align
 from dyno.analysis.inside.roofline.ceilings import MEMORY, Rates
 from dyno.analysis.inside.totals import BYTES
-from dyno.worker.facts.inside import MODULES, Layer, LayerGraph, Port
+from dyno.worker.facts.job import MODULES, Layer, LayerGraph, Port
 
 TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "int8", "uint8": "int8"}  # of the ceilings
 ARITHMETIC = "arithmetic"

@@ -17,16 +17,16 @@ import numpy as np
 
 from dyno.worker.backend import Backend, Maker, Session, refuse_requantising
 from dyno.worker.backends.onnx_runtime import ONE_ADD
-from dyno.worker.backends.tensor_rt import library, profiles, settings, values
+from dyno.worker.backends.tensor_rt import library, settings
 from dyno.worker.backends.tensor_rt.build import build
 from dyno.worker.backends.tensor_rt.given import ENGINE as ENGINE
 from dyno.worker.backends.tensor_rt.given import SUFFIXES, given, inside, product_of
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.engine import Probe
-from dyno.worker.facts.inside import LayerGraph
+from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.calibration import NO_DATA
+from dyno.worker.makers.onnx_format import routed
 from dyno.worker.makers.precision import PREPARATION, VALUES
-from dyno.worker.makers.routes import routed
 from dyno.worker.onnx_graph.placement import JOINTS
 from dyno.worker.option_values import Check, flag
 from dyno.worker.spec import (
@@ -54,7 +54,7 @@ class TensorRT(Backend):
     devices = ("cuda",)
     profiled = ("cuda",)
     options = (*settings.NAMES, *settings.RUNNING, *PREPARATION, JOINTS)
-    values: Mapping[str, Check] = {**values.VALUES, **VALUES, JOINTS: flag}
+    values: Mapping[str, Check] = {**settings.VALUES, **VALUES, JOINTS: flag}
     files = (".onnx", *SUFFIXES)
 
     def refuse(self, trial: Trial) -> str:
@@ -67,7 +67,7 @@ class TensorRT(Backend):
             return reason
         try:
             requested = Settings.of(trial.options)
-            if reason := profiles.outside(requested.profile, trial.dims.batch) if trial.dims.batch else "":
+            if reason := settings.explain_outside(requested.profile, trial.dims.batch) if trial.dims.batch else "":
                 return reason
             self._choose_route(trial, requested)
         except UserError as e:

@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import threading
@@ -16,15 +17,142 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from dyno.worker.backend import artifact_of
-from dyno.worker.backends.tensor_rt import layers, library, profiles
-from dyno.worker.backends.tensor_rt.calibrator import calibrator, images_for
+from dyno.worker.backends.tensor_rt import layers, library
+from dyno.worker.backends.tensor_rt import settings as tensor_rt_settings
 from dyno.worker.backends.tensor_rt.settings import Settings
-from dyno.worker.backends.tensor_rt.timing import TimingCache
-from dyno.worker.facts.files import GpuFacts, MakerFacts
+from dyno.worker.facts.files import GpuFacts, MakerFacts, TimingUse
+from dyno.worker.inputs.calibration import CalibrationImages
 from dyno.worker.makers.precision import INHERITED
-from dyno.worker.sessions.gpu import Device
+from dyno.worker.record import TIMING, lock, replacing
+from dyno.worker.sessions.gpu import Device, call
 from dyno.worker.spec import Artifact, Recipe, Tensor, Unavailable, UserError
+
+# TensorRT's own INT8 calibrators (up to version 10), fed with real images; the graph route needs none of this.
+
+
+def calibrator(trt: Any, device: Any, method: str, images: CalibrationImages, folder: Path) -> Any:
+    """Return a calibrator (entropy: IInt8EntropyCalibrator2, minmax: IInt8MinMaxCalibrator) fed with the images.
+
+    `failure` is the exception that stopped it: the library swallows exceptions of callbacks, and would go on with the
+    ranges so far. It reads no cache: the recipe alone decides an engine's scales, so none can be stale. Its ranges are
+    kept as FOLDER/calibration.cache.
+    """
+    kind: Any = library.calibrator_class(trt, method)
+    feeds = images.feeds(0, len(images))
+    address: list[int] = []
+
+    class Calibrator(kind):  # type: ignore[misc]
+        def __init__(self) -> None:
+            kind.__init__(self)
+            self.failure: Exception | None = None
+
+        def get_batch_size(self) -> int:
+            return images.batch
+
+        def get_batch(self, names: list[str]) -> list[int] | None:
+            try:
+                feed = next(feeds, None)
+                return None if feed is None else self.placed(np.ascontiguousarray(feed[names[0]], np.float32))
+            except Exception as e:  # raised again where the build ends
+                self.failure = e
+                return None
+
+        def placed(self, array: np.ndarray) -> list[int]:
+            if not address:
+                address.append(device.allocate(array.nbytes))
+            call(device.cuda.cuMemcpyHtoD, address[0], array.ctypes.data, array.nbytes)
+            return address
+
+        def read_calibration_cache(self) -> None:
+            return None
+
+        def write_calibration_cache(self, cache: Any) -> None:
+            (folder / "calibration.cache").write_bytes(bytes(cache))
+
+    return Calibrator()
+
+
+def images_for(recipe: Recipe, parent: Artifact, shape: tuple[int, ...]) -> CalibrationImages:
+    """Return the recipe's calibration images in batches of the shape that the network calibrates on.
+
+    Raises a `UserError` for a model with several inputs.
+    """
+    if len(parent.inputs) != 1:
+        raise UserError("a calibrator feeds one image input; give route=graph for a model with several")
+    tensor = replace(parent.inputs[0], shape=shape)
+    return CalibrationImages(recipe, replace(parent, inputs=(tensor,)))
+
+
+# The timing cache: the seconds of each tactic in earlier builds with this version on this GPU.
+
+
+def _measure_size(config: Any, content: bytes) -> int:
+    cache = config.create_timing_cache(content)
+    return 0 if cache is None else len(bytes(cache.serialize()))
+
+
+def _set_cache(trt: Any, config: Any, content: bytes) -> bool:
+    return library.timing_cache(trt, config, content) is not None
+
+
+@dataclass
+class TimingCache:
+    """The file for a version and GPU, and its content when this build began.
+
+    `used` says whether the builder accepted it: one that is damaged or of another build of the library is replaced.
+    `complaint` is the library's error on it.
+    """
+
+    path: Path | None
+    before: bytes = b""
+    used: bool = False
+    complaint: str = ""
+
+    @classmethod
+    def open(cls, trt: Any, config: Any, gpu: str, wanted: bool) -> TimingCache:
+        """Load earlier builds' timings into the builder; none without a folder, or where the library has no cache."""
+        folder = os.environ.get(TIMING, "")
+        if not (folder and wanted and gpu) or library.is_rtx(trt):
+            return cls(None)
+        name = re.sub(r"[^\w.-]+", "-", f"{trt.__name__}-{trt.__version__}-{gpu}")
+        cache = cls(Path(folder) / f"{name}.timing")
+        cache.before = cache._read_file()
+        # 8.6 silently treats content that it can't read as an empty cache.
+        cache.used = _measure_size(config, cache.before) > _measure_size(config, b"") and _set_cache(
+            trt, config, cache.before
+        )
+        if not cache.used:
+            _set_cache(trt, config, b"")
+        return cache
+
+    def _read_file(self) -> bytes:
+        try:
+            return self.path.read_bytes() if self.path else b""
+        except FileNotFoundError:
+            return b""
+
+    def save(self, config: Any) -> None:
+        """Merge this build's timings into the file, which another build may have written meanwhile."""
+        cache = config.get_timing_cache() if self.path else None
+        if self.path is None or cache is None:
+            return
+        with lock(self.path.with_suffix(".lock")):
+            current = self._read_file()
+            if current and current != self.before:
+                other = config.create_timing_cache(current)
+                if other is not None:
+                    cache.combine(other, False)
+            with replacing(self.path) as f:
+                f.write(bytes(cache.serialize()))
+
+    def to_record(self, log: Any) -> TimingUse:
+        """Return whether earlier timings were used, the reason if not, and the number of tactics timed here."""
+        file = self.path.name if self.path else ""
+        return TimingUse(self.used, file, log.timed, self.complaint)
+
 
 Report = Callable[[str], None]
 VAGUE = re.compile("any implementation|no further information")  # errors of a build without a kernel to run
@@ -50,7 +178,7 @@ class EngineBuild:
     network: Any
     config: Any
     typed: bool
-    shapes: list[profiles.Profile] = field(default_factory=list)
+    shapes: list[tensor_rt_settings.Profile] = field(default_factory=list)
     flags: list[str] = field(default_factory=list)
     calibrator: Any = None
 
@@ -70,7 +198,7 @@ def build(product: str, recipe: Recipe, parent: Artifact, folder: Path, report: 
     started = time.perf_counter()
     with _open_build(product, recipe, parent, folder) as job:
         _parse_network(job)
-        job.shapes = profiles.profiles(job.settings.profile, _list_inputs(job), recipe.dims)
+        job.shapes = tensor_rt_settings.parse_profiles(job.settings.profile, _list_inputs(job), recipe.dims)
         _set_shapes(job)
         library.configure(job.trt, job.config, job.settings)
         job.flags = library.allow_types(job.trt, job.config, recipe.precision, job.typed)
@@ -159,10 +287,10 @@ def _set_shapes(job: EngineBuild) -> None:
             raise UserError(
                 f"input {tensor.name!r} decides the shapes of others (a shape tensor); export it as a constant"
             )
-        shape = profiles.fixed(job.shapes, tensor.name)
+        shape = tensor_rt_settings.find_fixed_size(job.shapes, tensor.name)
         if tuple(tensor.shape) != shape:
             tensor.shape = shape
-    if profiles.is_static(job.shapes):
+    if tensor_rt_settings.is_static(job.shapes):
         return
     for profile in job.shapes:
         optimisation_profile = job.builder.create_optimization_profile()
@@ -272,7 +400,7 @@ def _made_by(job: EngineBuild, listed: Sequence[layers.EngineLayer]) -> MakerFac
         typed="strongly" if job.typed else "weakly",
         flags=tuple(job.flags),
         options=dict(job.recipe.options),
-        profiles=tuple(profiles.as_text(job.shapes)),
+        profiles=tuple(tensor_rt_settings.format_profiles(job.shapes)),
         versions={library.INSTALL[job.trt.__name__]: job.trt.__version__},
         gpu=GpuFacts(job.device.model, job.device.capability) if job.device else None,
         warnings=tuple(_summarise_warnings(job)),

@@ -11,9 +11,9 @@ from typing import Any
 
 from dyno.worker.backend import FileContents, FileFormat
 from dyno.worker.backends.tensor_rt import layers, library
+from dyno.worker.facts.engine import TYPES
 from dyno.worker.facts.files import GpuFacts, MakerFacts
-from dyno.worker.facts.inside import LayerGraph
-from dyno.worker.facts.precision import TYPES
+from dyno.worker.facts.job import LayerGraph
 from dyno.worker.record import parse_json
 from dyno.worker.sessions.gpu import Device
 from dyno.worker.spec import Artifact, Recipe, Tensor, Trial, UserError

@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.backend import LayerTimes
-from dyno.worker.backends.tensor_rt import layer_times, layers, library
+from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.facts.engine import EngineFacts
-from dyno.worker.inputs.shapes import Shape, static_shapes
+from dyno.worker.inputs.specs import Shape, static_shapes
 from dyno.worker.sessions.device_session import DeviceSession, slots_of
 from dyno.worker.sessions.gpu import CudaGraph, Device, profiler_on
 from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable, UserError
@@ -235,8 +235,8 @@ class TensorRTSession(DeviceSession):
         Nothing may be timed afterwards: the first slot's context keeps its profiler.
         """
         listed = layers.inspect(self._trt, self._engine)
-        seconds = layer_times.profiled(self._trt, self._contexts[0], lambda: self._run_directly(self._contexts[0]))
-        shares = layer_times.by_operator(listed, seconds)
+        seconds = layers.profile_layers(self._trt, self._contexts[0], lambda: self._run_directly(self._contexts[0]))
+        shares = layers.share_by_operator(listed, seconds)
         options = {
             "graph": any(self._graphs),
             "slots": self.slots,
@@ -246,7 +246,7 @@ class TensorRTSession(DeviceSession):
         }
         return EngineFacts(
             time_by_operator=shares,
-            slowest_layers=layer_times.slowest(listed, seconds),
+            slowest_layers=layers.list_slowest(listed, seconds),
             options=options,
             engine_memory=library.device_memory(self._engine),
             notes=tuple(layers.notes(listed, self._trial.precision, shares)),
@@ -266,12 +266,12 @@ class TensorRTSession(DeviceSession):
             self._run_directly(context)
             whole.append(time.perf_counter() - start)
 
-        found = layer_times.watched(self._trt, context, time_run, layer_times.DISCARDED + runs)[layer_times.DISCARDED :]
+        found = layers.watch_layers(self._trt, context, time_run, layers.DISCARDED + runs)[layers.DISCARDED :]
         if not any(found):
             raise Unavailable(f"{library.title(self._trt)} reported no layer's time")
         listed = layers.inside(layers.inspect(self._trt, self._engine), library.title(self._trt))
-        inside, seconds = layer_times.of_layers(listed, found)
-        return LayerTimes(inside, seconds, np.array(whole[layer_times.DISCARDED :]), layer_times.NOTE)
+        inside, seconds = layers.read_layer_times(listed, found)
+        return LayerTimes(inside, seconds, np.array(whole[layers.DISCARDED :]), layers.TIMES_NOTE)
 
     def run_for_counters(self) -> None:
         """Run with TensorRT's own ranges, named by the layers, in a separate context."""

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from dataclasses import dataclass
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
-from dyno.worker.spec import Option, UserError
+from dyno.worker.inputs.specs import Shape, static_shapes
+from dyno.worker.option_values import Check, flag, whole
+from dyno.worker.spec import Dims, Option, Tensor, UserError
 
 RUNNING = ("graph", "slots")  # options of the runner, which don't change the engine
 ROUTES = ("auto", "graph", "flags", "calibrator")
@@ -82,3 +85,180 @@ def _convert_value(name: str, value: Option, default: Any) -> Option:
 def _check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
     if value not in choices:
         raise UserError(f"unknown {name} {value!r}; known: {', '.join(choices)}")
+
+
+# Shapes of an engine: static, or optimisation profiles of min, opt and max.
+#
+# Text forms: `static` (the trial's own shapes), a batch range `1:8:16` (min:opt:max; `8` is `8:8:8`), or shapes
+# `x:1x3x224x224,8x3x224x224,16x3x224x224` (min,opt,max; one shape for all three), `;` between inputs. `|` separates
+# profiles in either form.
+
+Range = tuple[Shape, Shape, Shape]
+Profile = dict[str, Range]
+BATCHES = re.compile(r"\d+(:\d+)*")
+SHAPE = re.compile(r"\d+(x\d+)*")
+
+
+def parse_profiles(text: str, inputs: Sequence[Tensor], dims: Dims) -> list[Profile]:
+    """Parse the profiles in the text, with a range for every input.
+
+    Sizes missing in the text come from `dims`, a free batch (`dims.batch` 0) from the file's own. Raises `UserError`
+    for text that isn't a profile, min > opt or opt > max, the wrong rank, an unknown input, and another size for a
+    fixed dimension.
+    """
+    if text == STATIC:
+        return [_make_static_profile(inputs, dims)]
+    parsed = []
+    for part in text.split("|"):
+        batches = batch_range(part)
+        parsed.append(_of_batches(batches, inputs, dims) if batches else _of_shapes(part, inputs))
+    return parsed
+
+
+def batch_range(text: str) -> tuple[int, int, int] | None:
+    """Return min, opt and max of one profile in the batch form, None for the other forms."""
+    if not BATCHES.fullmatch(text):
+        return None
+    sizes = [int(size) for size in text.split(":")]
+    if len(sizes) == 1:
+        sizes *= 3
+    if len(sizes) != 3:
+        raise UserError(f"profile {text!r} is not MIN:OPT:MAX, three batches such as 1:8:16")
+    low, opt, high = sizes
+    if not 1 <= low <= opt <= high:
+        raise UserError(f"profile {text!r} is out of order: it must be 1 <= min <= opt <= max")
+    return low, opt, high
+
+
+def explain_outside(text: str, batch: int) -> str:
+    """Return why no profile of the text takes the batch, or "" if one does or only the engine has them. Pure."""
+    if text == STATIC:
+        return ""
+    ranges = [batch_range(part) for part in text.split("|")]
+    batches = [r for r in ranges if r is not None]
+    if len(batches) < len(ranges) or any(low <= batch <= high for low, _, high in batches):
+        return ""
+    allowed = " or ".join(str(low) if low == high else f"{low} to {high}" for low, _, high in batches)
+    return f"batch {batch} is outside the engine's profile (batches {allowed})"
+
+
+def find_fixed_size(parsed: Sequence[Profile], name: str) -> tuple[int, ...]:
+    """Return the input's shape in the network: a size where all profiles agree on one, else -1."""
+    ends = [shape for profile in parsed for shape in profile[name]]
+    return tuple(sizes[0] if len(set(sizes)) == 1 else -1 for sizes in zip(*ends, strict=True))
+
+
+def is_static(parsed: Sequence[Profile]) -> bool:
+    """Return whether every size is fixed, so that the engine needs no profile."""
+    return all(-1 not in find_fixed_size(parsed, name) for name in parsed[0])
+
+
+def format_profiles(parsed: Sequence[Profile]) -> list[dict[str, list[list[int]]]]:
+    """Return the profiles for a record: min, opt and max by input."""
+    return [{name: [list(shape) for shape in ends] for name, ends in profile.items()} for profile in parsed]
+
+
+def _make_static_profile(inputs: Sequence[Tensor], dims: Dims) -> Profile:
+    if not dims.batch:
+        dims = replace(dims, batch=_own_batch(inputs, dims))
+    return {name: (shape, shape, shape) for name, shape in static_shapes(inputs, dims).items()}
+
+
+def _own_batch(inputs: Sequence[Tensor], dims: Dims) -> int:
+    axes = {tensor.name: dims.batch_axis(tensor.name, tensor.shape) for tensor in inputs}
+    for tensor in inputs:
+        if (axis := axes[tensor.name]) is not None and isinstance(tensor.shape[axis], str):
+            raise UserError(
+                f"the batch of {tensor.name!r} is free; give a batch, or a range MIN:OPT:MAX such as 1:8:16"
+            )
+    described = [t for t in inputs if t.shape and (t.name not in dims.shapes or axes[t.name] is not None)]
+    return next((int(t.shape[axes[t.name] or 0]) for t in described), 1)
+
+
+def _of_batches(batches: tuple[int, int, int], inputs: Sequence[Tensor], dims: Dims) -> Profile:
+    low, opt, high = (static_shapes(inputs, replace(dims, batch=batch)) for batch in batches)
+    return {name: (low[name], opt[name], high[name]) for name in opt}
+
+
+def _of_shapes(text: str, inputs: Sequence[Tensor]) -> Profile:
+    by_name = dict(_parse_named_profile(part) for part in text.split(";"))
+    names = ", ".join(tensor.name for tensor in inputs)
+    if unknown := next((name for name in by_name if name not in {t.name for t in inputs}), None):
+        raise UserError(f"the model has no input {unknown!r}; its inputs: {names}")
+    return {
+        tensor.name: _check_range(tensor, by_name.get(tensor.name) or _make_fixed_range(tensor)) for tensor in inputs
+    }
+
+
+def _parse_named_profile(part: str) -> tuple[str, Range]:
+    name, _, shapes = part.rpartition(":")
+    sizes = [tuple(map(int, s.split("x"))) for s in shapes.split(",") if SHAPE.fullmatch(s)]
+    if not name or len(sizes) != shapes.count(",") + 1 or len(sizes) not in (1, 3):
+        raise UserError(
+            f"profile {part!r} is neither MIN:OPT:MAX batches nor NAME:MIN,OPT,MAX shapes like x:1x3,8x3,16x3"
+        )
+    low, opt, high = sizes if len(sizes) == 3 else sizes * 3
+    return name, (low, opt, high)
+
+
+def _make_fixed_range(tensor: Tensor) -> Range:
+    shape = tuple(size for size in tensor.shape if isinstance(size, int))
+    if len(shape) < len(tensor.shape):
+        raise UserError(f"no shape is given for input {tensor.name!r}, which is {_format_shape(tensor.shape)}")
+    return shape, shape, shape
+
+
+def _check_range(tensor: Tensor, ends: Range) -> Range:
+    for shape in ends:
+        if len(shape) != len(tensor.shape):
+            raise UserError(
+                f"input {tensor.name!r} has {len(tensor.shape)} dimensions, {_format_shape(shape)} has {len(shape)}"
+            )
+        if any(isinstance(own, int) and own != size for own, size in zip(tensor.shape, shape, strict=True)):
+            raise UserError(
+                f"the file has input {tensor.name!r} fixed at {_format_shape(tensor.shape)}, "
+                f"not {_format_shape(shape)}; export it again with --batch dynamic"
+            )
+    low, opt, high = ends
+    if not all(1 <= a <= b <= c for a, b, c in zip(low, opt, high, strict=True)):
+        wrong = ",".join(map(_format_shape, ends))
+        raise UserError(f"profile {tensor.name}:{wrong} is out of order: it must be 1 <= min <= opt <= max everywhere")
+    return ends
+
+
+def _format_shape(shape: Sequence[int | str]) -> str:
+    return "x".join(str(size) for size in shape)
+
+
+# What the value of each TensorRT option may be, for planning to check by name.
+
+SHAPES = re.compile(r".+:\d[\dx,]*")  # NAME:MIN,OPT,MAX, perhaps of several inputs
+
+
+def _make_check(name: str) -> Check:
+    """Return a check of this option alone, with the complaint of `Settings.of`."""
+
+    def check_value(value: Option) -> str:
+        try:
+            made = Settings.of({name: value})
+            if name == "profile":
+                for part in made.profile.split("|"):
+                    if made.profile != STATIC and not batch_range(part) and not SHAPES.fullmatch(part):
+                        return KINDS[name]
+        except UserError as e:
+            return KINDS.get(name) or str(e)
+        return ""
+
+    return check_value
+
+
+KINDS = {
+    "route": f"one of {', '.join(ROUTES)}",
+    "calibrator": f"one of {', '.join(CALIBRATORS)}",
+    "optimization": "a level from 0 to 5",
+    "workspace_mb": "a size in MiB",
+    "profile": f"{STATIC}, batches MIN:OPT:MAX such as 1:8:16, or NAME:MIN,OPT,MAX shapes",
+    **{field.name: "true or false" for field in dataclasses.fields(Settings) if isinstance(field.default, bool)},
+    "build": "a whole number",
+}
+VALUES: dict[str, Check] = {**{name: _make_check(name) for name in NAMES}, "graph": flag, "slots": whole(1)}

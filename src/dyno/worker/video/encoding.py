@@ -12,9 +12,20 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.spec import UserError
-from dyno.worker.video.media.decoding import video_stream
-from dyno.worker.video.media.ends import Frame, Sink, Source, codec_threads
-from dyno.worker.video.media.pictures import ITU_601, PIXELS, SQUARE, UNKNOWN, Picture, matrix_of, of_image
+from dyno.worker.video.decoding import video_stream
+from dyno.worker.video.media import (
+    ITU_601,
+    PIXELS,
+    SQUARE,
+    UNKNOWN,
+    Frame,
+    Picture,
+    Sink,
+    Source,
+    codec_threads,
+    matrix_of,
+    of_image,
+)
 
 # Quick presets: what is written is to be looked at, and the encoder shares the processors with the network.
 FASTEST = {

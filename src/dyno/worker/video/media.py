@@ -7,15 +7,20 @@ encoded as they are.
 
 from __future__ import annotations
 
+import errno
+import os
 import threading
+import time
 from abc import ABC, abstractmethod
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+
+from dyno.worker.tasks.postprocess import Detections
 
 Colour = tuple[int, int, int]  # red, green, blue
 # Of each channel of a layer: its shares of red, green and blue, and what is added.
@@ -132,13 +137,13 @@ class Planes(Picture):
 
     def pixels(self) -> Pixels:
         matrix = self.tags[0]  # where none is said FFmpeg's conversion takes this one, whatever players do
-        return Pixels(tuple(planes_of(self._own or self._decoded)), ITU_601 if matrix == UNKNOWN else matrix)
+        return Pixels(tuple(read_planes(self._own or self._decoded)), ITU_601 if matrix == UNKNOWN else matrix)
 
     def layers(self) -> tuple[PicturePlane, ...]:
         if self._own is None:
             self._own = self._copy_planes()
         rows = weights(matrix_of(self.tags[0], self.height, self.width))
-        parts = zip(planes_of(self._own), (1, 2, 2), rows, strict=True)
+        parts = zip(read_planes(self._own), (1, 2, 2), rows, strict=True)
         return tuple(PicturePlane(plane, step, (row,)) for plane, step, row in parts)
 
     def copy(self) -> Planes:
@@ -156,8 +161,8 @@ class Planes(Picture):
         return self._own or self._decoded
 
     def _copy_planes(self) -> Any:
-        made, present = blank(self.height, self.width), self._own or self._decoded
-        for target, plane in zip(planes_of(made), planes_of(present), strict=True):
+        made, present = make_blank(self.height, self.width), self._own or self._decoded
+        for target, plane in zip(read_planes(made), read_planes(present), strict=True):
             height, width = plane.shape
             target[:height, :width] = plane
             target[height:] = target[height - 1]
@@ -166,7 +171,7 @@ class Planes(Picture):
         return made
 
 
-def blank(height: int, width: int) -> Any:
+def make_blank(height: int, width: int) -> Any:
     """Return an empty PyAV frame in `PIXELS`, of that height and width, or one more if that is odd.
 
     `VideoFrame.from_numpy_buffer` would spare a copy, but rounds heights to a multiple of four (PyAV 18.1).
@@ -180,10 +185,10 @@ def of_image(image: np.ndarray) -> Any:
     """Return a PyAV frame in `PIXELS` and `ITU_601`, from RGB of even height and width."""
     import cv2
 
-    (height, width), made = image.shape[:2], blank(*image.shape[:2])
+    (height, width), made = image.shape[:2], make_blank(*image.shape[:2])
     values = cv2.cvtColor(image, cv2.COLOR_RGB2YUV_I420)
     blue, red = values[height:].reshape(2, height // 2, width // 2)
-    for target, plane in zip(planes_of(made), (values[:height], blue, red), strict=True):
+    for target, plane in zip(read_planes(made), (values[:height], blue, red), strict=True):
         target[:] = plane
     return made
 
@@ -204,7 +209,7 @@ def usual(decoded: Any) -> bool:
     return int(decoded.colorspace) in (*SHARES, UNKNOWN) and int(decoded.color_range) != FULL_RANGE
 
 
-def planes_of(frame: Any) -> list[np.ndarray]:
+def read_planes(frame: Any) -> list[np.ndarray]:
     """Return the planes of a PyAV frame, uint8, in its own memory."""
     rows = [np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size) for plane in frame.planes]
     return [part[:, : plane.width] for part, plane in zip(rows, frame.planes, strict=True)]
@@ -246,3 +251,207 @@ class Converter:
         plane = made.planes[0]
         rows = np.frombuffer(plane, np.uint8).reshape(plane.height, plane.line_size)[:, : 3 * made.width]
         return np.lib.stride_tricks.as_strided(rows, (made.height, made.width, 3), (plane.line_size, 3, 1))
+
+
+# Frames that a GPU's own decoder leaves in its memory, and how a video is opened so that they stay there.
+
+FORMAT = "cuda"  # FFmpeg's name of the decoder, and of the pixels it gives
+
+
+def find_accelerator(device: str) -> Any:
+    """Return for `av.open` in this thread the decoder of that GPU (`cuda:0`); frames stay in PyTorch's context.
+
+    FFmpeg's own decoder takes over for a stream that the GPU can't decode, and frames are as always.
+    """
+    import torch
+    from av.codec.hwaccel import HWAccel
+
+    if torch.cuda.is_available():
+        torch.empty(1, device=device)  # its context is this thread's from now on
+    # Asked for the primary context itself, FFmpeg wants flags that PyTorch has not set.
+    context: dict[str, object] = {"primary_ctx": "0", "current_ctx": "1"}
+    number = device.partition(":")[2] or "0"
+    return HWAccel(FORMAT, device=number, allow_software_fallback=True, options=context, is_hw_owned=True)
+
+
+def suits_accelerator(context: Any) -> bool:
+    """Return whether frames of a codec's context can be `Surface`s: eight bits, 4:2:0, of even height and width."""
+    return (
+        context.format is not None and context.format.name == PIXELS and not (context.width % 2 or context.height % 2)
+    )
+
+
+class Surface(Picture):
+    """A frame in a GPU's memory: brightness, and both colours side by side at half the height and width (NV12).
+
+    It is copied to the host as soon as someone there wants to see it or draws on it.
+    """
+
+    def __init__(self, decoded: Any, convert: Callable[[Any], np.ndarray], aspect: Fraction = SQUARE) -> None:
+        self.height, self.width, self.aspect = decoded.height, decoded.width, aspect
+        self._tags = tags(decoded)
+        self._decoded, self._convert = decoded, convert
+        self._host: Planes | None = None
+
+    @property
+    def matrix(self) -> int:
+        """FFmpeg's number of the matrix; see `Planes.pixels`."""
+        return ITU_601 if self._tags[0] == UNKNOWN else self._tags[0]
+
+    def tensors(self) -> list[Any]:
+        """Return height x width, and half of that x two, uint8, on the GPU.
+
+        They are valid behind the work queued on PyTorch's default stream.
+        """
+        from torch.utils.dlpack import from_dlpack
+
+        # The capsule itself: PyAV has no order of streams, and refuses the one that PyTorch would ask for.
+        return [from_dlpack(plane.__dlpack__()) for plane in self._decoded.planes]
+
+    def host(self) -> Planes:
+        """Return the same picture in the host's memory."""
+        if self._host is None:
+            light, colours = (tensor.cpu().numpy() for tensor in self.tensors())
+            copied = make_blank(self.height, self.width)
+            for target, values in zip(read_planes(copied), (light, colours[..., 0], colours[..., 1]), strict=True):
+                np.copyto(target, values)
+            copied.colorspace, copied.color_range = self._decoded.colorspace, self._decoded.color_range
+            self._host = Planes(copied, self._convert, self.aspect)
+            self._host.tags = self._tags
+        return self._host
+
+    def rgb(self) -> np.ndarray:
+        return self.host().rgb()
+
+    def pixels(self) -> Pixels:
+        return self.host().pixels()
+
+    def layers(self) -> tuple[PicturePlane, ...]:
+        return self.host().layers()
+
+    def copy(self) -> Planes:
+        return self.host().copy()
+
+    def again(self) -> Surface:
+        return Surface(self._decoded, self._convert, self.aspect)
+
+    def planes(self) -> Planes:
+        return self.host()
+
+
+# The ends of the pipeline: a frame, what frames are read from, and what they are written to.
+
+now = time.perf_counter_ns
+SHARE, MOST_THREADS = 4, 8  # of the processors that a codec's own threads take, and how many at most
+SHARE_OF_LANES = 4, 8  # of the processors that preparing and post-processing take each: beside a GPU, and beside a CPU
+
+
+def codec_threads() -> int:
+    """Return a codec's number of threads: the stages are threads already, and a codec's cost processor time."""
+    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // SHARE))
+
+
+def lanes_beside(on_cpu: bool) -> int:
+    """Return the number of threads that prepare frames, and of those that post-process them.
+
+    On a CPU the engine takes the processors.
+    """
+    share = SHARE_OF_LANES[on_cpu]
+    return min(MOST_THREADS, max(1, len(os.sched_getaffinity(0)) // share))
+
+
+@dataclass
+class Frame:
+    """One frame, whose `picture` belongs to it, so it may be drawn on.
+
+    `pts` counts in the source's time base (None: the source has none), `seconds` is the same time; `name` is that of an
+    image file. `packets` of sound come before it in the source. `began` is when its reading began, in ns of
+    `perf_counter_ns`; of a live source it is when the frame had arrived. `identities` are those of the objects that
+    its detections are of (-1: of none yet), where they are tracked.
+    """
+
+    index: int
+    picture: Picture
+    began: int
+    pts: int | None = None
+    seconds: float | None = None
+    name: str = ""
+    packets: list[Any] = field(default_factory=list)
+    detections: Detections | None = None
+    identities: np.ndarray | None = None
+
+    @property
+    def size(self) -> tuple[int, int]:
+        """Height and width, in pixels."""
+        return self.picture.height, self.picture.width
+
+
+@dataclass
+class Batch:
+    """Frames that go through the network together: the arrays it reads, and later its outputs (copies) and their
+    names."""
+
+    frames: list[Frame]
+    feed: Any
+    outputs: list[np.ndarray] = field(default_factory=list)
+    names: tuple[str, ...] = ()
+
+
+class Source(ABC):
+    """What frames are read from. `name` is for messages.
+
+    `count` is the number of frames as far as the source says (0: it doesn't), `rate` its average per second (0: none).
+    `live` frames come when they come, and each is an image file of its own with `images`. Some can be read only
+    `once`, or should be: they can't be read twice at the same time. After reading, `damaged` is how many pieces could
+    not be decoded, `left` are packets of sound behind the last frame, and `notes` are sentences on how it was read.
+    """
+
+    count = 0
+    rate = 0.0
+    live = False
+    images = False
+    once = False
+    damaged = 0
+
+    def __init__(self, name: str) -> None:
+        self.name = name
+        self.left: list[Any] = []
+        self.notes: list[str] = []
+
+    def note(self, sentence: str) -> None:
+        """Add a sentence to the notes, once."""
+        if sentence not in self.notes:
+            self.notes.append(sentence)
+
+    @abstractmethod
+    def read(self, sound: bool = False) -> Iterator[Frame]:
+        """Yield the frames in order, from the beginning at every call.
+
+        With `sound`, the packets of sound before each frame come with it.
+        """
+
+    def template(self) -> Any:
+        """Return a container of the same streams, as a template for writing; None if the source is no container."""
+        return None
+
+
+class Sink:
+    """Where frames go; the base class drops them."""
+
+    written = 0
+
+    def write(self, frame: Frame) -> None:
+        """Take the next frame."""
+        self.written += 1
+
+    def close(self, left: list[Any] | None = None) -> list[str]:
+        """Complete what was written, also after an error; `left` are packets of sound behind the last frame.
+
+        Returns sentences on what differs from the source.
+        """
+        return []
+
+
+def disk_full(e: BaseException) -> bool:
+    """Return whether a full disk is the cause; FFmpeg's errors have the same numbers."""
+    return getattr(e, "errno", None) in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)

@@ -11,9 +11,20 @@ from typing import Any
 import numpy as np
 
 from dyno.worker.spec import UserError
-from dyno.worker.video.media import surfaces
-from dyno.worker.video.media.ends import Frame, Source, codec_threads, now
-from dyno.worker.video.media.pictures import SQUARE, Converter, Picture, Planes, Rgb, fits, usual
+from dyno.worker.video import media
+from dyno.worker.video.media import (
+    SQUARE,
+    Converter,
+    Frame,
+    Picture,
+    Planes,
+    Rgb,
+    Source,
+    codec_threads,
+    fits,
+    now,
+    usual,
+)
 
 Turn = tuple[bool, bool, bool]  # whether rows become columns, and then whether it is mirrored across and down
 UPRIGHT: Turn = (False, False, False)
@@ -35,7 +46,7 @@ class VideoSource(Source):
             self._aspect = stream.sample_aspect_ratio or SQUARE
             self.count, self.rate = int(stream.frames or 0), float(stream.average_rate or 0)
             self._note_streams(container, stream)
-            self._device = device if device and surfaces.suits(stream.codec_context) else ""
+            self._device = device if device and media.suits_accelerator(stream.codec_context) else ""
 
     def _note_streams(self, container: Any, stream: Any) -> None:
         """Note what was chosen of several videos, and that pixels are not square."""
@@ -108,7 +119,7 @@ def opened(place: str, device: str = "") -> Any:
     """
     import av
 
-    options = {"hwaccel": surfaces.accelerator(device)} if device else {}
+    options = {"hwaccel": media.find_accelerator(device)} if device else {}
     try:
         container = av.open(place, timeout=PATIENCE_S if "://" in place else None, **options)
     except (OSError, ValueError, av.error.FFmpegError) as e:
@@ -172,8 +183,8 @@ class _Pictures:
         turn = self._read_turn(decoded)
         if decoded.interlaced_frame:
             self._note("the video is interlaced: each frame shows two moments at once and is used as it is")
-        if decoded.format.name == surfaces.FORMAT:
-            surface = surfaces.Surface(decoded, self._convert, self._aspect)
+        if decoded.format.name == media.FORMAT:
+            surface = media.Surface(decoded, self._convert, self._aspect)
             if turn == UPRIGHT and usual(decoded):
                 return surface
             decoded = surface.planes().video()

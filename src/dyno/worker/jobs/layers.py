@@ -1,0 +1,384 @@
+"""Jobs on the layers of a network: list, time, count, annotate, and compare their outputs."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker import measure, registry, system
+from dyno.worker.backend import Session
+from dyno.worker.facts.job import Difference, LayerError, LayerErrors, LayerGraph
+from dyno.worker.inputs import input_data, modules
+from dyno.worker.inputs.specs import static_shapes
+from dyno.worker.jobs.inspect_model import inspect_model
+from dyno.worker.journal import Journal
+from dyno.worker.layers import graph, module
+from dyno.worker.nets import models
+from dyno.worker.nets.file_facts import DEFAULT_SIZE
+from dyno.worker.numerics import compare
+from dyno.worker.numerics.compare import Limits, TensorComparison
+from dyno.worker.numerics.engine import Graph, GraphEngine, StoredTensors, TensorWriter, cast, once
+from dyno.worker.onnx_graph import graph_facts
+from dyno.worker.onnx_graph.file import import_onnx, read_io
+from dyno.worker.registry import find
+from dyno.worker.sessions.torch_support import first_line, import_torch
+from dyno.worker.spec import Artifact, Dims, Job, Trial, UserError
+
+# An ONNX file with notes at its nodes, which viewers such as Netron show; what it computes stays as it is.
+
+PREFIX = "dyno"  # of the names in a node's metadata
+
+
+def annotate(job: Job, journal: Journal) -> None:
+    """Write the file of the option `out` from the `source`, with a note of the option `nodes` for each node that is no
+    constant, in the file's order.
+
+    Its `lines` are put in front of the node's description, its `facts` into the node's metadata. Weights beside the
+    source are copied, under the new name.
+    """
+    onnx = import_onnx()
+    journal.stage("write")
+    source, out, notes = job.options["source"], Path(job.options["out"]), job.options["nodes"]
+    graph_facts.copy_with_weights(Path(source), out)
+    model = onnx.load(out, load_external_data=False)
+    nodes = [node for node in model.graph.node if node.op_type != "Constant"]
+    if len(nodes) != len(notes):
+        raise UserError(f"{source} has {len(nodes)} nodes, not {len(notes)} as when its layers were read; try again")
+    for node, note in zip(nodes, notes, strict=True):
+        _add_note(node, note)
+    out.write_bytes(model.SerializeToString())
+
+
+def _add_note(node: Any, note: Mapping[str, Any]) -> None:
+    node.doc_string = "\n".join((*note["lines"], *([node.doc_string] if node.doc_string else [])))
+    for name, text in note["facts"].items():
+        entry = node.metadata_props.add()
+        entry.key, entry.value = f"{PREFIX}: {name}", text
+
+
+# One inference of a trial's engine for a profiler of kernels, under which the process of this job runs.
+
+
+def count(job: Job, journal: Journal) -> None:
+    """Run the trial's engine once as it is, and once more for the profiler. Nothing is timed: it slows everything."""
+    assert job.trial is not None
+    trial = job.trial
+    backend = find(trial.backend)
+    journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
+    journal.stage("load")
+    session = backend.load(trial, job.artifact)
+    feeds = input_data.batches(trial.data, trial.model.preprocess, session.inputs, trial.dims, 1, trial.model.inputs)
+    inputs = session.stage(next(feeds))
+    session.bind(inputs)
+    journal.stage("first call")
+    session.run()
+    session.wait()
+    session.bind(inputs)  # the model may have written into them
+    journal.stage("counters")
+    session.run_for_counters()
+    session.close()
+
+
+# One form of a model, read for `dyno inspect`: a module's calls, a graph's nodes or an engine's layers.
+
+MODULE = "pytorch"  # the backend whose form is the module itself
+
+
+def read(trial: Trial, artifact: Artifact | None, options: Mapping[str, Any]) -> LayerGraph:
+    """Read the form that the trial's backend runs: "" is the ONNX graph.
+
+    For a module that has not been inspected yet, `options` contain the user's settings (see `inspect_model`) and the
+    batch. Raises `UserError` if it can't be read, `Unavailable` if it can't be read here.
+    """
+    if trial.backend == MODULE:
+        return _inspect_module(trial, options)
+    if trial.backend:
+        return registry.find(trial.backend).inside(trial, artifact)
+    path = artifact.path if artifact else trial.model.file
+    inputs, _ = read_io(path)
+    return graph.read_graph(path, static_shapes(inputs, trial.dims))
+
+
+def _inspect_module(trial: Trial, options: Mapping[str, Any]) -> LayerGraph:
+    """Read the module, without weights and arithmetic if it allows that, which takes a tenth of the time."""
+    torch = import_torch()
+    torch.set_num_threads(trial.runtime.threads)
+    model, dims = trial.model, trial.dims
+    of_library = models.parse(model.source)[0] in models.LIBRARIES
+    if options and not (of_library and not options["overrides"]):
+        inspection = inspect_model(trial, options["sizes"], options["overrides"])
+        model = replace(model, inputs=inspection.inputs)
+        dims = Dims(inspection.batch or dims.batch, *(options["sizes"] or [inspection.size])[0])
+    elif options:
+        size = models.image_size(model) or (DEFAULT_SIZE, DEFAULT_SIZE)
+        dims = Dims(dims.batch, *(options["sizes"] or [size])[0])
+    if of_library and not (model.weights or model.pretrained):
+        try:
+            with torch.device("meta"):
+                return _read_calls(torch, models.build(model, dims), model, dims)
+        except Exception:  # whatever it is, the module itself says it better below
+            pass
+    if (found := graph.list_program_parts(model, dims)) is not None:
+        return _read_calls(torch, found, model, dims)
+    built = models.build(model, dims)
+    try:
+        return _read_calls(torch, _without_values(built), model, dims)
+    except Exception:  # a module that computes with values, or keeps tensors of its own, has to run
+        return _run_module(torch, model, dims)
+
+
+def _without_values(built: Any) -> Any:
+    """Move the module with its weights to the meta device; `.to` alone would copy a shared weight several times."""
+    shared: dict[int, list[tuple[Any, str]]] = {}
+    for part in built.modules():
+        for name, weight in part.named_parameters(recurse=False):
+            shared.setdefault(id(weight), []).append((part, name))
+    moved = built.to("meta")
+    for (first, name), *others in shared.values():
+        for part, other in others:
+            setattr(part, other, getattr(first, name))
+    return moved
+
+
+def _run_module(torch: Any, model: Any, dims: Dims) -> LayerGraph:
+    try:
+        return _read_calls(torch, models.build(model, dims), model, dims)
+    except (UserError, MemoryError):
+        raise
+    except Exception as e:  # the module is anyone's code
+        raise UserError(f"{model.name} can't be run once to see its layers: {first_line(e)}") from e
+
+
+def _read_calls(torch: Any, built: Any, model: Any, dims: Dims) -> LayerGraph:
+    """Read the module's calls on an example of the model's inputs, on the device of its weights."""
+    device = next((p.device for p in built.parameters()), torch.device("cpu"))
+    if not model.inputs:
+        return module.read(built, torch.zeros(dims.batch, model.channels, dims.height, dims.width, device=device))
+    args, keywords = modules.example(model, model.inputs, dims)
+    return module.read(built, *_move_tensors(list(args), device), **_move_tensors(keywords, device))
+
+
+def _move_tensors(value: Any, device: Any) -> Any:
+    """Return lists and dicts with their tensors on that device."""
+    if isinstance(value, dict):
+        return {key: _move_tensors(each, device) for key, each in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_move_tensors(each, device) for each in value]
+    return value.to(device) if hasattr(value, "detach") else value
+
+
+# Layer errors: one job stores a reference's tensors, others compare an engine with them, layer by layer.
+
+Report = Callable[[str], None]
+REFERENCE = "onnxruntime"  # runs the reference's graph, with its optimisation off: node by node
+SAME_SHAPE = 0.5  # of the tensors with a common name have the same shape, at least, in two forms of one network
+PASSES = 3  # in which tensors are left out: a mismatched one may hide another behind it
+TENSORS, ISOLATED, WITH_DELTAS = "tensors", "isolated", "with_deltas.onnx"  # files and folders in the job's folder
+
+
+def perform(job: Job, journal: Journal) -> None:
+    """Run the job of either kind: `reference` or `layer_errors`."""
+    if job.kind == "reference":
+        store_reference(job, journal.folder, journal.stage)
+    else:
+        journal.facts(layer_errors=compare_engine(job, journal.folder, journal.stage))
+
+
+def store_reference(job: Job, folder: Path, report: Report) -> None:
+    """Store the reference's tensors in FOLDER/tensors, on `runs` batches.
+
+    With the option `calls` they are those of the module: rows of a part's name, which of its calls, and the tensor that
+    the call's result is by the names in `graph`, the file of its export. Else they are those of the job's graph.
+    """
+    assert job.trial is not None
+    trial, count, writer = job.trial, int(job.options["runs"]), TensorWriter(folder / TENSORS)
+    report("run the reference")
+    if "calls" in job.options:
+        session: Any = find(trial.backend).load(trial, None)
+        session.take_parts()
+        graph, engine = Graph(job.options["graph"]), _make_reference(trial, folder)
+        feeds = _make_feeds(trial, session.inputs, count)
+        calls = {tensor: (name, number) for name, number, tensor in job.options["calls"]}
+        compare.run_module_reference(session, session.module, graph, engine, calls, feeds, writer)
+        session.close()
+        return
+    assert job.artifact is not None
+    inputs, _ = read_io(job.artifact.path)
+    compare.run_graph_reference(
+        _make_reference(trial, folder), Graph(job.artifact.path), _make_feeds(trial, inputs, count), writer
+    )
+
+
+def _make_feeds(trial: Trial, inputs: Any, count: int) -> list[dict[str, np.ndarray]]:
+    model = trial.model
+    feeds = [*input_data.batches(trial.data, model.preprocess, inputs, trial.dims, count, model.inputs)]
+    compare.check_finite(feeds)
+    return feeds
+
+
+def _make_reference(trial: Trial, folder: Path) -> GraphEngine:
+    plain = replace(trial, backend=REFERENCE, precision="fp32", options={"optimization": "disable"},
+                    runtime=replace(trial.runtime, device="cpu"))  # fmt: skip
+    return GraphEngine(find(REFERENCE).load, plain, folder)
+
+
+def compare_engine(job: Job, folder: Path, report: Report) -> LayerErrors:
+    """Compare the trial's engine with the tensors in the folder of the option `reference`.
+
+    `graph` is the ONNX file that the engine was made from, `reference_graph` the reference's own, `limits` are those of
+    `Limits`, and `always` asks for suspects even where the outputs agree. Raises `UserError` for graphs that have no
+    tensor in common, or of different networks.
+    """
+    assert job.trial is not None
+    trial, options = job.trial, job.options
+    comparison = TensorComparison(
+        GraphEngine(find(trial.backend).load, trial, folder),
+        Graph(options["graph"]),
+        Graph(options["reference_graph"]),
+        StoredTensors(Path(options["reference"])),
+        Limits(*options["limits"]),
+    )
+    _check_common(comparison)
+    report("run the unmodified engine")
+    unmodified = comparison.outputs(_run_unmodified(find(trial.backend).load(trial, job.artifact), comparison))
+    result = _compare_layers(comparison, folder, report, str(options["graph"]))
+    report("find each layer's effect")
+    layers = compare.with_effects(comparison, result.layers, folder / ISOLATED, folder / WITH_DELTAS)
+    report("test the suspects again")
+    result = replace(result, layers=layers, unmodified=unmodified)
+    return _retest_suspects(result, comparison, _make_reference(trial, folder), bool(options["always"]))
+
+
+def _check_common(comparison: TensorComparison) -> None:
+    inner = {*comparison.graph.float_tensors} - {*comparison.graph.outputs}
+    if not comparison.tensors or (inner and inner.isdisjoint(comparison.tensors)):
+        raise UserError("it shares no layer's tensor with the reference, so layers can't be compared; "
+                        "give two files of one graph, whose tensors have the same names")  # fmt: skip
+
+
+def _check_shapes(comparison: TensorComparison, named: Collection[str], path: str) -> None:
+    """Raise a `UserError` if most of the tensors with a common name have different shapes.
+
+    Exporters number the tensors of every network alike.
+    """
+    inner = {*named} - {*comparison.graph.outputs}
+    if len(inner & {*comparison.tensors}) < SAME_SHAPE * len(inner):
+        raise UserError(f"most tensors of {path} have other shapes than the reference's of the same name, so these are "
+                        "different networks; give two files of one graph")  # fmt: skip
+
+
+def _run_unmodified(session: Session, comparison: TensorComparison) -> list[list[np.ndarray]]:
+    """Return the outputs of the engine's own file, with nothing marked or cut."""
+    kinds = {tensor.name: np.dtype(tensor.dtype) for tensor in session.inputs}
+    feeds = comparison.stored.feeds([*kinds])
+    try:
+        return [once(session, {name: cast(array, kinds[name]) for name, array in feed.items()}) for feed in feeds]
+    finally:
+        session.close()
+
+
+def _compare_layers(comparison: TensorComparison, folder: Path, report: Report, path: str) -> LayerErrors:
+    """Return each layer's total error and its own, without the tensors that mean something else in the reference."""
+    graph = comparison.graph
+    sizes = compare.count_bytes(graph, {name: array.shape for name, array in comparison.feeds[0].items()})
+    report("run the marked graph")
+    named = comparison.tensors
+    total, marked, parts = compare.marked(comparison, sizes)
+    _check_shapes(comparison, named, path)
+    report("run each layer alone")
+    own = compare.isolated(comparison, sizes, folder / ISOLATED)
+    matched = len(comparison.tensors)
+    for _ in range(PASSES):
+        if not (others := compare.mismatched(comparison, total, own)):
+            break
+        comparison.tensors = [name for name in comparison.tensors if name not in others]
+        own = compare.isolated(comparison, sizes, folder / ISOLATED)
+    return LayerErrors(
+        layers=_list_layer_errors(comparison, total, own), marked=marked, runs=comparison.stored.runs, parts=parts,
+        unmatched=len(graph.float_tensors) - matched, mismatched=matched - len(comparison.tensors),
+        reference_layers=len(comparison.stored),
+    )  # fmt: skip
+
+
+def _list_layer_errors(
+    comparison: TensorComparison, total: Mapping[str, Difference], own: Mapping[str, Difference]
+) -> tuple[LayerError, ...]:
+    tensors = {*comparison.tensors}
+    reads = {name: comparison.graph.reads(name, tensors) for name in comparison.tensors}
+    return tuple(LayerError(name, reads[name], total[name], own[name]) for name in reads if name in own)
+
+
+def _retest_suspects(
+    result: LayerErrors, comparison: TensorComparison, reference: GraphEngine, always: bool
+) -> LayerErrors:
+    """Add the suspects and the results of the graph cut around them, if the outputs disagree or `always`."""
+    limit = comparison.limits.error
+    hidden = _is_beyond_limit(result.unmodified, limit) and not _is_beyond_limit(result.marked, limit)
+    if not (_is_beyond_limit(result.unmodified, limit) or _is_beyond_limit(result.marked, limit) or always):
+        return result
+    able = [layer for layer in result.layers if layer.tensor in comparison.reference_graph.float_tensors]
+    if hidden:
+        result = replace(result, boundary=compare.find_boundary(comparison))
+        suspects = compare.list_fused_suspects(comparison, result.boundary[1]) if able else []
+    else:
+        suspects = compare.list_suspects(able or result.layers)
+    result = replace(result, suspects=tuple(suspects))
+    if not able or not suspects:
+        return result
+    stages = compare.list_stages(comparison, suspects)
+    return replace(result, cut=compare.run_stages(comparison, stages, None),
+                   substituted=compare.run_stages(comparison, stages, reference))  # fmt: skip
+
+
+def _is_beyond_limit(difference: Difference | None, limit: float) -> bool:
+    return difference is None or not difference.error <= limit
+
+
+# A trial's engine, timed as it is and then layer by layer, in one process.
+
+UNPROFILED, PROFILED, LAYERS = "unprofiled", "profiled", "layers"  # tags; none is a latency, which others compare
+
+
+def profile(job: Job, journal: Journal) -> None:
+    """Time the trial's model boundary with nothing switched on, then its layers in `runs` (an option) watched runs.
+
+    Store the samples of both, the layers' seconds with a row for each repeat, and on a GPU the parts of an inference
+    without profiling, with the GPU's work in the profiled runs if the engine reports it.
+    """
+    assert job.trial is not None
+    trial = job.trial
+    backend = find(trial.backend)
+    journal.record = replace(journal.record, system=system.describe(("numpy", *backend.requires)))
+    session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
+    data = input_data.batches(
+        trial.data, trial.model.preprocess, session.inputs, trial.dims, input_data.FEEDS, trial.model.inputs
+    )
+    feeds = [session.stage(feed) for feed in data]
+    watch = measure.watch(session, "model", journal.warn)
+    once = measure.step(session, "model", feeds, watch)
+    journal.timed("first_call", "first call", once)
+    restore = measure.restoring(session, feeds, journal.warn)
+    journal.stage("warm up")
+    if not measure.warm_up(once, trial.plan, restore):
+        journal.warn(f"the median was not steady after {trial.plan.warmup_s:g} s of warm-up")
+    journal.stage("time")
+    contention = system.CpuContention()
+    sampling = measure.latency(once, trial.plan, watch, restore=restore)
+    parts = measure.parts(session, feeds, trial.plan)
+    journal.stage("profile")
+    times = session.profile(int(job.options["runs"]))
+    journal.contended("model", contention.busy(), trial.runtime.device)
+    journal.sampled(UNPROFILED, "model", "s", "duration", sampling)
+    if parts:
+        journal.parted(parts)
+    journal.profiled(PROFILED, times.whole, LAYERS, times.layers)
+    if times.work:
+        journal.worked(times.work)
+    if times.functions:
+        journal.facts(functions=times.functions)
+    journal.facts(inside=replace(times.inside, notes=tuple(filter(None, (*times.inside.notes, times.note)))))
+    session.close()

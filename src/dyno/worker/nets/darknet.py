@@ -1,0 +1,468 @@
+"""A network of Darknet's as a module, and what Dyno needs to know of it."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, TypeVar
+
+import numpy as np
+
+from dyno.worker.inspection import Purpose
+from dyno.worker.spec import ModelSpec, Preprocess, UserError
+from dyno.worker.tasks import find as find_task
+
+# Darknet's .cfg files: sections of options, line by line.
+
+Value = TypeVar("Value", int, float)
+MOST_SECTIONS = 1_000
+MOST_BYTES = 1 << 20
+NETWORK = ("net", "network")
+
+
+@dataclass
+class CfgSection:
+    """`[kind]` and its options as text; `line` is where it begins, counted from 1, in the file `path`."""
+
+    kind: str
+    path: str
+    line: int
+    options: dict[str, str] = field(default_factory=dict)
+
+    def error(self, text: str) -> UserError:
+        """Return an error that names the place."""
+        return UserError(f"{self.path}, [{self.kind}] in line {self.line}: {text}")
+
+    def text(self, name: str, default: str = "") -> str:
+        """Return an option, or its default if it isn't set."""
+        return self.options.get(name, default)
+
+    def number(self, name: str, default: int | None = None, least: int = 0, most: int = 1 << 16) -> int:
+        """Return an option as a whole number.
+
+        Raises an error if it is missing without a default, no number, or beyond the limits.
+        """
+        return self._read_number(name, default, int, least, most)
+
+    def real(self, name: str, default: float) -> float:
+        """Return an option as a number."""
+        return self._read_number(name, default, float, -1e9, 1e9)
+
+    def numbers(self, name: str) -> list[int]:
+        """Return an option's whole numbers, separated by commas; [] if it isn't set."""
+        return self._read_list(name, int)
+
+    def reals(self, name: str) -> list[float]:
+        """Return an option's numbers, separated by commas; [] if it isn't set."""
+        return self._read_list(name, float)
+
+    def _read_number(
+        self, name: str, default: Value | None, read: Callable[[str], Value], least: float, most: float
+    ) -> Value:
+        text = self.options.get(name)
+        if text is None:
+            if default is None:
+                raise self.error(f"{name} is missing")
+            return default
+        value = self._parse_value(name, text, read)
+        if not least <= value <= most:
+            raise self.error(f"{name}={text} must be between {least:g} and {most:g}")
+        return value
+
+    def _read_list(self, name: str, read: Callable[[str], Value]) -> list[Value]:
+        parts = [part.strip() for part in self.text(name).split(",")]
+        return [self._parse_value(name, part, read) for part in parts if part]
+
+    def _parse_value(self, name: str, text: str, read: Callable[[str], Value]) -> Value:
+        try:
+            return read(text)
+        except (ValueError, OverflowError):
+            raise self.error(f"{name}={text[:40]} is not a number") from None
+
+
+def read_cfg(path: str) -> list[CfgSection]:
+    """Read the sections of the file, `[net]` first; raise a `UserError` for a file that isn't Darknet's."""
+    file = Path(path)
+    try:
+        if file.stat().st_size > MOST_BYTES:
+            raise UserError(f"{path} is larger than any architecture; give Darknet's .cfg")
+        lines = file.read_text(encoding="utf-8-sig").splitlines()
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"{path} can't be read: {e}; give Darknet's .cfg") from e
+    sections: list[CfgSection] = []
+    for number, line in enumerate(lines, 1):
+        text = line.split("#")[0].split(";")[0].strip()
+        if text.startswith("[") and text.endswith("]"):
+            sections.append(CfgSection(text[1:-1].strip(), path, number))
+        elif text:
+            name, equals, value = text.partition("=")
+            if not equals or not sections:
+                raise UserError(f"{path}, line {number}: {text[:60]!r} is neither [SECTION] nor NAME=VALUE")
+            sections[-1].options[name.strip()] = value.strip()
+    if not sections or sections[0].kind not in NETWORK:
+        raise UserError(f"{path} doesn't begin with [net], so it is not a network of Darknet's")
+    if not 1 < len(sections) <= MOST_SECTIONS:
+        raise UserError(f"{path} has {len(sections) - 1} layers; it must have between 1 and {MOST_SECTIONS - 1}")
+    return sections
+
+
+# Darknet's layers, as its documentation and its C code define them, of PyTorch's own modules.
+#
+# The network is a `torch.fx` graph: so it has no classes of its own, which a module of the worker couldn't define
+# without importing torch.
+
+EPSILON = 1e-5  # AlexeyAB's Darknet, which YOLOv4 comes from, adds it to the variance
+LEAKY = 0.1
+MOST_WEIGHTS = 1 << 29  # of one layer
+BOX = 4
+ACTIVATIONS = {
+    "linear": "Identity", "leaky": "LeakyReLU", "relu": "ReLU", "relu6": "ReLU6", "mish": "Mish", "swish": "SiLU",
+    "logistic": "Sigmoid", "tanh": "Tanh", "elu": "ELU",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Result:
+    """What a layer gives: its node in the graph, its channels, how many image pixels one of its pixels has along a
+    side, and of a yolo layer its classes."""
+
+    node: Any
+    channels: int
+    stride: float
+    classes: int = 0
+
+
+@dataclass(frozen=True)
+class LayerContext:
+    """Where a layer stands: the graph, what adds a module to it and returns the node of its call, and the torch.nn."""
+
+    graph: Any
+    call: Callable[[Any, Any], Any]
+    nn: Any
+
+
+Layer = Callable[[LayerContext, CfgSection, Sequence[Result]], Result]
+
+
+def convolutional(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+    """Add a convolution with batch norm or bias, and an activation."""
+    (value,) = inputs
+    filters, size = section.number("filters", 1, 1), section.number("size", 1, 1, 64)
+    groups, dilation = section.number("groups", 1, 1), section.number("dilation", 1, 1, 64)
+    if value.channels % groups or filters % groups:
+        raise section.error(f"groups={groups} divides {value.channels} input channels and {filters} filters unevenly")
+    if value.channels // groups * filters * size * size > MOST_WEIGHTS:
+        raise section.error(f"{filters} filters of {value.channels // groups}x{size}x{size} are too many weights")
+    padding = size // 2 * dilation if section.number("pad", 0) else section.number("padding", 0)
+    stride, normalised = section.number("stride", 1, 1, 64), bool(section.number("batch_normalize", 0))
+    layer = place.nn.Sequential()
+    convolution = place.nn.Conv2d(value.channels, filters, size, stride, padding, dilation, groups, not normalised)
+    layer.add_module("conv", convolution)
+    if normalised:
+        layer.add_module("norm", place.nn.BatchNorm2d(filters, EPSILON))
+    layer.add_module("activation", _make_activation(place, section, "logistic"))
+    return Result(place.call(layer, value.node), filters, value.stride * stride)
+
+
+def maxpool(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+    """Add a maximum pooling.
+
+    Darknet pads `padding` pixels in all, of which the left and the upper side have the smaller half.
+    """
+    (value,) = inputs
+    stride = section.number("stride", 1, 1, 64)
+    size = section.number("size", stride, 1, 64)
+    padding = section.number("padding", size - 1, 0, 63)
+    before, after = padding // 2, padding - padding // 2
+    if size == stride == 2 and padding == 1:  # what is added is only ever reached by the last window: PyTorch's ceil
+        layer = place.nn.MaxPool2d(2, 2, ceil_mode=True)
+    elif before == after and before <= size // 2:
+        layer = place.nn.MaxPool2d(size, stride, before)
+    else:
+        pad = place.nn.ConstantPad2d((before, after, before, after), float("-inf"))
+        layer = place.nn.Sequential(pad, place.nn.MaxPool2d(size, stride))
+    return Result(place.call(layer, value.node), value.channels, value.stride * stride)
+
+
+def upsample(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+    """Add an upsampling that repeats each pixel `stride` times along both sides."""
+    (value,) = inputs
+    stride = section.number("stride", 2, 1, 64)
+    layer = place.nn.Upsample(scale_factor=stride, mode="nearest")
+    return Result(place.call(layer, value.node), value.channels, value.stride / stride)
+
+
+def route(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+    """Add the channels of several layers behind each other, or one group of the channels of each."""
+    import torch
+
+    groups, group = section.number("groups", 1, 1), section.number("group_id", 0)
+    if group >= groups:
+        raise section.error(f"group_id={group} must be less than groups={groups}")
+    if any(value.channels % groups for value in inputs):
+        channels = " and ".join(str(value.channels) for value in inputs)
+        raise section.error(f"groups={groups} divides {channels} channels unevenly")
+    nodes = [value.node for value in inputs]
+    if groups > 1:
+        parts = [place.graph.call_method("chunk", (node, groups, 1)) for node in nodes]
+        nodes = [place.graph.call_function(operator.getitem, (part, group)) for part in parts]
+    node = place.graph.call_function(torch.cat, (nodes, 1)) if len(nodes) > 1 else nodes[0]
+    return Result(node, sum(value.channels for value in inputs) // groups, inputs[0].stride)
+
+
+def shortcut(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+    """Add the sum of layers of one shape."""
+    if len({value.channels for value in inputs}) > 1:
+        channels = " and ".join(str(value.channels) for value in inputs)
+        raise section.error(f"it adds layers of {channels} channels; they must be equal")
+    if section.text("weights_type", "none") != "none":
+        raise section.error(f"weights_type={section.text('weights_type')} isn't supported; only none is")
+    node = inputs[0].node
+    for value in inputs[1:]:
+        node = place.graph.call_function(operator.add, (node, value.node))
+    layer = _make_activation(place, section, "linear")
+    return Result(place.call(layer, node), inputs[0].channels, inputs[0].stride)
+
+
+def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+    """Add the boxes of a grid's cells: see `boxes`."""
+    (value,) = inputs
+    classes, pixels = section.number("classes", 20, 1), section.reals("anchors")
+    if len(pixels) % 2:
+        raise section.error(f"anchors are pairs of width and height, and {len(pixels)} numbers are given")
+    anchors = [*zip(pixels[::2], pixels[1::2], strict=True)]
+    mask = section.numbers("mask") or list(range(len(anchors)))
+    if not anchors or not all(0 <= k < len(anchors) for k in mask):
+        raise section.error(f"mask={section.text('mask')} must name some of the {len(anchors)} anchors, from 0")
+    needed = len(mask) * (BOX + 1 + classes)
+    if value.channels != needed:
+        raise section.error(
+            f"the layer before it has {value.channels} channels; {len(mask)} anchors of {classes} classes need {needed}"
+        )
+    scale, activated = section.real("scale_x_y", 1.0), bool(section.number("new_coords", 0))
+    chosen = [anchors[k] for k in mask]
+    node = place.graph.call_function(boxes, (value.node, chosen, int(value.stride), scale, activated))
+    return Result(node, BOX + classes, value.stride, classes)
+
+
+def boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: float, activated: bool) -> Any:
+    """Decode boxes: B x (anchors * (5 + classes)) x H x W to B x (4 + classes) x (anchors * H * W).
+
+    Centre, width and height are in input pixels, of which a cell has `stride` along a side; a score is the objectness
+    times the class's probability, as in Darknet's detections. `activated`: by the convolution before (`new_coords`).
+    """
+    import torch
+
+    batch, channels, height, width = x.shape
+    count = len(anchors)
+    x = x.reshape(batch, count, channels // count, height, width)
+    centre, extent, scores = x[:, :, :2], x[:, :, 2:BOX], x[:, :, BOX:]
+    if activated:
+        extent = (extent * 2) ** 2
+    else:
+        centre, extent, scores = centre.sigmoid(), extent.exp(), scores.sigmoid()
+    rows = torch.arange(height, device=x.device, dtype=x.dtype).reshape(1, 1, height, 1).expand(1, 1, height, width)
+    columns = torch.arange(width, device=x.device, dtype=x.dtype).reshape(1, 1, 1, width).expand(1, 1, height, width)
+    cells = torch.cat([columns, rows], 1).unsqueeze(1)
+    centre = (centre * scale - (scale - 1) / 2 + cells) * stride
+    extent = extent * torch.tensor(anchors, device=x.device, dtype=x.dtype).reshape(1, count, 2, 1, 1)
+    every = torch.cat([centre, extent, scores[:, :, :1] * scores[:, :, 1:]], 2)
+    return every.permute(0, 2, 1, 3, 4).reshape(batch, channels // count - 1, count * height * width)
+
+
+def avgpool(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+    """Add the mean over the image."""
+    (value,) = inputs
+    return Result(place.call(place.nn.AdaptiveAvgPool2d(1), value.node), value.channels, value.stride)
+
+
+def softmax(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+    """Add the probabilities of the classes."""
+    (value,) = inputs
+    return Result(place.call(place.nn.Softmax(1), value.node), value.channels, value.stride)
+
+
+def dropout(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+    """Add nothing: dropout is off in inference."""
+    return inputs[0]
+
+
+LAYERS: dict[str, Layer] = {
+    layer.__name__: layer
+    for layer in (convolutional, maxpool, upsample, route, shortcut, yolo, avgpool, softmax, dropout)
+}
+
+
+def _make_activation(place: LayerContext, section: CfgSection, default: str) -> Any:
+    name = section.text("activation", default)
+    if name not in ACTIVATIONS:
+        raise section.error(f"the activation {name!r} isn't supported; supported are {', '.join(ACTIVATIONS)}")
+    layer = getattr(place.nn, ACTIVATIONS[name])
+    return layer(LEAKY) if name == "leaky" else layer()
+
+
+# Darknet's .weights files: a header, then the values of each convolution in the order of the network's layers.
+
+WEIGHTS_SUFFIX = ".weights"
+FLOAT = np.dtype("<f4")
+
+
+class WeightReader:
+    """The values of a file, handed out in their order without reading what isn't asked for."""
+
+    def __init__(self, path: str) -> None:
+        self.path, file = path, Path(path)
+        size = file.stat().st_size if file.is_file() else -1
+        if size < 0:
+            raise UserError(f"checkpoint {path} doesn't exist")
+        header = np.fromfile(file, "<i4", 3)
+        if header.size < 3:
+            raise UserError(f"checkpoint {path} is too short to be weights of Darknet's")
+        major, minor, _ = (int(n) for n in header)
+        # The number of images seen has eight bytes since version 0.2.
+        begin = 12 + (8 if major * 10 + minor >= 2 and major < 1000 and minor < 1000 else 4)
+        if size < begin or (size - begin) % FLOAT.itemsize:
+            raise UserError(f"checkpoint {path} is cut short or not Darknet's: its {size} bytes end within a value")
+        self.left = (size - begin) // FLOAT.itemsize
+        self._values = np.memmap(file, FLOAT, "r", begin, (self.left,)) if self.left else np.empty(0, FLOAT)
+
+    def take(self, shape: tuple[int, ...], what: str) -> np.ndarray:
+        """Return the next values in that shape; raise a `UserError`, with their purpose `what`, if too few are left."""
+        count = int(np.prod(shape))
+        if count > self.left:
+            raise UserError(
+                f"the weights in {self.path} don't fit the model: they end in {what}, which needs {count:,} values "
+                f"where {self.left:,} are left"
+            )
+        start = len(self._values) - self.left
+        self.left -= count
+        return np.array(self._values[start : start + count]).reshape(shape)
+
+
+def load_weights(layers: Any, path: str, lines: Sequence[int], cfg: str) -> None:
+    """Put the file's values into the convolutions of a network, whose layers begin in these lines of the .cfg.
+
+    A `UserError` says in which layer the values end, or how many are left over.
+    """
+    import torch
+
+    values = WeightReader(path)
+    for number, layer in layers.named_children():
+        convolution = getattr(layer, "conv", None)
+        if convolution is None:
+            continue
+        what = f"layer {number} ([convolutional] in line {lines[int(number)]} of {cfg})"
+        norm = getattr(layer, "norm", None)
+        # Darknet's order: bias, then scale, mean and variance of a batch norm, then the weights.
+        first = [convolution.bias] if norm is None else [norm.bias, norm.weight, norm.running_mean, norm.running_var]
+        with torch.no_grad():
+            for target in (*first, convolution.weight):
+                target.copy_(torch.from_numpy(values.take(tuple(target.shape), what)))
+    if values.left:
+        raise UserError(
+            f"the weights in {path} don't fit the model: {values.left:,} values are left over behind the last layer of "
+            f"{cfg}"
+        )
+
+
+LARGEST = 1 << 14  # pixels of a side
+REFERS = {"route": "layers", "shortcut": "from"}  # where a section names other layers
+
+
+def is_supported(model: ModelSpec) -> bool:
+    """Return whether the model's weights are Darknet's.
+
+    Raises a `UserError` without the .cfg, which alone can place them.
+    """
+    stored = model.weights.endswith(WEIGHTS_SUFFIX)
+    if stored and not model.source.startswith("darknet:"):
+        raise UserError(f"{model.weights} has Darknet's weights, which need the .cfg that they belong to as the model")
+    return stored
+
+
+def build(model: ModelSpec, path: str, state: Mapping[str, Any] | None = None, *, free_batch: bool = False) -> Any:
+    """Build the network of a .cfg with random weights, or those of a .weights file; others are applied to it later."""
+    network = _build_network(path)
+    about: Purpose = network.purpose
+    if model.channels != network.channels:
+        raise UserError(f"{path} takes images of {network.channels} channels; give --channels {network.channels}")
+    if model.classes is not None and about.classes and model.classes != about.classes:
+        raise UserError(f"{path} has {about.classes} classes, not {model.classes}; change classes and filters there")
+    if model.pretrained:
+        raise UserError(f"{path} has no published weights here; give them with --weights FILE.weights")
+    if is_supported(model):
+        load_weights(network.layers, model.weights, network.lines, path)
+    return network
+
+
+def facts(module: Any) -> Purpose:
+    """Return the task, the classes and the stride; no task if the network has no boxes."""
+    purpose: Purpose = module.purpose
+    return purpose
+
+
+def image_config(model: ModelSpec, path: str) -> tuple[Preprocess | None, tuple[int, int]]:
+    """Return the preprocessing of images (None without a yolo layer), and the height and width in its [net]."""
+    head, *sections = read_cfg(path)
+    boxes = any(section.kind == "yolo" for section in sections)
+    return find_task("detect").preprocess(model.channels) if boxes else None, _read_size(head)
+
+
+def _read_size(head: CfgSection) -> tuple[int, int]:
+    return head.number("height", 416, 1, LARGEST), head.number("width", 416, 1, LARGEST)
+
+
+def _build_network(path: str) -> Any:
+    """Build the module: B x channels x H x W to B x (4 + classes) x boxes, or to B x classes without a yolo layer."""
+    import torch
+
+    head, *sections = read_cfg(path)
+    graph, root = torch.fx.Graph(), torch.nn.Module()
+    root.layers = torch.nn.ModuleDict()
+    image = Result(graph.placeholder("image"), head.number("channels", 3, 1, 1 << 10), 1.0)
+    values: list[Result] = []
+    for number, section in enumerate(sections):
+        if section.kind not in LAYERS:
+            raise section.error(f"this layer isn't supported; supported are {', '.join(LAYERS)}")
+
+        def add_call(module: Any, node: Any, number: int = number) -> Any:
+            root.layers[str(number)] = module
+            return graph.call_module(f"layers.{number}", (node,))
+
+        inputs = _find_inputs(number, section, image, values)
+        values.append(LAYERS[section.kind](LayerContext(graph, add_call, torch.nn), section, inputs))
+    heads = [value for value in values if value.classes]
+    nodes = [value.node for value in heads]
+    result = graph.call_function(torch.cat, (nodes, 2)) if len(nodes) > 1 else (nodes or [values[-1].node])[0]
+    graph.output(result if heads else graph.call_function(torch.flatten, (result, 1)))
+    network = torch.fx.GraphModule(root, graph, "Darknet")
+    network.channels, network.lines = image.channels, [section.line for section in sections]
+    network.purpose = _find_purpose(path, values)
+    return network
+
+
+def _find_inputs(number: int, section: CfgSection, image: Result, values: list[Result]) -> list[Result]:
+    """Return the values that the section's layer reads; negative numbers in the file count back from it."""
+    before = values[-1] if values else image
+    if section.kind not in REFERS:
+        return [before]
+    option = REFERS[section.kind]
+    named = section.numbers(option)
+    places = [number + k if k < 0 else k for k in named]
+    if not places or not all(0 <= k < number for k in places):
+        raise section.error(f"{option}={section.text(option)} must name layers before it, which are 0 to {number - 1}")
+    inputs = [values[k] for k in places]
+    inputs = inputs if section.kind == "route" else [before, *inputs]
+    if len({value.stride for value in inputs}) > 1:
+        raise section.error(f"{option}={section.text(option)} puts layers of different sizes together")
+    return inputs
+
+
+def _find_purpose(path: str, values: list[Result]) -> Purpose:
+    classes = {value.classes for value in values if value.classes}
+    if len(classes) > 1:
+        raise UserError(f"{path} has yolo layers of {' and '.join(map(str, sorted(classes)))} classes; make them equal")
+    stride = max(1, *(int(value.stride) for value in values))
+    return Purpose(task="detect", classes=classes.pop(), stride=stride) if classes else Purpose(stride=1)

@@ -1,0 +1,172 @@
+"""Read from a model file which inputs are images, what the outputs mean, and the names of its classes."""
+
+from __future__ import annotations
+
+import ast
+import contextlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dyno.worker import tasks
+from dyno.worker.inputs.specs import axes, image_of
+from dyno.worker.inspection import Inspection, Purpose
+from dyno.worker.nets import ultralytics_models
+from dyno.worker.spec import InputSpec, ModelSpec, Preprocess, Tensor, UserError, from_json, to_json
+from dyno.worker.tasks.task import OutputShapes
+
+# Layout, channels and size of the images that a model file takes, from its inputs and its metadata.
+
+DEFAULT_SIZE = 224
+KEYS = ("imgsz", "batch", "stride")  # of a file's metadata, as ultralytics writes them
+
+
+def read_image_facts(metadata: Mapping[str, str]) -> dict[str, Any]:
+    """Return the entries of a file's metadata under KEYS, as Python values."""
+    values = {key: _parse_value(metadata[key]) for key in KEYS if key in metadata}
+    return {key: value for key, value in values.items() if value}
+
+
+def find_image_facts(
+    model: ModelSpec,
+    tensors: Sequence[Tensor],
+    shapes: Mapping[str, Sequence[int | str]],
+    sizes: Sequence[Sequence[int]],
+    metadata: Mapping[str, Any],
+) -> Inspection:
+    """Return for the inspection the image's size and whether it is fixed, its channels and the usual batch.
+
+    The size, (0, 0) without an image, is that of the file's first image if fixed, else that of `shapes`, else the
+    metadata's `imgsz`, else DEFAULT_SIZE. One of the user's `sizes` that contradicts `shapes`, or that the network's
+    stride doesn't divide, is a `UserError`.
+    """
+    image = image_of(tensors)
+    if image is None:
+        return Inspection()
+    channel, *sides = axes(image.shape)
+    fixed = [_read_length(image.shape[side]) for side in sides]
+    given = shapes.get(image.name, ())
+    requested = [_read_length(given[side]) for side in sides] if len(given) == 4 else [0, 0]
+    default = _parse_size(metadata.get("imgsz")) or [DEFAULT_SIZE, DEFAULT_SIZE]
+    height, width = (side or shape or own for side, shape, own in zip(fixed, requested, default, strict=True))
+    usual = metadata.get("batch")
+    _check_sizes(model, sizes, requested, metadata.get("stride"))
+    return Inspection(
+        size=(height, width),
+        fixed_size=all(fixed) or all(requested),
+        channels=_read_length(image.shape[channel]) or None,
+        usual_batch=usual if isinstance(usual, int) and not _read_length(image.shape[0]) else None,
+    )
+
+
+def is_normalised(tensors: Sequence[Tensor]) -> bool:
+    """Return whether a file's image is fed as normalised numbers: one of uint8 takes the pixels as they are."""
+    image = image_of(tensors)
+    return image is not None and image.dtype != "uint8"
+
+
+def _check_sizes(model: ModelSpec, sizes: Sequence[Sequence[int]], requested: Sequence[int], stride: Any) -> None:
+    for height, width in sizes:
+        if all(requested) and [height, width] != [*requested]:
+            raise UserError(
+                f"shapes give the image {requested[0]}x{requested[1]} pixels, and sizes {height}x{width}; "
+                "omit one of them"
+            )
+        if isinstance(stride, int):
+            ultralytics_models.check_size(model.name, stride, height, width)
+
+
+def _parse_size(size: Any) -> list[int] | None:
+    """Return height and width from `[480, 640]` or 640; None for anything else."""
+    both = [size, size] if isinstance(size, int) else size
+    fits = isinstance(both, (list, tuple)) and len(both) == 2 and all(isinstance(n, int) and n > 0 for n in both)
+    return [*both] if fits else None
+
+
+def _parse_value(text: str) -> Any:
+    try:
+        return ast.literal_eval(text)
+    except (ValueError, SyntaxError):
+        return None
+
+
+def _read_length(length: int | str) -> int:
+    return length if isinstance(length, int) else 0
+
+
+# A model file's task and the layout of its outputs, from metadata and shapes.
+#
+# ONNX files have them in their metadata: `task`, `names` and `kpt_shape` as ultralytics writes them, and `preprocess`
+# (JSON, a `Preprocess`) and `inputs` (JSON, a list of `InputSpec`) in files that Dyno exported. OpenVINO keeps them in
+# an IR that it makes of such a file.
+
+
+def read_purpose(metadata: Mapping[str, str]) -> Purpose:
+    """Return the facts on the network in a file's metadata, as far as it has any."""
+    purpose = Purpose()
+    if metadata.get("task") in tasks.names():
+        purpose = replace(purpose, task=metadata["task"])
+    names, points = _parse_literal(metadata.get("names")), _parse_literal(metadata.get("kpt_shape"))
+    if isinstance(names, (dict, list, tuple)) and names:
+        purpose = replace(purpose, classes=len(names))
+    if isinstance(points, (list, tuple)) and points:
+        purpose = replace(purpose, keypoints=tuple(int(n) for n in points))
+    if "inputs" in metadata:
+        with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
+            inputs = tuple(from_json(InputSpec, spec) for spec in json.loads(metadata["inputs"]))
+            purpose = replace(purpose, inputs=inputs)
+    if "preprocess" in metadata:
+        with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
+            purpose = replace(purpose, preprocess=from_json(Preprocess, json.loads(metadata["preprocess"])))
+    return purpose
+
+
+def write_purpose(path: str, model: ModelSpec) -> None:
+    """Write task, classes, preprocessing and inputs into an ONNX file's metadata, so that the file needs no options."""
+    import onnx
+
+    graph = onnx.load(path, load_external_data=False)
+    onnx.helper.set_model_props(
+        graph, {**{entry.key: entry.value for entry in graph.metadata_props}, **_make_metadata(model)}
+    )
+    onnx.save(graph, path)
+
+
+def _make_metadata(model: ModelSpec) -> dict[str, str]:
+    metadata = {"task": model.task, "preprocess": json.dumps(to_json(model.preprocess))}
+    if model.classes is not None:
+        metadata["names"] = str({number: str(number) for number in range(model.classes)})
+    if model.keypoints:
+        metadata["kpt_shape"] = str(list(model.keypoints))
+    if specs := [replace(spec, feeds="", feeds_sha256="") for spec in model.inputs if spec.dtype]:
+        metadata["inputs"] = json.dumps([*map(to_json, specs)])
+    return metadata
+
+
+def find_task_facts(model: ModelSpec, requested: str, metadata: Purpose, outputs: OutputShapes) -> Purpose:
+    """Return for the inspection the task, and for detection and its kin classes, keypoints and preprocessing.
+
+    `requested` is the user's --task, `metadata` the file's; `outputs` have free axes as text. Empty if neither names
+    the task. Raises `UserError` if they contradict each other.
+    """
+    if requested and (metadata.task or requested) != requested:
+        raise UserError(
+            f"{model.name} is a network for {metadata.task}, not {requested}; omit --task, "
+            f"or export it again with --task {requested}"
+        )
+    name = metadata.task or requested
+    if not name:
+        return Purpose()
+    task = tasks.find(name)
+    preprocess = metadata.preprocess or task.preprocess(model.channels)
+    # A classifier by --task alone keeps its preprocessing.
+    complete = bool(metadata.set_fields()) or task.labels == "objects"
+    return replace(task.layout(model, metadata, outputs), task=name, preprocess=preprocess if complete else None)
+
+
+def _parse_literal(text: str | None) -> Any:
+    try:
+        return ast.literal_eval(text) if text else None
+    except (ValueError, SyntaxError):
+        return None

@@ -1,0 +1,120 @@
+"""Times at which requests arrive, and whether an engine keeps up with them."""
+
+from __future__ import annotations
+
+import math
+import warnings
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dyno.worker.spec import UserError
+
+# What the times of requests say: percentiles with unanswered requests among them, stability, and the bound.
+
+HOLDS, OVER, UNSTABLE, TOO_FEW = "yes", "no", "unstable", "too few requests"
+DRIFTLESS = 3.0  # standard deviations of a queue that has no drift
+CHECKED = (0.5, 0.75, 1.0)  # of the requests
+
+
+def find_percentile(latencies: np.ndarray, q: float) -> float:
+    """Return a percentile (q = 0.99: the 99th) by linear interpolation.
+
+    Unanswered requests are inf, and so is a percentile that falls on them.
+    """
+    ordered = np.sort(latencies)
+    place = q * (len(ordered) - 1)
+    low, high = math.floor(place), math.ceil(place)
+    if not math.isfinite(ordered[high]):
+        return math.inf
+    return float(ordered[low] + (ordered[high] - ordered[low]) * (place - low))
+
+
+def list_latencies(arrival: np.ndarray, ended: np.ndarray) -> np.ndarray:
+    """Return the seconds from each request's due time to its answer, inf for one without an answer."""
+    return np.where(np.isnan(ended), np.inf, ended - arrival)
+
+
+def count_backlog(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, share: float = 1.0) -> int:
+    """Return the number of requests waiting when the last one came, or the last of that share of them."""
+    count = max(1, round(share * len(arrival)))
+    last = arrival[count - 1]
+    return int((~(began[:count] <= last) & ~refused[:count]).sum())
+
+
+def is_unstable(arrival: np.ndarray, began: np.ndarray, refused: np.ndarray, most: int) -> bool:
+    """Return whether requests come faster than they are answered.
+
+    A queue whose arrivals and answers are equally fast is a reflected random walk: after n requests its length is the
+    absolute value of a normal variable with a standard deviation of about sqrt(n) (Feller, An Introduction to
+    Probability Theory II, 1971, VI.2). A queue beyond three of them plus the batch that forms is drift, if it is so
+    after a half and after three quarters of the requests too: a stall of the machine is over by then.
+    """
+    return all(
+        count_backlog(arrival, began, refused, share) > DRIFTLESS * math.sqrt(share * len(arrival)) + most
+        for share in CHECKED
+    )
+
+
+def judge_rate(seconds: np.ndarray, q: float, bound: float, least: int, grows: bool) -> str:
+    """Return whether that percentile of the latencies is within the bound; "" without a bound (0)."""
+    if grows:
+        return UNSTABLE
+    if not bound:
+        return ""
+    if len(seconds) < least:
+        return TOO_FEW
+    return HOLDS if find_percentile(seconds, q) <= bound else OVER
+
+
+# When requests come: at random, or as a trace says; known before the first is sent, whatever the answers do.
+
+USUAL_S = 10.0
+LONGEST_S = 1e6  # of a trace: eleven days; clocks and timeouts can't count to whatever a number can say
+WARM_UP = 0.1  # of the requests: they come before those that count, since the queue is empty at first
+
+
+@dataclass(frozen=True)
+class Arrivals:
+    """Times in seconds since the beginning, ascending; those from number `first` on count."""
+
+    times: np.ndarray
+    first: int = 0
+
+    @property
+    def rate(self) -> float:
+        """Requests per second of a trace, by its intervals, of which there are one fewer than requests."""
+        return (len(self.times) - 1) / float(self.times[-1] - self.times[0])
+
+
+def poisson(rate: float, least: int, seconds: float, seed: int) -> Arrivals:
+    """Return a Poisson process: independent exponential intervals with the mean 1 / `rate`.
+
+    It counts the requests expected in `seconds`, or, if that is 0, in ten seconds, at least `least`.
+    """
+    count = max(1, round(rate * seconds)) if seconds else max(least, round(rate * USUAL_S))
+    before = round(WARM_UP * count)
+    gaps = np.random.default_rng(seed).exponential(1 / rate, before + count)
+    return Arrivals(np.cumsum(gaps), before)
+
+
+def read_trace(path: Path) -> np.ndarray:
+    """Read the arrival times of a trace, counted from its first request; raise a `UserError` for an invalid one."""
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of no lines; what is wrong is said below
+            times = np.loadtxt(path, dtype=np.float64, ndmin=1)
+    except FileNotFoundError:
+        raise UserError(f"there is no trace {path}") from None
+    except OSError as e:
+        raise UserError(f"{path} can't be read: {e.strerror or e}") from None
+    except ValueError as e:
+        raise UserError(f"{path} is not a trace: {str(e).rstrip('.')}; write a time in seconds on each line") from None
+    if times.ndim != 1 or len(times) < 2:
+        raise UserError(f"{path} is not a trace: it must have at least two times, one on each line")
+    if not np.isfinite(times).all() or (np.diff(times) < 0).any() or times[-1] == times[0]:
+        raise UserError(f"{path} is not a trace: its times must be numbers of seconds in ascending order")
+    if times[-1] - times[0] > LONGEST_S:
+        raise UserError(f"{path} is not a trace: it takes {times[-1] - times[0]:.3g} s; write its times in seconds")
+    return np.asarray(times - times[0])

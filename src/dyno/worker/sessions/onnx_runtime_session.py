@@ -1,0 +1,325 @@
+"""ONNX Runtime on a GPU: IO binding to device memory of our own, on a stream of our own, without a wait per run."""
+
+from __future__ import annotations
+
+import json
+import re
+import statistics
+from bisect import bisect_right
+from collections import Counter, defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.facts.engine import COMPUTE, COMPUTED, UNKNOWN, EngineFacts, why_not_faster
+from dyno.worker.facts.job import LayerGraph
+from dyno.worker.inputs.specs import Shape, fitted
+from dyno.worker.option_values import Check, flag, one_of, whole
+from dyno.worker.sessions.device_session import DeviceSession, slots_of
+from dyno.worker.sessions.gpu import Device
+from dyno.worker.spec import Option, Tensor, Trial, Unavailable, UserError
+
+CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"
+KINDS = {"cuda": CUDA, "tensorrt": TENSORRT}
+OPTIONS = ("provider", "slots", "conv_search", "nhwc")
+SEARCHES = ("EXHAUSTIVE", "HEURISTIC", "DEFAULT")
+VALUES: dict[str, Check] = {
+    "provider": one_of(*KINDS), "slots": whole(1), "conv_search": one_of(*SEARCHES), "nhwc": flag,
+}  # fmt: skip
+
+
+class Providers:
+    """The execution providers of a trial on a GPU, as ONNX Runtime takes them: a list of (name, options)."""
+
+    def __init__(self, ort: Any, trial: Trial, device: Device) -> None:
+        kind = _choose_provider(trial)
+        if hasattr(ort, "preload_dlls"):  # finds the CUDA libraries that PyTorch and NVIDIA's wheels bring
+            ort.preload_dlls()
+        self.wanted, self._trial, self._index = KINDS[kind], trial, device.index
+        if self.wanted not in ort.get_available_providers():
+            raise Unavailable(f"this onnxruntime has no {self.wanted}; pip install onnxruntime-gpu")
+
+    def list(self, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
+        """Return the providers for a session that queues on `stream`, or on its own."""
+        return list_providers(self._trial, self._index, stream)
+
+    def check(self, session: Any) -> None:
+        """Raise `Unavailable` if ONNX Runtime silently dropped the provider, because its libraries can't be loaded."""
+        if self.wanted not in session.get_providers():
+            raise Unavailable(
+                f"ONNX Runtime left {self.wanted} out: the libraries it needs are missing or of another version"
+            )
+
+
+def list_providers(trial: Trial, index: int, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
+    """Return the trial's execution providers on the GPU of that index, as `InferenceSession` takes them."""
+    common = {"device_id": str(index)}
+    if stream is not None:
+        common["user_compute_stream"] = str(stream)
+    options: Mapping[str, Option] = trial.options
+    cuda = {
+        **common,
+        "use_tf32": str(int(trial.precision == "tf32")),
+        "cudnn_conv_algo_search": str(options.get("conv_search", "EXHAUSTIVE")),
+        "prefer_nhwc": str(int(bool(options.get("nhwc", False)))),
+    }
+    if KINDS[_choose_provider(trial)] == CUDA:
+        return [(CUDA, cuda)]
+    fp16, int8 = (str(trial.precision == name) for name in ("fp16", "int8"))
+    return [(TENSORRT, {**common, "trt_fp16_enable": fp16, "trt_int8_enable": int8}), (CUDA, cuda)]
+
+
+def _choose_provider(trial: Trial) -> str:
+    provider = str(trial.options.get("provider", "cuda"))
+    if provider not in KINDS:
+        raise UserError(f"onnxruntime has no provider {provider!r} on a GPU; known: {', '.join(KINDS)}")
+    return provider
+
+
+class CudaSession(DeviceSession):
+    """One InferenceSession with a binding per slot; `file` opens itself, `tensor` reads ONNX Runtime's descriptions."""
+
+    takes_frames = True
+
+    def __init__(self, file: Any, trial: Trial, tensor: Callable[[Any], Tensor]) -> None:
+        device = Device(trial.runtime.device)
+        providers = Providers(file.ort, trial, device)
+        super().__init__(device, slots_of(trial))
+        self._file, self._providers = file, providers.list()
+        self._session = file.open(providers.list(self.stream))
+        providers.check(self._session)
+        self.inputs = tuple(replace(t, shape=file.shapes[t.name]) for t in map(tensor, self._session.get_inputs()))
+        self.outputs = tuple(tensor(arg) for arg in self._session.get_outputs())
+        ranked = (t for t in self.outputs if t.shape)  # without dimensions: a scalar, or of any number of them
+        self._static = {t.name: t for t in (*self.inputs, *ranked) if all(isinstance(n, int) for n in t.shape)}
+        self.place(file.shapes, {name: _count_bytes(t) for name, t in self._static.items()})
+        self._run_options = file.ort.RunOptions()
+        # Without this every run would end with a wait, and nothing could overlap.
+        self._run_options.add_run_config_entry("disable_synchronize_execution_providers", "1")
+        self._bindings = [self._bind_slot(slot) for slot in range(self.slots)]
+
+    def _bind_slot(self, slot: int) -> Any:
+        binding, addresses = self._session.io_binding(), self._slots[slot].addresses
+        for tensor in self.inputs:
+            kind, shape = np.dtype(tensor.dtype).type, list(tensor.shape)
+            binding.bind_input(tensor.name, "cuda", self.device.index, kind, shape, addresses[tensor.name])
+        for tensor in self.outputs:
+            if tensor.name in self._static:
+                kind, shape = np.dtype(tensor.dtype).type, list(tensor.shape)
+                binding.bind_output(tensor.name, "cuda", self.device.index, kind, shape, addresses[tensor.name])
+            else:
+                binding.bind_output(tensor.name, "cuda", self.device.index)
+        return binding
+
+    def enqueue(self, slot: int) -> None:
+        """Queue one run; nodes that ONNX Runtime leaves to the CPU make it wait in between."""
+        self._session.run_with_iobinding(self._bindings[slot], self._run_options)
+
+    def results(self, slot: int) -> dict[str, tuple[Shape, str, int]]:
+        """See `DeviceSession.results`; for outputs that ONNX Runtime allocated itself the address is its own."""
+        values = self._bindings[slot].get_outputs()
+        results = {}
+        for tensor, value in zip(self.outputs, values, strict=True):
+            results[tensor.name] = (tuple(value.shape()), tensor.dtype, int(value.data_ptr()))
+        return results
+
+    def facts(self) -> EngineFacts:
+        """See `OnnxFile.facts`; also the nodes that ran on the CPU."""
+        facts: EngineFacts = self._file.facts(self._providers, {})
+        on_cpu = facts.nodes_by_provider.get("CPUExecutionProvider", 0)
+        note = f"{on_cpu} of {facts.layers} nodes ran on the CPU, with copies around them"
+        return replace(
+            facts,
+            notes=(*facts.notes, note) if on_cpu else facts.notes,
+            options={**facts.options, "slots": self.slots, **self._providers[0][1]},
+        )
+
+    def inside(self) -> LayerGraph:
+        """See `OnnxFile.inside`."""
+        found: LayerGraph = self._file.inside(self._providers, {})
+        return found
+
+    def close(self) -> None:
+        """Free the bindings and the session before the memory they use."""
+        self.device.synchronize()
+        self._bindings.clear()
+        del self._session
+        super().close()
+
+
+def can_add(ort: Any, model: bytes, options: Any) -> bool:
+    """Return whether the CUDA provider adds two numbers here."""
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+    session = ort.InferenceSession(model, options, providers=[CUDA])
+    (out,) = session.run(None, {"x": np.asarray(2, np.float32)})
+    return bool(CUDA in session.get_providers() and out == 4)
+
+
+def _count_bytes(tensor: Tensor) -> int:
+    return int(np.prod([int(n) for n in tensor.shape], dtype=np.int64)) * np.dtype(tensor.dtype).itemsize
+
+
+# The nodes and kernels that ONNX Runtime ran, from the events of its own profile.
+
+Kernel = tuple[str, Any]  # the event's name, and the index of its node
+TYPE_NAMES = {"float": "float32", "uint8": "int8", "double": "float64"}
+PACKED = "MatMulNBits"
+FUSED_LEVEL = 4  # `accuracy_level` of the products that ONNX Runtime fuses with their DequantizeLinear
+LEVELS = {1: "float32", 2: "float16", 3: "bfloat16", 4: "int8"}  # what that attribute has activations converted to
+CPU = "CPUExecutionProvider"
+CONTROL = ("If", "Loop", "Scan")  # operators that run a graph of their own, whose nodes have events too
+CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "Cast", "ReorderInput", "ReorderOutput")
+EVENT = re.compile(r'("name"\s*:\s*)"(.*?)"(,"args"\s*:\s*\{)', re.DOTALL)
+
+
+def events_in(text: str) -> list[dict[str, Any]]:
+    """Return the events of a profile; the library writes node names without escaping quotes and backslashes."""
+    escaped = EVENT.sub(lambda found: f"{found[1]}{json.dumps(found[2])}{found[3]}", text)
+    read: list[dict[str, Any]] = json.loads(escaped)
+    return read
+
+
+class Profile:
+    """The kernels of a profile; the first run is left out, as it allocates and packs weights.
+
+    `levels` are the file's `graph_facts.accuracy_levels`, None where it couldn't be read.
+    """
+
+    def __init__(self, events: list[dict[str, Any]], precision: str, levels: Mapping[str, int] | None = None) -> None:
+        self._precision, self._levels = precision, levels
+        runs = sorted(e["ts"] for e in events if e["name"] == "model_run")
+        since = runs[1] if len(runs) > 1 else 0
+        nodes = [e for e in events if e["cat"] == "Node" and e["ts"] >= since]
+        kernels = [e for e in nodes if e["name"].endswith("_kernel_time")]
+        self.seen = {(e["name"], e["args"].get("node_index")): e["args"] for e in kernels}
+        self.computed_in = self._find_types()  # of the compute nodes
+        self.outer = {(e["name"], e["args"].get("node_index")): e["args"] for e in _find_outer_kernels(kernels)}
+        taken: dict[Any, list[float]] = defaultdict(list)
+        for event in kernels:
+            taken[event["args"]["op_name"], event["name"], event["args"].get("node_index")].append(event["dur"] * 1e-6)
+        self.seconds: dict[str, float] = defaultdict(float)  # of one run
+        for (op, *_), each in taken.items():
+            # The median leaves out runs in which another program interrupted the node.
+            self.seconds[op] += statistics.median(each)
+
+    def by_type(self) -> dict[str, int]:
+        """Compute nodes by the type that they multiply in, 8-bit ones signed or not as `int8`."""
+        return dict(Counter(self.computed_in.values()))
+
+    def by_provider(self) -> dict[str, int]:
+        """Return the number of nodes by execution provider."""
+        return dict(Counter(node["provider"] for node in self.seen.values()))
+
+    def operators(self) -> dict[str, int]:
+        """Return the number of nodes by operator, after optimisation."""
+        return dict(Counter(node["op_name"] for node in self.seen.values()).most_common())
+
+    def time_by_operator(self) -> dict[str, float]:
+        """Return each operator's share of the time in kernels, largest first."""
+        total = sum(self.seconds.values()) or 1.0
+        return {op: round(s / total, 4) for op, s in sorted(self.seconds.items(), key=lambda kv: -kv[1])}
+
+    def notes(self) -> list[str]:
+        """Return sentences on why a lowered precision isn't faster."""
+        compute = [(self.seen[kernel]["op_name"], kind) for kernel, kind in self.computed_in.items()]
+        return why_not_faster(self._precision, compute, self.time_by_operator(), CONVERTERS)
+
+    def _find_types(self) -> dict[Kernel, str]:
+        """Return the type of each convolution, matrix product and the like, without products of indices and shapes."""
+        types = {
+            kernel: self._find_type(kernel) for kernel, args in self.seen.items() if COMPUTE.search(args["op_name"])
+        }
+        return {kernel: kind for kernel, kind in types.items() if kind in (*COMPUTED, UNKNOWN)}
+
+    def _find_type(self, kernel: Kernel) -> str:
+        """Return the type of the node's first input, unless its operator converts that before it multiplies."""
+        args = self.seen[kernel]
+        if args["op_name"] == PACKED and args["provider"] == CPU:  # on a GPU the attribute changes nothing
+            if self._levels is None:
+                return UNKNOWN
+            level = self._levels.get(kernel[0].removesuffix("_kernel_time"), 0 if self._levels else FUSED_LEVEL)
+            if level in LEVELS:
+                return LEVELS[level]
+        if "Integer" in args["op_name"] or args["op_name"].startswith("DynamicQuantize"):
+            return "int8"
+        kind = next((name for typed in args.get("input_type_shape", []) for name in typed), UNKNOWN)
+        return TYPE_NAMES.get(kind, kind)
+
+
+def by_run(events: Sequence[dict[str, Any]]) -> list[dict[Kernel, float]]:
+    """Return the seconds of each kernel in each run, by the event's name and the node's index.
+
+    The library counts microseconds.
+    """
+    runs = sorted((e for e in events if e["name"] == "model_run"), key=lambda e: e["ts"])
+    seconds: list[dict[Kernel, float]] = [{} for _ in runs]
+    starts = [run["ts"] for run in runs]
+    kernels = [e for e in events if e["cat"] == "Node" and e["name"].endswith("_kernel_time") and e["ts"] >= starts[0]]
+    for event in _find_outer_kernels(kernels):
+        kernel = event["name"], event["args"].get("node_index")
+        seconds[bisect_right(starts, event["ts"]) - 1][kernel] = event["dur"] * 1e-6
+    return seconds
+
+
+def _find_outer_kernels(kernels: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Return the kernels without those inside a branch or a loop.
+
+    Their names and numbers may be those of nodes around it.
+    """
+    kept, end = list[dict[str, Any]](), -1
+    for event in sorted(kernels, key=lambda e: (e["ts"], -e["dur"])):
+        if event["ts"] >= end:
+            kept.append(event)
+            if event["args"].get("op_name") in CONTROL:
+                end = event["ts"] + event["dur"]
+    return kept
+
+
+# One batch of ONNX Runtime's on the CPU: what it reads and where it writes, in host memory without a copy.
+
+
+class Request:
+    """Inputs and outputs of one batch in flight; several of one session may run at the same time."""
+
+    def __init__(self, session: Any, outputs: Sequence[Tensor]) -> None:
+        self._session, self._tensors = session, outputs
+        self.feeds: dict[str, np.ndarray] = {}
+        self._binding = session.io_binding()
+        self._outputs: dict[str, np.ndarray] = {}
+        # One whose shape depends on the run is left to the library, and so is one without dimensions: a scalar, or of
+        # any number of them, and an input that is an output too, which stays where it is. All are bound in the graph's
+        # order, which `get_outputs` keeps when one is bound again.
+        fed = {each.name for each in session.get_inputs()}
+        for tensor in outputs:
+            sizes = [size for size in tensor.shape if isinstance(size, int)]
+            if sizes and len(sizes) == len(tensor.shape) and tensor.name not in fed:
+                array = self._outputs[tensor.name] = np.empty(sizes, tensor.dtype)
+                self._binding.bind_output(tensor.name, "cpu", 0, array.dtype.type, array.shape, array.ctypes.data)
+            else:
+                self._binding.bind_output(tensor.name, "cpu")
+        self._unplaced = [tensor.name for tensor in outputs if tensor.name not in self._outputs]
+
+    def bind(self, feeds: Mapping[str, np.ndarray], inputs: Sequence[Tensor], shapes: Mapping[str, Shape]) -> None:
+        """Point it at the feeds, which are held until the next `bind`; copied only to change their type."""
+        for tensor in inputs:
+            if tensor.name not in feeds:
+                raise UserError(f"input {tensor.name!r} was not fed, only {', '.join(feeds) or 'nothing'}")
+            feed = fitted(feeds[tensor.name], tensor, shapes[tensor.name])
+            self._binding.bind_input(tensor.name, "cpu", 0, feed.dtype.type, feed.shape, feed.ctypes.data)
+            self.feeds[tensor.name] = feed
+        for name in self._unplaced:  # its shape may change with the input
+            self._binding.bind_output(name, "cpu")
+
+    def run(self) -> None:
+        """Run to the end; the library releases Python's lock meanwhile."""
+        self._session.run_with_iobinding(self._binding)
+
+    def fetch(self) -> dict[str, np.ndarray]:
+        """Return the bound output arrays themselves: valid until the next run."""
+        if not self._unplaced:
+            return dict(self._outputs)
+        values = self._binding.get_outputs()
+        return {t.name: self._outputs.get(t.name, values[k].numpy()) for k, t in enumerate(self._tensors)}

@@ -1,0 +1,301 @@
+"""What a source's and an output's name mean: which reader and which writer they get."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+from collections import deque
+from collections.abc import Iterator
+from fractions import Fraction
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.worker.extras import install
+from dyno.worker.spec import Unavailable, UserError
+from dyno.worker.video.decoding import VideoSource
+from dyno.worker.video.encoding import VideoSink
+from dyno.worker.video.media import SQUARE, Frame, Rgb, Sink, Source, now
+from dyno.worker.video.options import IMAGES, VideoOptions
+
+# Frames without a container: image files, read and written, and raw frames from a pipe.
+
+SEVERAL = (".png", ".webp", ".tif", ".tiff")  # what may hold more than one picture
+
+
+class ImageSource(Source):
+    """An image, or those of a folder in the order of their names."""
+
+    images = True
+
+    def __init__(self, path: Path, rate: float) -> None:
+        super().__init__(path.name)
+        self.files = sorted(f for f in path.iterdir() if f.suffix.lower() in IMAGES) if path.is_dir() else [path]
+        if not self.files:
+            raise UserError(f"{path} has no images ({', '.join(IMAGES)}); give a video, an image or a folder of them")
+        self.count, self.rate = len(self.files), rate
+
+    def read(self, sound: bool = False) -> Iterator[Frame]:
+        import cv2
+
+        for index, file in enumerate(self.files):
+            began = now()
+            image = cv2.imdecode(np.fromfile(file, np.uint8), cv2.IMREAD_COLOR) if file.stat().st_size else None
+            if image is None:
+                raise UserError(f"{file} can't be read as an image; remove it")
+            if file.suffix.lower() in SEVERAL and (count := cv2.imcount(str(file))) > 1:
+                self.note(f"{file.name} holds {count} pictures; the first is used")
+            seconds = index / self.rate
+            yield Frame(index, Rgb(cv2.cvtColor(image, cv2.COLOR_BGR2RGB)), began, None, seconds, name=file.name)
+
+
+class RawSource(Source):
+    """Frames from a file descriptor, three bytes for each pixel, row by row; it can be read only once.
+
+    What the first reading took comes again at the beginning of the next.
+    """
+
+    once = True
+
+    def __init__(self, descriptor: int, width: int, height: int, rate: float) -> None:
+        super().__init__("standard input")
+        if not width:
+            raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
+        self._descriptor, self._shape, self.rate = descriptor, (height, width, 3), rate
+        self._seen = deque[np.ndarray]()
+        self._readings = 0
+
+    def read(self, sound: bool = False) -> Iterator[Frame]:
+        index, kept = 0, not self._readings
+        self._readings += 1
+        while (began := now()) and (image := self._read_frame()) is not None:
+            if kept:
+                self._seen.append(image.copy())
+            yield Frame(index, Rgb(image), began, None, index / self.rate)
+            index += 1
+
+    def _read_frame(self) -> np.ndarray | None:
+        """Return the next frame, None at the end; a frame that ends too early counts as damaged."""
+        if self._seen and self._readings > 1:
+            return self._seen.popleft()
+        size = int(np.prod(self._shape))
+        parts, left = [], size
+        while left and (part := os.read(self._descriptor, left)):
+            parts.append(part)
+            left -= len(part)
+        self.damaged += 0 < left < size
+        return None if left else np.frombuffer(bytearray(b"".join(parts)), np.uint8).reshape(self._shape)
+
+
+class ImageSink(Sink):
+    """Images of the source's names into a folder, or one image into a file."""
+
+    def __init__(self, path: Path, single: bool) -> None:
+        self._path, self._single = path, single
+        if not single:
+            path.mkdir(parents=True, exist_ok=True)
+
+    def write(self, frame: Frame) -> None:
+        import cv2
+
+        file = self._path if self._single else self._path / frame.name
+        done, encoded = cv2.imencode(file.suffix, cv2.cvtColor(frame.picture.rgb(), cv2.COLOR_RGB2BGR))
+        if not done:
+            raise UserError(f"OpenCV can't write {file}; give another suffix, such as .png")
+        file.write_bytes(encoded.tobytes())
+        self.written += 1
+
+
+# Frames from a camera, and from and to video files where PyAV is missing, by OpenCV: without sound.
+
+FOURCC = {".mp4": "mp4v", ".mov": "mp4v", ".m4v": "mp4v", ".mkv": "mp4v", ".avi": "MJPG", ".webm": "VP80"}
+USUAL_RATE = 30.0  # of a source that doesn't say
+COVER_RATE = 90_000  # frames per second that FFmpeg gives to cover art
+
+
+class CaptureSource(Source):
+    """A camera by its number, or a video by its path or URL."""
+
+    def __init__(self, place: int | str, live: bool) -> None:
+        import cv2
+
+        super().__init__(f"camera {place}" if isinstance(place, int) else Path(place).name)
+        self._place, self.live, self.once = place, live, isinstance(place, int) or "://" in place
+        capture = self._open_capture()
+        self.rate = max(0.0, float(capture.get(cv2.CAP_PROP_FPS)))
+        if self.rate >= COVER_RATE:
+            raise UserError(
+                f"OpenCV reads the cover art of {self.name} in place of its video; PyAV reads that: {install('av')}"
+            )
+        self._aspect = _read_aspect(capture)
+        if not live:
+            self.count = max(0, int(capture.get(cv2.CAP_PROP_FRAME_COUNT)))
+        capture.release()
+
+    def _open_capture(self) -> Any:
+        import cv2
+
+        capture = cv2.VideoCapture(self._place)
+        if not capture.isOpened():
+            raise UserError(f"{self.name} can't be opened; check that it is there and that nothing else uses it")
+        return capture
+
+    def read(self, sound: bool = False) -> Iterator[Frame]:
+        import cv2
+
+        capture, index = self._open_capture(), 0
+        try:
+            began = now()
+            while capture.grab():
+                began = now() if self.live else began  # waiting for the camera isn't work
+                done, image = capture.retrieve()
+                if not done:
+                    self.damaged += 1
+                    continue
+                seconds = index / self.rate if self.rate else None
+                picture = Rgb(cv2.cvtColor(image, cv2.COLOR_BGR2RGB), self._aspect)
+                yield Frame(index, picture, began, None, seconds)
+                index, began = index + 1, now()
+            if not index:
+                raise UserError(f"{self.name} has no frame that can be decoded; it is empty or damaged")
+        finally:
+            capture.release()
+
+
+def _read_aspect(capture: Any) -> Fraction:
+    """Return the width of a pixel over its height in the frames that OpenCV gives, which are turned upright."""
+    import cv2
+
+    parts = [round(capture.get(each)) for each in (cv2.CAP_PROP_SAR_NUM, cv2.CAP_PROP_SAR_DEN)]
+    if min(parts) < 1:
+        return SQUARE
+    sideways = round(capture.get(cv2.CAP_PROP_ORIENTATION_META)) % 180
+    return Fraction(*(reversed(parts) if sideways else parts))
+
+
+class WriterSink(Sink):
+    """A video file of the source's average rate, of square pixels; its sound is left out."""
+
+    def __init__(self, path: Path, source: Source) -> None:
+        self._path, self._rate = path, source.rate or USUAL_RATE
+        self._writer: Any = None
+        self._size = (0, 0)
+        if path.suffix.lower() not in FOURCC:
+            raise UserError(f"OpenCV can't write {path}; give {', '.join(FOURCC)}")
+        path.parent.mkdir(parents=True, exist_ok=True)
+
+    def write(self, frame: Frame) -> None:
+        import cv2
+
+        height, width = frame.size
+        if self._writer is None:
+            self._size = (max(1, round(width * frame.picture.aspect)), height)
+            code = cv2.VideoWriter.fourcc(*FOURCC[self._path.suffix.lower()])
+            self._writer = cv2.VideoWriter(str(self._path), code, self._rate, self._size)
+            if not self._writer.isOpened():
+                raise UserError(f"{self._path} can't be written by OpenCV; give .avi, or install PyAV")
+        image = frame.picture.rgb()
+        if (width, height) != self._size:
+            image = cv2.resize(image, self._size)
+        self._writer.write(cv2.cvtColor(np.ascontiguousarray(image), cv2.COLOR_RGB2BGR))
+        self.written += 1
+
+    def close(self, left: list[Any] | None = None) -> list[str]:
+        if self._writer is not None:
+            self._writer.release()
+        return ["written by OpenCV, without sound and at a constant rate; PyAV keeps both"]
+
+
+TRIM_THRESHOLD, MMAP_THRESHOLD, ARENA_MAX = -1, -3, -8  # glibc's numbers of them, in malloc.h
+LARGEST, KEPT = 32 << 20, 1 << 30  # bytes: of one piece, glibc's own limit, and in all
+CAMERA, PIPE = "camera:", "pipe:"
+# Of PyAV, the first version whose MP4 files in pieces become whole ones, as its FFmpeg is new enough; what 17.0 writes
+# can't be decoded.
+PYAV = 17, 1
+STREAMS = ("rtsp", "rtsps", "rtmp", "rtmps", "rtp", "udp", "tcp", "srt", "mms")
+
+
+def prepare_libraries() -> None:
+    """Set OpenCV to one thread; raise `Unavailable` with the package to install if it is missing.
+
+    FFmpeg is silent, PyAV's default: at any level its threads would call Python, and wait for threads that wait for
+    them.
+    """
+    try:
+        import cv2
+    except ImportError as e:
+        raise Unavailable(f"video needs OpenCV: {e}; {install('opencv-python')}") from e
+    _keep_memory()
+    cv2.setNumThreads(1)  # a stage is a thread already, and OpenCV's own would take the engine's processors
+
+
+def _keep_memory() -> None:
+    """Have glibc keep what frames free: given back to the kernel, every next one would be zeroed page by page.
+
+    All threads share one heap: those of other threads are given back whatever the thresholds say, and what one stage
+    frees would be of no use to another.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is not None:
+        mallopt(MMAP_THRESHOLD, LARGEST)
+        mallopt(TRIM_THRESHOLD, KEPT)
+        mallopt(ARENA_MAX, 1)
+
+
+def has_pyav() -> bool:
+    """Return whether PyAV is installed, in a sufficient version."""
+    return _read_pyav_version() >= PYAV
+
+
+def describe_old_pyav() -> str:
+    """Return a sentence if the installed PyAV is too old to be used; "" otherwise."""
+    if not (0,) < _read_pyav_version() < PYAV:
+        return ""
+    least = ".".join(map(str, PYAV))
+    return (
+        f"PyAV {metadata.version('av')} is too old, so OpenCV reads and writes; {install('av')} brings {least} or newer"
+    )
+
+
+def _read_pyav_version() -> tuple[int, ...]:
+    """Return the major and minor version of the installed PyAV; (0,) without one."""
+    try:
+        return tuple(map(int, metadata.version("av").split(".")[:2]))
+    except (metadata.PackageNotFoundError, ValueError):
+        return (0,)
+
+
+def open_source(text: str, options: VideoOptions, device: str = "") -> Source:
+    """Return the reader of a source: a path, a URL, `camera:0`, or `pipe:3` for raw frames from that file descriptor.
+
+    A GPU named as `device` (`cuda:0`) decodes the streams that it can.
+    """
+    if text.startswith(PIPE):
+        return RawSource(int(text.removeprefix(PIPE)), options.width, options.height, options.frame_rate)
+    if text.startswith(CAMERA):
+        number = text.removeprefix(CAMERA)
+        if not number.isdecimal():
+            raise UserError(f"{text!r} is not a camera; give camera:0 for the first one")
+        return CaptureSource(int(number), live=options.live is not False)
+    if "://" in text:
+        live = text.split("://")[0].lower() in STREAMS if options.live is None else options.live
+        return VideoSource(text, live, device) if has_pyav() else CaptureSource(text, live)
+    path = Path(text)
+    if not path.exists():
+        raise UserError(f"{text} does not exist; give a video, an image, a folder of images, a URL or camera:0")
+    if path.is_dir() or path.suffix.lower() in IMAGES:
+        return ImageSource(path, options.frame_rate)
+    return VideoSource(text, bool(options.live), device) if has_pyav() else CaptureSource(text, bool(options.live))
+
+
+def open_sink(path: Path | None, source: Source, codec: str) -> Sink:
+    """Return the writer to that path, by the kind of the source and by the path's suffix."""
+    if path is None:
+        return Sink()
+    if source.images and path.suffix.lower() in IMAGES:
+        return ImageSink(path, single=True)
+    if source.images and not path.suffix:
+        return ImageSink(path, single=False)
+    return VideoSink(path, source, codec) if has_pyav() else WriterSink(path, source)
