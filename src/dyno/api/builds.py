@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path
 
-from dyno.analysis.presentation.export import export
+from dyno.analysis.presentation.export import export as export_tables
 from dyno.analysis.tables import variance_tables
 from dyno.api.runnable import run
 from dyno.store import copy
@@ -35,7 +35,7 @@ def compare(study: Study, engine: Backend, options: Mapping[str, Option], batch:
         study, backends=builds, batches=(batch,), rounds=rounds, until=FIXED, turns=False, boundaries=("model",)
     )
     data = run(repeated, out.with_suffix(".builds")).data
-    print(export([variance_tables.BUILDS.table(data)]), end="")
+    print(export_tables([variance_tables.BUILDS.table(data)]), end="")
     best = variance_tables.fastest(data.records)
     if best is None or best.artifact is None:
         raise UserError(f"no build could be timed; `dyno show {out.with_suffix('.builds')}` has the reasons")

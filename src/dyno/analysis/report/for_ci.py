@@ -15,7 +15,7 @@ from dyno.analysis.presentation.table import Row, Table, missing
 from dyno.analysis.tables.compare import RATIO_SHOWN, verdict
 from dyno.analysis.verdict.comparison import GOOD, REGRESSION, exit_code, failure, undecided, where
 from dyno.worker.record import write_text
-from dyno.worker.spec import plain
+from dyno.worker.spec import plain as drop_controls
 
 HEADINGS = {GOOD: "no regression", REGRESSION: "regression"}
 
@@ -38,12 +38,12 @@ def junit(table: Table, sentences: Sequence[str], path: Path) -> None:
             suite, "testcase", {"classname": "dyno.compare", "name": where(r), "time": _format_seconds(r)}
         )
         if r["failed"]:
-            Xml.SubElement(case, "failure", {"type": r["failed"], "message": plain(failure(r))})
+            Xml.SubElement(case, "failure", {"type": r["failed"], "message": drop_controls(failure(r))})
         elif reason := undecided(r):
-            Xml.SubElement(case, "error", {"type": "undecided", "message": plain(reason)})
+            Xml.SubElement(case, "error", {"type": "undecided", "message": drop_controls(reason)})
         ratio = "" if missing(r["ratio"]) else f"{RATIO_SHOWN.text(r)} the latency, "
-        Xml.SubElement(case, "system-out").text = plain(f"{ratio}{verdict(r)}")
-    Xml.SubElement(suite, "system-out").text = "\n".join(map(plain, sentences))
+        Xml.SubElement(case, "system-out").text = drop_controls(f"{ratio}{verdict(r)}")
+    Xml.SubElement(suite, "system-out").text = "\n".join(map(drop_controls, sentences))
     Xml.indent(suites)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, Xml.tostring(suites, encoding="unicode", xml_declaration=True) + "\n")
