@@ -14,19 +14,26 @@ if TYPE_CHECKING:
 Declared = TypeVar("Declared")
 
 
-def declared(packages: ModuleType | tuple[ModuleType, ...], kind: type[Declared], group: str) -> dict[str, Declared]:
-    """Return objects by name: instances of `kind` at the top of the packages' modules, then the group's entry points.
+def declared(
+    places: ModuleType | tuple[ModuleType | str, ...], kind: type[Declared], group: str
+) -> dict[str, Declared]:
+    """Return objects by name: instances of `kind` at the top of modules, then the group's entry points.
 
-    What a package declares wins over an entry point of the same name. An entry point that can't be loaded, or that
+    A place is a package, of which every module counts, or the name of a module. What a place declares wins over an entry point of the same name. An entry point that can't be loaded, or that
     gives another kind of object, is left out here and named by `broken`.
     """
     own: dict[str, Declared] = {}
-    for package in packages if isinstance(packages, tuple) else (packages,):
-        for info in pkgutil.iter_modules(package.__path__):
-            module = importlib.import_module(f"{package.__name__}.{info.name}")
+    for place in places if isinstance(places, tuple) else (places,):
+        for module in [importlib.import_module(place)] if isinstance(place, str) else _import_modules(place):
             own |= {value.name: value for value in vars(module).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
     others = {value.name: value for value in _load_group(group).values() if isinstance(value, kind)}  # type: ignore[attr-defined]
     return {**others, **own}
+
+
+def _import_modules(package: ModuleType) -> list[ModuleType]:
+    return [
+        importlib.import_module(f"{package.__name__}.{info.name}") for info in pkgutil.iter_modules(package.__path__)
+    ]
 
 
 def broken(group: str, kind: type) -> dict[str, str]:

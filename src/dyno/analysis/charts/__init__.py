@@ -8,9 +8,10 @@ from dyno.analysis.presentation.chart import Chart
 from dyno.worker import plugins
 
 GROUP = "dyno.charts"
+ABILITIES = ("dyno.analysis.charts.video_chart", "dyno.analysis.charts.serve_chart")  # modules of other rooms that declare charts
 
 
 def kinds() -> list[Chart]:
     """Return every available chart in the report's order: Dyno's own, then those of installed distributions."""
-    found = plugins.declared(sys.modules[__name__], Chart, GROUP).values()
+    found = plugins.declared((sys.modules[__name__], *ABILITIES), Chart, GROUP).values()
     return sorted(found, key=lambda chart: (chart.place, chart.name))

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import sys
 
-from dyno.analysis import serve, telemetry, video
 from dyno.analysis.presentation.table import TEXT, Column, Table
 from dyno.analysis.presentation.table_kind import TableKind
 from dyno.analysis.records.run_data import RunData
@@ -12,12 +11,13 @@ from dyno.worker import plugins
 from dyno.worker.spec import check_known
 
 GROUP = "dyno.tables"
+ABILITIES = ("dyno.analysis.video.tables", "dyno.analysis.video.critical_path", "dyno.analysis.video.streams", "dyno.analysis.serve.tables")  # modules of other rooms that declare tables of a run
 SECTIONS = ("tables", "accuracy", "side", "")  # of the report, in its order
 
 
 def kinds() -> list[TableKind]:
     """Return every available table in the report's order: Dyno's own, then those of installed distributions."""
-    declared = plugins.declared((sys.modules[__name__], video, serve, telemetry), TableKind, GROUP).values()
+    declared = plugins.declared((sys.modules[__name__], *ABILITIES), TableKind, GROUP).values()
     return sorted(declared, key=lambda kind: (SECTIONS.index(kind.section), kind.place, kind.name))
 
 
