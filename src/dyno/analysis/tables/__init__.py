@@ -11,7 +11,7 @@ from dyno.worker import plugins
 from dyno.worker.spec import check_known
 
 GROUP = "dyno.tables"
-ABILITIES = ("dyno.analysis.video.tables", "dyno.analysis.video.critical_path", "dyno.analysis.video.streams", "dyno.analysis.serve.tables")  # modules of other rooms that declare tables of a run
+ABILITIES = ("dyno.analysis.video.tables", "dyno.analysis.video.critical_path", "dyno.analysis.video.comparison", "dyno.analysis.serve.tables")  # modules of other rooms that declare tables of a run
 SECTIONS = ("tables", "accuracy", "side", "")  # of the report, in its order
 
 
