@@ -124,7 +124,7 @@ ACTIVATIONS = {
 
 
 @dataclass(frozen=True)
-class Result:
+class LayerOutput:
     """What a layer gives: its node in the graph, its channels, how many image pixels one of its pixels has along a
     side, and of a yolo layer its classes."""
 
@@ -143,10 +143,10 @@ class LayerContext:
     nn: Any
 
 
-Layer = Callable[[LayerContext, CfgSection, Sequence[Result]], Result]
+Layer = Callable[[LayerContext, CfgSection, Sequence[LayerOutput]], LayerOutput]
 
 
-def convolutional(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+def convolutional(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add a convolution with batch norm or bias, and an activation."""
     (value,) = inputs
     filters, size = section.number("filters", 1, 1), section.number("size", 1, 1, 64)
@@ -163,10 +163,10 @@ def convolutional(place: LayerContext, section: CfgSection, inputs: Sequence[Res
     if normalised:
         layer.add_module("norm", place.nn.BatchNorm2d(filters, EPSILON))
     layer.add_module("activation", _make_activation(place, section, "logistic"))
-    return Result(place.call(layer, value.node), filters, value.stride * stride)
+    return LayerOutput(place.call(layer, value.node), filters, value.stride * stride)
 
 
-def maxpool(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+def maxpool(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add a maximum pooling.
 
     Darknet pads `padding` pixels in all, of which the left and the upper side have the smaller half.
@@ -183,18 +183,18 @@ def maxpool(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) 
     else:
         pad = place.nn.ConstantPad2d((before, after, before, after), float("-inf"))
         layer = place.nn.Sequential(pad, place.nn.MaxPool2d(size, stride))
-    return Result(place.call(layer, value.node), value.channels, value.stride * stride)
+    return LayerOutput(place.call(layer, value.node), value.channels, value.stride * stride)
 
 
-def upsample(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+def upsample(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add an upsampling that repeats each pixel `stride` times along both sides."""
     (value,) = inputs
     stride = section.number("stride", 2, 1, 64)
     layer = place.nn.Upsample(scale_factor=stride, mode="nearest")
-    return Result(place.call(layer, value.node), value.channels, value.stride / stride)
+    return LayerOutput(place.call(layer, value.node), value.channels, value.stride / stride)
 
 
-def route(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+def route(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add the channels of several layers behind each other, or one group of the channels of each."""
     import torch
 
@@ -209,10 +209,10 @@ def route(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) ->
         parts = [place.graph.call_method("chunk", (node, groups, 1)) for node in nodes]
         nodes = [place.graph.call_function(operator.getitem, (part, group)) for part in parts]
     node = place.graph.call_function(torch.cat, (nodes, 1)) if len(nodes) > 1 else nodes[0]
-    return Result(node, sum(value.channels for value in inputs) // groups, inputs[0].stride)
+    return LayerOutput(node, sum(value.channels for value in inputs) // groups, inputs[0].stride)
 
 
-def shortcut(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+def shortcut(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add the sum of layers of one shape."""
     if len({value.channels for value in inputs}) > 1:
         channels = " and ".join(str(value.channels) for value in inputs)
@@ -223,10 +223,10 @@ def shortcut(place: LayerContext, section: CfgSection, inputs: Sequence[Result])
     for value in inputs[1:]:
         node = place.graph.call_function(operator.add, (node, value.node))
     layer = _make_activation(place, section, "linear")
-    return Result(place.call(layer, node), inputs[0].channels, inputs[0].stride)
+    return LayerOutput(place.call(layer, node), inputs[0].channels, inputs[0].stride)
 
 
-def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add the boxes of a grid's cells: see `boxes`."""
     (value,) = inputs
     classes, pixels = section.number("classes", 20, 1), section.reals("anchors")
@@ -244,7 +244,7 @@ def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> 
     scale, activated = section.real("scale_x_y", 1.0), bool(section.number("new_coords", 0))
     chosen = [anchors[k] for k in mask]
     node = place.graph.call_function(boxes, (value.node, chosen, int(value.stride), scale, activated))
-    return Result(node, BOX + classes, value.stride, classes)
+    return LayerOutput(node, BOX + classes, value.stride, classes)
 
 
 def boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: float, activated: bool) -> Any:
@@ -272,19 +272,19 @@ def boxes(x: Any, anchors: Sequence[tuple[float, float]], stride: int, scale: fl
     return every.permute(0, 2, 1, 3, 4).reshape(batch, channels // count - 1, count * height * width)
 
 
-def avgpool(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+def avgpool(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add the mean over the image."""
     (value,) = inputs
-    return Result(place.call(place.nn.AdaptiveAvgPool2d(1), value.node), value.channels, value.stride)
+    return LayerOutput(place.call(place.nn.AdaptiveAvgPool2d(1), value.node), value.channels, value.stride)
 
 
-def softmax(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+def softmax(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add the probabilities of the classes."""
     (value,) = inputs
-    return Result(place.call(place.nn.Softmax(1), value.node), value.channels, value.stride)
+    return LayerOutput(place.call(place.nn.Softmax(1), value.node), value.channels, value.stride)
 
 
-def dropout(place: LayerContext, section: CfgSection, inputs: Sequence[Result]) -> Result:
+def dropout(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add nothing: dropout is off in inference."""
     return inputs[0]
 
@@ -421,8 +421,8 @@ def _build_network(path: str) -> Any:
     head, *sections = read_cfg(path)
     graph, root = torch.fx.Graph(), torch.nn.Module()
     root.layers = torch.nn.ModuleDict()
-    image = Result(graph.placeholder("image"), head.number("channels", 3, 1, 1 << 10), 1.0)
-    values: list[Result] = []
+    image = LayerOutput(graph.placeholder("image"), head.number("channels", 3, 1, 1 << 10), 1.0)
+    values: list[LayerOutput] = []
     for number, section in enumerate(sections):
         if section.kind not in LAYERS:
             raise section.error(f"this layer isn't supported; supported are {', '.join(LAYERS)}")
@@ -443,7 +443,7 @@ def _build_network(path: str) -> Any:
     return network
 
 
-def _find_inputs(number: int, section: CfgSection, image: Result, values: list[Result]) -> list[Result]:
+def _find_inputs(number: int, section: CfgSection, image: LayerOutput, values: list[LayerOutput]) -> list[LayerOutput]:
     """Return the values that the section's layer reads; negative numbers in the file count back from it."""
     before = values[-1] if values else image
     if section.kind not in REFERS:
@@ -460,7 +460,7 @@ def _find_inputs(number: int, section: CfgSection, image: Result, values: list[R
     return inputs
 
 
-def _find_purpose(path: str, values: list[Result]) -> Purpose:
+def _find_purpose(path: str, values: list[LayerOutput]) -> Purpose:
     classes = {value.classes for value in values if value.classes}
     if len(classes) > 1:
         raise UserError(f"{path} has yolo layers of {' and '.join(map(str, sorted(classes)))} classes; make them equal")
