@@ -24,7 +24,7 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 import dyno
-from dyno.analysis.formatting import markdown_table
+from dyno.formatting import markdown_table
 
 ROOT = Path(__file__).resolve().parents[1]
 

@@ -36,11 +36,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from dyno.analysis.formatting import markdown_table
-from dyno.analysis.ranking import rankings
-from dyno.analysis.ranking.frontier import LATENCY
-from dyno.analysis.stats import FASTER
-from dyno.analysis.tables import trial_table
+from dyno.formatting import markdown_table
+from dyno.report.tables import trial_table
+from dyno.results import ranking
+from dyno.results.ranking import LATENCY
+from dyno.results.stats import FASTER
 
 SHARE = 0.3  # of the time in which a program runs
 SHORTEST_S, LONGEST_S = 0.2, 20.0  # of a burst; log-uniform between them
@@ -134,8 +134,8 @@ class Verdict:
 
 def read(folder: Path, seconds: float) -> Verdict:
     """Read how the demo in the folder ended."""
-    run = trial_table.read(folder)
-    rows = next(iter(rankings.rankings(run))).ranked(LATENCY)
+    run = trial_table.read_trials(folder)
+    rows = next(iter(ranking.rank_goals(run))).ranked(LATENCY)
     ordered = rows.to_dict("records")
     names = [f"{row['backend']} {row['precision']} b{row['batch']}" for row in ordered]
     best = ordered[0]

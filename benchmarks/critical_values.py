@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from scipy.special import stdtr
 
-from dyno.analysis.stats import rejection, t_quantile
+from dyno.results.stats import rejection, t_quantile
 
 FILE = Path(rejection.__file__).with_suffix(".json")
 SPREAD, HIT = 0.02, 0.8  # of a round's log ratio, and the mean effect of a disturbance on it

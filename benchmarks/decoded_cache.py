@@ -18,8 +18,8 @@ import numpy as np
 from PIL import Image
 from skimage import data as photographs
 
-from dyno.datasets import load
-from dyno.datasets.decode import Transform, decoded
+from dyno.data import load
+from dyno.data.decode import Transform, decoded
 from dyno.worker.spec import Preprocess
 
 COUNT, WIDTH, HEIGHT, SIZE, BATCH, ROUNDS = 300, 500, 375, (224, 224), 32, 5

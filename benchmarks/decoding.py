@@ -22,10 +22,9 @@ import numpy as np
 from PIL import Image
 from skimage import data
 
-from dyno.datasets import decode
-from dyno.datasets.decode import Transform
-from dyno.datasets.decoding import processes
-from dyno.datasets.rows import DecodedRow
+from dyno.data import decode
+from dyno.data.decode import Transform
+from dyno.data.rows import DecodedRow
 from dyno.worker.spec import Preprocess
 
 WIDTH, HEIGHT, SIZE = 500, 375, (224, 224)
@@ -74,7 +73,7 @@ def main() -> int:
             with mock.patch.object(decode, "threads", lambda number=number: number):
                 hashes.add(run(f"{number} threads", len(paths), decode._by_threads(paths, transform, 0)))
             slots = decode._in_flight(number, transform)
-            rows = processes.rows(paths, transform.made_of, transform.shape, 0, number, slots)
+            rows = decode.decode_rows(paths, transform.made_of, transform.shape, 0, number, slots)
             hashes.add(run(f"{number} processes", len(paths), rows))
         hashes.add(run("as Dyno does it", len(paths), decode.decoded(paths, transform)))
     return int(len(hashes) != 1)

@@ -38,11 +38,11 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from dyno.analysis.formatting import markdown_table
-from dyno.analysis.records.notes.devices import devices
-from dyno.analysis.records.results import load
-from dyno.placement.places import Place, names, places
-from dyno.study import Study
+from dyno.devices.places import Place, names, parse_places
+from dyno.formatting import markdown_table
+from dyno.results.notes import devices
+from dyno.results.trial_result import load_run
+from dyno.study.study import Study
 from dyno.worker import system
 from dyno.worker.record import read_json, write_json
 
@@ -99,7 +99,7 @@ def half(asked: argparse.Namespace, which: str, found: list[Place]) -> float:
 
 def rounds(folder: Path) -> dict[str, list[float]]:
     """The median latencies (s) of each trial's rounds, by its id; without trials that did not end well."""
-    return {t.id: t.medians("model") for t in load(folder) if t.status == "ok" and t.medians("model")}
+    return {t.id: t.medians("model") for t in load_run(folder) if t.status == "ok" and t.medians("model")}
 
 
 def apart(pairs: Iterable[tuple[float, float]]) -> tuple[int, str, str]:
@@ -149,7 +149,7 @@ def main() -> None:
     parser.add_argument("--only", choices=(MANY, ONE))
     parser.add_argument("--out", type=Path, required=True)
     asked = parser.parse_args()
-    found = places(asked.device_list)
+    found = parse_places(asked.device_list)
     if len(found) < 2:
         parser.error("--device-list needs two devices or more")
     cpu = found[0].device == "cpu"

@@ -43,7 +43,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.analysis.records import results
+from dyno.results import trial_result
 from dyno.worker.record import write_json
 
 WIDTH, HEIGHT = 500, 375
@@ -145,7 +145,9 @@ def plain(photos: Path, weights: Path, args: argparse.Namespace, side: Side) -> 
     return found
 
 
-def evaluate(photos: Path, weights: Path, place: Path, args: argparse.Namespace, side: Side) -> results.TrialResult:
+def evaluate(
+    photos: Path, weights: Path, place: Path, args: argparse.Namespace, side: Side
+) -> trial_result.TrialResult:
     """One `dyno eval` into a new run folder."""
     out = place / f"run-{time.monotonic_ns()}"
     command = [sys.executable, "-m", "dyno", "eval", f"torchvision:{args.model}", "--data", str(photos),
@@ -153,15 +155,15 @@ def evaluate(photos: Path, weights: Path, place: Path, args: argparse.Namespace,
                "--backends", args.backend, "--precision", args.precision, "--device", args.device,
                "--threads", str(args.threads), "--classes", "4", "--out", str(out)]  # fmt: skip
     run([*command, *args.dyno.split()], {**os.environ, "DYNO_CACHE": str(place / "cache")}, side)
-    (trial,) = results.load(out)
+    (trial,) = trial_result.load_run(out)
     assert trial.facts.evaluation is not None  # real images are timed
     side.loop.append(trial.facts.evaluation.seconds)
     return trial
 
 
-def same(found: dict[str, Any], trial: results.TrialResult) -> str:
+def same(found: dict[str, Any], trial: trial_result.TrialResult) -> str:
     """How near the two accuracies are, in images."""
-    from dyno.analysis.metrics.hits import TOP1
+    from dyno.results.metrics.accuracy import TOP1
 
     hits = TOP1.hits(trial)
     assert hits is not None and len(hits) == found["images"]
@@ -173,7 +175,7 @@ def seconds(sides: dict[str, Side]) -> str:
     return ", ".join(f"{name} {side.loop[-1]:.2f} s of {side.command[-1]:.1f}" for name, side in sides.items())
 
 
-def on_gpu(trial: results.TrialResult) -> tuple[float, float]:
+def on_gpu(trial: trial_result.TrialResult) -> tuple[float, float]:
     """Images a second of the pipeline, and those that the time of the model alone allows."""
     return trial.value("pipeline") or 0.0, trial.batch / float(np.median(trial.samples("latency", "model")))
 

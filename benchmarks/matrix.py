@@ -26,7 +26,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
-from dyno.analysis.formatting import markdown_table, significant
+from dyno.formatting import markdown_table, significant
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -81,9 +81,9 @@ def measure(source: str, asked: argparse.Namespace, cache: str, limit: float) ->
         said = f"no end after {limit:.0f} s"
     if not (folder / "trials").is_dir():
         return [{"model": source.partition(":")[2], "status": "failed", "reason": said}]
-    from dyno.analysis.tables import trial_table
+    from dyno.report.tables import trial_table
 
-    frame = trial_table.read(folder).frame
+    frame = trial_table.read_trials(folder).frame
     return [{name: str(row[name]) for name in KEPT} for _, row in frame.iterrows()]
 
 

@@ -14,9 +14,9 @@ import tempfile
 from dataclasses import replace
 
 from dyno import Study
-from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
-from dyno.planning.plan import expand
+from dyno.run.execute import Files
+from dyno.study.plan import expand
 from dyno.worker.facts.files import TimingUse
 from dyno.worker.record import Record
 

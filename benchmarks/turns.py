@@ -25,14 +25,14 @@ import numpy as np
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 
 from dyno import Study
-from dyno.analysis.formatting import markdown_table
-from dyno.analysis.records.blocks import within
-from dyno.analysis.records.rounds import Round
-from dyno.engine.execute import Files
-from dyno.engine.turns import InterleavedGroup, InterleavedJob
+from dyno.formatting import markdown_table
 from dyno.jobs.launcher import launch
 from dyno.jobs.progress import Progress
-from dyno.planning.plan import expand
+from dyno.results.blocks import within
+from dyno.results.rounds import Round
+from dyno.run.execute import Files
+from dyno.run.turns import InterleavedGroup, InterleavedJob
+from dyno.study.plan import expand
 from dyno.worker.record import read_record
 from dyno.worker.spec import Artifact, Job, Plan, Trial
 

@@ -33,13 +33,12 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.beside import SHARE, company
 
-from dyno.analysis.formatting import markdown_table
-from dyno.analysis.self_test.figures import Rate, SelfTest, Verdicts
-from dyno.analysis.self_test.stored import read
-from dyno.analysis.self_test.until import studies
-from dyno.analysis.self_test.words import percent, with_range
-from dyno.analysis.stats import EQUIVALENT, FASTER, SLOWER, UNDECIDED
-from dyno.api.calibrate import Layout, calibrate
+from dyno.formatting import markdown_table
+from dyno.regression.calibration import Layout, calibrate
+from dyno.regression.until import studies
+from dyno.report.self_test import percent, with_range
+from dyno.results.self_test import Rate, SelfTest, Verdicts, read
+from dyno.results.stats import EQUIVALENT, FASTER, SLOWER, UNDECIDED
 from dyno.worker.spec import ROUNDS, to_json
 
 # Two equal pairs that share no process, and one pair for each slow-down.

@@ -115,7 +115,7 @@ def pipeline(
     """`dyno video`; its frames and seconds, how much of its bound it reached, how its memory grew, how far its
     prediction was off, and both factors of that."""
     import dyno
-    from dyno.analysis.video import runs
+    from dyno.video import figures
     from dyno.worker.video.options import VideoOptions
 
     options = VideoOptions(codec="mpeg4" if output else "", streams=streams)
@@ -125,7 +125,7 @@ def pipeline(
     seconds = row["frames"] * streams / row["fps"]
     (growth,) = [growing(path, seconds) for path in Path(folder).glob("trials/*/r0/telemetry.npz")]
     (error,) = [line["error"] for line in made.table("video-streams").rows if line["streams"] == streams]
-    (filmed,) = runs.of_run(made.data)
+    (filmed,) = figures.of_run(made.data)
     found = filmed.typical
     return {"frames": row["frames"], "seconds": seconds, "reached": row["reached"], "growth": growth, "error": error,
             "cpu": found.facts.cpu_whole / found.crowded, "used": found.utilization}  # fmt: skip
@@ -244,7 +244,7 @@ def device(video: str, folder: str, preload: str, frames: str, model: str, size:
            batch: str, python: str, prepare: str, decode: str) -> dict[str, Any]:  # fmt: skip
     """`dyno video` without an output; what it reached, and what inference alone does."""
     import dyno
-    from dyno.analysis.video import runs
+    from dyno.video import figures
     from dyno.worker.video.options import VideoOptions
 
     options = VideoOptions(preload=int(preload), frames=int(frames), prepare=prepare, decode=decode)
@@ -254,7 +254,7 @@ def device(video: str, folder: str, preload: str, frames: str, model: str, size:
                       runtime={name: {"python": path}} if path else {})  # fmt: skip
     if not made.table("video").rows:
         raise SystemExit("; ".join(trial.reason for trial in made.records))
-    (row,), (filmed,) = made.table("video").rows, runs.of_run(made.data)
+    (row,), (filmed,) = made.table("video").rows, figures.of_run(made.data)
     return {"fps": row["fps"], "inference": row["inference_fps"], "bound_by": row["bound_by"],
             "prepared": filmed.typical.facts.prepared}  # fmt: skip
 

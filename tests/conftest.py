@@ -23,9 +23,9 @@ sys.path.insert(0, str(Path(__file__).parent))  # `import yolo_small` works in e
 import hostile_net
 import preloaded as forked
 from dyno import Study
-from dyno.analysis.report import report
 from dyno.cli import app
 from dyno.jobs import launcher
+from dyno.report import report
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
 from yolo_small import TrainedModel, trained
 
@@ -241,7 +241,7 @@ def unreported(monkeypatch: pytest.MonkeyPatch) -> None:
     """Runs here and in forked commands write the tables of a report alone: its charts take longer than what a test's
     study measures."""
     monkeypatch.setenv(forked.UNREPORTED, "1")
-    monkeypatch.setattr(report, "write", forked.tables_only)
+    monkeypatch.setattr(report, "write_report", forked.tables_only)
 
 
 @pytest.fixture

@@ -8,7 +8,7 @@ import time
 import numpy as np
 
 import ncu_files
-from dyno.analysis.inside.gpu import ncu
+from dyno.layers import counters
 from dyno.worker.backend import LayerTimes, Session
 from dyno.worker.backends.fake import Fake, FakeSession
 from dyno.worker.facts.job import LAYERS, Layer, LayerGraph
@@ -28,7 +28,7 @@ class Counted(Fake):
 
 class CountedSession(FakeSession):
     def profile(self, runs: int) -> LayerTimes:
-        kernels = ncu.read(ncu_files.text(ncu_files.TENSORRT)).kernels
+        kernels = counters.read_ncu(ncu_files.text(ncu_files.TENSORRT)).kernels
         names = dict.fromkeys(kernel.ranges[-1] for kernel in kernels)
         layers = tuple(Layer(name=name, nodes=tuple(name.split(" + "))) for name in names)
         inside = LayerGraph(form=LAYERS, library="Counted 1", layers=layers)

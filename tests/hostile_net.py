@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dyno import datasets
+from dyno import data as dyno_data
 from dyno.store import cache_dir
 
 SIZE, FACTOR = 16, 3000.0
@@ -22,7 +22,7 @@ def write(path: Path) -> None:
 
     torch.set_num_threads(1)
     torch.manual_seed(0)
-    data = datasets.digits(cache_dir() / "datasets", SIZE)
+    data = dyno_data.digits(cache_dir() / "datasets", SIZE)
     images, labels = (np.load(Path(data.folder) / f"{name}.npy") for name in ("images", "labels"))
     index = np.load(Path(data.folder) / "train.npy")
     pixels = torch.from_numpy((images[index].astype(np.float32) / 255 - 0.5) / 0.5)

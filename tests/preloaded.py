@@ -40,7 +40,7 @@ LIBRARIES = (
     "matplotlib.backends.backend_agg", "matplotlib.backends.backend_svg", "jinja2", "rich.progress",
     "torch", "torch._dynamo", "torch._inductor.compile_fx", "torch.onnx._internal.exporter._core",
     "torch.utils.flop_counter", "torchvision", "timm", "onnx", "onnxscript", "onnxruntime", "onnxruntime.quantization",
-    "openvino", "av", "cv2", "dyno.cli.app", "dyno.cli.commands", "dyno.analysis.report.report", "dyno.worker.main",
+    "openvino", "av", "cv2", "dyno.cli.app", "dyno.cli.commands", "dyno.report.report", "dyno.worker.main",
     "dyno.worker.jobs.inspect_model", "dyno.worker.jobs.stress", "dyno.worker.video.alone",
 )  # fmt: skip
 PROGRAM = "-m", "dyno"
@@ -172,9 +172,8 @@ def unflushed(_: int) -> None:
 
 
 def tables_only(runs: Sequence[Any], out: Path) -> Path:
-    """Stands for `write` in `dyno.analysis.report.report`: the tables of a report, without charts and page."""
-    from dyno.analysis import tables
-    from dyno.analysis.report import report
+    """Stands for `write` in `dyno.report.report`: the tables of a report, without charts and page."""
+    from dyno.report import report, tables
 
     report.write_tables(runs, [tables.named(run, "all") for run in runs], Path(out))
     return Path(out) / "report.html"
@@ -379,9 +378,9 @@ def _command(code: str, words: Sequence[str], path: str) -> int:
 
     dyno.jobs.launcher.subprocess = Processes(path)
     if os.environ.pop(UNREPORTED, ""):
-        from dyno.analysis.report import report
+        from dyno.report import report
 
-        report.write = tables_only
+        report.write_report = tables_only
     sys.argv = ["dyno", *words]
     status = 0
     try:

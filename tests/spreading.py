@@ -18,7 +18,7 @@ import psutil
 from dyno import Study
 from dyno.jobs.progress import Progress
 
-MODULE = "dyno.placement.block_process"
+MODULE = "dyno.devices.block_process"
 MARK = "DYNO_TESTS_OF_SPREADING"
 DRIVER = """
 import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from dyno import Study
-from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
-from dyno.planning.interpreters import missing
-from dyno.planning.model_info import model_spec
+from dyno.run.execute import Files
+from dyno.study.interpreters import missing
+from dyno.study.model_info import model_spec
 from dyno.worker import registry
 from dyno.worker.backend import Session
 from dyno.worker.facts.engine import EngineFacts, Probe

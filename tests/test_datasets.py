@@ -17,10 +17,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 from PIL import Image
 
-from dyno import datasets
-from dyno.datasets import cache as store
-from dyno.datasets.decode import Transform
-from dyno.datasets.photos import stratified_order
+from dyno import data as dyno_data
+from dyno.data import cache as store
+from dyno.data.decode import Transform
+from dyno.data.photos import stratified_order
 from dyno.worker.spec import DataSpec, Preprocess, UserError
 
 STRAIGHT = Preprocess(resize=0)
@@ -49,7 +49,7 @@ def arrays(data: DataSpec) -> dict[str, np.ndarray]:
 @pytest.fixture
 def make(tmp_path: Path) -> Make:
     def made(folder: Path, size: tuple[int, int] = (16, 20), preprocess: Preprocess = STRAIGHT, **more) -> DataSpec:
-        return datasets.load(folder, tmp_path / "cache", size, preprocess, **more)
+        return dyno_data.load(folder, tmp_path / "cache", size, preprocess, **more)
 
     return made
 
@@ -57,7 +57,7 @@ def make(tmp_path: Path) -> Make:
 def test_labels_follow_the_folders_in_any_script(tmp_path: Path, make: Make) -> None:
     folder = fill(tmp_path / "фото", {"яблоко": 3, "груша": 2, "猫": 4, "apple": 5, "Zebra": 1})
     data = make(folder, calibration=0)
-    found, about = arrays(data), datasets.meta(data)
+    found, about = arrays(data), dyno_data.meta(data)
     assert about["classes"] == ["Zebra", "apple", "груша", "яблоко", "猫"]
     assert (data.name, data.split, data.count, about["count"], about["size"]) == ("фото", "test", 15, 15, [16, 20])
     assert np.bincount(found["labels"]).tolist() == [1, 5, 2, 3, 4]
@@ -71,10 +71,10 @@ def test_test_images_are_set_aside_only_where_that_is_asked_for(tmp_path: Path, 
     folder = fill(tmp_path / "d", {"a": 20, "b": 20, "c": 1})
     data, every = make(folder, set_aside=True), make(folder)
     found, whole = arrays(data), arrays(every)
-    assert (every.count, "calibration" in whole, "set_aside" in datasets.meta(every)) == (41, False, False)
-    assert (data.count, datasets.meta(data)["set_aside"]) == (33, 8)
+    assert (every.count, "calibration" in whole, "set_aside" in dyno_data.meta(every)) == (41, False, False)
+    assert (data.count, dyno_data.meta(data)["set_aside"]) == (33, 8)
     assert np.array_equal(found["images"], whole["images"]), "a row is the same photograph, so that runs can be paired"
-    assert datasets.meta(data)["photographs"] == datasets.meta(every)["photographs"]
+    assert dyno_data.meta(data)["photographs"] == dyno_data.meta(every)["photographs"]
     assert data.sha256 != every.sha256
     assert len(found["calibration"]) == 8
     assert not set(found["calibration"]) & set(found["test"])
@@ -90,7 +90,7 @@ def test_split_layout(tmp_path: Path, make: Make) -> None:
     fill(folder / "val", {"a": 3, "b": 3}, seed=100)
     data = make(folder, calibration=8)
     found = arrays(data)
-    assert datasets.meta(data)["classes"] == ["a", "b", "only in train"]
+    assert dyno_data.meta(data)["classes"] == ["a", "b", "only in train"]
     assert (data.count, len(found["calibration"]), len(found["images"])) == (6, 8, 14)
     assert np.bincount(found["labels"][found["calibration"]])[0] >= 5
     fill(folder / "test", {"b": 2}, seed=200)
@@ -211,7 +211,7 @@ def test_unreadable_images_are_refused_or_skipped(tmp_path: Path, make: Make) ->
             make(folder, calibration=0)
         assert "\n" not in str(e.value)
         data = make(folder, calibration=0, on_unreadable="skip")
-    found, about = arrays(data), datasets.meta(data)
+    found, about = arrays(data), dyno_data.meta(data)
     assert [line.split(" ")[0] for line in about["unreadable"]] == ["a/002.jpg", "b/001.jpg", "b/002.jpg"]
     assert (data.count, about["count"], len(found["images"])) == (7, 7, 7)
     kept = [0, 1, 3, 4, 5, 8, 9]
@@ -249,8 +249,8 @@ def test_what_shapes_the_pixels_makes_another_data_set(tmp_path: Path, make: Mak
     others.append(make(folder, preprocess=Preprocess(resize=0, interpolation="bicubic")))
     assert len({data.folder for data in [first, changed, *others]}) == 6
     assert len({data.sha256 for data in [first, *others]}) == 5
-    assert len({datasets.meta(data)["photographs"] for data in [changed, *others]}) == 1, "the same photographs"
-    assert datasets.meta(changed)["photographs"] != datasets.meta(first)["photographs"]
+    assert len({dyno_data.meta(data)["photographs"] for data in [changed, *others]}) == 1, "the same photographs"
+    assert dyno_data.meta(changed)["photographs"] != dyno_data.meta(first)["photographs"]
     assert make(folder, preprocess=Preprocess(mean=(0.0,), resize=0)) == changed, "the mean changes no pixel"
 
 
@@ -270,7 +270,7 @@ def test_known_files_are_not_read_again(tmp_path: Path, monkeypatch: pytest.Monk
 def test_two_processes_at_once(tmp_path: Path) -> None:
     folder = fill(tmp_path / "d", {"a": 40, "b": 40})
     code = (
-        "import sys; from pathlib import Path; from dyno.datasets import load\n"
+        "import sys; from pathlib import Path; from dyno.data import load\n"
         "from dyno.worker.spec import Preprocess\n"
         "sys.stdin.readline()\n"
         "d = load(Path(sys.argv[1]), Path(sys.argv[2]), (64, 64), Preprocess())\n"
@@ -335,7 +335,7 @@ def test_bad_arguments(tmp_path: Path, make: Make) -> None:
         with pytest.raises(UserError, match=line):
             make(**{"folder": folder, **more})
     with pytest.raises(UserError, match="can't be shrunk to 7"):
-        datasets.digits(tmp_path, 7)
+        dyno_data.digits(tmp_path, 7)
 
 
 def test_full_disk_and_unwritable_cache(tmp_path: Path, make: Make, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -353,7 +353,7 @@ def test_full_disk_and_unwritable_cache(tmp_path: Path, make: Make, monkeypatch:
         make(fill(tmp_path / "many", {"a": 3}), size=(2_000_000, 2_000_000))
     (tmp_path / "file").write_text("in the way")
     with pytest.raises(UserError, match=r"image cache .* can't be written"):
-        datasets.load(folder, tmp_path / "file", (8, 8), STRAIGHT)
+        dyno_data.load(folder, tmp_path / "file", (8, 8), STRAIGHT)
 
 
 def test_abandoned_parts_are_removed(tmp_path: Path, make: Make) -> None:
@@ -376,7 +376,7 @@ def test_names_are_shown_on_one_line(tmp_path: Path, make: Make) -> None:
 
 
 def test_digits(tmp_path: Path) -> None:
-    data = datasets.digits(tmp_path)
+    data = dyno_data.digits(tmp_path)
     found, about = arrays(data), json.loads(Path(data.folder, "meta.json").read_text())
     assert found["images"].shape == (1797, 1, 64, 64)
     assert (len(found["test"]), len(found["train"]), len(found["calibration"]), data.count) == (900, 897, 128, 900)
@@ -386,8 +386,8 @@ def test_digits(tmp_path: Path) -> None:
         share = np.bincount(found["labels"][found[split]]) / np.bincount(found["labels"]) * 1797
         assert np.allclose(share, len(found[split]), rtol=0.1), "classes keep their proportions"
     assert (found["images"].min(), found["images"].max(), about["classes"][3]) == (0, 255, "3")
-    assert datasets.digits(tmp_path) == data
-    assert datasets.digits(tmp_path, 32).folder != data.folder
+    assert dyno_data.digits(tmp_path) == data
+    assert dyno_data.digits(tmp_path, 32).folder != data.folder
 
 
 @given(st.lists(st.integers(0, 5), min_size=1, max_size=200), st.integers(0, 2**32), st.data())

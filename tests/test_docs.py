@@ -20,12 +20,12 @@ import typer
 import dyno
 import preloaded as forked
 from dyno import Study
-from dyno.analysis.ranking.correctness import TOLERANCES
-from dyno.analysis.tables import trial_table
-from dyno.api.inside import files
 from dyno.cli import app
-from dyno.datasets.data_format import DataFormat
-from dyno.engine import run_folder
+from dyno.data.data_format import DataFormat
+from dyno.layers import files
+from dyno.report.tables import trial_table
+from dyno.results.correctness import TOLERANCES
+from dyno.run import run_folder
 from dyno.worker import main, registry
 from dyno.worker.backend import Backend, FileFormat, Maker, Session
 from dyno.worker.facts.files import MakerFacts

@@ -17,14 +17,14 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.analysis.formatting import csv_cell
-from dyno.analysis.presentation.export import export
-from dyno.analysis.presentation.table import TEXT, Column, Table
-from dyno.analysis.records.arrays import read_npz
+from dyno.formatting import csv_cell
 from dyno.jobs.launcher import environment
 from dyno.jobs.progress import Progress
+from dyno.report.export import export
+from dyno.results.files import read_npz
 from dyno.store import Cache, Run
-from dyno.study import Study
+from dyno.study.study import Study
+from dyno.table import TEXT, Column, Table
 from dyno.worker import system
 from dyno.worker.record import Record, parse_json, read_record, refuse_links, write_json, write_text
 from dyno.worker.spec import Runtime, UserError, from_json

@@ -187,19 +187,19 @@ def test_imports_run_one_way() -> None:
 @pytest.mark.parametrize(
     ("module", "bad"),
     [
-        ("dyno.analysis.tables.trial_table", "from dyno.jobs import launcher"),
-        ("dyno.analysis.tables.trial_table", "def f():\n    from dyno.worker.registry import find"),
-        ("dyno.analysis.tables.trial_table", "from ...store import Run"),
-        ("dyno.analysis.metrics.accuracy", "from dyno.analysis.tables import render"),
-        ("dyno.worker.main", "from dyno.study import Study"),
+        ("dyno.report.tables.trial_table", "from dyno.jobs import launcher"),
+        ("dyno.report.tables.trial_table", "def f():\n    from dyno.worker.registry import find"),
+        ("dyno.report.tables.trial_table", "from ...store import Run"),
+        ("dyno.results.metrics.accuracy", "from dyno.report.tables import render"),
+        ("dyno.worker.main", "from dyno.study.study import Study"),
         ("dyno.worker.spec", "from dyno.worker.record import Record"),
         ("dyno.worker.inputs.specs", "from dyno.worker.nets.models import loaded"),
-        ("dyno.datasets.folders", "import dyno.worker.measure"),
-        ("dyno.datasets", "from dyno.worker import backend"),
-        ("dyno.study", "def run():\n    from dyno.engine.execute import execute"),
-        ("dyno.study", "from dyno.worker import measure"),
-        ("dyno.planning.plan", "from dyno.engine import execute"),
-        ("dyno.engine.execute", "import dyno.worker.backends.pytorch"),
+        ("dyno.data.folders", "import dyno.worker.measure"),
+        ("dyno.data", "from dyno.worker import backend"),
+        ("dyno.study.study", "def run():\n    from dyno.run.execute import execute"),
+        ("dyno.study.study", "from dyno.worker import measure"),
+        ("dyno.study.plan", "from dyno.engine import execute"),
+        ("dyno.run.execute", "import dyno.worker.backends.pytorch"),
         ("dyno", "from dyno.cli import app"),
     ],
 )
@@ -208,12 +208,12 @@ def test_an_import_against_the_direction_is_seen(module: str, bad: str) -> None:
 
 
 def test_allowed_directions_pass() -> None:
-    assert against_direction("from dyno.worker.spec import Trial", "dyno.analysis.tables.render", "dyno.analysis") == []
-    assert against_direction("from dyno.worker import backend, spec", "dyno.engine.execute", "dyno.engine") == []
+    assert against_direction("from dyno.worker.spec import Trial", "dyno.report.tables.render", "dyno.analysis") == []
+    assert against_direction("from dyno.worker import backend, spec", "dyno.run.execute", "dyno.engine") == []
     assert against_direction("from dyno.analysis.records import results", "dyno.cli.app", "dyno.cli") == []
     assert against_direction("from .spec import Trial", "dyno.worker.measure", "dyno.worker") == []
-    typed = "if TYPE_CHECKING:\n    from dyno.api.result import Result"
-    assert against_direction(typed, "dyno.study", "dyno") == []
+    typed = "if TYPE_CHECKING:\n    from dyno.api import Result"
+    assert against_direction(typed, "dyno.study.study", "dyno") == []
 
 
 def test_every_module_has_a_room() -> None:

@@ -19,13 +19,13 @@ from typing import Any
 
 import pytest
 
-from dyno.analysis.presentation.export import FORMATS, export
-from dyno.analysis.records.results import Results
-from dyno.analysis.records.run_data import RunData
-from dyno.analysis.tables import trial_table
-from dyno.analysis.tables.trial_table import TRIALS
-from dyno.analysis.verdict import verdict
-from dyno.analysis.verdict.about import about
+from dyno.report.export import FORMATS, export
+from dyno.report.tables import trial_table
+from dyno.report.tables.trial_table import TRIALS
+from dyno.report.verdict import verdict
+from dyno.report.verdict.verdict import about
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results
 from dyno.worker.record import STATUSES, Record, read_record, to_json
 from dyno.worker.spec import SCHEMA, Job, from_json
 
@@ -39,7 +39,7 @@ SAID = re.compile(r"(?i)schema\W{1,6}(?:(?:number|version|is|now|today)\W{1,6})*
 
 @pytest.fixture(scope="module")
 def run() -> RunData:
-    return trial_table.read(RUN)
+    return trial_table.read_trials(RUN)
 
 
 @pytest.fixture(scope="module")
@@ -177,7 +177,7 @@ def test_the_command_prints_what_the_library_renders(run: RunData, dyno: Callabl
     done = dyno("show", RUN, "--format", format)
     assert (done.returncode, done.stderr) == (0, "")
     found = about(run) if format == "json" else {}
-    tables, said = export([TRIALS.table(run)], format, about=found), verdict.read(run).lines
+    tables, said = export([TRIALS.table(run)], format, about=found), verdict.read_verdict(run).lines
     told = done.stdout.removeprefix(tables)
     assert told != done.stdout
     plain = told.replace("\\[", "[").replace("\\]", "]")  # Markdown escapes the brackets of an interval

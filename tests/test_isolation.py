@@ -16,10 +16,10 @@ import numpy as np
 import pytest
 
 from dyno import Study, store
-from dyno.engine.execute import Files
 from dyno.jobs.launcher import MAIN
 from dyno.jobs.progress import Progress
-from dyno.planning.plan import expand
+from dyno.run.execute import Files
+from dyno.study.plan import expand
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import Artifact, Job, Runtime, Trial, to_json
 

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import preloaded as forked
-from dyno.planning.interpreters import installed
+from dyno.study.interpreters import installed
 from watched import Watch
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]

@@ -86,7 +86,7 @@ DYNO = FEW_DIGITS + "app.main()"
 # The demo has no flags for how long it trains and measures, on how large images, and which ways it tries.
 DEMO = f"""{FEW_DIGITS}
 from dyno.cli import demo
-from dyno.study import Study
+from dyno.study.study import Study
 demo.SIZE = 32
 demo.TRAINING |= {{"epochs": 1, "threads": 1}}
 demo.BACKENDS = ("onnxruntime@precision=fp32+int8", "the last one is left out")

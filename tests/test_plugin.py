@@ -25,7 +25,7 @@ NET = f"{PLUGIN / 'dyno_example/numpy_net.py'}:net"
 QUICK = ("--rounds", "1", "--seconds", "0.05", "--warmup", "0.02")
 # Those that the commands here need, but for what a test hides.
 LIBRARIES = ("pandas", "scipy.stats", "PIL.Image", "matplotlib.figure", "jinja2", "torch", "dyno.cli.app",
-             "dyno.cli.commands", "dyno.analysis.report.report", "dyno.worker.main")  # fmt: skip
+             "dyno.cli.commands", "dyno.report.report", "dyno.worker.main")  # fmt: skip
 BROKEN = {"dyno.backends": "gone = no_such_module:X", "dyno.formats": "other = dyno_example.numpy_net:TYPES"}
 Call = Callable[..., subprocess.CompletedProcess[str]]
 

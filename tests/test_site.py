@@ -51,4 +51,4 @@ def test_the_references_are_made_from_the_code(site: Path) -> None:
     assert "--rounds" in commands and "--help-all" in commands
     python = (site / "reference/python.html").read_text()
     assert all(f'id="{getattr(dyno, name).__module__}.{name}"' in python for name in ("Study", "load", "explain"))
-    assert "Exactly this many rounds" in python and 'id="dyno.api.runnable.Study.run"' in python
+    assert "Exactly this many rounds" in python and 'id="dyno.api.Study.run"' in python

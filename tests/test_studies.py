@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from dyno import Study
-from dyno.study import Choice
+from dyno.study.study import Choice
 from dyno.worker import registry
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")

@@ -15,8 +15,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyno import Study, UserError
-from dyno.engine.run_names import folder_name
-from dyno.study import Choice, model_name, parse_budget, parse_size, runtimes
+from dyno.run.run_names import folder_name
+from dyno.study.study import Choice, model_name, parse_budget, parse_size, runtimes
 
 
 @pytest.mark.parametrize(

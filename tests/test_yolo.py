@@ -13,9 +13,9 @@ import numpy as np
 import pytest
 
 import yolo_small
-from dyno.analysis.records.results import load
-from dyno.analysis.tables import trial_table
 from dyno.jobs.launcher import launch
+from dyno.report.tables import trial_table
+from dyno.results.trial_result import load_run
 from dyno.worker import tasks
 from dyno.worker.inputs.input_data import Images
 from dyno.worker.makers.export import OnnxExport, exported
@@ -174,7 +174,7 @@ def test_masks_and_boxes_of_a_run(network: Network, tmp_path: Path) -> None:
         assert {"preprocess", "inference", "postprocess", "pipeline"} <= {m.tag for m in record.measurements}
     (tmp_path / "truth").mkdir()
     shutil.copy(Path(data.folder) / "truth.json", tmp_path / "truth" / f"{data.sha256[:12]}.json")
-    frame = trial_table.read(load(tmp_path)).frame
+    frame = trial_table.read_trials(load_run(tmp_path)).frame
     said = network.trained.metrics
     for _, row in frame.iterrows():
         assert row["images"] == yolo_small.COUNTS["val"] and row["map50"] > 20

@@ -27,7 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.matrix import networks
 
-from dyno.analysis.formatting import markdown_table, significant
+from dyno.formatting import markdown_table, significant
 
 ROOT = Path(__file__).resolve().parents[1]
 Row = dict[str, str]

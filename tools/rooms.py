@@ -24,42 +24,29 @@ BORDER = (
 
 # Room -> rooms that it may import, within its own tree; nothing imports upwards, in a function or outside one.
 HOST = {
+    "formatting": "",
+    "table": "formatting",
     "jobs": "",
     "store": "jobs",
-    "sources": "store",
-    "study_options": "",
-    "study": "sources study_options",
-    "datasets": "",
-    "analysis": "",
-    "planning": "jobs store sources study datasets analysis",
-    "engine": "jobs store study planning analysis",
-    "placement": "jobs store study planning engine analysis",
-    "api": "jobs store sources study planning engine placement analysis",
-    "training": "jobs store study datasets planning engine api analysis",
-    "cli": "jobs store study_options study datasets planning engine placement api training analysis",
-}
-ANALYSIS = {
-    "formatting": "",
-    "stats": "",
-    "style": "",
-    "records": "formatting stats",
-    "presentation": "formatting records",
-    "metrics": "formatting stats records presentation",
-    "self_test": "formatting stats records presentation",
-    "inside": "formatting stats style records presentation",
-    "layer_files": "formatting style presentation inside",
-    "ranking": "formatting stats records metrics",
-    "numerics": "formatting presentation ranking inside",
-    "gate": "stats metrics",
-    "video": "formatting stats records presentation",
-    "serve": "formatting stats records presentation ranking",
-    "telemetry": "formatting stats records presentation",
-    "tables": "formatting stats records metrics presentation ranking gate video serve telemetry",
-    "verdict": "formatting stats records metrics presentation self_test ranking gate tables",
-    "charts": "formatting style records metrics presentation ranking video serve telemetry",
-    "report": "formatting stats style records metrics presentation self_test ranking gate tables verdict charts "
-    "inside layer_files",
-    "trtexec": "stats records",
+    "data": "",
+    "results": "formatting table",
+    "study": "formatting jobs store data results",
+    "report": "formatting table results",
+    "run": "formatting jobs store results study report",
+    "take": "formatting jobs store results run",
+    "devices": "formatting jobs store results study run",
+    "api": "jobs store results study report run take devices",
+    "evaluation": "formatting table results study report api",
+    "cli.options": "jobs study",
+    "cli.exits": "formatting jobs store study cli.options",
+    "video": "formatting table jobs store results study report run api cli.options cli.exits",
+    "serving": "formatting table jobs store results study report run api video cli.options cli.exits",
+    "layers": "formatting table jobs store results study report run take cli.options cli.exits",
+    "training": "formatting jobs store data results study report run api cli.options cli.exits cli.commands",
+    "regression": "formatting table jobs store results study report run take video api cli.options cli.exits",
+    "trtexec": "jobs results run",
+    "cli": "formatting table jobs store data results study report run take devices api evaluation video serving layers "
+    "training regression trtexec",
 }
 WORKER = {
     "facts": "",
@@ -94,12 +81,13 @@ WORKER = {
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
 BESIDES = {
-    "dyno.analysis": "facts spec record option_values extras plugins system tasks jobs.turns numerics.closeness "
-    "serve.rates",
-    "dyno.api": f"{BORDER} numerics.closeness",
-    "dyno.datasets": "facts.json_values spec record extras plugins inputs.specs",
+    "dyno.results": f"{BORDER} numerics.closeness",
+    "dyno.report": f"{BORDER} numerics.closeness",
+    "dyno.layers": f"{BORDER} numerics.closeness",
+    "dyno.regression": f"{BORDER} numerics.closeness",
+    "dyno.data": "facts.json_values spec record extras plugins inputs.specs",
     "dyno.cli": f"{BORDER} snippets",  # `dyno doctor` names what is broken of every kind that a plug-in may bring
-    "dyno.sources": f"{BORDER} nets.models nets.saved_modules nets.checkpoint inputs.specs inputs.modules "
+    "dyno.study": f"{BORDER} nets.models nets.saved_modules nets.checkpoint inputs.specs inputs.modules "
     "sessions.torch_support",
 }
 
@@ -110,26 +98,24 @@ def _named(root: str, rooms: str) -> tuple[str, ...]:
 
 def may_import() -> dict[str, tuple[str, ...]]:
     """Room -> prefixes of what it may import of dyno; the longest prefix of a module decides."""
-    rules = {"dyno.__main__": ("dyno.cli",), "dyno": ("dyno.api", "dyno.training", "dyno.worker.spec")}
+    rules = {"dyno.__main__": ("dyno.cli",), "dyno": (*_named("dyno", "api evaluation results"), "dyno.worker.spec")}
+    rules["dyno"] += _named("dyno", "layers video serving training regression")
     for room, below in HOST.items():
         name = f"dyno.{room}"
         rules[name] = (name, *_named("dyno", below), *_named("dyno.worker", BESIDES.get(name, BORDER)))
-    for name in ("dyno.cli", "dyno.placement"):
+    for name in ("dyno.cli", "dyno.devices"):
         rules[name] += ("dyno.__version__",)
-    for root, rooms in (("dyno.analysis", ANALYSIS), ("dyno.worker", WORKER)):
-        for room, below in rooms.items():
-            name = f"{root}.{room}"
-            extra = _named("dyno.worker", BESIDES["dyno.analysis"]) if root == "dyno.analysis" else ()
-            rules[name] = (name, *_named(root, below), *extra)
-        rules[root] = ()
+    for room, below in WORKER.items():
+        rules[f"dyno.worker.{room}"] = (f"dyno.worker.{room}", *_named("dyno.worker", below))
+    rules["dyno.worker"] = ()
     return rules
 
 
 def rooms() -> Iterator[tuple[str, Path]]:
     """Each room's dotted name and its folder or file."""
-    for root, names in (("dyno", HOST), ("dyno.analysis", ANALYSIS), ("dyno.worker", WORKER)):
+    for root, names in (("dyno", HOST), ("dyno.worker", WORKER)):
         for name in names:
-            place = SRC.joinpath(*root.split("."), name)
+            place = SRC.joinpath(*root.split("."), *name.split("."))
             yield f"{root}.{name}", place if place.is_dir() else place.with_suffix(".py")
 
 
@@ -148,8 +134,8 @@ def _table(root: str, names: dict[str, str]) -> Iterator[str]:
     yield "| room | what it is | may import |"
     yield "|---|---|---|"
     for name, place in rooms():
-        if name.rpartition(".")[0] == root:
-            room = name.rpartition(".")[2]
+        if name.startswith(f"{root}.") and name.removeprefix(f"{root}.") in names:
+            room = name.removeprefix(f"{root}.")
             below = ", ".join(names[room].split()) or "–"
             yield f"| {_link(name, place)} | {what_it_is(place)} | {below} |"
 
@@ -158,7 +144,7 @@ def generated() -> str:
     """The picture and the tables."""
     arrows = [f"  {room} --> {below}" for room, names in HOST.items() for below in _nearest(names)]
     parts = ["```mermaid\ngraph TD", *arrows, "  jobs -. job.json, record.json .-> worker", "```"]
-    trees = {"The host": ("dyno", HOST), "Analysis": ("dyno.analysis", ANALYSIS), "The worker": ("dyno.worker", WORKER)}
+    trees = {"The host": ("dyno", HOST), "The worker": ("dyno.worker", WORKER)}
     for title, (root, names) in trees.items():
         parts += ["", f"### {title}", "", *_table(root, names)]
     return "\n".join(parts)

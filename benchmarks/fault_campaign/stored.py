@@ -12,8 +12,8 @@ from benchmarks.fault_campaign.campaign import Campaign
 from benchmarks.fault_campaign.changes import mutated, planted, rearranged, reset, retyped
 from benchmarks.fault_campaign.mutations import Subject
 
-from dyno.analysis.self_test.stored import ProcessPair, StoredSelfTest, TestRound
-from dyno.engine import self_test
+from dyno.results.self_test import ProcessPair, StoredSelfTest, TestRound
+from dyno.run import self_test
 from dyno.worker.record import write_json
 from dyno.worker.spec import to_json
 

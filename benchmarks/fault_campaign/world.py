@@ -17,7 +17,7 @@ from pathlib import Path
 import psutil
 from benchmarks.fault_campaign.campaign import STUDY, Campaign
 
-from dyno.analysis.records.arrays import read_npz
+from dyno.results.files import read_npz
 
 # The C library's clock goes back a year at that second of the monotonic one, for the process and all that it starts.
 CLOCK = """

@@ -8,32 +8,32 @@ from __future__ import annotations
 import typing
 
 if typing.TYPE_CHECKING:
-    from dyno.analysis.self_test.figures import SelfTest as SelfTest
-    from dyno.api.bisection import bisect as bisect
-    from dyno.api.calibrate import calibrate as calibrate
-    from dyno.api.comparison import Comparison as Comparison
-    from dyno.api.comparison import compare as compare
-    from dyno.api.evaluation import evaluate as evaluate
-    from dyno.api.inside.cold_start import ColdStarts as ColdStarts
-    from dyno.api.inside.cold_start import cold_start as cold_start
-    from dyno.api.inside.explaining import ExplanationResult as ExplanationResult
-    from dyno.api.inside.explaining import explain as explain
-    from dyno.api.inside.inspection import InspectionResult as InspectionResult
-    from dyno.api.inside.inspection import inspect as inspect
-    from dyno.api.inside.layer_agreement import LayerAgreement as LayerAgreement
-    from dyno.api.inside.layer_agreement import agree_layers as agree_layers
-    from dyno.api.inside.profiling import ProfileResult as ProfileResult
-    from dyno.api.inside.profiling import profile as profile
-    from dyno.api.result import Result as Result
-    from dyno.api.result import load as load
-    from dyno.api.runnable import Study as Study
-    from dyno.api.runnable import run as run
-    from dyno.api.serve.session import ServingResult as ServingResult
-    from dyno.api.serve.session import serve_test as serve_test
-    from dyno.api.video.session import VideoResult as VideoResult
-    from dyno.api.video.session import video as video
+    from dyno.api import Result as Result
+    from dyno.api import Study as Study
+    from dyno.api import load as load
+    from dyno.api import run as run
+    from dyno.evaluation import evaluate as evaluate
+    from dyno.layers.agreement import LayerAgreement as LayerAgreement
+    from dyno.layers.agreement import agree_layers as agree_layers
+    from dyno.layers.cold_start import ColdStarts as ColdStarts
+    from dyno.layers.cold_start import cold_start as cold_start
+    from dyno.layers.explaining import ExplanationResult as ExplanationResult
+    from dyno.layers.explaining import explain as explain
+    from dyno.layers.inspection import InspectionResult as InspectionResult
+    from dyno.layers.inspection import inspect as inspect
+    from dyno.layers.profiling import ProfileResult as ProfileResult
+    from dyno.layers.profiling import profile as profile
+    from dyno.regression.bisection import bisect as bisect
+    from dyno.regression.calibration import calibrate as calibrate
+    from dyno.regression.comparison import Comparison as Comparison
+    from dyno.regression.comparison import compare as compare
+    from dyno.results.self_test import SelfTest as SelfTest
+    from dyno.serving.session import ServingResult as ServingResult
+    from dyno.serving.session import serve_test as serve_test
     from dyno.training.session import TrainingResult as TrainingResult
     from dyno.training.session import train as train
+    from dyno.video.session import VideoResult as VideoResult
+    from dyno.video.session import video as video
     from dyno.worker.spec import UserError as UserError
 
 __version__ = "0.2.0"
@@ -68,31 +68,31 @@ __all__ = [
 ]
 
 _HOMES = {
-    "Study": "dyno.api.runnable",
-    "run": "dyno.api.runnable",
-    "Result": "dyno.api.result",
+    "Study": "dyno.api",
+    "run": "dyno.api",
+    "Result": "dyno.api",
     "UserError": "dyno.worker.spec",
-    "bisect": "dyno.api.bisection",
-    "Comparison": "dyno.api.comparison",
-    "compare": "dyno.api.comparison",
-    "calibrate": "dyno.api.calibrate",
-    "SelfTest": "dyno.analysis.self_test.figures",
-    "evaluate": "dyno.api.evaluation",
-    "ColdStarts": "dyno.api.inside.cold_start",
-    "cold_start": "dyno.api.inside.cold_start",
-    "ExplanationResult": "dyno.api.inside.explaining",
-    "explain": "dyno.api.inside.explaining",
-    "LayerAgreement": "dyno.api.inside.layer_agreement",
-    "agree_layers": "dyno.api.inside.layer_agreement",
-    "InspectionResult": "dyno.api.inside.inspection",
-    "inspect": "dyno.api.inside.inspection",
-    "ProfileResult": "dyno.api.inside.profiling",
-    "profile": "dyno.api.inside.profiling",
-    "video": "dyno.api.video.session",
-    "VideoResult": "dyno.api.video.session",
-    "serve_test": "dyno.api.serve.session",
-    "ServingResult": "dyno.api.serve.session",
-    "load": "dyno.api.result",
+    "bisect": "dyno.regression.bisection",
+    "Comparison": "dyno.regression.comparison",
+    "compare": "dyno.regression.comparison",
+    "calibrate": "dyno.regression.calibration",
+    "SelfTest": "dyno.results.self_test",
+    "evaluate": "dyno.evaluation",
+    "ColdStarts": "dyno.layers.cold_start",
+    "cold_start": "dyno.layers.cold_start",
+    "ExplanationResult": "dyno.layers.explaining",
+    "explain": "dyno.layers.explaining",
+    "LayerAgreement": "dyno.layers.agreement",
+    "agree_layers": "dyno.layers.agreement",
+    "InspectionResult": "dyno.layers.inspection",
+    "inspect": "dyno.layers.inspection",
+    "ProfileResult": "dyno.layers.profiling",
+    "profile": "dyno.layers.profiling",
+    "video": "dyno.video.session",
+    "VideoResult": "dyno.video.session",
+    "serve_test": "dyno.serving.session",
+    "ServingResult": "dyno.serving.session",
+    "load": "dyno.api",
     "train": "dyno.training.session",
     "TrainingResult": "dyno.training.session",
 }

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.analysis.records.results import TrialResult, load
+from dyno.results.trial_result import TrialResult, load_run
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record, write_json, write_record
@@ -35,7 +35,7 @@ def trial(folder: Path, medians: dict[tuple[str, str, str], float] | None = None
     made_by (of the engine), source (of the model).
     """
     write(folder, MEDIANS if medians is None else medians, **changes)
-    return load(folder).trials[0]
+    return load_run(folder).trials[0]
 
 
 def write(folder: Path, medians: dict[tuple[str, str, str], float], **changes: Any) -> None:

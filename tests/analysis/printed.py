@@ -6,11 +6,11 @@ import os
 from typing import Any
 from unittest import mock
 
-from dyno.analysis import charts, tables
-from dyno.analysis.presentation.export import By, export
-from dyno.analysis.presentation.table import Table
-from dyno.analysis.records.run_data import RunData
-from dyno.analysis.tables.trial_table import TRIALS
+from dyno.report import charts, tables
+from dyno.report.export import By, export
+from dyno.report.tables.trial_table import TRIALS
+from dyno.results.run_data import RunData
+from dyno.table import Table
 
 
 def trials(run: RunData, format: str = "text", by: By = (), width: int = 0) -> str:

@@ -13,9 +13,9 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis.records.run_data import RunData
-from dyno.analysis.tables import trial_table
-from dyno.analysis.verdict import verdict
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results.run_data import RunData
 from dyno.worker.record import write_json
 
 BLOCKS, SAMPLES = 8, 20
@@ -56,7 +56,7 @@ def demo(tmp_path_factory: pytest.TempPathFactory) -> RunData:
         for way, ratio in ways:
             place = folder / "trials" / way.trial.id / f"r{number}"
             write_round(place, way.batch * PYTORCH_S[number] / ratio[number], shared[way.batch], rng)
-    return trial_table.read(folder)
+    return trial_table.read_trials(folder)
 
 
 def row(run: RunData, backend: str, precision: str, batch: int) -> dict[str, object]:
@@ -81,6 +81,6 @@ def test_a_small_gain_is_decided(demo: RunData) -> None:
 
 
 def test_the_verdict_gives_the_ratio_with_its_limits(demo: RunData) -> None:
-    said = " ".join(verdict.sentences(demo))
+    said = " ".join(verdict.list_sentences(demo))
     assert "openvino int8" in said and "unclear" not in said and "more than 100 more rounds" not in said
     assert "1 of 7 rounds" in said or "1 round" in said, said

@@ -12,11 +12,12 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis import formatting
-from dyno.analysis.presentation.export import export
-from dyno.analysis.records.results import Results, load
-from dyno.analysis.tables import compare, trial_table
-from dyno.analysis.verdict import verdict
+from dyno import formatting
+from dyno.regression import compare_table
+from dyno.report.export import export
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results.trial_result import Results, load_run
 
 BOUND = re.compile(r"at least [\d.]+x|at most [\d.]+x|unclear")
 BRACKETS = re.compile(r"\[([\d.,]+)(?: \S+)?, ([\d.,]+)(?: \S+)?\]")
@@ -31,7 +32,7 @@ def wild(tmp_path_factory: pytest.TempPathFactory) -> Results:
         for b in (1, 8)
         for name, s in (("pytorch", 0.01), ("a", 0.002), ("b", 0.001))
     ]
-    return load(synthetic.write_run(tmp_path_factory.mktemp("wild") / "run", ways, samples=50))
+    return load_run(synthetic.write_run(tmp_path_factory.mktemp("wild") / "run", ways, samples=50))
 
 
 def wide(text: str) -> list[str]:
@@ -83,26 +84,26 @@ def test_a_ratio_that_the_medians_contradict_is_printed_nowhere(
 ) -> None:
     monkeypatch.setattr(trial_table, "_fits_latencies", lambda *_: False)
     ways = [Way("pytorch"), Way("a", seconds=0.005), Way("b", seconds=0.004)]
-    run = trial_table.read(load(synthetic.write_run(tmp_path / "run", ways)))
-    texts = [*verdict.sentences(run), printed.trials(run, "text")]
+    run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways)))
+    texts = [*verdict.list_sentences(run), printed.trials(run, "text")]
     assert "whether it is faster than pytorch fp32 is undecided." in texts[0] and "nan" not in " ".join(texts)
 
 
 def test_no_wide_interval_is_printed(wild: Results, tmp_path: Path) -> None:
-    run = trial_table.read(wild)
+    run = trial_table.read_trials(wild)
     loose = run.frame["speedup_high"] > 2 * run.frame["speedup_low"]
     assert loose.any(), "the fixture is too tame"
     texts = {format: printed.trials(run, format) for format in ("text", "markdown")}
-    texts["verdict"] = "\n".join(verdict.sentences(run))
+    texts["verdict"] = "\n".join(verdict.list_sentences(run))
     texts |= {name: export([table], "markdown") for name, table in printed.every(run).items()}
-    texts["compare"] = export([compare.compare(wild, wild)], "markdown")
+    texts["compare"] = export([compare_table.compare_runs(wild, wild)], "markdown")
     for name, text in texts.items():
         assert not wide(text), (name, wide(text))
     assert all(BOUND.search(texts[name]) for name in ("text", "markdown", "compare"))
 
 
 def test_the_machine_s_tables_keep_the_numbers(wild: Results) -> None:
-    run = trial_table.read(wild)
+    run = trial_table.read_trials(wild)
     read = pd.read_csv(io.StringIO(printed.trials(run, "csv")))
     assert read["speedup_high"].max() == pytest.approx(run.frame["speedup_high"].max())
     assert read["speedup_high"].max() > 10
@@ -117,7 +118,9 @@ def test_the_machine_s_tables_keep_the_numbers(wild: Results) -> None:
 def test_the_page_prints_none_either(wild: Results, tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
-    from dyno.analysis.report import report
+    from dyno.report import report
 
-    text = re.sub(r"<[^>]*>", " ", report.write([trial_table.read(wild)], tmp_path).read_text(encoding="utf-8"))
+    text = re.sub(
+        r"<[^>]*>", " ", report.write_report([trial_table.read_trials(wild)], tmp_path).read_text(encoding="utf-8")
+    )
     assert BOUND.search(text) and not wide(text), wide(text)

@@ -15,13 +15,13 @@ import pytest
 
 import dyno
 from dyno import Study
-from dyno.analysis.report import method
-from dyno.analysis.self_test import words
-from dyno.analysis.self_test.stored import ProcessPair, StoredSelfTest, TestRound
-from dyno.api import calibrate as module
-from dyno.engine import self_test
-from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
+from dyno.regression import calibration as module
+from dyno.report import sections
+from dyno.report import self_test as report_self_test
+from dyno.results.self_test import ProcessPair, StoredSelfTest, TestRound
+from dyno.run import self_test
+from dyno.run.execute import execute
 from dyno.worker import registry
 from dyno.worker.record import write_json
 from dyno.worker.spec import to_json
@@ -160,7 +160,7 @@ def test_the_report_has_it(fake_study: Callable[..., Study], tmp_path: Path) -> 
     pytest.importorskip("matplotlib")
     execute(fake_study(rounds=2), tmp_path / "run", Progress(quiet=True))
     run = dyno.load(tmp_path / "run")
-    assert ("visible differences", words.HINT) in method.terms(run.data)
+    assert ("visible differences", report_self_test.HINT) in sections.list_terms(run.data)
     self_test.keep(known())
     page = dyno.load(tmp_path / "run").report(tmp_path / "with").read_text()
     assert page.count("This run can see") == 2, "below the verdict and in the method"

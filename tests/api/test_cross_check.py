@@ -14,9 +14,9 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))  # for engine_ru
 
 import engine_run
 
-from dyno.api import cross_check
-from dyno.engine import device_lock
+from dyno.run import device_lock
 from dyno.store import cache_dir, lock
+from dyno.trtexec import cross_check
 from dyno.worker.spec import UserError
 
 LOGS = Path(__file__).parents[1] / "analysis" / "trtexec"
@@ -48,9 +48,9 @@ def test_a_log_is_held_against_the_run(run: Path) -> None:
 
 
 def test_trial_results_are_taken_as_well(run: Path) -> None:
-    from dyno.analysis.records.results import load
+    from dyno.results.trial_result import load_run
 
-    trial = load(run).trials[0]
+    trial = load_run(run).trials[0]
     assert cross_check.cross_check(trial, LOGS / "10.log") == cross_check.cross_check([trial], LOGS / "10.log")
 
 

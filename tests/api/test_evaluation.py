@@ -15,13 +15,14 @@ import pytest
 
 import dyno
 import preloaded as forked
-from dyno.analysis.presentation.export import export
-from dyno.analysis.tables import compare
-from dyno.analysis.verdict import evaluation_summary, verdict
-from dyno.api.result import Result
-from dyno.engine import execute
-from dyno.planning.planned import PlannedTrial
+from dyno import evaluation
+from dyno.api import Result
+from dyno.regression import compare_table
+from dyno.report.export import export
+from dyno.report.verdict import verdict
+from dyno.run import execute
 from dyno.store import Run
+from dyno.study.plan import PlannedTrial
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Trial, UserError, to_json
 
 pytestmark = pytest.mark.usefixtures("preloaded")
@@ -212,15 +213,15 @@ def test_every_image_is_tested_on_but_where_int8_needs_some(
     for format in ("text", "markdown"):
         assert f"accuracy is on {said}" in export([fewer.table()], format)
         assert "set aside" not in export([every.table()], format)
-    assert f"on {said}" in evaluation_summary.describe(fewer.records.trials[0])
+    assert f"on {said}" in evaluation.describe_evaluation(fewer.records.trials[0])
     warned = "Accuracy is not on all images: 6 were set aside for calibration"
-    assert any(warned in sentence for sentence in verdict.sentences(fewer.data))
+    assert any(warned in sentence for sentence in verdict.list_sentences(fewer.data))
     page = fewer.report().read_text(encoding="utf-8")
     assert said in page and warned in page and "set aside" not in every.report().read_text(encoding="utf-8")
     with pytest.raises(
         UserError, match="different test images, 6 set aside for calibration in one run and 0 in the other"
     ):
-        compare.compare(every.records, fewer.records)
+        compare_table.compare_runs(every.records, fewer.records)
 
 
 def test_random_inputs_have_no_classes(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ import pytest
 import dyno
 import preloaded as forked
 from dyno import Study
-from dyno.api.result import Result
+from dyno.api import Result
 from dyno.worker.inputs import input_data, specs
 from dyno.worker.spec import Tensor, Trial, from_json
 

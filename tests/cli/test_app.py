@@ -16,7 +16,7 @@ import typer
 
 from dyno import Study, __version__
 from dyno.cli import app
-from dyno.placement import places, spread
+from dyno.devices import places, spread
 
 Command = Callable[..., "subprocess.CompletedProcess[str]"]
 SHORT = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
@@ -149,7 +149,7 @@ def test_exit_codes_of_a_run(call: Callable[..., Any]) -> None:
 
 
 def test_devices_that_are_lost_are_no_bad_input(call: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(spread, "execute", lambda *_, **__: places.left([]))
+    monkeypatch.setattr(spread, "execute", lambda *_, **__: places.list_left([]))
     code, _, err = call(*FAKE, "--out", "lost")
     assert (code, err.splitlines()[-1]) == (
         3, "dyno: every device of the study was lost; the same command again goes on with what is missing"

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dyno import datasets
+from dyno import data
 from dyno.cli import demo
 
 
@@ -26,6 +26,6 @@ def test_other_images_or_options_are_another_training(monkeypatch: pytest.Monkey
     assert folder() == usual
     assert folder(TRAINING={"epochs": 9}) != usual
     # As another version of Dyno, or of Pillow, may decode them.
-    other = replace(datasets.digits(demo.cache_dir() / "datasets", demo.SIZE), sha256="another")
-    monkeypatch.setattr(datasets, "digits", lambda *_: other)
+    other = replace(data.digits(demo.cache_dir() / "datasets", demo.SIZE), sha256="another")
+    monkeypatch.setattr(data, "digits", lambda *_: other)
     assert folder() != usual

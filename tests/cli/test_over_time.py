@@ -10,9 +10,9 @@ import pandas as pd
 import pytest
 
 from dyno import Study
-from dyno.engine.execute import execute
 from dyno.jobs import telemetry
 from dyno.jobs.progress import Progress
+from dyno.run.execute import execute
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 

@@ -12,8 +12,8 @@ import pytest
 
 import dyno
 import planted_backends
-from dyno.analysis.charts import serve_chart
-from dyno.analysis.verdict import verdict
+from dyno.report.verdict import verdict
+from dyno.serving import tables
 
 pytest.importorskip("torch")
 pytest.importorskip("onnxruntime")
@@ -44,9 +44,9 @@ def test_an_engine_with_wrong_outputs_is_never_ranked(call: Call, tmp_path: Path
     assert said.startswith("Wrong outputs: off by") and "not ranked, whatever the rate." in " ".join(out.split())
     assert len([*tmp_path.glob("run/reference/trials/*/r*")]) == 1, "one job, and nothing of it is a row"
     assert [t.backend for t in run.records] == ["onnxruntime", wrong]
-    assert "(fp32 allows 0.01) against pytorch fp32; not ranked" in verdict.sentences(run.data)[0]
+    assert "(fp32 allows 0.01) against pytorch fp32; not ranked" in verdict.list_sentences(run.data)[0]
     shown = {name: call("show", "run", "--table", "serve", "--format", name)[1] for name in ("json", "csv")}
-    figure = serve_chart.latency_by_rate(run.data)
+    figure = tables.latency_by_rate(run.data)
     labels = {text.get_text().partition(wrong)[2] for text in figure.legends[0].get_texts()}
     assert labels == {"", " fp32 b4 16, p50, wrong outputs"}
     assert [row["outputs"] for row in json.loads(shown["json"])["rows"]] == ["agree", "wrong outputs"]

@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from dyno import datasets
+from dyno import data
 from dyno.worker.spec import DataSpec, Preprocess
 
 sys.path.insert(0, str(Path(__file__).parent))  # `import drawn` works in every import mode of pytest
@@ -66,6 +66,6 @@ def make(tmp_path: Path) -> Make:
     """The data set that annotated images become."""
 
     def made(folder: Path, size: tuple[int, int] = (64, 64), **more: Any) -> DataSpec:
-        return datasets.load(folder, tmp_path / "cache", size, Preprocess(letterbox=True), objects=True, **more)
+        return data.load(folder, tmp_path / "cache", size, Preprocess(letterbox=True), objects=True, **more)
 
     return made

@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.datasets import cache
+from dyno.data import cache
 from dyno.worker.spec import DataSpec
 
 Make = Callable[..., DataSpec]

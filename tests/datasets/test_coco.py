@@ -14,8 +14,8 @@ import pytest
 from PIL import Image
 from pycocotools.coco import COCO
 
-from dyno import datasets
-from dyno.planning import images
+from dyno import data as dyno_data
+from dyno.study import images
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
 Make = Callable[..., DataSpec]
@@ -30,8 +30,8 @@ def truth(data: DataSpec) -> dict[str, Any]:
 def test_the_truth_is_the_file_s_own(coco: Folder, make: Make, tmp_path: Path) -> None:
     folder = coco()
     data = make(folder)
-    about, found = datasets.meta(data), truth(data)
-    assert (datasets.format_of(folder).name, data.name) == ("coco", "coco")
+    about, found = dyno_data.meta(data), truth(data)
+    assert (dyno_data.format_of(folder).name, data.name) == ("coco", "coco")
     assert (about["classes"], about["has"]) == (["disc", "triangle"], ["boxes", "masks"])
     assert about["splits"] == {"test": 6, "calibration": 8}, "calibration images come out of train2017"
     assert [category["id"] for category in found["categories"]] == [0, 1]
@@ -48,7 +48,7 @@ def test_the_truth_is_the_file_s_own(coco: Folder, make: Make, tmp_path: Path) -
 
 def test_keypoints(coco: Folder, make: Make) -> None:
     found = make(coco(keypoints=True, name="person_keypoints_val2017"))
-    about = datasets.meta(found)
+    about = dyno_data.meta(found)
     assert (about["has"], about["keypoints"]) == (["boxes", "masks", "keypoints"], [3, 3])
     one = truth(found)
     assert one["annotations"][0]["num_keypoints"] == 2
@@ -60,8 +60,8 @@ def test_the_task_chooses_between_files(coco: Folder, make: Make) -> None:
     coco(name="instances_train2017")
     coco(keypoints=True, name="person_keypoints_val2017")
     folder = coco()
-    assert datasets.meta(make(folder))["has"] == ["boxes", "masks"]
-    assert datasets.meta(make(folder, needs="keypoints"))["has"][-1] == "keypoints"
+    assert dyno_data.meta(make(folder))["has"] == ["boxes", "masks"]
+    assert dyno_data.meta(make(folder, needs="keypoints"))["has"][-1] == "keypoints"
     (folder / "annotations/instances_val2017.json").rename(folder / "annotations/mine_val.json")
     coco(name="yours_val")
     (folder / "annotations/person_keypoints_val2017.json").unlink()
@@ -73,10 +73,10 @@ def test_the_file_may_lie_in_the_folder_itself(coco: Folder, make: Make) -> None
     folder = coco()
     sha256 = make(folder).sha256
     (folder / "annotations/instances_val2017.json").rename(folder / "instances_val2017.json")
-    assert datasets.format_of(folder).name == "coco" and make(folder).sha256 == sha256
+    assert dyno_data.format_of(folder).name == "coco" and make(folder).sha256 == sha256
     (folder / "instances_val2017.json").rename(folder / "instances.json")
     (folder / "val2017").rename(folder / "images")
-    assert datasets.meta(make(folder))["splits"] == {"test": 6}
+    assert dyno_data.meta(make(folder))["splits"] == {"test": 6}
     (folder / "annotations/captions_val2017.json").write_text("{}")
     with pytest.raises(UserError, match=r"annotations has no file with objects, only captions_val2017.json; give"):
         make(folder)
@@ -100,7 +100,7 @@ def roboflow(folder: Path) -> Path:
 @pytest.mark.parametrize("given", ["", "valid", "valid/_annotations.coco.json"])
 def test_roboflow_s_layout_without_its_root_category(tmp_path: Path, make: Make, given: str) -> None:
     data = make(roboflow(tmp_path / "set") / given, outputs=2)
-    about, found = datasets.meta(data), truth(data)
+    about, found = dyno_data.meta(data), truth(data)
     assert about["splits"] == {"test": 6, "calibration": 6} and about["classes"] == drawn.NAMES
     assert [one["category_id"] for one in found["annotations"]] == [drawn.shape(k)[0] for k in range(6)]
     (warning,) = about["warnings"]
@@ -110,16 +110,16 @@ def test_roboflow_s_layout_without_its_root_category(tmp_path: Path, make: Make,
 def test_a_category_in_no_image_keeps_its_number(tmp_path: Path, make: Make) -> None:
     """A network with a class for each category, roots included, or a category that groups no others: none goes."""
     folder = roboflow(tmp_path / "set")
-    assert datasets.meta(make(folder, outputs=3))["classes"] == ["shapes", *drawn.NAMES]
+    assert dyno_data.meta(make(folder, outputs=3))["classes"] == ["shapes", *drawn.NAMES]
     with pytest.raises(UserError, match=r"has 3 classes, but net has 4 classes; .* \(without annotation: shapes\)"):
         images._check_labels(
-            "set", datasets.meta(make(folder, outputs=4)), ModelSpec("net", "net.py:net", task="detect"), 4
+            "set", dyno_data.meta(make(folder, outputs=4)), ModelSpec("net", "net.py:net", task="detect"), 4
         )
     file = folder / "valid/_annotations.coco.json"
     tables = json.loads(file.read_text())
     tables["categories"][0] = {"id": 0, "name": "circle", "supercategory": "round"}
     file.write_text(json.dumps(tables))
-    about = datasets.meta(make(folder, outputs=2))
+    about = dyno_data.meta(make(folder, outputs=2))
     assert (about["classes"], about["unused"]) == (["circle", *drawn.NAMES], ["circle"])
 
 
@@ -131,7 +131,7 @@ def test_a_root_may_have_the_name_of_a_class(tmp_path: Path, make: Make) -> None
         category["name" if category["id"] in (0, 7) else "supercategory"] = "disc"
         category["supercategory"] = "none" if category["id"] == 0 else "disc"
     file.write_text(json.dumps(tables))
-    assert datasets.meta(make(folder, outputs=2))["classes"] == drawn.NAMES
+    assert dyno_data.meta(make(folder, outputs=2))["classes"] == drawn.NAMES
 
 
 @pytest.mark.parametrize(("name", "place"), [("labels.json", "data"), ("result.json", "images")])
@@ -165,9 +165,9 @@ def test_labels_of_an_image_that_lies_on_its_side(coco: Folder, make: Make) -> N
 
 def test_without_training_images_some_are_carved_out(coco: Folder, make: Make) -> None:
     folder = coco(count=10, train=0)
-    assert datasets.meta(make(folder))["splits"] == {"test": 10}
+    assert dyno_data.meta(make(folder))["splits"] == {"test": 10}
     data = make(folder, set_aside=True)
-    assert datasets.meta(data)["splits"] == {"test": 8, "calibration": 2}
+    assert dyno_data.meta(data)["splits"] == {"test": 8, "calibration": 2}
     assert len(truth(data)["images"]) == len(truth(data)["annotations"]) == 8
 
 
@@ -175,7 +175,7 @@ def test_masks_of_some_and_empty_classes_are_warned_of(coco: Folder, make: Make)
     tables = drawn.coco_file(6)
     tables["annotations"][0]["segmentation"] = []
     tables["categories"].append({"id": 91, "name": "square"})
-    about = datasets.meta(make(coco(**tables)))
+    about = dyno_data.meta(make(coco(**tables)))
     assert (about["has"], about["classes"]) == (["boxes"], ["disc", "triangle", "square"])
     assert about["warnings"] == [
         "1 of 6 objects have no mask, so the masks of the others are not used",
@@ -255,7 +255,7 @@ def test_images_that_do_not_fit_are_named(coco: Folder, make: Make) -> None:
         make(folder)
     rest = make(folder, on_unreadable="skip")
     assert rest.count == 5 and any(
-        "e.g. 004.jpg; they were left out" in said for said in datasets.meta(rest)["warnings"]
+        "e.g. 004.jpg; they were left out" in said for said in dyno_data.meta(rest)["warnings"]
     )
     for path in (folder / "val2017").iterdir():
         path.unlink()
@@ -310,8 +310,8 @@ def test_formats_are_not_mixed(coco: Folder, make: Make, tmp_path: Path) -> None
     with pytest.raises(UserError, match=r"is in COCO's format and YOLO's format; give the file of the one to use"):
         make(folder)
     (tmp_path / "classes/cat").mkdir(parents=True)
-    assert datasets.format_of(tmp_path / "classes").name == "classes"
+    assert dyno_data.format_of(tmp_path / "classes").name == "classes"
     drawn.draw(tmp_path / "loose/a.jpg", 0)
-    assert datasets.format_of(tmp_path / "loose").name == "images"
+    assert dyno_data.format_of(tmp_path / "loose").name == "images"
     with pytest.raises(UserError, match="is not a folder, nor a file in COCO's format"):
-        datasets.format_of(tmp_path / "loose/a.jpg")
+        dyno_data.format_of(tmp_path / "loose/a.jpg")

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dyno.datasets.decode import Transform
+from dyno.data.decode import Transform
 from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import Preprocess
 

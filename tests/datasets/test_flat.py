@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from dyno.datasets import flat, standard
+from dyno.data import flat, photos
 from dyno.worker.spec import UserError
 
 CLASSES = ("n01751748", "n01440764", "n15075141", "n01440764")  # of images 1 to 4
@@ -43,7 +43,7 @@ def test_by_the_synset_in_the_name(tmp_path: Path, transfer: flat.Transfer) -> N
 
 
 def index(synset: str) -> int:
-    return list(standard.synsets()).index(synset)
+    return list(photos.list_synsets()).index(synset)
 
 
 TABLES = {

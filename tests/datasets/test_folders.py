@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dyno import datasets
+from dyno import data as dyno_data
 from dyno.worker.spec import DataSpec, Preprocess, UserError
 
 NAMES = [f"img_{k:03}.jpg" for k in range(6)]
@@ -66,7 +66,7 @@ def test_labels_that_are_not_read_are_named(tmp_path: Path, named: str, place: s
     if place == "valid":
         fill(folder / "train", shade=9)
     with pytest.raises(UserError, match="holds labels that can't be read there") as e:
-        datasets.format_of(folder)
+        dyno_data.format_of(folder)
     assert named in str(e.value) and "a folder of the images alone" in str(e.value) and "\n" not in str(e.value)
 
 
@@ -79,7 +79,7 @@ def test_files_that_are_no_labels(tmp_path: Path) -> None:
     for name in (".DS_Store", "Thumbs.db", ".labels.csv"):
         (folder / name).write_bytes(b"img_000.jpg,1")
     (folder / "__MACOSX").mkdir()
-    assert datasets.format_of(folder).name == "images"
+    assert dyno_data.format_of(folder).name == "images"
 
 
 def test_class_folders_among_strays(tmp_path: Path) -> None:
@@ -90,8 +90,8 @@ def test_class_folders_among_strays(tmp_path: Path) -> None:
         fill(folder / name / "@eaDir", ["thumb.jpg"], shade=200 + k)
     (folder / "__MACOSX").mkdir()
     (folder / "noisy.csv").write_text("path,noisy\n" + "".join(f"cat/{name},dog\n" for name in NAMES))
-    data = datasets.load(folder, tmp_path / "cache", (16, 20), Preprocess(resize=0))
-    about = datasets.meta(data)
+    data = dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess(resize=0))
+    about = dyno_data.meta(data)
     assert (about["classes"], data.count) == (["cat", "dog"], 12)
     assert about["warnings"] == ["labels are the folders' names; noisy.csv (a table that names the images) is not read"]
 
@@ -101,38 +101,38 @@ def test_parts_of_a_data_set_are_no_classes(tmp_path: Path) -> None:
     for k, part in enumerate(("test", "train", "valid")):
         fill(folder / part, shade=k)
     with pytest.raises(UserError, match="has test, train, valid, which are parts of a data set and no classes"):
-        datasets.format_of(folder)
+        dyno_data.format_of(folder)
     for part, shade in (("train", 100), ("valid", 200)):
         for k, name in enumerate(("cat", "dog")):
             fill(folder / part / name, shade=shade + k)
     shutil.rmtree(folder / "test")
-    data = datasets.load(folder, tmp_path / "cache", (16, 20), Preprocess(resize=0))
-    assert datasets.meta(data)["splits"] == {"test": 12, "calibration": 12}
+    data = dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess(resize=0))
+    assert dyno_data.meta(data)["splits"] == {"test": 12, "calibration": 12}
     assert np.load(Path(data.folder, "labels.npy"))[:12].tolist() == [0] * 6 + [1] * 6
 
 
 def test_images_of_formats_that_are_not_read_are_counted(tmp_path: Path) -> None:
     def load(folder: Path) -> DataSpec:
-        return datasets.load(folder, tmp_path / "cache", (16, 20), Preprocess(resize=0))
+        return dyno_data.load(folder, tmp_path / "cache", (16, 20), Preprocess(resize=0))
 
     folder, picture = tmp_path / "photos", Image.new("RGB", (40, 30), "orange")
     for k, name in enumerate("aabb"):
         (folder / name).mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (40, 30), (60 * k, 0, 0)).save(folder / name / f"{k}.jpg")
     before = load(folder)
-    assert not datasets.meta(before).get("warnings")
+    assert not dyno_data.meta(before).get("warnings")
     picture.save(folder / "a" / "moving.gif")
     (folder / "b" / "phone.HEIC").write_bytes(b"x")
     picture.save(folder / "b" / "one.jfif", format="JPEG")
     data = load(folder)
     assert data.count == before.count + 1
-    (warning,) = datasets.meta(data)["warnings"]
+    (warning,) = dyno_data.meta(data)["warnings"]
     assert warning == "2 images are left out, of formats that aren't read (.gif, .heic), e.g. a/moving.gif"
     plain = tmp_path / "plain"
     plain.mkdir()
     shutil.copy(folder / "a" / "0.jpg", plain)
     picture.save(plain / "moving.gif")
-    assert datasets.meta(load(plain))["warnings"][0].startswith("1 image is left out")
+    assert dyno_data.meta(load(plain))["warnings"][0].startswith("1 image is left out")
 
 
 def test_linked_folders_and_images_count_under_their_own_names(tmp_path: Path) -> None:
@@ -150,5 +150,5 @@ def test_linked_folders_and_images_count_under_their_own_names(tmp_path: Path) -
     (folder / "b").symlink_to(elsewhere)
     (elsewhere / "back").symlink_to(folder)
     (tmp_path / "data").symlink_to(folder)
-    data = datasets.load(tmp_path / "data", tmp_path / "cache", (16, 20), Preprocess(resize=0))
-    assert (data.name, data.count, datasets.meta(data)["classes"]) == ("data", 4, ["a", "b"])
+    data = dyno_data.load(tmp_path / "data", tmp_path / "cache", (16, 20), Preprocess(resize=0))
+    assert (data.name, data.count, dyno_data.meta(data)["classes"]) == ("data", 4, ["a", "b"])

@@ -14,15 +14,15 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dyno import datasets
-from dyno.datasets import rows
-from dyno.datasets.decode import Transform
+from dyno import data
+from dyno.data import rows
+from dyno.data.decode import Transform
 from dyno.worker.spec import DataSpec, Preprocess
 
 COUNT = 120
 SLOW = (
     "import sys, time; from pathlib import Path; from dyno import datasets\n"
-    "from dyno.datasets.decode import Transform\n"
+    "from dyno.data.decode import Transform\n"
     "from dyno.worker.spec import Preprocess\n"
     "import itertools; read, reads = Transform.read, itertools.count()\n"
     f"def stuck(self, path):\n    next(reads) < {COUNT // 2} or time.sleep(3600)\n    return read(self, path)\n"
@@ -43,7 +43,7 @@ def photos(tmp_path: Path) -> Path:
 
 
 def prepared(folder: Path, cache: Path) -> DataSpec:
-    return datasets.load(folder, cache, (48, 48), Preprocess(), on_unreadable="skip")
+    return data.load(folder, cache, (48, 48), Preprocess(), on_unreadable="skip")
 
 
 def start_and_kill(photos: Path, cache: Path) -> int:
@@ -73,7 +73,7 @@ def test_what_was_decoded_before_a_kill_is_not_decoded_again(
 
     monkeypatch.setattr(Transform, "read", counting)
     seen: list[tuple[int, int]] = []
-    found = datasets.load(
+    found = data.load(
         photos, tmp_path / "cache", (48, 48), Preprocess(), on_unreadable="skip", progress=lambda *at: seen.append(at)
     )
     assert len(read_again) == COUNT - done
@@ -87,8 +87,8 @@ def test_what_was_decoded_before_a_kill_is_not_decoded_again(
 def test_what_is_decoded_stays_when_unreadable_images_are_refused(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(datasets.UserError, match=r"1 of 120 images can't be read: a/004.jpg"):
-        datasets.load(photos, tmp_path, (48, 48), Preprocess())
+    with pytest.raises(data.UserError, match=r"1 of 120 images can't be read: a/004.jpg"):
+        data.load(photos, tmp_path, (48, 48), Preprocess())
     monkeypatch.setattr(Transform, "read", lambda *_: pytest.fail("decoded again"))
     assert prepared(photos, tmp_path).count == COUNT - 1
 

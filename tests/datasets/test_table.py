@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dyno import datasets
+from dyno import data as dyno_data
 from dyno.worker.spec import DataSpec, Preprocess, UserError
 
 NAMES = [f"img_{k:03}" for k in range(6)]
@@ -26,13 +26,13 @@ def folder(tmp_path: Path) -> Path:
 
 
 def load(path: Path, **more: Any) -> DataSpec:
-    return datasets.load(path, path.parent / "cache", (16, 20), Preprocess(resize=0), **more)
+    return dyno_data.load(path, path.parent / "cache", (16, 20), Preprocess(resize=0), **more)
 
 
 def labels(data: DataSpec) -> dict[int, str]:
     """Each image's class, by the image's red, which says which it is."""
     found, pixels = np.load(Path(data.folder, "labels.npy")), np.load(Path(data.folder, "images.npy"))
-    classes = datasets.meta(data)["classes"]
+    classes = dyno_data.meta(data)["classes"]
     return {round(image[0].mean() / 20): classes[label] for image, label in zip(pixels, found, strict=True)}
 
 
@@ -58,7 +58,7 @@ def test_columns_are_found(folder: Path, head: str, row: str) -> None:
     data = load(folder)
     assert labels(data) == dict(enumerate(COLOURS))
     order = ["red", "green", "blue"] if "{red}" in row else ["blue", "green", "red"]
-    assert datasets.meta(data)["classes"] == order and datasets.meta(data)["label_source"] == "table"
+    assert dyno_data.meta(data)["classes"] == order and dyno_data.meta(data)["label_source"] == "table"
     assert load(file).sha256 == data.sha256
 
 
@@ -76,7 +76,7 @@ def test_numbers_are_the_network_s_classes(folder: Path) -> None:
     file = folder / "labels.csv"
     file.write_text("path,label\n" + "".join(f"{name}.jpg,{k % 3 + 1}\n" for k, name in enumerate(NAMES)))
     assert labels(load(folder, outputs=10)) == {k: str(k % 3 + 1) for k in range(6)}
-    assert datasets.meta(load(folder, outputs=10))["classes"] == [str(k) for k in range(10)]
+    assert dyno_data.meta(load(folder, outputs=10))["classes"] == [str(k) for k in range(10)]
     with pytest.raises(UserError, match="has class 3, but the network has 3 classes, 0 to 2; the table counts from 1"):
         load(folder, outputs=3)
 
@@ -86,7 +86,7 @@ def test_a_split_is_tested_on_and_another_calibrated(folder: Path) -> None:
     splits = ("train", "val", "train", "val", "train")
     rows = [f"{name}.jpg,{colour},{split}" for name, colour, split in zip(NAMES, COLOURS, splits, strict=False)]
     (folder / "labels.csv").write_text("\n".join(["path,label,split", *rows]))
-    about = datasets.meta(load(folder))
+    about = dyno_data.meta(load(folder))
     assert about["splits"] == {"test": 2, "calibration": 3}
     assert about["warnings"] == ["1 image is not in labels.csv and left out, e.g. img_005.jpg"]
 

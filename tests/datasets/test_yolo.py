@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from dyno import datasets
+from dyno import data as dyno_data
 from dyno.worker.spec import DataSpec, UserError
 
 Make = Callable[..., DataSpec]
@@ -44,7 +44,7 @@ def test_the_truth_is_what_ultralytics_reads(
 ) -> None:
     folder = yolo(kind)
     data = make(folder, calibration=5)
-    about, found = datasets.meta(data), truth(data)
+    about, found = dyno_data.meta(data), truth(data)
     assert (about["has"], about["classes"], about["truth"]) == (
         has,
         ["disc", "triangle"],
@@ -75,9 +75,9 @@ def test_the_truth_is_what_ultralytics_reads(
 def test_a_folder_without_a_description(yolo: Callable[..., Path], make: Make) -> None:
     folder = yolo("polygon", yaml=False)
     data = make(folder)
-    assert datasets.format_of(folder).name == "yolo"
-    assert (datasets.meta(data)["classes"], datasets.meta(data)["has"]) == (["0", "1"], ["boxes", "masks"])
-    named = datasets.meta(make(folder, outputs=3))
+    assert dyno_data.format_of(folder).name == "yolo"
+    assert (dyno_data.meta(data)["classes"], dyno_data.meta(data)["has"]) == (["0", "1"], ["boxes", "masks"])
+    named = dyno_data.meta(make(folder, outputs=3))
     assert named["classes"] == ["0", "1", "2"]
     assert named["warnings"] == ["class '2' is in no image"]
 
@@ -85,15 +85,15 @@ def test_a_folder_without_a_description(yolo: Callable[..., Path], make: Make) -
 def test_splits_and_layouts(yolo: Callable[..., Path], make: Make, tmp_path: Path) -> None:
     folder = yolo(val=10)
     (folder / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
-    assert datasets.meta(make(folder))["splits"] == {"test": 10}
+    assert dyno_data.meta(make(folder))["splits"] == {"test": 10}
     found = make(folder, set_aside=True)
-    assert datasets.meta(found)["splits"] == {"test": 8, "calibration": 2}, "set aside when there is no train"
+    assert dyno_data.meta(found)["splits"] == {"test": 8, "calibration": 2}, "set aside when there is no train"
     assert len(truth(found)["images"]) == len(truth(found)["annotations"]) == 8
     lines = [f"./images/val/{i:03}.jpg" for i in range(4)]
     (folder / "four.txt").write_text("\n".join(lines))
     (folder / "data.yaml").write_text("val: four.txt\ntrain: images/val\nnames: [disc, triangle]\n")
     found = make(folder / "data.yaml")
-    assert datasets.meta(found)["splits"] == {"test": 4, "calibration": 6}, "an image to test on is no other"
+    assert dyno_data.meta(found)["splits"] == {"test": 4, "calibration": 6}, "an image to test on is no other"
     exported = tmp_path / "exported"
     for part in ("images", "labels"):
         shutil.copytree(folder / part / "val", exported / "valid" / part)
@@ -119,15 +119,15 @@ def test_images_to_train_on_that_are_not_there_are_said(yolo: Callable[..., Path
         ("[images/train, nowhere]", f"there is no {folder}/nowhere", 4),
     ):
         (folder / "data.yaml").write_text(f"val: images/val\ntrain: {train}\nnames: [disc, triangle]\n")
-        about = datasets.meta(make(folder, set_aside=True))
+        about = dyno_data.meta(make(folder, set_aside=True))
         assert about["warnings"] == [f"data.yaml, train: {wrong}"]
         assert about["splits"]["calibration"] == calibrated
     (folder / "data.yaml").write_text("val: images/val\ntrain: nowhere\nnames: [disc, triangle]\n")
     other = tmp_path / "other"
     shutil.copytree(folder / "images/train", other)
-    assert datasets.meta(make(folder))["warnings"] == [], "nothing is set aside"
+    assert dyno_data.meta(make(folder))["warnings"] == [], "nothing is set aside"
     for calibration in (0, other):
-        assert datasets.meta(make(folder, calibration=calibration))["warnings"] == [], "nobody needs them"
+        assert dyno_data.meta(make(folder, calibration=calibration))["warnings"] == [], "nobody needs them"
 
 
 def test_labels_shape_the_data_set(yolo: Callable[..., Path], make: Make) -> None:
@@ -152,7 +152,7 @@ def test_background_and_lines_that_stand_twice(yolo: Callable[..., Path], make: 
     (folder / "labels/val/classes.txt").write_text("disc\ntriangle\n")
     data = make(folder)
     assert (data.count, len(truth(data)["annotations"])) == (6, 4)
-    assert datasets.meta(data)["warnings"] == [
+    assert dyno_data.meta(data)["warnings"] == [
         "1 images have no label file and count as background",
         "1 lines are duplicates within their file and count once",
     ]
@@ -184,7 +184,7 @@ def test_a_corrupt_image_in_the_middle(yolo: Callable[..., Path], make: Make) ->
     assert [i["file_name"][-7:-4] for i in found["images"]] == ["000", "001", "002", "004", "005"]
     assert [a["image_id"] for a in found["annotations"]] == [0, 1, 2, 3, 4]
     assert found["annotations"][3]["bbox"] == whole["annotations"][4]["bbox"]
-    assert len(np.load(Path(data.folder, "sizes.npy"))) == datasets.meta(data)["count"] == 13
+    assert len(np.load(Path(data.folder, "sizes.npy"))) == dyno_data.meta(data)["count"] == 13
 
 
 BAD = {
@@ -232,7 +232,7 @@ def test_boxes_within_rounding_of_the_edge_are_fine(yolo: Callable[..., Path], m
 def test_classes_numbered_in_quotes(yolo: Callable[..., Path], make: Make) -> None:
     folder = yolo()
     (folder / "data.yaml").write_text('val: images/val\nnames: {"1": triangle, "0": disc}\n')
-    assert datasets.meta(make(folder))["classes"] == ["disc", "triangle"]
+    assert dyno_data.meta(make(folder))["classes"] == ["disc", "triangle"]
 
 
 def test_what_is_wrong_with_a_folder(yolo: Callable[..., Path], make: Make, tmp_path: Path) -> None:

@@ -14,18 +14,20 @@ import numpy as np
 import pytest
 
 from dyno import Study, UserError
-from dyno.analysis import stats, tables
-from dyno.analysis.records.blocks import log_ratios
-from dyno.analysis.records.results import load
-from dyno.analysis.tables import trial_table
-from dyno.analysis.tables.compare import compare
-from dyno.analysis.verdict import comparison, verdict
-from dyno.api.take import take
-from dyno.engine.device_lock import launch_in_turn
-from dyno.engine.execute import Files, execute
 from dyno.jobs.progress import Progress
-from dyno.planning import plan
-from dyno.planning.plan import expand
+from dyno.regression import verdict as regression_verdict
+from dyno.regression.compare_table import compare_runs
+from dyno.report import tables
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results import stats
+from dyno.results.blocks import log_ratios
+from dyno.results.trial_result import load_run
+from dyno.run.device_lock import launch_in_turn
+from dyno.run.execute import Files, execute
+from dyno.study.plan import expand
+from dyno.study.study import plan
+from dyno.take import take
 from dyno.worker import registry
 from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.job import Facts
@@ -117,11 +119,11 @@ class Log(Progress):
 
 @pytest.fixture
 def measured(plugin: Path, fake_study: Studies, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Log]]:
-    monkeypatch.setattr("dyno.engine.execute.launch_in_turn", launch)
+    monkeypatch.setattr("dyno.run.execute.launch_in_turn", launch)
 
     def run(name: str, **fields: Any) -> tuple[Any, Log]:
         execute(fake_study(**{"backends": (A, B), "rounds": 8, **fields}), plugin / name, log := Log())
-        return trial_table.read(plugin / name), log
+        return trial_table.read_trials(plugin / name), log
 
     return run
 
@@ -131,7 +133,7 @@ def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Callabl
     assert sorted(log.made) == [("a", None, None), ("b", None, None)]
     other = one.frame.iloc[1]
     assert (other["verdict"], other["builds"], other["rounds"]) == (stats.SLOWER, 1, 8)
-    said = " ".join(verdict.sentences(one))
+    said = " ".join(verdict.list_sentences(one))
     assert "of one build: another build may differ" in said and "builds" not in said
 
     four, log = measured("four", builds=4)
@@ -141,7 +143,7 @@ def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Callabl
     assert other["speedup"] == pytest.approx(1, abs=0.002) and other["speedup_high"] > 1.05
     assert other["latency_ms_high"] - other["latency_ms_low"] > 1  # Student's t over four builds that spread by 5 %
     assert [r.facts.build for r in four.records.trials[0].rounds] == [1, 2, 3, 4] * 2
-    said = " ".join(verdict.read(four).lines)
+    said = " ".join(verdict.read_verdict(four).lines)
     assert "over 4 builds" in said and "one build" not in said
     (variance,) = tables.named(four, "variance")
     assert all(row["builds_share"] > 90 and row["advice"].startswith("more builds") for row in variance.rows)
@@ -152,11 +154,11 @@ def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Callabl
 def test_what_is_true_of_builds_is_said_to_hold_for_them(measured: Callable[..., tuple[Any, Log]]) -> None:
     four, _ = measured("equal", builds=4, equivalent=30.0)
     assert four.frame.iloc[1]["verdict"] == stats.EQUIVALENT
-    assert "holds for builds, of which 4 were measured" in " ".join(verdict.sentences(four))
-    open_still = trial_table.read(four.records.folder, equivalent=8.0)
+    assert "holds for builds, of which 4 were measured" in " ".join(verdict.list_sentences(four))
+    open_still = trial_table.read_trials(four.records.folder, equivalent=8.0)
     more = int(open_still.frame.iloc[1]["more_rounds"])
     assert 0 < more < 100
-    said = " ".join(verdict.read(open_still).lines)
+    said = " ".join(verdict.read_verdict(open_still).lines)
     assert f"about {more} more build" in said and f"next: measure with --builds {4 + more} and another --out" in said
 
 
@@ -164,7 +166,7 @@ def test_rounds_until_decided_go_on_through_the_builds(measured: Callable[..., t
     run, log = measured("decided", builds=4, rounds=4, until="decided", minutes=6.0)  # of jobs of half a minute
     assert [r.facts.build for r in run.records.trials[0].rounds] == [1, 2, 3, 4, 1, 2] and len(log.made) == 8
     row = run.frame.iloc[1]
-    assert row["verdict"] == stats.UNDECIDED and "more build" in " ".join(verdict.sentences(run))
+    assert row["verdict"] == stats.UNDECIDED and "more build" in " ".join(verdict.list_sentences(run))
 
 
 def test_the_fastest_build_is_taken(
@@ -174,7 +176,7 @@ def test_the_fastest_build_is_taken(
         (folder / "script.py").write_text("")
         return Record("ok", "done", facts=Facts(files=("script.py",)))
 
-    monkeypatch.setattr("dyno.api.take.launch", script)  # no script is known for this backend
+    monkeypatch.setattr("dyno.take.launch", script)  # no script is known for this backend
     run, _ = measured("taken", builds=4)
     fastest = {"a": 1, "b": 4}  # as they are drawn
     for trial in run.records:
@@ -189,7 +191,7 @@ def test_a_build_that_is_named_is_one_build(measured: Callable[..., tuple[Any, L
     builds = {t.spec["options"]["kind"]: [r.build for r in t.rounds] for t in run.records}
     assert builds == {"a": [1, 2] * 4, "b": [0] * 8}
     assert {t.spec["options"]["kind"]: t.builds for t in run.records} == {"a": 2, "b": 1}
-    assert "of one build" in " ".join(verdict.sentences(run))
+    assert "of one build" in " ".join(verdict.list_sentences(run))
 
 
 def test_a_build_that_fails_is_its_rounds(measured: Callable[..., tuple[Any, Log]]) -> None:
@@ -205,7 +207,7 @@ def test_processes_in_turns_run_their_build(plugin: Path, dyno: Any) -> None:
     both = ",".join([A, B, "fake@latency_ms=0.2"])
     done = dyno("run", "fake:net", "--backends", both, "--builds", 2, "--rounds", 4, *words, "--out", plugin / "r")
     assert done.returncode == 0, done.stderr
-    run = trial_table.read(plugin / "r")
+    run = trial_table.read_trials(plugin / "r")
     drawn = [t for t in run.records if t.backend == "drawn:Engine"]
     other = next(t for t in run.records if t.backend == "fake")
     assert [[r.build for r in t.rounds] for t in drawn] == [[1, 2, 1, 2]] * 2
@@ -229,7 +231,7 @@ def test_builds_that_cannot_be_are_refused(
     assert same.startswith("builds is 2, but what is measured here (fake) is made the same every time")
     with pytest.raises(UserError, match=r"has rounds=1, too few for --builds 2"):
         expand(fake_study(backends=(f"{A}@rounds=1",), builds=2, rounds=2))
-    monkeypatch.setattr("dyno.engine.execute.launch_in_turn", launch)
+    monkeypatch.setattr("dyno.run.execute.launch_in_turn", launch)
     execute(fake_study(backends=(A,), rounds=2), plugin / "other", Log())
     with pytest.raises(UserError, match="was measured with builds=1, this command says builds=2"):
         execute(fake_study(backends=(A,), rounds=2, builds=2), plugin / "other", Log())
@@ -248,9 +250,9 @@ def test_a_comparison_says_of_which_builds_it_is(
 ) -> None:
     for name in ("before", "after"):
         measured(name, builds=builds)
-    table = compare(*(load(plugin / name) for name in ("before", "after")))
+    table = compare_runs(*(load_run(plugin / name) for name in ("before", "after")))
     assert {row["builds"] for row in table.rows} == {builds}
-    (line,) = [line for line in comparison.sentences(table) if "build" in line]
+    (line,) = [line for line in regression_verdict.list_comparison(table) if "build" in line]
     assert line.startswith(said)
 
 

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from dyno import Study
-from dyno.analysis.records import results
-from dyno.analysis.tables import trial_table
-from dyno.analysis.verdict import verdict
-from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results import trial_result
+from dyno.run.execute import execute
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -55,12 +55,12 @@ def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(
     assert sorted(began[:8]) == [(ms, k) for ms in (0.5, 1.5, 30.0, 40.0) for k in (0, 1)]
     assert sorted(began[8:]) == [(ms, k) for ms in (0.5, 1.5, 40.0) for k in (0, 1)], "the third best is not confirmed"
     assert [number for _, number in began[8:]] == [0] * 3 + [1] * 3, "interleaved"
-    loaded = results.load(tmp_path)
+    loaded = trial_result.load_run(tmp_path)
     first = loaded.trials[0]
     assert [len(first.rounds), len(first.confirmations)] == [2, 2]
     assert len(first.medians("model")) == 2 and [r.ok for r in first.confirmations] == [True, True]
     assert all("outputs.npz" not in [f.name for f in r.folder.iterdir()] for r in first.confirmations)
-    text = "\n".join(verdict.sentences(trial_table.read(loaded)))
+    text = "\n".join(verdict.list_sentences(trial_table.read_trials(loaded)))
     again = text.partition("Measured again after the selection, in 2 fresh processes: ")[2].splitlines()
     assert "fake@latency_ms=40.0 fp32" in again[0], "beside the reference, bounded or not"
 
@@ -90,15 +90,15 @@ def test_more_confirmations_extend_and_a_lone_trial_has_none(fake_study: Studies
 def test_what_was_selected_in_turns_is_confirmed_in_turns(fake_study: Studies, tmp_path: Path) -> None:
     study = fake_study(backends=THREE[:2], confirm=2, turns=True, block=0.005, boundaries=("model", "throughput"))
     run(study, tmp_path)
-    loaded = results.load(tmp_path)
+    loaded = trial_result.load_run(tmp_path)
     sets = [{r.turns for r in t.confirmations} for t in loaded]
     assert sets[0] == sets[1] and len(sets[0]) == 2 and "" not in sets[0]
     assert run(study, tmp_path) == []
     shutil.rmtree(next(iter(tmp_path.glob("trials/*/c1"))))
     run(study, tmp_path)
-    assert [len(t.confirmations) for t in results.load(tmp_path)] == [2, 2]
-    read = trial_table.read(tmp_path)
-    assert "Measured again after the selection, in 2 fresh processes" in "\n".join(verdict.sentences(read))
+    assert [len(t.confirmations) for t in trial_result.load_run(tmp_path)] == [2, 2]
+    read = trial_table.read_trials(tmp_path)
+    assert "Measured again after the selection, in 2 fresh processes" in "\n".join(verdict.list_sentences(read))
 
 
 def test_a_study_from_python_confirms_too(fake_study: Studies, tmp_path: Path) -> None:

@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from dyno.analysis.ranking import references
-from dyno.analysis.records.results import load
-from dyno.engine import ensemble
+from dyno.results import correctness
+from dyno.results.trial_result import load_run
+from dyno.run import ensemble
 from dyno.worker.record import Record, write_json, write_record
 from dyno.worker.spec import Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 
@@ -47,13 +47,13 @@ def in_tables(folder: Path, trials: tuple[Trial, ...], requested: str) -> dict[s
         place.mkdir(parents=True)
         write_json(place / "job.json", to_json(Job("run", trial=trial)))
         write_record(place, Record("ok", "done", trial=trial.id))
-    return {id: chosen.id for id, chosen in references.references(load(folder), requested).items()}
+    return {id: chosen.id for id, chosen in correctness.find_references(load_run(folder), requested).items()}
 
 
 def in_turns(trials: tuple[Trial, ...], requested: str) -> dict[str, str]:
     """The reference of each trial where they measure in turns, by id."""
     mixed = Random(1).sample(trials, len(trials))
-    fits = references.matcher(requested, mixed) if requested else None
+    fits = correctness.make_matcher(requested, mixed) if requested else None
     chosen = [(group, ensemble.reference(group, fits)) for group in ensemble.groups(mixed)]
     return {t.id: reference.id for group, reference in chosen if reference for t in group}
 

@@ -17,12 +17,11 @@ import psutil
 import pytest
 
 from dyno import Study, UserError
-from dyno.analysis.records import timeline
-from dyno.engine.execute import Files, execute
 from dyno.jobs.progress import Progress
-from dyno.planning.plan import expand
-from dyno.planning.planned import PlannedTrial
+from dyno.results import timeline
+from dyno.run.execute import Files, execute
 from dyno.store import Cache, Run
+from dyno.study.plan import PlannedTrial, expand
 from dyno.worker import registry
 from dyno.worker.record import Record, read_record, write_record
 from dyno.worker.spec import Artifact, Recipe, Trial
@@ -115,7 +114,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         write_record(folder, made)
         return made
 
-    monkeypatch.setattr("dyno.engine.execute.launch_in_turn", end)
+    monkeypatch.setattr("dyno.run.execute.launch_in_turn", end)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -153,7 +152,7 @@ def test_a_refusal_is_a_row_until_its_reason_is_gone(fake_study: Studies, tmp_pa
     (planned,) = expand(study)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "dyno.engine.execute.expand", lambda *_: [PlannedTrial(planned.trial, "x is not installed; pip install x")]
+            "dyno.run.execute.expand", lambda *_: [PlannedTrial(planned.trial, "x is not installed; pip install x")]
         )
         assert run(study, tmp_path).began == []
         record = Run(tmp_path).record(planned.trial, 0)
@@ -361,7 +360,7 @@ def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
 ) -> None:
     looks = {"gpu_processes": np.array([1.0, 2.0, 1.0]), "gpu_own": np.array([1.0, 1.0, 1.0])}
     seen = timeline.Trace(np.arange(3.0), looks, 0.0, 0.0, 0.0)
-    monkeypatch.setattr(timeline, "read", lambda folder: seen)
+    monkeypatch.setattr(timeline, "read_timeline", lambda folder: seen)
     recipe = registry.find("maker_for_tests:Reader").recipe(expand(fake_study())[0].trial)
     assert recipe is not None
     for _ in ("made", "from the cache"):

@@ -11,15 +11,15 @@ import numpy as np
 import pytest
 
 from dyno import Study
-from dyno.analysis import stats
-from dyno.analysis.ranking.pending import UndecidedPair, pending
-from dyno.analysis.records.blocks import log_ratios
-from dyno.analysis.records.results import load
-from dyno.analysis.tables import trial_table
-from dyno.engine import further_rounds
-from dyno.engine.execute import execute
-from dyno.engine.run_folder import earlier
 from dyno.jobs.progress import Progress
+from dyno.report.tables import trial_table
+from dyno.results import stats
+from dyno.results.blocks import log_ratios
+from dyno.results.ranking import UndecidedPair, pending
+from dyno.results.trial_result import load_run
+from dyno.run import execute as run_execute
+from dyno.run.execute import execute
+from dyno.run.run_folder import earlier
 from dyno.worker.record import Measurement, Record, read_json, write_json, write_record
 from dyno.worker.spec import ROUNDS, Job, Trial, UserError, from_json, to_json
 
@@ -73,12 +73,12 @@ def study(fake_study: Studies) -> Studies:
 
 def rounds(folder: Path) -> dict[str, list[str]]:
     """The rounds that each trial has, by its backend and options."""
-    return {trial.variant: sorted(r.folder.name for r in trial.rounds) for trial in load(folder)}
+    return {trial.variant: sorted(r.folder.name for r in trial.rounds) for trial in load_run(folder)}
 
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dyno.engine.execute.launch_in_turn", launch)
+    monkeypatch.setattr("dyno.run.execute.launch_in_turn", launch)
 
 
 def test_rounds_go_on_for_what_is_undecided(study: Studies, tmp_path: Path, scripted: None) -> None:
@@ -91,7 +91,7 @@ def test_rounds_go_on_for_what_is_undecided(study: Studies, tmp_path: Path, scri
         path.parent.name: from_json(Job, read_json(path)).boundaries for path in tmp_path.glob("trials/*/r*/job.json")
     }
     assert timed == {"r0": both, "r1": both, "r2": ("model",), "r3": ("model",)}, "no more than the pair is compared at"
-    frame = (run := trial_table.read(tmp_path)).frame
+    frame = (run := trial_table.read_trials(tmp_path)).frame
     assert run.rule.first == FIRST
     assert dict(zip(frame["options"], frame["verdict"], strict=True)) == {
         "latency_ms=2": "reference", "latency_ms=9": stats.SLOWER, "latency_ms=2 noise=0.1": stats.UNDECIDED,
@@ -112,21 +112,23 @@ def test_in_turns_the_reference_and_what_is_left_go_on_together(
         like = frozenset(t.id for t in trials if t.options["latency_ms"] == 2)
         return [UndecidedPair(like, "model")] if len(rounds(tmp_path)[LIKE]) < 4 else []
 
-    monkeypatch.setattr(further_rounds, "_find_pending", left)
+    monkeypatch.setattr(run_execute, "_find_pending", left)
     execute(study(turns=True, block=0.02, boundaries=("model", "throughput")), tmp_path, progress := Stopped())
     assert progress.began == {0: 12, 1: 12, 2: 6, 3: 6}, "each begins anew to load, for each boundary, and to end"
-    reference, clear, like = (next(t for t in load(tmp_path) if t.variant == name) for name in (REFERENCE, CLEAR, LIKE))
+    reference, clear, like = (
+        next(t for t in load_run(tmp_path) if t.variant == name) for name in (REFERENCE, CLEAR, LIKE)
+    )
     assert [len(log_ratios(reference, t, "model", keep_disturbed=True)) for t in (clear, like)] == [FIRST, 4]
     assert not reference.companions
     assert [len([r for r in t.rounds if r.value("throughput", "throughput")]) for t in (clear, like)] == [FIRST, FIRST]
-    found = trial_table.read(tmp_path).frame.set_index("trial")
+    found = trial_table.read_trials(tmp_path).frame.set_index("trial")
     assert found["measured"][clear.id] == stats.TURNS and found["speedup"][clear.id] > 0
 
 
 def test_without_it_nothing_more_is_measured(study: Studies, tmp_path: Path, scripted: None) -> None:
     execute(study(until="rounds"), tmp_path, progress := Stopped())
     assert progress.began == {0: 3, 1: 3}
-    assert trial_table.read(tmp_path).rule.first == 0
+    assert trial_table.read_trials(tmp_path).rule.first == 0
     # The first look may be followed by others, but what was looked at often is never again judged as if it were not.
     with pytest.raises(KeyboardInterrupt):
         execute(study(), tmp_path, Stopped(FIRST))
@@ -138,10 +140,10 @@ def test_without_it_nothing_more_is_measured(study: Studies, tmp_path: Path, scr
 
 def test_the_verdict_is_the_same_when_it_is_shown_later(study: Studies, tmp_path: Path, scripted: None) -> None:
     execute(study(backends=(REFERENCE, CLEAR)), tmp_path, progress := Stopped())
-    assert progress.began == {0: 2, 1: 2} and not pending(trial_table.read(tmp_path))
-    frame = trial_table.read(tmp_path).frame
+    assert progress.began == {0: 2, 1: 2} and not pending(trial_table.read_trials(tmp_path))
+    frame = trial_table.read_trials(tmp_path).frame
     (row,) = frame[frame["verdict"] == stats.SLOWER].to_dict("records")
-    slow, fast = (t.medians("model") for t in sorted(load(tmp_path), key=lambda t: -int(t.options["latency_ms"])))
+    slow, fast = (t.medians("model") for t in sorted(load_run(tmp_path), key=lambda t: -int(t.options["latency_ms"])))
     look = stats.speedup(slow, fast, stats.Rule(first=FIRST))
     assert (row["speedup_low"], row["speedup_high"]) == pytest.approx((look.low, look.high))
     assert look.low < stats.speedup(slow, fast).low, "a look costs a part of the error"
@@ -150,7 +152,7 @@ def test_the_verdict_is_the_same_when_it_is_shown_later(study: Studies, tmp_path
 def test_a_pair_of_which_the_study_has_one_trial_is_left(study: Studies, tmp_path: Path, scripted: None) -> None:
     execute(study(backends=(REFERENCE,)), tmp_path, Stopped())
     execute(study(backends=(LIKE,), reference=LIKE), tmp_path, progress := Stopped())
-    assert progress.began == {0: 1, 1: 1} and pending(trial_table.read(tmp_path))
+    assert progress.began == {0: 1, 1: 1} and pending(trial_table.read_trials(tmp_path))
     with pytest.raises(KeyboardInterrupt):
         execute(study(backends=(REFERENCE, LIKE)), tmp_path, Stopped(3))
     assert {len(each) for each in rounds(tmp_path).values()} == {3}
@@ -168,7 +170,7 @@ def test_a_folder_of_before_goes_on(study: Studies, tmp_path: Path, scripted: No
     path.write_text(path.read_text().replace('until = "rounds"\n', "").replace("turns = false\n", ""))
     before = earlier(tmp_path)
     assert before and (before.rounds, before.until, before.turns) == (FIRST, "rounds", False)
-    assert trial_table.read(tmp_path).rule.first == 0
+    assert trial_table.read_trials(tmp_path).rule.first == 0
     with pytest.raises(UserError, match="was measured with turns=False, this command says turns=True"):
         execute(study(turns=True), tmp_path, Stopped())
     execute(study(equivalent=1e6), tmp_path, progress := Stopped())
@@ -191,7 +193,7 @@ def test_a_clear_difference_ends_at_the_first_look(call: Callable[..., Any], tmp
         *COMMAND, "--backends", "fake@latency_ms=0.1,fake@latency_ms=100", "--reference", "fake@latency_ms=0.1"
     )
     assert code == 0 and "could not decide" not in err and ran(tmp_path) == {FIRST_LOOK}
-    row = trial_table.read(tmp_path / "run").frame.set_index("options").loc["latency_ms=100"]
+    row = trial_table.read_trials(tmp_path / "run").frame.set_index("options").loc["latency_ms=100"]
     assert (row["verdict"], row["measured"]) == (stats.SLOWER, stats.TURNS)
 
 
@@ -204,7 +206,7 @@ def test_equal_speeds_end_as_equivalent_or_at_the_ceiling(call: Callable[..., An
     assert ran(tmp_path) == {FIRST_LOOK}
     code, _, err = call(*COMMAND, *backends, "--equivalent", "1e6")  # a factor of ten thousand
     assert code == 0 and "could not decide" not in err and ran(tmp_path) == {FIRST_LOOK}
-    frame = trial_table.read(tmp_path / "run").frame
+    frame = trial_table.read_trials(tmp_path / "run").frame
     assert sorted(frame["verdict"]) == [stats.EQUIVALENT, "reference"]
 
 

@@ -11,12 +11,12 @@ import numpy as np
 import pytest
 
 from dyno import Study
-from dyno.analysis.records.results import load
-from dyno.analysis.tables import trial_table
-from dyno.analysis.telemetry import energy
-from dyno.engine import execute, peak
-from dyno.jobs import rapl, telemetry
+from dyno.jobs import telemetry
 from dyno.jobs.progress import Progress
+from dyno.report.tables import trial_table
+from dyno.results import energy
+from dyno.results.trial_result import load_run
+from dyno.run import execute, peak
 
 Studies = Callable[..., Study]
 
@@ -35,10 +35,10 @@ class Clock(threading.local):
 @pytest.fixture
 def counter(monkeypatch: pytest.MonkeyPatch) -> None:
     """A processor that draws 30 W, whatever it does, up to the time of each look; looks are frequent."""
-    clock, constant, begin = Clock(), rapl.Rapl([]), time.monotonic()
+    clock, constant, begin = Clock(), telemetry.Rapl([]), time.monotonic()
     monkeypatch.setattr(telemetry, "time", clock)
     monkeypatch.setattr(constant, "joules", lambda: 30 * (clock.at - begin))
-    monkeypatch.setattr(rapl, "find_rapl", lambda: constant)
+    monkeypatch.setattr(telemetry, "find_rapl", lambda: constant)
     monkeypatch.setattr(telemetry, "PERIOD_S", 0.02)
     monkeypatch.setattr(peak, "IDLE_S", 1.5)
     monkeypatch.setattr(execute, "SUSTAINED_S", 1.5)
@@ -53,7 +53,7 @@ def test_each_planned_round_also_runs_at_full_load(fake_study: Studies, tmp_path
         execute.execute(study, tmp_path / "run", Progress(quiet=True))
     with np.load(tmp_path / "run" / "idle" / "telemetry.npz") as stored:
         assert stored["at"][-1] >= 1.0 and stored["cpu_energy"].min() > 0
-    found = load(tmp_path / "run")
+    found = load_run(tmp_path / "run")
     for t in found:
         assert t.status == "ok", t.reason
         for r in t.good:
@@ -64,12 +64,17 @@ def test_each_planned_round_also_runs_at_full_load(fake_study: Studies, tmp_path
             stored = dict(np.load(r.folder / "telemetry.npz"))
             assert energy.power(stored, "cpu_energy", sustained.window) == pytest.approx(30)
     # Always the same power is no more than while idle; a busy machine is said first.
-    assert set(trial_table.read(found).frame["energy_missing"]) <= {energy.NO_MORE, energy.OTHERS, energy.NOT_IDLE, ""}
+    assert set(trial_table.read_trials(found).frame["energy_missing"]) <= {
+        energy.NO_MORE,
+        energy.OTHERS,
+        energy.NOT_IDLE,
+        "",
+    }
 
 
 @pytest.mark.usefixtures("preloaded")
 def test_without_it_nothing_is_run_or_watched(fake_study: Studies, tmp_path: Path) -> None:
     execute.execute(fake_study(), tmp_path / "run", Progress(quiet=True))
     assert not (tmp_path / "run" / "idle").exists()
-    (t,) = load(tmp_path / "run")
+    (t,) = load_run(tmp_path / "run")
     assert t.good[0].facts.sustained is None

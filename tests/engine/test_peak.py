@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from dyno import Study
-from dyno.engine import peak
-from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
+from dyno.run import peak
+from dyno.run.execute import execute
 from dyno.worker.facts.job import Facts, PeakOfType
 from dyno.worker.record import Record, write_record
 from dyno.worker.spec import Job

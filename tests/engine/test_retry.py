@@ -10,9 +10,9 @@ from pathlib import Path
 import pytest
 
 from dyno import Study, UserError
-from dyno.engine import retry
-from dyno.engine.execute import execute
 from dyno.jobs.progress import Progress
+from dyno.run import ensemble
+from dyno.run.execute import execute
 from dyno.worker import registry
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Trial
 
@@ -22,8 +22,8 @@ Studies = Callable[..., Study]
 def test_what_a_failure_was_made_with_names_every_step(tmp_path: Path) -> None:
     data = DataSpec("photos", "/photos", "ab")
     trial = Trial(ModelSpec("net", "torchvision:resnet18"), "openvino", "int8", Dims(1, 32, 32), data=data)
-    retry.note(tmp_path, replace(trial, recipe=registry.find("openvino").recipe(trial)))
-    known = json.loads((tmp_path / retry.MADE_WITH).read_text())
+    ensemble.note_retry(tmp_path, replace(trial, recipe=registry.find("openvino").recipe(trial)))
+    known = json.loads((tmp_path / ensemble.MADE_WITH).read_text())
     assert {"openvino", "onnx_precision", "onnx_export"} <= known.keys()
     assert "numpy" in known["onnx_export"]
 

@@ -20,15 +20,15 @@ import psutil
 import pytest
 
 from dyno import Study
-from dyno.analysis.records.blocks import log_ratios
-from dyno.analysis.records.results import load
-from dyno.engine import turns
-from dyno.engine.execute import Files, Rounds, execute
-from dyno.jobs import memory
+from dyno.jobs import nvml
 from dyno.jobs.launcher import read_stage
 from dyno.jobs.progress import Progress
-from dyno.planning.plan import expand
+from dyno.results.blocks import log_ratios
+from dyno.results.trial_result import load_run
+from dyno.run import turns
+from dyno.run.execute import Files, Rounds, execute
 from dyno.store import Run
+from dyno.study.plan import expand
 from dyno.worker.spec import Plan, UserError
 
 Studies = Callable[..., Study]
@@ -85,7 +85,7 @@ def test_blocks_alternate_and_nobody_measures_in_anothers(study: Studies, tmp_pa
         assert all(a[1] <= b[0] for a, b in pairwise(windows)), "one at a time"
         orders = [tuple(w[2] for w in windows[i : i + 3]) for i in range(0, len(windows), 3)]
         assert all(len(set(order)) == 3 for order in orders), "everyone has a block before anyone has the next"
-    result = load(tmp_path)
+    result = load_run(tmp_path)
     for trial in result:
         numbers = trial.rounds[0].arrays("samples.npz")["latency_model_block"]
         assert (np.diff(numbers) >= 0).all()
@@ -221,7 +221,7 @@ def test_the_memory_of_a_gpu_bounds_how_many_are_alive(
     card = Card()
     monkeypatch.setattr(turns.InterleavedGroup, "_at_once", lambda _: processors)
     monkeypatch.setattr(turns, "find_gpu", lambda *_: card)
-    monkeypatch.setattr(memory, "available", lambda: 1e12)
+    monkeypatch.setattr(nvml, "read_available", lambda: 1e12)
     run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
     # 10 - 4 is what a second one needs, 1.5 times 4; 10 - 8 is not.
     assert max(card.loaded) == 2 and {r["status"] for r in stored(tmp_path).values()} == {"ok"}
@@ -236,7 +236,7 @@ def test_what_is_added_later_takes_turns_with_its_reference(study: Studies, tmp_
     rounds.all([trials["4"]])
     rounds.all([trials["2"]], [trials["4"]])
     assert [len(each) for each in (stored(tmp_path), stored(tmp_path, "t*"))] == [4, 2]
-    slow, fast = (next(t for t in load(tmp_path) if t.options["latency_ms"] == ms) for ms in (4, 2))
+    slow, fast = (next(t for t in load_run(tmp_path) if t.options["latency_ms"] == ms) for ms in (4, 2))
     assert len(log_ratios(slow, fast, "model", keep_disturbed=True)) == 2
 
 
@@ -259,7 +259,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from dyno import Study
-from dyno.engine.execute import execute
+from dyno.run.execute import execute
 from dyno.jobs.progress import Progress
 backends = "fake@latency_ms=4", "fake@latency_ms=2"
 study = Study(models=("fake:net",), channels=1, boundaries=("model",), backends=backends,
@@ -311,7 +311,7 @@ def test_what_is_missing_of_a_round_is_measured_beside_the_reference(study: Stud
     assert [key for key in before if before[key] != after[key]] == [("2", "r1")]
     assert list(companions) == [("4", "t0")]
     assert companions["4", "t0"]["facts"]["turns"]["set"] == after["2", "r1"]["facts"]["turns"]["set"]
-    slow, fast = (next(t for t in load(tmp_path) if t.options["latency_ms"] == ms) for ms in (4, 2))
+    slow, fast = (next(t for t in load_run(tmp_path) if t.options["latency_ms"] == ms) for ms in (4, 2))
     assert len(log_ratios(slow, fast, "model", keep_disturbed=True)) == 2, "a pair for each round all the same"
     assert len(slow.rounds) == 2
     run(asked, tmp_path)
@@ -402,7 +402,7 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
         delays = {0: quiet, 1: {1: 0.3}, 2: dict.fromkeys(range(2, count), 0.5)}[record["round"]] if is_slow else {}
         record["facts"]["delays"] = {"model": [delays.get(k, 0.0) for k in range(count)]}
         path.write_text(json.dumps(record))
-    slow, fast = load(tmp_path)
+    slow, fast = load_run(tmp_path)
     logs = []
     for a, b in zip(slow.rounds, fast.rounds, strict=True):
         samples = [dict(np.load(r.folder / "samples.npz")) for r in (a, b)]

@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from dyno import Study
-from dyno.engine import turns
-from dyno.engine.execute import execute
-from dyno.engine.turns import InterleavedGroup, InterleavedJob
-from dyno.jobs import memory
+from dyno.jobs import nvml
 from dyno.jobs.progress import Progress
-from dyno.planning.plan import expand
+from dyno.run import turns
+from dyno.run.execute import execute
+from dyno.run.turns import InterleavedGroup, InterleavedJob
+from dyno.study.plan import expand
 from dyno.worker.jobs.turns import IMPORTED
 from dyno.worker.spec import Job, Runtime
 
@@ -182,7 +182,7 @@ def test_who_has_imported_needs_its_room(
 ) -> None:
     processors(3)
     # Room for two that nobody has seen, and for many of the size that they turn out to have.
-    monkeypatch.setattr(memory, "available", lambda: 2 * memory.ROOM * memory.UNKNOWN_B + 1)
+    monkeypatch.setattr(nvml, "read_available", lambda: 2 * nvml.ROOM * nvml.UNKNOWN_B + 1)
     monkeypatch.setattr(InterleavedGroup, "_shuffle_items", lambda self, what, listed: list(listed))
     together: list[tuple[int, bool]] = []
     advance = InterleavedGroup._advance_players

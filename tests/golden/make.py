@@ -33,7 +33,7 @@ MOST = 500  # samples of one kind; the stages of an evaluation have thousands
 
 def measure(scratch: Path) -> Path:
     """A small study of every kind of row: real engines, INT8, a scripted one, a crash and a refusal."""
-    from dyno.api.runnable import Study
+    from dyno.api import Study
     from dyno.cli.demo import MODEL, trained
 
     study = Study(
@@ -104,11 +104,11 @@ def cut(path: Path, place: Path) -> None:
 
 def printed() -> dict[str, str]:
     """What today's code prints of the stored folder, by the name of the file that holds it."""
-    from dyno.analysis.presentation.export import export
-    from dyno.analysis.tables import trial_table
-    from dyno.analysis.verdict.about import about
+    from dyno.report.export import export
+    from dyno.report.tables import trial_table
+    from dyno.report.verdict.verdict import about
 
-    run = trial_table.read(RUN)
+    run = trial_table.read_trials(RUN)
     table = trial_table.TRIALS.table(run)
     formats = {"results.csv": "csv", "results.md": "markdown", "results.json": "json"}
     return {name: export([table], format, about=about(run)) for name, format in formats.items()}

@@ -14,7 +14,7 @@ import pytest
 
 from dyno import Study
 from dyno.store import cache_dir
-from dyno.study import Choice
+from dyno.study.study import Choice
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
 SIZE = 64

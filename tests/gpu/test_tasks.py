@@ -7,8 +7,8 @@ from typing import Any
 
 import pytest
 
-from dyno.analysis.records import results
-from dyno.analysis.tables import trial_table
+from dyno.report.tables import trial_table
+from dyno.results import trial_result
 from yolo_small import SIZE
 
 pytestmark = [pytest.mark.gpu, pytest.mark.slow]
@@ -24,7 +24,7 @@ def test_a_detector_finds_the_same_on_every_engine(trt: Any, yolo: Any, tmp_path
     ways = f"pytorch@precision=fp32,tensorrt@optimization=0@precision={precision}"
     done = trt("run", *words, "--backends", ways, "--out", tmp_path / "run", *QUICK, timeout=1200)
     assert done.returncode == 0, done.stderr
-    frame = trial_table.read(results.load(tmp_path / "run")).frame
+    frame = trial_table.read_trials(trial_result.load_run(tmp_path / "run")).frame
     assert set(frame["status"]) == {"ok"}, frame[["backend", "precision", "status", "reason"]].to_string()
     want = frame[frame["backend"] == "pytorch"].iloc[0]
     for _, row in frame.iterrows():
@@ -37,8 +37,8 @@ def test_the_layer_that_must_stay_higher_is_found_on_engines(trt: Any, hostile: 
     words = ("run", hostile, "--data", "digits", "--channels", 1, "--backends", "tensorrt", "--precision", "fp32,int8")
     done = trt(*words, "--batch", 4, "--budget", "top1=2", "--out", tmp_path / "run", *QUICK, timeout=1200)
     assert done.returncode == 0, done.stderr
-    found = results.load(tmp_path / "run")
-    frame = trial_table.read(found).frame.set_index(["precision", "options"])
+    found = trial_result.load_run(tmp_path / "run")
+    frame = trial_table.read_trials(found).frame.set_index(["precision", "options"])
     assert frame.loc[("int8", ""), "budget"] == "over"
     kept = next(t for t in found if t.options.get("keep"))
     assert frame.loc[("int8", f"keep={kept.options['keep']}"), "budget"] == "within"

@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.analysis.records import timeline
 from dyno.jobs import nvml as gpu_telemetry
 from dyno.jobs.nvml import COLUMNS, find_gpu
 from dyno.jobs.telemetry import Telemetry
+from dyno.results import timeline
 
 UUIDS = ("GPU-aaaa-1", "GPU-aabb-2", "GPU-cccc-3")
 BURN = """
@@ -287,9 +287,9 @@ def test_a_real_gpu_is_seen_at_work(tmp_path: Path) -> None:
         found = dict(stored)
     print({name: (np.nanmin(a), np.nanmax(a)) if a.size and a.ndim else a.item() for name, a in found.items()})
     at = found["epoch"] + found["at"]
-    trace = timeline.read(tmp_path)
+    trace = timeline.read_timeline(tmp_path)
     assert trace is not None
-    busy = timeline.summary(trace, [(at[-1] - 3, at[-1] - 1)])
+    busy = timeline.summarise_timeline(trace, [(at[-1] - 3, at[-1] - 1)])
     assert busy.memory > 8192 * 8192 * 2 * 2
     assert busy.utilisation > 50
     assert 100 < busy.clock_min <= busy.clock < 4000

@@ -10,9 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dyno.jobs import rapl
-from dyno.jobs.rapl import find_rapl
-from dyno.jobs.telemetry import Telemetry
+from dyno.jobs import telemetry as jobs_telemetry
+from dyno.jobs.telemetry import Telemetry, find_rapl
 
 
 def zone(root: Path, name: str, kind: str, value: int, size: int = 1_000_000) -> Path:
@@ -51,7 +50,7 @@ def test_a_counter_that_can_not_be_read_is_not_known(tmp_path: Path) -> None:
 
 def test_telemetry_has_the_counter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     zone(tmp_path, "intel-rapl:0", "package-0", 2_500_000)
-    monkeypatch.setattr(rapl, "POWERCAP", tmp_path)
+    monkeypatch.setattr(jobs_telemetry, "POWERCAP", tmp_path)
     telemetry = Telemetry()
     child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"])
     try:

@@ -11,11 +11,11 @@ import psutil
 import pytest
 
 from dyno import Study
-from dyno.analysis.records.notes.devices import AnchorDevice
-from dyno.engine.turns import InterleavedGroup, InterleavedJob
-from dyno.jobs import memory
+from dyno.devices import one_host, places, spread
+from dyno.jobs import nvml
 from dyno.jobs.progress import Progress
-from dyno.placement import anchors, devices, places, spread
+from dyno.results.notes import AnchorDevice
+from dyno.run.turns import InterleavedGroup, InterleavedJob
 from dyno.worker import system
 from dyno.worker.record import read_record
 from spreading import Log
@@ -25,10 +25,10 @@ Studies = Callable[..., Study]
 DEVICES = "cpu:0,cpu:1"
 
 
-def measure(study: Study, folder: Path, progress: Progress) -> devices.StudyPlaces:
+def measure(study: Study, folder: Path, progress: Progress) -> one_host.StudyPlaces:
     folder.mkdir(exist_ok=True)
-    found = places.places(DEVICES)
-    return devices.measure(places.at_one(study, found), folder, found, progress)
+    found = places.parse_places(DEVICES)
+    return one_host.measure_devices(places.at_one(study, found), folder, found, progress)
 
 
 def wrap(
@@ -90,7 +90,7 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
     for number in range(3):
         records = {name: read_record(folder / name / f"r{number}") for name in ("cpu0", "cpu1")}
         one, other = (record.facts for record in records.values() if record is not None)
-        assert {*one.affinity} == {*places.places(DEVICES)[0].cores} and not {*one.affinity} & {*other.affinity}
+        assert {*one.affinity} == {*places.parse_places(DEVICES)[0].cores} and not {*one.affinity} & {*other.affinity}
         kinds = json.loads((folder / f"r{number}.json").read_text())["company"]
         for kind, together in ((1, False), (2, True)):
             own, others = (
@@ -111,7 +111,7 @@ def test_each_is_alone_and_all_are_at_once_in_the_same_processes_and_a_killed_co
     measure(study, tmp_path, Log())
     again = json.loads((tmp_path / "devices.json").read_text())
     assert again["devices"][0]["alone"][::2] == stored["devices"][0]["alone"][::2]
-    assert 0 < len(waited) <= 2 * anchors.BLOCKS, "one round"
+    assert 0 < len(waited) <= 2 * one_host.BLOCKS, "one round"
     assert (folder / "cpu0" / "r0" / "record.json").stat().st_mtime_ns == kept, "nothing is measured twice"
 
 
@@ -126,7 +126,7 @@ def test_without_memory_for_all_rounds_one_follows_the_other(
         return go()
 
     wrap(monkeypatch, seen)
-    monkeypatch.setattr(memory, "available", lambda: memory.UNKNOWN_B)
+    monkeypatch.setattr(nvml, "read_available", lambda: nvml.UNKNOWN_B)
     company = measure(fake_study(threads=0), tmp_path, Log())
     assert len(company.places) == 2 and set(alive) == {2}
 
@@ -168,8 +168,8 @@ def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that
         one, other = ((place.name, place.card, (1.0,) * rounds, (1.0,) * rounds) for place in of)
         return [AnchorDevice(*one, ratios), AnchorDevice(*other, (1.0,) * rounds)]
 
-    monkeypatch.setattr(anchors, "measure", lambda *words: asked.append(words[3]))
-    monkeypatch.setattr(anchors, "read", read)
+    monkeypatch.setattr(one_host, "measure", lambda *words: asked.append(words[3]))
+    monkeypatch.setattr(one_host, "read", read)
     log = Log()
     assert (not measure(fake_study(), tmp_path, log).in_turn) is side_by_side
     assert asked == [3, 6] and any("cpu:0 is 3 % slower beside the other" in line for line in log.said)
@@ -185,7 +185,9 @@ def test_a_device_that_is_slower_beside_the_others_is_measured_again_before_that
 
 def test_one_at_a_time_they_take_turns(fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(
-        devices, "measure", lambda *asked: devices.StudyPlaces(asked[2], {place.machine for place in asked[2]})
+        one_host,
+        "measure_devices",
+        lambda *asked: one_host.StudyPlaces(asked[2], {place.machine for place in asked[2]}),
     )
     running: list[int] = []
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 
 from dyno import Study
-from dyno.analysis.records.results import Results
-from dyno.analysis.verdict.whole_run.devices import findings
-from dyno.placement import devices, places, process, spread
-from dyno.placement.places import Place, RunningBlock
+from dyno.devices import blocks, one_host, places, spread
+from dyno.devices.places import Place, RunningBlock
+from dyno.report.verdict.whole_run import list_device_findings
+from dyno.results.trial_result import Results
 from spreading import Log
 
 Studies = Callable[..., Study]
@@ -25,7 +25,7 @@ class Near:
     gone = False
 
     def begin(self, folder: Path, place: Place) -> RunningBlock:
-        return process.BlockProcess(folder, place)
+        return blocks.BlockProcess(folder, place)
 
 
 def places_of(*names: str) -> list[Place]:
@@ -33,22 +33,22 @@ def places_of(*names: str) -> list[Place]:
     return [Place(name, "cpu", "a card", threads=1, machine=name.partition("/")[0], host=Near()) for name in names]
 
 
-def measure(study: Study, folder: Path, found: list[Place], log: Log) -> devices.StudyPlaces:
-    return devices.measure(places.at_one(study, found), folder, found, log)
+def measure(study: Study, folder: Path, found: list[Place], log: Log) -> one_host.StudyPlaces:
+    return one_host.measure_devices(places.at_one(study, found), folder, found, log)
 
 
 @pytest.mark.slow
 def test_a_device_with_a_host_of_its_own_has_none_beside_it(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "ROUNDS", 1)
+    monkeypatch.setattr(one_host, "ROUNDS", 1)
     assert not measure(fake_study(), tmp_path, places_of("a/0", "a/1", "b/0"), Log()).in_turn
     rows = json.loads((tmp_path / "devices.json").read_text())["devices"]
     assert [(len(row["alone"]), len(row["beside"])) for row in rows] == [(1, 1), (1, 1), (1, 0)]
 
     assert not measure(fake_study(), tmp_path, places_of("a/0", "b/0"), Log()).in_turn
     assert len([*tmp_path.glob("anchors/*/*-alone")]) == 5 and len([*tmp_path.glob("anchors/*/*-beside")]) == 2
-    said = " ".join(finding.text for finding in findings(Results(tmp_path, [])))
+    said = " ".join(finding.text for finding in list_device_findings(Results(tmp_path, [])))
     assert "each is on a different host" in said and "Cards differ by" in said
 
 
@@ -59,8 +59,8 @@ def test_only_the_host_whose_devices_disturb_each_other_is_named(
         slow = folder.name == "a_1-beside"
         return (1.2, 1.201) if slow else (1.0, 1.001)
 
-    monkeypatch.setattr(devices, "_measure_together", lambda *asked: None)
-    monkeypatch.setattr(devices, "_read_medians", medians)
+    monkeypatch.setattr(one_host, "_measure_together", lambda *asked: None)
+    monkeypatch.setattr(one_host, "_read_medians", medians)
     log = Log()
     found = places_of("a/0", "a/1", "b/0", "b/1", "c/0")
     assert measure(fake_study(), tmp_path, found, log).in_turn == {"a"}
@@ -72,7 +72,7 @@ def test_only_the_host_whose_devices_disturb_each_other_is_named(
 def test_blocks_are_measured_one_at_a_time_on_that_host_only(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2], {"a"}))
+    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2], {"a"}))
     busy: list[list[str]] = []
 
     class Counted(spread.BlockScheduler):

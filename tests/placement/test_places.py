@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from dyno import UserError
-from dyno.placement import places
+from dyno.devices import places
 from dyno.worker import system
 
 CORES = [(0, 4), (1, 5), (2, 6), (3, 7)]
@@ -17,7 +17,7 @@ def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_shares_have_whole_cores_and_none_in_common() -> None:
-    found = places.places("cpu:1,cpu:0")
+    found = places.parse_places("cpu:1,cpu:0")
     assert {place.name: place.cores for place in found} == {"cpu:0": (0, 4, 1, 5), "cpu:1": (2, 6, 3, 7)}
     assert {place.device for place in found} == {"cpu"}
     assert {place.threads for place in found} == {2}
@@ -25,12 +25,12 @@ def test_shares_have_whole_cores_and_none_in_common() -> None:
 
 def test_of_a_dozen_shares_each_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(system, "core_threads", lambda: [(k,) for k in range(12)])
-    found = places.places(",".join(f"cpu:{k}" for k in range(12)))
+    found = places.parse_places(",".join(f"cpu:{k}" for k in range(12)))
     assert [place.cores for place in found] == [(k,) for k in range(12)]
 
 
 def test_of_three_shares_each_is_as_large() -> None:
-    found = places.places("cpu:0,cpu:1,cpu:2")
+    found = places.parse_places("cpu:0,cpu:1,cpu:2")
     assert [place.cores for place in found] == [(0, 4), (1, 5), (2, 6)]
 
 
@@ -48,15 +48,15 @@ def test_of_three_shares_each_is_as_large() -> None:
 )
 def test_devices_that_make_no_sense_are_refused(device: str, message: str) -> None:
     with pytest.raises(UserError, match=message):
-        places.places(device)
+        places.parse_places(device)
 
 
 def test_gpus_have_cores_of_their_own_where_threads_leave_enough(monkeypatch: pytest.MonkeyPatch) -> None:
     """A job pins itself to the first processors that it may use: two GPUs' jobs would share them."""
     monkeypatch.setattr(places, "missing_gpu", lambda _: False)
     monkeypatch.setattr(places, "find_gpu", lambda *_: None)
-    found = places.places("cuda:1,cuda:0", threads=2)
+    found = places.parse_places("cuda:1,cuda:0", threads=2)
     assert {place.name: place.cores for place in found} == {"cuda:0": (0, 4, 1, 5), "cuda:1": (2, 6, 3, 7)}
     assert [place.env for place in found] == [{places.VISIBLE: "1"}, {places.VISIBLE: "0"}]
-    assert [place.cores for place in places.places("cuda:0,cuda:1", threads=3)] == [(), ()]
-    assert [place.cores for place in places.places("cuda:0,cuda:1")] == [(), ()]
+    assert [place.cores for place in places.parse_places("cuda:0,cuda:1", threads=3)] == [(), ()]
+    assert [place.cores for place in places.parse_places("cuda:0,cuda:1")] == [(), ()]

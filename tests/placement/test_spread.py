@@ -16,14 +16,14 @@ import psutil
 import pytest
 
 from dyno import Study, UserError
-from dyno.analysis.records import remarks
-from dyno.analysis.records.results import load
-from dyno.analysis.tables.trial_table import read
-from dyno.analysis.verdict import verdict
-from dyno.engine.execute import execute
+from dyno.devices import blocks, one_host, spread
+from dyno.devices.places import RunningBlock
 from dyno.jobs.progress import Progress
-from dyno.placement import devices, process, spread
-from dyno.placement.places import RunningBlock
+from dyno.report.tables.trial_table import read_trials
+from dyno.report.verdict import verdict
+from dyno.results import remarks
+from dyno.results.trial_result import load_run
+from dyno.run.execute import execute
 from dyno.worker import system
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
@@ -56,7 +56,7 @@ def records(folder: Path) -> dict[str, int]:
 @pytest.fixture
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody measures whether the shares disturb each other."""
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2]))
+    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
 
 
 @pytest.mark.slow
@@ -68,12 +68,12 @@ def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Stu
     execute(fake_study(**fields), tmp_path / "one", Progress(quiet=True))
     assert records(tmp_path / "two").keys() == records(tmp_path / "one").keys()
 
-    run = read(tmp_path / "two")
+    run = read_trials(tmp_path / "two")
     assert set(run.frame["status"]) == {"ok"}
     assert (run.frame.groupby("batch")["place"].nunique() == 1).all(), "a block is on one device"
     measured = json.loads((tmp_path / "two" / "devices.json").read_text())
     assert [len(device[how]) for device in measured["devices"] for how in ("alone", "beside", "ratios")] == [3] * 6
-    said = " ".join(verdict.sentences(run))
+    said = " ".join(verdict.list_sentences(run))
     assert "Cards differ by" in said
     assert ("Devices worked side by side" in said) is measured["side_by_side"]
     for trial in run.records:
@@ -92,7 +92,7 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     started: list[RunningBlock] = []
-    start = process.start
+    start = blocks.start_process
 
     def noted(*arguments: Any, **named: Any) -> RunningBlock:
         started.append(start(*arguments, **named))
@@ -102,12 +102,12 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
         if started and log.lines_of[-1][0] == started[0].place.name and "after round 1" in log.lines_of[-1][1]:
             started[0].process.kill()
 
-    monkeypatch.setattr(process, "start", noted)
+    monkeypatch.setattr(blocks, "start_process", noted)
     log = Log(kill)
     # Enough rounds that the process is killed before it ends.
     spread.run(fake_study(device=DEVICES, batches=(1, 2), rounds=6), tmp_path, log)
     first = started[0]
-    results = load(tmp_path)
+    results = load_run(tmp_path)
     assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 6 for t in results)
     (moved,) = [t for t in results if t.placement and t.placement.lost]
     assert moved.placement is not None and moved.placement.place != first.place.name
@@ -121,7 +121,7 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
 def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2]))
+    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
     study = fake_study(device=DEVICES, batches=(1, 2), rounds=6)
     (tmp_path / "study.toml").write_text(study.to_toml())
     code = (
@@ -173,6 +173,6 @@ def test_a_block_whose_device_is_no_longer_there_is_begun_anew(fake_study: Studi
     assert [path.name for path in (tmp_path / "archive" / "elsewhere").iterdir()] == [row]
     after = records(tmp_path)
     assert {name for name in before if after[name] != before[name]} == {f"{row}/r0"} and len(after) == 4
-    (moved,) = [t for t in load(tmp_path) if t.placement and t.placement.lost]
+    (moved,) = [t for t in load_run(tmp_path) if t.placement and t.placement.lost]
     assert any("the device is no longer one of the study's" in warning for warning in remarks.list_warnings(moved))
     assert len([note for note in log.notes if "begun anew" in note]) == 1

@@ -13,7 +13,7 @@ import typer
 import dyno
 from dyno.cli import app, commands, demo
 from dyno.jobs import launcher
-from dyno.planning import checks
+from dyno.study import defaults
 from dyno.worker.spec import UserError
 
 Refused = Callable[..., str]
@@ -33,8 +33,8 @@ def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "gpu_identity", lambda device: "")
-    monkeypatch.setattr(checks, "_driver_count", lambda: 0)
+    monkeypatch.setattr(defaults, "gpu_identity", lambda device: "")
+    monkeypatch.setattr(defaults, "_driver_count", lambda: 0)
 
 
 @pytest.mark.usefixtures("nothing_runs", "no_gpu")
@@ -158,19 +158,19 @@ def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Callable[..., Any]) -
 
 
 def test_a_gpu_that_the_driver_alone_sees_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(checks, "gpu_identity", lambda device: "")
-    monkeypatch.setattr(checks, "_driver_count", lambda: 1)
-    assert not checks.missing_gpu("cuda:0") and checks.missing_gpu("cuda:1") and not checks.missing_gpu("cpu")
+    monkeypatch.setattr(defaults, "gpu_identity", lambda device: "")
+    monkeypatch.setattr(defaults, "_driver_count", lambda: 1)
+    assert not defaults.missing_gpu("cuda:0") and defaults.missing_gpu("cuda:1") and not defaults.missing_gpu("cpu")
 
 
 def test_two_backends_of_one_file_are_enough_to_agree() -> None:
     from dyno import Study
 
-    checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime", "openvino"))])
-    checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime@precision=fp32+int8",))])
+    defaults.check_several([Study(models=("m.onnx",), backends=("onnxruntime", "openvino"))])
+    defaults.check_several([Study(models=("m.onnx",), backends=("onnxruntime@precision=fp32+int8",))])
     with pytest.raises(UserError, match="only one configuration"):
-        checks.check_several([Study(models=("m.onnx",), backends=("onnxruntime",))])
-    assert commands.check_several is checks.check_several
+        defaults.check_several([Study(models=("m.onnx",), backends=("onnxruntime",))])
+    assert commands.check_several is defaults.check_several
 
 
 @pytest.mark.usefixtures("preloaded")

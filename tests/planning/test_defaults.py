@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from dyno.api.inside import forms
-from dyno.planning.defaults import default_runner, each_with, new_folder, reference_of, study_of
-from dyno.study import Study
+from dyno.layers import forms
+from dyno.study.defaults import default_runner, each_with, new_folder, reference_of, study_of
+from dyno.study.study import Study
 from dyno.worker.spec import UserError
 
 

@@ -13,9 +13,10 @@ import pytest
 from PIL import Image
 from rich.console import Console
 
-from dyno import Study, datasets
-from dyno.planning import images
-from dyno.planning.images import decoding, prepared
+from dyno import Study
+from dyno import data as dyno_data
+from dyno.study import images
+from dyno.study.images import decoding, prepared
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
@@ -40,26 +41,26 @@ def data_for(folder: Path | str, outputs: int = 0, task: str = "classify", **mor
 def test_synsets_have_the_standard_classes_numbers(tmp_path: Path) -> None:
     folder = photos(tmp_path / "val", *SYNSETS)
     data = data_for(folder, 1000)
-    about, labels = datasets.meta(data), np.load(Path(data.folder, "labels.npy"))
+    about, labels = dyno_data.meta(data), np.load(Path(data.folder, "labels.npy"))
     assert sorted(set(labels.tolist())) == [0, 65, 999]
     assert (len(about["classes"]), about["label_source"]) == (1000, "imagenet1k")
     assert about["classes"][0] == "tench (n01440764)"
     assert about["classes"][65] == "sea snake (n01751748)"
     assert len(set(about["classes"])) == 1000
-    few = datasets.meta(data_for(folder, 3))
+    few = dyno_data.meta(data_for(folder, 3))
     assert (few["classes"], few["label_source"]) == (sorted(SYNSETS), "folders"), "a model of these three"
-    assert datasets.meta(data_for(photos(tmp_path / "all", *SYNSETS, "n99999999"), 4))["label_source"] == "folders"
+    assert dyno_data.meta(data_for(photos(tmp_path / "all", *SYNSETS, "n99999999"), 4))["label_source"] == "folders"
 
 
 @pytest.mark.slow
 def test_the_list_is_timm_s() -> None:
     from timm.data import ImageNetInfo
 
-    from dyno.datasets import standard
+    from dyno.data import photos as data_photos
 
-    assert list(standard.synsets()) == ImageNetInfo("imagenet-1k").label_names()
-    assert not standard.all_known(["n01440764", "cat"])
-    assert not standard.all_known([])
+    assert list(data_photos.list_synsets()) == ImageNetInfo("imagenet-1k").label_names()
+    assert not data_photos.all_known(["n01440764", "cat"])
+    assert not data_photos.all_known([])
 
 
 def test_labels_that_do_not_fit_the_model(tmp_path: Path) -> None:
@@ -83,9 +84,9 @@ def test_labels_that_do_not_fit_the_model(tmp_path: Path) -> None:
 
 def test_images_without_labels_are_right_for_any_model(tmp_path: Path) -> None:
     folder = photos(tmp_path / "loose", "", count=10)
-    assert datasets.format_of(folder).name == "images"
+    assert dyno_data.format_of(folder).name == "images"
     data = data_for(folder, 1000)
-    about = datasets.meta(data)
+    about = dyno_data.meta(data)
     assert set(np.load(Path(data.folder, "labels.npy"))) == {-1}
     assert (about["label_source"], about["classes"]) == ("none", [])
     assert about["splits"] == {"test": 10}
@@ -123,7 +124,7 @@ def test_data_for_another_task_is_refused(tmp_path: Path) -> None:
     boxes = annotated(tmp_path / "boxes")
     (boxes / "data.yaml").write_text("val: images/val\nnames: [one, two]\n")
     folder = photos(tmp_path / "pets", "cat", "dog")
-    assert datasets.meta(data_for(boxes, task="detect", classes=2))["has"] == ["boxes"]
+    assert dyno_data.meta(data_for(boxes, task="detect", classes=2))["has"] == ["boxes"]
     for task, data, more, line in (
         (
             "detect",
@@ -188,7 +189,7 @@ def test_photographs_without_boxes_serve_a_detector(tmp_path: Path) -> None:
     folder = photos(tmp_path / "loose", "", count=5)
     for task in ("detect", "segment", "pose"):
         data = data_for(folder, task=task, classes=80, keypoints=(17, 3) if task == "pose" else ())
-        about = datasets.meta(data)
+        about = dyno_data.meta(data)
         assert (data.count, about["classes"], about["preprocess"]["letterbox"], "truth" in about) == (
             5,
             [],

@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from dyno import Study, UserError
-from dyno.planning.plan import expand
+from dyno.study.plan import expand
 
 pytest.importorskip("torch")
 pytestmark = [

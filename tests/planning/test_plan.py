@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dyno import Study, UserError, load, store
-from dyno.planning.interpreters import installed, missing
-from dyno.planning.model_info import batches, model_spec
-from dyno.planning.plan import expand
+from dyno.study.interpreters import installed, missing
+from dyno.study.model_info import batches, model_spec
+from dyno.study.plan import expand
 from dyno.worker import registry
 from dyno.worker.backends.fake import Fake
 from dyno.worker.inspection import Inspection
@@ -68,7 +68,7 @@ def test_a_device_that_is_not_there_is_a_refusal(fake_study: Studies) -> None:
 def test_a_device_for_which_nothing_is_installed_is_one_line(
     fake_study: Studies, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("dyno.planning.plan.installed", lambda device: [])
+    monkeypatch.setattr("dyno.study.plan.installed", lambda device: [])
     with pytest.raises(UserError, match="no backend that is installed here runs on cuda:0"):
         expand(fake_study(backends=(), device="cuda:0"))
 

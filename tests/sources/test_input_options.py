@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from dyno import Study, UserError
-from dyno.sources import input_options
+from dyno.study import input_options
 
 
 def overrides(**fields: object) -> dict[str, dict[str, object]]:

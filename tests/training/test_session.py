@@ -25,9 +25,9 @@ from rich.console import Console
 
 import dyno
 import preloaded as forked
-from dyno.engine import device_lock
+from dyno.run import device_lock
 from dyno.store import cache_dir, lock
-from dyno.training import display, session, split
+from dyno.training import session
 from dyno.worker.record import Record
 from dyno.worker.spec import DataSpec, ModelSpec, UserError
 from dyno.worker.training.options import TrainOptions
@@ -85,7 +85,7 @@ def test_cyrillic_classes_become_weights_and_an_engine(flat: Path, call: Call, t
     assert told["status"] == "ok" and told["data"]["classes"] == sorted(NAMES)
     assert told["settings"]["weight_decay"] == 0.01 and told["system"]["versions"]["torch"]
     assert Path("run/curves.png").read_bytes().startswith(b"\x89PNG")
-    rows = display.history(Path("run"))
+    rows = session.show_history(Path("run"))
     assert max(row["top1"] for row in rows) == told["result"]["top1"] > 70  # chance is 33
 
     measured = dyno.load("run/engines").to_pandas().set_index("backend")
@@ -124,11 +124,11 @@ def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, preloaded: s
     command = [sys.executable, *forked.PROGRAM, *words, "--out", "killed"]
     killed = subprocess.Popen(command, cwd=tmp_path, stderr=subprocess.DEVNULL)
     folder = tmp_path / "killed"
-    while len(display.history(folder)) < 3 and killed.poll() is None:
+    while len(session.show_history(folder)) < 3 and killed.poll() is None:
         time.sleep(0.01)
     os.kill(killed.pid, signal.SIGKILL)
     killed.wait()
-    done = len(display.history(folder))
+    done = len(session.show_history(folder))
     assert 3 <= done < 12
     on = run("killed", "--resume")
     assert on.returncode == 0, on.stderr
@@ -176,17 +176,17 @@ def test_the_larger_cache_of_a_colour_network(flat: Path, tmp_path: Path) -> Non
 
 
 def test_a_split_is_the_same_each_time_and_loses_nothing(flat: Path, tmp_path: Path) -> None:
-    one, other = (Path(split.source(str(flat), 0.25, tmp_path / name, 0)) for name in "ab")
+    one, other = (Path(session.find_source(str(flat), 0.25, tmp_path / name, 0)) for name in "ab")
     assert one.name == flat.name
     places = [sorted(p.relative_to(root).as_posix() for p in root.rglob("*.png")) for root in (one, other)]
     assert places[0] == places[1] and len(places[0]) == 120
     for name in NAMES:
         train, test = ({p.name for p in (one / part / name).iterdir()} for part in ("train", "test"))
         assert (len(train), len(test)) == (30, 10) and not train & test
-    third = Path(split.source(str(flat), 0.25, tmp_path / "c", 1))
+    third = Path(session.find_source(str(flat), 0.25, tmp_path / "c", 1))
     assert sorted(p.relative_to(third).as_posix() for p in third.rglob("*.png")) != places[0]
-    assert split.source(str(flat), 0.25, tmp_path / "a", 0) == str(one)
-    moved = Path(split.source(str(flat), 0.5, tmp_path / "a", 0))  # nothing was trained there yet
+    assert session.find_source(str(flat), 0.25, tmp_path / "a", 0) == str(one)
+    moved = Path(session.find_source(str(flat), 0.5, tmp_path / "a", 0))  # nothing was trained there yet
     assert len(list((moved / "test" / NAMES[0]).iterdir())) == 20
 
 
@@ -272,7 +272,7 @@ def test_memory_that_ran_out_names_the_batch() -> None:
 
 def test_a_terminal_shows_a_bar_and_each_epoch_once(tmp_path: Path) -> None:
     screen = io.StringIO()
-    view = display.TrainingView(tmp_path, 2, console=Console(file=screen, force_terminal=True, width=120))
+    view = session.TrainingView(tmp_path, 2, console=Console(file=screen, force_terminal=True, width=120))
     table = "epoch,lr,train_loss,test_loss,top1,seconds,images_per_s\n"
     with view.running():
         view.tick("build the model", 0.1)
@@ -291,7 +291,7 @@ def test_what_is_trained_is_said_when_nothing_is_refused_any_more(tmp_path: Path
 
     def said(stage: str, rows: str = "") -> str:
         screen = io.StringIO()
-        view = display.TrainingView(tmp_path, 4, console=Console(file=screen))
+        view = session.TrainingView(tmp_path, 4, console=Console(file=screen))
         with view.running("training net"):
             view.tick(stage, 0.1)
             view.tick(stage, 0.2)
@@ -318,7 +318,7 @@ def test_all_images_that_can_not_be_read_are_named_at_once(tmp_path: Path) -> No
         path.write_text(f"no image {i}")
     study, model = dyno.Study(models=(NET,), data=str(tmp_path), channels=1), ModelSpec("net", NET, channels=1)
     with pytest.raises(UserError, match=r"^41 of 164 images can't be read: val/b/00.png .*, train/a/00.png .*"):
-        split.decoded(study, model, (8, 8), TrainOptions())
+        session.decode_split(study, model, (8, 8), TrainOptions())
 
 
 @pytest.mark.slow

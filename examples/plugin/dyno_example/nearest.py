@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from dyno.analysis.metrics.hits import HitShare
-from dyno.analysis.records.results import TrialResult
+from dyno.results.metrics.accuracy import HitShare
+from dyno.results.trial_result import TrialResult
 
 
 class Nearest(HitShare):

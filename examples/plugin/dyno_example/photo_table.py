@@ -5,8 +5,8 @@ from __future__ import annotations
 import csv
 from pathlib import Path
 
-from dyno.datasets.data_format import DataFormat, ScanRequest
-from dyno.datasets.photos import Listing, Photo, calibration_photos, printable
+from dyno.data.data_format import DataFormat, ScanRequest
+from dyno.data.photos import Listing, Photo, calibration_photos, printable
 from dyno.worker.spec import UserError
 
 TABLE = "labels.csv"

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from dyno.analysis.presentation.chart import Chart
-from dyno.analysis.presentation.table import TEXT, Column, Table
-from dyno.analysis.presentation.table_kind import TableKind
-from dyno.analysis.records.run_data import RunData
+from dyno.report.style import Chart
+from dyno.report.table_kind import TableKind
+from dyno.results.run_data import RunData
+from dyno.table import TEXT, Column, Table
 
 COLUMNS = (
     Column("trial", "model, configuration, batch and size", kind=TEXT),

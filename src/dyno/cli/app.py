@@ -10,12 +10,12 @@ import typer
 import typer.core
 
 from dyno import __version__
-from dyno.cli import data_commands, exits, hints, options, run_folders, serve_test, take
-from dyno.cli.comparison import bisection, compare
-from dyno.cli.images import train, video
-from dyno.cli.inside import cold_starts, explaining, inspection, layer_agreement, profiling
-from dyno.planning.defaults import DEMO_MINUTES, EVALUATION, ONE_ROUND, SELF_TEST_MINUTES
-from dyno.study_options import (
+from dyno.cli import commands, exits, options, run_folders
+from dyno.layers import commands as layers_commands
+from dyno.regression import commands as regression_commands
+from dyno.serving import commands as serving_commands
+from dyno.study.defaults import DEMO_MINUTES, EVALUATION, ONE_ROUND, SELF_TEST_MINUTES
+from dyno.study.options import (
     MODEL_HELP,
     ClusterOptions,
     ComparisonOptions,
@@ -24,6 +24,8 @@ from dyno.study_options import (
     ModelOptions,
     RuntimeOptions,
 )
+from dyno.training import commands as training_commands
+from dyno.video import commands as video_commands
 from dyno.worker.spec import ROUNDS, UserError
 
 # Groups in which `dyno --help` lists commands.
@@ -36,7 +38,7 @@ class Commands(typer.core.TyperGroup):
     def resolve_command(self, ctx: Any, args: list[str]) -> Any:
         """See click's; a `UserError` for an unknown command."""
         if args and not args[0].startswith("-") and self.get_command(ctx, args[0]) is None:
-            raise UserError(hints.no_command(args[0], self.list_commands(ctx)))
+            raise UserError(exits.no_command(args[0], self.list_commands(ctx)))
         return super().resolve_command(ctx, args)
 
 
@@ -47,7 +49,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(data_commands.app, name="data", rich_help_panel=MAKE)
+app.add_typer(commands.app, name="data", rich_help_panel=MAKE)
 
 ONE = (ComparisonOptions, ModelOptions, DataOptions, RuntimeOptions)
 # Defaults that go by the kind of file.
@@ -261,9 +263,9 @@ def stress(
 def agree(
     overrides: options.Overrides,
     models: options.Models,
-    layers: layer_agreement.Layers = False,
-    top: layer_agreement.Top = None,
-    order: layer_agreement.Order = None,
+    layers: layers_commands.Layers = False,
+    top: layers_commands.Top = None,
+    order: layers_commands.Order = None,
     rtol: options.Rtol = 1e-3,
     atol: options.Atol = 1e-8,
     least: options.Least = 0.0,
@@ -275,8 +277,8 @@ def agree(
 
     rows = {"top": top, "order": order}
     if layers:
-        raise typer.Exit(layer_agreement.agree_layers(overrides, models, rows, out, rtol, atol, least, format))
-    layer_agreement.refuse_without_layers(rows)
+        raise typer.Exit(layers_commands.agree_layers(overrides, models, rows, out, rtol, atol, least, format))
+    layers_commands.refuse_without_layers(rows)
     raise typer.Exit(commands.agree(overrides, models, out, rtol, atol, least, format))
 
 
@@ -301,16 +303,16 @@ def eval(
     raise typer.Exit(commands.evaluate(overrides, models, out, format, per_class))
 
 
-command(MEASURE)(compare.compare)
-command(MEASURE)(bisection.bisect)
-command(MEASURE)(video.video)
-command(MEASURE, "serve-test")(serve_test.serve_test)
-command(MAKE)(train.train)
-command(MAKE)(take.take)
-command(READ)(inspection.inspect)
-command(MEASURE)(profiling.profile)
-command(MEASURE, "cold-start")(cold_starts.cold_start)
-command(MEASURE)(explaining.explain)
+command(MEASURE)(regression_commands.compare)
+command(MEASURE)(regression_commands.bisect)
+command(MEASURE)(video_commands.video)
+command(MEASURE, "serve-test")(serving_commands.serve_test)
+command(MAKE)(training_commands.train)
+command(MAKE)(commands.take_command)
+command(READ)(layers_commands.inspect)
+command(MEASURE)(layers_commands.profile)
+command(MEASURE, "cold-start")(layers_commands.cold_start)
+command(MEASURE)(layers_commands.explain)
 command(READ, "list")(run_folders.list_runs)
 command(READ, "rm")(run_folders.remove)
 command(READ, "open")(run_folders.open_report)

@@ -5,26 +5,36 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
+from dyno.cli import options
 from dyno.cli.exits import INTERRUPTED, left_out
 from dyno.cli.options import Overrides
-from dyno.engine.run_names import RUNS, choose_folder
-from dyno.planning.checks import check_format, check_several, missing_gpu
-from dyno.planning.defaults import EVALUATION, each_of, each_with, new_folder, study_of
-from dyno.planning.model_info import model_spec
-from dyno.planning.routes import USUAL
+from dyno.run.run_names import RUNS, choose_folder
 from dyno.store import check_own, is_run
-from dyno.study import Study, model_name
+from dyno.study.defaults import (
+    EVALUATION,
+    check_format,
+    check_several,
+    each_of,
+    each_with,
+    missing_gpu,
+    new_folder,
+    study_of,
+)
+from dyno.study.model_info import model_spec
+from dyno.study.plan import USUAL
+from dyno.study.study import Study, model_name
 from dyno.worker.extras import lacking
 from dyno.worker.spec import LOOKS, Trial, UserError, plain
 
 if TYPE_CHECKING:
-    from dyno.analysis.records.run_data import RunData
+    from dyno.results.run_data import RunData
 
 UNFINISHED = 3  # exit code where some of the models could not be measured
 
@@ -57,11 +67,11 @@ def folder(study: Study, models: Sequence[str], out: str) -> Path:
 
 def dry_run(study: Study) -> int:
     """List the trials and why any is refused."""
-    from dyno.analysis.formatting import console, counting
-    from dyno.placement import places, spread
-    from dyno.planning.plan import expand
+    from dyno.devices import places, spread
+    from dyno.formatting import console, counting
+    from dyno.study.plan import expand
 
-    if places.several(study):
+    if places.is_several(study):
         with spread.expected_places(study) as found:
             planned = expand(places.at_one(study, found))
     else:
@@ -87,7 +97,7 @@ def dry_run(study: Study) -> int:
 
 def _at_most(study: Study, trials: Sequence[Trial]) -> str:
     """Return a sentence with an upper bound on how long the study measures."""
-    from dyno.analysis.formatting import show
+    from dyno.formatting import show
 
     rounds = sum(trial.plan.rounds for trial in trials)
     seconds = rounds * len(study.boundaries) * (study.warmup + study.seconds)
@@ -102,10 +112,10 @@ def _at_most(study: Study, trials: Sequence[Trial]) -> str:
 
 def run(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
     """Run the study, print its tables, write its report; exit code 0, 1 (no trial within budget) or 3 (unfinished)."""
-    from dyno.api import runnable
+    from dyno import api
 
     try:
-        runnable.run(study, folder, retry_failed=retry_failed)
+        api.run(study, folder, retry_failed=retry_failed)
     except KeyboardInterrupt:
         show_stopped(folder)
         raise
@@ -114,10 +124,10 @@ def run(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
 
 def show_stopped(folder: Path) -> None:
     """Print the answer so far of a study that was interrupted, if any round of it is stored."""
-    from dyno.analysis.formatting import wrapped
-    from dyno.analysis.presentation.export import export
-    from dyno.analysis.tables.trial_table import TRIALS
-    from dyno.analysis.verdict import verdict
+    from dyno.formatting import wrapped
+    from dyno.report.export import export
+    from dyno.report.tables.trial_table import TRIALS
+    from dyno.report.verdict import verdict
 
     try:
         run = _read_run(folder)
@@ -125,60 +135,60 @@ def show_stopped(folder: Path) -> None:
         return
     if any(t.status == "ok" for t in run.records):
         print(export([TRIALS.table(run)]))
-        print("\n".join(map(wrapped, verdict.read(run).lines)))
+        print("\n".join(map(wrapped, verdict.read_verdict(run).lines)))
 
 
 def finish(folder: Path) -> int:
     """Print the trials and the verdict of a study that has just ended, write its report, and return its exit code."""
-    from dyno.analysis import tables
-    from dyno.analysis.formatting import wrapped
-    from dyno.analysis.presentation.export import export
-    from dyno.analysis.report import report as page
-    from dyno.analysis.tables import trial_table
-    from dyno.analysis.tables.trial_table import TRIALS
-    from dyno.analysis.verdict import verdict
+    from dyno.formatting import wrapped
+    from dyno.report import report as page
+    from dyno.report import tables
+    from dyno.report.export import export
+    from dyno.report.tables import trial_table
+    from dyno.report.tables.trial_table import TRIALS
+    from dyno.report.verdict import verdict
 
     run = _read_run(folder)
-    if libraries := page.missing():  # before anything is printed: the reader of the pipe may be gone
+    if libraries := page.list_missing():  # before anything is printed: the reader of the pipe may be gone
         page.write_tables([run], [tables.named(run, "all")], folder)
         last = f"no report: {lacking(libraries)}"
     else:
-        last = f"report: {page.write([run], folder)}"
+        last = f"report: {page.write_report([run], folder)}"
     _say_visible(run)
     print(export([TRIALS.table(run)]))
-    print("\n".join(map(wrapped, verdict.read(run).lines)))
+    print("\n".join(map(wrapped, verdict.read_verdict(run).lines)))
     print(f"\n{last}")
     return trial_table.exit_code(run.frame, budget=bool(run.budgets))
 
 
 def _read_run(folder: Path, overrides: Overrides | None = None) -> RunData:
     """Read the run with its table, and with this machine's self-test if it has none stored."""
-    from dyno.analysis.records.results import load
-    from dyno.analysis.tables import trial_table
-    from dyno.engine import self_test
+    from dyno.report.tables import trial_table
+    from dyno.results.trial_result import load_run
+    from dyno.run import self_test
 
     chosen = overrides or Overrides()
-    results = self_test.attach(load(folder))
-    return trial_table.read(results, chosen.get("reference"), chosen.get("budget"), chosen.get("equivalent"))
+    results = self_test.attach(load_run(folder))
+    return trial_table.read_trials(results, chosen.get("reference"), chosen.get("budget"), chosen.get("equivalent"))
 
 
 def _say_visible(run: RunData) -> None:
     """Print which differences the run can detect, if the machine's self-test has measured that."""
-    from dyno.analysis.formatting import wrapped
-    from dyno.analysis.self_test import words
+    from dyno.formatting import wrapped
+    from dyno.report import self_test as report_self_test
 
-    if sentence := words.of_run(run.records):
+    if sentence := report_self_test.of_run(run.records):
         print(wrapped(sentence) + "\n")
 
 
 def show(run: Path, format: str, by: str, table: str, overrides: Overrides) -> None:
     """Print a table of a stored run, or `all` of them; without a name what leads, or the trials with the verdict."""
-    from dyno.analysis import tables
-    from dyno.analysis.formatting import bullet, wrapped
-    from dyno.analysis.presentation.export import export
-    from dyno.analysis.tables import trial_table
-    from dyno.analysis.verdict import verdict
-    from dyno.analysis.verdict.about import about
+    from dyno.formatting import bullet, wrapped
+    from dyno.report import tables
+    from dyno.report.export import export
+    from dyno.report.tables import trial_table
+    from dyno.report.verdict import verdict
+    from dyno.report.verdict.verdict import about
 
     data = _read_run(run, overrides)
     leading, sentences = tables.leading(data) if not (table or by) else ([], [])
@@ -190,14 +200,14 @@ def show(run: Path, format: str, by: str, table: str, overrides: Overrides) -> N
     print(text or tables.nothing(table), end="" if text else "\n")
     if in_words:
         shown = wrapped if format == "text" else bullet
-        print("\n" + "\n".join(map(shown, sentences or verdict.read(data).lines)))
+        print("\n" + "\n".join(map(shown, sentences or verdict.read_verdict(data).lines)))
     for problem in data.records.problems:
         Console(stderr=True).print(f"dyno: {escape(plain(problem))}", style="yellow", soft_wrap=True)
 
 
 def over_time(run: Path, file: str, trials: str, overrides: Overrides) -> None:
     """Write the trials over time to the file, and say so."""
-    from dyno.api.over_time import save
+    from dyno.regression.over_time import save
 
     if not file:
         raise UserError("--trials chooses what is drawn over time; add --over-time FILE.svg")
@@ -207,15 +217,15 @@ def over_time(run: Path, file: str, trials: str, overrides: Overrides) -> None:
 
 def list_tables(format: str) -> None:
     """Print the name of every table there can be, with a sentence on it and the command that prints it."""
-    from dyno.analysis import tables
-    from dyno.analysis.presentation.export import export
+    from dyno.report import tables
+    from dyno.report.export import export
 
     print(export([tables.listed()], format), end="")
 
 
 def report(runs: Sequence[Path], out: Path) -> int:
     """Write the report of one or several runs; return 3 if one of several can't be read and is left out."""
-    from dyno.analysis.report import report as page
+    from dyno.report import report as page
 
     if out.suffix == ".html" and not out.is_dir():
         raise UserError(
@@ -233,19 +243,19 @@ def report(runs: Sequence[Path], out: Path) -> int:
             problems.append(e)
     if not readable:
         raise problems[0]
-    print(page.write(readable, out))
+    print(page.write_report(readable, out))
     return left_out(map(str, problems))
 
 
 def _measure_models(overrides: Overrides, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:
     """Measure each model under its file format's backend, or the ones asked for; returns each run folder."""
-    from dyno.api import runnable
+    from dyno import api
 
     folder, each = Path(out) if out else new_folder(command, models), each_with(models, overrides)
 
     def measure_model(number: int, _: str) -> Path:
         source, settings = each[number]
-        return runnable.run(study_of(source, defaults, settings), _choose_folder(folder, models, number)).folder
+        return api.run(study_of(source, defaults, settings), _choose_folder(folder, models, number)).folder
 
     return each_of(models, measure_model, needed=1 if command == "agree" else 0)  # the one that all are compared with
 
@@ -257,18 +267,18 @@ def _choose_folder(out: Path, models: Sequence[str], number: int) -> Path:
 
 def time(overrides: Overrides, models: Sequence[str], out: str, format: str, trtexec: Path | None) -> int:
     """Time each model and print its rows; an engine's number is explained in trtexec's terms."""
-    from dyno.analysis.presentation.export import export
-    from dyno.analysis.presentation.table import joined
-    from dyno.analysis.tables import trial_table
-    from dyno.analysis.trtexec import log as logs
-    from dyno.analysis.verdict.about import about
-    from dyno.api.cross_check import cross_check, is_engine
+    from dyno.report.export import export
+    from dyno.report.tables import trial_table
+    from dyno.report.verdict.verdict import about
+    from dyno.table import joined
+    from dyno.trtexec import log as logs
+    from dyno.trtexec.cross_check import cross_check, is_engine
 
     check_format(format)
     if trtexec:
-        logs.read(trtexec)  # a file that is not a log is refused before anything is timed
+        logs.read_log(trtexec)  # a file that is not a log is refused before anything is timed
     folders = _measure_models(overrides, models, out, "time")
-    runs = [trial_table.read(folder) for folder in folders]
+    runs = [trial_table.read_trials(folder) for folder in folders]
     table = joined([trial_table.TRIALS.table(run) for run in runs])
     print(export([table], format, about=about(runs[0]) if len(runs) == 1 else {}), end="")
     for run in runs:
@@ -280,7 +290,7 @@ def time(overrides: Overrides, models: Sequence[str], out: str, format: str, trt
 
 def stress(overrides: Overrides, models: Sequence[str], out: str, batches: str, iterations: int) -> int:
     """Stress-test each model's engine and return the exit code."""
-    from dyno.engine import stress as module
+    from dyno.run import stress as module
 
     folder = Path(out) if out else new_folder("stress", models)
     phases = module.phases_of(batches)
@@ -297,11 +307,11 @@ def stress(overrides: Overrides, models: Sequence[str], out: str, batches: str, 
 
 def evaluate(overrides: Overrides, models: Sequence[str], out: str, format: str, per_class: bool) -> int:
     """Measure each model's accuracy on labelled images, and its speed; return the exit code."""
-    from dyno.api import evaluation
+    from dyno import evaluation
 
     check_format(format)
     folders = _measure_models(overrides, models, out, "eval", **EVALUATION)
-    return evaluation.show(folders, format, per_class) or UNFINISHED * (len(folders) < len(models))
+    return evaluation.show_evaluation(folders, format, per_class) or UNFINISHED * (len(folders) < len(models))
 
 
 def agree(
@@ -311,9 +321,9 @@ def agree(
 
     1 if a share is below `least`, 3 if a trial left no outputs.
     """
-    from dyno.analysis.presentation.export import export
-    from dyno.analysis.records import results
-    from dyno.analysis.tables import agreement_table
+    from dyno.report.export import export
+    from dyno.report.tables import accuracy_tables
+    from dyno.results import trial_result
 
     check_format(format)
     untimed: dict[str, Any] = {"boundaries": (), "routes": (USUAL,)}
@@ -322,7 +332,9 @@ def agree(
     for study in studies:  # before the first is measured
         model_spec(study, study.models[0])
     folders = _measure_models(overrides, models, out, "agree", **untimed)
-    values, ranks, failed = agreement_table.compare([results.load(folder) for folder in folders], rtol, atol)
+    values, ranks, failed = accuracy_tables.compare_with_first(
+        [trial_result.load_run(folder) for folder in folders], rtol, atol
+    )
     print(export([values, *([ranks] if ranks.rows else [])], format), end="")
     if any(row["close"] < least for row in values.rows):
         return 1
@@ -333,11 +345,11 @@ def calibrate(
     overrides: Overrides, model: str, minutes: float, rounds: int, backend: str, builds: bool, format: str
 ) -> None:
     """Test the instrument on this machine and print the differences that it can detect."""
-    from dyno.analysis.formatting import bullet, wrapped
-    from dyno.analysis.presentation.export import export
-    from dyno.analysis.self_test import words
-    from dyno.analysis.self_test.tables import tables
-    from dyno.api import calibrate as module
+    from dyno.formatting import bullet, wrapped
+    from dyno.regression import calibration as module
+    from dyno.report import self_test as report_self_test
+    from dyno.report.export import export
+    from dyno.report.self_test import tables
 
     check_format(format)
     try:
@@ -345,6 +357,76 @@ def calibrate(
     except KeyboardInterrupt:
         print("dyno: stopped; an unfinished self-test is not stored", file=sys.stderr)
         sys.exit(INTERRUPTED)
-    print(export(tables(result), format, about=words.about(result)), end="")
+    print(export(tables(result), format, about=report_self_test.describe_self_test(result)), end="")
     if format in ("text", "markdown"):
-        print("\n" + "\n".join(map(wrapped if format == "text" else bullet, words.sentences(result))))
+        print("\n" + "\n".join(map(wrapped if format == "text" else bullet, report_self_test.list_sentences(result))))
+
+
+# The command `dyno take`: take the winner home.
+
+
+def take_command(
+    run: options.RunFolder,
+    trial: Annotated[
+        str,
+        typer.Argument(help="A trial's id, or BACKEND/PRECISION (default: the verdict's winner).", metavar="[TRIAL]"),
+    ] = "",
+    out: Annotated[
+        str, typer.Option("--out", "-o", help="File to write (default: MODEL-BACKEND-PRECISION here).")
+    ] = "",
+) -> None:
+    """Write the winning file, and a script beside it that runs it in its own library as it was measured."""
+    from dyno import take as module
+    from dyno.report.tables import trial_table
+
+    taken = module.take(trial_table.read_trials(run), trial, Path(out) if out else None)
+    print(f"{taken.label}: {taken.file} ({taken.bytes / 1e6:.2f} MB)")
+    for note in taken.notes:
+        print(f"warning: {note}", file=sys.stderr)
+    print(f"run it: python {taken.script}")
+
+
+# Behind `dyno data`: what makes a folder of images ready to be measured on.
+
+app = typer.Typer(help="Make folders of images ready.", no_args_is_help=True)
+SHOWN = 3
+UNFINISHED_SPLIT = 3
+
+
+@app.callback()
+def _group_commands() -> None:
+    """Make folders of images ready."""  # a callback makes typer keep the command's name though there is only one
+
+
+@app.command("imagenet-val")
+def imagenet_val(
+    flat: Annotated[Path, typer.Argument(help="Folder of ILSVRC2012_val_*.JPEG files.", metavar="FLAT")],
+    out: Annotated[Path, typer.Option("--out", "-o", help="Folder that gets val/<synset>/ inside.")],
+    labels: Annotated[
+        str, typer.Option(help="LOC_val_solution.csv, lines of a name and a synset, or a synset or number per line.")
+    ] = "",
+    order: Annotated[
+        str, typer.Option(help="How --labels numbers the sorted synsets: synset, synset-0 or synset-1.")
+    ] = "",
+    copy: Annotated[bool, typer.Option("--copy", help="Copy instead of hard links.")] = False,
+    move: Annotated[bool, typer.Option("--move", help="Move instead of hard links.")] = False,
+) -> None:
+    """Sort ImageNet's flat validation images into class folders; the same command again continues."""
+    from dyno.data import flat as module
+    from dyno.formatting import counting
+    from dyno.study.images import decoding
+
+    if copy and move:
+        raise UserError("--copy and --move can't be used together")
+    with decoding(verbs=("sorting", "sorted")) as progress:
+        transfer: module.Transfer = "copy" if copy else "move" if move else "link"
+        result = module.sort(flat, out, Path(labels) if labels else None, order, transfer, progress)
+    earlier = f", {result.there:,} of them before" if result.there else ""
+    print(f"{result.images:,} images of {result.classes:,} classes are in {out / 'val'}{earlier}")
+    if result.unlabelled:
+        names = ", ".join(result.unlabelled[:SHOWN]) + (", …" if len(result.unlabelled) > SHOWN else "")
+        print(
+            f"dyno: left {counting(len(result.unlabelled), 'image')} without a label in {flat}: {names}",
+            file=sys.stderr,
+        )
+        raise typer.Exit(UNFINISHED_SPLIT)

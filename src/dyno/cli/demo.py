@@ -8,12 +8,12 @@ from typing import Any
 
 from rich.console import Console
 
-from dyno import datasets
+from dyno import data
 from dyno.cli import commands
-from dyno.engine.run_names import RUNS, choose_folder
-from dyno.planning.model_info import model_spec
+from dyno.run.run_names import RUNS, choose_folder
 from dyno.store import cache_dir, check_own, versions
-from dyno.study import Study
+from dyno.study.model_info import model_spec
+from dyno.study.study import Study
 from dyno.training.session import TrainingResult, train
 from dyno.worker.extras import lacking
 from dyno.worker.record import lock
@@ -38,7 +38,7 @@ def trained() -> TrainingResult:
     """Return the digits network, trained once and then taken from the cache; wait for another demo that trains it."""
     shaped_by = [
         model_spec(Study(models=(MODEL,), channels=1), MODEL),
-        datasets.digits(cache_dir() / "datasets", SIZE).sha256,
+        data.digits(cache_dir() / "datasets", SIZE).sha256,
         TRAINING,
         versions(Runtime(), ("torch", "torchvision")),
     ]

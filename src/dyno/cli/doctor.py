@@ -13,19 +13,20 @@ from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 
-from dyno.analysis import charts, metrics, tables
-from dyno.analysis.formatting import wrapped
-from dyno.analysis.inside.cold import without_byte_code
-from dyno.analysis.metrics.metric import Metric
-from dyno.analysis.presentation.chart import Chart
-from dyno.analysis.presentation.export import export
-from dyno.analysis.presentation.table import TEXT, Column, Table
-from dyno.analysis.presentation.table_kind import TableKind
-from dyno.datasets import data_format
-from dyno.datasets.data_format import DataFormat
-from dyno.engine import self_test
+from dyno.data import data_format
+from dyno.data.data_format import DataFormat
+from dyno.formatting import wrapped
 from dyno.jobs.launcher import launch
-from dyno.planning.checks import check_format
+from dyno.layers.cold_start import without_byte_code
+from dyno.report import charts, tables
+from dyno.report.export import export
+from dyno.report.style import Chart
+from dyno.report.table_kind import TableKind
+from dyno.results import metrics
+from dyno.results.metrics.metric import Metric
+from dyno.run import self_test
+from dyno.study.defaults import check_format
+from dyno.table import TEXT, Column, Table
 from dyno.worker import plugins, registry, snippets, system, tasks
 from dyno.worker.facts.engine import Probe
 from dyno.worker.record import Record

@@ -3,24 +3,40 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+from dyno.api import run
 from dyno.cli.options import Overrides
-from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
-from dyno.planning.checks import check_weights
-from dyno.planning.defaults import one_model
-from dyno.planning.images import prepared
-from dyno.planning.interpreters import missing, runtime_of
-from dyno.planning.model_info import inspect_model, model_spec, sizes
+from dyno.report.export import export as export_tables
+from dyno.report.tables import variance_tables
+from dyno.run.execute import Files
 from dyno.store import check_writable, copy
-from dyno.study import Choice, Study
+from dyno.study.defaults import check_weights, one_model
+from dyno.study.images import prepared
+from dyno.study.interpreters import missing, runtime_of
+from dyno.study.model_info import inspect_model, model_spec, sizes
+from dyno.study.study import Choice, Study
 from dyno.worker import registry, system
+from dyno.worker.backend import Backend
 from dyno.worker.extras import install
 from dyno.worker.record import Record
 from dyno.worker.registry import find
-from dyno.worker.spec import Artifact, DataSpec, Dims, Option, Recipe, Runtime, Trial, UserError
+from dyno.worker.spec import (
+    BUILD,
+    FIXED,
+    TIMING_CACHE,
+    Artifact,
+    DataSpec,
+    Dims,
+    Option,
+    Recipe,
+    Runtime,
+    Trial,
+    UserError,
+)
 
 TARGETS = ("onnxruntime", "openvino", "tensorrt")
 
@@ -107,9 +123,7 @@ def build(overrides: Overrides, model: str, out: Path, request: BuildOptions) ->
     if library := missing(engine.name, runtime):
         raise UserError(f"{library} is not installed; {install(library)}, or give its Python with --python")
     if request.repeat > 1:
-        from dyno.api import builds
-
-        return builds.compare(study, engine, options, request.batch or 1, request.repeat, out)
+        return compare_builds(study, engine, options, request.batch or 1, request.repeat, out)
     if not on_gpu and request.precision in ("fp16", "bf16"):
         raise UserError(
             f"{engine.name} chooses {request.precision} when it runs a file, not when it makes one; omit --precision"
@@ -196,3 +210,37 @@ def _format_summary(artifact: Artifact, built: int) -> str:
     tensors = (*artifact.inputs, *artifact.outputs)
     described = "; ".join(f"{t.name} {t.dtype} {'x'.join(map(str, t.shape))}" for t in tensors)
     return f"{artifact.bytes / 1e6:.2f} MB  {described}  ({listed})"
+
+
+# `dyno build --repeat`: the same engine built several times, to show how much builds differ.
+
+ROUNDS = 3
+
+
+def compare_builds(
+    study: Study, engine: Backend, options: Mapping[str, Option], batch: int, repeat: int, out: Path
+) -> int:
+    """Build `repeat` times, each from nothing, time every build in fresh processes, write the fastest to `out`.
+
+    Prints a row per build (layers, parameters, size, build seconds, latency) and whether builds differ beyond noise.
+    The records stay beside `out`, in a folder with the suffix .builds.
+    """
+    if BUILD not in engine.options:
+        raise UserError(
+            f"{engine.name} makes the same file every time; --repeat is for engines that are tuned by timing"
+        )
+    fresh = {**options, TIMING_CACHE: False}
+    suffix = "".join(f"@{key}={value}" for key, value in fresh.items())
+    builds = tuple(f"{engine.name}{suffix}@{BUILD}={k}" for k in range(1, repeat + 1))
+    rounds = max(ROUNDS, study.rounds)
+    repeated = replace(
+        study, backends=builds, batches=(batch,), rounds=rounds, until=FIXED, turns=False, boundaries=("model",)
+    )
+    data = run(repeated, out.with_suffix(".builds")).data
+    print(export_tables([variance_tables.BUILDS.table(data)]), end="")
+    best = variance_tables.fastest(data.records)
+    if best is None or best.artifact is None:
+        raise UserError(f"no build could be timed; `dyno show {out.with_suffix('.builds')}` has the reasons")
+    copy(Path(best.artifact.path), out)
+    print(f"{out}  the fastest, {best.backend}")
+    return 0

@@ -13,8 +13,7 @@ from typing import Annotated, Any, TypeVar
 import typer
 import typer.core
 
-from dyno.study import parse_budget
-from dyno.study_options import (
+from dyno.study.options import (
     MODEL_HELP,
     ClusterOptions,
     ComparisonOptions,
@@ -23,6 +22,7 @@ from dyno.study_options import (
     ModelOptions,
     RuntimeOptions,
 )
+from dyno.study.study import parse_budget
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.spec import UserError
 from dyno.worker.video.options import VideoOptions

@@ -18,7 +18,7 @@ from dyno.worker.record import one_line
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:
-    from dyno.analysis.records.run_data import RunData
+    from dyno.results.run_data import RunData
 
 Trials = Annotated[
     list[str],
@@ -35,7 +35,7 @@ def list_runs(
     from rich.markup import escape
     from rich.table import Table
 
-    from dyno.analysis.formatting import console, plain
+    from dyno.formatting import console, plain
 
     if not folder.is_dir():
         raise UserError(f"there is no folder {folder}; `dyno run` makes runs/, and `dyno list FOLDER` looks elsewhere")
@@ -74,12 +74,12 @@ def why_no_run(folder: Path) -> str:
 
 
 def _make_row(run: Path) -> tuple[str, str, str, str]:
-    from dyno.analysis.formatting import moment
-    from dyno.analysis.tables import trial_table
-    from dyno.analysis.verdict.about import began
+    from dyno.formatting import moment
+    from dyno.report.tables import trial_table
+    from dyno.report.verdict.verdict import began
 
     try:
-        data = trial_table.read(run)
+        data = trial_table.read_trials(run)
     except UserError as e:
         _, unreadable, why = str(e).partition(":")
         return "", "unreadable" if unreadable else "none yet", "", why.strip()
@@ -94,11 +94,11 @@ def _make_row(run: Path) -> tuple[str, str, str, str]:
 
 def _find_fastest(data: RunData) -> str:
     """Return the winner of the run's first ranking with a good trial, as in the verdict; "" if there is none."""
-    from dyno.analysis.formatting import significant
-    from dyno.analysis.ranking import rankings
-    from dyno.analysis.ranking.frontier import LATENCY
+    from dyno.formatting import significant
+    from dyno.results import ranking as results_ranking
+    from dyno.results.ranking import LATENCY
 
-    for ranking in rankings.rankings(data):
+    for ranking in results_ranking.rank_goals(data):
         ranked = ranking.fastest
         if len(ranked):
             best = ranked.iloc[0]
@@ -143,12 +143,12 @@ def _remove_trials(run: Path, wanted: list[str]) -> None:
 
 def _of_form(run: Path, places: list[Path], text: str) -> list[Path]:
     """Return the folder of the trial of this backend and precision; raise `UserError` if several match."""
-    from dyno.analysis.records.results import load
-    from dyno.api.take import of_form
+    from dyno.results.trial_result import load_run
+    from dyno.take import of_form
 
     if not text or not places:
         return []
-    _, fitting = of_form(load(run), text)
+    _, fitting = of_form(load_run(run), text)
     if len(fitting) > 1:
         labels = ", ".join(f"{t.id} ({t.label})" for t in fitting)
         raise UserError(f"{text!r} fits several trials of {run}; choose them by their ids: {labels}")
@@ -176,14 +176,14 @@ def _remove_run(run: Path) -> None:
 
 def open_report(run: options.RunFolder) -> None:
     """Open a run's report in the browser; it is written first if missing or out of date."""
-    from dyno.analysis.report import report as page
-    from dyno.analysis.tables import trial_table
+    from dyno.report import report as page
+    from dyno.report.tables import trial_table
 
     if reason := why_no_run(run):
         raise UserError(f"{run} {reason}")
     path = run / "report.html"
     if not path.is_file() or path.stat().st_mtime < (run / "study.toml").stat().st_mtime:
-        path = page.write([trial_table.read(run)], run)
+        path = page.write_report([trial_table.read_trials(run)], run)
     print(path)
     try:
         webbrowser.open(path.resolve().as_uri())

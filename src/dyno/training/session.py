@@ -2,25 +2,35 @@
 
 from __future__ import annotations
 
+import csv
 import json
 import math
+import os
 import shlex
+import shutil
 import typing
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dyno.api.runnable import run
-from dyno.engine import device_lock
+import numpy as np
+from rich.console import Console
+from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextColumn, TimeElapsedColumn
+
+from dyno import data as dyno_data
+from dyno.api import run
+from dyno.data.folders import Photo, scan
 from dyno.jobs.launcher import launch
-from dyno.planning.checks import check_device, check_threads, check_weights
-from dyno.planning.model_info import inspect_model, model_spec, sizes
-from dyno.store import Run, begun, sha256_of
-from dyno.study import Choice, Study, model_name
-from dyno.training import split
-from dyno.training.display import CURVES, Row, TrainingView, chart, history
+from dyno.run import device_lock
+from dyno.store import Run, begun, cache_dir, sha256_of
+from dyno.study.defaults import check_device, check_threads, check_weights
+from dyno.study.images import decoding, prepared, warn_unreadable
+from dyno.study.model_info import inspect_model, model_spec, sizes
+from dyno.study.study import Choice, Study, model_name
 from dyno.worker import registry, system
 from dyno.worker.extras import lacking
 from dyno.worker.facts.job import TrainingFacts
@@ -32,7 +42,247 @@ from dyno.worker.training.options import TrainOptions, options
 if TYPE_CHECKING:
     import pandas as pd
 
-    from dyno.api.result import Result
+    from dyno.api import Result
+
+# The images of a training: their layout, which are held out for testing, decoded with room to crop.
+
+HOLDOUT = 0.2
+ROOM = 8 / 7  # 256 pixels for a crop of 224, as is usual; a model that resizes further has that much
+CROPPING = ("light", "standard")
+
+
+def find_source(data: str, holdout: float | None, out: Path, seed: int) -> str:
+    """Return a folder with train/ and test/ (or val/): the given one, or one of links to its images below `out`.
+
+    A folder of classes alone is split class by class, `holdout` of each for testing; the same images and seed give the
+    same split. `digits` stays as it is. Raises `UserError`.
+    """
+    folder = Path(data)
+    if data == "digits":
+        if holdout is not None:
+            raise UserError("the digits already have test images; omit --holdout")
+        return data
+    if not folder.is_dir():
+        raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
+    if (kind := dyno_data.format_of(folder)).labels == "objects":
+        raise UserError(f"{folder} is in {kind.described}; only classifiers are trained here, give class folders")
+    if kind.suffixes:
+        raise UserError(f"{folder} is in {kind.described}; training needs class folders")
+    tested = any(_has_classes(folder / name) for name in ("test", "val"))
+    has_training = _has_classes(folder / "train")
+    if tested and not has_training:
+        raise UserError(f"{folder} has no train/; put the training images there")
+    if tested:
+        if holdout is not None:
+            raise UserError(f"{folder} already has test images; omit --holdout")
+        return data
+    root = folder / "train" if has_training else folder
+    share = HOLDOUT if holdout is None else holdout
+    if not 0 < share < 1:
+        raise UserError(f"--holdout is {share:g}; it is a share of the images between 0 and 1, e.g. 0.2")
+    return str(_link_folder(_split_images(root.resolve(), share, seed), out / "data" / folder.resolve().name, out))
+
+
+def _has_classes(root: Path) -> bool:
+    return root.is_dir() and any(p.is_dir() and not p.name.startswith(".") for p in root.iterdir())
+
+
+def _split_images(root: Path, share: float, seed: int) -> dict[str, Path]:
+    """Return every image by its path in the split folder: `train/CLASS/…` or `test/CLASS/…`."""
+    listing = scan(root, 0, seed)
+    rng = np.random.default_rng(seed)
+    placed: dict[str, Path] = {}
+    for label, name in enumerate(listing.classes):
+        photos = [photo for photo in listing.photos if photo.label == label]
+        if len(photos) < 2:
+            raise UserError(f"class {name!r} has one image; it needs two, one to train on and one to test on")
+        held = min(max(1, round(share * len(photos))), len(photos) - 1)
+        tested = set(rng.permutation(len(photos))[:held].tolist())
+        placed |= {_name_copy(photo, root, i in tested): photo.path for i, photo in enumerate(photos)}
+    return placed
+
+
+def _name_copy(photo: Photo, root: Path, tested: bool) -> str:
+    return f"{'test' if tested else 'train'}/{photo.path.relative_to(root).as_posix()}"
+
+
+def _link_folder(split: dict[str, Path], where: Path, out: Path) -> Path:
+    """Return the folder of links, created if missing; refuse a different one under a training that has begun."""
+    wanted = {place: os.fspath(path) for place, path in split.items()}
+    if where.is_dir():
+        links = [path for path in where.rglob("*") if path.is_symlink()]
+        if {path.relative_to(where).as_posix(): os.fspath(path.readlink()) for path in links} == wanted:
+            return where
+        if (out / "state.pt").exists():
+            raise UserError(
+                f"the training in {out} began with another split of the images (they, --holdout or --seed changed); "
+                "give another --out, or remove that folder to start over"
+            )
+        shutil.rmtree(where)
+    part = where.with_name(where.name + ".part")
+    shutil.rmtree(part, ignore_errors=True)
+    for place, target in wanted.items():
+        (part / place).parent.mkdir(parents=True, exist_ok=True)
+        (part / place).symlink_to(target)
+    part.rename(where)
+    return where
+
+
+def decode_split(
+    study: Study, model: ModelSpec, size: tuple[int, int], options: TrainOptions, console: Console | None = None
+) -> tuple[DataSpec, DataSpec]:
+    """Decode the training images, larger than `size` (height, width) if the augmentation crops, and the test images.
+
+    The test images are decoded as for any other command, so that accuracies can be compared; after the others, which
+    are read together with them, so that all unreadable images are named together.
+    """
+    if study.data == "digits":
+        test = prepared(study, model, size, console=console)
+        return replace(test, split="train"), test
+    larger, preprocess, channels = size, model.preprocess, model.channels
+    if options.augment in CROPPING:
+        room = max(ROOM, preprocess.resize)
+        larger = (round(size[0] * room), round(size[1] * room))
+        preprocess = replace(preprocess, resize=1.0 if preprocess.resize else 0.0)
+    on_unreadable: dyno_data.OnUnreadable = "skip" if study.unreadable == "skip" else "refuse"
+    images, cache = Path(study.data), cache_dir() / "datasets"
+    with decoding(console) as progress:
+        data = dyno_data.load(images, cache, larger, preprocess, 0, on_unreadable, progress, channels, train=True)
+    warn_unreadable(dyno_data.meta(data), console)
+    training = replace(data, split="train", count=dyno_data.meta(data)["splits"].get("train", 0))
+    if not training.count:
+        raise UserError(f"every training image in {study.data} is also a test image; give other images")
+    return training, prepared(study, model, size, console=console)
+
+
+def list_classes(training: DataSpec) -> list[str]:
+    """Return the names of the classes; raise `UserError` if there is only one."""
+    names: list[str] = dyno_data.meta(training)["classes"]
+    if len(names) < 2:
+        raise UserError(f"there is a single class, {names[0]!r}; a classifier needs two or more")
+    return names
+
+
+# The console output of a training: a line per epoch while it runs, its curves as a chart afterwards.
+
+HISTORY, CURVES = "history.csv", "curves.png"
+BEGUN = ("epoch", "evaluate")  # stages whose name begins so come after every refusal
+
+Row = dict[str, float]
+
+
+def show_history(folder: Path) -> tuple[Row, ...]:
+    """Read the rows of history.csv: epoch, lr, train_loss, test_loss, top1 (percent), seconds, images_per_s."""
+    try:
+        with open(folder / HISTORY, encoding="utf-8", newline="") as f:
+            return tuple({name: float(value) for name, value in row.items()} for row in csv.DictReader(f))
+    except FileNotFoundError:
+        return ()
+
+
+class TrainingView:
+    """Lines on the console: one per epoch, and on a terminal a bar below them; nothing when quiet."""
+
+    def __init__(self, folder: Path, epochs: int, *, quiet: bool = False, console: Console | None = None) -> None:
+        self.folder, self.epochs, self.quiet = folder, epochs, quiet
+        self.console = console or Console(stderr=True, quiet=quiet)
+        self._shown = 0
+        self._modified = 0.0
+        self._opening: list[str] = []
+        self._bar: Progress | None = None
+        self._task = TaskID(0)
+
+    @contextmanager
+    def running(self, opening: str = "") -> Iterator[None]:
+        """Show the training while the block runs.
+
+        What is trained, and how many epochs were done before, is printed once nothing can be refused any more, so that
+        a refusal is one line.
+        """
+        done = show_history(self.folder)
+        self._shown = len(done)
+        self._opening = [opening] if opening else []
+        if done and len(done) < self.epochs:
+            self._opening.append(f"resuming after epoch {len(done)} of {self.epochs}")
+        if self.quiet or not self.console.is_terminal:
+            yield
+            self._print_epochs()
+            return
+        columns = (BarColumn(30), MofNCompleteColumn(), TextColumn("{task.description}"), TimeElapsedColumn())
+        with Progress(*columns, console=self.console, transient=True) as self._bar:
+            self._task = self._bar.add_task("start", total=self.epochs, completed=self._shown)
+            yield
+            self._print_epochs()
+        self._bar = None
+
+    def tick(self, stage: str, elapsed: float) -> None:
+        """Update the display; called about twenty times a second while the job runs."""
+        if stage.startswith(BEGUN):
+            self._print_opening()
+        if self._bar is not None:
+            self._bar.update(self._task, description=escape(stage), completed=self._shown)
+        try:
+            modified = (self.folder / HISTORY).stat().st_mtime
+        except OSError:
+            return
+        if modified != self._modified:
+            self._modified = modified
+            self._print_epochs()
+
+    def waiting(self, owner: str) -> None:
+        """Show that the training waits for another process's job."""
+        self.say(f"waiting for process {owner}, another dyno on this GPU")
+
+    def say(self, line: str) -> None:
+        """Print one line, unless quiet."""
+        if not self.quiet:
+            self.console.print(escape(line), soft_wrap=True, highlight=False)
+
+    def _print_opening(self) -> None:
+        for line in self._opening:
+            self.say(line)
+        self._opening = []
+
+    def _print_epochs(self) -> None:
+        rows = show_history(self.folder)
+        if len(rows) > self._shown:
+            self._print_opening()
+        for row in rows[self._shown :]:
+            self.say(line(row, self.epochs))
+        self._shown = max(self._shown, len(rows))
+
+
+def line(row: Row, epochs: int) -> str:
+    """Format an epoch as one line."""
+    width = len(str(epochs))
+    return (
+        f"epoch {row['epoch']:{width}.0f}/{epochs}  lr {row['lr']:.2e}  loss {row['train_loss']:.4f}  "
+        f"test loss {row['test_loss']:.4f}  top-1 {row['top1']:6.2f} %  {row['seconds']:.1f} s  "
+        f"{row['images_per_s']:,.0f} images/s"
+    )
+
+
+def chart(rows: tuple[Row, ...], path: Path) -> None:
+    """Draw losses, top-1 and learning rate over the epochs, as PNG."""
+    from dyno.report.style import COLORS, WIDTH, save, styled
+
+    epochs = [row["epoch"] for row in rows]
+    panels = (
+        ("loss", (("train_loss", "training", "pytorch"), ("test_loss", "test", "onnxruntime"))),
+        ("top-1, %", (("top1", "test", "onnxruntime"),)),
+        ("learning rate", (("lr", "at the end of the epoch", "openvino"),)),
+    )
+    with styled() as figure_of:
+        figure = figure_of(figsize=(WIDTH, 2.9), layout="constrained")
+        for axes, (title, lines) in zip(figure.subplots(1, 3), panels, strict=True):
+            for name, label, color in lines:
+                axes.plot(epochs, [row[name] for row in rows], "o-", ms=3, color=COLORS[color], label=label)
+            axes.set_title(title)
+            axes.set_xlabel("epoch")
+            axes.xaxis.get_major_locator().set_params(integer=True)
+            axes.legend()
+        save(figure, path)
+
 
 LIBRARIES = ("torchvision:", "timm:")
 
@@ -141,14 +391,14 @@ def _plan_training(
     source = study.models[0]
     if registry.format_of(source):
         raise UserError(f"{source} can't be trained; give the PyTorch model it was exported from")
-    study = replace(study, data=split.source(study.data, holdout, folder, chosen.seed))
+    study = replace(study, data=find_source(study.data, holdout, folder, chosen.seed))
     requested = model_spec(study, source)
     unweighted = replace(requested, weights="", weights_sha256="", pretrained=False)
     inspected, seen = inspect_model(unweighted, study)
     size = sizes(study, seen)[0]
     model = replace(requested, preprocess=inspected.preprocess)
-    training, test = split.decoded(study, model, size, chosen, view.console)
-    names = split.classes(training)
+    training, test = decode_split(study, model, size, chosen, view.console)
+    names = list_classes(training)
     return Training(study, replace(model, classes=len(names)), size, training, test, chosen, names)
 
 
@@ -167,7 +417,7 @@ def _run_job(plan: Training, folder: Path, view: TrainingView) -> tuple[Record, 
     _write_description(plan, folder, {"status": "running", "started": begun})
     with device_lock.held(job.runtime, view.waiting), view.running(opening):
         record = launch(job, folder, math.inf, view.tick)
-    if rows := history(folder):
+    if rows := show_history(folder):
         try:
             chart(rows, folder / CURVES)
         except ModuleNotFoundError as e:
@@ -197,7 +447,7 @@ def _find_record(job: Job, folder: Path) -> Record | None:
 
 
 def _count_images(data: DataSpec) -> int:
-    from dyno.datasets import meta
+    from dyno.data import meta
 
     return int(meta(data)["splits"][data.split])
 
@@ -236,15 +486,17 @@ def _read_trained(record: Record) -> TrainingFacts:
 
 def _make_result(record: Record, folder: Path) -> TrainingResult:
     found = _read_trained(record)
-    return TrainingResult(folder, folder / found.weights, found.top1, found.top5, found.best_epoch, history(folder))
+    return TrainingResult(
+        folder, folder / found.weights, found.top1, found.top5, found.best_epoch, show_history(folder)
+    )
 
 
 def _print_outcome(
     plan: Training, record: Record, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
 ) -> None:
     """Print the best weights' accuracy with its interval, and what to do with them."""
-    from dyno.analysis.formatting import show
-    from dyno.analysis.stats import wilson
+    from dyno.formatting import show
+    from dyno.results.stats import wilson
 
     facts = _read_trained(record)
     for note in facts.notes:

@@ -19,8 +19,9 @@ def declared(
 ) -> dict[str, Declared]:
     """Return objects by name: instances of `kind` at the top of modules, then the group's entry points.
 
-    A place is a package, of which every module counts, or the name of a module. What a place declares wins over an entry point of the same name. An entry point that can't be loaded, or that
-    gives another kind of object, is left out here and named by `broken`.
+    A place is a package, of which every module counts, or the name of a module. What a place declares wins over an
+    entry point of the same name. An entry point that can't be loaded, or that gives another kind of object, is left out
+    here and named by `broken`.
     """
     own: dict[str, Declared] = {}
     for place in places if isinstance(places, tuple) else (places,):

@@ -241,7 +241,7 @@ class Dims:
 
 @dataclass(frozen=True)
 class DataSpec:
-    """Inputs of a run: a decoded data set (see `dyno.datasets`), or `count` seeded random ones when `folder` is empty.
+    """Inputs of a run: a decoded data set (see `dyno.data`), or `count` seeded random ones when `folder` is empty.
 
     `folder` holds images.npy (uint8, N x C x H x W), labels.npy (int64) and one index array per split, `SPLIT.npy`; for
     detection and its kin also sizes.npy (int32, N x 2: height and width before the letterbox).

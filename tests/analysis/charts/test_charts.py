@@ -14,17 +14,17 @@ from matplotlib.figure import Figure
 from PIL import Image
 from synthetic import Way
 
-from dyno.analysis import style
-from dyno.analysis.charts import charts
-from dyno.analysis.records.results import Results
-from dyno.analysis.records.run_data import RunData
-from dyno.analysis.tables import trial_table
+from dyno.report import style
+from dyno.report.charts import charts
+from dyno.report.tables import trial_table
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results
 from dyno.worker.spec import PRECISIONS
 
 
 @pytest.fixture(scope="module")
 def run(demo: Results) -> RunData:
-    return trial_table.read(demo)
+    return trial_table.read_trials(demo)
 
 
 def texts(figure: Figure) -> list[str]:
@@ -57,7 +57,7 @@ def test_on_a_dark_page_no_area_of_a_chart_is_white(run: RunData) -> None:
 
 
 def test_bars_are_sorted_and_lengths_are_latencies(run: RunData) -> None:
-    axes = charts.latency(run).axes[0]
+    axes = charts.draw_latency(run).axes[0]
     lengths = [p.get_width() for p in axes.patches]
     assert lengths == sorted(lengths)
     assert len(lengths) == 9
@@ -66,19 +66,21 @@ def test_bars_are_sorted_and_lengths_are_latencies(run: RunData) -> None:
 
 
 def test_the_frontier_is_named(run: RunData) -> None:
-    assert "frontier (ringed), fastest first: openvino int8, openvino bf16" in texts(charts.accuracy(run))
+    assert "frontier (ringed), fastest first: openvino int8, openvino bf16" in texts(charts.draw_accuracy(run))
 
 
 def test_nothing_to_draw_is_none(tmp_path: Path) -> None:
-    one = trial_table.read(synthetic.write_run(tmp_path / "a", [Way("pytorch", labelled=False)], samples=5))
+    one = trial_table.read_trials(synthetic.write_run(tmp_path / "a", [Way("pytorch", labelled=False)], samples=5))
     assert list(printed.drawn(one)) == ["latency", "rounds"]
-    none = trial_table.read(synthetic.write_run(tmp_path / "b", [Way("x", statuses=("failed",))]))
+    none = trial_table.read_trials(synthetic.write_run(tmp_path / "b", [Way("x", statuses=("failed",))]))
     assert printed.drawn(none) == {}
 
 
 def test_sizes_make_a_chart(tmp_path: Path) -> None:
     ways = [Way("pytorch", size=s, seconds=s / 1e4, statuses=("ok",)) for s in (224, 256, 384)]
-    figure = charts.scaling(trial_table.read(synthetic.write_run(tmp_path / "r", ways, samples=5, count=5)), "size")
+    figure = charts.scaling_series(
+        trial_table.read_trials(synthetic.write_run(tmp_path / "r", ways, samples=5, count=5)), "size"
+    )
     throughput, fps = figure.axes
     assert [t.get_text() for t in fps.get_xticklabels()] == ["224", "256", "384"]
     assert list(fps.lines[0].get_xdata()) == [224, 256, 384]
@@ -87,18 +89,20 @@ def test_sizes_make_a_chart(tmp_path: Path) -> None:
 
 
 def test_what_has_no_bound_is_named_and_not_drawn(tmp_path: Path) -> None:
-    frame = trial_table.read(synthetic.write_run(tmp_path / "r", [Way("pytorch"), Way("a"), Way("b")], samples=5))
+    frame = trial_table.read_trials(
+        synthetic.write_run(tmp_path / "r", [Way("pytorch"), Way("a"), Way("b")], samples=5)
+    )
     rows = frame.frame.copy()
     rows.loc[rows["backend"] == "b", ["speedup", "speedup_low", "speedup_high"]] = 742.0, 38.0, 14260.0
-    (axes,) = charts.speedup(replace(frame, frame=rows)).axes
+    (axes,) = charts.draw_speedup(replace(frame, frame=rows)).axes
     assert "uncertain" in [t.get_text() for t in axes.texts]
     assert axes.get_xscale() == "linear" and axes.get_xlim()[1] < 10
-    assert charts.speedup(replace(frame, frame=rows[rows["backend"] != "a"])) is None
+    assert charts.draw_speedup(replace(frame, frame=rows[rows["backend"] != "a"])) is None
 
 
 def test_many_trials_stay_a_picture_of_bounded_size(tmp_path: Path) -> None:
     ways = [Way(f"b{i}", size=s, statuses=("ok",), labelled=False) for i in range(30) for s in (1, 2, 3, 4)]
-    figure = charts.latency(trial_table.read(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2)))
+    figure = charts.draw_latency(trial_table.read_trials(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2)))
     assert sum(len(a.patches) for a in figure.axes) <= charts.MOST_BARS
     assert figure.texts[0].get_text() == "2 more groups are in results.csv"
 
@@ -127,7 +131,7 @@ def test_row_labels_do_not_overlap(run: RunData) -> None:
 
 
 def test_png_and_svg(run: RunData, tmp_path: Path) -> None:
-    figure = charts.speedup(run)
+    figure = charts.draw_speedup(run)
     style.save(figure, tmp_path / "x.png")
     with Image.open(tmp_path / "x.png") as image:
         assert image.width > 800
@@ -140,7 +144,7 @@ def test_png_and_svg(run: RunData, tmp_path: Path) -> None:
     assert ids and all(i.startswith("p1-") for i in ids)
     assert {h[1:] for h in re.findall(r'href="(#[^"]*)"', text)} <= set(ids)
     assert set(re.findall(r"url\(#([^)]*)\)", text)) <= set(ids)
-    assert style.svg(charts.speedup(run), "p1") == text
+    assert style.svg(charts.draw_speedup(run), "p1") == text
 
 
 @pytest.mark.slow
@@ -157,7 +161,7 @@ def test_a_figure_that_is_laid_out_once_looks_as_if_each_file_did_it(run: RunDat
 
 
 def test_hostile_names_are_text_in_the_drawing(hostile: Results) -> None:
-    for figure in printed.drawn(trial_table.read(hostile)).values():
+    for figure in printed.drawn(trial_table.read_trials(hostile)).values():
         text = style.svg(figure, "x")
         assert "<script" not in text
         assert any("<script>" in (e.text or "") for e in ElementTree.fromstring(text).iter())

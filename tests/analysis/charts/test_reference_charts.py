@@ -10,10 +10,10 @@ import synthetic
 from matplotlib.colors import to_hex
 from synthetic import Way
 
-from dyno.analysis import style
-from dyno.analysis.charts import charts, reference_charts, series
-from dyno.analysis.records.run_data import RunData
-from dyno.analysis.tables import trial_table
+from dyno.report import style
+from dyno.report.charts import charts, round_charts
+from dyno.report.tables import trial_table
+from dyno.results.run_data import RunData
 from dyno.worker.record import write_json
 from dyno.worker.spec import SCHEMA
 
@@ -32,7 +32,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> RunData:
     (folder / "peak").mkdir()
     peak = {"fp32": {"flops_per_s": 5e12, "side": 512, "window": [0, 1]}}
     write_json(folder / "peak" / "record.json", {"schema": SCHEMA, "status": "ok", "facts": {"peak": peak}})
-    return trial_table.read(folder)
+    return trial_table.read_trials(folder)
 
 
 @pytest.mark.slow
@@ -44,7 +44,7 @@ def test_everything_is_drawn(run: RunData, tmp_path: Path) -> None:
 
 
 def test_bars_are_grouped_by_model_on_a_log_axis(run: RunData) -> None:
-    figure = reference_charts.inference_time(run)
+    figure = round_charts.inference_time(run)
     assert [axes.get_title("left") for axes in figure.axes] == [
         f"size {s}, batch {b}" for s in (64, 128) for b in (1, 8)
     ]
@@ -62,22 +62,22 @@ def test_a_speed_up_that_has_no_bound_is_no_point(tmp_path: Path) -> None:
         for backend, seconds, spread in (("pytorch", 0.01, 3.0), ("a", 0.004, 0.01), ("b", 0.002, 0.01))
         for batch in (1, 4, 8)
     ]
-    run = trial_table.read(synthetic.write_run(tmp_path / "r", ways, samples=10, count=5))
-    (axes,) = reference_charts.speedup(run, "batch").axes
+    run = trial_table.read_trials(synthetic.write_run(tmp_path / "r", ways, samples=10, count=5))
+    (axes,) = round_charts.draw_speedups(run, "batch").axes
     lines = [line for line in axes.get_lines() if len(line.get_xdata()) > 1 and line.get_marker() != "None"]
     assert [list(line.get_xdata()) for line in lines] == [[4, 8]] * 3
-    panels = [axes.get_title("left") for axes in charts.speedup(run).axes]
+    panels = [axes.get_title("left") for axes in charts.draw_speedup(run).axes]
     assert panels == ["digits, size 64, batch 4", "digits, size 64, batch 8"]
 
 
 def test_of_two_ways_alike_the_second_has_hollow_markers(run: RunData) -> None:
-    axes = reference_charts.speedup(run, "size").axes[0]
+    axes = round_charts.draw_speedups(run, "size").axes[0]
     faces = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() != "None"]
     assert [str(face).lower() for face in faces] == ["#0072b2", "#009e73", "white"]
 
 
 def test_speedups_stand_at_their_sizes(run: RunData) -> None:
-    figure = reference_charts.speedup(run, "size")
+    figure = round_charts.draw_speedups(run, "size")
     assert [axes.get_title("left") for axes in figure.axes][:2] == ["large, batch 1", "large, batch 8"]
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["64", "128"]
     first = run.frame.query("model == 'large' and batch == 1 and backend == 'openvino' and options == ''")
@@ -85,20 +85,20 @@ def test_speedups_stand_at_their_sizes(run: RunData) -> None:
 
 
 def test_the_peak_is_drawn_above(run: RunData) -> None:
-    axes = reference_charts.tflops(run, "batch").axes[0]
+    axes = round_charts.draw_tflops(run, "batch").axes[0]
     assert [t.get_text() for t in axes.texts] == ["peak\nfp32"]
     assert axes.get_ylim()[1] > 5
     assert axes.get_ylabel() == "TFLOPS achieved"
 
 
 def test_one_model_one_size_draws_nothing(tmp_path: Path) -> None:
-    one = trial_table.read(synthetic.write_run(tmp_path / "a", [Way("pytorch")], samples=5, count=5))
+    one = trial_table.read_trials(synthetic.write_run(tmp_path / "a", [Way("pytorch")], samples=5, count=5))
     assert not {"inference-time", "speedup-size", "tflops-batch"} & set(printed.drawn(one))
 
 
 def test_panels_without_room_are_counted(tmp_path: Path) -> None:
     ways = [Way("pytorch", batch=b, size=s, statuses=("ok",)) for s in range(32, 32 * 15, 32) for b in (1, 2)]
-    run = trial_table.read(synthetic.write_run(tmp_path / "a", ways, samples=5, count=5))
-    figure = series.scaling(run, "batch")
-    assert len(figure.axes) == 2 * series.MOST_PANELS
+    run = trial_table.read_trials(synthetic.write_run(tmp_path / "a", ways, samples=5, count=5))
+    figure = charts.scaling_series(run, "batch")
+    assert len(figure.axes) == 2 * charts.MOST_PANELS
     assert "2 more panels" in figure.legends[0].get_title().get_text()

@@ -16,9 +16,8 @@ from scipy.stats import t
 from synthetic import Way
 
 import dyno
-from dyno.analysis import stats
-from dyno.analysis.gate.power import smallest_slowdown
-from dyno.analysis.gate.rules import GateRules
+from dyno.regression.rules import GateRules, smallest_slowdown
+from dyno.results import stats
 from dyno.worker.record import write_json
 
 BASE = Way("pytorch", seconds=0.004, spread=0.001)

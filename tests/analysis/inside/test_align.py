@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from dyno.analysis.inside import align, tables, totals
+from dyno.layers import align, tables
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
 
@@ -48,13 +48,13 @@ def names(forms: list[LayerGraph], links: list[align.Link]) -> list[tuple[list[s
     """The names of each region's members, form by form."""
     return [
         tuple([forms[k].layers[i].name for i in own] for k, own in enumerate(region.members))
-        for region in align.regions(forms, links)
+        for region in align.find_regions(forms, links)
     ]
 
 
 def test_modules_and_nodes() -> None:
     forms = [BLOCK, GRAPH]
-    found = names(forms, align.pivots(forms, {}))
+    found = names(forms, align.find_pivots(forms, {}))
     assert (["b.conv1", "b.bn1"], ["n1"]) in found and (["b.relu"], ["n2"]) in found
     assert (["b.relu"], ["n5"]) in found and (["b"], ["n4"]) in found and (["pool"], ["n6", "n7"]) in found
     assert [node for _, nodes in found for node in nodes] == [x.name for x in GRAPH.layers]
@@ -63,14 +63,14 @@ def test_modules_and_nodes() -> None:
 def test_calls_that_an_exporter_numbers() -> None:
     numbered = [replace(x, modules=("b.relu_1",)) if x.name == "n5" else x for x in GRAPH.layers]
     forms = [BLOCK, form(NODES, *numbered)]
-    regions = align.regions(forms, align.pivots(forms, {}))
+    regions = align.find_regions(forms, align.find_pivots(forms, {}))
     assert [r.members for r in regions if 2 in r.members[0] or 6 in r.members[0]] == [((2,), (1,)), ((6,), (4,))]
 
 
 def test_operations_stand_where_the_graph_has_them() -> None:
     """A module around others has what it multiplies itself in one place, which must not be counted again."""
     outer = [replace(x, flops=18) if x.name == "b" else replace(x, flops=0) for x in BLOCK.layers]
-    table = tables.aligned([form(MODULES, *outer), GRAPH], [0, 1], {})
+    table = tables.align_forms([form(MODULES, *outer), GRAPH], [0, 1], {})
     assert {row["b"]: row["flops"] for row in table.rows if row["flops"]} == {"n1": 9, "n3": 9}
 
 
@@ -83,7 +83,7 @@ def test_an_engine_that_names_its_nodes() -> None:
         layer("n7", "Pooling", "t5", "y", nodes=("n7",)),
     )
     forms = [BLOCK, GRAPH, engine]
-    links = align.pivots(forms, {})
+    links = align.find_pivots(forms, {})
     found = names(forms, links)
     assert found[0] == ([], [], ["r"])
     assert found[1] == (["b.conv1", "b.bn1", "b.relu"], ["n1", "n2"], ["n1 + n2"])
@@ -101,10 +101,10 @@ def test_an_engine_that_names_only_what_it_writes() -> None:
         layer("n7", "AveragePool", "r2", "y"),
     )
     forms = [GRAPH, engine]
-    (link,) = align.pivots(forms, {})
+    (link,) = align.find_pivots(forms, {})
     found = names(forms, [link])
     assert (["n1", "n2"], ["t2_nchwc"]) in found and (["n3", "n4", "n5"], ["t3_nchwc"]) in found
-    said = tables.coverage(forms, link)
+    said = tables.describe_coverage(forms, link)
     assert said.endswith("7 in all: 3 by name, 3 by what flows between those, 1 computed before the first run.")
 
 
@@ -115,7 +115,7 @@ def test_a_layer_that_nothing_names_does_what_lies_between_its_neighbours() -> N
         layer("MVN_9", "MVN", "n1", "MVN_9", nodes=("MVN_9",)),
         layer("n3", "FullyConnected", "MVN_9", "n3", nodes=("n3",)),
     )
-    found = names([GRAPH, engine], [align.link([GRAPH, engine], 0, 1)])
+    found = names([GRAPH, engine], [align.link_layers([GRAPH, engine], 0, 1)])
     assert (["n2"], ["MVN_9"]) in found
 
 
@@ -130,7 +130,7 @@ def test_two_engines_that_place_a_node_differently_stay_apart() -> None:
                 layer("c2", "Conv", "b", "y", nodes=("c2",)), library="says")  # fmt: skip
     silent = form(LAYERS, layer("c1", "Conv", "x", "p"), layer("c2", "Conv", "p", "y"), library="silent")
     forms = [form(NODES, *nodes), says, silent]
-    assert names(forms, align.pivots(forms, {})) == [
+    assert names(forms, align.find_pivots(forms, {})) == [
         (["c1", "q", "d"], ["c1"], ["c1"]),
         (["c2"], ["c2"], ["c2"]),
     ]
@@ -138,15 +138,17 @@ def test_two_engines_that_place_a_node_differently_stay_apart() -> None:
 
 def test_forms_that_have_nothing_in_common_are_said_to_be_unaligned() -> None:
     other = form(LAYERS, layer("k1", "Kernel", "i", "j"), layer("k2", "Kernel", "j", "o"), library="stranger")
-    (link,) = align.pivots([GRAPH, other], {})
-    assert tables.coverage([GRAPH, other], link) == "nodes aligned with stranger, 7 in all: 7 unaligned (100.0%)."
-    table = tables.aligned([GRAPH, other], [0, 1], {})
+    (link,) = align.find_pivots([GRAPH, other], {})
+    assert (
+        tables.describe_coverage([GRAPH, other], link) == "nodes aligned with stranger, 7 in all: 7 unaligned (100.0%)."
+    )
+    table = tables.align_forms([GRAPH, other], [0, 1], {})
     assert {row["remark"] for row in table.rows} == {"nothing runs for it", "counterpart unknown"}
 
 
 def test_the_sum_explains_folded_batch_norms() -> None:
     forms = [BLOCK, GRAPH]
-    assert totals.sentences(forms, [0, 1], align.regions(forms, align.pivots(forms, {}))) == [
+    assert tables.describe_totals(forms, [0, 1], align.find_regions(forms, align.find_pivots(forms, {}))) == [
         "nodes has 8 fewer parameters than modules: 2 batch norms folded into the layers before them, whose 16 "
         "parameters became 8 biases."
     ]
@@ -159,8 +161,8 @@ def test_zeros_that_fill_up_a_layout_are_told_from_folded_batch_norms() -> None:
     ]
     engine = form(LAYERS, *(replace(x, flops=None) for x in padded), library="engine")
     forms = [BLOCK, engine, GRAPH]
-    found = align.regions(forms, align.pivots(forms, {1: 2}))
-    assert totals.sentences(forms, [0, 1], found, {1: 2}) == [
+    found = align.find_regions(forms, align.find_pivots(forms, {1: 2}))
+    assert tables.describe_totals(forms, [0, 1], found, {1: 2}) == [
         "engine has 288 more parameters than modules: 2 batch norms folded into the layers before them, whose 16 "
         "parameters became 8 biases; 296 zeros fill up blocks of channels in its layout."
     ]
@@ -170,8 +172,8 @@ def test_the_rest_is_named_by_its_largest_part() -> None:
     less = [replace(x, parameters=140) if x.name == "n3" else x for x in GRAPH.layers]
     smaller = form(NODES, *less, library="smaller")
     forms = [GRAPH, smaller]
-    links = [align.link(forms, 0, 1)]
-    (said,) = totals.sentences(forms, [0, 1], align.regions(forms, links))
+    links = [align.link_layers(forms, 0, 1)]
+    (said,) = tables.describe_totals(forms, [0, 1], align.find_regions(forms, links))
     assert said == "smaller has 8 fewer parameters than nodes: all of them in n3."
 
 
@@ -185,7 +187,7 @@ def test_a_convolution_goes_with_the_relu_behind_its_batch_norm_not_with_the_lay
     )
     engine = form(LAYERS, layer("s_nchwc", "Conv", "x", "s_nchwc"), layer("r_nchwc", "Conv", "s_nchwc", "r_nchwc"))
     forms = [graph, engine]
-    found = names(forms, align.pivots(forms, {}))
+    found = names(forms, align.find_pivots(forms, {}))
     assert found == [(["stem"], ["s_nchwc"]), (["conv", "norm", "relu"], ["r_nchwc"])]
 
 
@@ -204,7 +206,7 @@ def test_a_product_is_in_no_layer_of_which_the_engine_says_that_it_multiplies_no
         layer("Gelu", "Gelu", "p", "q"),
         layer("scale_nchwc", "Conv", "q", "y_nchwc", computes_in="float32"),
     )
-    found = names([graph, engine], align.pivots([graph, engine], {}))
+    found = names([graph, engine], align.find_pivots([graph, engine], {}))
     assert found == [(["fc1"], ["a_nchwc"]), (["erf", "mul"], ["Gelu"]), (["fc2", "scale"], ["scale_nchwc"])]
 
 
@@ -218,11 +220,11 @@ def test_what_follows_a_tensor_that_a_layer_writes_as_it_is_belongs_to_the_next_
         layer("tail", "Identity", "g", "y"),
     )
     engine = form(LAYERS, layer("conv", "Conv", "x", "c"), layer("Gelu", "Gelu", "c", "g"))
-    found = names([graph, engine], align.pivots([graph, engine], {}))
+    found = names([graph, engine], align.find_pivots([graph, engine], {}))
     assert found == [(["conv"], ["conv"]), (["div", "erf", "mul", "tail"], ["Gelu"])]
     # OpenVINO calls tensors by their layers: what they hold isn't known.
     engine = form(LAYERS, layer("c", "Convolution", "x", "c"), layer("g", "Eltwise", "c", "g"))
-    found = names([graph, engine], align.pivots([graph, engine], {}))
+    found = names([graph, engine], align.find_pivots([graph, engine], {}))
     assert (["conv", "div", "erf"], ["c"]) in found
 
 
@@ -235,7 +237,7 @@ def test_a_layer_without_a_name_works_for_the_reader_that_is_known_whatever_else
         layer("lstm", "Reshape", "last", "l", skipped=True),
         layer("fc", "FullyConnected", "l", "y"),
     )
-    found = names([graph, engine], align.pivots([graph, engine], {}))
+    found = names([graph, engine], align.find_pivots([graph, engine], {}))
     assert (["lstm"], ["sequence_64", "lstm"]) in found
 
 
@@ -252,7 +254,7 @@ def test_a_part_that_is_called_twice_has_its_weights_once_in_every_form() -> Non
         layer("c2", "Conv", "t1", "t2", parameters=10, shared=10, modules=("conv",)),
     )
     forms = [module, graph]
-    table = tables.aligned(forms, [0, 1], {})
+    table = tables.align_forms(forms, [0, 1], {})
     assert [(row["parameters_a"], row["parameters_b"]) for row in table.rows] == [(10, 10), (None, None), (5, None)]
     assert "nodes has 5 fewer parameters than modules: all of them in unused." in table.notes
 
@@ -266,15 +268,15 @@ def test_equal_weights_of_two_layers_are_stored_once_and_a_use_that_went_is_none
         layer("n2", "LayerNormalization", "t1", "t2", parameters=8, shared=8, modules=("b",)),
     ]
     forms = [module, form(NODES, *nodes)]
-    found = align.regions(forms, align.pivots(forms, {}))
+    found = align.find_regions(forms, align.find_pivots(forms, {}))
     once = "nodes has 8 fewer parameters than modules: 8 are stored once for several layers that have the same values."
-    assert totals.sentences(forms, [0, 1], found) == [once]
+    assert tables.describe_totals(forms, [0, 1], found) == [once]
     # Called twice, with the first call's weight folded away: the second call's is the first that is counted.
     module = form(MODULES, *(replace(x, name="a", shared=s) for x, s in zip(module.layers, (0, 8), strict=True)))
     folded = [replace(nodes[0], parameters=3), replace(nodes[1], shared=0)]
     forms = [module, *(form(NODES, *(replace(x, modules=("a",)) for x in each)) for each in (nodes, folded))]
-    found = align.regions(forms, align.pivots(forms, {}))
-    assert totals.sentences(forms, [1, 2], found) == ["nodes has 3 more parameters than nodes: all of them in a."]
+    found = align.find_regions(forms, align.find_pivots(forms, {}))
+    assert tables.describe_totals(forms, [1, 2], found) == ["nodes has 3 more parameters than nodes: all of them in a."]
 
 
 def test_a_conversion_names_its_edge() -> None:
@@ -284,15 +286,15 @@ def test_a_conversion_names_its_edge() -> None:
         Layer(name="r", type="Reorder", inputs=(before,), outputs=(after,), moves=True),
         Layer(name="pool", type="Pool", inputs=(after,)),
     ))  # fmt: skip
-    (row,) = tables.conversions([engine], [0]).rows
+    (row,) = tables.describe_conversions([engine], [0]).rows
     assert (row["writer"], row["reader"], row["bytes"]) == ("conv", "pool", 256)
     assert (row["before"], row["after"]) == ("float32 abcd", "int8 acdb")
 
 
 def test_unknown_shapes_have_no_bytes() -> None:
-    assert totals.activation_bytes(layer("a", "A", "", "x")) == 4 * 4 * 64
-    assert totals.activation_bytes(Layer(outputs=(Port("x", (-1, 4), "float32"),))) is None
-    assert totals.activation_bytes(Layer(outputs=(Port("x", (2, 4), ""),))) is None
+    assert tables.activation_bytes(layer("a", "A", "", "x")) == 4 * 4 * 64
+    assert tables.activation_bytes(Layer(outputs=(Port("x", (-1, 4), "float32"),))) is None
+    assert tables.activation_bytes(Layer(outputs=(Port("x", (2, 4), ""),))) is None
 
 
 def test_what_shapes_decide_early_does_not_draw_later_rows_behind_its_layer() -> None:
@@ -307,7 +309,7 @@ def test_what_shapes_decide_early_does_not_draw_later_rows_behind_its_layer() ->
         layer("mm", "MatMul", "m", "e", flops=9, modules=("emb",)),
         layer("l", "LSTM", "e s", "y", flops=9, modules=("lstm",)),
     )
-    rows = tables.aligned([module, graph], [0, 1], {}).rows
+    rows = tables.align_forms([module, graph], [0, 1], {}).rows
     assert [row["b"] for row in rows] == ["mean", "mm", "shape l"]
 
 
@@ -321,7 +323,7 @@ def test_a_conversion_stands_before_what_reads_it() -> None:
         LAYERS, layer("n1", "Conv", "x", "r"), layer("out", "ReorderOutput", "r", "a", moves=True),
         layer("mean", "ReduceMean", "a", "m"), layer("n2", "Gemm", "m", "y"),
     )  # fmt: skip
-    rows = tables.aligned([module, graph, engine], [0, 1, 2], {}).rows
+    rows = tables.align_forms([module, graph, engine], [0, 1, 2], {}).rows
     assert [row["c"] for row in rows] == ["n1", "out", "mean", "n2"]
 
 
@@ -336,7 +338,7 @@ def test_a_conversion_inside_what_belongs_together_stands_behind_it() -> None:
         layer("n2", "PRelu", "a", "y"),
     )  # fmt: skip
     fused = form(LAYERS, layer("one", "Conv", "x", "y", nodes=("n1", "n2")), library="fused")
-    rows = tables.aligned([module, graph, apart, fused], [0, 1, 2, 3], {}).rows
+    rows = tables.align_forms([module, graph, apart, fused], [0, 1, 2, 3], {}).rows
     assert [row["c"] for row in rows] == ["n1 n2", "out"]
 
 
@@ -351,7 +353,7 @@ def test_a_layer_that_multiplies_goes_to_the_product_among_nodes_that_nothing_na
         LAYERS, layer("a", "Relu", "x", "a", nodes=("a",)), layer("seq", "GRU", "a", "k", computes_in="float32"),
         layer("b", "Relu", "k", "b", nodes=("b",)),
     )  # fmt: skip
-    found = names([module, graph, engine], align.pivots([module, graph, engine], {}))
+    found = names([module, graph, engine], align.find_pivots([module, graph, engine], {}))
     assert (["gru"], ["g"], ["seq"]) in found
 
 
@@ -362,7 +364,7 @@ def test_a_layer_before_a_conversion_is_known_by_what_that_writes() -> None:
         LAYERS, layer("c_nchwc", "Conv", "x", "r0"), layer("Add to r1", "Add", "r0 x", "r1"),
         layer("ReorderOutput", "ReorderOutput", "r1", "y", moves=True),
     )  # fmt: skip
-    found = names([graph, engine], align.pivots([graph, engine], {}))
+    found = names([graph, engine], align.find_pivots([graph, engine], {}))
     assert (["Conv to c"], ["c_nchwc"]) in found and (["Add to y"], ["Add to r1"]) in found
 
 
@@ -370,7 +372,7 @@ def test_what_is_only_in_an_engine_of_several_has_no_known_counterpart() -> None
     graph = form(NODES, layer("n", "Conv", "x", "y", flops=9))
     own = layer("odd", "Odd", "p", "q"), layer("n", "Conv", "x", "y")
     forms = [graph, form(LAYERS, *own, library="one"), form(LAYERS, own[1], library="two")]
-    remarks = {row["b"]: row["remark"] for row in tables.aligned(forms, [0, 1, 2], {}).rows}
+    remarks = {row["b"]: row["remark"] for row in tables.align_forms(forms, [0, 1, 2], {}).rows}
     assert remarks["odd"] == "counterpart unknown"
 
 
@@ -378,5 +380,5 @@ def test_a_part_whose_weights_another_one_uses_is_not_run_by_itself() -> None:
     module = form(MODULES, layer("a", "Attention", "", "0", flops=9),
                   Layer(name="a.out", type="Linear", parameters=9, skipped=True))  # fmt: skip
     graph = form(NODES, layer("n", "MatMul", "x", "y", flops=9, parameters=9, modules=("a",)))
-    remarks = {row["a"]: row["remark"] for row in tables.aligned([module, graph], [0, 1], {}).rows}
+    remarks = {row["a"]: row["remark"] for row in tables.align_forms([module, graph], [0, 1], {}).rows}
     assert remarks["a.out"] == "not run by itself"

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import math
 
-from dyno.analysis.inside import cold
+from dyno.layers import cold_start
 from dyno.worker.facts.job import ColdStart
 
 
-def starts(title: str, *seconds: float) -> cold.ColdStartSamples:
-    return cold.ColdStartSamples(title, cold.WARM, tuple(ColdStart({"load": s / 2}, s, (s / 100,)) for s in seconds))
+def starts(title: str, *seconds: float) -> cold_start.ColdStartSamples:
+    return cold_start.ColdStartSamples(
+        title, cold_start.WARM, tuple(ColdStart({"load": s / 2}, s, (s / 100,)) for s in seconds)
+    )
 
 
 def test_a_wide_interval_has_its_lower_bound() -> None:
@@ -19,7 +21,7 @@ def test_a_wide_interval_has_its_lower_bound() -> None:
         (vague, "at least 1.22x", "faster"),
         (clear, "2.72x [2.68, 2.75]", "faster"),
     ):
-        table = cold.table([starts("first", 1.0, 1.0), starts("second", *seconds)])
+        table = cold_start.make_cold_start_table([starts("first", 1.0, 1.0), starts("second", *seconds)])
         (part,) = table.parts()
         shown = {column.name: column.text(part.rows[1]) for column in part.columns}
         assert (shown["speedup"], shown["verdict"]) == (speedup, verdict)

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.analysis.inside import pairs
-from dyno.analysis.inside.times import Times
+from dyno.layers import pairs
+from dyno.layers.times import Times
 from dyno.worker.facts.job import Layer, LayerGraph
 from dyno.worker.spec import UserError
 
@@ -19,7 +19,7 @@ from dyno.worker.spec import UserError
 def stored(tmp_path: Path) -> Path:
     times = Times(np.full(4, 3e-6), np.full(2, 4e-6), np.full((2, 1), 1e-6), ("a warning",), None)
     forms = tuple(LayerGraph(form="nodes", library=name, layers=(Layer(name="n", type="Conv"),)) for name in "ab")
-    pairs.write(
+    pairs.write_pair(
         tmp_path / "p.json",
         pairs.FormPair(forms, pairs.PairSide(0, "fp32", (times,)), pairs.PairSide(1, "fp32", (times,))),
     )
@@ -27,7 +27,7 @@ def stored(tmp_path: Path) -> Path:
 
 
 def test_a_pair_is_read_back(stored: Path) -> None:
-    found = pairs.read(stored)
+    found = pairs.read_pair(stored)
     assert found.titles == ("a", "b") and found.a.processes[0].layers.tolist() == [[1e-6], [1e-6]]
 
 
@@ -43,4 +43,4 @@ def test_times_that_are_none_are_refused(stored: Path, name: str, value: Any) ->
     content["b"]["processes"][0][name] = value
     stored.write_text(json.dumps(content))
     with pytest.raises(UserError, match="is damaged"):
-        pairs.read(stored)
+        pairs.read_pair(stored)

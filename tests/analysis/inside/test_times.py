@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyno.analysis.inside import times
-from dyno.analysis.inside.times import Times
+from dyno.layers import times
+from dyno.layers.times import Times
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
 MODULE = LayerGraph(
@@ -38,7 +38,7 @@ SECONDS = np.array([[1e-6, 2e-6, 5e-6], [90e-6, 2e-6, 5e-6], [1e-6, 2e-6, 5e-6]]
 
 def test_shares_of_medians_add_up_and_the_rest_is_one_row() -> None:
     found = {0: Times(np.array([9e-6]), np.array([9e-6]), SECONDS)}
-    first, rest = times.profile([MODULE], {}, {}, found, "time", 1).rows
+    first, rest = times.profile_table([MODULE], {}, {}, found, "time", 1).rows
     assert (first["modules"], first["time_us"], first["share"]) == ("c", pytest.approx(5), pytest.approx(62.5))
     assert (rest["modules"], rest["time_us"], rest["cumulative"]) == (
         "2 more layers",
@@ -46,7 +46,7 @@ def test_shares_of_medians_add_up_and_the_rest_is_one_row() -> None:
         pytest.approx(100),
     )
     assert first["time_us_low"] == first["time_us_high"] == pytest.approx(5) and np.isnan(rest["time_us_low"])
-    rows = times.profile([MODULE], {}, {}, found, "graph", 2).rows
+    rows = times.profile_table([MODULE], {}, {}, found, "graph", 2).rows
     assert [row["modules"] for row in rows] == ["b", "c", "1 more layer"]
 
 
@@ -55,7 +55,7 @@ def test_an_engine_s_layers_have_the_modules_names() -> None:
     assert times.modules_of(forms, 1, 2, 0) == [[], ["a", "b"], ["c"], []]
     assert times.modules_of(forms, 1, 2, None) == [[], ["a", "b"], ["c"], []]  # without the module: what the graph says
     seconds = np.array([[1e-6, 6e-6, 3e-6, 0.0]])
-    rows = times.profile(forms, {1: 2}, {1: 0}, {1: Times(seconds[0], seconds[0], seconds)}, "time", 0).rows
+    rows = times.profile_table(forms, {1: 2}, {1: 0}, {1: Times(seconds[0], seconds[0], seconds)}, "time", 0).rows
     assert [(row["layer"], row["remark"]) for row in rows] == [
         ("fused", ""), ("x", ""), ("reorder", "only changes type or layout"),
     ]  # fmt: skip
@@ -63,7 +63,7 @@ def test_an_engine_s_layers_have_the_modules_names() -> None:
 
 def test_the_remainder_is_negative_where_watching_costs_more() -> None:
     found = {0: Times(np.full(5, 6e-6), np.full(3, 12e-6), SECONDS)}
-    (line,) = times.reconciliation([MODULE], found).rows
+    (line,) = times.reconcile([MODULE], found).rows
     assert (line["unprofiled_ms"], line["layers_ms"]) == (pytest.approx(0.006), pytest.approx(0.008))
     assert line["remainder_ms"] == pytest.approx(-0.002) and line["profiled_ms"] == pytest.approx(0.012)
 

@@ -8,11 +8,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dyno.analysis.inside import causes, pairs, reasons, waterfall, waterfall_tables
-from dyno.analysis.inside.gpu.launching import LaunchTimes
-from dyno.analysis.inside.pairs import FormPair, PairSide
-from dyno.analysis.inside.times import Times
-from dyno.analysis.inside.waterfall import Waterfall
+from dyno.layers import causes, pairs, reasons, waterfall, waterfall_tables
+from dyno.layers.launching import LaunchTimes
+from dyno.layers.pairs import FormPair, PairSide
+from dyno.layers.times import Times
+from dyno.layers.waterfall import Waterfall
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 from dyno.worker.spec import UserError
 
@@ -97,7 +97,7 @@ def by_key(found: Waterfall) -> dict[str, waterfall.WaterfallStep]:
 @pytest.mark.parametrize("rounds", [1, 2, 5])
 @pytest.mark.parametrize(("latency_a", "latency_b"), [(220, 108), (180, 80), (215, 300)])
 def test_steps_close_whatever_the_layers_leave(latency_a: float, latency_b: float, rounds: int) -> None:
-    found = waterfall.waterfall(pair(latency_a, latency_b, rounds))
+    found = waterfall.make_waterfall(pair(latency_a, latency_b, rounds))
     for steps in (found.steps, found.causes):
         assert sum(s.a for s in steps) == pytest.approx(found.gap.a, rel=1e-12)
         assert sum(s.b for s in steps) == pytest.approx(found.gap.b, rel=1e-12)
@@ -108,7 +108,7 @@ def test_steps_close_whatever_the_layers_leave(latency_a: float, latency_b: floa
 
 
 def test_each_part_has_its_cause() -> None:
-    found = waterfall.waterfall(pair())
+    found = waterfall.make_waterfall(pair())
     assert [(part.cause.key, part.names) for part in found.parts] == [
         ("kernel", ("conv",)), ("fused", ("bn", "relu")), ("conversion", ("ReorderOutput_token_7",)),
         ("kernel", ("pool",)), ("kernel", ("fc",)), ("calls", ("(model)",)),
@@ -122,11 +122,11 @@ def test_each_part_has_its_cause() -> None:
 
 
 def test_types_decide_in_engines_of_one_library() -> None:
-    found = waterfall.waterfall(to_int8())
+    found = waterfall.make_waterfall(to_int8())
     assert {part.names[0]: part.cause.key for part in found.parts} == {
         "conv": "narrower", "ReorderOutput_token_7": "conversion", "pool": "same", "fc": "stayed", "dq": "conversion",
     }  # fmt: skip
-    back = waterfall.waterfall(replace(to_int8(), a=to_int8().b, b=to_int8().a))
+    back = waterfall.make_waterfall(replace(to_int8(), a=to_int8().b, b=to_int8().a))
     keys = {part.names[0]: part.cause.key for part in back.parts}
     assert keys["conv"] == "wider" and keys["fc"] == "same"
     forward, backward = by_key(found), by_key(back)
@@ -144,7 +144,7 @@ def test_a_region_is_of_the_type_of_its_product_whatever_takes_longer() -> None:
         for title in ("", " fp16")
     ]  # fmt: skip
     a, b = side(0, (50, 10), 60), side(2, (30, 90), 120, precision="fp16")
-    found = waterfall.waterfall(FormPair((forms[0], GRAPH, forms[1]), replace(a, graph=1), b, "net"))
+    found = waterfall.make_waterfall(FormPair((forms[0], GRAPH, forms[1]), replace(a, graph=1), b, "net"))
     assert [(part.cause.key, part.types) for part in found.parts] == [("stayed", (FLOAT, FLOAT))]
 
 
@@ -153,7 +153,7 @@ def test_what_both_lack_a_name_for_is_not_explained() -> None:
     other = replace(FAST, layers=(*FAST.layers, stranger))
     given = pair()
     b = side(2, (*FAST_US, 50), 158)
-    found = waterfall.waterfall(
+    found = waterfall.make_waterfall(
         replace(given, forms=(FAST, GRAPH, other), a=replace(side(0, FAST_US, 108), graph=1), b=b)
     )
     assert [part.names for part in found.parts if part.cause == causes.UNALIGNED] == [("odd",)]
@@ -165,8 +165,8 @@ def test_two_networks_that_have_nothing_in_common_are_said_to() -> None:
     given = pair()
     forms = (FAST, GRAPH, other)
     strangers = replace(given, forms=forms, a=replace(side(0, FAST_US, 108), graph=1), b=side(2, (50, 9), 60))
-    assert [reason.key for reason in reasons.reasons(waterfall.waterfall(strangers))][1] == "strangers"
-    assert "strangers" not in {reason.key for reason in reasons.reasons(waterfall.waterfall(given))}
+    assert [reason.key for reason in reasons.list_reasons_why(waterfall.make_waterfall(strangers))][1] == "strangers"
+    assert "strangers" not in {reason.key for reason in reasons.list_reasons_why(waterfall.make_waterfall(given))}
 
 
 def test_interruptions_are_told_from_work_outside_the_layers() -> None:
@@ -177,11 +177,11 @@ def test_interruptions_are_told_from_work_outside_the_layers() -> None:
         row[k % len(row)] += 100e-6
     busy = Times(np.full(50, 223e-6), quiet.profiled, layers)
     forms = (FAST, GRAPH, replace(FAST, library="ONNX Runtime 2.0"))
-    found = waterfall.waterfall(FormPair(forms, PairSide(0, "fp32", (quiet,), 1), PairSide(2, "fp32", (busy,), 1)))
+    found = waterfall.make_waterfall(FormPair(forms, PairSide(0, "fp32", (quiet,), 1), PairSide(2, "fp32", (busy,), 1)))
     steps = by_key(found)
     assert 1e6 * steps["interrupted"].b == pytest.approx(100) and 1e6 * steps["between"].b == pytest.approx(20)
     assert steps["same"].difference.value == pytest.approx(0, abs=1e-9)
-    texts = [reason.text for reason in reasons.reasons(found) if reason.key == "interrupted"]
+    texts = [reason.text for reason in reasons.list_reasons_why(found) if reason.key == "interrupted"]
     assert len(texts) == 1 and "measure again when the machine is quiet" in texts[0]
 
 
@@ -195,19 +195,19 @@ def on_gpu(found: PairSide, busy_us: float) -> PairSide:
 @pytest.mark.parametrize("rounds", [1, 5])
 def test_what_a_gpu_waits_for_the_host_is_a_cause_of_its_own(rounds: int, tmp_path: Path) -> None:
     given = pair(latency_a=900, rounds=rounds)
-    pairs.write(tmp_path / "pair.json", replace(given, a=on_gpu(given.a, 210)))
-    found = waterfall.waterfall(pairs.read(tmp_path / "pair.json"))
+    pairs.write_pair(tmp_path / "pair.json", replace(given, a=on_gpu(given.a, 210)))
+    found = waterfall.make_waterfall(pairs.read_pair(tmp_path / "pair.json"))
     steps = by_key(found)
     assert 1e6 * steps["waiting"].a == pytest.approx(690, abs=10) and steps["waiting"].b == 0
     assert steps["between"].a == pytest.approx(0, abs=2e-6) and found.attributed > 0.97
     assert sum(s.difference.value for s in found.causes) == pytest.approx(found.gap.difference.value, rel=1e-12)
-    texts = {reason.key: reason.text for reason in reasons.reasons(found)}
+    texts = {reason.key: reason.text for reason in reasons.list_reasons_why(found)}
     assert "ran no kernel" in texts["waiting"] and "named layers and launch gaps" in texts["attributed"]
-    assert "waiting" not in by_key(waterfall.waterfall(given)), "nobody saw kernels"
+    assert "waiting" not in by_key(waterfall.make_waterfall(given)), "nobody saw kernels"
 
 
 def test_layers_that_watching_slowed_are_scaled_and_the_intervals_hold_both_ways_of_it() -> None:
-    found, plain = waterfall.waterfall(pair(latency_b=50)), waterfall.waterfall(pair())
+    found, plain = waterfall.make_waterfall(pair(latency_b=50)), waterfall.make_waterfall(pair())
     assert found.b.excess == pytest.approx(53e-6, rel=0.02)
     for layers in (found.b.layers[0], found.b.even[0]):
         assert layers.sum() == pytest.approx(50e-6, rel=0.02) and layers.min() >= 0
@@ -215,16 +215,16 @@ def test_layers_that_watching_slowed_are_scaled_and_the_intervals_hold_both_ways
     conversion = by_key(found)["conversion"]  # of 8 µs, which may be 4 µs, or none at all
     assert 1e6 * conversion.difference.value == pytest.approx(3.9, rel=0.1) and not conversion.proven
     assert by_key(plain)["conversion"].proven
-    assert any(reason.key == "watched" and "took 10" in reason.text for reason in reasons.reasons(found))
+    assert any(reason.key == "watched" and "took 10" in reason.text for reason in reasons.list_reasons_why(found))
 
 
 def test_a_difference_that_is_not_shown_is_called_so_and_noise_is_no_cause() -> None:
     forms = (FAST, GRAPH, replace(FAST, library="ONNX Runtime 1.0 (2)"))
     same = FormPair(forms, replace(side(0, FAST_US, 108), graph=1), side(2, FAST_US, 108))
-    told = reasons.reasons(waterfall.waterfall(same))
+    told = reasons.list_reasons_why(waterfall.make_waterfall(same))
     assert [reason.key for reason in told] == ["gap"]
     assert "no difference is shown" in told[0].text and (told[0].low or 0) < 0 < (told[0].high or 0)
-    conversions = [part for part in waterfall.waterfall(same).parts if part.cause == causes.CONVERSION]
+    conversions = [part for part in waterfall.make_waterfall(same).parts if part.cause == causes.CONVERSION]
     assert [(part.a, part.b) for part in conversions] == [((1,), (1,))]  # which both have
 
 
@@ -243,14 +243,14 @@ def test_quiet_runs_have_no_interruption_by_rounding() -> None:
 
 
 def test_sentences_say_what_to_act_on() -> None:
-    told = {reason.key: reason for reason in reasons.reasons(waterfall.waterfall(pair()))}
+    told = {reason.key: reason for reason in reasons.list_reasons_why(waterfall.make_waterfall(pair()))}
     assert told["gap"].text.startswith("ONNX Runtime takes ") and "112 µs less" in told["gap"].text
     assert told["kernel"].names == ("pool", "conv", "fc") and (told["kernel"].high or 0) < 0
     assert "2 layers of PyTorch are fused or left out in ONNX Runtime (1 BatchNorm2d, 1 ReLU)" in told["fused"].text
     assert "0 in PyTorch and 1 in ONNX Runtime, the longest before" not in told["conversion"].text
     assert "against the difference" in told["conversion"].text
     assert told["alone"].names == ("pool",) and "23% of PyTorch's latency" in told["alone"].text
-    last = reasons.reasons(waterfall.waterfall(pair(latency_a=230)))[-1]
+    last = reasons.list_reasons_why(waterfall.make_waterfall(pair(latency_a=230)))[-1]
     assert last.key == "attributed" and last.text.startswith("Attributed to named layers: 91.")
     assert "outside the layers: 8." in last.text
 
@@ -262,20 +262,23 @@ def test_a_conversion_that_costs_most_is_named_by_what_it_stands_before() -> Non
     pool = replace(FAST.layers[2], inputs=(Port("u3"),))
     form = replace(FAST, layers=(FAST.layers[0], moved, pool, FAST.layers[3]))
     b = side(2, (60, 400, 5, 30), 500)
-    told = {r.key: r for r in reasons.reasons(waterfall.waterfall(replace(pair(), forms=(MODULE, GRAPH, form), b=b)))}
+    told = {
+        r.key: r
+        for r in reasons.list_reasons_why(waterfall.make_waterfall(replace(pair(), forms=(MODULE, GRAPH, form), b=b)))
+    }
     assert "The largest part is the conversion before pool (Reformatting CopyNode): 0 µs in" in told["alone"].text
 
 
 def test_int8_that_is_no_faster_names_the_layers_that_kept_their_type() -> None:
-    told = [r for r in reasons.reasons(waterfall.waterfall(to_int8(quicker=70))) if r.key == "not_faster"]
+    told = [r for r in reasons.list_reasons_why(waterfall.make_waterfall(to_int8(quicker=70))) if r.key == "not_faster"]
     stayed, slower = told
     assert stayed.names == ("fc",) and "int8 was asked for, but 1 layer computed in a wider type" in stayed.text
     assert slower.names == ("conv",) and "1 layer took longer in the narrower type: +" in slower.text
 
 
 def test_tables_add_up_and_the_rest_is_one_row() -> None:
-    found = waterfall.waterfall(pair())
-    by_cause, by_part = waterfall_tables.tables(found, 2)
+    found = waterfall.make_waterfall(pair())
+    by_cause, by_part = waterfall_tables.list_waterfall_tables(found, 2)
     first, *steps, last = by_cause.rows
     assert first["cause"] == "A: PyTorch 2.0" and last["cause"] == "B: ONNX Runtime 1.0"
     assert first["a_us"] + sum(row["difference_us"] for row in steps) == pytest.approx(last["b_us"])
@@ -289,11 +292,11 @@ def test_tables_add_up_and_the_rest_is_one_row() -> None:
 
 def test_a_stored_pair_is_the_same_pair(tmp_path: Path) -> None:
     path = tmp_path / "pair.json"
-    pairs.write(path, pair())
-    before, after = (waterfall.waterfall(each) for each in (pair(), pairs.read(path)))
+    pairs.write_pair(path, pair())
+    before, after = (waterfall.make_waterfall(each) for each in (pair(), pairs.read_pair(path)))
     assert [s.cause for s in after.steps] == [s.cause for s in before.steps]
     assert [s.a for s in after.steps] == pytest.approx([s.a for s in before.steps], abs=2e-9)
-    assert pairs.read(path).titles == pair().titles
+    assert pairs.read_pair(path).titles == pair().titles
 
 
 @pytest.mark.parametrize(
@@ -308,13 +311,13 @@ def test_a_file_that_holds_no_pair_is_one_line(tmp_path: Path, text: str, said: 
     path = tmp_path / "pair.json"
     path.write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=said) as told:
-        pairs.read(path)
+        pairs.read_pair(path)
     assert "\n" not in str(told.value)
 
 
 def test_two_modules_are_aligned_by_their_calls() -> None:
     a, b = side(0, SLOW_US, 220), side(0, (50.0, *SLOW_US[1:]), 170)
-    found = waterfall.waterfall(FormPair((MODULE, replace(MODULE, library="PyTorch 2.1")), a, replace(b, form=1)))
+    found = waterfall.make_waterfall(FormPair((MODULE, replace(MODULE, library="PyTorch 2.1")), a, replace(b, form=1)))
     assert [len(part.a) == len(part.b) == 1 for part in found.parts] == [True] * 6
     assert 1e6 * found.steps[0].difference.value == pytest.approx(-50, rel=0.05)
 
@@ -334,7 +337,7 @@ def test_a_module_s_own_code_is_one_part_wherever_it_runs() -> None:
     graph = replace(GRAPH, layers=tuple(layer(f"n{k}", k, "MatMul", modules=(o,)) for k, o in enumerate(owners)))
     engine = replace(FAST, layers=tuple(layer(f"n{k}", k, "MatMul", nodes=(f"n{k}",)) for k in range(4)))
     a, b = side(0, (30, 50, 5), 90), side(2, (10.0, 20, 11, 1), 45)
-    found = waterfall.waterfall(FormPair((module, graph, engine), a, b))
+    found = waterfall.make_waterfall(FormPair((module, graph, engine), a, b))
     assert {part.names: (part.cause.key, part.a, part.b) for part in found.parts} == {
         ("attn.fc",): ("kernel", (0,), (1,)), ("attn",): ("kernel", (1,), (0, 2)), ("(model)",): ("calls", (2,), (3,)),
     }  # fmt: skip

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from browser import ask
-from dyno.analysis.inside.times import Times
-from dyno.analysis.layer_files import layer_graph, page
-from dyno.analysis.layer_files.steps import timelines
+from dyno.layers import graph_page
+from dyno.layers.graph_files import timelines
+from dyno.layers.times import Times
 from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph, Port
 
 
@@ -39,7 +39,7 @@ SECONDS = np.array([[1e-6, 0.0, 6e-6, 3e-6]] * 3)
 def graph_of(form: LayerGraph, parts: dict[int, int] | None = None, *, timed: bool = True):
     times = {0: Times(np.ones(1), np.ones(3), SECONDS)} if timed else {}
     (timeline,) = timelines([form], {}, {0: 0} if form.form == MODULES else {}, times, [0])
-    return layer_graph.graph(form, timeline, parts or {})
+    return graph_page.draw_graph(form, timeline, parts or {})
 
 
 def test_edges_go_from_what_writes_to_what_reads() -> None:
@@ -60,21 +60,21 @@ def test_what_a_block_adds_itself_flows_into_it() -> None:
 
 def test_what_is_too_large_or_empty_is_left_out() -> None:
     drawn = graph_of(ENGINE)
-    assert layer_graph.figure([]) == layer_graph.figure([drawn | {"nodes": []}]) == ""
-    assert layer_graph.figure([drawn | {"nodes": drawn["nodes"] * layer_graph.MOST}]) == ""
-    assert "</script>" not in layer_graph.figure([drawn]).split("application/json", 1)[1].removesuffix(
+    assert graph_page.graph_figure([]) == graph_page.graph_figure([drawn | {"nodes": []}]) == ""
+    assert graph_page.graph_figure([drawn | {"nodes": drawn["nodes"] * graph_page.MOST}]) == ""
+    assert "</script>" not in graph_page.graph_figure([drawn]).split("application/json", 1)[1].removesuffix(
         "</script>\n</details>"
     )
 
 
 @pytest.mark.slow
 def test_a_browser_draws_finds_and_pairs_layers(tmp_path: Path) -> None:
-    figure = layer_graph.figure(
+    figure = graph_page.graph_figure(
         [graph_of(ENGINE, {0: 1, 2: 2, 3: 3}), graph_of(MODULE, {0: 1, 1: 2, 3: 3}, timed=False)]
     )
     written = tmp_path / "page.html"
     opened = figure.replace('class="layer-graph"', 'class="layer-graph" open')
-    written.write_text(page.whole("Layers", f"{opened}\n{layer_graph.scripts()}"), encoding="utf-8")
+    written.write_text(graph_page.whole_page("Layers", f"{opened}\n{graph_page.graph_scripts()}"), encoding="utf-8")
     script = """
       const [engine, net] = [...document.querySelectorAll(".drawing")].map(each => each._cyreg.cy);
       const chosen = graph => graph.nodes(".chosen").map(node => node.data("label"));

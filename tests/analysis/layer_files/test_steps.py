@@ -7,9 +7,9 @@ import re
 import numpy as np
 import pytest
 
-from dyno.analysis.inside.times import Times
-from dyno.analysis.layer_files import explorer, node_notes, traces, tree_map
-from dyno.analysis.layer_files.steps import Mark, marks, timelines
+from dyno.layers import graph_files, graph_page
+from dyno.layers.graph_files import Mark, marks, timelines
+from dyno.layers.times import Times
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
 
 
@@ -69,7 +69,7 @@ def test_a_call_lasts_as_long_as_what_it_calls() -> None:
 
 
 def test_a_trace_has_each_repeat() -> None:
-    events = traces.chrome(found(1), "test")["traceEvents"]
+    events = graph_files.chrome_trace(found(1), "test")["traceEvents"]
     repeats = [event for event in events if event["name"].startswith("repeat")]
     assert [event["name"] for event in repeats[::2]] == [f"repeat {k}, mean of 2 runs" for k in (1, 2, 3)]
     assert [event["ts"] for event in repeats] == pytest.approx([0, 11, 11, 24, 24, 44])
@@ -77,20 +77,20 @@ def test_a_trace_has_each_repeat() -> None:
 
 def test_the_tree_map_s_areas_are_shares_of_the_time() -> None:
     module, engine = found(0, 1)
-    root = tree_map.tree(module)
+    root = graph_page.build_tree(module)
     assert [(node.name, round(node.seconds * 1e6, 3)) for node in root.parts] == [
         ("a", 5.5), ("b", 2), ("itself", 0.25),
     ]  # fmt: skip
     assert [node.name for node in root.parts[0].parts] == ["a.0", "a.1", "itself"]
-    boxes = [*tree_map.boxes(tree_map.tree(engine).parts, 1200, 560)]
+    boxes = [*graph_page.lay_out_boxes(graph_page.build_tree(engine).parts, 1200, 560)]
     areas = {box.node.name: box.width * box.height / 100 for box in boxes}
     assert areas == pytest.approx({"a": 50, "b": 100 * 5 / 12, "reorder": 100 / 12})
-    drawn = tree_map.figures([engine])
+    drawn = graph_page.draw_tree_maps([engine])
     assert "time by module, 12.0 µs in 4 layers" in drawn and not re.search(r"https?:|src=", drawn)
     assert re.findall(r"<i></i>(\w+) ([\d.]+) %", drawn) == [
         ("Gemm", "41.7"), ("Convolution", "33.3"), ("Add", "16.7"), ("Reorder", "8.3"),
     ]  # fmt: skip
-    assert "time by operator" in tree_map.figures(
+    assert "time by operator" in graph_page.draw_tree_maps(
         timelines([ENGINE], {}, {}, {0: Times(np.ones(1), np.ones(3), SECONDS[1])}, [0])
     )
 
@@ -98,12 +98,12 @@ def test_the_tree_map_s_areas_are_shares_of_the_time() -> None:
 def test_names_are_escaped() -> None:
     form = LayerGraph(form=MODULES, library="<P>", layers=(Layer(name="<i>", type="<b>"),))
     times = {0: Times(np.ones(1), np.ones(3), np.ones((3, 1)))}
-    assert not re.search("<P>|<i>[^<]|<b>", tree_map.figures(timelines([form], {}, {}, times, [0])))
+    assert not re.search("<P>|<i>[^<]|<b>", graph_page.draw_tree_maps(timelines([form], {}, {}, times, [0])))
 
 
 def test_a_node_says_which_layer_runs_it() -> None:
     module, engine = found(0, 1)
-    notes = node_notes.notes(FORMS, 2, {0: module, 1: engine}, 0)
+    notes = graph_files.list_node_notes(FORMS, 2, {0: module, 1: engine}, 0)
     assert notes[1].lines == [
         "P: a.1, ReLU, own median 1.000 µs, share 12.90 %",
         "E: fused, Convolution, float32, median 4.000 µs, share 33.33 %, for 2 nodes",
@@ -111,14 +111,18 @@ def test_a_node_says_which_layer_runs_it() -> None:
     assert notes[3].facts["E: layer"] == "last" and "E: stands for" not in notes[3].facts
     without = [LayerGraph(form=LAYERS, library="E", layers=ENGINE.layers[:1]), GRAPH]
     lines = timelines(without, {0: 1}, {}, {}, [0])
-    assert node_notes.notes(without, 1, {0: lines[0]})[3].lines == [f"E: {node_notes.UNKNOWN}"]
+    assert graph_files.list_node_notes(without, 1, {0: lines[0]})[3].lines == [f"E: {graph_files.UNKNOWN}"]
 
 
 def test_a_graph_has_the_tensors_between_layers_as_edges() -> None:
-    (graph,) = explorer.graphs([ENGINE], found(1), "net")["graphs"]
+    (graph,) = graph_files.explorer_graphs([ENGINE], found(1), "net")["graphs"]
     edges = {node["id"]: [edge["sourceNodeId"] for edge in node["incomingEdges"]] for node in graph["nodes"]}
     assert edges == {"0": [], "1": [], "2": ["1"], "4": ["2"]}
     assert [node["namespace"] for node in graph["nodes"]] == ["(conversions)", "a", "a", "b"]
-    (inner,) = [node for node in explorer.graphs([MODULE], found(0), "net")["graphs"][0]["nodes"] if node["id"] == "0"]
+    (inner,) = [
+        node
+        for node in graph_files.explorer_graphs([MODULE], found(0), "net")["graphs"][0]["nodes"]
+        if node["id"] == "0"
+    ]
     assert (inner["namespace"], inner["label"]) == ("a", "Conv2d")
-    assert explorer.node_data(found(1))["E"]["results"]["4"] == {"value": 5.0}
+    assert graph_files.node_data(found(1))["E"]["results"]["4"] == {"value": 5.0}

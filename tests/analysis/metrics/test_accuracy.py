@@ -11,11 +11,19 @@ from hypothesis import given
 from hypothesis import strategies as st
 from synthetic import Way
 
-from dyno.analysis.metrics import accuracy
-from dyno.analysis.metrics.accuracy import Budget, BudgetDecision, budgets, decide
-from dyno.analysis.metrics.hits import TOP1, TOP5, PairedChange, correct
-from dyno.analysis.records.results import Results, load
-from dyno.analysis.stats import paired_difference
+from dyno.results.metrics import accuracy
+from dyno.results.metrics.accuracy import (
+    TOP1,
+    TOP5,
+    Budget,
+    BudgetDecision,
+    PairedChange,
+    correct,
+    decide_accuracy,
+    make_budgets,
+)
+from dyno.results.stats import paired_difference
+from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import UserError
 
 
@@ -43,7 +51,7 @@ def test_accuracy_of_a_stored_trial(demo: Results) -> None:
 
 def test_no_labels_no_accuracy(tmp_path: Path) -> None:
     ways = [Way("pytorch", labelled=False), Way("openvino", labelled=False)]
-    a, b = load(synthetic.write_run(tmp_path / "r", ways, samples=5, count=20)).trials
+    a, b = load_run(synthetic.write_run(tmp_path / "r", ways, samples=5, count=20)).trials
     assert TOP1.of(a) is None
     assert TOP1.change(a, b) is None
 
@@ -51,7 +59,7 @@ def test_no_labels_no_accuracy(tmp_path: Path) -> None:
 def test_pairs_are_matched_by_image(demo: Results) -> None:
     own = {"topk_index": np.zeros((4, 1)), "sample": np.array([7, 3, 5, 9])}
     other = {"topk_index": np.zeros((3, 1)), "sample": np.array([9, 7, 1])}
-    here, there = accuracy.matching(own, other)
+    here, there = accuracy.match_images(own, other)
     assert own["sample"][here].tolist() == other["sample"][there].tolist() == [7, 9]
 
 
@@ -70,30 +78,30 @@ def test_paired_counts_are_those_of_the_answers(demo: Results) -> None:
      (pair(2, 3, 5000), 0.5, "within"), (pair(0, 3, 360), 0.5, "undecided"), (pair(0, 0, 360), 0.0, "undecided")],
 )  # fmt: skip
 def test_decisions(found: PairedChange, points: float, verdict: str) -> None:
-    assert decide(found, Budget("top1", points)).verdict == verdict
+    assert decide_accuracy(found, Budget("top1", points)).verdict == verdict
 
 
 @given(st.integers(0, 12), st.integers(0, 12), st.floats(0.2, 3.0))
 def test_the_promised_images_settle_it(gained: int, lost: int, points: float) -> None:
     budget = Budget("top1", points)
-    decision = decide(pair(gained, lost, 360), budget)
+    decision = decide_accuracy(pair(gained, lost, 360), budget)
     if decision.verdict != "undecided" or decision.more is None:
         return
     scale = (360 + 1.05 * decision.more) / 360
     later = PairedChange(360, paired_difference(gained * scale, lost * scale, 360 * scale), gained, lost)
-    assert decide(later, budget).verdict != "undecided"
+    assert decide_accuracy(later, budget).verdict != "undecided"
 
 
 def test_a_loss_that_is_the_budget_is_never_settled() -> None:
-    assert decide(pair(0, 2, 400), Budget("top1", 0.5)) == BudgetDecision("undecided", None)
+    assert decide_accuracy(pair(0, 2, 400), Budget("top1", 0.5)) == BudgetDecision("undecided", None)
 
 
 def test_budgets_are_read_from_a_table() -> None:
-    assert budgets({"top1": 0.5, "top5": 1}) == (Budget("top1", 0.5), Budget("top5", 1.0))
-    assert budgets({}) == ()
+    assert make_budgets({"top1": 0.5, "top5": 1}) == (Budget("top1", 0.5), Budget("top5", 1.0))
+    assert make_budgets({}) == ()
 
 
 @pytest.mark.parametrize(("metric", "points"), [("map", 1.0), ("", 1.0), ("top1", -1.0), ("top1", float("nan"))])
 def test_a_bad_budget_is_one_line(metric: str, points: float) -> None:
     with pytest.raises(UserError, match=r"unknown budget|must be between 0 and 100 points"):
-        budgets({metric: points})
+        make_budgets({metric: points})

@@ -8,26 +8,26 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis.ranking.contention import cpu_contention
-from dyno.analysis.ranking.correctness import WRONG
-from dyno.analysis.records.results import Results, load
-from dyno.analysis.tables import trial_table
-from dyno.analysis.verdict import verdict
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results.correctness import WRONG
+from dyno.results.ranking import cpu_contention
+from dyno.results.trial_result import Results, load_run
 
 BUSY, QUIET = ({"others_busy": {"model": busy}, "contention_threshold": 0.2} for busy in (1.5, 0.1))
 
 
 def run(path: Path, *facts: dict[str, object]) -> Results:
     ways = [Way(f"way{k}", seconds=0.01 / (k + 1), facts=dict(each)) for k, each in enumerate(facts)]
-    return load(synthetic.write_run(path / "run", ways, samples=50))
+    return load_run(synthetic.write_run(path / "run", ways, samples=50))
 
 
 def said(results: Results) -> list[str]:
-    return verdict.sentences(trial_table.read(results))
+    return verdict.list_sentences(trial_table.read_trials(results))
 
 
 def printed(results: Results) -> list[str]:
-    return verdict.read(trial_table.read(results)).lines
+    return verdict.read_verdict(trial_table.read_trials(results)).lines
 
 
 def test_a_quiet_study_has_nothing_to_say(tmp_path: Path) -> None:
@@ -63,7 +63,7 @@ def test_a_lone_configuration_has_no_winner_to_withhold(tmp_path: Path) -> None:
     assert "way0 fp32 takes 10." in text and "winner" not in text
     assert "during 3 of 3 jobs: those latencies are inflated; measure again on a quiet machine." in text
     ways = [Way("way0", batch=batch, seconds=0.01 * batch, facts=dict(BUSY)) for batch in (1, 2)]
-    text = "\n".join(said(load(synthetic.write_run(tmp_path / "batches", ways, samples=50))))
+    text = "\n".join(said(load_run(synthetic.write_run(tmp_path / "batches", ways, samples=50))))
     assert "way0 fp32 takes 10." in text and "No winner" not in text and "during 6 of 6 jobs" in text
 
 
@@ -80,15 +80,15 @@ def test_in_turns_a_winner_is_named_beside_whatever_disturbs_all_alike(tmp_path:
 
 def test_failures_are_told_all_the_same(tmp_path: Path) -> None:
     ways = [Way("a", facts=dict(BUSY)), Way("b", statuses=("crashed",), reason="killed by SIGSEGV")]
-    text = "\n".join(said(load(synthetic.write_run(tmp_path / "run", ways, samples=50))))
+    text = "\n".join(said(load_run(synthetic.write_run(tmp_path / "run", ways, samples=50))))
     assert text.startswith("No winner is named") and "1 of 2 trials did not finish: 1 crashed" in text
 
 
 def test_wrong_outputs_lead_however_busy_the_machine_was(tmp_path: Path) -> None:
     results = run(tmp_path, BUSY, BUSY, BUSY)
-    read = trial_table.read(results)
+    read = trial_table.read_trials(results)
     read.frame.loc[1, ["outputs", "verdict"]] = [WRONG, f"{WRONG}: off by 1"]
-    first, second, *_ = verdict.sentences(read)
+    first, second, *_ = verdict.list_sentences(read)
     assert "way1" in first and f"gave {WRONG}: off by 1" in first and second.startswith("No winner is named")
 
 
@@ -96,7 +96,9 @@ def test_wrong_outputs_lead_however_busy_the_machine_was(tmp_path: Path) -> None
 def test_the_page_leads_with_it(tmp_path: Path) -> None:
     pytest.importorskip("jinja2")
     pytest.importorskip("matplotlib")
-    from dyno.analysis.report import report
+    from dyno.report import report
 
-    text = report.write([trial_table.read(run(tmp_path, BUSY, BUSY))], tmp_path / "page").read_text(encoding="utf-8")
+    text = report.write_report([trial_table.read_trials(run(tmp_path, BUSY, BUSY))], tmp_path / "page").read_text(
+        encoding="utf-8"
+    )
     assert "No winner is named" in text and "fastest is" not in text

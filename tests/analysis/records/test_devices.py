@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dyno.analysis.records.notes.devices import AnchorDevice, AnchorDevices, devices, of_rounds
-from dyno.analysis.records.results import Results
-from dyno.analysis.verdict.whole_run.devices import findings
+from dyno.report.verdict.whole_run import list_device_findings
+from dyno.results.notes import AnchorDevice, AnchorDevices, devices, of_rounds
+from dyno.results.trial_result import Results
 
 ROUNDS = 3
 
@@ -29,7 +29,7 @@ def said(run: Path, what: AnchorDevices) -> str:
     rows = [vars(device) for device in what.devices]
     stored = {"schema": 2, "anchor": what.anchor, "side_by_side": not what.disturbed, "equivalent": 2, "devices": rows}
     (run / "devices.json").write_text(json.dumps(stored))
-    return " ".join(finding.text for finding in findings(Results(run, [])))
+    return " ".join(finding.text for finding in list_device_findings(Results(run, [])))
 
 
 def test_blocks_of_both_kinds_are_paired_by_where_they_lie() -> None:
@@ -65,4 +65,4 @@ def test_a_file_from_elsewhere_may_hold_anything(tmp_path: Path) -> None:
     for rows in (None, [row, row], [{"place": "a", "alone": [1.0]}, {"place": "b", "alone": [2.0], "ratios": [1.0]}]):
         (tmp_path / "devices.json").write_text(json.dumps({"schema": 2, "devices": rows, "equivalent": -3}))
         assert devices(tmp_path) is not None
-        assert list(findings(Results(tmp_path, [])))
+        assert list(list_device_findings(Results(tmp_path, [])))

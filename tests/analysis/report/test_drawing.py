@@ -7,26 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from dyno.analysis import charts
-from dyno.analysis.records.results import Results
-from dyno.analysis.records.run_data import RunData
-from dyno.analysis.report import drawing
-from dyno.analysis.report.drawing import ChartDrawing
-from dyno.analysis.tables import trial_table
+from dyno.report import charts, report
+from dyno.report.report import ChartDrawing
+from dyno.report.tables import trial_table
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results
 
 pytestmark = [
     pytest.mark.slow,
     pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors"),
 ]
-DRAW, HERE = drawing._draw_kind, os.getpid()
+DRAW, HERE = report._draw_kind, os.getpid()
 
 
 @pytest.fixture
 def run(demo: Results, monkeypatch: pytest.MonkeyPatch) -> RunData:
-    monkeypatch.setattr(drawing, "MANY", 2)
+    monkeypatch.setattr(report, "MANY", 2)
     few = charts.kinds()[:3]
     monkeypatch.setattr(charts, "kinds", lambda: few)
-    return trial_table.read(demo)
+    return trial_table.read_trials(demo)
 
 
 def pictures(folder: Path) -> dict[str, bytes]:
@@ -46,12 +45,12 @@ def dies(run: RunData, folder: Path, prefix: str, name: str, number: int) -> Cha
 
 
 def test_processes_draw_what_one_draws(run: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    several = drawing.draw(run, folder(tmp_path, "several"), "r0", "")
-    monkeypatch.setattr(drawing, "_draw_kind", dies)
-    after_a_death = drawing.draw(run, folder(tmp_path, "death"), "r0", "")
+    several = report.draw_charts(run, folder(tmp_path, "several"), "r0", "")
+    monkeypatch.setattr(report, "_draw_kind", dies)
+    after_a_death = report.draw_charts(run, folder(tmp_path, "death"), "r0", "")
     assert (tmp_path / "died").exists()
-    monkeypatch.setattr(drawing, "MANY", 1_000)
-    alone = drawing.draw(run, folder(tmp_path, "alone"), "r0", "")
+    monkeypatch.setattr(report, "MANY", 1_000)
+    alone = report.draw_charts(run, folder(tmp_path, "alone"), "r0", "")
     assert len(alone) == 3
     for other, name in ((several, "several"), (after_a_death, "death")):
         assert [(one.name, one.caption) for one in other] == [(one.name, one.caption) for one in alone]

@@ -8,14 +8,14 @@ import numpy as np
 import synthetic
 from synthetic import Way
 
-from dyno.analysis.report import method
-from dyno.analysis.tables import trial_table
+from dyno.report import sections
+from dyno.report.tables import trial_table
 from dyno.worker.record import read_json, write_json
 
 
 def described(folder: Path, study: str = "") -> dict[str, str]:
     (folder / "study.toml").write_text(f'models = ["digits"]\n{study}', encoding="utf-8")
-    return dict(method.terms(trial_table.read(folder)))
+    return dict(sections.list_terms(trial_table.read_trials(folder)))
 
 
 def taking_turns(folder: Path, *backends: str) -> Path:

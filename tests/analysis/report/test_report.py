@@ -18,12 +18,11 @@ from synthetic import Way
 from synthetic_card import Card
 
 from browser import ask, browse
-from dyno.analysis import tables
-from dyno.analysis.records.results import Results, load
-from dyno.analysis.report import report, sections
-from dyno.analysis.report.notebook import leading
-from dyno.analysis.tables import trial_table
-from dyno.analysis.verdict import verdict
+from dyno.report import report, sections, tables
+from dyno.report.notebook import leading
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import UserError
 
 pytestmark = pytest.mark.slow
@@ -49,11 +48,11 @@ class Page(HTMLParser):
 
 @pytest.fixture(scope="module")
 def written(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return report.write([trial_table.read(demo)], tmp_path_factory.mktemp("report"))
+    return report.write_report([trial_table.read_trials(demo)], tmp_path_factory.mktemp("report"))
 
 
 def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
-    page, run = Page(written), trial_table.read(demo)
+    page, run = Page(written), trial_table.read_trials(demo)
     parts = re.findall(r'<details class="part"[^>]*><summary>([^<:]*)', written.read_text())
     assert parts == ["Tables", "Charts", "Accuracy and agreement", "Side by side", "Warnings and failures",
                      "Every trial", "How this run was measured", "Machine", "How to reproduce"]  # fmt: skip
@@ -69,7 +68,7 @@ def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
     kinds = {kind.name: kind for kind in tables.kinds()}
     side = [t for name, t in printed.every(run).items() if kinds[name].section == "side"]
     side_by_side = sum(len(list(table.parts())) for table in side)
-    folded = sum(bool(decision.findings) for decision in verdict.read(run).decisions) + 1  # and the whole run's
+    folded = sum(bool(decision.findings) for decision in verdict.read_verdict(run).decisions) + 1  # and the whole run's
     assert page.tags.count("details") == len(demo.trials) + side_by_side + folded + len(parts)
     assert page.text.index("Fastest is") < page.text.index("inputs already where the engine reads them")
 
@@ -79,15 +78,19 @@ def test_a_library_that_is_missing_is_named_before_anything_is_written(
 ) -> None:
     monkeypatch.setitem(sys.modules, "jinja2", None)
     with pytest.raises(UserError, match=r"needs jinja2, not installed here; pip install 'inference-dyno\[report\]'"):
-        report.write([trial_table.read(demo)], tmp_path / "page")
+        report.write_report([trial_table.read_trials(demo)], tmp_path / "page")
     assert not (tmp_path / "page").exists()
 
 
 def test_the_card_has_the_winners_figures(written: Path, demo: Results) -> None:
-    (card, *_) = verdict.read(trial_table.read(demo)).decisions
+    (card, *_) = verdict.read_verdict(trial_table.read_trials(demo)).decisions
     figures = {f.name: f for f in card.figures}
     assert list(figures) == ["latency", "speed-up", "how sure", "accuracy", "cost"]
-    row = trial_table.read(demo).frame.query("backend == 'openvino' and precision == 'int8' and batch == 1").iloc[0]
+    row = (
+        trial_table.read_trials(demo)
+        .frame.query("backend == 'openvino' and precision == 'int8' and batch == 1")
+        .iloc[0]
+    )
     assert figures["speed-up"].value == f"{row['speedup']:.2f}x" and "pytorch fp32" in figures["speed-up"].below
     assert figures["how sure"].value == "decided" and f"{row['rounds']} rounds" in figures["how sure"].below
     assert figures["accuracy"].value == f"{row['top1']:.2f} %"
@@ -112,8 +115,8 @@ def test_the_page_needs_nothing_beside_it(written: Path, demo: Results) -> None:
 
 def test_warnings_that_differ_in_numbers_alone_are_one_line(tmp_path: Path) -> None:
     ways = [Way(name, warnings=(f"another process used {i} % of a core",)) for i, name in enumerate("abc", 30)]
-    results = trial_table.read(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2)).records
-    (line,) = [each for each in sections.complaints(results) if "another process" in each.text]
+    results = trial_table.read_trials(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2)).records
+    (line,) = [each for each in sections.list_complaints(results) if "another process" in each.text]
     assert line.text == "another process used 30 % of a core; other trials in other numbers"
     assert line.trials.startswith("3 trials: ") and all(t.label in line.trials for t in results)
 
@@ -125,7 +128,7 @@ def test_charts_and_csv_lie_beside_it(written: Path, demo: Results) -> None:
 
 
 def test_every_name_is_escaped(hostile: Results, tmp_path: Path) -> None:
-    path = report.write([trial_table.read(hostile)], tmp_path)
+    path = report.write_report([trial_table.read_trials(hostile)], tmp_path)
     page = Page(path)
     assert page.tags.count("script") == 2
     assert "img" not in page.tags
@@ -138,7 +141,7 @@ def test_every_name_is_escaped(hostile: Results, tmp_path: Path) -> None:
 
 @pytest.mark.slow
 def test_several_runs_are_sections_of_one_page(demo: Results, hostile: Results, tmp_path: Path) -> None:
-    page = Page(report.write([trial_table.read(demo), trial_table.read(hostile)], tmp_path))
+    page = Page(report.write_report([trial_table.read_trials(demo), trial_table.read_trials(hostile)], tmp_path))
     ids = [v for name, v in page.attributes if name == "id"]
     assert {"run1", "run2", "run2-tables"} <= set(ids)
     assert "2 runs" in page.text and "dyno compare A B" in page.text
@@ -154,8 +157,8 @@ def test_of_several_models_each_decision_is_a_line_that_unfolds(tmp_path: Path) 
         for model in ("one", "two", "three")
         for backend, seconds, spread in (("pytorch", 0.01, 3.0), ("a", 0.001, 0.01)) for batch in (1, 4)
     ]  # fmt: skip
-    run = trial_table.read(synthetic.write_run(tmp_path / "run", ways, samples=10, count=5))
-    text = report.write([run], tmp_path / "page").read_text(encoding="utf-8")
+    run = trial_table.read_trials(synthetic.write_run(tmp_path / "run", ways, samples=10, count=5))
+    text = report.write_report([run], tmp_path / "page").read_text(encoding="utf-8")
     assert text.count('<details class="decision') == 6 and '<div class="decision' not in text
     first = text[text.index("<figure") : text.index("</figcaption>")]
     assert "latency per batch" in first.lower() and "At the smallest batch" in first  # no speed-up there has a bound
@@ -185,20 +188,20 @@ def test_a_phone_shows_the_verdict_without_scrolling(written: Path, tmp_path: Pa
 
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [synthetic.write_run(tmp_path / name / "run", [Way("pytorch")], samples=5) for name in ("new", "old")]
-    runs = [trial_table.read(folder) for folder in folders]
-    page = Page(report.write(runs, tmp_path / "page"))
+    runs = [trial_table.read_trials(folder) for folder in folders]
+    page = Page(report.write_report(runs, tmp_path / "page"))
     assert "new/run" in page.text and "old/run" in page.text
     assert pd.read_csv(tmp_path / "page" / "results.csv")["run"].unique().tolist() == ["new/run", "old/run"]
     assert all((tmp_path / "page" / "tables" / f"{name}_run-trials.csv").is_file() for name in ("new", "old"))
     assert (tmp_path / "page" / "charts" / "old_run-latency.png").is_file()
     with pytest.raises(UserError, match="a run is named twice"):
-        report.write([runs[0], runs[0]], tmp_path / "page")
+        report.write_report([runs[0], runs[0]], tmp_path / "page")
 
 
 def test_a_run_on_a_gpu_says_on_which(tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path / "run", [Way("pytorch", card=Card()), Way("tensorrt", card=Card(gap=0.002))])
-    assert "Synthetic GPU, driver 1" in sections.about(load(run))
-    page = Page(report.write([trial_table.read(run)], tmp_path / "report"))
+    assert "Synthetic GPU, driver 1" in sections.about_run(load_run(run))
+    page = Page(report.write_report([trial_table.read_trials(run)], tmp_path / "report"))
     assert page.text.count("Synthetic GPU, driver 1") == 2, "under the card, and among the machine's facts"
 
 
@@ -206,7 +209,7 @@ def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path / "run", [Way("x", statuses=("failed",), reason="out of luck")])
     (run / "environment.json").unlink()
     (run / "study.toml").unlink()
-    text = Page(report.write([trial_table.read(run)], tmp_path / "out")).text
+    text = Page(report.write_report([trial_table.read_trials(run)], tmp_path / "out")).text
     for expected in (
         "No trial succeeded",
         "out of luck",
@@ -220,7 +223,7 @@ def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
 def test_an_unwritable_folder_is_one_line(demo: Results, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"can't be written to .*; give another folder"):
-        report.write([trial_table.read(demo)], tmp_path / "file")
+        report.write_report([trial_table.read_trials(demo)], tmp_path / "file")
 
 
 @pytest.mark.slow

@@ -11,13 +11,11 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.analysis.records.results import Results, TrialResult
-from dyno.analysis.records.rounds import Round
-from dyno.analysis.self_test import words
-from dyno.analysis.self_test.figures import SelfTest, visible
-from dyno.analysis.self_test.power import smallest
-from dyno.analysis.self_test.stored import ProcessPair, StoredSelfTest, TestRound, read
-from dyno.analysis.self_test.tables import tables
+from dyno.report import self_test
+from dyno.report.self_test import tables
+from dyno.results.rounds import Round
+from dyno.results.self_test import ProcessPair, SelfTest, StoredSelfTest, TestRound, find_smallest, read, visible
+from dyno.results.trial_result import Results, TrialResult
 from dyno.worker.facts.job import Facts, Turns
 from dyno.worker.record import Record
 from dyno.worker.spec import to_json
@@ -75,7 +73,7 @@ def test_studies_of_a_steady_machine_do_as_promised() -> None:
         if one.slowdown:
             seen = one.slower.interval
             assert seen.value == pytest.approx(one.predicted, abs=0.08), one
-    assert words._describe_surprises(found) == []
+    assert self_test._describe_surprises(found) == []
 
 
 def test_outliers_are_taken_as_they_are() -> None:
@@ -90,7 +88,9 @@ def test_outliers_are_taken_as_they_are() -> None:
     (seen,) = [one for one in found.verdicts if (one.slowdown, one.rounds) == (0.05, 3)]
     assert seen.slower.interval.low < seen.predicted < seen.slower.interval.high
     assert seen.predicted > 0.6
-    assert smallest(np.random.default_rng(0).normal(0, found.spread.value, 4000), 3) > 0.3, "as normal noise, hopeless"
+    assert find_smallest(np.random.default_rng(0).normal(0, found.spread.value, 4000), 3) > 0.3, (
+        "as normal noise, hopeless"
+    )
 
 
 @pytest.mark.parametrize(
@@ -102,14 +102,14 @@ def test_the_grade_is_what_three_rounds_see(spread: float, grade: str) -> None:
     assert found.visible(3).value == pytest.approx(math.expm1(3.264 * spread), rel=0.15)
     assert found.visible(3).low < found.visible(3).value < found.visible(3).high
     assert found.grade == grade
-    assert words.grade(found).startswith(f"Grade {grade} (")
+    assert self_test.grade_self_test(found).startswith(f"Grade {grade} (")
     assert found.visible(10).value < found.visible(5).value < found.visible(3).value
 
 
 def test_what_contradicts_the_promises_is_said() -> None:
-    biased = words._describe_surprises(simulated(bias=0.05, rounds=90))
+    biased = self_test._describe_surprises(simulated(bias=0.05, rounds=90))
     assert any("not to be trusted" in line for line in biased)
-    unseen = words._describe_surprises(simulated(wrong=-1.0, rounds=90))
+    unseen = self_test._describe_surprises(simulated(wrong=-1.0, rounds=90))
     assert any("depend on each other" in line for line in unseen)
 
 
@@ -133,12 +133,12 @@ def test_a_run_says_what_it_sees_in_words() -> None:
         record = Record("ok", facts=Facts(turns=Turns("x", 0)))
         good = [Round(Path("r"), n, record) for n in range(rounds)]
         results.trials = [TrialResult("id", {"trial": plan}, good)]
-        return words.of_run(results)
+        return self_test.of_run(results)
 
     assert "differences of ≥ 1" in said(3, 0.003) and "(3 rounds in turns, 80 % power; self-test of" in said(3, 0.003)
     assert "no difference below a factor of two" in said(2, 0.1)
     assert "it has one round" in said(1, 0.003)
-    assert words.of_run(Results(Path("run"), [], self_test={"grade": 1})) == ""
+    assert self_test.of_run(Results(Path("run"), [], self_test={"grade": 1})) == ""
 
 
 def test_what_is_stored_is_read_back_or_is_none() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyno.analysis import stats
-from dyno.analysis.self_test.until import StudyOutcome, studies
+from dyno.regression.until import StudyOutcome, studies
+from dyno.results import stats
 
 
 def test_each_round_is_in_one_study_and_looks_begin_with_the_first() -> None:

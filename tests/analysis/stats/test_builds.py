@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dyno.analysis import stats
+from dyno.results import stats
 
 BUILD, PROCESS = 0.03, 0.005  # standard deviations of logs: of a build, and of a process that runs it
 STUDIES = 2000

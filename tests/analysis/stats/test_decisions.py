@@ -12,9 +12,8 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 from scipy import stats as scipy_stats
 
-from dyno.analysis import stats
-from dyno.analysis.stats.power import more_rounds
-from dyno.analysis.stats.sequential import share
+from dyno.results import stats
+from dyno.results.stats.decisions import more_rounds, share
 
 MEDIANS = st.lists(st.floats(1e-4, 1.0), min_size=2, max_size=6)
 DRIFT, PROCESS = 0.06, 0.02  # standard deviations of logs: of the machine between jobs, and of a process

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from scipy import optimize
 from scipy import stats as scipy_stats
 
-from dyno.analysis import stats
+from dyno.results import stats
 
 SAMPLES = st.lists(st.floats(1e-6, 1e3), min_size=1, max_size=80).map(np.array)
 Z = scipy_stats.norm.ppf(0.975)

@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from scipy import stats as scipy_stats
 
-from dyno.analysis import stats
-from dyno.analysis.stats import rejection
+from dyno.results import stats
+from dyno.results.stats import rejection
 
 # Speed-ups of a demo on a machine in use (2026-11-26): openvino int8 at batch 1, pytorch bf16 at batch 8.
 OPENVINO = (13.9, 12.5, 95.9, 13.2, 12.2, 12.9, 13.4)

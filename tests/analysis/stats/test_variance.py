@@ -7,7 +7,7 @@ import math
 import numpy as np
 import pytest
 
-from dyno.analysis import stats
+from dyno.results import stats
 
 TRUTH = 0.02, 0.01, 0.05  # deviations: rounds, blocks, samples
 

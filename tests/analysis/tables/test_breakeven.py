@@ -10,12 +10,12 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis.tables import breakeven, trial_table
+from dyno.report.tables import frontier_table, trial_table
 
 
 def made(path: Path, *ways: Way) -> pd.DataFrame:
-    run = trial_table.read(synthetic.write_run(path / "run", list(ways), samples=400, count=20))
-    return breakeven.BREAK_EVEN.table(run).to_pandas().set_index("backend")
+    run = trial_table.read_trials(synthetic.write_run(path / "run", list(ways), samples=400, count=20))
+    return frontier_table.BREAK_EVEN.table(run).to_pandas().set_index("backend")
 
 
 def test_seconds_over_gain(tmp_path: Path) -> None:
@@ -58,7 +58,7 @@ def test_no_limit_gains_more_than_the_reference_takes(tmp_path: Path) -> None:
 
 def test_the_csv_twin_has_every_column(tmp_path: Path) -> None:
     found = made(tmp_path, Way("pytorch"), Way("a", seconds=0.005, build=2.0)).reset_index()
-    assert set(found.columns) == {column.name for column in breakeven.COLUMNS}
+    assert set(found.columns) == {column.name for column in frontier_table.BREAKEVEN_COLUMNS}
 
 
 def test_nothing_pays_off_at_once_that_is_not_shown_to_be_faster(tmp_path: Path) -> None:

@@ -10,16 +10,16 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis.formatting import UNLIMITED, width, wrapped
-from dyno.analysis.presentation.export import export
-from dyno.analysis.presentation.table import TEXT, Column, Table
-from dyno.analysis.tables import trial_table
+from dyno.formatting import UNLIMITED, width, wrapped
+from dyno.report.export import export
+from dyno.report.tables import trial_table
+from dyno.table import TEXT, Column, Table
 
 
 @pytest.mark.parametrize("columns", [60, 80, 100, 200])
 def test_a_table_is_as_wide_as_the_terminal(tmp_path: Path, columns: int) -> None:
     ways = [Way("pytorch", seconds=0.00412), Way("onnxruntime", "int8", 0.00105), Way("openvino", "fp16", 0.00207)]
-    run = trial_table.read(synthetic.write_run(tmp_path / "run", ways, samples=40, count=30))
+    run = trial_table.read_trials(synthetic.write_run(tmp_path / "run", ways, samples=40, count=30))
     text = printed.trials(run, width=columns)
     assert max(map(len, text.splitlines())) <= columns
     for value in run.frame["latency_model_ms_median"]:

@@ -12,14 +12,13 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis import tables
-from dyno.analysis.metrics import work
-from dyno.analysis.presentation.export import export
-from dyno.analysis.presentation.table import KINDS, Table, missing
-from dyno.analysis.records.results import Results, load
-from dyno.analysis.records.run_data import RunData
-from dyno.analysis.report import report
-from dyno.analysis.tables import trial_table
+from dyno.report import report, tables
+from dyno.report.export import export
+from dyno.report.tables import trial_table
+from dyno.results.metrics import precision
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results, load_run
+from dyno.table import KINDS, Table, missing
 from dyno.worker.record import write_json
 from dyno.worker.spec import SCHEMA, UserError
 
@@ -55,7 +54,7 @@ def with_peak(folder: Path, status: str = "ok") -> Path:
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> RunData:
-    return trial_table.read(with_peak(study(tmp_path_factory.mktemp("runs") / "pair")))
+    return trial_table.read_trials(with_peak(study(tmp_path_factory.mktemp("runs") / "pair")))
 
 
 @pytest.fixture(scope="module")
@@ -111,8 +110,8 @@ def test_tflops_and_their_share_are_of_the_type_that_ran(run: RunData, every: di
 @pytest.mark.parametrize(("status", "words"), [("", "with --peak measures it"), ("skipped", "measured: no torch.")])
 def test_without_a_peak_the_table_says_why(status: str, words: str, tmp_path: Path) -> None:
     folder = study(tmp_path / "run", ("one",))
-    run = trial_table.read(with_peak(folder, status) if status else folder)
-    assert words in work.missing(run.records)
+    run = trial_table.read_trials(with_peak(folder, status) if status else folder)
+    assert words in precision.explain_missing_work(run.records)
     (flops,) = tables.named(run, "flops")
     assert words in flops.notes[-1]
     assert "peak TFLOPS" not in export([flops])
@@ -131,7 +130,7 @@ def test_the_best_batch_and_size_are_named(every: dict[str, Table]) -> None:
 
 def test_without_images_the_best_batch_has_no_size_and_no_pixels(tmp_path: Path) -> None:
     ways = [synthetic.Way("pytorch", seconds=s, batch=n, size=0) for n, s in ((1, 0.010), (8, 0.020))]
-    run = trial_table.read(load(synthetic.write_run(tmp_path / "run", ways)))
+    run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways)))
     (best,) = tables.named(run, "best")
     (row,) = best.rows
     assert missing(row["megapixels_per_s"]), "they were 0"
@@ -142,7 +141,7 @@ def test_without_images_the_best_batch_has_no_size_and_no_pixels(tmp_path: Path)
 def test_a_size_that_is_none_is_empty_beside_others(tmp_path: Path) -> None:
     ways = [synthetic.Way("pytorch", model=model, batch=n, size=size, seconds=0.01)
             for model, size in (("vectors", 0), ("images", 64)) for n in (1, 8)]  # fmt: skip
-    run = trial_table.read(load(synthetic.write_run(tmp_path / "run", ways)))
+    run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways)))
     for name in ("best", "saturation", "sizes"):
         (table,) = tables.named(run, name)
         (part,) = table.parts()
@@ -182,8 +181,8 @@ def test_every_declared_table_is_listed_with_a_sentence() -> None:
 
 @pytest.mark.slow
 def test_the_report_writes_and_shows_them(tmp_path: Path) -> None:
-    one = trial_table.read(with_peak(study(tmp_path / "pair", models=("one",))))
-    page = report.write([one], tmp_path).read_text(encoding="utf-8")
+    one = trial_table.read_trials(with_peak(study(tmp_path / "pair", models=("one",))))
+    page = report.write_report([one], tmp_path).read_text(encoding="utf-8")
     assert "<summary>Latency/model, ms per batch: mean</summary>" in page
     assert (tmp_path / "tables.md").read_text(encoding="utf-8").startswith("# Tables of pair\n")
     assert {p.stem for p in (tmp_path / "tables").glob("*.csv")} == set(printed.every(one))
@@ -191,9 +190,9 @@ def test_the_report_writes_and_shows_them(tmp_path: Path) -> None:
 
 
 def test_names_that_want_to_break_markdown_stay_text(hostile: Results) -> None:
-    assert "<script>" not in export(tables.named(trial_table.read(hostile), "all"), "markdown")
+    assert "<script>" not in export(tables.named(trial_table.read_trials(hostile), "all"), "markdown")
 
 
 def test_a_run_in_which_nothing_ran_has_its_trials_alone(tmp_path: Path) -> None:
-    none = trial_table.read(synthetic.write_run(tmp_path / "b", [Way("x", statuses=("failed",))]))
+    none = trial_table.read_trials(synthetic.write_run(tmp_path / "b", [Way("x", statuses=("failed",))]))
     assert list(printed.every(none)) == ["trials"]

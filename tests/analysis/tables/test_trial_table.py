@@ -15,12 +15,12 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis import tables
-from dyno.analysis.formatting import markdown, plain, points, show, significant
-from dyno.analysis.presentation.export import export
-from dyno.analysis.records.results import Results, load
-from dyno.analysis.records.run_data import RunData
-from dyno.analysis.tables import trial_table
+from dyno.formatting import markdown, plain, points, show, significant
+from dyno.report import tables
+from dyno.report.export import export
+from dyno.report.tables import trial_table
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import SCHEMA, UserError
 
 PROMISED = """model, backend, precision, batch, size, device, status, reason, latency_all_ms_mean,
@@ -39,7 +39,7 @@ verdict""".replace("\n", " ").split(", ")
 
 @pytest.fixture(scope="module")
 def whole(demo: Results) -> RunData:
-    return trial_table.read(demo, budget={"top1": 1.2})
+    return trial_table.read_trials(demo, budget={"top1": 1.2})
 
 
 @pytest.fixture(scope="module")
@@ -54,7 +54,7 @@ def one(frame: pd.DataFrame, way: str, batch: int = 1) -> pd.Series:
 
 
 def run(path: Path, *ways: Way, **settings: int) -> RunData:
-    return trial_table.read(synthetic.write_run(path / "run", list(ways), samples=30, **settings))
+    return trial_table.read_trials(synthetic.write_run(path / "run", list(ways), samples=30, **settings))
 
 
 def test_the_promised_columns_come_first(frame: pd.DataFrame) -> None:
@@ -99,9 +99,12 @@ def test_the_reference_row_is_its_own_accuracy_reference(frame: pd.DataFrame) ->
 
 def test_another_reference_and_the_studys_own(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("openvino", seconds=0.005)], samples=30)
-    assert one(trial_table.read(load(folder), reference="openvino").frame, "openvino fp32")["verdict"] == "reference"
+    assert (
+        one(trial_table.read_trials(load_run(folder), reference="openvino").frame, "openvino fp32")["verdict"]
+        == "reference"
+    )
     (folder / "study.toml").write_text('reference = "openvino"\n[budget]\ntop1 = 2.0\n')
-    own = trial_table.read(folder)
+    own = trial_table.read_trials(folder)
     assert one(own.frame, "pytorch fp32")["verdict"] == "slower"
     assert one(own.frame, "pytorch fp32")["budget"] == "within"
     assert own.budget == "top1=2"
@@ -156,7 +159,7 @@ def test_build_time_is_the_whole_chain_and_a_warm_cache_does_not_count(tmp_path:
         )
         record["facts"]["build_cached"] = number != 1
         path.write_text(json.dumps(record))
-    assert trial_table.read(load(folder)).frame["build_s"].iloc[0] == pytest.approx(35.0)
+    assert trial_table.read_trials(load_run(folder)).frame["build_s"].iloc[0] == pytest.approx(35.0)
 
 
 def test_two_ways_that_differ_in_options_can_be_told_apart(tmp_path: Path) -> None:
@@ -167,14 +170,14 @@ def test_two_ways_that_differ_in_options_can_be_told_apart(tmp_path: Path) -> No
 
 
 def test_exit_codes(demo: Results, tmp_path: Path) -> None:
-    assert trial_table.exit_code(trial_table.read(demo).frame) == 3
+    assert trial_table.exit_code(trial_table.read_trials(demo).frame) == 3
     good = [Way("pytorch"), Way("openvino"), Way("tensorrt", statuses=("skipped",), reason="no GPU")]
-    results = load(synthetic.write_run(tmp_path / "good", good, samples=5))
-    assert trial_table.exit_code(trial_table.read(results, budget={"top1": 2.0}).frame) == 0
+    results = load_run(synthetic.write_run(tmp_path / "good", good, samples=5))
+    assert trial_table.exit_code(trial_table.read_trials(results, budget={"top1": 2.0}).frame) == 0
     bad = [Way("pytorch"), Way("openvino", "int8", flips=0.3)]
-    results = load(synthetic.write_run(tmp_path / "bad", bad, samples=5))
-    assert trial_table.exit_code(trial_table.read(results).frame) == 0
-    assert trial_table.exit_code(trial_table.read(results, budget={"top1": 2.0}).frame) == 1
+    results = load_run(synthetic.write_run(tmp_path / "bad", bad, samples=5))
+    assert trial_table.exit_code(trial_table.read_trials(results).frame) == 0
+    assert trial_table.exit_code(trial_table.read_trials(results, budget={"top1": 2.0}).frame) == 1
 
 
 def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> None:
@@ -221,7 +224,7 @@ def test_csv_and_json_are_the_table(whole: RunData, frame: pd.DataFrame) -> None
 
 
 def test_hostile_names_stay_text(hostile: Results) -> None:
-    found = trial_table.read(hostile)
+    found = trial_table.read_trials(hostile)
     assert "модель" in printed.trials(found, "json")
     assert "<script" not in printed.trials(found, "html")
     text = printed.trials(found, "markdown")
@@ -255,7 +258,7 @@ def test_significant_digits() -> None:
 
 def test_a_percentile_of_few_samples_stands_in_parentheses(tmp_path: Path) -> None:
     few, enough = (
-        trial_table.read(synthetic.write_run(tmp_path / str(n), [Way("pytorch"), Way("a")], samples=n))
+        trial_table.read_trials(synthetic.write_run(tmp_path / str(n), [Way("pytorch"), Way("a")], samples=n))
         for n in (100, 150)
     )
     assert list(few.frame["samples_model"]) == [100, 100]

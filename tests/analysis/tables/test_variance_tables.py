@@ -11,8 +11,8 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis import tables
-from dyno.analysis.tables import trial_table, variance_tables
+from dyno.report import tables
+from dyno.report.tables import trial_table, variance_tables
 from dyno.worker.record import read_json, write_json
 
 
@@ -67,7 +67,7 @@ def in_turns(folder: Path, rounds: float, blocks: float, both: float) -> list[di
             np.savez(place / "samples.npz", latency_model=taken.ravel(), latency_model_block=numbers)
             record = read_json(place / "record.json")
             write_json(place / "record.json", {**record, "facts": {**record["facts"], "turns": {"set": f"s{number}"}}})
-    (table,) = tables.named(trial_table.read(folder), "variance")
+    (table,) = tables.named(trial_table.read_trials(folder), "variance")
     return [row for row in table.rows if "a fp32" in row["label"]]
 
 
@@ -87,7 +87,7 @@ def test_levels_of_a_trial_in_turns_and_what_they_advise(tmp_path: Path) -> None
 
 
 def test_a_round_without_blocks_is_cut_into_stretches(tmp_path: Path) -> None:
-    run = trial_table.read(
+    run = trial_table.read_trials(
         synthetic.write_run(tmp_path / "run", [Way("pytorch", spread=0.1), Way("a", statuses=("ok",))])
     )
     (row,) = tables.named(run, "variance")[0].rows

@@ -14,10 +14,10 @@ import synthetic
 from synthetic import Way
 from synthetic_card import Card
 
-from dyno.analysis.records.results import load
-from dyno.analysis.tables import named, trial_table
-from dyno.analysis.telemetry import energy
-from dyno.analysis.telemetry.energy import Energy, Meter, power
+from dyno.report.tables import named, trial_table
+from dyno.results import energy
+from dyno.results.energy import Energy, Meter, power
+from dyno.results.trial_result import load_run
 
 RATE, IDLE_W = 50.0, 40.0
 WATTS = (140.0, 150.0, 145.0)  # of the rounds, while images go through
@@ -69,7 +69,7 @@ class Machine:
 
     @property
     def energy(self) -> Energy:
-        return Meter(self.folder).of(load(self.folder).trials[0])
+        return Meter(self.folder).of(load_run(self.folder).trials[0])
 
 
 @pytest.fixture(params=["cpu_energy", "gpu_energy"])
@@ -93,7 +93,7 @@ def test_joules_of_an_image_are_power_above_idle_over_images(machine: Machine) -
 def test_it_is_a_column_and_a_table(machine: Machine) -> None:
     machine.write()
     machine.idle()
-    run = trial_table.read(machine.folder)
+    run = trial_table.read_trials(machine.folder)
     row = run.frame.iloc[0]
     assert row["energy_j_low"] < row["energy_j"] < row["energy_j_high"] and row["energy_missing"] == ""
     (table,) = named(run, "energy")
@@ -101,7 +101,7 @@ def test_it_is_a_column_and_a_table(machine: Machine) -> None:
 
 
 def test_without_asking_the_column_says_so_and_there_is_no_table(machine: Machine) -> None:
-    run = trial_table.read(machine.folder)
+    run = trial_table.read_trials(machine.folder)
     assert math.isnan(run.frame["energy_j"][0]) and run.frame["energy_missing"][0] == energy.NOT_ASKED
     assert not named(run, "energy")[0].rows
 
@@ -145,7 +145,7 @@ def test_memory_by_nvidia_smi_beside_the_allocator_s(tmp_path: Path) -> None:
         Way("tensorrt", card=Card(), facts={"engine_memory": 50_000_000}),
         Way("onnxruntime", card=Card()),
     ]
-    run = trial_table.read(load(synthetic.write_run(tmp_path / "run", ways, samples=50)))
+    run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways, samples=50)))
     torch, ort, trt = sorted(
         named(run, "gpu-memory")[0].rows, key=lambda row: (row["label"].split()[1] != "pytorch", row["label"])
     )

@@ -7,13 +7,13 @@ from pathlib import Path
 import engine_run
 import pytest
 
-from dyno.analysis.trtexec import command
-from dyno.analysis.trtexec.command import TrtexecBuild
+from dyno.trtexec import command
+from dyno.trtexec.command import TrtexecBuild
 from dyno.worker.spec import UserError
 
 
 def test_a_dynamic_engine_at_latency_model(tmp_path: Path) -> None:
-    assert command.timing(engine_run.trial(tmp_path / "run")) == [
+    assert command.read_timing(engine_run.trial(tmp_path / "run")) == [
         "trtexec",
         "--loadEngine=/cache/net b8.engine",
         "--shapes=input:8x3x64x64",
@@ -30,20 +30,20 @@ def test_a_dynamic_engine_at_latency_model(tmp_path: Path) -> None:
 
 
 def test_latency_all_needs_the_transfers(tmp_path: Path) -> None:
-    assert "--noDataTransfers" not in command.timing(engine_run.trial(tmp_path / "run"), "all")
+    assert "--noDataTransfers" not in command.read_timing(engine_run.trial(tmp_path / "run"), "all")
 
 
 def test_a_static_engine_takes_no_shapes(tmp_path: Path) -> None:
     trial = engine_run.trial(tmp_path / "run", shape=(8, 3, 64, 64))
-    assert not [word for word in command.timing(trial) if word.startswith("--shapes")]
+    assert not [word for word in command.read_timing(trial) if word.startswith("--shapes")]
 
 
 def test_without_a_graph_there_is_no_flag(tmp_path: Path) -> None:
-    assert "--useCudaGraph" not in command.timing(engine_run.trial(tmp_path / "run", graph=False))
+    assert "--useCudaGraph" not in command.read_timing(engine_run.trial(tmp_path / "run", graph=False))
 
 
 def test_rtx_has_its_own_tool_and_flag(tmp_path: Path) -> None:
-    words = command.timing(engine_run.trial(tmp_path / "run", backend="tensorrt_rtx"))
+    words = command.read_timing(engine_run.trial(tmp_path / "run", backend="tensorrt_rtx"))
     assert words[0] == "tensorrt_rtx"
     assert "--rtxCudaGraphStrategy=wholeGraph" in words
     assert "--useCudaGraph" not in words
@@ -51,7 +51,7 @@ def test_rtx_has_its_own_tool_and_flag(tmp_path: Path) -> None:
 
 def test_a_record_without_an_engine_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UserError, match="names no engine"):
-        command.timing(engine_run.trial(tmp_path / "run", engine=""))
+        command.read_timing(engine_run.trial(tmp_path / "run", engine=""))
 
 
 @pytest.mark.parametrize(
@@ -107,7 +107,7 @@ def made_by(**changes: object) -> dict[str, object]:
 
 
 def test_an_engine_that_dyno_built_is_repeated(tmp_path: Path) -> None:
-    build = command.built(engine_run.trial(tmp_path / "run", made_by=made_by(), source="file:m/net.onnx"))
+    build = command.is_built(engine_run.trial(tmp_path / "run", made_by=made_by(), source="file:m/net.onnx"))
     assert build and build.command() == [
         "trtexec",
         "--onnx=m/net.onnx",
@@ -126,7 +126,7 @@ def test_an_engine_that_dyno_built_is_repeated(tmp_path: Path) -> None:
 
 def test_types_in_the_graph_need_the_converted_file(tmp_path: Path) -> None:
     typed = made_by(route="graph", typed="strongly")
-    build = command.built(
+    build = command.is_built(
         engine_run.trial(tmp_path / "run", made_by=typed, source="file:m/net.onnx", version="10.13.0")
     )
     assert build and build.command()[1:4] == ["--onnx=net.fp16.onnx", "--saveEngine=net b8.engine", "--noTF32"]
@@ -134,12 +134,12 @@ def test_types_in_the_graph_need_the_converted_file(tmp_path: Path) -> None:
 
 def test_a_static_file_takes_no_shapes(tmp_path: Path) -> None:
     static = made_by(profiles=[{"input": [[8, 3, 64, 64]] * 3}])
-    build = command.built(engine_run.trial(tmp_path / "run", made_by=static))
+    build = command.is_built(engine_run.trial(tmp_path / "run", made_by=static))
     assert build and not build.profile
 
 
 def test_a_given_engine_has_no_build(tmp_path: Path) -> None:
-    assert command.built(engine_run.trial(tmp_path / "run")) is None
+    assert command.is_built(engine_run.trial(tmp_path / "run")) is None
 
 
 def test_tactic_sources_that_were_asked_for_stay_on() -> None:

@@ -9,9 +9,9 @@ from typing import Any
 import engine_run
 import pytest
 
-from dyno.analysis.records.results import TrialResult
-from dyno.analysis.trtexec import differences, terms
-from dyno.analysis.trtexec.log import MetricSpread, TrtexecReport
+from dyno.results.trial_result import TrialResult
+from dyno.trtexec import command, cross_check
+from dyno.trtexec.log import MetricSpread, TrtexecReport
 
 US = 1e-6
 
@@ -35,13 +35,13 @@ def trial(tmp_path: Path) -> TrialResult:
 
 def parts(trial: TrialResult, given: TrtexecReport, which: str) -> dict[str, float]:
     """Microseconds by name of the gap whose title begins so; checked to add up to it."""
-    (gap,) = [g for g in differences.gaps(terms.own(trial), given) if g.what.startswith(which)]
+    (gap,) = [g for g in cross_check.list_gaps(command.read_medians(trial), given) if g.what.startswith(which)]
     assert sum(p.seconds for p in gap.parts) == pytest.approx(gap.seconds, abs=1e-12)
     return {p.name: round(p.seconds / US, 3) for p in gap.parts}
 
 
 def test_medians_are_read_by_tag_boundary_and_clock(trial: TrialResult) -> None:
-    own = terms.own(trial)
+    own = command.read_medians(trial)
     assert (own.model, own.model_host, own.whole) == pytest.approx((171 * US, 186 * US, 262 * US))
     assert (own.latency, own.waiting) == pytest.approx((222 * US, 15 * US))
     assert own.rate == pytest.approx(1 / (180 * US))  # queries, not images
@@ -49,7 +49,7 @@ def test_medians_are_read_by_tag_boundary_and_clock(trial: TrialResult) -> None:
 
 
 def test_the_explanation_has_every_term(trial: TrialResult) -> None:
-    text = "\n".join(terms.explain(trial))
+    text = "\n".join(command.explain_terms(trial))
     for term in ("Enqueue Time 0.012 ms", "H2D Latency 0.040 ms", "GPU Compute Time 0.176 ms", "D2H Latency 0.0060 ms"):
         assert term in text
     assert "Latency (H2D + GPU Compute + D2H) 0.222 ms" in text
@@ -61,18 +61,18 @@ def test_the_explanation_has_every_term(trial: TrialResult) -> None:
 
 def test_a_host_that_sets_the_pace_is_said(tmp_path: Path) -> None:
     slow = engine_run.MEDIANS | {("enqueue", "all", "host"): 160 * US}
-    text = "\n".join(terms.explain(engine_run.trial(tmp_path / "run", slow, graph=False)))
+    text = "\n".join(command.explain_terms(engine_run.trial(tmp_path / "run", slow, graph=False)))
     assert "Enqueue Time is 94% of that" in text and "a CUDA graph (--useCudaGraph) would help" in text
 
 
 def test_a_record_without_parts_says_so(tmp_path: Path) -> None:
     plain = {("latency", "model", "host"): 186 * US}
-    text = "\n".join(terms.explain(engine_run.trial(tmp_path / "run", plain)))
+    text = "\n".join(command.explain_terms(engine_run.trial(tmp_path / "run", plain)))
     assert "no enqueue, H2D, compute and D2H times" in text
 
 
 def test_equal_numbers_agree(trial: TrialResult) -> None:
-    first, *_ = differences.compare(trial, report())
+    first, *_ = cross_check.compare_results(trial, report())
     assert first.startswith("GPU time") and first.endswith("they agree within 2 %.")
 
 
@@ -101,18 +101,18 @@ def test_a_graph_never_explains_a_gap_of_the_other_sign(trial: TrialResult) -> N
 def test_a_graph_without_enqueue_times_explains_nothing(trial: TrialResult) -> None:
     given = report(graph=False, enqueue=None, compute=spread(211))
     assert parts(trial, given, "GPU") == {"CUDA graph": 0, "unexplained": -40}
-    assert "its share is unknown" in differences.compare(trial, given)[0]
+    assert "its share is unknown" in cross_check.compare_results(trial, given)[0]
 
 
 def test_clocks_where_both_are_known(tmp_path: Path) -> None:
     slow = engine_run.trial(tmp_path / "run", clock=1600.0)
     given = report(compute=spread(136.8), clock=2000.0)  # 136.8 x 2000 / 1600 = 171
     assert parts(slow, given, "GPU") == {"clocks": 34.2, "unexplained": 0}
-    assert "1600 MHz here, 2000 MHz there" in differences.compare(slow, given)[0]
+    assert "1600 MHz here, 2000 MHz there" in cross_check.compare_results(slow, given)[0]
 
 
 def test_without_clocks_what_is_left_says_that_they_are_unknown(trial: TrialResult) -> None:
-    assert "clocks are not known" in differences.compare(trial, report(compute=spread(230)))[0]
+    assert "clocks are not known" in cross_check.compare_results(trial, report(compute=spread(230)))[0]
 
 
 def test_throughput_falls_into_compute_copies_and_the_rest(tmp_path: Path) -> None:
@@ -123,7 +123,7 @@ def test_throughput_falls_into_compute_copies_and_the_rest(tmp_path: Path) -> No
 
 
 def test_without_transfers_latency_is_not_compared(trial: TrialResult) -> None:
-    text = differences.compare(trial, report(transfers=False, h2d=spread(0), d2h=spread(0)))
+    text = cross_check.compare_results(trial, report(transfers=False, h2d=spread(0), d2h=spread(0)))
     assert not [line for line in text if line.startswith("Latency")]
 
 
@@ -140,7 +140,7 @@ def test_without_transfers_latency_is_not_compared(trial: TrialResult) -> None:
     ],
 )
 def test_unlike_things_are_refused_in_a_sentence(trial: TrialResult, changes: dict[str, Any], reason: str) -> None:
-    (sentence,) = differences.compare(trial, report(**changes))
+    (sentence,) = cross_check.compare_results(trial, report(**changes))
     assert sentence.startswith("Not compared: ") and reason in sentence
 
 
@@ -153,12 +153,12 @@ def test_unlike_things_are_refused_in_a_sentence(trial: TrialResult, changes: di
     ],
 )
 def test_what_may_be_the_same_is_compared(trial: TrialResult, changes: dict[str, Any]) -> None:
-    assert differences.unlike(trial, report(**changes)) == ""
+    assert cross_check.list_differences(trial, report(**changes)) == ""
 
 
 def test_what_makes_a_comparison_weaker_is_said(trial: TrialResult) -> None:
     given = report(version="10.13.0", spin=False, warnings=("GPU compute time is unstable",), engine="", shapes={})
-    notes = "\n".join(differences.compare(trial, given))
+    notes = "\n".join(cross_check.compare_results(trial, given))
     for words in (
         "TensorRT 10.13.0, Dyno ran 8.6.1",
         "assumed to be the same",
@@ -170,6 +170,6 @@ def test_what_makes_a_comparison_weaker_is_said(trial: TrialResult) -> None:
 
 def test_no_number_in_common(tmp_path: Path) -> None:
     bare = engine_run.trial(tmp_path / "run", {})
-    assert differences.compare(bare, dataclasses.replace(report(), rate=None)) == [
+    assert cross_check.compare_results(bare, dataclasses.replace(report(), rate=None)) == [
         "Not compared: the record and trtexec have no measurement in common."
     ]

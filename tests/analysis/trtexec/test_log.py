@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dyno.analysis.trtexec import log
+from dyno.trtexec import log
 from dyno.worker.spec import UserError
 
 LOGS = Path(__file__).parent
@@ -24,7 +24,7 @@ def row(start: float = 0.0, **changes: Any) -> dict[str, Any]:
 
 
 def test_a_log_of_release_8() -> None:
-    found = log.parse(OLD)
+    found = log.parse_log(OLD)
     assert found.compute == log.MetricSpread(
         *map(pytest.approx, (211e-6, 212e-6, 205e-6, 350e-6)),
         {90.0: pytest.approx(215e-6), 95.0: pytest.approx(217e-6), 99.0: pytest.approx(225e-6)},
@@ -40,7 +40,7 @@ def test_a_log_of_release_8() -> None:
 
 
 def test_a_log_of_release_10() -> None:
-    found = log.parse(NEW)
+    found = log.parse_log(NEW)
     assert found.compute.median == pytest.approx(170e-6)
     assert (found.graph, found.transfers, found.spin) == (True, False, True)
     assert found.engine == "engines/net b8.engine"  # it has no build options, so this is from the command line
@@ -52,14 +52,14 @@ def test_flags_are_known_from_the_command_line_where_the_log_has_no_list() -> No
     lines = OLD.splitlines()
     echoed = lines.index("[01/02/2026-03:04:05] [I] === Model Options ===")
     summary = lines.index("[01/02/2026-03:04:10] [I] === Performance summary ===")
-    found = log.parse("\n".join(lines[:echoed] + lines[summary:]))
+    found = log.parse_log("\n".join(lines[:echoed] + lines[summary:]))
     assert (found.graph, found.transfers, found.spin) == (False, True, True)
     assert found.shapes == {"input": (8, 3, 64, 64)}
     assert found.version == "8.6.1"
 
 
 def test_a_summary_alone_says_nothing_of_flags() -> None:
-    found = log.parse(OLD[OLD.index("[01/02/2026-03:04:10] [I] === Perf") : OLD.index("&&&& PASSED")])
+    found = log.parse_log(OLD[OLD.index("[01/02/2026-03:04:10] [I] === Perf") : OLD.index("&&&& PASSED")])
     assert (found.graph, found.transfers, found.spin, found.engine, found.shapes) == (None, None, None, "", {})
 
 
@@ -72,22 +72,22 @@ def test_a_summary_alone_says_nothing_of_flags() -> None:
 )
 def test_a_graph_that_could_not_be_captured_is_none(sentence: str) -> None:
     text = NEW.replace("[I] Starting inference", f"[I] Starting inference\n[01/02/2026-03:04:06] [W] {sentence}")
-    assert log.parse(text).graph is False
+    assert log.parse_log(text).graph is False
 
 
 def test_the_tool_for_rtx_has_its_own_flag_for_graphs() -> None:
     text = OLD.replace("--useSpinWait", "--rtxCudaGraphStrategy=wholeGraph", 1).replace("CUDA Graph: Disabled", "")
-    assert log.parse(text).graph is True
+    assert log.parse_log(text).graph is True
 
 
 @pytest.mark.parametrize(("code", "version"), [("8003", "8.0.3"), ("8601", "8.6.1"), ("100200", "10.2.0")])
 def test_versions_are_decoded(code: str, version: str) -> None:
     text = OLD.replace("v8601", f"v{code}").replace("[I] TensorRT version: 8.6.1", "")
-    assert log.parse(text).version == version
+    assert log.parse_log(text).version == version
 
 
 def test_exported_times() -> None:
-    found = log.parse(json.dumps([row(0.2 * i) for i in range(5)]))
+    found = log.parse_log(json.dumps([row(0.2 * i) for i in range(5)]))
     assert found.compute.median == pytest.approx(170e-6)
     assert found.latency and found.latency.median == pytest.approx(220e-6)
     assert found.enqueue and found.enqueue.median == pytest.approx(20e-6)
@@ -97,18 +97,18 @@ def test_exported_times() -> None:
 
 def test_exported_times_as_trtexec_lays_them_out() -> None:
     text = "[\n  " + "\n, ".join(json.dumps(row(i)).replace(":", " :") for i in range(3)) + "\n]\n"
-    assert log.parse(text).compute.median == pytest.approx(170e-6)
+    assert log.parse_log(text).compute.median == pytest.approx(170e-6)
 
 
 def test_exported_times_without_transfers() -> None:
-    found = log.parse(json.dumps([row(h2dMs=0.0, d2hMs=0.0)]))
+    found = log.parse_log(json.dumps([row(h2dMs=0.0, d2hMs=0.0)]))
     assert found.transfers is False
     assert found.latency == found.compute
 
 
 def test_exported_times_with_starts_and_ends_alone() -> None:
     keys = ("startComputeMs", "endComputeMs")
-    found = log.parse(json.dumps([{key: row()[key] for key in keys}]))
+    found = log.parse_log(json.dumps([{key: row()[key] for key in keys}]))
     assert found.compute.median == pytest.approx(170e-6)
     assert (found.enqueue, found.h2d, found.rate, found.transfers) == (None, None, None, None)
 
@@ -142,7 +142,7 @@ def test_anything_else_is_refused_in_one_line(text: str, reason: str, tmp_path: 
     file = tmp_path / "given.txt"
     file.write_text(text, encoding="utf-8")
     with pytest.raises(UserError) as error:
-        log.read(file)
+        log.read_log(file)
     assert reason in str(error.value)
     assert "given.txt" in str(error.value)
     assert "\n" not in str(error.value)
@@ -152,15 +152,15 @@ def test_files_that_are_no_text_are_refused(tmp_path: Path) -> None:
     binary = tmp_path / "net.engine"
     binary.write_bytes(b"ptrt\xff\xfe\x00\x80")
     with pytest.raises(UserError, match="not a text file"):
-        log.read(binary)
+        log.read_log(binary)
     with pytest.raises(UserError, match="can't be read"):
-        log.read(tmp_path / "absent.log")
+        log.read_log(tmp_path / "absent.log")
 
 
 def test_either_half_of_a_log_is_never_an_unhandled_error() -> None:
     def outcome(text: str) -> object:
         try:
-            return log.parse(text).compute.median
+            return log.parse_log(text).compute.median
         except UserError as e:
             return "refused" if "\n" not in str(e) else str(e)
 

@@ -10,9 +10,9 @@ from pathlib import Path
 import synthetic
 from synthetic import Way
 
-from dyno.analysis.records.results import load
-from dyno.analysis.tables import trial_table
-from dyno.analysis.verdict import verdict
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results.trial_result import load_run
 
 REFERENCE, A, B = Way("pytorch", seconds=0.010), Way("a", seconds=0.005), Way("b", seconds=0.006)
 
@@ -23,8 +23,8 @@ def said(path: Path, selected: list[Way], again: list[Way]) -> str:
     for way in again:
         for k, made in enumerate(sorted((other / "trials" / way.trial.id).iterdir())):
             shutil.copytree(made, folder / "trials" / way.trial.id / f"c{k}")
-    loaded = load(folder)
-    return "\n".join(verdict.sentences(trial_table.read(loaded)))
+    loaded = load_run(folder)
+    return "\n".join(verdict.list_sentences(trial_table.read_trials(loaded)))
 
 
 def test_a_winner_that_holds_is_told_by_its_confirmations_alone(tmp_path: Path) -> None:
@@ -65,6 +65,6 @@ def test_a_damaged_confirmation_is_a_problem_of_its_own(tmp_path: Path) -> None:
     made = folder / "trials" / A.trial.id
     shutil.copytree(made / "r0", made / "c0")
     (made / "c0/record.json").write_text(json.dumps({"status": "odd", "schema": 2}))
-    loaded = load(folder)
+    loaded = load_run(folder)
     assert loaded.trials[0].confirmations == [] and len(loaded.trials[0].rounds) == 3
     assert "c0/record.json is damaged (its status is 'odd')" in loaded.problems[0]

@@ -10,10 +10,10 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis.records.results import Results, load
-from dyno.analysis.tables import trial_table
-from dyno.analysis.verdict import verdict
-from dyno.analysis.verdict.findings import BEST, FAILURE, NOTE, WARNING, Decision
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.report.verdict.findings import BEST, FAILURE, NOTE, WARNING, Decision
+from dyno.results.trial_result import Results, load_run
 
 FAST, CLOSE = Way("a", seconds=0.005), Way("b", seconds=0.005, spread=0.1)
 
@@ -21,7 +21,7 @@ FAST, CLOSE = Way("a", seconds=0.005), Way("b", seconds=0.005, spread=0.1)
 def decided(path: Path, *ways: Way, study: str = "", budget: dict[str, float] | None = None) -> list[Decision]:
     folder = synthetic.write_run(path / "run", list(ways), samples=50)
     (folder / "study.toml").write_text(f'models = ["digits"]\n{study}', encoding="utf-8")
-    return list(verdict.read(trial_table.read(load(folder), budget=budget)).decisions)
+    return list(verdict.read_verdict(trial_table.read_trials(load_run(folder), budget=budget)).decisions)
 
 
 def test_a_winner_is_told_with_what_is_real_right_and_next(tmp_path: Path) -> None:
@@ -105,7 +105,7 @@ def test_a_budget_that_nothing_else_holds_is_said(tmp_path: Path) -> None:
 def test_a_winner_is_open_while_a_faster_one_may_be_within_the_budget(tmp_path: Path) -> None:
     few = [Way("pytorch"), Way("a", "int8", 0.001)]
     folder = synthetic.write_run(tmp_path / "run", few, samples=50, count=20)
-    (one,) = verdict.read(trial_table.read(load(folder), budget={"top1": 1.5})).decisions
+    (one,) = verdict.read_verdict(trial_table.read_trials(load_run(folder), budget={"top1": 1.5})).decisions
     answers = dict(one.answers)
     assert one.kind == WARNING and {f.name: f.value for f in one.figures}["how sure"] == "open"
     assert answers["real"] == "nothing else is shown to be within the budget"
@@ -131,7 +131,7 @@ def test_a_run_that_was_stopped_early_goes_on_by_the_same_command(tmp_path: Path
     assert dict(one.answers)["next"].startswith("the same command measures the other rounds; take it")
     decided(tmp_path / "none", unmeasured := Way("a", statuses=("failed",)), Way("b", statuses=("failed",)))
     (tmp_path / "none" / "run" / "trials" / unmeasured.trial.id / "r0" / "record.json").unlink()
-    (none,) = verdict.read(trial_table.read(load(tmp_path / "none" / "run"))).decisions
+    (none,) = verdict.read_verdict(trial_table.read_trials(load_run(tmp_path / "none" / "run"))).decisions
     assert none.kind == WARNING and none.text == "no trial has succeeded yet; 1 of 2 were not measured so far."
     assert dict(none.answers)["next"] == "the same `dyno run` again goes on, unless it still measures"
 
@@ -145,7 +145,7 @@ def test_nothing_that_ended_well_is_a_failure(tmp_path: Path) -> None:
 def test_a_terminal_has_the_same_in_the_same_order_without_notes(
     demo: Results, budget: dict[str, float] | None
 ) -> None:
-    verdicts = verdict.read(trial_table.read(demo, budget=budget))
+    verdicts = verdict.read_verdict(trial_table.read_trials(demo, budget=budget))
     lines = verdicts.lines
     assert lines[0] == verdicts.decisions[0].sentence and [line.split(":")[0] for line in lines[1:4]] == [
         "  real", "  right", "  next"]  # fmt: skip

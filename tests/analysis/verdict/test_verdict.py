@@ -10,19 +10,19 @@ import pytest
 import synthetic
 from synthetic import Way
 
-from dyno.analysis.formatting import ratio
-from dyno.analysis.metrics.speedups import speedup
-from dyno.analysis.records.results import Results, load
-from dyno.analysis.tables import trial_table
-from dyno.analysis.verdict import verdict
+from dyno.formatting import ratio
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results.ranking import estimate_speedup
+from dyno.results.trial_result import Results, load_run
 
 
 def said(results: Results, budget: dict[str, float] | None = None) -> str:
-    return "\n".join(verdict.sentences(trial_table.read(results, budget=budget)))
+    return "\n".join(verdict.list_sentences(trial_table.read_trials(results, budget=budget)))
 
 
 def study(path: Path, *ways: Way, budget: dict[str, float] | None = None, count: int = 360) -> str:
-    return said(load(synthetic.write_run(path / "run", list(ways), samples=50, count=count)), budget)
+    return said(load_run(synthetic.write_run(path / "run", list(ways), samples=50, count=count)), budget)
 
 
 def test_the_demo_in_words(demo: Results) -> None:
@@ -127,7 +127,7 @@ def test_nothing_that_ended_well_is_said_first(tmp_path: Path) -> None:
 def test_unreadable_records_are_findings(tmp_path: Path) -> None:
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch")], samples=5)
     next(folder.glob("trials/*/r1/record.json")).write_text("{")
-    assert "r1/record.json is damaged" in said(load(folder))
+    assert "r1/record.json is damaged" in said(load_run(folder))
 
 
 @pytest.mark.parametrize("budget", [None, {"top1": 1.0}])
@@ -135,7 +135,7 @@ def test_outputs_without_timings_have_no_winner(tmp_path: Path, budget: dict[str
     folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a")], samples=5)
     for path in folder.glob("trials/*/r*/samples.npz"):
         path.unlink()
-    text = said(load(folder), budget)
+    text = said(load_run(folder), budget)
     assert "fastest" not in text
     assert "no trial" not in text
 
@@ -170,12 +170,12 @@ def test_what_a_row_says_of_a_precision_is_what_the_sentence_says(tmp_path: Path
         Way("openvino", seconds=0.01),
         Way("tensorrt", seconds=0.01),
     ]
-    run = trial_table.read(load(synthetic.write_run(tmp_path / "run", ways, samples=50)))
+    run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways, samples=50)))
     (row,) = (r for r in run.frame.to_dict("records") if r["precision"] == "int8")
     shown = ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
-    alone = speedup(run.trials[row["trial"]], run.references[row["trial"]], "model")
+    alone = estimate_speedup(run.trials[row["trial"]], run.references[row["trial"]], "model")
     assert ratio(alone.value, alone.low, alone.high) != shown, "by itself the pair has a narrower interval"
-    assert f"than onnxruntime fp32 (batch 1: {shown})" in "\n".join(verdict.sentences(run))
+    assert f"than onnxruntime fp32 (batch 1: {shown})" in "\n".join(verdict.list_sentences(run))
 
 
 def test_each_of_several_networks_is_named_where_a_precision_gains_nothing(tmp_path: Path) -> None:

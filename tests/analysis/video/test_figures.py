@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dyno.analysis.video import streams, words
-from dyno.analysis.video.figures import PROCESSORS, Video, mean_interval
-from dyno.analysis.video.simulation import Server, Simulation
+from dyno.video import streams, words
+from dyno.video.figures import PROCESSORS, Video, mean_interval
+from dyno.video.streams import Server, Simulation
 from dyno.worker.facts.job import VideoFacts
 
 SECONDS = {"decode": 0.002, "preprocess": 0.001, "inference": 0.010, "postprocess": 0.001}
@@ -60,13 +60,13 @@ def test_processors_that_slow_each_other_down_allow_less() -> None:
     assert found.bound.name == PROCESSORS and found.bound.rate.value == pytest.approx(2 / (1.5 * 0.014))
     assert found.crowding(1) == 1 and found.crowding(1.5) == 1.25 and found.crowding(7) == 1.5
     # One processor answers all the time, and is slowed down while the other one works, of which it has four tenths.
-    assert streams.predict(found, 4).rate == pytest.approx(80, rel=0.02)
-    assert "1.50 times the processor time" in " ".join(words.sentences(found))
+    assert streams.predict_streams(found, 4).rate == pytest.approx(80, rel=0.02)
+    assert "1.50 times the processor time" in " ".join(words.list_sentences(found))
     steady = crowded(video(processors=2), 1.5, inference=0.010)  # the engine is no slower in a crowd
     assert steady.crowded == pytest.approx(1.5 * 0.004 + 0.010)
-    assert streams.predict(steady, 4).rate > 1.1 * streams.predict(found, 4).rate
+    assert streams.predict_streams(steady, 4).rate > 1.1 * streams.predict_streams(found, 4).rate
     decoding = crowded(video({"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}, processors=2), 1.5)
-    assert streams.predict(decoding, 4).rate == pytest.approx(2 / (1.5 * 0.0121), rel=0.02)
+    assert streams.predict_streams(decoding, 4).rate == pytest.approx(2 / (1.5 * 0.0121), rel=0.02)
 
 
 def test_where_each_stage_s_time_went() -> None:
@@ -84,7 +84,7 @@ def test_latency_counts_from_the_reading_of_a_frame() -> None:
 
 
 def predicted(seconds: dict[str, float], count: int, processors: int = 64) -> streams.StreamPrediction:
-    return streams.predict(video(seconds, processors=processors), count)
+    return streams.predict_streams(video(seconds, processors=processors), count)
 
 
 def test_streams_share_the_engine_and_the_processors() -> None:
@@ -100,16 +100,16 @@ def test_streams_share_the_engine_and_the_processors() -> None:
     few = predicted(stages, 8, processors=2)
     assert (few.bound, few.rate) == (PROCESSORS, pytest.approx(2 / 0.0121, rel=0.02))
     found = video(stages, processors=64)
-    assert streams.fitting(found, 24.9) == 20 and streams.fitting(found, 101) == 0
+    assert streams.count_fitting(found, 24.9) == 20 and streams.count_fitting(found, 101) == 0
 
 
 def test_handing_on_counts_in_the_prediction_alone() -> None:
     found = video(processors=1, period=0.028)
     handing = replace(found, facts=replace(found.facts, hand_over=0.001))
-    assert streams.predict(handing, 2).rate == pytest.approx(1 / 0.017, rel=0.02)  # to three stages
+    assert streams.predict_streams(handing, 2).rate == pytest.approx(1 / 0.017, rel=0.02)  # to three stages
     assert handing.bound.rate.value == found.bound.rate.value
     assert found.utilization == pytest.approx(0.5)
-    assert "the stages kept 50.0 % of the processors' time busy" in " ".join(words.sentences(found))
+    assert "the stages kept 50.0 % of the processors' time busy" in " ".join(words.list_sentences(found))
 
 
 def test_bounds_of_several_streams_count_their_stages() -> None:
@@ -130,16 +130,16 @@ def test_a_stage_behind_the_slowest_waits_and_one_before_is_held_up() -> None:
 
 
 def test_sentences_say_what_bounds_and_what_would_help() -> None:
-    said = " ".join(words.sentences(video()))
+    said = " ".join(words.list_sentences(video()))
     assert "100 frames/s end to end (4.00 times its own speed)" in said
     assert "Inference bounds the whole. If inference took half the time, 200 frames/s would be possible (2.00x)" in said
     four = replace(video(), facts=replace(video().facts, streams=4))
-    assert "100 frames/s end to end (each at 1.00 times its own speed)" in " ".join(words.sentences(four))
-    faster = " ".join(words.sentences(video(period=0.005)))
+    assert "100 frames/s end to end (each at 1.00 times its own speed)" in " ".join(words.list_sentences(four))
+    faster = " ".join(words.list_sentences(video(period=0.005)))
     assert "More than the bound was reached" in faster
-    slower = " ".join(words.sentences(video(period=0.020)))
+    slower = " ".join(words.list_sentences(video(period=0.020)))
     assert "50.0 % of the bound was reached: the rest is filling" in slower
-    disturbed = " ".join(words.sentences(replace(video(period=0.020), others=1.5)))
+    disturbed = " ".join(words.list_sentences(replace(video(period=0.020), others=1.5)))
     assert "other programs kept 1.50 of 8 processors busy" in disturbed
 
 

@@ -12,7 +12,7 @@ from xml.etree import ElementTree as Xml
 
 import pytest
 
-from dyno.cli.comparison.compare import compare  # noqa: F401  (what the action calls)
+from dyno.regression.commands import compare  # noqa: F401  (what the action calls)
 
 ONLINE = ("Install Dyno",)
 

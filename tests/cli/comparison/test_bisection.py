@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dyno.planning import environments
+from dyno.study import interpreters
 from dyno.worker.spec import UserError
 
 QUICK = ("--seconds", "0.1", "--warmup", "0.1", "--threads", "1", "--rounds", "2")
@@ -63,13 +63,13 @@ def test_uv_makes_an_environment_once(tmp_path: Path, monkeypatch: pytest.Monkey
         wheel.writestr(f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny\nVersion: 1.0\n")
         wheel.writestr(f"{about}/WHEEL", "Wheel-Version: 1.0\nGenerator: a\nRoot-Is-Purelib: true\nTag: py3-none-any\n")
         wheel.writestr(f"{about}/RECORD", "")
-    python = environments.python_with(["tiny==1.0"])
-    assert Path(python).is_file() and environments.python_with(["tiny==1.0"]) == python
+    python = interpreters.python_with(["tiny==1.0"])
+    assert Path(python).is_file() and interpreters.python_with(["tiny==1.0"]) == python
     with pytest.raises(UserError, match=r"tiny==2\.0"):
-        environments.python_with(["tiny==2.0"])
+        interpreters.python_with(["tiny==2.0"])
     with pytest.raises(UserError, match="not a package with a version"):
-        environments.python_with(["--index-url=x"])
-    monkeypatch.setattr(environments.sys, "executable", str(tmp_path / "python"))
+        interpreters.python_with(["--index-url=x"])
+    monkeypatch.setattr(interpreters.sys, "executable", str(tmp_path / "python"))
     monkeypatch.setenv("PATH", "")
     with pytest.raises(UserError, match="uv is not installed"):
-        environments.python_with(["tiny==1.0"])
+        interpreters.python_with(["tiny==1.0"])

@@ -14,7 +14,7 @@ import pytest
 from onnx import TensorProto, helper
 
 import dyno
-from dyno.analysis.inside.cold import COLD, WARM
+from dyno.layers.cold_start import COLD, WARM
 
 Call = Callable[..., Any]
 Refused = Callable[..., str]

@@ -17,11 +17,10 @@ import pytest
 
 import counted_backend
 import ncu_files
-from dyno.analysis.inside.gpu import ncu
-from dyno.api.inside import counters
 from dyno.jobs import launcher
 from dyno.jobs.progress import Progress
-from dyno.planning import checks
+from dyno.layers import counters
+from dyno.study import defaults
 from dyno.worker.record import Record
 from dyno.worker.spec import Trial, UserError
 
@@ -36,7 +35,7 @@ REASONS = {
 ON_A_GPU = """
 import sys
 from counted_backend import COUNTED
-if checks := sys.modules.get("dyno.planning.checks"):
+if checks := sys.modules.get("dyno.study.defaults"):
     checks.missing_gpu = lambda device: False
 """
 PART = 'ncu failed to profile "k" in process 7 (UnknownError); other programs may be using the GPU'
@@ -105,7 +104,7 @@ def test_a_cpu_has_no_counters_and_ncu_has_to_be_there(
     code, out, err = call("profile", "torchvision:resnet18", "--counters")
     assert (code, out) == (2, "") and "add --device cuda:0" in err and len(err.splitlines()) == 1
     monkeypatch.setenv("PATH", str(place))
-    monkeypatch.setattr(checks, "missing_gpu", lambda device: False)
+    monkeypatch.setattr(defaults, "missing_gpu", lambda device: False)
     code, out, err = call("profile", "torchvision:resnet18", "--device", "cuda:0", "--counters")
     assert (code, out) == (2, "") and "there is no ncu on the PATH" in err and len(err.splitlines()) == 1
 
@@ -120,8 +119,8 @@ ENDS = {
 
 @pytest.mark.parametrize(("error", "reason"), ENDS.items())
 def test_only_what_ncu_could_not_count_is_missing(error: str, reason: str) -> None:
-    report = ncu.NcuReport((ncu.Kernel("k"),), (error,))
-    assert counters.outcome(Record("ok"), report, 9.0).cut_short == reason
+    report = counters.NcuReport((counters.Kernel("k"),), (error,))
+    assert counters.counting_outcome(Record("ok"), report, 9.0).cut_short == reason
 
 
 @pytest.mark.parametrize(
@@ -132,12 +131,14 @@ def test_only_what_ncu_could_not_count_is_missing(error: str, reason: str) -> No
 )  # fmt: skip
 def test_without_kernels_the_reason_is_ncu_s_or_the_job_s(status: str, error: str, said: str) -> None:
     with pytest.raises(UserError, match="no hardware counters: ") as raised:
-        counters.outcome(Record(status, reason="killed by SIGKILL"), ncu.NcuReport((), (error,) * bool(error)), 9.0)
+        counters.counting_outcome(
+            Record(status, reason="killed by SIGKILL"), counters.NcuReport((), (error,) * bool(error)), 9.0
+        )
     assert said in str(raised.value)
 
 
-def count(place: Path, trial: Trial) -> ncu.NcuReport:
-    return counters.count(str(place / "bin/ncu"), trial, None, Progress(quiet=True))
+def count(place: Path, trial: Trial) -> counters.NcuReport:
+    return counters.count_kernels(str(place / "bin/ncu"), trial, None, Progress(quiet=True))
 
 
 def test_a_job_that_fails_says_why_itself(place: Path, fake_trial: Callable[..., Trial]) -> None:
@@ -170,7 +171,7 @@ def test_after_the_time_is_over_what_was_counted_is_kept_and_nothing_runs_on(
     monkeypatch.setattr(
         launcher, "time", SimpleNamespace(monotonic=lambda: 7.0 * (progress.at == "counters"), sleep=time.sleep)
     )
-    report = counters.count(str(place / "bin/ncu"), trial, None, progress, timeout_s=6.0)
+    report = counters.count_kernels(str(place / "bin/ncu"), trial, None, progress, timeout_s=6.0)
     assert report.cut_short == "ncu wasn't done after 6 s" and len(report.kernels) == 10
     running = [" ".join(process.cmdline()) for process in psutil.Process().children(recursive=True)]
     assert not [words for words in running if "main.py" in words]

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import dyno
-from dyno.api.inside import forms
-from dyno.engine.device_lock import launch_in_turn
-from dyno.planning import checks
+from dyno.layers import forms
+from dyno.run.device_lock import launch_in_turn
+from dyno.study import defaults
 from dyno.worker.spec import Job
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
@@ -187,7 +187,7 @@ def test_what_has_no_times_is_one_line(refused: Refused, net: str, monkeypatch: 
     assert refused("profile", net, "onnx") == f"an ONNX graph doesn't run by itself; {able}"
     assert refused("profile", net, "tensorrt") == f"tensorrt has no times of layers on cpu; {able}"
     with monkeypatch.context() as patched:
-        patched.setattr(checks, "missing_gpu", lambda device: False)
+        patched.setattr(defaults, "missing_gpu", lambda device: False)
         said = refused("profile", net, "onnxruntime", "--device", "cuda:0", "--size", "32")
     assert said == f"onnxruntime has no times of layers on cuda; {able}"
     assert refused("profile", net, "opnvino") == "unknown form 'opnvino'; did you mean 'openvino'?"
@@ -208,7 +208,7 @@ def test_without_a_gpu_one_line_says_so(
     asked = (command, net, *form, "--device", "cuda:0", "--size", "32")
     assert refused(*asked).startswith("there is no cuda:0 here")
     assert call("inspect", net, "onnx", "--size", "32")[0] == 0  # its export has a line of its own
-    monkeypatch.setattr(checks, "missing_gpu", lambda device: False)  # as where it goes away meanwhile
+    monkeypatch.setattr(defaults, "missing_gpu", lambda device: False)  # as where it goes away meanwhile
     code, _, said = call(*asked)
     assert code == (2 if command == "profile" else 3) and "net" in said.splitlines()[-1]
     assert "no CUDA device" in said or "no NVIDIA driver" in said, said

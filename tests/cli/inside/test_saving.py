@@ -14,7 +14,7 @@ import pytest
 import torch
 
 import dyno
-from dyno.api.inside.profiling import ProfileResult
+from dyno.layers.profiling import ProfileResult
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 

@@ -16,17 +16,16 @@ import psutil
 import pytest
 from PIL import Image
 
-from dyno import datasets
-from dyno.datasets import decode
-from dyno.datasets.decode import Transform
-from dyno.datasets.decoding import processes
-from dyno.datasets.rows import DecodedRow
+from dyno import data
+from dyno.data import decode
+from dyno.data.decode import Transform
+from dyno.data.rows import DecodedRow
 from dyno.worker.spec import Preprocess
 
 COUNT = 100
 SLOW = f"""
 import os, sys, time; from pathlib import Path
-from dyno import datasets; from dyno.datasets import decode; from dyno.worker.spec import Preprocess
+from dyno import datasets; from dyno.data import decode; from dyno.worker.spec import Preprocess
 decode.FEW_CORES, decode.WORTH_S = 0, 0.0
 os.sched_getaffinity = lambda _: {{0, 1}}
 cache = Path(sys.argv[2])
@@ -83,7 +82,7 @@ def test_rows_are_the_same_whatever_decodes_them(photos: list[Path]) -> None:
         expected = plain(decode._by_threads(photos, transform, 5))
         assert len(expected) == COUNT - 5 and sum(isinstance(row, str) for row, _ in expected) == 2
         for count, slots in ((1, 2), (3, 7)):
-            found = plain(processes.rows(photos, transform.made_of, transform.shape, 5, count, slots))
+            found = plain(decode.decode_rows(photos, transform.made_of, transform.shape, 5, count, slots))
             assert found == expected
 
 
@@ -97,7 +96,7 @@ def test_what_processes_leave_is_decoded_by_threads(photos: list[Path], monkeypa
     for row in decode.decoded(photos, transform):
         found += plain([row])
         if len(found) == 30:
-            (server,) = [p for p in psutil.Process().children() if processes.MODULE in p.cmdline()]
+            (server,) = [p for p in psutil.Process().children() if decode.MODULE in p.cmdline()]
             killed = server.children()
             killed[0].kill()
     assert killed and found == expected
@@ -120,7 +119,7 @@ def test_a_killed_run_takes_its_processes_along_and_goes_on(photos: list[Path], 
     assert not psutil.wait_procs(children, timeout=120)[1]
     seen: list[int] = []
     resumed, whole = (
-        datasets.load(
+        data.load(
             folder, where, (48, 48), Preprocess(), on_unreadable="skip", progress=lambda done, _: seen.append(done)
         )
         for where in (cache, tmp_path / "other")
@@ -140,6 +139,6 @@ def test_threads_alone_decode_where_processes_would_not_pay(
 ) -> None:
     monkeypatch.setattr(decode, "WORTH_S", worth_s)
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: set(range(cores)))
-    monkeypatch.setattr(processes, "rows", lambda *_: pytest.fail("processes were started"))
+    monkeypatch.setattr(decode, "decode_rows", lambda *_: pytest.fail("processes were started"))
     transform = Transform((48, 40), Preprocess(), 3)
     assert len(plain(decode.decoded(photos, transform))) == COUNT

@@ -11,11 +11,11 @@ from typing import Any
 import pytest
 
 from dyno import Study, UserError
-from dyno.analysis.records import results
-from dyno.analysis.tables import trial_table
-from dyno.analysis.verdict import verdict
-from dyno.engine.search import precisions
-from dyno.planning.plan import expand
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results import trial_result
+from dyno.run import search
+from dyno.study.plan import expand
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -31,17 +31,19 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
              "fp32,int8", "--batch", "1,4", "--budget", "top1=2", "--out", tmp_path / "run", *QUICK]  # fmt: skip
     done = dyno(*words)
     assert done.returncode == 0, done.stderr
-    frame = trial_table.read(results.load(tmp_path / "run")).frame.set_index(["precision", "options", "batch"])
+    frame = trial_table.read_trials(trial_result.load_run(tmp_path / "run")).frame.set_index(
+        ["precision", "options", "batch"]
+    )
     assert frame.loc[("int8", "", 1), "budget"] == "over"
     assert frame.loc[("int8", "keep=1", 1), "budget"] == "within"
     assert ("int8", "keep=1", 4) in frame.index, "what holds is measured at every batch"
-    made_by = next(t for t in results.load(tmp_path / "run") if t.options).made_by
+    made_by = next(t for t in trial_result.load_run(tmp_path / "run") if t.options).made_by
     assert made_by.kept[0].op == "Conv" and made_by.kept[0].sqnr_db < 10
     assert made_by.ranked == 4
     assert [step.maker for step in made_by.steps][-2:] == ["onnx_sensitivity", "onnx_precision"]
     monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # whatever else runs here
-    loaded = results.load(tmp_path / "run")
-    said = "\n".join(verdict.sentences(trial_table.read(loaded)))
+    loaded = trial_result.load_run(tmp_path / "run")
+    said = "\n".join(verdict.list_sentences(trial_table.read_trials(loaded)))
     assert f"with 1 of 4 layers in a higher precision ({made_by.kept[0].node}) it is within" in said
     assert "chosen on the test images themselves" in said
     before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/trials/*/*/record.json")}
@@ -51,15 +53,15 @@ def test_the_command_line_finds_the_layer_that_must_stay_higher(
 
 def steps_of(needed: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int | None, list[int]]:
     """What a search tries and finds where so many layers are needed."""
-    found = precisions._PrecisionSearch(Study(models=("fake:x",)), Path(), None, [], [], lambda *_: None)  # type: ignore[arg-type]
+    found = search._PrecisionSearch(Study(models=("fake:x",)), Path(), None, [], [], lambda *_: None)  # type: ignore[arg-type]
     found.tried = {}
 
     def holds(self: Any, count: int) -> bool:
         self.tried[count] = count >= needed
         return count >= needed
 
-    monkeypatch.setattr(precisions._PrecisionSearch, "_is_within_budget", holds)
-    monkeypatch.setattr(precisions._PrecisionSearch, "_count_layers", lambda self: layers)
+    monkeypatch.setattr(search._PrecisionSearch, "_is_within_budget", holds)
+    monkeypatch.setattr(search._PrecisionSearch, "_count_layers", lambda self: layers)
     return found._find_fewest(), list(found.tried)
 
 
@@ -81,14 +83,14 @@ def test_the_fewest_layers_are_found_by_doubling_and_halving(
     needed: int, layers: int, fewest: int | None, tried: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, seen = steps_of(needed, layers, monkeypatch)
-    assert seen == tried[: precisions.MOST]
+    assert seen == tried[: search.MOST]
     assert found == (fewest if needed < 300 else 350), "at the limit the last one that holds counts"
 
 
 def test_only_what_has_layers_to_keep_is_tried(hostile: Path) -> None:
     study = Study(models=(str(hostile),), channels=1, data="digits", precisions=("fp16", "int8"),
                   backends=("onnxruntime", "openvino"))  # fmt: skip
-    can = {(p.trial.backend, p.trial.precision): precisions.with_kept_layers(study, p.trial, 2) for p in expand(study)}
+    can = {(p.trial.backend, p.trial.precision): search.with_kept_layers(study, p.trial, 2) for p in expand(study)}
     assert can[("openvino", "fp16")] is None, "it lowers types itself, whatever the file says"
     made = can[("openvino", "int8")]
     assert made is not None and made.options == {"keep": 2} and made.recipe is not None

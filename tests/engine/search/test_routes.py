@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from dyno.analysis.records import results
-from dyno.analysis.records.notes.routes_tried import FAILED, KEPT, Attempt, attempts
-from dyno.engine.search import routes
+from dyno.results import trial_result
+from dyno.results.notes import FAILED, KEPT, Attempt, attempts
+from dyno.run import search
 from dyno.worker.spec import Dims, ModelSpec, Trial
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
@@ -61,7 +61,7 @@ def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, d
     assert done.returncode == 0, done.stderr
     one = tried(tmp_path)
     assert one.kept is not None and one.kept.route == "torchscript" and one.kept.ratio > 1.5, one
-    rows = {(t.variant, t.batch) for t in results.load(tmp_path) if t.good}
+    rows = {(t.variant, t.batch) for t in trial_result.load_run(tmp_path) if t.good}
     usual = {("onnxruntime", 1), ("onnxruntime", 2)}
     assert rows == usual | {("onnxruntime@exporter=torchscript", 1), ("onnxruntime@exporter=torchscript", 2)}
     assert "by the route torchscript ran" in done.stdout
@@ -78,7 +78,7 @@ def test_a_route_with_other_outputs_is_never_kept(nets: Path, dyno: Command, tmp
     one = tried(tmp_path)
     assert one.kept is None
     assert {route.route: route.outcome for route in one.routes}["torchscript"] == FAILED
-    assert [t.variant for t in results.load(tmp_path)] == ["onnxruntime"]
+    assert [t.variant for t in trial_result.load_run(tmp_path)] == ["onnxruntime"]
     assert not any(route.outcome == KEPT for route in one.routes)
 
 
@@ -89,7 +89,7 @@ def test_nothing_is_tried_without_need(nets: Path, dyno: Command, tmp_path: Path
     done = dyno("run", f"{nets}:{name}", *options, "--backends", "onnxruntime", "--out", tmp_path, *QUICK)
     assert done.returncode == 0, done.stderr
     assert not (tmp_path / "routes.json").exists() and not (tmp_path / "routes").exists()
-    assert [t.variant for t in results.load(tmp_path)] == ["onnxruntime"]
+    assert [t.variant for t in trial_result.load_run(tmp_path)] == ["onnxruntime"]
 
 
 @pytest.mark.parametrize(
@@ -106,7 +106,7 @@ def test_the_type_that_decides_a_trial_s_route(precision: str, beside: tuple[str
     model, dims = ModelSpec("net", "net.py:net"), Dims(1, 8, 8)
     own, *others = (Trial(model, "tensorrt", one, dims) for one in (precision, *beside))
     elsewhere = Trial(model, "onnxruntime", "bf16", dims)
-    assert routes._choose_float(own, [own, *others, elsewhere]) == decides
+    assert search._choose_float(own, [own, *others, elsewhere]) == decides
 
 
 def test_a_damaged_note_is_no_note(tmp_path: Path) -> None:

@@ -12,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from dyno.placement.clusters import node as nodes
-from dyno.placement.clusters.node import FolderUpdate, Node, mirror, unpack, whole
+from dyno.devices.clusters import node as nodes
+from dyno.devices.clusters.node import FolderUpdate, Node, mirror, unpack, whole
 from dyno.worker.spec import UserError
 
 HOLDER = """

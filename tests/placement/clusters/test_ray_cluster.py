@@ -14,12 +14,12 @@ import psutil
 import pytest
 
 from dyno import Study, UserError
-from dyno.analysis.records import remarks
-from dyno.analysis.records.results import load
-from dyno.engine.execute import execute
+from dyno.devices import one_host, spread
+from dyno.devices.clusters import ray_cluster
 from dyno.jobs.progress import Progress
-from dyno.placement import devices, spread
-from dyno.placement.clusters import ray_cluster
+from dyno.results import remarks
+from dyno.results.trial_result import load_run
+from dyno.run.execute import execute
 from dyno.worker import system
 from spreading import Log, kill_a_driver, records
 
@@ -50,7 +50,7 @@ def cluster() -> Iterator[Any]:
 @pytest.fixture
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody measures whether the nodes disturb each other."""
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2]))
+    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
 
 
 @pytest.mark.usefixtures("undisturbed")
@@ -63,7 +63,7 @@ def test_a_study_on_two_nodes_is_that_of_one_host_but_for_its_places(
     spread.run(study, tmp_path / "two", log)
     execute(fake_study(**fields), tmp_path / "one", Progress(quiet=True))
     assert records(tmp_path / "two").keys() == records(tmp_path / "one").keys(), log.said
-    results = load(tmp_path / "two")
+    results = load_run(tmp_path / "two")
     assert {t.status for t in results} == {"ok"}
     own = {p.place: {cpu for t in results if t.placement == p for r in t.rounds for cpu in r.facts.affinity}
            for p in {t.placement for t in results} if p is not None}  # fmt: skip
@@ -98,7 +98,7 @@ def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(
         patch.setattr(ray_cluster, "_choose_processors", _anywhere)
         spread.run(fake_study(on=f"ray={cluster.address}", **fields), tmp_path, log)
     assert gone, log.said
-    results = load(tmp_path)
+    results = load_run(tmp_path)
     assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 5 for t in results)
     (moved,) = [t for t in results if t.placement and t.placement.lost]
     assert moved.placement is not None and not moved.placement.place.endswith("#3")
@@ -121,7 +121,7 @@ def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
 def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2]))
+    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
     study = fake_study(on=f"ray={cluster.address}", batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
     before = kill_a_driver(study, folder)
@@ -145,7 +145,7 @@ def test_a_terminated_command_says_so_in_one_line(fake_study: Studies, tmp_path:
     assert command.returncode == 130
     assert said.splitlines()[-1].startswith("dyno: stopped; what was measured is stored")
     assert "SIGTERM" not in said and "Traceback" not in said
-    assert load(tmp_path / "run").trials, "what was measured can be read before its block is at its end"
+    assert load_run(tmp_path / "run").trials, "what was measured can be read before its block is at its end"
 
 
 def test_a_command_that_is_terminated_while_ray_starts_says_so_in_one_line(fake_study: Studies, tmp_path: Path) -> None:

@@ -19,15 +19,15 @@ import pytest
 
 import spreading
 from dyno import Study, UserError
-from dyno.analysis.records import remarks
-from dyno.analysis.records.results import load
-from dyno.engine.execute import execute
+from dyno.devices import blocks, one_host, spread
+from dyno.devices.clusters import slurm_cluster
+from dyno.devices.clusters.slurm_cluster import parse
+from dyno.devices.clusters.slurm_job import DRIVER, NODE, Mail, Pilot, write
+from dyno.devices.places import RunningBlock
 from dyno.jobs.progress import Progress
-from dyno.placement import devices, process, spread
-from dyno.placement.clusters import slurm_cluster, slurm_queue
-from dyno.placement.clusters.slurm_job import DRIVER, NODE, Mail, Pilot, write
-from dyno.placement.clusters.slurm_options import parse
-from dyno.placement.places import RunningBlock
+from dyno.results import remarks
+from dyno.results.trial_result import load_run
+from dyno.run.execute import execute
 from dyno.worker import system
 from dyno.worker.spec import Unfinished
 from spreading import Log, environments, kill_a_driver, records
@@ -60,7 +60,7 @@ echo "$*" >> "$FAKE_SLURM/cancelled"
 @pytest.fixture
 def undisturbed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody measures whether the jobs disturb each other."""
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2]))
+    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
 
 
 @pytest.mark.slow
@@ -78,7 +78,7 @@ def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
         spread.run(study, tmp_path / "two", log)
     execute(fake_study(**fields), tmp_path / "one", Progress(quiet=True))
     assert records(tmp_path / "two").keys() == records(tmp_path / "one").keys(), log.said
-    results = load(tmp_path / "two")
+    results = load_run(tmp_path / "two")
     assert {t.status for t in results} == {"ok"}
     own = {p.place: {cpu for t in results if t.placement == p for r in t.rounds for cpu in r.facts.affinity}
            for p in {t.placement for t in results} if p is not None}  # fmt: skip
@@ -100,7 +100,7 @@ def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
 def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    started, gone, start = list[RunningBlock](), list[str](), process.start
+    started, gone, start = list[RunningBlock](), list[str](), blocks.start_process
 
     def noted(*arguments: Any, **named: Any) -> RunningBlock:
         started.append(start(*arguments, **named))
@@ -112,11 +112,11 @@ def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
             host: Any = next(one for one in started if one.place.name == place).place.host
             spreading.kill(psutil.Process(int(host.id)))
 
-    monkeypatch.setattr(process, "start", noted)
+    monkeypatch.setattr(blocks, "start_process", noted)
     log = Log(kill)
     spread.run(fake_study(on=LOCAL, batches=(1, 2, 3), rounds=4, seconds=0.2), tmp_path, log)
     assert gone, log.said
-    results = load(tmp_path)
+    results = load_run(tmp_path)
     assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 4 for t in results)
     (moved,) = [t for t in results if t.placement and t.placement.lost]
     assert moved.placement is not None and not moved.placement.place.endswith("#2")
@@ -148,7 +148,7 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
 def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(devices, "measure", lambda *asked: devices.StudyPlaces(asked[2]))
+    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
     study = fake_study(on=LOCAL, batches=(1, 2), rounds=4, seconds=0.2)
     folder = tmp_path / "run"
     measured = kill_a_driver(study, folder)
@@ -190,7 +190,10 @@ def test_a_job_that_writes_while_its_folder_is_removed_does_not_stop_the_next_co
 
     monkeypatch.setattr(shutil, "rmtree", removed)
     monkeypatch.setattr(slurm_cluster, "_submit_job", _refuse)
-    with pytest.raises(UserError, match="handed in"), slurm_cluster.places("1,cluster=local", "cpu", tmp_path, Log()):
+    with (
+        pytest.raises(UserError, match="handed in"),
+        slurm_cluster.slurm_places("1,cluster=local", "cpu", tmp_path, Log()),
+    ):
         pass
     assert len([*(tmp_path / "slurm").glob("jobs-*")]) == 2
 
@@ -216,7 +219,7 @@ def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
         (fake / name).chmod(0o755)
     monkeypatch.setenv("PATH", f"{fake}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setenv("FAKE_SLURM", str(fake))
-    monkeypatch.setattr(slurm_queue, "QUEUE_S", 0.2)
+    monkeypatch.setattr(slurm_cluster, "QUEUE_S", 0.2)
     log = Log()
     study = fake_study(on="slurm=2,partition=fast,time=30,reservation=mine", rounds=2)
     spread.run(study, tmp_path / "run", log)

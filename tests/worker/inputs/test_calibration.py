@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import dyno
-from dyno.analysis.records import remarks
+from dyno.results import remarks
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import CalibrationInputs
 from dyno.worker.makers.precision import OnnxPrecision, converted

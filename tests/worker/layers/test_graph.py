@@ -10,7 +10,7 @@ import onnx
 import pytest
 from onnx import TensorProto, helper, numpy_helper
 
-from dyno.analysis.inside import totals
+from dyno.layers import tables
 from dyno.worker.layers import graph
 from dyno.worker.spec import UserError
 
@@ -120,4 +120,4 @@ def test_weights_in_branches_count_and_their_operations_are_unknown(tmp_path: Pa
     found = graph.read_graph(stored(tmp_path / "m.onnx", nodes, weights, (1, 8)), {})
     assert [(layer.parameters, layer.flops) for layer in found.layers] == [(64, 128), (128, None)]
     assert found.parameters == 128 and any("1 of 2 nodes are not counted" in note for note in found.notes)
-    assert "at least 128 FLOPs" in totals.summary(found)
+    assert "at least 128 FLOPs" in tables.summarise_layers(found)

@@ -10,8 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dyno.analysis.inside.gpu.counters import owners_of
-from dyno.analysis.inside.gpu.ncu import Kernel
+from dyno.layers.counters import Kernel, owners_of
 from dyno.worker.layers import module
 
 Notes = list[tuple[str, str]]

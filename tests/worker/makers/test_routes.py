@@ -11,10 +11,10 @@ import onnx
 import onnxruntime
 import pytest
 
-from dyno.engine.execute import Files
 from dyno.jobs.progress import Progress
-from dyno.planning.routes import options_of, others, routed
-from dyno.study import Choice
+from dyno.run.execute import Files
+from dyno.study.plan import options_of, others, routed
+from dyno.study.study import Choice
 from dyno.worker import registry
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.makers.precision import OnnxStatic, static_of

@@ -15,7 +15,7 @@ import torch
 pytest.importorskip("ultralytics", reason="ultralytics is not installed (pip install 'inference-dyno[ultralytics]')")
 
 from dyno import Study
-from dyno.planning.model_info import model_spec
+from dyno.study.model_info import model_spec
 from dyno.worker.jobs.inspect_model import inspect_model
 from dyno.worker.nets import models, ultralytics_models
 from dyno.worker.spec import Dims, ModelSpec, Trial, UserError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 
-from dyno.api.serve.session import _count_inputs
+from dyno.serving.session import _count_inputs
 from dyno.worker.backend import Arrays, Session
 from dyno.worker.jobs.serve import _list_powers
 from dyno.worker.serve.batching import BatchFormingSession, Rung

@@ -82,7 +82,7 @@ def test_boxes_are_those_of_the_original_images(data: DataSpec, boxes, batch: in
 
 
 def test_they_are_worth_what_they_overlap(data: DataSpec, boxes) -> None:
-    from dyno.analysis.metrics import detection
+    from dyno.results.metrics import mean_ap
 
     truth = {
         "images": [{"id": i, "height": h, "width": w} for i, (h, w) in enumerate(SIZES)],
@@ -93,9 +93,11 @@ def test_they_are_worth_what_they_overlap(data: DataSpec, boxes) -> None:
     truth = json.loads(json.dumps(truth))
     right = evaluate(Knowing(2, boxes), trial(data, 2), timed=False).arrays
     shifted = evaluate(Knowing(2, boxes, shift=0.25), trial(data, 2), timed=False).arrays
-    assert detection.scores(right, truth, "bbox").map50[0] == pytest.approx(1)
-    assert detection.scores(right, truth, "bbox").map50_95[0] > 0.9
-    assert 0.1 <= detection.scores(shifted, truth, "bbox").map50_95[0] <= 0.5, "a quarter aside shares 0.75 / 1.25"
+    assert mean_ap.score_detections(right, truth, "bbox").map50[0] == pytest.approx(1)
+    assert mean_ap.score_detections(right, truth, "bbox").map50_95[0] > 0.9
+    assert 0.1 <= mean_ap.score_detections(shifted, truth, "bbox").map50_95[0] <= 0.5, (
+        "a quarter aside shares 0.75 / 1.25"
+    )
 
 
 def test_nothing_found_is_no_error(data: DataSpec) -> None:

@@ -50,7 +50,7 @@ def picture():
 
 @pytest.fixture(scope="module")
 def digits(tmp_path_factory: pytest.TempPathFactory) -> DataSpec:
-    """128 of scikit-learn's digits to train on and 64 to test on, as `dyno.datasets` stores them."""
+    """128 of scikit-learn's digits to train on and 64 to test on, as `dyno.data` stores them."""
     from sklearn.datasets import load_digits
 
     grey, labels = load_digits(return_X_y=True)

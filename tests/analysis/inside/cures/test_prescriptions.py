@@ -4,12 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from dyno.analysis.inside import causes
-from dyno.analysis.inside.cures import tried
-from dyno.analysis.inside.cures.prescriptions import PRESCRIPTIONS, IndicatedPrescription, Prescription
-from dyno.analysis.inside.cures.tried import Outcome
-from dyno.analysis.presentation.export import export
-from dyno.analysis.stats import FASTER, UNDECIDED, Speedup
+from dyno.layers import causes, cures
+from dyno.layers.cures import PRESCRIPTIONS, IndicatedPrescription, Outcome, Prescription
+from dyno.report.export import export
+from dyno.results.stats import FASTER, UNDECIDED, Speedup
 from dyno.worker import registry
 
 
@@ -83,11 +81,11 @@ def test_what_is_proven_and_right_is_kept() -> None:
         failed,
     )
     assert [one.kept for one in outcomes] == [True, True, False, False, False]
-    assert tried.sentences(outcomes, "x") == [
+    assert cures.describe_tried(outcomes, "x") == [
         "2 of 5 prescriptions helped.",
         f"The best is {outcomes[1].called.prescription.text}: 1.50x [1.40, 1.60] as fast, by --backends x@n=1.5.",
     ]
-    assert tried.sentences(outcomes[2:], "x") == ["None of 3 prescriptions helped."]
-    assert tried.sentences((), "x") == ["Nothing of what costs x time calls for a prescription."]
-    text = export([tried.table(outcomes, "x")], "markdown")
+    assert cures.describe_tried(outcomes[2:], "x") == ["None of 3 prescriptions helped."]
+    assert cures.describe_tried((), "x") == ["Nothing of what costs x time calls for a prescription."]
+    text = export([cures.make_tried_table(outcomes, "x")], "markdown")
     assert "1.20x [1.10, 1.30]" in text and "failed: no opset 20" in text and "a separate layer in B" in text

@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 
 import ncu_files
-from dyno.analysis.inside.gpu import counters, ncu
-from dyno.analysis.inside.gpu.ncu import Kernel, NcuReport
+from dyno.layers import counters
+from dyno.layers.counters import Kernel, NcuReport
 from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph
 
-PYTORCH, TENSORRT = (ncu.read(ncu_files.text(name)) for name in (ncu_files.PYTORCH, ncu_files.TENSORRT))
+PYTORCH, TENSORRT = (counters.read_ncu(ncu_files.text(name)) for name in (ncu_files.PYTORCH, ncu_files.TENSORRT))
 PARTS = ("conv1", "bn1", "relu", "maxpool", *(f"layer1.{k}.{part}" for k in (0, 1) for part in
          ("conv1", "bn1", "relu", "conv2", "bn2", "relu")), "layer1.0", "avgpool", "fc")  # fmt: skip
 MODULE = LayerGraph(form=MODULES, library="PyTorch", layers=tuple(Layer(name=name) for name in PARTS))
@@ -47,7 +47,7 @@ def test_the_calls_of_a_module_that_runs_twice_are_told_apart() -> None:
 
 def test_the_table_of_two_forms() -> None:
     forms, reports = (MODULE, ENGINE), {0: PYTORCH, 1: TENSORRT}
-    table = counters.table(forms, {}, {}, reports, "time", 5)
+    table = counters.make_counters_table(forms, {}, {}, reports, "time", 5)
     for k, report in reports.items():
         rows = [row for row in table.rows if row["form"] == forms[k].library]
         times = [row["time_us"] for row in rows[:-1]]
@@ -59,22 +59,22 @@ def test_the_table_of_two_forms() -> None:
     first = table.rows[0]
     assert (first["modules"], first["finding"]) == ("maxpool", "compute-bound: SMs at 82 % of their peak")
     assert next(table.parts()).rows[0] == first
-    in_order = counters.table(forms[:1], {}, {}, {0: PYTORCH}, "graph", 0).rows
+    in_order = counters.make_counters_table(forms[:1], {}, {}, {0: PYTORCH}, "graph", 0).rows
     assert [row["kernel"] for row in in_order] == [kernel.name for kernel in PYTORCH.kernels]
     last = in_order[-1]
     assert last["modules"] == "fc" and last["finding"] == "too small a grid: 64 blocks for 132 SMs"
 
 
 def test_sentences_on_all_kernels_of_a_form() -> None:
-    notes = counters.table((MODULE, ENGINE), {}, {}, {0: PYTORCH, 1: TENSORRT}, "time", 5).notes
+    notes = counters.make_counters_table((MODULE, ENGINE), {}, {}, {0: PYTORCH, 1: TENSORRT}, "time", 5).notes
     assert "TensorRT: the tensor cores are idle (up to 2 %) in all 24 kernels." in notes
     (tensor,) = (note for note in notes if note.startswith("PyTorch: the tensor cores"))
     assert tensor.endswith("and are idle (up to 2 %) in the 2 longest kernels.")
     (bounds,) = (note for note in notes if note.startswith("TensorRT: the time of its 24 kernels is"))
     assert bounds.split(" is ")[1].split(" % ")[1].startswith("compute-bound")
-    cut = counters.sentences(replace(PYTORCH, cut_short="ncu wasn't done after 900 s"), [0] * 45)
+    cut = counters.describe_counters(replace(PYTORCH, cut_short="ncu wasn't done after 900 s"), [0] * 45)
     assert cut[0] == "only the first 45 of its kernels were counted: ncu wasn't done after 900 s"
-    lost = counters.sentences(NcuReport((Kernel("a", seconds=3.0), Kernel("b", seconds=1.0))), [0, None])
+    lost = counters.describe_counters(NcuReport((Kernel("a", seconds=3.0), Kernel("b", seconds=1.0))), [0, None])
     assert lost == ["of no layer: 1 kernel, 25 % of the time"]
 
 
@@ -94,14 +94,19 @@ FINDINGS = {
 
 @pytest.mark.parametrize(("said", "figures"), FINDINGS.items())
 def test_a_sentence_for_each_kernel(said: str, figures: dict[str, float]) -> None:
-    assert counters.finding(replace(FULL, **figures)) == said  # type: ignore[arg-type]
+    assert counters.describe_bound(replace(FULL, **figures)) == said  # type: ignore[arg-type]
 
 
 def test_tensor_cores_at_work_and_unknown() -> None:
     busy, idle = replace(FULL, tensor=50.0, seconds=3.0), replace(FULL, tensor=2.0, seconds=1.0)
-    said = [counters.sentences(NcuReport(kernels), [0] * len(kernels))[-1] for kernels in ((busy, idle), (idle, busy))]
+    said = [
+        counters.describe_counters(NcuReport(kernels), [0] * len(kernels))[-1]
+        for kernels in ((busy, idle), (idle, busy))
+    ]
     assert said == ["the tensor cores work 38 % of the kernels' time"] * 2
     longest = (replace(idle, seconds=9.0), busy)
-    assert counters.sentences(NcuReport(longest), [0, 0])[-1].endswith("and are idle (up to 2 %) in the longest kernel")
+    assert counters.describe_counters(NcuReport(longest), [0, 0])[-1].endswith(
+        "and are idle (up to 2 %) in the longest kernel"
+    )
     unknown = replace(FULL, tensor=float("nan"))
-    assert not any("tensor" in one for one in counters.sentences(NcuReport((unknown,)), [0]))
+    assert not any("tensor" in one for one in counters.describe_counters(NcuReport((unknown,)), [0]))

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from dyno.analysis.inside.gpu import critical_path
-from dyno.analysis.inside.gpu.critical_path import Path
-from dyno.analysis.presentation.export import export
+from dyno.layers import launching
+from dyno.layers.launching import Path
+from dyno.report.export import export
 from dyno.worker.facts.job import Function
 
 FUNCTIONS = (
@@ -18,16 +18,16 @@ FUNCTIONS = (
 
 
 def test_shares_add_up_and_the_rest_is_one_row() -> None:
-    found = critical_path.table({"PyTorch": Path(FUNCTIONS)}, 2)
+    found = launching.make_path_table({"PyTorch": Path(FUNCTIONS)}, 2)
     assert [row["function"] for row in found.rows] == ["outside of CUDA", "cudaLaunchKernel", "2 more functions"]
     assert sum(row["share"] for row in found.rows) == pytest.approx(100)
     assert found.rows[2]["time_us"] == pytest.approx(44)
-    assert len(critical_path.table({"PyTorch": Path(FUNCTIONS)}, 0).rows) == 4
-    assert len(critical_path.table({"PyTorch": Path(FUNCTIONS)}, 3).rows) == 4, "a row for one isn't worth it"
+    assert len(launching.make_path_table({"PyTorch": Path(FUNCTIONS)}, 0).rows) == 4
+    assert len(launching.make_path_table({"PyTorch": Path(FUNCTIONS)}, 3).rows) == 4, "a row for one isn't worth it"
 
 
 def test_words_and_cells() -> None:
-    text = export([critical_path.table({"PyTorch": Path(FUNCTIONS), "other": Path(FUNCTIONS[:1])}, 0)])
+    text = export([launching.make_path_table({"PyTorch": Path(FUNCTIONS), "other": Path(FUNCTIONS[:1])}, 0)])
     assert "PyTorch: the critical path is 60 % the host outside of CUDA, 28 % calls of CUDA, 12 % the GPU." in text
     assert "conv" in text and "\nother\n" in text
 

@@ -5,10 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyno.analysis.inside import times
-from dyno.analysis.inside.gpu import launching
-from dyno.analysis.inside.gpu.launching import LaunchTimes
-from dyno.analysis.inside.times import Times
+from dyno.layers import launching, times
+from dyno.layers.launching import LaunchTimes
+from dyno.layers.times import Times
 from dyno.worker.facts.job import LAYERS, Layer, LayerGraph
 
 NONE = np.empty(0)
@@ -52,7 +51,7 @@ def test_the_arrays_of_a_job() -> None:
 def test_figures_and_words_stand_beside_the_latency() -> None:
     form = LayerGraph(form=LAYERS, library="E", layers=(Layer(name="a"),))
     each = Times(np.full(5, 1e-3), np.full(5, 2e-3), np.full((5, 1), 0.4e-3), gpu=seen(0.4e-3))
-    table = times.reconciliation([form, form], {0: each, 1: Times(*(np.full(5, 1e-3),) * 2, np.full((5, 1), 1e-3))})
+    table = times.reconcile([form, form], {0: each, 1: Times(*(np.full(5, 1e-3),) * 2, np.full((5, 1), 1e-3))})
     on_gpu, on_cpu = table.rows
     assert (on_gpu["idle"], on_gpu["kernels"]) == (pytest.approx(60), 61)
     assert [on_gpu[name] for name in ("queueing_ms", "busy_ms", "calls_ms")] == pytest.approx([0.8, 0.4, 0.3])

@@ -1,1 +1,0 @@
-"""Pure functions of stored records: statistics, comparison, tables, charts, the report."""

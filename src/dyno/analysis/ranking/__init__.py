@@ -1,1 +1,0 @@
-"""Which trials may be compared, whose outputs are correct, and which are best."""

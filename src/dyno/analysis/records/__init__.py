@@ -1,1 +1,0 @@
-"""Stored records, read back: trials, rounds, arrays, and what the GPU did."""

@@ -1,1 +1,0 @@
-"""Notes that a study keeps beside its records: where blocks were measured, and which routes were tried."""

@@ -1,1 +1,0 @@
-"""trtexec's numbers and Dyno's, in each other's terms."""

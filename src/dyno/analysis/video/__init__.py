@@ -1,1 +1,0 @@
-"""Video through a network: each stage alone and in the pipeline, what bounds the whole, and how many streams fit."""

@@ -1,0 +1,153 @@
+"""Studies and results as Python objects."""
+
+from __future__ import annotations
+
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dyno.devices import spread
+from dyno.jobs.progress import Progress
+from dyno.run.run_names import choose_folder
+from dyno.study.study import Study as StudyData
+from dyno.worker.option_values import check_types
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dyno.results.metrics.confusion import Confusion
+    from dyno.results.run_data import RunData
+    from dyno.results.trial_result import Results
+    from dyno.table import Table
+    from dyno.take import TakeResult
+
+# A study's stored result, as Python users see it.
+
+OUT = str | Path | None  # type of where a result is written
+
+
+class Result:
+    """The content of a run folder, read once, at its first use; nothing is measured."""
+
+    def __init__(self, folder: str | Path) -> None:
+        check_types({"folder": folder}, {"folder": str | Path})
+        self.folder = Path(folder)
+
+    @cached_property
+    def records(self) -> Results:
+        """Trials, rounds, raw samples and outputs."""
+        from dyno.results.trial_result import load_run
+        from dyno.run import self_test
+
+        return self_test.attach(load_run(self.folder))
+
+    @cached_property
+    def data(self) -> RunData:
+        """The records with their table: what tables, verdict, charts and report are made from."""
+        from dyno.report.tables import trial_table
+
+        return trial_table.read_trials(self.records)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per trial, with the columns of `results.csv`."""
+        return self.data.frame.copy()
+
+    def table(self, name: str = "trials") -> Table:
+        """Return the table of this name, as `dyno show --table NAME`: its rows, its notes, and `to_pandas()`."""
+        from dyno.report import tables
+
+        (table,) = tables.named(self.data, name)
+        return table
+
+    def warnings(self, trial: str = "") -> list[str]:
+        """Return the warnings of a trial, by its id (default: of every trial), each once."""
+        check_types({"trial": trial}, {"trial": str})
+        from dyno.results import remarks
+
+        chosen = [self.records.trial(trial)] if trial else self.records.trials
+        return list(dict.fromkeys(warning for t in chosen for warning in remarks.list_warnings(t)))
+
+    def confusion(self, trial: str = "") -> pd.DataFrame:
+        """Return how often images of each label (row) got each class (column).
+
+        `trial` is the id of a trial (default: the first).
+        """
+        return self._find_confusion(trial).to_pandas()
+
+    def per_class(self, trial: str = "") -> pd.DataFrame:
+        """Return the accuracy of each class in a trial, the worst first: `Confusion.per_class`."""
+        return self._find_confusion(trial).per_class()
+
+    def _find_confusion(self, trial: str) -> Confusion:
+        from dyno.results.metrics import confusion
+
+        check_types({"trial": trial}, {"trial": str | None})
+        records = self.records
+        matrices = (confusion.read_confusion(t) for t in ([records.trial(trial)] if trial else records))
+        first = next((matrix for matrix in matrices if matrix), None)
+        if first is None:
+            raise UserError(f"{self.folder} has no classifier's answers to labelled images")
+        return first
+
+    def take(self, trial: str = "", out: str | Path | None = None) -> TakeResult:
+        """Write the winner's file, or that of a trial (its id, or BACKEND/PRECISION), with a script that runs it.
+
+        As `dyno take`: `out` is the file (default: MODEL-BACKEND-PRECISION here); returns the paths of both.
+        """
+        from dyno import take
+
+        check_types({"trial": trial, "out": out}, {"trial": str | None, "out": OUT})
+        return take.take(self.data, trial, Path(out) if out else None)
+
+    def report(self, out: str | Path | None = None) -> Path:
+        """Write report.html, the charts and results.csv into the folder (default: the run's own); returns the page."""
+        from dyno.report.report import write_report
+        from dyno.store import check_own
+
+        check_types({"out": out}, {"out": OUT})
+        folder = Path(out) if out else self.folder
+        if folder.resolve() != self.folder.resolve():
+            check_own(folder)
+        return write_report([self.data], folder)
+
+    def _repr_html_(self) -> str:
+        """Return the HTML for a notebook: the decisions, the trials and one chart."""
+        from dyno.report.notebook import cell
+
+        return cell(self.data)
+
+    def __repr__(self) -> str:
+        return f"Result({str(self.folder)!r})"
+
+
+def load(folder: str | Path) -> Result:
+    """Read the result of an earlier study; raise `UserError` if the folder isn't a run folder."""
+    result = Result(folder)
+    _ = result.records
+    return result
+
+
+# `dyno.Study`, which has a method `run`, and `dyno.run`.
+
+
+def run(study: StudyData, out: str | Path | None = None, *, quiet: bool = False, retry_failed: bool = False) -> Result:
+    """Measure every trial that the folder `out` (default `runs/NAME`) lacks, and return the result.
+
+    `retry_failed` measures all failed trials again; without it, only those whose failure may be temporary.
+    """
+    check_types({"study": study, "out": out}, {"study": StudyData, "out": str | Path | None})
+    progress = Progress(quiet=quiet)
+    folder, note = (Path(out), "") if out else choose_folder(study)
+    if note:
+        progress.note(note)
+    spread.run(study, folder, progress, retry_failed=retry_failed)
+    return Result(folder)
+
+
+class Study(StudyData):
+    __doc__ = StudyData.__doc__
+
+    def run(self, out: str | Path | None = None, *, quiet: bool = False, retry_failed: bool = False) -> Result:
+        """Measure every trial that the folder `out` (default `runs/NAME`) lacks, and return the result: `dyno.run`."""
+        return run(self, out, quiet=quiet, retry_failed=retry_failed)

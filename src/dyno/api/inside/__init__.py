@@ -1,1 +1,0 @@
-"""Looking inside: layers of models and engines, and their times, from Python."""

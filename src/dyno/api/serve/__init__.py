@@ -1,1 +1,0 @@
-"""`dyno serve-test`: requests at given times to a model's engines, and the highest rate that holds a bound."""

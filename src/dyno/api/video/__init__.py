@@ -1,1 +1,0 @@
-"""`dyno video`: a video through a model's engines, and what bounds them."""

@@ -1,1 +1,0 @@
-"""`dyno compare` and `dyno bisect`."""

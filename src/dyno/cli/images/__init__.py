@@ -1,1 +1,0 @@
-"""Commands whose input is images or a video of your own."""

@@ -1,0 +1,153 @@
+"""Data sets: images decoded once into a memory-mapped uint8 array that every backend reads.
+
+A data set is a folder: images.npy (uint8, N x C x H x W), labels.npy (int64, -1 where there is none), one int64 index
+array per split (test.npy, calibration.npy, train.npy as far as they exist) and meta.json. Every split is ordered so
+that any beginning of it holds the classes in their proportions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.data import cache as store
+from dyno.data.data_format import ScanRequest
+from dyno.data.data_format import format_of as format_of
+from dyno.data.data_format import formats as formats
+from dyno.data.decode import Progress as Progress
+from dyno.data.decode import Transform, library_version
+from dyno.data.folders import calibration_listing
+from dyno.data.photos import CALIBRATION, DecodeOptions, cached_data, spec, stratified_order
+from dyno.data.photos import OnUnreadable as OnUnreadable
+from dyno.data.rows import DecodedRow, timed
+from dyno.worker.extras import distribution, install
+from dyno.worker.spec import DataSpec, Preprocess, Unavailable, UserError, absolute
+
+DIGITS = Preprocess(mean=(0.5,), std=(0.5,), resize=0.0)
+DIGITS_TEST, DIGITS_CALIBRATION = 900, 128
+
+
+def digits(cache: Path, size: int = 64) -> DataSpec:
+    """Return scikit-learn's 1,797 handwritten digits, enlarged to `size` (bilinear): 897 to train, 900 to test.
+
+    One channel; originally 8 x 8 pixels in 17 shades. 128 of the training images are the calibration split, and
+    `DIGITS` is the preprocessing that goes with them. Raises `Unavailable` without scikit-learn or Pillow, `UserError`
+    for a size below 8 or an unwritable cache.
+    """
+    if size < 8:
+        raise UserError(f"digits can't be shrunk to {size} pixels; the smallest size is 8")
+    made_by = {"scikit-learn": library_version("scikit-learn"), "pillow": library_version("pillow")}
+    transform = Transform((size, size), DIGITS, channels=1)
+    key = store.key_of("digits", transform.identity, made_by, DIGITS_TEST, DIGITS_CALIBRATION)
+    if (folder := store.find(cache, key)) is None:
+        small, labels = _small_digits()
+        order = stratified_order(labels, seed=0)
+        train = order[DIGITS_TEST:]
+        splits = {"test": order[:DIGITS_TEST], "train": train, "calibration": train[:DIGITS_CALIBRATION]}
+        about = {"name": "digits", "photographs": "digits", "classes": [str(n) for n in range(10)], "made_by": made_by}
+        about |= transform.identity
+
+        def rows(start: int) -> Iterator[DecodedRow]:
+            for image in small[start:]:
+                began = time.perf_counter()
+                pixels = transform.pixels(image)
+                yield timed(pixels, time.perf_counter() - began)
+
+        folder = store.write(cache, key, store.Content(rows, transform.shape, {"labels": labels}, splits, about))
+    return spec("digits", folder)
+
+
+def load(
+    path: Path,
+    cache: Path,
+    size: tuple[int, int],
+    preprocess: Preprocess,
+    calibration: int | Path = CALIBRATION,
+    on_unreadable: OnUnreadable = "refuse",
+    progress: Progress | None = None,
+    channels: int = 3,
+    seed: int = 0,
+    train: bool = False,
+    outputs: int = 0,
+    set_aside: bool = False,
+    objects: bool = False,
+    needs: str = "",
+) -> DataSpec:
+    """Decode the images in a folder, in any of the `formats`, to `size` (height, width).
+
+    For a classifier the shorter side becomes `size * preprocess.resize`, then the centre is cropped (resize 0: straight
+    to the size), as torchvision does it on PIL images: with antialiasing and without JPEG's reduced-scale decoding,
+    which would change the pixels. As in torchvision's ImageFolder, EXIF orientation is not applied; unlike there,
+    16-bit grey keeps its upper 8 bits and doesn't go white. With `objects` (boxes, masks, keypoints) each image is
+    rotated by its EXIF orientation and letterboxed, as ultralytics' LetterBox does it, within a grey level.
+
+    Calibration images are never test images: a number is taken from the training images; if there are none, and only
+    with `set_aside`, from the test images (at most a fifth of them; meta.json has the number as `set_aside`). A path is
+    a folder of calibration images. With `train` every training image is decoded too, calibration ones among them, and
+    listed in train.npy. Copies of test images are left out of both. `outputs` is the model's number of classes, and
+    `needs` (masks, keypoints) chooses between two annotation files of COCO. `progress` is called with the number of
+    images done and in all.
+
+    With objects sizes.npy has the height and width of the originals and truth.json COCO's ground truth of the test
+    images, in original pixels; images alone have neither. Annotations are checked when the images are decoded.
+
+    The cache key is made from the images' content and the transform. Images that can't be read are refused together,
+    counted and named; with "skip" they are left out and listed in meta.json, and images missing from COCO's file are
+    left out with a warning. Raises `UserError`, one line each.
+    """
+    if isinstance(calibration, int) and calibration < 0:
+        raise UserError(f"the number of calibration images can't be {calibration}")
+    path = absolute(Path(path))
+    data_format = format_of(path)
+    if data_format.labels and (data_format.labels == "objects") != objects:
+        missing = "boxes, masks or keypoints" if objects else "class for each image"
+        raise UserError(f"{path} is in {data_format.described}, which has no {missing}")
+    preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
+    aside = 0 if isinstance(calibration, Path) or not set_aside else calibration
+    transform = Transform(size, preprocess, channels, upright=objects)
+    options = DecodeOptions(Path(cache), transform, on_unreadable, progress, seed, aside)
+    skip = on_unreadable == "skip"
+    listing = data_format.scan(path, ScanRequest(calibration, seed, train, objects, needs, outputs, set_aside, skip))
+    return cached_data(listing, path, options)
+
+
+def calibration_alone(
+    folder: Path,
+    cache: Path,
+    size: tuple[int, int],
+    preprocess: Preprocess,
+    on_unreadable: OnUnreadable = "refuse",
+    progress: Progress | None = None,
+    channels: int = 3,
+    objects: bool = False,
+) -> DataSpec:
+    """Decode all images below the folder, without labels, as test and calibration images in one.
+
+    They serve for calibration, timing and comparing outputs; accuracy can't be measured. Decoded as in `load`, with
+    `objects` for a network that gives boxes.
+    """
+    preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
+    transform = Transform(size, preprocess, channels, upright=objects)
+    listing = dataclasses.replace(calibration_listing(folder), sized=objects)
+    return cached_data(listing, absolute(Path(folder)), DecodeOptions(Path(cache), transform, on_unreadable, progress))
+
+
+def meta(data: DataSpec) -> dict[str, Any]:
+    """Read a decoded data set's meta.json: name, sha256, classes, size, count, splits, unreadable, preprocess."""
+    return store.meta(Path(data.folder))
+
+
+def _small_digits() -> tuple[list[Any], np.ndarray]:
+    try:
+        from PIL import Image
+        from sklearn.datasets import load_digits
+    except ImportError as e:
+        raise Unavailable(f"digits need {distribution(str(e.name))}; {install(str(e.name))}") from e
+    pixels, labels = load_digits(return_X_y=True)
+    shades = np.rint(pixels.reshape(-1, 8, 8) * (255 / 16)).astype(np.uint8)
+    return [Image.fromarray(image) for image in shades], labels.astype(np.int64)

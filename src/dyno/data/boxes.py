@@ -1,0 +1,120 @@
+"""What COCO and YOLO annotations have in common: boxes, masks and keypoints in original pixels, checked one by one."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from dyno.data.photos import Annotations, Photo, Sizes
+from dyno.worker.spec import UserError
+
+TOLERANCE = 1.0  # pixels that a box, a mask or a keypoint may lie outside its image: labels are rounded
+Annotation = dict[str, Any]
+
+
+@dataclass
+class Labels:
+    """Annotations of a data set as COCO writes them, by row; `keypoints`: how many there are and the values of each."""
+
+    photos: list[Photo]
+    sizes: Sizes
+    classes: list[str]
+    keypoints: tuple[int, ...] = ()
+    names: list[str] = field(default_factory=list)  # of the keypoints
+    by_row: dict[int, list[Annotation]] = field(default_factory=dict)
+    warnings: list[str] = field(default_factory=list)
+
+    def add(self, row: int, annotation: Annotation) -> None:
+        """Add an annotation: category_id, bbox, area, iscrowd, and segmentation or keypoints if it has any."""
+        self.by_row.setdefault(row, []).append(annotation)
+
+    def done(self) -> Annotations:
+        """Decide what the data set has: boxes, and masks or keypoints if every object has them."""
+        annotations = [annotation for all_of_row in self.by_row.values() for annotation in all_of_row]
+        if not annotations:
+            raise UserError(
+                "no test image has an annotated object; give other images, or omit --data to measure speed alone"
+            )
+        has = ["boxes"]
+        masked = [annotation for annotation in annotations if annotation.get("segmentation")]
+        if annotations and len(masked) == len(annotations):
+            has.append("masks")
+        elif masked:
+            line = f"{len(annotations) - len(masked)} of {len(annotations)} objects have no mask"
+            self.warnings.append(f"{line}, so the masks of the others are not used")
+            for annotation in annotations:
+                annotation.pop("segmentation", None)
+        if self.keypoints:
+            has.append("keypoints")
+        present = {annotation["category_id"] for annotation in annotations}
+        empty = [name for i, name in enumerate(self.classes) if i not in present]
+        if empty:
+            more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
+            self.warnings.append(f"class {empty[0]!r}{more} is in no image")
+        about: dict[str, Any] = {"has": has, "warnings": self.warnings, **({"unused": empty} if empty else {})}
+        if self.keypoints:
+            about["keypoints"] = list(self.keypoints)
+        return Annotations(about, self._build_truth)
+
+    def _build_truth(self, kept: np.ndarray) -> dict[str, Any]:
+        """Return COCO's ground truth of the test images: an image's id is its row, a category's id its class."""
+        images: list[Annotation] = []
+        annotations: list[Annotation] = []
+        for place, row in enumerate(kept.tolist()):
+            photo, size = self.photos[row], self.sizes[row]
+            if photo.split != "test" or size is None:
+                continue
+            images.append({"id": place, "height": size[0], "width": size[1], "file_name": photo.name})
+            for annotation in self.by_row.get(row, []):
+                annotations.append({"id": len(annotations) + 1, "image_id": place, **annotation})
+        points = {"keypoints": self.names, "skeleton": []} if self.keypoints else {}
+        categories = [{"id": i, "name": name, **points} for i, name in enumerate(self.classes)]
+        return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def checked_box(box: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
+    """Return the box (x, y, width, height in pixels); raise `UserError` if it has no area or leaves the image."""
+    x, y, width, height = box
+    shown = ", ".join(f"{value:g}" for value in box)
+    if not all(map(math.isfinite, box)) or width <= 0 or height <= 0:
+        raise UserError(f"{where}: the box [{shown}] has no area (x, y, width, height in pixels); remove it")
+    if x < -TOLERANCE or y < -TOLERANCE or x + width > size[1] + TOLERANCE or y + height > size[0] + TOLERANCE:
+        raise UserError(
+            f"{where}: the box [{shown}] lies outside its image of {size[1]} x {size[0]} pixels (x, y, width, height)"
+        )
+    return [float(value) for value in box]
+
+
+def checked_polygon(points: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
+    """Return the polygon (x1, y1, x2, y2, … in pixels); raise `UserError` for too few points or points outside."""
+    if len(points) < 6 or len(points) % 2:
+        raise UserError(f"{where}: a polygon has {len(points) / 2:g} points; it needs three or more, x and y of each")
+    pairs = np.asarray(points, float).reshape(-1, 2)
+    outside = ~np.isfinite(pairs) | (pairs < -TOLERANCE) | (pairs > np.array([size[1], size[0]]) + TOLERANCE)
+    if outside.any():
+        x, y = pairs[outside.any(axis=1)][0]
+        raise UserError(f"{where}: the polygon's point ({x:g}, {y:g}) lies outside its image of {size[1]} x {size[0]}")
+    return [float(value) for value in points]
+
+
+def checked_keypoints(points: Sequence[float], size: tuple[int, int], where: str) -> list[float]:
+    """Return the keypoints (x, y, visibility 0 to 2 of each); raise `UserError` for a marked one outside the image."""
+    for number, (x, y, visible) in enumerate(zip(points[::3], points[1::3], points[2::3], strict=True)):
+        if visible not in (0, 1, 2):
+            raise UserError(f"{where}: keypoint {number} has visibility {visible:g}; it is 0, 1 or 2")
+        inside = -TOLERANCE <= x <= size[1] + TOLERANCE and -TOLERANCE <= y <= size[0] + TOLERANCE
+        if visible and not inside:
+            raise UserError(
+                f"{where}: keypoint {number} at ({x:g}, {y:g}) lies outside its image of {size[1]} x {size[0]}"
+            )
+    return list(points)
+
+
+def polygon_area(points: Sequence[float]) -> float:
+    """Return the area of a polygon in square pixels (the shoelace formula)."""
+    x, y = np.asarray(points, float).reshape(-1, 2).T
+    return float(abs(np.dot(x, np.roll(y, -1)) - np.dot(y, np.roll(x, -1))) / 2)

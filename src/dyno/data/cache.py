@@ -1,0 +1,224 @@
+"""Decoded data sets on disk, keyed by everything that shapes them: written beside, then renamed into place."""
+
+from __future__ import annotations
+
+import errno
+import hashlib
+import json
+import os
+import shutil
+import stat
+import time
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.data import rows
+from dyno.data.decode import threads
+from dyno.data.rows import Source
+from dyno.worker.inputs.specs import load_array
+from dyno.worker.record import lock, read_json, write_json, write_text
+from dyno.worker.spec import UserError
+
+FORMAT = 3  # of the data set folder; part of every key
+UNSURE_NS = (
+    2_000_000_000  # a file changed this shortly before it was hashed may have changed again with the same time stamp
+)
+TOGETHER = 32  # files that a thread hashes before it waits for the interpreter's lock to take the next ones
+META = {"classes": list, "splits": dict, "count": int, "sha256": str, "files": list, "bytes": int, "unreadable": list}
+STALE_S = 7 * 24 * 3600  # a killed run can be resumed for so long
+
+
+@dataclass(frozen=True)
+class Content:
+    """What a data set is made of. `rows` gives an image, or why it can't be read, for each row from a given one on.
+
+    `columns` has an array of as many rows for each further file, `labels` among them. `check` takes the reasons by
+    row; it raises, or returns them as the lines that meta.json lists. `beside` makes further JSON files by name from
+    the rows that were kept.
+    """
+
+    rows: Source
+    shape: tuple[int, ...]
+    columns: dict[str, np.ndarray]
+    splits: dict[str, np.ndarray]
+    meta: dict[str, Any]
+    check: Callable[[dict[int, str]], list[str]] = lambda unreadable: list(unreadable.values())
+    beside: Callable[[np.ndarray], dict[str, Any]] = lambda kept: {}
+
+
+def key_of(*parts: Any) -> str:
+    """Return the key of the data set with these parts: a sha256 over their JSON."""
+    return hashlib.sha256(json.dumps([FORMAT, *parts], sort_keys=True).encode()).hexdigest()[:24]
+
+
+def find(cache: Path, key: str) -> Path | None:
+    """Find the data set's folder; None if it has to be written, or if a file is missing or cut short."""
+    folder = Path(cache) / key
+    try:
+        about = meta(folder)
+        whole = all(isinstance(about[key], kind) for key, kind in META.items())
+        whole = whole and (folder / "images.npy").stat().st_size == about["bytes"]
+        whole = whole and all((folder / name).exists() for name in about["files"])
+        whole = whole and _has_numbers(folder / "labels.npy", about["count"])
+        splits = about["splits"].items() if whole else ()
+        whole = whole and all(_has_numbers(folder / f"{name}.npy", many, about["count"]) for name, many in splits)
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+    return folder if whole else None
+
+
+def _has_numbers(path: Path, many: int, below: int | None = None) -> bool:
+    """Return whether the file holds `many` whole numbers, with `below` indices from 0 to `below` - 1."""
+    found = load_array(path)
+    whole = found.shape == (many,) and found.dtype.kind == "i"
+    return whole and (below is None or not many or bool(found.min() >= 0 and found.max() < below))
+
+
+def meta(folder: Path) -> dict[str, Any]:
+    """Read the data set's meta.json."""
+    about: dict[str, Any] = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    return about
+
+
+def write(cache: Path, key: str, content: Content) -> Path:
+    """Store the data set under its key and return its folder; raises `UserError` on a full disk or an unwritable cache.
+
+    Only one process does this at a time, and another waits for its result. A run that was killed is resumed.
+    """
+    needed = len(content.columns["labels"]) * int(np.prod(content.shape))
+    with _file_errors_explained(cache, needed):
+        cache.mkdir(parents=True, exist_ok=True)
+        _remove_abandoned(cache)
+        part = cache / f".part-{key}"
+        with lock(part / "lock"):  # which goes with the folder
+            try:
+                target = find(cache, key) or _make_folder(part, cache / key, content, needed)
+            except OSError:
+                shutil.rmtree(part, ignore_errors=True)
+                raise
+            shutil.rmtree(part, ignore_errors=True)
+            return target
+
+
+def _make_folder(part: Path, target: Path, content: Content, needed: int) -> Path:
+    folder = part / "data"
+    folder.mkdir(exist_ok=True)
+    present = sum(path.stat().st_size for path in folder.iterdir())
+    if shutil.disk_usage(part).free < needed - present:
+        raise OSError(errno.ENOSPC, "")
+    _fill_folder(folder, part / "journal", content)
+    return _into_place(folder, target)
+
+
+def _fill_folder(folder: Path, journal: Path, content: Content) -> None:
+    count = len(content.columns["labels"])
+    written = rows.write(folder / "images.npy", journal, content.shape, count, content.rows)
+    sha, unreadable = written.sha, written.unreadable
+    lines = content.check(unreadable) if unreadable else []
+    kept = np.array([i for i in range(count) if i not in unreadable], np.int64)
+    new_place = np.full(count, -1, np.int64)
+    new_place[kept] = np.arange(len(kept))
+    splits = {name: place[place >= 0] for name, index in content.splits.items() if len(place := new_place[index])}
+    files = ["images.npy"]
+    for name, array in {**{name: column[kept] for name, column in content.columns.items()}, **splits}.items():
+        sha.update(f"{name} {array.shape}".encode() + array.astype("<i8").tobytes())
+        np.save(folder / f"{name}.npy", array)
+        files.append(f"{name}.npy")
+    for name, value in content.beside(kept).items():
+        text = json.dumps(value)
+        sha.update(f"{name} {text}".encode())
+        (folder / name).write_text(text, encoding="utf-8")
+        files.append(name)
+    about = {
+        **content.meta,
+        "sha256": sha.hexdigest(),
+        "count": len(kept),
+        "splits": {name: len(index) for name, index in splits.items()},
+        "unreadable": lines,
+        "decode_s": written.seconds / max(written.kept, 1),
+        "files": files,
+        "bytes": (folder / "images.npy").stat().st_size,
+    }
+    write_json(folder / "meta.json", about)
+
+
+def _into_place(folder: Path, target: Path) -> Path:
+    if target.exists():  # it is damaged
+        target.rename(folder.with_name("damaged"))
+    folder.rename(target)
+    return target
+
+
+def _remove_abandoned(cache: Path) -> None:
+    """Remove parts left by killed processes, in which nothing has been written for a week."""
+    for part in cache.glob(".part-*"):
+        with suppress(OSError):
+            touched = max(path.stat().st_mtime for path in (part, *part.rglob("*")))
+            if time.time() - touched > STALE_S:
+                shutil.rmtree(part, ignore_errors=True)
+
+
+@contextmanager
+def _file_errors_explained(cache: Path, needed: int = 0) -> Iterator[None]:
+    """Turn file system errors about the cache into one line for the user."""
+    try:
+        yield
+    except OSError as e:
+        if e.errno in (errno.ENOSPC, errno.EDQUOT):
+            line = f"the decoded images need {needed / 1e6:,.0f} MB in {cache}, and the disk has too little room"
+            raise UserError(f"{line}; free some, or choose another cache folder") from e
+        raise UserError(f"the image cache {cache} can't be written: {e.strerror or e}") from e
+
+
+def content_hashes(paths: list[Path], cache: Path, folder: Path) -> list[str]:
+    """Return the sha256 of every file, "" for one that can't be read.
+
+    An index keeps 50,000 images cheap: a file with unchanged inode, size, modification and change time is not read
+    again, unless it had changed less than two seconds before it was hashed.
+    """
+    index = Path(cache) / "hashes" / f"{hashlib.sha256(os.fsencode(folder)).hexdigest()[:24]}.json"
+    cached = _read_index(index)
+    parts = [paths[first : first + TOGETHER] for first in range(0, len(paths), TOGETHER)]
+    with ThreadPoolExecutor(threads()) as pool:
+        found = pool.map(lambda part: [_make_entry(path, cached.get(str(path))) for path in part], parts)
+        entries = [entry for part in found for entry in part]
+    # Entries of other files stay: with and without its training images, a folder is listed differently.
+    gone = {str(path) for path, entry in zip(paths, entries, strict=True) if not entry}
+    fresh = {str(path): entry for path, entry in zip(paths, entries, strict=True) if entry}
+    fresh = {**{path: entry for path, entry in cached.items() if path not in gone}, **fresh}
+    if fresh != cached:
+        with _file_errors_explained(Path(cache)), lock(index.with_suffix(".lock")):
+            write_text(index, json.dumps(fresh))  # in one line, which json writes ten times as fast
+    return [entry[-1] if entry else "" for entry in entries]
+
+
+def _read_index(path: Path) -> dict[str, list[Any]]:
+    """Read the index's entries that have the right types: see `_make_entry`."""
+    try:
+        stored = read_json(path)
+    except (OSError, ValueError):
+        return {}
+    kinds = [*5 * [int], str]
+    return {name: one for name, one in stored.items() if isinstance(one, list) and [*map(type, one)] == kinds}
+
+
+def _make_entry(path: Path, cached: list[Any] | None) -> list[Any] | None:
+    """Return [inode, size, mtime, ctime, time of hashing, sha256] of a file, times in ns; None if it can't be read."""
+    try:
+        now = path.stat()
+        if not stat.S_ISREG(now.st_mode):
+            return None
+        state = [now.st_ino, now.st_size, now.st_mtime_ns, now.st_ctime_ns]
+        if cached and cached[:4] == state and max(state[2:]) + UNSURE_NS < cached[4]:
+            return cached
+        when = time.time_ns()
+        with open(path, "rb") as f:
+            return [*state, when, hashlib.file_digest(f, "sha256").hexdigest()]
+    except OSError:
+        return None

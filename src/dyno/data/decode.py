@@ -1,0 +1,314 @@
+"""From an image file to pixels: what torchvision's Resize and CenterCrop do to PIL images, in parallel."""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.data.rows import DecodedRow, Row, timed
+from dyno.worker.extras import install
+from dyno.worker.inputs.specs import geometry
+from dyno.worker.spec import Preprocess, Unavailable, UserError, to_json
+
+# Many images decoded by processes, in order, through memory that they share.
+
+MODULE = "dyno.data.decoding_process"
+INDEX_BYTES = 8
+ONE_THREAD = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "1")
+END_S = 10.0
+MOST_SLOTS = 4096  # so that all their indices fit into a pipe
+
+
+class DecoderDied(Exception):
+    """The processes ended before all was decoded."""
+
+
+def decode_rows(
+    paths: Sequence[Path], transform: list[Any], shape: tuple[int, ...], start: int, processes: int, slots: int
+) -> Iterator[DecodedRow]:
+    """Yield each file's pixels, or why it can't be read, in order from `start` on, with its seconds and seal.
+
+    `transform` holds the arguments of a `Transform`; `slots` is the number of images that shared memory holds in
+    transit. Raises `DecoderDied`, and OSError if such memory or processes can't be had.
+    """
+    slots = min(slots, MOST_SLOTS)
+    size = int(np.prod(shape))
+    memory = os.memfd_create("dyno-images")
+    os.ftruncate(memory, slots * size)
+    pixels = np.frombuffer(mmap.mmap(memory, 0), np.uint8).reshape(slots, *shape)
+    (tasks, ask), (results, say) = os.pipe(), os.pipe()
+    order = {
+        "processes": processes, "transform": transform, "paths": [*map(str, paths)],
+        "memory": memory, "slots": slots, "tasks": tasks, "results": say,
+    }  # fmt: skip
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-P", "-m", MODULE], stdin=subprocess.PIPE, stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL, pass_fds=(memory, tasks, say), start_new_session=True,
+            env={**os.environ, **ONE_THREAD},
+        )  # fmt: skip
+    except OSError:
+        os.close(ask)
+        os.close(results)
+        raise
+    finally:
+        for handed_on in (memory, tasks, say):
+            os.close(handed_on)
+    try:
+        with open(results, "rb") as lines:
+            _hand_over(process, order)
+            yield from _in_order(pixels, ask, lines, range(start, len(paths)))
+    finally:
+        os.close(ask)  # at which the processes end
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            with suppress(ProcessLookupError):
+                os.killpg(process.pid, 9)
+            process.wait()
+
+
+def _hand_over(process: subprocess.Popen[bytes], order: dict[str, Any]) -> None:
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin:  # it ended already; there will be no line
+        process.stdin.write(json.dumps(order).encode())
+
+
+def _in_order(pixels: np.ndarray, ask: int, lines: Any, wanted: range) -> Iterator[DecodedRow]:
+    """Have as many decoded at a time as there are slots; a slot is used again once its row has left it."""
+    asked, ready = iter(wanted), dict[int, DecodedRow]()
+
+    def ask_for_next() -> None:
+        if (index := next(asked, None)) is not None:
+            with suppress(BrokenPipeError):  # they died: the lines end
+                os.write(ask, index.to_bytes(INDEX_BYTES, "little"))
+
+    for _ in range(len(pixels)):
+        ask_for_next()
+    for index in wanted:
+        while index not in ready:
+            line = lines.readline()
+            if not line.endswith(b"\n"):
+                raise DecoderDied
+            done, seconds, seal, reason = json.loads(line)
+            ready[done] = DecodedRow(reason or pixels[done % len(pixels)], seconds, seal)
+        next_one = ready.pop(index)
+        if not isinstance(next_one.row, str):  # the receiver may keep it
+            next_one = next_one._replace(row=next_one.row.copy())
+        ask_for_next()
+        yield next_one
+
+
+Progress = Callable[[int, int], None]
+
+# The formats that Pillow may open, whatever a file is called: others run foreign programs (EPS) or hold no photographs.
+FORMATS = ("JPEG", "PNG", "BMP", "WEBP", "TIFF", "PPM")
+INTERPOLATIONS = ("nearest", "bilinear", "bicubic", "lanczos", "box", "hamming")
+IN_FLIGHT_BYTES = 64 << 20
+EXIF_ORIENTATION = 0x0112
+SIDEWAYS = (5, 6, 7, 8)  # orientations in which the stored image lies on its side
+REASON_CHARACTERS = 300  # of a file that can't be read: in JSON that is less than a pipe takes whole
+MOST_THREADS = 8  # sixteen were slower than eight: they wait for each other at the interpreter's lock
+FEW_CORES = 4  # which threads keep as busy as processes would
+WORTH_S = 1.5  # that threads would need, from which on it is worth while to start processes
+GREY = 114  # around a letterboxed image
+
+
+class Transform:
+    """How an image becomes uint8 of `shape` (channels, height, width); `identity` is all that shapes the pixels.
+
+    `upright` rotates it first by its EXIF orientation.
+    """
+
+    def __init__(self, size: tuple[int, int], preprocess: Preprocess, channels: int, upright: bool = False) -> None:
+        if preprocess.interpolation not in INTERPOLATIONS:
+            names = ", ".join(INTERPOLATIONS)
+            raise UserError(f"unknown interpolation {preprocess.interpolation!r}; known: {names}")
+        if preprocess.resize != 0 and preprocess.resize < 1:
+            raise UserError(f"resize {preprocess.resize} would leave less than the crop; give 0, or 1 and more")
+        if min(size) < 1 or channels not in (1, 3):
+            raise UserError(f"images can't become {size[0]} x {size[1]} pixels of {channels} channels (1 or 3)")
+        self.shape = (channels, *size)
+        self.identity: dict[str, Any] = {
+            "size": list(size),
+            "channels": channels,
+            "preprocess": {"resize": preprocess.resize, "interpolation": preprocess.interpolation},
+        }
+        self.made_of = [list(size), to_json(preprocess), channels, upright]
+        self._resize = preprocess.resize
+        self._method = preprocess.interpolation.upper()
+        self._letterbox = preprocess.letterbox
+        if preprocess.letterbox:
+            self.identity["preprocess"] = {"letterbox": True}
+        self._upright = upright
+        if upright:
+            self.identity["upright"] = True
+
+    def pixels(self, image: Any) -> np.ndarray:
+        """Convert the PIL image to uint8 pixels, channels x height x width."""
+        from PIL import Image
+
+        channels, height, width = self.shape
+        image = _in_colours(image, channels)
+        if self._letterbox:
+            return self._letterbox_image(image)
+        image = image.resize(self._before_crop(*image.size), Image.Resampling[self._method])
+        left, top = round((image.width - width) / 2), round((image.height - height) / 2)
+        pixels = np.asarray(image.crop((left, top, left + width, top + height)))
+        return np.ascontiguousarray(pixels.reshape(height, width, channels).transpose(2, 0, 1))
+
+    def _letterbox_image(self, image: Any) -> np.ndarray:
+        """Letterbox the image: scale its longer side to the size's, with grey evenly on both sides.
+
+        Each pixel is interpolated between its four neighbours as in OpenCV's INTER_LINEAR, because detectors are
+        trained on that: Pillow's own resize averages over more when it shrinks, which changes pixels by tens of grey
+        levels.
+        """
+        from PIL import Image
+
+        channels, to_height, to_width = self.shape
+        _, height, width, top, left = geometry(image.height, image.width, to_height, to_width)
+        steps = (image.width / width, 0, 0, 0, image.height / height, 0)
+        image = image.transform((width, height), Image.Transform.AFFINE, steps, Image.Resampling.BILINEAR)
+        canvas = np.full(self.shape, GREY, np.uint8)
+        pixels = np.asarray(image).reshape(height, width, channels).transpose(2, 0, 1)
+        canvas[:, top : top + height, left : left + width] = pixels
+        return canvas
+
+    def _before_crop(self, width: int, height: int) -> tuple[int, int]:
+        """Return (width, height) to resize to: one side is exact, the other follows, truncated as in torchvision."""
+        _, crop_height, crop_width = self.shape
+        if not self._resize:
+            return crop_width, crop_height
+        wanted_width, wanted_height = round(crop_width * self._resize), round(crop_height * self._resize)
+        if width * wanted_height <= height * wanted_width:
+            return wanted_width, wanted_width * height // width
+        return wanted_height * width // height, wanted_height
+
+    def read(self, path: Path) -> Row:
+        """Read the file's pixels; return the reason if it can't be read."""
+        from PIL import Image, ImageOps, UnidentifiedImageError
+
+        try:
+            if not path.is_file():
+                return "not a file"
+            with Image.open(path, formats=FORMATS) as image:
+                return self.pixels(ImageOps.exif_transpose(image) if self._upright else image)
+        except UnidentifiedImageError:
+            return "not an image of a known format"
+        except Exception as e:  # decoders raise nearly everything (OSError, SyntaxError, struct.error…) on bad data
+            return (str(e).replace(str(path), path.name) or type(e).__name__)[:REASON_CHARACTERS]
+
+    def size_of(self, path: Path) -> tuple[int, int] | None:
+        """Read the image's height and width, before any transform, from the file's header; None if it can't be read."""
+        from PIL import Image
+
+        try:
+            with Image.open(path, formats=FORMATS) as image:
+                sideways = self._upright and image.getexif().get(EXIF_ORIENTATION, 1) in SIDEWAYS
+                return (image.width, image.height) if sideways else (image.height, image.width)
+        except Exception:  # as above; `read` gives the reason
+            return None
+
+
+def _in_colours(image: Any, channels: int) -> Any:
+    if image.mode.startswith("I;16"):  # Pillow's own conversion would clip at 255 and leave a white image
+        from PIL import Image
+
+        image = Image.fromarray((np.asarray(image) >> 8).astype(np.uint8))
+    elif image.mode in ("I", "F"):
+        raise ValueError(f"pixels of mode {image.mode} have no known range")
+    elif image.mode == "P" and "transparency" in image.info:
+        image = image.convert("RGBA")
+    mode = "L" if channels == 1 else "RGB"
+    return image if image.mode == mode else image.convert(mode)  # converting to the same mode copies
+
+
+def decoded(
+    paths: list[Path], transform: Transform, progress: Progress | None = None, start: int = 0
+) -> Iterator[DecodedRow]:
+    """Yield each file's pixels, or why it can't be read, in order from `start` on, with the seconds of one thread.
+
+    Threads and processes decode the same pixels. Threads begin, because Pillow decodes and resizes outside the
+    interpreter's lock; if there are more cores than they keep busy and much is left to do, processes take over.
+    """
+    report = progress or (lambda done, total: None)
+    cores = len(os.sched_getaffinity(0))
+    for done, row in enumerate(_iter_rows(paths, transform, start, cores), start + 1):
+        yield row
+        report(done, len(paths))
+
+
+def _iter_rows(paths: list[Path], transform: Transform, start: int, cores: int) -> Iterator[DecodedRow]:
+    done, seconds = start, 0.0
+    for row in _by_threads(paths[: start + 8 * cores] if cores > FEW_CORES else paths, transform, start):
+        done, seconds = done + 1, seconds + row.seconds
+        yield row
+    left = len(paths) - done
+    if left and left * seconds / (done - start) > WORTH_S * MOST_THREADS:
+        slots = _in_flight(cores, transform)
+        with suppress(DecoderDied, OSError):  # an image kills its decoder, there is too little memory: threads go on
+            for row in decode_rows(paths, transform.made_of, transform.shape, done, cores, slots):
+                done += 1
+                yield row
+    yield from _by_threads(paths, transform, done)
+
+
+def _in_flight(workers: int, transform: Transform) -> int:
+    """Return how many images are decoded ahead of the requested one."""
+    many = max(2 * workers, IN_FLIGHT_BYTES // int(np.prod(transform.shape)))
+    return min(many, 64 * workers)
+
+
+def _by_threads(paths: list[Path], transform: Transform, start: int) -> Iterator[DecodedRow]:
+    register_formats()
+    workers = threads()
+    chunk = _in_flight(workers, transform)
+
+    def read_row(path: Path) -> DecodedRow:
+        began = time.perf_counter()
+        row = transform.read(path)
+        return timed(row, time.perf_counter() - began)
+
+    with ThreadPoolExecutor(workers) as pool:
+        for first in range(start, len(paths), chunk):
+            yield from pool.map(read_row, paths[first : first + chunk])
+
+
+def threads() -> int:
+    """Return how many threads to work on images with."""
+    return min(len(os.sched_getaffinity(0)), MOST_THREADS)
+
+
+def image_sizes(paths: list[Path], transform: Transform) -> list[tuple[int, int] | None]:
+    """Return each file's height and width, None if they can't be read."""
+    register_formats()
+    with ThreadPoolExecutor(threads()) as pool:
+        return list(pool.map(transform.size_of, paths))
+
+
+def register_formats() -> None:
+    """Let Pillow register its decoders now: the first of several threads to open an image would do it for all."""
+    from PIL import Image
+
+    Image.init()
+
+
+def library_version(distribution: str) -> str:
+    """Return the version of a library that shapes the pixels; raise `Unavailable` with what to install."""
+    try:
+        return metadata.version(distribution)
+    except metadata.PackageNotFoundError as e:
+        raise Unavailable(f"reading images needs {distribution}; {install(distribution)}") from e

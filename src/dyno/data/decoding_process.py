@@ -1,0 +1,66 @@
+"""What runs beside a process that has many images decoded: copies of itself, each of which decodes one after another.
+
+python -m dyno.data.decoding_process reads an order on standard input, imports once what decoding needs, and forks.
+"""
+
+from __future__ import annotations
+
+import json
+import mmap
+import os
+import signal
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.data.decode import Transform, register_formats
+from dyno.data.rows import timed
+from dyno.worker.spec import Preprocess, from_json
+
+INDEX_BYTES = 8
+
+
+def main() -> int:
+    """Decode until no more is asked for; return exit code 1 if a process died of an image."""
+    order: dict[str, Any] = json.load(sys.stdin)
+    register_formats()
+    children = set()
+    for _ in range(order["processes"]):
+        child = os.fork()
+        if not child:
+            try:
+                serve(order)
+            finally:
+                os._exit(0)  # nothing of the parent's is to be ended twice
+        children.add(child)
+    while children:
+        child, status = os.wait()
+        children.discard(child)
+        if status:
+            for other in children:
+                os.kill(other, signal.SIGKILL)
+            return 1
+    return 0
+
+
+def serve(order: dict[str, Any]) -> None:
+    """Take the index of a path from one pipe, lay pixels into its slot of the memory, and say so in another pipe."""
+    size, preprocess, channels, upright = order["transform"]
+    transform = Transform(tuple(size), from_json(Preprocess, preprocess), channels, upright)
+    memory = np.frombuffer(mmap.mmap(order["memory"], 0), np.uint8).reshape(order["slots"], *transform.shape)
+    while asked := os.read(order["tasks"], INDEX_BYTES):
+        index = int.from_bytes(asked, "little")
+        began = time.perf_counter()
+        row = transform.read(Path(order["paths"][index]))
+        done = timed(row, time.perf_counter() - began)
+        if not isinstance(row, str):
+            memory[index % order["slots"]] = row
+        line = [index, done.seconds, done.seal, row if isinstance(row, str) else ""]
+        os.write(order["results"], json.dumps(line).encode() + b"\n")  # whole: it is short enough for a pipe
+
+
+if __name__ == "__main__":
+    sys.exit(main())

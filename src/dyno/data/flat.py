@@ -1,0 +1,198 @@
+"""ImageNet's validation images as they are downloaded, in one folder, sorted into class folders.
+
+A file's label is the synset in its name, or comes from a table. Tables by place need care: the ids 1..1000 of the
+challenge's own development kit are in the order of its meta.mat, not of the synsets.
+"""
+
+from __future__ import annotations
+
+import csv
+import errno
+import os
+import re
+import shutil
+from collections import Counter
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Literal
+
+from dyno.data.photos import COUNT, SYNSET, is_image, list_synsets
+from dyno.worker.spec import UserError
+
+Transfer = Literal["link", "copy", "move"]
+ORDERS = ("synset", "synset-0", "synset-1")  # sorted synsets: from 0 or 1, as the numbers show, or as given
+NAMED = re.compile(r"_(n\d{8})$")
+PART = ".part"
+
+
+@dataclass
+class SortCounts:
+    """Counts of images placed, images already there and classes, and the names of images without a label."""
+
+    placed: int = 0
+    there: int = 0
+    classes: int = 0
+    unlabelled: list[str] = field(default_factory=list)
+
+    @property
+    def images(self) -> int:
+        """Images in their class folder now."""
+        return self.placed + self.there
+
+
+def sort(
+    folder: Path,
+    out: Path,
+    labels: Path | None = None,
+    order: str = "",
+    transfer: Transfer = "link",
+    progress: Callable[[int, int], None] = lambda done, total: None,
+) -> SortCounts:
+    """Put every image of the folder into `out/val/<synset>/`, as a hard link, a copy or moved there.
+
+    Files that are there already stay as they are, so that a run that was stopped can be resumed. Raises `UserError` for
+    a folder, a table or a file that can't be used; images without a label are listed, not placed.
+    """
+    if order and order not in ORDERS:
+        raise UserError(f"unknown order {order!r}; known: {', '.join(ORDERS)}")
+    target = out / "val"
+    before = {path.name: path.parent.name for path in target.glob("n*/*") if is_image(path.name)}
+    names = sorted({*_list_images(folder), *before})  # what was moved before counts where labels go by place
+    if not names:
+        raise UserError(f"no images in {folder}; give the folder that holds the .JPEG files themselves")
+    label_of = _from_table(labels, names, order) if labels else {name: _from_name(name) for name in names}
+    _check_labels(label_of, before, target)
+    wanted = {name: label for name, label in label_of.items() if label}
+    if not wanted:
+        raise UserError(f"no image in {folder} has a synset in its name, e.g. {names[0]}; give --labels")
+    done = SortCounts(classes=len(set(wanted.values())), unlabelled=[name for name in names if name not in wanted])
+    for number, (name, label) in enumerate(wanted.items(), 1):
+        new = _place_file(folder / name, target / label / name, transfer)
+        done.placed, done.there = done.placed + new, done.there + (not new)
+        progress(number, len(wanted))
+    return done
+
+
+def _list_images(folder: Path) -> list[str]:
+    if not folder.is_dir():
+        raise UserError(f"there is no folder {folder}")
+    return [entry.name for entry in os.scandir(folder) if entry.is_file() and is_image(entry.name)]
+
+
+def _check_labels(label_of: dict[str, str], before: dict[str, str], target: Path) -> None:
+    """Check, before anything is placed, that every label is a class and none contradicts the files in the target."""
+    classes = list_synsets()
+    for name, label in label_of.items():
+        if label and label not in classes:
+            raise UserError(f"{name}: {label} is not one of ImageNet's {COUNT:,} classes")
+        if before.get(name, label) != label:
+            raise UserError(
+                f"{name} lies in {target / before[name]} but its label is {label or 'unknown'}; correct one of them"
+            )
+
+
+def _from_name(name: str) -> str:
+    match = NAMED.search(Path(name).stem)
+    return match.group(1) if match else ""
+
+
+def _from_table(file: Path, names: list[str], order: str) -> dict[str, str]:
+    """Read each image's synset from a table: Kaggle's CSV, lines of a name and a synset, or one label each in order."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"the table of labels {file} can't be read: {getattr(e, 'strerror', None) or e}") from e
+    lines = [line.split() for line in text.splitlines() if line.strip()]
+    if not lines:
+        raise UserError(f"the table of labels {file} is empty")
+    if lines[0][0].startswith("ImageId,"):
+        if "PredictionString" not in text.splitlines()[0].split(","):
+            raise UserError(f"{file} is not Kaggle's table: it has no column PredictionString")
+        table = {
+            row["ImageId"]: (row["PredictionString"] or "").split()[:1] for row in csv.DictReader(text.splitlines())
+        }
+        return _by_name(names, {name: first[0] for name, first in table.items() if first})
+    wrong = next((n for n, fields in enumerate(lines, 1) if len(fields) != len(lines[0]) or len(fields) > 2), 0)
+    if wrong:
+        raise UserError(f"{file}, line {wrong} is neither a name and a label nor a label alone, like the first line")
+    synsets_of_lines = _synsets_of(file, [fields[-1] for fields in lines], order)
+    if len(lines[0]) == 2:
+        named = [fields[0] for fields in lines]
+        if twice := [name for name, count in Counter(named).items() if count > 1]:
+            raise UserError(f"{file} has {twice[0]} twice")
+        return _by_name(names, dict(zip(named, synsets_of_lines, strict=True)))
+    if len(lines) != len(names):
+        raise UserError(f"{file} has {len(lines)} labels for {len(names)} images; by place it needs one for each")
+    return dict(zip(names, synsets_of_lines, strict=True))
+
+
+def _by_name(names: list[str], table: dict[str, str]) -> dict[str, str]:
+    """Return each image's label by a table whose names may lack the suffix."""
+    stems = {Path(name).stem if is_image(name) else name: label for name, label in table.items()}
+    return {name: stems.get(Path(name).stem, "") for name in names}
+
+
+def _synsets_of(file: Path, labels: list[str], order: str) -> list[str]:
+    """Return the labels as synsets, converted from class numbers if they are numbers."""
+    wrong = next((n for n, label in enumerate(labels, 1) if not (SYNSET.fullmatch(label) or label.isdecimal())), 0)
+    if wrong:
+        raise UserError(f"{file}, line {wrong}: {labels[wrong - 1]!r} is neither a synset nor a number")
+    if not any(label.isdecimal() for label in labels):
+        return labels
+    if not all(label.isdecimal() for label in labels):
+        raise UserError(f"{file} mixes synsets and numbers")
+    numbers, every = [int(label) for label in labels], list(list_synsets())
+    first = _find_first_class(file, numbers, order)
+    if outside := [number for number in numbers if not first <= number < COUNT + first]:
+        raise UserError(f"{file}: there is no class {outside[0]}; the numbers are {first} to {COUNT - 1 + first}")
+    return [every[number - first] for number in numbers]
+
+
+def _find_first_class(file: Path, numbers: list[int], order: str) -> int:
+    """Return the number of the first class, 0 or 1; raise `UserError` if the numbers may be in another order."""
+    if order in ("synset-0", "synset-1"):
+        return int(order[-1])
+    if 0 in numbers:
+        return 0
+    if order == "synset" and COUNT in numbers:
+        return 1
+    if order == "synset":
+        raise UserError(f"{file} has neither class 0 nor class {COUNT}; give --order synset-0 or synset-1")
+    raise UserError(
+        f"{file} may hold the challenge's own ids 1 to {COUNT}, which are in another order (meta.mat): give synsets, "
+        "or --order synset when these numbers are in the order of the synsets"
+    )
+
+
+def _place_file(source: Path, target: Path, transfer: Transfer) -> bool:
+    """Put the file in place, and return whether it was missing; a partial copy never has the target's name."""
+    if target.exists():
+        if source.exists() and not source.samefile(target):
+            if source.stat().st_size != target.stat().st_size:
+                raise UserError(f"{target} is another file than {source}; remove one of them")
+            if transfer == "move":  # stopped between copying and removing
+                source.unlink()
+        return False
+    target.parent.mkdir(parents=True, exist_ok=True)
+    if transfer == "link":
+        try:
+            target.hardlink_to(source)
+        except OSError as e:
+            if e.errno in (errno.EXDEV, errno.EPERM, errno.EMLINK, errno.EOPNOTSUPP):
+                raise UserError(
+                    f"{target.parent} can't hold hard links to {source.parent}; use --copy or --move"
+                ) from e
+            raise
+        return True
+    if transfer == "move":
+        with suppress(OSError):
+            source.rename(target)
+            return True
+    beside = target.with_name(target.name + PART)
+    shutil.copy2(source, beside)
+    beside.replace(target)
+    if transfer == "move":
+        source.unlink()
+    return True

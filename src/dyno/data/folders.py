@@ -1,0 +1,171 @@
+"""Which images a folder of class folders holds, their labels, and which of them are for calibration."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.data.data_format import DataFormat, ScanRequest
+from dyno.data.label_files import warn_labels
+from dyno.data.photos import (
+    COUNT,
+    EXTENSIONS,
+    Listing,
+    all_known,
+    calibration_photos,
+    images,
+    is_system,
+    left_out,
+    list_synsets,
+    name_below,
+    printable,
+    readable,
+    stratified_order,
+)
+from dyno.data.photos import Photo as Photo
+from dyno.worker.spec import UserError, absolute
+
+SPLITS = ("test", "val", "valid", "validation")  # of which images are tested on
+
+
+class ClassFolders(DataFormat):
+    """`DIR/<class>/…` or `DIR/{train,test|val|valid|validation}/<class>/…` (the first of these).
+
+    A label is the class folder's place in the folders' order by Unicode code point; train/ decides the order where
+    there is one. Where the model has 1,000 classes and each folder is named by a synset of ImageNet's 1,000
+    classes, it is the place among those.
+    """
+
+    name = "classes"
+    described = "class folders"
+    labels = "classes"
+    fallback = True
+
+    def fits(self, path: Path) -> bool:
+        return path.is_dir() and not IMAGES.fits(path)
+
+    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
+        return scan(path, wanted.calibration, wanted.seed, wanted.train, wanted.outputs)
+
+
+class UnlabelledImages(DataFormat):
+    """Images without class folders or annotations: for timing and comparing outputs; accuracy can't be measured."""
+
+    name = "images"
+    described = "images alone"
+    fallback = True
+
+    def fits(self, path: Path) -> bool:
+        if not path.is_dir():
+            return False
+        folders = any(inner.is_dir() and not is_system(inner.name) for inner in path.iterdir())
+        return not folders and bool(images(path))
+
+    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
+        return replace(scan(path, wanted.calibration, wanted.seed, wanted.train), sized=wanted.objects)
+
+
+CLASS_FOLDERS = ClassFolders()
+IMAGES = UnlabelledImages()
+
+
+def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False, outputs: int = 0) -> Listing:
+    """List the folder's images; raises `UserError` when it is missing, or has no class folders or an empty one.
+
+    With `train` all images of train/ are listed, and those for calibration are marked among them. `outputs` is the
+    model's number of classes (0: not known).
+    """
+    if not folder.is_dir():
+        raise UserError(f"no data folder {folder}" if not folder.exists() else f"{folder} is not a folder")
+    try:
+        test_root, train_root = _find_roots(folder)
+        if train and train_root is None:
+            raise UserError(f"{folder} has no train/; put the training images there and the others into test/")
+        classes = _list_folders(train_root or test_root)
+        if not classes and images(test_root):
+            return _list_unlabelled(folder, calibration)
+        standard = outputs == COUNT and all_known(classes)
+        test = _list_photos(folder, test_root, classes, "test")
+        training = _list_photos(folder, train_root, classes, "train") if train_root and train else []
+        if isinstance(calibration, Path):
+            return _list_labelled(
+                folder, classes, standard, test + training + calibration_photos(calibration), own=True
+            )
+        if train_root is None:
+            return _list_labelled(folder, classes, standard, test)
+        training = training or _list_photos(folder, train_root, classes, "calibration")
+    except PermissionError as e:
+        raise UserError(f"{e.filename} can't be listed: permission denied") from e
+    chosen = set(stratified_order(np.array([photo.label for photo in training]), seed)[:calibration].tolist())
+    marked = [replace(photo, calibrates=i in chosen) for i, photo in enumerate(training)]
+    return _list_labelled(folder, classes, standard, test + [photo for photo in marked if train or photo.calibrates])
+
+
+def calibration_listing(folder: Path) -> Listing:
+    """List the images of a calibration folder if there are no others to test on."""
+    photos = [replace(photo, split="test", calibrates=True) for photo in calibration_photos(folder)]
+    warning = "outputs are compared on the calibration images themselves; give --data for others"
+    return Listing(printable(absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]})
+
+
+def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: list[Photo], own: bool = False) -> Listing:
+    """List the photos with labels by the order of their folders, or by their place among ImageNet's 1,000 classes."""
+    name, about = printable(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
+    if not standard:
+        return Listing(name, [printable(one) for one in classes], photos, own, about)
+    order = list(list_synsets())
+    number = [order.index(synset) for synset in classes]
+    photos = [replace(photo, label=number[photo.label] if photo.label >= 0 else -1) for photo in photos]
+    return Listing(name, [readable(synset) for synset in order], photos, own, about)
+
+
+def _list_unlabelled(folder: Path, calibration: int | Path) -> Listing:
+    """List the images of a folder without class folders, for timing and comparing outputs but not for accuracy."""
+    photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
+    own = isinstance(calibration, Path)
+    photos = photos + calibration_photos(calibration) if isinstance(calibration, Path) else photos
+    return Listing(printable(folder.name), [], photos, own, _describe_labels("none", folder))
+
+
+def _describe_labels(labels: str, folder: Path) -> dict[str, Any]:
+    warnings = left_out(folder)
+    warnings += warn_labels(folder) if labels != "none" else []
+    return {"label_source": labels, **({"warnings": warnings} if warnings else {})}
+
+
+def _find_roots(folder: Path) -> tuple[Path, Path | None]:
+    """Return the folders that hold the class folders of the test images and of the training images."""
+    train = folder / "train"
+    for name in SPLITS:
+        if _list_folders(folder / name):
+            return folder / name, train if _list_folders(train) else None
+    if _list_folders(train):
+        raise UserError(f"{folder} has train/ but neither test/ nor val/ with class folders; add one, or give {train}")
+    return folder, None
+
+
+def _list_folders(root: Path) -> list[str]:
+    if not root.is_dir():
+        return []
+    with os.scandir(root) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not is_system(entry.name))
+
+
+def _list_photos(folder: Path, root: Path, classes: list[str], split: str) -> list[Photo]:
+    present = _list_folders(root)
+    if not present:
+        raise UserError(f"no class folders in {root}; put the images of each class into a folder named after it")
+    if unknown := sorted(set(present) - set(classes)):
+        raise UserError(f"class {unknown[0]!r} is in {root} but not in {root.parent / 'train'}")
+    label = {name: i for i, name in enumerate(classes)}
+    images_of = {name: images(root / name) for name in present}
+    if not any(images_of.values()):
+        raise UserError(f"no images in {root}; known formats: {', '.join(sorted(EXTENSIONS))}")
+    if empty := [name for name in present if not images_of[name]]:
+        more = f" (and {len(empty) - 1} more)" if len(empty) > 1 else ""
+        raise UserError(f"class {empty[0]!r} has no images in {root}{more}; add some or remove the folder")
+    return [Photo(path, name_below(path, folder), label[name], split) for name in present for path in images_of[name]]

@@ -1,0 +1,359 @@
+"""Image files with their labels and splits, whatever the layout of their folder, and the decoded rows they become."""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+
+from dyno.data import cache as store
+from dyno.data.decode import Progress, Transform, decoded, image_sizes, library_version
+from dyno.data.rows import DecodedRow
+from dyno.worker.extras import install
+from dyno.worker.spec import DataSpec, Unavailable, UserError, absolute
+
+EXTENSIONS = {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".tif", ".tiff", ".ppm", ".pgm", ".pnm"}
+UNREAD = {".gif", ".heic", ".heif", ".avif", ".jxl", ".jp2", ".svg", ".dng"}  # images too, of formats that aren't read
+SYSTEM = {"__MACOSX", "@eaDir", "$RECYCLE.BIN", "System Volume Information", "lost+found", "__pycache__"}
+SEEN = 20  # images that decide which folder all are in
+CALIBRATION = 128
+CALIBRATION_SHARE = 5  # at most one image in five is taken from the test images
+
+TRUTH = "truth.json"
+OnUnreadable = Literal["refuse", "skip"]
+
+
+@dataclass(frozen=True)
+class Photo:
+    """One image file: `name` is its printable path below the data folder, `label` its class's index or -1.
+
+    `split` is where it belongs: test, train or calibration; `calibrates`: a training image that is for calibration too.
+    """
+
+    path: Path
+    name: str
+    label: int
+    split: str
+    calibrates: bool = False
+
+
+@dataclass(frozen=True)
+class Annotations:
+    """What is in the images: `about` goes into meta.json, `truth` makes truth.json from the rows that were kept."""
+
+    about: dict[str, Any]
+    truth: Callable[[np.ndarray], dict[str, Any]]
+
+
+Sizes = list[tuple[int, int] | None]  # height and width of each image, None where they can't be read
+
+
+@dataclass(frozen=True)
+class Listing:
+    """Images with their splits; `own_calibration`: calibration images are from a separate folder.
+
+    `classes` are shown, one for each label. `about` goes into meta.json. Where labels are not by image, `annotate`
+    reads them, and `sources` are the files that it reads. `sized`: the originals' sizes are kept all the same.
+    """
+
+    name: str
+    classes: list[str]
+    photos: list[Photo]
+    own_calibration: bool = False
+    about: dict[str, Any] = field(default_factory=dict)
+    sources: list[Path] = field(default_factory=list)
+    annotate: Callable[[list[Photo], Sizes], Annotations] | None = None
+    sized: bool = False
+
+
+@dataclass(frozen=True)
+class DecodeOptions:
+    """How images are decoded, and the cache folder that keeps them.
+
+    `set_aside`: how many test images may become calibration images where the listing has none of its own.
+    """
+
+    cache: Path
+    transform: Transform
+    on_unreadable: OnUnreadable = "refuse"
+    progress: Progress | None = None
+    seed: int = 0
+    set_aside: int = 0
+
+
+def cached_data(listing: Listing, folder: Path, options: DecodeOptions) -> DataSpec:
+    """Decode the listed images below the folder, unless the cache has them already."""
+    made_by = {"pillow": library_version("pillow")}
+    listing = _with_calibration(listing, options.set_aside, options.seed)
+    files = [*(photo.path for photo in listing.photos), *listing.sources]
+    hashes = store.content_hashes(files, options.cache, folder)
+    count = len(listing.photos)
+    listing, shas = _without_test_copies(listing, hashes[:count])
+    identity = [(p.split, p.name, p.label, p.calibrates, sha) for p, sha in zip(listing.photos, shas, strict=True)]
+    aside = listing.about.get("set_aside", 0)
+    # Only where there are some: other data sets keep their key.
+    marks = [*([aside] if aside else []), *listing.about.get("warnings", [])]
+    key = store.key_of(
+        listing.classes, identity, hashes[count:], options.transform.identity, made_by, options.seed, *marks
+    )
+    data_folder = store.find(options.cache, key)
+    if data_folder is None:
+        meta_fields = {
+            "name": listing.name,
+            "classes": listing.classes,
+            "made_by": made_by,
+            **options.transform.identity,
+        }
+        # With and without images set aside the rows are the same, so that what both were tested on can be compared.
+        test_identity = [("test" if aside else split, *rest) for split, *rest in identity]
+        meta_fields["photographs"] = store.key_of(listing.classes, test_identity)
+        data_folder = store.write(
+            options.cache, key, _build_content(listing, {**meta_fields, **listing.about}, options)
+        )
+    if options.on_unreadable == "refuse":
+        _refuse_unreadable(store.meta(data_folder)["unreadable"], len(listing.photos))
+    return spec(listing.name, data_folder)
+
+
+def spec(name: str, folder: Path) -> DataSpec:
+    """Return the test split of the decoded data set in the folder."""
+    about = store.meta(folder)
+    return DataSpec(name, str(folder.resolve()), about["sha256"], "test", about["splits"]["test"])
+
+
+def stratified_order(labels: np.ndarray, seed: int) -> np.ndarray:
+    """Return a seeded order in which any prefix holds the classes in proportion (systematic sampling by class)."""
+    rng = np.random.default_rng(seed)
+    values, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    shuffled = rng.permutation(len(labels))
+    by_class = shuffled[np.argsort(inverse[shuffled], kind="stable")]
+    firsts = np.cumsum(counts) - counts
+    place = np.empty(len(labels))
+    place[by_class] = np.arange(len(labels)) - np.repeat(firsts, counts)
+    quota: np.ndarray = (place + rng.random(len(values))[inverse]) / counts[inverse]
+    return np.argsort(quota, kind="stable")
+
+
+def printable(name: str) -> str:
+    """Return the name on one line of valid Unicode: file names may hold line breaks and undecodable bytes."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in name)
+
+
+def name_below(path: Path, folder: Path) -> str:
+    """Return the path for messages: relative to the folder if it is inside."""
+    if not path.is_relative_to(folder):
+        return printable(path.as_posix())
+    return printable(path.relative_to(folder).as_posix())
+
+
+def images(root: Path) -> list[Path]:
+    """Find image files below the folder at any depth, in order; hidden files and those of the system are left out."""
+    paths: list[Path] = []
+    above = {os.fspath(root): {place.resolve() for place in (root, *root.parents)}}  # of each folder, the way to it
+    for parent, folders, files in os.walk(root, followlinks=True):
+        within = above.pop(parent)
+        real = {name: Path(parent, name).resolve() for name in folders if not is_system(name)}
+        folders[:] = [name for name, place in real.items() if place not in within]  # a link may lead back
+        above |= {os.fspath(Path(parent, name)): within | {real[name]} for name in folders}
+        paths += [Path(parent, name) for name in files if not is_system(name) and is_image(name)]
+    return sorted(paths)
+
+
+def left_out(root: Path) -> list[str]:
+    """Return a warning if images of unsupported formats lie below the folder."""
+    found = sorted(path for path in root.rglob("*") if path.suffix.lower() in UNREAD and path.is_file())
+    if not found:
+        return []
+    formats = ", ".join(sorted({path.suffix.lower() for path in found}))
+    are = "1 image is" if len(found) == 1 else f"{len(found):,} images are"
+    return [f"{are} left out, of formats that aren't read ({formats}), e.g. {name_below(found[0], root)}"]
+
+
+def is_image(name: str) -> bool:
+    """Return whether the file's suffix is one of the supported formats."""
+    return Path(name).suffix.lower() in EXTENSIONS
+
+
+def is_system(name: str) -> bool:
+    """Return whether a file or folder is hidden, or left by an operating system or an archive."""
+    return name.startswith(".") or name in SYSTEM
+
+
+def find_image_folder(file: Path, names: list[str]) -> tuple[Path, str]:
+    """Return the folder in which most of the first images lie that a file of labels names, and the suffix they lack."""
+    split = file.stem.rpartition("_")[2]
+    bases = [base / inner for base in (file.parent, file.parent.parent) for inner in ("", "images", "data", split)]
+    bases.append(file.parent.parent / "images" / split)
+    bases += sorted(inner for inner in file.parent.iterdir() if inner.is_dir() and not is_system(inner.name))[:SEEN]
+    first, suffixes = names[:SEEN], [""]
+    if not any(map(is_image, first)):
+        suffixes += [case for suffix in sorted(EXTENSIONS) for case in (suffix, suffix.upper())]
+    hits = {
+        (base, suffix): sum((base / (name + suffix)).is_file() for name in first)
+        for suffix in suffixes
+        for base in dict.fromkeys(bases)
+    }
+    best = max(hits, key=lambda place: hits[place])
+    if not hits[best]:
+        searched = ", ".join(str(base) for base in dict.fromkeys(bases))
+        raise UserError(f"image {names[0]} of {file.name} is in none of {searched}")
+    return best
+
+
+def without_missing(photos: list[Photo], folder: Path, file: Path, skip: bool) -> tuple[list[Photo], str]:
+    """Return the images that are there and a warning on the others; refuse those unless they may be skipped."""
+    lost = [photo.name for photo in photos if not photo.path.is_file()]
+    if not lost:
+        return photos, ""
+    missing = f"{len(lost)} of {len(photos)} images of {file.name} are not in {folder}, e.g. {lost[0]}"
+    photos = [photo for photo in photos if photo.path.is_file()]
+    if not (skip and photos):
+        remedy = "leave them out with --unreadable skip" if photos else "put them there"
+        raise UserError(f"{missing}; {remedy}")
+    return photos, f"{missing}; they were left out"
+
+
+def _with_calibration(listing: Listing, wanted: int, seed: int) -> Listing:
+    """Set test images aside for calibration if there are no others: no class's only image, and at most a fifth."""
+    test = listing.photos
+    if listing.own_calibration or any(photo.split != "test" for photo in test):
+        return listing
+    labels = np.array([photo.label for photo in test])
+    _, inverse, counts = np.unique(labels, return_inverse=True, return_counts=True)
+    only = counts[inverse] == 1
+    order = [i for i in stratified_order(labels, seed).tolist() if not only[i]]
+    taken = set(order[: min(wanted, len(test) // CALIBRATION_SHARE)])
+    if not taken:
+        return listing
+    photos = [replace(photo, split="calibration") if i in taken else photo for i, photo in enumerate(test)]
+    return replace(listing, photos=photos, about={**listing.about, "set_aside": len(taken)})
+
+
+def calibration_photos(folder: Path) -> list[Photo]:
+    """List all images of a calibration folder, in class folders or not; their labels don't matter."""
+    if not folder.is_dir():
+        raise UserError(f"no calibration folder {folder}")
+    paths = images(absolute(folder))
+    if not paths:
+        raise UserError(f"no images in the calibration folder {folder}; known formats: {', '.join(sorted(EXTENSIONS))}")
+    base = absolute(folder).parent
+    return [Photo(path, name_below(path, base), -1, "calibration") for path in paths]
+
+
+def _without_test_copies(listing: Listing, hashes: list[str]) -> tuple[Listing, list[str]]:
+    """Leave out other images that are copies of test images: nothing is trained or calibrated on test images."""
+    photos = listing.photos
+    tested = {sha for photo, sha in zip(photos, hashes, strict=True) if photo.split == "test" and sha}
+    keep = [i for i, photo in enumerate(photos) if photo.split == "test" or hashes[i] not in tested]
+    without_copies = replace(listing, photos=[photos[i] for i in keep])
+    splits = {photo.split for photo in without_copies.photos}
+    if listing.own_calibration and "calibration" not in splits:
+        raise UserError("every calibration image is also a test image; give a folder with other images")
+    if any(photo.split == "train" for photo in photos) and "train" not in splits:
+        raise UserError("every training image is also a test image; give others")
+    return without_copies, [hashes[i] for i in keep]
+
+
+def _build_content(listing: Listing, about: dict[str, Any], options: DecodeOptions) -> store.Content:
+    photos = listing.photos
+    paths = [photo.path for photo in photos]
+    columns = {"labels": np.array([photo.label for photo in photos], np.int64)}
+    annotations = None
+    if listing.annotate or listing.sized:
+        sizes = image_sizes(paths, options.transform)
+        columns["sizes"] = np.array([size or (0, 0) for size in sizes], np.int32)
+    if listing.annotate:
+        annotations = listing.annotate(photos, sizes)
+        about = {**about, **annotations.about, "truth": TRUTH}
+
+    def further_files(kept: np.ndarray) -> dict[str, Any]:
+        return {TRUTH: annotations.truth(kept)} if annotations else {}
+
+    def check_unreadable(unreadable: dict[int, str]) -> list[str]:
+        lines = [f"{photos[i].name} ({reason})" for i, reason in unreadable.items()]
+        if options.on_unreadable == "refuse":
+            _refuse_unreadable(lines, len(photos))
+        _all_classes(listing, unreadable, lines[0])
+        return lines
+
+    def iter_rows(start: int) -> Iterator[DecodedRow]:
+        return decoded(paths, options.transform, options.progress, start)
+
+    return store.Content(
+        iter_rows,
+        options.transform.shape,
+        columns,
+        _split_photos(photos, options.seed),
+        about,
+        check_unreadable,
+        further_files,
+    )
+
+
+def _split_photos(photos: list[Photo], seed: int) -> dict[str, np.ndarray]:
+    labels = np.array([photo.label for photo in photos], np.int64)
+    splits = {}
+    for split in ("test", "train", "calibration"):
+        belongs = [photo.split == split or (photo.calibrates and split == "calibration") for photo in photos]
+        if len(chosen := np.flatnonzero(belongs)):
+            splits[split] = chosen[stratified_order(labels[chosen], seed)]
+    return splits
+
+
+def _all_classes(listing: Listing, unreadable: dict[int, str], example: str) -> None:
+    """Refuse a split of which a class is unreadable altogether."""
+    for split in ("test", "train"):
+        wanted = {photo.label for photo in listing.photos if photo.split == split}
+        readable = [photo for i, photo in enumerate(listing.photos) if i not in unreadable]
+        for label in sorted(wanted - {photo.label for photo in readable if photo.split == split}):
+            of = f" of class {listing.classes[label]!r}" if label >= 0 else ""
+            raise UserError(f"no {split} image{of} can be read, e.g. {example}")
+
+
+def _refuse_unreadable(unreadable: list[str], count: int) -> None:
+    if unreadable:
+        named = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
+        raise UserError(
+            f"{len(unreadable)} of {count} images can't be read: {named}; "
+            "remove them, or leave them out with --unreadable skip"
+        )
+
+
+# The 1,000 classes of ImageNet in their usual order: sorted by synset, as torchvision and timm number them.
+
+COUNT = 1000
+SYNSET = re.compile(r"n\d{8}")
+
+
+@lru_cache(maxsize=1)
+def list_synsets() -> dict[str, str]:
+    """Return the first name of each of the 1,000 classes by its synset, in order; raise `Unavailable` without timm.
+
+    The lists that come with timm are read as files: importing timm would load torch for a table of names.
+    """
+    spec = importlib.util.find_spec("timm")
+    folders = [Path(place) / "data" / "_info" for place in (spec.submodule_search_locations or [])] if spec else []
+    lists = next((folder for folder in folders if (folder / "imagenet_synsets.txt").is_file()), None)
+    if lists is None:
+        raise Unavailable(f"ImageNet's list of classes comes with timm; {install('timm')}")
+    lemmas = (lists / "imagenet_synset_to_lemma.txt").read_text(encoding="utf-8").splitlines()
+    named = dict(line.split("\t", 1) for line in lemmas if "\t" in line)
+    order = (lists / "imagenet_synsets.txt").read_text(encoding="utf-8").split()
+    return {synset: named.get(synset, synset).split(",")[0] for synset in order}
+
+
+def all_known(names: list[str]) -> bool:
+    """Return whether these are all synsets of the standard classes; nothing is read unless they look like synsets."""
+    return bool(names) and all(SYNSET.fullmatch(name) for name in names) and set(names) <= list_synsets().keys()
+
+
+def readable(synset: str) -> str:
+    """Return the class's name beside its synset: two of the 1,000 are called crane."""
+    return f"{list_synsets()[synset]} ({synset})"

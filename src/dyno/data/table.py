@@ -1,0 +1,229 @@
+"""A table of labels: a CSV file with a row for each image, its path and its class."""
+
+from __future__ import annotations
+
+import csv
+import re
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from dyno.data.data_format import DataFormat, ScanRequest
+from dyno.data.label_files import PARTS
+from dyno.data.photos import (
+    COUNT,
+    Listing,
+    Photo,
+    all_known,
+    calibration_photos,
+    find_image_folder,
+    is_image,
+    is_system,
+    list_synsets,
+    printable,
+    readable,
+    stratified_order,
+    without_missing,
+)
+from dyno.worker.spec import UserError, numbered
+
+# Names of columns as they are compared: in small letters, without spaces, dots, dashes and underscores.
+PATHS = (
+    "path", "filepath", "imagepath", "imgpath", "relativepath", "filename", "file", "image", "img", "imagename",
+    "imgname", "imageid", "name", "id",
+)  # fmt: skip
+LABELS = ("label", "labels", "class", "classid", "labelid", "category", "categoryid", "target", "classname",
+          "labelname", "categoryname", "y")  # fmt: skip
+SPLITS = ("split", "set", "subset", "partition")
+BOXES = {"xmin", "x1", "bbox", "boxes", "xcenter", "predictionstring"}
+TESTED, TRAINED = ("test", "val", "valid", "validation"), ("train", "training")
+MOST_CLASSES = 100_000  # a larger number is an identity, not a class
+SEEN = 20  # rows that decide what a column is
+
+
+class LabelTable(DataFormat):
+    """A CSV file of `path,label` with or without a header, or the folder of images in which the only one lies.
+
+    Labels that are whole numbers are the network's classes; names are numbered in their order, as class folders are.
+    """
+
+    name = "table"
+    described = "a table of labels"
+    suffixes = (".csv", ".tsv")
+    labels = "classes"
+
+    def fits(self, path: Path) -> bool:
+        """Return whether the path is a table, or a folder with one.
+
+        Such a folder has no class folders, or the table's images all lie in one folder.
+        """
+        if not path.is_dir():
+            return path.suffix.lower() in self.suffixes
+        folders = [inner.name.lower() for inner in path.iterdir() if inner.is_dir() and not is_system(inner.name)]
+        return any(set(folders) <= PARTS or _are_in_one_folder(table) for table in _find_tables(path))
+
+    def scan(self, path: Path, wanted: ScanRequest) -> Listing:
+        file = path
+        if path.is_dir():
+            file, *others = _find_tables(path)
+            if others:
+                named = ", ".join(table.name for table in (file, *others))
+                raise UserError(f"{path} has several tables of labels ({named}); give the path of the one to use")
+        if wanted.train:
+            raise UserError(f"{file} is a table of labels; training needs class folders, train/<class>/… and test/…")
+        table = _read_table(file)
+        labels, classes, standard = _number_labels(file, table.labels, table.classes, wanted.outputs)
+        folder, suffix = find_image_folder(file, table.names)
+        rows = zip(table.names, labels, table.splits, strict=True)
+        photos = [Photo(folder / (name + suffix), printable(name), label, split) for name, label, split in rows]
+        photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
+        warnings = [line for line in (missing, _warn_unlisted(photos, folder, file)) if line]
+        about = {"label_source": "imagenet1k" if standard else "table", **({"warnings": warnings} if warnings else {})}
+        own = isinstance(wanted.calibration, Path)
+        return Listing(printable(file.stem), classes, _split_photos(photos, wanted), own, about)
+
+
+TABLE = LabelTable()
+
+
+@dataclass(frozen=True)
+class _LabelRows:
+    """Each image's name, label and split; `classes` are named in their order where a column is one of them."""
+
+    names: list[str]
+    labels: list[str]
+    splits: list[str]
+    classes: list[str]
+
+
+def _are_in_one_folder(file: Path) -> bool:
+    """Return whether all images of the table lie in one folder beside it, by their names alone: then it is no class."""
+    names = _read_table(file).names
+    folder, suffix = find_image_folder(file, names)
+    return folder.parent == file.parent and all("/" not in n and (folder / (n + suffix)).is_file() for n in names)
+
+
+def _warn_unlisted(photos: list[Photo], folder: Path, file: Path) -> str:
+    """Return a warning on images beside the listed ones that the table leaves out."""
+    listed = {photo.path for photo in photos}
+    others = [path for path in folder.iterdir() if is_image(path.name) and path not in listed]
+    are = "1 image is" if len(others) == 1 else f"{len(others):,} images are"
+    return f"{are} not in {file.name} and left out, e.g. {printable(min(others).name)}" if others else ""
+
+
+def _find_tables(folder: Path) -> list[Path]:
+    """Return the folder's tables that name images with a label each."""
+    tables = []
+    for file in sorted(folder.iterdir()):
+        if file.suffix.lower() not in LabelTable.suffixes or is_system(file.name):
+            continue
+        try:
+            names = _read_table(file).names
+            find_image_folder(file, names)
+        except UserError:
+            continue
+        tables.append(file)
+    return tables
+
+
+def _read_table(file: Path) -> _LabelRows:
+    """Read the table, whose columns are recognised by their names or contents."""
+    try:
+        text = file.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as e:
+        raise UserError(f"the table {file} can't be read: {getattr(e, 'strerror', None) or 'it is not UTF-8'}") from e
+    first = text.split("\n", 1)[0]
+    delimiter = max("\t;,", key=first.count)
+    rows = [[cell.strip() for cell in row] for row in csv.reader(text.splitlines(), delimiter=delimiter) if any(row)]
+    if not rows or len(rows[0]) < 2:
+        raise UserError(f"{file} is not a table of labels; it needs a row of path,label for each image")
+    header = [re.sub(r"[\s._-]", "", cell.lower()) for cell in rows[0]]
+    is_header = not any(map(is_image, rows[0])) and (not {*header}.isdisjoint(PATHS) or _is_path(rows[1:], None))
+    if not is_header:
+        header, begin = ["path", "label"] if len(rows[0]) == 2 else [""] * len(rows[0]), 0
+    else:
+        begin = 1
+    body = rows[begin:]
+    if ragged := next((n for n, row in enumerate(body, begin + 1) if len(row) != len(header)), 0):
+        raise UserError(f"{file}, row {ragged} has {len(rows[ragged - 1])} cells, not {len(header)}")
+    if not {*header}.isdisjoint(BOXES) or not body:
+        what = "holds boxes, which are read in COCO's and YOLO's formats" if body else "has no rows"
+        raise UserError(f"{file} {what}; give a table of path,label")
+    return _choose_columns(file, header, rows[0] if is_header else header, body, begin)
+
+
+def _is_path(rows: list[list[str]], column: int | None) -> bool:
+    """Return whether the first rows name images: in this column, or in any."""
+    cells = [row if column is None else row[column : column + 1] for row in rows[:SEEN]]
+    return bool(cells) and all(any(map(is_image, row)) for row in cells)
+
+
+def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[list[str]], begin: int) -> _LabelRows:
+    """Choose the columns of paths, labels and splits; several columns of 0 and 1 are classes."""
+    named = [header.index(name) for name in PATHS if name in header]
+    paths = next((c for c in [*named, *range(len(header))] if _is_path(body, c)), named[0] if named else None)
+    if paths is None:
+        raise UserError(f"{file} has no column of image files; name one path, and one label")
+    split = next((header.index(name) for name in SPLITS if name in header), None)
+    rest = [c for c in range(len(header)) if c not in (paths, split) and header[c]]
+    label = next((header.index(name) for name in LABELS if name in header and header.index(name) in rest), None)
+    label = rest[0] if label is None and len(rest) == 1 else label
+    classes: list[str] = []
+    if label is not None:
+        labels = [row[label] for row in body]
+    elif all(row[c] in ("0", "1", "0.0", "1.0") for row in body for c in rest) and rest:
+        classes = [printable(shown[c]) for c in rest]
+        marks = [[k for k, c in enumerate(rest) if float(row[c])] for row in body]
+        if wrong := next((n for n, mark in enumerate(marks, begin + 1) if len(mark) != 1), 0):
+            raise UserError(f"{file}, row {wrong}: {len(marks[wrong - begin - 1])} classes are 1; each image needs one")
+        labels = [str(mark[0]) for mark in marks]
+    else:
+        raise UserError(f"{file} has no column that is called label or class, but {', '.join(shown)}; name it label")
+    names = [row[paths].replace("\\", "/") for row in body]
+    if empty := next((n for n, cells in enumerate(zip(names, labels, strict=True), begin + 1) if not all(cells)), 0):
+        raise UserError(f"{file}, row {empty} has no {'label' if names[empty - begin - 1] else 'path'}")
+    if twice := next((name for name in _find_repeated(names)), ""):
+        raise UserError(f"{file} lists {twice} twice; each image needs one row with one class")
+    splits = ["test"] * len(body) if split is None else [row[split].lower() for row in body]
+    return _LabelRows(names, labels, splits, classes)
+
+
+def _find_repeated(names: list[str]) -> list[str]:
+    seen: set[str] = set()
+    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
+
+
+def _number_labels(file: Path, labels: list[str], named: list[str], outputs: int) -> tuple[list[int], list[str], bool]:
+    """Return each image's class, the classes' names, and whether they are ImageNet's 1,000."""
+    if not all(re.fullmatch(r"\d+(\.0+)?", label) for label in labels):
+        order = sorted(set(labels))
+        if outputs == COUNT and all_known(order):
+            every = list(list_synsets())
+            return [every.index(label) for label in labels], [readable(synset) for synset in every], True
+        place = {label: k for k, label in enumerate(order)}
+        return [place[label] for label in labels], [printable(label) for label in order], False
+    numbers = [int(float(label)) for label in labels]
+    highest, count = max(numbers), len(named) or outputs
+    if highest >= (count or MOST_CLASSES):
+        known = (
+            f"the network has {numbered(count, 'class', 'classes')}, 0 to {count - 1}" if count else "no class is so"
+        )
+        since = "; the table counts from 1, subtract 1" if min(numbers) == 1 and highest == count else ""
+        raise UserError(f"{file} has class {highest}, but {known}{since}")
+    return numbers, named or [str(k) for k in range(count or highest + 1)], False
+
+
+def _split_photos(photos: list[Photo], wanted: ScanRequest) -> list[Photo]:
+    """Return the images to test on, those of one split, and those to calibrate on, which come from the others."""
+    tested = next((split for split in TESTED if any(photo.split == split for photo in photos)), None)
+    if tested is None:
+        raise UserError(f"no row of the table is of the split {', '.join(TESTED)}; mark the rows to test on as test")
+    test = [Photo(p.path, p.name, p.label, "test") for p in photos if p.split == tested]
+    if isinstance(wanted.calibration, Path):
+        return test + calibration_photos(wanted.calibration)
+    training = [Photo(p.path, p.name, p.label, "calibration") for p in photos if p.split in TRAINED]
+    if not training:
+        return test
+    order = stratified_order(np.array([p.label for p in training]), wanted.seed)[: wanted.calibration]
+    return test + [training[i] for i in sorted(order.tolist())]

@@ -1,0 +1,116 @@
+"""Blocks: what is compared with each other, and so measured on one device; and the trial that all devices repeat."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dyno.devices.block_process import ORDER
+from dyno.devices.places import LOG, Place, RunningBlock
+from dyno.run import ensemble
+from dyno.study.plan import PlannedTrial, TrialSelection
+from dyno.study.study import Study
+from dyno.worker.record import read_json, write_bytes, write_json, write_text
+from dyno.worker.spec import SCHEMA, Trial, digest
+
+
+@dataclass(frozen=True)
+class Block:
+    """All trials of one model, batch and size: what measures in turns together, and never on two devices."""
+
+    trials: tuple[Trial, ...]
+    source: str  # their model, as the study has it
+
+    @property
+    def id(self) -> str:
+        """The hash of what its trials have in common, the same when a study gets more backends or precisions."""
+        first = self.trials[0]
+        return digest([first.model.name, first.dims])[:12]
+
+    @property
+    def part(self) -> TrialSelection:
+        """What of the study's plan it is."""
+        return TrialSelection([trial.id for trial in self.trials], [self.source])
+
+    @property
+    def label(self) -> str:
+        """The block in words, as in a progress line."""
+        dims = self.trials[0].dims
+        return f"{self.trials[0].model.name} b{dims.batch} {dims.shown}".rstrip()
+
+
+def split_blocks(planned: Sequence[PlannedTrial]) -> list[Block]:
+    """Return the blocks of the trials that can run, in their order; each trial is in exactly one."""
+    sources = {entry.trial.id: entry.source for entry in planned}
+    groups = ensemble.groups([entry.trial for entry in planned if not entry.refusal])
+    return [Block(tuple(group), sources[group[0].id]) for group in groups]
+
+
+def find_anchor(planned: Sequence[PlannedTrial]) -> PlannedTrial | None:
+    """Return the trial repeated on every device of a study: the reference of its first block; None without a block."""
+    trial = next((ensemble.reference(block.trials, None) for block in split_blocks(planned)), None)
+    return next((entry for entry in planned if entry.trial == trial), None)
+
+
+# A block's process: what it is asked for, and the process on this host from outside.
+
+REQUEST = "request.toml"
+PATIENCE_S = 10.0  # that a process has to end its jobs after an interrupt
+
+
+def start_process(
+    folder: Path, study: Study, part: TrialSelection, place: Place, *, retry_failed: bool
+) -> RunningBlock:
+    """Start measuring that part of the study at the place, into the folder, which may hold some of it already."""
+    folder.mkdir(parents=True, exist_ok=True)
+    write_text(folder / REQUEST, replace(study, device=place.device).to_toml())
+    order = {
+        "schema": SCHEMA, "study": REQUEST, "sources": list(part.sources), "trials": sorted(part.trials),
+        "cores": list(place.cores), "retry_failed": retry_failed,
+    }  # fmt: skip
+    write_json(folder / ORDER, order)
+    write_bytes(folder / LOG, b"")
+    return place.host.begin(folder, place) if place.host else BlockProcess(folder, place)
+
+
+class BlockProcess(RunningBlock):
+    """A block's process on this host."""
+
+    def __init__(self, folder: Path, place: Place) -> None:
+        super().__init__(folder, place)
+        self.process = popen(folder, place.env)
+
+    @property
+    def code(self) -> int | None:
+        return self.process.poll()
+
+    def end(self) -> None:
+        end_process(self.process)
+
+
+def popen(folder: Path, env: Mapping[str, str], cwd: str | None = None) -> subprocess.Popen[bytes]:
+    """Start the process that measures what the folder's order asks for; it dies with its caller."""
+    write_json(folder / ORDER, {**read_json(folder / ORDER), "driver": os.getpid()})
+    with open(folder / LOG, "ab") as log:
+        return subprocess.Popen(
+            [sys.executable, "-P", "-m", "dyno.devices.block_process", str(folder)],
+            stdin=subprocess.DEVNULL, stdout=log, stderr=log, env={**os.environ, **env}, cwd=cwd,
+            start_new_session=True,
+        )  # fmt: skip
+
+
+def end_process(process: subprocess.Popen[bytes]) -> None:
+    """Interrupt it, and kill it if it doesn't end."""
+    with suppress(ProcessLookupError):
+        process.send_signal(signal.SIGINT)
+    try:
+        process.wait(PATIENCE_S)
+    except subprocess.TimeoutExpired:
+        process.kill()
+        process.wait()

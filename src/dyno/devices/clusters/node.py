@@ -1,0 +1,351 @@
+"""What runs in a cluster's process on a node: it starts a block's process there, and sends back the files it writes.
+
+A cluster only places and moves: what measures is the process that measures on one host too, in an environment like
+that of the host where the command was given.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import io
+import os
+import platform
+import shutil
+import tarfile
+import tempfile
+import time
+from abc import ABC, abstractmethod
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from subprocess import Popen
+from typing import Any
+
+from dyno import __version__
+from dyno.devices import blocks, places
+from dyno.devices.places import LOG, Place, RunningBlock, share
+from dyno.store import LOCK
+from dyno.worker import system
+from dyno.worker.record import write_bytes
+from dyno.worker.spec import UserError
+
+# Clusters and their sites set these for what they start. A block has them as the host has where the command was given.
+CARRIED = (
+    "OMP_NUM_THREADS", "MKL_NUM_THREADS", "OPENBLAS_NUM_THREADS", "OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY",
+    "KMP_AFFINITY",
+)  # fmt: skip
+
+RECORD = "record.json"
+FOLDERS = "dyno-block-"  # what folders of blocks are called on a node
+
+
+def carried(device: str) -> dict[str, str | None]:
+    """Return the environment variables that a block of the device takes over from here; None for one that isn't set."""
+    names = (*CARRIED, places.VISIBLE) if device == "cpu" else CARRIED
+    return {name: os.environ.get(name) for name in names}
+
+
+@dataclass(frozen=True)
+class NodeDescription:
+    """A node: its host's name, Dyno's version, the card of the device that it has for a block, the GPU's number on the
+    host ("" for a CPU), and the logical processors of each physical core that it may use."""
+
+    host: str
+    version: str
+    card: str
+    gpu: str
+    cores: tuple[tuple[int, ...], ...]
+
+
+@dataclass(frozen=True)
+class FolderUpdate:
+    """What a block's folder has since the last question: the files that changed, as a tar, the names of all that there
+    are, and the process's exit code (None while it runs)."""
+
+    changed: bytes
+    names: tuple[str, ...]
+    code: int | None
+
+
+class Node:
+    """One device of one node; its methods are called from the host where `dyno run` was started.
+
+    `nice` says what to do where the cluster has its processes give way to others, and may not undo that.
+    """
+
+    def __init__(self, nice: str = "") -> None:
+        self._nice = nice
+        self._folder: Path | None = None
+        self._held = -1
+        self._process: Popen[bytes] | None = None
+        self._sent: dict[str, tuple[int, int]] = {}
+
+    def describe(self, device: str) -> NodeDescription:
+        """Return the node's description: its host, version, card and cores."""
+        host, cores = platform.node(), tuple(tuple(core) for core in system.core_threads())
+        if device == "cpu":
+            return NodeDescription(host, __version__, system.describe()["cpu"], "", cores)
+        visible = os.environ.get(places.VISIBLE, "0")
+        return NodeDescription(host, __version__, places.parse_places("cuda:0")[0].card, visible, cores)
+
+    def begin(self, packed: bytes, env: Mapping[str, str], own: Mapping[str, str | None], cwd: str) -> None:
+        """Start the block whose folder that is, with `env` besides, and `own` as the user has these variables.
+
+        Paths in the study are relative to `cwd`, where this host has that.
+        """
+        self.end()
+        self._folder, self._held = _own_folder()
+        unpack(packed, self._folder)
+        self._sent = _list_stamps(self._folder)
+        for name, value in own.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+        with suppress(PermissionError):  # what a child inherits; Ray gives way to all other programs
+            os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
+        if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
+            self._log_line(f"processes of the cluster give way to others here (niceness {nice}){self._nice}")
+        self._process = blocks.popen(self._folder, env, cwd if Path(cwd).is_dir() else None)
+
+    def _log_line(self, line: str) -> None:
+        """Append a line to the block's log."""
+        assert self._folder is not None
+        with open(self._folder / LOG, "a", encoding="utf-8") as log:
+            log.write(f"{line}\n")
+
+    def news(self) -> FolderUpdate:
+        """Return the changes since the last call."""
+        assert self._folder is not None and self._process is not None
+        code = self._process.poll()  # before the files are looked at: those of a process that ended are all there
+        stamps = _list_stamps(self._folder)
+        changed = [name for name, stamp in stamps.items() if self._sent.get(name) != stamp]
+        self._sent = stamps
+        return FolderUpdate(pack(self._folder, changed), tuple(stamps), code)
+
+    def end(self) -> None:
+        """End the block's process, if there is one, and remove its folder."""
+        if self._process is not None:
+            blocks.end_process(self._process)
+            self._process = None
+        if self._folder is not None:
+            shutil.rmtree(self._folder, ignore_errors=True)
+            os.close(self._held)
+            self._folder = None
+
+
+def _own_folder() -> tuple[Path, int]:
+    """Create a folder and lock it while this process lives; return it with the open file of the lock.
+
+    Folders left here by killed processes are removed first.
+    """
+    for left in Path(tempfile.gettempdir()).glob(f"{FOLDERS}*"):
+        with suppress(OSError):  # in use, or another user's
+            number = _lock_folder(left, fcntl.LOCK_NB)
+            shutil.rmtree(left, ignore_errors=True)
+            os.close(number)
+    while True:
+        folder = Path(tempfile.mkdtemp(prefix=FOLDERS))
+        with suppress(FileNotFoundError):  # as a left one it was removed before it was locked
+            number = _lock_folder(folder)
+            if folder.exists():
+                return folder, number
+            os.close(number)
+
+
+def _lock_folder(folder: Path, how: int = 0) -> int:
+    number = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
+    try:
+        fcntl.flock(number, fcntl.LOCK_EX | how)
+    except OSError:
+        os.close(number)
+        raise
+    return number
+
+
+def _list_stamps(folder: Path) -> dict[str, tuple[int, int]]:
+    """Return each file's time and size."""
+    found = {}
+    for path in sorted(folder.rglob("*")):
+        try:
+            status = path.stat()
+        except FileNotFoundError:  # it was there a moment ago
+            continue
+        if path.is_file() and path.name != LOCK:
+            found[path.relative_to(folder).as_posix()] = (status.st_mtime_ns, status.st_size)
+    return found
+
+
+def pack(folder: Path, names: Collection[str]) -> bytes:
+    """Pack these files of the folder into a tar, without those that have disappeared meanwhile."""
+    written = io.BytesIO()
+    with tarfile.open(fileobj=written, mode="w") as tar:
+        for name in names:
+            try:
+                content = (folder / name).read_bytes()
+            except FileNotFoundError:
+                continue
+            about = tarfile.TarInfo(name)
+            about.size = len(content)
+            tar.addfile(about, io.BytesIO(content))
+    return written.getvalue()
+
+
+def whole(folder: Path) -> bytes:
+    """Pack all files of the folder into a tar."""
+    return pack(folder, list(_list_stamps(folder)))
+
+
+def unpack(packed: bytes, folder: Path) -> None:
+    """Write the files of a tar into the folder; nothing in it can reach beyond.
+
+    This process may be killed meanwhile: a file is there whole or not at all, and a record after what it is of.
+    """
+    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
+        for about in sorted(tar.getmembers(), key=lambda about: Path(about.name).name == RECORD):
+            path, content = folder / about.name, tar.extractfile(about)
+            # The filters of tarfile, which ask the same, came with Python 3.11.4.
+            if content is None or not path.resolve().is_relative_to(folder.resolve()):
+                raise UserError(f"a node's files can't be unpacked: {about.name} is not a file of its block's folder")
+            path.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(path, content.read())
+
+
+def mirror(news: FolderUpdate, folder: Path) -> None:
+    """Update the folder to the node's: write changed files, and remove those that are gone there."""
+    unpack(news.changed, folder)
+    for name in _list_stamps(folder).keys() - set(news.names):
+        (folder / name).unlink(missing_ok=True)
+
+
+# Blocks on other hosts: each one's folder here follows the one there, whatever carries questions and answers.
+
+POLL_S = 1.0  # between two questions to a node: each has it look through the block's files
+SILENT_S = 60.0  # without an answer, after which a node is taken for lost
+GONE = 70
+
+
+class NodeLost(Exception):
+    """Why there will be no answer from a node."""
+
+
+class NodeSilent(NodeLost):
+    """It did not answer in time."""
+
+
+class RemoteHost(ABC):
+    """A device on another host, where a `Node` answers one call after another; `gone` once nothing can be asked."""
+
+    def __init__(self) -> None:
+        self.gone = False
+
+    @abstractmethod
+    def ask(self, call: str, *given: Any) -> None:
+        """Have that method of the node called; an answer that is still to come to an earlier call is forgotten."""
+
+    @abstractmethod
+    def answer(self) -> tuple[Any] | None:
+        """Return the answer to the last call, or None until it has arrived; raise `NodeLost` if it never will."""
+
+    def call(self, call: str, *given: Any, within: float) -> Any:
+        """Call the method and return its answer; raise `NodeLost` if there is none, also after `within` seconds."""
+        self.ask(call, *given)
+        until = time.monotonic() + within
+        while (answer := self.answer()) is None:
+            if time.monotonic() > until:
+                raise NodeSilent(f"no answer for {within:g} s")
+            time.sleep(0.05)
+        return answer[0]
+
+    def begin(self, folder: Path, place: Place) -> RunningBlock:
+        """Send the block's folder there, and start."""
+        return RemoteBlock(folder, place, self)
+
+
+class RemoteBlock(RunningBlock):
+    """A block's process on another host; its folder here follows the one there."""
+
+    def __init__(self, folder: Path, place: Place, host: RemoteHost) -> None:
+        super().__init__(folder, place)
+        self._host = host
+        self._code: int | None = None
+        self._why = ""
+        host.ask("begin", whole(folder), place.env, carried(place.device), str(Path.cwd()))
+        self._waits = True
+        self._asked = time.monotonic()
+
+    @property
+    def code(self) -> int | None:
+        if self._code is None:
+            try:
+                self._read_answer()
+            except NodeLost as e:
+                self._host.gone, self._code, self._why = True, GONE, str(e)
+        return self._code
+
+    @property
+    def lost(self) -> str:
+        return f"lost with its node: {self._why}" if self._code == GONE else super().lost
+
+    def end(self) -> None:
+        if not self._host.gone:
+            with suppress(NodeLost):
+                self._host.call("end", within=SILENT_S)
+
+    def _read_answer(self) -> None:
+        """Take the answer to the last question if there is one, and ask the next when it is time."""
+        now = time.monotonic()
+        if not self._waits:
+            if now - self._asked < POLL_S:
+                return
+            self._host.ask("news")
+            self._waits, self._asked = True, now
+        answer = self._host.answer()
+        if answer is None:
+            if now - self._asked > SILENT_S:
+                raise NodeSilent(f"no answer for {SILENT_S:g} s")
+            return
+        self._waits = False
+        news: FolderUpdate | None = answer[0]
+        if news is not None:  # begun, and this isn't an answer to that
+            mirror(news, self.folder)
+            if news.code is not None:
+                self.end()
+                self._code = news.code
+
+
+def check_device(device: str) -> None:
+    """Raise `UserError` for a single device of a host."""
+    if device not in ("cpu", "cuda"):
+        raise UserError(f"on a cluster every device of a kind takes part; give --device cpu or cuda, not {device!r}")
+
+
+def same_dyno(name: str, about: NodeDescription) -> NodeDescription:
+    """Return `about` unchanged; raise `UserError` if that host has another version of Dyno."""
+    if about.version != __version__:
+        raise UserError(f"{name} has Dyno {about.version}, and this is {__version__}; install the same on all hosts")
+    return about
+
+
+def gpu(about: NodeDescription, name: str, host: RemoteHost) -> Place:
+    """Return the GPU of a node as a place, by its name on that host."""
+    where = f"{about.host}/{name}"
+    return Place(where, "cuda:0", about.card, threads=len(about.cores), machine=about.host, host=host)
+
+
+def processors(about: NodeDescription, own: Sequence[tuple[int, ...]], host: RemoteHost) -> Place:
+    """Return these physical cores of a node as a place."""
+    cores = tuple(cpu for core in own for cpu in core)
+    return Place(about.host, "cpu", share(about.card, cores), cores, threads=len(own), machine=about.host, host=host)
+
+
+def distinct(places: Sequence[Place]) -> list[Place]:
+    """Return the places with distinct names: the second one of a name is NAME#2."""
+    names, named = Counter[str](), []
+    for place in places:
+        names[place.name] += 1
+        number = names[place.name]
+        named.append(replace(place, name=f"{place.name}#{number}") if number > 1 else place)
+    return named

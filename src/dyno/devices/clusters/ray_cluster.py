@@ -1,0 +1,177 @@
+"""A Ray cluster as places: one for each GPU of its nodes, or one for each node's processors."""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from dyno import __version__
+from dyno.devices.clusters.node import (
+    Node,
+    NodeDescription,
+    NodeLost,
+    NodeSilent,
+    RemoteHost,
+    check_device,
+    distinct,
+    gpu,
+    processors,
+    same_dyno,
+)
+from dyno.devices.places import Place
+from dyno.worker.extras import install
+from dyno.worker.spec import UserError, shorten
+
+START_S = 120.0  # that a node has to start Ray's process with Dyno in it
+CONNECT_S = 10.0  # for a connection to the head node
+LAST_PORT = 2**16 - 1
+OWN = ("", "auto", "local")  # the cluster of this host, in Ray's words too
+NICE = "; set RAY_worker_niceness=0 before `ray start`"
+# Of a cluster that is started here: no usage statistics are sent, and measuring processes keep their priority.
+SETTINGS = {"RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"}
+
+
+@contextmanager
+def places(address: str, device: str) -> Iterator[list[Place]]:
+    """Hold the places of the cluster for a device, `cpu` or `cuda`, while the block runs.
+
+    `address` is a head node's (HOST:PORT or ray://…), "" for the cluster of this host; if there is none, Ray is started
+    here and ended afterwards. Raises `UserError`, one line.
+    """
+    check_device(device)
+    os.environ.update({name: value for name, value in SETTINGS.items() if name not in os.environ})
+    try:
+        import ray
+    except ImportError as e:
+        raise UserError(f"--on ray needs Ray: {e}; {install('ray')}") from e
+    _check_reachable(address)
+    terminate = signal.getsignal(signal.SIGTERM)  # Ray's own handler prints the trace of its C++
+    try:
+        ray.init(address=address or None, log_to_driver=False, logging_level=logging.ERROR, include_dashboard=None)
+        if terminate is not None and threading.current_thread() is threading.main_thread():
+            signal.signal(signal.SIGTERM, terminate)
+    except SystemExit as e:  # what Ray makes of SIGTERM while it starts
+        ray.shutdown()
+        raise KeyboardInterrupt from e
+    except (ConnectionError, RuntimeError, ValueError, OSError) as e:
+        where = f"at {address}" if address else "here"
+        raise UserError(f"no Ray cluster answers {where}: {shorten(e, 200)}") from e
+    try:
+        yield _list_places(device)
+    finally:
+        ray.shutdown()
+
+
+def _check_reachable(address: str) -> None:
+    """Raise `UserError` for a malformed or unreachable address, for which Ray would retry for minutes."""
+    if address in OWN:
+        return
+    scheme, _, place = address.rpartition("://")
+    host, _, port = place.rpartition(":")
+    if scheme not in ("", "ray") or not host or not port.isdecimal() or int(port) > LAST_PORT:
+        raise UserError(f"{address!r} is not the address of a Ray cluster; write --on ray=HOST:PORT of its head node")
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), CONNECT_S).close()
+    except OSError as e:
+        raise UserError(f"no Ray cluster answers at {address}: {e.strerror or e}") from e
+
+
+def _list_places(device: str) -> list[Place]:
+    """Return a place for each device, with an actor that reserves it."""
+    import ray
+    from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+    remote: Any = ray.remote(Node)
+    actors = []
+    for node in sorted(_list_alive().values(), key=lambda n: (n["NodeManagerHostname"], n["NodeID"])):
+        there = NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
+        count = int(node["Resources"].get("GPU" if device == "cuda" else "CPU", 0))
+        wanted = [{"num_gpus": 1, "num_cpus": 0}] * count if device == "cuda" else [{"num_cpus": count}] * (count > 0)
+        actors += [(node, count, remote.options(scheduling_strategy=there, **each).remote(NICE)) for each in wanted]
+    if not actors:
+        kind = "GPU" if device == "cuda" else "processor"
+        raise UserError(f"no node of the Ray cluster has a {kind}; see `ray status`")
+    taken, places = Counter[str](), []
+    for node, count, actor in actors:
+        host = RayHost(actor)
+        about = _describe_node(host, node, device)
+        if about is not None:
+            places.append(
+                gpu(about, f"cuda:{about.gpu}", host)
+                if device == "cuda"
+                else _choose_processors(about, count, taken, host)
+            )
+    if not places:
+        raise UserError("every node of the Ray cluster was lost while it was asked; see `ray status`")
+    return distinct(places)
+
+
+def _list_alive() -> dict[str, dict[str, Any]]:
+    """Return the nodes that Ray considers alive, by their identifiers."""
+    import ray
+
+    cluster: Any = ray  # its list of nodes has no types
+    return {node["NodeID"]: node for node in cluster.nodes() if node["Alive"]}
+
+
+def _describe_node(host: RayHost, node: dict[str, Any], device: str) -> NodeDescription | None:
+    """Return the node's description; None if it was already dead, which Ray notices late.
+
+    Raises `UserError` if it can't take part.
+    """
+    name = node["NodeManagerHostname"]
+    try:
+        about: NodeDescription = host.call("describe", device, within=START_S)
+    except NodeSilent as e:
+        raise UserError(f"{name} did not answer within {START_S:g} s; is it busy with other work of Ray?") from e
+    except NodeLost as e:
+        if node["NodeID"] not in _list_alive():
+            return None
+        raise UserError(f"{name} can't take part: {e}; install Dyno {__version__} there as here") from e
+    return same_dyno(name, about)
+
+
+def _choose_processors(about: NodeDescription, count: int, taken: Counter[str], host: RayHost) -> Place:
+    """Return a node's processors: all physical cores of its host, or as many as Ray counts if those are fewer.
+
+    Two nodes of one host share no core while there are enough.
+    """
+    first = taken[about.host]
+    own = about.cores[first : first + count] if count < len(about.cores) else about.cores
+    if not own:
+        raise UserError(f"the Ray nodes of {about.host} count more processors than it has physical cores")
+    taken[about.host] += count
+    return processors(about, own, host)
+
+
+class RayHost(RemoteHost):
+    """An actor of Ray that has a device."""
+
+    def __init__(self, actor: Any) -> None:
+        super().__init__()
+        self._actor = actor
+        self._pending: Any = None
+
+    def ask(self, call: str, *given: Any) -> None:
+        self._pending = getattr(self._actor, call).remote(*given)
+
+    def answer(self) -> tuple[Any] | None:
+        import ray
+
+        if not ray.wait([self._pending], timeout=0)[0]:
+            return None
+        try:
+            return (ray.get(self._pending),)
+        except ray.exceptions.ActorUnavailableError as e:
+            raise NodeLost("it does not answer any more") from e
+        except ray.exceptions.RayActorError as e:
+            raise NodeLost(" ".join(str(e).split())) from e
+        except ray.exceptions.RayError as e:  # raised there: a trace, and what is wrong at its end
+            raise NodeLost(str(e).strip().splitlines()[-1]) from e

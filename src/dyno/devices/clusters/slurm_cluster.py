@@ -1,0 +1,510 @@
+"""A Slurm cluster as places: each is a job that holds one device for as long as the study lasts."""
+
+from __future__ import annotations
+
+import os
+import shlex
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from threading import Event, Thread, current_thread, main_thread
+from typing import Any
+
+from dyno.devices import places as devices
+from dyno.devices.clusters import slurm_job
+from dyno.devices.clusters.node import (
+    SILENT_S,
+    FolderUpdate,
+    NodeDescription,
+    NodeLost,
+    RemoteHost,
+    check_device,
+    distinct,
+    gpu,
+    processors,
+    same_dyno,
+)
+from dyno.devices.clusters.slurm_job import ANSWER, ASK, BEAT_S, DRIVER, NODE, OVER, Mail
+from dyno.devices.places import Place
+from dyno.jobs.progress import Progress
+from dyno.store import SLURM
+from dyno.worker import system
+from dyno.worker.extras import install
+from dyno.worker.record import refuse_links
+from dyno.worker.spec import UserError, check_known, plain
+
+# What `--on slurm=…` says: how many jobs, of which kind.
+
+EXAMPLE = "--on slurm=4,partition=gpu,time=60"
+# Options of sbatch that are handed on as they are.
+OF_SBATCH = (
+    "partition", "account", "qos", "constraint", "gres", "mem", "cpus-per-task", "nodelist", "exclude", "reservation",
+)  # fmt: skip
+MINUTES = {"time": 240, "wait": 10}  # that a job may last; and that is waited for others once one has started
+CLUSTERS = ("slurm", "local")
+
+
+@dataclass(frozen=True)
+class SlurmRequest:
+    """How many jobs of Slurm, or of this host; minutes by name, and sbatch's options."""
+
+    jobs: int = 1
+    cluster: str = CLUSTERS[0]
+    minutes: dict[str, int] = field(default_factory=lambda: dict(MINUTES))
+    sbatch: dict[str, str] = field(default_factory=dict)
+
+    @property
+    def local(self) -> bool:
+        return self.cluster == "local"
+
+
+def parse(spec: str) -> SlurmRequest:
+    """Parse the words after `slurm=`, e.g. `4,partition=gpu`; raise `UserError`, one line, for invalid ones."""
+    items = [item.strip() for item in spec.split(",")] if spec.strip() else []
+    jobs = items.pop(0) if items and "=" not in items[0] else "1"
+    if not (jobs.isascii() and jobs.isdecimal() and int(jobs)):
+        raise UserError(f"--on slurm needs a whole number of jobs of at least 1, not {jobs!r}; write e.g. {EXAMPLE}")
+    given: dict[str, str] = {}
+    for item in items:
+        name, _, value = (part.strip() for part in item.partition("="))
+        if not value:
+            raise UserError(f"{item!r} of --on slurm is not NAME=VALUE; write e.g. {EXAMPLE}")
+        check_known("option of --on slurm", name, ("cluster", *MINUTES, *OF_SBATCH))
+        if name in given:
+            raise UserError(f"{name} is given twice for --on slurm; give it once")
+        given[name] = value
+    cluster = given.pop("cluster", CLUSTERS[0])
+    check_known("cluster of --on slurm", cluster, CLUSTERS)
+    minutes = {name: _parse_minutes(name, given.pop(name, str(usual))) for name, usual in MINUTES.items()}
+    if given and cluster == "local":
+        raise UserError(f"cluster=local runs the jobs on this host, where {', '.join(given)} has no meaning; omit it")
+    return SlurmRequest(int(jobs), cluster, minutes, given)
+
+
+def _parse_minutes(name: str, value: str) -> int:
+    if not (value.isascii() and value.isdecimal() and int(value)):
+        raise UserError(f"{name} of --on slurm must be a whole number of minutes, not {value!r}")
+    return int(value)
+
+
+# A job of Slurm as a host: asked through files, and taken for lost when it or Slurm says so, or nothing is heard.
+
+JOB_NAME = "dyno"
+DEAD_S = 120.0  # without a sign of life, after which either side takes the other for dead
+SUSPECT_S = 10.0  # after which Slurm is asked
+QUEUE_S = 10.0  # between two questions to Slurm
+LOOK_S = 0.5  # between two looks for a job's sign of life
+COMMAND_S = 60.0  # that a command of Slurm may take
+WAITING = ("PENDING", "CONFIGURING", "REQUEUED", "REQUEUE_HOLD", "REQUEUE_FED", "SPECIAL_EXIT", "RESV_DEL_HOLD")
+ALIVE = ("RUNNING", "COMPLETING", "SUSPENDED", "STOPPED", "SIGNALING", "STAGE_OUT", "RESIZING")
+
+
+class SlurmHost(RemoteHost):
+    """A job and its device; `local` where it is a process on this host, as submitit has it without Slurm."""
+
+    def __init__(self, job: Any, mail: Mail, *, local: bool) -> None:
+        super().__init__()
+        self.job, self.mail, self.local = job, mail, local
+        self._number, self._call = 0, ""
+        self._beat: Any = None
+        self._heard = self._looked = self._asked = time.monotonic()
+
+    @property
+    def id(self) -> str:
+        return str(self.job.job_id)
+
+    @property
+    def name(self) -> str:
+        return f"job {self.id}"
+
+    @property
+    def gone(self) -> bool:
+        if not self._gone:
+            with suppress(NodeLost):
+                self._check_job()
+        return self._gone
+
+    @gone.setter
+    def gone(self, gone: bool) -> None:
+        self._gone = gone
+
+    @property
+    def dead(self) -> bool:
+        """Whether it is a process on this host that has ended; what became of Slurm's jobs, Slurm says."""
+        return self.local and bool(self.job.done())
+
+    @property
+    def started(self) -> bool:
+        return self.mail.beat(NODE) is not None
+
+    @property
+    def ended(self) -> bool:
+        """Whether it has started, and has nothing more to do."""
+        return self.dead or bool((self.mail.beat(NODE) or {}).get("left"))
+
+    def ask(self, call: str, *given: Any) -> None:
+        self._number, self._call = self._number + 1, call
+        packed, rest = (given[0], given[1:]) if call == "begin" else (b"", given)
+        try:
+            self.mail.send(ASK, self._number, {"call": call, "given": rest}, packed)
+        except OSError as e:
+            raise UserError(f"the run folder can't be written to: {e}") from e
+
+    def answer(self) -> tuple[Any] | None:
+        found = self.mail.receive(ANSWER, self._number)
+        if found is None:
+            self._check_job()
+            return None
+        message, packed = found
+        if "error" in message:
+            raise self._end_job(message["error"])
+        if self._call == "news":
+            return (FolderUpdate(packed, tuple(message["names"]), message["code"]),)
+        if self._call == "describe":
+            cores = tuple(tuple(core) for core in message["cores"])
+            return (NodeDescription(**{**message, "cores": cores}),)
+        return (None,)
+
+    def _check_job(self) -> None:
+        """See whether the job is still there; raises `NodeLost`."""
+        now = time.monotonic()
+        if now - self._looked < LOOK_S:
+            return
+        self._looked = now
+        beat = self.mail.beat(NODE)
+        if beat is not None and beat != self._beat:
+            self._beat, self._heard = beat, now
+            if left := beat.get("left"):
+                raise self._end_job(left)
+        if self.dead:
+            raise self._end_job("its process was killed")
+        silent = now - self._heard
+        if not self.local and silent > SUSPECT_S and now - self._asked > QUEUE_S:
+            self._asked = now
+            state, _ = states([self]).get(self.id, ("", ""))
+            if over(state):
+                raise self._end_job(f"Slurm says that it is {state.lower()}")
+        if silent > DEAD_S:
+            raise self._end_job(f"it gave no sign of life for {silent:.0f} s")
+
+    def _end_job(self, why: str) -> NodeLost:
+        """End the job, whether it still exists or not, and return the error."""
+        self.gone = True
+        with suppress(OSError):
+            (self.mail.folder / OVER).touch()
+        self.cancel()
+        return NodeLost(f"{self.name}: {why}")
+
+    def cancel(self) -> None:
+        """Take the job from Slurm."""
+        if not self.local:
+            cancel([self.id])
+        elif not self.dead:  # submitit's own way is an interrupt, on which its process prints where it was
+            with suppress(ProcessLookupError):
+                os.kill(int(self.id), signal.SIGTERM)
+
+    def last_words(self) -> str:
+        """Return the last line of the job's log, or a hint if it wrote none."""
+        for path in (self.job.paths.stderr, self.job.paths.stdout):
+            with suppress(OSError):
+                if lines := path.read_text(encoding="utf-8", errors="replace").strip().splitlines():
+                    return plain(lines[-1])
+        return "it wrote no log; is the run folder on a file system that the nodes have too?"
+
+
+def cancel(ids: Sequence[str]) -> None:
+    """Cancel the jobs in Slurm; submitit's own method prints scancel's messages on those that have ended."""
+    if ids:
+        with suppress(OSError, subprocess.SubprocessError):
+            command = ["scancel", "--quiet", f"--name={JOB_NAME}", *ids]
+            subprocess.run(command, capture_output=True, timeout=COMMAND_S, check=False)
+
+
+def over(state: str) -> bool:
+    """Return whether a job in this state is over; "" is an unknown state."""
+    return state not in ("", *WAITING, *ALIVE)
+
+
+def states(hosts: Iterable[SlurmHost]) -> dict[str, tuple[str, str]]:
+    """Return Slurm's state of each job with its reason; `FORGOTTEN` for an unknown job, empty if Slurm doesn't answer.
+
+    Asked of `squeue`, because `sacct` knows nothing on clusters without accounting, and never why a job waits.
+    """
+    ids = [host.id for host in hosts]
+    command = ["squeue", "--noheader", "--states=all", f"--jobs={','.join(ids)}", "--format=%i|%T|%r"]
+    try:
+        done = subprocess.run(command, capture_output=True, text=True, timeout=COMMAND_S, check=False)
+    except (OSError, subprocess.SubprocessError):
+        return {}
+    if done.returncode and "Invalid job id" not in done.stderr:
+        return {}
+    found = {}
+    for line in done.stdout.splitlines():
+        number, state, reason = (part.strip() for part in line.split("|", 2))
+        found[number] = state, reason
+    return {one: found.get(one, ("FORGOTTEN", "")) for one in ids}
+
+
+# Waiting for jobs of Slurm to start: what is said meanwhile, and which ones the study goes on without.
+
+POLL_S = 0.2
+
+
+class Queue:
+    """Jobs on their way to a node."""
+
+    def __init__(self, jobs: Sequence[SlurmHost], progress: Progress) -> None:
+        self.jobs, self.progress = jobs, progress
+        self._waiting, self._running = list(jobs), list[SlurmHost]()
+        self._states: dict[str, tuple[str, str]] = {}
+        self._asked = self._first = 0.0
+        self._why, self._said = "", list[str]()
+
+    def started(self, wait_s: float) -> list[SlurmHost]:
+        """Wait until each job has started or never will, and return those that have started.
+
+        After the first start, the others have `wait_s` seconds. Raises `UserError` if no job starts.
+        """
+        while self._waiting:
+            self._sort_jobs()
+            if self._running:
+                self._first = self._first or time.monotonic()
+                if time.monotonic() - self._first > wait_s:
+                    self._leave_out(self._waiting, "did not start in time")
+            if self._waiting:
+                self._show_reasons()
+                time.sleep(POLL_S)
+        if not self._running:
+            raise UserError(f"no job of --on slurm has started: {self._why}")
+        return [host for host in self.jobs if host in self._running]
+
+    def _sort_jobs(self) -> None:
+        """Sort out those that have started, and those that never will."""
+        if not self._waiting[0].local and time.monotonic() - self._asked > QUEUE_S:
+            self._asked, self._states = time.monotonic(), states(self._waiting)
+        ended = [host for host in self._waiting if host.dead or over(self._find_state(host)[0])]
+        self._running += [host for host in self._waiting if host.started]  # a job may do so and end at once
+        self._waiting = [host for host in self._waiting if not host.started]
+        for host in ended:
+            if host in self._waiting:
+                state = self._find_state(host)[0].lower() or "ended"
+                self._leave_out([host], f"did not start: it is {state} ({host.last_words()})")
+
+    def _find_state(self, host: SlurmHost) -> tuple[str, str]:
+        return self._states.get(host.id, ("", ""))
+
+    def _leave_out(self, hosts: Sequence[SlurmHost], why: str) -> None:
+        self._waiting = [host for host in self._waiting if host not in hosts]
+        for host in hosts:
+            host.gone = True
+            host.cancel()
+            state, reason = self._find_state(host)
+            reason = "" if over(state) else reason
+            self._why = f"{host.name} {why}" + (f" ({reason})" if reason else "")
+            self.progress.note(f"{self._why}; the study goes on without it")
+
+    def _show_reasons(self) -> None:
+        """Show what the jobs are waiting for, as Slurm reports it, whenever that changes."""
+        words = []
+        for host in self._waiting:
+            state, reason = self._find_state(host)
+            if state in WAITING:
+                words.append(f"{host.name} waits in the queue ({state.lower() if reason in ('', 'None') else reason})")
+        if words and words != self._said:
+            self._said = words
+            self.progress.other(f"{len(self._running)} of {len(self.jobs)} jobs have started; {', '.join(words)}")
+
+
+ID = "id"  # the job's in Slurm
+END_S = 20.0  # that jobs have to end by themselves
+
+
+def count_expected(spec: str, device: str) -> list[Place]:
+    """Return the expected places, as far as a plan needs to know them, without starting a job."""
+    check_device(device)
+    parse(spec)
+    return [Place("slurm", "cuda:0" if device == "cuda" else "cpu", "", threads=system.physical_cores())]
+
+
+@contextmanager
+def slurm_places(spec: str, device: str, folder: Path, progress: Progress) -> Iterator[list[Place]]:
+    """Hold a place for each job that has started while the block runs; then end the jobs.
+
+    `folder` is the study's run folder, used by no other program, on a file system that the nodes share. Raises
+    `UserError`, one line.
+    """
+    check_device(device)
+    wanted, submitit = parse(spec), _import_submitit()
+    base = folder.resolve() / SLURM
+    refuse_links(base.parent, [SLURM])
+    try:
+        _end_earlier(base)
+        base.mkdir(parents=True, exist_ok=True)  # a job that ends may have written once more while it was removed
+        mail = Path(tempfile.mkdtemp(prefix="jobs-", dir=base))
+    except OSError as e:
+        raise UserError(f"{base} can't be made: {e.strerror}; remove what is there, or give another --out") from e
+    jobs: list[SlurmHost] = []
+    try:
+        with _keep_beating(mail):
+            for number in range(wanted.jobs):
+                jobs.append(_submit_job(submitit, wanted, device, mail, number))
+            yield _list_places(Queue(jobs, progress).started(wanted.minutes["wait"] * 60), device, progress)
+    finally:
+        _end_jobs(jobs, mail)
+        shutil.rmtree(base, ignore_errors=True)
+        with suppress(OSError):
+            folder.rmdir()  # where nothing came of it, and so nothing lies there
+
+
+def _end_earlier(base: Path) -> None:
+    """End the jobs of a command that died: running jobs end without its files, and others leave the queue."""
+    found = [path.read_text(errors="replace").strip() for path in base.glob(f"*/*/{ID}") if path.is_file()]
+    cancel([one for one in found if one.isascii() and one.isdecimal()])  # a folder from elsewhere may hold anything
+    shutil.rmtree(base, ignore_errors=True)
+
+
+def _import_submitit() -> Any:
+    """Import and return submitit, the library that submits jobs."""
+    try:
+        import submitit.helpers
+    except ImportError as e:
+        raise UserError(f"--on slurm needs submitit: {e}; {install('submitit')}") from e
+    return submitit
+
+
+@contextmanager
+def _keep_beating(mail: Path) -> Iterator[None]:
+    """Give a sign of life, while the block is entered."""
+    over = Event()
+
+    def write_beats() -> None:
+        count = 0
+        while not over.is_set():
+            with suppress(OSError):  # a full disk, or a file system that is away for a moment
+                slurm_job.write(mail / DRIVER, {"beat": (count := count + 1)})
+            over.wait(BEAT_S)
+
+    thread = Thread(target=write_beats, name="dyno-slurm", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        over.set()
+        thread.join()
+
+
+def _submit_job(submitit: Any, wanted: SlurmRequest, device: str, mail: Path, number: int) -> SlurmHost:
+    """Hand one job in."""
+    folder = mail / str(number)
+    folder.mkdir()
+    setting: dict[str, Any] = {"silent_s": DEAD_S}
+    executor: Any
+    if wanted.local:
+        setting |= {"driver": os.getpid(), **_reserve_share(wanted, device, number)}
+        executor = submitit.LocalExecutor(mail / "logs")
+        executor.update_parameters(timeout_min=wanted.minutes["time"])
+    else:
+        executor = _make_executor(submitit, wanted, device, mail / "logs")
+    try:
+        # This command may be in a job of Slurm itself, which its jobs aren't.
+        with submitit.helpers.clean_env(), _interrupts_ignored() if wanted.local else nullcontext():
+            job = executor.submit(slurm_job.main, str(folder), device, setting)
+    except submitit.core.utils.FailedJobError as e:
+        raise UserError(f"Slurm refuses the job: {plain(str(e).strip().splitlines()[-1])}") from e
+    host = SlurmHost(job, Mail(folder), local=wanted.local)
+    if not wanted.local:
+        (folder / ID).write_text(host.id)
+    return host
+
+
+@contextmanager
+def _interrupts_ignored() -> Iterator[None]:
+    """Ignore interrupts while the block runs, so that processes started in it outlive a Ctrl-C.
+
+    A terminal sends Ctrl-C to all processes there; this command then ends its jobs in order.
+    """
+    if current_thread() is not main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGINT, before)
+
+
+def _reserve_share(wanted: SlurmRequest, device: str, number: int) -> dict[str, Any]:
+    """Return what a job on this host reserves: a share of the processors, or a GPU."""
+    if device == "cuda":
+        return {"visible": devices.parse_places(f"cuda:{number}")[0].env[devices.VISIBLE]}
+    devices.parse_places(",".join(f"cpu:{k}" for k in range(wanted.jobs)))  # a `UserError` where there are fewer
+    return {"share": [number, wanted.jobs]}
+
+
+def _make_executor(submitit: Any, wanted: SlurmRequest, device: str, logs: Path) -> Any:
+    """Return the executor that submits to Slurm."""
+    try:
+        # In place of the shell: Slurm kills what is left of a job as soon as its shell has ended, which a signal does.
+        executor = submitit.SlurmExecutor(logs, python=f"exec {shlex.quote(sys.executable)}")
+    except RuntimeError as e:
+        raise UserError(
+            "--on slurm needs Slurm's commands (sbatch, squeue, scancel), and there are none here; "
+            "give the command on a host of the cluster, or try it with --on slurm=2,cluster=local"
+        ) from e
+    own = {"gres": "gpu:1"} if device == "cuda" else {} if "cpus-per-task" in wanted.sbatch else {"exclusive": True}
+    # Without srun: where a version has it so, its step gets other processors than the job. A job that Slurm would start
+    # a second time is lost to the study by then.
+    executor.update_parameters(
+        job_name=JOB_NAME, time=wanted.minutes["time"], use_srun=False,
+        additional_parameters={"no-requeue": True, **own, **wanted.sbatch},
+    )  # fmt: skip
+    return executor
+
+
+def _list_places(jobs: Sequence[SlurmHost], device: str, progress: Progress) -> list[Place]:
+    """Return each job's device as a place."""
+    places, owners, why = list[Place](), dict[tuple[str, int], SlurmHost](), ""
+    for host in jobs:
+        try:
+            about = same_dyno(host.name, host.call("describe", device, within=SILENT_S))
+        except NodeLost as e:
+            host.gone, why = True, str(e)
+            progress.note(f"{why}; the study goes on without it")
+            continue
+        if device == "cuda":
+            unique = about.card.rpartition(", ")[2]
+            places.append(gpu(about, unique[:12] if unique.startswith("GPU-") else f"cuda:{about.gpu}", host))
+            continue
+        places.append(processors(about, about.cores, host))
+        for cpu in places[-1].cores:
+            if (other := owners.setdefault((about.host, cpu), host)) is not host:
+                raise UserError(
+                    f"{other.name} and {host.name} have the same processors of {about.host}: Slurm binds none to a "
+                    "job there; leave cpus-per-task out, so that each has a host for itself"
+                )
+    if not places:
+        raise UserError(f"no job of --on slurm can take part: {why}")
+    # The jobs of one host in an order of their own: the next command's may start in another.
+    return distinct(sorted(places, key=lambda place: (place.name, place.cores)))
+
+
+def _end_jobs(jobs: Sequence[SlurmHost], mail: Path) -> None:
+    """End all jobs: those that have started by themselves, with their processes, and the others through Slurm."""
+    with suppress(OSError):
+        (mail / OVER).touch()
+    until = time.monotonic() + END_S
+    left = [host for host in jobs if host.started or host.local]
+    while (
+        left := [host for host in left if not (host.dead if host.local else host.ended)]
+    ) and time.monotonic() < until:
+        time.sleep(0.05)
+    for host in jobs:
+        if not host.dead:
+            host.cancel()

@@ -1,0 +1,194 @@
+"""What runs as a job of Slurm: it holds one device and does what is asked for through files, until it is told to end.
+
+A cluster has a file system in common. Each job has a folder of a study's run folder; questions of the host where
+`dyno run` was started lie there, and this job's answers.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import time
+from collections.abc import Iterable
+from contextlib import suppress
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dyno.devices import places
+from dyno.devices.clusters.node import FolderUpdate, Node
+from dyno.worker import system
+from dyno.worker.record import read_json
+from dyno.worker.spec import UserError
+
+POLL_S = 0.5  # between two looks for a question
+BEAT_S = 2.0  # between two signs of life
+REFRESH_S = 1.0
+DRIVER, NODE, OVER = "driver", "node", "over"  # signs of life of either side, and that the job is to end
+ASK, ANSWER = "ask", "answer"
+OF_LAUNCHERS = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SUBMITIT_")  # variables that a study on one host hasn't
+
+
+class Mail:
+    """A folder in which numbered messages lie: plain data, and bytes beside it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._refreshed = 0.0
+
+    def send(self, kind: str, number: int, message: dict[str, Any], packed: bytes = b"") -> None:
+        """Lay a message there, whole or not at all."""
+        replace(self._make_path(kind, number, "tar"), packed)
+        write(self._make_path(kind, number, "json"), message)
+
+    def receive(self, kind: str, number: int) -> tuple[dict[str, Any], bytes] | None:
+        """Take and return the message of this number; None if it hasn't arrived."""
+        self._refresh_folder()
+        path, beside = self._make_path(kind, number, "json"), self._make_path(kind, number, "tar")
+        if not path.is_file():
+            return None
+        message, packed = read_json(path), beside.read_bytes()
+        path.unlink()
+        beside.unlink()
+        return message, packed
+
+    def beat(self, name: str) -> dict[str, Any] | None:
+        """Return the last sign of life of that side, or None without one."""
+        self._refresh_folder()
+        try:
+            return read_json(self.folder / name)
+        except (FileNotFoundError, ValueError):
+            return None
+
+    def _refresh_folder(self) -> None:
+        """Have a network's file system look anew: it may remember for half a minute that a file isn't there."""
+        if time.monotonic() - self._refreshed > REFRESH_S:
+            self._refreshed = time.monotonic()
+            with suppress(OSError):
+                self.folder.chmod(self.folder.stat().st_mode)
+
+    def _make_path(self, kind: str, number: int, suffix: str) -> Path:
+        return self.folder / f"{kind}-{number}.{suffix}"
+
+
+def replace(path: Path, content: bytes) -> None:
+    """Write the file whole or not at all; unlike results it needn't outlive a crash of the machine."""
+    beside = path.with_name(f".{path.name}.part")
+    beside.write_bytes(content)
+    os.replace(beside, path)
+
+
+def write(path: Path, value: dict[str, Any]) -> None:
+    """Write the value as JSON; see `replace`."""
+    replace(path, json.dumps(value).encode())
+
+
+def main(folder: str, device: str, setting: dict[str, Any]) -> None:
+    """Serve in that folder as the job's only task.
+
+    `setting` has `silent_s`, after how many seconds without a sign of life the driver counts as dead; of jobs on the
+    driver's own host also `driver`, its process; `share`, which one of how many shares of the processors this is; and
+    `visible`, the GPU to see.
+    """
+    for name in list(os.environ):
+        if name.startswith(OF_LAUNCHERS):
+            del os.environ[name]
+    if share := setting.get("share"):
+        os.sched_setaffinity(0, _list_processors(*share))
+    if visible := setting.get("visible"):
+        os.environ[places.VISIBLE] = visible
+    pilot = Pilot(Path(folder), setting["silent_s"], setting.get("driver", 0))
+    for number in (signal.SIGTERM, signal.SIGUSR2):
+        signal.signal(number, pilot.interrupt)
+    signal.signal(signal.SIGINT, lambda *_: None)  # a terminal's, for the command; one that ignores would be inherited
+    if pilot.mail.beat(NODE) is None:  # else Slurm started the job a second time, and its study goes on without it
+        pilot.serve()
+
+
+def _list_processors(number: int, count: int) -> Iterable[int]:
+    """Return the logical processors of share `number` of `count` equal shares."""
+    threads = system.core_threads()
+    each = len(threads) // count
+    return [cpu for core in threads[number * each : (number + 1) * each] for cpu in core]
+
+
+class Pilot:
+    """One job's end of the line."""
+
+    def __init__(self, folder: Path, silent_s: float, driver: int) -> None:
+        self.mail = Mail(folder)
+        self._silent_s, self._driver = silent_s, driver
+        self._node = Node()
+        self._signal = ""
+        self._heard: Any = None
+        self._since = time.monotonic()
+        self._beaten, self._beats = 0.0, 0
+
+    def interrupt(self, number: int, _frame: object) -> None:
+        """Handle a signal: Slurm sends one to end a job."""
+        self._signal = signal.Signals(number).name
+
+    def serve(self) -> None:
+        """Answer until it is over; then the block's process ends, too."""
+        number, why = 0, "it was interrupted"
+        try:
+            while not (over := self._find_reason()):
+                self._write_beat()
+                asked = self.mail.receive(ASK, number + 1)
+                if asked is None:
+                    time.sleep(POLL_S)
+                    continue
+                number += 1
+                self.mail.send(ANSWER, number, *self._call_node(*asked))
+            why = over
+        except OSError as e:
+            why = f"it could not go on: {e}"
+        finally:
+            if not self._signal:  # else Slurm kills what is left in half a minute
+                self._node.end()
+            with suppress(OSError):
+                write(self.mail.folder / NODE, {"beat": -1, "left": why})
+            self._node.end()
+
+    def _find_reason(self) -> str:
+        """Return why the job is to end, or "" while it isn't."""
+        if self._signal:
+            return f"it was ended by {self._signal}: cancelled, preempted, or out of its time"
+        if not self.mail.folder.is_dir() or any((f / OVER).exists() for f in (self.mail.folder, self._common)):
+            return "it is over"
+        if self._driver and not psutil.pid_exists(self._driver):
+            return "the command that started it died"
+        beat = Mail(self._common).beat(DRIVER)
+        if beat != self._heard:
+            self._heard, self._since = beat, time.monotonic()
+        silent = time.monotonic() - self._since
+        return f"the command that started it gave no sign of life for {silent:.0f} s" if silent > self._silent_s else ""
+
+    @property
+    def _common(self) -> Path:
+        return self.mail.folder.parent
+
+    def _write_beat(self) -> None:
+        if time.monotonic() - self._beaten > BEAT_S:
+            self._beaten, self._beats = time.monotonic(), self._beats + 1
+            write(self.mail.folder / NODE, {"beat": self._beats, "left": ""})
+
+    def _call_node(self, message: dict[str, Any], packed: bytes) -> tuple[dict[str, Any], bytes]:
+        """Call the node's method; return its answer, and the bytes that go beside it."""
+        call, given = message["call"], message["given"]
+        try:
+            if call == "begin":
+                self._node.begin(packed, *given)
+            elif call == "news":
+                news: FolderUpdate = self._node.news()
+                return {"names": news.names, "code": news.code}, news.changed
+            elif call == "describe":
+                return asdict(self._node.describe(*given)), b""
+            else:
+                self._node.end()
+        except (OSError, UserError) as e:
+            return {"error": " ".join(str(e).split())}, b""
+        return {}, b""

@@ -1,0 +1,322 @@
+"""What the anchor trial says of a study's devices: how they differ, and whether they disturb each other."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import time
+from collections.abc import Collection, Sequence
+from contextlib import ExitStack
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from pathlib import Path
+
+from dyno.devices import blocks
+from dyno.devices.places import Place, confined, list_left
+from dyno.jobs import nvml
+from dyno.jobs.progress import Progress
+from dyno.results.notes import DEVICES, AnchorDevice, AnchorDevices, devices, of_rounds, percent_slower
+from dyno.results.rounds import Round
+from dyno.results.trial_result import load_run
+from dyno.run.device_lock import held
+from dyno.run.execute import Files
+from dyno.run.turns import InterleavedGroup, InterleavedJob, each_and_all
+from dyno.store import good_record
+from dyno.study.plan import PlannedTrial, TrialSelection, expand
+from dyno.study.study import Study
+from dyno.worker.record import Record, read_json, write_json
+from dyno.worker.spec import FIXED, ROUNDS, SCHEMA, Artifact, Job, Plan, Trial, UserError, digest
+
+# The anchor trial on devices of this host, in turns: each alone, and all of them at once, in the same processes.
+
+ANCHOR_ROUNDS = 3  # of fresh processes: with two, Student's t is 12.7 and not 4.3 times the error
+BLOCKS = 5  # of a process alone, and as many beside the others
+BLOCK_S, STEP_S = 0.1, 0.5  # of a block; all devices alone, one after the other, take no longer than a step
+TRIES = 2  # of a round: a process may die for no fault of its device
+SLACK = 4  # times the seconds that the blocks should take, after which a slow trial has three blocks of each kind
+LossReasons = dict[str, str]  # place -> why the anchor could not be measured there
+
+
+def plan_anchor(trial: Trial, count: int) -> Trial:
+    """Return the anchor with the plan for `count` devices, however the study's own trials are timed."""
+    block_s = min(BLOCK_S, STEP_S / count)
+    own = Plan(
+        ("model",), trial.plan.warmup_s, SLACK * 2 * BLOCKS * block_s, rounds=ANCHOR_ROUNDS,
+        timeout_s=trial.plan.timeout_s, build_timeout_s=trial.plan.build_timeout_s, blocks=BLOCKS, block_s=block_s,
+    )  # fmt: skip
+    return replace(trial, plan=own)
+
+
+def measure(trial: Trial, folder: Path, places: Sequence[Place], rounds: int, progress: Progress) -> LossReasons:
+    """Measure those of `rounds` rounds that the folder doesn't hold yet; return the failed places with the reason.
+
+    After a failed round no other is begun. The processes of all rounds start at once if there is enough memory, because
+    starting them takes most of the time; rounds that fail are retried by themselves.
+    """
+    lost: LossReasons = {}
+    with progress.running([]):
+        missing = [number for number in range(rounds) if not _is_complete(folder, places, number)]
+        if len(missing) > 1 and nvml.read_available() > nvml.ROOM * nvml.UNKNOWN_B * len(missing) * len(places):
+            _measure_rounds(trial, folder, places, missing, progress)
+        for number in missing:
+            tries = 0 if _is_complete(folder, places, number) else TRIES
+            for _ in range(tries):
+                if not (lost := _measure_rounds(trial, folder, places, [number], progress)):
+                    break
+            if lost:
+                break
+    for place in places:
+        shutil.rmtree(folder / file_name(place) / "compiler", ignore_errors=True)
+    return lost
+
+
+def read(folder: Path, places: Sequence[Place], rounds: int) -> list[AnchorDevice]:
+    """Return each place's figures from `rounds` stored rounds."""
+    company = [read_json(folder / _name_company(number))["company"] for number in range(rounds)]
+    return [
+        of_rounds(
+            place.name,
+            place.card,
+            [
+                (_read_round(folder, place, number).block_medians("latency", "model"), company[number][place.name])
+                for number in range(rounds)
+            ],
+        )
+        for place in places
+    ]
+
+
+def file_name(place: Place) -> str:
+    """Return the place's name as a folder name."""
+    return re.sub(r"[^\w.-]", "_", place.name.replace(":", ""))
+
+
+def _measure_rounds(
+    trial: Trial, folder: Path, places: Sequence[Place], numbers: Sequence[int], progress: Progress
+) -> LossReasons:
+    """Measure these rounds in fresh processes, in parallel; return the places that failed, with the reason.
+
+    A round counts once the process of every device has ended well.
+    """
+    with ExitStack() as stack:
+        files = {}
+        for place in sorted(
+            places, key=lambda place: place.card
+        ):  # always in one order, so that no two processes wait for each other
+            with confined(place):
+                stack.enter_context(held(trial.runtime, progress.waiting))
+        for place in places:
+            with confined(place):
+                files[place.name] = Files(progress, trial.plan.build_timeout_s).of(trial, 0)
+        if lost := {name: file.reason for name, file in files.items() if isinstance(file, Record)}:
+            return lost
+        rounds = {
+            number: [_build_player(trial, folder, place, number, files[place.name]) for place in places]
+            for number in numbers
+        }
+        players = [player for own in rounds.values() for player in own]
+        name = f"{numbers} {trial.id}"
+        InterleavedGroup(players, name, progress, lambda _: None, turns=_each_round, apart=True).play()
+    for number, own in rounds.items():
+        failed = {place.name: why for place, player in zip(places, own, strict=True) if (why := _find_failure(player))}
+        lost |= failed
+        if not failed:
+            company = {place.name: player.company for place, player in zip(places, own, strict=True)}
+            write_json(folder / _name_company(number), {"schema": SCHEMA, "company": company})
+    return lost
+
+
+def _each_round(players: Sequence[InterleavedJob]) -> list[list[InterleavedJob]]:
+    """Return the turns of each round: each device alone, and all devices at once."""
+    numbers = sorted({player.number for player in players})
+    return [turn for number in numbers for turn in each_and_all([p for p in players if p.number == number])]
+
+
+def _build_player(
+    trial: Trial, folder: Path, place: Place, number: int, file: Artifact | Record | None
+) -> InterleavedJob:
+    # Rounds of a job count from 1 here: in round 0 it would answer all images.
+    job = Job("run", trial.runtime, trial, number + 1, artifact=file if isinstance(file, Artifact) else None)
+    return InterleavedJob(job, _name_anchor_folder(folder, place, number), number, where=partial(confined, place))
+
+
+def _find_failure(player: InterleavedJob) -> str:
+    """Return why the player's process has no result, or "" if it has one."""
+    record = player.record
+    if record is None:
+        return "it was not started"
+    return "" if record.status == "ok" else f"{record.status} at {record.stage}: {record.reason}"
+
+
+def _name_company(number: int) -> str:
+    return f"r{number}.json"
+
+
+def _name_anchor_folder(folder: Path, place: Place, number: int) -> Path:
+    return folder / file_name(place) / f"r{number}"
+
+
+def _is_complete(folder: Path, places: Sequence[Place], number: int) -> bool:
+    """Return whether the round is stored and readable."""
+    if not (folder / _name_company(number)).is_file():
+        return False
+    return all(_read_round(folder, place, number).block_medians("latency", "model") for place in places)
+
+
+def _read_round(folder: Path, place: Place, number: int) -> Round:
+    own = _name_anchor_folder(folder, place, number)
+    return Round(own, number, good_record(own) or Record("failed"), place.device)
+
+
+POLL_S = 0.1
+ALONE, BESIDE = "alone", "beside"
+ANCHORS = "anchors"
+
+
+@dataclass(frozen=True)
+class StudyPlaces:
+    """The places that a study goes on with, and the machines on which blocks are measured one at a time."""
+
+    places: Sequence[Place]
+    in_turn: Collection[str] = ()
+
+
+def measure_devices(study: Study, folder: Path, places: Sequence[Place], progress: Progress) -> StudyPlaces:
+    """Measure the anchor trial at each place alone and beside the others, unless the folder has that.
+
+    Places of this host do that in turns, in the same processes; a place where it can't be measured is left out, unless
+    that is so at all. Blocks may be measured side by side on a machine where no place is slower beside its others than
+    alone, beyond the spread between rounds and by what doesn't count as equal.
+    """
+    own = replace(
+        study, device=places[0].device, rounds=ROUNDS, until=FIXED, boundaries=("model",), budget={}, search=False,
+        confirm=0, builds=1,
+    )  # fmt: skip
+    planned = blocks.find_anchor(expand(own))
+    if planned is None or len(places) < 2:
+        return StudyPlaces(places)
+    in_turns = all(place.host is None for place in places)
+    trial = plan_anchor(planned.trial, len(places)) if in_turns else planned.trial
+    key = digest([trial.id, [[place.name, place.card] for place in places]])
+    asked = f"{key} {study.equivalent:g}"
+    path = folder / DEVICES
+    if path.is_file() and read_json(path).get("key") == asked and (stored := devices(folder)):
+        return StudyPlaces(places, _find_disturbed(stored, places))
+    progress.other(f"{trial.label} on each device alone and on all at once, for what they do to each other")
+    own_folder = folder / ANCHORS / key[:12]  # of these devices, and of this company
+    if in_turns:
+        rows = _in_turns(trial, own_folder, places, study.equivalent, progress)
+        if isinstance(rows, dict):
+            return _drop_places(rows, study, folder, places, progress)
+    else:
+        rows = _measure_apart(own, planned, own_folder, places, progress)
+    found = AnchorDevices(trial.label, tuple(rows), study.equivalent)
+    if found.disturbed:
+        margin = max(percent_slower(one.value) for one in found.disturbed.values())
+        hosts = _find_disturbed(found, places)
+        where = f" on {', '.join(sorted(hosts))}" if len({place.machine for place in places}) > 1 else ""
+        progress.note(
+            f"{found.slower}; blocks are measured one at a time{where}, and side by side with "
+            f"--equivalent {int(margin) + 1}"
+        )
+    found = replace(found, side_by_side=not found.disturbed)
+    write_json(path, {"schema": SCHEMA, "key": asked, **asdict(found)})
+    return StudyPlaces(places, _find_disturbed(found, places))
+
+
+def _find_disturbed(found: AnchorDevices, places: Sequence[Place]) -> set[str]:
+    """Return the machines whose devices disturb each other."""
+    return {place.machine for place in places if place.name in found.disturbed}
+
+
+def _in_turns(
+    trial: Trial, folder: Path, places: Sequence[Place], equivalent: float, progress: Progress
+) -> list[AnchorDevice] | LossReasons:
+    """Measure the anchor interleaved at places of this host; return the devices, or the places where that failed.
+
+    If a place is slower beside the others, a study takes several times as long; because another program may have caused
+    it, as many processes are measured again, and all of them decide.
+    """
+    for rounds in (ANCHOR_ROUNDS, 2 * ANCHOR_ROUNDS):
+        if lost := measure(trial, folder, places, rounds, progress):
+            return lost
+        found = AnchorDevices(trial.label, tuple(read(folder, places, rounds)), equivalent)
+        if not found.disturbed:
+            break
+        if rounds == ANCHOR_ROUNDS:
+            progress.other(f"{found.slower}; that is measured again, since it would slow down the study")
+    return list(found.devices)
+
+
+def _drop_places(
+    lost: LossReasons, study: Study, folder: Path, places: Sequence[Place], progress: Progress
+) -> StudyPlaces:
+    """Go on without the places where the anchor could not be measured; with all if the trial itself is at fault."""
+    rest = [place for place in places if place.name not in lost]
+    for name, why in lost.items():
+        progress.note(f"{name}: the trial that all devices repeat could not be measured ({why})")
+    if not rest:
+        progress.note("so nothing is known of what the devices do to each other; they are used side by side")
+        return StudyPlaces(places)
+    progress.note(f"the study goes on without {', '.join(lost)}")
+    return measure_devices(study, folder, rest, progress)
+
+
+def _measure_apart(
+    study: Study, anchor: PlannedTrial, folder: Path, places: Sequence[Place], progress: Progress
+) -> list[AnchorDevice]:
+    """Measure the anchor at places of a cluster.
+
+    Each place first runs alone on its host, in parallel on all hosts; then all places that share a host run at once.
+    """
+    hosts: dict[str, list[Place]] = {}
+    for place in places:
+        hosts.setdefault(place.machine, []).append(place)
+    alone = [[own[k] for own in hosts.values() if k < len(own)] for k in range(max(map(len, hosts.values())))]
+    beside = [place for own in hosts.values() if len(own) > 1 for place in own]
+    part = TrialSelection([anchor.trial.id], [anchor.source])
+    for together, how in [*((some, ALONE) for some in alone), (beside, BESIDE)]:
+        _measure_together(study, part, folder, [place for place in together if not place.gone], how, progress)
+    measured = {ALONE: places, BESIDE: beside}
+    return [
+        AnchorDevice(
+            place.name,
+            place.card,
+            *(
+                _read_medians(_name_folder(folder, place, how)) if place in some else ()
+                for how, some in measured.items()
+            ),
+        )
+        for place in list_left(places)
+    ]
+
+
+def _measure_together(
+    study: Study, part: TrialSelection, folder: Path, places: Sequence[Place], how: str, progress: Progress
+) -> None:
+    """Measure the anchor at these places at once."""
+    running = [
+        blocks.start_process(_name_folder(folder, place, how), study, part, place, retry_failed=False)
+        for place in places
+    ]
+    try:
+        while not all(one.ended for one in running):
+            time.sleep(POLL_S)
+    finally:
+        for one in running:
+            one.end()
+    for one in running:
+        if lost := one.lost:
+            what = f"{one.place.name}: the trial that all devices repeat could not be measured ({lost})"
+            if not one.place.gone:
+                raise UserError(what)
+            progress.note(f"{what}; the study goes on without that device")
+
+
+def _name_folder(folder: Path, place: Place, how: str) -> Path:
+    return folder / f"{file_name(place)}-{how}"
+
+
+def _read_medians(folder: Path) -> tuple[float, ...]:
+    """Return the medians of the rounds, in seconds."""
+    return tuple(median for t in load_run(folder) for median in t.medians("model"))

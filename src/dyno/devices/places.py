@@ -1,0 +1,218 @@
+"""Places: the devices that a study is spread over, each as the environment and processors of what runs there, and the
+process that measures a block of the study at one of them."""
+
+from __future__ import annotations
+
+import os
+import platform
+import signal
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Protocol
+
+from dyno.devices.block_process import BAD_INPUT
+from dyno.jobs.nvml import find_gpu
+from dyno.jobs.progress import Progress
+from dyno.study.defaults import missing_gpu
+from dyno.study.study import Study
+from dyno.worker import system
+from dyno.worker.spec import Unfinished, UserError
+
+VISIBLE = "CUDA_VISIBLE_DEVICES"
+LOG = "block.log"
+
+
+class Host(Protocol):
+    """Where a place is, if not on this host; `gone` says that nothing can be begun there any more."""
+
+    gone: bool
+
+    def begin(self, folder: Path, place: Place) -> RunningBlock:
+        """Start measuring what the folder's order asks for."""
+        ...
+
+
+@dataclass(frozen=True)
+class Place:
+    """One device by the user's name for it, and how a process is confined to it.
+
+    `device` is its name in there: a GPU is the only one that the process sees. `cores` are the logical processors that
+    it may use, empty for all. `card` is the GPU's model, driver and UUID, or the processor's model and share. Each
+    backend gets `threads` threads, 0 for one per physical core that the process may use. `machine` is the
+    name of its host, and `host` what begins a block there, None for this one.
+    """
+
+    name: str
+    device: str
+    card: str
+    cores: tuple[int, ...] = ()
+    env: dict[str, str] = field(default_factory=dict)
+    threads: int = 0
+    machine: str = field(default_factory=platform.node)
+    host: Host | None = None
+
+    @property
+    def gone(self) -> bool:
+        """Whether nothing can be begun there any more."""
+        return self.host is not None and self.host.gone
+
+
+class RunningBlock(ABC):
+    """The process that measures trials of one block into `folder`, here or on another host, whose files it then has."""
+
+    def __init__(self, folder: Path, place: Place) -> None:
+        self.folder, self.place = folder, place
+        self._read = 0
+
+    @property
+    @abstractmethod
+    def code(self) -> int | None:
+        """Its exit code, that of the signal that killed it as a negative number; None while it runs."""
+
+    @abstractmethod
+    def end(self) -> None:
+        """Interrupt it, and kill it if it doesn't end; its jobs die with it."""
+
+    @property
+    def ended(self) -> bool:
+        return self.code is not None
+
+    @property
+    def lost(self) -> str:
+        """How it died before its work was done; "" where it ended by itself. A `UserError` where it had bad input."""
+        code = self.code or 0
+        if code == 0:
+            return ""
+        if code < 0:
+            return f"killed by {signal.Signals(-code).name}"
+        lines = (self.folder / LOG).read_text(encoding="utf-8", errors="replace").strip().splitlines()
+        last = lines[-1] if lines else "no message"
+        if code == BAD_INPUT:
+            raise UserError(last)
+        return f"exit code {code}: {last}"
+
+    def pass_on(self, progress: Progress) -> None:
+        """Print the whole lines that it has written since."""
+        text = (self.folder / LOG).read_bytes()
+        end = text.rfind(b"\n") + 1
+        for line in text[self._read : end].decode("utf-8", "replace").splitlines():
+            progress.relay(self.place.name, line)
+        self._read = max(self._read, end)
+
+
+@contextmanager
+def confined(place: Place) -> Iterator[None]:
+    """Confine processes started while the block runs to the place, as the processes of its blocks are."""
+    cores, before = os.sched_getaffinity(0), {name: os.environ.get(name) for name in place.env}
+    os.environ.update(place.env)
+    try:
+        if place.cores:
+            os.sched_setaffinity(0, place.cores)
+        yield
+    finally:
+        os.sched_setaffinity(0, cores)
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+def is_several(study: Study) -> bool:
+    """Return whether the study is spread over devices rather than measured by this process."""
+    return bool(study.on) or len(names(study.device)) > 1
+
+
+def names(device: str) -> list[str]:
+    """Split a study's `device` option into devices; `cuda:0,cuda:1` are two."""
+    return device.split(",")
+
+
+def parse_places(device: str, threads: int = 0) -> list[Place]:
+    """Return the places of a study's devices, whose jobs have `threads` threads (0: unspecified).
+
+    Raises `UserError` for a missing device, a name given twice, or devices of two kinds.
+    """
+    listed = names(device)
+    if len(set(listed)) < len(listed):
+        raise UserError(f"a device is named twice in {device!r}; name each once")
+    kinds = {name.partition(":")[0] for name in listed}
+    if len(kinds) > 1 or not kinds <= {"cpu", "cuda"}:
+        raise UserError(
+            f"a study is spread over devices of one kind, e.g. cuda:0,cuda:1 or cpu:0,cpu:1, not {device!r}"
+        )
+    return _split_cores(listed) if kinds == {"cpu"} else _list_gpus(listed, threads)
+
+
+def _list_gpus(listed: list[str], threads: int) -> list[Place]:
+    """Return the GPUs, each with a share of the physical cores if a share has enough cores for the threads.
+
+    Jobs pin themselves to the first processors that they may use; without shares these would be the same for all.
+    """
+    cores = system.core_threads()
+    each = len(cores) // len(listed)
+    found = [_make_gpu_place(name) for name in listed]
+    if not 0 < threads <= each:
+        return found
+    order = sorted(listed)
+    return [replace(place, cores=_list_share(cores, each, order.index(place.name))) for place in found]
+
+
+def _list_share(cores: Sequence[Sequence[int]], each: int, k: int) -> tuple[int, ...]:
+    """Return the logical processors of the k-th share of `each` physical cores."""
+    return tuple(cpu for core in cores[k * each : (k + 1) * each] for cpu in core)
+
+
+def _make_gpu_place(name: str) -> Place:
+    """Return the GPU of this name as a place, whose processes see no other GPU."""
+    if missing_gpu(name):
+        raise UserError(f"there is no {name} here: neither NVML nor CUDA's driver sees such a GPU; omit it")
+    number = int(name.partition(":")[2] or 0)
+    visible = [one.strip() for one in os.environ.get(VISIBLE, "").split(",") if one.strip()]
+    gpu = find_gpu(name, os.environ)
+    if gpu is None:
+        return Place(name, "cuda:0", name, env={VISIBLE: visible[number] if visible else str(number)})
+    gpu.close()
+    return Place(name, "cuda:0", f"{gpu.name}, driver {gpu.driver}, {gpu.uuid}", env={VISIBLE: gpu.uuid})
+
+
+def _split_cores(listed: list[str]) -> list[Place]:
+    """Return equal, disjoint shares of the physical cores that this process may use, `cpu:0` first."""
+    count = len(listed)
+    if set(listed) != {f"cpu:{k}" for k in range(count)}:
+        usual = ",".join(f"cpu:{k}" for k in range(count)) if count < 5 else f"cpu:0,cpu:1,…,cpu:{count - 1}"
+        raise UserError(f"shares of the processor are numbered from 0, so {count} of them are {usual}")
+    threads, each = system.core_threads(), len(system.core_threads()) // count
+    if not each:
+        raise UserError(
+            f"{count} shares of the processor need as many physical cores, and there are {len(threads)} here"
+        )
+    model = system.describe()["cpu"]
+    found = []
+    for name in listed:
+        cores = _list_share(threads, each, int(name.partition(":")[2]))
+        found.append(Place(name, "cpu", share(model, cores), cores, threads=each))
+    return found
+
+
+def share(model: str, cores: Sequence[int]) -> str:
+    """Return the card of a share of a processor."""
+    return f"{model}, processors {','.join(map(str, cores))}"
+
+
+def list_left(places: Sequence[Place]) -> list[Place]:
+    """Return the places that can still begin a block; raise `Unfinished` if there are none."""
+    there = [place for place in places if not place.gone]
+    if not there:
+        raise Unfinished("every device of the study was lost; the same command again goes on with what is missing")
+    return there
+
+
+def at_one(study: Study, places: Sequence[Place]) -> Study:
+    """Return the study as each place's process measures it."""
+    here = len(os.sched_getaffinity(0))  # it is planned here
+    few = min(here, *(place.threads for place in places))
+    return replace(study, device=places[0].device, threads=study.threads or few, on="")

@@ -1,0 +1,269 @@
+"""A study spread over devices: each block is measured on one of them, by the engine in a separate process."""
+
+from __future__ import annotations
+
+import shutil
+import time
+from collections import Counter
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dyno.devices import blocks, one_host, places
+from dyno.devices.blocks import Block
+from dyno.devices.clusters import ray_cluster, slurm_cluster
+from dyno.devices.places import Place, RunningBlock
+from dyno.formatting import counting
+from dyno.jobs.progress import Progress
+from dyno.results.trial_result import PLACEMENTS
+from dyno.run.execute import execute, prepare
+from dyno.run.run_folder import archive, refuse_other
+from dyno.store import Run, check_own
+from dyno.study.plan import expand
+from dyno.study.study import Study
+from dyno.worker.record import read_json, write_json
+from dyno.worker.spec import SCHEMA, UserError, check_known, digest
+
+MOST_LOSSES = 3  # of a block's processes, after which it is left unmeasured
+ELSEWHERE = "archive/elsewhere"  # rows of a device that a later command hadn't
+OF_ONE_DEVICE = ("peak", "energy", "baseline")  # settings that are about a single device
+
+
+def run(study: Study, folder: Path, progress: Progress, *, retry_failed: bool = False) -> None:
+    """Measure whatever the folder doesn't hold yet, as `execute` does, on one device or spread over several."""
+    if not places.is_several(study):
+        execute(study, folder, progress, retry_failed=retry_failed, other_routes=not study.baseline)
+        return
+    for name in OF_ONE_DEVICE:
+        if getattr(study, name):
+            on = study.on or study.device
+            raise UserError(f"{name} is for a study on one device, and there are several ({on}); give one")
+    check_own(folder)
+    refuse_other(study, folder)
+    if folder.is_dir():
+        with Run(folder).locked():  # refuse a folder that is in use before waiting for a cluster
+            pass
+    with _found_places(study, folder, progress) as found:
+        _run_blocks(study, folder, found, progress, retry_failed)
+
+
+def _parse_cluster(study: Study) -> tuple[str, str]:
+    """Return the kind of cluster ("" for this host) and its specification."""
+    kind, _, spec = study.on.partition("=")
+    if kind:
+        check_known("cluster", kind, ("ray", "slurm"))
+    if "=" in study.on and not spec:  # an address that is an empty variable should not mean another cluster
+        raise UserError(
+            f"--on {study.on} names nothing; write ray=HOST:PORT or slurm=4, or ray for the one of this host"
+        )
+    return kind, spec
+
+
+@contextmanager
+def _found_places(study: Study, folder: Path, progress: Progress) -> Iterator[list[Place]]:
+    """Hold the places over which the study is spread, while the block runs."""
+    kind, spec = _parse_cluster(study)
+    if kind == "slurm":
+        with slurm_cluster.slurm_places(spec, study.device, folder, progress) as found:
+            yield found
+    else:
+        with expected_places(study) as found:
+            yield found
+
+
+@contextmanager
+def expected_places(study: Study) -> Iterator[list[Place]]:
+    """Hold the places that a plan needs, while the block runs: the same as in a study, but no job is started."""
+    kind, spec = _parse_cluster(study)
+    if kind == "ray":
+        with ray_cluster.places(spec, study.device) as found:
+            yield found
+    else:
+        yield (
+            slurm_cluster.count_expected(spec, study.device)
+            if kind
+            else places.parse_places(study.device, study.threads)
+        )
+
+
+def _run_blocks(study: Study, folder: Path, found: list[Place], progress: Progress, retry_failed: bool) -> None:
+    own = places.at_one(study, found)
+    planned, store = expand(own), Run(folder)
+    with store.locked():
+        planned = prepare(study, store, planned, progress)
+        open_blocks = [
+            block for block in blocks.split_blocks(planned) if retry_failed or not _is_done(store, block, study)
+        ]
+        if not open_blocks:
+            return
+        company = one_host.StudyPlaces(found)
+        if len(open_blocks) > 1:
+            company = one_host.measure_devices(own, folder, found, progress)
+        BlockScheduler(store, own, study, company.places, progress, retry_failed, company.in_turn).measure(open_blocks)
+
+
+@dataclass
+class BlockScheduler:
+    """Blocks on their way to the places and back; `losses` are the places that each lost, with the reason."""
+
+    run: Run
+    own: Study  # as each process measures it
+    study: Study  # as the user gave it
+    places: Sequence[Place]
+    progress: Progress
+    retry_failed: bool
+    in_turn: Collection[str]  # machines on which one block is measured at a time
+    running: dict[str, tuple[Block, RunningBlock]] = field(default_factory=dict)
+    losses: dict[str, list[str]] = field(default_factory=dict)
+
+    def measure(self, waiting: list[Block]) -> None:
+        """Measure the blocks, each at the place where it was begun, else at the free place that has had the fewest."""
+        waiting = list(waiting)
+        try:
+            while waiting or self.running:
+                self._start_blocks(waiting)
+                time.sleep(one_host.POLL_S)
+                waiting += self._take_ended()
+        finally:
+            for _, one in self.running.values():
+                one.end()
+
+    def _start_blocks(self, waiting: list[Block]) -> None:
+        if not self.running:  # else a block that runs says why its place is lost
+            places.list_left(self.places)
+        begun = self._count_begun()
+        for place in sorted(self.places, key=lambda place: begun[place.name]):
+            busy = {one.place.machine for _, one in self.running.values()}
+            if place.gone or place.name in self.running or place.machine in busy.intersection(self.in_turn):
+                continue
+            block = next((b for b in waiting if self._begun_at(b) in ("", place.name)), None)
+            if block is not None:
+                waiting.remove(block)
+                self._begin_block(block, place)
+
+    def _count_begun(self) -> Counter[str]:
+        """Count the blocks that each place has had so far, so that none stays idle if blocks run one at a time."""
+        notes = (read_json(path) for path in (self.run.folder / PLACEMENTS).glob("*.json"))
+        return Counter(str(note.get("place", "")) for note in notes)
+
+    def _begun_at(self, block: Block) -> str:
+        """Return the place that the block belongs to, or "" if it can go anywhere."""
+        note = stored(self.run, block)
+        return next((place.name for place in self.places if not place.gone and _is_same_place(place, note)), "")
+
+    def _begin_block(self, block: Block, place: Place) -> None:
+        """Start the block's process, with the block's rows that the run folder has already."""
+        folder = _name_folder(self.run, block)
+        note = stored(self.run, block)
+        if note and not _is_same_place(place, note):
+            self._set_aside(block, str(note.get("place", "")))
+        for trial in block.trials:
+            source, target = self.run.folder / "trials" / trial.id, folder / "trials" / trial.id
+            if source.is_dir() and not target.exists():
+                target.parent.mkdir(parents=True, exist_ok=True)
+                source.rename(target)
+        self._write_note(block, place, done="")
+        self.progress.relay(place.name, f"{block.label}: {counting(len(block.trials), 'trial')}")
+        one = blocks.start_process(folder, self.own, block.part, place, retry_failed=self.retry_failed)
+        self.running[place.name] = block, one
+
+    def _set_aside(self, block: Block, place: str) -> None:
+        """Archive the block's rows of a device that this command hasn't: all rounds of a block are of one device."""
+        rows = [self.run.folder / "trials" / trial.id for trial in block.trials]
+        rows += (_name_folder(self.run, block) / "trials").glob("*")
+        if rows := [row for row in rows if row.is_dir()]:
+            for row in rows:
+                archive(self.run, row, ELSEWHERE)
+            self.losses.setdefault(block.id, []).append(f"{place}: the device is no longer one of the study's")
+            self.progress.note(
+                f"{block.label}: begun anew, as {place} is no longer there; what was measured is in {ELSEWHERE}"
+            )
+        shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
+
+    def _take_ended(self) -> list[Block]:
+        """Take the results of the processes that ended; the blocks whose process was lost."""
+        lost = []
+        for name, (block, one) in list(self.running.items()):
+            one.pass_on(self.progress)
+            if not one.ended:
+                continue
+            one.pass_on(self.progress)
+            del self.running[name]
+            if reason := one.lost:
+                lost += self._record_loss(block, one.place, reason)
+            else:
+                self._take_results(block)
+                self._write_note(block, one.place, done=_hash_request(block, self.study))
+        return lost
+
+    def _record_loss(self, block: Block, place: Place, reason: str) -> list[Block]:
+        """Return the block, to start anew elsewhere as its rounds must be of one device; none after MOST_LOSSES."""
+        losses = self.losses.setdefault(block.id, [])
+        losses.append(f"{place.name}: {reason}")
+        if len(losses) >= MOST_LOSSES:
+            self._take_results(block)
+            self.progress.note(f"{block.label} is left unmeasured: its process was lost {len(losses)} times ({reason})")
+            return []
+        if all(other.gone for other in self.places):
+            self.progress.note(f"{block.label}: its process on {place.name} was {reason}")
+        left = places.list_left(self.places)
+        others = [other for other in left if other.name != place.name] or left
+        target = next((other for other in others if other.name not in self.running), others[0])
+        self.progress.note(f"{block.label}: its process on {place.name} was {reason}; it goes to {target.name}")
+        shutil.rmtree(_name_folder(self.run, block), ignore_errors=True)
+        self._write_note(block, target, done="")
+        return [block]
+
+    def _take_results(self, block: Block) -> None:
+        """Move the contents of the block's folder into the run folder, and remove it."""
+        folder = _name_folder(self.run, block)
+        for part in ("trials", "truth"):
+            for found in sorted((folder / part).glob("*")):
+                target = self.run.folder / part / found.name
+                if not target.exists():
+                    target.parent.mkdir(exist_ok=True)
+                    found.rename(target)
+        shutil.rmtree(folder)
+
+    def _write_note(self, block: Block, place: Place, *, done: str) -> None:
+        earlier = stored(self.run, block).get("lost", [])
+        lost = [*dict.fromkeys([*earlier, *self.losses.get(block.id, [])])]
+        note = {
+            "schema": SCHEMA, "block": block.label, "place": place.name, "card": place.card, "host": place.machine,
+            "trials": [trial.id for trial in block.trials], "lost": lost, "done": done,
+        }  # fmt: skip
+        write_json(_make_path(self.run, block), note)
+
+
+def _is_same_place(place: Place, note: Mapping[str, Any]) -> bool:
+    """Return whether the note names the place: the same name and card."""
+    return (place.name, place.card) == (note.get("place"), note.get("card"))
+
+
+def stored(run: Run, block: Block) -> dict[str, Any]:
+    """Return the run folder's note of where the block was begun; empty before it is."""
+    path = _make_path(run, block)
+    return dict(read_json(path)) if path.is_file() else {}
+
+
+def _make_path(run: Run, block: Block) -> Path:
+    path = run.folder / PLACEMENTS / f"{block.id}.json"
+    path.parent.mkdir(exist_ok=True)
+    return path
+
+
+def _name_folder(run: Run, block: Block) -> Path:
+    return run.folder / "blocks" / block.id
+
+
+def _hash_request(block: Block, study: Study) -> str:
+    """Return the hash of a block's request."""
+    return digest([sorted(trial.id for trial in block.trials), study.to_toml()])
+
+
+def _is_done(run: Run, block: Block, study: Study) -> bool:
+    """Return whether the folder has all of the block already."""
+    present = all((run.folder / "trials" / trial.id).is_dir() for trial in block.trials)
+    return present and stored(run, block).get("done") == _hash_request(block, study)

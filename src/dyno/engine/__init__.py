@@ -1,1 +1,0 @@
-"""Runs what was planned: files first, then rounds, into a run folder that grows."""

@@ -1,1 +1,0 @@
-"""Searches: trials that a study adds by itself, because what was measured or made calls for them."""

@@ -1,0 +1,235 @@
+"""`dyno agree --layers`: the first layer where two runtimes diverge, and the few that make most of the error."""
+
+from __future__ import annotations
+
+import tempfile
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.jobs.progress import Progress
+from dyno.layers import agreement_tables, forms
+from dyno.layers.agreement_tables import ORDERS, EngineComparison
+from dyno.results.correctness import TOLERANCES
+from dyno.run.device_lock import launch_in_turn
+from dyno.study.defaults import one_model
+from dyno.study.study import Choice, Study, model_name
+from dyno.table import Table
+from dyno.worker import registry
+from dyno.worker.facts.job import LAYERS, LayerErrors, LayerGraph
+from dyno.worker.numerics.closeness import ATOL, RTOL
+from dyno.worker.option_values import at_least
+from dyno.worker.record import Record
+from dyno.worker.spec import Artifact, Job, Trial, UserError, check_known
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+INPUTS, TOP = 4, 20
+NODE_BY_NODE = Choice("onnxruntime", {"optimization": "disable"})  # runs a graph as it is written
+
+
+@dataclass(frozen=True)
+class LayerAgreement:
+    """Engines compared with the first model, layer by layer; values are close by `rtol` and `atol`; `top` rows of each
+    are listed in one of ORDERS. `left_out` names the forms that can't be made or compared, with the reason."""
+
+    compared: tuple[EngineComparison, ...]
+    rtol: float = RTOL
+    atol: float = ATOL
+    order: str = ORDERS[0]
+    top: int = TOP
+    left_out: tuple[str, ...] = ()
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """A row for each layer of each engine, and one for each engine with the layers that make its error."""
+        rows = agreement_tables.list_compared_layers(self.compared, self.order, self.top)
+        return [rows, agreement_tables.list_findings(self.compared, self.rtol, self.atol)]
+
+    @property
+    def close(self) -> float:
+        """The smallest share of output values that are close in any unmodified engine; 0 for other shapes."""
+        return min(each.errors.unmodified.close if each.errors.unmodified else 0.0 for each in self.compared)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the rows of all layers."""
+        return agreement_tables.list_compared_layers(self.compared, self.order, 0).to_pandas()
+
+
+def agree_layers(
+    model: Any,
+    *others: Any,
+    batch: int = 1,
+    compared: int = INPUTS,
+    rtol: float = RTOL,
+    atol: float = ATOL,
+    order: str = ORDERS[0],
+    top: int = TOP,
+    quiet: bool = True,
+    **settings: Any,
+) -> LayerAgreement:
+    """Compare every layer of a model in other forms with the same layer of the first, to find where they diverge.
+
+    `model` is a module or an ONNX file, and `others` are forms of it as in `dyno.inspect`, such as `openvino/int8`, or
+    other ONNX files of the same graph. Tensors are compared on `compared` inputs, from the data if `settings`, fields
+    of `dyno.Study`, have some. `top` rows of each engine are listed (0: all), in one of ORDERS. Forms that can't be
+    made or compared are left out. Raises `UserError` if no form is left, if one has no graph, and for graphs that have
+    no tensors in common.
+    """
+    batch, compared = at_least(1, batch=batch, inputs=compared)
+    (top,), (rtol, atol) = at_least(0, top=top), at_least(0, float, rtol=rtol, atol=atol)
+    check_known("order", order, ORDERS)
+    study = one_model(model, settings)
+    asked = [_make_runnable(side, place > 0) for place, side in enumerate(forms.sides(study, others))]
+    if len(asked) < 2:
+        raise UserError("layers are compared with something: give a form, such as openvino or onnxruntime/int8, or "
+                        "another ONNX file")  # fmt: skip
+    with tempfile.TemporaryDirectory() as scratch:
+        reading = _FormComparer(study, batch, Progress(quiet=quiet), Path(scratch), -(-compared // batch))
+        reading.read(asked[0])
+        reading.read_all(asked[1:])
+        engines = tuple(reading.all_compared(rtol, atol))
+    return LayerAgreement(engines, rtol, atol, order, top, tuple(reading.left_out))
+
+
+def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
+    """Return the form with the engine that runs it; raise `UserError` for one whose graph can't be cut."""
+    if later and side.choice.name == forms.MODULE:
+        raise UserError(f"{model_name(side.source)} is a PyTorch module, and layers are compared with those of a "
+                        "graph; give a form of the first model, such as openvino, or an ONNX file")  # fmt: skip
+    kind = registry.format_of(side.source)
+    if kind is not None and kind.name != forms.ONNX:
+        raise UserError(f"{side.source} is not an ONNX graph, whose tensors are compared; give the ONNX file that it "
+                        f"was made from, and {kind.usual(Path(side.source))} behind it")  # fmt: skip
+    if side.choice.name == forms.ONNX:  # a file behind the first runs as ever, a form of the first as it is written
+        return replace(
+            side, choice=Choice(NODE_BY_NODE.name) if later and not side.named and not side.precision else NODE_BY_NODE
+        )
+    if side.choice.name != forms.MODULE and not registry.find(side.choice.name).loads_onnx:
+        able = [name for name in registry.names() if registry.find(name).loads_onnx]
+        raise UserError(f"{side.choice.name} runs no parts of a graph, so its layers can't be compared; these do: "
+                        f"{', '.join(able)}")  # fmt: skip
+    return side
+
+
+def _format_title(trial: Trial) -> str:
+    return "node by node" if Choice(trial.backend, trial.options) == NODE_BY_NODE else trial.backend
+
+
+@dataclass(frozen=True)
+class _EngineForm:
+    """A form as its engine runs it: the index of its own form, its trial and file, and the graph's file behind it."""
+
+    trial: Trial
+    artifact: Artifact | None
+
+
+class _FormComparer(forms.FormReader):
+    """Reads forms and the graphs behind them, then compares their values."""
+
+    def __init__(self, study: Study, batch: int, progress: Progress, folder: Path, runs: int) -> None:
+        super().__init__(study, batch, progress)
+        self._jobs, self._folder, self._runs = 0, folder, runs
+        self._ran: list[_EngineForm] = []
+        self._graph_files: dict[int, Artifact] = {}
+        self._stored: dict[int, Path] = {}  # by the index of the reference's graph
+        self._float = -1
+
+    def module(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
+        """Inspect a module as for a run, so that it gets the same inputs."""
+        self.engine(study, side, trial)
+
+    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+        """Return a module's own layers; an engine's layers are those of its graph."""
+        if reason := registry.find(trial.backend).refuse(trial):
+            raise forms.no_form(trial, reason)
+        of_module = trial.backend == forms.MODULE
+        inside = super().ran(trial, None) if of_module else LayerGraph(form=LAYERS, library=_format_title(trial))
+        self._ran.append(_EngineForm(trial, artifact))
+        return inside
+
+    def titled(self, form: LayerGraph, trial: Trial) -> LayerGraph:
+        """Return the form with its title; a graph that runs node by node has no engine options in its title."""
+        plain = form.form == LAYERS and Choice(trial.backend, trial.options) == NODE_BY_NODE
+        return super().titled(form, replace(trial, options={}) if plain else trial)
+
+    def graph(self, trial: Trial, file: Artifact) -> int:
+        """Return the index of the graph's form, and keep the graph's file under that index."""
+        try:
+            index = super().graph(trial, file)
+        except forms.NoForm as e:
+            raise UserError(str(e)) from None  # without it there is nothing to compare
+        self._graph_files.setdefault(index, file)
+        return index
+
+    def all_compared(self, rtol: float, atol: float) -> list[EngineComparison]:
+        """Compare each engine with the first; those that can't be compared are left out, unless all fail."""
+        found, errors = [], list[forms.NoForm]()
+        for place in range(1, len(self.shown)):
+            try:
+                found.append(self.compared(place, rtol, atol))
+            except forms.NoForm as e:
+                errors.append(e)
+        if not found:
+            raise errors[0]
+        self.left_out += map(str, errors)
+        return found
+
+    def compared(self, place: int, rtol: float, atol: float) -> EngineComparison:
+        """Compare the engine at this place in the requested order with the first."""
+        shown, own, first = self.shown[place], self._ran[place], self._ran[0]
+        graph, against = self.graph_of[shown], self._reference_graph(own)
+        precision = max(own.trial.precision, first.trial.precision, key=lambda name: TOLERANCES[name].limit)
+        limit = TOLERANCES[precision].close
+        options = {
+            "graph": self._graph_files[graph].path, "reference_graph": self._graph_files[against].path,
+            "reference": str(self._store_reference(first, against)), "limits": [limit, rtol, atol],
+            "always": own.trial.precision != first.trial.precision,
+        }  # fmt: skip
+        job = Job("layer_errors", own.trial.runtime, own.trial, artifact=own.artifact, options=options)
+        errors = self._run_job(job).facts.layer_errors
+        assert isinstance(errors, LayerErrors)
+        titles = [self.forms[self.shown[k]].library for k in (place, 0)]
+        names = [self._format_name(k, title) for k, title in zip((place, 0), titles, strict=True)]
+        return EngineComparison(names[0], names[1], self.forms[graph], errors, precision, limit)
+
+    def _format_name(self, place: int, title: str) -> str:
+        """Return the form's title, with the model's name if there are several models."""
+        sources = [ran.trial.model.source or ran.trial.model.name for ran in self._ran]
+        return f"{Path(sources[place]).name} {title}" if len({*sources}) > 1 else title
+
+    def _reference_graph(self, own: _EngineForm) -> int:
+        """Return the index of the reference's graph; for a module its FP32 export, the engine's own if possible."""
+        first = self._ran[0].trial
+        if first.backend != forms.MODULE:
+            return self.graph_of[self.shown[0]]
+        if own.trial.precision == "fp32" and own.trial.model.source == first.model.source:
+            return self.graph_of[self.shown[self._ran.index(own)]]
+        if self._float < 0:
+            self.read(forms.FormRequest(first.model.source, NODE_BY_NODE, "fp32"))
+            self._float = self.graph_of[self.shown[-1]]
+        return self._float
+
+    def _store_reference(self, first: _EngineForm, graph: int) -> Path:
+        """Return the folder of the reference's tensors by their names in the graph, stored once per graph."""
+        if graph not in self._stored:
+            file, options = self._graph_files[graph], dict[str, Any](runs=self._runs)
+            artifact: Artifact | None = file
+            if first.trial.backend == forms.MODULE:
+                calls = agreement_tables.tensors_of(self.forms[self.shown[0]], self.forms[graph])
+                options |= {"graph": file.path, "calls": [list(call) for call in calls]}
+                artifact = None
+            self._run_job(Job("reference", first.trial.runtime, first.trial, artifact=artifact, options=options))
+            self._stored[graph] = self._folder / str(self._jobs) / "tensors"
+        return self._stored[graph]
+
+    def _run_job(self, job: Job) -> Record:
+        """Run the job and return its record; raise `NoForm` if it failed."""
+        self._jobs += 1
+        record = launch_in_turn(job, self._folder / str(self._jobs), forms.TIMEOUT_S, self._progress)
+        assert job.trial is not None
+        if record.status != "ok":
+            raise forms.no_form(job.trial, record.reason)
+        return record

@@ -1,0 +1,451 @@
+"""Forms of one model aligned: which modules became which nodes, and which nodes became which layer of an engine."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import product
+
+from dyno.worker.facts.job import MODULES, NODES, Layer, LayerGraph
+
+# Where a layer belongs that nothing names: by what flows into it and out of it.
+
+Claims = dict[int, set[int]]  # index of a layer -> indices of its counterparts in another form
+# What a node's name, a tensor's name, or the flow between named ones says; and what is computed before the first run.
+NAMED, FLOW, CONSTANT = "named", "flow", "constant"
+SHAPES = {"Shape", "Size"}  # operators whose results the shapes decide
+DEQUANTISES = "DequantizeLinear"
+
+
+class Flow:
+    """Who reads whom among the layers of one form, by the names of tensors.
+
+    `constant` are those that read nothing that changes, of a form that names all that its layers read.
+    """
+
+    def __init__(self, layers: Sequence[Layer], *, complete: bool = True) -> None:
+        writer: dict[str, int] = {}
+        self.forwards, self.backwards = range(len(layers)), range(len(layers) - 1, -1, -1)
+        self.before: list[list[int]] = []
+        self.after: list[list[int]] = [[] for _ in layers]
+        self.constant: set[int] = set()
+        for index, layer in enumerate(layers):
+            sources = [writer[port.name] for port in layer.inputs if port.name in writer]
+            self.before.append(list(dict.fromkeys(sources)))
+            for source in self.before[index]:
+                self.after[source].append(index)
+            fed = [port for port in layer.inputs if port.name not in writer]
+            still = not fed and self.constant.issuperset(self.before[index])
+            if complete and (still or layer.type in SHAPES):
+                self.constant.add(index)
+            writer.update({port.name: index for port in layer.outputs})
+
+
+def between(
+    graph: Flow,
+    engine: Flow,
+    claims: Mapping[int, set[int]],
+    helpers: Sequence[int],
+    fits: Callable[[int, int], bool] = lambda node, layer: True,
+) -> Claims:
+    """Return the claims with those added of the engine's layers `helpers`, which name no node.
+
+    An unclaimed node between two claimed ones belongs to the unnamed layers between their counterparts, where the node
+    `fits` that layer.
+    """
+    named = {layer: {layer} for own in claims.values() for layer in own}
+    above, below = (
+        _find_nearest(graph.before, claims, graph.forwards),
+        _find_nearest(graph.after, claims, graph.backwards),
+    )
+    higher, lower = (
+        _find_nearest(engine.before, named, engine.forwards),
+        _find_nearest(engine.after, named, engine.backwards),
+    )
+    neighbours: dict[tuple[int, int], set[int]] = {}
+    for layer in helpers:
+        for pair in product(higher[layer], lower[layer]):
+            neighbours.setdefault(pair, set()).add(layer)
+    extended = {node: set(own) for node, own in claims.items() if own}
+    for node in graph.forwards:
+        if node not in extended and node not in graph.constant:
+            matches = [neighbours.get(pair, set()) for pair in product(above[node], below[node])]
+            if reached := {layer for layer in set().union(*matches) if fits(node, layer)}:
+                extended[node] = reached
+    return extended
+
+
+def placed(
+    layers: Sequence[Layer], claims: Mapping[int, set[int]], flow: Flow, ends: Collection[int] = ()
+) -> tuple[Claims, dict[int, str]]:
+    """Return the claims with those of unclaimed layers added, and how each was found.
+
+    A layer between two with a common counterpart has it too. In an engine's fused layers, a product comes first, so it
+    belongs to the next layer that has a counterpart (a convolution to the ReLU behind its batch norm); so does a
+    dequantisation, and a layer that only constants decide. Any other layer comes last, and belongs to the last of the
+    counterparts of its inputs, except of inputs in `ends`, which are known to end their counterpart. The layers are in
+    an order in which they can run.
+    """
+    placements = {index: set(own) for index, own in claims.items() if own}
+    how = dict.fromkeys(placements, NAMED)
+    forwards, backwards = flow.forwards, flow.backwards
+
+    def place_layer(index: int, counterparts: set[int]) -> None:
+        if counterparts:
+            placements[index], how[index] = counterparts, CONSTANT if index in flow.constant else FLOW
+
+    def find_claims(neighbours: Sequence[int]) -> set[int]:
+        return {one for neighbour in neighbours for one in placements.get(neighbour, ())}
+
+    above, below = _find_nearest(flow.before, placements, forwards), _find_nearest(flow.after, placements, backwards)
+    for index in forwards:
+        if index not in placements and index not in flow.constant:
+            place_layer(index, above[index] & below[index])
+    behind = dict[int, set[int]]()  # of an unclaimed layer that ends one: what reads it, before another product does
+    for index in backwards:
+        if index not in placements:
+            reached = find_claims(flow.after[index])
+            if index in flow.constant:
+                place_layer(index, reached)
+                continue
+            reached |= {one for reader in flow.after[index] for one in behind.get(reader, ())}
+            if _can_begin(layers[index]):
+                place_layer(index, {min(reached)} if reached else set())
+            else:
+                behind[index] = reached
+    for index in forwards:
+        open_ones = [] if index in flow.constant else [one for one in flow.before[index] if one not in ends]
+        if index not in placements and (reached := find_claims(open_ones)):
+            place_layer(index, {max(reached)})
+    for index in backwards:
+        if index not in placements and (reached := find_claims(flow.after[index])):
+            place_layer(index, {min(reached)})
+    for index in forwards:
+        if index not in placements and index not in flow.constant and (reached := find_claims(flow.before[index])):
+            place_layer(index, {max(reached)})
+    return placements, how
+
+
+def _can_begin(layer: Layer) -> bool:
+    """Return whether an engine's layer may begin with this layer, and rarely ends with it."""
+    return bool(layer.flops) or layer.type == DEQUANTISES
+
+
+def _find_nearest(
+    edges: Sequence[Sequence[int]], claims: Mapping[int, set[int]], order: Sequence[int]
+) -> list[set[int]]:
+    """Return each layer's counterparts, those of the nearest claimed layers along the edges.
+
+    `order` visits the neighbours along the edges first.
+    """
+    reached: list[set[int]] = [set() for _ in edges]
+    for index in order:
+        for neighbour in edges[index]:
+            reached[index] |= claims.get(neighbour, reached[neighbour])
+    return reached
+
+
+# What engines add to the name of a node, or of the tensor that it writes.
+ADDED = ("/WithoutBiases", "_nchwc", "_quant")
+NUMBERED = re.compile(r"_token_\d+$")
+FUSION = re.compile(r"(/\w*Fusion\w*/?)+$")
+WRAPPER = "model."  # what an export of a module with described inputs puts before every name
+
+
+@dataclass(frozen=True)
+class Link:
+    """Two forms aligned: the counterparts in `lower` of each layer of `upper`, and how each was found (see `place`).
+
+    `sure` are the pairs that names tell. `outer` are calls of modules that consist of others: what they do besides is
+    spread over what their parts do.
+    """
+
+    upper: int
+    lower: int
+    pairs: Claims
+    how: dict[int, str] = field(default_factory=dict)
+    sure: frozenset[tuple[int, int]] = frozenset()
+    outer: frozenset[int] = frozenset()
+
+
+@dataclass(frozen=True)
+class Region:
+    """What belongs together: the indices of its layers in each form.
+
+    `around` are modules around parts of it, by index in their form; each is a member of one region only.
+    """
+
+    members: tuple[tuple[int, ...], ...]
+    around: tuple[tuple[int, ...], ...] = ()
+
+    def shown(self, form: int) -> list[int]:
+        """Return the members of a form and the modules around them, in order."""
+        return sorted({*self.members[form], *(self.around[form] if self.around else ())})
+
+
+def link_layers(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
+    """Align the forms with these indices: modules with nodes, or nodes with nodes or an engine's layers."""
+    if forms[upper].form == MODULES:
+        return _align_modules(forms, upper, lower)
+    return _align_nodes(forms, upper, lower)
+
+
+def _align_nodes(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
+    """Align by the nodes that a layer names, then by the tensors that it writes, then by data flow between those."""
+    graph, engine = forms[upper].layers, forms[lower].layers
+    names = {layer.name: k for k, layer in enumerate(graph)}
+    tensors = {port.name: k for k, layer in enumerate(graph) for port in layer.outputs}
+    moved = {
+        layer.inputs[0].name: layer.outputs[0].name
+        for layer in engine
+        if layer.moves and layer.inputs and layer.outputs
+    }
+    claims: Claims = defaultdict(set)
+    for index, layer in enumerate(engine):
+        nodes = [_find_index(name, names, tensors) for name in layer.nodes or (layer.name,)]
+        nodes += [_find_index(port.name, tensors, names) for port in layer.outputs] if not layer.moves else []
+        if not layer.moves and nodes == [None] * len(nodes):  # a conversion has the tensor's name, if anything has
+            nodes = [_find_index(moved[port.name], tensors) for port in layer.outputs if port.name in moved]
+        for node in nodes:
+            if node is not None:
+                claims[node].add(index)
+    inner, outer = Flow(graph), Flow(engine)
+    named = set().union(*claims.values())
+    unnamed = [k for k, layer in enumerate(engine) if k not in named and not layer.moves]
+    says = any(layer.computes_in for layer in engine)  # a product is in none of which the engine says that it isn't one
+
+    def can_hold(node: int, layer: int) -> bool:
+        return bool(engine[layer].computes_in) or not (says and graph[node].flops)
+
+    extended = between(inner, outer, claims, unnamed, can_hold)
+    pairs, how = placed(graph, extended, inner, _find_ends(engine, tensors))
+    for node in extended.keys() - claims.keys():
+        how[node] = FLOW
+    sure = frozenset((node, layer) for node, own in claims.items() for layer in own)
+    return Link(upper, lower, _extend_pairs(pairs, outer, unnamed), how, sure)
+
+
+def _find_ends(engine: Sequence[Layer], tensors: Mapping[str, int]) -> set[int]:
+    """Return the nodes whose result a layer writes unchanged, so that no later node is in that layer.
+
+    This holds for engines that name their tensors, not for those that name tensors after layers.
+    """
+    written = (port.name for layer in engine if not layer.skipped for port in layer.outputs if port.name != layer.name)
+    return {tensors[name] for name in written if name in tensors}
+
+
+def _extend_pairs(pairs: Mapping[int, set[int]], engine: Flow, unnamed: Sequence[int]) -> Claims:
+    """Return the pairs, extended by the engine's layers that have no node yet.
+
+    Such a layer belongs to the nodes of the only layer with nodes that reads it (OpenVINO's LSTM also writes states
+    that nothing reads).
+    """
+    nodes_of = _invert_claims(pairs)
+    for layer in reversed(unnamed):
+        readers = [reader for reader in engine.after[layer] if reader in nodes_of]
+        if layer not in nodes_of and len(readers) == 1:
+            nodes_of[layer] = set(nodes_of[readers[0]])
+    return _invert_claims(nodes_of)
+
+
+def _find_index(name: str, *tables: Mapping[str, int]) -> int | None:
+    """Return the name's index in the first table that has it, with or without an engine's additions to it, or None."""
+    stem = NUMBERED.sub("", FUSION.sub("", name))
+    stems = [name, stem, *(stem.removesuffix(added) for added in ADDED if stem.endswith(added))]
+    return next((table[each] for each in stems for table in tables if each in table), None)
+
+
+def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
+    """Align by the modules that a node names; the nodes of a module called several times are divided in order."""
+    calls, graph = forms[upper].layers, forms[lower].layers
+    by_name: dict[str, list[int]] = defaultdict(list)
+    for index, call in enumerate(calls):
+        by_name[call.name].append(index)
+    name_of = {name: call.name for call in calls for name in (*call.modules, call.name)}
+    nodes: dict[str, dict[int | None, list[int]]] = defaultdict(lambda: defaultdict(list))
+    for index, node in enumerate(graph):
+        for text in node.modules:
+            name, number = _parse_call(text, name_of)
+            nodes[name][number].append(index)
+    claims: Claims = defaultdict(set)
+    for name, by_call in nodes.items():
+        calls_of = by_name.get(name, [])
+        first = 0 if len(by_call) > 1 else None  # where later calls have a number, the first has none
+        for number, indices in by_call.items():
+            which = first if number is None else number
+            chosen = calls_of if which is None else calls_of[which : which + 1]
+            for one, counterpart in _pair_calls(chosen, indices):
+                claims[counterpart].add(one)
+    sure = frozenset((call, node) for node, own in claims.items() for call in own)
+    claims, how = placed(graph, claims, Flow(graph))
+    if "" not in by_name:  # what the model does itself belongs to none of its parts
+        alone = {k for k, node in enumerate(graph) if node.modules == ("",)}
+        claims = {k: called for k, called in claims.items() if k not in alone}
+    pairs = _invert_claims(claims)
+    names = {name for name in by_name if name}
+    inner = {name[: m.start()] for name in names for m in re.finditer(r"\.", name)}
+    outer = frozenset(k for k, call in enumerate(calls) if call.name in inner or not call.name)
+    ran = [k for k, call in enumerate(calls) if k not in outer and not call.skipped]
+    leaves = {place: pairs[k] for place, k in enumerate(ran) if k in pairs}
+    whole, _ = placed([calls[k] for k in ran], leaves, Flow([calls[k] for k in ran], complete=False))
+    kept = {k: own for k, own in pairs.items() if k in outer} | {ran[place]: own for place, own in whole.items()}
+    return Link(upper, lower, kept, _of_calls(kept, claims, how), sure, outer)
+
+
+def _of_calls(pairs: Mapping[int, set[int]], claims: Mapping[int, set[int]], how: Mapping[int, str]) -> dict[int, str]:
+    """Return how each call was found: by name where one of the nodes that claim it was, else by data flow."""
+    named = {call for node, own in claims.items() if how.get(node) == NAMED for call in own}
+    return {call: NAMED if call in named else FLOW for call in pairs}
+
+
+def _parse_call(name: str, known: Mapping[str, str]) -> tuple[str, int | None]:
+    """Return a module's name as its calls have it, and the call's index where the name has one: `relu_1` is the second.
+
+    `known` maps each name of a module to that of its calls; a module that stands in several places has several names.
+    """
+    for text in (name, name.removeprefix(WRAPPER)):
+        if text in known:
+            return known[text], None
+        again = re.fullmatch(r"(.*)_(\d+)", text)
+        if again and again[1] in known:
+            return known[again[1]], int(again[2])
+    return name, None
+
+
+def _pair_calls(calls: Sequence[int], nodes: Sequence[int]) -> list[tuple[int, int]]:
+    """Pair calls with nodes: an equal number of nodes for each call, in order, else every call with every node."""
+    if calls and len(nodes) % len(calls) == 0:
+        each = len(nodes) // len(calls)
+        return [(call, node) for k, call in enumerate(calls) for node in nodes[k * each : (k + 1) * each]]
+    return [(call, node) for call in calls for node in nodes]
+
+
+def _invert_claims(claims: Mapping[int, set[int]]) -> Claims:
+    turned: Claims = defaultdict(set)
+    for one, others in claims.items():
+        for other in others:
+            turned[other].add(one)
+    return dict(turned)
+
+
+def find_regions(forms: Sequence[LayerGraph], links: Sequence[Link]) -> list[Region]:
+    """Return the regions in the order of the first form.
+
+    A layer without counterparts is a separate region, behind its predecessor in its form.
+    """
+    groups = _Groups(forms)
+    pairs = [
+        ((each.upper, upper), (each.lower, lower), (upper, lower) in each.sure)
+        for each in links
+        for upper, own in each.pairs.items()
+        for lower in sorted(own)
+        if upper not in each.outer
+    ]
+
+    def rank_doubt(pair: tuple[tuple[int, int], tuple[int, int], bool]) -> tuple[bool, bool]:
+        (upper, node), (lower, layer), sure = pair
+        # Of what is guessed, first that a layer that multiplies is a product.
+        return not sure, not (forms[upper].layers[node].flops and forms[lower].layers[layer].computes_in)
+
+    for one, other, sure in sorted(pairs, key=rank_doubt):
+        groups.join(one, other, sure)
+    root, parent = groups.root, groups.parent
+    around = _find_own_regions(links, root)
+    for one, places in around.items():  # its parameters and operations count once
+        parent[one] = places[0]
+    members: dict[tuple[int, int], list[list[int]]] = {}
+    for form, k in sorted(parent):
+        members.setdefault(root((form, k)), [[] for _ in forms])[form].append(k)
+    besides: dict[tuple[int, int], list[list[int]]] = {one: [[] for _ in forms] for one in members}
+    for (form, k), places in around.items():
+        for place in places:
+            besides[place][form].append(k)
+    whole = {one: Region(tuple(map(tuple, own)), tuple(map(tuple, besides[one]))) for one, own in members.items()}
+    return [whole[one] for one in _sort_regions(forms, root, around.keys())]
+
+
+class _Groups:
+    """Layers of all forms in groups that grow together: a layer is (form, index)."""
+
+    def __init__(self, forms: Sequence[LayerGraph]) -> None:
+        every = [(form, k) for form, inside in enumerate(forms) for k in range(len(inside.layers))]
+        self.parent = {one: one for one in every}
+        self._forms = {one: {one[0]} for one in every}
+
+    def root(self, layer: tuple[int, int]) -> tuple[int, int]:
+        """Return the layer that represents the group."""
+        while self.parent[layer] != layer:
+            self.parent[layer] = self.parent[self.parent[layer]]
+            layer = self.parent[layer]
+        return layer
+
+    def join(self, layer: tuple[int, int], other: tuple[int, int], sure: bool) -> None:
+        """Make one group of both layers' groups.
+
+        Where that isn't sure, a group that has its place stays as it is: a node may be guessed to be in this layer of
+        one engine, and be known to be in that one of another.
+        """
+        a, b = self.root(layer), self.root(other)
+        if a == b or (not sure and other[0] in self._forms[a] and layer[0] in self._forms[b]):
+            return
+        self.parent[b] = a
+        self._forms[a] |= self._forms[b]
+
+
+def _find_own_regions(
+    links: Sequence[Link], root: Callable[[tuple[int, int]], tuple[int, int]]
+) -> dict[tuple[int, int], list[tuple[int, int]]]:
+    """Return for each module around others the regions in which its own code runs, in the order of its nodes."""
+    regions_of: dict[tuple[int, int], list[tuple[int, int]]] = {}
+    for each in links:
+        for upper in sorted(each.outer):
+            nodes = [lower for lower in sorted(each.pairs.get(upper, ())) if (upper, lower) in each.sure]
+            places = dict.fromkeys(root((each.lower, lower)) for lower in nodes)
+            if places:
+                regions_of.setdefault((each.upper, upper), [*places])
+    return regions_of
+
+
+def _sort_regions(
+    forms: Sequence[LayerGraph], root: Callable[[tuple[int, int]], tuple[int, int]], around: Collection[tuple[int, int]]
+) -> list[tuple[int, int]]:
+    """Return the regions in the order of the first form, those it lacks behind their neighbour in a later one.
+
+    Modules `around` others end after them, so the regions of their own operations take another form's place.
+    """
+    first: tuple[int, int] = (-1, -1)  # stands before all
+    behind: dict[tuple[int, int], list[tuple[int, int]]] = {first: []}
+    for form, inside in enumerate(forms):
+        previous, beside = first, Counter[tuple[int, int]]()  # of this form's regions, how many stand behind which
+        last = {root((form, k)): k for k in range(len(inside.layers)) if (form, k) not in around}
+        early = Flow(inside.layers).constant if form else set()  # what shapes decide is computed before all else
+        for k in range(len(inside.layers)):
+            one = root((form, k))
+            if (form, k) in around or (form and k != last[one] and (one not in behind or k in early)):
+                continue
+            if one not in behind:
+                where = previous if form else first
+                behind[one] = []
+                behind[where].insert(beside[where], one)
+                beside[where] += 1
+            previous = one
+    order, left = [], [first]
+    while left:
+        one = left.pop()
+        order.append(one)
+        left += reversed(behind[one])
+    return order[1:]
+
+
+def find_pivots(forms: Sequence[LayerGraph], graph_of: Mapping[int, int]) -> list[Link]:
+    """Return the links between all forms: modules and engines with their graphs, and every graph with the first one."""
+    graphs = [k for k, each in enumerate(forms) if each.form == NODES]
+    links = [link_layers(forms, graphs[0], k) for k in graphs[1:]] if graphs else []
+    for k, each in enumerate(forms):
+        if each.form == MODULES:
+            links += [link_layers(forms, k, graph) for graph in graphs[:1]]
+        elif each.form != NODES and (graphs or k in graph_of):
+            links.append(link_layers(forms, graph_of.get(k, graphs[0]), k))
+    return links

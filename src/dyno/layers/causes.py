@@ -1,0 +1,325 @@
+"""What makes the time of two forms of a model differ: their regions taken apart, each part with its one cause."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import numpy as np
+
+from dyno.layers import align
+from dyno.layers.align import NAMED, Link, Region
+from dyno.layers.pairs import FormPair, PairSide
+from dyno.layers.tables import BYTES, MODEL
+from dyno.layers.times import modules_of
+from dyno.worker.facts.job import MODULES, Layer
+
+
+@dataclass(frozen=True)
+class Cause:
+    """Why parts of a model take another time in B than in A: a key for programs, a title for people.
+
+    `region` says whether its time was measured and has a name; the others are what is left over.
+    """
+
+    key: str
+    title: str
+    region: bool = True
+
+
+NARROWER = Cause("narrower", "a narrower type in B")
+WIDER = Cause("wider", "a wider type in B")
+STAYED = Cause("stayed", "not in the narrower type that B was asked for")
+PROVIDER = Cause("provider", "another provider")
+KERNEL = Cause("kernel", "another kernel")
+SAME = Cause("same", "the same kernel")
+FUSED = Cause("fused", "fused or left out in B")
+SPLIT = Cause("split", "a separate layer in B")
+CONVERSION = Cause("conversion", "conversions of types and layouts")
+CALLS = Cause("calls", "the model's own code, and calling its parts")
+UNALIGNED = Cause("unaligned", "counterpart unknown", region=False)
+INTERRUPTED = Cause("interrupted", "interruptions, which hit a layer in few runs", region=False)
+WAITING = Cause("waiting", "launch gaps: the GPU waits for the host")
+BETWEEN = Cause("between", "outside the layers", region=False)
+WHOLE = Cause("whole", "all of it", region=False)
+CAUSES = (NARROWER, WIDER, STAYED, PROVIDER, KERNEL, SAME, FUSED, SPLIT, CONVERSION, CALLS, UNALIGNED)
+
+CONVERTERS = ("QuantizeLinear", "DequantizeLinear", "DynamicQuantizeLinear", "FakeQuantize")
+PROVIDERS = "ONNX Runtime"  # whose tactics are execution providers
+FULL = ("", "fp32", "tf32")  # precisions in which nothing is narrower than float32
+
+
+@dataclass(frozen=True)
+class CausePart:
+    """Layers of A and of B, by index, whose difference has one cause; together all parts have each layer once.
+
+    `names` are the model's modules, or nodes, that they are; `types` those that they compute in, "" where that isn't
+    known; `before` is what reads a conversion.
+    """
+
+    cause: Cause
+    a: tuple[int, ...] = ()
+    b: tuple[int, ...] = ()
+    names: tuple[str, ...] = ()
+    types: tuple[str, str] = ("", "")
+    before: str = ""
+
+
+def parts(pair: FormPair) -> list[CausePart]:
+    """Return the pair's layers as parts, region by region in the model's order."""
+    return _RegionSplitter(pair).all()
+
+
+def linked(pair: FormPair) -> list[Link]:
+    """Align the forms by the graphs behind them; without a direct one, align two modules by their calls' names."""
+    links = align.find_pivots(pair.forms, pair.graph_of)
+    reached = {each.upper for each in links} | {each.lower for each in links}
+    if {pair.a.form, pair.b.form} <= reached:
+        return links
+    a, b = pair.a.form, pair.b.form
+    if pair.forms[a].form == pair.forms[b].form == MODULES:
+        return [*links, _by_calls(pair)]
+    upper, lower = (a, b) if pair.forms[b].form != MODULES else (b, a)
+    return [*links, align.link_layers(pair.forms, upper, lower)]
+
+
+def _by_calls(pair: FormPair) -> Link:
+    """Align two modules: each call with the call of the same part."""
+    places: list[dict[tuple[str, int], int]] = []
+    for side in pair.sides:
+        seen: dict[str, int] = {}
+        calls: dict[tuple[str, int], int] = {}
+        for k, layer in enumerate(pair.forms[side.form].layers):
+            calls[layer.name, seen.setdefault(layer.name, 0)] = k
+            seen[layer.name] += 1
+        places.append(calls)
+    found = {k: {places[1][call]} for call, k in places[0].items() if call in places[1]}
+    sure = frozenset((k, other) for k, own in found.items() for other in own)
+    return Link(pair.a.form, pair.b.form, found, dict.fromkeys(found, NAMED), sure)
+
+
+def gathered(found: Sequence[Region], form: int) -> list[Region]:
+    """Merge, for each module, the regions in which only its own code runs, between calls of its parts, into one.
+
+    The time of that code is one figure; it is there and not with one of the parts.
+    """
+    outer = {k for region in found for k in region.around[form]}
+    own: dict[int, list[Region]] = {}
+    for region in found:
+        if region.around[form] and outer.issuperset(region.members[form]):
+            own.setdefault(min(region.around[form]), []).append(region)  # the innermost: its call ends first
+    joined, left = {id(r) for regions in own.values() for r in regions}, []
+    for region in found:
+        kept = [k for k in region.members[form] if k not in own]
+        whole = [k for k, regions in own.items() if regions[0] is region]
+        if id(region) not in joined:
+            left.append(_replace_members(region, form, kept))
+        for k in whole:
+            members = [sorted({i for r in own[k] for i in r.members[f]}) for f in range(len(region.members))]
+            others = {i for i in members[form] if i not in own}
+            left.append(_replace_members(Region(tuple(map(tuple, members)), region.around), form, sorted({k, *others})))
+    return left
+
+
+def _replace_members(region: Region, form: int, members: Sequence[int]) -> Region:
+    each = [tuple(members) if f == form else own for f, own in enumerate(region.members)]
+    return Region(tuple(each), region.around)
+
+
+@dataclass
+class _TimedForm:
+    """One side: its layers with their median times and names, which of them run, and which only convert."""
+
+    side: PairSide
+    layers: Sequence[Layer]
+    names: list[list[str]]
+    seconds: np.ndarray
+    ran: list[bool] = field(init=False)
+    modules: bool = False
+
+    def __post_init__(self) -> None:
+        self.ran = [bool(s > 0) or not layer.skipped for s, layer in zip(self.seconds, self.layers, strict=True)]
+
+    def converts(self, k: int) -> bool:
+        """Return whether the layer only changes a type or a layout."""
+        return self.layers[k].moves or self.layers[k].type.rpartition(".")[2] in CONVERTERS
+
+    def reader(self, k: int) -> int | None:
+        """Return the first layer behind `k` that isn't a conversion itself; None where only outputs follow."""
+        for later in range(k + 1, len(self.layers)):
+            written = {port.name for port in self.layers[k].outputs}
+            if written & {port.name for port in self.layers[later].inputs}:
+                if not self.converts(later):
+                    return later
+                k = later
+        return None
+
+    def weight(self, k: int) -> tuple[int, float]:
+        """Return the key by which the main layer of a region is chosen: operations, then time."""
+        return (self.layers[k].flops or int(bool(self.layers[k].computes_in)), float(self.seconds[k]))
+
+    def named(self, chosen: Sequence[int]) -> tuple[str, ...]:
+        """Return the names of these layers, in order."""
+        return tuple(dict.fromkeys(name for k in chosen for name in self.names[k] or [self.layers[k].name or MODEL]))
+
+    def type_of(self, chosen: Sequence[int]) -> str:
+        """Return the type that these layers compute in; "" where it isn't known.
+
+        The slowest layer decides, among those that multiply where there are any.
+        """
+        multiply = [k for k in chosen if self.layers[k].computes_in]
+        typed = [k for k in multiply or chosen if computed_in(self.layers[k])]
+        return computed_in(self.layers[max(typed, key=lambda k: self.seconds[k])]) if typed else ""
+
+
+def computed_in(layer: Layer) -> str:
+    """Return the type that a layer multiplies in, else that of its output; "" for indices and unknown types."""
+    kind = layer.computes_in or (layer.outputs[0].dtype if layer.outputs else "")
+    return kind if kind.startswith(("float", "bfloat", "int8", "uint8")) else ""
+
+
+class _RegionSplitter:
+    """Takes regions apart."""
+
+    def __init__(self, pair: FormPair) -> None:
+        self._pair = pair
+        self.a, self.b = (_make_form(pair, side) for side in pair.sides)
+        found = align.find_regions(pair.forms, linked(pair))
+        for form in (self.a, self.b):
+            found = gathered(found, form.side.form) if form.modules else found
+        self._regions = found
+
+    def all(self) -> list[CausePart]:
+        """Return the parts of every region."""
+        found = [part for region in self._regions for part in self._list_parts(region) if part.a or part.b]
+        return self._merge_conversions(found)
+
+    def _merge_conversions(self, found: Sequence[CausePart]) -> list[CausePart]:
+        """Merge two parts where both sides have the same conversion before the same layer."""
+        places: dict[tuple[object, ...], list[int]] = {}
+        kept: list[CausePart] = []
+        for part in found:
+            if part.cause == CONVERSION:
+                form, (k,) = (self.a, part.a) if part.a else (self.b, part.b)
+                layer = form.layers[k]
+                waiting = places.setdefault((layer.type, layer.outputs[:1] and layer.outputs[0].shape, part.before), [])
+                place = next((n for n in waiting if bool(kept[n].a) != bool(part.a)), None)
+                if place is not None:
+                    waiting.remove(place)
+                    kept[place] = replace(kept[place], a=kept[place].a or part.a, b=kept[place].b or part.b)
+                    continue
+                waiting.append(len(kept))
+            kept.append(part)
+        return kept
+
+    def _list_parts(self, region: Region) -> list[CausePart]:
+        a, b = ([k for k in region.members[form.side.form] if form.ran[k]] for form in (self.a, self.b))
+        moving = [
+            self._make_conversion(form, k) for form, own in ((self.a, a), (self.b, b)) for k in own if form.converts(k)
+        ]
+        a, b = ([k for k in own if not form.converts(k)] for form, own in ((self.a, a), (self.b, b)))
+        if called := self._find_call_part(a, b):
+            moving.append(called)
+            a, b = [k for k in a if k not in called.a], [k for k in b if k not in called.b]
+        return [*moving, *self._compare_layers(a, b, region)]
+
+    def _find_call_part(self, a: Sequence[int], b: Sequence[int]) -> CausePart | None:
+        """Return the part of a model's code outside its parts, mostly the time of calling them; None without any.
+
+        Where the region holds nothing else, the other form's layers are its counterparts.
+        """
+        roots = [
+            [k for k in own if form.modules and not form.layers[k].name] for form, own in ((self.a, a), (self.b, b))
+        ]
+        if not any(roots):
+            return None
+        alone = all(root in ([], [*own]) for root, own in zip(roots, (a, b), strict=True))
+        first, second = (a, b) if alone else roots
+        return CausePart(CALLS, tuple(first), tuple(second), (MODEL,))
+
+    def _make_conversion(self, form: _TimedForm, k: int) -> CausePart:
+        reader = form.reader(k)
+        before = form.named([reader])[0] if reader is not None else ""
+        a, b = ((k,), ()) if form is self.a else ((), (k,))
+        return CausePart(CONVERSION, a, b, (form.layers[k].name,), before=before)
+
+    def _compare_layers(self, a: Sequence[int], b: Sequence[int], region: Region) -> list[CausePart]:
+        """Return a part for the main layers of both sides, and parts for the layers that only one side has."""
+        if not a or not b:
+            return [self._make_lone_part(a, b, region)] if a or b else []
+        main_a, main_b = self._choose_main(self.a, a, self.b, len(b)), self._choose_main(self.b, b, self.a, len(a))
+        more_a, more_b = (tuple(k for k in own if k not in main) for own, main in ((a, main_a), (b, main_b)))
+        types = self.a.type_of(main_a), self.b.type_of(main_b)
+        cause = self._find_cause(main_a, main_b, types)
+        found = [CausePart(cause, tuple(main_a), tuple(main_b), self.a.named(main_a), types)]
+        if more_a:
+            found.append(CausePart(FUSED, a=more_a, names=self.a.named(more_a)))
+        if more_b:
+            found.append(CausePart(SPLIT, b=more_b, names=self.b.named(more_b)))
+        return found
+
+    def _choose_main(self, form: _TimedForm, own: Sequence[int], other: _TimedForm, count: int) -> list[int]:
+        """Return the `count` main layers, one for each layer of the other form.
+
+        Where the other form is a module, which may be code of any length, they are all layers that it became.
+        """
+        if other.modules and not form.modules:
+            return sorted(own)
+        return sorted(sorted(own, key=form.weight, reverse=True)[:count])
+
+    def _make_lone_part(self, a: Sequence[int], b: Sequence[int], region: Region) -> CausePart:
+        """Return the part of a region that one side lacks: nothing runs for it there where the region is identified.
+
+        Otherwise its counterpart is unknown.
+        """
+        form, own = (self.a, a) if a else (self.b, b)
+        others = [k for k in range(len(region.members)) if k != form.side.form and region.members[k]]
+        other = self.b if a else self.a
+        products = form.modules and any(form.layers[k].flops for k in own)  # which every engine has, under some name
+        known = bool(others) or (not products and (form.modules or other.modules))
+        cause = (FUSED if a else SPLIT) if known else UNALIGNED
+        return CausePart(cause, tuple(a), tuple(b), form.named(own))
+
+    def _find_cause(self, a: Sequence[int], b: Sequence[int], types: tuple[str, str]) -> Cause:
+        if all(types):
+            before, after = (BYTES.get(kind, 1) for kind in types)
+            if after < before:
+                return NARROWER
+            if after > before:
+                return WIDER
+            multiplies = any(self.b.layers[k].computes_in for k in b)
+            if after >= BYTES["float32"] and multiplies and self._pair.b.precision not in FULL:
+                return STAYED
+        if types[0] != types[1] or self._libraries[0] != self._libraries[1]:
+            return KERNEL
+        kernels = [
+            sorted((form.layers[k].type, form.layers[k].tactic) for k in own)
+            for form, own in ((self.a, a), (self.b, b))
+        ]
+        if self._libraries[0] == PROVIDERS and [t for _, t in kernels[0]] != [t for _, t in kernels[1]]:
+            return PROVIDER
+        return SAME if kernels[0] == kernels[1] else KERNEL
+
+    @property
+    def _libraries(self) -> list[str]:
+        """Whose layers they are, without versions."""
+        return [
+            next((word for word in (PROVIDERS,) if title.startswith(word)), title.partition(" ")[0])
+            for title in self._pair.titles
+        ]
+
+
+def _make_form(pair: FormPair, side: PairSide) -> _TimedForm:
+    form = pair.forms[side.form]
+    names = modules_of(pair.forms, side.form, side.graph, side.module)
+    return _TimedForm(side, form.layers, names, medians(side), modules=form.form == MODULES)
+
+
+def medians(side: PairSide) -> np.ndarray:
+    """Return the seconds of each layer: the median over processes of the median over repeats."""
+    return np.array(np.median([np.median(each.layers, axis=0) for each in side.processes], axis=0))
+
+
+def by_cause(parts: Sequence[CausePart]) -> Mapping[Cause, list[int]]:
+    """Return the indices of the parts of each cause, in the order of CAUSES."""
+    return {cause: own for cause in CAUSES if (own := [k for k, part in enumerate(parts) if part.cause == cause])}

@@ -1,0 +1,300 @@
+"""`dyno cold-start`: how long each form of a model takes from the start of a process to its first answer."""
+
+from __future__ import annotations
+
+import math
+import os
+import random
+import statistics
+import tempfile
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.jobs.progress import Progress
+from dyno.layers import forms
+from dyno.layers.profiling import engines
+from dyno.report.table_kind import TableKind
+from dyno.results import stats
+from dyno.run.device_lock import launch_in_turn
+from dyno.study.defaults import one_model
+from dyno.study.study import Study
+from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, limited, limits_of, printed
+from dyno.worker import registry
+from dyno.worker.facts.job import ColdStart
+from dyno.worker.option_values import at_least
+from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError, check_known
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Cold starts of a model's forms: from the start of a process to the first answer, by part, beside each other.
+
+STARTS = TableKind("cold-start", "Cold start",
+                   "What passes from the start of a process to the first answer of an engine, part by part.",
+                   command="dyno cold-start MODEL")  # fmt: skip
+WARM, COLD = "in memory", "on disk"  # where the files are that a process reads
+PARTS = {
+    "start": "start of Python and of Dyno's worker",
+    "imports": "import of libraries",
+    "context": "making the GPU's context",
+    "load": "loading the engine, without imports",
+    "inputs": "reading or drawing the inputs",
+    "first_call": "the first call, from host to host",
+}
+
+
+COLUMNS = (
+    Column("form", "which engine", kind=TEXT, identity=True),
+    Column("files", "where code and model lie when the process starts", kind=TEXT, title="files are"),
+    Column("first_answer_ms", "from the start of the process to its first answer: the mean over rounds", "ms",
+           title="first answer, ms", interval=True),
+    *limits_of("first_answer_ms", "ms"),
+    *(Column(f"{name}_ms", f"{meaning}, in the round in the middle", "ms", title=name.replace("_", " "), rank=1)
+      for name, meaning in PARTS.items()),
+    Column("rest_ms", "what lies between the parts", "ms", title="rest", rank=2),
+    Column("later_ms", "a later call, from host to host: the median", "ms", title="later call"),
+    Column("read_mb", "read from disk for the process, in the round in the middle", "MB", title="read, MB", rank=1),
+    Column("speedup", "the first form's first answer over this one's, by rounds", kind=RATIO, title="speed-up",
+           interval=True),
+    *limits_of("speedup", "", RATIO),
+    Column("verdict", "whether that is real", kind=TEXT),
+    Column("rounds", "processes", kind=COUNT, rank=3),
+)  # fmt: skip
+PRINTED = printed(COLUMNS)
+NOTE = "Parts, in ms, are those of the round in the middle, and with the rest they sum to its first answer."
+NAMED = 2  # parts that a sentence names
+MANY_UNCOMPILED = 0.1  # of the modules: a program's own few files say nothing of its libraries
+
+
+@dataclass(frozen=True)
+class ColdStartSamples:
+    """A form's cold starts, a process each, in the order of rounds; `files` says where its files were: WARM or COLD."""
+
+    title: str
+    files: str
+    rounds: tuple[ColdStart, ...]
+
+    @property
+    def wholes(self) -> list[float]:
+        """Seconds to the first answer, by round."""
+        return [one.first_answer for one in self.rounds]
+
+    @property
+    def middle(self) -> ColdStart:
+        """The round whose first answer is the median, the later one of two."""
+        return sorted(self.rounds, key=lambda one: one.first_answer)[len(self.rounds) // 2]
+
+
+def make_cold_start_table(starts: Sequence[ColdStartSamples]) -> Table:
+    """Build a row for each form and place of its files.
+
+    Each is compared with the first form of the same place, all as one family.
+    """
+    first = {one.files: one for one in reversed(starts)}
+    evidence = [None if one is first[one.files] else _compute_evidence(one, first[one.files]) for one in starts]
+    decided = stats.decide_family(evidence)
+    rows = [_make_row(one, speedup if e else None) for one, e, speedup in zip(starts, evidence, decided, strict=True)]
+    return STARTS.of(COLUMNS, rows, notes=(NOTE, *describe_cold_start(starts)), printed=PRINTED)
+
+
+def describe_cold_start(starts: Sequence[ColdStartSamples]) -> list[str]:
+    """Return sentences on the longest part before the first answer, a later call, and starts that compile libraries."""
+    return [_describe_starts(one) for one in starts] + [line for one in starts if (line := _describe_uncompiled(one))]
+
+
+def without_byte_code(modules: int, uncompiled: int) -> str:
+    """Describe how many of a process's modules have no byte-code; "" where only a few have none."""
+    few = uncompiled <= MANY_UNCOMPILED * modules
+    return (
+        "" if few else f"{uncompiled:,} of {modules:,} Python modules have no byte-code, so each process compiles them"
+    )
+
+
+def _describe_uncompiled(one: ColdStartSamples) -> str:
+    """Return a sentence on libraries without byte-code and the remedy; "" where they have it."""
+    if found := without_byte_code(one.middle.modules, one.middle.uncompiled):
+        ends = "omit PYTHONDONTWRITEBYTECODE, or run python -m compileall on the libraries once"
+        return f"{one.title}, files {one.files}: {found}; {ends}."
+    return ""
+
+
+def _describe_starts(one: ColdStartSamples) -> str:
+    middle = one.middle
+    largest = sorted(middle.parts.items(), key=lambda item: -item[1])[:NAMED]
+    named = " and ".join(f"{PARTS[name]} ({100 * s / middle.first_answer:.0f} %)" for name, s in largest)
+    times = middle.first_answer / statistics.median(middle.later)
+    return f"{one.title}, files {one.files}: most of it is {named}; a later call takes 1/{times:,.0f} of it."
+
+
+def _compute_evidence(own: ColdStartSamples, other: ColdStartSamples) -> stats.Evidence | None:
+    return stats.paired([math.log(a / b) for a, b in zip(other.wholes, own.wholes, strict=True)])
+
+
+def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
+    whole, middle = stats.center(one.wholes), one.middle
+    parts = {f"{name}_ms": 1e3 * seconds for name, seconds in middle.parts.items()}
+    row: Row = {
+        "form": one.title, "files": one.files, "first_answer_ms": 1e3 * whole.value,
+        "first_answer_ms_low": 1e3 * whole.low, "first_answer_ms_high": 1e3 * whole.high, **parts,
+        "rest_ms": 1e3 * (middle.first_answer - sum(middle.parts.values())),
+        "later_ms": 1e3 * statistics.median(value for each in one.rounds for value in each.later),
+        "read_mb": None if middle.read_bytes is None else middle.read_bytes / 1e6, "rounds": len(one.rounds),
+    }  # fmt: skip
+    if speedup is None:
+        return {**row, "verdict": "reference"}
+    return {**row, **limited("speedup", speedup), "verdict": speedup.verdict}
+
+
+ROUNDS = 5
+FILES = {"memory": (WARM,), "disk": (COLD,), "both": (WARM, COLD)}
+
+
+@dataclass(frozen=True)
+class ColdStarts:
+    """The cold starts of forms of a model: `starts` has those of each form and place of its files, `left_out` names the
+    forms that can't be made or don't answer, with the reason."""
+
+    starts: tuple[ColdStartSamples, ...]
+    left_out: tuple[str, ...] = ()
+
+    @property
+    def table(self) -> Table:
+        """A row for each form and place of its files."""
+        return make_cold_start_table(self.starts)
+
+    @property
+    def sentences(self) -> list[str]:
+        """What takes longest before the first answer, and how a later call compares."""
+        return describe_cold_start(self.starts)
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the table's rows."""
+        return self.table.to_pandas()
+
+
+def cold_start(
+    model: Any,
+    *others: Any,
+    batch: int = 1,
+    rounds: int = ROUNDS,
+    files: str = "both",
+    quiet: bool = True,
+    **settings: Any,
+) -> ColdStarts:
+    """Measure how long each form of a model takes from process start to its first answer, part by part.
+
+    `model` and `others` are as in `dyno.inspect`, but a backend must be able to run each. Every form starts once
+    unmeasured, and then in `rounds` separate processes, in shuffled order, with its code and model in the kernel's
+    cache (`files` "memory"), dropped from it ("disk"), or one after the other ("both"). `settings` are fields of
+    `dyno.Study`. Forms that can't be made or don't answer are left out; raises `UserError` if no form is left.
+    """
+    batch, rounds = at_least(1, batch=batch, rounds=rounds)
+    check_known("files", files, FILES)
+    if COLD in FILES[files] and not hasattr(os, "posix_fadvise"):
+        raise UserError("this system can't drop files from its cache; give --files memory")
+    study, progress = one_model(model, settings), Progress(quiet=quiet)
+    reading = ColdStartReader(study, batch, progress)
+    sides = engines(forms.sides(study, others))
+    if any(side.choice.name == forms.ONNX for side in sides):
+        raise UserError("an ONNX graph doesn't run by itself; name a backend, such as onnxruntime")
+    reading.read_all(sides)
+    with progress.running([]):
+        started, failed = _start_forms(reading.trials, progress)
+        starts = tuple(_measure_starts(started, rounds, FILES[files], progress))
+    return ColdStarts(starts, (*reading.left_out, *failed))
+
+
+class ColdStartReader(forms.FormReader):
+    """Makes what forms run, and reads nothing."""
+
+    def __init__(self, study: Study, batch: int, progress: Progress) -> None:
+        super().__init__(study, batch, progress)
+        self.trials: list[tuple[Trial, Artifact | None]] = []
+
+    def module(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
+        """Start a module as PyTorch runs it."""
+        self.engine(study, side, trial)
+
+    def built(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
+        """Start a built engine, whose shapes are read by inspecting its file."""
+        self.engine(study, side, trial)
+
+    def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
+        """Add the trial and its file to those to start, once per trial."""
+        if reason := registry.find(trial.backend).refuse(trial):
+            raise forms.no_form(trial, reason)
+        if trial.id not in {other.id for other, _ in self.trials}:
+            self.trials.append((trial, artifact))
+
+
+@dataclass
+class ColdStartForm:
+    """What is started, and what came of it; `read` are the files that a start reads."""
+
+    title: str
+    trial: Trial
+    artifact: Artifact | None
+    read: tuple[str, ...] = ()
+    rounds: dict[str, list[ColdStart]] = field(default_factory=dict)
+
+
+def _start_forms(
+    trials: Sequence[tuple[Trial, Artifact | None]], progress: Progress
+) -> tuple[list[ColdStartForm], list[str]]:
+    """Return the forms that answer an unmeasured start, and why the others don't; raise `UserError` if all fail."""
+    several = len({trial.model.name for trial, _ in trials}) > 1
+    found, errors = [], list[UserError]()
+    for trial, artifact in trials:
+        form = ColdStartForm(_format_title(trial, several), trial, artifact)
+        progress.other(f"start {form.title} unmeasured")
+        try:
+            form.read = _measure_start(form, progress).files
+            found.append(form)
+        except UserError as e:
+            errors.append(e)
+    if not found:
+        raise errors[0]
+    return found, [str(e) for e in errors]
+
+
+def _measure_starts(
+    each: Sequence[ColdStartForm], rounds: int, states: Sequence[str], progress: Progress
+) -> Iterator[ColdStartSamples]:
+    for number in range(rounds):
+        order = [(form, state) for form in each for state in states]
+        random.Random(number).shuffle(order)
+        for form, state in order:
+            progress.other(f"start {form.title}, files {state}, round {number + 1} of {rounds}")
+            if state == COLD:
+                drop(form.read)
+            form.rounds.setdefault(state, []).append(_measure_start(form, progress))
+    return (ColdStartSamples(form.title, state, tuple(form.rounds[state])) for form in each for state in states)
+
+
+def _format_title(trial: Trial, several: bool) -> str:
+    return f"{f'{trial.model.name} ' if several else ''}{trial.variant} {trial.precision}"
+
+
+def _measure_start(form: ColdStartForm, progress: Progress) -> ColdStart:
+    """Measure one start in a fresh process; raise `UserError` if it doesn't answer."""
+    job = Job("cold_start", form.trial.runtime, form.trial, artifact=form.artifact)
+    with tempfile.TemporaryDirectory() as scratch:
+        record = launch_in_turn(job, Path(scratch) / "job", form.trial.plan.timeout_s, progress)
+    if record.status != "ok" or record.facts.cold_start is None:
+        raise UserError(f"{form.title}: {record.reason or record.status}")
+    return record.facts.cold_start
+
+
+def drop(files: Iterable[str]) -> None:
+    """Ask the kernel to drop these files from its cache; pages that another process has mapped stay."""
+    for path in files:
+        with suppress(OSError):
+            file = os.open(path, os.O_RDONLY)
+            try:
+                os.fsync(file)  # what isn't written yet can't be dropped
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)
+            finally:
+                os.close(file)

@@ -1,0 +1,413 @@
+"""Hardware counters of kernels by the modules that launched them, as a table, and what they say in a sentence each."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+import shutil
+import tempfile
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dyno.formatting import counting, significant
+from dyno.jobs.progress import Progress
+from dyno.layers import times
+from dyno.layers.tables import names_cell
+from dyno.report.table_kind import TableKind
+from dyno.run.device_lock import launch_in_turn
+from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
+from dyno.worker.facts.engine import range_name, shorten_kernel
+from dyno.worker.facts.job import MODULES, LayerGraph
+from dyno.worker.record import Record
+from dyno.worker.spec import Artifact, Job, Trial, UserError
+
+# What NVIDIA's ncu (Nsight Compute) prints as CSV (`--csv --page raw --print-units base --nvtx`), read.
+#
+# Of each kernel there is a line with its metrics and the NVTX ranges in which it was launched; see the Nsight Compute
+# CLI manual, https://docs.nvidia.com/nsight-compute/NsightComputeCli/. Read with ncu 2025.3.
+
+# Figures of a kernel by ncu's name of the metric; `ncu --query-metrics` and the Profiling Guide say what they are.
+METRICS = {
+    "seconds": "gpu__time_duration.sum",
+    "sm": "sm__throughput.avg.pct_of_peak_sustained_elapsed",
+    "memory": "gpu__compute_memory_throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram": "dram__throughput.avg.pct_of_peak_sustained_elapsed",
+    "dram_bytes": "dram__bytes.sum",
+    "tensor": "sm__pipe_tensor_cycles_active.avg.pct_of_peak_sustained_elapsed",
+    "warps": "sm__warps_active.avg.pct_of_peak_sustained_active",
+    "l2": "lts__t_sector_hit_rate.pct",
+    "waves": "launch__waves_per_multiprocessor",
+    "blocks": "launch__grid_size",
+    "threads": "launch__block_size",
+    "registers": "launch__registers_per_thread",
+}
+SM_COUNT = {"sms": "launch__sm_count"}  # which comes without being asked for, but not with every version
+SCALE = {"ns": 1e-9, "nsecond": 1e-9}  # base units that aren't those of the figures
+RANGES, NAME = "Push/Pop_Range", "Kernel Name"
+ERROR = "==ERROR=="
+# Domain:Range:type and value of a payload:type and value of a colour:type and text of a message.
+RANGE = re.compile(r"[^:]*:(.*?):(?:none:none|\w+:.*):(?:none:none|\w+:0x[0-9a-f]+):(?:none:none|\w+:(.*))")
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel and its figures; NaN is one that ncu didn't tell.
+
+    `ranges` are the names of the NVTX ranges around its launch, the innermost last. `sm`, `memory`, `dram` and `tensor`
+    are percent of the peak over the kernel's time: of the SMs' busiest unit, of the busiest part of the memory
+    (caches included), of DRAM alone, and of the cycles in which the tensor cores worked. `warps` are percent of those
+    that the SMs could hold while they worked, `l2` percent of the L2 cache's accesses that hit; `sms` is how many SMs
+    the GPU has, and `waves` how often its blocks fill them.
+    """
+
+    name: str
+    ranges: tuple[str, ...] = ()
+    seconds: float = math.nan
+    sm: float = math.nan
+    memory: float = math.nan
+    dram: float = math.nan
+    dram_bytes: float = math.nan
+    tensor: float = math.nan
+    warps: float = math.nan
+    l2: float = math.nan
+    waves: float = math.nan
+    blocks: float = math.nan
+    threads: float = math.nan
+    registers: float = math.nan
+    sms: float = math.nan
+
+
+@dataclass(frozen=True)
+class NcuReport:
+    """The kernels in the order of their launches, what ncu called errors, and why there are no more kernels ("": all
+    are there)."""
+
+    kernels: tuple[Kernel, ...]
+    errors: tuple[str, ...] = ()
+    cut_short: str = ""
+
+
+def read_ncu(text: str) -> NcuReport:
+    """Parse the report in ncu's output, with or without the profiled program's output before it."""
+    lines = text.split("\n")  # not `splitlines`: TensorRT's JSON holds other separators
+    errors = tuple(line.removeprefix(ERROR).strip() for line in lines if line.startswith(ERROR))
+    begin = next((k for k, line in enumerate(lines) if line.startswith('"ID",')), len(lines))
+    rows = [line for line in lines[begin:] if line.startswith('"')]
+    return NcuReport(tuple(_iter_kernels(rows)), errors)
+
+
+def _iter_kernels(lines: Sequence[str]) -> Iterator[Kernel]:
+    """Yield the kernels below a line of headings and one of units."""
+    if len(lines) < 2:
+        return
+    heads, *rest = (next(csv.reader([line])) for line in lines[:2])
+    units = dict(zip(heads, rest[0], strict=True))
+    ranges = next((k for k, head in enumerate(heads) if RANGES in head), None)
+    for line in lines[2:]:
+        cells = next(csv.reader([line]))
+        if len(cells) != len(heads) and ranges is not None:
+            cells = _split_line(line, ranges, len(heads))
+        if len(cells) != len(heads):  # ncu was ended within it
+            continue
+        row = dict(zip(heads, cells, strict=True))
+        figures = {name: _parse_figure(row, units, metric) for name, metric in (METRICS | SM_COUNT).items()}
+        around = _parse_ranges(cells[ranges]) if ranges is not None else ()
+        yield Kernel(shorten_kernel(row[NAME]), around, **figures)
+
+
+def _split_line(line: str, ranges: int, count: int) -> list[str]:
+    """Split a line into cells where ncu left quotes inside its ranges unescaped, as it does with those of JSON."""
+    cells = line.removeprefix('"').removesuffix('"').split('","', ranges)
+    return [*cells[:-1], *cells[-1].rsplit('","', count - ranges - 1)]
+
+
+def _parse_ranges(cell: str) -> tuple[str, ...]:
+    """Return the names in a cell, from outermost to innermost: the message where there is one, else the range."""
+    texts = re.findall(r'"(.+?)"(?="|  "|\s*$)', cell.replace('""', '"'))
+    found = (RANGE.fullmatch(text) for text in texts)
+    return tuple(match[2] or match[1] for match in found if match)
+
+
+def _parse_figure(row: Mapping[str, str], units: Mapping[str, str], metric: str) -> float:
+    try:
+        return float(row[metric].replace(",", "")) * SCALE.get(units[metric], 1.0)
+    except (KeyError, ValueError):  # a metric that this GPU hasn't got, or "n/a"
+        return math.nan
+
+
+# From here on a part of the GPU, in percent of its peak, bounds a kernel: below it ncu's own rule SOLBottleneck speaks
+# of latency. A grid with fewer blocks than SMs is small by ncu's LaunchConfiguration; so is half a wave here, while
+# SOLBottleneck says it of any grid below a wave, although one of 0.99 fills the GPU.
+BUSY, HALF = 60.0, 0.5
+# Up to here the tensor cores did nothing: of FP32 kernels without an instruction for them ncu counted up to 1.01 %.
+IDLE = 2.0
+DRAM, CACHES, SMS, LATENCY = "bound by DRAM", "bound by caches", "compute-bound", "latency-bound"
+SMALL = "in grids too small for the GPU"
+COUNTERS = TableKind("counters", "Hardware counters",
+                     "What the GPU's counters say of each kernel of one inference under ncu.",
+                     command="dyno profile --device cuda:0 --counters")  # fmt: skip
+COLUMNS = (
+    Column("form", "whose kernel it is", kind=TEXT, identity=True),
+    Column("modules", "PyTorch modules of the layer that launched it, else nodes", kind=TEXT,
+           cell=names_cell("modules")),
+    Column("layer", "the engine's own name of that layer", kind=TEXT, rank=12),
+    Column("kernel", "its name", kind=TEXT, rank=3),
+    Column("time_us", "its time under ncu, not to be read as a latency", "µs", title="time, µs"),
+    Column("share", "share of the time of all kernels", "%", PERCENT, title="share, %"),
+    Column("sm", "the SMs' busiest unit, of its peak", "%", title="SM, %", rank=1),
+    Column("memory", "the busiest part of the memory, caches included, of its peak", "%", title="memory, %", rank=1),
+    Column("dram", "DRAM's bandwidth, of its peak", "%", title="DRAM, %", rank=4),
+    Column("dram_mb", "read from DRAM and written to it", "MB", title="DRAM, MB", rank=5),
+    Column("tensor", "cycles in which the tensor cores worked, of all", "%", title="tensor cores, %", rank=2),
+    Column("warps", "warps on the SMs while these worked, of the most that they hold (achieved occupancy)", "%",
+           title="warps, %", rank=6),
+    Column("l2", "accesses of the L2 cache that hit", "%", title="L2 hits, %", rank=7),
+    Column("waves", "how often its blocks fill the SMs", "1", title="waves", rank=8),
+    Column("blocks", "blocks of its grid", kind=COUNT, rank=9),
+    Column("threads", "threads of a block", kind=COUNT, rank=11),
+    Column("registers", "registers of a thread", kind=COUNT, rank=10),
+    Column("finding", "what bounds it", kind=TEXT),
+)  # fmt: skip
+NOTE = (
+    "One inference under ncu, which runs each kernel alone, several times over and with cold caches: its times are not "
+    f"a latency. What is at {BUSY:.0f} % of its peak or more bounds a kernel, as in ncu's own rules."
+)
+FIGURES = ("sm", "memory", "dram", "tensor", "warps", "l2", "waves")
+COUNTS = ("blocks", "threads", "registers")
+
+
+def make_counters_table(
+    forms: Sequence[LayerGraph],
+    graph_of: Mapping[int, int],
+    module_of: Mapping[int, int],
+    reports: Mapping[int, NcuReport],
+    order: str,
+    top: int,
+) -> Table:
+    """Build rows for the `top` kernels (0: all) of each form by time, or as they ran (`graph`), and one for the rest.
+
+    `reports` has those of the form with that index; `graph_of` and `module_of` are as in `times.profile`.
+    """
+    rows: list[Row] = []
+    notes = [NOTE]
+    for k, report in reports.items():
+        names = times.modules_of(forms, k, graph_of.get(k), module_of.get(k))
+        owners = owners_of(forms[k], report.kernels)
+        rows += _build_rows(forms[k], names, report.kernels, owners, order, top)
+        notes += (f"{forms[k].library}: {one}." for one in describe_counters(report, owners))
+    return COUNTERS.of(COLUMNS, rows, notes=tuple(notes), group=("form",))
+
+
+def owners_of(form: LayerGraph, kernels: Sequence[Kernel]) -> list[int | None]:
+    """Return the layer of each kernel: the innermost of its ranges that has a layer's name; None without one."""
+    calls: dict[str, int] = {}
+    rows: dict[str, int] = {}
+    for k, layer in enumerate(form.layers):
+        calls[layer.name] = calls.get(layer.name, 0) + 1
+        name = range_name(layer.name, calls[layer.name]) if form.form == MODULES else layer.name
+        rows.setdefault(name, k)
+    return [next((rows[name] for name in reversed(kernel.ranges) if name in rows), None) for kernel in kernels]
+
+
+def _build_rows(
+    form: LayerGraph,
+    names: Sequence[list[str]],
+    kernels: Sequence[Kernel],
+    owners: Sequence[int | None],
+    order: str,
+    top: int,
+) -> list[Row]:
+    total = _sum_seconds(kernels) or 1.0
+    slowest = sorted(range(len(kernels)), key=lambda i: -_read_seconds(kernels[i]))
+    chosen = slowest if not top or len(slowest) <= top + 1 else slowest[:top]
+    rows = []
+    for i in sorted(chosen) if order == "graph" else chosen:
+        kernel, owner = kernels[i], owners[i]
+        own = names[owner] if owner is not None else []
+        layer = form.layers[owner].name if owner is not None and form.form != MODULES else ""
+        rows.append({
+            "form": form.library, "modules": " ".join(own), "modules_names": own, "layer": layer,
+            "kernel": kernel.name, **_sum_kernels([kernel], total),
+            **{name: getattr(kernel, name) for name in FIGURES}, **{name: _read_count(kernel, name) for name in COUNTS},
+            "finding": describe_bound(kernel),
+        })  # fmt: skip
+    rest = [kernels[i] for i in sorted(set(slowest) - set(chosen))]
+    if rest:
+        label = counting(len(rest), "more kernel")
+        rows.append({"form": form.library, "modules": label, "modules_names": [label], **_sum_kernels(rest, total)})
+    return rows
+
+
+def _sum_kernels(kernels: Sequence[Kernel], total: float) -> Row:
+    seconds, bytes_ = _sum_seconds(kernels), sum(kernel.dram_bytes for kernel in kernels)
+    return {"time_us": 1e6 * seconds, "share": 100 * seconds / total, "dram_mb": bytes_ / 1e6}
+
+
+def _read_count(kernel: Kernel, name: str) -> int | None:
+    value = getattr(kernel, name)
+    return None if math.isnan(value) else int(value)
+
+
+def _read_seconds(kernel: Kernel) -> float:
+    return 0.0 if math.isnan(kernel.seconds) else kernel.seconds
+
+
+def _sum_seconds(kernels: Sequence[Kernel]) -> float:
+    return sum(map(_read_seconds, kernels))
+
+
+def bound(kernel: Kernel) -> str:
+    """Return the resource that bounds the kernel, "" where its counters don't tell."""
+    if kernel.memory >= BUSY and not kernel.sm > kernel.memory:
+        return DRAM if kernel.dram >= kernel.memory else CACHES
+    if kernel.sm >= BUSY:
+        return SMS
+    if kernel.blocks < kernel.sms or kernel.waves <= HALF:
+        return SMALL
+    return LATENCY if max(kernel.sm, kernel.memory) < BUSY else ""
+
+
+def describe_bound(kernel: Kernel) -> str:
+    """Describe the resource that bounds the kernel, with the figures behind it."""
+    kind, sm, memory = bound(kernel), f"{kernel.sm:.0f} %", f"{kernel.memory:.0f} %"
+    if kind == DRAM:
+        return f"memory-bound: {memory} of DRAM bandwidth"
+    if kind == CACHES:
+        return f"memory-bound: caches at {memory}, DRAM at {kernel.dram:.0f} %"
+    if kind == SMS:
+        unit = "tensor cores" if kernel.tensor >= kernel.sm else "SMs"
+        return f"compute-bound: {unit} at {sm} of their peak"
+    if kind == SMALL and kernel.blocks < kernel.sms:
+        return f"too small a grid: {counting(int(kernel.blocks), 'block')} for {kernel.sms:.0f} SMs"
+    if kind == SMALL:
+        return f"too small a grid: {significant(kernel.waves, 2)} of a wave"
+    return f"latency-bound: SMs at {sm}, memory at {memory}" if kind else ""
+
+
+def describe_counters(report: NcuReport, owners: Sequence[int | None]) -> list[str]:
+    """Summarise the kernels of one form in sentences, first of all where only a part of them was seen."""
+    kernels = report.kernels
+    said = [_describe_bounds(kernels), _tensor_cores(kernels)]
+    if report.cut_short:
+        said.insert(0, f"only the first {len(kernels)} of its kernels were counted: {report.cut_short}")
+    lost = [kernel for kernel, owner in zip(kernels, owners, strict=True) if owner is None]
+    if lost:
+        share = 100 * _sum_seconds(lost) / (_sum_seconds(kernels) or 1.0)
+        said.append(f"of no layer: {counting(len(lost), 'kernel')}, {share:.0f} % of the time")
+    return [one for one in said if one]
+
+
+def _describe_bounds(kernels: Sequence[Kernel]) -> str:
+    """Return the shares of the time by the resource that bounds it, the largest first."""
+    total = _sum_seconds(kernels) or 1.0
+    shares: dict[str, float] = {}
+    for kernel in kernels:
+        if kind := bound(kernel):
+            shares[kind] = shares.get(kind, 0.0) + 100 * _read_seconds(kernel) / total
+    parts = [f"{share:.0f} % {kind}" for kind, share in sorted(shares.items(), key=lambda item: -item[1])]
+    return f"the time of its {counting(len(kernels), 'kernel')} is {', '.join(parts)}" if parts else ""
+
+
+def _tensor_cores(kernels: Sequence[Kernel]) -> str:
+    """Describe how much the tensor cores worked, and in how many of the longest kernels they were idle."""
+    known = [kernel for kernel in kernels if not math.isnan(kernel.tensor)]
+    if not known:
+        return ""
+    if all(kernel.tensor <= IDLE for kernel in known):
+        return f"the tensor cores are idle (up to {IDLE:.0f} %) in all {len(known)} kernels"
+    slowest = sorted(known, key=lambda kernel: -_read_seconds(kernel))
+    idle = next(k for k, kernel in enumerate(slowest) if kernel.tensor > IDLE)
+    mean = sum(kernel.tensor * _read_seconds(kernel) for kernel in known) / (_sum_seconds(known) or 1.0)
+    said = f"the tensor cores work {mean:.0f} % of the kernels' time"
+    longest = "the longest kernel" if idle == 1 else f"the {idle} longest kernels"
+    return f"{said}, and are idle (up to {IDLE:.0f} %) in {longest}" if idle else said
+
+
+# Hardware counters of an engine's kernels: one inference in a job under NVIDIA's ncu.
+
+TOOL = "ncu"
+TIMEOUT_S = 900.0
+# What ncu says (the beginning of its sentences, which go on with links) and what is to be done about it.
+CAUSES = {
+    "ERR_NVGPUCTRPERM": "this user may not read the GPU's counters (ERR_NVGPUCTRPERM); run as root, give a container "
+    "--cap-add=SYS_ADMIN, or load the driver with NVreg_RestrictProfilingToAdminUsers=0",
+    "driver resource was unavailable": "another program uses the GPU's counters, such as DCGM or another profiler; end "
+    "it, or pause it with `dcgmi profile --pause`",
+    "lock file": "the lock file of another user's ncu is in the way; set TMPDIR to a folder of your own",
+    "InterprocessLockFailed": "the lock file of another user's ncu is in the way; set TMPDIR to a folder of your own",
+    "not compatible with Nsight Compute": "the driver is too old for this ncu; install the ncu of the driver's CUDA",
+}  # fmt: skip
+FAILED = "Failed to profile"
+
+
+def find_tool() -> str:
+    """Return the path of ncu; raise `UserError` if it is not installed."""
+    if found := shutil.which(TOOL):
+        return found
+    raise UserError(
+        f"there is no {TOOL} on the PATH, which reads hardware counters; install NVIDIA Nsight Compute, "
+        "or add its folder, such as /usr/local/cuda/bin"
+    )
+
+
+def command(tool: str, log: Path) -> list[str]:
+    """Return ncu's part of the command line: it counts between the start and the stop of CUDA's profiler.
+
+    It leaves the GPU's clocks as they are, and empties the caches before each kernel, so that its runs are alike.
+    """
+    return [tool, "--clock-control", "none", "--cache-control", "all", "--profile-from-start", "off", "--nvtx",
+            "--csv", "--page", "raw", "--print-units", "base", "--metrics", ",".join(METRICS.values()),
+            "--log-file", str(log)]  # fmt: skip
+
+
+def count_kernels(
+    tool: str, trial: Trial, artifact: Artifact | None, progress: Progress, timeout_s: float = TIMEOUT_S
+) -> NcuReport:
+    """Read the hardware counters of the kernels in one inference of the trial's engine, without other jobs on its GPU.
+
+    If ncu fails or times out, the counters read until then are returned with the reason; raises `UserError` with the
+    reason if there are no counters.
+    """
+    progress.other(f"counters of {trial.label} under {TOOL}")
+    with tempfile.TemporaryDirectory() as scratch:
+        folder, log = Path(scratch) / "job", Path(scratch) / "ncu.csv"
+        job = Job("counters", trial.runtime, trial, artifact=artifact)
+        record = launch_in_turn(job, folder, timeout_s, progress, tool=command(tool, log))
+        report = read_ncu(_read_text(log))
+        printed = [read_ncu(_read_text(folder / name)).errors for name in ("stdout.log", "stderr.log")]
+    return counting_outcome(record, replace(report, errors=(*report.errors, *printed[0], *printed[1])), timeout_s)
+
+
+def _read_text(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace") if path.is_file() else ""
+
+
+def counting_outcome(record: Record, report: NcuReport, timeout_s: float) -> NcuReport:
+    """Return the report, with the reason if it is incomplete; raise `UserError` if it is empty."""
+    if report.kernels and record.status == "ok" and not any(FAILED in error for error in report.errors):
+        return report
+    reason = _find_reason(record, report.errors, timeout_s)
+    if report.kernels:
+        return replace(report, cut_short=reason)
+    raise UserError(f"no hardware counters: {reason}")
+
+
+def _find_reason(record: Record, errors: Sequence[str], timeout_s: float) -> str:
+    """Return why not all kernels were counted; ncu's reason comes before the job's, which ncu may have ended."""
+    known = next((said for sign, said in CAUSES.items() if any(sign in error for error in errors)), "")
+    if known:
+        return known
+    if record.status == "timeout":
+        return f"{TOOL} wasn't done after {timeout_s:g} s"
+    if record.status == "ok" and not errors:
+        return f"{TOOL} saw no kernel between the start and the stop of its profiling"
+    if record.status in ("failed", "skipped", "oom"):
+        return record.reason
+    failed = next((error for error in errors if FAILED in error), "")
+    if failed:
+        other = next((error for error in errors if error != failed), "")
+        said = f" ({other.rstrip(':.')})" if other else ""
+        return f"{TOOL} {failed[0].lower()}{failed[1:]}{said}; other programs may be using the GPU"
+    return f"{TOOL} says: {errors[0]}" if errors else record.reason

@@ -1,0 +1,330 @@
+"""What may make an engine faster, as data: which cause calls for it, and which variant of the engine it is."""
+
+from __future__ import annotations
+
+import shlex
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dyno.formatting import counting, ratio
+from dyno.jobs.progress import Progress
+from dyno.layers import causes
+from dyno.layers.causes import Cause
+from dyno.layers.forms import FormRequest
+from dyno.layers.waterfall import Waterfall, WaterfallStep
+from dyno.report.export import with_sentences
+from dyno.report.table_kind import TableKind
+from dyno.report.tables import trial_table
+from dyno.results import ranking, stats
+from dyno.results.correctness import AGREE
+from dyno.results.run_data import RunData
+from dyno.results.stats import FASTER, Speedup
+from dyno.results.trial_result import TrialResult
+from dyno.run.execute import execute
+from dyno.study.defaults import new_folder
+from dyno.study.study import Choice, Study
+from dyno.table import RATIO, TEXT, Column, Table, limited
+from dyno.worker import registry
+from dyno.worker.spec import FIXED, Option, UserError
+
+LEAST = 0.05  # of B's latency: a cause that costs less calls for nothing
+# What B would be rid of without them; of the other causes only what B takes longer than A counts.
+OVERHEADS = (causes.STAYED, causes.SPLIT, causes.CONVERSION, causes.CALLS, causes.WAITING, causes.BETWEEN)
+ONNX = ("onnxruntime", "openvino", "tensorrt", "tensorrt_rtx")
+TENSORRT = ("tensorrt", "tensorrt_rtx")
+
+
+@dataclass(frozen=True)
+class Prescription:
+    """A change of an engine: `options` beside its own, or another `backend` or `precision` in place of its own.
+
+    It is for engines of these `backends` in these `precisions` (none: any) on these kinds of `devices`, whose options
+    have one of the values in `only` (None: not set), where one of the `causes` costs time.
+    """
+
+    text: str
+    causes: tuple[Cause, ...]
+    backends: tuple[str, ...]
+    options: Mapping[str, Option] = field(default_factory=dict)
+    backend: str = ""
+    precision: str = ""
+    precisions: tuple[str, ...] = ()
+    devices: tuple[str, ...] = ("cpu", "cuda")
+    only: Mapping[str, tuple[Option | None, ...]] = field(default_factory=dict)
+
+    def fits(self, backend: str, precision: str, device: str, options: Mapping[str, Option]) -> bool:
+        """Return whether the prescription is for such an engine and asks for another precision, if it asks for one."""
+        of_these = backend in self.backends and (not self.precisions or precision in self.precisions)
+        so_set = all(options.get(name) in values for name, values in self.only.items())
+        return of_these and so_set and device.partition(":")[0] in self.devices and precision != self.precision
+
+
+PRESCRIPTIONS = (
+    Prescription("newer opset, in which one operator stands for several",
+                 (causes.SPLIT, causes.CONVERSION, causes.KERNEL), ("onnxruntime", "openvino"), {"opset": 20}),
+    Prescription("PyTorch's other exporter", (causes.SPLIT, causes.KERNEL), ONNX, {"exporter": "torchscript"}),
+    Prescription("fixed shapes and folded constants", (causes.SPLIT, causes.CONVERSION), ("onnxruntime", "openvino"),
+                 {"static": True, "fold": True}),
+    Prescription("no conversion to blocked layouts", (causes.CONVERSION,), ("onnxruntime",),
+                 {"optimization": "extended"}, devices=("cpu",)),
+    Prescription("fewer layers in a narrow type: the four most sensitive ones in FP32",
+                 (causes.NARROWER, causes.CONVERSION), ONNX, {"keep": 4}, precisions=("int8", "fp16")),
+    Prescription("OpenVINO in place of ONNX Runtime",
+                 (causes.KERNEL, causes.NARROWER, causes.STAYED, causes.CONVERSION, causes.SPLIT), ("onnxruntime",),
+                 backend="openvino", devices=("cpu",)),
+    Prescription("ONNX Runtime in place of OpenVINO", (causes.KERNEL, causes.NARROWER, causes.CONVERSION, causes.SPLIT),
+                 ("openvino",), backend="onnxruntime", precisions=("fp32", "int8"), devices=("cpu",)),
+    Prescription("BF16 in place of INT8", (causes.NARROWER, causes.STAYED, causes.CONVERSION), ("openvino",),
+                 precision="bf16", precisions=("int8",), devices=("cpu",)),
+    Prescription("FP16 in place of INT8", (causes.NARROWER, causes.STAYED, causes.CONVERSION), TENSORRT,
+                 precision="fp16", precisions=("int8",)),
+    Prescription("code compiled by inductor", (causes.CALLS, causes.BETWEEN, causes.KERNEL, causes.SPLIT), ("pytorch",),
+                 backend="compile"),
+    Prescription("a CUDA graph of compiled code", (causes.WAITING,), ("pytorch", "compile"),
+                 {"mode": "reduce-overhead"}, backend="compile", devices=("cuda",)),
+    Prescription("channels-last layout", (causes.KERNEL, causes.CONVERSION), ("pytorch", "compile"),
+                 {"channels_last": True}),
+    Prescription("cuDNN's fastest algorithms, by trying them", (causes.KERNEL,), ("pytorch", "compile"),
+                 {"cudnn_benchmark": True}, devices=("cuda",)),
+    Prescription("eight bits between layers, too: Q/DQ at sums, splits and concatenations",
+                 (causes.CONVERSION, causes.SPLIT), TENSORRT, {"joints": True}, precisions=("int8",),
+                 only={"route": (None, "auto", "graph"), "quantizer": (None, "onnxruntime"), "joints": (None, False)}),
+    Prescription("types that the builder chooses, from a calibrator's ranges",
+                 (causes.NARROWER, causes.STAYED, causes.CONVERSION, causes.SPLIT, causes.KERNEL), ("tensorrt",),
+                 {"route": "calibrator"}, precisions=("int8",), only={"route": (None, "auto", "graph")}),
+    Prescription("the builder's usual level", (causes.KERNEL, causes.CONVERSION, causes.SPLIT), TENSORRT,
+                 {"optimization": 3}, only={"optimization": (0, 1, 2)}),
+    Prescription("the builder's highest level", (causes.KERNEL, causes.CONVERSION), TENSORRT, {"optimization": 5},
+                 only={"optimization": (None, 3, 4)}),
+    Prescription("another build, without timings of earlier ones", (causes.KERNEL, causes.SAME), ("tensorrt",),
+                 {"timing_cache": False, "build": 1}),
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class IndicatedPrescription:
+    """A prescription, the cause that costs most of those that call for it, and what that costs in seconds."""
+
+    prescription: Prescription
+    cause: Cause
+    seconds: float
+
+
+def called_for(
+    waterfall: Waterfall, backend: str, precision: str, device: str, options: Mapping[str, Option]
+) -> list[IndicatedPrescription]:
+    """Return the prescriptions for B, an engine of that backend and options, the most expensive cause first."""
+    costs = {step.cause: _estimate_saving(waterfall, step) for step in waterfall.causes}
+    least = LEAST * waterfall.gap.b
+    called = []
+    for each in PRESCRIPTIONS:
+        cause = max(each.causes, key=lambda cause: costs.get(cause, 0.0))
+        if each.fits(backend, precision, device, options) and costs.get(cause, 0.0) >= least:
+            called.append(IndicatedPrescription(each, cause, costs[cause]))
+    return sorted(called, key=lambda one: -one.seconds)
+
+
+def _estimate_saving(waterfall: Waterfall, step: WaterfallStep) -> float:
+    """Return the seconds that B might save."""
+    if step.cause in OVERHEADS:
+        return step.b
+    return sum(_iter_slowdowns(waterfall, step)) if step.parts else max(0.0, step.difference.value)
+
+
+def _iter_slowdowns(waterfall: Waterfall, step: WaterfallStep) -> Iterator[float]:
+    """Yield the seconds by which each slower part is slower in B."""
+    for k in step.parts:
+        if (more := waterfall.step(step.cause, (k,)).difference.value) > 0:
+            yield more
+
+
+# What came of prescriptions, as a table and in sentences.
+
+TRIED = TableKind("prescriptions", "Prescriptions", "What was tried to make B faster, and what came of it.",
+                  command="dyno explain MODEL A B --try")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """A prescription as `--backends` has its engine, how many times as fast as B it was (None: not measured), what is
+    known of its outputs, whether they are right, and why it has no speed."""
+
+    called: IndicatedPrescription
+    engine: str
+    speedup: Speedup | None
+    outputs: str
+    right: bool
+    reason: str = ""
+
+    @property
+    def kept(self) -> bool:
+        """Whether it is proven: faster than B, and right."""
+        return self.speedup is not None and self.speedup.verdict == FASTER and self.right
+
+    @property
+    def verdict(self) -> str:
+        """What is known of it, in a few words."""
+        return self.reason or (self.speedup.verdict if self.speedup else "")
+
+
+COLUMNS = (
+    Column("prescription", "what was changed", kind=TEXT),
+    Column("called_by", "the cause that costs B most of those that it may cure", kind=TEXT, title="called for by"),
+    Column("cost_us", "what that costs B", "µs", title="costs, µs"),
+    Column("engine", "for --backends", kind=TEXT, rank=3),
+    Column("speedup", "latency of B over its own", kind=RATIO, interval=True, title="times as fast"),
+    Column("speedup_low", "its lower limit", kind=RATIO, cell=lambda row: ""),
+    Column("speedup_high", "its upper limit", kind=RATIO, cell=lambda row: ""),
+    Column("verdict", "faster, slower, equivalent or undecided; or why it has no speed", kind=TEXT),
+    Column("outputs", "against those of the study's reference", kind=TEXT, rank=1),
+    Column("kept", "where it is proven faster, with the right outputs", kind=TEXT),
+)
+
+
+def make_tried_table(outcomes: Sequence[Outcome], title: str) -> Table:
+    """Build a row for each prescription that B, `title`, was tried with."""
+    rows = []
+    for one in outcomes:
+        rows.append({"prescription": one.called.prescription.text, "called_by": one.called.cause.title,
+                     "cost_us": 1e6 * one.called.seconds, "engine": one.engine, **limited("speedup", one.speedup),
+                     "verdict": one.verdict, "outputs": one.outputs, "kept": "yes" if one.kept else "no"})  # fmt: skip
+    note = (
+        f"Each is a trial beside {title}, in turns, all of them as one family (Holm); a profiled run is not among them."
+    )
+    return TRIED.of(COLUMNS, rows, notes=(note,) if rows else ())
+
+
+def describe_tried(outcomes: Sequence[Outcome], title: str) -> list[str]:
+    """Return sentences on the number of prescriptions that helped and on the best one."""
+    if not outcomes:
+        return [f"Nothing of what costs {title} time calls for a prescription."]
+    kept = sorted((one for one in outcomes if one.kept), key=lambda one: -_find_speedup(one))
+    told = [f"{len(kept) or 'None'} of {counting(len(outcomes), 'prescription')} helped."]
+    for one in kept[:1]:
+        found = one.speedup
+        assert found is not None
+        gain = ratio(found.value, found.low, found.high)
+        told.append(f"The best is {one.called.prescription.text}: {gain} as fast, by --backends {one.engine}.")
+    return told
+
+
+def _find_speedup(one: Outcome) -> float:
+    return one.speedup.value if one.speedup else 0.0
+
+
+# Prescriptions tried: each variant of an engine is a trial beside it, in turns, and kept where it is proven.
+
+BOUNDARY = "model"
+
+
+@dataclass(frozen=True)
+class PrescriptionResult:
+    """What came of the prescriptions for B; `folder` is the run folder with their trials, None where none was called
+    for."""
+
+    title: str
+    outcomes: tuple[Outcome, ...]
+    folder: Path | None = None
+
+    @property
+    def table(self) -> Table:
+        """A row for each prescription."""
+        return make_tried_table(self.outcomes, self.title)
+
+    @property
+    def sentences(self) -> list[str]:
+        """How many helped, and the best of them."""
+        where = [f"The trials are in {self.folder}."] if self.folder else []
+        return [*describe_tried(self.outcomes, self.title), *where]
+
+    def export(self, format: str = "text") -> str:
+        """Return the table and the sentences, in text or Markdown."""
+        return with_sentences([self.table] if self.outcomes else [], self.sentences, format)
+
+
+def check_cures(model: Any, sides: Sequence[Any]) -> None:
+    """Raise `UserError` if no variant of B can be made: there is no module, or A and B aren't two forms of it."""
+    if len(sides) != 2 or not isinstance(model, str) or registry.format_of(model) is not None or Path(model).is_dir():
+        raise UserError("--try makes variants of an engine from its module; give the module and two forms of it: "
+                        "torchvision:resnet18 onnxruntime onnxruntime/int8")  # fmt: skip
+
+
+def try_cures(
+    waterfall: Waterfall, sides: Sequence[FormRequest], study: Study, batch: int, rounds: int, progress: Progress
+) -> PrescriptionResult:
+    """Try the variants that the waterfall from A to B suggests: measure A, B and each variant interleaved.
+
+    `study` has the model, the data and the measurement settings; `rounds` is the number of rounds. A prescription is
+    kept if its variant is proven faster than B, all of them as one family, and its outputs are right.
+    """
+    a, b = ((side.choice, side.precision) for side in sides[-2:])
+    title = _format_choice(*b)
+    called = called_for(waterfall, b[0].name, b[1], study.device, b[0].options)
+    variants = {
+        _format_choice(*variant): (variant, one)
+        for one in called
+        if (variant := _apply_prescription(*b, one)) not in (a, b)
+    }
+    if not variants:
+        return PrescriptionResult(title, ())
+    asked = tuple(dict.fromkeys((_format_choice(*a), _format_choice(*b), *variants)))
+    own = replace(study, backends=asked, precisions=(), batches=(batch,), rounds=rounds, until=FIXED,
+                  boundaries=(BOUNDARY,))  # fmt: skip
+    folder = new_folder("explain", study.models)
+    wanted = "; ".join(one.prescription.text for _, one in variants.values())
+    progress.other(f"trying {counting(len(variants), 'prescription')} for {title}, in {folder}: {wanted}")
+    execute(own, folder, progress)
+    data = trial_table.read_trials(folder)
+    trials = {_make_trial_key(t): t for t in data.records}
+    beside = trials.get(_make_choice_key(*b))
+    if beside is None or not beside.good:
+        show = f"dyno show {shlex.quote(str(folder))}"
+        raise UserError(f"{title} did not run beside its variants; `{show}` has the reason")
+    pairs = [(one, _format_choice(*v), trials.get(_make_choice_key(*v))) for v, one in variants.values()]
+    return PrescriptionResult(title, _decide_outcomes(pairs, beside, data), folder)
+
+
+def _decide_outcomes(
+    pairs: Sequence[tuple[IndicatedPrescription, str, TrialResult | None]], beside: TrialResult, data: RunData
+) -> tuple[Outcome, ...]:
+    """Return the outcome of each variant, all decided as one family."""
+    rows = {row["trial"]: row for row in data.frame.to_dict("records")}
+    evidence = [
+        ranking.gather_evidence(t, beside, BOUNDARY, rule=data.rule) if t is not None and t.good else None
+        for _, _, t in pairs
+    ]
+    decided = stats.decide_family(evidence, data.rule)
+    return tuple(
+        Outcome(called, text, speedup if e else None, *_judge_trial(t, rows))
+        for (called, text, t), e, speedup in zip(pairs, evidence, decided, strict=True)
+    )
+
+
+def _judge_trial(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -> tuple[str, bool, str]:
+    """Return the state of the trial's outputs, whether they are right, and why it has no speed."""
+    if t is None:
+        return "", False, "no such engine was planned"
+    outputs = str(rows[t.id]["outputs"] or "")
+    return outputs, outputs in ("", AGREE), "" if t.good else f"{t.status}: {t.reason}"
+
+
+def _apply_prescription(choice: Choice, precision: str, called: IndicatedPrescription) -> tuple[Choice, str]:
+    """Return B's configuration with the prescription applied."""
+    new = called.prescription
+    kept = choice.options if new.backend in ("", choice.name) else {}
+    return replace(choice, name=new.backend or choice.name, options={**kept, **new.options}), new.precision or precision
+
+
+def _format_choice(choice: Choice, precision: str) -> str:
+    """Return a configuration in the notation of `--backends`."""
+    return replace(choice, precisions=(precision,), rounds=0).text
+
+
+def _make_choice_key(choice: Choice, precision: str) -> tuple[Any, ...]:
+    return choice.name, precision, tuple(sorted((k, str(v)) for k, v in choice.options.items()))
+
+
+def _make_trial_key(t: TrialResult) -> tuple[Any, ...]:
+    return t.spec["backend"], t.precision, tuple(sorted((k, str(v)) for k, v in t.options.items()))

@@ -1,0 +1,321 @@
+"""`dyno explain`: why one engine is faster than another, in microseconds by the parts of the model."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.jobs.progress import Progress
+from dyno.layers import cures, files, forms, graph_page, pairs, profiling, reasons, waterfall, waterfall_tables
+from dyno.layers.cures import PrescriptionResult
+from dyno.layers.pairs import FormPair, PairSide
+from dyno.layers.reasons import Reason
+from dyno.layers.times import Times
+from dyno.layers.waterfall import Waterfall
+from dyno.report.export import export, with_sentences
+from dyno.report.style import laid_out
+from dyno.report.style import save as save_figure
+from dyno.results.stats import center
+from dyno.results.trial_result import load_run
+from dyno.store import check_writable
+from dyno.study.defaults import one_model
+from dyno.study.model_info import no_such
+from dyno.study.study import Choice, Study
+from dyno.table import Table
+from dyno.take import find, measured_file
+from dyno.worker.facts.job import MODULES, LayerGraph
+from dyno.worker.option_values import at_least
+from dyno.worker.record import refuse_links, write_text
+from dyno.worker.spec import Artifact, Trial, UserError, from_json, to_json
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROUNDS, RUNS, TOP = 5, 50, 20  # processes of each side, watched runs in each, and parts that are listed
+STORED = ".json"
+PAGE = ".html"
+SAVED = {STORED: "what was measured", ".svg": "the waterfall", ".png": "the waterfall", PAGE: "a page with all of it"}
+
+
+@dataclass(frozen=True)
+class ExplanationResult:
+    """Two forms, and why their latencies differ; nothing here measures. `top` parts are listed (0: all); `tried` has
+    the results of prescriptions, if they were tried."""
+
+    pair: FormPair
+    top: int = TOP
+    tried: PrescriptionResult | None = None
+
+    @cached_property
+    def waterfall(self) -> Waterfall:
+        """The steps from A to B, as numbers."""
+        return waterfall.make_waterfall(self.pair)
+
+    @cached_property
+    def reasons(self) -> list[Reason]:
+        """Sentences to act on, each with the evidence for it."""
+        return reasons.list_reasons_why(self.waterfall)
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """A row for each cause, and one for each part of the model; then one for each prescription that was tried."""
+        tried = [self.tried.table] if self.tried and self.tried.outcomes else []
+        return [*waterfall_tables.list_waterfall_tables(self.waterfall, self.top), *tried]
+
+    @property
+    def sentences(self) -> list[str]:
+        """The reasons in words, and the results of prescriptions."""
+        return [reason.text for reason in self.reasons] + (self.tried.sentences if self.tried else [])
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the rows of the parts."""
+        return self.tables[1].to_pandas()
+
+    def save(self, path: str | Path) -> list[Path]:
+        """Save the measurement, its waterfall, or a page, depending on the suffix; return the written files.
+
+        `.json` stores the measurement, which `dyno.explain(path)` reads; `.svg` and `.png` draw the waterfall; `.html`
+        is a page with the tables and also the graphs of the layers.
+        """
+        place = Path(path)
+        check_saved(place)
+        if place.suffix == STORED:
+            pairs.write_pair(place, self.pair)
+        elif place.suffix == ".png":
+            figure = waterfall_tables.draw_waterfall(self.waterfall)
+            save_figure(figure, place, laid_out(figure))
+        elif place.suffix == PAGE:
+            write_text(place, graph_page.explained_html(self.waterfall, self.tables, self.sentences))
+        else:
+            write_text(place, graph_page.explained_chart(self.waterfall))
+        return [place]
+
+    @property
+    def html(self) -> str:
+        """The chart, the tables and the sentences: a part of a page."""
+        return graph_page.explained_fragment(self.waterfall, self.tables, self.sentences)
+
+    def export(self, format: str = "text") -> str:
+        """Return the tables and sentences in one of the table formats."""
+        if format == "html":
+            return self.html
+        if format == "json":
+            return export(self.tables, format, about={"reasons": to_json(self.reasons), **self._describe_pair()})
+        return with_sentences(self.tables, self.sentences, format)
+
+    def _describe_pair(self) -> dict[str, Any]:
+        found = self.waterfall
+        shares = {"attributed": found.attributed, "named": found.named} if found.gap.proven else {}
+        tried = {"tried": self.tried.sentences} if self.tried else {}
+        return {"a": self.pair.titles[0], "b": self.pair.titles[1], **shares, **tried}
+
+
+def check_saved(path: Path) -> None:
+    """Raise `UserError` for a file that can't be saved."""
+    if path.suffix not in SAVED:
+        known = ", ".join(f"{ending} ({what})" for ending, what in SAVED.items())
+        raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
+    if path.suffix != STORED:
+        files.check_library(files.CHARTS)
+    check_writable(path)
+
+
+def explain(
+    model: Any,
+    *sides: Any,
+    batch: int = 1,
+    rounds: int = ROUNDS,
+    runs: int = RUNS,
+    top: int = TOP,
+    save: str | Path | Sequence[str | Path] = (),
+    prescriptions: bool = False,
+    first: Callable[[ExplanationResult], None] = lambda explained: None,
+    quiet: bool = True,
+    **settings: Any,
+) -> ExplanationResult:
+    """Explain why B is faster or slower than A, with a waterfall in µs from A's latency to B's by parts of the model.
+
+    `explain(model, a, b)` takes two forms of a model as `dyno.profile` does, `explain(a, b)` two models or files as
+    they are, `explain(run, a, b)` two trials of a run folder by BACKEND/PRECISION or id, and `explain(file)` a pair
+    stored by `ExplanationResult.save`, for which nothing is measured. Both are profiled in `rounds` processes each, in
+    turn, with `runs` profiled runs in each. `top` parts are listed (0: all). `save` names files to write, which are
+    checked first (see `ExplanationResult.save`). With `prescriptions`, variants of B that may be faster are then
+    measured beside it (see `ExplanationResult.tried`). That may take long, so the result so far is saved before, and
+    passed to `first`. `settings` are fields of `dyno.Study`. Raises `UserError` if layers have no times.
+    """
+    batch, rounds = at_least(1, batch=batch, rounds=rounds)
+    (runs,), (top,) = at_least(5, runs=runs), at_least(0, top=top)
+    paths = files.named(save)
+    for path in paths:
+        check_saved(path)
+    if len(sides) == 2 and _nothing_at(model):
+        raise UserError(no_such(str(model)))
+    progress = Progress(quiet=quiet)
+    if prescriptions:
+        cures.check_cures(model, sides)
+    found = ExplanationResult(_find_pair(model, sides, batch, rounds, runs, settings, progress), top)
+    for path in paths:
+        found.save(path)
+    if not prescriptions:
+        return found
+    first(found)
+    study = one_model(model, settings)
+    tried = cures.try_cures(found.waterfall, forms.sides(study, sides), study, batch, rounds, progress)
+    found = replace(found, tried=tried)
+    for path in paths:
+        found.save(path)
+    return found
+
+
+def _nothing_at(model: Any) -> bool:
+    """Return whether the model is a path (it has no source prefix) that does not exist."""
+    return isinstance(model, (str, Path)) and ":" not in str(model) and not Path(model).exists()
+
+
+def _find_pair(
+    model: Any, sides: Sequence[Any], batch: int, rounds: int, runs: int, settings: dict[str, Any], progress: Progress
+) -> FormPair:
+    """Read or measure the pair that `explain` compares."""
+    if not sides and Path(str(model)).suffix == STORED:
+        return _read_pair(Path(model))
+    if len(sides) not in (1, 2) or (len(sides) == 1 and forms.is_form(sides[0])):
+        raise UserError("give a model and the two forms to explain, a run folder and two of its trials, two models, or "
+                        "a file that `dyno explain --save FILE.json` wrote")  # fmt: skip
+    if len(sides) == 2 and isinstance(model, (str, Path)) and Path(model).is_dir():
+        return _of_run(Path(model), sides, rounds, runs, settings, progress)
+    study = one_model(model, settings)
+    chosen = profiling.engines(forms.sides(study, sides))[-2:] if len(sides) == 2 else _as_they_are(study, sides[0])
+    for side in chosen:
+        profiling.check(side, study.device)
+    reading = PairProfiler(study, batch, progress, runs)
+    for side in chosen:
+        reading.read(side)
+    return reading.pair(rounds, [side.source for side in chosen], [side.precision for side in chosen])
+
+
+def _as_they_are(study: Study, other: Any) -> list[forms.FormRequest]:
+    """Return two models, each in the form that it already has."""
+    sides = [forms.first(study.models[0]), forms.first(Study(models=(other,)).models[0])]
+    return profiling.engines(sides)
+
+
+def _read_pair(path: Path) -> FormPair:
+    try:
+        return pairs.read_pair(path)
+    except OSError as e:
+        raise UserError(f"{path} can't be read: {e.strerror}") from e
+    except ValueError as e:
+        raise UserError(f"{path} can't be read: {e}") from e
+
+
+def _of_run(
+    folder: Path, names: Sequence[Any], rounds: int, runs: int, settings: dict[str, Any], progress: Progress
+) -> FormPair:
+    """Profile two trials of a run now, with their own options and files, beside the run's own medians."""
+    if settings:
+        raise UserError(f"{', '.join(settings)} can't be given for a run: its trials say how they are measured")
+    refuse_links(folder, [pairs.FOLDER])  # before anything is measured: what was, is stored there
+    records = load_run(folder)
+    found = [find(records, str(name)) for name in names]
+    if failed := next((each for each in found if not each.good), None):
+        raise UserError(f"{failed.label} did not run ({failed.status}: {failed.reason}), so nothing explains it")
+    if found[0].id == found[1].id:
+        raise UserError(f"{names[0]} and {names[1]} are the same trial of {folder}, {found[0].label}")
+    apart = [k for k in ("model", "size", "batch") if getattr(found[0], k) != getattr(found[1], k)]
+    if apart:
+        raise UserError(f"{found[0].label} and {found[1].label} have another {' and '.join(apart)}; give their ids")
+    trials = [from_json(Trial, each.job["trial"]) for each in found]
+    for trial in trials:
+        profiling.check(forms.FormRequest("", Choice(trial.backend), trial.precision), trial.runtime.device)
+    study = Study(models=(trials[0].model.source or trials[0].model.file,))
+    reading, notes = PairProfiler(study, found[0].batch, progress, runs), list[str]()
+    for measured, trial in zip(found, trials, strict=True):
+        file, said = measured_file(measured, trial)
+        notes += [f"{measured.label}: {note}" for note in said]
+        reading.made(trial, trial.recipe, file)
+    pair = reading.pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
+    a, b = (
+        replace(side, stored=center(each.medians("model")).value) for side, each in zip(pair.sides, found, strict=True)
+    )
+    whole = replace(pair, a=a, b=b, notes=tuple(notes))
+    _store_pair(whole, pairs.of_run(folder, *(each.id for each in found)))
+    return whole
+
+
+def _store_pair(pair: FormPair, path: Path) -> None:
+    """Store the pair in its run, whose report then has it; a run that can't be written to goes without."""
+    with suppress(OSError):
+        path.parent.mkdir(exist_ok=True)
+        pairs.write_pair(path, pair)
+
+
+class PairProfiler(profiling.FormProfiler):
+    """Profiles two forms in several processes each, in turn."""
+
+    def __init__(self, study: Study, batch: int, progress: Progress, runs: int) -> None:
+        super().__init__(study, batch, progress, runs)
+        self._ran: list[tuple[Trial, Artifact | None]] = []
+
+    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+        """See `FormProfiler.ran`; the trial and its file are kept for further rounds."""
+        self._ran.append((trial, artifact))
+        return super().ran(trial, artifact)
+
+    def pair(self, rounds: int, sources: Sequence[str], precisions: Sequence[str]) -> FormPair:
+        """Return the pair of forms that were read, with the times of all rounds.
+
+        `sources` and `precisions` are each side's source and requested precision.
+        """
+        times = self.again(rounds)
+        by_form = dict(zip(self.shown, sources, strict=True))
+        modules = {source: k for k, source in by_form.items() if self.forms[k].form == MODULES}
+        sides = [
+            PairSide(k, precision, each, self.graph_of.get(k), modules.get(by_form[k]))
+            for k, precision, each in zip(self.shown, precisions, times, strict=True)
+        ]
+        return FormPair(forms.distinct(self.forms, by_form), sides[0], sides[1], sources[0])
+
+    def again(self, rounds: int) -> list[tuple[Times, ...]]:
+        """Return the times of each form by process: the first ones, then those of further rounds.
+
+        Each round profiles the forms in the opposite order of the round before. Raises `UserError` if a form has other
+        layers in another process.
+        """
+        found = [[times] for times in self.times]
+        for number in range(1, rounds):
+            order = range(len(found)) if number % 2 == 0 else reversed(range(len(found)))
+            for k in order:
+                inside = super().ran(*self._ran[k])
+                found[k].append(fitted(self.forms[self.shown[k]], inside, self.times[-1]))
+        return [tuple(each) for each in found]
+
+
+def fitted(first: LayerGraph, inside: LayerGraph, times: Times) -> Times:
+    """Return the times of a form in another process, with its layers in the order of the first process.
+
+    Engines number the conversions that they insert anew each time, so these are identified by the layers that write
+    their inputs. Raises `UserError` if the layers differ.
+    """
+    places = {key: k for k, key in enumerate(_make_keys(inside))}
+    keys = _make_keys(first)
+    if places.keys() != set(keys):
+        raise UserError(f"{inside.library} has other layers in another process; explain one process with rounds=1")
+    return replace(times, layers=times.layers[:, [places[key] for key in keys]])
+
+
+def _make_keys(form: LayerGraph) -> list[tuple[str, str, int]]:
+    """Return a key for each layer that identifies it in another process."""
+    writers = {port.name: layer for layer in form.layers for port in layer.outputs}
+    seen: Counter[tuple[str, str]] = Counter()
+    keys = []
+    for layer in form.layers:
+        sources = [w.type if w.moves else w.name for p in layer.inputs if (w := writers.get(p.name))]
+        key = (layer.type, " ".join(sources)) if layer.moves else (layer.type, layer.name)
+        keys.append((*key, seen[key]))
+        seen[key] += 1
+    return keys

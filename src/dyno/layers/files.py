@@ -1,0 +1,269 @@
+"""What was seen inside a model as files that other tools open, by the ending of a file's name."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import sys
+import tempfile
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Protocol
+
+import numpy as np
+
+from dyno.jobs.progress import Progress
+from dyno.layers import forms, graph_files, graph_page
+from dyno.layers.forms import FormRequest, GraphFile
+from dyno.layers.graph_files import Note, Timeline, timelines
+from dyno.layers.roofline import Ceilings, LayerWork, counted
+from dyno.layers.times import Times
+from dyno.report import style
+from dyno.report.style import INK, LINES, WIDTH, color, logarithmic, marker, styled
+from dyno.run.device_lock import launch_in_turn
+from dyno.store import check_writable
+from dyno.table import Table
+from dyno.worker import registry
+from dyno.worker.extras import lacking
+from dyno.worker.facts.job import LayerGraph
+from dyno.worker.record import write_text
+from dyno.worker.spec import Job, UserError
+
+# The roofline chart: each layer's arithmetic against its operations per byte, under the measured ceilings.
+
+ROOM = 2.0  # factor between the outermost layer and the edge
+LARGEST, SMALLEST = 420.0, 6.0  # points² of a layer that takes all the time, and of one that takes none
+
+
+def draw_roofline(
+    forms: Sequence[LayerGraph], times: Mapping[int, Times], graph_of: Mapping[int, int], ceilings: Ceilings
+) -> Any | None:
+    """Draw the roofline as a matplotlib figure; None where no layer multiplies.
+
+    A point's area is the layer's share of the time. Layers without products aren't in it: they have no operations.
+    """
+    work = {k: counted(forms, k, graph_of.get(k), each.precision) for k, each in times.items()}
+    points = {k: found for k, each in times.items() if (found := _compute_points(each, work[k]))}
+    if not points:
+        return None
+    every = np.array([point for found in points.values() for point in found])
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, 5.2), layout="constrained")
+        axes = figure.subplots()
+        for k, found in points.items():
+            x, y, share = np.array(found).T
+            axes.scatter(x, y, s=SMALLEST + LARGEST * share, color=color(times[k].backend), alpha=0.6, linewidth=0.4,
+                         edgecolor=INK, marker=marker(times[k].precision), label=forms[k].library)  # fmt: skip
+        _draw_roofs(axes, ceilings, {one.kind for k in points for one in work[k] if one.flops}, every[:, 0])
+        axes.set(xscale="log", yscale="log", xlabel="operations per byte", ylabel="TFLOPS")
+        logarithmic(axes, "x", *axes.get_xlim())
+        logarithmic(axes, "y", *axes.get_ylim())
+        figure.legend(loc="outside lower center", ncols=3, markerscale=0.6)
+    return figure
+
+
+def _compute_points(each: Times, work: Sequence[LayerWork]) -> list[tuple[float, float, float]]:
+    """Return operations per byte, TFLOPS and share of the time of each layer that multiplies."""
+    seconds = np.median(each.layers, axis=0)
+    return [
+        (one.flops / one.bytes, one.flops / seconds[i] / 1e12, float(seconds[i] / seconds.sum()))
+        for i, one in enumerate(work) if one.flops and one.bytes and seconds[i] > 0
+    ]  # fmt: skip
+
+
+def _draw_roofs(axes: Any, ceilings: Ceilings, kinds: set[str], intensities: np.ndarray) -> None:
+    """Draw one roof for each type that some layer computes in: the copy's slope up to the product's level."""
+    copy = ceilings.copy.bytes_per_s
+    rates = {kind: rate for kind, rate in ceilings.rates.products.items() if kind in kinds}
+    ridges = [rate / copy for rate in rates.values()]
+    low = min([*intensities, *ridges]) / ROOM
+    high = max([*intensities, *ridges]) * ROOM
+    for kind, rate in rates.items():
+        x = np.array([low, rate / copy, high])
+        axes.plot(x, np.minimum(x * copy, rate) / 1e12, color=INK, lw=1.1, ls=LINES.get(kind, "-"))
+        axes.annotate(f"{kind} {rate / 1e12:.3g} TFLOPS", (high, rate / 1e12), (-2, 3), textcoords="offset points",
+                      ha="right", fontsize=8)  # fmt: skip
+    axes.annotate(f"copy {copy / 1e9:.3g} GB/s", (low, low * copy / 1e12), (8, -2), textcoords="offset points",
+                  fontsize=8)  # fmt: skip
+
+
+EXPORTER = "dyno"
+PAGE, GRAPH, LAYOUT, CHARTS = ".html", ".onnx", "squarify", "matplotlib"
+TIMEOUT_S = 600.0
+
+
+class ModelForms(Protocol):
+    """Forms of a model as `inspect` and `profile` found them."""
+
+    @property
+    def name(self) -> str: ...
+    @property
+    def forms(self) -> tuple[LayerGraph, ...]: ...
+    @property
+    def shown(self) -> tuple[int, ...]: ...
+    @property
+    def graph_of(self) -> Mapping[int, int]: ...
+    @property
+    def module_of(self) -> Mapping[int, int]: ...
+    @property
+    def graphs(self) -> Mapping[int, GraphFile]: ...
+    @property
+    def times(self) -> Mapping[int, Times]: ...
+    @property
+    def tables(self) -> list[Table]: ...
+    @property
+    def ceilings(self) -> Ceilings | None: ...
+
+
+@dataclass(frozen=True)
+class OutputFileKind:
+    """One kind of file: what opens it, what makes its text (None: an ONNX graph or a chart), whether it is one of
+    times, and whether it is the chart that needs the device's ceilings."""
+
+    opens: str
+    text: Callable[[ModelForms, list[Timeline]], str] | None
+    timed: bool = False
+    rated: bool = False
+
+
+KINDS: dict[str, OutputFileKind] = {
+    ".trace.json": OutputFileKind(
+        "Perfetto", lambda _, lines: json.dumps(graph_files.chrome_trace(lines, EXPORTER)), timed=True
+    ),
+    ".speedscope.json": OutputFileKind(
+        "speedscope",
+        lambda found, lines: json.dumps(graph_files.speedscope_profile(lines, found.name, EXPORTER)),
+        timed=True,
+    ),
+    ".explorer.json": OutputFileKind("Model Explorer", lambda found, lines: json.dumps(
+        graph_files.explorer_graphs([found.forms[k] for k in found.shown], lines, found.name), indent=1)),
+    ".node-data.json": OutputFileKind(
+        "Model Explorer", lambda _, lines: json.dumps(graph_files.node_data(lines)), timed=True
+    ),
+    GRAPH: OutputFileKind("Netron", None),
+    ".svg": OutputFileKind("a browser", None, timed=True, rated=True),
+    ".png": OutputFileKind("a viewer of images", None, timed=True, rated=True),
+    PAGE: OutputFileKind("a browser", lambda found, lines: graph_page.profile_html(
+        found.name, [found.forms[k] for k in found.shown], lines, found.tables), timed=True),
+}  # fmt: skip
+
+
+def named(save: str | Path | Sequence[str | Path]) -> list[Path]:
+    """Return the files that `save` names: one or several."""
+    return [Path(path) for path in ([save] if isinstance(save, (str, Path)) else save)]
+
+
+def kind_of(path: Path, timed: bool) -> OutputFileKind:
+    """Return the kind of a file by its suffix.
+
+    Raises `UserError` for an unknown suffix, and for a file of times if nothing is `timed`.
+    """
+    kind = next((kind for ending, kind in KINDS.items() if path.name.endswith(ending)), None)
+    if kind is not None and (timed or not kind.timed):
+        return kind
+    known = ", ".join(f"{ending} ({kind.opens})" for ending, kind in KINDS.items() if timed or not kind.timed)
+    if kind is None:
+        raise UserError(f"{str(path)!r} can't be saved; end its name in one of {known}")
+    raise UserError(f"{path.name} needs times of layers; `dyno profile` saves it, `dyno inspect` saves {known}")
+
+
+def check(paths: Sequence[Path], sides: Sequence[FormRequest], timed: bool, rated: bool = False) -> None:
+    """Raise `UserError`, before anything is read, for a file that can't be written or made from these forms."""
+    for path in paths:
+        kind = kind_of(path, timed)
+        if kind is KINDS[PAGE]:
+            check_library(LAYOUT)
+        if kind.rated and not rated:
+            raise UserError(f"{path.name} needs the device's ceilings; add --roofline")
+        if kind.rated:
+            check_library(CHARTS)
+        check_writable(path)
+        if any(path.exists() and Path(s.source).is_file() and path.samefile(s.source) for s in sides):
+            raise UserError(f"{path} is the model itself; give another file to save to")
+        if kind is KINDS[GRAPH] and not any(map(_has_graph, sides)):
+            raise UserError(f"{path.name} needs an ONNX graph, but no form is made from one; "
+                            f"add onnxruntime, or another that is")  # fmt: skip
+
+
+def _has_graph(side: FormRequest) -> bool:
+    """Return whether the form is an ONNX graph, or may be made from one."""
+    kind = registry.format_of(side.source)
+    return kind.name == forms.ONNX if kind else side.choice.name != forms.MODULE
+
+
+def save(found: ModelForms, path: Path) -> list[Path]:
+    """Write the file, or one for each of several ONNX graphs; return the written files.
+
+    Raises `UserError` for an unknown suffix, and OSError if the file can't be written.
+    """
+    kind = kind_of(path, bool(found.times))
+    lines = _make_timelines(found)
+    if kind.text is not None:
+        write_text(path, kind.text(found, lines) + "\n")
+        return [path]
+    if kind.rated:
+        _draw_roofline(found, path)
+        return [path]
+    return _write_graphs(found, dict(zip(found.shown, lines, strict=True)), path)
+
+
+def save_all(found: ModelForms, paths: Sequence[Path], quiet: bool) -> None:
+    """Write the files, and unless `quiet` print the programs that open them."""
+    for path in paths:
+        for written in save(found, path):
+            if not quiet:
+                print(f"saved {written}, for {kind_of(path, bool(found.times)).opens}", file=sys.stderr)
+
+
+def check_library(name: str) -> None:
+    """Raise `UserError`, before anything is measured, if the library that draws or lays out is missing."""
+    if importlib.util.find_spec(name) is None:
+        raise UserError(lacking([name]))
+
+
+def fragment(found: ModelForms) -> str:
+    """Return the tree maps and the tables as a part of a page."""
+    return graph_page.profile_fragment(_make_timelines(found), found.tables)
+
+
+def _draw_roofline(found: ModelForms, path: Path) -> None:
+    if found.ceilings is None:
+        raise UserError("the chart needs the device's ceilings; profile with roofline=True")
+    figure = draw_roofline(found.forms, found.times, found.graph_of, found.ceilings)
+    if figure is None:
+        raise UserError("no layer multiplies, so a roofline chart has nothing to show")
+    if path.suffix == ".png":
+        style.save(figure, path)
+    else:
+        write_text(path, style.svg(figure, "roofline"))
+
+
+def _make_timelines(found: ModelForms) -> list[Timeline]:
+    return timelines(found.forms, found.graph_of, found.module_of, found.times, found.shown)
+
+
+def _write_graphs(found: ModelForms, lines: Mapping[int, Timeline], path: Path) -> list[Path]:
+    """Write each graph, annotated with the forms made from it; file names from the second on have a number."""
+    written: list[Path] = []
+    for graph, file in found.graphs.items():
+        made = {k: line for k, line in lines.items() if found.graph_of.get(k) == graph}
+        module = next((found.module_of[k] for k in (*made, graph) if k in found.module_of), None)
+        if module is not None and module in lines:
+            made = {module: lines[module], **made}
+        notes = graph_files.list_node_notes(found.forms, graph, made, module)
+        out = path.with_name(f"{path.stem}-{len(written) + 1}{path.suffix}") if written else path
+        _annotate_graph(file, out, notes)
+        written.append(out)
+    if not written:
+        raise UserError(f"{path.name} needs an ONNX graph, but no form was made from one; add onnxruntime")
+    return written
+
+
+def _annotate_graph(file: GraphFile, out: Path, notes: Sequence[Note]) -> None:
+    options = {"source": file.path, "out": str(out.absolute()), "nodes": [vars(note) for note in notes]}
+    job = Job("annotate", file.runtime, options=options)
+    with tempfile.TemporaryDirectory() as scratch:
+        record = launch_in_turn(job, Path(scratch) / "job", TIMEOUT_S, Progress(quiet=True))
+    if record.status != "ok":
+        raise UserError(f"{out} can't be written: {record.reason}")

@@ -1,0 +1,317 @@
+"""Forms of a model as a command names them, read one after the other with the graphs behind engines."""
+
+from __future__ import annotations
+
+import tempfile
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from dyno.jobs.progress import Progress
+from dyno.run.device_lock import launch_in_turn
+from dyno.run.execute import Files
+from dyno.store import cache_dir
+from dyno.study import defaults, input_options
+from dyno.study.defaults import check_weights
+from dyno.study.images import prepared
+from dyno.study.interpreters import missing, placed, runtime_of
+from dyno.study.model_info import inspect_model, model_spec, sizes
+from dyno.study.study import Choice, Study, model_name, parse_size
+from dyno.worker import registry, system
+from dyno.worker.extras import install
+from dyno.worker.facts.job import MODULES, UNWATCHED, LayerGraph
+from dyno.worker.record import Record
+from dyno.worker.spec import PRECISIONS, Artifact, DataSpec, Dims, Job, Recipe, Runtime, Trial, UserError, check_known
+
+ONNX, MODULE = "onnx", "pytorch"  # the forms that no engine is needed for
+TIMEOUT_S = 1800.0
+
+
+class NoForm(UserError):
+    """One form can't be made of its model, or can't be read; the others may."""
+
+
+@dataclass(frozen=True)
+class FormRequest:
+    """One form that the user requested: of which model, whose ("onnx": its graph), and in which precision ("": that of
+    its file). `named` is one of the first model's by its name, others are models as they are."""
+
+    source: str
+    choice: Choice
+    precision: str
+    named: bool = False
+
+
+@dataclass(frozen=True)
+class GraphFile:
+    """Where the file of an ONNX graph lies now, and what reads it."""
+
+    path: str
+    runtime: Runtime
+
+
+def sides(study: Study, others: Sequence[Any]) -> list[FormRequest]:
+    """Return the study's model as it is, then the others: forms of it, or other models as they are."""
+    source = study.models[0]
+    found = [first(source), *(_parse_form(str(o), source) or first(Study(models=(o,)).models[0]) for o in others)]
+    check_weights(study, [side.source for side in found])
+    return found
+
+
+def first(source: str) -> FormRequest:
+    """Return a model in the form that it already has."""
+    kind = registry.format_of(source)
+    if kind is None:
+        return FormRequest(source, Choice(MODULE), "fp32")
+    path = Path(source)
+    name = ONNX if kind.name == ONNX else kind.usual(path) if path.is_file() else kind.backend
+    return FormRequest(source, Choice(name), "")
+
+
+def is_form(text: Any) -> bool:
+    """Return whether the text names a form of a model rather than a model."""
+    return defaults.form(str(text), _list_form_names()) is not None
+
+
+def _list_form_names() -> tuple[str, ...]:
+    return (ONNX, *registry.names())
+
+
+def _parse_form(text: str, source: str) -> FormRequest | None:
+    """Return a form of the first model, or None for text that names another model."""
+    found = defaults.form(text, _list_form_names())
+    if found is None:
+        named = text.partition("/")[0]
+        if not (Path(text).is_file() or ":" in named or registry.format_of(text)):
+            check_known("form", named.partition("@")[0], _list_form_names())
+        return None
+    choice, precision = Choice.parse(found[0]), found[1]
+    if choice.name == MODULE and registry.format_of(source):
+        raise UserError(f"there is no PyTorch module in {source}; give the model that it was exported from first")
+    if precision:
+        check_known("precision", precision, PRECISIONS)
+    own = "" if registry.format_of(source) else "fp32"  # a file's own precision is known once it was read
+    return FormRequest(source, choice, precision or own, named=True)
+
+
+class FormReader:
+    """Reads one form after the other, and the graphs behind engines."""
+
+    def __init__(self, study: Study, batch: int, progress: Progress) -> None:
+        self._study, self._batch, self._progress = study, batch, progress
+        self._files = Files(progress, study.build_timeout)
+        self.forms: list[LayerGraph] = []
+        self.shown: list[int] = []
+        self.graph_of: dict[int, int] = {}
+        self.graphs: dict[int, GraphFile] = {}
+        self._graphs: dict[str, int] = {}  # by the file's hash
+        self.left_out: list[str] = []  # of each form that isn't there, which one, and why
+
+    def read_all(self, sides: Sequence[FormRequest]) -> list[FormRequest]:
+        """Read these forms, and return those that can be; the others are `left_out`, unless it is all of them.
+
+        That the parts of a first one can't be watched goes without saying where others were asked for.
+        """
+        kept, errors = [], list[UserError]()
+        for place, side in enumerate(sides):
+            try:
+                self.read(side)
+                kept.append(side)
+            except NoForm as e:
+                if UNWATCHED not in str(e):
+                    errors.append(e)
+                elif place or len(sides) == 1:
+                    errors.append(_reword_error(side, e))
+        if not kept:
+            raise errors[0]
+        self.left_out += map(str, errors)
+        return kept
+
+    def read(self, side: FormRequest) -> None:
+        """Read that form, and the graph that it was made from."""
+        study = replace(self._study, models=(side.source,))
+        model = model_spec(study, side.source)
+        runtime = replace(runtime_of(study, side.choice), threads=study.threads or system.physical_cores())
+        engine = None if side.choice.name in (ONNX, MODULE) else registry.find(side.choice.name)
+        if engine and runtime.device == "cpu" and "cpu" not in engine.devices:
+            runtime = replace(runtime, device=f"{engine.devices[0]}:0")
+        if engine and (lacks := missing(engine.name, runtime)):
+            raise UserError(f"{engine.name}: {lacks} is not installed; {install(lacks)}, or give its Python")
+        trial = Trial(model, side.choice.name, side.precision or "fp32", Dims(self._batch, 0, 0),
+                      side.choice.options, runtime=runtime)  # fmt: skip
+        kind = registry.format_of(model.file)
+        if side.choice.name == MODULE:
+            self.module(study, side, trial)
+        elif kind and kind.on_device:
+            self.built(study, side, trial)
+        else:
+            self.engine(study, side, trial)
+
+    def module_of(self, sides: Sequence[FormRequest]) -> dict[int, int]:
+        """Map each shown form to the index of its module, if that is shown too; `sides` were read, in this order."""
+        sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
+        modules = {source: k for k, source in sources.items() if self.forms[k].form == MODULES}
+        return {k: modules[source] for k, source in sources.items() if source in modules}
+
+    def module(self, study: Study, side: FormRequest, trial: Trial) -> None:
+        """Read the module itself, which takes no look at its inputs before."""
+        options = {
+            "sizes": [list(parse_size(size)) for size in study.sizes],
+            "overrides": input_options.overrides(study.inputs, study.shapes),
+        }
+        self._add_form(self._launch_job(trial, None, options), "")
+
+    def built(self, study: Study, side: FormRequest, trial: Trial) -> None:
+        """Read an engine that the user built, which takes no look at its inputs."""
+        self._add_form(self.ran(trial, None), "")
+
+    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+        """Return the form that an engine runs."""
+        return self._launch_job(trial, artifact)
+
+    def engine(self, study: Study, side: FormRequest, trial: Trial) -> None:
+        """Read the form that an engine makes of the model, after making its file, and the graph of that file."""
+        model, inspection = inspect_model(trial.model, study)
+        size = sizes(study, inspection)[0]
+        batch = inspection.batch or self._batch
+        precision = side.precision or model.precision or "fp32"
+        study = replace(study, precisions=(precision,))
+        data = prepared(study, model, size) if study.data or study.calibration else DataSpec(count=1)
+        dims = Dims(batch, *size, inspection.shapes)
+        trial = replace(trial, model=model, precision=precision, dims=dims, data=data)
+        if reason := self._find_refusal(side, trial):
+            raise no_form(trial, reason)
+        recipe = self._make_recipe(study, trial)
+        artifact = self._make_file(recipe, trial) if recipe else None
+        if side.choice.name == ONNX:
+            shown = self._add_form(self._graph_form(trial, artifact), artifact.sha256 if artifact else "")
+            self.graphs[shown] = _make_graph_file(trial, artifact)
+            return
+        self.made(trial, recipe, artifact)
+
+    def _find_refusal(self, side: FormRequest, trial: Trial) -> str:
+        """Return why the form can't be made of the model, or "" if no reason is known."""
+        if side.choice.name != ONNX:
+            return registry.find(side.choice.name).refuse(trial)
+        kind = registry.format_of(trial.model.file)
+        return f"there is no ONNX graph in {trial.model.file}" if kind and kind.name != ONNX else ""
+
+    def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
+        """Read the form that the trial runs, made by the recipe, and the graph behind it."""
+        form = self._add_form(self.titled(self.ran(trial, artifact), trial), "")
+        behind = self._find_onnx_file(recipe, artifact)
+        if behind is not None:
+            with suppress(NoForm):  # the engine's own layers are known without it
+                self.graph_of[form] = self.graph(trial, behind)
+
+    def titled(self, form: LayerGraph, trial: Trial) -> LayerGraph:
+        """Return the form with its precision (unless fp32) and its options in its title."""
+        lowered = (trial.precision,) if trial.precision != "fp32" else ()
+        options = [f"{name}={value}" for name, value in trial.options.items()]
+        return replace(form, library=" ".join((form.library, *lowered, *options)))
+
+    def _make_recipe(self, study: Study, trial: Trial) -> Recipe | None:
+        if trial.backend == ONNX:  # the file that engines of any batch share, where there is one
+            fixed, free = (registry.formats()[ONNX].recipe(replace(trial, dims=replace(trial.dims, batch=n)))
+                           for n in (trial.dims.batch, 0))  # fmt: skip
+            return replace(free, fallback=fixed) if free else None
+        engine = registry.find(trial.backend)
+        engine.check_options(trial.options)
+        return placed(engine.recipe(trial), study)
+
+    def _make_file(self, recipe: Recipe, trial: Trial) -> Artifact:
+        with self._progress.running([]):
+            artifact = self._files.file(recipe)
+        if isinstance(artifact, Record):
+            raise no_form(trial, artifact.reason)
+        return artifact
+
+    def _find_onnx_file(self, recipe: Recipe | None, artifact: Artifact | None) -> Artifact | None:
+        """Return the ONNX file that the engine was made from, or that it reads."""
+        while recipe is not None and artifact is not None:
+            if artifact.format == ONNX:
+                return artifact
+            parent = self._files.file(recipe.parent) if recipe.parent else None
+            if isinstance(parent, Artifact) and parent.sha256 == artifact.parent_sha256:
+                return parent
+            recipe = recipe.fallback
+        return None
+
+    def graph(self, trial: Trial, file: Artifact) -> int:
+        """Return the index of the form of the engine's graph, which is read once."""
+        if file.sha256 not in self._graphs:
+            form = self._graph_form(trial, file)
+            form = replace(form, library=f"{form.library} for {trial.backend}")
+            self.forms.append(form)
+            self._graphs[file.sha256] = len(self.forms) - 1
+            self.graphs[len(self.forms) - 1] = _make_graph_file(trial, file)
+        return self._graphs[file.sha256]
+
+    def _graph_form(self, trial: Trial, file: Artifact | None) -> LayerGraph:
+        """Return the form of an ONNX file (None: the trial's model), whichever Python the engine has."""
+        return self.titled(self._launch_job(replace(trial, backend="", runtime=_make_runtime(trial)), file), trial)
+
+    def _add_form(self, form: LayerGraph, graph: str) -> int:
+        self.forms.append(form)
+        self.shown.append(len(self.forms) - 1)
+        if graph:
+            self._graphs.setdefault(graph, self.shown[-1])
+        return self.shown[-1]
+
+    def _launch_job(
+        self, trial: Trial, artifact: Artifact | None, options: Mapping[str, Any] | None = None
+    ) -> LayerGraph:
+        job = Job("layers", trial.runtime, trial, artifact=artifact, options=dict(options or {}))
+        with tempfile.TemporaryDirectory() as scratch:
+            return self.launched(job, Path(scratch) / "job")[1]
+
+    def launched(self, job: Job, folder: Path) -> tuple[Record, LayerGraph]:
+        """Run the job in the folder and return its record and its form; raise `NoForm` if there is no form."""
+        record = launch_in_turn(job, folder, TIMEOUT_S, self._progress)
+        assert job.trial is not None
+        if record.status != "ok" or record.facts.inside is None:
+            raise no_form(job.trial, record.reason)
+        return record, record.facts.inside
+
+
+def no_form(trial: Trial, reason: str) -> NoForm:
+    """Return the error for a form that can't be made, in one line that names it.
+
+    A fault of a PyTorch module affects all its forms, so such an error names the model alone.
+    """
+    form = "" if trial.backend == MODULE else f" {trial.variant if trial.backend else ONNX} {trial.precision}"
+    return NoForm(f"{trial.model.name}{form}: {reason}")
+
+
+def distinct(forms: Sequence[LayerGraph], sources: Mapping[int, str]) -> tuple[LayerGraph, ...]:
+    """Return the forms with distinct titles: numbered, and with the model's name if there are several models."""
+    titles: Counter[str] = Counter()
+    named = list(forms)
+    for k, source in sources.items():
+        title = forms[k].library
+        if len(set(sources.values())) > 1:
+            title = f"{title}, {Path(source).name}"
+        titles[title] += 1
+        named[k] = replace(forms[k], library=f"{title} ({titles[title]})" if titles[title] > 1 else title)
+    return tuple(named)
+
+
+def _reword_error(side: FormRequest, error: UserError) -> UserError:
+    """Return the error, worded for a user who gave a module in memory if Dyno stored it as a program."""
+    if cache_dir() not in Path(side.source).parents:
+        return error
+    name = model_name(side.source)
+    return UserError(f"{name}: a module in memory is handed on as a program, {UNWATCHED}; name it as "
+                     'FILE.py:FUNCTION, or look at its other forms: dyno.inspect(module, "onnx")')  # fmt: skip
+
+
+def _make_runtime(trial: Trial) -> Runtime:
+    """Return the runtime that reads ONNX files: this Python, because an engine's own may lack onnx."""
+    return Runtime(threads=trial.runtime.threads)
+
+
+def _make_graph_file(trial: Trial, artifact: Artifact | None) -> GraphFile:
+    return GraphFile(artifact.path if artifact else trial.model.file, _make_runtime(trial))

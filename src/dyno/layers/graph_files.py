@@ -1,0 +1,331 @@
+"""Layers as calls inside calls: each one under the modules around it, with its seconds in every repeat."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import accumulate, takewhile
+from typing import Any
+
+import numpy as np
+
+from dyno.formatting import counting
+from dyno.layers import align
+from dyno.layers.align import Flow
+from dyno.layers.tables import MODEL, names_cell, shape
+from dyno.layers.times import Times, origins, turned
+from dyno.report import export
+from dyno.worker.facts.job import LAYERS, MODULES, Layer, LayerGraph, Port
+
+CONVERSIONS = "(conversions)"
+BETWEEN = "."  # between the parts of a module's name
+
+
+@dataclass(frozen=True)
+class TimelineStep:
+    """One layer that runs, under the modules that are around all of it.
+
+    `index` is its place in the form. `stack` has full names, outermost first: of modules, then of the layer itself,
+    unless a module's call is the layer. One that no module is known for is under its operator. `modules` are what it
+    came from.
+    """
+
+    index: int
+    layer: Layer
+    stack: tuple[str, ...]
+    modules: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The steps of one form in the order in which they run; `seconds` [repeats, steps] is empty where none was timed.
+
+    A repeat is the mean of `runs_each` runs. With `own` the seconds of a step are those without its parts' steps.
+    """
+
+    title: str
+    steps: tuple[TimelineStep, ...]
+    seconds: np.ndarray
+    runs_each: int = 1
+    own: bool = False
+
+    @cached_property
+    def medians(self) -> np.ndarray:
+        """Median seconds of each step; their sum is the time of all layers."""
+        return np.median(self.seconds, axis=0) if len(self.seconds) else np.zeros(len(self.steps))
+
+    def about(self, at: int) -> dict[str, str]:
+        """Describe a step: its layer, type, modules, computing type, kernel, output and time, as far as known."""
+        step, layer = self.steps[at], self.steps[at].layer
+        own = {"layer": layer.name or self.steps[at].stack[-1], "type": layer.type, "modules": " ".join(step.modules)}
+        ran = {"computes in": layer.computes_in, "kernel": layer.tactic, "output": output(layer)}
+        moves = {"remark": "only changes type or layout" if layer.moves else ""}
+        return {name: text for name, text in {**own, **ran, **moves, **self.time(at)}.items() if text}
+
+    def time(self, at: int) -> dict[str, str]:
+        """Return the step's median and its share of all layers' medians, as text; {} where nothing was timed."""
+        if not len(self.seconds):
+            return {}
+        median, total = float(self.medians[at]), float(self.medians.sum()) or 1.0
+        name = "own median, µs" if self.own else "median, µs"
+        return {name: f"{1e6 * median:.3f}", "share, %": f"{100 * median / total:.2f}"}
+
+
+def timelines(
+    forms: Sequence[LayerGraph],
+    graph_of: Mapping[int, int],
+    module_of: Mapping[int, int],
+    times: Mapping[int, Times],
+    shown: Sequence[int],
+) -> list[Timeline]:
+    """Build the timelines of the forms `shown` (indices).
+
+    `times` has the times of the forms that were timed; the other arguments are as in `times.profile`.
+    """
+    found = []
+    for k in shown:
+        origin = origins(forms, k, graph_of.get(k), module_of.get(k))
+        timed = times.get(k)
+        seconds = timed.layers if timed else np.zeros((0, len(forms[k].layers)))
+        ran = [i for i, layer in enumerate(forms[k].layers) if not layer.skipped or seconds[:, i].any()]
+        steps = tuple(_make_step(forms[k], i, origin[i][0]) for i in ran)
+        each = len(timed.profiled) // len(timed.layers) if timed else 1
+        found.append(Timeline(forms[k].library, steps, seconds[:, ran], each, forms[k].form == MODULES))
+    return found
+
+
+def _make_step(form: LayerGraph, index: int, modules: list[str]) -> TimelineStep:
+    layer = form.layers[index]
+    around = _find_shared_modules(modules)
+    if form.form == MODULES:
+        return TimelineStep(index, layer, (MODEL, *around), tuple(modules))
+    if not modules:
+        group = CONVERSIONS if layer.moves else f"({layer.type})"
+        return TimelineStep(index, layer, (MODEL, group, layer.name or layer.type))
+    label = layer.type
+    if len(modules) > 1:
+        label = names_cell("modules")({"modules_names": modules})
+    if form.form == LAYERS and len(modules) > 1:
+        label = f"{label}: {layer.type}"
+    return TimelineStep(index, layer, (MODEL, *around, label), tuple(modules))
+
+
+def _find_shared_modules(modules: Sequence[str]) -> tuple[str, ...]:
+    """Return the full names of the modules around all of these; of a single module, itself included."""
+    if not modules or MODEL in modules:
+        return ()
+    paths = [name.split(BETWEEN) for name in modules]
+    shared = [parts[0] for parts in takewhile(lambda parts: len(set(parts)) == 1, zip(*paths, strict=False))]
+    return tuple(accumulate(shared, lambda one, other: f"{one}{BETWEEN}{other}"))
+
+
+def output(layer: Layer) -> str:
+    """Return shape, type and layout of the first output."""
+    if not layer.outputs:
+        return ""
+    port = layer.outputs[0]
+    return " ".join(filter(None, (shape(port), port.dtype, port.format)))
+
+
+@dataclass(frozen=True)
+class Mark:
+    """Where a call begins or `ends`, in nanoseconds; `step` is the step that the call is, at its end."""
+
+    name: str
+    at: int
+    ends: bool = False
+    step: int | None = None
+
+
+def marks(steps: Sequence[TimelineStep], nanoseconds: Sequence[int], begin: int) -> Iterator[Mark]:
+    """Yield the calls of one repeat in the order of their begins and ends.
+
+    Steps begin where the one before them ended, and a call around steps lasts from its first to its last one.
+    """
+    calling: list[str] = []
+    at = begin
+    for number, (step, lasts) in enumerate(zip(steps, nanoseconds, strict=True)):
+        shared = sum(1 for _ in takewhile(lambda pair: pair[0] == pair[1], zip(calling, step.stack, strict=False)))
+        yield from (Mark(name, at, ends=True) for name in reversed(calling[shared:]))
+        yield from (Mark(name, at) for name in step.stack[shared:])
+        at += lasts
+        yield Mark(step.stack[-1], at, ends=True, step=number)
+        calling = [*step.stack[:-1]]  # steps are listed as their calls end
+    yield from (Mark(name, at, ends=True) for name in reversed(calling))
+
+
+# Layers as graphs for Model Explorer, and their times as the data that colours its nodes.
+#
+# The classes of https://github.com/google-ai-edge/model-explorer, `graph_builder.py` and `node_data_builder.py`, as
+# JSON.
+
+GRADIENT = ({"stop": 0, "bgColor": "#ffffff"}, {"stop": 1, "bgColor": "#e69f00"})  # by the median, from least to most
+
+
+def explorer_graphs(forms: Sequence[LayerGraph], timelines: Sequence[Timeline], name: str) -> dict[str, Any]:
+    """Build a collection with a graph for each form; the timeline at the same index belongs to it.
+
+    A node is a layer, its namespace the modules around it; an edge is a tensor that one writes and another reads.
+    """
+    drawn = [_build_graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
+    return {"label": name, "graphs": drawn}
+
+
+def _build_graph(form: LayerGraph, timeline: Timeline) -> dict[str, Any]:
+    flow, place = Flow(form.layers), {step.index: at for at, step in enumerate(timeline.steps)}
+    nodes = []
+    for at, step in enumerate(timeline.steps):
+        nodes.append({
+            "id": str(step.index), "label": step.layer.type or step.stack[-1],
+            "namespace": "/".join(name.replace("/", "|") for name in _list_modules(step)),
+            "attrs": _list_pairs(timeline.about(at)),
+            "outputsMetadata": [_build_output(str(k), port) for k, port in enumerate(step.layer.outputs)],
+            "incomingEdges": [{"sourceNodeId": str(source), "sourceNodeOutputId": "0", "targetNodeInputId": str(number)}
+                              for number, source in enumerate(flow.before[step.index]) if source in place],
+        })  # fmt: skip
+    return {"id": timeline.title, "nodes": nodes}
+
+
+def _build_output(name: str, port: Port) -> dict[str, Any]:
+    about = {"tensor_name": port.name, "shape": shape(port), "type": port.dtype, "layout": port.format}
+    return {"id": name, "attrs": _list_pairs(about)}
+
+
+def _list_modules(step: TimelineStep) -> list[str]:
+    """Return the modules around the layer by the last part of their names; a module's call is not a separate group."""
+    around = step.stack[1:-1]
+    if not step.modules:  # a group by operator
+        return [*around]
+    return [name.removeprefix(f"{outer}.") for outer, name in zip(("", *around), around, strict=False)]
+
+
+def _list_pairs(about: dict[str, str]) -> list[dict[str, str]]:
+    return [{"key": key, "value": value} for key, value in about.items() if value]
+
+
+def node_data(timelines: Sequence[Timeline]) -> dict[str, Any]:
+    """Return each form's layer medians in microseconds, with a colour gradient from none to the most."""
+    return {
+        timeline.title: {
+            "results": {
+                str(step.index): {"value": round(1e6 * seconds, 3)}
+                for step, seconds in zip(timeline.steps, timeline.medians.tolist(), strict=True)
+            },
+            "gradient": list(GRADIENT),
+        }
+        for timeline in timelines
+    }
+
+
+# What became of each node of an ONNX graph, as notes at the node: its layer, the types it ran in, and its time.
+
+UNITS = ("µs", "%")
+UNKNOWN = "no layer is known for it: folded, or not run by itself"
+
+
+@dataclass
+class Note:
+    """The notes on one node: a line for each layer that it became, and its facts by name."""
+
+    lines: list[str] = field(default_factory=list)
+    facts: dict[str, str] = field(default_factory=dict)
+
+    def add(self, title: str, about: Mapping[str, str], nodes: int) -> None:
+        """Add a layer of the form of that title, which stands for `nodes` nodes.
+
+        Facts of a form's further layers are behind those of its first.
+        """
+        stands = {"stands for": counting(nodes, "node")} if nodes > 1 else {}
+        for name, text in {**about, **stands}.items():
+            key = f"{title}: {name}"
+            self.facts[key] = f"{self.facts[key]}; {text}" if key in self.facts else text
+        parts = [about.get("layer", ""), about.get("type", ""), about.get("computes in", "")]
+        parts += [f"{name.removesuffix(f', {unit}')} {about[name]} {unit}" for unit in UNITS for name in about
+                  if name.endswith(f", {unit}")]  # fmt: skip
+        parts += [f"for {text}" for text in stands.values()]
+        self.lines.append(f"{title}: {', '.join(filter(None, parts))}")
+
+
+def list_node_notes(
+    forms: Sequence[LayerGraph], graph: int, timelines: Mapping[int, Timeline], module: int | None = None
+) -> list[Note]:
+    """Build a note for each node of the graph.
+
+    It describes the forms in `timelines` that were made from the graph, and the `module` that the graph was made from.
+    A layer that stands for several nodes has its whole time at each of them, with their number.
+    """
+    notes_of = [Note() for _ in forms[graph].layers]
+    for k, timeline in timelines.items():
+        if k == module:
+            layers_of = turned(align.link_layers(forms, k, graph))
+        else:
+            layers_of = {node: sorted(own) for node, own in align.link_layers(forms, graph, k).pairs.items()}
+        place = {step.index: at for at, step in enumerate(timeline.steps)}
+        nodes = Counter(i for own in layers_of.values() for i in own)
+        for node, note in enumerate(notes_of):
+            ran = [i for i in layers_of.get(node, ()) if i in place]
+            for i in ran:
+                note.add(timeline.title, timeline.about(place[i]), nodes[i])
+            if not ran:
+                note.lines.append(f"{timeline.title}: {UNKNOWN}")
+    return notes_of
+
+
+# Times of layers as traces: Chrome's JSON, which Perfetto opens, and speedscope's.
+
+SPEEDSCOPE = "https://www.speedscope.app/file-format-schema.json"
+HOW = (
+    "Durations were measured layer by layer, while the engine was watched; a layer is drawn where the one before it "
+    "ended, so that what happens between layers is not in the trace. Its length is not a latency."
+)
+
+
+def chrome_trace(timelines: Sequence[Timeline], exporter: str) -> dict[str, Any]:
+    """Build a trace in the trace event format: a process for each form, with the repeats in sequence.
+
+    Modules are around the layers that came from them. Times are microseconds, to the nanosecond. Begins and ends are
+    separate events: readers add up begin and duration of an event, and a rounded sum no longer fits into the call
+    around it.
+    """
+    events = [event for pid, each in enumerate(timelines, 1) for event in _iter_events(each, pid)]
+    return export.trace_document(events, exporter, HOW)
+
+
+def _iter_events(timeline: Timeline, pid: int) -> Iterator[dict[str, Any]]:
+    thread = {"pid": pid, "tid": 1}
+    yield from export.process_event(pid, timeline.title)
+    yield export.track_event(pid, 1, "layers")
+    about = [timeline.about(at) for at in range(len(timeline.steps))]
+    of_runs = f", mean of {counting(timeline.runs_each, 'run')}" if timeline.runs_each > 1 else ""
+    begin = 0
+    for number, seconds in enumerate(timeline.seconds, 1):
+        lasts = [round(each * 1e9) for each in seconds.tolist()]
+        for mark in marks(timeline.steps, lasts, begin):
+            name = f"repeat {number}{of_runs}" if mark.name == MODEL else mark.name
+            event = {"ph": "E" if mark.ends else "B", "name": name, "cat": "layers", **thread, "ts": mark.at / 1e3}
+            yield event if mark.step is None else {**event, "args": about[mark.step]}
+        begin += sum(lasts)
+
+
+def speedscope_profile(timelines: Sequence[Timeline], name: str, exporter: str) -> dict[str, Any]:
+    """Build a speedscope file: a profile for each form, in which every layer is a sample below the modules around it.
+
+    A sample's weight is the layer's median in microseconds.
+
+    https://github.com/jlfwong/speedscope/wiki/Importing-from-custom-sources
+    """
+    frames: dict[str, int] = {}
+    profiles = []
+    for timeline in timelines:
+        weights = [1e6 * seconds for seconds in timeline.medians.tolist()]
+        samples = [[frames.setdefault(frame, len(frames)) for frame in step.stack] for step in timeline.steps]
+        profiles.append({
+            "type": "sampled", "name": timeline.title, "unit": "microseconds", "startValue": 0,
+            "endValue": sum(weights), "samples": samples, "weights": weights,
+        })  # fmt: skip
+    return {
+        "$schema": SPEEDSCOPE, "name": name, "exporter": exporter, "activeProfileIndex": 0,
+        "shared": {"frames": [{"name": frame} for frame in frames]}, "profiles": profiles,
+    }  # fmt: skip

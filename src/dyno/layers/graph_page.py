@@ -1,0 +1,334 @@
+"""What was seen inside a model as one HTML page that is readable without a network."""
+
+from __future__ import annotations
+
+import html
+import html as escaping
+import json
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from html import escape
+from importlib import resources
+from types import MappingProxyType
+from typing import Any
+
+from dyno.formatting import counting, show
+from dyno.layers import waterfall_tables
+from dyno.layers.align import Flow
+from dyno.layers.graph_files import Timeline, timelines
+from dyno.layers.pairs import PairSide
+from dyno.layers.waterfall import Estimates, Waterfall
+from dyno.report.export import export
+from dyno.report.style import COLORS, laid_out, svg
+from dyno.table import Table
+from dyno.worker.facts.job import MODULES, LayerGraph
+
+# The layers of one or two forms as graphs in a page: a box for each layer, coloured by its share of the time.
+#
+# Drawn by Cytoscape.js and laid out by dagre (both MIT), which lie in the page: it loads nothing. What is drawn is
+# JSON.
+
+SCRIPTS = ("cytoscape.min.js", "cytoscape-dagre.min.js", "layer_graph.js")
+GRAPH_STYLE = "layer_graph.css"
+MOST = 3000  # layers that a browser lays out in seconds
+NO_PARTS: Mapping[int, int] = MappingProxyType({})
+
+
+def draw_graph(form: LayerGraph, timeline: Timeline, parts: Mapping[int, int] = NO_PARTS) -> dict[str, Any]:
+    """Build a form's graph for the page: a node for each step of its timeline, an edge from each one to its readers.
+
+    `parts` has the part of the model of each layer of the form: a number that the graphs beside it share.
+    """
+    total, most = float(timeline.medians.sum()), float(timeline.medians.max(initial=0.0))
+    nodes: list[dict[str, Any]] = []
+    for at, (step, seconds) in enumerate(zip(timeline.steps, timeline.medians.tolist(), strict=True)):
+        module = step.modules[0] if step.modules else ""
+        node = {
+            "id": step.index,
+            "type": step.layer.type.rpartition(".")[2] or step.stack[-1],
+            "name": module,
+            "about": timeline.about(at),
+        }
+        if step.index in parts:
+            node["part"] = parts[step.index]
+        if total:
+            node |= {"heat": round(seconds / most, 4), "share": round(100 * seconds / total, 2)}
+        nodes.append(node)
+    return {"title": timeline.title, "nodes": nodes, "edges": _find_edges(form, {node["id"] for node in nodes})}
+
+
+def _find_edges(form: LayerGraph, shown: set[int]) -> list[tuple[int, int]]:
+    """Return pairs of layers of which the second reads the output of the first, directly or through hidden layers."""
+    flow = Flow(form.layers)
+    sources: list[list[int]] = []
+    for index in flow.forwards:
+        reached = [source for before in flow.before[index] for source in
+                   ([before] if before in shown else sources[before] if before < index else [])]  # fmt: skip
+        sources.append(list(dict.fromkeys(reached)))
+    edges = [(source, index) for index in flow.forwards if index in shown for source in sources[index]]
+    return edges + _find_return_edges(form, {source for source, _ in edges}) if form.form == MODULES else edges
+
+
+def _find_return_edges(form: LayerGraph, read: set[int]) -> list[tuple[int, int]]:
+    """Return edges from calls whose results no other call reads to the call around them, whose own code uses them."""
+    around = {layer.name: index for index, layer in enumerate(form.layers)}
+    pairs = ((index, around.get(layer.name.rpartition(".")[0])) for index, layer in enumerate(form.layers))
+    return [(index, call) for index, call in pairs if call is not None and index not in read and index != call]
+
+
+def graph_figure(graphs: Sequence[Mapping[str, Any]]) -> str:
+    """Draw the graphs side by side, folded: they are laid out when they are opened. The page needs `scripts` once."""
+    shown = [each for each in graphs if each["nodes"] and len(each["nodes"]) <= MOST]
+    if not shown:
+        return ""
+    counts = ", ".join(f"{each['title']}, {counting(len(each['nodes']), 'layer')}" for each in shown)
+    return (
+        f'<details class="layer-graph"><summary>{html.escape(f"Graph of the layers: {counts}")}</summary>\n'
+        '<p class="tools"><input type="search" placeholder="conv, layer1.0 …" aria-label="Show layers that contain '
+        'these words"> <button type="button" data-do="slowest">to the slowest</button> <button type="button" '
+        'data-do="whole">the whole graph</button></p>\n<div class="graphs"></div>\n'
+        '<p class="about">The more time a layer takes, the darker it is. Select one to see what is known of it'
+        f"{', and its counterpart' if len(shown) > 1 else ''}; drag to move, turn the wheel to zoom.</p>\n"
+        f'<script type="application/json">{_inside_script(shown)}</script>\n</details>'
+    )
+
+
+def graph_scripts() -> str:
+    """Return the style and scripts that a page with such figures needs once, at its end."""
+    elements = "\n".join(f"<script>\n{_read_file(name)}</script>" for name in SCRIPTS)
+    return f"<style>{_read_file(GRAPH_STYLE)}</style>\n{elements}"
+
+
+def _inside_script(content: Any) -> str:
+    """Encode JSON so that nothing in it ends the element around it."""
+    return json.dumps(content, separators=(",", ":")).replace("<", "\\u003c")
+
+
+def _read_file(name: str) -> str:
+    return (resources.files("dyno.analysis.layer_files") / "graph" / name).read_text(encoding="utf-8")
+
+
+# The tree map of a form: modules inside modules, each as large as its share of the time.
+
+WIDTH, HEIGHT = 1200.0, 560.0  # pixels for which boxes are laid out; a browser scales them
+HEAD, EDGE = 20.0, 2.0  # pixels of a module's line with its name, and around what it holds
+LEAST_WIDTH, LEAST_HEIGHT = 34.0, 44.0  # a smaller module isn't opened
+PALETTE = tuple(
+    COLORS[name] for name in ("onnxruntime", "compile", "openvino", "torch_tensorrt", "tensorrt", "pytorch")
+)
+OTHER = COLORS["fake"]
+ITSELF = "itself"
+TREE_STYLE = """
+.tree-map { --card: #fff; --line: #b9c1cc; --ink: #1c2430; margin: 0 0 1.4rem; color: var(--ink);
+  font: 12px/1.25 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+@media (prefers-color-scheme: dark) { .tree-map { --card: #1b222b; --line: #4a5666; --ink: #e6eaf0; } }
+.tree-map { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: .7rem; }
+.tree-map figcaption { font-size: 14px; margin: 0 0 .5rem; overflow-wrap: anywhere; }
+.tree-map .legend { display: flex; flex-wrap: wrap; gap: .2rem .9rem; font-size: 12px; margin-top: .3rem; }
+.tree-map .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; background: var(--kind); }
+.tree-map .scroll { overflow-x: auto; }
+.tree-map .area { position: relative; min-width: 640px; aspect-ratio: 1200 / 560; }
+.tree-map .area div { position: absolute; box-sizing: border-box; overflow: hidden; white-space: nowrap;
+  border: 1px solid var(--line); background: color-mix(in srgb, var(--kind, var(--card)) 38%, var(--card)); }
+.tree-map .area div.module { background: var(--card); border-width: 2px; }
+.tree-map .area div.inside { border: 0; background: none; inset: 20px 2px 2px 2px; }
+.tree-map .area span { display: block; padding: 1px 4px; text-overflow: ellipsis; overflow: hidden; }
+.tree-map .area div.module > span { font-weight: 600; }
+"""
+
+
+@dataclass
+class TreeMapNode:
+    """A module, or a layer where it has no parts; `seconds` includes those of its parts, `type` is a layer's."""
+
+    name: str
+    seconds: float = 0.0
+    type: str = ""
+    title: str = ""
+    parts: list[TreeMapNode] = field(default_factory=list)
+
+
+@dataclass(frozen=True)
+class Box:
+    """Where a node lies in its parent's area, in percent of it."""
+
+    node: TreeMapNode
+    left: float
+    top: float
+    width: float
+    height: float
+
+
+def build_tree(timeline: Timeline) -> TreeMapNode:
+    """Build the tree of the model's parts; a module's own code, beside its parts, is a part named `itself`."""
+    root = TreeMapNode("(model)")
+    by_name: dict[tuple[str, ...], TreeMapNode] = {(): root}
+    for at, (step, seconds) in enumerate(zip(timeline.steps, timeline.medians.tolist(), strict=True)):
+        path = step.stack[1:]
+        for depth in range(1, len(path) + 1):
+            if path[:depth] not in by_name:
+                by_name[path[:depth]] = TreeMapNode(path[depth - 1])
+                by_name[path[: depth - 1]].parts.append(by_name[path[:depth]])
+        about = "\n".join(f"{name}: {text}" for name, text in timeline.about(at).items())
+        own = TreeMapNode(ITSELF, seconds, step.layer.type, about)
+        by_name[path].parts.append(own)
+        for depth in range(len(path) + 1):
+            by_name[path[:depth]].seconds += seconds
+    return _simplify_node(root)
+
+
+def _simplify_node(node: TreeMapNode) -> TreeMapNode:
+    """Drop the parts that took no time, and merge a node with its only part: the result has both names."""
+    node.parts = [_simplify_node(part) for part in node.parts if part.seconds > 0]
+    if all(part.name == ITSELF for part in node.parts):  # several calls of one that has no parts
+        node.parts = [replace(part, name=part.type) for part in node.parts]
+    if len(node.parts) != 1:
+        return node
+    (only,) = node.parts
+    name = node.name if only.name in (ITSELF, only.type) else only.name
+    return TreeMapNode(name, only.seconds, only.type, only.title, only.parts)
+
+
+def draw_tree_maps(timelines: Sequence[Timeline]) -> str:
+    """Return the tree map of each form as self-contained HTML; hovering over a box shows all that is known of it."""
+    drawn = "\n".join(_draw_figure(timeline) for timeline in timelines)
+    return f"<style>{TREE_STYLE}</style>\n{drawn}"
+
+
+def _draw_figure(timeline: Timeline) -> str:
+    root = build_tree(timeline)
+    by_type: Counter[str] = Counter()
+    for step, seconds in zip(timeline.steps, timeline.medians.tolist(), strict=True):
+        by_type[step.layer.type] += seconds
+    kinds = {name: color for (name, _), color in zip(by_type.most_common(), PALETTE, strict=False)}
+    legend = "".join(_write_entry(name, by_type[name], root.seconds, color) for name, color in kinds.items())
+    if rest := root.seconds - sum(by_type[name] for name in kinds):
+        legend += _write_entry("others", rest, root.seconds, OTHER) if len(by_type) > len(kinds) else ""
+    steps = counting(len(timeline.steps), "layer")
+    groups = "module" if any(step.modules for step in timeline.steps) else "operator"
+    caption = f"{timeline.title}: time by {groups}, {show(root.seconds, 'duration')} in {steps}"
+    area = "".join(
+        _draw_box(box, "", WIDTH, HEIGHT, root.seconds, kinds) for box in lay_out_boxes(root.parts, WIDTH, HEIGHT)
+    )
+    return (
+        f'<figure class="tree-map"><figcaption>{html.escape(caption)}<div class="legend">{legend}</div></figcaption>\n'
+        f'<div class="scroll"><div class="area">{area}</div></div></figure>'
+    )
+
+
+def _write_entry(name: str, seconds: float, total: float, color: str) -> str:
+    share = f"{100 * seconds / (total or 1.0):.1f} %"
+    return f'<b style="--kind: {color}; font-weight: 400"><i></i>{html.escape(name)} {share}</b>'
+
+
+def lay_out_boxes(nodes: Sequence[TreeMapNode], width: float, height: float) -> Iterator[Box]:
+    """Yield the nodes, largest first, as near-square boxes that fill an area of `width` by `height` pixels.
+
+    Bruls, Huizing and van Wijk, "Squarified treemaps" (2000), by the library squarify.
+    """
+    import squarify
+
+    ordered = sorted((node for node in nodes if node.seconds > 0), key=lambda node: -node.seconds)
+    sizes = squarify.normalize_sizes([node.seconds for node in ordered], width, height)
+    for node, place in zip(ordered, squarify.squarify(sizes, 0, 0, width, height), strict=True):
+        x, y = 100 / width, 100 / height
+        yield Box(node, x * place["x"], y * place["y"], x * place["dx"], y * place["dy"])
+
+
+def _draw_box(box: Box, around: str, width: float, height: float, total: float, kinds: Mapping[str, str]) -> str:
+    """Draw a box in the module `around` it, whose area is `width` by `height` pixels."""
+    node = box.node
+    across, down = box.width / 100 * width, box.height / 100 * height
+    share = f"{show(node.seconds, 'duration')}, {100 * node.seconds / total:.1f} %"
+    title = html.escape("\n".join(filter(None, (f"{node.name}: {share}", node.title))))
+    where = f"left:{box.left:.3f}%;top:{box.top:.3f}%;width:{box.width:.3f}%;height:{box.height:.3f}%"
+    name = html.escape(node.name.removeprefix(f"{around}."))
+    if node.parts and across >= LEAST_WIDTH and down >= LEAST_HEIGHT:
+        inner = across - 2 * EDGE, down - HEAD - EDGE
+        parts = "".join(_draw_box(part, node.name, *inner, total, kinds) for part in lay_out_boxes(node.parts, *inner))
+        head = f"<span>{name} {share}</span>"
+        return f'<div class="module" style="{where}" title="{title}">{head}<div class="inside">{parts}</div></div>'
+    color = "" if node.parts else f";--kind:{kinds.get(node.type, OTHER)}"
+    return f'<div style="{where}{color}" title="{title}"><span>{name}</span><span>{share}</span></div>'
+
+
+PAGE_STYLE = """
+:root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #dde2e9; --page: #f5f7f9; --card: #fff; }
+@media (prefers-color-scheme: dark) {
+  :root { --ink: #e6eaf0; --soft: #a3adba; --line: #333d4a; --page: #12171d; --card: #1b222b; } }
+body { margin: 0 auto; max-width: 1340px; padding: 1.2rem 1rem 3rem; background: var(--page); color: var(--ink);
+  font: 16px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
+.box { background: var(--card); border: 1px solid var(--line); border-radius: 10px; overflow-x: auto; }
+table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
+th, td { padding: .4rem .55rem; text-align: left; border-bottom: 1px solid var(--line); }
+td.n, th.n { text-align: right; white-space: nowrap; } th button { all: unset; font-weight: 600; }
+p.note { color: var(--soft); font-size: .88rem; margin: .3rem 0; overflow-wrap: anywhere; }
+"""
+
+
+def profile_fragment(timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
+    """Return the tree maps, then the tables."""
+    return f"{draw_tree_maps(timelines)}\n{export(tables, 'html')}"
+
+
+def profile_html(name: str, forms: Sequence[LayerGraph], timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
+    """Return the whole page of times by layer: `fragment`, and a graph of the form of each timeline."""
+    graphs = [draw_graph(form, timeline) for form, timeline in zip(forms, timelines, strict=True)]
+    figures = "\n".join(graph_figure([each]) for each in graphs)
+    return whole_page(f"Time by layer: {name}", f"{profile_fragment(timelines, tables)}\n{figures}\n{graph_scripts()}")
+
+
+def whole_page(heading: str, body: str) -> str:
+    """Return a page with that heading around the HTML of its body."""
+    title = escaping.escape(heading)
+    return (
+        f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{PAGE_STYLE}</style>\n</head>\n'
+        f"<body>\n<h1>{title}</h1>\n{body}\n</body></html>"
+    )
+
+
+# The explanation why one form of a model is faster than another, as a section and as a separate page.
+
+PREFIX = "waterfall"  # of the ids in a chart, which may stand in a page with others
+
+
+def explained_chart(waterfall: Waterfall, prefix: str = PREFIX) -> str:
+    """Return the waterfall as an <svg> element."""
+    figure = waterfall_tables.draw_waterfall(waterfall)
+    return svg(figure, prefix, laid_out(figure))
+
+
+def explained_fragment(
+    waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str], prefix: str = PREFIX
+) -> str:
+    """Return the chart, the tables and the sentences as a part of a page."""
+    listed = "".join(f"<li>{escape(sentence)}</li>\n" for sentence in sentences)
+    return f"{explained_chart(waterfall, prefix)}\n{export(tables, 'html')}\n<ul>\n{listed}</ul>\n"
+
+
+def explained_graphs(waterfall: Waterfall) -> str:
+    """Draw the layers of both forms side by side, by their times in the waterfall; selecting one shows its counterpart.
+
+    The page needs `layer_graph.scripts` once.
+    """
+    sides, estimates = waterfall.pair.sides, (waterfall.a, waterfall.b)
+    parts = [{layer: number for number, part in enumerate(waterfall.parts) for layer in (part.a, part.b)[k]}
+             for k in range(2)]  # fmt: skip
+    return graph_figure([_build_graph(waterfall, *each) for each in zip(sides, estimates, parts, strict=True)])
+
+
+def _build_graph(waterfall: Waterfall, side: PairSide, times: Estimates, parts: dict[int, int]) -> dict[str, object]:
+    modules = {side.form: side.module} if side.module is not None else {}
+    (bare,) = timelines(waterfall.pair.forms, waterfall.pair.graph_of, modules, {}, [side.form])
+    seconds = times.layers[:1, [step.index for step in bare.steps]]
+    form = waterfall.pair.forms[side.form]
+    return draw_graph(form, replace(bare, seconds=seconds, own=True), parts)
+
+
+def explained_html(waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str]) -> str:
+    """Return the whole page: the fragment and the graphs."""
+    a, b = waterfall.pair.titles
+    body = f"{explained_fragment(waterfall, tables, sentences)}\n{explained_graphs(waterfall)}\n{graph_scripts()}"
+    return whole_page(f"From {a} to {b}", body)

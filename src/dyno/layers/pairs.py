@@ -1,0 +1,169 @@
+"""Two forms of a model with the times of their layers, measured in several processes each, and stored in a file."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.layers.launching import LaunchTimes
+from dyno.layers.times import Times
+from dyno.worker.facts.job import LayerGraph
+from dyno.worker.record import check_schema, read_json, write_json
+from dyno.worker.spec import SCHEMA, UserError, from_json, to_json
+
+FOLDER, JOIN = "explained", "--"  # in a run: where its pairs are stored, and what joins the ids of the trials
+KIND = "explained pair"  # what a file says that it holds
+NANO = 1e9
+NUMBER = re.compile(r"\d+(\.\d+)?")
+
+
+@dataclass(frozen=True)
+class PairSide:
+    """One of the two: the index of its form, of its graph and of its module (None: there is none), the precision that
+    was asked for, and its times by process. `stored` is the median latency in seconds that a run has of it."""
+
+    form: int
+    precision: str
+    processes: tuple[Times, ...]
+    graph: int | None = None
+    module: int | None = None
+    stored: float | None = None
+
+
+@dataclass(frozen=True)
+class FormPair:
+    """A and B; the other forms are the graphs behind them, by which their layers are aligned.
+
+    `source` is what the user named, `notes` are sentences on what was measured.
+    """
+
+    forms: tuple[LayerGraph, ...]
+    a: PairSide
+    b: PairSide
+    source: str = ""
+    notes: tuple[str, ...] = ()
+
+    @property
+    def sides(self) -> tuple[PairSide, PairSide]:
+        """Both."""
+        return self.a, self.b
+
+    @property
+    def titles(self) -> tuple[str, str]:
+        """What both are called."""
+        return self.forms[self.a.form].library, self.forms[self.b.form].library
+
+    @property
+    def graph_of(self) -> dict[int, int]:
+        """The index of each engine's graph."""
+        return {side.form: side.graph for side in self.sides if side.graph is not None}
+
+
+def of_run(folder: Path, a: str, b: str) -> Path:
+    """Return the file in a run folder for the pair of the trials with these ids."""
+    return folder / FOLDER / f"{a}{JOIN}{b}.json"
+
+
+def list_stored_pairs(folder: Path) -> list[tuple[Path, str, str]]:
+    """Return the files of pairs in a run folder, each with the ids of its two trials."""
+    files = sorted((folder / FOLDER).glob(f"*{JOIN}*.json"))
+    return [(file, *file.stem.split(JOIN, 1)) for file in files]  # type: ignore[misc]
+
+
+def write_pair(path: Path, pair: FormPair) -> None:
+    """Store the pair; times are kept to the nanosecond."""
+    content = {"schema": SCHEMA, "kind": KIND, "source": pair.source, "notes": list(pair.notes),
+               "forms": to_json(pair.forms), "a": _convert_side(pair.a), "b": _convert_side(pair.b)}  # fmt: skip
+    write_json(path, content)
+
+
+def _convert_side(side: PairSide) -> dict[str, Any]:
+    return {**to_json(replace(side, processes=())), "processes": [_convert_times(each) for each in side.processes]}
+
+
+def _convert_times(times: Times) -> dict[str, Any]:
+    gpu = (
+        {"gpu": {**_list_nanoseconds(times.gpu, GPU_ARRAYS), "kernels": times.gpu.kernels.tolist()}}
+        if times.gpu
+        else {}
+    )
+    return {**_list_nanoseconds(times, ARRAYS), "warnings": list(times.warnings), **gpu}
+
+
+def _list_nanoseconds(of: Times | LaunchTimes, names: Sequence[str]) -> dict[str, Any]:
+    return {name: np.rint(NANO * getattr(of, name)).astype(int).tolist() for name in names}
+
+
+LONGEST_S = 1e6  # no inference takes that long
+ARRAYS = ("unprofiled", "profiled", "layers")
+GPU_ARRAYS = ("latency", "enqueue", "busy", "calls")
+
+
+def read_pair(path: Path) -> FormPair:
+    """Read the stored pair; UserError for a file without one or a damaged file."""
+    data = read_json(path)
+    if data.get("kind") != KIND:
+        raise UserError(f"{path} holds no explained pair; `dyno explain MODEL A B --save FILE.json` writes one")
+    check_schema(path, data)
+    try:
+        forms = tuple(from_json(LayerGraph, each) for each in data["forms"])
+        pair = FormPair(forms, _read_side(data["a"]), _read_side(data["b"]), data["source"], tuple(data["notes"]))
+        problem = _find_problem(pair)
+    except (KeyError, TypeError, ValueError, IndexError, OverflowError) as e:
+        raise UserError(f"{path} is damaged: it isn't as Dyno writes it; measure the pair again") from e
+    if problem:
+        raise UserError(f"{path} is damaged: {problem}; measure the pair again")
+    return pair
+
+
+def _read_side(data: Mapping[str, Any]) -> PairSide:
+    processes = []
+    for each in data["processes"]:
+        unprofiled, profiled, layers = _read_seconds(each, ARRAYS)
+        processes.append(Times(unprofiled, profiled, layers, tuple(each["warnings"]), _on_gpu(each.get("gpu"))))
+    return PairSide(data["form"], data["precision"], tuple(processes), data["graph"], data["module"], data["stored"])
+
+
+def _on_gpu(data: Mapping[str, Any] | None) -> LaunchTimes | None:
+    if data is None:  # on a CPU, or stored before this was kept
+        return None
+    latency, enqueue, busy, calls = _read_seconds(data, GPU_ARRAYS)
+    return LaunchTimes(latency, enqueue, busy, calls, np.array(data["kernels"]))
+
+
+def _read_seconds(data: Mapping[str, Any], names: Sequence[str]) -> list[np.ndarray]:
+    return [np.array(data[name], float) / NANO for name in names]
+
+
+def _find_problem(pair: FormPair) -> str:
+    """Describe where times and layers don't fit, "" where they do; IndexError for a form that doesn't exist."""
+    for side in pair.sides:
+        layers = len(pair.forms[side.form].layers)
+        if not side.processes or any(each.layers.shape[1:] != (layers,) for each in side.processes):
+            return f"it has {layers} layers and other times"
+        for each in side.processes:
+            whole = each.unprofiled.ndim == each.profiled.ndim == 1 and len(each.unprofiled) and len(each.profiled)
+            if not whole or not all(((a >= 0) & (a < LONGEST_S)).all() for a in (getattr(each, n) for n in ARRAYS)):
+                return f"its times must be from 0 to {LONGEST_S:g} s"
+        for index in (side.graph, side.module):
+            if index is not None:
+                pair.forms[index]
+    return ""
+
+
+def list_pair_warnings(side: PairSide) -> list[str]:
+    """Return the warnings of the side's processes, with the number of processes that had each.
+
+    Warnings that differ only in numbers are listed once.
+    """
+    kinds: dict[str, list[str]] = {}
+    for each in side.processes:
+        for warning in each.warnings:
+            kinds.setdefault(NUMBER.sub("", warning), []).append(warning)
+    count = len(side.processes)
+    return [own[0] if count == 1 else f"{own[0]} ({len(own)} of {count} processes)" for own in kinds.values()]

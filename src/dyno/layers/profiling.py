@@ -1,0 +1,253 @@
+"""`dyno profile`: how long each layer takes, in each engine, by the model's own names."""
+
+from __future__ import annotations
+
+import math
+import tempfile
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.jobs.progress import Progress
+from dyno.layers import counters as counters_table
+from dyno.layers import counters as hardware
+from dyno.layers import files, forms, launching, times
+from dyno.layers.counters import NcuReport
+from dyno.layers.forms import GraphFile
+from dyno.layers.roofline import MEMORY, Ceilings, Rates, data_sheet, types_of
+from dyno.layers.times import ORDERS, Times
+from dyno.results import timeline
+from dyno.results.files import read_npz
+from dyno.run.peak import find_ceilings
+from dyno.study.defaults import one_model
+from dyno.study.interpreters import runtime_of
+from dyno.study.study import Choice, Study, model_name
+from dyno.table import Table
+from dyno.worker import registry, system
+from dyno.worker.facts.job import LayerGraph
+from dyno.worker.option_values import at_least
+from dyno.worker.record import Record
+from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+RUNS, TOP = 50, 20  # watched runs, and rows of a form that are listed
+
+
+@dataclass(frozen=True)
+class ProfileResult:
+    """Forms of a model with the times of their layers, which `times` has by the index of the form.
+
+    `records` are those of the jobs, in the order of `times`; none has a latency. The other forms are the ONNX graphs
+    from which engines were made, by which layers get their names: `graph_of` has the index of each engine's graph,
+    `module_of` that of its module, if that was profiled too, and `graphs` each graph's file. If requested, `ceilings`
+    has those of the device, and `counters` the hardware counters of each form's kernels, by the index of the form.
+    `left_out` names the forms that can't be made or timed, with the reason.
+    """
+
+    forms: tuple[LayerGraph, ...]
+    graph_of: Mapping[int, int]
+    module_of: Mapping[int, int]
+    times: Mapping[int, Times]
+    records: tuple[Record, ...]
+    graphs: Mapping[int, GraphFile] = field(default_factory=dict)
+    name: str = ""
+    order: str = ORDERS[0]
+    top: int = TOP
+    ceilings: Ceilings | None = None
+    counters: Mapping[int, NcuReport] = field(default_factory=dict)
+    left_out: tuple[str, ...] = ()
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """The layers of each form with their times, and how much of the latency they explain; on a GPU the critical
+        path, if its functions were seen; the ceilings, if they were measured."""
+        paths = {self.forms[k].library: each.path for k, each in self.times.items() if each.functions}
+        return [
+            times.profile_table(
+                self.forms, self.graph_of, self.module_of, self.times, self.order, self.top, self.ceilings
+            ),
+            times.reconcile(self.forms, self.times, self.graph_of, self.ceilings),
+            *([launching.make_path_table(paths, self.top)] if paths else []),
+            *([self.ceilings.table()] if self.ceilings else []),
+            *([self._make_counter_table()] if self.counters else []),
+        ]
+
+    def _make_counter_table(self) -> Table:
+        behind = (self.graph_of, self.module_of)
+        return counters_table.make_counters_table(self.forms, *behind, self.counters, self.order, self.top)
+
+    @property
+    def shown(self) -> tuple[int, ...]:
+        """The indices of the requested forms."""
+        return tuple(self.times)
+
+    @property
+    def html(self) -> str:
+        """A tree map of the time by module for each form, then the tables: a part of a page."""
+        return files.fragment(self)
+
+    def save(self, path: str | Path) -> list[Path]:
+        """Write a file for another tool, chosen by its suffix; see docs/layer-files.md. Return the written files."""
+        return files.save(self, Path(path))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the rows of the layers."""
+        return self.tables[0].to_pandas()
+
+
+def profile(
+    model: Any,
+    *others: Any,
+    batch: int = 1,
+    runs: int = RUNS,
+    top: int = TOP,
+    order: str = ORDERS[0],
+    save: str | Path | Sequence[str | Path] = (),
+    roofline: bool = False,
+    sheet: Sequence[str] = (),
+    counters: bool = False,
+    quiet: bool = True,
+    **settings: Any,
+) -> ProfileResult:
+    """Measure how long each layer of a model takes: as a module in PyTorch, and in each of its other forms.
+
+    `model` and `others` are as in `dyno.inspect`. An ONNX file or an IR is profiled in the backend that usually runs
+    it, or, if it is the first and forms of it are given, only in these. In one process per form the latency is measured
+    first, then `runs` profiled runs. `top` layers are listed (0: all) in one of ORDERS. `save` names files to write,
+    whose names are checked first (see `ProfileResult.save`). With `roofline` the device's ceilings are measured too,
+    and the layers are rated by them and by those of the data sheet (`sheet`: texts such as `fp16=989` in TFLOPS,
+    `memory=4800` in GB/s). With `counters` NVIDIA's ncu reads hardware counters of the kernels in another run of each
+    form, on a GPU. `settings` are fields of `dyno.Study`; `warmup` and `seconds` are those of the latency. On a GPU
+    `Times.gpu` tells how long it was idle. Forms that can't be made or timed are left out; raises `UserError` if no
+    form is left, or if layers have no times.
+    """
+    (batch,), (runs,), (top,) = at_least(1, batch=batch), at_least(5, runs=runs), at_least(0, top=top)
+    check_known("order", order, ORDERS)
+    rates = data_sheet(sheet)
+    if sheet and not roofline:
+        raise UserError("--data-sheet needs measured ceilings beside it; add --roofline")
+    study = one_model(model, settings)
+    sides = engines(forms.sides(study, others))
+    for side in sides:
+        check(side, study.device, counters)
+    reading = FormProfiler(study, batch, Progress(quiet=quiet), runs, hardware.find_tool() if counters else "")
+    paths = files.named(save)
+    files.check(paths, sides, timed=True, rated=roofline)
+    sides = reading.read_all(sides)
+    sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
+    timed = dict(zip(reading.shown, reading.times, strict=True))
+    profiled = ProfileResult(forms.distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed,
+                        tuple(reading.records), reading.graphs, model_name(study.models[0]), order, top,
+                        reading.ceilings(study, rates) if roofline else None,
+                        dict(zip(reading.shown, reading.counted, strict=True)) if counters else {},
+                        tuple(reading.left_out))  # fmt: skip
+    files.save_all(profiled, paths, quiet)
+    return profiled
+
+
+def engines(requested: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
+    """Return the forms with the usual backend of each file; if forms of the first file are requested, only these."""
+    first, *others = requested
+    only_forms = _is_file(first) and any(other.source == first.source and not _is_file(other) for other in others)
+    return [_choose_usual(side) if _is_file(side) else side for side in (others if only_forms else requested)]
+
+
+def _is_file(side: forms.FormRequest) -> bool:
+    """Return whether the side is a model file as it is."""
+    return not side.precision and not side.named
+
+
+def _choose_usual(side: forms.FormRequest) -> forms.FormRequest:
+    kind = registry.format_of(side.source)
+    assert kind is not None
+    return replace(side, choice=Choice(kind.usual(Path(side.source))))
+
+
+def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
+    """Raise `UserError` for a form whose layers can't be timed on the device, or for `counters` on a CPU.
+
+    An engine file runs on the device of its format if `device` is the CPU.
+    """
+    file_format = registry.format_of(side.source)
+    if file_format and file_format.on_device and device == "cpu":
+        device = file_format.device
+    name, kind = side.choice.name, device.split(":")[0]
+    if name == forms.ONNX or kind not in registry.find(name).profiled:
+        what = (
+            "an ONNX graph doesn't run by itself" if name == forms.ONNX else f"{name} has no times of layers on {kind}"
+        )
+        able = [f"{each} ({', '.join(on)})" for each in registry.names() if (on := registry.find(each).profiled)]
+        raise UserError(f"{what}; these have times of layers: {', '.join(able)}")
+    if counters and kind != "cuda":
+        raise UserError("hardware counters are those of an NVIDIA GPU; add --device cuda:0")
+
+
+class FormProfiler(forms.FormReader):
+    """Reads forms while they are timed."""
+
+    def __init__(self, study: Study, batch: int, progress: Progress, runs: int, tool: str = "") -> None:
+        super().__init__(study, batch, progress)
+        self._runs, self._tool = runs, tool
+        self._plan = Plan(("model",), study.warmup, study.seconds, rounds=1)
+        self.times: list[Times] = []
+        self.records: list[Record] = []
+        self.counted: list[NcuReport] = []
+        self._devices: set[str] = set()
+
+    def module(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
+        """Time a module as PyTorch runs it."""
+        self.engine(study, side, trial)
+
+    def built(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
+        """Time a built engine, whose shapes are read by inspecting its file, on the engine's own device."""
+        self.engine(replace(study, device=trial.runtime.device), side, trial)
+
+    def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
+        """Return the form after storing its times, all from one process."""
+        if reason := registry.find(trial.backend).refuse(trial):
+            raise forms.no_form(trial, reason)
+        # First: where it can't count, nothing was measured in vain.
+        counted = [hardware.count_kernels(self._tool, trial, artifact, self._progress)] if self._tool else []
+        job = Job("profile", trial.runtime, replace(trial, plan=self._plan), artifact=artifact,
+                  options={"runs": self._runs})  # fmt: skip
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "job"
+            record, inside = self.launched(job, folder)
+            samples = read_npz(folder / "samples.npz")
+            clock = _read_clock(folder, *record.facts.timed.values())
+        self.records.append(record)
+        self.counted += counted
+        self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
+                                launching.of_samples(samples), clock, trial.backend, trial.precision,
+                                record.facts.functions))  # fmt: skip
+        self._devices.add(trial.runtime.device)
+        return inside
+
+    def ceilings(self, study: Study, sheet: Rates) -> Ceilings:
+        """Measure with PyTorch the ceilings of the device that all forms ran on, for their layers' data types."""
+        device, *others = self._devices
+        if others:
+            raise UserError("the forms ran on several devices, which have no common ceilings; profile them one by one")
+        runtime = replace(runtime_of(study, Choice(forms.MODULE)), device=device)
+        runtime = replace(runtime, threads=study.threads or system.physical_cores())
+        types = {kind for k, each in zip(self.shown, self.times, strict=True)
+                 for kind in types_of(self.forms[k], each.precision)}  # fmt: skip
+        with tempfile.TemporaryDirectory() as scratch:
+            folder = Path(scratch) / "job"
+            record = find_ceilings(runtime, types, folder, self._progress)
+            copy = record.facts.copy
+            if record.status != "ok" or copy is None:
+                raise UserError(f"the ceilings of {device} can't be measured: {record.reason}")
+            windows = {**{name: one.window for name, one in record.facts.peak.items()}, MEMORY: copy.window}
+            clocks = {name: _read_clock(folder, window) for name, window in windows.items()}
+        return Ceilings(record.facts.peak, copy, record.warnings, sheet, clocks)
+
+
+def _read_clock(folder: Path, *windows: timeline.Window) -> float:
+    """Return the GPU's median SM clock in MHz while the job in the folder timed something; NaN without a GPU."""
+    trace = timeline.read_timeline(folder)
+    return timeline.summarise_timeline(trace, windows).clock if trace else math.nan

@@ -1,0 +1,229 @@
+"""Why B is faster or slower than A, in sentences; each is an object that says what it rests on."""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from dyno.formatting import counting, show
+from dyno.layers import causes
+from dyno.layers.causes import CausePart
+from dyno.layers.waterfall import Waterfall, WaterfallStep
+
+GAP, STRANGERS, ALONE, ATTRIBUTED = "gap", "strangers", "alone", "attributed"
+WATCHED, NOT_FASTER = "watched", "not_faster"
+NOTEWORTHY = 0.05  # of the gap, or of the latency where there is none: less isn't worth a sentence
+BY_ITSELF = 0.1  # of the gap: a single part that is worth one
+NAMES = 3  # names of a sentence
+NOTHING, ROUNDED = 1e-9, 5e-4  # seconds, and a share, that are printed as none
+VERSION = re.compile(r" \d+(\.\d+)+\S*")
+
+
+@dataclass(frozen=True)
+class Reason:
+    """A sentence and what it says: the key of its cause, or one of the words above, the parts of the model that it is
+    about, and the seconds of the difference with their interval, None where it is about none."""
+
+    key: str
+    text: str
+    names: tuple[str, ...] = ()
+    seconds: float | None = None
+    low: float | None = None
+    high: float | None = None
+
+
+def list_reasons_why(waterfall: Waterfall) -> list[Reason]:
+    """Return sentences on the difference, on its causes from the largest on, and on how much of it they explain.
+
+    A cause whose interval holds 0 has no sentence, nor has one of less than 5 % of the difference (of A's latency where
+    no difference is shown).
+    """
+    words = _Words(waterfall)
+    told = [words.gap(), *words.strangers(), *words.causes(), *words.alone(), *words.narrower(), *words.attributed()]
+    return [*told, *words.watched()]
+
+
+class _Words:
+    """Makes the sentences of a waterfall."""
+
+    def __init__(self, waterfall: Waterfall) -> None:
+        self._w, self._gap = waterfall, waterfall.gap
+        self._a, self._b = _shorten_titles(waterfall.pair.titles)
+        whole = abs(self._gap.difference.value) if self._gap.proven else self._gap.a
+        self._least, self._large = NOTEWORTHY * whole, BY_ITSELF * whole
+
+    def gap(self) -> Reason:
+        """Return the reason that states the difference of the two latencies."""
+        times = f"{self._b} takes {_format_seconds(self._gap.b)}, {self._a} {_format_seconds(self._gap.a)}"
+        if self._gap.proven:
+            way = "less" if self._gap.difference.value < 0 else "more"
+            text = f"{times}: {_format_seconds(abs(self._gap.difference.value))} {way} {_format_limits(self._gap)}."
+        else:
+            text = f"{times}: no difference is shown, the interval {_format_limits(self._gap)} holds 0."
+        return _make_reason(GAP, text, self._gap)
+
+    def strangers(self) -> Iterator[Reason]:
+        """Yield a reason where the two have no layer in common, so that the causes below compare nothing."""
+        parts = self._w.parts
+        if any(part.a and part.b for part in parts) or not any(part.a for part in parts):
+            return
+        text = f"No layer of {self._b} corresponds to one of {self._a}, as where networks are different"
+        yield Reason(STRANGERS, f"{text}: only the latencies can be compared.")
+
+    def causes(self) -> Iterator[Reason]:
+        """Yield the causes that are proven and large enough, the largest first."""
+        large = [s for s in self._w.causes if s.proven and abs(s.difference.value) >= self._least]
+        for step in sorted(large, key=lambda s: -abs(s.difference.value)):
+            yield _make_reason(
+                step.cause.key,
+                f"{self._describe_step(step)}: {self._describe_amount(step)}.",
+                step,
+                self._list_names(step),
+            )
+
+    def alone(self) -> Iterator[Reason]:
+        """Yield the part with the largest difference, where that alone is a large share of the whole."""
+        steps = [s for s in self._w.steps if s.parts and s.cause.region and s.proven]
+        largest = max(steps, key=lambda s: abs(s.difference.value), default=None)
+        if largest is None or abs(largest.difference.value) < self._large or len(steps) < 2:
+            return
+        part = self._w.parts[largest.parts[0]]
+        share = f", {largest.a / self._gap.a:.0%} of {self._a}'s latency" if largest.a > largest.b else ""
+        named = f"the conversion before {part.before} ({part.names[0]})" if part.before else _join_names(part.names)
+        text = f"The largest part is {named}: {_format_seconds(largest.a)} in {self._a}{share}, "
+        yield _make_reason(ALONE, f"{text}{_format_seconds(largest.b)} in {self._b}.", largest, part.names)
+
+    def narrower(self) -> Iterator[Reason]:
+        """Yield why a narrower type isn't faster: layers that didn't take it, and layers that it made slower."""
+        precision = self._w.pair.b.precision
+        stayed = [s for s in self._w.steps if s.cause == causes.STAYED]
+        if stayed and sum(s.b for s in stayed) >= NOTEWORTHY * self._gap.b:
+            parts = [self._w.parts[s.parts[0]] for s in sorted(stayed, key=lambda s: -s.b)]
+            names = tuple(name for part in parts for name in part.names[:1])
+            took = _format_seconds(sum(s.b for s in stayed))
+            text = f"{precision} was asked for, but {counting(len(stayed), 'layer')} computed in a wider type and took "
+            yield Reason(NOT_FASTER, f"{text}{took} of {_format_seconds(self._gap.b)}: {_join_names(names)}.", names)
+        slower = [s for s in self._w.steps if s.cause == causes.NARROWER and s.difference.low > 0]
+        whole = self._w.step(causes.NARROWER, [k for s in slower for k in s.parts])
+        if slower and whole.proven and whole.difference.value >= self._least:
+            names = self._list_names(whole)
+            text = f"{counting(len(slower), 'layer')} took longer in the narrower type: {self._describe_amount(whole)}"
+            yield _make_reason(NOT_FASTER, f"{text}, most of it in {_join_names(names[:1])}.", whole, names)
+
+    def attributed(self) -> Iterator[Reason]:
+        """Yield how much of the difference the layers explain."""
+        if not self._gap.proven:
+            return
+        also = " and launch gaps" if self._w.on_gpu else ""
+        text = f"Attributed to named layers{also}: {_format_percent(self._w.attributed)} of the difference"
+        if abs(self._w.attributed - self._w.named) >= ROUNDED:
+            text += f", since together they differ by {_format_percent(self._w.named)} of it"
+        rest = [f"{s.cause.title}: {_format_percent(self._w.share(s.difference.value))}" for s in self._w.causes
+                if not s.cause.region]  # fmt: skip
+        yield Reason(ATTRIBUTED, "; ".join([text, *rest]) + ".")
+
+    def watched(self) -> Iterator[Reason]:
+        """Yield how much watching slowed each side's layers, where that is noteworthy."""
+        for title, side in zip((self._a, self._b), (self._w.a, self._w.b), strict=True):
+            if side.excess >= NOTEWORTHY * side.latency[0]:
+                longer = (
+                    f"Watched, the layers of {title} took {side.excess / side.latency[0]:.0%} longer than its latency"
+                )
+                text = f"{longer}: they are scaled down alike, and the intervals hold the other extreme, too."
+                yield Reason(WATCHED, text, seconds=side.excess)
+
+    def _describe_amount(self, step: WaterfallStep) -> str:
+        value = step.difference.value
+        text = f"{_format_signed(value)} {_format_limits(step)}"
+        if not self._gap.proven:
+            return text
+        share = self._w.share(value)
+        return f"{text}, {share:.0%} of the difference" if share > 0 else f"{text}, against the difference"
+
+    def _describe_step(self, step: WaterfallStep) -> str:
+        parts = [self._w.parts[k] for k in step.parts]
+        count_a, count_b = sum(len(part.a) for part in parts), sum(len(part.b) for part in parts)
+        of_a, of_b = self._format_types(parts, 0), self._format_types(parts, 1)
+        count, a, b = counting(len(parts), "part"), self._a, self._b
+        one = len(parts) == 1
+        do, run, have, take = ("does", "runs", "has", "takes") if one else ("do", "run", "have", "take")
+        are_a = "is" if count_a == 1 else "are"
+        times = f"{_format_seconds(step.a)} in {a} and {_format_seconds(step.b)} in {b}"
+        lack_b = "has no separate counterpart" if count_b == 1 else "have no separate counterparts"
+        texts = {
+            causes.NARROWER: f"{count} of the model {run} in a narrower type in {b} ({self._format_kinds(parts)})",
+            causes.WIDER: f"{count} of the model {run} in a wider type in {b} ({self._format_kinds(parts)})",
+            causes.STAYED: f"{count} of the model {do} not run in {self._w.pair.b.precision} in {b} ({of_b})",
+            causes.PROVIDER: f"{count} of the model {run} on another provider in {b} ({of_b})",
+            causes.KERNEL: f"{count} of the model {have} another kernel: {of_a} in {a}, {of_b} in {b}",
+            causes.SAME: f"{count} of the model {take} another time with the same kernel ({of_b})",
+            causes.FUSED: f"{counting(count_a, 'layer')} of {a} {are_a} fused or left out in {b} ({of_a})",
+            causes.SPLIT: f"{counting(count_b, 'layer')} of {b} {lack_b} in {a} ({of_b})",
+            causes.CONVERSION: f"Conversions of types and layouts, {count_a} in {a} and {count_b} in {b}"
+            f"{self._describe_largest(step)}",
+            causes.CALLS: f"The model's own code and calling its parts, {times}",
+            causes.UNALIGNED: f"{count_a} layers of {a} and {count_b} of {b}, whose counterparts are not known",
+            causes.INTERRUPTED: f"Interruptions by other programs, {times}; measure again when the machine is quiet",
+            causes.WAITING: f"Launch gaps, in which the GPU ran no kernel and waited for the host, {times}; "
+            "CUDA graphs or a larger batch leave less of them",
+            causes.BETWEEN: f"Time outside the layers, {times}",
+        }
+        return texts[step.cause]
+
+    def _describe_largest(self, step: WaterfallStep) -> str:
+        before = [self._w.parts[k].before for k in self._sort_parts(step)[:1]]
+        return f", the longest before {before[0]}" if any(before) else ""
+
+    def _sort_parts(self, step: WaterfallStep) -> list[int]:
+        return sorted(step.parts, key=lambda k: -abs(self._w.steps[k].difference.value))
+
+    def _format_types(self, parts: Sequence[CausePart], side: int) -> str:
+        """Return the commonest types of layers: `16 Convolution, 3 Add`."""
+        layers = self._w.pair.forms[self._w.pair.sides[side].form].layers
+        kinds = Counter(layers[k].type.rpartition(".")[2] for part in parts for k in (part.a, part.b)[side])
+        more = f" and {counting(len(kinds) - NAMES, 'more kind')}" if len(kinds) > NAMES else ""
+        return ", ".join(f"{n} {kind}" for kind, n in kinds.most_common(NAMES)) + more
+
+    def _format_kinds(self, parts: Sequence[CausePart]) -> str:
+        """Return the types in which most of the parts compute in A and in B."""
+        kinds = Counter(part.types for part in parts)
+        before, after = max(kinds, key=lambda each: kinds[each], default=("", ""))
+        return f"{before} in {self._a}, {after} in {self._b}"
+
+    def _list_names(self, step: WaterfallStep) -> tuple[str, ...]:
+        """Return a name for each part of the step, the largest difference first."""
+        return tuple(dict.fromkeys(name for k in self._sort_parts(step) for name in self._w.parts[k].names[:1]))
+
+
+def _shorten_titles(titles: Sequence[str]) -> list[str]:
+    """Return the titles without versions, where they still differ."""
+    plain = [VERSION.sub("", title) for title in titles]
+    return plain if len({*plain}) == len(plain) else list(titles)
+
+
+def _make_reason(key: str, text: str, step: WaterfallStep, names: Sequence[str] = ()) -> Reason:
+    return Reason(key, text[0].upper() + text[1:], tuple(names), *vars(step.difference).values())
+
+
+def _join_names(names: Sequence[str]) -> str:
+    more = f" and {len(names) - NAMES} more" if len(names) > NAMES else ""
+    return ", ".join(names[:NAMES]) + more
+
+
+def _format_percent(share: float) -> str:
+    """Format a share of the difference as percent, without a sign in front of 0."""
+    return f"{share if abs(share) >= ROUNDED else 0.0:.1%}"
+
+
+def _format_seconds(seconds: float) -> str:
+    return show(seconds, "duration") if abs(seconds) >= NOTHING else "0 µs"
+
+
+def _format_signed(seconds: float) -> str:
+    return ("" if abs(seconds) < NOTHING else "+" if seconds > 0 else "−") + _format_seconds(abs(seconds))
+
+
+def _format_limits(step: WaterfallStep) -> str:
+    return f"[{_format_signed(step.difference.low)}, {_format_signed(step.difference.high)}]"

@@ -1,0 +1,330 @@
+"""The roofline model: a layer's work, the ceilings of the device, and each layer's distance from them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from dyno.layers import align
+from dyno.layers.tables import BYTES
+from dyno.report.table_kind import TableKind
+from dyno.table import PERCENT, TEXT, Column, Row, Table
+from dyno.worker.facts.job import MODULES, CopyRate, Layer, LayerGraph, PeakOfType, Port
+from dyno.worker.spec import UserError
+
+# The highest rates of a device: of arithmetic by type, and of memory; measured ones, and those of a data sheet.
+
+CEILINGS = TableKind("ceilings", "Ceilings", "The highest rates that were measured on this device.",
+                     command="dyno profile")  # fmt: skip
+CEILING_TYPES = ("fp32", "tf32", "fp16", "bf16", "int8")
+MEMORY = "memory"
+RATES = (
+    Column("tflops", "operations in that time, 10¹² a second", "10¹² 1/s", title="TFLOPS", rank=2),
+    Column("gb_s", "bytes of weights and tensors in that time, each counted once", "GB/s", title="GB/s", rank=2),
+)
+COLUMNS = (
+    Column("ceiling", "what was measured", kind=TEXT),
+    *RATES,
+    Column("sheet", "the data sheet's, in the same unit", title="data sheet"),
+    Column("of_sheet", "what was measured, over the data sheet's", "%", PERCENT, title="of it, %"),
+    Column("of", "size of the matrices, or of what was copied", kind=TEXT),
+    Column("clock", "median SM clock meanwhile", "MHz", title="clock, MHz"),
+    Column("remark", "why there is none", kind=TEXT),
+)
+NOTE = (
+    "Measured by PyTorch on the same device with the same threads, right after the layers: the fastest of the "
+    "repetitions."
+)
+
+
+@dataclass(frozen=True)
+class Rates:
+    """Operations/s by type and bytes/s of memory; None: unknown."""
+
+    products: Mapping[str, float]
+    memory: float | None = None
+
+
+@dataclass(frozen=True)
+class Ceilings:
+    """What was measured: matrix products by type, and a copy; `warnings` say what disturbed it.
+
+    `sheet` has the data sheet's, as far as it was given, and `clocks` the SM clock in MHz by type and of the copy.
+    """
+
+    products: Mapping[str, PeakOfType]
+    copy: CopyRate
+    warnings: tuple[str, ...] = ()
+    sheet: Rates = field(default_factory=lambda: Rates({}))
+    clocks: Mapping[str, float] = field(default_factory=dict)
+
+    @property
+    def rates(self) -> Rates:
+        """The measured ones."""
+        found = {name: one.flops_per_s for name, one in self.products.items() if one.flops_per_s}
+        return Rates(found, self.copy.bytes_per_s)
+
+    def table(self) -> Table:
+        """Build a row for each ceiling; a type that the device or PyTorch lacks has the reason as its remark."""
+        rows: list[Row] = [
+            {"ceiling": f"matrix product, {name}", "tflops": (one.flops_per_s or math.nan) / 1e12,
+             "of": f"{one.side} x {one.side}" if one.side else "", "remark": one.missing,
+             **self._compare_with_sheet(name, one.flops_per_s, self.sheet.products.get(name), 1e12)}
+            for name, one in self.products.items()
+        ]  # fmt: skip
+        rows.append({"ceiling": "copy, read and written", "gb_s": self.copy.bytes_per_s / 1e9,
+                     "of": f"{self.copy.bytes / 1e6:,.0f} MB",
+                     **self._compare_with_sheet(MEMORY, self.copy.bytes_per_s, self.sheet.memory, 1e9)})  # fmt: skip
+        cache = f" The device's last cache has {self.copy.cache / 1e6:.3g} MB." if self.copy.cache else ""
+        return CEILINGS.of(COLUMNS, rows, notes=(NOTE + cache, *self.warnings))
+
+    def _compare_with_sheet(self, name: str, measured: float | None, sheet: float | None, unit: float) -> Row:
+        cells: Row = {"clock": self.clocks[name]} if name in self.clocks else {}
+        if sheet:
+            cells |= {"sheet": sheet / unit, "of_sheet": 100 * (measured or math.nan) / sheet}
+        return cells
+
+
+def data_sheet(texts: Sequence[str]) -> Rates:
+    """Parse texts such as `fp16=989` (TFLOPS) and `memory=4800` (GB/s) into rates; UserError for any other."""
+    found: dict[str, float] = {}
+    for text in texts:
+        name, _, number = text.partition("=")
+        if name not in (*CEILING_TYPES, MEMORY):
+            raise UserError(
+                f"--data-sheet {text}: unknown ceiling {name!r}; give one of {', '.join(CEILING_TYPES)}, {MEMORY}"
+            )
+        if name in found:
+            raise UserError(f"--data-sheet has {name} twice; give it once")
+        try:
+            value = float(number)
+        except ValueError:
+            value = math.nan
+        if not (math.isfinite(value) and value > 0):
+            unit = "GB/s" if name == MEMORY else "TFLOPS"
+            raise UserError(f"--data-sheet {text}: give {name} as a number of {unit}, such as {name}=100")
+        found[name] = value * (1e9 if name == MEMORY else 1e12)
+    memory = found.pop(MEMORY, None)
+    return Rates(found, memory)
+
+
+# What a layer does: its operations, its bytes, and the type of its arithmetic.
+
+TYPES = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "int8": "int8", "uint8": "int8"}  # of the ceilings
+ARITHMETIC = "arithmetic"
+
+
+@dataclass(frozen=True)
+class LayerWork:
+    """Operations and bytes of one layer, and the type of its arithmetic ("": unknown); None for what isn't known."""
+
+    flops: int | None
+    bytes: int | None
+    kind: str = ""
+
+    def least(self, rates: Rates) -> tuple[float, str] | None:
+        """Return the least seconds that the rates allow, and the ceiling that decides; None where that isn't known."""
+        if self.flops is None or rates.memory is None or (self.bytes is None and not self.flops):
+            return None
+        moving = (self.bytes or 0) / rates.memory
+        if not self.flops:
+            return moving, MEMORY
+        peak = rates.products.get(self.kind)
+        if peak is None:
+            return None
+        computing = self.flops / peak
+        return max(moving, computing), ARITHMETIC if computing >= moving else MEMORY
+
+
+def counted(forms: Sequence[LayerGraph], k: int, graph: int | None, precision: str) -> list[LayerWork]:
+    """Count the work of each layer of form `k`; an engine's operations are those of the nodes of its graph."""
+    form = forms[k]
+    if form.form == MODULES or graph is None:
+        counts = [layer.flops for layer in form.layers]
+    else:
+        counts = _from_nodes(forms, k, graph)
+    written = {port.name: port for layer in form.layers for port in layer.outputs}
+    return [
+        LayerWork(count, moved_bytes(layer, written), _find_type(layer, form.form == MODULES, precision))
+        for layer, count in zip(form.layers, counts, strict=True)
+    ]
+
+
+def types_of(form: LayerGraph, precision: str) -> set[str]:
+    """Return the ceilings' types in which layers of the form compute."""
+    return {_find_type(layer, form.form == MODULES, precision) for layer in form.layers} - {""}
+
+
+def _from_nodes(forms: Sequence[LayerGraph], k: int, graph: int) -> list[int | None]:
+    """Count the operations of each layer: a node's count once, at the first of its layers with a known computing type.
+
+    Where no layer of a node has one, the operations of those layers aren't known, nor those of the computing layers
+    without a node.
+    """
+    layers = forms[k].layers
+    computing = [i for i, layer in enumerate(layers) if layer.computes_in and not layer.moves]
+    counts: list[int | None] = [0] * len(layers)
+    pairs, doubtful = align.link_layers(forms, graph, k).pairs, set[int]()
+    for node, each in enumerate(forms[graph].layers):
+        own = pairs.get(node, set())
+        at = next((i for i in computing if i in own), None)
+        if at is not None and (before := counts[at]) is not None:
+            counts[at] = None if each.flops is None else before + each.flops
+        elif at is None and each.flops != 0:
+            doubtful |= {*own, *computing}
+    return [count or None if i in doubtful else count for i, count in enumerate(counts)]
+
+
+def moved_bytes(layer: Layer, written: Mapping[str, Port]) -> int | None:
+    """Return the bytes of the layer's inputs, weights and outputs, each once; None where a shape is unknown.
+
+    `written` are the outputs of all layers by name, which may know more of an input than its reader does.
+    """
+    ports = {(port.name or str(k)): written.get(port.name, port) for k, port in enumerate(layer.inputs)}
+    tensors = [*ports.values(), *layer.outputs]
+    if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in tensors):
+        return None
+    computing = layer.computes_in or layer.outputs[0].dtype
+    return sum(map(_count_bytes, tensors)) + layer.parameters * BYTES.get(computing, 1)
+
+
+def _count_bytes(port: Port) -> int:
+    return math.prod(port.shape) * BYTES.get(port.dtype, 1)
+
+
+def _find_type(layer: Layer, is_module: bool, precision: str) -> str:
+    """Return the ceiling's type: an engine's declared computing type, or the output type of a module."""
+    named = layer.computes_in or (layer.outputs[0].dtype if is_module and layer.outputs else "")
+    kind = TYPES.get(named, "")
+    return "tf32" if kind == "fp32" and precision == "tf32" else kind
+
+
+# Layers under the ceilings: how near each comes to them, which one bounds it, and in words what that means.
+
+NEAR = 50.0  # percent of the roof from which the nearer ceiling explains most of the time
+NEITHER = "neither"
+DISTURBED = "ceilings disturbed"
+CACHED = "may be in the cache"
+BEYOND_COPY = "faster than the copy"
+BEYOND_PRODUCT = "fewer operations, or a better kernel"
+RATED_COLUMNS = (
+    *RATES,
+    Column("intensity", "operations for each byte", title="FLOP/B", rank=3),
+    Column("reached", "the least time that the ceilings allow, over the time it took", "%", PERCENT,
+           title="of the roof, %", rank=1),
+    Column("bound", "which ceiling bounds it: the nearer one, if it explains at least half of the time", kind=TEXT,
+           title="bound by", rank=1),
+    Column("above", "how it can be above its ceiling", kind=TEXT, title="above the roof", rank=1),
+    Column("of_sheet", "the same of the data sheet's ceilings", "%", PERCENT, title="of the data sheet, %", rank=2),
+)  # fmt: skip
+OF_LATENCY = (
+    RATES[0],
+    Column("roof_ms", "sum of the least times that the ceilings allow the layers", "ms", title="roof, ms", rank=1),
+    Column("reached", "that over the unprofiled latency", "%", PERCENT, title="of the roof, %", rank=1),
+    Column("of_sheet", "the same of the data sheet's ceilings", "%", PERCENT, title="of the data sheet, %", rank=2),
+)
+RATED_NOTE = (
+    "Bound by: the nearer ceiling, where it explains at least half of a layer's time. Neither: the layer takes more "
+    "than twice what both ceilings allow; the rest is overhead, or a kernel that uses the device badly."
+)
+ABOVE = {
+    DISTURBED: "other programs were busy while the ceilings were measured, so that these are too low; measure again",
+    CACHED: "all its bytes fit in the device's cache, which may still have held them, and is faster than the copy",
+    BEYOND_COPY: "memory gave it more than the copy, which reads and writes as much: a read alone may be faster, and a "
+    "part may still have been in a cache",
+    BEYOND_PRODUCT: "a kernel may need fewer operations than are counted (Winograd's convolution, zeros left out), or "
+    "be better than PyTorch's product",
+}
+
+
+@dataclass(frozen=True)
+class RooflineRating:
+    """The work of each layer of one form, under the ceilings; `flops` are all operations, of whichever layer."""
+
+    work: Sequence[LayerWork]
+    ceilings: Ceilings
+    flops: int | None = None
+
+    def cells(self, chosen: Collection[int], seconds: float) -> Row:
+        """Return the cells of COLUMNS for these layers together, which took `seconds`.
+
+        The roof of several is the sum over those with a known one, so it is never too high.
+        """
+        if not seconds:
+            return {}
+        known = [self.work[i] for i in chosen if len(chosen) == 1 or self.work[i] != NOTHING_KNOWN]
+        flops, moved = _sum_known(each.flops for each in known), _sum_known(each.bytes for each in known)
+        cells: Row = {"tflops": flops / seconds / 1e12} if flops else {}
+        if moved:
+            cells |= {"gb_s": moved / seconds / 1e9, "intensity": flops / moved if flops is not None else None}
+        if (reached := self._compute_reached(chosen, seconds, self.ceilings.rates)) is not None:
+            cells |= {"reached": reached, "bound": self._find_bound(chosen, reached)}
+            cells["above"] = self._explain_excess(chosen, cells["bound"]) if reached > 100 else ""
+        if (of_sheet := self._compute_reached(chosen, seconds, self.ceilings.sheet)) is not None:
+            cells["of_sheet"] = of_sheet
+        return cells
+
+    def of_latency(self, chosen: Collection[int], latency: float) -> Row:
+        """Return the cells of OF_LATENCY, for the layers that ran."""
+        cells: Row = {"tflops": self.flops / latency / 1e12} if self.flops else {}
+        if (reached := self._compute_reached(chosen, latency, self.ceilings.rates)) is not None:
+            cells |= {"roof_ms": 1e3 * latency * reached / 100, "reached": reached}
+        if (of_sheet := self._compute_reached(chosen, latency, self.ceilings.sheet)) is not None:
+            cells["of_sheet"] = of_sheet
+        return cells
+
+    def sentence(self, seconds: Sequence[float]) -> str:
+        """Describe how much of the layers' time, by layer, each ceiling bounds; "" where no layer has a time."""
+        shares = dict.fromkeys((ARITHMETIC, MEMORY, NEITHER, ""), 0.0)
+        for i, time in enumerate(seconds):
+            shares[self.cells([i], time).get("bound", "")] += time / (sum(seconds) or 1.0)
+        if not sum(shares.values()):
+            return ""
+        words = {ARITHMETIC: "bound by arithmetic", MEMORY: "bound by memory", NEITHER: "bound by neither"}
+        parts = [f"{100 * shares[name]:.0f} % of the time in layers {word}" for name, word in words.items()]
+        unknown = f", {100 * shares['']:.0f} % in layers of which that isn't known" if shares[""] >= 0.005 else ""
+        return ", ".join([parts[0], *(part.replace("of the time in layers ", "") for part in parts[1:])]) + unknown
+
+    def _compute_reached(self, chosen: Collection[int], seconds: float, rates: Rates) -> float | None:
+        """Return the sum of the known least times, in percent of the seconds; None where none is known."""
+        least = [each for i in chosen if (each := self.work[i].least(rates)) is not None]
+        return 100 * sum(time for time, _ in least) / seconds if least else None
+
+    def _find_bound(self, chosen: Collection[int], reached: float) -> str:
+        """Return the ceiling that accounts for most of the least times, if these are near the seconds."""
+        if reached < NEAR:
+            return NEITHER
+        least = [each for i in chosen if (each := self.work[i].least(self.ceilings.rates)) is not None]
+        return max((ARITHMETIC, MEMORY), key=lambda name: sum(time for time, bound in least if bound == name))
+
+    def _explain_excess(self, chosen: Collection[int], bound: str) -> str:
+        """Return the explanation in ABOVE that may apply."""
+        if self.ceilings.warnings:
+            return DISTURBED
+        if bound == ARITHMETIC:
+            return BEYOND_PRODUCT
+        largest = max(self.work[i].bytes or 0 for i in chosen)
+        return CACHED if largest <= self.ceilings.copy.cache else BEYOND_COPY
+
+
+NOTHING_KNOWN = LayerWork(0, None)  # no products, and an unknown number of bytes
+
+
+def _sum_known(values: Iterable[int | None]) -> int | None:
+    each = [*values]
+    return None if None in each else sum(value for value in each if value is not None)
+
+
+def rate_layers(
+    forms: Sequence[LayerGraph], k: int, graph: int | None, precision: str, ceilings: Ceilings
+) -> RooflineRating:
+    """Rate form `k` under the ceilings; `graph` is the one that an engine was made from."""
+    flops = _sum_known(layer.flops for layer in forms[k if graph is None else graph].layers)
+    return RooflineRating(counted(forms, k, graph, precision), ceilings, flops)
+
+
+def list_roofline_notes(rows: Iterable[Row]) -> list[str]:
+    """Explain the words in these rows of COLUMNS."""
+    found = dict.fromkeys(row["above"] for row in rows if row.get("above"))
+    return [RATED_NOTE, *(f"Above the roof, {name}: {ABOVE[name]}." for name in found)]

@@ -1,0 +1,392 @@
+"""Layers as tables: of one form, of several side by side, and of the conversions that an engine put in."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from itertools import pairwise
+
+from dyno.formatting import counting, significant
+from dyno.layers import align
+from dyno.layers.align import CONSTANT, FLOW, NAMED, Region
+from dyno.report.table_kind import TableKind
+from dyno.table import COUNT, TEXT, Column, Row, Table
+from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
+
+# Totals of a form, and why two forms of one model have different numbers of parameters.
+
+BYTES = {"float64": 8, "int64": 8, "uint64": 8, "float32": 4, "int32": 4, "uint32": 4, "float16": 2, "bfloat16": 2,
+         "int16": 2, "uint16": 2, "complex64": 8, "complex128": 16}  # fmt: skip
+BLOCKED = "nchwc"  # ONNX Runtime's name of the layout
+NORMS = ("BatchNorm", "BatchNormalization")
+
+
+def activation_bytes(layer: Layer) -> int | None:
+    """Return the bytes of the layer's outputs; None where a shape or type is unknown, or known only at run time."""
+    if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in layer.outputs):
+        return None
+    return sum(math.prod(port.shape) * BYTES.get(port.dtype, 1) for port in layer.outputs)
+
+
+def is_norm(layer: Layer) -> bool:
+    """Return whether it is a batch normalisation, in inference a multiplication and an addition per channel."""
+    return any(name in layer.type for name in NORMS)
+
+
+def describe_totals(
+    forms: Sequence[LayerGraph],
+    shown: Sequence[int],
+    regions: Sequence[Region],
+    graph_of: Mapping[int, int] | None = None,
+) -> list[str]:
+    """Explain why the number of parameters of each form shown differs from that of the one before it.
+
+    `graph_of` has the ONNX graph of each engine, in which batch norms are folded and weights are not padded.
+    """
+    counted = [k for k in shown if forms[k].parameters]
+    lines = []
+    for first, k in pairwise(counted):
+        apart = forms[first].parameters - forms[k].parameters
+        if apart:
+            reasons = list(_find_reasons(forms, first, k, regions, (graph_of or {}).get(k, k)))
+            lines.append(
+                f"{forms[k].library} has {abs(apart):,} {'fewer' if apart > 0 else 'more'} parameters than "
+                f"{forms[first].library}: {'; '.join(reasons)}."
+            )
+    return lines
+
+
+def _find_reasons(
+    forms: Sequence[LayerGraph], first: int, other: int, regions: Sequence[Region], graph: int
+) -> Iterator[str]:
+    """Yield the reasons: folded batch norms, padded weights, weights shared by layers, and where the rest is."""
+    left = forms[first].parameters - forms[other].parameters
+    differences = {id(r): _sum_parameters(forms, r, first) - _sum_parameters(forms, r, other) for r in regions}
+    folded = [r for r in regions if r.members[graph] and _is_folded(forms, first, graph, r)]
+    if folded:
+        norms = [n for r in folded for n in _list_layers(forms, r, first) if is_norm(n)]
+        before, change = sum(n.added for n in norms), 0
+        for r in folded:
+            apart = _sum_parameters(forms, r, first) - _sum_parameters(forms, r, graph)
+            change, differences[id(r)] = change + apart, differences[id(r)] - apart
+        where = "layer before it" if len(norms) == 1 else "layers before them"
+        became = f"became {before - change:,} biases" if before != change else "need no further biases"
+        yield f"{counting(len(norms), 'batch norm')} folded into the {where}, whose {before:,} parameters {became}"
+        left -= change
+    padded = [r for r in regions if differences[id(r)] and _is_blocked(forms, r, first, other)]
+    if filled := sum(differences.pop(id(r)) for r in padded):
+        yield f"{abs(filled):,} zeros fill up blocks of channels in its layout{'' if filled < 0 else ' no longer'}"
+        left -= filled
+    # By names: what a module does itself may be spread over several regions, and of its calls another may be the first.
+    whole, sharing = Counter[str](), Counter[str]()
+    for r in regions:
+        name = _choose_name(forms, r, first, other)
+        whole[name] += differences.get(id(r), 0)
+        sharing[name] += _count_shared(forms, r, other) - _count_shared(forms, r, first)
+    alike = [whole.pop(name) for name in [*whole] if whole[name] == sharing[name]]
+    for shared, words in (
+        (sum(n for n in alike if n > 0), "are stored once for several layers that have the same values"),
+        (sum(n for n in alike if n < 0), "are stored anew for each layer that has these values"),
+    ):
+        if shared:
+            yield f"{abs(shared):,} {words}"
+            left -= shared
+    where = _describe_place(whole)
+    if left == forms[first].parameters - forms[other].parameters:
+        yield where or "in which parts is not known"
+    elif left:
+        yield f"{abs(left):,} {'fewer' if left > 0 else 'more'} elsewhere{where and f', {where}'}"
+
+
+def _describe_place(whole: Mapping[str, int]) -> str:
+    """Describe where most of the difference is, as far as one part can be named for it."""
+    apart = {name: abs(count) for name, count in whole.items() if count}
+    if not apart:
+        return ""
+    if min(whole.values()) < 0 < max(whole.values()):
+        return "more in some parts and fewer in others"
+    name = max(apart, key=lambda each: apart[each])
+    if len(apart) == 1:
+        return f"all of them in {name}"
+    return f"{'most' if 2 * apart[name] > sum(apart.values()) else f'{apart[name]:,}'} of them in {name}"
+
+
+def _is_folded(forms: Sequence[LayerGraph], first: int, other: int, region: Region) -> bool:
+    """Return whether the region has a batch norm in the first form and none in the other, which folded it."""
+    return any(map(is_norm, _list_layers(forms, region, first))) and not any(
+        map(is_norm, _list_layers(forms, region, other))
+    )
+
+
+def _is_blocked(forms: Sequence[LayerGraph], region: Region, first: int, other: int) -> bool:
+    """Return whether one of the forms stores the region's tensors in blocks of channels, which pads the weights."""
+    every = (*_list_layers(forms, region, first), *_list_layers(forms, region, other))
+    return any(port.format == BLOCKED for layer in every for port in layer.outputs)
+
+
+def _list_layers(forms: Sequence[LayerGraph], region: Region, form: int) -> list[Layer]:
+    return [forms[form].layers[i] for i in region.members[form]]
+
+
+def _sum_parameters(forms: Sequence[LayerGraph], region: Region, form: int) -> int:
+    return sum(layer.added for layer in _list_layers(forms, region, form))
+
+
+def _count_shared(forms: Sequence[LayerGraph], region: Region, form: int) -> int:
+    """Return the number of the region's weights that the form's earlier layers have too."""
+    return sum(layer.shared for layer in _list_layers(forms, region, form))
+
+
+def _choose_name(forms: Sequence[LayerGraph], region: Region, *order: int) -> str:
+    """Return the module around the region's parts, else its first layer: a module's name, else that of these forms."""
+    order = (*(k for k, each in enumerate(forms) if each.form == MODULES), *order)
+    around = [forms[form].layers[k] for form in order for k in (region.around[form] if region.around else ())]
+    names = (layer.name for layer in (*around, *(each for form in order for each in _list_layers(forms, region, form))))
+    return next(names, "") or "(model)"
+
+
+def _format_operations(count: int) -> str:
+    for name, size in (("T", 1e12), ("G", 1e9), ("M", 1e6)):
+        if count >= size:
+            return f"{significant(count / size)} {name}FLOPs"
+    return f"{count:,} FLOPs"
+
+
+def summarise_layers(form: LayerGraph) -> str:
+    """Describe a form in one sentence."""
+    ran = [layer for layer in form.layers if not layer.skipped]
+    sentence = f"{form.library}: {counting(len(ran), form.form.removesuffix('s'))}"
+    if form.form == MODULES:
+        sentence = f"{form.library}: {counting(len(ran), 'call')} of modules"
+    if form.parameters:
+        sentence += f", {form.parameters:,} parameters"
+    if operations := sum(layer.flops or 0 for layer in form.layers):
+        some = "at least " if form.form == NODES and any(layer.flops is None for layer in form.layers) else ""
+        sentence += f", {some}{_format_operations(operations)}"
+    if idle := sum(layer.skipped and bool(layer.outputs) for layer in form.layers):
+        sentence += f", {idle:,} more in which nothing runs"
+    if moves := sum(layer.moves for layer in ran):
+        sentence += f", {moves:,} of the layers only {'changes' if moves == 1 else 'change'} types or layouts"
+    return f"{sentence}."
+
+
+LAYER_TABLE = TableKind("layers", "Layers", "Every layer of one form of a model, in the order in which they run.",
+                        command="dyno inspect")  # fmt: skip
+ALIGNED = TableKind("aligned", "Layers side by side", "What became of each layer from one form of a model to the next.",
+                    command="dyno inspect")  # fmt: skip
+CONVERSIONS = TableKind("conversions", "Conversions", "Layers that only change types or layouts, and for which edge.",
+                        command="dyno inspect")  # fmt: skip
+MODEL = "(model)"
+QUANTISES = ("QuantizeLinear", "DequantizeLinear")
+NAMES = 3  # of a region that are printed; csv and json have all
+
+COUNTS = (
+    Column("parameters", "weights of the layer itself", kind=COUNT, rank=2),
+    Column("flops", "operations, a multiply-add counted as two", "1", COUNT, title="FLOPs", rank=3),
+    Column("bytes", "bytes of the outputs", "B", COUNT, title="activations, B", rank=4),
+)
+
+
+def list_layers(form: LayerGraph) -> Table:
+    """Build the table of a single form."""
+    rows: list[Row] = []
+    for layer in form.layers:
+        output = layer.outputs[0] if layer.outputs else Port("")
+        rows.append({
+            "name": layer.name or MODEL, "type": layer.type, "output": shape(output), "dtype": output.dtype,
+            "format": output.format, "parameters": layer.added or None, "flops": layer.flops or None,
+            "bytes": activation_bytes(layer), "computes_in": layer.computes_in, "kernel": layer.tactic,
+            "nodes": " ".join(layer.nodes) if form.form == LAYERS else "",
+            "modules": " ".join(layer.modules) if form.form == NODES else "", "remark": _choose_remark(layer),
+        })  # fmt: skip
+    columns = (
+        Column("name", "the layer's own name", kind=TEXT),
+        Column("type", "module's class, operator or kind of layer", kind=TEXT),
+        Column("output", "shape of the first output", kind=TEXT, rank=1),
+        Column("dtype", "type of the first output", kind=TEXT, title="type of output", rank=5),
+        Column("format", "memory layout of the first output", kind=TEXT, title="layout", rank=6),
+        *COUNTS,
+        Column("computes_in", "type that it multiplies in", kind=TEXT, title="computes in", rank=5),
+        Column("kernel", "kernel or provider", kind=TEXT, rank=7),
+        Column("modules", "PyTorch modules that the node came from", kind=TEXT, rank=6),
+        Column("nodes", "ONNX nodes that the engine says it came from", kind=TEXT, rank=8),
+        Column("remark", "whether it runs, and whether it only converts", kind=TEXT, rank=3),
+    )
+    return LAYER_TABLE.of(columns, rows, notes=(summarise_layers(form), *form.notes))
+
+
+def _choose_remark(layer: Layer) -> str:
+    if layer.moves:
+        return "only changes type or layout"
+    if layer.skipped:
+        return "not run by itself" if layer.parameters or not layer.outputs else "not run"
+    return ""
+
+
+def shape(port: Port) -> str:
+    """Format a shape as 1x64x56x56; an unknown dimension is ?."""
+    return "x".join(str(n) if n >= 0 else "?" for n in port.shape)
+
+
+def align_forms(forms: Sequence[LayerGraph], shown: Sequence[int], graph_of: Mapping[int, int]) -> Table:
+    """Build a table of the forms `shown` (indices) side by side, a row for each region; the others help to align them.
+
+    `graph_of` has the index of the graph that an engine was made from.
+    """
+    links = align.find_pivots(forms, graph_of)
+    regions = [r for r in align.find_regions(forms, links) if any(_has_layer(forms, r, k) for k in shown)]
+    rows = [_make_row(forms, shown, region) for region in regions]
+    names = [_choose_letter(k) for k in range(len(shown))]
+    columns = [
+        Column(name, f"layers of {forms[k].library}", kind=TEXT, title=forms[k].library, cell=names_cell(name))
+        for name, k in zip(names, shown, strict=True)
+    ]  # fmt: skip
+    columns += [
+        Column("output", "shape of the region's last output", kind=TEXT, rank=2),
+        *(Column(f"parameters_{name}", f"weights in {forms[k].library}", kind=COUNT, title=f"parameters {name}", rank=4)
+          for name, k in zip(names, shown, strict=True)),
+        Column("flops", "operations, a multiply-add counted as two", "1", COUNT, title="FLOPs", rank=5),
+        Column("bytes", "bytes of the last output", "B", COUNT, title="activations, B", rank=6),
+        Column("remark", "what happened on the way", kind=TEXT, rank=1),
+    ]  # fmt: skip
+    notes = [summarise_layers(forms[k]) for k in shown]
+    notes += describe_totals(forms, shown, regions, graph_of)
+    notes += [line for each in links if (line := describe_coverage(forms, each))]
+    notes += [note for k in shown for note in forms[k].notes]
+    return ALIGNED.of(columns, rows, notes=tuple(dict.fromkeys(notes)))
+
+
+def _has_layer(forms: Sequence[LayerGraph], region: Region, form: int) -> bool:
+    """Return whether the region has a layer of the form that runs or has parameters."""
+    return any(not layer.skipped or layer.parameters for i in region.members[form] if (layer := forms[form].layers[i]))
+
+
+def _choose_letter(position: int) -> str:
+    return chr(ord("a") + position)
+
+
+def names_cell(name: str) -> Callable[[Row], str]:
+    """Return a function that lists a region's first few names, later ones without the parent shared with the first."""
+
+    def format_names(row: Row) -> str:
+        first, *others = row[f"{name}_names"] or [""]
+        parent = "" if "/" in first else first.rpartition(".")[0]
+        shown = [first, *(_strip_parent(parent, each) for each in others[: NAMES - 1])]
+        more = f" … and {len(others) + 1 - NAMES} more" if len(others) >= NAMES else ""
+        return ", ".join(shown) + more
+
+    return format_names
+
+
+def _strip_parent(parent: str, name: str) -> str:
+    return name.removeprefix(parent) if parent and name.startswith(f"{parent}.") else name
+
+
+def _make_row(forms: Sequence[LayerGraph], shown: Sequence[int], region: Region) -> Row:
+    row: Row = {}
+    for position, k in enumerate(shown):
+        layers = [forms[k].layers[i] for i in region.members[k]]
+        name = _choose_letter(position)
+        row[f"{name}_names"] = _list_names(forms, region, k)
+        row[name] = " ".join(row[f"{name}_names"])
+        row[f"parameters_{name}"] = sum(layer.added for layer in layers) or None
+    last = next((forms[k].layers[region.members[k][-1]] for k in reversed(shown) if region.members[k]), Layer())
+    # A graph has each operation where it is; a module around others has its own in one place.
+    order = sorted(range(len(forms)), key=lambda k: forms[k].form != NODES)
+    counted = next((k for k in order if region.members[k] and forms[k].form != LAYERS), None)
+    flops = sum(forms[counted].layers[i].flops or 0 for i in region.members[counted]) if counted is not None else 0
+    row["output"] = shape(last.outputs[0]) if last.outputs else ""
+    row["flops"] = flops or None
+    row["bytes"] = activation_bytes(last)
+    letters = map(_choose_letter, range(len(shown)))
+    present = [k for name, k in zip(letters, shown, strict=True) if row[name]]
+    row["remark"] = _what_happened(forms, present, shown[-1], region)
+    return row
+
+
+def _list_names(forms: Sequence[LayerGraph], region: Region, form: int) -> list[str]:
+    """Return the region's names in the form, quantisation last, or (model) where only the model's own code acts."""
+    layers = sorted((forms[form].layers[i] for i in region.shown(form)), key=lambda layer: layer.type in QUANTISES)
+    names = [layer.name or MODEL for layer in layers]
+    if names or forms[form].form != MODULES:
+        return names
+    graphs = (k for k, each in enumerate(forms) if each.form == NODES)
+    return [MODEL] if any(forms[k].layers[i].modules == ("",) for k in graphs for i in region.members[k]) else []
+
+
+def _what_happened(forms: Sequence[LayerGraph], there: Sequence[int], last: int, region: Region) -> str:
+    """Describe fusions, folded batch norms and layers in one form only; `there` are the forms that have the region."""
+    before, after = ([forms[k].layers[i] for i in region.shown(k)] for k in (there[0], there[-1]))
+    if len(there) == 1:
+        if all(layer.moves for layer in after):
+            return "conversion"
+        if all(layer.skipped for layer in after):
+            return _choose_remark(after[0])
+        known = forms[there[0]].form != LAYERS or any(region.members[k] for k, f in enumerate(forms) if f.form == NODES)
+        return "nothing runs for it" if known and there[0] != last else "counterpart unknown"
+    remarks = []
+    norms = sum(map(is_norm, before))
+    if norms and not any(map(is_norm, after)):
+        remarks.append("batch norm folded")
+    if len(after) == 1 and len(before) - norms > 1:
+        remarks.append(f"{len(before) - norms} fused into one")
+    if last not in there:
+        remarks.append("nothing runs for it")
+    return ", ".join(remarks)
+
+
+def describe_coverage(forms: Sequence[LayerGraph], link: align.Link) -> str:
+    """Describe how the layers of the upper form found their counterparts, and how many have none."""
+    total = sum(not layer.skipped for layer in forms[link.upper].layers)
+    count = {why: sum(one == why for one in link.how.values()) for why in (NAMED, FLOW, CONSTANT)}
+    alone = total - sum(count.values())
+    if not total:
+        return ""
+    words = {NAMED: "by name", FLOW: "by what flows between those", CONSTANT: "computed before the first run"}
+    shares = [f"{n:,} {words[why]}" for why, n in count.items() if n]
+    shares += [f"{alone:,} unaligned ({alone / total:.1%})"] if alone else []
+    return (
+        f"{forms[link.upper].library} aligned with {forms[link.lower].library}, {total:,} in all: {', '.join(shares)}."
+    )
+
+
+def describe_conversions(forms: Sequence[LayerGraph], shown: Sequence[int]) -> Table:
+    """Build a row for each layer of the engines that only changes types or layouts: its neighbours, and both types."""
+    rows: list[Row] = []
+    for k in shown:
+        form = forms[k]
+        writers = {port.name: layer for layer in form.layers for port in layer.outputs}
+        for layer in form.layers:
+            if form.form == LAYERS and layer.moves and not layer.skipped:
+                rows.append(_make_conversion_row(form, layer, writers))
+    columns = (
+        Column("engine", "whose conversion it is", kind=TEXT, identity=True),
+        Column("layer", "the conversion itself", kind=TEXT, rank=3),
+        Column("writer", "who wrote the tensor", kind=TEXT, title="from"),
+        Column("reader", "who reads it", kind=TEXT, title="to"),
+        Column("before", "type and layout that it reads", kind=TEXT, rank=1),
+        Column("after", "type and layout that it writes", kind=TEXT),
+        Column("bytes", "bytes that it writes", "B", COUNT, rank=2),
+    )
+    return CONVERSIONS.of(columns, rows)
+
+
+def _make_conversion_row(form: LayerGraph, layer: Layer, writers: dict[str, Layer]) -> Row:
+    read, written = layer.inputs[:1], layer.outputs[:1]
+    source = writers.get(read[0].name) if read else None
+    readers = [each.name for each in form.layers for port in each.inputs if written and port.name == written[0].name]
+    before = source.outputs[0] if source and source.outputs else read[0] if read else Port("")
+    return {
+        "engine": form.library,
+        "layer": layer.name,
+        "writer": source.name if source else (read[0].name if read else ""),
+        "reader": ", ".join(readers) or "output",
+        "before": _format_type(before),
+        "after": _format_type(written[0]) if written else "",
+        "bytes": activation_bytes(layer),
+    }
+
+
+def _format_type(port: Port) -> str:
+    return " ".join(filter(None, (port.dtype, port.format)))

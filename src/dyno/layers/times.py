@@ -1,0 +1,235 @@
+"""How long layers take, by the modules that they came from, and how much of the latency that explains."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyno.formatting import counting
+from dyno.layers import align, launching, roofline
+from dyno.layers.align import Flow
+from dyno.layers.launching import LaunchTimes, Path
+from dyno.layers.roofline import Ceilings, RooflineRating
+from dyno.layers.tables import MODEL, names_cell, shape
+from dyno.report.table_kind import TableKind
+from dyno.results.stats import Interval, median_interval
+from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
+from dyno.worker.facts.job import MODULES, NODES, Function, Layer, LayerGraph, Port
+
+ORDERS = ("time", "graph")
+PROFILE = TableKind("profile", "Time by layer", "How long each layer takes, by the modules that it came from.",
+                    command="dyno profile")  # fmt: skip
+RECONCILIATION = TableKind("reconciliation", "Layers and latency", "What of the latency the layers' times explain.",
+                           command="dyno profile")  # fmt: skip
+COLUMNS = (
+    Column("form", "whose layer it is", kind=TEXT, identity=True),
+    Column("modules", "PyTorch modules that the layer came from, else nodes", kind=TEXT, cell=names_cell("modules")),
+    Column("layer", "the engine's own name of the layer", kind=TEXT, rank=4),
+    Column("type", "module's class, operator or kind of layer", kind=TEXT, rank=2),
+    Column("time_us", "median over the repeats with its 95 % interval", "µs", title="time, µs", interval=True),
+    Column("share", "share of the time of all layers", "%", PERCENT, title="share, %"),
+    Column("cumulative", "share of this row and those above it", "%", PERCENT, title="cumulative, %", rank=1),
+    Column("output", "shape of the first output", kind=TEXT, rank=3),
+    Column("computes_in", "type that it multiplies in", kind=TEXT, title="computes in", rank=5),
+    Column("kernel", "kernel or provider", kind=TEXT, rank=6),
+    Column("remark", "whether it only converts", kind=TEXT, rank=7),
+)
+
+
+@dataclass(frozen=True)
+class Times:
+    """Seconds of one form: of runs with nothing switched on, of runs that were watched, and of its layers [repeats,
+    layers of the form]; `warnings` say what disturbed them, and `gpu` is what a GPU did meanwhile, whose SM clock
+    behind the latency is `clock` in MHz (NaN: unknown). `backend` and `precision` are those of the trial, `functions`
+    those of the host and the GPU, where they were seen."""
+
+    unprofiled: np.ndarray
+    profiled: np.ndarray
+    layers: np.ndarray
+    warnings: tuple[str, ...] = ()
+    gpu: LaunchTimes | None = None
+    clock: float = math.nan
+    backend: str = ""
+    precision: str = ""
+    functions: tuple[Function, ...] = ()
+
+    @property
+    def latency(self) -> float:
+        """Median seconds of a run without profiling."""
+        return float(np.median(self.unprofiled))
+
+    @property
+    def path(self) -> Path:
+        """The critical path through its watched runs."""
+        idle = self.gpu.idle(self.latency) if self.gpu and self.gpu.busy.size else 0.0
+        return Path(self.functions, float(np.median(self.profiled)) / self.latency, idle)
+
+    def ran(self, form: LayerGraph) -> list[int]:
+        """Return the indices of the form's layers, without those that have no time and don't run."""
+        medians = np.median(self.layers, axis=0)
+        return [i for i, layer in enumerate(form.layers) if medians[i] > 0 or not layer.skipped]
+
+
+def profile_table(
+    forms: Sequence[LayerGraph],
+    graph_of: Mapping[int, int],
+    module_of: Mapping[int, int],
+    times: Mapping[int, Times],
+    order: str,
+    top: int,
+    ceilings: Ceilings | None = None,
+) -> Table:
+    """Build rows for the `top` layers (0: all) of each form by time, or as they run (`graph`), and one for the rest.
+
+    A layer's time is its median over the repeats; shares are of the sum of these. `graph_of` and `module_of` have the
+    indices of the graph that an engine was made from, and of the module, where they exist. With `ceilings` each layer
+    is rated by them.
+    """
+    rows = []
+    for k, each in times.items():
+        names = modules_of(forms, k, graph_of.get(k), module_of.get(k))
+        rated = roofline.rate_layers(forms, k, graph_of.get(k), each.precision, ceilings) if ceilings else None
+        rows += _build_rows(forms[k], names, each, order, top, rated)
+    notes = [
+        note for k in times for note in (*forms[k].notes, *(f"{forms[k].library}: {w}" for w in times[k].warnings))
+    ]
+    notes += roofline.list_roofline_notes(rows) if ceilings else []
+    columns = (*COLUMNS, *(roofline.RATED_COLUMNS if ceilings else ()))
+    return PROFILE.of(columns, rows, notes=tuple(dict.fromkeys(notes)), group=("form",))
+
+
+def _build_rows(
+    form: LayerGraph, names: Sequence[list[str]], each: Times, order: str, top: int, rated: RooflineRating | None
+) -> list[Row]:
+    """Build the rows of one form, without layers that have no time and don't run."""
+    seconds, ran = each.layers, each.ran(form)
+    medians = np.median(seconds, axis=0)
+    slowest = sorted(ran, key=lambda i: -medians[i])
+    chosen = slowest[: top or None]
+    rest = sorted(set(ran) - set(chosen))
+    listed = sorted(chosen) if order == "graph" else chosen
+    rows = [_build_row(form, form.layers[i], names[i], seconds[:, [i]]) for i in listed]
+    if rest:
+        rows.append(_build_row(form, Layer(), [counting(len(rest), "more layer")], seconds[:, rest]))
+    for row, layers in zip(rows, [*([i] for i in listed), *([rest] if rest else [])], strict=True):
+        row |= rated.cells(layers, row["seconds"]) if rated else {}
+    total, cumulative = medians[ran].sum() or 1.0, 0.0
+    for row in rows:
+        row["share"] = 100 * row["seconds"] / total
+        cumulative += row["share"]
+        row["cumulative"] = cumulative
+    return rows
+
+
+def _build_row(form: LayerGraph, layer: Layer, names: list[str], seconds: np.ndarray) -> Row:
+    """Build the row of one layer with its interval, or of several as the sum of their medians, so that all rows add up.
+
+    A sum has no interval.
+    """
+    value = float(np.median(seconds, axis=0).sum())
+    interval = median_interval(seconds[:, 0]) if seconds.shape[1] == 1 else Interval(value, math.nan, math.nan)
+    return {
+        "form": form.library, "modules": " ".join(names), "modules_names": names,
+        "layer": layer.name if form.form != MODULES else "", "type": layer.type, "seconds": value,
+        "time_us": 1e6 * value, "time_us_low": 1e6 * interval.low, "time_us_high": 1e6 * interval.high,
+        "output": shape(layer.outputs[0] if layer.outputs else Port("")), "computes_in": layer.computes_in,
+        "kernel": layer.tactic, "remark": "only changes type or layout" if layer.moves else "",
+    }  # fmt: skip
+
+
+def modules_of(forms: Sequence[LayerGraph], k: int, graph: int | None, owner: int | None) -> list[list[str]]:
+    """Return the modules that each layer of the form came from, in the order of their calls.
+
+    Where no module is known these are the nodes of the graph; a conversion that the engine inserted has neither.
+    """
+    return [modules or nodes for modules, nodes in origins(forms, k, graph, owner)]
+
+
+def origins(
+    forms: Sequence[LayerGraph], k: int, graph: int | None, owner: int | None
+) -> list[tuple[list[str], list[str]]]:
+    """Return the modules that each layer of the form came from, in the order of their calls, and the graph's nodes.
+
+    Both are empty for a conversion that the engine inserted.
+    """
+    form = forms[k]
+    if form.form == MODULES:
+        return [([layer.name or MODEL], []) for layer in form.layers]
+    if form.form != NODES and graph is None:
+        return [([], [*layer.nodes]) for layer in form.layers]
+    pivot = k if form.form == NODES or graph is None else graph
+    nodes = {i: [i] for i in range(len(form.layers))} if pivot == k else turned(align.link_layers(forms, pivot, k))
+    calls = turned(align.link_layers(forms, owner, pivot)) if owner is not None else {}
+    constant = Flow(forms[pivot].layers).constant
+
+    def list_modules(node: int) -> list[str]:
+        if owner is not None and node in calls:
+            return [forms[owner].layers[call].name or MODEL for call in calls[node]]
+        return [name or MODEL for name in forms[pivot].layers[node].modules]
+
+    origin_of = []
+    for i, layer in enumerate(form.layers):
+        own = nodes.get(i, ()) if not layer.moves else ()
+        runs = [node for node in own if node not in constant] or own  # parts may share what shapes decide
+        modules = dict.fromkeys(name for node in runs for name in list_modules(node))
+        origin_of.append(([*modules], [forms[pivot].layers[node].name for node in own]))
+    return origin_of
+
+
+def turned(link: align.Link) -> dict[int, list[int]]:
+    """Return the upper form's counterparts of each lower layer; those of modules around others only where sure."""
+    by_lower: dict[int, list[int]] = {}
+    for upper, own in sorted(link.pairs.items()):
+        for lower in own:
+            if upper not in link.outer or (upper, lower) in link.sure:
+                by_lower.setdefault(lower, []).append(upper)
+    return by_lower
+
+
+def reconcile(
+    forms: Sequence[LayerGraph],
+    times: Mapping[int, Times],
+    graph_of: Mapping[int, int] | None = None,
+    ceilings: Ceilings | None = None,
+) -> Table:
+    """Build a line for each form: the unwatched latency, the sum of its layers, and the remainder.
+
+    With `ceilings` it also rates the latency under them, for which `graph_of` has an engine's graph.
+    """
+    rows: list[Row] = []
+    bounds: list[str] = []
+    for k, each in times.items():
+        latency, layers = median_interval(each.unprofiled), float(np.median(each.layers, axis=0).sum())
+        rows.append({
+            "form": forms[k].library, "unprofiled_ms": 1e3 * latency.value, "unprofiled_ms_low": 1e3 * latency.low,
+            "unprofiled_ms_high": 1e3 * latency.high, "layers_ms": 1e3 * layers,
+            "remainder_ms": 1e3 * (latency.value - layers), "profiled_ms": 1e3 * float(np.median(each.profiled)),
+            "repeats": len(each.layers), "runs": len(each.profiled), "clock": each.clock,
+            **(each.gpu.cells(each.latency) if each.gpu else {}),
+        })  # fmt: skip
+        if ceilings:
+            rated = roofline.rate_layers(forms, k, (graph_of or {}).get(k), each.precision, ceilings)
+            rows[-1] |= rated.of_latency(each.ran(forms[k]), each.latency)
+            bounds.append(f"{forms[k].library}: {rated.sentence(np.median(each.layers, axis=0))}.")
+    columns = (
+        Column("form", "which engine", kind=TEXT),
+        Column("unprofiled_ms", "median latency with nothing switched on", "ms", title="unprofiled, ms", interval=True),
+        Column("layers_ms", "sum of the layers' medians", "ms", title="all layers, ms"),
+        Column("remainder_ms", "unprofiled less all layers", "ms", title="remainder, ms"),
+        *launching.COLUMNS,
+        *(roofline.OF_LATENCY if ceilings else ()),
+        Column("profiled_ms", "median of the watched runs", "ms", title="watched, ms", rank=1),
+        Column("clock", "median SM clock behind the latency", "MHz", title="clock, MHz", rank=4),
+        Column("runs", "watched runs", kind=COUNT, rank=3),
+        Column("repeats", "repeats behind a layer's median", kind=COUNT, rank=2),
+    )
+    note = (
+        "The remainder is the unprofiled median less the sum of the layers' medians: what happens between layers, or, "
+        "where it is negative, what watching costs. The time of a watched run is not a latency."
+    )
+    on_gpu = [(forms[k].library, each.gpu.sentence(each.latency)) for k, each in times.items() if each.gpu]
+    notes = (note, *(f"{library}: {sentence}." for library, sentence in on_gpu if sentence), *bounds)
+    return RECONCILIATION.of(columns, rows, notes=notes)

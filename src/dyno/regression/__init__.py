@@ -1,0 +1,1 @@
+"""Results against earlier ones: compare, gate, bisect, self-test."""

@@ -1,0 +1,250 @@
+"""`dyno bisect`: the first version of a library with which a model is slower, by comparisons with the first one."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property, partial
+from pathlib import Path
+from typing import Any
+
+from dyno.jobs.progress import Progress
+from dyno.regression.compare_table import RATIO_SHOWN
+from dyno.regression.comparison import Comparison, compare
+from dyno.regression.rules import SLOWER, GateRules, changes
+from dyno.regression.verdict import undecided
+from dyno.results.trial_result import TrialResult
+from dyno.study import commits
+from dyno.study import interpreters as study_interpreters
+from dyno.study.defaults import default_runner, folder_for, one_model
+from dyno.study.interpreters import missing
+from dyno.study.study import Choice
+from dyno.table import Row
+from dyno.worker import registry
+from dyno.worker.spec import Runtime, UserError
+
+GOOD, BAD, SKIPPED, UNDECIDED = "good", "bad", "skipped", "undecided"
+FAIL_ON = "slower=5%"
+
+
+@dataclass(frozen=True)
+class BisectionStep:
+    """One version: the outcome, its reason, and the comparison with the first one where there is one."""
+
+    name: str
+    outcome: str
+    reason: str = ""
+    comparison: Comparison | None = None
+
+    @property
+    def line(self) -> str:
+        """The step in one line."""
+        rows = self.comparison.rows if self.comparison else []
+        ratio = ", ".join(f"{RATIO_SHOWN.text(r)} the latency" for r in rows if RATIO_SHOWN.text(r))
+        return f"{self.name}: {self.outcome}" + "".join(f", {part}" for part in (ratio, self.reason) if part)
+
+
+@dataclass(frozen=True)
+class Bisection:
+    """The steps in order, and the result: `good` and `bad` are the last good and the first bad version, "" for none;
+    `between` are the skipped ones in between, `undecided` is why there is no answer."""
+
+    steps: tuple[BisectionStep, ...]
+    first: str
+    good: str = ""
+    bad: str = ""
+    between: tuple[str, ...] = ()
+    undecided: str = ""
+
+    @property
+    def exit_code(self) -> int:
+        """0 none is slower, 1 the first bad version was found, 3 undecided."""
+        return 3 if self.undecided else 1 if self.bad else 0
+
+    @cached_property
+    def changed(self) -> list[str]:
+        """The facts of the engine that differ between the last good and the first bad version."""
+        trials = [self._find_trial(self.good), self._find_trial(self.bad)]
+        return changes(trials[0], trials[1]) if trials[0] and trials[1] else []
+
+    def _find_trial(self, name: str) -> TrialResult | None:
+        """Return the trial under this version; the first version's comes from its comparison with the first bad one."""
+        step = next((s for s in self.steps if s.name == (self.bad if name == self.first else name)), None)
+        if step is None or step.comparison is None or step.comparison.result is None:
+            return None
+        side = "trial_a" if name == self.first else "trial_b"
+        return next((step.comparison.result.records.trial(r[side]) for r in step.comparison.rows), None)
+
+    @property
+    def verdicts(self) -> list[str]:
+        """The outcome in sentences."""
+        sentences = [f"skipped {s.name}: {s.reason}" for s in self.steps if s.outcome == SKIPPED]
+        if self.undecided:
+            return [*sentences, f"Undecided: {self.undecided}."]
+        if not self.bad:
+            return [*sentences, f"No version is slower than {self.first}."]
+        (step,) = (s for s in self.steps if s.name == self.bad)
+        gap = f", or one of those that were skipped ({', '.join(self.between)})" if self.between else ""
+        sentences.append(f"The first bad version is {self.bad}{gap}; the last good one is {self.good}.")
+        sentences.append(f"Against {self.first}: {step.line.partition(', ')[2]}.")
+        changed = "; ".join(self.changed) or "nothing in the records"
+        return [*sentences, f"Changed from {self.good} to {self.bad}: {changed}."]
+
+
+def bisect(
+    model: Any,
+    *,
+    library: str = "",
+    versions: Sequence[str] = (),
+    pythons: Mapping[str, str] | None = None,
+    add: Sequence[str] = (),
+    fail_on: str = FAIL_ON,
+    out: str | Path | None = None,
+    quiet: bool = True,
+    **settings: Any,
+) -> Bisection:
+    """Find the first version of a library, in order, under which a model is slower than under the first version.
+
+    Give either `library` with `versions`, which uv installs into separate environments together with the packages in
+    `add`, or `pythons`, which maps names to interpreters. Each version is compared with the first one as in
+    `dyno.compare`, in a binary search, which assumes that all versions are good up to some version and bad from there
+    on. Versions that can't be installed or run are skipped. `settings` are fields of `dyno.Study`. Run folders lie
+    below `out`, or below a new folder in runs/bisect.
+    """
+    rules = GateRules(fail_on=(fail_on,))
+    if not rules.gate or rules.fail_on != (SLOWER,):
+        raise UserError(f"bisect needs a limit of slow-down, such as slower=5%, not {fail_on!r}")
+    if bool(pythons) == bool(library and versions):
+        raise UserError("give either --library with --versions, or --pythons NAME=PATH,…")
+    (source,) = one_model(model, {k: v for k, v in settings.items() if k == "device"}).models
+    backend = _choose_backend(source, library, settings.pop("backends", ()))
+    if pythons:
+        interpreters: dict[str, Callable[[], str]] = {name: partial(str, path) for name, path in pythons.items()}
+    else:
+        needed = {version: [f"{library}=={version}", "numpy", *add] for version in versions}
+        interpreters = {
+            version: partial(study_interpreters.python_with, packages) for version, packages in needed.items()
+        }
+    if len(interpreters) < 2:
+        raise UserError("bisect needs two or more versions, the good one first")
+    folder = folder_for(out, "bisect", [source])
+    settings = {"backends": (backend,), **settings}
+    search = BisectionSearch(source, backend, interpreters, folder, fail_on, settings, Progress(quiet=quiet))
+    return search.run()
+
+
+def _choose_backend(source: str, library: str, chosen: Sequence[str]) -> str:
+    """Return the backend that runs the model with the library: the chosen one, else the default, else any."""
+    if len(chosen) > 1:
+        raise UserError(f"bisect runs one backend, not {', '.join(chosen)}")
+    default, _ = default_runner(commits.split_commit(source)[0])
+    if chosen or not library:
+        return chosen[0] if chosen else default
+    users = [name for name in (default, *registry.names()) if _has_requirement(name, library)]
+    if not users:
+        raise UserError(f"no backend needs {library}; give --backends")
+    return users[0]
+
+
+def _has_requirement(name: str, library: str) -> bool:
+    return any(library in either.split("|") for either in registry.find(name).requires)
+
+
+@dataclass
+class BisectionSearch:
+    """A binary search over versions, of which the first is good."""
+
+    model: str
+    backend: str
+    interpreters: Mapping[str, Callable[[], str]]
+    folder: Path
+    fail_on: str
+    settings: Mapping[str, Any]
+    progress: Progress
+    steps: list[BisectionStep] = field(default_factory=list)
+    pythons: dict[str, str] = field(default_factory=dict)
+
+    def run(self) -> Bisection:
+        """Try versions until the first bad one is known, or none is left to try."""
+        names = list(self.interpreters)
+        while names and (reason := self._check_version(names[0])):
+            self._record_step(BisectionStep(names.pop(0), SKIPPED, reason))
+        if len(names) < 2:
+            return Bisection(tuple(self.steps), "", undecided="fewer than two versions can be run")
+        outcome, high = SKIPPED, len(names)
+        while outcome == SKIPPED and high > 1:
+            high -= 1
+            outcome = self._compare_version(names[0], names[high])
+        if outcome == BAD:
+            return self._bisect_versions(names, high)
+        reasons = {
+            UNDECIDED: f"whether {names[high]} is slower than {names[0]} is not known",
+            SKIPPED: "only the first version can be run",
+        }
+        return Bisection(tuple(self.steps), names[0], undecided=reasons.get(outcome, ""))
+
+    def _bisect_versions(self, names: list[str], high: int) -> Bisection:
+        """Find the first bad version between the first version (good) and the version at index `high` (bad)."""
+        low, untried, reason = 0, list(range(1, high)), ""
+        while untried and not reason:
+            middle = untried.pop(len(untried) // 2)
+            outcome = self._compare_version(names[0], names[middle])
+            low, high = (middle, high) if outcome == GOOD else (low, middle) if outcome == BAD else (low, high)
+            untried = [k for k in untried if low < k < high]
+            if outcome == UNDECIDED:
+                reason = f"{names[middle]} is undecided; it lies between {names[low]}, which is good, "
+                reason += f"and {names[high]}, which is bad"
+        skipped = {s.name for s in self.steps if s.outcome == SKIPPED}
+        between = tuple(name for name in names[low + 1 : high] if name in skipped)
+        return Bisection(tuple(self.steps), names[0], names[low], names[high], between, reason)
+
+    def _compare_version(self, first: str, name: str) -> str:
+        """Compare the version with the first one and return the outcome."""
+        if reason := self._check_version(name):
+            return self._record_step(BisectionStep(name, SKIPPED, reason))
+        a, b = ({self._runtime: {"python": self.pythons[version]}} for version in (first, name))
+        folder = self.folder / "".join(c if c.isalnum() or c in ".-_" else "-" for c in name)
+        comparison = compare(
+            self.model, against=a, out=folder, quiet=self.progress.quiet, fail_on=(self.fail_on,),
+            **{**self.settings, "runtime": {**self.settings.get("runtime", {}), **b}},
+        )  # fmt: skip
+        return self._record_step(_judge_version(name, first, comparison))
+
+    @property
+    def _runtime(self) -> str:
+        choice = Choice.parse(self.backend)
+        return choice.runtime or choice.name
+
+    def _check_version(self, name: str) -> str:
+        """Return why the version can't be run, or "" if it can."""
+        if name in self.pythons:
+            return ""
+        try:
+            python = self.interpreters[name]()
+            library = missing(Choice.parse(self.backend).name, Runtime(python=python))
+        except UserError as e:
+            return str(e)
+        if library:
+            return f"{library} is not installed in {python}"
+        self.pythons[name] = python
+        return ""
+
+    def _record_step(self, step: BisectionStep) -> str:
+        self.steps.append(step)
+        self.progress.note(step.line)
+        return step.outcome
+
+
+def _judge_version(name: str, first: str, comparison: Comparison) -> BisectionStep:
+    """Return a version's step, judged by its comparison; a version that failed or has wrong outputs is skipped."""
+    rows = comparison.rows
+    if failed := next((r for r in rows if r["status_a"] != "ok"), None):
+        return BisectionStep(name, UNDECIDED, f"{first} is {failed['status_a']}", comparison)
+    if comparison.exit_code == 1:
+        return BisectionStep(name, BAD, "", comparison)
+    if comparison.exit_code == 0:
+        return BisectionStep(name, GOOD, "", comparison)
+    row: Row = next(r for r in rows if undecided(r))
+    ran = row["status"] == "ok" and row["ratio"] == row["ratio"] and row["ratio"] is not None
+    reason = undecided(row) if row["status"] == "ok" else f"{row['status']}, {row['reason']}"
+    return BisectionStep(name, UNDECIDED if ran else SKIPPED, reason, comparison)

@@ -1,0 +1,235 @@
+"""`dyno.calibrate`: the instrument tests itself on this machine, on processes whose difference is known."""
+
+from __future__ import annotations
+
+import math
+import shutil
+import statistics
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+import psutil
+
+from dyno.jobs.progress import Progress
+from dyno.report.self_test import list_sentences
+from dyno.results.blocks import within
+from dyno.results.files import read_npz
+from dyno.results.rounds import Round
+from dyno.results.self_test import CURVE, ProcessPair, SelfTest, StoredSelfTest, TestRound
+from dyno.run import self_test
+from dyno.run.device_lock import held
+from dyno.run.execute import Files
+from dyno.run.turns import InterleavedGroup, InterleavedJob
+from dyno.store import versions
+from dyno.study.defaults import SELF_TEST_MINUTES, check_device
+from dyno.study.interpreters import installed
+from dyno.study.plan import expand
+from dyno.study.study import Study
+from dyno.worker import registry, system
+from dyno.worker.option_values import check_types, native
+from dyno.worker.record import Record
+from dyno.worker.spec import ROUNDS, SLOWDOWN, Artifact, Job, Trial, UserError
+
+MODEL = "dyno.worker.nets.digits:resnet18"  # the demo's network, with random weights: small, and the same everywhere
+OF_MODEL: dict[str, Any] = {"channels": 1, "sizes": ("64",)}
+BACKENDS = ("onnxruntime", "tensorrt", "openvino", "pytorch")  # the first one that is installed for the device
+USUAL: dict[str, Any] = {"seconds": 0.8, "warmup": 0.3, "timeout": 120.0}
+LEAST_ROUNDS = CURVE[0]  # fewer make no study
+MOST_BUILDS = 10**6  # more than any self-test makes: none comes twice
+
+
+@dataclass(frozen=True)
+class Layout:
+    """The processes of a round, by the share that each is slowed down by, and which two of them make a pair."""
+
+    slowdowns: tuple[float, ...]
+    pairs: tuple[tuple[int, int], ...]
+
+
+# Each against the first, as trials of a study are against their reference.
+AGAINST_THE_FIRST = Layout((0.0, 0.0, 0.01, 0.02, 0.05), ((0, 1), (0, 2), (0, 3), (0, 4)))
+
+
+class CalibrationResult(SelfTest):
+    """A self-test of this machine, which prints as its sentences."""
+
+    def __str__(self) -> str:
+        return "\n".join(list_sentences(self))
+
+
+def calibrate(
+    model: str = "",
+    *,
+    minutes: float = SELF_TEST_MINUTES,
+    rounds: int = 0,
+    backend: str = "",
+    device: str = "cpu",
+    builds: bool = False,
+    layout: Layout = AGAINST_THE_FIRST,
+    keep: bool = True,
+    quiet: bool = False,
+    **fields: Any,
+) -> SelfTest:
+    """Test the instrument on this machine for `minutes`, or until there are `rounds` of them (0: no limit).
+
+    In each round fresh processes of one trial are measured interleaved: equal ones, and some that are slowed down by 1,
+    2 and 5 %. With `builds` each round builds the engine twice, once for the first process and once for the others, so
+    that the difference between builds is part of the noise. `model` is a source as in `Study` (default: a small network
+    of Dyno's), `fields` are others of `Study`. The result has the figures; studies on this machine keep a summary of
+    it, unless `keep` is False or it is of builds. Raises `UserError` if the minutes are too few, if the trial does not
+    run, or if builds of its engine don't differ.
+    """
+    minutes, rounds = native((minutes, rounds))
+    check_types({"minutes": minutes, "rounds": rounds}, {"minutes": float, "rounds": int})
+    progress = Progress(quiet=quiet)
+    study = _build_study(model, backend, device, fields)
+    if rounds and rounds < LEAST_ROUNDS:
+        raise UserError(f"{rounds} rounds are too few for a self-test; give {LEAST_ROUNDS} or more")
+    if not minutes * 60 >= (least := LEAST_ROUNDS * len(layout.slowdowns) * study.seconds):
+        raise _too_short(minutes, least)
+    trial = _plan_trial(study, builds)
+    engines = _Engines(trial, Files(progress, study.build_timeout), builds)
+    engines.of(0)  # what can't be made ends the self-test before its time counts
+    with progress.running([]):
+        measured = tuple(_iter_rounds(engines, layout, minutes, rounds, progress))
+    stored = StoredSelfTest(
+        datetime.now().astimezone().isoformat(timespec="seconds"),
+        system.versions(("inference-dyno",)).get("inference-dyno", ""), self_test.machine(device), device, trial.label,
+        trial.runtime.threads, study.seconds, study.block, ROUNDS, measured,
+        versions(trial.runtime, registry.find(trial.backend).requires), builds=builds,
+    )  # fmt: skip
+    if keep and not builds:
+        self_test.keep(stored)
+    return CalibrationResult(stored)
+
+
+def _build_study(model: str, backend: str, device: str, fields: dict[str, Any]) -> Study:
+    """Return the study of the single trial, on the given backend or the first one installed."""
+    given = {**USUAL, **({} if model else OF_MODEL), **fields}
+    study = Study(models=(model or MODEL,), device=device, boundaries=("model",), **given)
+    check_device(study)
+    chosen = [backend] if backend else [name for name in BACKENDS if name in installed(device)]
+    return replace(study, backends=tuple(chosen[:1]), turns=True)
+
+
+@dataclass(frozen=True)
+class _Engines:
+    """The files that the processes of a round load: one for all, or builds of the round's own."""
+
+    trial: Trial
+    files: Files
+    builds: bool
+
+    def of(self, number: int) -> tuple[Artifact | None, Artifact | None]:
+        """Return the file of the round's first process and that of the others; None if the trial needs no file."""
+        if not self.builds:
+            return self._build_file(0), self._build_file(0)
+        return self._build_file(2 * number), self._build_file(2 * number + 1)
+
+    def _build_file(self, number: int) -> Artifact | None:
+        artifact = self.files.of(self.trial, number)
+        if isinstance(artifact, Record):
+            raise UserError(f"{self.trial.label}: {artifact.reason}")
+        return artifact
+
+
+def _plan_trial(study: Study, builds: bool) -> Trial:
+    planned = expand(replace(study, builds=LEAST_ROUNDS) if builds else study)
+    if len(planned) > 1:
+        names = ", ".join(entry.trial.label for entry in planned[:3])
+        raise UserError(
+            f"these options make {len(planned)} trials ({names}…), and a self-test measures one; give one of each"
+        )
+    if planned[0].refusal:
+        raise UserError(planned[0].refusal)
+    trial = planned[0].trial
+    return replace(trial, plan=replace(trial.plan, builds=MOST_BUILDS)) if builds else trial
+
+
+def _too_short(minutes: float, least_s: float) -> UserError:
+    tenths = math.ceil(least_s / 6) / 10
+    return UserError(
+        f"--minutes {minutes:g} is too short for {LEAST_ROUNDS} rounds, the fewest of a self-test; "
+        f"give --minutes {tenths:g} or more"
+    )
+
+
+def _iter_rounds(
+    engines: _Engines, layout: Layout, minutes: float, most: int, progress: Progress
+) -> Iterator[TestRound]:
+    """Yield rounds of fresh processes until the time is up or there are `most` of them (0: no limit)."""
+    began, longest, number = time.monotonic(), 0.0, 0
+    with tempfile.TemporaryDirectory(prefix="dyno-self-test-") as folder:
+        while number < LEAST_ROUNDS or time.monotonic() - began + longest <= minutes * 60:
+            since = time.monotonic()
+            progress.other(f"self-test, round {number + 1}, after {(since - began) / 60:.1f} of {minutes:g} minutes")
+            place = Path(folder) / str(number)
+            yield _measure_round(engines, layout, place, number, progress)
+            shutil.rmtree(place, ignore_errors=True)
+            longest = max(longest, time.monotonic() - since)
+            if not number and longest * LEAST_ROUNDS > minutes * 60:
+                raise _too_short(minutes, longest * LEAST_ROUNDS)
+            number += 1
+            if number == most:
+                return
+
+
+def _measure_round(engines: _Engines, layout: Layout, place: Path, number: int, progress: Progress) -> TestRound:
+    """Measure one round: a fresh process for each slow-down, all interleaved."""
+    players, trial = [], engines.trial
+    first, others = engines.of(number)
+    for index, share in enumerate(layout.slowdowns):
+        artifact = others if index else first
+        # Counted from 1: round 0 of a trial also evaluates, which isn't needed here.
+        own = Job("run", trial.runtime, trial, artifact=artifact, round=number + 1, options={SLOWDOWN: share})
+        players.append(InterleavedJob(own, place / str(index), number))
+        players[-1].folder.mkdir(parents=True)
+    before = psutil.cpu_times()
+    with held(trial.runtime, progress.waiting):
+        InterleavedGroup(players, f"self-test {number}", Progress(quiet=True), lambda _: None).play()
+    measured = [_read_round(player, len(players)) for player in players]
+    medians = [process.block_medians("latency", "model") for process in measured]
+    pairs = [
+        ProcessPair(layout.slowdowns[b], tuple(map(float, within(medians[a], medians[b])))) for a, b in layout.pairs
+    ]
+    busy = [float(process.facts.others_busy.get("model", 0.0)) for process in measured]
+    first_s = statistics.median(medians[0].values())
+    return TestRound(
+        first_s, tuple(pairs), statistics.fmean(busy), _compute_stolen_share(before), _read_clocks(measured)
+    )
+
+
+def _read_round(player: InterleavedJob, count: int) -> Round:
+    """Return the round that the player's process measured; raise `UserError` if the process failed."""
+    record = player.record
+    if record is None:
+        raise UserError(f"not enough memory for {count} processes of {player.trial.label}; use a smaller model")
+    if record.status != "ok":
+        raise UserError(f"{player.trial.label} can't be measured: {record.status} at {record.stage}: {record.reason}")
+    return Round(player.folder, player.number, record, player.trial.runtime.device)
+
+
+def _compute_stolen_share(before: Any) -> float:
+    """Return the share of all processors' time since `before` that the host gave to other guests; 0 if unknown."""
+    now = psutil.cpu_times()
+    span = sum(now) - sum(before)
+    return max(0.0, getattr(now, "steal", 0.0) - getattr(before, "steal", 0.0)) / span if span > 0 else 0.0
+
+
+def _read_clocks(measured: Sequence[Round]) -> tuple[float, ...]:
+    """Return the mean clock of each process in MHz (the GPU's if it ran on one), or () if the system reports none."""
+    clocks = []
+    for process in measured:
+        name = "gpu_clock" if process.device.startswith("cuda") else "frequency"
+        try:
+            values = read_npz(process.folder / "telemetry.npz", (name,)).get(name)
+        except (OSError, ValueError):
+            values = None
+        known = [float(v) for v in values if v == v] if values is not None else []
+        clocks += [statistics.fmean(known)] if known else []
+    return tuple(clocks)

@@ -1,0 +1,400 @@
+"""Two runs compared with each other, trial by trial: what became slower, less accurate, different, or stopped working.
+
+All pairs are one family, as the rows of other tables are: with 95 % confidence no pair of equal speeds is called faster
+or slower, however many pairs there are. `tolerance` keeps small slow-downs that are real from failing a gate.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections import Counter, defaultdict
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from dyno.formatting import counting, plain
+from dyno.regression.rules import LESS_ACCURATE, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, slowdown, smallest_slowdown
+from dyno.report.table_kind import TableKind
+from dyno.report.tables import trial_table
+from dyno.report.tables.trial_table import IDENTITY, pick
+from dyno.results import metrics, ranking, remarks, stats
+from dyno.results.correctness import INCOMPARABLE, OTHER_WEIGHTS, WRONG, incomparable
+from dyno.results.metrics import accuracy, agreement
+from dyno.results.metrics.metric import Metric, in_percent
+from dyno.results.ranking import cpu_contention
+from dyno.results.rounds import LATENCIES
+from dyno.results.trial_result import Results, TrialResult, clock_of
+from dyno.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, missing
+from dyno.worker.spec import UserError
+
+TOLERATED, NO_CHANGE = "slower, tolerated", "no change shown"
+VOLATILE = ("load_average",)  # differs from one minute to the next on the same machine
+MACHINE = ("cpu", "cpu_flags", "cores", "machine", "gpu")  # facts that identify a machine
+BEYOND = "too few rounds for this spread"
+Checked = Mapping[str, str]  # AGREE or why outputs are wrong, by the trial's id
+LONGEST = 6  # differences between machines named in one line
+COPIED = ("model", "backend", "precision", "batch", "size", "device", "runtime", "options", "status", "reason",
+          "ran_as", "asked_share", "precision_ok", "builds")  # fmt: skip
+
+
+def verdict(r: Row) -> str:
+    """Return a row's verdict; without one, its trial's status."""
+    if r["verdict"]:
+        return str(r["verdict"])
+    return str(r["status"]) if r["status_a"] == r["status"] else f"{r['status']} (was {r['status_a']})"
+
+
+def _metric_columns(metric: Metric) -> Iterator[Column]:
+    for run in "ab":
+        yield Column(f"{metric.column}_{run}", f"{metric.label} of {run.upper()}", "%", PERCENT)
+    meaning = f"{metric.label} of B less A's on the same images"
+    yield Column(metric.diff, meaning, "points", POINTS, "change, points", 2, True)
+    yield from (Column(f"{metric.diff}_{end}", f"{end} limit of its 95 % interval", "points", POINTS) for end in ENDS)
+
+
+ENDS = ("low", "high")
+RATIO_SHOWN = Column("ratio", "latency of B over A's: above 1 is slower", kind=FINE, title="B / A", interval=True)
+COLUMNS = (
+    *pick(*IDENTITY),
+    Column("status_a", "of A's trial", kind=TEXT),
+    *pick("status", "reason", "boundary"),
+    Column("latency_a_ms", "of A, over its processes", "ms", title="A ms", rank=1),
+    Column("latency_b_ms", "of B, over its processes", "ms", title="B ms"),
+    RATIO_SHOWN,
+    *(Column(f"ratio_{end}", f"{end} limit of its 95 % interval", kind=FINE) for end in ENDS),
+    Column("verdict", "slower, faster, equivalent, undecided, not comparable, wrong outputs", kind=TEXT, cell=verdict),
+    Column("p_value", "of no difference, adjusted for all pairs"),
+    Column("measured", "in turns, or one after the other", kind=TEXT),
+    Column("smallest", "smallest slow-down that would fail with 80 % power", "%", PERCENT, "catches from, %"),
+    Column("undecided", "why the gate can't decide whether B is slower than allowed", kind=TEXT),
+    Column("rounds_a", "of A that succeeded", kind=COUNT),
+    Column("rounds_b", "of B that succeeded", kind=COUNT),
+    Column("images", "that both answered", kind=COUNT),
+    *(column for metric in metrics.known().values() for column in _metric_columns(metric)),
+    Column("accuracy", "less accurate, more accurate or no change shown", kind=TEXT, rank=3),
+    Column("close", "share of B's output values close to A's, 0 to 1", title="agree", rank=1,
+           cell=lambda r: "" if missing(r["close"]) else f"{floored(r['close'])} %"),
+    Column("max_abs", "largest difference of outputs"),
+    Column("failed", "conditions that the row breaks", kind=TEXT),
+    Column("trial_a", "id of A's trial", kind=TEXT),
+    Column("trial_b", "id of B's trial", kind=TEXT),
+    *pick("ran_as", "asked_share", "precision_ok", "builds"),
+    Column("outputs_a", "of A: agree with its reference's, or wrong outputs", kind=TEXT),
+    Column("outputs", "of B: agree with its reference's, or wrong outputs", kind=TEXT),
+)  # fmt: skip
+PRINTED = (*IDENTITY, "latency_a_ms", "latency_b_ms", "ratio", "verdict",
+           *(m.diff for m in metrics.known().values() if m.diff in m.printed_columns), "accuracy", "close",
+           "failed")  # fmt: skip
+COMPARE = TableKind(
+    "compare",
+    "Two runs",
+    "A row per trial that two runs share: ratio of latencies, accuracy, agreement, and what became worse.",
+    command="dyno compare A B",
+)
+
+
+def compare_runs(a: Results, b: Results, rules: GateRules | None = None) -> Table:
+    """Compare each trial that both runs have, B against A: one row of COLUMNS per trial, in A's order.
+
+    `ratio` is B's latency over A's (above 1 is slower) with the interval of `stats.decide_family`, from the spread
+    between processes; `accuracy` and `top1_diff` (points) come from the images both answered, `close` is the share of
+    B's output values close to A's. A trial whose outputs are wrong in its own run (`outputs`, `outputs_a`) has no
+    ratio, and its verdict is the reason. `failed` names the conditions of the rules that the row breaks. The table's
+    `notes` are sentences on possible explanations of a difference. UserError when nothing can be compared.
+    """
+    rules = rules or GateRules()
+    if not any(x.good for x, _ in pair_trials(a, b)):
+        raise UserError(_why_nothing(a, b, pair_trials(a, b)))
+    table = _make_table(a, b, rules, (_check_outputs(a), _check_outputs(b)))
+    refused = [r["verdict"] for r in table.rows if r["verdict"].startswith(INCOMPARABLE)]
+    if len(refused) == len(table.rows):
+        reason = Counter(verdict.partition(": ")[2] for verdict in refused).most_common(1)[0][0]
+        raise UserError(f"{a.folder} and {b.folder} can't be compared: {reason}")
+    return table
+
+
+def of_sides(run: Results, rules: GateRules) -> Table:
+    """Build the table of `compare` for the two sides of a comparison that was measured as one study.
+
+    Outputs are compared with the other side's. UserError for a run folder without a comparison.
+    """
+    a, b = (replace(run, trials=[t for t in run if t.side == side]) for side in "ab")
+    if not pair_trials(a, b):
+        raise UserError(f"{run.folder} holds no comparison; give two run folders, or a run and a model")
+    return _make_table(a, b, rules, ({}, {} if rules.any_outputs else _check_outputs(run)))
+
+
+def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked, Checked]) -> Table:
+    shared = pair_trials(a, b)
+    elsewhere = other_machine(a, b)
+    outputs = [(checked[0].get(x.id, ""), checked[1].get(y.id, "")) for x, y in shared]
+    speeds = _compare_speeds(shared, outputs, rules.tolerance)
+    rows = [_apply_gate(row(x, y, rules, both, speed), x, y, rules, elsewhere)
+            for (x, y), both, speed in zip(shared, outputs, speeds, strict=True)]  # fmt: skip
+    refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
+    left_out = [f"{plain(y.label)} is {r['verdict']}" for (_, y), r in zip(shared, rows, strict=True) if r in refused]
+    several = ("device",) if len({r["device"] for r in rows}) > 1 else ()
+    return COMPARE.of(COLUMNS, rows, notes=(*_find_notes(a, b, shared), *left_out), printed=PRINTED,
+                      group=("model", "size", "batch", *several), below=trial_table.list_notes_below)  # fmt: skip
+
+
+def other_machine(a: Results, b: Results) -> str:
+    """Return the facts that distinguish the machines of two runs, "" where it seems to be the same."""
+    before, now = _flatten_values(a.environment), _flatten_values(b.environment)
+    changed = [n for n in MACHINE if before.get(n) and now.get(n) and before[n] != now[n]]
+    return "; ".join(f"{n} {before[n]} against {now[n]}" for n in changed)
+
+
+def _apply_gate(
+    row: dict[str, Any], a: TrialResult, b: TrialResult, rules: GateRules, elsewhere: str
+) -> dict[str, Any]:
+    """Return the row with the gate's decision, and the reason where that is undecided."""
+    high = row["ratio_high"]
+    if not rules.gate or STATUS in row["failed"]:
+        return row
+    failed = [c for c in row["failed"].split(", ") if c and c != SLOWER]
+    contention = cpu_contention([a, b]) if row["measured"] != stats.TURNS else None
+    if missing(row["ratio"]):
+        reason = row["verdict"] or f"A is {row['status_a']}, B is {row['status']}"
+    elif row["verdict"] == stats.ONE_ROUND:
+        reason = "one round only, which can't show how much rounds differ; measure two rounds or more"
+    elif elsewhere:
+        reason = f"A was measured on another machine ({elsewhere}); measure it again here with --again"
+    elif contention and contention.mostly:
+        reason = (
+            f"other programs kept up to {contention.processors:.1f} processors busy, and it wasn't measured in turns"
+        )
+    elif SLOWER not in row["failed"] and high >= 1 + rules.tolerance:
+        reason = f"{BEYOND}: the interval reaches {slowdown(high - 1)}, and {100 * rules.tolerance:g} % are allowed"
+    else:
+        return row
+    return row | {"failed": ", ".join(failed), "undecided": reason}
+
+
+def _check_outputs(run: Results) -> Checked:
+    """Return how each trial's outputs compare with its run's reference: AGREE, the verdict of wrong outputs, or ""."""
+    try:
+        rows = trial_table.read_trials(run).frame.to_dict("records")
+    except UserError:  # the study's reference failed: nothing was checked, and that trial's row has the reason
+        return {}
+    return {r["trial"]: r["verdict"] if r["outputs"] == WRONG else r["outputs"] for r in rows}
+
+
+def pair_trials(a: Results, b: Results) -> list[tuple[TrialResult, TrialResult]]:
+    """Return the trials of both runs, as (A's, B's), in A's order.
+
+    The same id is the same trial. An id also includes the plan and the data, so the others are paired by name, where
+    each run has one of that name.
+    """
+    ids = {t.id: t for t in b}
+    own_ids = {t.id for t in a}
+    left, right = (_by_name(t for t in run if not (t.id in ids and t.id in own_ids)) for run in (a, b))
+    matched = []
+    for t in a:
+        name = _name_trial(t)
+        if t.id in ids:
+            matched.append((t, ids[t.id]))
+        elif len(left[name]) == len(right[name]) == 1:
+            matched.append((t, right[name][0]))
+    return matched
+
+
+def _by_name(trials: Iterator[TrialResult]) -> Mapping[str, list[TrialResult]]:
+    by_name: dict[str, list[TrialResult]] = defaultdict(list)
+    for t in trials:
+        by_name[_name_trial(t)].append(t)
+    return by_name
+
+
+def _name_trial(t: TrialResult) -> str:
+    return json.dumps([t.pair or t.configuration, t.group, t.spec["dims"].get("shapes")], sort_keys=True)
+
+
+def _why_nothing(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> str:
+    if shared:
+        return f"nothing to compare: no trial that both runs have succeeded in {a.folder}"
+    return f"{a.folder} and {b.folder} share no trial; {_some_trials(a)} against {_some_trials(b)}"
+
+
+def _some_trials(run: Results) -> str:
+    first, *others = [plain(t.label) for t in run]
+    return first + (f" and {len(others)} more" if others else "")
+
+
+def row(
+    a: TrialResult, b: TrialResult, rules: GateRules, checked: tuple[str, str], speed: dict[str, Any]
+) -> dict[str, Any]:
+    """Compare one trial of B with the same of A, as a dict of COLUMNS; columns that don't apply are "", None or NaN.
+
+    `checked` has the entries of `_check_outputs` for A and for B, `speed` the columns of `_compare_speeds` for
+    the pair.
+    """
+    own = trial_table.make_trial_row(b, trial_table.ComparisonBasis(None))
+    columns: dict[str, Any] = {c.name: "" if c.kind == TEXT else None for c in COLUMNS} | {
+        name: own[name] for name in COPIED if name in own
+    }
+    if b.side:  # a pair is of both sides
+        columns["options"] = columns["options"].removeprefix(f"side={b.side.upper()}").strip()
+    rounds = {"rounds_a": len(a.good), "rounds_b": len(b.good)}
+    columns |= {"status_a": a.status, "trial_a": a.id, "trial_b": b.id, **rounds}
+    if reason := refusal(a, b):
+        return columns | {"verdict": f"{INCOMPARABLE}: {reason}"}
+    columns |= speed | _compare_accuracy(a, b) | _compare_values(a, b, rules) | _compare_outputs(*checked)
+    columns["failed"] = ", ".join(c for c in rules.fail_on if _has_failed(c, columns, rules, bool(a.good and b.good)))
+    return columns
+
+
+def refusal(a: TrialResult, b: TrialResult) -> str:
+    """Return the reason why two trials can't be compared (different weights, data, inputs or boundaries), or ""."""
+    weights = [t.facts.weights_sha256 for t in (a, b)]
+    if not (all(weights) or a.side) and _identify_weights(a) != _identify_weights(b):
+        return OTHER_WEIGHTS
+    data = [(d.get("sha256"), d.get("split") if d.get("sha256") else d.get("seed")) for d in _list_data(a, b)]
+    if data[0] != data[1]:
+        aside = [accuracy.set_aside(t) for t in (a, b)]
+        if a.good and b.good and aside[0] != aside[1] and accuracy.same_photographs(a, b):
+            fewest, most = sorted(aside)
+            return f"different test images, {most:,} set aside for calibration in one run and {fewest:,} in the other"
+        return "different data"
+    if reason := incomparable(b, a):
+        return reason
+    timed = [", ".join(x for x in LATENCIES if t.medians(x)) or "none" for t in (a, b)]
+    if a.good and b.good and timed[0] != timed[1] and not trial_table.compared_boundary(b, a):
+        return f"different boundaries, latency of {timed[0]} against {timed[1]}"
+    return ""
+
+
+def _identify_weights(t: TrialResult) -> str:
+    """Return an identifier of the weights before a run: a checkpoint's or file's content, or how they are drawn."""
+    model = t.spec["model"]
+    content = model.get("source_sha256") if str(model.get("source")).startswith("file:") else ""
+    drawn = "pretrained" if model.get("pretrained") else f"seed {model.get('seed', 0)}"
+    return str(model.get("weights_sha256") or content or drawn)
+
+
+def _list_data(*trials: TrialResult) -> list[dict[str, Any]]:
+    return [t.spec.get("data") or {} for t in trials]
+
+
+def _compare_speeds(
+    shared: Sequence[tuple[TrialResult, TrialResult]], checked: Sequence[tuple[str, str]], tolerance: float
+) -> list[dict[str, Any]]:
+    """Return the columns on speed of each pair: those that may be compared are judged as one family."""
+    rows: list[dict[str, Any]] = []
+    family: list[stats.Evidence | None] = []
+    for (a, b), outputs in zip(shared, checked, strict=True):
+        boundary = "" if refusal(a, b) else trial_table.compared_boundary(b, a)
+        clock = clock_of(boundary, a, b)
+        medians = a.medians(boundary, clock), b.medians(boundary, clock)
+        if not (boundary and all(medians)):
+            rows.append({})
+            family.append(None)
+            continue
+        latencies = {f"latency_{side}_ms": 1e3 * stats.center(m).value for side, m in zip("ab", medians, strict=True)}
+        rows.append({"boundary": boundary, **latencies})
+        wrong = any(each.startswith(WRONG) for each in outputs)
+        # A's speed-up over B is the ratio of B's latency to A's.
+        family.append(None if wrong else ranking.gather_evidence(a, b, boundary, clock))
+    count = sum(1 for e in family if e is not None and not e.single)
+    for row, e, s in zip(rows, family, stats.decide_family(family, stats.Rule(tolerance)), strict=True):
+        if e is not None:
+            row |= {"ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "p_value": s.p,
+                    "verdict": _choose_verdict(s, tolerance), "measured": s.measured}  # fmt: skip
+            row["smallest"] = 100 * smallest_slowdown(e.error, e.freedom, stats.ALPHA / max(count, 1), tolerance)
+    return rows
+
+
+def _choose_verdict(s: stats.Speedup, tolerance: float) -> str:
+    """Return the verdict on B by A's speed-up over it."""
+    if s.verdict == stats.FASTER:
+        return stats.SLOWER if s.low > 1 + tolerance else TOLERATED
+    return stats.FASTER if s.verdict == stats.SLOWER else s.verdict
+
+
+def _compare_outputs(a: str, b: str) -> dict[str, Any]:
+    """Return the columns on outputs: a row with wrong outputs is neither faster nor slower."""
+    columns: dict[str, Any] = {"outputs_a": a.partition(":")[0], "outputs": b.partition(":")[0]}
+    if WRONG not in columns.values():
+        return columns
+    return columns | {"verdict": b if columns["outputs"] == WRONG else f"{WRONG} in A: {a.partition(': ')[2]}"}
+
+
+def _compare_accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
+    """Return the columns of each metric that both have, and whether B is less accurate by the first one."""
+    columns: dict[str, Any] = {}
+    before = {metric.name: value for metric, value in metrics.measured(a)}
+    for metric, own in metrics.measured(b):
+        change = metric.change(b, a)
+        if change is None or metric.name not in before:
+            continue
+        if not columns:
+            d = change.difference
+            verdict = "less accurate" if d.high < 0 else "more accurate" if d.low > 0 else NO_CHANGE
+            columns = {"images": change.images, "accuracy": verdict, "judged_by": metric.diff}
+        columns |= {f"{metric.column}_a": 100 * before[metric.name].interval.value,
+                  f"{metric.column}_b": 100 * own.interval.value}  # fmt: skip
+        columns |= in_percent(metric.diff, change.difference)
+    return columns
+
+
+def _compare_values(a: TrialResult, b: TrialResult, rules: GateRules) -> dict[str, Any]:
+    result = agreement.read_agreement(b, a, rules.rtol, rules.atol)
+    return {} if result is None else {"close": result.close, "max_abs": result.max_abs}
+
+
+def _has_failed(condition: str, r: Row, rules: GateRules, both_ran: bool) -> bool:
+    if condition == STATUS:
+        return bool(r["status_a"] == "ok" and r["status"] != "ok")
+    if condition == SLOWER:
+        return bool(r["verdict"] == stats.SLOWER)
+    if condition == LESS_ACCURATE:
+        return bool(r["accuracy"] == "less accurate")
+    if condition == WRONG_OUTPUTS:
+        return bool(both_ran and r["outputs"] == WRONG and r["outputs_a"] != WRONG)
+    # Outputs of another shape, or none at all, have no share; that isn't agreement.
+    return both_ran and not (r.get("close") or 0.0) >= rules.least
+
+
+def _find_notes(a: Results, b: Results, shared: list[tuple[TrialResult, TrialResult]]) -> Iterator[str]:
+    """Yield notes on possible explanations of the differences."""
+    changed = dict(_find_differences(a.environment, b.environment))
+    for x, y in shared:
+        if x.good and y.good:
+            changed |= _find_differences(x.good[0].record.system, y.good[0].record.system)
+            changed |= _find_differences({"threads": x.facts.threads}, {"threads": y.facts.threads})
+    if changed and a.folder != b.folder:
+        differences = [f"{name} {before} against {after}" for name, (before, after) in changed.items()]
+        rest = [f"{len(differences) - LONGEST} more"] if len(differences) > LONGEST else []
+        text = "; ".join(differences[:LONGEST] + rest)
+        yield f"the machines or versions differ, which may be the whole difference: {text}"
+    if warned := sum(1 for pair in shared if any(remarks.list_warnings(t) for t in pair)):
+        trials = counting(len(shared), "trial")
+        yield f"{warned} of {trials} with warnings that may explain a change; `dyno report` lists them"
+    for name, run in (("A", a), ("B", b)):
+        paired = {t.id for pair in shared for t in pair}
+        if unpaired := [plain(t.label) for t in run if t.id not in paired]:
+            yield f"only in {name}: {unpaired[0]}" + (f" and {len(unpaired) - 1} more" if len(unpaired) > 1 else "")
+    yield from (*a.problems, *b.problems)
+
+
+def _find_differences(a: Mapping[str, Any], b: Mapping[str, Any]) -> dict[str, tuple[str, str]]:
+    left, right = _flatten_values(a), _flatten_values(b)
+    names = [n for n in dict.fromkeys((*left, *right)) if n not in VOLATILE and left.get(n) != right.get(n)]
+    return {n: (left.get(n, "none"), right.get(n, "none")) for n in names}
+
+
+def _flatten_values(values: Mapping[str, Any]) -> dict[str, str]:
+    """Flatten nested tables by their innermost name, everything as one line of text; unknown values are left out."""
+    flat: dict[str, str] = {}
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            flat |= _flatten_values(value)
+        elif value not in (None, "", []):
+            flat[name] = plain(" ".join(map(str, value)) if isinstance(value, list) else value)
+    return flat
+
+
+def floored(share: float) -> str:
+    """Format a share in percent to two places, rounded down so that only a whole one reads as 100."""
+    return f"{math.floor(1e4 * share + 1e-9) / 100:.2f}"

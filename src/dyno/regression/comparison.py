@@ -1,0 +1,251 @@
+"""`dyno compare`: two stored runs, or two sides that are measured here, in turns where that is possible."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.api import Result
+from dyno.jobs.progress import Progress
+from dyno.regression import compare_table as tables
+from dyno.regression import verdict
+from dyno.regression.rules import SLOWER, GateRules, changes
+from dyno.results.trial_result import Results, load_run
+from dyno.run.execute import execute
+from dyno.run.run_folder import earlier, overwritten, stored
+from dyno.study import commits
+from dyno.study.commits import keeps_weights
+from dyno.study.defaults import default_runner, folder_for
+from dyno.study.plan import TrialSelection
+from dyno.study.study import Study
+from dyno.table import Row, Table
+from dyno.video import tables as videos
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ROUNDS = 5
+DEFAULTS: dict[str, Any] = {"rounds": ROUNDS, "boundaries": ("model",)}
+# Fields of a study that a comparison doesn't take: its limit and its number of rounds are the gate's.
+REFUSED = (
+    "budget", "search", "confirm", "reference", "peak", "energy", "routes", "baseline", "until", "minutes",
+    "equivalent",
+)  # fmt: skip
+LIMITS = "its limits are fail_on and tolerance, and its length is rounds and seconds"
+RULES = tuple(f.name for f in dataclasses.fields(GateRules) if f.name != "gate")
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """B compared with A: `table` has a row for each pair of trials, `folder` is the run folder of what was measured for
+    it, None where two stored runs were compared. For two runs of a video, `video` compares them end to end and by
+    stage."""
+
+    table: Table
+    folder: Path | None = None
+    video: Table | None = None
+
+    @property
+    def rows(self) -> list[Row]:
+        """The table's rows, each a dict."""
+        return self.table.rows
+
+    @property
+    def notes(self) -> tuple[str, ...]:
+        """Sentences on what else may explain a difference."""
+        return self.table.notes
+
+    @property
+    def verdicts(self) -> list[str]:
+        """The comparison in sentences, the most important first."""
+        return [*verdict.list_comparison(self.table, stored=self.folder is None), *self._sides]
+
+    @property
+    def exit_code(self) -> int:
+        """0 no regression, 1 a condition failed, 3 undecided."""
+        return verdict.exit_code(self.table)
+
+    @cached_property
+    def result(self) -> Result | None:
+        """What was measured for it, with its tables and its report; None where two stored runs were compared."""
+        return Result(self.folder) if self.folder else None
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return one row per pair of trials."""
+        return self.table.to_pandas()
+
+    def junit(self, path: str | Path) -> None:
+        """Write JUnit's XML: a test case per pair."""
+        from dyno.regression import verdict
+
+        verdict.format_junit(self.table, self.verdicts, Path(path))
+
+    def summary(self, path: str | Path) -> None:
+        """Append a summary in Markdown, for a pull request."""
+        from dyno.regression import verdict
+
+        verdict.format_summary(self.table, self.verdicts, Path(path))
+
+    @property
+    def _sides(self) -> list[str]:
+        """What A and B are, and what else differs between them."""
+        if self.folder is None or (study := earlier(self.folder)) is None or self.result is None:
+            return []
+        a, b = (_describe_side(side) for side in study.sides.values())
+        sentences = [f"A is {a}, B is {b}."]
+        for r in self.rows:
+            pair = [self.result.records.trial(r[name]) for name in ("trial_a", "trial_b")]
+            if differences := changes(pair[0], pair[1]):
+                where = f"{verdict.describe_where(r)}: " if len(self.rows) > 1 else ""
+                sentences.append(f"{where}besides the speed, these changed: {'; '.join(differences)}.")
+        return sentences
+
+
+def _describe_side(side: Study) -> str:
+    pythons = {str(table["python"]): None for table in side.runtime.values() if table.get("python")}
+    weights = f" with {side.weights}" if side.weights and not keeps_weights(side.models[0]) else ""
+    return f"{side.models[0]}{weights}" + (f" under {', '.join(pythons)}" if pythons else "")
+
+
+def compare(
+    a: Any,
+    b: Any = None,
+    *,
+    again: bool = False,
+    against: Mapping[str, Mapping[str, Any]] | None = None,
+    commits: str = "",
+    out: str | Path | None = None,
+    quiet: bool = True,
+    **settings: Any,
+) -> Comparison:
+    """Compare B with A, trial by trial: speed, accuracy, outputs, status.
+
+    `a` and `b` are two run folders (or `Result`s), or anything that a study takes as a model; models are measured here,
+    interleaved. A run folder together with a model, or two run folders with `again`, are measured again as well. If `a`
+    and `b` are one model, `against` has the interpreters of A, {"onnxruntime": {"python": PATH}}, or `commits` the git
+    commits of A and B, "main..HEAD". A single run folder that a comparison was measured into is read again. `settings`
+    are fields of `dyno.Study` and of the rules: fail_on, tolerance, least, rtol, atol, any_outputs. The run folder is
+    `out`, or a new one below runs/compare. Raises `UserError` if nothing can be compared.
+    """
+    rules = GateRules(**{name: settings.pop(name) for name in RULES if name in settings})
+    sources = [source for source in (a, b) if source is not None]
+    if not sources:
+        raise UserError("there is nothing to compare; give two run folders or models")
+    if refused := next((name for name in settings if name in REFUSED), ""):
+        raise UserError(f"a comparison doesn't take {refused}; {LIMITS}")
+    runs = [_load_run(source) for source in sources]
+    if None not in runs and not (again or against or commits or settings):
+        loaded = [run for run in runs if run is not None]
+        if len(loaded) == 1:
+            return Comparison(tables.of_sides(loaded[0], rules), loaded[0].folder)
+        both = tables.pair_trials(loaded[0], loaded[1])
+        return Comparison(tables.compare_runs(loaded[0], loaded[1], rules), video=videos.make_comparison_table(both))
+    if len(runs) == 2 and None not in runs and not again:
+        raise UserError("two stored runs are compared as they are; --again measures both here, with other settings")
+    study = _build_study(sources, again, against, commits, settings)
+    folder = folder_for(out, "compare", _list_models(study))
+    return measured(study, folder, rules, Progress(quiet=quiet))
+
+
+def _list_models(study: Study) -> list[str]:
+    return list(dict.fromkeys(model for side in study.sides.values() for model in side.models))
+
+
+def measured(study: Study, folder: Path, rules: GateRules, progress: Progress) -> Comparison:
+    """Measure those parts of the comparison that the folder lacks, and judge it.
+
+    Pairs that fail a gate, or are undecided, are measured again in as many fresh rounds, and judged by all of them: a
+    false alarm is then no likelier than in a comparison of twice the rounds.
+    """
+    if rules.gate and study.rounds < 2:
+        raise UserError("one round can't show how much rounds differ, so slower=… needs --rounds 2 or more")
+    execute(study, folder, progress)
+    comparison = Comparison(tables.of_sides(load_run(folder), rules), folder)
+    suspects = [r for r in comparison.rows if _is_suspect(r) and min(r["rounds_a"], r["rounds_b"]) < 2 * study.rounds]
+    if not (rules.gate and suspects):
+        return comparison
+    progress.note(f"measured again before it is judged: {', '.join(map(verdict.describe_where, suspects))}")
+    ids = {r[name] for r in suspects for name in ("trial_a", "trial_b")}
+    execute(replace(study, rounds=2 * study.rounds), folder, progress, only=TrialSelection(ids))
+    return Comparison(tables.of_sides(load_run(folder), rules), folder)
+
+
+def _is_suspect(r: Row) -> bool:
+    return SLOWER in r["failed"] or r["undecided"].startswith(tables.BEYOND)
+
+
+def _load_run(source: Any) -> Results | None:
+    """Return the stored run that the user gave, or None for anything else."""
+    if isinstance(source, Result):
+        return source.records
+    if isinstance(source, (str, Path)) and Path(source).is_dir():
+        return load_run(Path(source))
+    return None
+
+
+def _build_study(
+    sources: list[Any], again: bool, against: Mapping[str, Any] | None, span: str, settings: Mapping[str, Any]
+) -> Study:
+    """Build the study of the two sides that the user names."""
+    runs = [_load_run(source) for source in sources]
+    first, last = _build_side(sources[0]), _build_side(sources[-1])
+    if len(sources) == 1 and not (against or span):
+        raise UserError(
+            f"there is nothing to compare {first.models[0]} with; give another run or model, "
+            "--against BACKEND=PYTHON or --commits A..B"
+        )
+    if again and not any(run is not None for run in runs):
+        raise UserError("--again measures stored runs again; give at least one run folder")
+    if (against is not None or span) and len(sources) > 1:
+        raise UserError("--against and --commits compare one model with itself; give one model")
+    if span:
+        before, after = _at_commits(first.models[0], span)
+        first, last = replace(first, models=(before,)), replace(last, models=(after,))
+    template = last if runs[0] is None and runs[-1] is not None else first  # a stored study's settings are kept
+    defaults = {**template.to_table(), "turns": None, **settings}
+    b = {name: getattr(last, name) for name in ("models", "weights", "pretrained", "runtime")}
+    b |= {name: settings[name] for name in b if name in settings}
+    a = {name: getattr(first, name) for name in b} | {name: settings[name] for name in b if name in settings}
+    a |= {"models": first.models} | ({"runtime": dict(against)} if against is not None else {})
+    baseline = {name: a[name] for name in a if name == "models" or a[name] != b[name]}
+    return Study(**{**defaults, **b, "models": last.models, "baseline": baseline})
+
+
+def _build_side(source: Any) -> Study:
+    """Return one side as a separate study: that of the stored run, or the model with the defaults of a comparison."""
+    run = _load_run(source)
+    if run is None:
+        (source,) = Study(models=(source,)).models
+        path, _ = commits.split_commit(source)
+        backend, device = default_runner(path)
+        return Study(models=(source if path == source else commits.fix_commit(source),), backends=(backend,),
+                     device=device, **DEFAULTS)  # fmt: skip
+    study = earlier(run.folder)
+    if study is None:
+        raise UserError(f"{run.folder} has no study.toml, so it can't be measured again")
+    if len(study.models) > 1 or study.baseline:
+        raise UserError(f"{run.folder} has several models; a comparison that measures has one on each side")
+    for trial in stored(run.folder / "trials"):
+        if file := overwritten(trial.trial.model):
+            raise UserError(f"{file} has changed since {run.folder} was measured, so it can't be measured again")
+    settings = {name: value for name, value in study.to_table().items() if name not in REFUSED}
+    return Study(**{**settings, "rounds": max(ROUNDS, study.rounds), "boundaries": study.boundaries})
+
+
+def _at_commits(model: str, span: str) -> tuple[str, str]:
+    """Return the model at both commits of `A..B`; without B, the second is the file in its current state."""
+    before, dots, after = span.partition("..")
+    if not (before and dots) or after.startswith(".") or commits.split_commit(model)[1]:
+        raise UserError(
+            f"--commits {span!r} is not A..B, two commits of {model}; write main..HEAD, or main.. for the file as it is"
+        )
+    sources = [commits.fix_commit(f"{model}@{commit}") if commit else model for commit in (before, after)]
+    for commit, source in zip((before, after), sources, strict=True):
+        if commit and not commits.split_commit(source)[1]:
+            raise UserError(f"{model} is not a file, so it has no commits; give FILE.py:FUNCTION or a model's file")
+    return sources[0], sources[1]

@@ -1,0 +1,244 @@
+"""`dyno show RUN --over-time FILE`: trials of a run over time, as a chart or as numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.formatting import short, sized
+from dyno.report import style
+from dyno.report.export import export
+from dyno.report.style import INK, LINES, SPARE, WIDTH, Chart, color, styled
+from dyno.report.table_kind import TableKind
+from dyno.results.files import read_numbers
+from dyno.results.ranking import LATENCY
+from dyno.results.rounds import Round
+from dyno.results.run_data import RunData
+from dyno.results.timeline import Window
+from dyno.results.trial_result import TrialResult
+from dyno.store import check_writable
+from dyno.table import COUNT, TEXT, Column, Row, Table
+from dyno.take import find
+from dyno.worker.record import write_text
+from dyno.worker.spec import UserError
+
+# What a round's job did to the machine over time: telemetry.npz as series of quantities on one time axis.
+
+STEPS = 2.0  # times the usual time between two looks: a longer one is a pause, in which others were measured
+
+
+@dataclass(frozen=True)
+class Quantity:
+    """What is drawn and written of one column: its name, its unit, and the column's values in that unit."""
+
+    name: str
+    unit: str
+    column: str
+    scale: float = 1.0
+
+    @property
+    def title(self) -> str:
+        return f"{self.name}, {self.unit}"
+
+
+MEMORY_OF_GPU = Quantity("GPU memory", "GB", "gpu_memory", 1e-9)
+ON_GPU = (MEMORY_OF_GPU, Quantity("SM utilisation", "%", "gpu_util"), Quantity("GPU power", "W", "gpu_power"),
+          Quantity("SM clock", "MHz", "gpu_clock"))  # fmt: skip
+ON_CPU = (Quantity("memory", "GB", "rss", 1e-9), Quantity("busy processors", "", "cpu"),
+          Quantity("CPU power", "W", "cpu_power"), Quantity("CPU clock", "MHz", "frequency"))  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Series:
+    """A job over time: `seconds` since it began, without the pauses in which others were measured, float64 [looks];
+    `values` by quantity, of the same shape, NaN where nothing is known; `timed` windows by boundary on that axis."""
+
+    seconds: np.ndarray
+    values: Mapping[Quantity, np.ndarray]
+    timed: Mapping[str, Window]
+    paused: bool
+
+
+def read_over_time(r: Round) -> Series | None:
+    """Read the round's series, of the device that it ran on; None where nothing was stored.
+
+    The GPU's memory is that above the amount used before the job began.
+    """
+    try:
+        stored = read_numbers(r.folder / "telemetry.npz")
+    except (OSError, ValueError):  # absent, truncated, or not an npz
+        return None
+    at = stored.get("at", np.empty(0))
+    if len(at) < 2 or "epoch" not in stored:
+        return None
+    columns = {name: values for name, values in stored.items() if values.shape == at.shape}
+    if "gpu_memory" in columns:
+        columns["gpu_memory"] = columns["gpu_memory"] - stored.get("gpu_before_memory", 0.0)
+    if "cpu_energy" in columns:
+        columns["cpu_power"] = _compute_rate(at, columns["cpu_energy"])
+    steps = np.diff(at, prepend=0.0)
+    longest = STEPS * float(np.median(steps))
+    seconds = np.cumsum(np.minimum(steps, longest))
+    wanted = ON_GPU if r.device.startswith("cuda") else ON_CPU
+    values = {each: each.scale * columns[each.column] for each in wanted if each.column in columns}
+    known = {each: found for each, found in values.items() if not np.isnan(found).all()}
+    ends = [(boundary, np.subtract(window, float(stored["epoch"]))) for boundary, window in r.facts.timed.items()]
+    timed = {boundary: tuple(np.interp(window, at, seconds).tolist()) for boundary, window in ends}
+    return Series(seconds, known, timed, bool((steps[1:] > longest).any())) if known else None
+
+
+def _compute_rate(at: np.ndarray, total: np.ndarray) -> np.ndarray:
+    return np.concatenate([[np.nan], np.diff(total) / np.diff(at)])
+
+
+def quantities(series: Iterable[Series]) -> list[Quantity]:
+    """Return the quantities that at least one of the series has, in order."""
+    had = {each for one in series for each in one.values}
+    return [each for each in (*ON_GPU, *ON_CPU) if each in had]
+
+
+# Trials over time on one axis: memory, utilisation, power and clock of the device while each job ran.
+
+GROUPS, LONGEST = 3, 60  # groups of trials in one chart, and characters of a title
+PANEL, STRIP = 1.3, 0.22  # inches of a quantity's panel, and of a trial's row of what was timed
+
+Shown = tuple[TrialResult, Series]
+
+
+def over_time(run: RunData) -> Any:
+    """Draw the reference and the fastest other trial of each model and size, in its largest batch; None without any."""
+    found = group_over_time(run)
+    return draw_over_time(found) if found else None
+
+
+def group_over_time(run: RunData) -> list[tuple[str, list[Shown]]]:
+    """Return the first GROUPS pairs of trials that were recorded, each with a title."""
+    return [(title, shown) for title, trials in _group_trials(run) if len(shown := series_of(trials)) > 1][:GROUPS]
+
+
+def series_of(trials: Sequence[TrialResult]) -> list[Shown]:
+    """Return each trial with the series of its first good round that has one."""
+    return [(t, found) for t in trials if (found := next(filter(None, map(read_over_time, t.good)), None)) is not None]
+
+
+def draw_over_time(groups: Sequence[tuple[str, Sequence[Shown]]]) -> Any:
+    """Draw a figure: for each group a panel per quantity with a line per trial, and the timed stretches below."""
+    heights = [PANEL * len(quantities(s for _, s in shown)) + STRIP * len(shown) + 0.9 for _, shown in groups]
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, sum(heights)), layout="constrained")
+        parts = figure.subfigures(len(groups), 1, squeeze=False, height_ratios=heights)[:, 0]
+        for part, (title, shown) in zip(parts, groups, strict=True):
+            part.suptitle(title, x=0.01, ha="left", fontweight="bold", fontsize=10.5)
+            _draw_group(part, shown)
+    return figure
+
+
+def _group_trials(run: RunData) -> Iterator[tuple[str, list[TrialResult]]]:
+    rows = run.frame.dropna(subset=[LATENCY])
+    for (model, size, device), group in rows.groupby(["model", "size", "device"], sort=False):
+        last = group[group["batch"] == group["batch"].max()]
+        order = last.assign(first=last["verdict"] != "reference").sort_values(["first", LATENCY], kind="stable")
+        title = f"{short(model, LONGEST)}{sized(size)}, batch {last['batch'].iloc[0]}, {device}"
+        yield title, [run.trials[id] for id in order["trial"][:2]]
+
+
+def _draw_group(part: Any, shown: Sequence[Shown]) -> None:
+    wanted = quantities(series for _, series in shown)
+    heights = [*[PANEL] * len(wanted), STRIP * len(shown)]
+    *panels, strip = part.subplots(len(heights), 1, sharex=True, height_ratios=heights)
+    tones = _choose_tones([t for t, _ in shown])
+    for axes, quantity in zip(panels, wanted, strict=True):
+        for (t, series), tone in zip(shown, tones, strict=True):
+            if quantity in series.values:
+                axes.plot(series.seconds, series.values[quantity], color=tone, ls=LINES.get(t.precision, "-"), lw=1.3,
+                          label=t.configuration)  # fmt: skip
+        axes.set_ylabel(quantity.title if quantity.unit else quantity.name, fontsize=8.5)
+        axes.set_ylim(bottom=0)
+    for row, ((_, series), tone) in enumerate(zip(shown, tones, strict=True)):
+        for begin, end in series.timed.values():
+            strip.barh(row, end - begin, 0.7, begin, color=tone)
+    strip.set(ylim=(len(shown) - 0.4, -0.6), yticks=[], xlim=(0, None))
+    strip.set_ylabel("timed", fontsize=8.5, rotation=0, ha="right", va="center")
+    strip.grid(visible=False)
+    paused = any(series.paused for _, series in shown)
+    strip.set_xlabel("seconds since the job began" + (", pauses left out" if paused else ""), fontsize=9, color=INK)
+    names = {handle.get_label(): handle for axes in panels for handle in axes.get_lines()}
+    part.legend(list(names.values()), list(names), loc="outside upper right", ncols=2)
+
+
+def _choose_tones(trials: Sequence[TrialResult]) -> list[str]:
+    """Return a colour for each trial: its backend's, or a spare one where an earlier trial has taken that."""
+    taken: list[str] = []
+    for t in trials:
+        spare = (tone for tone in (color(t.backend), *SPARE) if tone not in taken)
+        taken.append(next(spare, INK))
+    return taken
+
+
+OVER_TIME = Chart(
+    "over-time",
+    "The reference and the fastest trial on one time axis, their first rounds, seen from outside the job: on a GPU its "
+    "memory above what was used before, SM utilisation, power and clock; else memory, busy processors, power where it "
+    "can be read, and clock. Bars below: timing.",
+    over_time,
+    14,
+)
+
+
+SERIES = TableKind("over-time", "Over time", "A row for each look at a job: memory, utilisation, power and clock.",
+                   command="dyno show RUN --over-time FILE.csv")  # fmt: skip
+ENDINGS = (".svg", ".png", ".csv")
+
+
+def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
+    """Write the telemetry of the trials' first rounds on one time axis: .svg and .png are drawn, .csv has each sample.
+
+    `choices` are trials by their ids, or as BACKEND/PRECISION; without any, the report's are taken: the reference and
+    the fastest other trial of each group. Raises `UserError` for a file that can't be written, and if nothing was
+    recorded.
+    """
+    if path.suffix not in ENDINGS:
+        raise UserError(f"{path} would be no chart over time; give a name that ends in {', '.join(ENDINGS)}")
+    check_writable(path)
+    trials = [find(run.records, choice) for choice in choices]
+    if choices:
+        title = ", ".join(dict.fromkeys(f"{t.model}{sized(t.size)}, batch {t.batch}, {t.device}" for t in trials))
+        groups = [(title, series_of(list({t.id: t for t in trials}.values())))]
+    else:
+        groups = group_over_time(run)
+    lacking = [t.label for t in trials if t.id not in {shown.id for _, group in groups for shown, _ in group}]
+    if lacking:
+        raise UserError(f"nothing was recorded over time of {lacking[0]}; choose another trial")
+    if not groups:
+        raise UserError(f"{run.records.folder} has no two trials with a recording over time; choose some with --trials")
+    if path.suffix == ".csv":
+        write_text(path, export([table([shown for _, group in groups for shown in group])], "csv"))
+    elif path.suffix == ".png":
+        style.save(draw_over_time(groups), path)
+    else:
+        write_text(path, style.svg(draw_over_time(groups), "over-time", on_paper=True))
+    return path
+
+
+def table(shown: Sequence[Shown]) -> Table:
+    """Return a table with one row per telemetry sample of each trial, with the boundary timed at that moment."""
+    wanted = quantities(series for _, series in shown)
+    columns = (
+        Column("trial", "the id", kind=TEXT),
+        Column("label", "of the trial", kind=TEXT),
+        Column("look", "number, from 1", kind=COUNT),
+        Column("seconds", "since the job began, without pauses", "s"),
+        Column("timed", "the boundary that was timed then", kind=TEXT),
+        *(Column(each.column, each.name, each.unit) for each in wanted),
+    )
+    rows: list[Row] = []
+    for t, series in shown:
+        for k, seconds in enumerate(series.seconds.tolist()):
+            timed = next((name for name, (begin, end) in series.timed.items() if begin <= seconds <= end), "")
+            values = {each.column: float(found[k]) for each, found in series.values.items()}
+            rows.append({"trial": t.id, "label": t.label, "look": k + 1, "seconds": seconds, "timed": timed, **values})
+    return SERIES.of(columns, rows)

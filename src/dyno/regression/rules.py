@@ -1,0 +1,149 @@
+"""Which changes fail a comparison, and how large they may be."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dyno.formatting import show
+from dyno.results import stats
+from dyno.results.metrics.precision import truth
+from dyno.results.trial_result import TrialResult
+from dyno.worker.numerics import closeness
+from dyno.worker.option_values import settle
+from dyno.worker.spec import UserError
+
+SLOWER, LESS_ACCURATE, DISAGREE, STATUS, WRONG_OUTPUTS = CONDITIONS = (
+    "slower", "less-accurate", "disagree", "status", "wrong-outputs",
+)  # fmt: skip
+TOLERANCE = 0.02
+FAIL_ON = (SLOWER, LESS_ACCURATE, STATUS, WRONG_OUTPUTS)
+MOST = 10.0  # the largest limit: eleven times as long
+
+
+@dataclass(frozen=True)
+class GateRules:
+    """Which changes fail the comparison, and how large they may be.
+
+    `tolerance` is the relative slow-down that is still accepted: "slower" needs the whole interval beyond it. Written
+    as "slower=2%", which sets the tolerance, it is a gate: what is neither clearly beyond nor clearly within the limit
+    is undecided. `least` is the share of output values (0 to 1) that must be close to A's, |b - a| <= atol + rtol |a|;
+    giving it asks for the condition "disagree". With `any_outputs` speed is judged even where B's outputs are wrong.
+    UserError for anything else.
+    """
+
+    fail_on: tuple[str, ...] = FAIL_ON
+    tolerance: float = TOLERANCE
+    least: float = 0.0
+    rtol: float = closeness.RTOL
+    atol: float = closeness.ATOL
+    any_outputs: bool = False
+    gate: bool = False
+
+    def __post_init__(self) -> None:
+        settle(self)
+        self._parse_conditions(self.fail_on)
+        for name in ("tolerance", "rtol", "atol"):
+            value = getattr(self, name)
+            if not (math.isfinite(value) and value >= 0):
+                raise UserError(f"{name} is {value:g}; it must be 0 or more")
+        if not 0 <= self.least <= 1:
+            raise UserError(f"least is {self.least:g}; it is a share of values from 0 to 1, such as 0.999")
+        if DISAGREE in self.fail_on and not self.least:
+            raise UserError("disagree needs least, the share of values that must agree, such as 0.999")
+        if self.least and DISAGREE not in self.fail_on:
+            object.__setattr__(self, "fail_on", (*self.fail_on, DISAGREE))
+        if not self.fail_on:
+            raise UserError(f"fail_on is empty, so nothing would fail; give one or several of {', '.join(CONDITIONS)}")
+
+    def _parse_conditions(self, conditions: tuple[str, ...]) -> None:
+        names = []
+        if len({percent(c.partition("=")[2]) for c in conditions if c.startswith(f"{SLOWER}=")}) > 1:
+            raise UserError(f"{', '.join(c for c in conditions if '=' in c)} contradict each other; give one of them")
+        for text in conditions:
+            name, equals, limit = text.partition("=")
+            if name not in CONDITIONS:
+                raise UserError(f"can't fail on {text!r}; known: {', '.join(CONDITIONS)}, and a limit, slower=2%")
+            if equals and name != SLOWER:
+                raise UserError(f"{name} takes no limit; write {name} instead of {text!r}")
+            if equals and self.tolerance not in (TOLERANCE, percent(limit)):
+                raise UserError(f"{text} and a tolerance of {self.tolerance:g} contradict each other; give one of them")
+            if equals:
+                object.__setattr__(self, "tolerance", percent(limit))
+                object.__setattr__(self, "gate", True)
+            names.append(name)
+        object.__setattr__(self, "fail_on", tuple(names))
+
+
+def slowdown(share: float) -> str:
+    """Format a relative slow-down; beyond the largest limit its digits mean nothing (two rounds may give 1e40)."""
+    return f"{100 * share:.1f} %" if share <= MOST else f"more than {100 * MOST:,.0f} %"
+
+
+def percent(text: str) -> float:
+    """Return the share for a text such as `2%`; UserError for anything but a percentage of 0 to 1000."""
+    number = text.strip().removesuffix("%")
+    try:
+        value = float(number) / 100
+    except ValueError:
+        value = math.nan
+    if not (text.strip().endswith("%") and 0 <= value <= MOST):
+        raise UserError(f"slower={text} is not a percentage of 0 or more; write slower=2%")
+    return value
+
+
+# What a comparison with these rounds and this spread would have caught.
+
+POWER = 0.8
+
+
+def smallest_slowdown(error: float, freedom: float, level: float, tolerance: float) -> float:
+    """Return the smallest relative slow-down that would fail in 80 % of such comparisons; NaN where that is unknown.
+
+    `error` is the standard error of the mean log ratio with `freedom` degrees of freedom. A comparison fails where the
+    interval of 1 - `level` lies wholly above 1 + `tolerance`: the slow-down is the one at which the t statistic, which
+    then has a noncentral t distribution, exceeds its critical value with that probability.
+    """
+    from scipy.special import nctdtrinc
+
+    if not freedom > 0:
+        return math.nan
+    critical = stats.t_quantile(freedom, level)
+    return (1 + tolerance) * math.exp(error * float(nctdtrinc(freedom, 1 - POWER, critical))) - 1
+
+
+# What else differs between two trials that are compared: facts that may explain their speeds.
+
+UNKNOWN = "unknown"  # of layers that can't be watched, as TorchScript's
+
+
+def changes(a: TrialResult, b: TrialResult) -> list[str]:
+    """Return each fact of the engine that differs in B, as `layers 41 to 44`: versions, types, layers, file size."""
+    if not (a.good and b.good):
+        return []
+    before, after = dict(_list_facts(a)), dict(_list_facts(b))
+    return [
+        f"{name} {before.get(name, 'none')} to {after.get(name, 'none')}"
+        for name in dict.fromkeys((*before, *after))
+        if before.get(name) != after.get(name)
+    ]
+
+
+def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
+    system: Mapping[str, Any] = t.good[0].record.system
+    if python := system.get("python"):
+        yield "Python", str(python)
+    for name, version in (system.get("versions") or {}).items():
+        yield str(name), str(version)
+    if types := truth(t):
+        yield "ran as", str(types) or UNKNOWN
+    for name in ("layers", "parameters"):
+        count = t.count(name)
+        yield name, UNKNOWN if count is None else f"{count:,}"
+    size = t.artifact.bytes if t.artifact else t.value("file_size")
+    if size:
+        yield "file size", show(float(size), "bytes")
+    if t.facts.threads is not None:
+        yield "threads", str(t.facts.threads)

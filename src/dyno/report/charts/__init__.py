@@ -1,0 +1,17 @@
+"""Charts of a run, each an object in a module, and found by its name."""
+
+from __future__ import annotations
+
+import sys
+
+from dyno.report.style import Chart
+from dyno.worker import plugins
+
+GROUP = "dyno.charts"
+ABILITIES = ("dyno.video.tables", "dyno.serving.tables")  # modules of other rooms that declare charts
+
+
+def kinds() -> list[Chart]:
+    """Return every available chart in the report's order: Dyno's own, then those of installed distributions."""
+    found = plugins.declared((sys.modules[__name__], *ABILITIES), Chart, GROUP).values()
+    return sorted(found, key=lambda chart: (chart.place, chart.name))

@@ -1,0 +1,422 @@
+"""Charts of a run's trials: latency, speed-up, accuracy against speed, throughput against batch and size."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from dyno.formatting import NO_IMAGE, bounded, limits, ratio, short, show, significant
+from dyno.report.style import HATCHES, INK, LINES, WIDTH, Chart, color, logarithmic, marker, styled, tip
+from dyno.results import ranking
+from dyno.results.metrics.metric import Metric
+from dyno.results.ranking import LATENCY, THROUGHPUT, configuration_of, rank_goals
+from dyno.results.run_data import RunData
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# Lines against the batch or the image size: a panel for each of what is neither, a line for each configuration.
+
+MOST_PANELS = 12
+MOST_CONFIGURATIONS = 12  # lines or bars of one panel that a reader can tell apart
+LONGEST = 44  # characters of a name on an axis
+
+Panel = tuple[str, "pd.DataFrame"]
+
+
+def scaling_series(run: RunData, axis: str) -> Any:
+    """Draw throughput, and FPS from latency, against batch or image size (R35); None without a panel."""
+    rows = ranking.list_usable(run.frame).dropna(subset=[LATENCY])
+    panels, left = panels_of(list_configurations(rows.assign(fps=ranking.read_fps(rows))), axis)
+    if not panels:
+        return None
+    columns = ((THROUGHPUT, "throughput"), ("fps", "FPS, batch after batch"))
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, 2.9 * len(panels) + 0.9), layout="constrained")
+        for pair, (title, group) in zip(figure.subplots(len(panels), 2, squeeze=False), panels, strict=True):
+            for axes, (column, what) in zip(pair, columns, strict=True):
+                draw(axes, group, axis, column)
+                axes.set_title(title if column == THROUGHPUT else "", loc="left")
+                axes.set_ylabel(f"{what}, images/s")
+                axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:g}")
+        legend(figure, panels, left)
+    return figure
+
+
+def draw_lines(rows: pd.DataFrame, axis: str, column: str, label: str) -> Any:
+    """Draw one column of the rows against the axis, two panels side by side; None with nothing to draw."""
+    panels, left = panels_of(list_configurations(rows), axis)
+    if not panels:
+        return None
+    across = min(2, len(panels))
+    down = math.ceil(len(panels) / across)
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, 2.9 * down + 0.8), layout="constrained")
+        grid = figure.subplots(down, across, squeeze=False).ravel()
+        for axes, (title, group) in zip(grid, panels, strict=False):
+            draw(axes, group, axis, column)
+            axes.set_ylabel(label)
+            axes.set_title(title)
+        for axes in grid[len(panels) :]:
+            axes.remove()
+        legend(figure, panels, left)
+    return figure
+
+
+def panels_of(rows: pd.DataFrame, axis: str) -> tuple[list[Panel], int]:
+    """Return title and rows of each panel with two or more values on the axis, and the number of panels left out."""
+    rows = rows.assign(place=[place_of(v) for v in rows[axis]])
+    keys = [k for k in ("model", "size", "batch", "device") if k != axis]
+    panels = [(title_of(keys, v), g) for v, g in rows.groupby(keys, sort=False) if g["place"].nunique() > 1]
+    return panels[:MOST_PANELS], max(0, len(panels) - MOST_PANELS)
+
+
+def draw(axes: Any, group: pd.DataFrame, axis: str, column: str) -> None:
+    """Draw a line for each configuration on an axis that begins at 0, its interval shaded where the column has one."""
+    for _, series in group.groupby("configuration", sort=False):
+        first, ordered = series.iloc[0], series.dropna(subset=[column]).sort_values("place")
+        axes.plot(ordered["place"], ordered[column], **stroke(first))
+        if f"{column}_low" in series:
+            bounded_rows = ordered.dropna(subset=[f"{column}_low"])
+            limits = bounded_rows[f"{column}_low"], bounded_rows[f"{column}_high"]
+            tight = [bounded(*pair) for pair in zip(*limits, strict=True)]
+            axes.fill_between(
+                bounded_rows["place"], *limits, where=tight, color=color(first["backend"]), alpha=0.1, lw=0
+            )
+    ticks = sorted(set(group["place"]))
+    names = {place_of(v): str(v) for v in group[axis]}
+    axes.set_xscale("log", base=2)
+    axes.set_xticks(ticks, [names[t] for t in ticks], minor=False)
+    axes.minorticks_off()
+    axes.set_xlabel("batch" if axis == "batch" else "image size, pixels")
+    # A wide interval must not squeeze the lines.
+    axes.set_ylim(0, min(axes.get_ylim()[1], 2 * group[column].max()))
+
+
+def list_configurations(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of the first MOST_CONFIGURATIONS with `configuration` and `twin`, its index among look-alikes."""
+    rows = rows.assign(configuration=[configuration_of(r) for _, r in rows.iterrows()])
+    rows = rows[rows["configuration"].isin(list(dict.fromkeys(rows["configuration"]))[:MOST_CONFIGURATIONS])]
+    alike: dict[tuple[str, str], dict[str, int]] = {}
+    lines = list(zip(rows["configuration"], rows["backend"], rows["precision"], strict=True))
+    for name, *kind in lines:
+        names = alike.setdefault((kind[0], kind[1]), {})
+        names.setdefault(name, len(names))
+    return rows.assign(twin=[alike[backend, precision][name] for name, backend, precision in lines])
+
+
+def stroke(r: Any) -> dict[str, Any]:
+    """Return the line style of a configuration; of two that differ only by an option the second has hollow markers."""
+    tone = color(r["backend"])
+    inside = {"mfc": "white", "mec": tone, "mew": 1.3} if r["twin"] else {"mec": "white", "mew": 0.6}
+    looks = {"color": tone, "marker": marker(r["precision"]), "ls": LINES.get(r["precision"], "-"), "lw": 1.6, "ms": 6}
+    return looks | inside
+
+
+def legend(figure: Any, panels: list[Panel], left: int = 0) -> None:
+    """Draw one legend below all panels, with the number of panels left out."""
+    from matplotlib.lines import Line2D
+
+    rows = one_of_each(panels)
+    place_legend(figure, [Line2D([], [], label=short(r["configuration"], LONGEST), **stroke(r)) for r in rows], left)
+
+
+def one_of_each(panels: list[Panel]) -> list[Any]:
+    """Return one row of each configuration drawn, in order."""
+    first_rows: dict[str, Any] = {}
+    for _, group in panels:
+        for _, r in group.iterrows():
+            first_rows.setdefault(r["configuration"], r)
+    return list(first_rows.values())
+
+
+def place_legend(figure: Any, handles: list[Any], left: int) -> None:
+    """Place the handles below the figure, in as many columns as their names leave room for."""
+    columns = 4 if max(len(h.get_label()) for h in handles) < 22 else 2
+    title = f"{left} more panels are left out; their numbers are in tables.md" if left else None
+    figure.legend(handles=handles, loc="outside lower center", ncols=columns, handlelength=2.6, title=title)
+
+
+def title_of(keys: list[str], values: tuple[Any, ...]) -> str:
+    """Return a panel's title from the values that all its rows share."""
+    named = dict(zip(keys, values, strict=True))
+    parts = [short(named["model"], LONGEST)] + [
+        f"{k} {named[k]}" for k in ("size", "batch") if k in named and (k, named[k]) != ("size", NO_IMAGE)
+    ]
+    return ", ".join(parts + ([named["device"]] if named["device"] != "cpu" else []))
+
+
+def place_of(value: Any) -> float:
+    """Return the position of a batch or a size on its axis; a non-square size is at the square root of its area."""
+    height, _, width = str(value).partition("x")
+    return math.sqrt(float(height) * float(width)) if width else float(height)
+
+
+MOST_BARS = 80  # rows in one figure; what is beyond stands in results.csv
+MOST_ACCURACY_PANELS = 6
+MOST_NAMED = 4
+ROW = 0.27  # inches a bar takes
+UNCERTAIN = "uncertain"  # in place of a speed-up that has no bound
+LOGARITHMIC = 10  # times by which the largest exceeds the smallest, from which an axis is logarithmic
+
+SPEED_LIMITS = {LATENCY: ("latency_ms_low", "latency_ms_high"), THROUGHPUT: ("throughput_low", "throughput_high")}
+
+
+def draw_latency(run: RunData) -> Any:
+    """Draw bars of latency per batch with its interval between processes, a panel per model, size and batch (R15)."""
+    rows = run.frame.dropna(subset=[LATENCY])
+    return rows_figure(rows, _latency_panel, "latency per batch, ms", lambda r: show(r[LATENCY] * 1e-3, "duration"))
+
+
+def draw_speedup(run: RunData) -> Any:
+    """Draw speed-ups over the reference with their intervals.
+
+    One panel per model, size and batch in which any speed-up has a bound; None without such a panel.
+    """
+    rows = compared(run.frame.dropna(subset=["speedup"]))
+    return rows_figure(rows, _speedup_panel, "times as fast as the reference", times) if len(rows) else None
+
+
+def compared(rows: pd.DataFrame) -> pd.DataFrame:
+    """Return the rows of every reference against which any speed-up has a bound."""
+    told = [r["reference"] for _, r in rows.iterrows() if r["verdict"] != "reference" and times(r) != UNCERTAIN]
+    return rows[rows["reference"].isin(told)]
+
+
+def times(r: pd.Series) -> str:
+    """Return the speed-up as text, or UNCERTAIN where its interval is too wide for any digits."""
+    low, high = r["speedup_low"], r["speedup_high"]
+    return f"{r['speedup']:.2f}x" if low != low or bounded(low, high) else UNCERTAIN
+
+
+def _latency_panel(axes: Any, rows: pd.DataFrame) -> None:
+    limit = set_scale(axes, rows[LATENCY], rows["latency_ms_high"].max())
+    logarithmic = axes.get_xscale() == "log"
+    for y, (_, r) in enumerate(rows.iterrows()):
+        if logarithmic:  # where the length of a bar would say nothing
+            _plot_point(axes, r, r[LATENCY], y)
+        else:
+            hatch = HATCHES.get(r["precision"], "")
+            (bar,) = axes.barh(y, r[LATENCY], 0.72, color=color(r["backend"]), hatch=hatch, edgecolor="white", lw=0)
+            tip(bar, _describe_row(r))
+        if bounded(r["latency_ms_low"], r["latency_ms_high"]):
+            _draw_whisker(axes, r["latency_ms_low"], r["latency_ms_high"], y, limit)
+
+
+def _speedup_panel(axes: Any, rows: pd.DataFrame) -> None:
+    axes.axvline(1, color=INK, lw=1)
+    shown = [(y, r) for y, (_, r) in enumerate(rows.iterrows()) if times(r) != UNCERTAIN]
+    intervals = [r["speedup_high"] for _, r in shown if bounded(r["speedup_low"], r["speedup_high"])]
+    limit = set_scale(axes, [*(r["speedup"] for _, r in shown), 1], max(intervals, default=float("nan")))
+    for y, r in shown:
+        _plot_point(axes, r, r["speedup"], y)
+        if bounded(r["speedup_low"], r["speedup_high"]):
+            _draw_whisker(axes, r["speedup_low"], r["speedup_high"], y, limit)
+
+
+def _plot_point(axes: Any, r: pd.Series, x: float, y: float, **looks: Any) -> None:
+    """Plot a row's marker with a tooltip of its numbers."""
+    looks = {"mec": "white", "mew": 0.7, "ms": 9} | looks
+    tip(axes.plot(x, y, marker(r["precision"]), color=color(r["backend"]), **looks)[0], _describe_row(r))
+
+
+def _describe_row(r: pd.Series) -> str:
+    """Describe a row in words: its configuration with latency, images per second and speed-up."""
+    interval = limits(r["latency_ms_low"], r["latency_ms_high"], lambda v: show(v * 1e-3, "duration"))
+    words = [f"{configuration_of(r)}, batch {r['batch']}: {show(r[LATENCY] * 1e-3, 'duration')}{interval}"]
+    if r[THROUGHPUT] == r[THROUGHPUT]:
+        words.append(f"{significant(r[THROUGHPUT])} images/s")
+    if r["speedup"] == r["speedup"] and r["verdict"] != "reference":
+        words.append(f"{ratio(r['speedup'], r['speedup_low'], r['speedup_high'])}, {r['verdict']}")
+    return "; ".join(words)
+
+
+def set_scale(axes: Any, values: Iterable[float], highest: float) -> float:
+    """Scale the horizontal axis for the values and return its end; `highest` ends the widest interval (NaN: none).
+
+    It begins at 0, or is logarithmic where values differ by more than a factor of LOGARITHMIC.
+    """
+    low, high = min(values), max(values)
+    limit = _choose_axis_end(high, highest)
+    if high > LOGARITHMIC * low > 0:
+        limit *= 1.2
+        logarithmic(axes, "x", low / 1.6, limit)
+    else:
+        axes.set_xlim(0, limit)
+    return limit
+
+
+def _choose_axis_end(value: float, high: float) -> float:
+    """Return the end of an axis: beyond the widest interval, but never so far as to squeeze the values themselves."""
+    return float(min(max(1.2 * value, 1.05 * high) if high == high else 1.2 * value, 2 * value))
+
+
+def _draw_whisker(axes: Any, low: float, high: float, y: float, limit: float) -> None:
+    axes.plot([low, min(high, limit)], [y, y], color=INK, lw=1.1)
+    axes.plot([low], [y], "|", color=INK, ms=5, mew=1.1)
+    # An arrow where the interval goes on beyond the axis: an end drawn there would be read as its end.
+    axes.plot([min(high, limit)], [y], "|" if high <= limit else ">", color=INK, ms=5, mew=1.1, clip_on=False)
+
+
+def rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
+    """Draw panels of horizontal rows, best first, with names on the left and numbers on the right to avoid overlaps.
+
+    Return None without rows.
+    """
+    groups, left_out = _choose_groups(list(_group_rows(rows)))
+    if not groups:
+        return None
+    heights = [max(len(g), 2) * ROW for _, g in groups]
+    total = sum(heights) + 0.62 * len(groups) + 0.35
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, total))
+        grid = figure.add_gridspec(
+            len(groups), 1, height_ratios=heights, hspace=0.62 / (sum(heights) / len(heights)),
+            left=0.3, right=0.88, top=1 - 0.3 / total, bottom=0.5 / total,
+        )  # fmt: skip
+        for i, (title, group) in enumerate(groups):
+            ordered = ranking.rank_trials(group)
+            axes = figure.add_subplot(grid[i])
+            draw(axes, ordered)
+            _name_rows(axes, ordered, value)
+            axes.set_title(title, x=0 if len(title) < 60 else -0.4)
+        axes.set_xlabel(axis)
+        if left_out:
+            figure.text(0.88, 0, f"{left_out} more groups are in results.csv", ha="right", va="bottom", fontsize=8)
+    return figure
+
+
+def _name_rows(axes: Any, rows: pd.DataFrame, value: Any) -> None:
+    axes.set_yticks(range(len(rows)), [short(configuration_of(r), LONGEST) for _, r in rows.iterrows()])
+    axes.set_ylim(len(rows) - 0.4, -0.6)
+    axes.tick_params(axis="y", length=0)
+    axes.grid(False, axis="y")
+    for y, (_, r) in enumerate(rows.iterrows()):
+        axes.text(1.015, y, value(r), transform=axes.get_yaxis_transform(), va="center", fontweight="bold")
+
+
+def draw_accuracy(run: RunData, speed: str = LATENCY) -> Any:
+    """Draw accuracy against latency or throughput with 95 % intervals on both axes and the frontier.
+
+    Sizes share a panel where a budget lets them compete; all batches share one where images per second are compared.
+    None without a panel of at least two rows.
+    """
+    panels = [p for p in _accuracy_panels(run, speed) if len(p[1]) > 1][:MOST_ACCURACY_PANELS]
+    if not panels:
+        return None
+    with styled() as figure_class:
+        figure = figure_class((WIDTH, 3.9 * len(panels) + 0.5), layout="constrained")
+        places = figure.subplots(len(panels), 1, squeeze=False)[:, 0]
+        for axes, (title, group, metric) in zip(places, panels, strict=True):
+            edge = ranking.find_pareto(group, speed, metric.column)
+            _accuracy_panel(axes, group, edge, speed, metric)
+            axes.set_title(title, pad=20)
+            axes.text(0, 1.03, _named_frontier(edge, group), transform=axes.transAxes, fontsize=8.5)
+        _add_legend(figure, ranking.list_usable(run.frame).dropna(subset=[speed]))
+    return figure
+
+
+def _accuracy_panels(run: RunData, speed: str) -> Iterator[tuple[str, pd.DataFrame, Metric]]:
+    for contest in rank_goals(run):
+        metric = contest.metric
+        if metric.column not in contest.group:
+            continue
+        rows = ranking.list_usable(contest.group).dropna(subset=[speed, metric.column])
+        keys = ["model", *([] if contest.sizes else ["size"]), *(["batch"] if speed == LATENCY else []), "device"]
+        yield from ((title_of(keys, v), g, metric) for v, g in rows.groupby(keys, sort=False))
+
+
+def _named_frontier(edge: pd.DataFrame, group: pd.DataFrame) -> str:
+    """Return the frontier in words: names beside crowded points would cover them."""
+    unequal = [k for k in ("size", "batch") if group[k].nunique() > 1]
+    names = [
+        " ".join([short(configuration_of(r), LONGEST), *(f"{k} {r[k]}" for k in unequal)]) for _, r in edge.iterrows()
+    ]
+    more = f", and {len(names) - MOST_NAMED} more" if len(names) > MOST_NAMED else ""
+    return "frontier (ringed), fastest first: " + ", ".join(names[:MOST_NAMED]) + more
+
+
+def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: str, metric: Metric) -> None:
+    steps = "steps-post" if speed == LATENCY else "steps-pre"
+    axes.plot(edge[speed], edge[metric.column], drawstyle=steps, color=INK, lw=1, ls=(0, (4, 2)), zorder=1)
+    chosen = set(edge["trial"])
+    limit = set_scale(axes, group[speed], group[SPEED_LIMITS[speed][1]].max())
+    for _, r in group.iterrows():
+        tone, value = color(r["backend"]), r[metric.column]
+        low, high = (r[name] for name in SPEED_LIMITS[speed])
+        if bounded(low, high):
+            axes.plot([low, min(high, limit)], [value] * 2, color=tone, lw=1.1, alpha=0.8)
+            if high > limit:  # an end drawn there would be read as the interval's
+                axes.plot([limit], [value], ">", color=tone, ms=5)
+        axes.plot([r[speed]] * 2, metric.interval(r), color=tone, lw=1.1, alpha=0.8)
+        ring = {"mec": INK, "mew": 1.6, "ms": 11} if r["trial"] in chosen else {"mec": "white", "mew": 0.8, "ms": 9}
+        _plot_point(axes, r, r[speed], value, zorder=4 if r["trial"] in chosen else 3, **ring)
+    axes.margins(y=0.12)
+    if axes.get_xscale() == "linear":
+        axes.set_xlim(left=max(0.0, 1.1 * group[speed].min() - 0.1 * limit))
+    measured = "latency per batch, ms" if speed == LATENCY else "images per second"
+    axes.set_xlabel(f"{measured} (95 % interval between processes)")
+    axes.set_ylabel(f"{metric.label}, % (95 % interval)")
+
+
+def _group_rows(rows: pd.DataFrame) -> Iterator[Panel]:
+    keys = ["model", "size", "batch", "device"]
+    return ((title_of(keys, values), group) for values, group in rows.groupby(keys, sort=False))
+
+
+def _add_legend(figure: Any, rows: pd.DataFrame) -> None:
+    from matplotlib.lines import Line2D
+
+    configurations = dict.fromkeys(zip(rows["backend"], rows["precision"], strict=True))
+    handles = [Line2D([], [], color=color(b), marker=marker(p), ls="", mec="white", ms=8, label=f"{b} {p}")
+               for b, p in configurations]  # fmt: skip
+    figure.legend(handles=handles, loc="outside lower center", ncols=4, handlelength=1.2)
+
+
+def _choose_groups(groups: list[Panel]) -> tuple[list[Panel], int]:
+    kept: list[Panel] = []
+    bars = 0
+    for title, group in groups:
+        if bars + len(group) > MOST_BARS and kept:
+            break
+        kept.append((title, group.nsmallest(MOST_BARS, LATENCY)))
+        bars += len(group)
+    return kept, len(groups) - len(kept)
+
+
+LATENCIES = Chart(
+    "latency",
+    "Latency per batch: the median over the rounds, and as whiskers the 95 % interval between processes, unless it is "
+    "wider than a factor of two.",
+    draw_latency,
+    1,
+)
+SPEEDUP = Chart(
+    "speedup",
+    "Speed-up over the reference of the same model, size and batch, with its 95 % interval. What is uncertain by more "
+    "than a factor of two is not drawn.",
+    draw_speedup,
+    2,
+)
+ACCURACY_LATENCY = Chart(
+    "accuracy-latency",
+    "Accuracy against latency, with 95 % intervals on both axes. Ringed: no trial is both faster and more accurate.",
+    draw_accuracy,
+    4,
+)
+ACCURACY_THROUGHPUT = Chart(
+    "accuracy-throughput",
+    "Accuracy against throughput at every batch, with 95 % intervals on both axes.",
+    lambda run: draw_accuracy(run, THROUGHPUT),
+    5,
+)
+THROUGHPUT_BATCH = Chart(
+    "throughput-batch",
+    "Throughput (batches overlap) and FPS (one batch after another) against the batch.",
+    lambda run: scaling_series(run, "batch"),
+    6,
+)
+THROUGHPUT_SIZE = Chart(
+    "throughput-size", "Throughput and FPS against the image size.", lambda run: scaling_series(run, "size"), 7
+)

@@ -1,0 +1,253 @@
+"""A table in a format: text for a terminal, Markdown, CSV, JSON or HTML, all from the same `Table`."""
+
+from __future__ import annotations
+
+import csv
+import html
+import io
+import json
+import math
+import textwrap
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+from dyno import formatting
+from dyno.formatting import UNLIMITED, csv_cell, markdown, markdown_table, plain, short
+from dyno.table import TEXT, Column, Row, Table, TablePart, missing
+from dyno.worker.spec import SCHEMA, check_known
+
+LONGEST = 32  # characters of a name in a terminal, and to which words are folded before a column is left out
+GAP, LEAST = 2, 6  # between columns; characters to which a word may be broken where nothing else helps
+NAMES = 2  # columns that say which row it is
+
+By = str | Sequence[str]
+
+
+def export(tables: Sequence[Table], format: str = "text", by: By = (), about: Mapping[str, Any] | None = None) -> str:
+    """Return the tables in one of FORMATS, ending with a line end.
+
+    `csv`, `json` and `html` hold plain values; csv and json have every column, the others those that are printed, a
+    part for each of the values of the columns `by`. `about` stands at the beginning of the JSON object, which holds one
+    table's `columns`, `rows` and `notes`, or several `tables` by name. UserError for an unknown format or column.
+    """
+    check_known("format", format, FORMATS)
+    if format == "json":
+        return _format_json(tables, about or {})
+    return FORMATS[format](tables, by)
+
+
+def with_sentences(tables: Sequence[Table], sentences: Sequence[str], format: str) -> str:
+    """Return the tables in text or Markdown with sentences below them; as CSV without."""
+    text = export(tables, format)
+    if format == "csv":
+        return text
+    as_line = formatting.wrapped if format == "text" else formatting.bullet
+    return text + "\n" + "\n".join(map(as_line, sentences)) + "\n"
+
+
+def _format_csv(tables: Sequence[Table], by: By) -> str:
+    text_file = io.StringIO()
+    writer = csv.writer(text_file, lineterminator="\n")
+    for number, table in enumerate(tables):
+        text_file.write("\n" if number else "")
+        writer.writerow([csv_cell(c.name) for c in table.columns])
+        writer.writerows([csv_cell(_fill_missing(row.get(c.name))) for c in table.columns] for row in table.rows)
+    return text_file.getvalue()
+
+
+def _fill_missing(value: Any) -> Any:
+    return "" if missing(value) else value
+
+
+def _format_json(tables: Sequence[Table], about: Mapping[str, Any]) -> str:
+    by_name = {table.name: _convert_table(table) for table in tables}
+    content = {"table": tables[0].name, **by_name[tables[0].name]} if len(tables) == 1 else {"tables": by_name}
+    document = {"schema": SCHEMA, **about, **content}
+    return json.dumps(document, ensure_ascii=False, indent=1, allow_nan=False) + "\n"
+
+
+def _convert_table(table: Table) -> dict[str, Any]:
+    about = {name: getattr(table, name) for name in ("title", "description")}
+    columns = [{name: getattr(c, name) for name in ("name", "unit", "kind", "meaning")} for c in table.columns]
+    rows = [{c.name: _convert_value(row.get(c.name)) for c in table.columns} for row in table.rows]
+    return {**about, "columns": columns, "rows": rows, "notes": list(table.notes)}
+
+
+def _convert_value(value: Any) -> Any:
+    if missing(value) or value == "" or (isinstance(value, float) and math.isinf(value)):
+        return None
+    return value.item() if hasattr(value, "item") else value
+
+
+def _make_heading(table: Table, part: TablePart, alone: bool) -> str:
+    """Return the part's heading, preceded by the table's where there are other parts or where it names a statistic."""
+    if not part.title:
+        return table.title
+    return part.title if alone and "statistic" not in table.group else f"{table.title}: {part.title}"
+
+
+def _format_markdown(tables: Sequence[Table], by: By) -> str:
+    blocks = []
+    for table in tables:
+        blocks += [f"## {table.name}\n"] if len(tables) > 1 else []
+        for part in table.parts(by):
+            cells = [[_escape_words(c, c.text(r)) for c in part.columns] for r in part.rows]
+            heads = [markdown(c.heading) for c in part.columns]
+            written = markdown_table(heads, cells, [c.right for c in part.columns])
+            below = "".join(f"\n- {markdown(note)}" for note in part.notes)
+            heading = markdown(_make_heading(table, part, len(tables) == 1))
+            blocks.append(f"### {heading}\n\n{written}" + (below + "\n" if below else ""))
+    return "\n".join(blocks)
+
+
+def _escape_words(column: Column, text: str) -> str:
+    """Escape words; numbers with their intervals mean nothing in Markdown."""
+    return markdown(text) if column.kind == TEXT else text
+
+
+def _format_html(tables: Sequence[Table], by: By) -> str:
+    return "\n".join(page_part(table, part) for table in tables for part in table.parts(by))
+
+
+def page_part(table: Table, part: TablePart, heading: str = "h3") -> str:
+    """Return one part as HTML, with the sort key of each cell; everything in it is escaped.
+
+    Columns that a narrow terminal omits are `minor`, which a page can hide on a narrow screen.
+    """
+    columns = part.columns
+    heads = "".join(
+        f'<th scope="col"{_format_classes(c)} title="{html.escape(c.meaning)}">'
+        f'<button type="button">{html.escape(c.heading)}</button></th>'
+        for c in columns
+    )
+    rows = "\n".join(f"<tr>{''.join(_html_cell(c, r) for c in columns)}</tr>" for r in part.rows)
+    notes = "".join(f'<p class="note">{html.escape(note)}</p>' for note in part.notes)
+    title = f"<{heading}>{html.escape(_make_heading(table, part, alone=False))}</{heading}>\n" if heading else ""
+    return (
+        f'<div class="table">{title}<div class="box"><table class="sortable">\n<thead><tr>{heads}</tr></thead>\n'
+        f"<tbody>\n{rows}\n</tbody></table></div>\n{notes}</div>\n"
+    )
+
+
+def _format_classes(column: Column, text: str = "") -> str:
+    """Return classes for the page's style; long lists of words are folded, or later columns would leave the page."""
+    folded = column.kind == TEXT and len(text) > 2 * LONGEST and " " in text
+    classes = " ".join(["n"] * column.right + ["minor"] * (column.rank > 0) + ["wide"] * folded)
+    return f' class="{classes}"' if classes else ""
+
+
+def _html_cell(column: Column, row: Row) -> str:
+    key = html.escape(str(_fill_missing(row.get(column.name))))
+    text = column.text(row)
+    return f'<td{_format_classes(column, text)} data-v="{key}">{html.escape(text)}</td>'
+
+
+def _format_text(tables: Sequence[Table], by: By) -> str:
+    width = formatting.width()
+    return "\n".join(
+        _text_part(_make_heading(table, part, len(tables) == 1), part, width)
+        for table in tables
+        for part in table.parts(by)
+    )
+
+
+def _text_part(title: str, part: TablePart, width: int) -> str:
+    """Return the part as text; drop its least important columns until it fits, then break cells between words."""
+    longest = LONGEST if width < UNLIMITED else UNLIMITED
+    cells = {c.name: [plain(c.heading), *(_shorten_cell(c, r, longest) for r in part.rows)] for c in part.columns}
+    most = {c.name: longest if c.kind == TEXT else UNLIMITED for c in part.columns}  # words can be folded
+    widest = {name: min(max(map(_count_cells, texts)), most[name]) for name, texts in cells.items()}
+    columns = list(part.columns)
+    while sum(widest[c.name] + GAP for c in columns) - GAP > width and any(c.rank for c in columns):
+        columns.remove(max(reversed(columns), key=lambda c: c.rank))
+    hidden = ", ".join(c.heading for c in part.columns if c not in columns)
+    notes = [*map(plain, part.notes), *([f"not shown at this width: {hidden}"] if hidden else [])]
+    widths = _choose_widths([cells[c.name] for c in columns], width - GAP * (len(columns) - 1))
+    lines = [
+        _format_row([cells[c.name][i] for c in columns], widths, [c.right for c in columns])
+        for i in range(len(part.rows) + 1)
+    ]
+    rule = "─" * (sum(widths) + GAP * (len(columns) - 1))
+    below = [textwrap.fill(note, width, initial_indent="  ", subsequent_indent="    ") for note in notes]
+    return "\n".join([title, rule, lines[0], rule, *lines[1:], rule, *below]) + "\n"
+
+
+def _shorten_cell(column: Column, row: Row, longest: int) -> str:
+    """Return the cell on one line; names are cut, for they can be of any length."""
+    return short(column.text(row), longest if column.identity else UNLIMITED)
+
+
+def _choose_widths(columns: Sequence[list[str]], whole: int) -> list[int]:
+    """Return each column's width: its longest word at least; columns that lack least get the remaining space first."""
+    wanted = [max(map(_count_cells, texts)) for texts in columns]
+    if sum(wanted) <= whole:
+        return wanted
+    widths = [max((_count_cells(word) for text in texts for word in text.split()), default=1) for texts in columns]
+    while sum(widths) > whole and (broken := [i for i, width in enumerate(widths) if width > LEAST]):
+        # Names stand first; their words are broken last, but for one that would leave the others no place.
+        widths[max(broken, key=lambda i: (widths[i] > whole // 3, i >= NAMES, widths[i]))] -= 1
+    for index in sorted(range(len(widths)), key=lambda i: wanted[i] - widths[i]):
+        widths[index] += max(0, min(wanted[index] - widths[index], whole - sum(widths)))
+    return widths
+
+
+def _format_row(texts: Sequence[str], widths: Sequence[int], right: Sequence[bool]) -> str:
+    """Return a row of the table: one line, or several where a cell doesn't fit."""
+    cells = [_fold_text(text, width) for text, width in zip(texts, widths, strict=True)]
+    height = max(map(len, cells), default=1)
+    padded = [[*lines, *[""] * (height - len(lines))] for lines in cells]
+    return "\n".join(
+        (" " * GAP).join(map(_pad_text, [lines[i] for lines in padded], widths, right)).rstrip() for i in range(height)
+    )
+
+
+def _fold_text(text: str, width: int) -> list[str]:
+    if _count_cells(text) <= width:
+        return [text]
+    from rich.console import Console
+    from rich.text import Text
+
+    return [line.plain.rstrip() for line in Text(text).wrap(Console(width=width), width, overflow="fold")]
+
+
+def _count_cells(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    from rich.cells import cell_len
+
+    return cell_len(text)
+
+
+def _pad_text(text: str, width: int, right: bool) -> str:
+    gap = " " * (width - _count_cells(text))
+    return gap + text if right else text + gap
+
+
+FORMATS: dict[str, Callable[[Sequence[Table], By], str]] = {
+    "text": _format_text, "markdown": _format_markdown, "csv": _format_csv,
+    "json": lambda tables, by: _format_json(tables, {}), "html": _format_html,
+}  # fmt: skip
+
+
+# Chrome's trace event format, which Perfetto opens.
+#
+# https://docs.google.com/document/d/1CvAClvFfyA5R-PhYUmn5OOQtYMH4h6I0nSsKchNAySU
+
+Event = dict[str, Any]
+
+
+def trace_document(events: Iterable[Event], exporter: str, note: str) -> dict[str, Any]:
+    """Return the whole file; the note explains how the times were measured."""
+    return {"traceEvents": list(events), "displayTimeUnit": "ms", "otherData": {"exporter": exporter, "note": note}}
+
+
+def process_event(pid: int, name: str) -> Iterator[Event]:
+    """Yield a process's name, and its place among the others."""
+    thread = {"pid": pid, "tid": 1}
+    yield {"ph": "M", "name": "process_name", **thread, "args": {"name": name}}
+    yield {"ph": "M", "name": "process_sort_index", **thread, "args": {"sort_index": pid}}
+
+
+def track_event(pid: int, tid: int, name: str) -> Event:
+    """Return the event that names a track within its process."""
+    return {"ph": "M", "name": "thread_name", "pid": pid, "tid": tid, "args": {"name": name}}

@@ -1,0 +1,339 @@
+"""The report: one HTML page that needs nothing beside it, with PNG charts and results.csv for other uses."""
+
+from __future__ import annotations
+
+import base64
+import os
+import re
+import signal
+import threading
+import warnings
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any
+
+from dyno.formatting import counting, markdown, moment
+from dyno.report import charts, sections, self_test, style, tables
+from dyno.report.export import export, page_part
+from dyno.report.notebook import BATCHES, HEADLINES, leading
+from dyno.report.style import Chart
+from dyno.report.tables.trial_table import TRIALS
+from dyno.report.verdict import verdict
+from dyno.report.verdict.findings import BEST, FAILURE, NOTE, WARNING, Finding
+from dyno.report.verdict.verdict import Verdict, began
+from dyno.results.metrics import confusion
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results
+from dyno.table import TEXT, Column, Table, joined
+from dyno.worker.extras import lacking
+from dyno.worker.record import refuse_links, write_text
+from dyno.worker.spec import UserError
+
+# A run's charts, drawn side by side: with many trials each takes matplotlib a second.
+
+SMALLEST = "At the smallest batch; the chart of all is among the charts below."
+MANY = 12  # trials from which processes draw: of fewer, one has drawn all charts before others would have begun
+
+
+_one: partial[ChartDrawing | None]  # in a process that draws: what draws the chart of a number
+
+
+@dataclass(frozen=True)
+class ChartDrawing:
+    """A chart inside the page: its name, its caption, and the <svg> element, which matplotlib has escaped."""
+
+    name: str
+    caption: str
+    svg: Any
+
+
+def draw_charts(run: RunData, folder: Path, prefix: str, name: str) -> list[ChartDrawing]:
+    """Draw every chart for which the run has data, and write each to FOLDER as PNG.
+
+    Ids of the drawings begin with `prefix`, and names of files with `name`, where it isn't empty.
+    """
+    one = partial(_draw_kind, run, folder, prefix, name)
+    count = range(len(charts.kinds()))
+    most = min(len(os.sched_getaffinity(0)), len(count))
+    # Only the thread that forks goes on in a forked process: whatever lock another one held would stay locked there.
+    if len(run.frame) >= MANY and most > 1 and threading.active_count() == 1:
+        try:
+            return _filter_present(_side_by_side(one, count, most))
+        except BrokenProcessPool:  # one was killed, as for want of memory
+            pass
+    return _filter_present(map(one, count))
+
+
+def draw_headline(run: RunData, drawn: Sequence[ChartDrawing], prefix: str) -> ChartDrawing | None:
+    """Return the chart for the top of the page: one of those drawn, or one of the rows that fit in view; else None."""
+    first, kinds = leading(run), {kind.name: kind for kind in charts.kinds()}
+    for found in (chart for wanted in HEADLINES for chart in drawn if chart.name == wanted):
+        if found.name not in BATCHES or len(first.frame) == len(run.frame):
+            return found
+        caption = f"{found.caption} {SMALLEST}"
+        if (chart := _draw_chart(first, kinds[found.name], f"{prefix}-first", caption)) is not None:
+            return chart
+    return None
+
+
+def file_name(name: str) -> str:
+    """Return the name with the characters replaced that not every file system allows."""
+    return re.sub(r"[^\w.-]+", "_", name)
+
+
+def _draw_kind(run: RunData, folder: Path, prefix: str, name: str, number: int) -> ChartDrawing | None:
+    chart: Chart = charts.kinds()[number]
+    file = folder / f"{file_name(f'{name}-{chart.name}' if name else chart.name)}.png"
+    return _draw_chart(run, chart, prefix, chart.caption, file)
+
+
+def _draw_chart(run: RunData, chart: Chart, prefix: str, caption: str, file: Path | None = None) -> ChartDrawing | None:
+    from markupsafe import Markup
+
+    figure = chart.draw(run)
+    if figure is None:
+        return None
+    box = style.laid_out(figure)
+    if file is not None:
+        style.save(figure, file, box)
+    svg = Markup(style.svg(figure, f"{prefix}-{chart.name}", box))
+    return ChartDrawing(chart.name, caption, svg)
+
+
+def _side_by_side(one: partial[ChartDrawing | None], count: range, most: int) -> list[ChartDrawing | None]:
+    import matplotlib.backends.backend_agg
+    import matplotlib.backends.backend_svg
+    import matplotlib.figure  # noqa: F401 - imported once, here
+
+    # What draws is inherited, not sent: before Python 3.11.5 the death of a process while a pipe is full ends nothing.
+    with warnings.catch_warnings(), ProcessPoolExecutor(most, get_context("fork"), _prepare_process, (one,)) as pool:
+        warnings.simplefilter("ignore", DeprecationWarning)  # threads of libraries, which survive a fork
+        return [*pool.map(_draw_inherited, count)]
+
+
+def _prepare_process(one: partial[ChartDrawing | None]) -> None:
+    """Prepare a process that draws.
+
+    It ignores interrupts: they are for the command, which ends its processes; these would print a traceback.
+    """
+    global _one
+    _one = one
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+
+
+def _draw_inherited(number: int) -> ChartDrawing | None:
+    return _one(number)
+
+
+def _filter_present(drawn: Iterable[ChartDrawing | None]) -> list[ChartDrawing]:
+    return [each for each in drawn if each is not None]
+
+
+LEAD = (
+    "Every table of the run with rows; times are in milliseconds per batch. Where a trial has no number, "
+    "the table shows its status. Each table is in `tables/` as CSV too."
+)
+
+EXPLANATIONS = "dyno.layers.report_section"  # of a room above this one, so it is imported by its name
+NEEDED = ("jinja2", "matplotlib")
+MOST_CARDS = 2  # decisions that stand open; of more, as of several models, each is a line that unfolds
+PILLS = {BEST: "decided", NOTE: "not compared", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
+
+
+@dataclass(frozen=True)
+class RunSection:
+    """The content about one run: its name, `about` and `date` in words, the trials' table and all others as HTML,
+    those by their section of the page, `side` with their titles; the chart that stands above, the others; explained
+    pairs. Of a run of another kind than a study, `leading` tables and what is `said` of them stand in place of its
+    decisions."""
+
+    name: str
+    results: Results
+    date: str
+    about: list[str]
+    visible: str
+    verdict: Verdict
+    method: list[tuple[str, str]]
+    machine: list[tuple[str, str]]
+    said: list[str]
+    leading: list[Any]
+    trials: list[Any]
+    tables: dict[str, list[Any]]
+    side: list[tuple[str, Any]]
+    headline: ChartDrawing | None
+    charts: list[ChartDrawing]
+    complaints: list[sections.Complaint]
+    details: list[sections.Detail]
+    explained: list[sections.ExplanationSection]
+
+
+def write_report(runs: Sequence[RunData], out: Path) -> Path:
+    """Write OUT/report.html, charts/*.png, tables.md and every table as CSV; returns the page's path.
+
+    Several runs become sections of one page. UserError when the folder can't be written, or a library is missing.
+    """
+    if libraries := list_missing():
+        raise UserError(lacking(libraries))
+    out, page = Path(out), Path(out) / "report.html"
+    names = names_of(runs)
+    all_tables = [tables.named(run, "all") for run in runs]
+    refuse_links(out, ("charts", "tables"))
+    try:
+        (out / "charts").mkdir(parents=True, exist_ok=True)
+        parts = [
+            _make_section(run, own_tables, out, i, name, len(runs) > 1)
+            for i, (run, own_tables, name) in enumerate(zip(runs, all_tables, names, strict=True))
+        ]
+        write_tables(runs, all_tables, out)
+        write_text(page, _format_html(parts, export([_all_trials(runs, names)], "csv")))
+    except OSError as e:
+        raise UserError(f"the report can't be written to {out}: {e.strerror or e}; give another folder") from e
+    return page
+
+
+def list_missing() -> list[str]:
+    """Return the libraries that the page and its charts need, and that can't be imported here."""
+    found = []
+    for name in NEEDED:
+        try:
+            import_module(name)
+        except ImportError:
+            found.append(name)
+    return found
+
+
+def names_of(runs: Sequence[RunData]) -> list[str]:
+    """Return names for several runs: their folders' names, with enough of the paths to distinguish them.
+
+    The files that are named after them differ, too. UserError for a run that is named twice, and for paths that differ
+    only in characters that file names can't have.
+    """
+    places = [run.records.folder.resolve().parts for run in runs]
+    if len(set(places)) < len(places):
+        raise UserError("a run is named twice; name each once")
+    for depth in range(1, max(map(len, places)) + 1):
+        names = ["/".join(parts[-depth:]) for parts in places]
+        if len({file_name(name) for name in names}) == len(names):
+            return names
+    raise UserError("the runs' folders have paths that differ in signs alone; give one of them another name")
+
+
+def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out: Path) -> None:
+    """Write OUT/results.csv, tables.md and tables/*.csv; with several runs the CSV files begin with the run's name."""
+    refuse_links(out, ("tables",))
+    (out / "tables").mkdir(parents=True, exist_ok=True)
+    parts, names, on_page = [], names_of(runs), {kind.name for kind in tables.kinds() if kind.section}
+    for name, own_tables in zip(names, all_tables, strict=True):
+        for table in own_tables:
+            file = file_name(f"{name}-{table.name}" if len(runs) > 1 else table.name)
+            write_text(out / "tables" / f"{file}.csv", export([table], "csv"))
+        parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{_format_markdown(own_tables, on_page)}")
+    write_text(out / "tables.md", "\n".join(parts))
+    write_text(out / "results.csv", export([_all_trials(runs, names)], "csv"))
+
+
+def _format_markdown(run_tables: Sequence[Table], on_page: set[str]) -> str:
+    """Return the tables of the page in Markdown; tables in no section are too long to read, and are written as CSV."""
+    return export([table for table in run_tables if table.name in on_page], "markdown")
+
+
+def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:
+    """Build a table of the trials of all runs, with the run's name where there are several."""
+    run_tables = [TRIALS.table(run) for run in runs]
+    if len(runs) == 1:
+        return run_tables[0]
+    for name, table in zip(names, run_tables, strict=True):
+        for row in table.rows:
+            row["run"] = name
+    all_trials = joined(run_tables)
+    return TRIALS.of((*all_trials.columns, Column("run", "its name", kind=TEXT)), all_trials.rows)
+
+
+def _make_section(
+    run: RunData, run_tables: Sequence[Table], out: Path, index: int, name: str, several: bool
+) -> RunSection:
+    from markupsafe import Markup
+
+    places = {kind.name: kind.section for kind in tables.kinds()} | {TRIALS.name: TRIALS.name}
+    shown: dict[str, list[Any]] = {section: [] for section in (*tables.SECTIONS, TRIALS.name)}
+    leaders, said = tables.leading(run)
+    names = {table.name for table in leaders}
+    read = verdict.read_verdict(run)
+    for table in (each for each in run_tables if each.name not in names):
+        if places[table.name] != "side":
+            shown[places[table.name]] += [Markup(page_part(table, part)) for part in table.parts()]
+    side = [] if _is_single(run) else [table for table in run_tables if places[table.name] == "side"]
+    folded = [
+        (f"{table.title}: {part.title}" if part.title else table.title, Markup(page_part(table, part, heading="")))
+        for table in side
+        for part in table.parts()
+    ]
+    drawn = draw_charts(run, out / "charts", f"r{index}", name if several else "")
+    confusion.write_confusion(run.records, out / "charts")
+    headline = draw_headline(run, drawn, f"r{index}")
+    return RunSection(
+        name=name,
+        results=run.records,
+        date=moment(began(run.records)),
+        about=sections.about_run(run.records),
+        visible=self_test.of_run(run.records),
+        verdict=replace(read, decisions=()) if leaders else read,
+        method=sections.list_terms(run),
+        machine=sections.describe_machine(run.records.environment),
+        said=said,
+        leading=[Markup(page_part(table, part)) for table in leaders for part in table.parts()],
+        trials=shown.pop(TRIALS.name),
+        tables=shown,
+        side=folded,
+        headline=headline,
+        charts=[chart for chart in drawn if chart is not headline],
+        complaints=sections.list_complaints(run.records),
+        details=sections.list_details(run.records, out),
+        explained=import_module(EXPLANATIONS).explained_section(run.records, f"r{index}"),
+    )
+
+
+def _is_single(run: RunData) -> bool:
+    """Return whether the run has a single model, size and batch: then the trials' table is enough."""
+    return len(run.frame[["model", "size", "batch"]].drop_duplicates()) < 2
+
+
+def _count_findings(findings: Sequence[Finding]) -> str:
+    """Count the findings of each kind: `2 warnings, 1 note`."""
+    kinds = Counter(each.kind for each in findings)
+    return ", ".join(counting(kinds[kind], kind) for kind in (WARNING, NOTE) if kinds[kind])
+
+
+def _format_html(parts: list[RunSection], results: str) -> str:
+    from jinja2 import BaseLoader, Environment, StrictUndefined
+    from markupsafe import Markup
+
+    environment = Environment(
+        loader=BaseLoader(), autoescape=True, undefined=StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_file_of_page("page.html.j2")).render(
+        sections=parts,
+        names=list(dict.fromkeys(f.name for part in parts for d in part.verdict.decisions for f in d.figures)),
+        most_cards=MOST_CARDS,
+        most_details=sections.MOST_DETAILS,
+        pills=PILLS,
+        counted=_count_findings,
+        csv=base64.b64encode(results.encode()).decode(),
+        style=Markup(_file_of_page("page.css")),
+        script=Markup(_file_of_page("page.js")),
+        graph=Markup(import_module(EXPLANATIONS).graph_scripts()) if any(part.explained for part in parts) else "",
+        zoom=Markup(_file_of_page("svg-pan-zoom.min.js")),
+    )
+
+
+def _file_of_page(name: str) -> str:
+    from importlib import resources
+
+    return (resources.files("dyno.analysis.report") / "page" / name).read_text(encoding="utf-8")

@@ -1,0 +1,326 @@
+"""The parts of a report as plain data: what the template prints, computed from stored records alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dyno.formatting import counting, moment, short, show
+from dyno.report import self_test
+from dyno.report.export import page_part
+from dyno.report.tables.gpu_table import ROUND_COLUMNS, ROUNDS, STOPPED, doubts, rounds_of
+from dyno.report.tables.trial_table import build_seconds
+from dyno.report.verdict.verdict import began
+from dyno.results import remarks
+from dyno.results.metrics.precision import truth
+from dyno.results.run_data import RunData
+from dyno.results.stats import ALONE, TURNS, Rule
+from dyno.results.trial_result import Results, TrialResult
+from dyno.worker.facts.job import AnsweredImages
+
+NUMBERS = re.compile(r"\d+([.,]\d+)*")
+LONGEST = 60  # characters of the name of a layer, which names all nodes that it was fused from
+MOST_DETAILS = 300  # trials with a separate section
+
+
+def describe_machine(environment: dict[str, Any]) -> list[tuple[str, str]]:
+    """Return the environment as terms and values; nested tables become one row each."""
+    return [
+        (key.removesuffix("_bytes").replace("_", " "), _format_value(key, v)) for key, v in environment.items() if v
+    ]
+
+
+def _format_value(key: str, value: Any) -> str:
+    if isinstance(value, dict):
+        return ", ".join(f"{k} {_format_value(k, v)}" for k, v in value.items())
+    if isinstance(value, (list, tuple)):
+        return ", ".join(str(v) for v in value)
+    return show(float(value), "bytes") if key.endswith("_bytes") else str(value)
+
+
+def about_run(results: Results) -> list[str]:
+    """Describe when, on which machine and with which version the run was measured; "" for unknown facts."""
+    environment = results.environment
+    cores = environment.get("cores")
+    return [
+        moment(began(results)),
+        str(environment.get("cpu") or ""),
+        counting(int(cores), "core") if cores else "",
+        str(environment.get("gpu") or ""),
+        f"Dyno {version}" if (version := (environment.get("versions") or {}).get("inference-dyno")) else "",
+        counting(len(results.trials), "trial"),
+    ]
+
+
+@dataclass(frozen=True)
+class ExplanationSection:
+    """One pair: the names of both, and its chart, tables, sentences and graphs as HTML, or why it can't be read."""
+
+    title: str
+    html: Any
+    problem: str = ""
+
+
+@dataclass(frozen=True)
+class Complaint:
+    """What went wrong in one trial or in several: its kind, their labels, and one line."""
+
+    kind: str
+    trials: str
+    text: str
+
+
+def list_complaints(results: Results) -> list[Complaint]:
+    """Return unreadable files, then failures, then warnings.
+
+    Those that differ only in numbers are one line, with the first one's numbers.
+    """
+    failed = [(t.status, t.label, t.reason) for t in results if t.status != "ok"]
+    warnings = [("warning", t.label, " ".join(w.split())) for t in results for w in remarks.list_warnings(t)]
+    alike: dict[tuple[str, str], list[tuple[str, str]]] = {}
+    for kind, label, text in (*(("unreadable", "", p) for p in results.problems), *failed, *warnings):
+        alike.setdefault((kind, NUMBERS.sub("#", text)), []).append((label, text))
+    return [_make_complaint(kind, group) for (kind, _), group in alike.items()]
+
+
+def _make_complaint(kind: str, group: list[tuple[str, str]]) -> Complaint:
+    labels = list(dict.fromkeys(label for label, _ in group))
+    numbers = "; other trials in other numbers" if len({text for _, text in group}) > 1 else ""
+    count = f"{len(labels)} trials: " if len(labels) > 1 else ""
+    return Complaint(kind, count + "; ".join(labels), group[0][1] + numbers)
+
+
+@dataclass(frozen=True)
+class Detail:
+    """One trial's own section: its folder as seen from the page, facts as terms and values, and a table of its rounds
+    as HTML."""
+
+    label: str
+    id: str
+    status: str
+    folder: str
+    facts: list[tuple[str, str]]
+    rounds: Any
+
+
+def list_details(results: Results, page: Path) -> list[Detail]:
+    """Return a section per trial, at most MOST_DETAILS, of a page in the folder `page`."""
+    from markupsafe import Markup
+
+    trial_details = []
+    for t in results.trials[:MOST_DETAILS]:
+        table = ROUNDS.of([c for c in ROUND_COLUMNS if c.name not in ("label", "trial")], rounds_of(t), below=doubts)
+        parts = [Markup(page_part(table, part, heading="")) for part in table.parts()]
+        place = t.rounds[0].folder.parent if t.rounds else results.folder / "trials" / t.id
+        folder = Path(os.path.relpath(place, page)).as_posix()
+        trial_details.append(Detail(t.label, t.id, t.status, folder, list(_list_facts(t)), Markup("").join(parts)))
+    return trial_details
+
+
+def _list_facts(t: TrialResult) -> Iterator[tuple[str, str]]:
+    if t.reason:
+        yield "reason", t.reason
+    types = truth(t)
+    facts: list[tuple[str, Any]] = [
+        ("options", t.facts.options or t.options),
+        ("layers by type", str(types) if types else ""),
+        ("precision", types.sentence if types else ""),
+        ("nodes by provider", t.facts.nodes_by_provider),
+        ("threads", t.facts.threads),
+        ("slowest layers", _format_slowest(t)),
+        ("notes", "; ".join(remarks.list_notes(t))),
+        ("GPU meanwhile", _describe_gpu(t)),
+        ("made by", _format_steps(t)),
+        ("ready after", show(build_seconds(t), "duration")),
+        ("import", show(t.value("import"), "duration")),
+        ("load", show(t.value("load"), "duration")),
+        ("first call", show(t.value("first_call"), "duration")),
+        ("peak memory", show(t.value("peak_memory"), "bytes")),
+        ("weights sha256", t.facts.weights_sha256[:16]),
+        ("inputs sha256", t.facts.inputs_sha256[:16]),
+    ]
+    yield from ((name, _format_value("", value)) for name, value in facts if value)
+
+
+def _format_steps(t: TrialResult) -> str:
+    return " → ".join(
+        f"{s.maker}: {s.format} {s.precision} in {show(s.seconds, 'duration')} ({show(s.bytes, 'bytes')})"
+        for s in t.made_by.steps
+    )
+
+
+def _format_slowest(t: TrialResult) -> str:
+    return "; ".join(
+        f"{layer.share:.0%} {short(layer.name, LONGEST)} ({layer.operator}, {layer.dtype})"
+        for layer in t.facts.slowest_layers
+    )
+
+
+def _describe_gpu(t: TrialResult) -> str:
+    if t.gpu is None:
+        return ""
+    values = [(f"{show(t.gpu.memory, 'bytes')} of memory", t.gpu.memory), (f"busy for {t.gpu.utilisation:.0f} % of "
+             "the timing", t.gpu.utilisation), (f"{t.gpu.clock:,.0f} MHz", t.gpu.clock),
+             (f"{t.gpu.power:.0f} W", t.gpu.power), (f"{t.gpu.temperature:.0f} °C", t.gpu.temperature)]  # fmt: skip
+    parts = [text for text, value in values if value == value]
+    return ", ".join([*parts, *([f"clock limited by {t.gpu.throttle}"] if t.gpu.throttle else [])])
+
+
+# How a run was measured, how its verdicts were decided, and which configuration its latencies are of.
+
+INTERVALS = {
+    TURNS: "Student's t interval of the rounds' log ratios, paired, each the median over blocks",
+    ALONE: "Welch's t interval of the log medians of the rounds, so the spread between processes decides",
+}
+Terms = list[tuple[str, str]]
+
+
+def list_terms(run: RunData) -> Terms:
+    """Return terms and sentences: first how verdicts were decided, then the quantities measured and the method."""
+    results = run.records
+    trials = results.trials
+    plans = [t.spec.get("plan") or {} for t in trials]
+    return [
+        *_explain_decision(run, plans),
+        ("level: a latency is of", _explain_level(results, plans)),
+        ("latency, model", "inputs already where the engine reads them, outputs left there; one batch at a time"),
+        ("latency, all", "from host memory to host memory, copies included; one batch at a time"),
+        *_gpu_method(trials),
+        ("throughput", "batches queued so that copies and computing overlap, as far as the engine can"),
+        ("warm-up", f"until the median is steady, {_join_distinct(p.get('warmup_s') for p in plans)} s at most"),
+        ("sampling ends", _explain_stopping(plans, trials)),
+        ("inputs", _format_inputs(trials)),
+        (
+            "accuracy",
+            "Wilson's interval for one trial, Tango's score interval for the paired difference to the reference",
+        ),
+        ("visible differences", self_test.of_run(results) or self_test.HINT),
+        ("trimmed mean", "without the fastest and the slowest 10 % of the samples"),
+    ]
+
+
+def _explain_decision(run: RunData, plans: list[dict[str, Any]]) -> Terms:
+    """Explain the verdicts on speed: the pairs, the interval, the margin, the family, and the looks."""
+    rows = run.frame[run.frame["measured"] != ""]
+    judged = rows[rows["p_value"].notna()]
+    pairs = Counter(rows["measured"])
+    rounds = int(run.frame["rounds"].max()) if len(run.frame) else 0
+    return [
+        ("rounds", f"{rounds}, each in a fresh process, in shuffled order"),
+        *_of_builds(run),
+        *([("reference", _join_distinct(t.configuration for t in run.references.values()))] if pairs else []),
+        ("compared", _explain_pairs(pairs, _join_distinct(p["block_s"] for p in plans if p.get("blocks")))),
+        *([("interval", "; ".join(_explain_interval(how, pairs) for how in pairs))] if len(judged) else []),
+        ("equivalent", f"the whole interval is within ±{100 * run.rule.margin:g} %"),
+        ("family", _explain_family(judged.groupby("reference").size().max() if len(judged) else 0)),
+        ("looks", _explain_looks(run.rule, rounds)),
+    ]
+
+
+def _of_builds(run: RunData) -> Terms:
+    """Return a term on the builds over the rounds of engines that are tuned by timing; empty without such engines."""
+    most = int(run.frame["builds"].fillna(0).max()) if len(run.frame) else 0
+    if most < 2:
+        return [("builds", "one of each engine that is tuned by timing: another build may differ")] * most
+    return [
+        ("builds", f"{most} of each engine that is tuned by timing; a build is one observation, the mean of its rounds")
+    ]
+
+
+def _explain_pairs(pairs: Counter[str], block: str) -> str:
+    in_turns, apart = pairs[TURNS], pairs[ALONE]
+    how = f"in turns: alive together, one runs a block of {block} s while the others are frozen"
+    if not pairs:
+        return "nothing: no two trials here have a speed-up"
+    if not in_turns:
+        return "one after the other, so what the machine did between two of them is in their ratio"
+    return f"{how}; {counting(apart, 'pair')} one after the other" if apart else how
+
+
+def _explain_interval(how: str, pairs: Counter[str]) -> str:
+    return f"of pairs {how}, {INTERVALS[how]}" if len(pairs) > 1 else INTERVALS[how]
+
+
+def _explain_family(most: int) -> str:
+    alone = "winner and runner-up, and confirmations, are judged each at 5 %"
+    if most < 2:
+        return f"one row at most is judged against a reference, so there is nothing to correct for; {alone}"
+    return (
+        f"up to {most} rows against one reference are judged together (Holm): the chance that any pair of equal speeds "
+        f"is called faster or slower is at most 5 %; {alone}"
+    )
+
+
+def _explain_looks(rule: Rule, rounds: int) -> str:
+    if not rule.first:
+        return "one, after the last round: their number was fixed beforehand"
+    looks = max(1, rounds - rule.first + 1)
+    return (
+        f"until decided: {looks}, after round {rule.first} and each further one; look k may spend 1 / (k (k + 1)) of "
+        "the error, so looking often makes no difference out of noise"
+    )
+
+
+def _explain_level(results: Results, plans: list[dict[str, Any]]) -> str:
+    """Describe the configuration that a latency is a claim about."""
+    trials = results.trials
+    threads = _join_distinct(t.spec.get("runtime", {}).get("threads") for t in trials)
+    devices = _join_distinct(t.device for t in trials)
+    company = "alone from start to end"
+    if any(plan.get("blocks") for plan in plans):
+        company = "in blocks after those of other processes, whose caches it finds: a loop alone may be faster"
+    return (
+        f"a row's backend, options, precision, batch and size on {devices} of this machine as it was, with {threads} "
+        f"threads pinned to the same cores for all, warm, one process running at a time, {company}; a speed-up is of "
+        "two rows of one model, size, batch and device"
+    )
+
+
+def _format_inputs(trials: list[TrialResult]) -> str:
+    data_specs = [t.spec.get("data") or {} for t in trials]
+    data = [d for t in trials if (d := t.facts.data)] or [
+        AnsweredImages(str(d.get("name", "")), str(d.get("split", "")), int(d.get("count", 0))) for d in data_specs
+    ]
+    return _join_distinct(f"{d.name} ({d.split}, {d.count} images)" for d in data)
+
+
+def _gpu_method(trials: list[TrialResult]) -> Terms:
+    if all(t.device == "cpu" for t in trials):
+        return []
+    return [
+        (
+            "GPU’s clock",
+            "latency, model is by CUDA events on the engine's own stream, from its first kernel to its last, gaps "
+            "included; by the host's clock where a group has an engine without them; latency, all is the host's",
+        ),
+        (
+            "GPU telemetry",
+            "by NVML from outside the job, ten times a second; memory is the peak less what was used before the job; "
+            "samples taken while the GPU was throttled by heat or power are dropped and counted",
+        ),
+    ]
+
+
+def _explain_stopping(plans: list[dict[str, Any]], trials: list[TrialResult]) -> str:
+    ended = Counter(
+        STOPPED.get(m.stopped, m.stopped)
+        for t in trials for r in t.good for m in r.record.measurements if m.stopped
+    )  # fmt: skip
+    counts = ", ".join(f"{n} × {reason}" for reason, n in ended.most_common())
+    interval = _join_distinct(f"{100 * p['interval']:g} %" for p in plans if "interval" in p)
+    seconds = _join_distinct(p.get("seconds") for p in plans)
+    limit = f"when the median is known to ±{interval} or after {seconds} s per boundary"
+    if plans and all(p.get("min_samples") == p.get("max_samples") for p in plans):
+        limit = f"after {_join_distinct(p.get('max_samples') for p in plans)} samples of each boundary, as requested"
+    if plans and all(p.get("blocks") for p in plans):
+        limit = f"after {_join_distinct(p['blocks'] for p in plans)} blocks per boundary, the same number for all"
+    return limit + (f"; seen: {counts}" if counts else "")
+
+
+def _join_distinct(values: Iterable[Any]) -> str:
+    return ", ".join(dict.fromkeys(f"{v:g}" if isinstance(v, float) else str(v) for v in values if v is not None))

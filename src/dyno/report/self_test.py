@@ -1,0 +1,235 @@
+"""Sentences on a self-test: for the command that ran it, and for every run on the same machine."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Iterator
+from typing import Any
+
+from dyno.formatting import counting, significant
+from dyno.results import stats
+from dyno.results.self_test import CURVE, GRADES, POWER, WORST, Rate, SelfTest, SelfTestSummary, Verdicts, visible
+from dyno.results.trial_result import Results
+from dyno.table import COUNT, Column, Row, Table
+from dyno.worker.spec import UserError, from_json
+
+POOR = 0.05  # of false alarms; beyond it for certain, and the intervals can't be trusted
+HINT = "not known: `dyno calibrate` tests the instrument on this machine"
+BOUND = {
+    "process": "The process bounds it: two fresh ones differ, however long they measure. More rounds help.",
+    "neighbours": "Neighbours bound it: other programs, or other guests of the host, use the processors. A quieter "
+                  "machine helps, or more seconds and rounds.",
+    "clocks": "Clocks bound it: processes ran at different ones. A fixed clock helps (the performance governor).",
+    "block": "Noise within a process bounds it, and neither other programs, nor steal, nor clocks explain it. More "
+             "seconds help.",
+}  # fmt: skip
+OF_BUILDS = "Builds and processes bound it: fresh ones differ, however long they measure. More builds help."
+
+
+def percent(share: float) -> str:
+    """Format a share: `1.4 %`; beyond the whole, where digits mean nothing, `> 100 %`."""
+    return f"{significant(100 * share, 2)} %" if share <= 1 else "> 100 %"
+
+
+def with_range(value: float, low: float, high: float) -> str:
+    """Format a share with its limits: `1.4 % [1.1, 2]`; without them where they are not known."""
+    if math.isnan(low) or math.isnan(high):
+        return percent(value)
+    return f"{percent(value)} [{', '.join(percent(each).removesuffix(' %') for each in (low, high))}]"
+
+
+def grade_self_test(test: SelfTest) -> str:
+    """Describe the grade in one sentence."""
+    rounds = test.stored.study_rounds
+    seen = test.visible(rounds)
+    worst = f"more than {percent(max(GRADES.values()))}"
+    limit = f"{percent(GRADES[test.grade])} or less" if test.grade != WORST else worst
+    own = ", each with builds of its own," if test.stored.builds else ""
+    return (
+        f"Grade {test.grade} ({limit}): a study of {rounds} rounds in turns{own} sees a difference of "
+        f"{with_range(seen.value, seen.low, seen.high)} or more here, four times out of five."
+    )
+
+
+def list_sentences(test: SelfTest) -> list[str]:
+    """Return the self-test's findings as sentences, the grade first."""
+    return [grade_self_test(test), _describe_bound(test), _describe_spread(test), _describe_load(test),
+            *_describe_apart(test), _describe_equal(test), *_describe_surprises(test)]  # fmt: skip
+
+
+def _describe_bound(test: SelfTest) -> str:
+    return OF_BUILDS if test.stored.builds and test.bound_by == "process" else BOUND[test.bound_by]
+
+
+def describe_self_test(test: SelfTest) -> dict[str, Any]:
+    """Return the head of a self-test's tables in JSON; shares and standard deviations of logs, None if unknown."""
+    stored, spread, alarms = test.stored, test.spread, test.false_alarms()
+    figures = {
+        "equal": test.equal.value, "equal_low": test.equal.low, "equal_high": test.equal.high,
+        "spread": spread.value, "spread_low": spread.low, "spread_high": spread.high,
+        "spread_process": math.sqrt(test.levels.process), "spread_block": math.sqrt(test.levels.block),
+        "spread_apart": test.apart, "false_alarms": alarms.interval.value, "false_alarms_at_most": alarms.at_most,
+        "coverage": test.coverage.interval.value,
+    }  # fmt: skip
+    return {
+        "date": stored.date, "machine": stored.machine, "device": stored.device, "versions": stored.versions,
+        "configuration": stored.configuration, "threads": stored.threads, "seconds": stored.seconds,
+        "builds": stored.builds, "rounds": len(test.rounds), "grade": test.grade, "bound_by": test.bound_by,
+        **{name: value if math.isfinite(value) else None for name, value in figures.items()},
+        "sentences": list_sentences(test),
+    }  # fmt: skip
+
+
+def _describe_spread(test: SelfTest) -> str:
+    spread, parts = test.spread, test.levels
+    total = parts.process + parts.block or math.nan
+    fresh = "builds and processes" if test.stored.builds else "processes"
+    return (
+        f"Two equal processes differ by {with_range(spread.value, spread.low, spread.high)} (standard deviation of the "
+        f"log ratio in a round); of its variance {percent(parts.process / total)} comes from fresh {fresh} and "
+        f"{percent(parts.block / total)} from the blocks within them."
+    )
+
+
+def _describe_load(test: SelfTest) -> str:
+    others, steal = (statistics.fmean(getattr(one, name) for one in test.rounds) for name in ("others", "steal"))
+    clock = f", and clocks differed by {percent(test.clock_spread)}" if any(one.clock for one in test.rounds) else ""
+    return (
+        f"Meanwhile other programs kept {significant(others, 2)} processors busy, the host gave {percent(steal)} of "
+        f"their time to other guests{clock}."
+    )
+
+
+def _describe_apart(test: SelfTest) -> list[str]:
+    if not test.spread.value:
+        return []
+    gain = significant(test.apart / test.spread.value, 2)
+    return [f"Measured one after the other they would differ by {percent(test.apart)}: {gain} times as much."]
+
+
+def _describe_equal(test: SelfTest) -> str:
+    same, alarms, held = test.equal, test.false_alarms(), test.coverage
+    return (
+        f"Equal processes over all {counting(len(test.rounds), 'round')}: {same.value:.4f}x [{same.low:.4f}, "
+        f"{same.high:.4f}], {same.verdict}. In studies of {CURVE[0]} rounds {alarms.hits} of {alarms.count} raised a "
+        f"false alarm (at most {percent(alarms.at_most)}), and {held.hits} of {held.count} intervals hold the truth."
+    )
+
+
+def _describe_surprises(test: SelfTest) -> list[str]:
+    """Describe where the self-test contradicts Dyno's promises."""
+    surprises = []
+    for one in test.verdicts:
+        studies = f"of {one.slower.count} studies of {one.rounds} rounds"
+        if not one.slowdown and one.false.interval.low > POOR:
+            surprises.append(f"{one.false.hits} {studies} raised a false alarm: verdicts are not to be trusted here.")
+        elif one.slowdown and _is_unlike(one):
+            surprises.append(
+                f"A slow-down of {percent(one.slowdown)} was seen by {one.slower.hits} {studies}, and going by the "
+                f"noise it should be {percent(one.predicted)}: rounds here depend on each other."
+            )
+    return surprises
+
+
+def _is_unlike(one: Verdicts) -> bool:
+    """Return whether the predicted power lies outside the interval of the observed one."""
+    seen = one.slower.interval
+    return not seen.low <= one.predicted <= seen.high
+
+
+def of_run(results: Results) -> str:
+    """Describe the differences that a run can see, by the self-test that it keeps; "" where it keeps none."""
+    try:
+        summary = from_json(SelfTestSummary, results.self_test)
+    except UserError:  # there is none, or another Dyno's
+        return ""
+    timed = [t for t in results if t.good]
+    rounds = max((len(t.good) for t in timed), default=0)
+    in_turns = any(r.turns for t in timed for r in t.good)
+    seconds = min((float((t.spec.get("plan") or {}).get("seconds", 0)) for t in timed), default=0.0)
+    tested = f"self-test of {summary.date[:10]}, grade {summary.grade}"
+    if rounds < 2:
+        return f"This run can't tell a difference from noise: it has one round ({tested})."
+    seen = visible(summary, rounds, seconds, in_turns)
+    how = f"{rounds} rounds {stats.TURNS if in_turns else stats.ALONE}"
+    if math.isnan(seen):
+        return f"Which differences this run can see isn't known: the self-test was too short for {how} ({tested})."
+    if seen > 1:
+        return f"This run can see no difference below a factor of two ({how}; {tested})."
+    return f"This run can see differences of ≥ {percent(seen)} ({how}, {round(100 * POWER)} % power; {tested})."
+
+
+# The tables of a self-test: which differences it sees, and what it said of those that are known.
+
+LOW, HIGH = "_low", "_high"
+
+
+def _format_cell(row: Row, name: str) -> str:
+    value = row.get(name)
+    if value is None:
+        return ""
+    low, high = row.get(name + LOW), row.get(name + HIGH)
+    return percent(value) if low is None or high is None else with_range(value, low, high)
+
+
+def _make_share_columns(name: str, title: str, meaning: str) -> Iterator[Column]:
+    """Yield a column of shares (0.02 is 2 %) and those of its limits."""
+    yield Column(name, meaning, "1", title=title, cell=lambda row: _format_cell(row, name))
+    for end in (LOW, HIGH):
+        yield Column(name + end, f"limit of the 95 % interval of {name}", "1")
+
+
+VISIBLE = (
+    Column("rounds", "of a study", kind=COUNT),
+    *_make_share_columns("turns", "in turns", "smallest slow-down that is seen with 80 % power, measured in turns"),
+    Column("apart", "the same, measured one after the other", "1", title="one after the other",
+           cell=lambda row: _format_cell(row, "apart")),
+)  # fmt: skip
+VERDICTS = (
+    Column("slowdown", "the share by which the second process was slowed down", "1", title="slowed by",
+           cell=lambda row: percent(row["slowdown"])),
+    Column("rounds", "of each study", kind=COUNT),
+    Column("studies", "that the rounds of the self-test make, each round used once", kind=COUNT),
+    *_make_share_columns("slower", "called slower", "share called slower"),
+    *_make_share_columns("faster", "called faster", "share called faster"),
+    Column("expected", "share to be called slower (equal ones: slower or faster), going by all noise seen", "1",
+           title="expected", cell=lambda row: _format_cell(row, "expected")),
+    *_make_share_columns("covered", "intervals right", "share of the intervals that hold the true ratio"),
+)  # fmt: skip
+
+
+def tables(test: SelfTest) -> list[Table]:
+    """Build the tables of the visible difference by rounds, and of verdicts on equal and slowed-down processes."""
+    rows = [_make_visible_row(test, rounds) for rounds in CURVE]
+    every = [
+        Table("visible", "The smallest difference that can be seen (80 % power)", "By the rounds of a study.", VISIBLE,
+              rows, printed=("rounds", "turns", "apart")),
+        Table("verdicts", "Verdicts on known differences", "A row for each slow-down and number of rounds.", VERDICTS,
+              [_make_verdict_row(one) for one in test.verdicts],
+              printed=("slowdown", "rounds", "studies", "slower", "faster", "expected", "covered")),
+    ]  # fmt: skip
+    return [table for table in every if table.rows]
+
+
+def _make_visible_row(test: SelfTest, rounds: int) -> Row:
+    seen = test.visible(rounds)
+    return {"rounds": rounds, **_make_limit_cells("turns", seen.value, seen.low, seen.high),
+            "apart": test.visible_apart(rounds)}  # fmt: skip
+
+
+def _make_verdict_row(one: Verdicts) -> Row:
+    return {
+        "slowdown": one.slowdown, "rounds": one.rounds, "studies": one.slower.count, "expected": one.predicted,
+        **_make_rate_cells("slower", one.slower), **_make_rate_cells("faster", one.faster),
+        **_make_rate_cells("covered", one.covered),
+    }  # fmt: skip
+
+
+def _make_rate_cells(name: str, rate: Rate) -> dict[str, Any]:
+    return _make_limit_cells(name, rate.interval.value, rate.interval.low, rate.interval.high)
+
+
+def _make_limit_cells(name: str, value: float, low: float, high: float) -> dict[str, Any]:
+    row = {name: value, name + LOW: low, name + HIGH: high}
+    return {key: None if math.isnan(each) else each for key, each in row.items()}

@@ -1,0 +1,186 @@
+"""How every chart looks: one colour per backend, one marker and hatch per precision."""
+
+from __future__ import annotations
+
+import hashlib
+import io
+import re
+import warnings
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+from dyno.results.run_data import RunData
+from dyno.worker.record import replacing
+
+# Okabe and Ito's palette, told apart by colour-blind readers too.
+COLORS = {
+    "pytorch": "#0072B2",
+    "compile": "#56B4E9",
+    "onnxruntime": "#E69F00",
+    "openvino": "#009E73",
+    "tensorrt": "#D55E00",
+    "torch_tensorrt": "#CC79A7",
+    "fake": "#8A8A8A",
+}
+SPARE = ("#CC79A7", "#B8A800", "#7A5195", "#5C4B3B", "#8A8A8A")
+MARKERS = {
+    "fp32": "o",
+    "tf32": "D",
+    "fp16": "^",
+    "bf16": "s",
+    "int8": "v",
+    "fp8": "P",
+    "int4": "<",
+    "fp4": ">",
+    "int2": "*",
+}
+HATCHES = {
+    "fp32": "",
+    "tf32": "..",
+    "fp16": "//",
+    "bf16": "\\\\",
+    "int8": "xx",
+    "fp8": "++",
+    "int4": "--",
+    "fp4": "||",
+    "int2": "oo",
+}
+LINES = {
+    "fp32": "-",
+    "tf32": (0, (1, 1)),
+    "fp16": (0, (5, 2)),
+    "bf16": (0, (5, 1, 1, 1)),
+    "int8": (0, (2, 1)),
+    "fp8": ":",
+    "int4": (0, (1, 3)),
+    "fp4": (0, (3, 1, 1, 1)),
+    "int2": (0, (1, 5)),
+}
+INK, FAINT, EDGE, PAPER = "#1c2430", "#d5dae1", "#9aa3af", "#ffffff"
+# What these colours are called in the style of a page, which has others for a dark screen.
+PAGE_COLORS = {INK: "--ink", FAINT: "--line", EDGE: "--soft", PAPER: "--card", "#000000": "--ink"}
+TIP = "tip: "  # how the id of an artist begins that says something to a pointer
+WIDTH, DPI = 8.2, 150  # inches; dots per inch of a PNG
+SETTINGS = {
+    "font.family": ["DejaVu Sans"], "font.size": 9.5, "axes.titlesize": 10.5, "axes.titleweight": "bold",
+    "axes.titlelocation": "left", "axes.edgecolor": EDGE, "axes.labelcolor": INK, "text.color": INK,
+    "xtick.color": INK, "ytick.color": INK, "axes.spines.top": False, "axes.spines.right": False, "axes.grid": True,
+    "grid.color": FAINT, "grid.linewidth": 0.6, "axes.axisbelow": True, "hatch.linewidth": 0.7, "legend.frameon": False,
+    "legend.fontsize": 8.5, "text.parse_math": False, "svg.fonttype": "none", "svg.hashsalt": "dyno",
+    "figure.facecolor": "white", "savefig.facecolor": "white",
+}  # fmt: skip
+
+
+def color(backend: str) -> str:
+    """Return the backend's colour, the same in every chart and every run."""
+    return COLORS.get(backend) or SPARE[hashlib.sha256(backend.encode()).digest()[0] % len(SPARE)]
+
+
+def marker(precision: str) -> str:
+    """Return the precision's marker."""
+    return MARKERS.get(precision, "X")
+
+
+def tip(artist: Any, text: str) -> None:
+    """Give the artist a tooltip with the text in the page's drawing."""
+    artist.set_gid(TIP + text)
+
+
+def logarithmic(axes: Any, name: str, low: float, high: float) -> None:
+    """Make the axis "x" or "y" logarithmic from `low` to `high`, with ticks at 2 and 5 too where there is room."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    axis = {"x": axes.xaxis, "y": axes.yaxis}[name]
+    axes.set(**{f"{name}scale": "log", f"{name}lim": (low, high)})
+    axis.set_major_locator(LogLocator(subs=(1, 2, 5) if high < 300 * low else (1,)))
+    axis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 1 else f"{v:g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
+@contextmanager
+def styled() -> Iterator[Any]:
+    """Apply Dyno's settings, without matplotlib.pyplot, while the block runs; yields the Figure class."""
+    import matplotlib as mpl
+    from matplotlib.figure import Figure
+
+    with mpl.rc_context(SETTINGS):
+        yield Figure
+
+
+@contextmanager
+def _any_script() -> Iterator[None]:
+    """Silence warnings of letters that the font lacks: class names come in any script."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", message="Glyph .* missing from font")
+        yield
+
+
+def laid_out(figure: Any) -> Any:
+    """Lay the figure out once for every file that it is written to; return the box of its drawing, in inches.
+
+    Otherwise each file costs a layout and a drawing to find the size, which is half the time of a report.
+    """
+    import matplotlib as mpl
+
+    with mpl.rc_context(SETTINGS), _any_script():
+        figure.dpi = DPI
+        if (engine := figure.get_layout_engine()) is not None:
+            engine.execute(figure)
+            figure.set_layout_engine(None)
+        return figure.get_tightbbox().padded(mpl.rcParams["savefig.pad_inches"])
+
+
+def save(figure: Any, path: Any, box: Any = "tight") -> None:
+    """Write the figure, or its part inside the box, as PNG, 150 dots per inch."""
+    import matplotlib as mpl
+
+    with mpl.rc_context(SETTINGS), _any_script(), replacing(path) as f:
+        figure.savefig(f, dpi=DPI, bbox_inches=box, format="png")
+
+
+def svg(figure: Any, prefix: str, box: Any = "tight", on_paper: bool = False) -> str:
+    """Return the figure as an <svg> element to place inside a page; ids begin with `prefix`, so that none clash.
+
+    It takes the page's colours, unless it is `on_paper`: then it stays dark on white.
+    """
+    import matplotlib as mpl
+
+    stream = io.StringIO()
+    with mpl.rc_context(SETTINGS), _any_script():
+        figure.savefig(stream, format="svg", bbox_inches=box, metadata={"Date": None, "Creator": None})
+    text = stream.getvalue()
+    text = text[text.index("<svg") :]
+    text = re.sub(r"<metadata>.*?</metadata>", "", text, flags=re.DOTALL)
+    text = text.replace("'DejaVu Sans'", "'DejaVu Sans', Verdana, sans-serif")  # a phone may not have the first
+    text = re.sub(rf'<g id="{TIP}([^"]*)">', r"<g><title>\1</title>", text)
+    if not on_paper:
+        text = re.sub(r"(?<=: )#[0-9a-f]{6}\b", _page_color, text)
+    text = re.sub(r'(?<=\bid=")', f"{prefix}-", text)
+    text = re.sub(r'(?<=href="#)|(?<=url\(#)', f"{prefix}-", text)
+    # A browser scales the drawing by its viewBox; a fixed size in points would not fit a phone.
+    return re.sub(r'(<svg[^>]*?) (?:height|width)="[^"]*"(.*?) (?:height|width)="[^"]*"', r"\1\2", text, count=1)
+
+
+def _page_color(match: re.Match[str]) -> str:
+    name = PAGE_COLORS.get(match[0])
+    return f"var({name}, {match[0]})" if name else match[0]
+
+
+# A chart that there can be.
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A chart, declared at the top of a module of `analysis/charts` or by an entry point of the group `dyno.charts`.
+
+    It has its file's `name`, the `caption` below it, and `draw`, which gives a matplotlib Figure, or None where the run
+    has nothing to draw.
+    The report draws all that apply, in the order of `place`.
+    """
+
+    name: str
+    caption: str
+    draw: Callable[[RunData], Any]
+    place: int = 100

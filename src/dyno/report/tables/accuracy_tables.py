@@ -1,0 +1,308 @@
+"""Tables of accuracy: with intervals and budget, against the reference, class by class, and how evaluation went."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+from dyno.formatting import significant
+from dyno.report.table_kind import TableKind
+from dyno.report.tables.trial_table import STAGES
+from dyno.results import metrics
+from dyno.results.correctness import other_inputs
+from dyno.results.metrics import agreement, confusion, mean_ap
+from dyno.results.metrics.accuracy import PairedChange
+from dyno.results.metrics.agreement import Agreement, Rank
+from dyno.results.metrics.metric import Metric
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results, TrialResult
+from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
+from dyno.worker.numerics.closeness import ATOL, RTOL
+from dyno.worker.spec import UserError
+
+MOST_CLASSES, MOST_COLUMNS = 200, 8  # rows and trials of a table of classes
+OF = Column("of", "what is scored: boxes, masks or keypoints", kind=TEXT)
+IMAGES = Column("images", "that the accuracy is from", kind=COUNT)
+PAIRED = (
+    Column("gained", "images that only this trial has right, not the reference", kind=COUNT),
+    Column("lost", "images that only the reference has right", kind=COUNT),
+)
+COPIED = ("images", "budget", "more_images")
+LABEL = Column("label", "the trial: model, configuration, batch and size", kind=TEXT, title="trial")
+DECISION = (
+    Column("budget", "within, over or undecided", kind=TEXT),
+    Column("more_images", "about how many more would decide it", kind=COUNT, title="images to settle"),
+)
+
+
+def _copy_columns(run: RunData, row: Any, names: Iterable[str]) -> Row:
+    return {"label": run.trials[row["trial"]].label, **{name: row[name] for name in names}}
+
+
+def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | None:
+    """Build rows of the trials with such labels: each metric with its interval, and the first metric's change."""
+    rows: list[Row] = []
+    shown: dict[str, Metric] = {}
+    for _, r in run.frame.iterrows():
+        t, reference = run.trials[r["trial"]], run.trials.get(r["reference"])
+        if t.task.labels != labels or not (scores := metrics.measured(t)):
+            continue
+        shown |= {metric.name: metric for metric, _ in scores}
+        columns = [column.name for metric, _ in scores for column in metric.columns]
+        row = _copy_columns(run, r, (*columns, *COPIED)) | {"of": scores[0][1].of}
+        change = scores[0][0].change(t, reference) if reference is not None and reference is not t else None
+        if isinstance(change, PairedChange):
+            row |= {"gained": change.gained, "lost": change.lost}
+        rows.append(row if change else row | {metric.diff: None for metric, _ in scores})
+    if not rows:
+        return None
+    ordered = sorted(shown.values(), key=lambda metric: metric.place)
+    changes = [m.change_columns[0] for m in ordered if m.diff in m.printed_columns]
+    return kind.of((LABEL, OF, IMAGES, *(m.value_column for m in ordered), *PAIRED, *changes, *DECISION), rows)
+
+
+def _make_classification_table(run: RunData) -> Table | None:
+    return _make_score_table(CLASSIFICATION, run, "classes")
+
+
+def _make_detection_table(run: RunData) -> Table | None:
+    return _make_score_table(DETECTION, run, "objects")
+
+
+def _make_classes_table(run: RunData) -> Table | None:
+    """Build rows of the classes: top-1 in each configuration, sorted from the first one's worst class."""
+    shown = [
+        (t, matrix)
+        for t in confusion.choose_trials(run.records)[:MOST_COLUMNS]
+        if (matrix := confusion.read_confusion(t))
+    ]
+    if not shown or not metrics.measured(shown[0][0]):
+        return None
+    tables = [matrix.per_class() for _, matrix in shown]
+    top1 = {
+        t.id: dict(zip(table["class"], table["top1"], strict=True)) for (t, _), table in zip(shown, tables, strict=True)
+    }
+    rows = [
+        {"class": r["class"], "images": r["images"], **{id: matrix.get(r["class"]) for id, matrix in top1.items()},
+         "taken_for": r["taken_for"], "times": r["times"] or None}
+        for r in tables[0].head(MOST_CLASSES).to_dict("records")
+    ]  # fmt: skip
+    columns = (
+        Column("class", "of the label", kind=TEXT),
+        Column("images", "with that label", kind=COUNT),
+        *(Column(t.id, f"top-1 of {t.label}", "%", PERCENT, f"top-1 %, {t.label}") for t, _ in shown),
+        Column("taken_for", "the class that the first trial takes it for most", kind=TEXT, title="taken for"),
+        Column("times", "how often", kind=COUNT),
+    )
+    return CLASSES.of(columns, rows, notes=("The report's charts/confusion-ID.csv has each whole confusion matrix.",))
+
+
+def _average_precision(run: RunData) -> Table | None:
+    """Build rows of the classes: AP50-95 in each configuration."""
+    scored = [(t, scores) for t in run.records if t.good and (scores := mean_ap.read_detections(t))][:MOST_COLUMNS]
+    by_trial = {t.id: {name: 100 * ap for name, _, ap in scores.own.by_class()} for t, scores in scored}
+    names = list(dict.fromkeys(name for scores in by_trial.values() for name in scores))[:MOST_CLASSES]
+    rows = [{"class": name, **{id: scores.get(name) for id, scores in by_trial.items()}} for name in names]
+    columns = [Column(t.id, f"AP50-95 of {t.label}", "%", PERCENT, t.label) for t, _ in scored]
+    return AVERAGE_PRECISION.of((Column("class", "of the objects", kind=TEXT), *columns), rows) if rows else None
+
+
+def _make_evaluation_table(run: RunData) -> Table | None:
+    rows = [
+        _copy_columns(run, r, EVALUATION_COPIED) for _, r in run.frame[run.frame["pipeline_ips"].notna()].iterrows()
+    ]
+    return EVALUATION.of(EVALUATION_COLUMNS, rows, notes=(EVALUATION_NOTE,)) if rows else None
+
+
+CLASSIFICATION = TableKind(
+    "classification",
+    "Accuracy",
+    "Top-1 and its like with intervals, what was gained and lost against the reference, and the budget's decision.",
+    _make_classification_table,
+    "no trial answered labelled images",
+    "accuracy",
+    1,
+)
+DETECTION = TableKind(
+    "detection",
+    "Accuracy of detection",
+    "mAP with its interval, the change against the reference, and the budget's decision.",
+    _make_detection_table,
+    "no trial has a mAP",
+    "accuracy",
+    3,
+)
+CLASSES = TableKind(
+    "classes",
+    "Top-1 by class",
+    "A row per class: top-1 of each configuration, and what the class is taken for.",
+    _make_classes_table,
+    "no trial answered labelled images",
+    "accuracy",
+    5,
+)
+AVERAGE_PRECISION = TableKind(
+    "average-precision",
+    "AP50-95 by class, %",
+    "A row per class: average precision of each configuration.",
+    _average_precision,
+    "no trial has a mAP",
+    "accuracy",
+    4,
+)
+EVALUATION_COPIED = ("pipeline_ips", *(f"{stage}_ms" for stage in STAGES), "throughput_ips")
+EVALUATION_COLUMNS = (
+    LABEL,
+    Column(
+        "pipeline_ips",
+        "of the whole evaluation, decoding left out",
+        "images/s",
+        title="pipeline from decoded images, images/s",
+    ),
+    *(Column(f"{stage}_ms", f"{stage} of an image", "ms", title=f"{stage}, ms per image") for stage in STAGES),
+    Column("throughput_ips", "with batches queued", "images/s", title="throughput, images/s"),
+)
+EVALUATION_NOTE = (
+    "The pipeline reads, normalises, runs and ranks or post-processes every image, overlapped. The stages are timed "
+    "one after the other; decoding was timed when the data set was decoded, and is not in the rate."
+)
+EVALUATION = TableKind(
+    "evaluation",
+    "Evaluation",
+    "Images per second of the whole evaluation, and the time of each stage.",
+    _make_evaluation_table,
+    "nothing was evaluated",
+    "accuracy",
+    2,
+)
+
+
+# Outputs against a reference's: of a run's trials against their own, and what `dyno agree` prints.
+
+MOST_PAIRS = 300  # trials whose raw outputs are compared
+
+
+def _list_pairs(run: RunData) -> list[tuple[TrialResult, TrialResult]]:
+    pairs = ((t, run.references.get(t.id)) for t in run.records if t.good)
+    return [(t, other) for t, other in pairs if other is not None and other is not t][:MOST_PAIRS]
+
+
+def _make_agreement_table(run: RunData) -> Table:
+    compared = ((t, other, agreement.read_agreement(t, other)) for t, other in _list_pairs(run))
+    rows = [_make_row(t.label, other.configuration, result) for t, other, result in compared if result]
+    return AGREEMENT.of(columns(RTOL, ATOL), rows)
+
+
+def _make_ranks_table(run: RunData) -> Table:
+    compared = ((t.label, agreement.compare_ranks(t.answers, other.answers)) for t, other in _list_pairs(run))
+    return ranks([(label, result) for label, result in compared if result])
+
+
+def ranks(by_trial: Sequence[tuple[str, list[Rank]]]) -> Table:
+    """Build the table of the first ten ranks of classifiers, each by its name (R8)."""
+    rows = [
+        {"trial": name, "mae": {r.rank: r.mae for r in own}} | {f"rank_{r.rank}": 100 * r.disagreement for r in own}
+        for name, own in by_trial
+    ]
+    longest = max((len(own) for _, own in by_trial), default=0)
+    return RANKS.of((NAME, *(_make_rank_column(n) for n in range(1, longest + 1))), rows)
+
+
+def _make_rank_column(number: int) -> Column:
+    name = f"rank_{number}"
+
+    def format_cell(row: Row) -> str:
+        return f"{significant(row['mae'][number], 2)} / {row[name]:.2f} %" if name in row else ""
+
+    meaning = "share of inputs whose class at that rank differs; printed behind the mean absolute error of the score"
+    return Column(name, meaning, "%", PERCENT, f"rank {number}", cell=format_cell)
+
+
+def compare_with_first(runs: Sequence[Results], rtol: float, atol: float) -> tuple[Table, Table, list[str]]:
+    """Compare every good trial after the first with the first one; return tables of values and ranks, and failures.
+
+    The failures are a line for each trial without outputs. UserError with fewer than two good trials, or where their
+    outputs have other shapes or are of other inputs.
+
+    `close` is the share of values with |a - b| <= atol + rtol |b|.
+    """
+    trials = [trial for run in runs for trial in run]
+    good = [t for t in trials if t.good]
+    failed = [f"{_name_trial(t)}: {t.status}, {t.reason}" for t in trials if not t.good]
+    if len(good) < 2:
+        raise UserError("agreement needs two configurations that run" + (f"; {failed[0]}" if failed else ""))
+    reference, *others = good
+    for t in others:
+        if t.batch == reference.batch and other_inputs(t, reference):
+            raise UserError(
+                f"{_name_trial(t)} was fed other inputs than {_name_trial(reference)}, so their outputs can't be "
+                "compared; give both the same: --input NAME=LOW..HIGH or --input FILE.npz, "
+                "and for images --mean and --std"
+            )
+    rows = [
+        _make_row(_name_trial(t), _name_trial(reference), agreement.compare_outputs(t, reference, rtol, atol))
+        for t in others
+    ]
+    by_trial = [(_name_trial(t), agreement.compare_ranks(t.answers, reference.answers)) for t in others]
+    notes = (
+        f"against {_name_trial(reference)}: {rows[0]['inputs']} inputs; close is |a - b| <= {atol:g} + {rtol:g} |b|",
+        *(f"no outputs from {line}" for line in failed),
+    )
+    table = AGREEMENT.of(columns(rtol, atol), rows, notes=notes)
+    return table, ranks([(name, trial_ranks) for name, trial_ranks in by_trial if trial_ranks]), failed
+
+
+def _name_trial(trial: TrialResult) -> str:
+    return f"{trial.model} {trial.configuration}"
+
+
+def _make_row(name: str, reference: str, result: Agreement) -> dict[str, Any]:
+    return {
+        "trial": name, "reference": reference, "inputs": result.samples, "values": result.count, "close": result.close,
+        "max_abs": result.max_abs, "mean_abs": result.mean_abs, "max_rel": result.max_rel,
+        "nonfinite": result.nonfinite,
+        **({} if math.isnan(result.labels_changed) else {"labels_changed": 100 * result.labels_changed}),
+    }  # fmt: skip
+
+
+NAME = Column("trial", "model and configuration", kind=TEXT)
+
+
+def columns(rtol: float, atol: float) -> tuple[Column, ...]:
+    """Return the columns of a comparison by these tolerances."""
+    return (
+        NAME,
+        Column("reference", "the trial that it is compared with", kind=TEXT, title="against", rank=2),
+        Column("inputs", "that both answered", kind=COUNT, rank=3),
+        Column("values", "that were compared", kind=COUNT, rank=1),
+        Column("close", "share of values with |a - b| <= atol + rtol |b|, of labels of the same, 0 to 1",
+               title=f"close, % (rtol {rtol:g}, atol {atol:g})", cell=lambda row: f"{100 * row['close']:.2f}"),
+        Column("max_abs", "largest |a - b|", title="max abs"),
+        Column("mean_abs", "mean |a - b|", title="mean abs"),
+        Column("max_rel", "largest |a - b| / |b|", title="max rel"),
+        Column("nonfinite", "values that are NaN or infinite where the reference's are not", kind=COUNT,
+               title="not finite"),
+        Column("labels_changed", "share of the whole numbers and booleans that differ", "%", PERCENT,
+               title="labels that differ"),
+    )  # fmt: skip
+
+
+AGREEMENT = TableKind(
+    "agreement",
+    "Outputs against the reference",
+    "A row per trial: share of output values close to the reference's, and the errors.",
+    _make_agreement_table,
+    "no two trials left outputs to compare",
+    "accuracy",
+    6,
+)
+RANKS = TableKind(
+    "ranks",
+    "Ranks: mean absolute error of the score / inputs whose class at that rank differs",
+    "A row per classifier: how the first ten ranks differ from the reference's.",
+    _make_ranks_table,
+    "no two trials left a classifier's answers",
+    "accuracy",
+    7,
+)

@@ -1,0 +1,236 @@
+"""The frontier of accuracy against latency and against throughput as a table, with intervals on both axes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+from dyno.formatting import limits, significant
+from dyno.report.table_kind import TableKind
+from dyno.report.tables.trial_table import IDENTITY, REFERENCE, build_seconds, pick
+from dyno.results import ranking, stats
+from dyno.results import ranking as results_ranking
+from dyno.results.correctness import INCOMPARABLE
+from dyno.results.metrics.metric import Metric
+from dyno.results.ranking import LATENCY, THROUGHPUT, Ranking, list_usable, rank_goals
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import TrialResult
+from dyno.table import PERCENT, POINTS, TEXT, Column, Table, missing
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+LIMITS = ("low", "high")
+SPEEDS = ("latency_ms", "latency_ms_low", "latency_ms_high", "throughput_ips", "throughput_low", "throughput_high")
+NOTE = (
+    "No trial is both faster and more accurate than one of these: by latency at the smallest batch, by images/s at "
+    "all. Intervals "
+    "of speed are between processes; neighbours whose intervals overlap may be in the other order."
+)
+
+
+def _make_frontier_table(run: RunData) -> Table:
+    rows = [row for ranking in rank_goals(run) for row in _iter_rows(ranking)]
+    return FRONTIER.of(COLUMNS, rows, notes=(NOTE,), group=("model", "device"), printed=PRINTED)
+
+
+def _iter_rows(ranking: Ranking) -> Iterator[dict[str, Any]]:
+    metric = ranking.metric
+    if metric.column not in ranking.group:
+        return
+    edges = {
+        "latency": results_ranking.find_pareto(ranking.first, LATENCY, metric.column),
+        "throughput": results_ranking.find_pareto(ranking.group, THROUGHPUT, metric.column),
+    }
+    ids_on = {name: set(edge["trial"]) for name, edge in edges.items()}
+    chosen = ranking.group[ranking.group["trial"].isin(set().union(*ids_on.values()))]
+    for _, row in chosen.sort_values(["batch", LATENCY], kind="stable").iterrows():
+        where = [name for name, ids in ids_on.items() if row["trial"] in ids]
+        yield _make_row(row, metric, " and ".join(where))
+
+
+def _make_row(row: pd.Series, metric: Metric, where: str) -> dict[str, Any]:
+    low, high = metric.interval(row)
+    change_low, change, change_high = metric.change_in(row)
+    copied = {name: row[name] for name in (*IDENTITY, "trial", *SPEEDS, "budget", "more_images")}
+    return copied | {
+        "throughput_ips_low": row["throughput_low"], "throughput_ips_high": row["throughput_high"],
+        "frontier": where, "metric": metric.name, "accuracy": row[metric.column], "accuracy_low": low,
+        "accuracy_high": high, "change": change, "change_low": change_low, "change_high": change_high,
+    }  # fmt: skip
+
+
+COLUMNS = (
+    *pick(*IDENTITY, "trial"),
+    Column("frontier", "the speed in which nothing beats it: latency, throughput or both", kind=TEXT),
+    *(replace(column, interval=column.name in (LATENCY, THROUGHPUT), rank=0) for column in pick(*SPEEDS)),
+    Column("metric", "the metric of accuracy: the budget's first", kind=TEXT, rank=4),
+    Column("accuracy", "by that metric", "%", PERCENT, "accuracy %", interval=True),
+    *(Column(f"accuracy_{end}", f"{end} limit of its 95 % interval", "%", PERCENT) for end in LIMITS),
+    Column("change", "against the reference on the same images", "points", POINTS, rank=2, interval=True),
+    *(Column(f"change_{end}", f"{end} limit of its 95 % interval", "points", POINTS) for end in LIMITS),
+    *pick("budget", "more_images"),
+)
+PRINTED = (*IDENTITY, LATENCY, THROUGHPUT, "accuracy", "change", "metric", "budget", "frontier")
+FRONTIER = TableKind(
+    "frontier",
+    "Frontier",
+    "The trials that no other beats in both accuracy and speed, fastest first.",
+    _make_frontier_table,
+    "no frontier: no trial has both an accuracy and a speed; give labelled images with --data",
+    section="tables",
+    place=3,
+)
+
+
+# After how many images the time to export, build, calibrate and compile has paid for itself.
+
+# The column of each maker's seconds; every other maker builds an engine.
+PARTS = {"onnx_export": "export_s", "onnx_precision": "convert_s", "onnx_modelopt": "convert_s",
+         "onnx_sensitivity": "ranking_s"}  # fmt: skip
+PREPARATION = ("export_s", "ranking_s", "convert_s", "engine_s", "compile_s")
+NEVER, UNPROVEN, AT_ONCE = "never", "no gain is shown", "at once"
+BREAKEVEN_NOTE = (
+    "Export, ranking of layers, conversion with its calibration, engine and compilation, less the reference's "
+    "preparation, over the seconds gained per image. The interval is the speed-up's."
+)
+
+
+@dataclass(frozen=True)
+class BreakEven:
+    """Seconds of preparation beyond the reference's, seconds gained per image, and how many images make up for them.
+
+    `images` is None where nothing is gained; `high` is infinite where the interval of the speed-up contains 1, and the
+    limits are NaN where there is no interval.
+    """
+
+    extra: float
+    gain: float
+    images: float | None
+    low: float
+    high: float
+
+    @property
+    def text(self) -> str:
+        """When it pays off, in words."""
+        if self.images is None:
+            return NEVER if not math.isinf(self.high) else UNPROVEN
+        if self.extra <= 0:
+            return UNPROVEN if math.isinf(self.high) else AT_ONCE  # without a gain there is nothing to pay off
+        if math.isinf(self.high):
+            return f"{_format_count(self.images)} images, or never"
+        return f"{_format_count(self.images)} images{limits(self.low, self.high, _format_count)}"
+
+
+def break_even(row: pd.Series, trial: TrialResult, reference: TrialResult) -> BreakEven | None:
+    """Compare the trial of a table's row with a reference, per image at the row's boundary; None without latencies.
+
+    The interval is that of the speed-up between processes, with the reference's time fixed, so that no limit implies a
+    gain of more than all of it. Preparation is measured once and taken as exact.
+    """
+    boundary, clock = str(row["boundary"]), str(row["clock"])
+    costs = [m / trial.batch for m in trial.medians(boundary, clock)]
+    reference_costs = [m / reference.batch for m in reference.medians(boundary, clock)]
+    speedup = _find_speedup(row, trial, reference) or stats.speedup(costs, reference_costs)
+    if math.isnan(speedup.value):
+        return None
+    seconds = stats.center(reference_costs).value
+    extra = (build_seconds(trial) or 0.0) - (build_seconds(reference) or 0.0)
+    low, high = _count_images(extra, seconds, speedup.low), _count_images(extra, seconds, speedup.high)
+    gain = seconds * (1 - 1 / speedup.value)
+    if speedup.value <= 1:
+        return BreakEven(extra, gain, None, math.nan, math.inf if speedup.high > 1 else math.nan)
+    return BreakEven(extra, gain, _count_images(extra, seconds, speedup.value), high, low)
+
+
+def _find_speedup(row: pd.Series, trial: TrialResult, reference: TrialResult) -> stats.Interval | None:
+    """Return the row's own speed-up where it is against that reference, so that it agrees with the verdict.
+
+    Otherwise compute it; None where the batches differ: the comparison is per image, not per batch.
+    """
+    if row["reference"] == reference.id and not missing(row["speedup"]):
+        return stats.Interval(row["speedup"], row["speedup_low"], row["speedup_high"])
+    if trial.batch != reference.batch:  # an image of each is compared, not a batch
+        return None
+    return ranking.estimate_speedup(trial, reference, str(row["boundary"]), str(row["clock"]))
+
+
+def _count_images(extra: float, seconds: float, speedup: float) -> float:
+    if math.isnan(speedup):
+        return math.nan
+    return max(0.0, extra) / (seconds * (1 - 1 / speedup)) if speedup > 1 else math.inf
+
+
+def parts(t: TrialResult) -> dict[str, float]:
+    """Return the seconds of each part of a trial's preparation, by PREPARATION; absent parts are left out.
+
+    Calibration is a part of the conversion.
+    """
+    seconds: dict[str, float] = {}
+    for step in t.made_by.steps:
+        name = PARTS.get(step.maker, "engine_s")
+        seconds[name] = seconds.get(name, 0.0) + step.seconds
+    inside = (build_seconds(t) or 0.0) - sum(seconds.values())
+    if inside > 0 and any(r.value("build") is not None for r in t.good):
+        seconds["compile_s"] = inside
+    return seconds
+
+
+def _break_even(run: RunData) -> Table:
+    rows = []
+    for _, row in list_usable(run.frame).iterrows():
+        reference = run.trials.get(row["reference"])
+        if reference is None or row["verdict"] == REFERENCE or str(row["verdict"]).startswith(INCOMPARABLE):
+            continue
+        if (payoff := break_even(row, run.trials[row["trial"]], reference)) is not None:
+            rows.append(_make_breakeven_row(row, run.trials[row["trial"]], payoff))
+    return BREAK_EVEN.of(
+        BREAKEVEN_COLUMNS, rows, notes=(BREAKEVEN_NOTE,), group=("model", "size", "batch"), printed=BREAKEVEN_PRINTED
+    )
+
+
+def _make_breakeven_row(row: pd.Series, t: TrialResult, payoff: BreakEven) -> dict[str, Any]:
+    copied = {name: row[name] for name in (*IDENTITY, "trial", "reference", "speedup", "speedup_low", "speedup_high")}
+    return copied | parts(t) | {
+        "prepare_s": build_seconds(t) or 0.0, "extra_s": payoff.extra, "gain_us_per_image": 1e6 * payoff.gain,
+        "images": math.nan if payoff.images is None else payoff.images, "images_low": payoff.low,
+        "images_high": payoff.high, "pays_off": payoff.text,
+    }  # fmt: skip
+
+
+def _format_count(value: float) -> str:
+    return significant(value, 2)
+
+
+MEANINGS = {
+    "export_s": "exporting", "ranking_s": "ranking layers by their sensitivity",
+    "convert_s": "converting to a precision, calibration included", "engine_s": "building the engine's file",
+    "compile_s": "compiling in the process",
+}  # fmt: skip
+BREAKEVEN_COLUMNS = (
+    *pick(*IDENTITY, "trial", "reference"),
+    *(
+        Column(name, f"time of {meaning}", "s", title=f"{name.removesuffix('_s')} s", rank=3)
+        for name, meaning in MEANINGS.items()
+    ),
+    Column("prepare_s", "time of all of these", "s"),
+    Column("extra_s", "time beyond the reference's", "s", title="more than reference, s", rank=1),
+    Column("gain_us_per_image", "time gained per image", "µs", title="gain, µs/image", rank=2),
+    *pick("speedup", "speedup_low", "speedup_high"),
+    Column("images", "after which the time has paid for itself", "images"),
+    Column("images_low", "lower limit by the speed-up's interval", "images"),
+    Column("images_high", "upper limit, infinite where it may never", "images"),
+    Column("pays_off", "the same in words", kind=TEXT, title="pays off after"),
+)
+BREAKEVEN_PRINTED = (*IDENTITY, *PREPARATION, "extra_s", "gain_us_per_image", "pays_off")
+BREAK_EVEN = TableKind(
+    "break-even",
+    "When the preparation pays off",
+    "After how many images the time to export, build, calibrate and compile has paid for itself.",
+    _break_even,
+    "nothing to pay off: no trial has a reference to gain on",
+    section="tables",
+    place=4,
+)

@@ -1,0 +1,308 @@
+"""The GPU's telemetry for each trial, and how each round was sampled."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import numpy as np
+
+from dyno.formatting import bounded, limits, show
+from dyno.report.table_kind import TableKind
+from dyno.report.tables.accuracy_tables import LABEL
+from dyno.report.tables.trial_table import FEW, PERCENTILES, few, parenthesised
+from dyno.results import remarks, stats, timeline
+from dyno.results.energy import NOT_ASKED, Meter
+from dyno.results.rounds import GPU as GPU_CLOCK
+from dyno.results.rounds import HOST, LATENCIES, Round
+from dyno.results.run_data import RunData
+from dyno.results.timeline import TelemetrySummary
+from dyno.results.trial_result import TrialResult
+from dyno.table import COUNT, TEXT, Column, Row, Table, limited, missing
+from dyno.worker.facts.job import StressPhase
+
+ENDS = {"value": "", "low": "_low", "high": "_high"}  # of an interval, behind a column's name
+STOPPED = {"interval": "narrow enough", "seconds": "time was up", "samples": "enough samples"}
+
+
+def _make_gpu_table(run: RunData) -> Table:
+    note = "While timing; memory and temperature are of the whole job, memory the peak less what was used before."
+    rows = [_gpu_row(t, t.gpu) for t in run.records if t.gpu is not None]
+    return GPU.of(GPU_COLUMNS, rows, notes=(note,))
+
+
+def _gpu_row(t: TrialResult, summary: TelemetrySummary) -> Row:
+    launch = remarks.describe_launch(t)
+    return {
+        "label": t.label, "memory": 1e-6 * summary.memory, "utilisation": summary.utilisation, "clock": summary.clock,
+        "lowest_clock": summary.clock_min, "power": summary.power, "temperature": summary.temperature,
+        "limited_by": summary.throttle, "throttled_samples": sum(span.hit for span in remarks.describe_throttling(t)),
+        "others": summary.others, "outside_gpu_ms": 1e3 * launch.outside if launch else None,
+    }  # fmt: skip
+
+
+def _make_rounds_table(run: RunData) -> Table:
+    rows = [row for t in run.records for row in rounds_of(t)]
+    return ROUNDS.of(ROUND_COLUMNS, rows, group=("label",), below=doubts)
+
+
+def doubts(rows: list[Row]) -> list[str]:
+    """Return a note where a percentile of a round is in parentheses."""
+    return [FEW] if any(few("p99", row.get("samples")) for row in rows) else []
+
+
+def rounds_of(t: TrialResult) -> list[Row]:
+    """Return a row for each round, boundary and clock that was timed; rounds are numbered from 1."""
+    return [
+        {"label": t.label, "trial": t.id, "round": r.number + 1, "status": r.status, "boundary": boundary,
+         "clock": clock, **_make_sampling_cells(r, boundary, clock)}
+        for r in t.rounds for boundary in LATENCIES for clock in (GPU_CLOCK, HOST)
+        if r.measurement("latency", boundary, clock)
+    ]  # fmt: skip
+
+
+def _make_sampling_cells(r: Round, boundary: str, clock: str) -> Row:
+    samples = r.samples("latency", boundary, clock)
+    measured = r.measurement("latency", boundary, clock)
+    stopped = measured.stopped if measured else ""
+    reason = {"ended": STOPPED.get(stopped, stopped)}
+    if not samples.size:
+        return reason
+    s, interval = stats.summary(samples), stats.median_interval(samples)
+    percentiles = {f"{name}_s": stats.percentile_interval(samples, q) for name, q in PERCENTILES.items()}
+    columns = {f"{name}{end}": getattr(p, key) for name, p in percentiles.items() for key, end in ENDS.items()}
+    return reason | columns | {"samples": s.count, "median_s": s.median, "median_s_low": interval.low, "median_s_high":
+                           interval.high, "mean_s": s.mean, "max_s": s.max}  # fmt: skip
+
+
+def _make_duration_column(name: str, digits: int = 3) -> Column:
+    def format_cell(row: Row) -> str:
+        return show(row.get(name), "duration", digits)
+
+    return Column(name, "of the samples", "s", title=name.removesuffix("_s"), cell=format_cell)
+
+
+def _format_interval(row: Row) -> str:
+    low, high = row.get("median_s_low"), row.get("median_s_high")
+    if low is None or high is None or missing(low):
+        return ""
+    return (
+        f"{show(low, 'duration')} to {show(high, 'duration')}"
+        if bounded(low, high)
+        else f"at least {show(low, 'duration')}"
+    )
+
+
+def _make_percentile_columns(name: str) -> tuple[Column, ...]:
+    """Return columns of a percentile of a round's samples, and of the limits of its exact interval, printed with it."""
+
+    def format_cell(row: Row) -> str:
+        value, low, high = (row.get(f"{name}_s{end}", math.nan) for end in ENDS.values())
+        if missing(value):
+            return ""
+        if few(name, row["samples"]):
+            return parenthesised(show(value, "duration"), True)
+        return show(value, "duration") + limits(low, high, lambda v: show(v, "duration"))
+
+    column = Column(f"{name}_s", "of the samples, with its exact interval", "s", title=name, cell=format_cell)
+    ends = (("_low", "lower"), ("_high", "upper"))
+    return column, *(
+        Column(f"{name}_s{end}", f"{words} limit of its 95 % interval", "s", cell=lambda _: "") for end, words in ends
+    )
+
+
+GPU_COLUMNS = (
+    LABEL,
+    Column("memory", "the peak less what was used before", "MB", COUNT),
+    Column("utilisation", "of the SMs, mean while timing", "%", COUNT, "SM utilisation, %"),
+    Column("clock", "of the SMs, median while timing", "MHz", COUNT, "SM clock, MHz"),
+    Column("lowest_clock", "lowest while timing", "MHz", COUNT, "lowest"),
+    Column("power", "mean while timing", "W", COUNT),
+    Column("temperature", "highest of the job", "°C", COUNT, "hottest, °C"),
+    Column("limited_by", "what limited the clock, with its share of the time", kind=TEXT, title="clock limited by"),
+    Column("throttled_samples", "latencies taken while the GPU was throttled", kind=COUNT, title="throttled samples"),
+    Column("others", "most processes of others while timing", kind=COUNT),
+    Column("outside_gpu_ms", "latency by the host's clock less that by the GPU's", "ms", title="outside GPU, ms"),
+)
+GPU = TableKind(
+    "gpu",
+    "GPU",
+    "A row per trial on a GPU: memory, utilisation, clocks, power, throttling, and time outside the GPU's work.",
+    _make_gpu_table,
+    "no trial ran on a GPU",
+    "tables",
+    5,
+)
+ROUND_COLUMNS = (
+    LABEL,
+    Column("trial", "the id", kind=TEXT),
+    Column("round", "number, from 1", kind=COUNT),
+    Column("status", "of the round", kind=TEXT),
+    Column("boundary", "model or all", kind=TEXT),
+    Column("clock", "gpu or host", kind=TEXT),
+    Column("samples", "after the warm-up", kind=COUNT),
+    _make_duration_column("median_s", 4),
+    Column(
+        "median_s_low", "lower limit of the median's 95 % interval", "s", title="95 % interval", cell=_format_interval
+    ),
+    Column("median_s_high", "upper limit of it", "s", cell=lambda _: ""),
+    _make_duration_column("mean_s"),
+    *_make_percentile_columns("p90"),
+    *_make_percentile_columns("p95"),
+    *_make_percentile_columns("p99"),
+    _make_duration_column("max_s"),
+    Column("ended", "why sampling ended", kind=TEXT, title="ended because"),
+)
+ROUNDS = TableKind(
+    "rounds",
+    "Rounds",
+    "A row per trial, round, boundary and clock: samples, median with its interval, and why sampling ended.",
+    _make_rounds_table,
+    "nothing was timed",
+)
+
+
+# The stress test of an engine that takes several batches: a row per phase.
+
+
+def make_stress_table(title: str, phases: Mapping[str, StressPhase], samples: Mapping[str, np.ndarray]) -> Table:
+    """Build a row for each phase of a record, by its kind; the latencies are `latency_KIND` in seconds."""
+    rows = [_make_stress_row(kind, phase, samples[f"latency_{kind}"]) for kind, phase in phases.items()]
+    return STRESS.of(STRESS_COLUMNS, [{"title": title, **row} for row in rows], group=("title",))
+
+
+def _make_stress_row(kind: str, phase: StressPhase, seconds: np.ndarray) -> Row:
+    latency = stats.summary(seconds)
+    low, high = phase.batches
+    return {
+        "phase": kind, "batch": str(low) if low == high else f"{low}-{high}", "count": phase.iterations,
+        "median_s": latency.median, "p99_s": latency.p99, "max_s": latency.max, "wrong": phase.wrong,
+        "worst_error": phase.worst, "gpu_growth": float(phase.device_growth),
+        "host_growth": float(phase.host_growth),
+    }  # fmt: skip
+
+
+def _make_column(name: str, meaning: str, unit: str, hint: str) -> Column:
+    def format_cell(row: Row) -> str:
+        return show(row[name], hint)
+
+    return Column(name, meaning, unit, title=name.removesuffix("_s").replace("_", " "), cell=format_cell)
+
+
+STRESS_COLUMNS = (
+    Column("title", "the trial", kind=TEXT),
+    Column("phase", "min, opt, max, random or a number", kind=TEXT),
+    Column("batch", "or from-to", kind=TEXT),
+    Column("count", "of batches that ran", kind=COUNT),
+    _make_column("median_s", "latency per batch", "s", "duration"),
+    _make_column("p99_s", "latency per batch", "s", "duration"),
+    _make_column("max_s", "latency per batch", "s", "duration"),
+    Column("wrong", "batches whose outputs differ from the reference's", kind=COUNT),
+    Column("worst_error", "largest difference, as a share of the reference's largest value", title="worst error"),
+    _make_column("gpu_growth", "memory of the GPU at the end less that at the beginning", "B", "bytes"),
+    _make_column("host_growth", "memory of the process at the end less that at the beginning", "B", "bytes"),
+)
+STRESS = TableKind(
+    "stress",
+    "Stress test",
+    "A row per phase: latencies, wrong outputs, growth of memory.",
+    command="dyno stress ENGINE",
+)
+
+
+# Tables of telemetry: joules of an image, and the memory of a GPU as NVML and as the framework count it.
+
+NOTE = (
+    "While images go through as fast as they can, from host memory to host memory, after the timing. Of a GPU it is "
+    "the whole card by NVML's counter, without its host; of a CPU its packages by RAPL's, without memory. Idle is "
+    "before the first job; the interval is between rounds."
+)
+MEMORY_NOTES = (
+    "Above idle: the most that NVML (and nvidia-smi) saw on the card, less what was used before the job began; of the "
+    "round with the most.",
+    "Counted: the most that PyTorch's allocator held, of which it gave out a part; of TensorRT the scratch memory of "
+    "one execution context.",
+    "The rest isn't counted there: the CUDA context, the code of kernels, libraries' workspaces, Dyno's inputs and "
+    "outputs, and of TensorRT the weights and further contexts.",
+)
+MB = 1e-6
+
+
+def _make_energy_table(run: RunData) -> Table | None:
+    meter = Meter(run.records.folder)
+    rows = [_make_telemetry_row(t, meter) for t in run.records if t.good]
+    if all(row["missing"] == NOT_ASKED for row in rows):
+        return None
+    return ENERGY.of(TELEMETRY_COLUMNS, rows, notes=(NOTE,))
+
+
+def _make_telemetry_row(t: TrialResult, meter: Meter) -> Row:
+    found = meter.of(t)
+    return {
+        "label": t.label, "trial": t.id, **limited("energy_j", found.net), "gross_j": found.gross,
+        "power_w": found.watts, "idle_w": found.idle, "images_s": found.rate, "rounds": found.rounds,
+        "missing": found.missing,
+    }  # fmt: skip
+
+
+def _make_memory_table(run: RunData) -> Table | None:
+    rows = [_memory_row(t) for t in run.records if t.gpu is not None]
+    return MEMORY.of(MEMORY_COLUMNS, rows, notes=MEMORY_NOTES) if rows else None
+
+
+def _memory_row(t: TrialResult) -> Row:
+    rounds = [timeline.summarise_timeline(r.trace, ()) for r in t.good if r.trace is not None]
+    most = max(rounds, key=lambda one: -1.0 if math.isnan(one.memory) else one.memory)
+    net, before = MB * most.memory, MB * most.memory_before
+    row: Row = {"label": t.label, "trial": t.id, "before_mb": before, "peak_mb": before + net, "net_mb": net}
+    reserved, scratch = t.facts.reserved, t.facts.engine_memory
+    counted = reserved if reserved is not None else scratch
+    if counted is None:
+        return row
+    given = {} if t.facts.allocated is None else {"given_mb": MB * t.facts.allocated}
+    return {**row, **given, "counter": "PyTorch's allocator" if counted is reserved else "scratch of a context",
+            "counted_mb": MB * counted, "rest_mb": net - MB * counted}  # fmt: skip
+
+
+MEMORY_COLUMNS = (
+    Column("label", "of the trial", kind=TEXT, title="trial"),
+    Column("trial", "the id", kind=TEXT, rank=3),
+    Column("before_mb", "used on the card before the job began", "MB", COUNT, "before, MB", rank=1),
+    Column("peak_mb", "the most used on the card, as nvidia-smi has it", "MB", COUNT, "nvidia-smi, MB"),
+    Column("net_mb", "that less what was used before", "MB", COUNT, "above idle, MB"),
+    Column("counter", "what counts in the process", kind=TEXT, title="counted by"),
+    Column("given_mb", "the most that PyTorch's allocator gave out", "MB", COUNT, "given out, MB", rank=2),
+    Column("counted_mb", "the most that it held", "MB", COUNT, "counted, MB"),
+    Column("rest_mb", "above idle, and not counted", "MB", COUNT, "rest, MB"),
+)
+MEMORY = TableKind(
+    "gpu-memory",
+    "GPU memory",
+    "A row per trial on a GPU: memory as nvidia-smi has it, less the idle card's, and as the framework counts it.",
+    _make_memory_table,
+    "no trial ran on a GPU",
+    "tables",
+    7,
+)
+TELEMETRY_COLUMNS = (
+    Column("label", "of the trial", kind=TEXT, title="trial"),
+    Column("trial", "the id", kind=TEXT, rank=3),
+    Column("energy_j", "of an image, idle power taken off", "J", title="J/image", interval=True),
+    Column("energy_j_low", "lower limit of its 95 % interval", "J", rank=9, cell=lambda _: ""),
+    Column("energy_j_high", "upper limit of it", "J", rank=9, cell=lambda _: ""),
+    Column("gross_j", "of an image, idle power included", "J", title="with idle, J/image", rank=1),
+    Column("power_w", "mean meanwhile", "W"),
+    Column("idle_w", "mean before the first job", "W"),
+    Column("images_s", "meanwhile", "1/s", title="images/s", rank=1),
+    Column("rounds", "that it is from", kind=COUNT, rank=2),
+    Column("missing", "why there is none", kind=TEXT),
+)
+ENERGY = TableKind(
+    "energy",
+    "Energy",
+    "A row per trial: joules of an image with an interval, idle power taken off, or why there are none.",
+    _make_energy_table,
+    "no trial was measured with --energy",
+    "tables",
+    6,
+)

@@ -1,0 +1,206 @@
+"""The tables that published comparisons print: a row per model, size and batch, a column per configuration.
+
+docs/tables.md says what each one holds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from dyno.formatting import UNCLEAR, bound, bounded
+from dyno.report.table_kind import TableKind
+from dyno.report.tables.trial_table import FEW, STATISTICS, few, parenthesised, pick
+from dyno.results import metrics
+from dyno.results.metrics import agreement
+from dyno.results.ranking import configuration_of, read_fps
+from dyno.results.run_data import RunData
+from dyno.table import COUNT, NUMBER, PERCENT, SHOWN, TEXT, Column, Row, Table, missing
+from dyno.worker.numerics.closeness import ATOL, RTOL
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+KEYS = ("model", "size", "batch")
+STATISTIC = Column("statistic", "which statistic of the trials it is", kind=TEXT)
+LIMITS = ("interval from", "interval to")  # of the speed-up
+MOST_PAIRS = 300  # trials whose raw outputs are compared
+NAMES = {**{name: name for name in STATISTICS if name != "std"}, "trimmed std": "trimmed_std"}
+
+
+def pivot(
+    kind: TableKind, run: RunData, columns: Mapping[str, str], shown: str = NUMBER, samples: str = "", **more: Any
+) -> Table | None:
+    """Build one row per statistic, model, size and batch, with a column per configuration; None without numbers.
+
+    `columns` maps a statistic's name to the frame's column, or to one of `more`, and `shown` is the kind of its
+    numbers. `samples` is the frame's column of the number of samples.
+
+    A trial without a number is printed as its status, which is empty in CSV and JSON.
+    """
+    frame = run.frame.assign(**more)
+    columns = {k: c for k, c in columns.items() if frame[c].notna().any()}
+    if not columns:
+        return None
+    rows = frame.assign(
+        configuration=[configuration_of(r) for _, r in frame.iterrows()], **frame[list(columns.values())].astype(float)
+    )
+    counts = rows.groupby("configuration", sort=False)[list(columns.values())].count().sum(axis=1) > 0
+    refused = rows.groupby("configuration", sort=False)["status"].agg(lambda s: set(s) <= {"ok", "skipped"})
+    configurations = sorted(
+        (name for name in counts.index if counts[name] or not refused[name]), key=_make_sort_key(rows)
+    )
+    pivoted: list[Row] = []
+    for statistic, column in columns.items():
+        for key, group in rows.groupby(list(KEYS), sort=False):
+            values = dict(zip(group["configuration"], group[column], strict=True))
+            names = list(group["configuration"])
+            instead = {
+                name: _choose_substitute(r, statistic) for name, (_, r) in zip(names, group.iterrows(), strict=True)
+            }
+            counted = zip(names, group[samples], strict=True) if samples else ()
+            doubts = {name for name, count in counted if few(statistic, count)}
+            row = {"statistic": statistic, **dict(zip(KEYS, key, strict=True)), "instead": instead, "few": doubts}
+            pivoted.append(row | {name: values.get(name) for name in configurations})
+    columns_ = (
+        STATISTIC,
+        *pick(*KEYS),
+        *(
+            Column(name, "of this configuration", kind=shown, cell=_make_formatter(name, shown))
+            for name in configurations
+        ),
+    )
+    return kind.of(columns_, pivoted, group=("statistic",), notes=_left_out(rows, configurations), below=_find_doubts)
+
+
+def _find_doubts(rows: list[Row]) -> list[str]:
+    return [FEW] if any(row["few"] for row in rows) else []
+
+
+def _make_formatter(name: str, kind: str) -> Callable[[Row], str]:
+    def format_cell(row: Row) -> str:
+        instead: str = row["instead"].get(name, "")
+        return instead or ("" if missing(row[name]) else _format_number(row, name, kind))
+
+    return format_cell
+
+
+def _format_number(row: Row, name: str, kind: str) -> str:
+    return parenthesised(SHOWN[kind](row[name]), name in row["few"])
+
+
+def _choose_substitute(row: pd.Series, statistic: str) -> str:
+    """Return the text in place of a number: the trial's status, or the useful limit of an interval that is wide."""
+    low, high = row["speedup_low"], row["speedup_high"]
+    if statistic in LIMITS and not missing(low) and not bounded(low, high):
+        return bound(low, high) if statistic == LIMITS[0] else UNCLEAR
+    return str(row["status"]) if row["status"] != "ok" else ""
+
+
+def _make_sort_key(rows: pd.DataFrame) -> Callable[[str], tuple[bool, int]]:
+    """Return the sort key of the columns: PyTorch first, then as in the run."""
+    names = list(dict.fromkeys(rows["configuration"]))
+    return lambda name: (not name.startswith("pytorch"), names.index(name))
+
+
+def _left_out(rows: pd.DataFrame, configurations: list[str]) -> tuple[str, ...]:
+    """Return the configurations without a column, each with the reason for its refusal."""
+    refused = rows[~rows["configuration"].isin(configurations) & (rows["status"] == "skipped")]
+    refused = refused.drop_duplicates(["configuration", "reason"])
+    return tuple(f"{r['configuration']} was skipped: {r['reason']}" for _, r in refused.iterrows())
+
+
+def _bind_latency(kind: str, boundary: str) -> Callable[[RunData], Table | None]:
+    columns = {name: f"latency_{boundary}_ms_{column}" for name, column in NAMES.items()}
+    return lambda run: pivot(PIVOTS[kind], run, columns, samples=f"samples_{boundary}")
+
+
+def _make_throughput_table(run: RunData) -> Table | None:
+    rates = {"throughput, images/s": "throughput_ips", "FPS, one batch after another": "fps"}
+    return pivot(THROUGHPUT, run, rates, fps=read_fps(run.frame))
+
+
+def _make_speedup_table(run: RunData) -> Table | None:
+    ratio = {"times as fast": "speedup", LIMITS[0]: "speedup_low", LIMITS[1]: "speedup_high"}
+    return pivot(SPEEDUP, run, ratio, PERCENT)
+
+
+def _make_accuracy_table(run: RunData) -> Table | None:
+    shares = {f"{metric.label}, %": metric.column for metric in metrics.known().values()}
+    return pivot(ACCURACY, run, shares, PERCENT)
+
+
+def _make_equality_table(run: RunData) -> Table | None:
+    return pivot(EQUALITY, run, {"values, %": "equal"}, PERCENT, equal=_compute_equal(run))
+
+
+def _compute_equal(run: RunData) -> list[float | None]:
+    """Return the percentage of output values that agree with the reference's, for each row of the frame."""
+    shares: list[float | None] = []
+    for index, name in enumerate(run.frame["trial"]):
+        t, other = run.trials[name], run.references.get(name)
+        applies = index < MOST_PAIRS and other is not None and other is not t and bool(t.good)
+        result = agreement.read_agreement(t, other) if applies and other is not None else None
+        shares.append(100 * result.close if result else None)
+    return shares
+
+
+def _make_layers_table(run: RunData) -> Table | None:
+    return pivot(LAYERS, run, {"file, MB": "size_mb", "layers": "layers", "parameters": "parameters"}, COUNT)
+
+
+def _make_memory_table(run: RunData) -> Table | None:
+    return pivot(MEMORY, run, {"on the GPU, MB": "gpu_memory_mb", "of the process, MB": "memory_mb"})
+
+
+def _make_kind(
+    name: str, title: str, description: str, make: Callable[[RunData], Table | None], place: int
+) -> TableKind:
+    return TableKind(name, title, description, make, f"no trial has a number for {name}", "side", place)
+
+
+LATENCY_MODEL = _make_kind(
+    "latency-model",
+    "Latency/model, ms per batch",
+    "Milliseconds per batch with inputs and outputs on the device, side by side.",
+    _bind_latency("latency-model", "model"),
+    1,
+)
+LATENCY_ALL = _make_kind(
+    "latency-all",
+    "Latency/all, ms per batch",
+    "Milliseconds per batch from host memory to host memory, side by side.",
+    _bind_latency("latency-all", "all"),
+    2,
+)
+THROUGHPUT = _make_kind(
+    "throughput",
+    "Images per second",
+    "Images per second with batches queued, and of one batch after another, side by side.",
+    _make_throughput_table,
+    3,
+)
+SPEEDUP = _make_kind(
+    "speedup",
+    "Speed-up over the reference",
+    "Times as fast as the reference with the ends of the 95 % interval, side by side.",
+    _make_speedup_table,
+    4,
+)
+ACCURACY = _make_kind(
+    "accuracy", "Accuracy", "The metrics of the task in percent, side by side.", _make_accuracy_table, 5
+)
+EQUALITY = _make_kind(
+    "equality",
+    f"Outputs equal to the reference's (rtol {RTOL:g}, atol {ATOL:g})",
+    "Share of output values that are close to the reference's, side by side.",
+    _make_equality_table,
+    6,
+)
+LAYERS = _make_kind(
+    "layers", "What the engine is", "File size, layers and parameters, side by side.", _make_layers_table, 7
+)
+MEMORY = _make_kind(
+    "memory", "Peak memory", "Most memory of the GPU and of the process, side by side.", _make_memory_table, 8
+)
+PIVOTS = {kind.name: kind for kind in (LATENCY_MODEL, LATENCY_ALL)}

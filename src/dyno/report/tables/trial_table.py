@@ -1,0 +1,575 @@
+"""The tidy table that everything else reads: a row per trial, plain numbers, empty where a column doesn't apply."""
+
+from __future__ import annotations
+
+import math
+from collections import defaultdict
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.formatting import WIDEST, images_tested, significant, sized
+from dyno.report.table_kind import TableKind
+from dyno.results import correctness, metrics, ranking, remarks, stats
+from dyno.results.correctness import (
+    AGREE,
+    INCOMPARABLE,
+    OTHER_WEIGHTS,
+    WRONG,
+    Correctness,
+    accuracy_references,
+    compared_with,
+    find_references,
+    incomparable,
+)
+from dyno.results.energy import Meter
+from dyno.results.metrics import accuracy, known
+from dyno.results.metrics import precision as metrics_precision
+from dyno.results.metrics.metric import in_percent
+from dyno.results.metrics.precision import named, truth
+from dyno.results.rounds import LATENCIES, Round
+from dyno.results.run_data import RunData
+from dyno.results.stats import EQUIVALENT, MOST_ROUNDS, UNDECIDED, samples_for
+from dyno.results.trial_result import Results, TrialResult, by_build, clock_of, load_run
+from dyno.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, missing
+from dyno.worker.facts.engine import STORED
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    import numpy as np
+    import pandas as pd
+
+# The columns of a trial: name, unit, kind and meaning, in the order of results.csv.
+
+STATISTICS = {
+    "mean": "mean", "median": "median", "p90": "90th percentile", "p95": "95th percentile", "p99": "99th percentile",
+    "max": "largest", "std": "standard deviation", "trimmed": "mean without the fastest and slowest 10 %",
+}  # fmt: skip
+PERCENTILES = {"p90": 0.9, "p95": 0.95, "p99": 0.99}
+FEW = (
+    "in parentheses: too few samples in a round for that percentile, which needs "
+    + ", ".join(f"{samples_for(q)} for {name}" for name, q in PERCENTILES.items())
+    + " (MLPerf's floors)"
+)
+BOUNDARIES = {"all": "host memory to host memory", "model": "inputs and outputs on the device"}
+STAGES = ("decode", "preprocess", "inference", "postprocess")  # of an evaluation, per image
+LIMITS = {"low": "lower", "high": "upper"}
+
+
+def format_precision(row: Row) -> str:
+    """Return a row's precision, with the types that it ran in where those differ."""
+    return named(row) if row.get("precision_ok") else str(row["precision"])
+
+
+def outcome(row: Row) -> str:
+    """Return a row's verdict, or its status where it failed."""
+    return str(row["status"]) if row["status"] != "ok" else verdict(row)
+
+
+def verdict(row: Row) -> str:
+    """Return a row's verdict with its details: the margin of an equivalence, or the rounds that would settle it."""
+    if row["verdict"] == EQUIVALENT:
+        return within(row["equivalent"])
+    if row["verdict"] == UNDECIDED and not missing(row["more_rounds"]):
+        return f"{UNDECIDED}: {rounds_needed(row['more_rounds'], over_builds(row))}"
+    return str(row["verdict"])
+
+
+def within(percent: float) -> str:
+    """Return the verdict on speeds that differ by less than `percent`."""
+    return f"{EQUIVALENT} within ±{percent:g} %"
+
+
+def over_builds(row: Row) -> bool:
+    """Return whether a row's speed-up is over builds, to which a round adds nothing."""
+    return not missing(row.get("builds")) and row["builds"] > 1
+
+
+def rounds_needed(more: int, builds: bool) -> str:
+    """Describe how many more rounds, or builds, would settle an undecided pair."""
+    what = "build" if builds else "round"
+    if more > MOST_ROUNDS:
+        return f"more than {MOST_ROUNDS} more {what}s"
+    return f"about {more} more {what}{'s' * (more != 1)}"
+
+
+def _make_limit_columns(name: str, of: str, unit: str, kind: str) -> tuple[Column, ...]:
+    return tuple(Column(f"{name}_{end}", f"{words} limit of {of}", unit, kind) for end, words in LIMITS.items())
+
+
+def _make_latency_columns(boundary: str, where: str) -> tuple[Column, ...]:
+    titles = {"latency_model_ms_median": ("median ms", 0), "latency_model_ms_p95": ("p95 ms", 4),
+             "latency_all_ms_median": ("all ms", 3)}  # fmt: skip
+    columns = []
+    for name, words in STATISTICS.items():
+        column = f"latency_{boundary}_ms_{name}"
+        title, rank = titles.get(column, ("", 0))
+        cell = _make_formatter(column, name, boundary) if name in PERCENTILES else None
+        columns.append(Column(column, f"{words} of the latency, {where}", "ms", title=title, rank=rank, cell=cell))
+    return tuple(columns)
+
+
+def few(statistic: str, samples: Any) -> bool:
+    """Return whether it is a percentile of too few samples."""
+    return statistic in PERCENTILES and not missing(samples) and samples < samples_for(PERCENTILES[statistic])
+
+
+def _make_formatter(column: str, statistic: str, boundary: str) -> Callable[[Row], str]:
+    def format_cell(row: Row) -> str:
+        if missing(row.get(column)):
+            return ""
+        return parenthesised(significant(row[column]), few(statistic, row.get(f"samples_{boundary}")))
+
+    return format_cell
+
+
+def parenthesised(text: str, doubtful: bool) -> str:
+    """Return a number as text, in parentheses where it is doubtful."""
+    return f"({text})" if doubtful else text
+
+
+COLUMNS = (
+    Column("model", "as requested; of several files of one network, the network", kind=TEXT, identity=True),
+    Column("backend", "as requested", kind=TEXT),
+    Column("precision", "as requested", kind=TEXT, cell=format_precision),
+    Column("batch", "images of a batch", "images", COUNT, "batch", identity=True),
+    Column("size", "of an image: 224, or height x width", "pixels", TEXT, "size", identity=True,
+           cell=lambda row: sized(row["size"], "")),
+    Column("device", "cpu or cuda:N", kind=TEXT, identity=True),
+    Column("status", "of the worst round", kind=TEXT),
+    Column("reason", "why the status isn't ok", kind=TEXT),
+    *(column for boundary, where in BOUNDARIES.items() for column in _make_latency_columns(boundary, where)),
+    Column("throughput_ips", "images per second with batches queued", "images/s", title="images/s", rank=1),
+    *(column for metric in known().values() for column in metric.columns),
+    Column("size_mb", "of the file that the engine reads", "MB", title="size MB", rank=5),
+    Column("layers", "as the engine counts them", kind=COUNT),
+    Column("parameters", "as the engine counts them", kind=COUNT),
+    Column("gpu_memory_mb", "most that was used on the GPU, less what was before", "MB", title="GPU MB", rank=6),
+    Column("build_s", "time of the whole chain of files, and of compilation", "s", title="build s", rank=5),
+    Column("first_call_ms", "the first inference", "ms"),
+    Column("speedup", "the reference's latency over the trial's", "", RATIO, "speed-up", 0, True),
+    *_make_limit_columns("speedup", "speedup's interval, of 95 % for all rows of the reference together", "", RATIO),
+    Column("verdict", "against the reference: faster, slower, equivalent, undecided…", kind=TEXT, cell=outcome),
+    Column("trial", "the id", kind=TEXT),
+    Column("runtime", "main, or another interpreter's name", kind=TEXT, identity=True),
+    Column("options", "of the backend", kind=TEXT, identity=True),
+    Column("reference", "id of the trial that it is compared with", kind=TEXT),
+    Column("boundary", "at which speeds are compared: model or all", kind=TEXT),
+    Column("latency_ms", "geometric mean of the rounds' medians", "ms", title="latency ms", interval=True),
+    *_make_limit_columns("latency_ms", "the 95 % interval of latency_ms", "ms", "number"),
+    Column("rounds", "that succeeded", kind=COUNT),
+    Column("images", "that the accuracy is from", kind=COUNT),
+    Column("budget", "within, over or undecided", kind=TEXT),
+    Column("more_images", "about how many more would decide it", kind=COUNT),
+    Column("ran_as", "compute layers by the type they ran in", kind=TEXT, title="ran as", rank=7),
+    Column("asked_share", "of compute layers that ran as requested, 0 to 1"),
+    Column("precision_ok", "whether it ran in the requested type: yes, no, or unconfirmed", kind=TEXT),
+    *(Column(f"latency_{b}_ms_trimmed_std", f"standard deviation behind latency_{b}_ms_trimmed", "ms")
+      for b in BOUNDARIES),
+    Column("gflops", "operations of one image, in 1e9", "GFLOP"),
+    Column("tflops", "operations per second at latency_model_ms_median, in 1e12", "TFLOPS"),
+    Column("peak_tflops", "the measured peak in the type that most layers ran in", "TFLOPS"),
+    Column("peak_share", "tflops over peak_tflops, 0 to 1"),
+    Column("load_s", "time to load", "s"),
+    Column("memory_mb", "peak memory of the process", "MB"),
+    Column("warnings", "how many", kind=COUNT),
+    Column("clock", "by which latency_ms and speedup are: gpu or host", kind=TEXT),
+    Column("outside_gpu_ms", "latency by the host's clock less that by the GPU's", "ms"),
+    Column("gpu_util", "mean utilisation while timing", "%", title="GPU %", rank=8),
+    Column("gpu_clock_mhz", "median SM clock while timing", "MHz"),
+    Column("gpu_power_w", "mean power while timing", "W"),
+    Column("gpu_temperature_c", "highest of the job", "°C"),
+    Column("throttle", "what limited the clock, with its share", kind=TEXT, title="clock limited by", rank=9),
+    Column("throttled_samples", "latencies taken while the GPU was throttled", kind=COUNT),
+    Column("gpu_others", "most processes of others on the GPU while timing", kind=COUNT),
+    Column("pipeline_ips", "of the whole evaluation, decoding left out", "images/s", title="pipeline images/s", rank=3),
+    *(Column(f"{stage}_ms", f"{stage} of an image", "ms") for stage in STAGES),
+    *_make_limit_columns("throughput", "the 95 % interval of throughput_ips", "images/s", "number"),
+    Column("budget_reference", "id of the trial that the accuracy is compared with", kind=TEXT),
+    Column("set_aside", "images not tested on, as they are for calibration", kind=COUNT),
+    Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT),
+    Column("output_error", "relative error of the outputs against the reference's"),
+    Column("labels_changed", "share of the outputs' labels (whole numbers, booleans) that differ", "%", PERCENT),
+    Column("answers_changed", "share of answers that are not the reference's", "%", PERCENT),
+    Column("measured", "beside its reference: in turns, or one after the other", kind=TEXT),
+    Column("route", "by which the ONNX file was made", kind=TEXT),
+    *(Column(f"samples_{b}", f"fewest of a round behind the statistics of latency_{b}", kind=COUNT)
+      for b in BOUNDARIES),
+    *(column for b in BOUNDARIES for name in PERCENTILES
+      for column in _make_limit_columns(
+          f"latency_{b}_ms_{name}", f"the 95 % interval of latency_{b}_ms_{name}", "ms", "number")),
+    Column("p_value", "of no difference to the reference, adjusted for all its rows", ""),
+    Column("equivalent", "the margin within which speeds count as equivalent", "%"),
+    Column("rounds_left_out", "disturbed rounds that the speed-up leaves out", kind=COUNT),
+    Column("speedup_all_rounds", "the speed-up with those rounds", kind=RATIO),
+    Column("more_rounds", "about how many would decide the row; 101: more than 100; builds where it is over those",
+           kind=COUNT),
+    Column("builds", "of its engine or its reference's that the speed is over; empty where builds don't differ",
+           kind=COUNT),
+    Column("energy_j", "of an image, idle power taken off; with --energy", "J", title="J/image", rank=6, interval=True),
+    *_make_limit_columns("energy_j", "the 95 % interval of energy_j", "J", "number"),
+    Column("energy_gross_j", "of an image, idle power included", "J"),
+    Column("idle_w", "power before the first job", "W"),
+    Column("energy_missing", "why there is no energy_j", kind=TEXT),
+    Column("place", "the device of several that it was measured on", kind=TEXT),
+    Column("card", "which that is: model, driver and UUID of a GPU, or processors", kind=TEXT),
+)  # fmt: skip
+IDENTITY = ("model", "size", "batch", "device", "backend", "precision", "runtime", "options")
+_ACCURACY = [name for metric in known().values() for name in metric.printed_columns]
+PRINTED = (
+    *IDENTITY, "latency_model_ms_median", "latency_model_ms_p95", "latency_all_ms_median", "throughput_ips",
+    "pipeline_ips", "speedup", "verdict", *(name for name in _ACCURACY if not name.endswith("_diff")),
+    *(name for name in _ACCURACY if name.endswith("_diff")), "budget", "size_mb",
+    "build_s", "energy_j", "gpu_memory_mb", "gpu_util", "throttle", "ran_as",
+)  # fmt: skip
+_BY_NAME = {column.name: column for column in COLUMNS}
+
+
+def pick(*names: str) -> tuple[Column, ...]:
+    """Return the trial's columns of these names, for another table that has them."""
+    return tuple(_BY_NAME[name] for name in names)
+
+
+REFERENCE = "reference"
+WHOLE = tuple(c.name for c in COLUMNS if c.kind == COUNT)
+TEXTS = tuple(c.name for c in COLUMNS if c.kind == TEXT)
+
+
+@dataclass(frozen=True)
+class ComparisonBasis:
+    """What a row is compared with: the reference trial (None: there is none), the accuracy budgets, if any, the clock
+    of each boundary that all trials it competes with have (missing: the trial's own), the trial that its
+    accuracy is compared with where that isn't the reference, and whether its outputs are the reference's."""
+
+    reference: TrialResult | None
+    budgets: tuple[accuracy.Budget, ...] = ()
+    clocks: Mapping[str, str] = field(default_factory=dict)
+    accuracy_reference: TrialResult | None = None
+    outputs: Correctness | None = None
+
+
+def read_trials(
+    results: Results | Path,
+    reference: str | None = None,
+    budget: Mapping[str, float] | None = None,
+    equivalent: float | None = None,
+) -> RunData:
+    """Read a run folder, or take one already read, with its table: one row per trial, those of `trial_columns`.
+
+    Times are in ms where the name says so (a latency is per batch, over the good rounds as in `stats.over_rounds`),
+    accuracies and their changes in percent and percentage points, sizes in MB (1e6 bytes). `reference` as in
+    `references.references`, `budget` as in `accuracy.budgets`; speeds that differ by up to `equivalent` percent count
+    as equivalent. The default of each is the study's own. `latency_ms` with its limits is the latency over processes
+    that `speedup` compares, at the `boundary` and by the `clock` named. UserError for an invalid reference or budget.
+    """
+    import pandas as pd
+
+    results = results if isinstance(results, Results) else load_run(results)
+    limits = accuracy.make_budgets(budget or results.settings.get("budget") or {})
+    chosen = find_references(results, reference or results.settings.get("reference"))
+    measures = accuracy_references(results, chosen)
+    groups: dict[Any, list[TrialResult]] = defaultdict(list)
+    for t in results.trials:
+        groups[t.group].append(t)
+    clocks = {group: {b: clock_of(b, *trials) for b in LATENCIES} for group, trials in groups.items()}
+    single = {t.id for trials in groups.values() for t in trials if len(trials) == 1}  # with nothing to compare
+    others = compared_with(results, chosen)
+    checks = {t.id: correctness.check_correctness(t, others[t.id]) for t in results.trials if t.good and t.id in others}
+    rows = [
+        make_trial_row(
+            t,
+            ComparisonBasis(chosen.get(t.id), limits, clocks[t.group], measures.get(t.id), checks.get(t.id)),
+            compare=t.id not in single,
+        )
+        for t in results.trials
+    ]
+    rule = ranking.make_rule(results.settings, equivalent)
+    _judge_families(results.trials, rows, chosen, rule)
+    peaks = metrics_precision.find_peaks(results)
+    meter = Meter(results.folder)
+    rows = [
+        r | metrics_precision.list_work(t, r, results, peaks) | _read_energy(t, meter)
+        for t, r in zip(results.trials, rows, strict=True)
+    ]
+    table = pd.DataFrame.from_records(rows, columns=[c.name for c in COLUMNS])
+    kinds = dict.fromkeys(table.columns, float) | dict.fromkeys(WHOLE, "Int64") | dict.fromkeys(TEXTS, object)
+    table = table.astype(kinds).copy()  # the copy defragments the frame, about which pandas warns
+    if budget:
+        _check_budget(limits, table)
+    return RunData(results, table, limits, chosen, rule, others)
+
+
+def _check_budget(limits: Sequence[accuracy.Budget], table: pd.DataFrame) -> None:
+    """Refuse a budget whose metric no trial has; a study's own was checked before it ran."""
+    for limit in limits:
+        if table[metrics.known()[limit.metric].column].isna().all():
+            raise UserError(f"no trial here was measured in {limit.metric}, which the budget {limit} is about")
+
+
+def make_trial_row(t: TrialResult, against: ComparisonBasis, compare: bool = True) -> dict[str, Any]:
+    """Return one trial as a dict of COLUMNS; a column that doesn't apply is missing, None or NaN."""
+    columns: dict[str, Any] = dict.fromkeys(TEXTS, "")
+    columns |= {
+        "model": t.model, "backend": t.backend, "precision": t.precision, "batch": t.batch, "size": t.size,
+        "device": t.device, "status": t.status, "reason": t.reason, "trial": t.id, "runtime": t.runtime,
+        "options": " ".join(f"{k}={v}" for k, v in t.options.items()), "rounds": len(t.good),
+        "warnings": len(remarks.list_warnings(t)), "builds": ranking.list_builds(t) or None,
+    }  # fmt: skip
+    if t.placement:
+        columns |= {"place": t.placement.place, "card": t.placement.card}
+    if t.good:
+        columns |= (
+            _compute_latencies(t)
+            | _read_values(t)
+            | _compute_accuracy(t, against)
+            | _compute_speed(t, against, compare)
+        )
+        columns |= _check_precision(t) | _read_gpu(t) | _read_evaluation(t)
+        columns |= _judge_outputs(against, columns)
+    return columns
+
+
+def _judge_outputs(against: ComparisonBasis, row: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the columns on whether the outputs are correct; a row with wrong outputs has no speed-up.
+
+    An accuracy within its budget on labelled images outweighs changed classes.
+    """
+    outputs = against.outputs
+    if outputs is None:
+        return {}
+    accurate = (
+        bool(against.budgets) and row.get("budget") == accuracy.WITHIN and not outputs.error > outputs.tolerance.limit
+    )
+    columns: dict[str, Any] = {
+        "output_error": outputs.error,
+        "answers_changed": math.nan if outputs.changed is None else 100 * outputs.changed,
+        "labels_changed": 100 * outputs.labels_changed,
+        "outputs": AGREE if outputs.ok or accurate else WRONG,
+    }
+    if columns["outputs"] == WRONG and not str(row["verdict"]).startswith(INCOMPARABLE):
+        columns["verdict"] = f"{WRONG}: {outputs.reason}"
+    return columns
+
+
+def _check_precision(t: TrialResult) -> dict[str, Any]:
+    types = truth(t)
+    if types is None:
+        return {}
+    share = types.share if types.reported and t.precision not in STORED else None
+    return {"ran_as": str(types), "asked_share": share, "precision_ok": types.answer}
+
+
+def exit_code(table: pd.DataFrame, *, budget: bool = False) -> int:
+    """Return the exit code of a study.
+
+    0 good, 1 every trial with a budget is over it, 3 some trials did not finish (a skipped one was never started), gave
+    wrong outputs, have no accuracy to be compared with the `budget`, or no trial ran.
+    """
+    if not set(table["status"]) <= {"ok", "skipped"} or "ok" not in set(table["status"]):
+        return 3
+    if ((table["outputs"] == WRONG) & (table["budget"] != accuracy.OVER)).any():
+        return 3
+    if budget and not all(table["budget"][table["status"] == "ok"]):
+        return 3
+    judged = [b for b, v in zip(table["budget"], table["verdict"], strict=True) if b and v != REFERENCE]
+    return 1 if judged and all(b == accuracy.OVER for b in judged) else 0
+
+
+def compared_boundary(t: TrialResult, reference: TrialResult | None = None) -> str:
+    """Return the boundary at which a trial (and its reference) have latencies: model before all, "" without one."""
+    return next((b for b in LATENCIES if t.medians(b) and (reference is None or reference.medians(b))), "")
+
+
+def _compute_latencies(t: TrialResult) -> dict[str, float]:
+    columns: dict[str, float] = {}
+    for boundary in LATENCIES:
+        if sampled := t.sampled("latency", boundary):
+            rounds = [samples for _, samples in sampled]
+            s = stats.over_rounds(rounds)
+            columns |= {f"latency_{boundary}_ms_{name}": 1e3 * getattr(s, name) for name in STATISTICS}
+            columns[f"latency_{boundary}_ms_trimmed_std"] = 1e3 * s.trimmed_std
+            columns[f"samples_{boundary}"] = min(map(len, rounds))
+            for name, q in PERCENTILES.items():
+                interval = _compute_percentile(sampled, q)
+                columns |= {f"latency_{boundary}_ms_{name}_{end}": 1e3 * getattr(interval, end) for end in LIMITS}
+    return columns
+
+
+def _compute_percentile(sampled: Sequence[tuple[Round, np.ndarray]], q: float) -> stats.Interval:
+    """Compute a percentile over several processes with an interval as the latency has it; of a single one, its own."""
+    if len(sampled) == 1:
+        return stats.percentile_interval(sampled[0][1], q)
+    return stats.center(by_build((r, stats.percentile_of(samples, q)) for r, samples in sampled))
+
+
+def _read_values(t: TrialResult) -> dict[str, Any]:
+    size = t.value("file_size")
+    rate = stats.center(by_build((r, v) for r in t.good if (v := r.value("throughput", "throughput"))))
+    return {
+        "throughput_ips": t.value("throughput", "throughput"),
+        "throughput_low": rate.low,
+        "throughput_high": rate.high,
+        "size_mb": _scale_value(t.artifact.bytes if size is None and t.artifact else size, 1e-6),
+        "layers": t.count("layers"),
+        "parameters": t.count("parameters"),
+        "gpu_memory_mb": _scale_value(t.gpu.memory if t.gpu else None, 1e-6),
+        "memory_mb": _scale_value(t.value("peak_memory"), 1e-6),
+        "build_s": build_seconds(t),
+        "route": t.made_by.onnx_route,
+        "first_call_ms": _scale_value(t.value("first_call"), 1e3),
+        "load_s": t.value("load"),
+    }
+
+
+def _read_gpu(t: TrialResult) -> dict[str, Any]:
+    launch = remarks.describe_launch(t) if t.device != "cpu" else None
+    columns: dict[str, Any] = {"outside_gpu_ms": 1e3 * launch.outside} if launch else {}
+    if t.gpu is None:
+        return columns
+    return columns | {
+        "gpu_util": t.gpu.utilisation, "gpu_clock_mhz": t.gpu.clock, "gpu_power_w": t.gpu.power,
+        "gpu_temperature_c": t.gpu.temperature, "throttle": t.gpu.throttle, "gpu_others": t.gpu.others,
+        "throttled_samples": sum(span.hit for span in remarks.describe_throttling(t)),
+    }  # fmt: skip
+
+
+def _read_energy(t: TrialResult, meter: Meter) -> dict[str, Any]:
+    if not t.good:
+        return {}
+    found = meter.of(t)
+    return {
+        "energy_j": found.net.value, "energy_j_low": found.net.low, "energy_j_high": found.net.high,
+        "energy_gross_j": found.gross, "idle_w": found.idle, "energy_missing": found.missing,
+    }  # fmt: skip
+
+
+def _read_evaluation(t: TrialResult) -> dict[str, Any]:
+    """Return images per second of the whole evaluation, and the median time of an image in each stage."""
+    columns: dict[str, Any] = {"pipeline_ips": t.value("pipeline")}
+    for stage in STAGES:
+        samples = t.samples(stage, "")
+        columns[f"{stage}_ms"] = (
+            1e3 * stats.summary(samples).median if samples.size else _scale_value(t.value(stage), 1e3)
+        )
+    return columns
+
+
+def build_seconds(t: TrialResult) -> float | None:
+    """Return the seconds of this trial's preparation: the whole chain of files, and compilation inside the process.
+
+    Later rounds may hit the compiler's cache, so only rounds that compiled count, if there are any.
+    """
+    steps = [step.seconds for step in t.made_by.steps]
+    chain = sum(steps) if steps else t.artifact.seconds if t.artifact else None
+    compiled = [r for r in t.good if r.value("build") is not None]
+    fresh = [r for r in compiled if not r.facts.build_cached] or compiled
+    inside = max((v for r in fresh if (v := r.value("build")) is not None), default=None)
+    return None if chain is None and inside is None else float(chain or 0) + float(inside or 0)
+
+
+def _compute_accuracy(t: TrialResult, against: ComparisonBasis) -> dict[str, Any]:
+    """Return each metric of the trial's task, its change against the reference, and the budget's decision."""
+    scores = metrics.measured(t)
+    if not scores:
+        return {}
+    columns: dict[str, Any] = {"images": scores[0][1].images, "set_aside": accuracy.set_aside(t)}
+    for metric, value in scores:
+        columns |= in_percent(metric.column, value.interval)
+    reference = against.accuracy_reference or against.reference
+    if reference is None or incomparable(t, reference) == OTHER_WEIGHTS:
+        return columns
+    changes = {m.name: (m, change) for m, _ in scores if (change := m.change(t, reference)) is not None}
+    if not changes:
+        return columns
+    columns["budget_reference"] = reference.id
+    if t is reference:
+        same = {metric.diff: 0.0 for metric, _ in changes.values()}
+        return columns | same | {"budget": accuracy.WITHIN if against.budgets else ""}
+    for metric, change in changes.values():
+        columns |= in_percent(metric.diff, change.difference)
+    if decision := accuracy.decide_all({name: change for name, (_, change) in changes.items()}, against.budgets):
+        columns |= {"budget": decision.verdict, "more_images": decision.more}
+    return columns
+
+
+def _compute_speed(t: TrialResult, against: ComparisonBasis, compare: bool) -> dict[str, Any]:
+    reference = against.reference if compare else None
+    boundary = compared_boundary(t, reference) or compared_boundary(t)
+    clock = against.clocks.get(boundary) or clock_of(boundary, t)
+    own = stats.center(t.medians(boundary, clock)) if boundary else None
+    columns: dict[str, Any] = {"boundary": boundary, "clock": clock if boundary else ""}
+    if own is None:
+        return columns
+    columns |= {"latency_ms": 1e3 * own.value, "latency_ms_low": 1e3 * own.low, "latency_ms_high": 1e3 * own.high}
+    if reference is None or not reference.medians(boundary, clock):
+        return columns
+    columns["reference"] = reference.id
+    if t is reference:
+        return columns | {"speedup": 1.0, "verdict": REFERENCE}
+    if why := incomparable(t, reference):
+        return columns | {"verdict": f"{INCOMPARABLE}: {why}"}
+    return columns
+
+
+def _judge_families(
+    trials: Sequence[TrialResult], rows: Sequence[Row], references: Mapping[str, TrialResult], rule: stats.Rule
+) -> None:
+    """Put speed-up and verdict into each row that may be compared with its reference.
+
+    All rows of a reference are one family.
+    """
+    families: dict[str, list[tuple[Row, stats.Evidence]]] = defaultdict(list)
+    for t, row in zip(trials, rows, strict=True):
+        if row.get("reference") and not row["verdict"]:
+            evidence = ranking.gather_evidence(t, references[t.id], row["boundary"], row["clock"], rule)
+            if evidence is not None:
+                families[row["reference"]].append((row, evidence))
+    latencies = {row["trial"]: row.get("latency_ms", math.nan) for row in rows}
+    for family in families.values():
+        for (row, _), s in zip(family, stats.decide_family([e for _, e in family], rule), strict=True):
+            if not _fits_latencies(s, latencies[row["reference"]] / row["latency_ms"]):
+                verdict = s.verdict if s.verdict == stats.ONE_ROUND else stats.UNDECIDED
+                s = stats.Speedup(math.nan, math.nan, math.nan, verdict, s.measured)
+            row |= {"speedup": s.value, "speedup_low": s.low, "speedup_high": s.high, "verdict": s.verdict,
+                    "measured": s.measured, "p_value": s.p, "equivalent": 100 * rule.margin,
+                    "more_rounds": s.more, "builds": s.builds or row.get("builds"),
+                    "rounds_left_out": s.rejected or None, "speedup_all_rounds": s.unfiltered}  # fmt: skip
+
+
+def _fits_latencies(s: stats.Speedup, ratio: float) -> bool:
+    """Return whether a speed-up is within a factor of two of the ratio of the two latencies.
+
+    One that isn't comes from blocks that other programs disturbed.
+    """
+    return not math.isfinite(s.value * ratio) or abs(math.log(s.value / ratio)) <= math.log(WIDEST)
+
+
+def _scale_value(value: Any, factor: float) -> float:
+    return math.nan if value is None else float(value) * factor
+
+
+def _make_trials_table(run: RunData) -> Table:
+    several = ("device",) if run.frame["device"].nunique() > 1 else ()
+    rows = run.frame.to_dict("records")
+    return TRIALS.of(COLUMNS, rows, group=("model", "size", "batch", *several), printed=PRINTED, below=list_notes_below)
+
+
+def list_notes_below(rows: list[Row]) -> list[str]:
+    """Return the notes below trials: images without accuracy, doubts about a percentile, and reasons of failures."""
+    judged = [r for r in rows if not all(missing(r.get(m.column)) for m in metrics.known().values())]
+    tested = [(r["images"], r["set_aside"]) for r in judged if not missing(r.get("set_aside")) and r["set_aside"]]
+    failed = [r for r in rows if r["status"] != "ok"]
+    notes = [f"accuracy is on {images_tested(*counts)}" for counts in dict.fromkeys(tested)]
+    notes += [FEW] if any(few("p95", r.get("samples_model")) for r in rows) else []
+    return [*notes, *(f"{r['backend']} {r['precision']} {r['status']}: {r['reason']}" for r in failed)]
+
+
+TRIALS = TableKind(
+    "trials",
+    "Trials",
+    "A row per trial: latency, throughput, speed-up over the reference, verdict, accuracy and its budget, file, build.",
+    _make_trials_table,
+    section="tables",
+    place=1,
+)

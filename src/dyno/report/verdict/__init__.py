@@ -1,0 +1,1 @@
+"""Sentences on a run: who wins, by how much, and what to beware of."""

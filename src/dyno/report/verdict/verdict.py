@@ -1,0 +1,331 @@
+"""What the numbers say, in sentences: the first thing in every report and the last thing a study prints."""
+
+from __future__ import annotations
+
+import shlex
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from math import ceil
+from typing import Any
+
+from dyno.formatting import counting, indentation, plain, ratio, sized
+from dyno.report import self_test
+from dyno.report.verdict import decisions, whole_run
+from dyno.report.verdict.findings import FAILURE, NOTE, PROBLEMS, WARNING, Decision, Finding, ms
+from dyno.results import ranking as results_ranking
+from dyno.results import remarks, stats
+from dyno.results.correctness import WRONG, incomparable
+from dyno.results.metrics.accuracy import judged, set_aside
+from dyno.results.metrics.precision import NO, truth
+from dyno.results.ranking import LATENCY, Contention, cpu_contention, rank_goals, winners
+from dyno.results.rounds import GPU
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import FILE, UNFINISHED, Results, TrialResult, clock_of
+from dyno.table import missing
+from dyno.worker.facts.engine import STORED
+
+COMPANY = "what the table calls faster or slower holds beside those programs, which slow some engines down more"
+OTHER_NETWORK = (
+    " The files were taken for one network, since their inputs and outputs have the same shapes; "
+    "if they are two, give each a command of its own."
+)
+MOST_GROUPS = 8  # model x size pairs with sentences; the rest is in the tables
+SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
+NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
+# Wider precisions that a lowered one should be faster than, in the order of comparison.
+WIDER = {
+    **dict.fromkeys(("tf32", "fp16", "bf16"), ("fp32",)),
+    **dict.fromkeys(("int8", "fp8", *STORED), ("fp32", "fp16", "bf16")),
+}
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """What a run says: rows with `wrong` outputs, a decision for each ranking, and `findings` about the whole run."""
+
+    wrong: tuple[Finding, ...]
+    decisions: tuple[Decision, ...]
+    findings: tuple[Finding, ...]
+
+    @property
+    def sentences(self) -> list[str]:
+        """Everything but the next steps, which name a folder, in plain sentences, most important first."""
+        lines = [each.text for each in self.wrong]
+        for decision in self.decisions:
+            lines += [decision.sentence, *(f"{name}: {text}." for name, text in decision.answers if name != "next")]
+            lines += [each.text for each in decision.findings]
+        return [plain(line) for line in (*lines, *(each.text for each in self.findings))]
+
+    @property
+    def lines(self) -> list[str]:
+        """The same for a terminal: next steps too, but no notes, which the report has."""
+        lines = [each.text for each in self.wrong]
+        for decision in self.decisions:
+            lines += [decision.sentence, *(f"  {name}: {text}" for name, text in decision.answers)]
+            lines += [each.text for each in decision.findings if each.kind != NOTE]
+        lines += [each.text for each in self.findings if each.kind != NOTE]
+        rest = [*self.findings, *(each for decision in self.decisions for each in decision.findings)]
+        notes = sum(each.kind == NOTE for each in rest)
+        more = [f"{counting(notes, 'note')} more in the report."] if notes else []
+        return [*(indentation(line) + plain(line) for line in lines), *more]
+
+
+@dataclass(frozen=True)
+class ProvisionalAnswer:
+    """What a study says before it ends: a sentence for each decision, and for the first ranking its `rows`, fastest
+    first, each with configuration, median latency and speed-up as text."""
+
+    sentences: list[str]
+    rows: list[tuple[str, str, str]]
+
+
+def answer_so_far(run: RunData) -> ProvisionalAnswer:
+    """Return the answer from the rounds that are stored so far."""
+    found = read_verdict(run)
+    sentences = [each.text for each in found.wrong] + [each.sentence for each in found.decisions]
+    rows = []
+    for ranking in rank_goals(run)[:1]:
+        for _, row in ranking.ranked(LATENCY).iterrows():
+            is_reference = row["trial"] == row["reference"]
+            shown = "" if missing(row["speedup"]) else ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
+            rows.append((ranking.configuration(row), ms(row[LATENCY]), "reference" if is_reference else shown))
+    return ProvisionalAnswer([plain(sentence) for sentence in sentences], rows)
+
+
+def list_sentences(run: RunData) -> list[str]:
+    """Return the verdict in plain sentences, most important first."""
+    return read_verdict(run).sentences
+
+
+def read_verdict(run: RunData) -> Verdict:
+    """Build the verdict: the fastest within the budget with its evidence, then precision truth, reasons, failures."""
+    results = run.records
+    several = len({(t.model, t.configuration) for t in results}) > len({t.model for t in results})
+    all_rankings, contention = rank_goals(run), cpu_contention(results, compared=several)
+    shown, wrong = all_rankings[:MOST_GROUPS], (*_wrong_outputs(run), *whole_run.list_unscored_findings(run))
+    if contention and contention.mostly:  # an order would be that of the machine's load
+        failures = [decision for ranking in shown if (decision := decisions.list_failed(ranking)) is not None]
+        apart = [finding for ranking in shown for finding in decisions.is_apart(ranking)]
+        unranked = Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", _describe_next_step(run))))
+        return Verdict(
+            wrong,
+            (unranked, *failures),
+            (
+                *(*apart, *_check_precisions(results), *_describe_outcome(results, contention)),
+                *(*whole_run.list_device_findings(results), *whole_run.list_route_findings(results)),
+            ),
+        )
+    decided = tuple(decision for ranking in shown for decision in decisions.decide_run(ranking, run))
+    more = len(all_rankings) - MOST_GROUPS
+    rest = [Finding(NOTE, f"{more} more models and sizes are in the tables.")] if more > 0 else []
+    rest += [
+        *whole_run.list_precision_findings(run),
+        *_check_precisions(results),
+        *_slow_precisions(run),
+        *_describe_outcome(results, contention),
+    ]
+    rest += [*whole_run.list_device_findings(results), *whole_run.list_route_findings(results)]
+    return Verdict(wrong, decided, tuple(rest))
+
+
+def _describe_next_step(run: RunData) -> str:
+    """Describe the next step where the machine was too busy for a winner."""
+    step, folder = "measure again on a quiet machine", shlex.quote(str(run.records.folder))
+    return f"{step}, or choose: dyno take {folder} BACKEND/PRECISION" if list(winners(run)) else step
+
+
+def _wrong_outputs(run: RunData) -> Iterator[Finding]:
+    """Yield trials with other outputs than their reference, which are not ranked."""
+    trials, wrong = run.trials, run.frame[run.frame["outputs"] == WRONG]
+    for (_, verdict), rows in wrong.groupby(["reference", "verdict"], sort=False):
+        group = [trials[id] for id in rows["trial"]]
+        names = ", ".join(dict.fromkeys(t.configuration for t in group))
+        verdict = f"{verdict} against {run.compared[group[0].id].configuration}"
+        text = f"{group[0].model}: {names} ({_format_batches(group)}) gave {verdict}; not ranked, whatever the speed."
+        files = any(t.form and t.form.option == FILE for t in group)
+        yield Finding(FAILURE, text + (OTHER_NETWORK if files else ""))
+
+
+def _check_precisions(results: Results) -> Iterator[Finding]:
+    truths = [(t, ran) for t in results if t.good and (ran := truth(t)) is not None]
+    wrong: dict[tuple[str, str], list[TrialResult]] = {}
+    for t, ran in truths:
+        if not ran.ok:
+            wrong.setdefault((t.model, ran.sentence), []).append(t)
+    reported = [ran for _, ran in truths if ran.reported]
+    if reported:
+        as_requested = sum(t.ok for t in reported)
+        trials_reported = counting(len(reported), "trial")
+        yield Finding(NOTE, f"Precision: {as_requested} of {trials_reported} ran in the requested type.")
+    for (_, sentence), trials in wrong.items():
+        model = f"{trials[0].model} " if len({t.model for t in results}) > 1 else ""
+        ran = truth(trials[0])
+        is_wrong = " did not run as requested" if ran and ran.answer == NO else ""
+        yield Finding(WARNING, f"{model}{trials[0].configuration} ({_format_batches(trials)}){is_wrong}: {sentence}.")
+
+
+def _slow_precisions(run: RunData) -> Iterator[Finding]:
+    """Yield lowered precisions that gain nothing over a wider one of the same backend, with the engine's own reasons.
+
+    The wider one is fp32; for eight bits that gain something over it, the sixteen-bit ones as well.
+    """
+    results, rows = run.records, {row["trial"]: row for row in run.frame.to_dict("records")}
+    ran = {(t.group, t.variant, t.precision): t for t in results if t.good}
+    groups: dict[tuple[str, ...], list[tuple[TrialResult, stats.Speedup]]] = {}
+    for t in ran.values():
+        for wider in WIDER.get(t.precision, ()):
+            other = ran.get((t.group, t.variant, wider))
+            if other is not None and not incomparable(t, other) and (gain := _no_gain(t, other, rows[t.id], run.rule)):
+                groups.setdefault((t.model, t.size, t.configuration, other.configuration), []).append((t, gain))
+                break
+    several = len({(t.model, t.size) for t in results}) > 1
+    for (model, size, name, other_name), slow in list(groups.items())[:MOST_GROUPS]:
+        where = f"{model}{sized(size, ' at size ')}: " if several else ""
+        yield Finding(WARNING, f"{where}{name} is {_not_faster(other_name, slow)}.")
+    if len(groups) > MOST_GROUPS:
+        more = len(groups) - MOST_GROUPS
+        yield Finding(NOTE, f"{more} more configurations gain nothing from their precision; see the tables.")
+
+
+def _not_faster(other: str, slow: list[tuple[TrialResult, stats.Speedup]]) -> str:
+    slow = sorted(slow, key=lambda pair: pair[0].batch)
+    gains = [gain for _, gain in slow]
+    sure = all(gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1 for gain in gains)
+    shown = ratio(gains[0].value, gains[0].low, gains[0].high)
+    shown += ", one round only, so unproven" if gains[0].verdict == stats.ONE_ROUND else ""
+    reasons = list(dict.fromkeys("; ".join(remarks.list_reasons(t)) or _explain_silence(gain) for t, gain in slow))
+    at = f"at batch {slow[0][0].batch}, " if len(reasons) > 1 else ""
+    word = "not faster" if sure else "not shown to be faster"
+    return f"{word} than {other} ({_format_batches([t for t, _ in slow])}: {shown}): {at}{reasons[0]}"
+
+
+def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: stats.Rule) -> stats.Speedup | None:
+    """Return the speed-up over the wider precision, where it shows no gain; else None.
+
+    It is that of the trial's row where that is over the same trial, so that the two agree.
+    """
+    if (row["reference"], row["boundary"]) == (wider.id, "model") and not missing(row["speedup"]):
+        gain = stats.Speedup(row["speedup"], row["speedup_low"], row["speedup_high"], row["verdict"])
+    else:
+        gain = results_ranking.estimate_speedup(t, wider, "model", clock_of("model", t, wider), rule)
+    none = gain.verdict in NO_GAIN or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
+    return gain if none else None
+
+
+def _explain_silence(gain: stats.Speedup) -> str:
+    """Describe why nothing is gained, where the engine gives no reason."""
+    if gain.verdict in (stats.SLOWER, stats.ONE_ROUND) or gain.high <= 1:
+        return "the engine gives no reason"
+    if gain.high < SLIGHT:
+        return f"it gains {ceil(100 * (gain.high - 1))} % at most, and the engine gives no reason"
+    return "the spread between processes hides any gain"
+
+
+def _describe_outcome(results: Results, contention: Contention | None) -> Iterator[Finding]:
+    count = Counter(t.status for t in results)
+    failed = {status: n for status, n in count.items() if status not in ("ok", "skipped", UNFINISHED)}
+    total = len(results.trials)
+    if failed:
+        counts = ", ".join(f"{n} {status}" for status, n in failed.items())
+        yield Finding(
+            FAILURE,
+            f"{sum(failed.values())} of {counting(total, 'trial')} did not finish: {counts}; each has its reason, and "
+            "dyno run --retry-failed measures them again.",
+            PROBLEMS,
+        )
+    if 0 < count[UNFINISHED] < total:  # of all it is said with what was measured
+        yield Finding(WARNING, f"{_format_count(count[UNFINISHED], total, 'was', 'were')} not measured so far.")
+    if short := [t for t in results if t.is_cut_short]:
+        rounds = counting(min(len(t.rounds) for t in short), "round")
+        yield Finding(WARNING, f"Stopped early, after {rounds}: this is the answer so far; the same command goes on.")
+    if count["skipped"]:
+        yield Finding(
+            NOTE, f"{_format_count(count['skipped'], total, 'was', 'were')} skipped, each with its reason.", PROBLEMS
+        )
+    if contention and not contention.mostly:
+        yield Finding(WARNING, contention.sentence)
+    yield from whole_run.list_pixel_findings(results)
+    yield from _find_gpu_doubts(results)
+    if aside := max((set_aside(t) for t in results if set_aside(t) and judged(t)), default=0):
+        yield Finding(
+            WARNING,
+            f"Accuracy is not on all images: {aside:,} were set aside for calibration; --calibration DIR gives others.",
+        )
+    warned = sum(1 for t in results if remarks.list_warnings(t))
+    if warned:
+        yield Finding(
+            WARNING, f"{_format_count(warned, total, 'has', 'have')} warnings; the report lists them.", PROBLEMS
+        )
+    for problem in results.problems:
+        yield Finding(FAILURE, problem)
+
+
+def _find_gpu_doubts(results: Results) -> Iterator[Finding]:
+    """Yield doubts about the numbers from the GPU's telemetry and clocks."""
+    trials = [t for t in results if t.gpu is not None]
+    of_trials = counting(len(trials), "trial")
+    if shared := [t for t in trials if remarks.describe_others(t)]:
+        yield Finding(
+            WARNING,
+            f"Others used the GPU during {len(shared)} of {of_trials} (first: {shared[0].label}: "
+            f"{remarks.describe_others(shared[0])}): those times may be too long; measure again on a free GPU.",
+        )
+    if throttled := [(t, spans) for t in trials if (spans := remarks.describe_throttling(t))]:
+        hit, lost = (sum(getattr(f, name) for _, spans in throttled for f in spans) for name in ("hit", "dropped"))
+        reasons = ", ".join(dict.fromkeys(f.why for _, spans in throttled for f in spans))
+        yield Finding(
+            WARNING,
+            f"The GPU was throttled ({reasons}) during {len(throttled)} of {of_trials}: {lost:,} of the {hit:,} "
+            "samples taken meanwhile were dropped.",
+        )
+    yield from _launch_bound(results)
+    mixed = {t.group for t in results if t.good and clock_of("model", t) == GPU} & {
+        t.group for t in results if t.medians("model") and t.device != "cpu" and clock_of("model", t) != GPU
+    }
+    if mixed:
+        yield Finding(NOTE, "Where an engine gave no GPU times, all of its group are compared by the host's clock.")
+
+
+def _launch_bound(results: Results) -> Iterator[Finding]:
+    """Yield the trial that loses the largest share of its time to launching."""
+    bound = [
+        (t, launch) for t in results if t.device != "cpu" and (launch := remarks.describe_launch(t)) and launch.sentence
+    ]
+    if bound:
+        t, launch = max(bound, key=lambda pair: pair[1].share)
+        others = f"; {len(bound) - 1} more trials are launch-bound" if len(bound) > 1 else ""
+        yield Finding(NOTE, f"{t.label}: {launch.sentence}{others}.")
+
+
+def _format_count(count: int, total: int, one: str, several: str) -> str:
+    return f"{count} of {counting(total, 'trial')} {one if count == 1 else several}"
+
+
+def _format_batches(trials: list[TrialResult]) -> str:
+    batches = sorted({t.batch for t in trials})
+    return f"batch {', '.join(map(str, batches))}"
+
+
+# The head of a run's tables in JSON: run, date, machine, study and verdict.
+
+
+def about(run: RunData) -> dict[str, Any]:
+    """Return the run's name, date, machine, study, visible differences and verdict.
+
+    `date` is the start of its first job (ISO 8601), `visible` the differences it can see, None where that isn't known.
+    """
+    records = run.records
+    return {
+        "run": records.name,
+        "date": began(records) or None,
+        "machine": records.environment,
+        "study": records.settings,
+        "visible": self_test.of_run(records) or None,
+        "verdict": list_sentences(run),
+    }
+
+
+def began(results: Results) -> str:
+    """Return the start of a run's first job (ISO 8601 with its offset); "" where no record has it."""
+    return min((r.record.started for t in results for r in t.rounds if r.record.started), default="")

@@ -1,0 +1,83 @@
+"""Two trials that measured in turns: their ratio within each block, where both had the same machine."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping
+from typing import NamedTuple
+
+import numpy as np
+
+from dyno.results import stats
+from dyno.results.trial_result import TrialResult
+from dyno.worker.jobs.turns import quiet_delay
+
+LEAST_QUIET_BLOCKS = 3  # and half of all, without which a round tells little about a quiet machine
+LEAST_QUIET_ROUNDS = 2
+
+
+class RoundRatios(NamedTuple):
+    """The ratios of two trials in one set of fresh processes in which both took turns.
+
+    `builds` are the builds of the two that ran, None where neither has several. `logs` holds log(a / b) of each block
+    that counts, float64 [blocks]: where the set `is_quiet`, of the undisturbed ones.
+    """
+
+    builds: tuple[int, int] | None
+    logs: np.ndarray
+    is_quiet: bool
+
+
+def log_ratios(
+    a: TrialResult, b: TrialResult, boundary: str, clock: str = "", keep_disturbed: bool = False
+) -> list[float]:
+    """Return the median log ratio of each set of fresh processes in which both took turns.
+
+    Where rounds go through builds of either engine, it is the mean of those for each build. Sets that other programs
+    disturbed in most blocks are left out, unless only one set would be left.
+    """
+    sets = block_ratios(a, b, boundary, clock, keep_disturbed)
+    if sum(each.is_quiet for each in sets) >= LEAST_QUIET_ROUNDS:
+        sets = [each for each in sets if each.is_quiet]
+    return stats.over_units([(each.builds or f"set {k}", float(np.median(each.logs))) for k, each in enumerate(sets)])
+
+
+def block_ratios(
+    a: TrialResult, b: TrialResult, boundary: str, clock: str, keep_disturbed: bool = False
+) -> list[RoundRatios]:
+    """Return the ratios of each set of fresh processes in which both took turns.
+
+    a and b are the medians of a block's latencies at the boundary (images per second, where that is throughput). A
+    block is left out where the counters of either process say that other programs disturbed it; its latencies have no
+    part in that.
+    """
+    tag = "throughput" if boundary == "throughput" else "latency"
+    rounds_of_b = {r.turns: r for r in (*b.rounds, *b.companions) if r.ok and r.turns}
+    quiet_a, quiet_b = (_quiet_delay(t, boundary) for t in (a, b))
+    sets = []
+    for x in (*a.rounds, *a.companions):
+        y = rounds_of_b.get(x.turns) if x.ok and x.turns else None
+        if y is None:
+            continue
+        medians = x.block_medians(tag, boundary, clock), y.block_medians(tag, boundary, clock)
+        logs = within(*medians)
+        disturbed = set[int]()
+        if not keep_disturbed:
+            disturbed = x.disturbed_blocks(boundary, quiet_a) | y.disturbed_blocks(boundary, quiet_b)
+        quiet = within(*medians, disturbed)
+        is_quiet = len(quiet) >= max(min(LEAST_QUIET_BLOCKS, len(logs)), len(logs) / 2)
+        if logs.size:
+            builds = (x.build, y.build) if x.build or y.build else None
+            sets.append(RoundRatios(builds, quiet if is_quiet else logs, is_quiet))
+    return sets
+
+
+def _quiet_delay(t: TrialResult, boundary: str) -> float | None:
+    """Return the delay of the trial's quietest round: a round that is disturbed throughout looks even by itself."""
+    delays = [r.facts.delays.get(boundary, ()) for r in (*t.rounds, *t.companions) if r.ok]
+    return min((quiet_delay(each) for each in delays if each), default=None)
+
+
+def within(a: Mapping[int, float], b: Mapping[int, float], left_out: Collection[int] = ()) -> np.ndarray:
+    """Return log(a / b) of each block that both have and that isn't left out, float64 [blocks]."""
+    return np.array([math.log(a[k] / b[k]) for k in sorted(a.keys() & b.keys()) if k not in left_out])

@@ -1,0 +1,152 @@
+"""Energy of an image: a counter's rate while images went through, less its rate while nothing ran, over images/s.
+
+NVML's counter has the whole card, RAPL's the processors' packages; neither has the rest of the machine.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from dyno.results import stats, timeline
+from dyno.results.files import read_numbers
+from dyno.results.rounds import Round
+from dyno.results.timeline import Window
+from dyno.results.trial_result import TrialResult, by_build
+
+IDLE = "idle"  # folder of a run with the telemetry of the machine before the first job
+COUNTERS = {"cuda": "gpu_energy", "cpu": "cpu_energy"}  # by the kind of device
+LOOKS, SPAN_S = 5, 1.0  # at the counter, and the seconds from the first to the last, below which there is no rate
+BUSY = 0.2  # processors of others, above which the machine isn't idle
+NOT_ASKED = "not measured: --energy measures it"
+NO_COUNTER = {
+    "cuda": "NVML tells no energy of this GPU",
+    "cpu": "the processors' counter (RAPL) can't be read; often root alone may, and most virtual machines have none",
+}
+NO_IDLE = "the machine's power while idle is not known"
+NOT_IDLE = "the machine was not idle before the first job"
+OTHERS = "other programs were busy meanwhile"
+NO_MORE = "no more power than while idle"
+
+
+@dataclass(frozen=True)
+class Idle:
+    """What the device drew before the first job: `watts`, NaN where unknown, and whether it was `disturbed`."""
+
+    watts: float = math.nan
+    disturbed: bool = False
+
+
+@dataclass(frozen=True)
+class Energy:
+    """A trial's energy: joules of an image with those of idling taken off, joules with them, mean W, idle W, and the
+    images/s of the same time; or `missing`, why there is none."""
+
+    net: stats.Interval
+    gross: float = math.nan
+    watts: float = math.nan
+    idle: float = math.nan
+    rate: float = math.nan
+    rounds: int = 0
+    missing: str = ""
+
+
+@dataclass(frozen=True)
+class RoundPower:
+    """One round: W while images went through, and images/s."""
+
+    watts: float
+    rate: float
+
+
+@dataclass(frozen=True)
+class Meter:
+    """The energy of a run's trials; `folder` is the run's."""
+
+    folder: Path
+
+    @cached_property
+    def _idle(self) -> dict[str, Idle]:
+        stored = _read_counters(self.folder / IDLE)
+        trace = timeline.read_timeline(self.folder / IDLE)
+        others = float(np.nanmean(stored["others"])) if len(stored.get("others", ())) else 0.0
+        used = trace is not None and float(np.nan_to_num(trace.column("util")).mean()) > timeline.BUSY
+        shared = trace is not None and (used or timeline.most_others(trace) > 0)
+        disturbed = {"cuda": shared, "cpu": others > BUSY}
+        return {kind: Idle(power(stored, counter), disturbed[kind]) for kind, counter in COUNTERS.items()}
+
+    def of(self, t: TrialResult) -> Energy:
+        """Compute the trial's energy over its good rounds."""
+        nothing = stats.center([])
+        kind = t.device.split(":")[0]
+        measured = [r for r in t.good if r.facts.sustained is not None]
+        if kind not in COUNTERS or not measured:
+            return Energy(nothing, missing=NOT_ASKED)
+        idle = self._idle[kind]
+        drawn = [(r, found) for r in measured if not _is_shared(r, kind) and (found := _of_round(r, COUNTERS[kind]))]
+        reasons = {
+            NO_COUNTER[kind]: not any(_of_round(r, COUNTERS[kind]) for r in measured),
+            OTHERS: not drawn, NO_IDLE: math.isnan(idle.watts), NOT_IDLE: idle.disturbed,
+            NO_MORE: any(each.watts <= idle.watts for _, each in drawn),
+        }  # fmt: skip
+        missing = next((reason for reason, holds in reasons.items() if holds), "")
+        if not drawn:
+            return Energy(nothing, missing=missing)
+        net = [(r, (each.watts - idle.watts) / each.rate) for r, each in drawn]
+        return Energy(
+            nothing if missing else stats.center(by_build(net)),
+            stats.center(by_build([(r, each.watts / each.rate) for r, each in drawn])).value,
+            _compute_mean([each.watts for _, each in drawn]),
+            idle.watts,
+            _compute_mean([each.rate for _, each in drawn]),
+            len(drawn),
+            missing,
+        )
+
+
+def _of_round(r: Round, counter: str) -> RoundPower | None:
+    assert r.facts.sustained is not None
+    watts = power(_read_counters(r.folder), counter, r.facts.sustained.window)
+    return None if math.isnan(watts) else RoundPower(watts, r.facts.sustained.images_per_s)
+
+
+def _is_shared(r: Round, kind: str) -> bool:
+    """Return whether the counter includes other programs' work."""
+    sustained, threshold = r.facts.sustained, r.facts.contention_threshold
+    assert sustained is not None
+    if kind == "cpu":
+        return threshold is not None and sustained.others_busy > threshold
+    return r.trace is not None and timeline.most_others(r.trace, r.trace.inside([sustained.window])) > 0
+
+
+def power(stored: dict[str, np.ndarray], counter: str, window: Window = (-math.inf, math.inf)) -> float:
+    """Estimate the mean W in the window (seconds of CLOCK_MONOTONIC): the least-squares slope of the counter over time.
+
+    A counter that is updated ten times a second or less often puts an error into each reading, which a difference of
+    two readings would have in full. NaN where there are too few readings.
+    """
+    at, joules = stored.get("at", np.empty(0)) + stored.get("epoch", 0.0), stored.get(counter)
+    if joules is None:
+        return math.nan
+    chosen = (at >= window[0]) & (at <= window[1]) & ~np.isnan(joules)
+    at, joules = at[chosen], joules[chosen]
+    if len(at) < LOOKS or at[-1] - at[0] < SPAN_S:
+        return math.nan
+    apart = at - at.mean()
+    return float((apart * (joules - joules.mean())).sum() / (apart**2).sum())
+
+
+def _read_counters(folder: Path) -> dict[str, np.ndarray]:
+    try:
+        return read_numbers(folder / "telemetry.npz", ("at", "epoch", "others", *COUNTERS.values()))
+    except (OSError, ValueError):  # absent, truncated, or not an npz
+        return {}
+
+
+def _compute_mean(values: Sequence[float]) -> float:
+    return float(np.mean(values))

@@ -1,0 +1,44 @@
+"""What a trial's answers are worth: accuracy, mAP, agreement, precision, arithmetic.
+
+A metric of accuracy is an object in a module, found by its name.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable
+from functools import cache
+from typing import TYPE_CHECKING
+
+from dyno.results.metrics.metric import Metric, MetricValue
+from dyno.results.trial_result import TrialResult
+from dyno.worker import plugins
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+GROUP = "dyno.metrics"
+
+
+@cache
+def known() -> dict[str, Metric]:
+    """Return the metrics by name, Dyno's own and those of installed distributions, in the order of display."""
+    found = plugins.declared(sys.modules[__name__], Metric, GROUP)  # type: ignore[type-abstract]
+    return dict(sorted(found.items(), key=lambda item: (item[1].place, item[0])))
+
+
+def of(trial: TrialResult) -> list[Metric]:
+    """Return the metrics that the trial's task names."""
+    return [metric for name, metric in known().items() if name in trial.task.metrics]
+
+
+def measured(trial: TrialResult) -> list[tuple[Metric, MetricValue]]:
+    """Return each metric that the trial has a value of, with the value."""
+    return [(metric, value) for metric in of(trial) if (value := metric.of(trial)) is not None]
+
+
+def quality(frame: pd.DataFrame, budgets: Iterable[str] = ()) -> Metric:
+    """Return the metric to show for these trials: the first of the `budgets`' metrics, else the first they have."""
+    every = list(known().values())
+    order = [*(known()[name] for name in budgets), *every]
+    return next((m for m in order if m.column in frame and frame[m.column].notna().any()), every[0])

@@ -1,0 +1,470 @@
+"""Do two configurations of a model give the same outputs: isclose share, errors, and the table of ten ranks."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from dyno.results.metrics.accuracy import match_images, same_photographs
+from dyno.results.trial_result import TrialResult
+from dyno.worker.numerics.closeness import ATOL, RTOL, Closeness, closeness
+from dyno.worker.spec import UserError
+from dyno.worker.tasks import layouts
+from dyno.worker.tasks.layouts import FinalRows, Lists, ObservedOutputs, Pairs
+from dyno.worker.tasks.postprocess import BoxForm
+
+# Raw outputs of a network with non-maximum suppression inside, read back as rows of boxes of each image.
+
+BOX = 4  # values of a box
+MOST_IMAGES = 100  # whose rows are read
+PLACES = 10_000  # more than there are classes
+
+
+@dataclass(frozen=True)
+class BoxRows:
+    """Rows of several images, in the order in which the network left them.
+
+    `images` int64 n, `boxes` float64 n x 4 (two corners, pixels), `scores` and `labels` float64 n, `rest` what a row
+    has besides (masks, keypoints; float64 n x ...), and all `values` (float64 n x ...) by the output's position.
+    `counts` are the rows of each image.
+    """
+
+    images: np.ndarray
+    boxes: np.ndarray
+    scores: np.ndarray
+    labels: np.ndarray
+    rest: list[np.ndarray]
+    values: dict[str, np.ndarray]
+    counts: np.ndarray
+
+
+def read_box_rows(trial: TrialResult) -> BoxRows | None:
+    """Return the first 100 images' boxes of a trial's stored outputs, None where they aren't boxes.
+
+    They are in a layout whose rows rounding may put into another order, with any n for each image, or images x n. Rows
+    whose score isn't above 0 only fill up a fixed n. Where the number of rows per image isn't stored, each image has
+    one, and its score is above 0: else they are four numbers and a value of another kind.
+    """
+    outputs = trial.outputs()
+    row_counts = trial.output_rows(outputs)
+    tables, counts = _make_tables(outputs, row_counts)
+    chosen = _choose_layout(trial, tables) if tables else None
+    if chosen is None:
+        return None
+    fit, form, size, arrays = chosen
+    found = fit.layout.decode(fit, arrays, 0)
+    scores = found.best_scores().astype(np.float64)
+    labels = found.scores.argmax(0) if found.labels is None else found.labels + _batch_places(tables[fit.names[0]])
+    boxes = form.corners(found.boxes.T, size).astype(np.float64)
+    if not (_has_corners(boxes[scores > 0]) and np.all(scores <= 1)):
+        return None
+    if not (row_counts or _is_fixed(outputs)) and not np.all(scores > 0):
+        return None
+    images = np.repeat(np.arange(len(counts)), counts)
+    keep = (scores > 0) & (images < MOST_IMAGES)
+    values = {str(i): table[keep].astype(np.float64) for i, table in enumerate(tables.values())}
+    rest = [found.rest.T] if found.rest is not None and found.rest.size else []
+    rest += [table for name, table in tables.items() if name not in fit.names]
+    rows = np.bincount(images[keep], minlength=min(len(counts), MOST_IMAGES))
+    return BoxRows(images[keep], boxes[keep], scores[keep], labels[keep].astype(np.float64),
+                   [table[keep].astype(np.float64) for table in rest], values, rows)  # fmt: skip
+
+
+def _choose_layout(
+    trial: TrialResult, tables: Mapping[str, np.ndarray]
+) -> tuple[layouts.Fit, BoxForm, tuple[int, int], dict[str, np.ndarray]] | None:
+    """Choose the layout of all rows as if they were of one image, with the boxes' form and the image's size.
+
+    None without a layout whose rows may be in any order.
+    """
+    arrays = {name: table[None].copy() for name, table in tables.items()}
+    for array in arrays.values():
+        places = _batch_places(array[0])
+        if np.any(places):
+            array[..., 0] -= places // PLACES
+    dims = trial.spec.get("dims") or {}
+    size = int(dims.get("height") or 0), int(dims.get("width") or 0)
+    if not all(size):
+        return None
+    task, shapes = trial.task, {name: array.shape for name, array in arrays.items()}
+    extra = None if task.needs else 0  # of masks or keypoints any number
+    fits = (FinalRows, Lists, Pairs) if task.labels == "objects" else (FinalRows, Lists)
+    try:
+        seen = ObservedOutputs(shapes, size, 0, extra, values=arrays)
+        likeliest = layouts.possible(seen, fits)[0]
+        fit, form = layouts.choose(seen, fits) or (likeliest, likeliest.layout.form)
+    except layouts.UnreadBoxes:
+        return None
+    return (fit, form, size, arrays) if fit.layout.free_order else None
+
+
+def _batch_places(table: np.ndarray) -> np.ndarray | int:
+    """Return offsets that separate labels of a batch's images, if the first of seven columns is the image; else 0."""
+    if (
+        table.shape[-1] != len(layouts.BATCH_ROW)
+        or table.dtype == bool
+        or not np.all(table[:, 0] == np.round(table[:, 0]))
+    ):
+        return 0
+    places: np.ndarray = table[:, 0] * PLACES
+    return places
+
+
+def _make_tables(
+    outputs: Mapping[str, np.ndarray], counts: Mapping[str, np.ndarray]
+) -> tuple[dict[str, np.ndarray], np.ndarray]:
+    """Return each output as rows of one or more columns, and the rows of each image; nothing if outputs disagree."""
+    tables, row_counts = dict[str, np.ndarray](), list[np.ndarray]()
+    fixed = not counts and _is_fixed(outputs)
+    for name, array in outputs.items():
+        if not fixed:  # where every image has one box, nothing tells rows from images
+            tables[name] = array.reshape(len(array), math.prod(array.shape[1:]))
+            row_counts.append(counts.get(name, np.ones(len(array), np.int64)))
+        elif array.ndim > 1 and array[:1].size > 1:
+            images, rows = array.shape[:2]
+            tables[name] = array.reshape(images * rows, math.prod(array.shape[2:]))
+            row_counts.append(np.full(images, rows))
+        elif array.dtype.kind not in "iu":  # else it says how many rows are boxes, which the scores say too
+            return {}, np.zeros(0, np.int64)
+    if not row_counts or any(not np.array_equal(rows, row_counts[0]) for rows in row_counts):
+        return {}, np.zeros(0, np.int64)
+    return tables, row_counts[0]
+
+
+def _is_fixed(outputs: Mapping[str, np.ndarray]) -> bool:
+    """Return whether an output has a fixed number of boxes for every image."""
+    return any(a.ndim == 3 and (a.shape[2] == BOX or len(layouts.LAST_ROW) <= a.shape[2] < a.shape[1])
+               for a in outputs.values())  # fmt: skip
+
+
+def _has_corners(boxes: np.ndarray) -> bool:
+    """Return whether the rows are two corners each, the smaller one first."""
+    return bool(np.all(boxes[:, 2:] >= boxes[:, :2]))
+
+
+# Do two configurations of a detector find the same objects: how many of one's confident detections the other has.
+
+SURE = 0.25  # the score from which a detection is usually shown
+DOUBTFUL = SURE / 2  # the other's score may be lower by so much: one just below the line isn't a lost object
+OVERLAP = 0.5  # intersection over union from which two boxes are of one object
+LEAST_SIDE = 0.01  # of the farthest edge of any box
+EDGE = 1.01  # times the lowest score that was kept: whether a row of up to that is kept, rounding decides
+ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "sample")
+
+
+@dataclass(frozen=True)
+class BoxAgreement:
+    """Sure detections of a trial and of its reference on the images that both have seen, and how many the other has.
+
+    `matched` of the reference's `expected` are found again by the trial, `confirmed` of the trial's `own` by the
+    reference.
+    """
+
+    expected: int
+    matched: int
+    own: int
+    confirmed: int
+
+    @property
+    def share(self) -> float:
+        """Share of the reference's detections that the trial finds again."""
+        return self.matched / self.expected
+
+    @property
+    def own_share(self) -> float | None:
+        """Share of the trial's detections that the reference has too; None where the trial has none."""
+        return self.confirmed / self.own if self.own else None
+
+
+def judge_boxes(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> BoxAgreement | None:
+    """Match the `detection_*` arrays of two trials; None where the reference has no sure detection.
+
+    Found again is a detection of score >= 0.25 for which the other has one of score >= 0.125, of the same class in the
+    same image, with an intersection over union >= 0.5. Each counts once: the surest choose first, the nearest box.
+    """
+    images = _list_images(own, reference)
+    a, b = _choose_confident(own, images), _choose_confident(reference, images)
+    expected, own_sure = int((b.scores >= SURE).sum()), int((a.scores >= SURE).sum())
+    if not expected:
+        return None
+    return BoxAgreement(expected, _matched_count(b, a), own_sure, _matched_count(a, b))
+
+
+def compare_boxes(trial: TrialResult, reference: TrialResult) -> BoxAgreement | None:
+    """Return `agree` of two stored trials; None as well without detections (classifiers), and on other photographs."""
+    own, other = _read_detections(trial), _read_detections(reference)
+    return judge_boxes(own, other) if own and other and same_photographs(trial, reference) else None
+
+
+def _read_detections(trial: TrialResult) -> dict[str, np.ndarray]:
+    """Return the detections of the first good round that has any."""
+    rounds = (place.arrays("outputs.npz", ARRAYS) for place in trial.good)
+    return next((arrays for arrays in rounds if "detection_image" in arrays), {})
+
+
+@dataclass(frozen=True)
+class _ConfidentDetections:
+    """The surest first; `places` tells image and class apart."""
+
+    places: np.ndarray
+    boxes: np.ndarray
+    scores: np.ndarray
+
+
+def _list_images(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> np.ndarray:
+    """Return the numbers of the images that both have seen: `sample`, or those with a detection where it is missing."""
+    one, other = (a.get("sample") for a in (own, reference))
+    if one is not None and other is not None:
+        return np.intersect1d(one, other)
+    return np.union1d(own["detection_image"], reference["detection_image"])
+
+
+def _choose_confident(arrays: Mapping[str, np.ndarray], images: np.ndarray) -> _ConfidentDetections:
+    keep = np.isin(arrays["detection_image"], images) & (arrays["detection_score"] >= DOUBTFUL)
+    rows = np.flatnonzero(keep)
+    rows = rows[np.argsort(-arrays["detection_score"][rows], kind="stable")]
+    places = np.stack([arrays["detection_image"][rows], arrays["detection_class"][rows]], axis=1).astype(np.int64)
+    return _ConfidentDetections(
+        places, arrays["detection_box"][rows].astype(np.float64), arrays["detection_score"][rows]
+    )
+
+
+def _matched_count(detections: _ConfidentDetections, others: _ConfidentDetections) -> int:
+    """Count the sure detections that the other has too."""
+    free: dict[tuple[int, ...], list[int]] = {}
+    for row, place in enumerate(map(tuple, others.places.tolist())):
+        free.setdefault(place, []).append(row)
+    count = 0
+    for row in np.flatnonzero(detections.scores >= SURE).tolist():
+        candidates = free.get(tuple(detections.places[row].tolist()))
+        if not candidates:
+            continue
+        overlaps = _compute_overlap(detections.boxes[row], others.boxes[candidates])
+        best = int(overlaps.argmax())
+        if overlaps[best] >= OVERLAP:
+            candidates.pop(best)
+            count += 1
+    return count
+
+
+def _compute_overlap(box: np.ndarray, others: np.ndarray) -> np.ndarray:
+    """Compute the IoU of a box (left, top, right, bottom) with each of `others`; 0 where neither has an area."""
+    sides = np.minimum(box[2:], others[:, 2:]) - np.maximum(box[:2], others[:, :2])
+    shared = sides.clip(0).prod(axis=1)
+    areas = (others[:, 2:] - others[:, :2]).clip(0).prod(axis=1) + (box[2:] - box[:2]).clip(0).prod()
+    ratios: np.ndarray = shared / np.maximum(areas - shared, np.finfo(np.float64).tiny)
+    return ratios
+
+
+@dataclass(frozen=True)
+class PairedRows:
+    """Rows of boxes that two networks with non-maximum suppression inside left, paired whatever their order.
+
+    `own` and `reference` have each output by its position: the pairs, then rows that only the reference has, then rows
+    that only the trial has, with NaN for what isn't there. `errors` has a number per row that counts: how far its box
+    (as a share of its longer side), its score (of the highest) and its other values (2-norm) are apart, and 1 without
+    a partner.
+    """
+
+    images: int
+    own: dict[str, np.ndarray]
+    reference: dict[str, np.ndarray]
+    errors: np.ndarray
+
+
+def pair_rows(trial: TrialResult, reference: TrialResult) -> PairedRows | None:
+    """Pair the boxes of two trials' raw outputs, None where those aren't boxes after suppression.
+
+    They are a set: an engine may return boxes of equal scores in any order. Partners have one label in one image and
+    overlap by half, so that the sum of overlaps is maximal (Kuhn, 1955). A row without a partner doesn't count where
+    its score is within 1 % of the lowest that was kept.
+    """
+    own, other = read_box_rows(trial), read_box_rows(reference)
+    if own is None or other is None:
+        return None
+    widths = [[values.shape[1] for values in rows.values.values()] for rows in (own, other)]
+    if widths[0] != widths[1]:
+        return None
+    a, b = _pair_boxes(own, other)
+    extra, lost = np.setdiff1d(np.arange(len(own.scores)), a), np.setdiff1d(np.arange(len(other.scores)), b)
+    alone = np.ones(_count_unpaired(own, extra, other) + _count_unpaired(other, lost, own))
+    return PairedRows(
+        max(len(own.counts), len(other.counts)),
+        {name: np.concatenate([v[a], np.full((len(lost), v.shape[1]), np.nan), v[extra]])
+         for name, v in own.values.items()},
+        {name: np.concatenate([v[b], v[lost], np.full((len(extra), v.shape[1]), np.nan)])
+         for name, v in other.values.items()},
+        np.concatenate([_row_errors(own, a, other, b), alone]),
+    )  # fmt: skip
+
+
+def _pair_boxes(own: BoxRows, other: BoxRows) -> tuple[np.ndarray, np.ndarray]:
+    """Return the row numbers of the pairs in each."""
+    from scipy.optimize import linear_sum_assignment
+
+    margin = _least_side(other) * np.array([-1, -1, 1, 1])  # boxes cut off at the image's edge may have no area
+    ours, theirs = own.boxes + margin, other.boxes + margin
+    pairs: list[tuple[np.ndarray, np.ndarray]] = [(np.zeros(0, np.int64), np.zeros(0, np.int64))]
+    for image, label in np.unique(np.stack([other.images, other.labels], axis=1), axis=0).tolist():
+        a, b = (np.flatnonzero((rows.images == image) & (rows.labels == label)) for rows in (own, other))
+        overlaps = np.stack([_compute_overlap(box, ours[a]) for box in theirs[b]])
+        # Of boxes that lie on each other the scores say which is which.
+        nearness = 1 - np.abs(other.scores[b][:, None] - own.scores[a][None, :])
+        there, here = linear_sum_assignment(np.nan_to_num(overlaps + 1e-3 * nearness), maximize=True)
+        overlapping = overlaps[there, here] >= OVERLAP
+        pairs.append((a[here[overlapping]], b[there[overlapping]]))
+    return np.concatenate([p[0] for p in pairs]), np.concatenate([p[1] for p in pairs])
+
+
+def _least_side(rows: BoxRows) -> float:
+    """Return the least length that a box's side counts as, in the boxes' own unit: pixels, or shares of the image."""
+    return float(max(LEAST_SIDE * np.abs(rows.boxes).max(initial=0), np.finfo(np.float64).tiny))
+
+
+def _row_errors(own: BoxRows, a: np.ndarray, other: BoxRows, b: np.ndarray) -> np.ndarray:
+    """Compute the largest error of each pair, every value as a share of its size."""
+    boxes = other.boxes[b]
+    side = np.maximum((boxes[:, 2:] - boxes[:, :2]).max(axis=1, initial=0), _least_side(other))
+    errors = [
+        np.abs(own.boxes[a] - boxes).max(axis=1, initial=0) / side,
+        np.abs(own.scores[a] - other.scores[b]) / other.scores.max(initial=np.finfo(np.float64).tiny),
+    ]
+    for mine, values in zip(own.rest, other.rest, strict=True):
+        if len(values):
+            apart = np.linalg.norm(mine[a] - values[b], axis=1)
+            errors.append(apart / max(float(np.sqrt(np.mean(np.square(np.linalg.norm(values, axis=1))))), 1e-30))
+    worst: np.ndarray = np.max(errors, axis=0)
+    return np.where(np.isnan(worst), 1.0, worst)
+
+
+def _count_unpaired(rows: BoxRows, alone: np.ndarray, others: BoxRows) -> int:
+    """Count the rows without a partner, except those whose score is at the edge of the scores that either kept.
+
+    The edge is the lowest score of all; in images with the largest number of rows, which a limit may have cut, their
+    own lowest one. Where most rows would lie at it, all count.
+    """
+    if not len(alone):
+        return 0
+    edge = np.full(len(rows.counts), min(rows.scores.min(initial=1), others.scores.min(initial=1)))
+    for image in np.flatnonzero(rows.counts == rows.counts.max(initial=0)):
+        edge[image] = max(edge[image], rows.scores[rows.images == image].min(initial=1))
+    edge_rows = rows.scores <= EDGE * edge[rows.images]
+    return len(alone) if edge_rows.mean() > 0.5 else int((~edge_rows[alone]).sum())
+
+
+RANKS = 10
+
+
+@dataclass(frozen=True)
+class Agreement(Closeness):
+    """Differences between A's values and B's (the reference) over all outputs of `inputs` inputs."""
+
+    samples: int = 0
+
+
+@dataclass(frozen=True)
+class Rank:
+    """One row of the top-10 table: mean absolute error of the score, and share of inputs whose class there differs."""
+
+    rank: int
+    mae: float
+    disagreement: float
+
+
+def judge_agreement(
+    own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray], rtol: float = RTOL, atol: float = ATOL
+) -> Agreement:
+    """Compare outputs by name, each [N, ...]; UserError when names or shapes differ, N apart (the shorter counts)."""
+    if set(own) != set(reference) or not own:
+        raise UserError(f"outputs differ in name: {', '.join(own) or 'none'} against {', '.join(reference) or 'none'}")
+    found = closeness([_cut_arrays(name, own[name], reference[name]) for name in reference], rtol, atol)
+    samples = min(min(len(own[n]), len(reference[n])) for n in reference)
+    return Agreement(**vars(found), samples=samples)
+
+
+def _cut_arrays(name: str, a: np.ndarray, b: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    if a.shape[1:] != b.shape[1:]:
+        raise UserError(f"output {name!r} differs in shape: {list(a.shape)} against {list(b.shape)}")
+    n = min(len(a), len(b))
+    return a[:n], b[:n]
+
+
+def read_agreement(
+    trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float = ATOL
+) -> Agreement | None:
+    """Return the agreement of two stored trials over common inputs; None when either lacks outputs of that shape."""
+    try:
+        return compare_outputs(trial, reference, rtol, atol)
+    except UserError:  # other shapes: that trial has a row and a reason of its own
+        return None
+
+
+def compare_outputs(trial: TrialResult, reference: TrialResult, rtol: float = RTOL, atol: float = ATOL) -> Agreement:
+    """Compare as `of` does; UserError where there is nothing to compare.
+
+    Outputs are matched by position, since files name them as they like. Boxes that the network has suppressed itself
+    are paired first, and one without a partner counts as close to nothing.
+    """
+    if rows := pair_rows(trial, reference):
+        return replace(judge_agreement(rows.own, rows.reference, rtol, atol), samples=rows.images)
+    own, other, apart = paired_outputs(trial, reference)
+    if len(own) != len(other):
+        raise UserError(f"{trial.model} {trial.backend} {trial.precision} has {len(own)} outputs, "
+                        f"{reference.model} {reference.backend} {reference.precision} has {len(other)}")  # fmt: skip
+    if apart:
+        raise UserError(
+            f"the outputs differ in their number of rows for {apart:.1%} of the inputs, so no row has a partner"
+        )
+    return judge_agreement(dict(_by_position(own)), dict(_by_position(other)), rtol, atol)
+
+
+def paired_outputs(trial: TrialResult, reference: TrialResult) -> tuple[list[np.ndarray], list[np.ndarray], float]:
+    """Return the raw outputs of both by position, and the share of the batches or inputs that were left out.
+
+    Left out are those for which one trial produced another number of rows than the other. A network may return any
+    number of rows, as `nonzero` does: such outputs can be compared row by row only where both have the same number.
+    """
+    own, other = trial.outputs(), reference.outputs()
+    arrays, others = list(own.values()), list(other.values())
+    if len(own) != len(other) or trial.batch != reference.batch:
+        return arrays, others, 0.0
+    counts, other_counts = trial.output_rows(own), reference.output_rows(other)
+    apart = 0.0
+    for i, (a, b) in enumerate(zip(own, other, strict=True)):
+        if (a in counts or b in other_counts) and own[a].shape[1:] == other[b].shape[1:]:
+            rows = counts.get(a, _one_each(len(own[a]), trial.batch))
+            other_rows = other_counts.get(b, _one_each(len(other[b]), trial.batch))
+            n = min(len(rows), len(other_rows))
+            same = rows[:n] == other_rows[:n]
+            arrays[i], others[i] = _keep_rows(own[a], rows[:n], same), _keep_rows(other[b], other_rows[:n], same)
+            apart = max(apart, float(1 - same.mean())) if n else apart
+    return arrays, others, apart
+
+
+def _one_each(images: int, batch: int) -> np.ndarray:
+    return np.diff(np.minimum(np.arange(0, images + batch, batch), images))
+
+
+def _keep_rows(array: np.ndarray, rows: np.ndarray, keep: np.ndarray) -> np.ndarray:
+    kept: np.ndarray = array[: rows.sum()][np.repeat(keep, rows)]
+    return kept
+
+
+def _by_position(outputs: Iterable[np.ndarray]) -> Iterator[tuple[str, np.ndarray]]:
+    return ((f"output {i}", array) for i, array in enumerate(outputs))
+
+
+def compare_ranks(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndarray]) -> list[Rank]:
+    """Compute the top-10 table (R8) of two classifiers' `topk_index` and `topk_score` [N, k], over common images."""
+    if not {"topk_index", "topk_score"} <= set(own) & set(reference):
+        return []
+    here, there = match_images(dict(own), dict(reference))
+    k = min(RANKS, own["topk_index"].shape[1], reference["topk_index"].shape[1])
+    if not len(here):
+        return []
+    error = np.abs(own["topk_score"][here, :k].astype(np.float64) - reference["topk_score"][there, :k])
+    differs = own["topk_index"][here, :k] != reference["topk_index"][there, :k]
+    return [Rank(i + 1, float(error[:, i].mean()), float(differs[:, i].mean())) for i in range(k)]

@@ -1,0 +1,397 @@
+"""Mean average precision as metrics: by the task's own measure and by boxes, with the jackknife's intervals."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import io
+import math
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from dyno.results.files import read_npz
+from dyno.results.metrics.accuracy import same_photographs
+from dyno.results.metrics.metric import Change, Metric, MetricValue
+from dyno.results.stats import Interval, t_quantile
+from dyno.results.trial_result import TrialResult
+from dyno.worker.extras import install
+from dyno.worker.record import parse_json, save_arrays
+from dyno.worker.spec import Unavailable, UserError
+from dyno.worker.system import cache_dir
+
+# Average precision from matches: what COCOeval accumulates, in arrays, so that it can be done again without some
+# images.
+
+
+@dataclass(frozen=True)
+class Matches:
+    """All detections of one class, the surest first: `right` and `ignored` bool [thresholds, n], the `group` of images
+    that each is from [n]; `wanted` is how many objects each group of images has."""
+
+    right: np.ndarray
+    ignored: np.ndarray
+    group: np.ndarray
+    wanted: np.ndarray
+
+
+def matches(evaluated: Iterable[dict[str, Any] | None], groups: dict[int, int], count: int, thresholds: int) -> Matches:
+    """Collect one class's entries of `COCOeval.evalImgs`; `groups` maps an image's id to one of `count` groups."""
+    entries = [e for e in evaluated if e is not None]
+    scores = np.concatenate([np.empty(0), *(np.asarray(e["dtScores"], np.float64) for e in entries)])
+    order = np.argsort(-scores, kind="mergesort")  # as COCOeval does, so that ties rank alike
+    wanted = np.zeros(count, np.int64)
+    for e in entries:
+        wanted[groups[e["image_id"]]] += int(np.count_nonzero(np.asarray(e["gtIgnore"]) == 0))
+    parts = [np.full(len(e["dtScores"]), groups[e["image_id"]], np.int64) for e in entries]
+    empty = np.empty((thresholds, 0))
+    matched = np.concatenate([empty, *(e["dtMatches"] for e in entries)], axis=1)[:, order] != 0
+    ignored = np.concatenate([empty, *(e["dtIgnore"] for e in entries)], axis=1)[:, order] != 0
+    group = np.concatenate([np.empty(0, np.int64), *parts])[order]
+    return Matches(matched & ~ignored, ignored, group, wanted)
+
+
+def average(m: Matches, recalls: np.ndarray, without: int | None = None) -> np.ndarray:
+    """Compute average precision at each threshold, less one group of images; NaN where no object is left.
+
+    The mean over `recalls` of the best precision at that recall or a higher one (Everingham et al. 2010, with COCO's
+    101 points); `ignored` detections count neither as right nor as wrong.
+    """
+    wanted = m.wanted.sum() - (m.wanted[without] if without is not None else 0)
+    right, ignored = m.right, m.ignored
+    if wanted == 0:
+        return np.full(len(right), np.nan)
+    if without is not None:
+        keep = m.group != without
+        right, ignored = right[:, keep], ignored[:, keep]
+    hits = np.cumsum(right, axis=1, dtype=np.float64)
+    tried = np.cumsum(~ignored, axis=1, dtype=np.float64)
+    precision = hits / np.maximum(tried, np.spacing(1))
+    best = np.maximum.accumulate(precision[:, ::-1], axis=1)[:, ::-1]
+    averages = np.zeros(len(right))
+    for i, reached in enumerate(hits / wanted):
+        places = np.searchsorted(reached, recalls, side="left")
+        averages[i] = best[i, places[places < reached.size]].sum() / len(recalls)
+    return averages
+
+
+# Accuracy of detectors from stored detections: mAP50 and mAP50-95 for boxes, masks and keypoints, with intervals.
+#
+# Matching is pycocotools' COCOeval; the intervals are by a delete-a-group jackknife over images (Kott 2001, "The
+# Delete-a-Group Jackknife", Journal of Official Statistics 17), for which the matches are accumulated again without
+# each group and nothing is matched again.
+
+WORDS = {"bbox": "boxes", "segm": "masks", "keypoints": "keypoints"}
+GROUPS = 20  # of images in the jackknife
+VERSION = 1  # of the stored scores
+ARRAYS = ("detection_image", "detection_box", "detection_score", "detection_class", "mask_counts", "mask_lengths",
+          "detection_keypoints", "sample")  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Scores:
+    """Average precision of one trial as shares: `each` [1 + groups, classes, thresholds], first with all images, then
+    without each group; NaN for a class without objects."""
+
+    each: np.ndarray
+    names: tuple[str, ...]
+    images: int
+
+    @cached_property
+    def map50_95(self) -> np.ndarray:
+        """Mean over classes and thresholds, [1 + groups]."""
+        return _compute_mean(self.each)
+
+    @cached_property
+    def map50(self) -> np.ndarray:
+        """Mean over classes at an overlap of 0.5, [1 + groups]."""
+        return _compute_mean(self.each[:, :, :1])
+
+    def by_class(self) -> list[tuple[str, float, float]]:
+        """Return name, AP50 and AP50-95 of each class that has objects."""
+        whole = self.each[0]
+        return [(n, float(a[0]), float(a.mean())) for n, a in zip(self.names, whole, strict=True) if a[0] == a[0]]
+
+
+def _compute_mean(each: np.ndarray) -> np.ndarray:
+    valid = ~np.isnan(each)
+    total = np.where(valid, each, 0).sum(axis=(1, 2))
+    return np.asarray(total / np.maximum(valid.sum(axis=(1, 2)), 1))
+
+
+@dataclass(frozen=True)
+class MeanAP:
+    """mAP of one trial: `own` by the task's own measure (boxes, masks or keypoints), `boxes` by its boxes."""
+
+    kind: str
+    own: Scores
+    boxes: Scores
+
+
+def jackknife_ap(values: np.ndarray) -> Interval:
+    """Return the first value with its 95 % interval (Student's t) from those without each group; none for one group."""
+    whole, parts = float(values[0]), values[1:]
+    if len(parts) < 2:
+        return Interval(whole, math.nan, math.nan)
+    error = math.sqrt((len(parts) - 1) / len(parts) * float(((parts - whole) ** 2).sum()))
+    reach = t_quantile(len(parts) - 1) * error
+    return Interval(whole, whole - reach, whole + reach)
+
+
+def kind_of(trial: TrialResult) -> str:
+    """Return COCO's name of the task's own measure, "" for a classifier."""
+    return trial.task.coco
+
+
+def read_detections(trial: TrialResult) -> MeanAP | None:
+    """Return the trial's mAP; None for a classifier, without detections, or without ground truth in the run folder."""
+    if "mean_ap" not in trial.computed:
+        trial.computed["mean_ap"] = _mean_ap(trial)
+    return cast("MeanAP | None", trial.computed["mean_ap"])
+
+
+def _mean_ap(trial: TrialResult) -> MeanAP | None:
+    kind = kind_of(trial)
+    place = next((r for r in trial.good if r.number == 0), None) if kind else None
+    truth = truth_file(place.folder, trial) if place else None
+    if place is None or truth is None or not truth.is_file():
+        return None
+    arrays = place.arrays("outputs.npz", ARRAYS)
+    if "detection_image" not in arrays:
+        return None
+    stored = _ScoreCache(arrays, truth)
+    own = stored.scores(kind)
+    if np.isnan(own.each).all():  # there is no object
+        return None
+    return MeanAP(kind, own, own if kind == "bbox" else stored.scores("bbox"))
+
+
+def truth_file(round_folder: Path, trial: TrialResult) -> Path | None:
+    """Return the path of the ground truth of the trial's data in the run folder; None without a data set."""
+    sha = str((trial.spec.get("data") or {}).get("sha256") or "")
+    return round_folder.parents[2] / "truth" / f"{sha[:12]}.json" if sha else None
+
+
+class _ScoreCache:
+    """Scores in the cache, keyed by the content of detections and ground truth."""
+
+    def __init__(self, arrays: Mapping[str, np.ndarray], truth: Path) -> None:
+        self._arrays, self._truth = arrays, truth.read_bytes()
+
+    def scores(self, kind: str) -> Scores:
+        path = cache_dir() / "map" / f"{self._make_key(kind)}.npz"
+        try:
+            stored = read_npz(path)
+            return Scores(stored["each"], tuple(map(str, stored["names"])), int(stored["images"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            computed = score_detections(self._arrays, _parse_truth(self._truth), kind)
+        # In the order in which the cache gives it back, so that sums over it have the same rounding.
+        computed = replace(computed, each=np.ascontiguousarray(computed.each))
+        with contextlib.suppress(OSError):  # without a cache it is computed each time
+            path.parent.mkdir(parents=True, exist_ok=True)
+            names = np.array(computed.names, dtype=np.str_)
+            save_arrays(path, {"each": computed.each, "names": names, "images": computed.images})
+        return computed
+
+    def _make_key(self, kind: str) -> str:
+        hashed = hashlib.sha256(f"{VERSION} {GROUPS} {kind}".encode() + self._truth)
+        for name in ARRAYS:
+            if name in self._arrays:
+                hashed.update(name.encode() + np.ascontiguousarray(self._arrays[name]).tobytes())
+        return hashed.hexdigest()[:24]
+
+
+def _parse_truth(content: bytes) -> dict[str, Any]:
+    try:
+        return parse_json(content)
+    except ValueError as e:
+        raise UserError(f"the images' annotations (truth/) are damaged: {e}") from e
+
+
+def score_detections(arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str) -> Scores:
+    """Compute average precision by COCOeval's matching.
+
+    Overlap 0.50 to 0.95, objects of all sizes, the 100 surest detections of each class in an image (20 for keypoints).
+
+    `arrays` as in outputs.npz, `truth` as COCO has it, `kind` bbox, segm or keypoints. Keypoints other than COCO's 17
+    have a tolerance of 1/K each, as in ultralytics.
+    """
+    images = [int(i) for i in arrays["sample"]]
+    evaluation = _evaluate_detections(arrays, truth, kind, images)
+    parameters = evaluation.params
+    count = min(GROUPS, len(images))
+    # Images lie in an order of their own; a fixed shuffle keeps that order's pattern out of the groups.
+    shuffled = np.random.default_rng(0).permutation(len(images))
+    groups = {image: int(place % count) for image, place in zip(sorted(images), shuffled, strict=True)}
+    by_class = []
+    for k in range(len(parameters.catIds)):
+        matched = evaluation.evalImgs[k * len(images) : (k + 1) * len(images)]
+        m = matches(matched, groups, count, len(parameters.iouThrs))
+        by_class.append([average(m, parameters.recThrs, without) for without in (None, *range(count))])
+    names = {c["id"]: str(c.get("name", c["id"])) for c in truth["categories"]}
+    by_group = np.asarray(by_class, np.float64).transpose(1, 0, 2)
+    return Scores(by_group, tuple(names[i] for i in parameters.catIds), len(images))
+
+
+def _evaluate_detections(
+    arrays: Mapping[str, np.ndarray], truth: Mapping[str, Any], kind: str, images: list[int]
+) -> Any:
+    """Return a COCOeval that has matched every detection."""
+    try:
+        from pycocotools.coco import COCO
+        from pycocotools.cocoeval import COCOeval
+    except ImportError as e:
+        raise Unavailable(f"mAP needs pycocotools; {install('pycocotools')}") from e
+    with contextlib.redirect_stdout(io.StringIO()):  # it prints its progress
+        ground_truth, detections = COCO(), COCO()
+        ground_truth.dataset = _number_objects(truth, kind)
+        ground_truth.createIndex()
+        sizes = {image["id"]: (int(image["height"]), int(image["width"])) for image in truth["images"]}
+        detections.dataset = {**ground_truth.dataset, "annotations": _list_detections(arrays, kind, sizes)}
+        detections.createIndex()
+        evaluation = COCOeval(ground_truth, detections, kind)
+        parameters = evaluation.params
+        parameters.imgIds, parameters.maxDets = sorted(images), parameters.maxDets[-1:]
+        parameters.areaRng, parameters.areaRngLbl = [[0, 1e10]], ["all"]
+        if kind == "keypoints" and (points := _count_points(truth)) != len(parameters.kpt_oks_sigmas):
+            parameters.kpt_oks_sigmas = np.full(points, 1 / points)
+        evaluation.evaluate()
+    return evaluation
+
+
+def _count_points(truth: Mapping[str, Any]) -> int:
+    """Return the number of keypoints of each object; UserError where it isn't the same for all."""
+    lengths = {len(a["keypoints"]) // 3 for a in truth["annotations"] if a.get("keypoints")}
+    if len(lengths) != 1:
+        raise UserError(f"the ground truth's objects have {sorted(lengths) or 'no'} keypoints; they need one number")
+    return lengths.pop()
+
+
+def _number_objects(truth: Mapping[str, Any], kind: str) -> dict[str, Any]:
+    """Return the ground truth with ids from 1 on, since COCOeval takes a match with object 0 for none."""
+    objects = [{"iscrowd": 0, **a, "id": n} for n, a in enumerate(truth["annotations"], 1)]
+    if kind == "keypoints":
+        objects = [a for a in objects if a.get("keypoints")]
+    if kind == "segm":
+        objects = [a for a in objects if a.get("segmentation")]
+    return {"images": list(truth["images"]), "categories": list(truth["categories"]), "annotations": objects}
+
+
+def _list_detections(
+    arrays: Mapping[str, np.ndarray], kind: str, sizes: Mapping[int, tuple[int, int]]
+) -> list[dict[str, Any]]:
+    boxes = arrays["detection_box"].astype(np.float64)
+    boxes[:, 2:] -= boxes[:, :2]
+    columns = (arrays[f"detection_{name}"].tolist() for name in ("image", "class", "score"))
+    detections = [
+        {"id": n, "image_id": i, "category_id": c, "score": s, "bbox": box, "area": box[2] * box[3], "iscrowd": 0}
+        for n, (i, c, s, box) in enumerate(zip(*columns, boxes.tolist(), strict=True), 1)
+    ]
+    if kind == "segm":
+        ends = np.cumsum(arrays["mask_lengths"])
+        for detection, counts in zip(detections, np.split(arrays["mask_counts"], ends)[:-1], strict=True):
+            detection["segmentation"] = {"size": list(sizes[detection["image_id"]]), "counts": counts.tolist()}
+    if kind == "keypoints":
+        points = arrays["detection_keypoints"].astype(np.float64)
+        if points.shape[2:] == (2,):
+            points = np.concatenate([points, np.ones((*points.shape[:2], 1))], axis=2)
+        for detection, keypoints in zip(detections, points, strict=True):
+            detection["keypoints"] = keypoints.reshape(-1).tolist()
+    return detections
+
+
+class MeanAveragePrecision(Metric):
+    """mAP over overlaps from 0.5 to 0.95, by masks or keypoints where the task is about those."""
+
+    name = "mAP"
+    label = "mAP50-95"
+    column = "map50_95"
+    meaning = "mean of mAP over overlaps from 0.5 to 0.95"
+    by = "the jackknife's 95 % interval"
+    change_by = "the jackknife's 95 % interval"
+    place = 2
+
+    def scores(self, result: MeanAP) -> Scores:
+        """Return the scores that the value is the mean of."""
+        return result.own
+
+    def mean(self, scores: Scores) -> np.ndarray:
+        """Return the value from all images, then without each group of them, [1 + groups]."""
+        return scores.map50_95
+
+    def of(self, trial: TrialResult) -> MetricValue | None:
+        result = read_detections(trial)
+        if result is None:
+            return None
+        scores = self.scores(result)
+        share = jackknife_ap(self.mean(scores))
+        low, high = (float(np.clip(limit, 0, 1)) for limit in (share.low, share.high))
+        return MetricValue(Interval(share.value, low, high), scores.images, WORDS[result.kind])
+
+    def change(self, trial: TrialResult, reference: TrialResult) -> Change | None:
+        """Compute the paired change: both lose the same images in each group."""
+        own, other = read_detections(trial), read_detections(reference)
+        if own is None or other is None or own.kind != other.kind or not same_photographs(trial, reference):
+            return None
+        mine, theirs = self.scores(own), self.scores(other)
+        if mine.images != theirs.images or mine.each.shape != theirs.each.shape:
+            return None
+        return Change(mine.images, jackknife_ap(self.mean(mine) - self.mean(theirs)))
+
+
+class MeanAveragePrecision50(MeanAveragePrecision):
+    """mAP at an overlap of 0.5."""
+
+    name = "mAP50"
+    label = "mAP50"
+    column = "map50"
+    meaning = "mAP at an overlap of 0.5"
+    printed = ("",)
+    rank = 4
+    place = 4
+
+    def mean(self, scores: Scores) -> np.ndarray:
+        return scores.map50
+
+
+class BoxMeanAveragePrecision(MeanAveragePrecision):
+    """mAP of the boxes that belong to masks or keypoints."""
+
+    name = "box_mAP"
+    label = "boxes' mAP50-95"
+    column = "box_map50_95"
+    meaning = "map50_95 of the boxes"
+    printed = ()
+    place = 5
+
+    def scores(self, result: MeanAP) -> Scores:
+        return result.boxes
+
+    def of(self, trial: TrialResult) -> MetricValue | None:
+        result = super().of(trial)
+        return None if result is None else MetricValue(result.interval, result.images)
+
+
+class BoxMeanAveragePrecision50(BoxMeanAveragePrecision):
+    """The same at an overlap of 0.5."""
+
+    name = "box_mAP50"
+    label = "boxes' mAP50"
+    column = "box_map50"
+    meaning = "map50 of the boxes"
+    place = 6
+
+    def mean(self, scores: Scores) -> np.ndarray:
+        return scores.map50
+
+
+MAP, MAP50, BOX_MAP, BOX_MAP50 = (
+    MeanAveragePrecision(),
+    MeanAveragePrecision50(),
+    BoxMeanAveragePrecision(),
+    BoxMeanAveragePrecision50(),
+)

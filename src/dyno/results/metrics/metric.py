@@ -1,0 +1,126 @@
+"""All that Dyno knows of a measure of accuracy, in one object."""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dyno.results.stats import Interval
+from dyno.results.trial_result import TrialResult
+from dyno.table import PERCENT, POINTS, Column
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+ENDS = {"_low": "lower", "_high": "upper"}
+
+
+@dataclass(frozen=True)
+class MetricValue:
+    """A trial's value, a share from 0 to 1 with its 95 % interval (NaN: not known), from so many images.
+
+    `of` says what is scored where the label leaves it open: masks, keypoints.
+    """
+
+    interval: Interval
+    images: int
+    of: str = ""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A trial's value less its reference's, as a share with its 95 % interval, from images that both answered."""
+
+    images: int
+    difference: Interval
+
+    def enough(self, limit: float) -> int | None:
+        """Estimate how many images would put the whole interval on one side of `limit`, None where no number would.
+
+        By an interval whose width falls with the square root of the images.
+        """
+        gap = abs(self.difference.value - limit)
+        if not gap or math.isnan(self.difference.low):
+            return None
+        return math.ceil(self.images * ((self.difference.value - self.difference.low) / gap) ** 2)
+
+
+class Metric(ABC):
+    """A measure of accuracy, declared at the top of a module of `analysis/metrics` or by an entry point of the group
+    `dyno.metrics`. A trial has those that its task names; a larger value is better.
+
+    `name` is as in a budget and in the task's `metrics`, `label` as in a sentence and a heading. `column` holds its
+    value in the table of trials, which `meaning` explains; `by` names its interval, `change_by` that of the change
+    against the reference. `printed` are endings of the columns that people see in the table of trials: "" for the
+    value, `_diff` for the change; on a narrow terminal a value of a high `rank` goes early. Of several metrics that a
+    run has, its accuracy is shown by the one of the lowest `place`.
+    """
+
+    name: str = ""
+    label: str = ""
+    column: str = ""
+    meaning: str = ""
+    by: str = "the 95 % interval"
+    change_by: str = "the 95 % interval"
+    printed: tuple[str, ...] = ("", "_diff")
+    rank: int = 0
+    place: int = 100
+
+    @abstractmethod
+    def of(self, trial: TrialResult) -> MetricValue | None:
+        """Return the trial's value; None where it has none, as without labels."""
+
+    @abstractmethod
+    def change(self, trial: TrialResult, reference: TrialResult) -> Change | None:
+        """Compare the trial with the reference on the images both answered, None where there are none."""
+
+    def unchanged(self, images: int) -> Interval:
+        """Return the change's interval for a trial that answers all `images` as its reference does."""
+        return Interval(0.0, 0.0, 0.0)
+
+    @property
+    def diff(self) -> str:
+        """The column of the change against the reference, in points."""
+        return f"{self.column}_diff"
+
+    @property
+    def value_column(self) -> Column:
+        """The column of the value with its interval, for people."""
+        return Column(self.column, f"with {self.by}", "%", PERCENT, f"{self.label} %", interval=True)
+
+    @property
+    def change_columns(self) -> tuple[Column, ...]:
+        """The columns of the change and its limits."""
+        meaning = f"{self.column} against the reference's, paired"
+        head = Column(self.diff, meaning, "points", POINTS, "change, points", 6, True)
+        limits = (f"{end} limit of {self.change_by} of {self.diff}" for end in ENDS.values())
+        return (head, *(Column(self.diff + end, of, "points", POINTS) for end, of in zip(ENDS, limits, strict=True)))
+
+    @property
+    def columns(self) -> tuple[Column, ...]:
+        """Those of a trial: value, change, and the limits of both."""
+        head = Column(self.column, self.meaning, "%", PERCENT, f"{self.label} %", self.rank)
+        limits = (Column(self.column + end, f"{words} limit of {self.by} of {self.column}", "%", PERCENT)
+                  for end, words in ENDS.items())  # fmt: skip
+        return (head, *limits, *self.change_columns)
+
+    @property
+    def printed_columns(self) -> tuple[str, ...]:
+        """Those that people see in the table of trials."""
+        return tuple(self.column + end for end in self.printed)
+
+    def interval(self, row: pd.Series) -> tuple[float, float]:
+        """Return the limits of the value in percent, from a row of the table of trials; NaN where they aren't known."""
+        return float(row.get(f"{self.column}_low", math.nan)), float(row.get(f"{self.column}_high", math.nan))
+
+    def change_in(self, row: pd.Series) -> tuple[float, float, float]:
+        """Return lower limit, change and upper limit in points, from the same row; NaN where there is none."""
+        low, value, high = (float(row.get(f"{self.diff}{end}", math.nan)) for end in ("_low", "", "_high"))
+        return low, value, high
+
+
+def in_percent(name: str, interval: Interval) -> dict[str, float]:
+    """Return a share with its limits as cells of the columns NAME, NAME_low and NAME_high, in percent."""
+    return {name: 100 * interval.value, f"{name}_low": 100 * interval.low, f"{name}_high": 100 * interval.high}

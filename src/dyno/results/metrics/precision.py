@@ -1,0 +1,149 @@
+"""Precision truth: the types that layers really ran in, beside the requested precision."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dyno.results import timeline
+from dyno.results.rounds import Round
+from dyno.results.trial_result import Results, TrialResult
+from dyno.worker.facts.engine import STORED, TYPES, precision_truth
+
+# Engines' names of types, under the precision that they stand for.
+ALIASES = {
+    "fp32": ("float32", "fp32", "f32", "float", "torch.float32"),
+    "tf32": ("tf32", "tensorfloat32"),
+    "fp16": ("float16", "fp16", "f16", "half", "torch.float16"),
+    "bf16": ("bfloat16", "bf16", "torch.bfloat16"),
+    "int8": ("int8", "uint8", "i8", "u8", "qint8", "quint8", "torch.int8", "torch.uint8"),
+    "fp8": ("fp8", "f8", "float8", "float8e4m3fn", "float8_e4m3fn", "f8e4m3", "f8e5m2"),
+    "int4": ("int4", "uint4", "i4", "u4"),
+    "fp4": ("fp4", "float4", "nf4"),
+    "int2": ("int2", "uint2", "u2"),
+}
+YES, NO, UNCONFIRMED = "yes", "no", "unconfirmed"  # of whether an engine ran in the requested type
+NAMES = {alias: precision for precision, aliases in ALIASES.items() for alias in aliases}
+
+
+@dataclass(frozen=True)
+class Truth:
+    """Compute layers by the precision they ran in, most first, and the share that ran as requested.
+
+    `ok`, `refuted` and `sentence` are the judgement of `worker.facts.precision`.
+    """
+
+    share: float
+    types: dict[str, int]
+    ok: bool
+    refuted: bool
+    sentence: str
+
+    @property
+    def reported(self) -> bool:
+        """Whether the engine reported its layers' types."""
+        return bool(self.types)
+
+    @property
+    def answer(self) -> str:
+        """Whether it ran in the requested type, in a word."""
+        return YES if self.ok else NO if self.refuted else UNCONFIRMED
+
+    def __str__(self) -> str:
+        return ", ".join(f"{n} {name}" for name, n in self.types.items())
+
+
+def truth(t: TrialResult) -> Truth | None:
+    """Return the stored facts about the types that compute layers ran in, None when there are none."""
+    counts: dict[str, int] = {}
+    for name, number in t.facts.layers_by_type.items():
+        precision = NAMES.get(str(name).lower(), str(name))
+        # TF32 is how FP32 data is multiplied, so an engine that lists data types has float32 for both.
+        precision = "tf32" if precision == "fp32" and t.precision == "tf32" else precision
+        counts[precision] = counts.get(precision, 0) + int(number)
+    total = sum(counts.values())
+    if not total and t.facts.precision_truth is None:
+        return None
+    share = counts.get(t.precision, 0) / total if total else 0.0
+    types = dict(sorted(counts.items(), key=lambda item: -item[1]))
+    judged = t.facts.precision_truth
+    if judged is None:  # a plug-in's engine, which only counted its layers
+        by_type = {TYPES.get(name, name): number for name, number in counts.items()}
+        judged = precision_truth(t.precision, by_type, t.backend)
+    return Truth(share, types, judged.ok, judged.refuted, judged.sentence)
+
+
+def named(row: Mapping[str, Any]) -> str:
+    """Return a row's precision, with the truth beside it where the engine did something else or reported nothing."""
+    precision, types, share = str(row["precision"]), str(row["ran_as"]), row["asked_share"]
+    if row["precision_ok"] == YES:
+        return f"{precision} (computed in {types.split()[1].strip(',')})" if precision in STORED else precision
+    if row["precision_ok"] == UNCONFIRMED or not types:
+        return f"{precision} ({UNCONFIRMED})"
+    return f"{precision} ({share:.0%} {precision})" if share else f"{precision} (ran {types.split()[1].strip(',')})"
+
+
+# Arithmetic: operations per image, TFLOPS achieved, and their share of the peak that was measured on the device (R36).
+#
+# A share is of the peak in the type that most of the trial's layers really ran in, not in the requested one.
+
+
+@dataclass(frozen=True)
+class Peak:
+    """The best matrix product seen in one type: operations/s, the side of its square matrices, and on a GPU the SM
+    clock meanwhile in MHz (NaN elsewhere)."""
+
+    type: str
+    flops_per_s: float
+    side: int
+    clock: float
+
+
+def find_peaks(results: Results) -> dict[str, Peak]:
+    """Return the run's measured peaks by type; empty where none were requested or could be measured."""
+    if results.peak is None:
+        return {}
+    stored = Round(results.folder / "peak", 0, results.peak, _find_device(results))
+    by_type = {}
+    for name, one in stored.facts.peak.items():
+        if one.flops_per_s is not None:
+            clock = math.nan
+            if stored.trace is not None:
+                clock = timeline.summarise_timeline(stored.trace, [one.window]).clock
+            by_type[name] = Peak(name, one.flops_per_s, one.side, clock)
+    return by_type
+
+
+def explain_missing_work(results: Results) -> str:
+    """Return the reason why the peak is unknown, in one sentence; "" where it is known."""
+    if results.peak is None:
+        return "No peak was measured; the same command with --peak measures it."
+    if results.peak.status != "ok":
+        return f"No peak was measured: {results.peak.reason or 'no reason recorded'}."
+    return ""
+
+
+def ran_in(t: TrialResult) -> str:
+    """Return the type that most layers ran in, "" where the engine doesn't report it."""
+    precision_truth = truth(t)
+    return next(iter(precision_truth.types), "") if precision_truth else ""
+
+
+def list_work(t: TrialResult, row: dict[str, Any], results: Results, measured: dict[str, Peak]) -> dict[str, float]:
+    """Return `gflops` per image, `tflops` at the median of latency/model, `peak_tflops` and `peak_share` (0 to 1)."""
+    flops = results.models.get((t.given, t.size), {}).get("flops")
+    if not flops:
+        return {}
+    values = {"gflops": flops / 1e9}
+    latency = row.get("latency_model_ms_median")
+    if latency:
+        values["tflops"] = flops * t.batch / (1e-3 * latency) / 1e12
+        if peak := measured.get(ran_in(t)):
+            values |= {"peak_tflops": peak.flops_per_s / 1e12, "peak_share": 1e12 * values["tflops"] / peak.flops_per_s}
+    return values
+
+
+def _find_device(results: Results) -> str:
+    return next((t.device for t in results.trials), "cpu")

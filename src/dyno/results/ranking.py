@@ -1,0 +1,420 @@
+"""Rankings: which trials are compared for speed, and their order; the verdict reports it and a study confirms it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property, cmp_to_key
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from dyno.formatting import significant, sized
+from dyno.results import stats
+from dyno.results.blocks import log_ratios
+from dyno.results.correctness import INCOMPARABLE, WRONG
+from dyno.results.metrics import quality
+from dyno.results.metrics.accuracy import WITHIN
+from dyno.results.metrics.metric import Metric
+from dyno.results.metrics.precision import named
+from dyno.results.run_data import RunData
+from dyno.results.stats import TURNS
+from dyno.results.trial_result import TrialResult
+from dyno.worker.spec import EVERY_ROW, LOOKS, ROUNDS
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+# What is worth choosing: the frontier of accuracy and speed, the fastest within the budget, and saturation.
+
+LATENCY, THROUGHPUT = "latency_ms", "throughput_ips"
+SATURATED = 0.95  # share of the best throughput beyond which a larger batch gains little (R37)
+SERIES = ("model", "size", "device", "backend", "precision", "runtime", "options")
+
+
+@dataclass(frozen=True)
+class Saturation:
+    """How the throughput of one configuration grows with the batch: where it reaches 95 % of its best."""
+
+    model: str
+    configuration: str
+    size: str
+    batch: int
+    images_per_s: float
+    best_batch: int
+    best_images_per_s: float
+    largest: int
+
+    @property
+    def description(self) -> str:
+        """Where throughput saturates, as text."""
+        if self.batch == self.largest:
+            return f"throughput still rises at batch {self.largest}, the largest tried"
+        if self.batch == self.best_batch:
+            return f"throughput is highest at batch {self.batch}, of up to {self.largest}"
+        share = f"{100 * self.images_per_s / self.best_images_per_s:.0f} %"
+        best = f"{significant(self.best_images_per_s)} images/s at batch {self.best_batch}"
+        return f"throughput saturates at batch {self.batch} ({share} of the best, {best})"
+
+
+def list_usable(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return the trials that could be chosen: every round succeeded, and no check found wrong outputs."""
+    return frame[(frame["status"] == "ok") & (frame["outputs"] != WRONG)]
+
+
+def read_throughput(frame: pd.DataFrame) -> pd.Series:
+    """Return images per second as measured; where it was not, batch / latency, which is a lower bound for it."""
+    return frame[THROUGHPUT].fillna(read_fps(frame))
+
+
+def read_fps(frame: pd.DataFrame) -> pd.Series:
+    """Return images per second of one batch after another: batch / median latency (R34)."""
+    return frame["batch"].astype(float) * 1e3 / frame[LATENCY]
+
+
+def find_pareto(frame: pd.DataFrame, speed: str, quality: str = "top1") -> pd.DataFrame:
+    """Return the rows that no other row beats at both: fastest first, accuracy strictly rising.
+
+    `speed` is LATENCY (less is better) or THROUGHPUT (more is better). Rows without either number are left out.
+    """
+    rows = list_usable(frame).dropna(subset=[speed, quality])
+    rows = rows.sort_values([speed, quality], ascending=[speed != THROUGHPUT, False], kind="stable")
+    best, positions = -math.inf, []
+    for position, value in enumerate(rows[quality]):
+        if value > best:
+            best = value
+            positions.append(position)
+    return rows.iloc[positions]
+
+
+def keep_within_budget(frame: pd.DataFrame) -> pd.DataFrame:
+    """Return usable rows that are within the accuracy budget with confidence; all of them where there is no budget."""
+    rows = list_usable(frame)
+    return rows[rows["budget"] == WITHIN] if (rows["budget"] != "").any() else rows
+
+
+def rank_trials(frame: pd.DataFrame, speed: str = LATENCY) -> pd.DataFrame:
+    """Return the rows that have the speed, fastest first.
+
+    Rows that were all measured in turns with one reference are sorted by their speed-ups, not by latencies, which the
+    machine's own changes of speed affect.
+    """
+    rows = frame.assign(**{THROUGHPUT: read_throughput(frame)}) if speed == THROUGHPUT else frame
+    rows = rows.dropna(subset=[speed])
+    if speed == LATENCY and in_turns(rows):
+        return rows.sort_values("speedup", ascending=False, kind="stable")
+    return rows.sort_values(speed, ascending=speed != THROUGHPUT, kind="stable")
+
+
+def in_turns(rows: pd.DataFrame) -> bool:
+    """Return whether every row is the reference or was measured in turns with it."""
+    beside = rows[rows["trial"] != rows["reference"]]
+    return bool(
+        rows["reference"].nunique() == 1 and (beside["measured"] == TURNS).all() and rows["speedup"].notna().all()
+    )
+
+
+def find_saturation(frame: pd.DataFrame) -> list[Saturation]:
+    """Return the smallest batch reaching SATURATED of the best throughput, per configuration with several batches."""
+    saturations = []
+    rows = list_usable(frame).assign(ips=read_throughput(list_usable(frame))).dropna(subset=["ips"])
+    for key, series in rows.groupby(list(SERIES), sort=False):
+        ordered = series.sort_values("batch")
+        if ordered["batch"].nunique() < 2:
+            continue
+        best = ordered.loc[ordered["ips"].idxmax()]
+        first = ordered[ordered["ips"] >= SATURATED * best["ips"]].iloc[0]
+        identity = dict(zip(SERIES, key, strict=True))
+        saturations.append(
+            Saturation(
+                model=str(identity["model"]),
+                configuration=configuration_of(first),
+                size=str(identity["size"]),
+                batch=int(first["batch"]),
+                images_per_s=float(first["ips"]),
+                best_batch=int(best["batch"]),
+                best_images_per_s=float(best["ips"]),
+                largest=int(ordered["batch"].max()),
+            )
+        )
+    return saturations
+
+
+def describe_configuration(row: pd.Series) -> str:
+    """Return the same as `configuration` for a sentence, with the precision that it really ran in."""
+    return configuration_of(row).removesuffix(str(row["precision"])) + named(row.to_dict())
+
+
+def configuration_of(row: pd.Series) -> str:
+    """Return backend with its options, and precision: a row's name within its group."""
+    options = f"@{str(row['options']).replace(' ', '@')}" if row["options"] else ""
+    runtime = f"@runtime={row['runtime']}" if row["runtime"] != "main" else ""
+    return f"{row['backend']}{options}{runtime} {row['precision']}"
+
+
+PLACES = 2  # the winner and its runner-up
+
+
+@dataclass(frozen=True)
+class Ranking:
+    """Trials of one model on one device, at one size, or at every size where an accuracy budget covers all sizes.
+
+    `apart` holds those that can't be compared with their reference: with other weights it is another model.
+    `metric` is the accuracy that is shown, and `trials` are the run's, by id.
+    """
+
+    where: str
+    group: pd.DataFrame
+    apart: pd.DataFrame
+    sizes: bool
+    metric: Metric
+    trials: Mapping[str, TrialResult] = field(repr=False)
+
+    @property
+    def first(self) -> pd.DataFrame:
+        """Trials at the smallest batch, where the lowest latency wins."""
+        return self.group[self.group["batch"] == self.group["batch"].min()]
+
+    @cached_property
+    def fastest(self) -> pd.DataFrame:
+        """Trials within the budget at the smallest batch, fastest first."""
+        return self._sort_rows(keep_within_budget(self.first))
+
+    @cached_property
+    def ahead(self) -> pd.DataFrame:
+        """Trials at the smallest batch that are faster than the fastest within the budget, fastest first."""
+        rows, fastest = self._sort_rows(list_usable(self.first)), self.fastest
+        if fastest.empty:
+            return rows
+        return rows.iloc[: [*rows["trial"]].index(fastest.iloc[0]["trial"])]
+
+    @property
+    def most_images(self) -> pd.DataFrame:
+        """Trials within the budget by images per second, most first; empty with one batch, which `fastest` covers."""
+        ranked = rank_trials(keep_within_budget(self.group), THROUGHPUT)
+        return ranked if self.group["batch"].nunique() > 1 else ranked.iloc[:0]
+
+    def _sort_rows(self, rows: pd.DataFrame) -> pd.DataFrame:
+        """Return the rows, fastest first.
+
+        Of two that measured in turns, the ratio of one to the other decides: by their ratios to a reference whose
+        latency jumps, either may seem ahead.
+        """
+        ordered = rank_trials(rows)
+        if not in_turns(ordered):
+            return ordered
+        by_id = {str(row["trial"]): row for _, row in ordered.iterrows()}
+
+        def compare_trials(a: str, b: str) -> int:
+            ratios = log_ratios(self.trials[a], self.trials[b], str(by_id[a]["boundary"]), str(by_id[a]["clock"]))
+            return int(np.sign(np.mean(ratios))) if ratios else 0
+
+        places = {id: k for k, id in enumerate(sorted(by_id, key=cmp_to_key(compare_trials)))}
+        return ordered.sort_values("trial", key=lambda ids: ids.map(places))
+
+    def ranked(self, speed: str) -> pd.DataFrame:
+        """Return the ranking by LATENCY or THROUGHPUT."""
+        return self.fastest if speed == LATENCY else self.most_images
+
+    def reference(self, row: pd.Series) -> TrialResult | None:
+        """Return the reference of a row's speed-up: that of its size, or of the first size where all sizes compete."""
+        return self.trials.get(row["budget_reference"] if self.sizes else row["reference"])
+
+    def configuration(self, row: pd.Series) -> str:
+        """Return a row's name in the ranking, with the precision it ran in where that isn't the requested one."""
+        return describe_configuration(row) + (f" at size {row['size']}" if self.sizes else "")
+
+
+def rank_goals(run: RunData) -> list[Ranking]:
+    """Return every ranking of a run, in the table's order."""
+    all_rankings = []
+    for _, models in run.frame.groupby(["model", "device"], sort=False):
+        name, sizes = models["model"].iloc[0], models["size"].unique()
+        if run.budgets and len(sizes) > 1:
+            all_rankings.append(_make_ranking(str(name), models, run, True))
+            continue
+        for size in sizes:
+            where = f"{name}{sized(size, ' at size ')}"
+            all_rankings.append(_make_ranking(where, models[models["size"] == size], run, False))
+    return all_rankings
+
+
+def _make_ranking(where: str, rows: pd.DataFrame, run: RunData, sizes: bool) -> Ranking:
+    apart = rows["verdict"].str.startswith(INCOMPARABLE)
+    return Ranking(where, rows[~apart], rows[apart], sizes, quality(rows[~apart], run.budget_metrics), run.trials)
+
+
+def winners(run: RunData) -> Iterator[tuple[str, str]]:
+    """Yield the model and size of each ranking that has a winner, and the winner's id."""
+    for ranking in rank_goals(run):
+        ordered = ranking.fastest
+        if len(ordered):
+            yield ranking.where, str(ordered.iloc[0]["trial"])
+
+
+def list_finalists(run: RunData) -> list[str]:
+    """Return the ids of the trials to confirm: each winner, its runner-up, and the reference of its speed-up."""
+    ids: list[str] = []
+    for ranking in rank_goals(run):
+        for speed in (LATENCY, THROUGHPUT):
+            ordered = ranking.ranked(speed)
+            chosen = [str(id) for id in ordered["trial"].iloc[:PLACES]]
+            if len(ordered) and (reference := ranking.reference(ordered.iloc[0])) is not None:
+                chosen.append(reference.id)
+            if len(set(chosen)) > 1:  # a single trial was not selected by chance
+                ids += chosen
+    return list(dict.fromkeys(ids))
+
+
+# CPU contention: other programs' load while a study was measured, and whether a ranking can still be trusted.
+
+
+@dataclass(frozen=True)
+class Contention:
+    """The number of timed jobs, of disturbed ones, of those that did not measure in turns, the most processors that
+    other programs kept busy, and whether any configurations are compared: a lone one has no rank to lose."""
+
+    jobs: int
+    disturbed: int
+    alone: int
+    processors: float
+    compared: bool = True
+
+    @property
+    def mostly(self) -> bool:
+        """Whether most jobs were disturbed one at a time: the others are too few to rank engines by.
+
+        In turns what disturbs one job disturbs those that it is compared with, so their ratios stand.
+        """
+        return self.compared and self.alone > self.jobs / 2
+
+    @property
+    def sentence(self) -> str:
+        """The effect on the measured times, as a sentence."""
+        during = f"during {self.disturbed} of {self.jobs} jobs"
+        busy = f"other programs kept up to {self.processors:.1f} processors busy {during}"
+        if self.mostly:
+            return f"No winner is named: {busy}, and on a quiet machine the order may be another."
+        if not self.compared:
+            doubt = "those latencies are inflated; measure again on a quiet machine"
+        elif not self.alone:
+            doubt = "absolute latencies are inflated; rankings were measured interleaved and hold under this load"
+        else:
+            doubt = "those latencies are inflated and their order may be wrong; measure again on a quiet machine"
+        return f"{busy.capitalize()}: {doubt}."
+
+
+def cpu_contention(results: Iterable[TrialResult], compared: bool = True) -> Contention | None:
+    """Return the contention that the records show; None where no job was disturbed.
+
+    The trials are `compared` with each other, or are of one configuration alone.
+    """
+    timed = [r for t in results for r in t.good]
+    busy = [(max(r.facts.others_busy.values(), default=0.0), r.facts.contention_threshold, r.turns) for r in timed]
+    over = [(processors, turns) for processors, most, turns in busy if most is not None and processors > most]
+    if not over:
+        return None
+    return Contention(len(timed), len(over), sum(not turns for _, turns in over), max(over)[0], compared)
+
+
+# How many times faster one trial is than another: paired where they measured in turns, else between processes.
+
+LEAST_ROUNDS = 2  # that both took turns in; fewer have no spread
+
+
+def make_rule(settings: Mapping[str, Any], equivalent: float | None = None) -> stats.Rule:
+    """Return the rule that decides the pairs of a study, from its settings; `equivalent` (percent) overrides theirs."""
+    percent = settings.get("equivalent") if equivalent is None else equivalent
+    margin = stats.Rule.margin if percent is None else float(percent) / 100
+    return stats.Rule(margin, int(settings.get("rounds", ROUNDS)) if settings.get("until") in LOOKS else 0)
+
+
+def gather_evidence(
+    own: TrialResult, reference: TrialResult, boundary: str, clock: str = "", rule: stats.Rule | None = None
+) -> stats.Evidence | None:
+    """Collect the evidence from the rounds of both trials at the boundary, by that clock.
+
+    Where both measured in turns in two rounds or more it is `stats.paired`, else `stats.unpaired`; where rounds go
+    through builds of either engine, a build is one observation, the mean of its rounds. Where rounds went on until
+    decided, only the rounds that both have count: further rounds of others must not change a decision.
+    """
+    paired = log_ratios(reference, own, boundary, clock)
+    unfiltered = log_ratios(reference, own, boundary, clock, keep_disturbed=True)
+    both = own.round_medians(boundary, clock).keys() & reference.round_medians(boundary, clock).keys()
+    only = both if rule is not None and rule.first else None
+    medians = [t.medians(boundary, clock, only) for t in (own, reference)]
+    if len(paired) >= LEAST_ROUNDS or (paired and min(map(len, medians)) < LEAST_ROUNDS):
+        found = stats.paired(paired, are_rounds=max(list_builds(own), list_builds(reference)) < 2)
+        if found is not None:
+            left_out = len(unfiltered) - len(paired)
+            found = replace(found, disturbed=left_out, unfiltered=float(np.mean(unfiltered)))
+    else:
+        found = stats.unpaired(*medians)
+    return found and of_rounds(found, own, reference, len(both))
+
+
+def of_rounds(compared: stats.Evidence, own: TrialResult, reference: TrialResult, rounds: int) -> stats.Evidence:
+    """Add the number of rounds, and of the builds behind them, to the evidence on two trials."""
+    # It was looked at after every round: those, too, that gave it no ratio, or another of a build.
+    over = max(list_builds(own), list_builds(reference))
+    return replace(compared, seen=rounds, builds=over if over > 1 else 0)
+
+
+def list_builds(t: TrialResult) -> int:
+    """Return the number of builds of its engine that were measured, 0 where every build would be the same file."""
+    return len({r.build for r in t.good} - {0}) or t.builds
+
+
+def estimate_speedup(
+    own: TrialResult, reference: TrialResult, boundary: str, clock: str = "", rule: stats.Rule | None = None
+) -> stats.Speedup:
+    """Compute reference latency over the own one at the boundary, by that clock, with its interval and verdict.
+
+    For a pair that is compared by itself, not as one of a family.
+    """
+    return stats.decide(gather_evidence(own, reference, boundary, clock, rule), rule)
+
+
+# Which pairs further rounds are for: those that matter and that are undecided.
+
+
+@dataclass(frozen=True)
+class UndecidedPair:
+    """Two trials, by their ids, and the boundary at which it is undecided which of them is faster."""
+
+    trials: frozenset[str]
+    boundary: str
+
+
+def pending(run: RunData) -> list[UndecidedPair]:
+    """Return the pairs that another round is for: each winner with its reference and with its runner-up.
+
+    Until every row is decided, and in a comparison, where each row is a question, it is each trial with its reference.
+    A pair with a failed trial is left out.
+    """
+    rows = run.frame[run.frame["status"] == "ok"]
+    good, ranked = set(rows["trial"]), [ranking.ranked(LATENCY) for ranking in rank_goals(run)]
+    asked = {str(winners["trial"].iloc[0]) for winners in ranked if len(winners)}
+    if run.records.settings.get("until") == EVERY_ROW or any(run.trials[id].side for id in good):
+        asked = good
+    pairs = [
+        UndecidedPair(frozenset((row["trial"], row["reference"])), str(row["boundary"]))
+        for row in rows[rows["verdict"] == stats.UNDECIDED].to_dict("records")
+        if row["trial"] in asked
+    ]
+    for winners in ranked:
+        pairs += _find_close_pair(winners, run)
+    return [pair for pair in dict.fromkeys(pairs) if pair.trials <= good]
+
+
+def _find_close_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPair]:
+    """Yield the winner and its runner-up, if they are in one group and it is undecided which of them is faster."""
+    rows = ranked.iloc[:PLACES]
+    first, *others = (run.trials[id] for id in rows["trial"]) if len(rows) else (None,)
+    if first is None or not others or others[0].group != first.group:
+        return
+    row = rows.iloc[0]
+    speedup = estimate_speedup(first, others[0], str(row["boundary"]), str(row["clock"]), run.rule)
+    if speedup.verdict == stats.UNDECIDED:
+        yield UndecidedPair(frozenset((first.id, others[0].id)), str(row["boundary"]))

@@ -1,0 +1,163 @@
+"""What a trial's records say beside its numbers: warnings, and reasons for its speed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyno.formatting import show
+from dyno.results import timeline
+from dyno.results.trial_result import TrialResult
+
+# Sentences on what the GPU's clock and telemetry mean for a trial's numbers.
+
+GAP, LEAST_GAP_S = 0.05, 10e-6  # of the host's median; below either, launching and waiting are not worth a sentence
+NEARLY = 0.9  # of the GPU's time; a host that is busy launching for longer leaves the GPU waiting
+TAKEN = 5e8  # bytes in use before the job; an idle card with a display takes less
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Medians in seconds: one inference by the host's clock, by the GPU's, and the time inside `run` (None: unknown).
+
+    CUDA events stand before the first kernel and after the last, so gaps between kernels are within `gpu`.
+    """
+
+    host: float
+    gpu: float
+    enqueue: float | None
+
+    @property
+    def outside(self) -> float:
+        """Seconds of an inference outside the GPU's work."""
+        return self.host - self.gpu
+
+    @property
+    def share(self) -> float:
+        """How much of an inference goes into launching at least: outside the GPU's work, or inside `run`."""
+        inside = self.enqueue or 0.0
+        return max(self.outside, inside if inside >= NEARLY * self.gpu else 0.0) / self.host
+
+    @property
+    def sentence(self) -> str:
+        """What is known of launching, or "" when it takes too little to matter."""
+        if self.enqueue is not None and self.enqueue >= NEARLY * self.gpu:
+            return (
+                f"launch-bound: run() returns after {_format_time(self.enqueue)}, the GPU needs "
+                f"{_format_time(self.gpu)} from its first kernel to its last: "
+                "it waits for the host between kernels, unless run() itself waits for it"
+            )
+        if self.outside > max(GAP * self.host, LEAST_GAP_S):
+            return (
+                f"launch-bound: {_format_time(self.outside)} of {_format_time(self.host)} is spent outside the GPU's "
+                "work, on launching and waiting (gaps between kernels count as its work)"
+            )
+        return ""
+
+
+def describe_launch(t: TrialResult) -> Launch | None:
+    """Return the launch times of a trial at latency/model; None without both clocks."""
+    host, gpu = t.medians("model", "host"), t.medians("model", "gpu")
+    if not host or not gpu:
+        return None
+    inside = t.samples("enqueue", "all")
+    return Launch(float(np.median(host)), float(np.median(gpu)), float(np.median(inside)) if inside.size else None)
+
+
+@dataclass(frozen=True)
+class ThrottleCounts:
+    """Latencies of a boundary over the good rounds: how many were taken, of these under a throttled GPU, of these
+    dropped (not all, when too few would be left of a round), and why the GPU was throttled."""
+
+    boundary: str
+    taken: int
+    hit: int
+    dropped: int
+    why: str
+
+    @property
+    def sentence(self) -> str:
+        """The warning."""
+        text = f"{self.boundary}: {self.hit:,} of {self.taken:,} samples were taken while the GPU was throttled"
+        if not self.dropped:
+            return f"{text} ({self.why}) and are kept, since too few would be left"
+        kept = f", {self.hit - self.dropped:,} kept since too few would be left" if self.dropped < self.hit else ""
+        return f"{text} ({self.why}): {self.dropped:,} dropped{kept}"
+
+
+def describe_throttling(t: TrialResult) -> list[ThrottleCounts]:
+    """Return the cost of throttling at each boundary of a trial, where it had any."""
+    if not any(r.trace is not None and r.trace.throttled for r in t.good):
+        return []
+    boundaries = (_count_throttled(t, boundary) for boundary in ("model", "all"))
+    return [each for each in boundaries if each.hit]
+
+
+def _count_throttled(t: TrialResult, boundary: str) -> ThrottleCounts:
+    taken, hit, lost = (sum(counts) for counts in zip((0, 0, 0), *(r.throttled(boundary) for r in t.good), strict=True))
+    return ThrottleCounts(boundary, taken, hit, lost, _join_reasons(t, boundary))
+
+
+def _join_reasons(t: TrialResult, boundary: str) -> str:
+    windows = [(r.trace, r.facts.timed.get(boundary)) for r in t.good]
+    reasons = [timeline.throttle_reasons(trace, window) for trace, window in windows if trace and window]
+    return ", ".join(dict.fromkeys(w for w in reasons if w))
+
+
+def describe_meanwhile(others: int) -> str:
+    """Describe how many other processes were on the GPU."""
+    return f"{'another process was' if others == 1 else f'{others} other processes were'} on the GPU meanwhile"
+
+
+def describe_others(t: TrialResult) -> str:
+    """Describe other users of the GPU; "" without any."""
+    gpu = t.gpu
+    if gpu is None:
+        return ""
+    busy = f"it was {gpu.busy_before:.0f} % busy before the job began" if gpu.busy_before > timeline.BUSY else ""
+    if gpu.others:
+        return describe_meanwhile(gpu.others) + (f"; {busy}" if busy else "")
+    return f"others used the GPU: {busy}" if busy else ""
+
+
+def list_gpu_warnings(t: TrialResult) -> list[str]:
+    """Return the causes of doubt in a trial's numbers: throttling, and others on the GPU."""
+    if t.gpu is None:
+        return []
+    return [*(each.sentence for each in describe_throttling(t)), *filter(None, [describe_others(t)])]
+
+
+def list_gpu_notes(t: TrialResult) -> list[str]:
+    """Return the explanations of a trial's numbers: launching, a power cap, memory that was taken before."""
+    launching = describe_launch(t) if t.device != "cpu" else None
+    sentences = [launching.sentence] if launching and launching.sentence else []
+    if t.gpu is None:
+        return sentences
+    if capped := t.gpu.reasons.get(timeline.POWER_CAP, 0.0):
+        sentences.append(f"the GPU's clock was limited by its power cap for {100 * capped:.0f} % of the time")
+    if t.gpu.memory_before > TAKEN:
+        sentences.append(f"{show(t.gpu.memory_before, 'bytes')} of the GPU's memory were in use before the job began")
+    return sentences
+
+
+def _format_time(seconds: float) -> str:
+    return show(seconds, "duration")
+
+
+def list_warnings(t: TrialResult) -> list[str]:
+    """Return the warnings of all rounds and of the file's makers, each once, in order."""
+    stored = [w for r in t.rounds for w in r.warnings] + [*t.made_by.warnings]
+    moved = t.placement.warnings if t.placement else []
+    return list(dict.fromkeys([*stored, *moved, *list_gpu_warnings(t)]))
+
+
+def list_notes(t: TrialResult) -> list[str]:
+    """Return explanations of the numbers: the reasons, and INT8's calibration data where it isn't real images."""
+    calibration = t.facts.calibration
+    return [*([calibration.note] if calibration and calibration.note else []), *list_reasons(t)]
+
+
+def list_reasons(t: TrialResult) -> list[str]:
+    """Return explanations of the speed: the engine's own notes, and remarks from the GPU's clock and telemetry."""
+    return [*t.facts.notes, *list_gpu_notes(t)]

@@ -1,0 +1,186 @@
+"""One round of a trial: its record as stored in the run folder, and the arrays beside it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+
+import numpy as np
+
+from dyno.results import timeline
+from dyno.results.files import NUMBERS, read_answers, read_npz
+from dyno.worker.facts.job import Facts
+from dyno.worker.jobs.turns import find_disturbed
+from dyno.worker.record import Measurement, Record
+
+LATENCIES = ("model", "all")
+HOST, GPU = "host", "gpu"
+
+
+@dataclass
+class Round:
+    """One process that ran a trial: its record, and the arrays beside it, which are read on first use; `loaded` are
+    samples that were read with the record."""
+
+    folder: Path
+    number: int
+    record: Record
+    device: str = "cpu"
+    loaded: dict[str, np.ndarray] | None = field(default=None, repr=False, compare=False)
+    _medians: dict[tuple[str, str], float | None] = field(default_factory=dict)
+
+    @property
+    def status(self) -> str:
+        return self.record.status
+
+    @property
+    def ok(self) -> bool:
+        return self.status == "ok"
+
+    @property
+    def facts(self) -> Facts:
+        return self.record.facts
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        return self.record.warnings
+
+    def measurement(self, tag: str, boundary: str = "", clock: str = "") -> Measurement | None:
+        """Return the measurement of that tag and boundary, or None.
+
+        It is by the GPU's clock where there is one and no `clock` is given.
+        """
+        by_host: Measurement | None = None
+        for m in self.record.measurements:
+            if m.tag == tag and m.boundary == boundary and clock in ("", m.clock or HOST):
+                if m.clock == GPU:
+                    return m
+                by_host = by_host or m
+        return by_host
+
+    def value(self, tag: str, boundary: str = "") -> float | None:
+        """Return the single value measured under this tag and boundary (SI), or None."""
+        measured = self.measurement(tag, boundary)
+        value = math.nan if measured is None or measured.value is None else float(measured.value)
+        return value if math.isfinite(value) else None
+
+    def raw_samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
+        """Return all samples as taken (seconds for a latency, images/s for throughput), float64; empty without."""
+        measured = self.measurement(tag, boundary, clock)
+        if measured is None or not measured.samples:
+            return np.empty(0)
+        return self._samples.get(measured.samples, np.empty(0))
+
+    def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
+        """Return the samples that count: `raw_samples`, for latencies without those taken while the GPU was throttled.
+
+        They stay in where too few would be left.
+        """
+        taken = self.raw_samples(tag, boundary, clock)
+        if tag != "latency":
+            return taken
+        clean = self._mark_clean(taken, boundary)
+        return taken if clean.sum() < timeline.LEAST_KEPT or clean.all() else taken[clean]
+
+    def _mark_clean(self, taken: np.ndarray, boundary: str) -> np.ndarray:
+        window = self.facts.timed.get(boundary)
+        if self.trace is None or window is None or not self.trace.throttled:
+            return np.ones(len(taken), bool)
+        # The host's samples fill the window; the GPU's, of the same turns, leave out what is between them.
+        turns = self.raw_samples("latency", boundary, HOST)
+        if (numbers := self._find_blocks("latency", boundary, len(taken))) is not None:
+            return timeline.clean_blocks(taken, numbers, self.facts.blocks[boundary], self.trace.throttled)
+        return timeline.find_clean(turns if len(turns) == len(taken) else taken, window, self.trace.throttled)
+
+    def throttled(self, boundary: str) -> tuple[int, int, int]:
+        """Count the latencies taken at a boundary, those taken while the GPU was throttled, and those dropped."""
+        taken = self.raw_samples("latency", boundary)
+        hit = len(taken) - int(self._mark_clean(taken, boundary).sum())
+        return len(taken), hit, len(taken) - len(self.samples("latency", boundary))
+
+    @cached_property
+    def trace(self) -> timeline.Trace | None:
+        """The GPU's telemetry during the round; None for a job on a CPU."""
+        return timeline.read_timeline(self.folder) if self.device.startswith("cuda") else None
+
+    def median(self, boundary: str, clock: str = "") -> float | None:
+        """Return the median latency in seconds, None where that boundary wasn't measured (by that clock)."""
+        key = boundary, clock
+        if key not in self._medians:
+            samples = self.samples("latency", boundary, clock)
+            self._medians[key] = float(np.median(samples)) if samples.size else None
+        return self._medians[key]
+
+    def disturbed_blocks(self, boundary: str, quiet: float | None = None) -> set[int]:
+        """Return the numbers of the boundary's blocks that other programs disturbed.
+
+        `quiet` is the engine's own delay in its quietest round.
+        """
+        flags = find_disturbed(self.facts.delays.get(boundary, ()), quiet)
+        return {number for number, is_disturbed in enumerate(flags) if is_disturbed}
+
+    @property
+    def turns(self) -> str:
+        """The name of the set of processes that this one measured in turns with, "" where it measured alone."""
+        return self.facts.turns.set if self.facts.turns else ""
+
+    @property
+    def build(self) -> int:
+        """Which build of its engine it ran, 0 where all rounds ran the same one."""
+        return self.facts.build or 0
+
+    def block_medians(self, tag: str, boundary: str, clock: str = "") -> dict[int, float]:
+        """Return the median of each block's samples that count, by the block's number; empty where it has no blocks."""
+        return {k: float(np.median(samples)) for k, samples in self.block_samples(tag, boundary, clock).items()}
+
+    def block_samples(self, tag: str, boundary: str, clock: str = "") -> dict[int, np.ndarray]:
+        """Return each block's samples that count, by the block's number; empty where it has no blocks."""
+        taken = self.raw_samples(tag, boundary, clock)
+        numbers = self._find_blocks(tag, boundary, len(taken))
+        if numbers is None:
+            return {}
+        kept = self._mark_clean(taken, boundary) if tag == "latency" else np.ones(len(taken), bool)
+        taken, numbers = taken[kept], numbers[kept]
+        return {int(k): taken[numbers == k] for k in np.unique(numbers)}
+
+    def _find_blocks(self, tag: str, boundary: str, count: int) -> np.ndarray | None:
+        """Return the block of each of `count` samples, None where they are in none."""
+        measured = self.measurement(tag, boundary, HOST)
+        numbers = self._samples.get(f"{measured.samples}_block") if measured is not None else None
+        return numbers if numbers is not None and count and len(numbers) == count else None
+
+    @cached_property
+    def _samples(self) -> dict[str, np.ndarray]:
+        return self.arrays("samples.npz") if self.loaded is None else self.loaded
+
+    def arrays(self, file: str, names: Collection[str] | None = None) -> dict[str, np.ndarray]:
+        """Read arrays of one of the round's npz files (only `names`, or all); empty if it is missing or damaged."""
+        try:
+            return read_npz(self.folder / file, names)
+        except (OSError, ValueError):  # absent, truncated, or not an npz
+            return {}
+
+    @cached_property
+    def answers(self) -> dict[str, np.ndarray]:
+        """A classifier's answers: topk_index and topk_score [N, k], label and sample [N], and the classes' names."""
+        try:
+            return read_answers(self.folder / "outputs.npz")
+        except (OSError, ValueError):  # absent or damaged
+            return {}
+
+    def outputs(self) -> dict[str, np.ndarray]:
+        """Return raw model outputs by name, [N, ...], in input order; not kept, because they can be large."""
+        arrays = self.arrays("outputs.npz")
+        return {
+            name.removeprefix("output:"): a
+            for name, a in arrays.items()
+            if name.startswith("output:") and a.dtype.kind in NUMBERS and a.ndim
+        }
+
+    def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """Return the rows of an output per batch or input, by name, for outputs whose first axis isn't the inputs."""
+        arrays = self.arrays("outputs.npz", {f"rows:{name}" for name in names})
+        return {name[len("rows:") :]: a for name, a in arrays.items()}

@@ -1,0 +1,453 @@
+"""The figures of a self-test: error rates, the smallest visible difference, what bounds it, and the grade."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import statistics
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from dyno.results import stats
+from dyno.results.stats import CONFIDENCE, Interval, t_quantile
+from dyno.worker.spec import SCHEMA, UserError, from_json
+
+# How likely a difference is seen, and which difference is likely to be: the power of the tests behind "faster".
+#
+# It is worked out for the noise as it was seen, by drawing studies from it (Efron and Tibshirani, An Introduction to
+# the Bootstrap, 1993, chapter 25): on a shared machine a few rounds are far off, and a power from their variance alone,
+# as for normal noise, would be several times too low. Heavy parts of scipy are not imported: `scipy.special` is enough.
+
+POWER = 0.8  # chance with which the smallest difference that counts as visible is seen (the usual one; Cohen 1988)
+DRAWS, SETS, SET_DRAWS = 4000, 200, 1000  # studies; for limits: sets of rounds, and studies of each
+LEAST_FOR_LIMITS = 10  # rounds; drawn from fewer, sets of rounds are too much alike
+
+
+class Studies:
+    """Studies drawn from a noise: what each of them needs of a true difference to call it by its name.
+
+    `noise` holds log ratios less their true ones, of which either sign is as likely: which of two equal processes is
+    the first means nothing. With `paired` a study draws `rounds` of them and is judged by Student's t interval of their
+    mean; else two groups of so many processes, whose difference the noise is, by Welch's.
+    """
+
+    def __init__(self, noise: np.ndarray, rounds: int, paired: bool = True, draws: int = DRAWS, seed: int = 0) -> None:
+        draw = np.random.default_rng(seed)
+        noise = np.concatenate([noise, -noise])
+        if paired:
+            each = draw.choice(noise, (draws, rounds))
+            mean, half = each.mean(axis=1), t_quantile(rounds - 1) * each.std(axis=1, ddof=1) / math.sqrt(rounds)
+        else:
+            sides = draw.choice(noise / math.sqrt(2), (2, draws, rounds))
+            a, b = sides.var(axis=2, ddof=1) / rounds
+            mean, half = sides[0].mean(axis=1) - sides[1].mean(axis=1), _compute_welch(a, b, rounds)
+        self._seen_from, self._called_below = np.sort(half - mean), np.sort(-half - mean)
+
+    def seen(self, difference: float) -> float:
+        """Return the share of studies that call a true difference of the logs slower."""
+        return float(np.searchsorted(self._seen_from, difference) / len(self._seen_from))
+
+    @property
+    def false_alarms(self) -> float:
+        """The share that calls equal processes faster or slower."""
+        return self.seen(0.0) + 1 - float(np.searchsorted(self._called_below, 0.0) / len(self._called_below))
+
+    @property
+    def smallest(self) -> float:
+        """The smallest slow-down, as a share (0.02 is 2 %), that four studies of five see; never below 0."""
+        return max(0.0, math.expm1(float(np.quantile(self._seen_from, POWER))))
+
+
+def _compute_welch(a: np.ndarray, b: np.ndarray, rounds: int) -> np.ndarray:
+    """Return half the width of Welch's interval, by the two means' variances."""
+    from scipy.special import stdtrit
+
+    total = a + b
+    with np.errstate(invalid="ignore"):
+        freedom = np.nan_to_num(total**2 / ((a**2 + b**2) / (rounds - 1)), nan=1.0)
+    return np.asarray(stdtrit(freedom, (1 + CONFIDENCE) / 2) * np.sqrt(total))
+
+
+def find_smallest(noise: np.ndarray, rounds: int, paired: bool = True) -> float:
+    """Return the smallest slow-down that `rounds` rounds see; see `Studies`.
+
+    Infinite with one round, NaN with little noise.
+    """
+    if rounds < 2:
+        return math.inf
+    return Studies(noise, rounds, paired).smallest if len(noise) > 1 else math.nan
+
+
+def smallest_with_limits(noise: np.ndarray, rounds: int) -> Interval:
+    """Return the same in turns, with the 95 % interval of sets drawn from the self-test's rounds (rows of `noise`).
+
+    NaN limits with few rounds.
+    """
+    value = find_smallest(noise.ravel(), rounds)
+    if len(noise) < LEAST_FOR_LIMITS:
+        return Interval(value, math.nan, math.nan)
+    draw = np.random.default_rng(1)
+    sets = (noise[draw.integers(len(noise), size=len(noise))].ravel() for _ in range(SETS))
+    each = [Studies(one, rounds, draws=SET_DRAWS, seed=number).smallest for number, one in enumerate(sets)]
+    tail = (1 - CONFIDENCE) / 2
+    low, high = (float(np.quantile(each, share)) for share in (tail, 1 - tail))
+    return Interval(value, min(low, value), max(high, value))
+
+
+def spread_interval(spread: float, freedom: int) -> Interval:
+    """Return a standard deviation with its 95 % interval, from the chi-square distribution, as for normal values."""
+    from scipy.special import chdtri
+
+    tail = (1 - CONFIDENCE) / 2
+    if freedom < 1:
+        return Interval(spread, math.nan, math.nan)
+    low, high = (spread * math.sqrt(freedom / float(chdtri(freedom, p))) for p in (tail, 1 - tail))
+    return Interval(spread, low, high)
+
+
+def at_most(hits: int, count: int) -> float:
+    """Return the one-sided upper 95 % limit of a share (Clopper and Pearson 1934); it holds at any number."""
+    from scipy.special import betaincinv
+
+    return 1.0 if hits >= count else float(betaincinv(hits + 1, count - hits, CONFIDENCE))
+
+
+# What a self-test measured, as it is stored: the machine, and for each round the log ratios of its pairs by block.
+
+LEAST_ROUNDS = 2  # for a spread
+LARGEST = 20.0  # of a log ratio or a share: no two equal processes differ by a factor of a hundred million
+MOST = 1e6  # no inference takes so many seconds, and no clock has so many MHz
+
+
+@dataclass(frozen=True)
+class ProcessPair:
+    """Two processes of one trial that measured in turns, the second slowed down by a share (0: not at all).
+
+    `logs` holds log(first / second seconds) of each block.
+    """
+
+    slowdown: float
+    logs: tuple[float, ...]
+
+    @cached_property
+    def log(self) -> float:
+        """The pair's log ratio, as studies have it: the median over blocks."""
+        return statistics.median(self.logs)
+
+
+@dataclass(frozen=True)
+class TestRound:
+    """A set of fresh processes: its pairs, and what the machine did meanwhile.
+
+    `first_s` is the first process's median latency; `others` is how many processors other programs kept busy while a
+    process measured, `steal` the share of the processors' time that the hypervisor gave to others, and `clock` the
+    clock in MHz that each process ran at (() where the system has no such figure).
+    """
+
+    __test__ = False  # pytest would take it for a test
+
+    first_s: float
+    pairs: tuple[ProcessPair, ...]
+    others: float = 0.0
+    steal: float = 0.0
+    clock: tuple[float, ...] = ()
+
+
+@dataclass(frozen=True)
+class StoredSelfTest:
+    """A self-test: when, by which Dyno, on which machine and device, of what, and its rounds.
+
+    `machine` is what identifies the machine; `versions` the libraries; `configuration` the model and how it was run;
+    `threads`, `seconds` of each process and of each `block` how it was measured, and `study_rounds` the rounds that a
+    study has unless told. With `builds` the two processes of a pair ran different builds of the
+    engine, of their round's own.
+    """
+
+    date: str
+    version: str
+    machine: dict[str, Any]
+    device: str
+    configuration: str
+    threads: int
+    seconds: float
+    block: float
+    study_rounds: int
+    rounds: tuple[TestRound, ...]
+    versions: dict[str, str] = field(default_factory=dict)
+    builds: bool = False
+    schema: int = SCHEMA
+
+
+def read(content: dict[str, Any]) -> StoredSelfTest | None:
+    """Build the self-test from its JSON; None where it is another program's, a newer Dyno's or damaged."""
+    try:
+        stored = from_json(StoredSelfTest, content)
+    except (UserError, TypeError, ValueError, KeyError):
+        return None
+    return stored if stored.schema == SCHEMA and _is_whole(stored) else None
+
+
+def _is_whole(stored: StoredSelfTest) -> bool:
+    """Return whether there are enough rounds for a spread, all of the same pairs, with numbers that can be measured."""
+    rounds = stored.rounds
+    layouts = {tuple(pair.slowdown for pair in one.pairs) for one in rounds}
+    if len(rounds) < LEAST_ROUNDS or len(layouts) > 1:
+        return False
+    (layout,) = layouts
+    if 0.0 not in layout or not all(0 <= slowdown <= LARGEST for slowdown in layout):
+        return False
+    logs = [pair.logs for one in rounds for pair in one.pairs]
+    if not all(logs) or not all(abs(log) <= LARGEST for log in itertools.chain(*logs)):
+        return False
+    watched = [number for one in rounds for number in (one.others, one.steal, *one.clock)]
+    return all(0 < one.first_s < MOST for one in rounds) and all(0 <= number < MOST for number in watched)
+
+
+CURVE = (3, 5, 10)  # numbers of rounds for which the power is printed
+SUMMED_UP = (2, 3, 4, 5, 6, 7, 8, 10, 15, 20)  # rounds for which a run keeps it
+# The grade by the smallest difference that a study of the usual number of rounds sees.
+GRADES = {"A": 0.01, "B": 0.02, "C": 0.05, "D": 0.10}
+WORST = "E"
+# From where on something that was watched may be what the noise comes from.
+BUSY, STOLEN, CLOCKS = 0.2, 0.01, 0.02  # processors; share of their time; relative spread of the clock
+
+
+@dataclass(frozen=True)
+class Rate:
+    """How often something happened, with Wilson's interval."""
+
+    hits: int
+    count: int
+
+    @cached_property
+    def interval(self) -> stats.Interval:
+        """The share with its limits."""
+        return stats.wilson(self.hits, self.count)
+
+    @property
+    def at_most(self) -> float:
+        """The one-sided upper 95 % limit."""
+        return at_most(self.hits, self.count)
+
+
+@dataclass(frozen=True)
+class Verdicts:
+    """Verdicts of studies of `rounds` rounds on pairs whose second process was slowed down by a share.
+
+    The studies are the rounds of the self-test in their order, each used once; `predicted` is how many would call it
+    slower (of equal pairs: slower or faster) going by all the noise seen.
+    """
+
+    slowdown: float
+    rounds: int
+    slower: Rate
+    faster: Rate
+    covered: Rate
+    predicted: float
+
+    @property
+    def false(self) -> Rate:
+        """Verdicts that were wrong whatever they said: of equal pairs any, of others `faster`."""
+        extra = 0 if self.slowdown else self.slower.hits
+        return Rate(self.faster.hits + extra, self.faster.count)
+
+
+@dataclass(frozen=True)
+class PairVariances:
+    """Variances of a pair's log ratio by what they come from: fresh processes, and blocks within them."""
+
+    process: float
+    block: float
+
+    @property
+    def largest(self) -> str:
+        return "process" if self.process >= self.block else "block"
+
+
+@dataclass(frozen=True)
+class SelfTestSummary:
+    """What a run keeps of the machine's self-test: the smallest visible slow-downs by the number of rounds, in `turns`
+    and `apart` (one after the other), of processes that measured for `seconds`; `block` is the share of the variance
+    that comes from blocks."""
+
+    date: str
+    grade: str
+    configuration: str
+    seconds: float
+    block: float
+    turns: dict[str, float]
+    apart: dict[str, float]
+
+
+def visible(summary: SelfTestSummary, rounds: int, seconds: float, in_turns: bool) -> float:
+    """Return the smallest slow-down that a run of `rounds` rounds sees with 80 % power; infinite where it sees none.
+
+    A run that measures for fewer seconds than the self-test did has fewer blocks, so their part of the noise grows;
+    more seconds promise nothing beyond the tested range. NaN where its way of measuring wasn't tested.
+    """
+    if rounds < 2:
+        return math.inf
+    by_rounds = summary.turns if in_turns else summary.apart
+    smallest = {int(count): value for count, value in by_rounds.items() if count.isdecimal()}
+    nearest = max((count for count in smallest if count <= rounds), default=0)
+    if not nearest:
+        return math.nan
+    more = math.sqrt(nearest / rounds)  # rounds than were worked out
+    shorter = max(1.0, summary.seconds / seconds) if in_turns and seconds > 0 else 1.0
+    return smallest[nearest] * more * math.sqrt(1 + summary.block * (shorter - 1))
+
+
+class SelfTest:
+    """The figures of a self-test, computed from its stored measurements."""
+
+    def __init__(self, stored: StoredSelfTest) -> None:
+        self.stored = stored
+        self._visible: dict[int, stats.Interval] = {}
+
+    @property
+    def rounds(self) -> Sequence[TestRound]:
+        """The rounds, in the order in which they were measured."""
+        return self.stored.rounds
+
+    @cached_property
+    def slowdowns(self) -> list[float]:
+        """The shares by which processes were slowed down, 0 among them, in order."""
+        return sorted({pair.slowdown for one in self.rounds for pair in one.pairs})
+
+    def pairs(self, slowdown: float) -> list[ProcessPair]:
+        """Return the pairs of that slow-down, round after round."""
+        return [pair for one in self.rounds for pair in one.pairs if pair.slowdown == slowdown]
+
+    @cached_property
+    def spread(self) -> stats.Interval:
+        """Standard deviation of the log ratio of two processes in turns, pooled over all slow-downs.
+
+        Its interval counts the rounds alone: the pairs of a round may share a process.
+        """
+        groups = [[pair.log for pair in self.pairs(slowdown)] for slowdown in self.slowdowns]
+        squares = sum((len(logs) - 1) * statistics.variance(logs) for logs in groups)
+        value = math.sqrt(squares / sum(len(logs) - 1 for logs in groups))
+        return spread_interval(value, len(self.rounds) - 1)
+
+    @cached_property
+    def noise(self) -> np.ndarray:
+        """The log ratios of each round less the true ones, float64 [rounds, pairs]."""
+        return np.array([[pair.log + math.log1p(pair.slowdown) for pair in one.pairs] for one in self.rounds])
+
+    @cached_property
+    def steps(self) -> np.ndarray:
+        """The log ratios of two processes of which one measured after the other: the firsts of rounds that follow each
+        other, float64 [rounds - 1]."""
+        return np.diff(np.log([one.first_s for one in self.rounds]))
+
+    @cached_property
+    def apart(self) -> float:
+        """The spread one after the other."""
+        return math.sqrt(float(np.mean(self.steps**2)))
+
+    @cached_property
+    def equal(self) -> stats.Speedup:
+        """The speed-up of equal processes over all rounds; it should be 1."""
+        return stats.paired_speedup([pair.log for pair in self.pairs(0.0)])
+
+    @cached_property
+    def levels(self) -> PairVariances:
+        """What the spread in turns comes from.
+
+        The blocks' part is seen from halves: the difference between a pair's medians over its even and over its odd
+        blocks has four times the variance that blocks alone give the median over all.
+        """
+        halves = [
+            (statistics.median(pair.logs[::2]) - statistics.median(pair.logs[1::2])) ** 2 / 4
+            for one in self.rounds for pair in one.pairs if len(pair.logs) > 1
+        ]  # fmt: skip
+        total = self.spread.value**2
+        block = min(total, statistics.fmean(halves)) if halves else 0.0
+        return PairVariances(total - block, block)
+
+    @cached_property
+    def verdicts(self) -> list[Verdicts]:
+        """What studies of 3, 5 and 10 rounds said, for each slow-down; where there are rounds for one at least."""
+        return [self._count_verdicts(slowdown, rounds) for slowdown in self.slowdowns for rounds in CURVE
+                if len(self.rounds) >= rounds]  # fmt: skip
+
+    def _count_verdicts(self, slowdown: float, rounds: int) -> Verdicts:
+        decisions = [stats.paired_speedup(logs) for logs in self._split_studies(slowdown, rounds)]
+        words = [one.verdict for one in decisions]
+        truth = 1 / (1 + slowdown)
+        held = sum(one.low <= truth <= one.high for one in decisions)
+        drawn = Studies(self.noise.ravel(), rounds)
+        expected = drawn.seen(math.log1p(slowdown)) if slowdown else drawn.false_alarms
+        slower, faster = (Rate(words.count(word), len(words)) for word in (stats.SLOWER, stats.FASTER))
+        return Verdicts(slowdown, rounds, slower, faster, Rate(held, len(words)), expected)
+
+    def _split_studies(self, slowdown: float, rounds: int) -> list[list[float]]:
+        """Return the log ratios of studies of `rounds` rounds, of the pairs of one slow-down; no two share a round."""
+        each = [[pair.log for pair in one.pairs if pair.slowdown == slowdown] for one in self.rounds]
+        starts = range(0, len(each) - rounds + 1, rounds)
+        return [list(logs) for start in starts for logs in zip(*each[start : start + rounds], strict=False)]
+
+    @cached_property
+    def coverage(self) -> Rate:
+        """How many of the studies of the shortest kind have an interval that holds the true ratio."""
+        each = [one.covered for one in self.verdicts if one.rounds == CURVE[0]]
+        return Rate(sum(one.hits for one in each), sum(one.count for one in each))
+
+    def false_alarms(self, rounds: int = CURVE[0]) -> Rate:
+        """Return the rate of studies of `rounds` rounds that called equal processes faster or slower."""
+        rates = [one.false for one in self.verdicts if not one.slowdown and one.rounds == rounds]
+        return rates[0] if rates else Rate(0, 0)
+
+    def visible(self, rounds: int) -> stats.Interval:
+        """Return the smallest slow-down (a share) that `rounds` rounds in turns see with 80 % power."""
+        if rounds not in self._visible:
+            self._visible[rounds] = smallest_with_limits(self.noise, rounds)
+        return self._visible[rounds]
+
+    def visible_apart(self, rounds: int) -> float:
+        """Return the same for `rounds` rounds one after the other."""
+        return find_smallest(self.steps, rounds, paired=False)
+
+    @cached_property
+    def grade(self) -> str:
+        """A letter for what a study of the usual number of rounds sees: A 1 %, B 2 %, C 5 %, D 10 %, else E."""
+        smallest = self.visible(self.stored.study_rounds).value
+        return next((letter for letter, limit in GRADES.items() if smallest <= limit), WORST)
+
+    @cached_property
+    def bound_by(self) -> str:
+        """Which noise bounds what can be seen: process, neighbours, clocks, or block where nothing that was watched
+        explains what happens within a process."""
+        if self.levels.largest == "process":
+            return "process"
+        if (
+            max(
+                _compute_mean(one.others for one in self.rounds) / BUSY,
+                _compute_mean(one.steal for one in self.rounds) / STOLEN,
+            )
+            > 1
+        ):
+            return "neighbours"
+        return "clocks" if self.clock_spread > CLOCKS else "block"
+
+    @cached_property
+    def clock_spread(self) -> float:
+        """Relative standard deviation of the clock between processes; 0 where it isn't known."""
+        clocks = [clock for one in self.rounds for clock in one.clock if clock > 0]
+        return statistics.stdev(clocks) / statistics.fmean(clocks) if len(clocks) > 1 else 0.0
+
+    def summary(self) -> SelfTestSummary:
+        """Return the summary that a run keeps."""
+        stored, total = self.stored, self.levels.process + self.levels.block
+        turns = {str(n): find_smallest(self.noise.ravel(), n) for n in SUMMED_UP}
+        apart = {str(n): self.visible_apart(n) for n in SUMMED_UP}
+        share = self.levels.block / total if total else 0.0
+        return SelfTestSummary(stored.date, self.grade, stored.configuration, stored.seconds, share, turns, apart)
+
+
+def _compute_mean(values: Iterable[float]) -> float:
+    return statistics.fmean(values)

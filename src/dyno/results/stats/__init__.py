@@ -1,0 +1,39 @@
+"""Statistics as pure functions over samples: summaries, intervals, and whether A is faster than B.
+
+Heavy parts of scipy are not imported: `scipy.special` holds every distribution that is needed here.
+"""
+
+from dyno.results.stats.decisions import ALPHA as ALPHA
+from dyno.results.stats.decisions import EQUIVALENT as EQUIVALENT
+from dyno.results.stats.decisions import FASTER as FASTER
+from dyno.results.stats.decisions import MOST_ROUNDS as MOST_ROUNDS
+from dyno.results.stats.decisions import ONE_ROUND as ONE_ROUND
+from dyno.results.stats.decisions import SLOWER as SLOWER
+from dyno.results.stats.decisions import UNDECIDED as UNDECIDED
+from dyno.results.stats.decisions import Rule as Rule
+from dyno.results.stats.decisions import Speedup as Speedup
+from dyno.results.stats.decisions import decide as decide
+from dyno.results.stats.decisions import decide_family as decide_family
+from dyno.results.stats.decisions import paired_speedup as paired_speedup
+from dyno.results.stats.decisions import speedup as speedup
+from dyno.results.stats.evidence import ALONE as ALONE
+from dyno.results.stats.evidence import TURNS as TURNS
+from dyno.results.stats.evidence import Evidence as Evidence
+from dyno.results.stats.evidence import paired as paired
+from dyno.results.stats.evidence import unpaired as unpaired
+from dyno.results.stats.intervals import CONFIDENCE as CONFIDENCE
+from dyno.results.stats.intervals import Interval as Interval
+from dyno.results.stats.intervals import center as center
+from dyno.results.stats.intervals import median_interval as median_interval
+from dyno.results.stats.intervals import paired_difference as paired_difference
+from dyno.results.stats.intervals import percentile_interval as percentile_interval
+from dyno.results.stats.intervals import percentile_of as percentile_of
+from dyno.results.stats.intervals import samples_for as samples_for
+from dyno.results.stats.intervals import t_quantile as t_quantile
+from dyno.results.stats.intervals import wilson as wilson
+from dyno.results.stats.summaries import Summary as Summary
+from dyno.results.stats.summaries import VarianceComponents as VarianceComponents
+from dyno.results.stats.summaries import levels as levels
+from dyno.results.stats.summaries import over_rounds as over_rounds
+from dyno.results.stats.summaries import over_units as over_units
+from dyno.results.stats.summaries import summary as summary

@@ -1,0 +1,197 @@
+"""Whether A is faster than B: faster, slower, equivalent, or undecided and how many more rounds would settle it.
+
+One interval decides each pair: above 1 it is faster, below slower, within the margin equivalent (two one-sided tests,
+Schuirmann 1987), else undecided. So no verdict contradicts the interval beside it.
+"""
+
+from __future__ import annotations
+
+import math
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dyno.results.stats import rejection
+from dyno.results.stats.evidence import ALONE, Evidence, paired, unpaired
+from dyno.results.stats.intervals import CONFIDENCE, Interval, t_quantile
+
+# Looking again after every round without crying wolf more often: how much of the error each look may spend.
+
+
+def share(rounds: int, first: int) -> float:
+    """Return the share of the error that the look after `rounds` rounds may spend, 1 / (k (k + 1)) for look k.
+
+    Where `first` is 0 the only look spends all of it.
+
+    The first look comes after `first` rounds, and every further round counts as one, whether anybody looked or not, so
+    that a run may be read or stopped at any time. The shares sum to 1 over any number of looks, so by Bonferroni's
+    inequality the chance of a false claim at any look is at most the shared error, with Student's t exact at each look
+    however few its rounds. A union bound over looks with a convergent series: Darling and Robbins 1967. Half goes to
+    the first look, where the few degrees of freedom make a small share most expensive.
+    """
+    if not first:
+        return 1.0
+    look = max(1, rounds - first + 1)
+    return 1 / (look * (look + 1))
+
+
+# How many more rounds would settle what is undecided.
+
+POWER = 0.8
+MOST_ROUNDS = 100  # more rounds than that aren't advice
+FARTHEST = 50.0  # standard errors from 0, beyond which every difference is seen
+
+
+def more_rounds(evidence: Evidence, reach: float, level: float, first: int) -> int:
+    """Return how many more rounds decide the pair with 80 % power, if its true difference and spread are those seen.
+
+    At most MOST_ROUNDS, and MOST_ROUNDS + 1 where those are not enough.
+
+    `reach` is the log ratio up to which speeds are equivalent, `level` the error of the pair's claim over all looks,
+    `first` as in `sequential.share`.
+    """
+
+    def compute_power(more: int) -> float:
+        return power(evidence, evidence.rounds + more, reach, level, first)
+
+    return 1 + bisect_left(range(1, MOST_ROUNDS + 1), POWER, key=compute_power)
+
+
+def power(evidence: Evidence, rounds: int, reach: float, level: float, first: int) -> float:
+    """Return the probability that `rounds` in all decide the pair, if its true difference and spread are those seen.
+
+    It covers the t test and the two one-sided ones, by the noncentral t distribution. Both succeed together only where
+    the interval is so narrow that one of them always does.
+    """
+    from scipy.special import nctdtr
+
+    freedom = evidence.parts * (rounds - 1)
+    error = max(evidence.spread, 1e-9) / math.sqrt(rounds)
+    looked = rounds + evidence.looked - evidence.rounds
+    reserved = 0.0 if evidence.rejected is None else rejection.RESERVE
+    wall = t_quantile(freedom, level * share(looked, first) * (1 - reserved))
+
+    def compute_chance(difference: float, limit: float) -> float:
+        return float(nctdtr(freedom, min(FARTHEST, max(-FARTHEST, difference / error)), limit))
+
+    away = abs(evidence.difference)
+    apart = 1 - compute_chance(away, wall)
+    if away >= reach or apart >= POWER:
+        return apart
+    return min(1.0, apart + max(0.0, compute_chance(away - reach, -wall) - compute_chance(away + reach, wall)))
+
+
+ALPHA = 1 - CONFIDENCE
+FASTER, SLOWER, EQUIVALENT, UNDECIDED, ONE_ROUND = (
+    "faster", "slower", "equivalent", "undecided", "one round only",
+)  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Rule:
+    """How pairs are decided: speeds whose ratio lies within 1 / (1 + margin) and 1 + margin count as equivalent.
+
+    Where rounds went on until pairs were decided, `first` is the number of rounds before the first look, else 0.
+    """
+
+    margin: float = 0.02
+    first: int = 0
+
+    @property
+    def reach(self) -> float:
+        """The margin as a log ratio."""
+        return math.log1p(self.margin)
+
+
+@dataclass(frozen=True)
+class Speedup(Interval):
+    """How many times faster A is than B (reference seconds / own seconds), that in words, and how the two measured.
+
+    `p` is the p-value of "no difference", adjusted for the family and for looks (NaN with one round). `more` is how
+    many more rounds would settle an undecided pair, MOST_ROUNDS + 1 for more than that; where it is over `builds`, how
+    many more builds. `rejected` disturbed rounds are left out; with them the value is `unfiltered`.
+    """
+
+    verdict: str
+    measured: str = ALONE
+    p: float = math.nan
+    more: int | None = None
+    builds: int = 0
+    rejected: int = 0
+    unfiltered: float = math.nan
+
+    @property
+    def decided(self) -> bool:
+        """Whether more rounds are of no use."""
+        return self.verdict in (FASTER, SLOWER, EQUIVALENT)
+
+
+def decide(evidence: Evidence | None, rule: Rule | None = None) -> Speedup:
+    """Decide one pair that is compared by itself, at 5 %."""
+    return decide_family([evidence], rule)[0]
+
+
+def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -> list[Speedup]:
+    """Decide pairs that are read together, such as the rows of a table against one reference.
+
+    With 95 % confidence no pair of equal speeds is called faster or slower (Holm 1979), and with 95 % confidence none
+    that differs by the margin or more is called equivalent (Bonferroni). A faster or slower pair has the interval of
+    the step at which Holm's procedure found it, all others have the simultaneous one, so each covers its ratio in 95 %
+    of studies at least. With looks, that holds over all of them.
+    """
+    rule = rule or Rule()
+    judged = [e for e in family if e is not None and not e.single]
+    steps = _apply_holm([e.p_value / share(e.looked, rule.first) for e in judged])
+    decided = {id(e): _judge_pair(e, rule, *step, len(judged)) for e, step in zip(judged, steps, strict=True)}
+    return [decided.get(id(e)) or _make_unjudged(e) for e in family]
+
+
+def speedup(own: Sequence[float], reference: Sequence[float], rule: Rule | None = None) -> Speedup:
+    """Decide (`decide`) on two trials that measured apart: one median latency per round of each, in seconds."""
+    return decide(unpaired(own, reference), rule)
+
+
+def paired_speedup(logs: Sequence[float], rule: Rule | None = None) -> Speedup:
+    """Decide (`decide`) on two trials that measured in turns: log(reference / own seconds) of each round."""
+    return decide(paired(logs), rule)
+
+
+def _make_unjudged(e: Evidence | None) -> Speedup:
+    if e is None:
+        return Speedup(math.nan, math.nan, math.nan, "")
+    return Speedup(math.exp(e.difference), math.nan, math.nan, ONE_ROUND, e.measured, builds=e.builds)
+
+
+def _judge_pair(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Speedup:
+    """Judge a pair of `count` by its adjusted p-value and the level of its Holm step (0: not rejected)."""
+    simultaneous = ALPHA / count
+    spent = share(e.looked, rule.first) * (level or simultaneous)
+    half = e.half_width(spent)
+    low, high = e.difference - half, e.difference + half
+    more = None
+    if level:
+        verdict = FASTER if e.difference > 0 else SLOWER
+    elif max(-low, high) <= rule.reach:
+        verdict = EQUIVALENT
+    else:
+        verdict, more = UNDECIDED, more_rounds(e, rule.reach, simultaneous, rule.first)
+    ratio, unfiltered, rejected = math.exp(e.difference), math.exp(e.unfiltered), (e.rejected or 0) + e.disturbed
+    return Speedup(
+        ratio, _compute_ratio(low), _compute_ratio(high), verdict, e.measured, p, more, e.builds, rejected, unfiltered
+    )
+
+
+def _apply_holm(values: Sequence[float]) -> list[tuple[float, float]]:
+    """Return for each p-value the level of the step that rejected it (0: none) and its adjusted value (Holm 1979)."""
+    order = sorted(range(len(values)), key=lambda i: values[i])
+    steps, adjusted = [(0.0, 1.0)] * len(values), 0.0
+    for place, i in enumerate(order):
+        left = len(values) - place
+        adjusted = min(1.0, max(adjusted, left * values[i]))
+        steps[i] = (ALPHA / left if adjusted <= ALPHA else 0.0, adjusted)
+    return steps
+
+
+def _compute_ratio(log: float) -> float:
+    """Return the ratio of a log, capped: with few rounds a limit may be too large for a float."""
+    return math.exp(min(log, 700.0))

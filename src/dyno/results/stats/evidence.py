@@ -1,0 +1,110 @@
+"""What rounds say of a pair of trials: a mean log ratio with its standard error, paired by round or not."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dyno.results.stats import rejection
+from dyno.results.stats.intervals import t_quantile
+from dyno.results.stats.summaries import deviation
+
+ALONE, TURNS = "one after the other", "in turns"
+
+
+@dataclass(frozen=True)
+class Evidence:
+    """The mean of log(reference seconds / own seconds) over `rounds` rounds (above 0 is faster), its standard `error`
+    and Student's degrees of `freedom`; NaN with a single round.
+
+    `spread` is the deviation of a round's log ratio and `parts` how many degrees of freedom each further round brings:
+    what is needed to tell how the error falls. `seen` is after how many rounds it may have been looked at, where that
+    is more. With `builds` above 0 a round in all this is a build, the mean of its rounds. `rejected` of the rounds
+    are far from the others and left out of mean and error; None where none may be. `disturbed` are further ones that
+    don't count, because other programs took the processors then. `unfiltered` is the mean of all.
+    """
+
+    difference: float
+    error: float
+    freedom: float
+    rounds: int
+    measured: str
+    spread: float = math.nan
+    parts: float = 1.0
+    seen: int = 0
+    builds: int = 0
+    rejected: int | None = None
+    disturbed: int = 0
+    unfiltered: float = math.nan
+
+    @property
+    def p_value(self) -> float:
+        """The two-sided p-value of "no difference"."""
+        if not self.error:
+            return 0.0 if self.difference else 1.0
+        t = self.difference / self.error
+        if self.rejected is None:
+            return rejection.student_p(t, self.freedom)
+        return rejection.p_value(t, self.rounds, self.rejected)
+
+    def half_width(self, level: float) -> float:
+        """Return half the width of the interval whose error is `level`."""
+        if not self.error:
+            return 0.0
+        if self.rejected is None:
+            return self.error * t_quantile(self.freedom, level)
+        return self.error * rejection.critical_value(self.rounds, self.rejected, level)
+
+    @property
+    def looked(self) -> int:
+        """After how many rounds it is looked at."""
+        return max(self.rounds, self.seen)
+
+    @property
+    def single(self) -> bool:
+        """Whether there is a ratio but nothing to judge it by."""
+        return not self.freedom > 0
+
+
+def paired(logs: Sequence[float], are_rounds: bool = True) -> Evidence | None:
+    """Return the evidence on two trials that measured in turns; None without rounds.
+
+    `logs` holds for each round (a fresh process of each) the median over blocks of log(reference / own seconds), so the
+    machine's effect on both in a round cancels. Disturbed rounds are rejected, unless `logs` are means of several
+    rounds each.
+    """
+    if not len(logs):
+        return None
+    each = np.asarray(logs, np.float64)
+    n = len(each)
+    if n < 2:
+        return Evidence(float(each.mean()), math.nan, math.nan, n, TURNS)
+    kept = rejection.keep_undisturbed(each) if are_rounds else each
+    spread = deviation(kept)
+    rejected = n - len(kept) if are_rounds else None
+    error, freedom = spread / math.sqrt(len(kept)), len(kept) - 1
+    mean, unfiltered = float(kept.mean()), float(each.mean())
+    return Evidence(mean, error, freedom, n, TURNS, spread, rejected=rejected, unfiltered=unfiltered)
+
+
+def unpaired(own: Sequence[float], reference: Sequence[float]) -> Evidence | None:
+    """Collect the evidence from two trials that measured apart: both hold one median latency per round, in seconds.
+
+    Standard error and degrees of freedom are Welch's (1947) and Satterthwaite's (1946); None without rounds of either.
+    """
+    if not len(own) or not len(reference):
+        return None
+    a, b = np.log(own), np.log(reference)
+    difference, rounds = float(b.mean() - a.mean()), min(len(a), len(b))
+    if rounds < 2:
+        return Evidence(difference, math.nan, math.nan, rounds, ALONE)
+    each = float(a.var(ddof=1)), float(b.var(ddof=1))
+    va, vb = each[0] / len(a), each[1] / len(b)
+    if not va + vb > 0:
+        return Evidence(difference, 0.0, len(a) + len(b) - 2, rounds, ALONE, 0.0, 2.0)
+    freedom = (va + vb) ** 2 / (va**2 / (len(a) - 1) + vb**2 / (len(b) - 1))
+    parts = sum(each) ** 2 / (each[0] ** 2 + each[1] ** 2)
+    return Evidence(difference, math.sqrt(va + vb), freedom, rounds, ALONE, math.sqrt(sum(each)), parts)

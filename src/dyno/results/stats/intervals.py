@@ -1,0 +1,170 @@
+"""Intervals: of a median and a percentile within a process, of a mean over processes, of shares."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+
+from dyno.results.stats.summaries import at, deviation
+
+CONFIDENCE = 0.95
+FLOOR_CONFIDENCE = 0.99  # of MLPerf's early stopping
+
+
+@dataclass(frozen=True)
+class Interval:
+    """An estimate with its interval; `low` and `high` are NaN where the data can't give one."""
+
+    value: float
+    low: float
+    high: float
+
+
+def median_interval(samples: np.ndarray) -> Interval:
+    """Compute the percentile bootstrap interval of the median within one process, exactly instead of by resampling.
+
+    The chance that a resample's median is at most the k-th smallest sample is a binomial tail (Maritz and Jarrett
+    1978), so the limit of endless resamples costs one pass. Needs three samples; fewer give NaN limits.
+    """
+    from scipy.special import bdtr
+
+    x = np.sort(samples)
+    n = len(x)
+    if n < 3:
+        return Interval(float(np.median(x)) if n else math.nan, math.nan, math.nan)
+    k = np.arange(1, n + 1)
+    # This many of the resample at or below x[k-1] put its median there; of an even count's two middle ones the lower
+    # serves the lower limit and the upper the upper, so that the interval is no narrower than asked.
+    lower, upper = (1.0 - bdtr(need - 1, n, k / n) for need in ((n + 1) // 2, n // 2 + 1))
+    tail = (1 - CONFIDENCE) / 2
+    low, high = int(np.searchsorted(lower, tail)), int(np.searchsorted(upper, 1 - tail))
+    return Interval(at(x, 0.5), float(x[low]), float(x[min(high, n - 1)]))
+
+
+def percentile_interval(samples: np.ndarray, q: float) -> Interval:
+    """Compute a percentile (q = 0.99: the 99th) within one process, with an exact interval of two order statistics.
+
+    The number of samples below the true percentile is binomial whatever their distribution (David and Nagaraja 2003,
+    7.1), if they are independent. A limit is NaN where there are too few samples for one.
+    """
+    x = np.sort(samples)
+    n = len(x)
+    if not n:
+        return Interval(math.nan, math.nan, math.nan)
+    low, high = _find_ranks(n, q)
+    return Interval(at(x, q), float(x[low - 1]) if low else math.nan, float(x[high - 1]) if high <= n else math.nan)
+
+
+@lru_cache(maxsize=1024)
+def _find_ranks(n: int, q: float) -> tuple[int, int]:
+    """Return the limits of a percentile as ranks among n ordered samples, counted from 1; 0 or n + 1: no limit."""
+    from scipy.special import bdtr
+
+    tail = (1 - CONFIDENCE) / 2
+    below = bdtr(np.arange(n), n, q)  # the chance that at most k samples are below the percentile
+    return int(np.searchsorted(below, tail, side="right")), int(np.searchsorted(below, 1 - tail)) + 1
+
+
+def percentile_of(samples: np.ndarray, q: float) -> float:
+    """Return a percentile (q = 0.99: the 99th) of raw samples, by linear interpolation."""
+    return at(np.sort(samples), q)
+
+
+@lru_cache
+def samples_for(q: float) -> int:
+    """Return the fewest samples that tell anything of a percentile: 64 for the 90th, 662 for the 99th.
+
+    With 99 % confidence two of them lie beyond it, which is MLPerf Inference's floor for ending a run early (its rules,
+    "early stopping", with one query over the limit allowed for).
+    """
+    from scipy.special import bdtr
+
+    counts = np.arange(2, math.ceil(7 / (1 - q)) + 2)  # of 7 expected beyond it, at most one is in less than 1 %
+    return int(counts[np.argmax(bdtr(1, counts, 1 - q) <= 1 - FLOOR_CONFIDENCE)])
+
+
+def center(medians: Sequence[float]) -> Interval:
+    """Compute latency over several processes: the geometric mean of their medians with Student's t interval on logs.
+
+    `medians` holds one median per process, in seconds. One process gives NaN limits: its own samples tell nothing about
+    the next process.
+    """
+    if not medians:
+        return Interval(math.nan, math.nan, math.nan)
+    logs = np.log(medians)
+    mean, n = float(logs.mean()), len(logs)
+    if n < 2:
+        return Interval(math.exp(mean), math.nan, math.nan)
+    half = t_quantile(n - 1) * deviation(logs) / math.sqrt(n)
+    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def wilson(hits: int, count: int) -> Interval:
+    """Compute a share of hits with Wilson's score interval (1927), which stays inside 0…1 and never has zero width."""
+    if not count:
+        return Interval(math.nan, math.nan, math.nan)
+    z2 = _compute_z() ** 2
+    share = hits / count
+    middle = (share + z2 / (2 * count)) / (1 + z2 / count)
+    half = math.sqrt(z2 * (share * (1 - share) / count + z2 / (4 * count**2))) / (1 + z2 / count)
+    return Interval(share, min(share, max(0.0, middle - half)), max(share, min(1.0, middle + half)))
+
+
+def paired_difference(gained: float, lost: float, count: float) -> Interval:
+    """Compute the difference of two shares over the same samples, with Tango's score interval (1998).
+
+    `gained` samples are right in A only, `lost` in the reference only, of `count`; the value is (gained - lost) /
+    count. The limits are the differences whose score test, with the nuisance parameter at its restricted maximum
+    likelihood, is not rejected. Unlike Wald's interval it keeps its coverage when few pairs differ, and when none does
+    its width is that of the evidence (z^2 / (n + z^2) to each side) instead of zero.
+    """
+    if not count:
+        return Interval(math.nan, math.nan, math.nan)
+    z = _compute_z()
+    value = (gained - lost) / count
+    if not gained and not lost:
+        bound = z * z / (count + z * z)
+        return Interval(0.0, -bound, bound)
+    low = _find_root(lambda d: _compute_tango(gained, lost, count, d) - z, -1.0, value)
+    high = _find_root(lambda d: _compute_tango(gained, lost, count, d) + z, value, 1.0)
+    return Interval(value, low, high)
+
+
+def _compute_tango(gained: float, lost: float, count: float, difference: float) -> float:
+    """Compute the score statistic of the hypothesis that the shares differ by `difference`; it falls as that grows."""
+    a = 2 * count
+    b = -gained - lost + (2 * count - gained + lost) * difference
+    c = -lost * difference * (1 - difference)
+    share = (math.sqrt(max(0.0, b * b - 4 * a * c)) - b) / (2 * a)
+    variance = count * (2 * share + difference * (1 - difference))
+    score = gained - lost - count * difference
+    if variance <= 0:
+        return math.copysign(math.inf, score) if score else 0.0
+    return score / math.sqrt(variance)
+
+
+def _find_root(falling: Callable[[float], float], low: float, high: float) -> float:
+    """Find the root of a falling function by bisection to 1e-7, finer than any share of countable images."""
+    while high - low > 1e-7:
+        middle = (low + high) / 2
+        low, high = (middle, high) if falling(middle) > 0 else (low, middle)
+    return (low + high) / 2
+
+
+@lru_cache
+def _compute_z() -> float:
+    from scipy.special import ndtri
+
+    return float(ndtri((1 + CONFIDENCE) / 2))
+
+
+@lru_cache(maxsize=1024)
+def t_quantile(freedom: float, error: float = 1 - CONFIDENCE) -> float:
+    """Return the standard errors to either side of a mean that leave the share `error` of Student's t outside."""
+    from scipy.special import stdtrit
+
+    return float(stdtrit(freedom, 1 - error / 2))

@@ -1,0 +1,91 @@
+"""Reject disturbed rounds from a mean, and judge what is left by critical values that allow for the rejection.
+
+A round far from the median of all is left out; t is formed of the rest. Leaving out the farthest makes the rest look
+more alike than they are, so its critical values come from simulated normal rounds (benchmarks/critical_values.py),
+separately for each number of rounds left out. A tenth of the error is spent on studies with a rejection.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from functools import lru_cache
+from pathlib import Path
+from statistics import median
+
+import numpy as np
+
+from dyno.results.stats.intervals import t_quantile
+
+CUT = 10.0  # standard deviations from the median, estimated by the median absolute deviation
+NORMAL = 1.4826  # the standard deviation of normal values over their median absolute deviation
+LEAST, TABLED = 4, 16  # numbers of rounds: the fewest of which one may be rejected, and the most in the table
+RESERVE = 0.1  # share of the error that is spent on studies with a rejection
+GRID = tuple(2.0**k for k in range(14))  # values of |t| in the table
+
+
+def most_rejected(count: int) -> int:
+    """Return how many of `count` rounds may be rejected: a quarter, at least one of four or more."""
+    return max(1, count // 4) if count >= LEAST else 0
+
+
+def keep_undisturbed(values: np.ndarray) -> np.ndarray:
+    """Return the values that aren't rejected, in their order; float64 [rounds]."""
+    each = values.tolist()
+    middle = median(each)
+    distances = [abs(value - middle) for value in each]
+    limit = CUT * NORMAL * median(distances)
+    far = [k for k, distance in enumerate(distances) if distance > limit]
+    farthest = sorted(far, key=lambda k: -distances[k])[: most_rejected(len(each))]
+    return np.delete(values, farthest) if farthest else values
+
+
+def p_value(t: float, count: int, rejected: int) -> float:
+    """Return the two-sided p-value of |t| over `count` rounds of which some were rejected."""
+    plain = student_p(t, count - rejected - 1)
+    if count < LEAST:
+        return plain
+    if not rejected:
+        return min(1.0, plain / (1 - RESERVE))
+    chance, factor = _after_rejection(t, count, rejected)
+    share = RESERVE / most_rejected(count)
+    return min(1.0, max(plain, min(plain * factor / (1 - RESERVE + share / chance), chance / share)))
+
+
+@lru_cache(maxsize=4096)
+def critical_value(count: int, rejected: int, level: float) -> float:
+    """Return the |t| whose p-value is `level`."""
+    from scipy.optimize import brentq
+
+    low = t_quantile(count - rejected - 1, level) / 2
+    high = low
+    while p_value(high, count, rejected) > level:
+        high *= 2
+    return float(brentq(lambda t: p_value(t, count, rejected) - level, low, high, xtol=1e-6 * low))
+
+
+def student_p(t: float, freedom: float) -> float:
+    """Return the two-sided p-value of Student's t."""
+    from scipy.special import stdtr
+
+    return float(2 * stdtr(freedom, -abs(t)))
+
+
+def _after_rejection(t: float, count: int, rejected: int) -> tuple[float, float]:
+    """Return the chance of rejecting `rejected` of `count` undisturbed rounds, and a factor on the tail of |t| then.
+
+    The factor is how much likelier a larger |t| is than by Student's t. It is interpolated between the table's values
+    and, beyond them, towards Bonferroni's bound over the choices of rejected rounds, which it never exceeds.
+    """
+    row = _read_table()[count if count <= TABLED else TABLED - (TABLED - count) % 2]
+    chance, factors = row[min(rejected, len(row)) - 1]
+    bound = math.comb(count, rejected) / chance
+    known = np.log(GRID[: len(factors) + 1])
+    heights = np.log(np.minimum([*factors, bound], bound))
+    return chance, math.exp(np.interp(math.log(max(abs(t), 1e-300)), known, heights))
+
+
+@lru_cache(maxsize=1)
+def _read_table() -> dict[int, list[tuple[float, list[float]]]]:
+    text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    return {int(n): [(each["chance"], each["factors"]) for each in row] for n, row in json.loads(text).items()}

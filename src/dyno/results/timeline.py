@@ -1,0 +1,234 @@
+"""The GPU's telemetry of a round: telemetry.npz cut to the windows in which something was timed."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.results.files import read_numbers
+
+# NVML's reasons for a lower clock (nvmlClocksEventReasons) by their bit.
+REASONS = {
+    0x1: "idle",
+    0x2: "application clocks",
+    0x4: "power cap",
+    0x8: "hardware slowdown",
+    0x10: "sync boost",
+    0x20: "thermal limit (driver)",
+    0x40: "thermal limit (hardware)",
+    0x80: "power brake",
+    0x100: "display clock",
+}
+# Throttling: too hot, or too little power. A power cap is normal under load.
+THROTTLED = 0x8 | 0x20 | 0x40 | 0x80
+POWER_CAP = REASONS[0x4]
+UNREMARKABLE = 0x1  # a GPU that waits for its next launch is idle between two samples
+READ = ("at", "epoch", "gpu_before_memory", "gpu_before_processes", "gpu_memory", "gpu_util", "gpu_clock", "gpu_power",
+        "gpu_temperature", "gpu_throttle", "gpu_processes", "gpu_own")  # fmt: skip
+LEAST_KEPT = 3  # samples; fewer are too few for a median
+QUIET_SAMPLES = 3  # before the job takes memory; NVML's utilisation is an average that still holds what ran before
+GREW = 32e6  # bytes above the start from which the job itself is on the GPU
+BUSY = 5.0  # percent
+
+Window = tuple[float, float]
+
+
+@dataclass(frozen=True)
+class Trace:
+    """Columns of telemetry.npz, float64 [samples]; `at` in seconds of CLOCK_MONOTONIC, as the windows of a record are.
+
+    The job began at `epoch`.
+    """
+
+    at: np.ndarray
+    columns: Mapping[str, np.ndarray]
+    epoch: float
+    before_memory: float
+    before_processes: float
+
+    def column(self, name: str) -> np.ndarray:
+        """Return one column; NaN for each sample when it was not stored."""
+        values = self.columns.get(f"gpu_{name}")
+        return np.full(len(self.at), math.nan) if values is None else values
+
+    @cached_property
+    def reasons(self) -> np.ndarray:
+        """The bit mask of each sample, int64; 0 where NVML reported none."""
+        return np.asarray(np.nan_to_num(self.column("throttle")), np.int64)
+
+    @cached_property
+    def throttled(self) -> list[Window]:
+        """Intervals in which the GPU throttled itself (THROTTLED), from the last sample before to the first after."""
+        flagged = (self.reasons & THROTTLED) != 0
+        if not flagged.any():
+            return []
+        edges = np.flatnonzero(np.diff(np.concatenate([[False], flagged, [False]]).astype(np.int8)))
+        ends = np.concatenate([[-math.inf], self.at, [math.inf]])
+        return [(float(ends[first]), float(ends[last + 1])) for first, last in edges.reshape(-1, 2)]
+
+    def inside(self, windows: Iterable[Window]) -> np.ndarray:
+        """Return which samples fall into one of the windows, bool [samples]."""
+        chosen = np.zeros(len(self.at), bool)
+        for begin, end in windows:
+            chosen |= (self.at >= begin) & (self.at <= end)
+        return chosen
+
+
+@dataclass(frozen=True)
+class TelemetrySummary:
+    """One round, or the rounds of a trial together; NaN where it isn't known.
+
+    `memory` (B) is the most that was used less what was used before the job; `temperature` (degrees C) the highest.
+    `utilisation` (%), `clock` and `clock_min` (median and lowest SM clock, MHz), `power` (W) and the share of the time
+    for each throttle reason are over what was timed. `others` is the most processes of others seen there,
+    `busy_before` the utilisation (%) by others before the job was on the GPU, `memory_before` (B) what was used then.
+    """
+
+    memory: float = math.nan
+    utilisation: float = math.nan
+    clock: float = math.nan
+    clock_min: float = math.nan
+    power: float = math.nan
+    temperature: float = math.nan
+    reasons: dict[str, float] = field(default_factory=dict)
+    others: int = 0
+    busy_before: float = math.nan
+    memory_before: float = math.nan
+
+    @property
+    def throttle(self) -> str:
+        """The reasons as text, each with its share of the time: `power cap 34 %`."""
+        ordered = sorted(self.reasons.items(), key=lambda item: -item[1])
+        return ", ".join(f"{name} {100 * share:.0f} %" for name, share in ordered)
+
+
+def read_timeline(folder: Path) -> Trace | None:
+    """Read the GPU's part of FOLDER/telemetry.npz; None when there is none."""
+    try:
+        stored = read_numbers(folder / "telemetry.npz", READ)
+    except (OSError, ValueError):  # absent, truncated, or not an npz
+        return None
+    if "gpu_memory" not in stored or "epoch" not in stored:
+        return None
+    columns = {name: a for name, a in stored.items() if name.startswith("gpu_") and a.ndim}
+    memory, processes = (float(stored.get(f"gpu_before_{name}", math.nan)) for name in ("memory", "processes"))
+    epoch = float(stored["epoch"])
+    return Trace(stored["at"] + epoch, columns, epoch, memory, processes)
+
+
+def summarise_timeline(trace: Trace, timed: Sequence[Window]) -> TelemetrySummary:
+    """Summarise a round in numbers; without windows only memory and temperature are known."""
+    inside = trace.inside(timed)
+    mask = trace.reasons[inside & ~np.isnan(trace.column("throttle"))]
+    shares = {reason: float(((mask & bit) != 0).mean()) for bit, reason in REASONS.items() if len(mask)}
+    return TelemetrySummary(
+        memory=_reduce_finite(np.max, trace.column("memory") - trace.before_memory),
+        utilisation=_reduce_finite(np.mean, trace.column("util")[inside]),
+        clock=_reduce_finite(np.median, trace.column("clock")[inside]),
+        clock_min=_reduce_finite(np.min, trace.column("clock")[inside]),
+        power=_reduce_finite(np.mean, trace.column("power")[inside]),
+        temperature=_reduce_finite(np.max, trace.column("temperature")),
+        reasons={reason: share for reason, share in shares.items() if share and reason != REASONS[UNREMARKABLE]},
+        others=most_others(trace, inside),
+        busy_before=_busy_before(trace),
+        memory_before=trace.before_memory,
+    )
+
+
+def join_timelines(rounds: Sequence[TelemetrySummary]) -> TelemetrySummary | None:
+    """Merge rounds of one trial into one summary; None without any.
+
+    Extremes stay extremes, the clock is the median, and the rest are means.
+    """
+    if not rounds:
+        return None
+
+    def reduce_rounds(statistic: Any, name: str) -> float:
+        return _reduce_finite(statistic, np.asarray([getattr(r, name) for r in rounds], np.float64))
+
+    timed = [r for r in rounds if not math.isnan(r.utilisation)] or list(rounds)
+    names = dict.fromkeys(name for r in timed for name in r.reasons)
+    return TelemetrySummary(
+        memory=reduce_rounds(np.max, "memory"),
+        utilisation=reduce_rounds(np.mean, "utilisation"),
+        clock=reduce_rounds(np.median, "clock"),
+        clock_min=reduce_rounds(np.min, "clock_min"),
+        power=reduce_rounds(np.mean, "power"),
+        temperature=reduce_rounds(np.max, "temperature"),
+        reasons={name: sum(r.reasons.get(name, 0.0) for r in timed) / len(timed) for name in names},
+        others=max(r.others for r in rounds),
+        busy_before=reduce_rounds(np.max, "busy_before"),
+        memory_before=reduce_rounds(np.max, "memory_before"),
+    )
+
+
+def _reduce_finite(statistic: Any, values: np.ndarray) -> float:
+    finite = values[~np.isnan(values)]
+    return float(statistic(finite)) if len(finite) else math.nan
+
+
+def most_others(trace: Trace, inside: np.ndarray | slice = slice(None)) -> int:
+    """Return the largest number of other users' compute processes seen on the GPU in those samples."""
+    return int(np.nan_to_num(_count_others(trace)[inside]).max(initial=0))
+
+
+def _count_others(trace: Trace) -> np.ndarray:
+    """Return the number of compute processes on the GPU besides the job's, at each sample.
+
+    In a container NVML's process ids may be of another namespace, so that the job can't be distinguished from others.
+    Then one process counts as the job, once there are more than before it began.
+    """
+    processes, own = trace.column("processes"), trace.column("own")
+    if np.nan_to_num(own).max(initial=0) > 0:
+        return np.asarray(processes - own)
+    before = np.minimum(np.nan_to_num(trace.before_processes), processes)
+    return np.asarray(np.maximum(before, processes - 1))
+
+
+def _busy_before(trace: Trace) -> float:
+    """Return the percent utilisation that others caused before the job took memory; NaN when it took it at once."""
+    grown = trace.column("memory") > trace.before_memory + GREW
+    quiet = int(np.argmax(grown)) if grown.any() else 0
+    return _reduce_finite(np.min, trace.column("util")[:quiet]) if quiet >= QUIET_SAMPLES else math.nan
+
+
+def throttle_reasons(trace: Trace, window: Window) -> str:
+    """Return the throttle reasons in or right beside the window, as text."""
+    near = [s for s in trace.throttled if s[0] < window[1] and s[1] > window[0]]
+    bits = int(np.bitwise_or.reduce(trace.reasons[trace.inside(near)]))
+    return ", ".join(reason for bit, reason in REASONS.items() if bit & THROTTLED & bits)
+
+
+def clean_blocks(
+    samples: np.ndarray, numbers: np.ndarray, blocks: Sequence[Sequence[float]], intervals: Sequence[Window]
+) -> np.ndarray:
+    """Apply `clean` to samples that were taken in blocks, given each sample's block number and each block's window."""
+    kept = np.ones(len(samples), bool)
+    for number, (begin, end) in enumerate(blocks):
+        own = numbers == number
+        kept[own] = find_clean(samples[own], (begin, end), intervals)
+    return kept
+
+
+def find_clean(samples: np.ndarray, window: Window, intervals: Sequence[Window]) -> np.ndarray:
+    """Return which samples lie wholly outside the intervals, bool [n].
+
+    Samples are seconds, one after another; their sum is a little less than the window because of the loop's overhead
+    between them, so their ends are spread over the window in proportion.
+    """
+    total = float(samples.sum())
+    if not intervals or not total:
+        return np.ones(len(samples), bool)
+    begin, end = window
+    ends = begin + np.cumsum(samples) * ((end - begin) / total)
+    starts = np.concatenate([[begin], ends[:-1]])
+    kept = np.ones(len(samples), bool)
+    for first, last in intervals:
+        kept &= (ends <= first) | (starts >= last)
+    return kept

@@ -1,0 +1,506 @@
+"""Stored records, read back: a run folder becomes trials, each with its rounds and arrays loaded on first use.
+
+Records become dataclasses; of a job, which holds what was requested, only what a table needs is read, because
+`dyno show` opens thousands of them.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import statistics
+from collections import Counter
+from collections.abc import Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dyno.formatting import NO_IMAGE
+from dyno.results import stats, timeline
+from dyno.results.files import MODELS, PLACEMENT, measured, read_job, read_round, read_settings, read_table, trials_in
+from dyno.results.rounds import GPU, HOST, Round
+from dyno.worker import tasks
+from dyno.worker.facts.files import MakerFacts
+from dyno.worker.facts.job import Facts
+from dyno.worker.record import Record
+from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, Trial, UserError
+from dyno.worker.tasks.task import Task
+
+# Files of a run that are forms of one network, so that they belong into one table with one reference.
+
+NAMED = 3  # files that the name of their network lists
+FILE = "file"  # the option that tells files apart
+SAME_WORK = 0.01  # relative difference of counted operations within which two files may be the same network
+
+Row = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Form:
+    """What a file is among its network's files: the network's name, the file as tables show it, and its place.
+
+    In a comparison the two sides are forms of one network, told apart by `option`.
+    """
+
+    network: str
+    file: str
+    place: int
+    option: str = FILE
+
+
+def sides(names: Mapping[str, str]) -> dict[str, Form]:
+    """Return the form of each side of a comparison, by its letter; `names` are the models' by side."""
+    network = " and ".join(dict.fromkeys(names[side] for side in sorted(names)))
+    return {side: Form(network, side.upper(), place, "side") for place, side in enumerate(sorted(names))}
+
+
+def forms(models: Mapping[tuple[str, str], Row]) -> dict[str, Form]:
+    """Return the form of each file that has another of the same network beside it, by the model's name.
+
+    `models` are the rows of models.json by name and size, in the order in which the files were given. Files count as
+    one network when their inputs and outputs have the same number and shapes, under any names, and when the same number
+    of operations was counted in each; their outputs decide whether they compute the same.
+    """
+    groups: list[list[str]] = []
+    sized: dict[str, dict[str, Row]] = {}
+    for (name, size), row in models.items():
+        if row.get("signature"):
+            sized.setdefault(name, {})[size] = row
+    for name, rows in sized.items():
+        same_network = next((group for group in groups if _is_alike(sized[group[0]], rows)), None)
+        if same_network is None:
+            groups.append([name])
+        else:
+            same_network.append(name)
+    return {name: form for group in groups if len(group) > 1 for name, form in _make_forms(group, sized)}
+
+
+def _make_forms(group: list[str], sized: Mapping[str, Mapping[str, Row]]) -> list[tuple[str, Form]]:
+    files = {name: str(next(iter(sized[name].values())).get("file") or name) for name in group}
+    counted = Counter(files.values())
+    shown = {name: file if counted[file] == 1 else name for name, file in files.items()}
+    stems = {Path(file).stem for file in files.values()}
+    first = list(shown.values())
+    listed = " and ".join(first) if len(first) <= NAMED else f"{first[0]} and {len(first) - 1} more"
+    network = stems.pop() if len(stems) == 1 else listed
+    return [(name, Form(network, shown[name], place)) for place, name in enumerate(group)]
+
+
+def _is_alike(a: Mapping[str, Row], b: Mapping[str, Row]) -> bool:
+    left, right = (next(iter(rows.values()))["signature"] for rows in (a, b))
+    try:
+        fits = all(_can_fit(x, y) for x, y in zip(left, right, strict=True))
+    except (TypeError, ValueError):
+        return False
+    return fits and all(_same_work(a[size], b[size]) for size in a.keys() & b.keys())
+
+
+def _can_fit(a: Any, b: Any) -> bool:
+    """Return whether two lists of shapes may be of the same tensors: a dimension that is free fits any other."""
+    return len(a) == len(b) and all(
+        len(x) == len(y) and all(m == n or isinstance(m, str) or isinstance(n, str) for m, n in zip(x, y, strict=True))
+        for x, y in zip(a, b, strict=True)
+    )
+
+
+def _same_work(a: Row, b: Row) -> bool:
+    left, right = float(a.get("flops") or 0), float(b.get("flops") or 0)
+    return not (left and right) or abs(left - right) <= SAME_WORK * max(left, right)
+
+
+# Where the blocks of a study were measured.
+
+PLACEMENTS = "placements"  # in a run folder
+
+
+@dataclass(frozen=True)
+class Placement:
+    """A block's device by name (`cuda:1`), its card, and the places whose process it lost, with the reasons."""
+
+    place: str
+    card: str
+    lost: tuple[str, ...] = ()
+
+    @property
+    def warnings(self) -> list[str]:
+        """What a row of the block has to say of it."""
+        return [f"begun anew on {self.place}, as its process was lost on {lost}" for lost in self.lost]
+
+
+def placements(run: Path, problems: list[str]) -> dict[str, Placement]:
+    """Read the placement of each trial, by its id; empty for a study on one device."""
+    found: dict[str, Placement] = {}
+    for path in sorted((run / PLACEMENTS).glob("*.json")):
+        if note := read_table(path, problems, PLACEMENT):
+            one = Placement(note.get("place", ""), note.get("card", ""), tuple(note.get("lost", ())))
+            found |= dict.fromkeys(note.get("trials", ()), one)
+    return found
+
+
+SELF_TEST = "self-test.json"  # in a run folder: the summary of the machine's self-test
+# A trial is as bad as its worst round; "unfinished" is a trial of which no round has left a record.
+UNFINISHED = "unfinished"
+SEVERITY = ("ok", UNFINISHED, "skipped", "failed", "timeout", "oom", "crashed")
+
+
+@dataclass
+class TrialResult:
+    """A trial and all of its rounds; `job` is the stored job.json.
+
+    `confirmations` are rounds after the trial was selected by its `rounds`; no statistic mixes the two. `companions`
+    are further processes of the trial that others measured in turns with; only comparisons with those (`blocks`) use
+    them.
+    """
+
+    id: str
+    job: dict[str, Any]
+    rounds: list[Round] = field(default_factory=list)
+    confirmations: list[Round] = field(default_factory=list)
+    companions: list[Round] = field(default_factory=list)
+    job_artifact: Artifact | None = None  # the file that the job names
+    run: Path = Path()  # the run folder, which the rounds lie in
+    form: Form | None = None  # of a file that has another of the same network beside it
+    placement: Placement | None = None  # in a study on several devices
+    computed: dict[str, Any] = field(default_factory=dict)  # results that are computed once, by name
+
+    @property
+    def spec(self) -> dict[str, Any]:
+        trial: dict[str, Any] = self.job["trial"]
+        return trial
+
+    @property
+    def model(self) -> str:
+        """What tables call the model: the network, where several of its files are compared."""
+        return self.form.network if self.form else self.given
+
+    @property
+    def given(self) -> str:
+        """The model's own name, whatever it is compared with."""
+        return str(self.spec["model"]["name"])
+
+    @property
+    def backend(self) -> str:
+        return str(self.spec["backend"])
+
+    @property
+    def precision(self) -> str:
+        return str(self.spec["precision"])
+
+    @property
+    def task(self) -> Task:
+        """What the network is for."""
+        return tasks.find(str(self.spec["model"].get("task", ModelSpec.task)))
+
+    @property
+    def batch(self) -> int:
+        return int(self.spec["dims"]["batch"])
+
+    @property
+    def size(self) -> str:
+        height, width = self.spec["dims"]["height"], self.spec["dims"]["width"]
+        return str(height) if height == width else f"{height}x{width}"
+
+    @property
+    def device(self) -> str:
+        return _read_device(self.job)
+
+    @property
+    def runtime(self) -> str:
+        return str(self.spec.get("runtime", {}).get("name", "main"))
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """The backend's options, and which file it is where several of one network are compared."""
+        options = self.spec.get("options") or {}
+        return {self.form.option: self.form.file, **options} if self.form else options
+
+    @property
+    def side(self) -> str:
+        """`a` (the baseline) or `b` in a comparison, else ""."""
+        return str(self.spec.get("side") or "")
+
+    @property
+    def pair(self) -> str:
+        """The configuration that both sides of a comparison have, "" outside one."""
+        return self.configuration.replace(f"@side={self.side.upper()}", "") if self.side else ""
+
+    @property
+    def group(self) -> tuple[str, str, int, str, str]:
+        """What must be equal for two speeds to be compared: model, size, batch, device; in a comparison the pair."""
+        return self.model, self.size, self.batch, self.device, self.pair
+
+    @property
+    def variant(self) -> str:
+        """The backend with its options and its runtime where they aren't the usual ones, as `Trial.variant` has it."""
+        named = self.options if self.runtime == "main" else {**self.options, "runtime": self.runtime}
+        return self.backend + "".join(f"@{key}={value}" for key, value in sorted(named.items()))
+
+    @property
+    def configuration(self) -> str:
+        """Variant and precision: the trial's name within its group."""
+        return f"{self.variant} {self.precision}"
+
+    @property
+    def label(self) -> str:
+        return f"{self.model} {self.configuration} b{self.batch} {self.size}".removesuffix(f" {NO_IMAGE}")
+
+    @cached_property
+    def good(self) -> list[Round]:
+        return [r for r in self.rounds if r.ok]
+
+    @property
+    def worst(self) -> Round | None:
+        return max(self.rounds, key=lambda r: SEVERITY.index(r.status), default=None)
+
+    @property
+    def status(self) -> str:
+        return self.worst.status if self.worst else UNFINISHED
+
+    @property
+    def reason(self) -> str:
+        """Why the trial isn't ok, one line, with the stage it reached and how many rounds are good all the same."""
+        worst = self.worst
+        if worst is None:
+            return "no round has left a record; the same `dyno run` again finishes it"
+        if worst.ok:
+            return ""
+        stage = worst.record.stage
+        text = " ".join((worst.record.reason or "no reason recorded").split())
+        text = f"{stage}: {text}" if stage not in ("", "plan") and worst.status != "skipped" else text
+        text = f"{text} ({len(self.good)} of {len(self.rounds)} rounds good)" if self.good else text
+        if worst.record.was_killed:
+            return f"{text}; the same `dyno run` measures that round again"
+        return f"{text}; log: {self.log}" if self.log else text
+
+    @property
+    def log(self) -> str:
+        """Where the worst round's job printed its error, as a path within the run folder; "" where it said nothing."""
+        path = self.worst.folder / "stderr.log" if self.worst else None
+        if path is None or self.status in ("ok", "skipped") or not path.is_file() or not path.stat().st_size:
+            return ""
+        return path.relative_to(self.run).as_posix()
+
+    @property
+    def facts(self) -> Facts:
+        """Facts of the first good round, else of the first round at all."""
+        rounds = self.good or self.rounds
+        return rounds[0].facts if rounds else Facts()
+
+    @property
+    def artifact(self) -> Artifact | None:
+        """The file the trial ran, as stored in its job (or its records); None when it needs none."""
+        return self.job_artifact or next((r.record.artifact for r in self.rounds if r.record.artifact), None)
+
+    @property
+    def builds(self) -> int:
+        """How many builds of its engine its rounds go through, 0 where every build would be the same file."""
+        return int((self.spec.get("plan") or {}).get("builds") or 0)
+
+    @property
+    def is_cut_short(self) -> bool:
+        """Whether the study was stopped before all of the trial's rounds were measured."""
+        planned = int((self.spec.get("plan") or {}).get("rounds") or 0)
+        return self.status == "ok" and len(self.rounds) < planned
+
+    @property
+    def made_by(self) -> MakerFacts:
+        """How that file was made; empty without one."""
+        return self.artifact.made_by if self.artifact else MakerFacts()
+
+    @cached_property
+    def answers(self) -> dict[str, np.ndarray]:
+        """The classifier's answers of the first good round that has any."""
+        return next((r.answers for r in self.good if r.answers), {})
+
+    def stored(self, *names: str) -> dict[str, np.ndarray]:
+        """Return arrays of outputs.npz, of the round that `answers` are of."""
+        return next((r.arrays("outputs.npz", names) for r in self.good if r.answers), {})
+
+    def outputs(self) -> dict[str, np.ndarray]:
+        """Return the raw outputs of the first good round that has any."""
+        return next((outputs for r in self.good if (outputs := r.outputs())), {})
+
+    def output_rows(self, names: Collection[str]) -> dict[str, np.ndarray]:
+        """Return the number of rows of each batch or input, for the `outputs` whose first axis isn't the inputs."""
+        return next((rows for r in self.good if (rows := r.output_rows(names))), {})
+
+    @cached_property
+    def gpu(self) -> timeline.TelemetrySummary | None:
+        """What the GPU did in the good rounds; None on a CPU, and where nothing was stored."""
+        traces = [(r.trace, list(r.facts.timed.values())) for r in self.good if r.trace is not None]
+        return timeline.join_timelines([timeline.summarise_timeline(trace, timed) for trace, timed in traces])
+
+    def value(self, tag: str, boundary: str = "") -> float | None:
+        """Return the median of a single value over the good rounds, or None."""
+        values = [v for r in self.good if (v := r.value(tag, boundary)) is not None]
+        return statistics.median(values) if values else None
+
+    def count(self, tag: str) -> int | None:
+        """Return a count that may differ between builds: the median round's, the lower of two middle ones; or None."""
+        counts = [v for r in self.good if (v := r.value(tag)) is not None]
+        return int(statistics.median_low(counts)) if counts else None
+
+    def samples(self, tag: str, boundary: str, clock: str = "") -> np.ndarray:
+        """Return samples of all good rounds together, float64, in SI units.
+
+        Latencies are by the trial's own clock unless `clock` names another.
+        """
+        parts = self.parts(tag, boundary, clock)
+        return np.concatenate(parts) if parts else np.empty(0)
+
+    def parts(self, tag: str, boundary: str, clock: str = "") -> list[np.ndarray]:
+        """Return the samples of each good round that has any."""
+        return [samples for _, samples in self.sampled(tag, boundary, clock)]
+
+    def sampled(self, tag: str, boundary: str, clock: str = "") -> list[tuple[Round, np.ndarray]]:
+        """Return each good round that has such samples, with them."""
+        clock = clock or (clock_of(boundary, self) if tag == "latency" else "")
+        return [(r, s) for r in self.good if (s := r.samples(tag, boundary, clock)).size]
+
+    def medians(self, boundary: str, clock: str = "", only: Collection[str] | None = None) -> list[float]:
+        """Return the median latency in seconds of each good round, or of those in the folders `only`.
+
+        Where rounds go through several builds there is one value per build. Comparisons between processes are made from
+        these.
+        """
+        medians = self.round_medians(boundary, clock)
+        names = medians if only is None else only
+        return by_build((r, medians[r.folder.name]) for r in self.good if r.folder.name in names)
+
+    def round_medians(self, boundary: str, clock: str = "") -> dict[str, float]:
+        """Return the median latency in seconds of each good round, by the name of its folder."""
+        clock = clock or clock_of(boundary, self)
+        return {r.folder.name: m for r in self.good if (m := r.median(boundary, clock)) is not None}
+
+
+def by_build(values: Iterable[tuple[Round, float]]) -> list[float]:
+    """Return the rounds' values, or where rounds go through builds of the engine, each build's geometric mean."""
+    rounds = list(values)
+    if not any(r.build for r, _ in rounds):
+        return [value for _, value in rounds]
+    return [math.exp(log) for log in stats.over_units([(r.build, math.log(value)) for r, value in rounds])]
+
+
+def clock_of(boundary: str, *trials: TrialResult) -> str:
+    """Return the clock by which these trials' latencies are shown and compared with each other.
+
+    It is GPU where every round has it, else HOST, so that a time with the launch in it never meets one without.
+    """
+    timed = [r for t in trials for r in t.good if r.measurement("latency", boundary)]
+    return GPU if timed and all(r.measurement("latency", boundary, GPU) for r in timed) else HOST
+
+
+@dataclass
+class Results:
+    """A run folder: its trials in a stable order, its environment, and what in it could not be read.
+
+    `models` has what was counted of each model at each size (`flops` of one image, `parameters`), by name and size;
+    `peak` is the record of the device's peak, None without; `self_test` the summary of the machine's self-test, empty
+    without.
+    """
+
+    folder: Path
+    trials: list[TrialResult]
+    environment: dict[str, Any] = field(default_factory=dict)
+    problems: list[str] = field(default_factory=list)
+    study: str = ""
+    models: dict[tuple[str, str], dict[str, Any]] = field(default_factory=dict)
+    peak: Record | None = None
+    self_test: dict[str, Any] = field(default_factory=dict)
+
+    @cached_property
+    def settings(self) -> dict[str, Any]:
+        """study.toml as a table; empty when there is none, or it can't be read or isn't what Dyno writes."""
+        return read_settings(self.study)
+
+    @property
+    def name(self) -> str:
+        return self.folder.resolve().name
+
+    def __iter__(self) -> Iterator[TrialResult]:
+        return iter(self.trials)
+
+    def trial(self, id: str) -> TrialResult:
+        """Return the trial with that id, or with an id that begins so; UserError unless it is exactly one."""
+        matches = [t for t in self.trials if t.id.startswith(id)]
+        if len(matches) != 1:
+            raise UserError(f"{len(matches) or 'no'} trials in {self.folder} have an id that begins with {id!r}")
+        return matches[0]
+
+
+def load_run(run: Path) -> Results:
+    """Read a run folder.
+
+    A record that is broken or written by a newer Dyno becomes one line in `problems` and the rest is shown. Raises
+    UserError, one line, when the folder is not a run folder, is empty, or holds nothing that can be read.
+    """
+    run = Path(run)
+    if not run.is_dir():
+        raise UserError(f"{run} is not a folder; give the folder that `dyno run` wrote, such as runs/demo")
+    if not (run / "trials").is_dir():
+        raise UserError(f"{run} is not a run folder: it has no trials/; give the folder that `dyno run` wrote")
+    problems: list[str] = []
+    trials = [t for folder in trials_in(run) if (t := _read_trial(folder, problems))]
+    if not trials and problems:
+        raise UserError(f"nothing in {run} can be read: {problems[0]}")
+    if not trials:
+        raise UserError(f"{run} has no trials yet; run the study first")
+    study = run / "study.toml"
+    models = _index_models(read_table(run / "models.json", problems, MODELS) or {})
+    file_forms, placed = forms(models), placements(run, problems)
+    side_forms = sides({t.side: t.given for t in trials if t.side})
+    for t in trials:
+        t.run, t.form, t.placement = run, side_forms.get(t.side) or file_forms.get(t.given), placed.get(t.id)
+    results = Results(
+        folder=run,
+        trials=sorted(trials, key=_make_sort_key),
+        environment=read_table(run / "environment.json", problems, {}) or {},
+        problems=problems,
+        study=study.read_text(encoding="utf-8", errors="replace") if study.is_file() else "",
+        models=models,
+        peak=read_round(run / "peak", problems),
+        self_test=read_table(run / SELF_TEST, problems, {}) or {},
+    )
+    if results.study.strip() and not results.settings:
+        problems.append(f"{study} is damaged, or isn't what Dyno writes; its settings are left out")
+    return results
+
+
+def _index_models(stored: dict[str, Any]) -> dict[tuple[str, str], dict[str, Any]]:
+    rows = [row for row in stored.get("models") or () if isinstance(row, dict)]
+    return {(str(row.get("model")), str(row.get("size"))): row for row in rows}
+
+
+def _read_trial(folder: Path, problems: list[str]) -> TrialResult | None:
+    job: dict[str, Any] | None = None
+    artifact: Artifact | None = None
+    rounds: dict[str, list[Round]] = {"r": [], "c": [], "t": []}  # by their kind, the first letter of their folders
+    if folder.is_dir() and not os.access(folder, os.R_OK | os.X_OK):
+        problems.append(f"{folder} can't be read (permission denied); it is left out")
+    for path in sorted(folder.glob("[rct][0-9]*"), key=lambda p: (p.name[0] != "r", len(p.name), p.name)):
+        if job is None:
+            job, artifact = read_job(path / "job.json", problems)
+        record = read_round(path, problems)
+        if record:
+            record, samples = measured(path, record)
+            rounds[path.name[0]].append(Round(path, record.round, record, _read_device(job), samples))
+    return TrialResult(folder.name, job, rounds["r"], rounds["c"], rounds["t"], artifact) if job else None
+
+
+def _read_device(job: dict[str, Any] | None) -> str:
+    return str(((job or {}).get("trial") or {}).get("runtime", {}).get("device", "cpu"))
+
+
+def _make_sort_key(t: TrialResult) -> tuple[Any, ...]:
+    dims = t.spec["dims"]
+    place = t.form.place if t.form else 0
+    return (t.model, dims["height"], dims["width"], t.batch, place, *place_in_group(t))
+
+
+def place_in_group(t: Trial | TrialResult) -> tuple[Any, ...]:
+    """Return the sort key of trials that are compared with each other: backend, PyTorch first, precision, options."""
+    precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
+    return t.backend != "pytorch", t.backend, precision, t.variant, t.precision, t.id

@@ -1,0 +1,1 @@
+"""The run of a plan: files first, then rounds in turns, into a run folder that grows."""

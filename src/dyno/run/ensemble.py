@@ -1,0 +1,267 @@
+"""Which trials measure in turns together, and where what they measured lies."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dyno.jobs.progress import Progress
+from dyno.results import correctness
+from dyno.results.files import read_samples
+from dyno.results.trial_result import place_in_group
+from dyno.run.device_lock import held
+from dyno.run.run_folder import archive_round
+from dyno.run.turns import InterleavedGroup, InterleavedJob
+from dyno.store import COMPANION, ROUND, Run, outside, versions, worker_code_sha256
+from dyno.worker import registry
+from dyno.worker.backend import Backend, Maker
+from dyno.worker.record import OUT_OF_MEMORY, DamagedRecord, Record, read_json, read_record, write_json
+from dyno.worker.spec import BUILD, Artifact, Job, Recipe, Runtime, Trial, UserError
+
+# Which failed rounds are measured again: those whose cause may be gone.
+
+MADE_WITH = "made-with.json"
+LIMIT = "build_timeout_s"
+
+
+def note_retry(folder: Path, trial: Trial, *, unmade: bool = False) -> None:
+    """Store the circumstances of a failure beside the failed round.
+
+    They are the versions of Dyno's code and the trial's libraries, and the timeout in seconds of its file if that was
+    not made.
+    """
+    write_json(folder / MADE_WITH, _made_with(trial) | ({LIMIT: trial.plan.build_timeout_s} if unmade else {}))
+
+
+def _made_with(trial: Trial) -> dict[str, Any]:
+    used: list[tuple[Backend | Maker, Runtime]] = [(registry.find(trial.backend), trial.runtime)]
+    recipe = trial.recipe
+    while isinstance(recipe, Recipe):
+        used.append((registry.maker(recipe.maker), recipe.runtime))
+        recipe = recipe.parent
+    versions_: dict[str, Any] = {"code": worker_code_sha256(*outside(*(user for user, _ in used)))}
+    for user, runtime in used:
+        versions_.setdefault(user.name, {}).update(versions(runtime, ("numpy", *user.requires)))
+    return versions_
+
+
+def clear_failed(run: Run, trials: list[Trial], all_failed: bool) -> list[str]:
+    """Remove failed rounds whose cause may be gone, or with `all_failed` every one, so that they are measured again.
+
+    Returns what was done, in sentences. Successful rounds stay, and so do refused rows.
+    """
+    reasons: Counter[str] = Counter()
+    for trial in trials:
+        for folder in sorted(run.round_folder(trial, 0).parent.glob(f"{ROUND}[0-9]*")):
+            try:
+                record = read_record(folder)
+            except UserError:  # damaged (see `clear_damaged`), or another Dyno's, which is said where it is needed
+                continue
+            if record is None or record.status == "ok" or record.stage == "plan":
+                continue
+            if reason := "as requested" if all_failed else _reason_to_retry(folder, record, trial):
+                shutil.rmtree(folder)
+                reasons[reason] += 1
+    return [f"{n} failed job{'s' * (n != 1)} tried again: {reason}" for reason, n in reasons.items()]
+
+
+def clear_damaged(run: Run, trials: list[Trial]) -> list[str]:
+    """Archive rounds whose record, samples or outputs can't be read any more, so that they are measured again.
+
+    Returns a sentence for each.
+    """
+    notes = []
+    for trial in trials:
+        for folder in sorted(run.round_folder(trial, 0).parent.glob("[rct][0-9]*")):
+            if name := _find_damaged(folder):
+                said = f"{trial.label}: {folder.name}/{name} is damaged, so that round is measured again"
+                notes.append(f"{said}; what is left of it lies in {archive_round(run, folder)}")
+    return notes
+
+
+def _find_damaged(folder: Path) -> str:
+    """Return the name of the round's unreadable file, or ""."""
+    try:
+        record = read_record(folder)
+    except DamagedRecord:
+        return "record.json"
+    except UserError:
+        return ""
+    return read_samples(folder)[1] if record is not None and record.status == "ok" else ""
+
+
+def clear_stopped(run: Run, trials: list[Trial]) -> list[str]:
+    """Remove rounds of a video that the user stopped before its end, so that they are measured again.
+
+    The rate of its first frames is not that of the whole. A live source has no end, so its rounds stay. Returns a
+    sentence for each.
+    """
+    notes = []
+    for trial in trials:
+        for folder in sorted(run.round_folder(trial, 0).parent.glob(f"{ROUND}[0-9]*")):
+            video = _load_json(folder / "record.json").get("facts", {}).get("video") or {}
+            if video.get("stopped") and not video.get("live"):
+                shutil.rmtree(folder)
+                notes.append(f"{trial.label}: {folder.name} was stopped before the video's end and is measured again")
+    return notes
+
+
+def _reason_to_retry(folder: Path, record: Record, trial: Trial) -> str:
+    """Return why the failure may not happen again, or "" if there is no reason."""
+    if record.was_killed or record.reason == OUT_OF_MEMORY:
+        return record.reason
+    before, now = _load_json(folder / MADE_WITH), _made_with(trial)
+    earlier, limit = before.pop(LIMIT, None), trial.plan.build_timeout_s
+    if record.status == "timeout":
+        if earlier is None:  # its file was there
+            plan = _load_json(folder / "job.json").get("trial", {}).get("plan", {})
+            earlier, limit = plan.get("timeout_s", 0.0), trial.plan.timeout_s
+        if limit > earlier:
+            return f"{limit:g} s instead of {earlier:g} s"
+    if not before or before == now:
+        return ""
+    changed = {
+        name: version
+        for key, libraries in now.items()
+        if isinstance(libraries, dict)
+        for name, version in libraries.items()
+        if before.get(key, {}).get(name) != version
+    }
+    return ", ".join(f"{name} is {version} now" for name, version in changed.items()) or "Dyno's code has changed"
+
+
+def _load_json(path: Path) -> dict[str, Any]:
+    try:
+        return read_json(path)
+    except (OSError, ValueError):
+        return {}
+
+
+FileOf = Callable[[Trial, int], "Artifact | Record | None"]  # the file of a trial's round
+
+
+def model_key(trial: Trial) -> str:
+    """Return the key shared by trials that are measured before the next model begins.
+
+    It is the model's name, or "" for both sides of a comparison.
+    """
+    return "" if trial.side else trial.model.name
+
+
+def groups(trials: Sequence[Trial]) -> list[list[Trial]]:
+    """Group the trials that are compared with each other: same model, size, batch and device.
+
+    In a comparison a group is one configuration on both sides, whatever the models are called.
+    """
+    by_key: dict[tuple[object, ...], list[Trial]] = {}
+    for trial in trials:
+        dims = trial.dims
+        shapes = tuple(sorted(dims.shapes.items()))
+        compared = (trial.variant, trial.precision) if trial.side else (trial.model.name,)
+        key = compared, dims.batch, dims.height, dims.width, shapes, trial.runtime.device
+        by_key.setdefault(key, []).append(trial)
+    return list(by_key.values())
+
+
+def reference(trials: Sequence[Trial], fits: Callable[[Trial], bool] | None) -> Trial | None:
+    """Return the trial that the others are compared with, chosen as in tables: one that `fits` the request, if any."""
+    return correctness.first_trial(sorted(trials, key=lambda t: (t.side, *place_in_group(t))), fits)
+
+
+def job(trial: Trial, number: int, file_of: FileOf, options: Mapping[str, Any] | None = None, kind: str = ROUND) -> Job:
+    """Build the job of a round of the trial, with the build of its engine to run; `options` are added to the job's.
+
+    Confirmations and companions count from 1: round 0 answers all images, which the trial's own round does.
+    """
+    artifact, build = file_of(trial, number), trial.build(number)
+    return Job(
+        "run",
+        trial.runtime,
+        trial,
+        number + (kind != ROUND),
+        artifact=artifact if isinstance(artifact, Artifact) else None,
+        options={**(options or {}), **({BUILD: build} if build else {})},
+    )
+
+
+def measure(
+    run: Run,
+    trials: Sequence[Trial],
+    reference: Trial | None,
+    number: int,
+    file_of: FileOf,
+    progress: Progress,
+    options: Mapping[str, Any] | None = None,
+    kind: str = ROUND,
+) -> list[Trial]:
+    """Measure one round of trials interleaved with each other and with their `reference`.
+
+    `options` are added to those of their jobs, and `kind` is ROUND or CONFIRMATION. A reference whose round is stored
+    already measures once more, as a companion. Returns the trials that could not be interleaved: there is only one, or
+    memory for only one process.
+    """
+    unmeasured = list(trials)
+    while len({*(t.id for t in unmeasured), *([reference.id] if reference else [])}) > 1 and unmeasured:
+        players = _build_players(run, unmeasured, reference, number, file_of, kind, options)
+        ended: list[InterleavedJob] = []
+
+        def end(player: InterleavedJob, ended: list[InterleavedJob] = ended) -> None:
+            ended.append(player)
+            assert player.record is not None
+            if player.number >= 0:
+                if player.record.status != "ok" and kind == ROUND:
+                    note_retry(player.folder, player.trial)
+                progress.done(player.trial, player.record, seconds=player.used_s)
+
+        with held(players[0].job.runtime, progress.waiting):
+            InterleavedGroup(players, f"{number} {players[0].trial.id}", progress, end).play()
+        measured = {player.trial.id for player in ended if player.number >= 0}
+        unmeasured = [trial for trial in unmeasured if trial.id not in measured]
+        if unmeasured and len(ended) < 2:
+            progress.note(f"memory for only one process: {unmeasured[0].model.name} is measured one after the other")
+            break
+    return unmeasured
+
+
+def _build_players(
+    run: Run,
+    trials: Sequence[Trial],
+    reference: Trial | None,
+    number: int,
+    file_of: FileOf,
+    kind: str,
+    options: Mapping[str, Any] | None,
+) -> list[InterleavedJob]:
+    """Build a job for each trial, the reference first.
+
+    If the reference's round is stored already, it takes part as a companion with round -1.
+    """
+    ids = {trial.id for trial in trials}
+    order = sorted(trials, key=lambda trial: reference is None or trial.id != reference.id)
+    players = [
+        InterleavedJob(
+            job(trial, number, file_of, options, kind),
+            run.fresh(trial, number, kind),
+            number,
+            _read_memory(run, trial),
+        )
+        for trial in order
+    ]
+    if reference is not None and reference.id not in ids:
+        free = 0  # number of the next companion
+        while run.record(reference, free, COMPANION) is not None:
+            free += 1
+        companion = job(reference, number, file_of, options, COMPANION)
+        players.insert(
+            0, InterleavedJob(companion, run.fresh(reference, free, COMPANION), -1, _read_memory(run, reference))
+        )
+    return players
+
+
+def _read_memory(run: Run, trial: Trial) -> int:
+    """Return the bytes that the trial's process took in round 0; 0 if unknown."""
+    record = run.record(trial, 0)
+    return int((record.value("peak_memory") if record else 0) or 0)

@@ -1,0 +1,491 @@
+"""Run a study: for each model its files first, then each trial in several fresh processes, in shuffled rounds."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import platform
+import random
+import shutil
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.jobs.launcher import LOGS, read_end
+from dyno.jobs.progress import Progress
+from dyno.results import correctness, remarks, timeline
+from dyno.run import ensemble, search, self_test
+from dyno.run.device_lock import launch_in_turn
+from dyno.run.ensemble import model_key
+from dyno.run.peak import SUSTAINED_S, find_peak, keep_idle
+from dyno.run.run_folder import prepare_folder, refuse_other
+from dyno.store import COMPANION, CONFIRMATION, FOLDERS, ROUND, Cache, Run, check_own
+from dyno.study.defaults import check_device
+from dyno.study.plan import PlannedTrial, TrialSelection, expand
+from dyno.study.study import Study
+from dyno.worker import registry, system
+from dyno.worker.facts.job import Facts
+from dyno.worker.record import TIMING, Record, read_record, refuse_links, write_bytes, write_record, write_text
+from dyno.worker.spec import BUILD, ENERGY, LOOKS, TIMING_CACHE, Artifact, Job, Plan, Recipe, Trial, UserError
+
+if TYPE_CHECKING:
+    from dyno.results.ranking import UndecidedPair
+
+# Extra rounds for undecided pairs, until they are decided or the time is up; the finalists are measured again.
+
+# One round of these trials, of that number, in which these boundaries are timed.
+Measure = Callable[[list[Trial], int, tuple[str, ...]], None]
+
+
+def go_on(study: Study, run: Run, trials: Sequence[Trial], measure: Measure, progress: Progress) -> None:
+    """Measure further rounds of the undecided pairs, one model after the other, within `study.minutes` in all.
+
+    Only the boundary that a pair is compared at is measured. Earlier measurements count, so the same command again
+    changes nothing, and one with more minutes goes on. A backend with its own number of rounds keeps to it.
+    """
+    trials = [trial for trial in trials if trial.plan.rounds == study.rounds]
+    models = list(dict.fromkeys(model_key(trial) for trial in trials))
+    for place, name in enumerate(models):
+        own = [trial for trial in trials if model_key(trial) == name]
+        allowed = _sum_seconds(run, own) + (60 * study.minutes - _sum_seconds(run, trials)) / (len(models) - place)
+        while pairs := _find_pending(run.folder, own):
+            ids = frozenset().union(*(pair.trials for pair in pairs))
+            todo = [trial for trial in own if trial.id in ids]
+            if _sum_seconds(run, own) + sum(_last_seconds(run, trial) for trial in todo) > allowed:
+                minutes = f"{study.minutes:g} minute{'s' * (study.minutes != 1)}"
+                progress.note(
+                    f"{name or 'the comparison'}: {len(todo)} trials are left in pairs that {minutes} could not decide"
+                )
+                break
+            last = max(_find_last_round(run, trial) for trial in todo)
+            whole = all(_find_last_round(run, trial) == last for trial in todo)
+            boundaries = tuple(name for name in study.boundaries if any(pair.boundary == name for pair in pairs))
+            measure(todo, last + 1 if whole else last, boundaries)  # of one that was cut short, those that lack it
+
+
+def list_finalists(folder: Path, trials: list[Trial]) -> list[Trial]:
+    """Return the winners of a run, their runners-up and references, by the rounds of the selection alone.
+
+    Because confirmations never enter the selection, an interrupted study finds the same ones when it is run again.
+    """
+    from dyno.report.tables import trial_table
+    from dyno.results import ranking
+
+    chosen = ranking.list_finalists(trial_table.read_trials(folder))
+    by_id = {trial.id: trial for trial in trials}
+    return [by_id[id] for id in chosen if id in by_id]
+
+
+def _find_pending(folder: Path, trials: Sequence[Trial]) -> list[UndecidedPair]:
+    """Return the pairs of these trials that need another round.
+
+    They are read from the folder, so a study that is killed loses nothing.
+    """
+    from dyno.report.tables import trial_table
+    from dyno.results.ranking import pending
+
+    ids = {trial.id for trial in trials}
+    return [pair for pair in pending(trial_table.read_trials(folder)) if pair.trials <= ids]
+
+
+def _list_folders(run: Run, trial: Trial, kind: str) -> list[Path]:
+    return list(run.round_folder(trial, 0).parent.glob(f"{kind}[0-9]*"))
+
+
+def _find_last_round(run: Run, trial: Trial) -> int:
+    """Return the number of the last round that the trial has finished."""
+    folders = _list_folders(run, trial, ROUND)
+    return max(int(folder.name.removeprefix(ROUND)) for folder in folders if read_record(folder))
+
+
+def _sum_seconds(run: Run, trials: Sequence[Trial]) -> float:
+    """Return the seconds that the trials' processes have measured, one at a time."""
+    folders = [folder for trial in trials for kind in (ROUND, COMPANION) for folder in _list_folders(run, trial, kind)]
+    return sum(record.seconds for folder in folders if (record := read_record(folder)))
+
+
+def _last_seconds(run: Run, trial: Trial) -> float:
+    record = run.record(trial, _find_last_round(run, trial))
+    return record.seconds if record else 0.0
+
+
+READING_S = 5.0  # of a run, beyond which its answer is not shown again before it ends
+Fits = Callable[[Trial], bool] | None  # whether a trial is the reference that was requested; None: nothing was
+Launch = Callable[[Job, Path, float, Progress], Record]  # runs a round's job in the folder, for so long at most
+
+OTHER_ROUTE = ("failed", "crashed", "timeout")  # statuses of a failed route after which the next one is tried
+LONGEST_LOG = 100_000  # bytes of what making a file printed
+
+
+def execute(
+    study: Study,
+    folder: Path,
+    progress: Progress,
+    *,
+    retry_failed: bool = False,
+    only: TrialSelection | None = None,
+    launch: Launch | None = None,
+    other_routes: bool = False,
+) -> None:
+    """Measure the parts of the study that the folder doesn't hold yet.
+
+    Of the stored results, only failures whose reason may be gone are retried, or all failures with `retry_failed`. With
+    `only`, other trials are left as they are; raises `UserError` if the study doesn't have these here. `launch` runs
+    the jobs of rounds that are not interleaved (default: `launch_in_turn`), and may turn them into jobs of another
+    kind. With `other_routes`, other routes to the ONNX file are tried first if the study names none.
+    """
+    check_device(study)
+    if only is None:  # else the folder is a part of a run that was checked
+        check_own(folder)
+    refuse_other(study, folder)
+    planned = expand(study, only.sources if only else ())
+    if only and (strange := {*only.trials} - {entry.trial.id for entry in planned}):
+        raise UserError(
+            f"{platform.node()} plans other trials than those that are asked for ({len(strange)} differ); all hosts "
+            "need the same Dyno, libraries, models and data, at the same paths"
+        )
+    run = Run(folder)
+    with run.locked():
+        planned = prepare(study, run, planned, progress)
+        self_test.keep_in(run.folder, study.device)
+        todo = [entry.trial for entry in planned if not entry.refusal and (not only or entry.trial.id in only.trials)]
+        cleared = (
+            ensemble.clear_failed(run, todo, retry_failed),
+            ensemble.clear_damaged(run, todo),
+            ensemble.clear_stopped(run, todo),
+        )
+        for line in itertools.chain(*cleared):
+            progress.note(line)
+        files = Files(progress, study.build_timeout)
+        if study.energy:  # before the first job heats the device
+            keep_idle(study, run.folder, progress)
+        if study.peak:
+            with progress.running([]):
+                find_peak(study, run.folder / "peak", progress)
+
+        if other_routes and not study.routes:
+            measure = partial(execute, progress=progress)
+            todo += search.search_routes(study, run.folder, todo, files.file, progress, measure)
+
+        fits = correctness.make_matcher(study.reference, todo) if study.reference else None
+        options = {ENERGY: SUSTAINED_S} if study.energy else {}
+        rounds = Rounds(run, files, progress, fits, launch, options)
+        rounds.all(todo)
+        if study.searches:
+            todo += search.search_precisions(study, folder, todo, rounds.all)
+        if study.until in LOOKS:
+            go_on(study, run, todo, rounds.further, progress)
+        if study.confirmations:
+            _confirm_trials(run, list_finalists(folder, todo), study.confirmations, files, progress, fits)
+        for trial in todo:
+            shutil.rmtree(run.round_folder(trial, 0).parent / "compiler", ignore_errors=True)
+
+
+def prepare(study: Study, run: Run, planned: list[PlannedTrial], progress: Progress) -> list[PlannedTrial]:
+    """Fit the locked folder to the study: see `prepare_folder`, with the rows of trials that are refused."""
+    refuse_links(run.folder, FOLDERS)
+    planned, notes = prepare_folder(study, run, planned)
+    _store_refusals(run, planned)
+    _copy_truth(run, planned)
+    for line in notes:
+        progress.note(line)
+    return planned
+
+
+@dataclass(frozen=True)
+class Rounds:
+    """Measures rounds of a study's trials; `fits` says which of them is the reference that was requested, and `options`
+    are further ones of the jobs of the planned rounds."""
+
+    run: Run
+    files: Files
+    progress: Progress
+    fits: Fits
+    launch: Launch | None = None
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def all(self, trials: list[Trial], others: Sequence[Trial] = ()) -> None:
+        """Measure every round of the trials that isn't stored yet, one model after the other.
+
+        Interleaved trials also run beside their reference among the `others`. Models are not compared with each other,
+        and if a long study is stopped early, some of its models are complete.
+        """
+        models: dict[str, list[Trial]] = {}
+        for trial in trials:
+            models.setdefault(model_key(trial), []).append(trial)
+        orders = [_order_jobs(same_model) for same_model in models.values()]
+        with self.progress.running([trial for order in orders for trial, _ in order]):
+            for (key, same_model), order in zip(models.items(), orders, strict=True):
+                incomplete = [trial for trial in same_model if _is_incomplete(self.run, trial)]
+                turns = bool(same_model[0].plan.blocks)
+                beside = [t for t in others if model_key(t) == key] if turns else []
+                # In turns, those whose rounds are stored may be measured once more beside others.
+                self.files.all([*same_model, *beside] if turns and incomplete else incomplete)
+                if turns:
+                    last = max(trial.plan.rounds for trial in same_model) - 1
+                    for number in range(last + 1):
+                        self._in_turns([t for t in same_model if number < t.plan.rounds], number, beside, self.options)
+                        if incomplete and number < last:
+                            self._show_answer(number, last + 1)
+                    continue
+                for number, jobs in itertools.groupby(order, key=lambda job: job[1]):
+                    for trial, _ in jobs:
+                        self._measure_alone(trial, number, self.options)
+                    if incomplete and number < order[-1][1]:
+                        self._show_answer(number, order[-1][1] + 1)
+
+    def further(self, trials: list[Trial], number: int, boundaries: Sequence[str]) -> None:
+        """Measure round `number` of trials of one model, at these boundaries only."""
+        again = [replace(trial, plan=replace(trial.plan, rounds=number + 1)) for trial in trials]
+        random.Random(number).shuffle(again)
+        options = {"boundaries": list(boundaries)}
+        with self.progress.running(again):
+            self.files.all(again)
+            if again[0].plan.blocks:
+                self._in_turns(again, number, (), options)
+                self._show_answer(number)
+                return
+            for trial in again:
+                self._measure_alone(trial, number, options)
+
+    def _show_answer(self, number: int, planned: int = 0) -> None:
+        """Show the study's answer after this round, one of those planned (0: a further round)."""
+        from dyno.report.tables import trial_table
+        from dyno.report.verdict import verdict
+
+        if not self.progress.quiet and self.progress.answer_s < READING_S:
+            since = time.monotonic()
+            answer = verdict.answer_so_far(trial_table.read_trials(self.run.folder))
+            title = f"after round {number + 1}" + (f" of {planned}" if planned else "")
+            self.progress.show_answer(title, answer.sentences, answer.rows)
+            self.progress.answer_s = time.monotonic() - since
+
+    def _in_turns(
+        self,
+        trials: Sequence[Trial],
+        number: int,
+        others: Sequence[Trial],
+        options: Mapping[str, Any],
+    ) -> None:
+        """Measure one round of a model's trials, interleaving those that are compared."""
+        groups = ensemble.groups([*trials, *others])
+        random.Random(number).shuffle(groups)
+        for group in groups:
+            pending = []
+            for trial in (t for t in group if t in trials):
+                if _find_record(self.run, trial, number) is None and not isinstance(
+                    self.files.of(trial, number), Record
+                ):
+                    pending.append(trial)
+                else:
+                    self._measure_alone(trial, number, options)
+            if not pending:
+                continue
+            stored = {trial.id: _find_record(self.run, trial, number) for trial in group}
+            runnable = [t for t in group if (r := stored[t.id]) is None or r.status == "ok"]
+            reference = ensemble.reference(runnable, self.fits)
+            for trial in ensemble.measure(self.run, pending, reference, number, self.files.of, self.progress, options):
+                self._measure_alone(trial, number, options)
+
+    def _measure_alone(self, trial: Trial, number: int, options: Mapping[str, Any]) -> None:
+        """Measure one round of one trial, unless it is stored already or an earlier round showed that it can't run."""
+        if (stored := _find_record(self.run, trial, number)) is not None:
+            self.progress.done(trial, stored, stored=True)
+            return
+        folder, artifact = self.run.fresh(trial, number), self.files.of(trial, number)
+        if isinstance(artifact, Record):
+            record = replace(artifact, facts=Facts())
+            self.run.store(trial, number, record)
+            if artifact.facts.printed:
+                write_text(folder / LOGS[1], artifact.facts.printed)
+        else:
+            self.progress.start(trial, number)
+            job = ensemble.job(trial, number, self.files.of, options)
+            record = (self.launch or launch_in_turn)(job, folder, trial.plan.timeout_s, self.progress)
+        if record.status != "ok":
+            ensemble.note_retry(folder, trial, unmade=isinstance(artifact, Record))
+        self.progress.done(trial, record)
+
+
+def _confirm_trials(run: Run, trials: list[Trial], times: int, files: Files, progress: Progress, fits: Fits) -> None:
+    """Measure the trials again as in the rounds that selected them, stored apart from those."""
+    repeated = [replace(t, plan=replace(t.plan, rounds=times)) for t in trials]
+    pending = [(t, k) for t, k in _order_jobs(repeated) if run.record(t, k, CONFIRMATION) is None]
+    with progress.running([trial for trial, _ in pending]):
+        files.all(trial for trial, _ in pending)
+        for number in sorted({k for _, k in pending}):
+            for group in ensemble.groups([t for t, k in pending if k == number]):
+                runnable = [t for t in group if not isinstance(files.of(t, number), Record)]
+                alone = runnable
+                if group[0].plan.blocks and len(runnable) > 1:
+                    reference = ensemble.reference(runnable, fits)
+                    alone = ensemble.measure(run, runnable, reference, number, files.of, progress, kind=CONFIRMATION)
+                for trial in group:
+                    if trial in alone or trial not in runnable:
+                        _confirm_alone(run, trial, number, files, progress)
+
+
+def _confirm_alone(run: Run, trial: Trial, number: int, files: Files, progress: Progress) -> None:
+    """Measure one confirmation of a trial by itself."""
+    artifact = files.of(trial, number)
+    if isinstance(artifact, Record):
+        run.store(trial, number, artifact, CONFIRMATION)
+        return
+    folder = run.fresh(trial, number, CONFIRMATION)
+    progress.start(trial, number, "confirmation")
+    job = ensemble.job(trial, number, files.of, kind=CONFIRMATION)
+    progress.done(trial, launch_in_turn(job, folder, trial.plan.timeout_s, progress))
+
+
+def _store_refusals(run: Run, planned: list[PlannedTrial]) -> None:
+    """Store a row for each trial that will not run."""
+    for entry in planned:
+        if entry.refusal:
+            stored = run.record(entry.trial, 0)
+            if stored is None or (stored.stage == "plan" and stored.reason != entry.refusal):
+                run.store(entry.trial, 0, Record(entry.status, "plan", entry.refusal))
+
+
+def _copy_truth(run: Run, planned: list[PlannedTrial]) -> None:
+    """Copy a data set's annotations into the run folder, so that the accuracy can be read on any machine."""
+    for data in {entry.trial.data for entry in planned if entry.trial.data.folder}:
+        source, copy = Path(data.folder) / "truth.json", run.folder / "truth" / f"{data.sha256[:12]}.json"
+        if source.is_file() and not copy.exists():
+            copy.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(copy, source.read_bytes())
+
+
+def _order_jobs(trials: list[Trial]) -> list[tuple[Trial, int]]:
+    """Return all jobs of these trials by round, each round shuffled with its number as seed: the same everywhere."""
+    order = []
+    for number in range(max((trial.plan.rounds for trial in trials), default=0)):
+        jobs = [(trial, number) for trial in trials if number < trial.plan.rounds]
+        random.Random(number).shuffle(jobs)
+        order += jobs
+    return order
+
+
+def _find_record(run: Run, trial: Trial, number: int) -> Record | None:
+    """Return the record of the round, or of an earlier round that failed, unless another program killed that one."""
+    records = [run.record(trial, k) for k in range(number + 1)]
+    failed = (record for record in records if record is not None and record.status != "ok" and not record.was_killed)
+    return records[-1] or next(failed, None)
+
+
+def _is_incomplete(run: Run, trial: Trial) -> bool:
+    return any(_find_record(run, trial, number) is None for number in range(trial.plan.rounds))
+
+
+class Files:
+    """Makes the files that trials need, each once, or takes them from the cache."""
+
+    def __init__(self, progress: Progress, timeout_s: float = Plan.build_timeout_s) -> None:
+        self.progress = progress
+        self.timeout_s = timeout_s  # of each job that makes one
+        self.cache = Cache()
+        self.results: dict[str, Artifact | Record] = {}
+        self.built = 0  # files that were made and not found in the cache
+
+    def all(self, trials: Iterable[Trial]) -> None:
+        """Make the files of the trials, each build of an engine that rounds go through."""
+        for trial in trials:
+            for number in range(max(1, trial.plan.builds)):
+                self.of(trial, number)
+
+    def of(self, trial: Trial, number: int) -> Artifact | Record | None:
+        """Return the file for this round of the trial.
+
+        If the file could not be made, return a record with the reason; None if the trial needs no file.
+        """
+        return self.file(_of_build(trial.recipe, trial.build(number), trial.backend)) if trial.recipe else None
+
+    def file(self, recipe: Recipe) -> Artifact | Record:
+        """Return the file that this recipe makes, from the cache if all that it depends on is unchanged."""
+        key = self._substitute_key(recipe)
+        if key not in self.results:
+            self.results[key] = self._with_fallback(recipe, key)
+        return self.results[key]
+
+    def _substitute_key(self, recipe: Recipe) -> str:
+        """Return the recipe's key, combined with the keys of its fallbacks if it has any.
+
+        A file of a free batch may be replaced by one of batch 1 in one trial and by one of batch 8 in another.
+        """
+        key = self.cache.key(recipe)
+        if recipe.fallback is None:
+            return key
+        return hashlib.sha256(f"{key} {self._substitute_key(recipe.fallback)}".encode()).hexdigest()[: len(key)]
+
+    def _with_fallback(self, recipe: Recipe, substitute_key: str) -> Artifact | Record:
+        key = self.cache.key(recipe)
+        stored = self.cache.find(key)[0] or self.cache.find(substitute_key)[0]
+        if stored is not None:
+            return stored
+        if key not in self.results:
+            self.results[key] = self._build_file(recipe, key, self.cache.find(key)[1])
+        artifact = self.results[key]
+        if isinstance(artifact, Artifact) or recipe.fallback is None:
+            return artifact
+        if artifact.status not in OTHER_ROUTE or artifact.facts.no_route:
+            return artifact
+        other = self.file(recipe.fallback)
+        # The last route's failure is reported: it has the fixed batch that the others may have proposed.
+        return other if isinstance(other, Record) else self._store_substitute(other, artifact, substitute_key)
+
+    def _store_substitute(self, other: Artifact, failed: Record, key: str) -> Artifact:
+        """Cache and return another route's file in place of the failed one, so that the failed route isn't retried."""
+        warning = f"made by another route ({other.made_by.onnx_route or 'not folded'}), because the usual one "
+        warning += f"ended as {failed.status} at {failed.stage}: {failed.reason}"
+        substitute = replace(other, made_by=replace(other.made_by, warnings=(*other.made_by.warnings, warning)))
+        with self.cache.making(key) as folder:
+            write_record(folder, Record("ok", artifact=substitute))
+        return substitute
+
+    def _build_file(self, recipe: Recipe, key: str, damage: str) -> Artifact | Record:
+        """Build the file by this recipe, without its fallback."""
+        parent = self.file(recipe.parent) if recipe.parent else None
+        if isinstance(parent, Record):
+            return parent
+        self.progress.making(recipe, damage)
+        with self.cache.making(key) as folder:
+            # Nothing is timed meanwhile, so making a file may use every core.
+            runtime = replace(recipe.runtime, threads=max(recipe.runtime.threads, system.physical_cores()))
+            job = Job("make", runtime, recipe=recipe, artifact=parent)
+            timing = {TIMING: str(self.cache.timing)}
+            record = launch_in_turn(job, folder, self.timeout_s, self.progress, timing)
+            _warn_of_shared_gpu(folder, record)
+            printed = read_end(folder / LOGS[1], LONGEST_LOG)  # its folder is gone after this
+            failure = Facts(no_route=record.facts.no_route, printed=printed)
+        if record.status != "ok":
+            return Record(record.status, record.stage, record.reason, system=record.system, facts=failure)
+        self.built += 1
+        self.progress.took()
+        artifact, damage = self.cache.find(key)
+        return artifact or Record("failed", record.stage, damage or "the file was made but is not in the cache")
+
+
+def _of_build(recipe: Recipe, build: int, backend: str) -> Recipe:
+    """Return the recipe of this build of the backend's engine; unchanged for build 0.
+
+    It builds from scratch, because timings shared with another build would make both alike.
+    """
+    if not build:
+        return recipe
+    fresh = {TIMING_CACHE: False} if TIMING_CACHE in registry.find(backend).options else {}
+    fallback = _of_build(recipe.fallback, build, backend) if recipe.fallback else None
+    return replace(recipe, options={**recipe.options, **fresh, BUILD: build}, fallback=fallback)
+
+
+def _warn_of_shared_gpu(folder: Path, record: Record) -> None:
+    """Warn if other programs used the GPU while a builder timed its kernels, as it may have picked the wrong ones."""
+    trace = timeline.read_timeline(folder)
+    others = timeline.most_others(trace) if trace else 0
+    if record.artifact is None or not others:
+        return
+    made_by = record.artifact.made_by
+    warning = f"{remarks.describe_meanwhile(others)}: kernels were timed meanwhile and may not be the fastest"
+    made_by = replace(made_by, warnings=tuple(dict.fromkeys((*made_by.warnings, warning))))  # a parent's are among them
+    write_record(folder, replace(record, artifact=replace(record.artifact, made_by=made_by)))

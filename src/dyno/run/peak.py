@@ -1,0 +1,90 @@
+"""What the device can do, as a job: measured once for a machine, driver, PyTorch and threads, then cached; and what
+it draws while idle: watched once for a run folder."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Collection
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from dyno.jobs.launcher import environment
+from dyno.jobs.progress import Progress
+from dyno.jobs.telemetry import Telemetry
+from dyno.results.energy import IDLE
+from dyno.run.device_lock import held, launch_in_turn
+from dyno.store import good_record, gpu_identity, remember, remembered, versions, worker_code_sha256
+from dyno.study.interpreters import runtime_of
+from dyno.study.study import Choice, Study
+from dyno.worker import system
+from dyno.worker.record import Record
+from dyno.worker.spec import Job, Runtime
+
+TIMEOUT_S = 300.0
+IDLE_S = 3.0
+SUSTAINED_S = 3.0  # that a trial runs at full load, for the energy of an image
+
+
+def find_peak(study: Study, folder: Path, progress: Progress) -> Record:
+    """Return the peak in the study's folder: reused if it is good, else from the cache, else measured.
+
+    A measurement that other programs disturbed is stored but not cached. A failure is a record with the reason.
+    """
+    if (stored := good_record(folder)) is not None:
+        return stored
+    runtime = replace(runtime_of(study, Choice("pytorch")), threads=study.threads or system.physical_cores())
+    key = _compute_key(runtime)
+    cached = remembered("peaks", key)
+    if good_record(cached) is None:
+        progress.other(f"peak of {runtime.device}")
+        shutil.rmtree(folder, ignore_errors=True)
+        record = launch_in_turn(Job("peak", runtime), folder, TIMEOUT_S, progress)
+        if record.status == "ok" and not record.warnings:
+            remember(folder, "peaks", key)
+        return record
+    shutil.rmtree(folder, ignore_errors=True)
+    shutil.copytree(cached, folder)
+    return good_record(folder) or Record("failed", "peak", "the peak could not be copied from the cache")
+
+
+def find_ceilings(runtime: Runtime, types: Collection[str], folder: Path, progress: Progress) -> Record:
+    """Measure the highest rates of products in these types and of a copy on the runtime's device, now, in the folder.
+
+    A failure is a record with the reason.
+    """
+    progress.other(f"ceilings of {runtime.device}")
+    job = Job("peak", runtime, options={"types": sorted(types), "copy": True})
+    return launch_in_turn(job, folder, TIMEOUT_S, progress)
+
+
+def keep_idle(study: Study, folder: Path, progress: Progress) -> None:
+    """Record telemetry of IDLE_S seconds without any job in the run folder, unless it is already there."""
+    path = folder / IDLE / "telemetry.npz"
+    if path.is_file():
+        return
+    runtime = runtime_of(study, Choice("pytorch"))
+    progress.other(f"power of {study.device} while idle")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with held(runtime, progress.waiting):
+        telemetry = Telemetry(study.device, environment(runtime))
+        telemetry.watch(os.getpid())
+        time.sleep(IDLE_S)
+        telemetry.stop(path)
+
+
+def _compute_key(runtime: Runtime) -> str:
+    """Return a hash of everything that the peak depends on."""
+    machine = system.describe()
+    parts: dict[str, Any] = {
+        "cpu": [machine["cpu"], machine["cpu_flags"], machine["cores"]],
+        "device": [runtime.device, gpu_identity(runtime.device) if runtime.device != "cpu" else ""],
+        "threads": runtime.threads,
+        "code": worker_code_sha256(),
+        "torch": versions(runtime, ("torch",)),
+    }
+    return hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:24]

@@ -1,0 +1,350 @@
+"""A run folder: which studies may share it, and which of its rows are of the models' current files."""
+
+from __future__ import annotations
+
+import shlex
+import shutil
+from collections.abc import Iterable
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import Any
+
+from dyno.store import Run, gpu_identity, sha256_of
+from dyno.study.plan import PlannedTrial, place_of, renamed
+from dyno.study.study import Choice, Study, model_name
+from dyno.worker import registry, system
+from dyno.worker.nets.local_code import sha256_with_imports
+from dyno.worker.record import DamagedRecord, read_json, read_record, write_json, write_text
+from dyno.worker.spec import FIXED, LOOKS, NETWORK_FILES, SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
+
+DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
+# Settings that may differ when a folder is used again: none of them changes a stored number.
+REPEATABLE = (
+    "rounds",
+    "timeout",
+    "build_timeout",
+    "budget",
+    "reference",
+    "confirm",
+    "search",
+    "peak",
+    "energy",
+    "routes",
+    "equivalent",
+    "minutes",
+    "until",
+)
+# What a folder leaves out that was written before these settings had their defaults.
+EARLIER_DEFAULTS = {"until": FIXED, "turns": False}
+AXES = ("models", "backends", "precisions", "batches", "sizes")  # settings that a folder may have more values of
+ARCHIVE, REPLACED, DAMAGED = "archive", "replaced", "damaged"
+
+
+@dataclass(frozen=True)
+class StoredTrial:
+    """A trial's folder, and the trial as its jobs had it."""
+
+    folder: Path
+    trial: Trial
+
+    @property
+    def question(self) -> str:
+        return question(self.trial)
+
+    @property
+    def refused(self) -> str:
+        """The status of a row that was never started, "" of any other."""
+        try:
+            record = read_record(self.folder / "r0")
+        except DamagedRecord:  # it is measured again
+            return ""
+        return record.status if record is not None and record.stage == "plan" else ""
+
+
+def question(trial: Trial) -> str:
+    """Return the hash of what a trial measures, however its file is made."""
+    return digest(replace(trial, recipe=None))
+
+
+def stored(folder: Path) -> list[StoredTrial]:
+    """Return the trials below a folder; unreadable ones are left out, and `analysis.records` reports them."""
+    trials = []
+    for path in sorted(folder.iterdir()) if folder.is_dir() else ():
+        for job in sorted(path.glob("[rc][0-9]*/job.json")):
+            try:
+                trial = from_json(Job, read_json(job)).trial
+            except (OSError, ValueError, TypeError, AttributeError, UserError):
+                continue
+            if trial is not None:
+                trials.append(StoredTrial(path, trial))
+                break
+    return trials
+
+
+def earlier(folder: Path) -> Study | None:
+    """Return the folder's study, or None if it has none."""
+    path = folder / "study.toml"
+    return Study.from_toml(path, usual=EARLIER_DEFAULTS) if path.is_file() else None
+
+
+def measured(folder: Path) -> bool:
+    """Return whether the folder has any successful measurement."""
+    return any(_is_good(record) for of in ("", "blocks/*/") for record in folder.glob(f"{of}trials/*/*/record.json"))
+
+
+def _is_good(record: Path) -> bool:
+    try:
+        return bool(read_json(record).get("status") == "ok")
+    except (OSError, ValueError):  # a damaged one is reported where it is read
+        return True
+
+
+def contradictions(before: Study, study: Study) -> list[tuple[str, Any, Any]]:
+    """Return the settings that keep two studies from sharing a folder: (name, before, now)."""
+    # Rounds until pairs are decided are judged by the number of rounds before the first look.
+    fixed = ("rounds", "until") if before.until in LOOKS else ()
+    free = {*AXES, *REPEATABLE, "runtime"}.difference(fixed)
+    names = [f.name for f in fields(Study) if f.name not in free]
+    settings = [(name, a, b) for name in names if (a := getattr(before, name)) != (b := getattr(study, name))]
+    same = {"weights": _same_content, "on": _same_kind}
+    settings = [(name, a, b) for name, a, b in settings if name not in same or not same[name](a, b)]
+    for name in before.runtime.keys() & study.runtime.keys():
+        if before.runtime[name] != study.runtime[name]:
+            a, b = (one.runtime[name].get("python", "") for one in (before, study))
+            settings.append((f"interpreter of {name}", a, b))
+    return settings
+
+
+def _same_content(a: str, b: str) -> bool:
+    return all(path and Path(path).is_file() for path in (a, b)) and sha256_of(Path(a)) == sha256_of(Path(b))
+
+
+def _same_kind(a: str, b: str) -> bool:
+    """Return whether both are clusters of the same kind, at any addresses, or neither is a cluster."""
+    return a.partition("=")[0] == b.partition("=")[0]
+
+
+def differences(settings: Iterable[tuple[str, Any, Any]]) -> str:
+    """Return `was measured with seconds=3, this command says seconds=1`, for these settings."""
+    before, now = ([_format_setting(name, pair[i]) for name, *pair in settings] for i in (0, 1))
+    return f"was measured with {', '.join(before)}, this command says {', '.join(now)}"
+
+
+def _format_setting(name: str, value: Any) -> str:
+    if value in ("", (), None, {}):
+        return f"no {name}"
+    if isinstance(value, tuple):
+        value = ",".join(map(str, value))
+    return f"{name}={f'{value:g}' if isinstance(value, float) else value}"
+
+
+def refuse_other(study: Study, folder: Path) -> None:
+    """Raise `UserError` if the folder's numbers were measured with settings that the study contradicts."""
+    before = earlier(folder)
+    if before is not None and (settings := contradictions(before, study)) and measured(folder):
+        remove = f"dyno rm {shlex.quote(str(folder))}"
+        raise UserError(f"{folder} {differences(settings)}; give another --out, or remove it with `{remove}` first")
+
+
+def prepare_folder(study: Study, run: Run, planned: list[PlannedTrial]) -> tuple[list[PlannedTrial], list[str]]:
+    """Fit the folder to the study: rows of other code or weights go to its archive, archived ones of these return.
+
+    Returns the trials, under the names of their models in the folder, and what was done, in sentences.
+    """
+    refuse_other(study, run.folder)
+    before, stored_trials = earlier(run.folder), stored(run.folder / "trials")
+    if before is not None and contradictions(before, study):  # under other settings, and nothing was measured
+        before = None
+        for old in stored_trials:
+            _move_folder(old.folder, run.folder / ARCHIVE / REPLACED)
+        stored_trials = []
+    named = _name_models(planned, stored_trials)
+    notes = [*_archive_rows(run, stored_trials, named), *_restore_rows(run, named)]
+    stored_trials = stored(run.folder / "trials")
+    (run.folder / "trials").mkdir(parents=True, exist_ok=True)
+    write_text(
+        run.folder / "study.toml", (_join_studies(before, study, stored_trials, named) if before else study).to_toml()
+    )
+    gpu = {"gpu": gpu_identity(study.device)} if study.device != "cpu" else {}
+    write_json(run.folder / "environment.json", {**system.describe(DISTRIBUTIONS), **gpu})
+    _store_models(run, named)
+    return named, notes
+
+
+def _join_studies(before: Study, study: Study, stored_trials: list[StoredTrial], planned: list[PlannedTrial]) -> Study:
+    """Join both studies to one of all combinations.
+
+    An axis that only one of the studies leaves open gets the values that it had in its trials.
+    """
+    trials = [entry.trial for entry in stored_trials], [entry.trial for entry in planned]
+    joined: dict[str, Any] = {"runtime": {**before.runtime, **study.runtime}}
+    for name in AXES:
+        values = getattr(before, name), getattr(study, name)
+        if any(values) and not all(values):
+            values = (values[0] or _values_of(name, before, trials[0]), values[1] or _values_of(name, study, trials[1]))
+        joined[name] = tuple(dict.fromkeys((*values[0], *values[1])))
+    return replace(study, **joined)
+
+
+def _values_of(axis: str, study: Study, trials: list[Trial]) -> tuple[Any, ...]:
+    """Return the values of an axis that the study leaves open, read from its trials."""
+    own = [t for t in trials if t.model.name in map(model_name, study.models)] or trials
+    if axis == "backends":
+        return tuple(dict.fromkeys(t.backend for t in own if not t.options))
+    if axis == "precisions":
+        mixed = {Choice.parse(text).name for text in study.backends if Choice.parse(text).precisions}
+        return tuple(dict.fromkeys(t.model.precision or "fp32" for t in own if t.backend not in mixed))
+    if axis == "batches":
+        return tuple(dict.fromkeys(t.dims.batch for t in own))
+    return tuple(dict.fromkeys(t.dims.size for t in own if t.dims.height))
+
+
+def _name_models(planned: list[PlannedTrial], stored_trials: list[StoredTrial]) -> list[PlannedTrial]:
+    """Return the trials with the folder's names for their models.
+
+    A new model whose name is in use is called by its source.
+    """
+    names = {old.trial.model.source: old.trial.model.name for old in stored_trials}
+    models = {old.trial.model.name: old.trial.model for old in reversed(stored_trials)}
+    named = []
+    for entry in planned:
+        model = entry.trial.model
+        other = models.get(model.name)
+        name = names.get(model.source, model.name)
+        if other is not None and model.source not in names and not _has_moved(other, model):
+            name = place_of(model)
+        named.append(entry if name == model.name else replace(entry, trial=renamed(entry.trial, name)))
+    return named
+
+
+def _has_moved(old: ModelSpec, new: ModelSpec) -> bool:
+    """Return whether the new model takes the old one's place: its file is gone, or both have the same content."""
+    path = _find_file(old)
+    gone = (path.suffix == ".py" or registry.format_of(path)) and not path.exists()
+    return old.name == new.name and (gone or _identify_content(old) == _identify_content(new))
+
+
+def _identify_content(model: ModelSpec) -> tuple[str, ...]:
+    kind = "file" if model.file else model.source.rpartition(":")[2]
+    return kind, model.source_sha256, model.weights_sha256
+
+
+def _archive_rows(run: Run, stored_trials: list[StoredTrial], planned: list[PlannedTrial]) -> list[str]:
+    """Archive rows of other versions of the models, and those whose trial is measured differently now."""
+    current = {entry.trial.model.name: entry for entry in planned}
+    wanted = {question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
+    unplanned = {row.trial.model for row in stored_trials if row.trial.model.name not in current}
+    overwritten_files = {model: overwritten(model) for model in unplanned}
+    moved: dict[tuple[str, Path], int] = {}
+    for row in stored_trials:
+        old, new = row.trial.model, current.get(row.trial.model.name)
+        other = _what_changed(old, new) if new is not None else overwritten_files[old]
+        changed = bool(other)
+        restart = bool(row.refused) and (
+            row.question in wanted or (new is not None and not new.uninspected and row.refused != "skipped")
+        )
+        if not changed and not restart and wanted.get(row.question, row.trial.id) == row.trial.id:
+            continue
+        if row.refused:
+            shutil.rmtree(row.folder)
+            continue
+        place = run.folder / ARCHIVE / (digest(old)[:12] if changed else REPLACED)
+        _move_folder(row.folder, place)
+        reason = f"of an earlier {other}" if changed else "measured differently now"
+        moved[reason, place] = moved.get((reason, place), 0) + 1
+    return [f"{_format_count(n)} {reason}: moved to {place}" for (reason, place), n in moved.items()]
+
+
+def _what_changed(old: ModelSpec, now: PlannedTrial) -> str:
+    """Return the file in which the planned model differs from the old one, or "" if it doesn't.
+
+    A model that could not be inspected is compared by its file alone.
+    """
+    new = now.trial.model
+    if _identify_content(old) == _identify_content(new) if now.uninspected else digest(old) == digest(new):
+        return ""
+    if now.uninspected and not new.source_sha256:
+        return ""
+    if old.weights_sha256 != new.weights_sha256:
+        return Path(new.weights or old.weights).name
+    return _find_file(old).name if old.source_sha256 != new.source_sha256 and _find_file(old).name else old.name
+
+
+def overwritten(model: ModelSpec) -> str:
+    """Return the file of an unplanned model if its content has changed, else ""."""
+    place, weights = _find_file(model), Path(model.weights)
+    if model.source_sha256 and place.is_file():
+        now = sha256_with_imports(place) if place.suffix == ".py" else sha256_of(place)
+        if now != model.source_sha256:
+            return place.name
+    changed = model.weights_sha256 and weights.is_file() and sha256_of(weights) != model.weights_sha256
+    return weights.name if changed else ""
+
+
+def _find_file(model: ModelSpec) -> Path:
+    """Return the file that a model's source names, if it names one."""
+    before, _, after = model.source.rpartition(":")
+    return Path(model.file or (after if before in NETWORK_FILES else before))
+
+
+def _restore_rows(run: Run, planned: list[PlannedTrial]) -> list[str]:
+    """Restore the archived rows of the models' current files."""
+    wanted = {question(entry.trial): entry.trial.id for entry in planned if not entry.refusal}
+    places = {digest(entry.trial.model)[:12] for entry in planned if not entry.uninspected} | {REPLACED}
+    restored: list[str] = []
+    for path in sorted(run.folder / ARCHIVE / name for name in places):
+        for archived in stored(path):
+            fits = (
+                wanted.get(archived.question, "" if path.name == REPLACED else archived.trial.id) == archived.trial.id
+            )
+            target = run.folder / "trials" / archived.trial.id
+            if fits and not target.exists():
+                archived.folder.rename(target)
+                restored.append(target.name)
+        if path.is_dir() and not any(path.iterdir()):
+            path.rmdir()
+    return (
+        [f"{_format_count(len(restored))} of the current files: restored from {run.folder / ARCHIVE}"]
+        if restored
+        else []
+    )
+
+
+def archive(run: Run, row: Path, name: str) -> None:
+    """Move a trial's folder to the run's folder of that name, from which nothing is taken back."""
+    _move_folder(row, run.folder / name)
+
+
+def archive_round(run: Run, folder: Path) -> Path:
+    """Move an unreadable round to the archive, where its remains stay; return its new place."""
+    return _move_folder(folder, run.folder / ARCHIVE / DAMAGED / folder.parent.name)
+
+
+def _format_count(count: int) -> str:
+    return f"{count} trial{'s' * (count != 1)}"
+
+
+def _move_folder(folder: Path, destination: Path) -> Path:
+    """Move a folder to `destination`, and return its place; a name in use there gets a number."""
+    destination.mkdir(parents=True, exist_ok=True)
+    target, number = destination / folder.name, 2
+    while target.exists():
+        target, number = destination / f"{folder.name}-{number}", number + 1
+    folder.rename(target)
+    return target
+
+
+def _store_models(run: Run, planned: list[PlannedTrial]) -> None:
+    """Store the counts from the inspection of each model, by size, which aren't part of a trial's id."""
+    path = run.folder / "models.json"
+    current = {
+        (entry.trial.model.name, entry.trial.dims.size): entry.model_facts for entry in planned if entry.model_facts
+    }
+    try:
+        rows = read_json(path)["models"]
+        earlier = {(row.pop("model"), row.pop("size")): row for row in rows}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        earlier = {}
+    if current:
+        rows = [{"model": model, "size": size, **facts} for (model, size), facts in {**earlier, **current}.items()]
+        write_json(path, {"schema": SCHEMA, "models": rows})

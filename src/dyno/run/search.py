@@ -1,0 +1,348 @@
+"""Searches that add trials: the lowest precision within a budget, and other routes to ONNX."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dyno.jobs.progress import Progress
+from dyno.results import ranking, stats
+from dyno.results.correctness import AGREE
+from dyno.results.notes import BEATEN, FAILED, KEPT, NOT_FASTER, WRONG, Attempt, RouteAttempt, attempts, store
+from dyno.results.trial_result import TrialResult
+from dyno.study.interpreters import placed
+from dyno.study.model_info import model_spec
+from dyno.study.plan import NAMES, USUAL, options_of, others
+from dyno.study.study import Choice, Study
+from dyno.worker import registry
+from dyno.worker.record import Record
+from dyno.worker.spec import FIXED, Artifact, DataSpec, ModelSpec, Recipe, Trial, UserError, digest
+
+# Where int8 or fp16 alone fails the budget: the fewest sensitive layers that must stay in a higher precision.
+
+KEEP = "keep"
+MOST = 10  # candidates for one configuration
+
+MeasurePrecisions = Callable[[list[Trial], list[Trial]], None]  # all rounds of the first, compared with the second
+
+
+def search_precisions(study: Study, folder: Path, trials: list[Trial], measure: MeasurePrecisions) -> list[Trial]:
+    """Try mixed precisions for every trial that the budget rules out; returns the trials that were added.
+
+    Each candidate is a trial of the same run with the option `keep`. The search depends on the stored answers alone, so
+    an interrupted one takes the same steps when it is resumed.
+    """
+    from dyno.report.tables import trial_table
+    from dyno.report.verdict import whole_run
+
+    if not (folder / "trials").is_dir():
+        return []
+    failing = whole_run.list_failing(trial_table.read_trials(folder))
+    added: list[Trial] = []
+    for trial in trials:
+        if trial.id in failing and with_kept_layers(study, trial, 1) is not None:
+            batches = [other for other in trials if _hash_series(other) == _hash_series(trial)]
+            added += _PrecisionSearch(study, folder, trial, batches, trials, measure).run()
+    return added
+
+
+def with_kept_layers(study: Study, trial: Trial, layers: int) -> Trial | None:
+    """Return the trial with `layers` layers kept in higher precision; None if its backend or file has none."""
+    engine = registry.find(trial.backend)
+    if KEEP not in engine.options:
+        return None
+    candidate = replace(trial, options={**trial.options, KEEP: layers}, recipe=None)
+    try:
+        recipe = engine.recipe(candidate)
+    except UserError:
+        return None
+    same = recipe == engine.recipe(replace(trial, recipe=None))
+    return None if same else replace(candidate, recipe=placed(recipe, study))
+
+
+def _hash_series(trial: Trial) -> str:
+    return digest(replace(trial, dims=replace(trial.dims, batch=0), recipe=None))
+
+
+@dataclass
+class _PrecisionSearch:
+    study: Study
+    folder: Path
+    plain: Trial
+    batches: list[Trial]
+    others: list[Trial]
+    measure: MeasurePrecisions
+
+    def run(self) -> list[Trial]:
+        """Return the measured candidates: those within the budget in all rounds, the best one at all batches."""
+        self.tried: dict[int, bool] = {}
+        fewest = self._find_fewest()
+        good = [self._make_candidate(self.plain, layers) for layers, holds in self.tried.items() if holds]
+        if fewest is not None:
+            good += [self._make_candidate(other, fewest) for other in self.batches if other.id != self.plain.id]
+            self.measure(good, self.others)
+        failed = [self._make_candidate(self.plain, layers) for layers, holds in self.tried.items() if not holds]
+        return [*good, *(replace(t, plan=replace(t.plan, rounds=1)) for t in failed)]
+
+    def _find_fewest(self) -> int | None:
+        """Double the layers until the budget holds, then bisect; return None if half of the layers are not enough."""
+        if self._is_within_budget(1):
+            return 1
+        most = self._count_layers() // 2
+        low, high = 1, min(2, most)
+        while high > low and not self._is_within_budget(high):
+            low, high = high, min(2 * high, most)
+            if len(self.tried) >= MOST:
+                return None
+        if high <= low:
+            return None
+        while high - low > 1 and len(self.tried) < MOST:
+            middle = (low + high) // 2
+            low, high = (low, middle) if self._is_within_budget(middle) else (middle, high)
+        return high
+
+    def _is_within_budget(self, layers: int) -> bool:
+        """Return whether the candidate is within the budget with confidence; one round answers all images."""
+        from dyno.report.tables import trial_table
+        from dyno.results.metrics.accuracy import WITHIN
+
+        candidate = self._make_candidate(self.plain, layers)
+        self.measure([replace(candidate, plan=replace(candidate.plan, rounds=1))], [])
+        frame = trial_table.read_trials(self.folder).frame
+        row = frame[frame["trial"] == candidate.id]
+        self.tried[layers] = bool(((row["budget"] == WITHIN) & (row["status"] == "ok")).any())
+        return self.tried[layers]
+
+    def _count_layers(self) -> int:
+        """Return how many layers can be kept in higher precision; 0 if the first candidate could not be made."""
+        from dyno.results import trial_result
+
+        trial = next(
+            (t for t in trial_result.load_run(self.folder) if t.id == self._make_candidate(self.plain, 1).id), None
+        )
+        return (trial.made_by.ranked or 0) if trial is not None else 0
+
+    def _make_candidate(self, trial: Trial, layers: int) -> Trial:
+        candidate = with_kept_layers(self.study, trial, layers)
+        assert candidate is not None
+        return candidate
+
+
+# Other routes to the ONNX file, tried where they may give the network at hand another graph than the usual one.
+#
+# They run beside the usual one, in a separate folder; the fastest whose outputs are right becomes a trial like any
+# other if its gain is proven, and is measured like any other.
+
+FOLDER = "routes"  # in a run folder
+BOUNDARY = "model"
+LEAST_GAIN = (
+    1.05  # the speed-up that makes another route a separate row; where a round shows it, PROOF rounds have to prove it
+)
+PROOF = 3
+SECONDS = 1.0  # at most, of each process
+ONNX_STATIC = "onnx_static"  # the maker of files with fixed shapes
+LOWERED = ("int8", "fp8")  # their route is the one of a floating-point type, in this order:
+FROM = ("fp16", "bf16", "fp32", "tf32")
+
+FileOf = Callable[[Recipe], "Artifact | Record"]
+MeasureRoutes = Callable[[Study, Path], None]
+
+
+@dataclass(frozen=True)
+class Configuration:
+    """A backend with its options in one floating-point type, at one shape of a model, and the routes to try for it."""
+
+    trial: Trial
+    routes: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        return _format_name(self.trial, self.trial.precision)
+
+    @property
+    def key(self) -> str:
+        return _hash_trial(self.trial)
+
+    def by(self, route: str) -> Trial:
+        """Return the configuration's trial by this route."""
+        return replace(self.trial, options={**self.trial.options, **(options_of(route) if route else {})})
+
+    def place(self, route: str = "") -> tuple[str, str]:
+        """Return the variant and precision that distinguish this route's row from others."""
+        return self.by(route).variant, self.trial.precision
+
+    def text(self, route: str = "") -> str:
+        """Return the configuration by this route in the notation of `--backends`."""
+        trial = self.by(route)
+        runtime = "" if trial.runtime.name == "main" else trial.runtime.name
+        return Choice(trial.backend, trial.options, (trial.precision,), runtime).text
+
+
+def search_routes(
+    study: Study, run: Path, trials: Sequence[Trial], file_of: FileOf, progress: Progress, measure: MeasureRoutes
+) -> list[Trial]:
+    """Try other routes for a study's trials; returns the trials that were added, by routes that are faster.
+
+    `file_of` makes a file, and `measure` runs a study in a folder. What was tried is stored in the run folder, so that
+    a study that goes on takes the same routes.
+    """
+    done = {(one.key, one.configuration): one for one in attempts(run)}
+    added: list[Trial] = []
+    for own in _by_model(trials):
+        wanted = [one for one in _iter_configurations(own, file_of) if (one.key, one.name) not in done]
+        if wanted:
+            found = _try_routes(study, run / FOLDER / wanted[0].key, wanted, progress, measure)
+            done |= {(one.key, one.configuration): one for one in found}
+            store(run, tuple(done.values()))
+        for trial in filter(_is_open, own):
+            attempt = done.get((_hash_trial(own[0]), _format_name(trial, _choose_float(trial, own))))
+            if attempt and attempt.kept and (other := _reroute_trial(trial, attempt.kept.route, study)) is not None:
+                added.append(other)
+    return added
+
+
+def _hash_trial(trial: Trial) -> str:
+    """Return the key of stored attempts: a hash of the model's content and the trial's shape."""
+    return digest([trial.model, trial.dims])[:12]
+
+
+def _format_name(trial: Trial, precision: str) -> str:
+    return f"{trial.variant} {precision}"
+
+
+def _by_model(trials: Sequence[Trial]) -> list[list[Trial]]:
+    by_model: dict[str, list[Trial]] = {}
+    for trial in trials:
+        by_model.setdefault(digest(trial.model), []).append(trial)
+    return [*by_model.values()]
+
+
+def _iter_configurations(own: Sequence[Trial], file_of: FileOf) -> Iterator[Configuration]:
+    """Yield the configurations of one model's trials that may gain by another route, with the routes to try."""
+    seen = set()
+    for trial in own:
+        if not _is_open(trial) or (probe := _make_probe(trial, own)) is None or probe.variant + probe.precision in seen:
+            continue
+        seen.add(probe.variant + probe.precision)
+        chain = [*_iter_recipes(trial.recipe)]
+        exported = file_of(chain[-1])
+        if isinstance(exported, Artifact):
+            folds = any(recipe.maker == ONNX_STATIC for recipe in chain)
+            if routes := others(exported.made_by, folds):
+                yield Configuration(probe, routes)
+
+
+def _is_open(trial: Trial) -> bool:
+    """Return whether the trial's file is exported by a route that the user did not choose."""
+    reads = "exporter" in registry.find(trial.backend).options
+    return reads and trial.recipe is not None and not trial.model.file and not trial.options.keys() & set(NAMES)
+
+
+def _iter_recipes(recipe: Recipe | None) -> Iterator[Recipe]:
+    """Yield a recipe, then those that its file is made from."""
+    while recipe is not None:
+        yield recipe
+        recipe = recipe.parent
+
+
+def _make_probe(trial: Trial, own: Sequence[Trial]) -> Trial | None:
+    """Return the trial to try routes on: at the model's first shape, in the floating-point type that decides the route.
+
+    None for a trial at another shape, because the first shape represents it.
+    """
+    if trial.dims != own[0].dims:
+        return None
+    return replace(trial, precision=_choose_float(trial, own), recipe=None, data=DataSpec())
+
+
+def _choose_float(trial: Trial, own: Sequence[Trial]) -> str:
+    """Return the floating-point type that decides the trial's route.
+
+    A quantised trial takes the first type in FROM in which the study runs its configuration, else fp32.
+    """
+    if trial.precision not in LOWERED:
+        return trial.precision
+    has = {other.precision for other in own if other.variant == trial.variant}
+    return next((precision for precision in FROM if precision in has), "fp32")
+
+
+def _try_routes(
+    study: Study, folder: Path, wanted: Sequence[Configuration], progress: Progress, measure: MeasureRoutes
+) -> list[Attempt]:
+    """Measure each configuration's routes beside its usual one; return the attempts, none if they can't be planned."""
+    model, dims = wanted[0].trial.model, wanted[0].trial.dims
+    asked = dict.fromkeys(one.text(route) for one in wanted for route in ("", *one.routes))
+    own = replace(
+        study, models=(_find_source(study, model),), backends=tuple(asked), precisions=(), batches=(dims.batch,),
+        sizes=(dims.size,) if dims.height else (), data="", calibration="", budget={}, reference="", routes=(USUAL,),
+        confirm=0, search=False, peak=False, energy=False, builds=1, until=FIXED, boundaries=(BOUNDARY,),
+        seconds=min(study.seconds, SECONDS),
+    )  # fmt: skip
+    names = ", ".join(dict.fromkeys(route for one in wanted for route in one.routes))
+    progress.other(f"other routes of {model.name}: {names}")
+    attempts: list[Attempt] = []
+    for rounds in (1, PROOF):
+        try:
+            measure(replace(own, rounds=rounds), folder)
+        except UserError as e:
+            progress.note(f"other routes of {model.name} can't be tried: {e}")
+            return []
+        attempts = _decide_attempts(wanted, folder)
+        if not any(route.ratio >= LEAST_GAIN for one in attempts for route in one.routes):
+            break
+    return attempts
+
+
+def _find_source(study: Study, model: ModelSpec) -> str:
+    """Return the model's source as the study names it."""
+    return next(source for source in study.models if model_spec(study, source).source == model.source)
+
+
+def _decide_attempts(wanted: Sequence[Configuration], folder: Path) -> list[Attempt]:
+    """Return the attempts, all routes decided as one family; of each configuration the fastest proven route is kept."""
+    from dyno.report.tables import trial_table
+
+    data = trial_table.read_trials(folder)
+    ran = {(t.variant, t.precision): t for t in data.records}
+    outputs = {row["trial"]: str(row["outputs"] or "") for row in data.frame.to_dict("records")}
+    pairs = [(one, name, ran.get(one.place(name)), ran.get(one.place())) for one in wanted for name in one.routes]
+    evidence = [
+        ranking.gather_evidence(t, usual, BOUNDARY, rule=data.rule) if t and usual and t.good and usual.good else None
+        for _, _, t, usual in pairs
+    ]
+    decided = stats.decide_family(evidence, data.rule)
+    tried: dict[str, list[RouteAttempt]] = {}
+    for (one, name, t, _), speedup in zip(pairs, decided, strict=True):
+        tried.setdefault(one.name, []).append(_judge_route(name, t, speedup, outputs))
+    return [
+        Attempt(one.key, one.trial.model.name, one.name, one.trial.dims.batch, tuple(_best_kept(tried[one.name])))
+        for one in wanted
+    ]
+
+
+def _judge_route(name: str, t: TrialResult | None, speedup: stats.Speedup, outputs: Mapping[str, str]) -> RouteAttempt:
+    if t is None or not t.good:
+        return RouteAttempt(name, 0.0, FAILED, f"{t.status}: {t.reason}" if t is not None else "not planned")
+    if outputs[t.id] not in ("", AGREE):
+        return RouteAttempt(name, 0.0, WRONG)
+    if math.isnan(speedup.value):
+        return RouteAttempt(name, 0.0, NOT_FASTER, "the usual route did not run beside it")
+    proven = speedup.verdict == stats.FASTER and speedup.value >= LEAST_GAIN
+    return RouteAttempt(name, speedup.value, KEPT if proven else NOT_FASTER)
+
+
+def _best_kept(routes: Sequence[RouteAttempt]) -> list[RouteAttempt]:
+    """Return the routes, of which only the fastest to be kept is kept; the others are marked as beaten."""
+    best = max((route for route in routes if route.outcome == KEPT), key=lambda route: route.ratio, default=None)
+    return [replace(one, outcome=BEATEN) if one.outcome == KEPT and one is not best else one for one in routes]
+
+
+def _reroute_trial(trial: Trial, route: str, study: Study) -> Trial | None:
+    """Return the trial by this route; None if its backend refuses it."""
+    engine = registry.find(trial.backend)
+    candidate = replace(trial, options={**trial.options, **options_of(route)}, recipe=None)
+    if engine.refuse(candidate):
+        return None
+    return replace(candidate, recipe=placed(engine.recipe(candidate), study))

@@ -1,0 +1,120 @@
+"""Self-tests that are kept: one for each machine and device, which studies there take a summary of."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+from dyno.jobs.nvml import find_gpu
+from dyno.report import self_test
+from dyno.results.self_test import SelfTest, StoredSelfTest, read
+from dyno.results.trial_result import SELF_TEST, Results
+from dyno.store import cache_dir
+from dyno.worker import system
+from dyno.worker.record import read_json, write_json
+from dyno.worker.spec import to_json
+
+
+def _read_test(path: Path) -> StoredSelfTest | None:
+    try:
+        return read(read_json(path))
+    except (OSError, ValueError):
+        return None
+
+
+def machine(device: str) -> dict[str, Any]:
+    """Return the facts that identify this machine and device; another machine's self-test is not valid here."""
+    about = system.describe()
+    host = {"host": platform.node(), "cpu": about["cpu"], "cores": about["cores"], "machine": about["machine"]}
+    if device == "cpu":
+        return host
+    gpu = find_gpu(device, os.environ)
+    if gpu is None:
+        return {**host, "gpu": "", "gpu_uuid": ""}
+    gpu.close()
+    return {**host, "gpu": gpu.name, "gpu_uuid": gpu.uuid}
+
+
+def place(device: str) -> Path:
+    """Return the path of the self-test of a device of this host."""
+    key = hashlib.sha256(f"{platform.node()} {device}".encode()).hexdigest()[:24]
+    return cache_dir() / "self-tests" / f"{key}.json"
+
+
+def keep(stored: StoredSelfTest) -> None:
+    """Keep the self-test in place of an earlier one."""
+    path = place(stored.device)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_json(path, to_json(stored))
+
+
+def find(device: str) -> tuple[SelfTest | None, str]:
+    """Return the self-test of this machine and device; without one, also why: "" (never tested) or the fault."""
+    path = place(device)
+    if (stored := _read_test(path)) is None:
+        return None, "it can't be read" if path.is_file() else ""
+    now = machine(device)
+    changed = [name for name in sorted(now.keys() | stored.machine.keys()) if now.get(name) != stored.machine.get(name)]
+    if changed:
+        what = ", ".join(
+            f"{name} was {stored.machine.get(name) or 'unknown'} and is {now.get(name)}" for name in changed
+        )
+        return None, f"the machine is another one since {stored.date[:10]}: {what}"
+    return SelfTest(stored), ""
+
+
+def states() -> list[dict[str, Any]]:
+    """Return the self-test's state of the CPU and of every other device that was tested.
+
+    Each has `device`, `grade`, `date` ("" without a valid test) and its `state` in words.
+    """
+    kept = (cache_dir() / "self-tests").glob("*.json")
+    devices = sorted({"cpu", *(one.device for path in kept if (one := _read_test(path)) and place(one.device) == path)})
+    return [_describe_state(device) for device in devices]
+
+
+def _describe_state(device: str) -> dict[str, Any]:
+    test, wrong = find(device)
+    again = f"dyno calibrate{'' if device == 'cpu' else f' --device {device}'}"
+    if test is None:
+        state = f"not valid: {wrong}; run `{again}` again" if wrong else f"none yet; run `{again}`"
+        return {"device": device, "grade": "", "date": "", "state": state}
+    date = test.stored.date
+    return {
+        "device": device,
+        "grade": test.grade,
+        "date": date,
+        "state": f"{self_test.grade_self_test(test)} ({date[:10]})",
+    }
+
+
+def summary(device: str) -> dict[str, Any]:
+    """Return the summary of the self-test that a run on this machine and device keeps; empty without a valid one."""
+    test, _ = find(device)
+    if test is None:
+        return {}
+    stored: dict[str, Any] = to_json(test.summary())
+    return stored
+
+
+def keep_in(folder: Path, device: str) -> None:
+    """Store the summary of this machine's self-test, if there is one, in the run folder."""
+    if stored := summary(device):
+        write_json(folder / SELF_TEST, stored)
+
+
+def attach(results: Results) -> Results:
+    """Return the results, with this machine's self-test if they have none and were measured on this machine.
+
+    They lack one if they were measured before it.
+    """
+    here, there = system.describe(), results.environment
+    devices = {t.device for t in results}
+    same = all(here[name] == there.get(name) for name in ("cpu", "cores", "memory_bytes", "os"))
+    if not results.self_test and len(devices) == 1 and same:
+        (device,) = devices
+        results.self_test = summary(device)
+    return results

@@ -1,0 +1,113 @@
+"""`dyno stress`: the stress test of a dynamic engine, in a separate process."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+
+from dyno.formatting import show
+from dyno.jobs.progress import Progress
+from dyno.report.export import export
+from dyno.report.tables import gpu_table
+from dyno.results.files import read_npz
+from dyno.run.device_lock import launch_in_turn
+from dyno.run.execute import Files
+from dyno.store import Run, begun
+from dyno.study.plan import PlannedTrial, expand
+from dyno.study.study import Study
+from dyno.worker.facts.job import StressPhase
+from dyno.worker.record import Record, refuse_links
+from dyno.worker.spec import BATCH, PHASES, Artifact, Job, Trial, UserError
+
+SLOWEST_S = 1.0  # per batch, its check included, before the job counts as hung
+DYNAMIC = ("onnxruntime", "tensorrt", "tensorrt_rtx", "fake")
+WHO = "ONNX Runtime and TensorRT"
+REMEDY = "export or build it with a dynamic batch"
+
+
+def phases_of(text: str) -> list[str]:
+    """Parse `min,opt,max,random` or numbers into a list; raise `UserError` for anything else."""
+    names = [part.strip() for part in text.split(",") if part.strip()]
+    unknown = [name for name in names if name not in PHASES and not (name.isdecimal() and int(name) > 0)]
+    if unknown or not names:
+        raise UserError(
+            f"--batches takes {', '.join(PHASES)} and numbers of at least 1, not {', '.join(unknown) or 'nothing'}"
+        )
+    return list(dict.fromkeys(names))
+
+
+def run(study: Study, phases: list[str], iterations: int, folder: Path) -> int:
+    """Stress-test every trial of the study, print its table and return the exit code.
+
+    0 if all passed, 1 for a wrong output or growing memory, 3 if a test could not be finished.
+    """
+    if iterations < 1:
+        raise UserError(f"--iterations is {iterations}; it must be at least 1")
+    with begun(folder):
+        return _test_trials(expand(study), phases, iterations, folder)
+
+
+def _test_trials(planned: list[PlannedTrial], phases: list[str], iterations: int, folder: Path) -> int:
+    codes, progress = [], Progress()
+    for number, entry in enumerate(planned):
+        if entry.refusal:
+            raise UserError(entry.refusal)
+        trial = replace(entry.trial, dims=replace(entry.trial.dims, batch=0))
+        if trial.backend not in DYNAMIC:
+            raise UserError(f"a stress test changes the batch; {trial.backend} takes only one, {WHO} take several")
+        if any(BATCH in shape[1:] for shape in trial.dims.shapes.values()):
+            raise UserError(
+                f"{trial.model.name}'s batch is not the first axis of its inputs, which a stress test takes it for"
+            )
+        artifact = Files(progress, trial.plan.build_timeout_s).file(trial.recipe) if trial.recipe else None
+        if isinstance(artifact, Record):
+            raise UserError(f"{trial.label}: {artifact.reason}")
+        _check_free(trial, artifact)
+        job_folder = folder / "stress" / str(number)
+        refuse_links(folder, ("stress",))
+        job = Job(
+            "stress", trial.runtime, trial, artifact=artifact, options={"phases": phases, "iterations": iterations}
+        )
+        timeout = max(trial.plan.timeout_s, iterations * len(phases) * SLOWEST_S)
+        with progress.running([]):
+            progress.other(f"stress test of {trial.label}: {len(phases)} phases of {iterations:,} batches")
+            with Run(folder).locked():
+                record = launch_in_turn(job, job_folder, timeout, progress)
+        stored = job_folder / "samples.npz"
+        _print_phases(trial.label, record, read_npz(stored) if stored.exists() else {})
+        codes.append(_choose_exit_code(record))
+    return max(codes, default=0)
+
+
+def _check_free(trial: Trial, artifact: Artifact | None) -> None:
+    """Refuse a file with a fixed batch, before a process is started for it."""
+    first = [t.shape[0] for t in artifact.inputs if t.shape] if artifact else []
+    if first and all(isinstance(size, int) for size in first):
+        raise UserError(f"{trial.model.name} takes only batch {first[0]}, and a stress test changes it; {REMEDY}")
+
+
+def _choose_exit_code(record: Record) -> int:
+    if record.status != "ok":
+        return 3
+    return int(not all(phase.ok for phase in record.facts.stress.values()))
+
+
+def _print_phases(title: str, record: Record, samples: dict[str, np.ndarray]) -> None:
+    phases = record.facts.stress
+    print(export([gpu_table.make_stress_table(title, phases, samples)]), end="")
+    if record.status != "ok":
+        print(f"{record.status}: {record.reason}")
+    for name, phase in phases.items():
+        print(_format_sentence(name, phase))
+
+
+def _format_sentence(name: str, phase: StressPhase) -> str:
+    if phase.wrong:
+        return (
+            f"{name}: {phase.wrong} of {phase.iterations} batches differ from the reference by more than "
+            f"{phase.tolerance:g} of its largest value"
+        )
+    growth = max(phase.device_growth, phase.host_growth)
+    return f"{name}: every output right" + ("" if phase.ok else f", but memory grew by {show(growth, 'bytes')}")

@@ -1,0 +1,1 @@
+"""Engines under requests: the session, its figures, tables and sentences."""

@@ -1,0 +1,259 @@
+"""The figures of requests that came at one rate, as pure functions of the stored times."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+
+import numpy as np
+
+from dyno.results import stats
+from dyno.results.correctness import WRONG, beside, incomparable
+from dyno.results.files import read_npz
+from dyno.results.rounds import Round
+from dyno.results.run_data import RunData
+from dyno.results.stats import Interval, Speedup
+from dyno.results.trial_result import TrialResult
+from dyno.worker.facts.job import ServeFacts, ServeStep
+from dyno.worker.serve import rates
+from dyno.worker.spec import ENDPOINT
+
+QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
+SECTIONS = 10  # of consecutive requests, whose percentiles an interval is made from
+
+
+@dataclass(frozen=True)
+class RateMeasurement:
+    """One rate in one round. Arrays have a value for each request, those of warm-up included, in seconds."""
+
+    step: ServeStep
+    facts: ServeFacts
+    arrays: Mapping[str, np.ndarray]
+    round: int = 0
+
+    def _choose_counted(self, name: str) -> np.ndarray:
+        return self.arrays[name][self.step.first :]
+
+    @cached_property
+    def latencies(self) -> np.ndarray:
+        """Seconds from when each request was due until it was answered, inf where it never was."""
+        return rates.list_latencies(self._choose_counted("arrival"), self._choose_counted("ended"))
+
+    @cached_property
+    def _answered(self) -> np.ndarray:
+        return np.asarray(np.isfinite(self.latencies))
+
+    @property
+    def count(self) -> int:
+        """Requests that count."""
+        return len(self.latencies)
+
+    @property
+    def refused(self) -> int:
+        """Those that found the queue full, or got no answer of a server."""
+        return int(self._choose_counted("refused").sum())
+
+    @property
+    def left(self) -> int:
+        """Those that still waited when no more were answered."""
+        return self.count - int(self._answered.sum()) - self.refused
+
+    @property
+    def backlog(self) -> int:
+        """How many requests waited when the last one came."""
+        return rates.count_backlog(self.arrays["arrival"], self.arrays["began"], self.arrays["refused"])
+
+    @property
+    def served(self) -> float:
+        """Requests answered per second, from when those that count began to come until the last answer.
+
+        Under a rate far too high the server may get no further than to those before them.
+        """
+        first, ended, due = self.step.first, self.arrays["ended"], self.arrays["arrival"]
+        since = float(due[first - 1]) if first else 0.0
+        answered = ended[ended > since]  # NaN where there was no answer
+        begins = not first and due[0] == since  # a trace's first request begins the time and comes after no interval
+        return float((len(answered) - begins) / (answered.max() - since)) if len(answered) else 0.0
+
+    @property
+    def mean_batch(self) -> float:
+        """Requests per batch."""
+        sizes = self._choose_counted("size")[self._answered]
+        return float(len(sizes) / (1 / sizes).sum()) if len(sizes) else math.nan
+
+    @property
+    def queued(self) -> float:
+        """Mean seconds from when a request was due until its batch began."""
+        return self._compute_mean(self._choose_counted("began") - self._choose_counted("arrival"))
+
+    @property
+    def computed(self) -> float:
+        """Mean seconds of a request's batch, from host memory to host memory."""
+        return self._compute_mean(self._choose_counted("ended") - self._choose_counted("began"))
+
+    def _compute_mean(self, seconds: np.ndarray) -> float:
+        chosen = seconds[self._answered]
+        return float(chosen.mean()) if len(chosen) else math.nan
+
+    def percentile(self, name: str) -> Interval | None:
+        """Return that percentile of the latencies; None with too few requests, or where it falls on unanswered ones."""
+        if self.count < stats.samples_for(QUANTILES[name]):
+            return None
+        found = sectioned(self.latencies, QUANTILES[name])
+        return found if math.isfinite(found.value) else None
+
+
+def sectioned(samples: np.ndarray, q: float) -> Interval:
+    """Compute a percentile with its 95 % interval from ten sections of consecutive samples, by Student's t.
+
+    Consecutive requests wait in the same queue, so a section counts as one observation (sectioning; Asmussen and Glynn,
+    Stochastic Simulation, 2007, III.5). Without limits where a section has too few samples for that percentile, or
+    where it falls on an unanswered one.
+    """
+    value = rates.find_percentile(samples, q)
+    each = [rates.find_percentile(part, q) for part in np.array_split(samples, SECTIONS) if len(part)]
+    if len(samples) // SECTIONS < stats.samples_for(q) or not np.isfinite([value, *each]).all():
+        return Interval(value, math.nan, math.nan)
+    spread = math.sqrt(sum((one - value) ** 2 for one in each) / (SECTIONS - 1))
+    reach = stats.t_quantile(SECTIONS - 1) * spread / math.sqrt(SECTIONS)
+    return Interval(value, max(0.0, value - reach), value + reach)
+
+
+# Whether the answers to requests are right, as a run's table of trials has it.
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """A trial's outputs against those of the trial called `against`: `word` is the table's ("" where they weren't
+    compared), `error` the relative error, `labels_changed` the percent of labels that differ, `wrong` what is wrong
+    with them, and `missing` why they weren't compared."""
+
+    word: str = ""
+    error: float = math.nan
+    labels_changed: float = math.nan
+    wrong: str = ""
+    against: str = ""
+    missing: str = ""
+
+
+def list_outputs(run: RunData) -> dict[str, Outputs]:
+    """Return the outputs' check of each trial of the run, by its id."""
+    found = {}
+    columns = [run.frame[name] for name in ("trial", "outputs", "output_error", "labels_changed", "verdict")]
+    for id, word, error, labels, verdict in zip(*columns, strict=True):
+        trial, other = run.trials[id], run.compared.get(id)
+        if word and other:
+            wrong = word == WRONG
+            found[id] = Outputs(word, float(error), float(labels), verdict if wrong else "", other.configuration)
+        else:
+            found[id] = Outputs(missing=_explain_missing(trial, other, run))
+    return found
+
+
+def _explain_missing(trial: TrialResult, other: TrialResult | None, run: RunData) -> str:
+    """Return the reason why the outputs were not compared; "" for the reference itself."""
+    if str(trial.spec["model"]["source"]).startswith(ENDPOINT):
+        return "what the server's model should answer isn't known here; give its file as MODEL"
+    if other is None or other is trial:
+        failed = (t for t in beside(run.records) if t.group == trial.group and not t.good)
+        return next((f"{t.configuration} gave none ({t.status}: {t.reason})" for t in failed), "")
+    return incomparable(trial, other) or "one of both left none"
+
+
+# The requests of a run: the rates that were tried with each trial, and the highest that holds.
+
+ARRAYS = "serve.npz"
+REFERENCE = "pytorch"  # the others are compared with it where it is among them
+
+
+@dataclass(frozen=True)
+class ServingRun:
+    """A trial with the rates that were tried in each round."""
+
+    trial: TrialResult
+    facts: tuple[ServeFacts, ...]
+    tried: tuple[RateMeasurement, ...]
+    outputs: Outputs = field(default_factory=Outputs)
+
+    @property
+    def bounded(self) -> str:
+        """The percentile that has the bound."""
+        return next(name for name, q in QUANTILES.items() if q == self.facts[0].percentile)
+
+    @cached_property
+    def by_round(self) -> list[float]:
+        """The highest rate of each round that holds, 0 where none does."""
+        return [max((t.step.rate for t in self._list_holding(k)), default=0.0) if f.highest is None else f.highest
+                for k, f in enumerate(self.facts)]  # fmt: skip
+
+    def _list_holding(self, number: int) -> list[RateMeasurement]:
+        return [t for t in self.tried if t.round == number and t.step.verdict == rates.HOLDS]
+
+    @cached_property
+    def highest(self) -> Interval | None:
+        """The highest rate that holds: the geometric mean of the rounds with its 95 % interval; None where there is no
+        bound, or none in a round."""
+        if not self.facts[0].bound_s or not all(self.by_round):
+            return None
+        return stats.center(self.by_round)
+
+    @cached_property
+    def there(self) -> RateMeasurement | None:
+        """The rate in a round that is the highest, of the round in the middle; of several at one rate the last."""
+        if self.highest is None:
+            return None
+        middle = sorted(self.by_round)[(len(self.by_round) - 1) // 2]
+        holding = [t for k, rate in enumerate(self.by_round) if rate == middle for t in self._list_holding(k)]
+        return next((t for t in reversed(holding) if t.step.rate == middle), None)
+
+    @property
+    def capacity(self) -> Interval:
+        """Requests per second with full batches: the geometric mean of the rounds with its 95 % interval."""
+        return stats.center([f.capacity for f in self.facts])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the rounds warn of, each sentence once."""
+        return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
+
+
+def list_served(run: RunData) -> list[ServingRun]:
+    """Return each trial that answered requests, in the order of the trials."""
+    found = []
+    for trial in run.records:
+        rounds = [(r, r.facts.serve) for r in trial.good if r.facts.serve and (r.folder / ARRAYS).is_file()]
+        tried = tuple(t for k, (r, facts) in enumerate(rounds) for t in _list_tried(r, facts, k))
+        if tried:
+            found.append(ServingRun(trial, tuple(facts for _, facts in rounds), tried))
+    compared = list_outputs(run) if found else {}
+    return [replace(each, outputs=compared[each.trial.id]) for each in found]
+
+
+def _list_tried(one: Round, facts: ServeFacts, number: int) -> list[RateMeasurement]:
+    arrays = read_npz(one.folder / ARRAYS)
+    names = ("arrival", "began", "ended", "size", "refused")
+    return [
+        RateMeasurement(step, facts, {name: arrays[f"{name}_{k}"] for name in names}, number)
+        for k, step in enumerate(facts.steps)
+    ]
+
+
+def find_reference(served: list[ServingRun]) -> ServingRun:
+    """Return the reference of the others: PyTorch, else the first; one with wrong outputs only where all have them."""
+    right = [each for each in served if not each.outputs.wrong] or served
+    return next((each for each in right if each.trial.backend == REFERENCE), right[0])
+
+
+def list_speedups(served: list[ServingRun], run: RunData) -> list[Speedup | None]:
+    """Return the ratio of each one's highest rate to the reference's, with a verdict.
+
+    None where either has no such rate or wrong outputs, and for the reference itself.
+    """
+    first = find_reference(served)
+    right = [each for each in served if not (each.outputs.wrong or first.outputs.wrong)]
+    others = [each for each in right if each is not first and each.highest and first.highest]
+    pairs = [stats.unpaired([1 / r for r in each.by_round], [1 / r for r in first.by_round]) for each in others]
+    decided = dict(zip(map(id, others), stats.decide_family(pairs, run.rule), strict=True))
+    return [decided.get(id(each)) for each in served]

@@ -1,0 +1,173 @@
+"""Send requests to each engine that is compared, in rounds, and read what that says."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import math
+import os
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.api import Result
+from dyno.jobs.progress import Progress
+from dyno.results.correctness import BESIDE
+from dyno.run.device_lock import launch_in_turn
+from dyno.run.execute import execute
+from dyno.run.run_folder import measured
+from dyno.store import Run, begun
+from dyno.study.defaults import folder_for, reference_of, study_of_own_jobs
+from dyno.study.study import Study
+from dyno.video.session import SHARED_PROCESSORS
+from dyno.worker import registry
+from dyno.worker.option_values import check_types
+from dyno.worker.record import Record, read_json, write_json
+from dyno.worker.serve.options import ServeOptions
+from dyno.worker.serve.rates import read_trace
+from dyno.worker.spec import ENDPOINT, Job, UserError, to_json
+
+if TYPE_CHECKING:
+    from dyno.table import Table
+
+# The jobs of requests: how one is launched, with what all of a run have in common.
+
+
+@dataclass(frozen=True)
+class Requests:
+    """When requests come, how they are batched, and the sha256 of a trace ("" without one), which lies at `path`.
+
+    `least` is how many the percentile needs.
+    """
+
+    options: ServeOptions
+    least: int
+    path: str = ""
+    sha256: str = ""
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings stored in the run folder, which refuses requests with other settings."""
+        settings = to_json(self.options)
+        return {"options": {**settings, "trace": Path(self.options.trace).name}, "trace_sha256": self.sha256}
+
+    def launch(self, job: Job, folder: Path, timeout_s: float, progress: Progress) -> Record:
+        """Run the job and return its record; the rates decide how long it takes, so it has no timeout."""
+        options = {"settings": to_json(self.options), "least": self.least, "trace": self.path}
+        own = dataclasses.replace(job, kind="serve", options={**job.options, **options})
+        said = {**os.environ, **own.runtime.env}
+        several = SHARED_PROCESSORS.items() if self.options.instances > 1 else ()
+        extra = {name: value for name, value in several if name not in said}
+        return launch_in_turn(own, folder, math.inf, progress, extra)
+
+
+ABOUT = "serve.json"  # in the run folder: which requests it is of
+INPUTS = 512  # that are compared at most, unless three times the largest batch is more
+
+
+@dataclass(frozen=True)
+class ServingResult(Result):
+    """Requests that were sent to one or several engines: the run folder."""
+
+    folder: Path
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """The highest rate that holds by engine, and every rate that was tried."""
+        return [self.table(name) for name in ("serve", "serve-rates")]
+
+    @cached_property
+    def sentences(self) -> list[str]:
+        """For each engine the highest rate that holds, where the time goes there, and reasons for doubt."""
+        from dyno.serving import figures, words
+
+        return words.of_run(figures.list_served(self.data))
+
+
+def serve_test(
+    model: Any,
+    *,
+    out: str | Path | None = None,
+    options: ServeOptions | None = None,
+    quiet: bool = True,
+    **settings: Any,
+) -> ServingResult:
+    """Find how many requests per second each engine answers within a bound, or measure given rates.
+
+    `options` say the bound, when requests come and how they are batched, and `settings` (fields of `Study`) name the
+    engines; `batches` are the largest batches. The run folder is `out`, or a new one below runs/serve-test. Raises
+    `UserError`, one line.
+    """
+    from dyno.results.stats import samples_for
+
+    check_types({"options": options}, {"options": ServeOptions | None})
+    options = options or ServeOptions(p99="20ms")
+    if options.endpoint:
+        model, settings = _at_server(model, options.endpoint, settings)
+    study, _ = study_of_own_jobs(model, 8, settings)
+    (name,) = study.models
+    if "compared" not in settings:
+        study = replace(study, compared=_count_inputs(max(study.batches, default=1)))
+    _check_options(options, study)
+    path = Path(options.trace).absolute() if options.trace else None
+    sha256 = hashlib.sha256(read_trace(path).tobytes()).hexdigest() if path else ""
+    requests = Requests(options, samples_for(options.quantile), str(path or ""), sha256)
+    folder = folder_for(out, "serve-test", [name])
+    progress = Progress(quiet=quiet)
+    with begun(folder):
+        _store_requests(requests, folder)
+        execute(study, folder, progress, retry_failed=True, launch=requests.launch)
+    if measured(folder) and (reference := reference_of(study)):
+        _run_reference(reference, folder / BESIDE, progress)
+    return ServingResult(folder)
+
+
+def _count_inputs(most: int) -> int:
+    """Return how many inputs are answered and compared.
+
+    With three of the largest batches, every smaller power of two occurs as a batch; with four, nearly every one occurs
+    full as well. Outputs are stored, so INPUTS limits the fourth batch.
+    """
+    return max(Study.compared, 3 * most, min(4 * most, INPUTS))
+
+
+def _run_reference(reference: Study, folder: Path, progress: Progress) -> None:
+    """Run the reference on the inputs that the engines got; if it can't run, a note says so."""
+    progress.other(f"the answers of {reference.backends[0]}, with which the others' are compared")
+    try:
+        execute(reference, folder, progress, retry_failed=True)
+    except UserError as e:
+        progress.note(f"outputs are compared with none: {e}")
+
+
+def _at_server(model: Any, url: str, settings: dict[str, Any]) -> tuple[str, dict[str, Any]]:
+    """Return the model (if not local, its name on the server) and the settings with the server as the backend."""
+    if settings.get("backends"):
+        raise UserError("an endpoint takes the place of a backend; omit --backends")
+    if expected := registry.find(ENDPOINT.rstrip(":")).values["url"](url):
+        raise UserError(f"the endpoint is {url!r}; write {expected}")
+    here = ":" in str(model) or Path(model).is_file()
+    return str(model) if here else f"{ENDPOINT}{model}", {
+        **settings,
+        "backends": (f"{ENDPOINT.rstrip(':')}@url={url}",),
+    }
+
+
+def _check_options(options: ServeOptions, study: Study) -> None:
+    """Raise `UserError` for options that can't work, before anything is started."""
+    most = max(study.batches, default=1)
+    if options.queue and options.queue < most:
+        raise UserError(f"queue is {options.queue}; it must be at least the largest batch, {most}")
+    if any(size > most for size in options.engine_batches):
+        raise UserError(f"engine_batches has {max(options.engine_batches)}; --batch {most} is the most that comes")
+
+
+def _store_requests(requests: Requests, folder: Path) -> None:
+    """Store which requests the folder is of; a folder of others is refused."""
+    about, path = requests.settings(), folder / ABOUT
+    if path.is_file() and read_json(path) != about and measured(folder):
+        raise UserError(f"{folder} is of other requests; give another --out")
+    if (folder / "study.toml").is_file() and not path.is_file():
+        raise UserError(f"{folder} is of a run without requests; give another --out")
+    with Run(folder).locked():  # makes the folder Dyno's, too
+        write_json(path, about)

@@ -1,0 +1,241 @@
+"""The tables of requests: a row for each trial, and one for each rate that was tried."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+from dyno.formatting import show, significant
+from dyno.report.style import EDGE, LINES, WIDTH, Chart, color, logarithmic, marker, styled, tip
+from dyno.report.table_kind import TableKind
+from dyno.results import stats
+from dyno.results.correctness import WRONG
+from dyno.results.run_data import RunData
+from dyno.results.stats import Speedup
+from dyno.serving import figures, words
+from dyno.serving.figures import QUANTILES, Outputs, RateMeasurement, ServingRun
+from dyno.serving.words import bound_of
+from dyno.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, duration, limited, limits_of, printed
+
+LATENCY_NOTE = (
+    "Latency counts from the time at which a request was due, not from when it was sent, so neither a late request nor "
+    "a late server delays later requests (no coordinated omission)."
+)
+
+
+def _make_serve_table(run: RunData) -> Table | None:
+    served = figures.list_served(run)
+    if not served:
+        return None
+    rows = [_make_row(each) for each in served]
+    if len(served) > 1:
+        gains = figures.list_speedups(served, run)
+        bounded = served[0].facts[0].bound_s  # without a bound there is no highest rate to compare
+        first = figures.find_reference(served) if bounded else None
+        rows = [
+            row | _make_speedup_cells(gain, each is first, each.outputs)
+            for row, gain, each in zip(rows, gains, served, strict=True)
+        ]
+    notes = [
+        "highest rate: the highest that holds the bound; in a search it has held it twice, and one above that held it "
+        "once doesn't count. full batches: what the engine answers when the largest batch is always full, without a "
+        "bound. queue and compute: mean time until a request's batch begins, and of that batch, at the highest rate.",
+        LATENCY_NOTE,
+    ]
+    return SERVE.of(SERVE_COLUMNS, rows, notes=tuple(notes), printed=printed(SERVE_COLUMNS))
+
+
+def _make_row(served: ServingRun) -> Row:
+    there = served.there
+    row: Row = {
+        "label": served.trial.label, "trial": served.trial.id, "rounds": len(served.facts),
+        "bound": bound_of(served), "holds": "" if not served.facts[0].bound_s else "yes" if served.highest else "none",
+        **limited("rate", served.highest), **limited("full_rate", served.capacity),
+        "lanes": served.facts[0].lanes, **_make_output_cells(served.outputs),
+    }  # fmt: skip
+    if there is None:
+        return row
+    found = there.percentile(served.bounded)
+    return row | {
+        **limited("latency_s", found), "mean_batch": there.mean_batch, "queue_s": there.queued,
+        "compute_s": there.computed,
+    }  # fmt: skip
+
+
+def _make_output_cells(outputs: Outputs) -> Row:
+    """Return the columns on whether the answers are right; wrong ones have no other verdict."""
+    if not outputs.word:
+        return {}
+    verdict = {"verdict": outputs.wrong} if outputs.wrong else {}
+    return {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed, **verdict}
+
+
+def _make_speedup_cells(gain: Speedup | None, first: bool, outputs: Outputs) -> Row:
+    """Return the columns against the reference, empty where the answers are wrong."""
+    if outputs.wrong:
+        return {}
+    if first:
+        return {"speedup": 1.0, "verdict": "reference"}
+    return {**limited("speedup", gain), "verdict": gain.verdict} if gain else {}
+
+
+def _make_rates_table(run: RunData) -> Table | None:
+    rows = [
+        _rate_row(each, tried)
+        for each in figures.list_served(run)
+        for tried in sorted(each.tried, key=lambda t: (t.round, t.step.rate))
+    ]
+    if not rows:
+        return None
+    return RATES.of(RATE_COLUMNS, rows, group=("label",), notes=tuple(_rate_notes()), printed=printed(RATE_COLUMNS))
+
+
+def _rate_notes() -> Iterator[str]:
+    floors = ", ".join(f"{stats.samples_for(q):,} for p{100 * q:g}" for q in list(QUANTILES.values())[1:])
+    yield (
+        f"A percentile is shown from so many requests on: {floors}; its interval from ten times as many. One that "
+        "falls on requests which were refused or never answered has no value. Random requests come for a while before "
+        "those that count; of a trace all count."
+    )
+    yield LATENCY_NOTE
+
+
+def _rate_row(served: ServingRun, tried: RateMeasurement) -> Row:
+    row: Row = {
+        "label": served.trial.label, "trial": served.trial.id, "round": tried.round + 1, "rate": tried.step.rate,
+        "served": tried.served, "requests": tried.count, "mean_batch": tried.mean_batch, "queue_s": tried.queued,
+        "compute_s": tried.computed, "refused": tried.refused, "left": tried.left,
+        "holds": tried.step.verdict or ("unstable" if tried.step.unstable else ""),
+    }  # fmt: skip
+    for name in QUANTILES:
+        row |= limited(f"{name}_s", tried.percentile(name))
+    return row
+
+
+def _make_count_column(name: str, meaning: str) -> Column:
+    """Return a column of a count that is shown unless it is 0."""
+    return Column(name, meaning, kind=COUNT, cell=lambda row: f"{row[name]:,}" if row.get(name) else "", rank=2)
+
+
+LABEL = Column("label", "model, backend with its options, precision, largest batch, size", kind=TEXT, title="trial")
+TRIAL = Column("trial", "the trial's id", kind=TEXT)
+SERVE_COLUMNS = (
+    LABEL,
+    TRIAL,
+    Column("rounds", "times that it was searched", kind=COUNT, rank=8),
+    Column("bound", "that must hold", kind=TEXT, rank=3),
+    Column("holds", "whether a rate that was tried holds it in every round", kind=TEXT, rank=2),
+    Column("rate", "the highest that holds the bound", "requests/s", title="highest rate, requests/s", interval=True),
+    *limits_of("rate", "requests/s"),
+    duration("latency_s", "the bounded percentile there", "latency there"),
+    *limits_of("latency_s", "s"),
+    Column("mean_batch", "requests per batch there", title="mean batch", rank=4),
+    duration("queue_s", "mean time until a request's batch begins, there", rank=3),
+    duration("compute_s", "mean time of a request's batch, there", rank=3),
+    Column("full_rate", "with full batches, without a bound", "requests/s", title="full batches, requests/s",
+           interval=True, rank=5),
+    *limits_of("full_rate", "requests/s"),
+    Column("lanes", "batches at once", kind=COUNT, rank=7),
+    Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT, rank=6),
+    Column("output_error", "relative error of the outputs against the reference's", title="output error", rank=6),
+    Column("labels_changed", "share of the outputs' labels (whole numbers, booleans) that differ", "%", PERCENT,
+           title="labels that differ", rank=6),
+    Column("speedup", "highest rate over the reference's", kind=RATIO, interval=True, rank=1),
+    *limits_of("speedup", "", RATIO),
+    Column("verdict", "on the highest rate, against the reference", kind=TEXT, rank=1),
+)  # fmt: skip
+RATE_COLUMNS = (
+    LABEL,
+    TRIAL,
+    Column("round", "of which it is", kind=COUNT, identity=True, rank=6),
+    Column("rate", "that was asked for", "requests/s", title="asked, requests/s"),
+    Column("served", "answers per second", "requests/s", title="served, requests/s", rank=2),
+    Column("requests", "that count", kind=COUNT, rank=7),
+    *(
+        column
+        for name, q in QUANTILES.items()
+        for column in (
+            duration(f"{name}_s", "latency from when a request was due", f"p{100 * q:g}", rank=0 if q == 0.99 else 4),
+            *limits_of(f"{name}_s", "s"),
+        )
+    ),
+    Column("mean_batch", "requests per batch", title="mean batch", rank=5),
+    duration("queue_s", "mean time until a request's batch begins", rank=3),
+    duration("compute_s", "mean time of a request's batch", rank=3),
+    _make_count_column("refused", "requests that found the queue full, or got no answer of a server"),
+    _make_count_column("left", "requests that were never answered"),
+    Column("holds", "the bound: yes, no, unstable (more come than are answered), too few requests", kind=TEXT, rank=1),
+)
+SERVE = TableKind(
+    "serve", "Requests", "The highest rate of requests that holds a bound of latency, and where the time goes there.",
+    _make_serve_table, "this run is of no requests; `dyno serve-test` makes one", "tables", 18,
+    leads=True, sentences=lambda run: words.of_run(figures.list_served(run)),
+)  # fmt: skip
+RATES = TableKind(
+    "serve-rates", "Rates of requests", "Each rate that was tried: latency, batches, queue and compute.",
+    _make_rates_table, SERVE.nothing, "tables", 19, leads=True,
+)  # fmt: skip
+
+
+# Latency against the rate of requests: where an engine's queue begins to grow.
+
+SERVING_HEIGHT = 3.8  # inches
+PALE = 0.35  # how opaque a median is
+MEDIAN = "p50"
+
+
+def latency_by_rate(run: RunData) -> Any:
+    """Draw a line for the bounded percentile of each trial and a pale one for its median; None without any.
+
+    Each stable rate of each round is a point.
+    """
+    served = [each for each in figures.list_served(run) if _find_points(each, MEDIAN)]
+    if not served:
+        return None
+    with styled() as figure_class:
+        figure = figure_class(figsize=(WIDTH, SERVING_HEIGHT), layout="constrained")
+        axes = figure.subplots()
+        for number, each in enumerate(served):
+            kinds = [(e.trial.backend, e.trial.precision) for e in served[: number + 1]]
+            hollow = kinds.count(kinds[-1]) > 1  # it differs from an earlier one by an option alone
+            if each.bounded != MEDIAN:
+                _draw_line(axes, each, MEDIAN, PALE, hollow)
+            _draw_line(axes, each, each.bounded, 1.0, hollow)
+        if bound := served[0].facts[0].bound_s:
+            axes.axhline(1e3 * bound, color=EDGE, linestyle="--", linewidth=1)
+        axes.set(yscale="log", xlabel="requests/s", ylabel="latency, ms", xlim=(0, None))
+        logarithmic(axes, "y", *axes.get_ylim())
+        figure.legend(loc="outside upper center", ncols=2)
+    return figure
+
+
+def _find_points(served: ServingRun, name: str) -> list[tuple[RateMeasurement, float]]:
+    """Return the stable rates that have the percentile, each with its value in seconds, by ascending rate."""
+    found = [(t, t.percentile(name)) for t in served.tried if not t.step.unstable]
+    return sorted(((t, p.value) for t, p in found if p), key=lambda pair: pair[0].step.rate)
+
+
+def _draw_line(axes: Any, served: ServingRun, name: str, alpha: float, hollow: bool) -> None:
+    """Draw a line for each round, and a point for each rate."""
+    points, trial = _find_points(served, name), served.trial
+    style = {"color": color(trial.backend), "alpha": alpha, "marker": marker(trial.precision), "markersize": 4,
+             "fillstyle": "none" if hollow else "full"}  # fmt: skip
+    for number in sorted({t.round for t, _ in points}):
+        own = [(t.step.rate, 1e3 * value) for t, value in points if t.round == number]
+        wrong = f", {WRONG}" if served.outputs.wrong else ""
+        label = None if number else f"{trial.label}, {name}{wrong}"
+        axes.plot(
+            *zip(*own, strict=True), linestyle=LINES.get(trial.precision, "-"), label=label, linewidth=1.2, **style
+        )
+    for tried, value in points:
+        (point,) = axes.plot(tried.step.rate, 1e3 * value, **style)
+        tip(point, f"{trial.label}: {significant(tried.step.rate)} requests/s, {name} {show(value, 'duration')}")
+
+
+LATENCY_BY_RATE = Chart(
+    "serve-latency",
+    "Latency of requests against their rate: the bounded percentile, its median pale, the bound dashed. Rates at which "
+    "the queue grew without end have no point.",
+    latency_by_rate,
+    19,
+)

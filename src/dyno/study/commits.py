@@ -1,0 +1,144 @@
+"""A model as it was at a git commit, `FILE@COMMIT`: its files go into the cache, the checkout is left alone."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+
+from dyno.store import cache_dir
+from dyno.worker import registry
+from dyno.worker.nets.checkpoint import PROGRAM, Archive, advise_on_module
+from dyno.worker.spec import SAVED, UserError
+
+LENGTH = 12  # hex digits by which a commit is called
+
+
+def split_commit(source: str) -> tuple[str, str]:
+    """Split a source into itself and its commit, "" if it has none.
+
+    Only files have commits, and not if a file has that whole name.
+    """
+    before, at, commit = source.rpartition("@")
+    file, _, _ = _split_source(before)
+    known = file.endswith((".py", *SAVED)) or registry.format_of(file) is not None
+    if not (at and commit and known) or Path(source).exists():
+        return source, ""
+    return before, commit
+
+
+def fix_commit(source: str) -> str:
+    """Return the source with its commit as a hash, so that it means the same after a branch has moved on."""
+    place, commit = split_commit(source)
+    return f"{place}@{_resolve_commit(_find_root(_split_source(place)[0]), commit)[:LENGTH]}" if commit else source
+
+
+def checked_out(source: str) -> str:
+    """Return the source with its file at the commit, in the cache with all other files of that commit.
+
+    Files kept by `git lfs` are fetched as git does it; submodules are left out. Raises `UserError` if there is no git,
+    no repository, no such commit or no such file in it.
+    """
+    place, commit = split_commit(source)
+    if not commit:
+        return source
+    file, colon, function = _split_source(place)
+    root = _find_root(file)
+    commit = _resolve_commit(root, commit)
+    inside = os.path.relpath(Path(file).absolute(), root)
+    if _run_git(root, "cat-file", "-e", f"{commit}:{Path(inside).as_posix()}").returncode:
+        raise UserError(f"there is no {inside} at commit {commit[:LENGTH]} of {root}")
+    return f"{_check_out_commit(root, commit) / inside}{colon}{function}"
+
+
+def _split_source(source: str) -> tuple[str, str, str]:
+    """Split `FILE.py:FUNCTION`, or any file, into the file and what follows it."""
+    file, colon, function = source.rpartition(":")
+    return (file, colon, function) if file.endswith(".py") else (source, "", "")
+
+
+def _find_root(file: str) -> Path:
+    """Return the top folder of the repository that the file is, or was, in."""
+    folder = Path(file).absolute().parent
+    while not folder.is_dir():
+        folder = folder.parent
+    done = _run_git(folder, "rev-parse", "--show-toplevel")
+    if done.returncode:
+        raise UserError(f"{file} is in no git repository that can be read: {_find_last_line(done)}")
+    top = Path(done.stdout.strip())
+    # As the user wrote it, where a link leads to the repository.
+    return next((each for each in (folder, *folder.parents) if each.resolve() == top.resolve()), top)
+
+
+def _resolve_commit(root: Path, commit: str) -> str:
+    done = _run_git(root, "rev-parse", "--verify", "--quiet", "--end-of-options", f"{commit}^{{commit}}")
+    if done.returncode:
+        raise UserError(f"there is no commit {commit!r} in {root}; fetch it first, such as by `git fetch --unshallow`")
+    return done.stdout.strip()
+
+
+def _check_out_commit(root: Path, commit: str) -> Path:
+    """Check out every file of the commit into a folder of the cache, and return the folder."""
+    folder = cache_dir() / "commits" / commit
+    if folder.is_dir():
+        return folder
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as scratch:
+        # An index of its own: the repository's says what the user has staged.
+        index = {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
+        tree = Path(scratch) / "tree"
+        tree.mkdir()
+        for words in (["read-tree", commit], ["checkout-index", "--all", f"--prefix={tree}/"]):
+            if (done := _run_git(root, *words, env=index)).returncode:
+                raise UserError(
+                    f"the files of commit {commit[:LENGTH]} can't be taken from {root}: {_find_last_line(done)}"
+                )
+        with suppress(OSError):  # another process was faster
+            tree.rename(folder)
+    return folder
+
+
+def _run_git(folder: Path, *words: str, env: dict[str, str] | None = None) -> subprocess.CompletedProcess[str]:
+    command = ["git", "-C", str(folder), "-c", "core.hooksPath=/dev/null", *words]
+    try:
+        return subprocess.run(command, capture_output=True, text=True, env={**os.environ, **(env or {})})
+    except FileNotFoundError:
+        raise UserError("git is not installed, and a model's commit needs it; install git") from None
+
+
+def _find_last_line(done: subprocess.CompletedProcess[str]) -> str:
+    return (done.stderr.strip().splitlines() or ["git says nothing"])[-1]
+
+
+# Files of torch.save that are given as a model: which can be run as they are, and what to do with the others.
+
+SUFFIXES = (".pt", ".pth")
+DARKNET = ".cfg"
+
+
+def stored_source(source: str) -> str:
+    """Return the source with the prefix for its content: a YOLO checkpoint (best.pt) or a TorchScript program.
+
+    A .cfg is Darknet's. Raises `UserError` for any other file of torch.save; any other source stays as it is.
+    """
+    if Path(source).suffix == DARKNET and ":" not in source:
+        return f"darknet:{source}"
+    if Path(source).suffix not in SUFFIXES or not Path(source).is_file():
+        return source
+    archive = Archive(source)
+    if archive.kind == PROGRAM:
+        return f"saved:{source}"
+    if not archive.yolo:
+        raise UserError(f"{source} is not a model on its own: {advise_on_module(archive)}")
+    return f"ultralytics:{source}"
+
+
+def keeps_weights(source: str) -> bool:
+    """Return whether the source is a file with its own weights, which no checkpoint and no library's weights replace.
+
+    Such a file's outputs are often compared with the network under a checkpoint, which must not enter the file.
+    """
+    file = split_commit(source)[0]
+    return bool(registry.format_of(file)) or file.startswith("saved:") or file.endswith((*SAVED, *SUFFIXES))

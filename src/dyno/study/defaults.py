@@ -1,0 +1,252 @@
+"""One model by itself, as `dyno time`, `dyno eval` and `dyno agree` measure it: its settings, and its run folder."""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import sys
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from datetime import datetime
+from pathlib import Path
+from typing import Any, TypeVar
+
+from dyno.store import gpu_identity
+from dyno.study.commits import keeps_weights
+from dyno.study.study import Choice, Study, model_name
+from dyno.worker import registry
+from dyno.worker.option_values import check_types
+from dyno.worker.spec import ENDPOINT, FIXED, UserError, check_known
+
+# What a command refuses before anything is trained, measured or written.
+
+FORMATS = ("text", "markdown", "csv", "json", "html")
+
+
+def check_format(format: str) -> None:
+    """Raise `UserError` for a format in which no table can be printed."""
+    check_known("format", format, FORMATS)
+
+
+def check_threads(study: Study) -> None:
+    """Refuse more threads than this process may use processors: they would wait for each other."""
+    here = len(os.sched_getaffinity(0))
+    if study.threads > here:
+        raise UserError(f"threads is {study.threads}, but there are {here} processors here; give at most {here}")
+
+
+def check_weights(study: Study, models: Sequence[str]) -> None:
+    """Refuse weights if all models are files with their own weights: they would be ignored."""
+    flag = "weights" if study.weights else "pretrained"
+    if (study.weights or study.pretrained) and all(map(keeps_weights, models)):
+        raise UserError(f"{models[0]} contains its weights, which {flag} can't replace; omit {flag}")
+
+
+def check_device(study: Study) -> None:
+    """Refuse unusable devices.
+
+    These are unknown devices, missing GPUs, one share of the processor alone, and several devices if blocks aren't
+    spread over them.
+    """
+    if study.device.startswith("cpu:") and "," not in study.device:
+        raise UserError(
+            f"{study.device} alone is not a device: write cpu, or for `dyno run` cpu:0,cpu:1, two shares of its cores"
+        )
+    if "," in study.device:
+        raise UserError(f"several devices ({study.device}) are for `dyno run` alone; give one --device here")
+    if study.on:
+        raise UserError(f"a cluster (--on {study.on}) is for `dyno run` alone; omit it here")
+    check_kind(study)
+    if missing_gpu(study.device):
+        raise UserError(
+            f"there is no {study.device} here: neither NVML nor CUDA's driver sees such a GPU; omit --device to run on "
+            "the CPU"
+        )
+
+
+def check_kind(study: Study) -> None:
+    """Refuse a kind of device on which no backend runs."""
+    names = {*registry.names(), *(Choice.parse(text).name for text in study.backends)}
+    if study.device.partition(":")[0] not in {kind for name in names for kind in registry.find(name).devices}:
+        raise UserError(f"unknown device {study.device!r}; write cpu, or cuda:0 for the first GPU")
+
+
+def missing_gpu(device: str) -> bool:
+    """Return whether the device is a GPU unknown to NVML and CUDA's driver; raise `UserError` for a bad number."""
+    kind, _, index = device.partition(":")
+    if kind == "cuda" and index and not index.isdecimal():
+        raise UserError(f"device {device!r} has no number after the colon; write cuda:0 for the first GPU")
+    return kind == "cuda" and not gpu_identity(device) and int(index or 0) >= _driver_count()
+
+
+def _driver_count() -> int:
+    """Count the CUDA driver's GPUs, for systems without NVML (containers, small boards)."""
+    try:
+        cuda = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return 0
+    count = ctypes.c_int(0)
+    return count.value if cuda.cuInit(0) == 0 and cuda.cuDeviceGetCount(ctypes.byref(count)) == 0 else 0
+
+
+def check_several(studies: Sequence[Study]) -> None:
+    """Refuse to compare a single configuration."""
+    if sum(map(_count_configurations, studies)) < 2:
+        raise UserError("there is only one configuration to compare; give another model or file, or --backends A,B")
+
+
+def _count_configurations(study: Study) -> int:
+    """Return the least number of rows that the study has."""
+    default = len(study.precisions) or 1
+    configurations = sum(len(choice.precisions) or default for choice in map(Choice.parse, study.backends))
+    return configurations * _count_values(study.batches) * _count_values(study.sizes)
+
+
+def _count_values(values: Iterable[object]) -> int:
+    return len(list(values)) or 1
+
+
+T = TypeVar("T")
+OWN = (ENDPOINT, "fake:")  # prefixes of models that nothing but the backend of that name has
+ONE_ROUND: dict[str, Any] = {"rounds": 1, "turns": False}
+SELF_TEST_MINUTES = 5.0
+DEMO_MINUTES = 4.5
+# Throughput is what the evaluation itself shows, with reading and ranking in it; latencies are for orientation.
+EVALUATION: dict[str, Any] = {
+    "batches": (8,), "seconds": 1.0, "warmup": 0.5, "boundaries": ("model", "all"), "confirm": 0, "search": False,
+}  # fmt: skip
+# A video or requests: their jobs are not interleaved but run one after the other.
+OWN_JOBS: dict[str, Any] = {
+    "seconds": 1.0, "warmup": 0.5, "boundaries": ("all", "throughput"), "turns": False, "until": FIXED, "confirm": 0,
+    "search": False,
+}  # fmt: skip
+COMPARED_ROUNDS = 3  # of those, where engines are compared
+
+
+def study_of(model: str, defaults: Mapping[str, Any], settings: Mapping[str, Any]) -> Study:
+    """Build a one-round study of the model in its format's default backend; `settings` override `defaults`."""
+    backend, device = default_runner(model)
+    fields = {"backends": (backend,), "device": device, **ONE_ROUND, **defaults}
+    if registry.format_of(model):  # a file's batch may be fixed
+        fields.pop("batches", None)
+    return one_model(model, settings, fields)
+
+
+def study_of_own_jobs(model: str, batch: int, settings: Mapping[str, Any]) -> tuple[Study, bool]:
+    """Build the study of a command that runs its own kind of job, and return with it whether it compares engines.
+
+    The batch is `batch` unless `settings` has another.
+    """
+    study = study_of(model, {**OWN_JOBS, "batches": (batch,)}, settings)
+    several = len(study.backends) * max(1, len(study.precisions)) * max(1, len(study.batches)) > 1
+    if "rounds" not in settings:
+        study = replace(study, rounds=COMPARED_ROUNDS if several else 1)
+    return study, several
+
+
+def one_model(model: Any, settings: Mapping[str, Any], usual: Mapping[str, Any] | None = None) -> Study:
+    """Build the model's study, with `settings` over the `usual` ones.
+
+    Raises `UserError` for a missing device, and for several devices.
+    """
+    study = Study(models=(model,), **{**(usual or {}), **settings})
+    if "device" in settings or study.on:  # whether a file's usual one has to be there, is up to what is done with it
+        check_device(study)
+    return study
+
+
+def each_with(models: Sequence[str], settings: Mapping[str, Any]) -> list[tuple[str, dict[str, Any]]]:
+    """Return each of several models with the settings that apply to it.
+
+    A form behind a model, such as openvino/int8, is the first model in that backend and precision. A file has weights,
+    so those in the settings apply to the other models.
+    """
+    forms = [_parse_form(model) if number else {} for number, model in enumerate(models)]
+    sources = [models[0] if form else model for model, form in zip(models, forms, strict=True)]
+    of_others = () if all(map(keeps_weights, sources)) else ("weights", "pretrained")
+    return [
+        (source, {name: v for name, v in settings.items() if not (keeps_weights(source) and name in of_others)} | form)
+        for source, form in zip(sources, forms, strict=True)
+    ]
+
+
+def _parse_form(text: str) -> dict[str, Any]:
+    """Return the settings that a form stands for, or none for a model."""
+    backend, precision = form(text, registry.names()) or ("", "")
+    settings = {"backends": backend, "precisions": precision}
+    return {name: (value,) for name, value in settings.items() if value}
+
+
+def form(text: str, names: Sequence[str]) -> tuple[str, str] | None:
+    """Return the backend with its options, and the precision ("" for the usual one), of a form such as openvino/bf16.
+
+    `names` are the names that a form may have; None for a file or any other name, which is a model.
+    """
+    backend, _, precision = text.partition("/")
+    if Path(text).is_file() or backend.partition("@")[0] not in names:
+        return None
+    return backend, precision
+
+
+def default_runner(model: str) -> tuple[str, str]:
+    """Return the default backend and device of a model, by its file format."""
+    kind = registry.format_of(model)
+    if kind is None:
+        return "pytorch", "cpu"
+    return (kind.usual(Path(model)) if Path(model).is_file() else kind.backend), kind.device
+
+
+def reference_of(study: Study) -> Study | None:
+    """Return the untimed study whose outputs one model's trials are compared with, or None.
+
+    It runs eager PyTorch in fp32, or a file's usual backend. None if that is among the trials, or if no other backend
+    can run the model.
+    """
+    (model,) = study.models
+    kind = registry.format_of(model)
+    if model.startswith(OWN) or (kind and kind.on_device):
+        return None
+    backend, _ = default_runner(model)
+    usual = study.precisions or ("fp32",)
+    choices = map(Choice.parse, study.backends)
+    if any(each.name == backend and "fp32" in (each.precisions or usual) for each in choices):
+        return None
+    return replace(study, backends=(backend,), precisions=(), boundaries=(), rounds=1, builds=1)
+
+
+def folder_for(out: str | Path | None, command: str, models: Sequence[str]) -> Path:
+    """Return the folder that the user gave, or the path of a new one."""
+    check_types({"out": out}, {"out": str | Path | None})
+    return Path(out) if out else new_folder(command, models)
+
+
+def new_folder(command: str, models: Sequence[str]) -> Path:
+    """Return the path of a new folder for a command that always measures again."""
+    name = "-".join(map(model_name, models))[:60]
+    first = Path("runs") / command / f"{name}-{datetime.now():%Y%m%d-%H%M%S}"
+    path, number = first, 1
+    while path.exists():  # another began in the same second
+        number += 1
+        path = first.with_name(f"{first.name}-{number}")
+    return path
+
+
+def each_of(models: Sequence[str], measure: Callable[[int, str], T], needed: int = 0) -> list[T]:
+    """Call `measure` for each model and return the results; a failure is a line on stderr, and the others go on.
+
+    Raises the `UserError` of the first `needed` models, and the first error if every model fails.
+    """
+    results: list[T] = []
+    errors: list[UserError] = []
+    for number, model in enumerate(models):
+        try:
+            results.append(measure(number, model))
+        except UserError as e:
+            if number < needed:
+                raise
+            errors.append(e)
+    if not results:
+        raise errors[0]
+    for error in errors:
+        print(f"dyno: {error}", file=sys.stderr)
+    return results

@@ -1,0 +1,186 @@
+"""A study's images decoded for a model and a size, with a progress bar, and checked against the model's task."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno import data as dyno_data
+from dyno.data import Progress
+from dyno.store import cache_dir
+from dyno.study.study import Choice, Study
+from dyno.worker import registry, tasks
+from dyno.worker.spec import DataSpec, ModelSpec, UserError, numbered
+
+if TYPE_CHECKING:
+    from rich import progress as bars
+    from rich.console import Console
+
+QUIET_S = 1.0  # faster decoding shows no progress
+CALIBRATED = {"int8", "fp8"}  # precisions whose ranges are taken from images
+RANKED = {"int8", "fp16"}  # precisions whose layers are ranked on images, where some are to be kept higher
+
+
+def prepared(
+    study: Study, model: ModelSpec, size: tuple[int, int], outputs: int = 0, console: Console | None = None
+) -> DataSpec:
+    """Decode the study's images for this model and size; random inputs if it has no images, not even for calibration.
+
+    `outputs` is the model's number of classes (0: unknown). Every image that isn't for training is tested on, except
+    those set aside for calibration if `calibrates(study)` and no others are given. Raises `UserError` if the data is
+    for another task or has other classes.
+    """
+    if not study.data and not study.calibration:
+        return DataSpec(count=study.compared, seed=study.seed)
+    if not all(size):
+        raise UserError(f"{model.name} has no image input (N x C x H x W) that images could be fed to; omit --data")
+    cache, task = cache_dir() / "datasets", tasks.find(model.task)
+    objects = task.labels == "objects"
+    if not study.data:
+        folder = Path(study.calibration)
+        options: dict[str, Any] = {"on_unreadable": study.unreadable, "channels": model.channels, "objects": objects}
+        with decoding(console) as progress:
+            data = dyno_data.calibration_alone(folder, cache, size, model.preprocess, progress=progress, **options)
+        warn_unreadable(dyno_data.meta(data), console)
+        return data
+    if study.data == "digits":
+        return _prepare_digits(cache, model, size, outputs)
+    path, outputs = Path(study.data), outputs or model.classes or 0
+    data_format = dyno_data.format_of(path)
+    if data_format.labels not in ("", task.labels):
+        labelled = "class folders or a table of path,label"
+        expected = "annotations in COCO's or YOLO's format, or one folder of images" if objects else labelled
+        raise UserError(
+            f"{study.data} is in {data_format.described}, but {model.name} is for {model.task}; give {expected}"
+        )
+    if study.budget and objects and not data_format.labels:
+        raise UserError(f"a budget needs boxes, and {study.data} has none; give annotations in COCO's or YOLO's format")
+    settings: dict[str, Any] = {"calibration": Path(study.calibration)} if study.calibration else {}
+    settings |= {"on_unreadable": study.unreadable, "channels": model.channels, "set_aside": calibrates(study)}
+    settings |= {"objects": objects, "needs": task.needs, "outputs": outputs}
+    with decoding(console) as progress:
+        data = dyno_data.load(path, cache, size, model.preprocess, progress=progress, **settings)
+    meta = dyno_data.meta(data)
+    _check_labels(study.data, meta, model, outputs)
+    warn_unreadable(meta, console)
+    return data
+
+
+def calibrates(study: Study) -> bool:
+    """Return whether any configuration in the study needs calibration images; all its trials share the data.
+
+    These are int8 and fp8, those with some layers kept higher (`keep=N`), and those that a search may add for a budget.
+    """
+    choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in registry.names()]
+    for choice in choices:
+        engine = registry.find(choice.name)
+        precisions = set(choice.precisions or study.precisions) & set(engine.precisions)
+        keeps = "keep" in choice.options or (study.searches and "keep" in engine.options)
+        if precisions & CALIBRATED or (keeps and precisions & RANKED):
+            return True
+    return False
+
+
+def warn_unreadable(about: dict[str, Any], console: Console | None) -> None:
+    """Print the names of the images that could not be read and are left out."""
+    if unreadable := about.get("unreadable"):
+        from rich.console import Console
+
+        from dyno.formatting import counting
+
+        shown = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
+        line = f"{counting(len(unreadable), 'image')} can't be read, left out: {shown}"
+        (console or Console(stderr=True)).print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+def _prepare_digits(cache: Path, model: ModelSpec, size: tuple[int, int], outputs: int) -> DataSpec:
+    if size[0] != size[1]:
+        raise UserError(f"digits are square, not {size[0]}x{size[1]}")
+    data = dyno_data.digits(cache, size[0])
+    _check_labels("digits", dyno_data.meta(data), model, outputs)
+    if model.channels != 1:
+        given = f"digits are grey, but {model.name} takes {model.channels} channels"
+        raise UserError(f"{given}; give a model of one (with --channels 1), or other images")
+    return data
+
+
+def _check_labels(name: str, about: dict[str, Any], model: ModelSpec, outputs: int) -> None:
+    """Refuse labels that don't fit the model's task or its number of classes."""
+    has, classes = about.get("has", []), len(about["classes"])
+    needed = tasks.find(model.task).needs
+    if needed and has and needed not in has:
+        raise UserError(
+            f"{model.name} is for {model.task}, but {name} has no {needed} for all objects; "
+            f"give data with {needed}, or a network for detect"
+        )
+    if needed == "keypoints" and has and model.keypoints and tuple(about["keypoints"])[:1] != model.keypoints[:1]:
+        expected, present = model.keypoints[0], about["keypoints"][0]
+        raise UserError(
+            f"{name} has {present} keypoints, but {model.name} gives {expected}; "
+            f"give data with {expected}, or a network of {present}"
+        )
+    if not outputs or not classes or outputs == classes:
+        return
+    folders = about.get("label_source") == "folders"
+    has_now = numbered(classes, "class folder") if folders else numbered(classes, "class", "classes")
+    line = f"{name} has {has_now}, but {model.name} has {numbered(outputs, 'class', 'classes')}"
+    if has or classes > outputs:
+        unused = about.get("unused", [])
+        without = f" (without annotation: {', '.join(unused[:3])}{', …' if len(unused) > 3 else ''})" if unused else ""
+        raise UserError(f"{line}; give the data that it was trained for, or build it with --classes {classes}{without}")
+    synsets = "by their ImageNet synsets (n01440764)"
+    named = (
+        f"name the folders {synsets}" if folders else f"write the network's numbers as labels, or name them {synsets}"
+    )
+    raise UserError(
+        f"{line}; build it with --classes {classes}, {named}, or put the images into one folder to use them without "
+        "labels"
+    )
+
+
+@contextmanager
+def decoding(console: Console | None = None, verbs: tuple[str, str] = ("decoding", "decoded")) -> Iterator[Progress]:
+    """Report decoding progress while the block runs: a bar on stderr after 1 s, or without a terminal a final line."""
+    shown = _Bar(console, verbs)
+    try:
+        yield shown
+    finally:
+        shown.close()
+
+
+class _Bar:
+    def __init__(self, console: Console | None, verbs: tuple[str, str]) -> None:
+        self._console, self._verbs = console, verbs
+        self._bar: bars.Progress | None = None
+        self._began, self._first, self._done = time.monotonic(), -1, 0
+
+    def __call__(self, done: int, total: int) -> None:
+        if self._first < 0:
+            self._first = done - 1  # those before were decoded by a run that was stopped
+        self._done = done
+        if self._bar is None and time.monotonic() - self._began > QUIET_S:
+            self._bar = self._show_bar(total)
+        if self._bar is not None:
+            self._bar.update(self._bar.task_ids[0], completed=done)
+
+    def _show_bar(self, total: int) -> bars.Progress:
+        from rich import progress as bars
+        from rich.console import Console
+
+        console = self._console = self._console or Console(stderr=True)
+        columns = bars.BarColumn(30), bars.MofNCompleteColumn(), bars.TimeRemainingColumn()
+        what = bars.TextColumn(f"{self._verbs[0]} images")
+        bar = bars.Progress(what, *columns, console=console, transient=True, disable=not console.is_terminal)
+        bar.add_task("", total=total, completed=self._first)
+        bar.start()
+        return bar
+
+    def close(self) -> None:
+        if self._bar is not None and self._console is not None:
+            self._bar.stop()
+            again = f", {self._first:,} before" if self._first else ""
+            line = f"{self._verbs[1]} {self._done - self._first:,} images in {time.monotonic() - self._began:.1f} s"
+            self._console.print(line + again, highlight=False)

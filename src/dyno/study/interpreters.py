@@ -1,0 +1,108 @@
+"""Where a backend runs: the interpreter, environment and device of its jobs, and which libraries it lacks."""
+
+from __future__ import annotations
+
+import hashlib
+import re
+import shutil
+import subprocess
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+from dyno.store import cache_dir, versions
+from dyno.study.study import Choice, Study, runtimes
+from dyno.worker import registry
+from dyno.worker.record import lock
+from dyno.worker.spec import Recipe, Runtime, UserError, plain
+
+HERE = Runtime()
+
+
+def installed(device: str) -> list[str]:
+    """Return the backends that run on the device and whose libraries this Python has."""
+    kind = device.split(":")[0]
+    return [name for name in registry.names() if kind in registry.find(name).devices and not missing(name)]
+
+
+def missing(name: str, runtime: Runtime = HERE) -> str:
+    """Return the first library that the backend needs and that the runtime lacks, or ""."""
+    requires = registry.find(name).requires
+    present = versions(runtime, requires)
+    return next((either.split("|")[0] for either in requires if not present.keys() & set(either.split("|"))), "")
+
+
+def placed(recipe: Recipe | None, study: Study) -> Recipe | None:
+    """Return the recipe with each step in the interpreter that the study has for its runtime's name."""
+    if recipe is None:
+        return None
+    runtime = recipe.runtime
+    if runtime.name in study.runtime:
+        configured = runtime_of(study, Choice(runtime.name))
+        runtime = replace(runtime, python=configured.python, env=configured.env)
+    return replace(
+        recipe, parent=placed(recipe.parent, study), fallback=placed(recipe.fallback, study), runtime=runtime
+    )
+
+
+def runtime_of(study: Study, choice: Choice) -> Runtime:
+    """Return the interpreter, environment and device that the study has for a backend."""
+    table = runtimes(study, choice)
+    return Runtime(
+        name=choice.runtime or "main",
+        python=str(table.get("python", "")),
+        env={str(k): str(v) for k, v in table.get("env", {}).items()},
+        device=study.device,
+    )
+
+
+# Environments with chosen versions of libraries, made by uv in the cache, each once.
+
+TIMEOUT_S = 3600.0  # for a download of some GB
+REQUIREMENT = re.compile(r"[A-Za-z0-9][\w.\-]*(\[[\w,\-]+\])?((==|>=|<=|~=|<|>|!=)[\w.*+!]+,?)*")
+DONE = "packages.txt"  # in an environment in which everything was installed
+
+
+def python_with(packages: Sequence[str]) -> str:
+    """Return the interpreter of an environment with these packages, of this Python's version.
+
+    uv takes them from its configured index. Raises `UserError` if uv is missing, or, with uv's message, if the packages
+    can't be installed.
+    """
+    for package in packages:
+        if not REQUIREMENT.fullmatch(package):
+            raise UserError(f"{package!r} is not a package with a version, such as onnxruntime==1.20.1")
+    uv = _find_uv()
+    content = "\n".join([*packages, sys.version, sys.executable])
+    folder = cache_dir() / "environments" / hashlib.sha256(content.encode()).hexdigest()[:16]
+    python = folder / "bin" / "python"
+    with lock(folder.with_suffix(".lock")):
+        if not (folder / DONE).is_file():
+            shutil.rmtree(folder, ignore_errors=True)
+            _run_uv([uv, "venv", "--quiet", "--python", sys.executable, str(folder)])
+            try:
+                _run_uv([uv, "pip", "install", "--quiet", "--python", str(python), *packages])
+            except UserError:
+                shutil.rmtree(folder, ignore_errors=True)
+                raise
+            (folder / DONE).write_text(content, encoding="utf-8")
+    return str(python)
+
+
+def _find_uv() -> str:
+    beside = Path(sys.executable).with_name("uv")
+    uv = str(beside) if beside.is_file() else shutil.which("uv")
+    if uv is None:
+        raise UserError("uv is not installed; it makes an environment for each version: pip install uv")
+    return uv
+
+
+def _run_uv(command: list[str]) -> None:
+    try:
+        process = subprocess.run(command, capture_output=True, text=True, timeout=TIMEOUT_S)
+    except subprocess.TimeoutExpired:
+        raise UserError(f"{Path(command[0]).name} {command[1]} did not end within {TIMEOUT_S:g} s") from None
+    if process.returncode:
+        lines = [plain(line).lstrip("×╰─▶├│ ").strip() for line in process.stderr.partition("hint:")[0].splitlines()]
+        raise UserError(" ".join(filter(None, lines)) or f"uv ended with exit code {process.returncode}")

@@ -1,0 +1,352 @@
+"""What a model is: its source, weights and code by their hashes, and the result of an inspection in its own process."""
+
+from __future__ import annotations
+
+import math
+import os
+import shlex
+import tempfile
+from collections import deque
+from collections.abc import Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from dataclasses import replace
+from pathlib import Path
+from threading import Event
+from typing import Any
+
+from dyno.formatting import counting
+from dyno.jobs.launcher import Tick, launch
+from dyno.jobs.nvml import ROOM, UNKNOWN_B, read_available
+from dyno.store import (
+    beside_its_parts,
+    cache_dir,
+    code_file,
+    good_record,
+    outside,
+    remember,
+    remembered,
+    sha256_of,
+    versions,
+    worker_code_sha256,
+)
+from dyno.study import commits, input_options
+from dyno.study.commits import keeps_weights, stored_source
+from dyno.study.defaults import form
+from dyno.study.interpreters import missing, runtime_of
+from dyno.study.study import Choice, Study, model_name, parse_size
+from dyno.worker import registry, system
+from dyno.worker.extras import install
+from dyno.worker.inspection import Inspection
+from dyno.worker.nets.local_code import sha256_with_imports
+from dyno.worker.record import Record, regular
+from dyno.worker.spec import (
+    ENDPOINT,
+    NETWORK_FILES,
+    SAVED,
+    Dims,
+    Job,
+    ModelSpec,
+    Preprocess,
+    Runtime,
+    Trial,
+    UserError,
+    absolute,
+    digest,
+)
+
+CHECKPOINTS = (".pt", ".pth", ".ckpt", ".bin", ".safetensors")  # weights, which need their network
+LIBRARIES = "site-packages"  # packages there are identified by their version
+INSPECTION_LIBRARIES = ("torch", "torchvision", "timm", "ultralytics", "onnx", "openvino")
+
+
+class InspectionFailed(UserError):
+    """Model inspection crashed, timed out or ran out of memory."""
+
+    def __init__(self, name: str, record: Record) -> None:
+        self.status, self.reason = record.status, f"model inspection: {record.reason}"
+        super().__init__(f"{name}: model inspection: {record.reason}")
+
+
+def model_spec(study: Study, source: str) -> ModelSpec:
+    """Return the model as the user named it, with the hashes of every file that defines it."""
+    named, source = source, stored_source(commits.checked_out(source))
+    first, *others = source.split(",")
+    if others and (":" in first or registry.format_of(first)) and not Path(source).exists():
+        raise UserError(f"models are given one by one, without commas: {shlex.join([first, *others])}")
+    common: dict[str, Any] = {
+        "name": model_name(named if commits.split_commit(named)[1] else source),
+        "pretrained": study.pretrained and not keeps_weights(source),
+        "seed": study.seed,
+        "classes": study.classes,
+        "channels": study.channels,
+        "preprocess": normalised(Preprocess(), study, len(study.mean) or study.channels),
+    }
+    if study.weights:
+        path = _find_file(study.weights, "weights file")
+        if study.pretrained:
+            raise UserError("--weights and --pretrained can't be used together")
+        if not keeps_weights(source):
+            common |= {"weights": str(absolute(path)), "weights_sha256": sha256_of(path)}
+    if registry.format_of(source):
+        sha256 = sha256_of(path := absolute(_find_file(source, "model file")))
+        return ModelSpec(source=f"file:{beside_its_parts(path, sha256)}", source_sha256=sha256, **common)
+    if source.endswith(SAVED) or source.startswith("saved:"):
+        path = _find_file(source.removeprefix("saved:"), "saved module")
+        # Dyno's own lie in folders that are named after their content, whatever PyTorch's writer makes of it.
+        own = path.resolve().parent.parent == (cache_dir() / "modules").resolve()
+        sha256 = path.resolve().parent.name if own else sha256_of(path)
+        return ModelSpec(source=f"saved:{absolute(path)}", source_sha256=sha256, **common)
+    if ":" not in source:
+        raise UserError(_no_model(source))
+    return ModelSpec(source=_make_absolute(source), source_sha256=_source_sha256(source), **common)
+
+
+def _no_model(source: str) -> str:
+    """Return the error message for a name without a source prefix."""
+    if not source:  # as a path it would be the folder that the command runs in
+        return "a model has an empty name; give a model's file, or one like torchvision:resnet18"
+    if Path(source, "study.toml").is_file():
+        return f"{source} is a run folder; to resume it: dyno run {shlex.quote(str(Path(source, 'study.toml')))}"
+    if Path(source).is_dir():
+        return f"{source} is a folder; give a model's file, or FILE.py:FUNCTION"
+    if named := form(source, registry.names()):
+        backend, precision = named
+        asked = f" --precision {precision}" if precision else ""
+        return f"{source} is a backend, not a model; give it with --backends {backend}{asked}"
+    if source.endswith((".yaml", ".yml")):
+        return f"model {source!r} has no source prefix; did you mean ultralytics:{source}?"
+    if source.endswith(".ort"):
+        return f"{source} is in ONNX Runtime's own format, which nothing else reads; give its original .onnx file"
+    if Path(source).is_file() or Path(source).suffix in CHECKPOINTS:
+        return (
+            f"{source} is not a model file ({', '.join(registry.suffixes())}); weights need their network "
+            f"(torchvision:resnet50 --weights {source}); a function is given as FILE.py:FUNCTION"
+        )
+    if "/" in source:
+        return no_such(source)
+    meant = " or ".join(
+        shlex.join(f"{library}:{name}" for name in source.split(",")) for library in ("torchvision", "timm")
+    )
+    return f"model {source!r} has no source prefix; did you mean {meant}?"
+
+
+def no_such(path: str) -> str:
+    """Return the error message for a missing path that should be a model or a run."""
+    return (
+        f"there is no file or folder {path}; give a model such as torchvision:resnet18, a model's file "
+        f"({', '.join(registry.suffixes())}) or FILE.py:FUNCTION, or where a run is meant its folder, such as runs/demo"
+    )
+
+
+def normalised(preprocess: Preprocess, study: Study, channels: int) -> Preprocess:
+    """Return the preprocessing with the study's own mean and std, if given.
+
+    Raises `UserError` if they don't fit the channels; other values that don't fit become 0.5, so that pixels lie in
+    -1..1.
+    """
+    if study.mean and len(study.mean) != channels:
+        raise UserError(
+            f"mean and std are {len(study.mean)} numbers each, but the image has {counting(channels, 'channel')}; "
+            "give one for each channel"
+        )
+    if study.mean:
+        return replace(preprocess, mean=study.mean, std=study.std)
+    if len(preprocess.mean) == channels:
+        return preprocess
+    return replace(preprocess, mean=(0.5,) * channels, std=(0.5,) * channels)
+
+
+def _find_file(text: str, what: str) -> Path:
+    path = regular(Path(text), what)
+    if path.is_dir():
+        raise UserError(f"{text} is a folder, not a {what}")
+    if not path.is_file():
+        raise UserError(f"there is no {what} {text}")
+    return path
+
+
+def _make_absolute(source: str) -> str:
+    path, _, function = source.rpartition(":")
+    if path in NETWORK_FILES:
+        return f"{path}:{absolute(Path(function))}" if regular(Path(function), "checkpoint").is_file() else source
+    return f"{absolute(_find_file(path, 'Python file'))}:{function}" if path.endswith(".py") else source
+
+
+def _source_sha256(source: str) -> str:
+    """Return the hash of the code of a `MODULE:FUNCTION` or `FILE.py:FUNCTION` source, with the files it imports.
+
+    Of a library only the module's own file is hashed, because its version identifies it; "" without such a file.
+    """
+    module, _, name = source.rpartition(":")
+    if module in NETWORK_FILES:
+        return sha256_of(Path(name)) if Path(name).is_file() else ""
+    if module.endswith(".py"):
+        return sha256_with_imports(Path(module))
+    # Finding a module inside a package imports the package, and a user's may be slow to import.
+    file = code_file(module) if "." not in module or module.startswith("dyno.") else None
+    if file is None:
+        return ""
+    return sha256_of(file) if LIBRARIES in file.parts else sha256_with_imports(file)
+
+
+def inspect_model(model: ModelSpec, study: Study, tick: Tick | None = None) -> tuple[ModelSpec, Inspection]:
+    """Build the model once in a separate process, to check that it exists, its weights fit, and it takes these sizes.
+
+    Returns the model with its own preprocessing, and the inspection's result. Cached. `tick` is as in `launch`.
+    """
+    if model.source.startswith(("fake:", ENDPOINT)):
+        normalised(model.preprocess, study, study.channels)  # refuses what doesn't fit
+        # A server's says what it takes where it is used.
+        size = (8, 8) if model.source.startswith("fake:") else parse_size(study.sizes[0]) if study.sizes else (0, 0)
+        return model, Inspection(size=size)
+    options = {
+        "sizes": [list(parse_size(size)) for size in study.sizes],
+        "overrides": input_options.overrides(study.inputs, study.shapes),
+        "task": study.task,
+    }
+    file_format = registry.format_of(model.file)
+    reader = file_format.usual(Path(model.file)) if file_format and file_format.on_device else ""
+    runtime = _inspection_runtime(model, reader, study)
+    libraries = registry.find(reader).requires if reader else INSPECTION_LIBRARIES
+    lasting = replace(runtime, threads=1)  # how many there are makes no difference to what is known after
+    key = digest([model, options, lasting, worker_code_sha256(*outside(file_format)), versions(runtime, libraries)])[
+        :24
+    ]
+    record = good_record(remembered("inspections", key))
+    if record is None:
+        with tempfile.TemporaryDirectory() as scratch:
+            trial = Trial(model, reader, "fp32", Dims(1, 0, 0), runtime=runtime)
+            job = Job("inspect", runtime, trial, options=options)
+            record = launch(job, Path(scratch) / "job", study.timeout, tick)
+            if record.status in ("failed", "skipped"):
+                raise UserError(f"{model.name}: {record.reason}")
+            if record.status != "ok":
+                raise InspectionFailed(model.name, record)
+            remember(Path(scratch) / "job", "inspections", key)
+    inspection = record.inspection or Inspection()
+    if len(study.models) == 1:
+        refuse_sizes(study, model, inspection)
+    channels = study.channels if inspection.channels is None else inspection.channels
+    return replace(
+        model,
+        preprocess=normalised(inspection.preprocess or Preprocess(), study, channels),
+        channels=channels,
+        precision=inspection.precision,
+        task=inspection.task or model.task,
+        classes=model.classes if inspection.classes is None else inspection.classes,
+        keypoints=inspection.keypoints,
+        inputs=inspection.inputs,
+        outputs=inspection.declared,
+    ), inspection
+
+
+def _inspection_runtime(model: ModelSpec, name: str, study: Study) -> Runtime:
+    """Return the runtime to inspect a model in: this one, or for an engine that of its backend `name`, on its GPU."""
+    threads = system.physical_cores()
+    if not name:
+        return Runtime(threads=threads)
+    choice = next((choice for choice in map(Choice.parse, study.backends) if choice.name == name), Choice(name))
+    if library := missing(name, runtime := replace(runtime_of(study, choice), threads=threads)):
+        raise UserError(
+            f"{model.name} is an engine of {name}: {library} is not installed; {install(library)}, or --python"
+        )
+    if runtime.device == "cpu":
+        raise UserError(f"{model.name} is an engine for a GPU; choose the GPU with --device cuda:0")
+    return runtime
+
+
+def refuse_sizes(study: Study, model: ModelSpec, inspection: Inspection) -> None:
+    """Raise a `UserError` for sizes of images, and a model that takes none."""
+    if study.sizes and not any(inspection.size):
+        raise UserError(f"{model.name} takes no image, so a size doesn't apply to it; omit it")
+
+
+def sizes(study: Study, inspection: Inspection) -> list[tuple[int, int]]:
+    """Return the (height, width) pairs that the study asks for, or the model's own; (0, 0) if it takes no image.
+
+    Raises `UserError` for a size that the model's file can't take.
+    """
+    if not any(inspection.size):
+        return [inspection.size]
+    fixed = inspection.size if inspection.fixed_size else None
+    requested = [parse_size(size) for size in study.sizes]
+    wrong = [size for size in requested if fixed and size != fixed]
+    if wrong and fixed:
+        raise UserError(
+            f"the file's image size is fixed at {fixed[0]}x{fixed[1]}; {wrong[0][0]}x{wrong[0][1]} needs another export"
+        )
+    return requested or [inspection.size]
+
+
+def batches(study: Study, inspection: Inspection) -> tuple[int, ...]:
+    low, best, high = inspection.batches or (1, 1, math.inf)
+    outside = [batch for batch in study.batches if not low <= batch <= high]
+    if outside:
+        raise UserError(
+            f"batch {outside[0]} is outside the engine's profile, {low} to {high}; build it with a wider one"
+        )
+    fixed = inspection.batch
+    wrong = [batch for batch in study.batches if fixed and batch != fixed]
+    if wrong:
+        if inspection.batch_reason:
+            raise UserError(f"{inspection.batch_reason}; omit the batch, {wrong[0]}")
+        if inspection.usual_batch is not None:
+            raise UserError(f"the model takes a batch of {fixed} alone, and not {wrong[0]}; omit the batch")
+        raise UserError(f"the file's batch is fixed at {fixed}, not {wrong[0]}; export it again with --batch dynamic")
+    return study.batches or (fixed or (best if inspection.usual_batch is None else inspection.usual_batch),)
+
+
+# A study's models inspected side by side: nothing is timed, and most of an inspection is spent importing libraries.
+
+InspectedModel = tuple[ModelSpec, Inspection]
+
+
+def inspect_models(study: Study, models: Mapping[str, ModelSpec]) -> dict[str, InspectedModel | UserError]:
+    """Inspect each model; return the results, or why a model can't be used, by its key.
+
+    Models are inspected in parallel, as many as processors and memory allow, each on its share of the processors. One
+    that fails beside others is inspected again alone, because it may have lacked memory or time.
+    """
+    most = min(len(models), len(os.sched_getaffinity(0)), int(read_available() / (ROOM * UNKNOWN_B)))
+    found: dict[str, InspectedModel | UserError] = {**_side_by_side(study, models, most)} if most > 1 else {}
+    for key in models.keys() - found.keys():
+        try:
+            found[key] = inspect_model(models[key], study)
+        except UserError as e:
+            found[key] = e
+    return found
+
+
+def _side_by_side(study: Study, models: Mapping[str, ModelSpec], most: int) -> dict[str, InspectedModel]:
+    """Inspect up to `most` models in parallel; return the successful ones. An interrupt stops all."""
+    stopped = Event()
+
+    def check_stopped(stage: str, seconds: float) -> None:
+        if stopped.is_set():
+            raise KeyboardInterrupt  # in the inspection's thread, which then kills its process
+
+    shares = deque(_split_processors(most))
+
+    def keep_to_share() -> None:
+        """Confine this thread's processes to a share: with threads for all cores, they would wait for each other."""
+        os.sched_setaffinity(0, shares.popleft())
+
+    inspected = {}
+    with ThreadPoolExecutor(most, initializer=keep_to_share) as pool:
+        pending = {key: pool.submit(inspect_model, model, study, check_stopped) for key, model in models.items()}
+        try:
+            for key, future in pending.items():
+                with suppress(UserError):
+                    inspected[key] = future.result()
+        except BaseException:
+            stopped.set()
+            pool.shutdown(wait=False, cancel_futures=True)
+            raise
+    return inspected
+
+
+def _split_processors(count: int) -> list[list[int]]:
+    """Split the processors that this process may use into `count` shares, keeping threads of a core adjacent."""
+    order = [cpu for core in system.core_threads() for cpu in core]
+    return [order[k * len(order) // count : (k + 1) * len(order) // count] for k in range(count)]

@@ -1,0 +1,408 @@
+"""A study becomes trials: models inspected, images decoded, every combination listed, refusals given a reason."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dyno.data import meta
+from dyno.results import correctness
+from dyno.study.defaults import check_kind, check_threads, check_weights
+from dyno.study.images import prepared
+from dyno.study.interpreters import installed, missing, placed, runtime_of
+from dyno.study.model_info import (
+    InspectedModel,
+    InspectionFailed,
+    batches,
+    inspect_models,
+    model_spec,
+    refuse_sizes,
+    sizes,
+)
+from dyno.study.study import Choice, Study, model_name, parse_size, runtimes
+from dyno.worker import registry, system, tasks
+from dyno.worker.backend import Backend
+from dyno.worker.extras import install
+from dyno.worker.facts.files import MakerFacts
+from dyno.worker.inspection import Inspection
+from dyno.worker.spec import (
+    BUILD,
+    DataSpec,
+    Dims,
+    ModelSpec,
+    Option,
+    Recipe,
+    Trial,
+    UserError,
+    check_known,
+    digest,
+    to_json,
+)
+
+# A trial that was planned, and a part of a plan.
+
+
+@dataclass(frozen=True)
+class PlannedTrial:
+    """A trial, and the reason for which it is refused ("" if it isn't)."""
+
+    trial: Trial
+    refusal: str = ""
+    status: str = "skipped"  # of a trial that will not run
+    model_facts: dict[str, Any] = field(default_factory=dict)  # what inspection counted: flops, parameters
+    uninspected: bool = False  # of a model whose inspection failed
+    source: str = ""  # its model, as the study has it
+
+
+@dataclass(frozen=True)
+class TrialSelection:
+    """Those trials of a study that are asked for, by their ids; with `sources` all are of these models, as the study
+    has them, and no other is planned."""
+
+    trials: Collection[str]
+    sources: Collection[str] = ()
+
+
+# Routes to an ONNX file as the command line names them: `--routes dynamo,torchscript+static`.
+
+NAMES = ("exporter", "opset", "static", "fold")  # options that say which route
+PARTS = ("dynamo", "torchscript", "static", "fold", "opsetN")
+ALL = ("dynamo", "torchscript", "dynamo+static+fold", "torchscript+static+fold")
+USUAL = "usual"  # that one alone
+# Operators that the exporters write alike: a graph of these has the same work to do by every route. What they write
+# in many ways are attention, normalisation, and whatever depends on shapes.
+ALIKE = frozenset(
+    "Add AveragePool BatchNormalization Clip Concat Constant Conv ConvTranspose Div Elu Flatten Gemm GlobalAveragePool "
+    "GlobalMaxPool HardSigmoid HardSwish Identity LeakyRelu MaxPool Mul PRelu ReduceMean Relu Reshape Sigmoid Softmax "
+    "Squeeze Sub Tanh Unsqueeze".split()
+)
+
+
+def options_of(text: str) -> dict[str, Option]:
+    """Parse a route, `torchscript+opset17+static+fold`, into backend options; raise `UserError` for an unknown one."""
+    options: dict[str, Option] = {}
+    if text == USUAL:
+        return options
+    for part in text.split("+"):
+        if part in ("dynamo", "torchscript"):
+            options["exporter"] = part
+        elif part in ("static", "fold"):
+            options[part] = True
+        elif part.startswith("opset") and part[len("opset") :].isdecimal():
+            options["opset"] = int(part[len("opset") :])
+        else:
+            known = f"{', '.join(PARTS)}, joined by +, or is {USUAL} or all"
+            raise UserError(f"unknown route {text!r}; a route is made of {known}")
+    return options
+
+
+def routed(choices: list[Choice], routes: tuple[str, ...], *, file: bool = False) -> list[Choice]:
+    """Return each backend that reads ONNX by each of the routes (`all`: those that differ most), others unchanged.
+
+    For a `file`, which is exported already, only routes without an exporter apply.
+    """
+    names = [name for route in routes for name in (ALL if route == "all" else (route,))]
+    if file:
+        names = [name for name in names if not {"dynamo", "torchscript"} & set(name.split("+"))]
+        names = ["fold", *names] if "all" in routes else names
+    by_route = []
+    for choice in choices:
+        reads = "exporter" in registry.find(choice.name).options
+        by_route += (
+            [replace(choice, options={**choice.options, **options_of(name)}) for name in names]
+            if reads and names
+            else [choice]
+        )
+    return by_route
+
+
+def others(made_by: MakerFacts, folds: bool) -> tuple[str, ...]:
+    """Return the routes that may give an engine another graph than the one exported first.
+
+    `folds` tells whether the engine's usual route fixes and folds the shapes anyway.
+    """
+    if made_by.operators.keys() <= ALIKE:
+        return ()
+    other = () if made_by.exporter == "torchscript" else ("torchscript",)
+    if folds:
+        return tuple(f"{name}+static+fold" for name in other)
+    return (*other, f"{made_by.exporter}+static+fold")
+
+
+# The two sides of a comparison: their trials, distinguished by side and name, and which of them are pairs.
+
+
+def paired(sides: Mapping[str, Sequence[PlannedTrial]]) -> list[PlannedTrial]:
+    """Return the trials of both sides, each with its side; two models of the same name are called by their files.
+
+    Raises `UserError` if no trial of one side has a counterpart on the other.
+    """
+    names: dict[str, set[str]] = {}
+    for entry in (entry for planned in sides.values() for entry in planned):
+        names.setdefault(entry.trial.model.name, set()).add(digest(entry.trial.model))
+    shared = {name for name, models in names.items() if len(models) > 1}
+    _check_sides(sides)
+    trials = []
+    for side, planned in sides.items():
+        for entry in planned:
+            model = entry.trial.model
+            trial = renamed(entry.trial, place_of(model)) if model.name in shared else entry.trial
+            trials.append(replace(entry, trial=replace(trial, side=side)))
+    return trials
+
+
+def renamed(trial: Trial, name: str) -> Trial:
+    """Return the trial with its model renamed, in the trial and in the files that it needs."""
+
+    def rename_recipe(old: Recipe | None) -> Recipe | None:
+        if old is None:
+            return None
+        model = replace(old.model, name=name)
+        return replace(old, model=model, parent=rename_recipe(old.parent), fallback=rename_recipe(old.fallback))
+
+    return replace(trial, model=replace(trial.model, name=name), recipe=rename_recipe(trial.recipe))
+
+
+def place_of(model: ModelSpec) -> str:
+    """Return what distinguishes models of the same name: the file, or the whole source."""
+    return os.path.relpath(model.file) if model.file else model.source
+
+
+def _check_sides(sides: Mapping[str, Sequence[PlannedTrial]]) -> None:
+    """Refuse sides that share no batch and size, or no configuration."""
+    a, b = sides.values()
+    dims = [{(entry.trial.dims.batch, entry.trial.dims.shown) for entry in side} for side in (a, b)]
+    if not dims[0] & dims[1]:
+        in_a, in_b = (", ".join(f"batch {n}{f', size {size}' * bool(size)}" for n, size in sorted(d)) for d in dims)
+        raise UserError(f"A runs at {in_a} and B at {in_b}, so nothing can be compared; give --batch and --size")
+    configurations = [{f"{entry.trial.variant} {entry.trial.precision}" for entry in side} for side in (a, b)]
+    if not configurations[0] & configurations[1]:
+        in_a, in_b = (", ".join(sorted(names)) for names in configurations)
+        raise UserError(f"A runs as {in_a} and B as {in_b}; give the --backends and --precision of both")
+
+
+STEPS = ("modelopt",)  # steps of making a file that may use a separate interpreter
+
+
+def expand(study: Study, sources: Collection[str] = ()) -> list[PlannedTrial]:
+    """Return every trial of the study in a fixed order; raise `UserError` for unusable input before anything runs.
+
+    For a comparison, return the trials of both sides, with at least one pair. With `sources`, return only those of
+    these models, of a study that was planned as a whole before: checks over all models are not repeated.
+    """
+    if sources:
+        return _expand_models(study, [source for source in study.models if source in sources])
+    for side in study.sides.values():
+        check_weights(side, [source for each in study.sides.values() for source in each.models])
+    if study.baseline:
+        planned = paired({side: _expand_models(own, own.models) for side, own in study.sides.items()})
+    else:
+        planned = _expand_models(study, study.models)
+    _check_builds(study, planned)
+    return planned
+
+
+def _expand_models(study: Study, sources: Sequence[str]) -> list[PlannedTrial]:
+    """Return the trials of these models of the study."""
+    check_threads(study)
+    choices = [Choice.parse(text) for text in study.backends] or [Choice(name) for name in installed(study.device)]
+    check_kind(study)
+    if not choices:
+        packages = install("torch", "onnx", "openvino")
+        raise UserError(f"no backend that is installed here runs on {study.device}; {packages}, or see `dyno doctor`")
+    for choice in choices:
+        registry.find(choice.name).check_options(choice.options)
+        runtimes(study, choice)
+    for name in study.runtime:
+        users = {n for choice in choices for n in (choice.runtime, choice.name) if n}
+        check_known("backend of a runtime", name, {*users, *STEPS, *registry.names()})
+    failed = []
+    inspected = _inspect_sources(study, sources)
+    if len(sources) == len(study.models):
+        _check_sizes(study, inspected)
+    by_id: dict[str, PlannedTrial] = {}
+    for source in sources:
+        try:
+            planned = _of_model(study, inspected[source], choices)
+        except UserError as e:
+            failed.append(e)
+            if len(failed) == len(sources):
+                raise failed[0] from e
+            planned = _of_uninspected(study, source, choices, e)
+        for entry in planned:
+            by_id.setdefault(entry.trial.id, replace(entry, source=source))
+    if study.reference and len(sources) == len(study.models):
+        _check_reference(study.reference, list(by_id.values()))
+    return list(by_id.values())
+
+
+def _inspect_sources(study: Study, sources: Sequence[str]) -> dict[str, InspectedModel | UserError]:
+    """Inspect these models of the study; return the results, or why a model can't be used."""
+    models: dict[str, ModelSpec] = {}
+    wrong: dict[str, UserError] = {}
+    for source in sources:
+        try:
+            models[source] = _name_model(study, source, model_spec(study, source))
+        except UserError as e:
+            wrong[source] = e
+    return {**wrong, **inspect_models(study, models)}
+
+
+def _of_model(study: Study, inspected: InspectedModel | UserError, choices: list[Choice]) -> list[PlannedTrial]:
+    """Return the trials of one model, after decoding its images."""
+    if isinstance(inspected, UserError):
+        raise inspected
+    model, inspection = inspected
+    try:
+        pairs, counts = sizes(study, inspection), batches(study, inspection)
+    except UserError as e:
+        raise UserError(f"{model.name}: {e}") from e
+    planned = []
+    for height, width in pairs:
+        data = prepared(study, model, (height, width), inspection.outputs)
+        _check_budget(study, model, data, inspection.outputs)
+        for batch in counts:
+            dims = Dims(batch, height, width, inspection.shapes)
+            model_facts = _model_facts(study, inspection, dims, model)
+            planned += [
+                replace(
+                    _check_trial(study, _build_trial(study, choice, model, precision, dims, data)),
+                    model_facts=model_facts,
+                )
+                for choice, precision in _list_configurations(study, choices, model)
+            ]
+    return planned
+
+
+def _of_uninspected(study: Study, source: str, choices: list[Choice], error: UserError) -> list[PlannedTrial]:
+    """Return rows for a model whose inspection failed, so that the study's other models are measured anyway."""
+    try:
+        model = _name_model(study, source, model_spec(study, source))
+    except UserError:  # there is no such file
+        model = _name_model(study, source, ModelSpec(model_name(source), source, channels=study.channels))
+    status, reason = (error.status, error.reason) if isinstance(error, InspectionFailed) else ("failed", str(error))
+    reason = reason.removeprefix(f"{model.name}: ")
+    pairs = [parse_size(size) for size in study.sizes] or [(0, 0)]
+    rows = []
+    for pair in pairs:
+        for batch in study.batches or (1,):
+            for choice, precision in _list_configurations(study, choices, model):
+                trial = _build_trial(study, choice, model, precision, Dims(batch, *pair), DataSpec())
+                rows.append(PlannedTrial(trial, reason, status, uninspected=True))
+    return rows
+
+
+def _name_model(study: Study, source: str, model: ModelSpec) -> ModelSpec:
+    """Return the model, named by its whole source if another one has its name: they would share a reference."""
+    return replace(model, name=source) if [*map(model_name, study.models)].count(model.name) > 1 else model
+
+
+def _list_configurations(study: Study, choices: list[Choice], model: ModelSpec) -> list[tuple[Choice, str]]:
+    """Return every backend in each of its precisions."""
+    default = study.precisions or (model.precision or "fp32",)
+    readers = choices if study.backends else [choice for choice in choices if _can_read(choice.name, model)] or choices
+    by_route = routed(readers, study.routes, file=bool(model.file))
+    return [(choice, precision) for choice in by_route for precision in choice.precisions or default]
+
+
+def _can_read(name: str, model: ModelSpec) -> bool:
+    """Return whether the backend can run the model at all; one that declares no file formats may."""
+    return not model.file or registry.find(name).reads(model.file)
+
+
+def _check_reference(reference: str, planned: list[PlannedTrial]) -> None:
+    """Refuse a reference that no trial can be, before anything is measured."""
+    trials = [entry.trial for entry in planned]
+    if not any(map(correctness.make_matcher(reference, trials), trials)):
+        configurations = sorted({f"{t.backend}/{t.precision}" for t in trials})
+        raise UserError(f"no trial fits the reference {reference!r}; there are {', '.join(configurations)}")
+
+
+def _check_sizes(study: Study, inspected: dict[str, InspectedModel | UserError]) -> None:
+    """Refuse sizes if no model takes an image; beside one that does, the others run without a size."""
+    known = [each for each in inspected.values() if not isinstance(each, UserError)]
+    if known and not any(any(inspection.size) for _, inspection in known):
+        refuse_sizes(study, *known[0])
+
+
+def _check_builds(study: Study, planned: list[PlannedTrial]) -> None:
+    """Refuse several builds if nothing is built, or of a backend whose own number of rounds is smaller."""
+    if study.builds == 1:
+        return
+    if not any(one.trial.plan.builds or _has_builds(one) for one in planned):
+        names = ", ".join(dict.fromkeys(one.trial.backend for one in planned))
+        raise UserError(
+            f"builds is {study.builds}, but what is measured here ({names}) is made the same every time, or was built "
+            "already; omit --builds, which is for engines that are tuned by timing (tensorrt)"
+        )
+    for trial in (one.trial for one in planned):
+        if trial.plan.builds > trial.plan.rounds:
+            raise UserError(
+                f"{trial.backend} has rounds={trial.plan.rounds}, too few for --builds {study.builds}; omit its rounds="
+            )
+
+
+def _has_builds(entry: PlannedTrial) -> bool:
+    """Return whether the trial is only refused here, and its backend has builds."""
+    return bool(entry.refusal) and BUILD in registry.find(entry.trial.backend).options
+
+
+def _check_budget(study: Study, model: ModelSpec, data: DataSpec, outputs: int) -> None:
+    """Refuse a budget that can't be checked: every trial would seem to be within it."""
+    task = tasks.find(model.task)
+    for metric in study.budget:
+        if metric not in task.metrics:
+            other = f"give a budget of {task.metrics[0]}" if task.metrics else "no budget can be checked"
+            raise UserError(f"{model.name} is for {model.task}, which has no {metric}; {other}")
+        if 0 < outputs < task.least_outputs.get(metric, 0):
+            raise UserError(f"{metric} is always met with {outputs} classes; give a budget of {task.metrics[0]}")
+    if study.budget and not meta(data)["classes"]:
+        raise UserError(f"a budget needs labels, and {study.data} has none; put the images into a folder per class")
+
+
+def _model_facts(study: Study, inspection: Inspection, dims: Dims, model: ModelSpec) -> dict[str, Any]:
+    """Return facts about the model, where known.
+
+    They are the operations of one image at this size, the parameters, a file's name and signature, and whether the
+    normalisation of images is a guess.
+    """
+    counts = {"flops": inspection.flops.get(dims.size, 0), "parameters": inspection.parameters or 0}
+    file_facts = (
+        {"file": Path(model.file).name, "signature": to_json(inspection.signature)} if inspection.signature else {}
+    )
+    guessed = (study.data or study.calibration) and not study.mean and inspection.preprocess_guessed
+    counted = {name: int(count) for name, count in counts.items() if count}
+    return {**counted, **file_facts, **({"preprocess_guessed": True} if guessed else {})}
+
+
+def _build_trial(study: Study, choice: Choice, model: ModelSpec, precision: str, dims: Dims, data: DataSpec) -> Trial:
+    runtime = replace(runtime_of(study, choice), threads=study.threads or system.physical_cores())
+    plan = replace(study.plan, rounds=choice.rounds or study.rounds)
+    return Trial(model, choice.name, precision, dims, choice.options, None, data, runtime, plan)
+
+
+def _check_trial(study: Study, trial: Trial) -> PlannedTrial:
+    """Return the trial with the recipe of its file, or with the reason why it is refused."""
+    engine, python = registry.find(trial.backend), trial.runtime.python
+    if library := missing(trial.backend, trial.runtime):
+        return PlannedTrial(trial, f"{library} is not installed in {python}; pip install {library}" if python else
+                       f"{library} is not installed in this Python; {install(library)}")  # fmt: skip
+    if refusal := engine.refuse(trial):
+        return PlannedTrial(trial, refusal)
+    plan = replace(trial.plan, builds=_count_builds(study, engine, trial))
+    return PlannedTrial(replace(trial, recipe=placed(engine.recipe(trial), study), plan=plan))
+
+
+def _count_builds(study: Study, engine: Backend, trial: Trial) -> int:
+    """Return how many builds of its engine a trial goes through.
+
+    That is one if a build was named, else all of the study's, or 0 if the recipe has no build, as for a model that is
+    an engine already.
+    """
+    if BUILD not in engine.options or BUILD in trial.options:
+        return int(BUILD in trial.options)
+    again = engine.recipe(replace(trial, options={**trial.options, BUILD: 1}))
+    return study.builds if again != engine.recipe(trial) else 0

@@ -1,0 +1,389 @@
+"""What is to be compared: options or a TOML file become a list of trials that are fair to compare.
+
+One study compares runs of the same weights on the same input bytes at the same boundaries; what can't be compared is
+refused with a sentence, as a row.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import signal
+import sys
+import tomllib
+import typing
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Self
+
+from dyno.study.options import (
+    ClusterOptions,
+    ComparisonOptions,
+    DataOptions,
+    MeasurementOptions,
+    ModelOptions,
+    RuntimeOptions,
+    described,
+    settings,
+)
+from dyno.worker import registry, tasks
+from dyno.worker.jobs.turns import LEAST_BLOCKS
+from dyno.worker.option_values import MOST, check_range, check_types, native, several
+from dyno.worker.record import regular
+from dyno.worker.spec import (
+    BOUNDARIES,
+    DECIDED,
+    FIXED,
+    LOOKS,
+    NETWORK_FILES,
+    PRECISIONS,
+    ROUNDS,
+    SAVED,
+    Option,
+    Plan,
+    UserError,
+    check_known,
+    check_utf8,
+)
+
+LARGEST = 1e9  # of seconds, minutes and percent
+MOST_ROUNDS, LARGEST_BATCH, LARGEST_SIZE = 10_000, 2**31 - 1, 1_000_000  # the last is pixels of a side
+# The least and the most that a whole number may be.
+RANGES = {
+    "rounds": (1, MOST_ROUNDS), "builds": (1, MOST_ROUNDS), "confirm": (0, MOST_ROUNDS), "compared": (1, 10_000_000),
+    "channels": (1, LARGEST_SIZE), "classes": (1, LARGEST_BATCH), "samples": (0, 100_000_000), "threads": (0, 10_000),
+    "seed": (0, MOST),
+}  # fmt: skip
+CAN_FREEZE = hasattr(signal, "SIGSTOP")  # what measuring in turns needs
+CONFIRMATIONS = 3  # of a winner, where the study has a budget and doesn't say
+LISTS = "models backends precisions batches sizes shapes inputs mean std boundaries".split()  # fields
+BASELINE = ("models", "weights", "pretrained", "runtime")  # fields in which the two sides of a comparison may differ
+RESERVED = ("precision", "runtime", "rounds")  # options that say which trials, where and how often, not how
+
+
+@dataclass(frozen=True)
+class Choice:
+    """One backend as asked for, `NAME@option=value@…`; `precision`, `runtime` and `rounds` are for Dyno itself."""
+
+    name: str
+    options: dict[str, Option] = field(default_factory=dict)
+    precisions: tuple[str, ...] = ()
+    runtime: str = ""
+    rounds: int = 0
+
+    @property
+    def text(self) -> str:
+        """It as `parse` reads it."""
+        given: dict[str, Option] = {**self.options}
+        given |= {"precision": "+".join(self.precisions)} if self.precisions else {}
+        given |= {"runtime": self.runtime} if self.runtime else {}
+        given |= {"rounds": self.rounds} if self.rounds else {}
+        return self.name + "".join(f"@{key}={str(value).lower() if isinstance(value, bool) else value}"
+                                   for key, value in given.items())  # fmt: skip
+
+    @classmethod
+    def parse(cls, text: str) -> Choice:
+        """Read `compile@mode=max-autotune` or `onnxruntime@runtime=old`; a broken option is a `UserError`."""
+        name, *parts = text.split("@")
+        found: dict[str, str] = {}
+        for part in parts:
+            key, equals, value = part.partition("=")
+            if not (key and equals and value):
+                raise UserError(f"backend option {part!r} in {text!r} is not NAME=VALUE")
+            found[key] = value
+        precisions = tuple(found["precision"].split("+")) if "precision" in found else ()
+        options = {key: _parse_value(value) for key, value in found.items() if key not in RESERVED}
+        rounds = found.get("rounds", "")
+        if rounds and not (rounds.isdecimal() and 1 <= int(rounds) <= MOST_ROUNDS):
+            raise UserError(f"rounds={rounds} in {text!r} is not a whole number from 1 to {MOST_ROUNDS:,}")
+        return cls(name, options, precisions, found.get("runtime", ""), int(rounds or 0))
+
+
+def _parse_value(text: str) -> Option:
+    if text.lower() in ("true", "false"):
+        return text.lower() == "true"
+    for kind in (int, float):
+        try:
+            return kind(text)
+        except ValueError:
+            continue
+    return text
+
+
+@settings
+class Study(RuntimeOptions, ClusterOptions, MeasurementOptions, DataOptions, ModelOptions, ComparisonOptions):
+    """Models x backends x precisions x batches x sizes, and how to measure them.
+
+    In Python a model may also be a path, a module, or a pair of a module and its example inputs; the last two are
+    stored in the cache.
+
+    {fields}
+    """
+
+    def __post_init__(self) -> None:
+        for name in LISTS:
+            object.__setattr__(self, name, _make_tuple(getattr(self, name)))
+        for name, value in list(vars(self).items()):
+            if name not in ("models", "baseline"):  # which may hold modules, and their inputs as tensors
+                object.__setattr__(self, name, native(value))
+        object.__setattr__(self, "sizes", tuple(str(size) for size in self.sizes))
+        object.__setattr__(self, "models", tuple(_name_source(model, self) for model in self.models))
+        object.__setattr__(
+            self, "baseline", {name: self._convert_baseline(name, self.baseline[name]) for name in self.baseline}
+        )
+        object.__setattr__(self, "routes", _make_tuple(self.routes))
+        self._settle_options()
+        check_types(vars(self), typing.get_type_hints(type(self)))
+        self._check_options()
+
+    def _settle_options(self) -> None:
+        """Fill in open settings: a requested number of rounds is measured, else rounds go on until decided."""
+        asked = self.rounds is not None
+        least = max(ROUNDS, self.builds) if isinstance(self.builds, int) else ROUNDS
+        object.__setattr__(self, "rounds", self.rounds if asked else least)
+        object.__setattr__(self, "until", self.until or (FIXED if asked else DECIDED))
+        if self.turns is None:  # what ends a process's sampling is for processes that measure alone
+            alone = self.samples or self.interval != Plan.interval
+            object.__setattr__(self, "turns", CAN_FREEZE and not alone)
+
+    def _convert_baseline(self, name: str, value: Any) -> Any:
+        """Return a value of the baseline as a study file has it."""
+        check_known("baseline", name, BASELINE)
+        return [_name_source(model, self) for model in _make_tuple(value)] if name == "models" else native(value)
+
+    def _check_options(self) -> None:
+        if self.baseline:
+            _ = self.sides
+        self._check_names()
+        self._check_numbers()
+        self._check_together()
+
+    def _check_names(self) -> None:
+        """Raise `UserError` for an unusable word, path or table."""
+        if not self.models:
+            raise UserError("no model given; name one, e.g. torchvision:resnet18 or model.onnx")
+        for text in (*self.models, *self.inputs, self.data, self.weights, self.calibration):
+            check_utf8(text)
+        for name in (*self.precisions, *(p for b in self.backends for p in Choice.parse(b).precisions)):
+            check_known("precision", name, PRECISIONS)
+        for name in self.boundaries:
+            check_known("boundary", name, BOUNDARIES)
+        for name, points in self.budget.items():
+            check_known("budget", name, tasks.metrics())
+            if not 0 <= points <= 100:
+                raise UserError(f"budget {name}={points:g} must be between 0 and 100 points, e.g. {name}=0.5")
+        if self.task:
+            tasks.find(self.task)
+        check_known("unreadable", self.unreadable, ("refuse", "skip"))
+        for size in self.sizes:
+            parse_size(size)
+        _check_runtimes(self.runtime)
+        if self.shapes:
+            from dyno.study import input_options
+
+            input_options.shapes(self.shapes)
+
+    def _check_numbers(self) -> None:
+        """Raise `UserError` for a number out of its range."""
+        for name, (least, most) in RANGES.items():
+            if getattr(self, name) is not None:
+                check_range(name, getattr(self, name), least, most)
+        if self.builds > self.rounds:
+            raise UserError(
+                f"builds is {self.builds}, but a round runs one build, and rounds is {self.rounds}; "
+                f"give --rounds {self.builds} or more"
+            )
+        for name in ("seconds", "warmup", "interval", "timeout", "build_timeout", "block", "equivalent", "minutes"):
+            if not 0 < getattr(self, name) <= LARGEST:
+                raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0 and at most {LARGEST:,.0f}")
+        if any(batch < 1 for batch in self.batches):
+            raise UserError(f"batch sizes must be whole numbers of at least 1, not {', '.join(map(str, self.batches))}")
+        for batch in self.batches:
+            check_range("batch", batch, 1, LARGEST_BATCH)
+        if len(self.mean) != len(self.std):  # an inspection says how many channels there are
+            raise UserError("mean and std go together, one number for each channel")
+        if self.std and not min(self.std) > 0:
+            raise UserError(
+                f"std is {', '.join(map(str, self.std))}; pixels are divided by it, so it must be more than 0"
+            )
+
+    def _check_together(self) -> None:
+        """Raise `UserError` for options that contradict each other."""
+        check_known("until", self.until, (*LOOKS, FIXED))
+        if self.until in LOOKS and self.rounds < 2:
+            raise UserError(f"until={self.until} goes by the spread between rounds; give --rounds 2 or more")
+        if self.turns and not CAN_FREEZE:
+            raise UserError("interleaved jobs must be paused between turns, which this system can't do; omit --turns")
+        if self.turns and self.samples:
+            raise UserError("in turns blocks are counted, not samples; omit --samples or --turns")
+        if self.search and not self.budget:
+            raise UserError("a search for mixed precisions needs a budget to hold; give --budget, e.g. top1=0.5")
+        if self.budget and not self.data:
+            raise UserError("an accuracy budget needs labelled images; give --data")
+
+    @classmethod
+    def from_toml(cls, path: str | Path, usual: Mapping[str, Any] | None = None, **changes: Any) -> Self:
+        """Read a study file; `changes` (given options) override the file, which overrides the `usual` values.
+
+        Raises `UserError` for unknown keys.
+        """
+        path = Path(path)
+        try:
+            table = tomllib.loads(regular(path, "study file").read_text(encoding="utf-8-sig"))
+        except FileNotFoundError:
+            raise UserError(f"there is no study file {path}") from None
+        except (tomllib.TOMLDecodeError, UnicodeDecodeError) as e:
+            raise UserError(f"{path} is not valid TOML: {e}") from e
+        except RecursionError:
+            raise UserError(f"{path} is not valid TOML: its brackets are nested too deeply") from None
+        except IsADirectoryError:
+            raise UserError(f"{path} is a folder, not a study file") from None
+        for key in table:
+            check_known(f"key in {path.name}", key, tuple(f.name for f in dataclasses.fields(cls)))
+        if not (table.keys() | changes.keys()) >= {"models"}:
+            raise UserError(f'{path} names no models; write models = ["torchvision:resnet18"], or the like')
+        try:
+            return cls(**{**(usual or {}), **table, **changes})
+        except TypeError as e:
+            raise UserError(f"{path}: {e}") from e
+
+    def to_table(self) -> dict[str, Any]:
+        """Return the study as a TOML table: everything that isn't at its default."""
+        defaults = {f.name: f.default for f in dataclasses.fields(self) if f.default is not dataclasses.MISSING}
+        table = {}
+        for f in dataclasses.fields(self):
+            value = getattr(self, f.name)
+            if value not in ({}, None) and value != defaults.get(f.name):
+                table[f.name] = list(value) if isinstance(value, tuple) else value
+        return table
+
+    def to_toml(self) -> str:
+        """Return the study as a TOML document that `from_toml` reads back."""
+        return "".join(f"{key} = {_format_toml(value)}\n" for key, value in self.to_table().items())
+
+    @property
+    def sides(self) -> dict[str, Study]:
+        """The studies of the two sides of a comparison, `a` the baseline's; of none, this one by the name ""."""
+        if not self.baseline:
+            return {"": self}
+        own = dataclasses.replace(self, baseline={})
+        return {"a": dataclasses.replace(own, **self.baseline), "b": own}
+
+    @property
+    def confirmations(self) -> int:
+        """How often winners are measured again after they were selected."""
+        return self.confirm if self.confirm is not None else CONFIRMATIONS if self.budget else 0
+
+    @property
+    def searches(self) -> bool:
+        """Whether mixed precisions are looked for where a lowered one fails the budget."""
+        return bool(self.budget) if self.search is None else self.search
+
+    @property
+    def plan(self) -> Plan:
+        """How long each trial is measured; a fixed number of samples switches the other stopping rules off."""
+        fixed = self.samples > 0
+        return Plan(
+            boundaries=self.boundaries,
+            warmup_s=self.warmup,
+            seconds=1e6 if fixed else self.seconds,
+            min_samples=self.samples if fixed else 30,
+            max_samples=self.samples if fixed else 100_000,
+            interval=self.interval,
+            rounds=self.rounds,
+            blocks=max(LEAST_BLOCKS, round(self.seconds / self.block)) if self.turns else 0,
+            block_s=self.block if self.turns else Plan.block_s,
+            timeout_s=self.timeout, build_timeout_s=self.build_timeout,
+        )  # fmt: skip
+
+
+Study.__doc__ = (Study.__doc__ or "").format(fields=described(Study))
+
+
+def _name_source(model: Any, study: Study) -> Any:
+    """Return a model as text: its path, or the file in which a module in memory is stored."""
+    if not _in_memory(model) and not callable(model):
+        return native(model)
+    from dyno.study import in_memory, input_options
+
+    size = parse_size(study.sizes[0]) if study.sizes else None
+    return in_memory.saved(model, input_options.overrides(study.inputs, study.shapes), study.channels, size)
+
+
+def _in_memory(value: Any) -> bool:
+    """Return whether the value is an `nn.Module` or a program of torch.export, or one with its example inputs.
+
+    PyTorch is not imported for this.
+    """
+    torch = sys.modules.get("torch")
+    first = value[0] if isinstance(value, tuple) and len(value) == 2 else value
+    pair = first is not value
+    program = getattr(sys.modules.get("torch.export"), "ExportedProgram", ())
+    if torch is None or not isinstance(first, (torch.nn.Module, program)):
+        return False
+    return not (pair and isinstance(value[1], (str, Path, torch.nn.Module)))
+
+
+def _make_tuple(value: Any) -> tuple[Any, ...]:
+    if _in_memory(value):  # some modules can be iterated over
+        return (value,)
+    return several(value)
+
+
+def _format_toml(value: Any) -> str:
+    """Format a value as TOML; text as JSON, which is TOML too but for one control character."""
+    if isinstance(value, Mapping):
+        return "{" + ", ".join(f"{_format_toml(str(key))} = {_format_toml(item)}" for key, item in value.items()) + "}"
+    if isinstance(value, (list, tuple)):
+        return "[" + ", ".join(map(_format_toml, value)) + "]"
+    if isinstance(value, str):
+        return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+def parse_size(text: str) -> tuple[int, int]:
+    """Parse height and width from `224` or `480x640`."""
+    height, _, width = text.lower().partition("x")
+    try:
+        found = int(height), int(width if "x" in text.lower() else height)
+    except ValueError:
+        found = (0, 0)
+    if min(found) < 1:
+        raise UserError(f"image size {text!r} is not a number of pixels like 224, or HEIGHTxWIDTH like 480x640")
+    check_range("image size", max(found), 1, LARGEST_SIZE)
+    return found
+
+
+def parse_budget(texts: Iterable[str]) -> dict[str, float]:
+    """Parse the points that an engine may lose from `top1=0.5`."""
+    found = {}
+    for text in texts:
+        name, _, points = text.partition("=")
+        try:
+            found[name] = float(points)
+        except ValueError:
+            raise UserError(f"budget {text!r} is not NAME=POINTS, e.g. top1=0.5") from None
+    return found
+
+
+def model_name(source: str) -> str:
+    """Return the model's name in tables and folders: the part behind the colon, or the file's stem."""
+    if source.partition(":")[0] in NETWORK_FILES:
+        return Path(source.partition(":")[2]).stem
+    if registry.format_of(source) or source.endswith((*SAVED, ".pt", ".pth", ".cfg")):
+        return Path(source).stem
+    return source.rpartition(":")[2]
+
+
+def _check_runtimes(tables: Mapping[str, Mapping[str, Any]]) -> None:
+    for name, table in tables.items():
+        if not isinstance(table.get("env", {}), dict) or not isinstance(table.get("python", ""), str):
+            raise UserError(f'runtime {name!r} needs a path as python and a table as env, such as {{A = "1"}}')
+
+
+def runtimes(study: Study, choice: Choice) -> Mapping[str, Any]:
+    """Return the `[runtime.…]` table of a backend: the one it names, else the one named like it, else none."""
+    if choice.runtime and choice.runtime not in study.runtime:
+        raise UserError(f"backend {choice.name!r} asks for runtime {choice.runtime!r}, which the study does not define")
+    return study.runtime.get(choice.runtime or choice.name, {})

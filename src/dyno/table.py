@@ -1,0 +1,209 @@
+"""A table as plain data: columns that know their unit, kind and meaning, rows of plain values, and notes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TYPE_CHECKING, Any
+
+from dyno.formatting import NO_IMAGE, bound, bounded, limits, plain, points, show, significant
+from dyno.worker.spec import UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+    from dyno.results.stats import Interval, Speedup
+
+TEXT, NUMBER, COUNT, PERCENT, POINTS, RATIO, FINE = KINDS = (
+    "text", "number", "count", "percent", "points", "ratio", "fine ratio",
+)  # fmt: skip
+TITLES = ("model", "form", "statistic", "label", "title")  # values that say in a heading what they are
+NEAREST = 3  # columns that may have been meant by a misspelt one
+
+Row = dict[str, Any]
+
+
+def missing(value: Any) -> bool:
+    """Return whether a value is missing: None, NaN or pandas' NA."""
+    # pandas' NA compares as NA, so its type is checked; NaN is the only value that doesn't equal itself.
+    return value is None or type(value).__name__ == "NAType" or (isinstance(value, float) and math.isnan(value))
+
+
+def _format_whole(value: float) -> str:
+    return f"{value:,.0f}" if float(value).is_integer() else significant(value)
+
+
+SHOWN: dict[str, Callable[[float], str]] = {
+    NUMBER: lambda v: significant(float(v)),
+    COUNT: _format_whole,
+    PERCENT: lambda v: f"{v:.2f}",
+    POINTS: lambda v: points(v / 100),
+    RATIO: lambda v: f"{v:.2f}x",
+    FINE: lambda v: f"{v:.3f}x",
+}
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column: its `name` in CSV and JSON, a `heading` for people, one of KINDS, the unit, and what it means.
+
+    An `identity` is a part of a row's name, printed where rows differ in it. An `interval` is printed behind the value,
+    from the row's NAME_low and NAME_high. A narrow terminal omits the columns with the highest `rank` first, and never
+    those of rank 0. `cell` formats the printed text from the whole row instead.
+    """
+
+    name: str
+    meaning: str = ""
+    unit: str = ""
+    kind: str = NUMBER
+    title: str = ""
+    rank: int = 0
+    interval: bool = False
+    identity: bool = False
+    cell: Callable[[Row], str] | None = None
+
+    @property
+    def heading(self) -> str:
+        """The title, else the name with its unit."""
+        return self.title or (f"{self.name}, {self.unit}" if self.unit else self.name)
+
+    @property
+    def right(self) -> bool:
+        """Whether its cells stand on the right, as numbers do."""
+        return self.kind != TEXT
+
+    def text(self, row: Row) -> str:
+        """Return the printed cell of a row, "" for a missing value."""
+        if self.cell is not None:
+            return self.cell(row)
+        value: Any = row.get(self.name)
+        if missing(value):
+            return ""
+        if self.kind == TEXT:
+            return str(value)
+        show = SHOWN[self.kind]
+        low: Any = row.get(f"{self.name}_low")
+        high: Any = row.get(f"{self.name}_high")
+        if not self.interval or missing(low) or missing(high):
+            return show(value)
+        if self.kind in (PERCENT, POINTS):
+            return f"{show(value)} [{show(low)}, {show(high)}]"
+        if self.kind in (RATIO, FINE) and not bounded(low, high):
+            return bound(low, high)
+        return show(value) + limits(low, high, lambda v: show(v).removesuffix("x"))
+
+
+@dataclass(frozen=True)
+class TablePart:
+    """What is printed as one table: a heading, the columns that hold anything, the rows, and its own notes."""
+
+    title: str
+    columns: list[Column]
+    rows: list[Row]
+    notes: list[str]
+
+
+@dataclass(frozen=True)
+class Table:
+    """A table with its content.
+
+    CSV and JSON hold every column. Printed are those named in `printed` (empty: all), in one part for each combination
+    of values in the `group` columns. `below` makes the notes of a part; `notes` follow the last one. A row may hold
+    further values, which cells read.
+    """
+
+    name: str
+    title: str
+    description: str
+    columns: tuple[Column, ...] = ()
+    rows: list[Row] = field(default_factory=list)
+    notes: tuple[str, ...] = ()
+    group: tuple[str, ...] = ()
+    printed: tuple[str, ...] = ()
+    below: Callable[[list[Row]], list[str]] | None = None
+
+    def parts(self, by: str | Sequence[str] = ()) -> Iterator[TablePart]:
+        """Yield the parts to print, grouped by other columns (comma-separated, or a sequence) where `by` names some.
+
+        UserError for a column that doesn't exist.
+        """
+        requested = [k.strip() for k in by.split(",")] if isinstance(by, str) and by else list(by)
+        keys = requested or list(self.group)
+        by_name = {column.name: column for column in self.columns}
+        if unknown := [k for k in keys if k not in by_name]:
+            raise UserError(_no_column(unknown[0], list(by_name)))
+        grouped: dict[tuple[Any, ...], list[Row]] = {}
+        for row in self.rows:
+            grouped.setdefault(tuple(row.get(k) for k in keys), []).append(row)
+        shown = self._choose_columns(keys, by_name)
+        for number, (values, rows) in enumerate(grouped.items(), 1):
+            columns = [c for c in shown if c.identity or any(c.text(r) for r in rows)]
+            own = [*(self.below(rows) if self.below else ()), *(self.notes if number == len(grouped) else ())]
+            yield TablePart(_make_title(keys, values), columns, rows, own)
+
+    def _choose_columns(self, keys: list[str], by_name: Mapping[str, Column]) -> list[Column]:
+        """Return the printed columns, without those grouped by, and without identities in which all rows agree."""
+        chosen = [by_name[name] for name in self.printed or by_name if name not in keys]
+        left = [c for c in chosen if not c.identity or len({str(r.get(c.name)) for r in self.rows}) > 1]
+        return left if any(c.identity or c.kind == TEXT for c in left) else chosen
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return every column as a DataFrame: whole numbers as Int64, words as objects, all others as float."""
+        import pandas as pd
+
+        frame = pd.DataFrame.from_records(self.rows, columns=[c.name for c in self.columns])
+        kinds = {c.name: "Int64" if c.kind == COUNT else object if c.kind == TEXT else float for c in self.columns}
+        return frame.astype(kinds)
+
+
+def _make_title(keys: Sequence[str], values: Sequence[Any]) -> str:
+    named = [(k, v) for k, v in zip(keys, values, strict=True) if (k, v) != ("size", NO_IMAGE)]
+    return ", ".join(plain(v) if k in TITLES else f"{k} {plain(v)}" for k, v in named)
+
+
+def _no_column(name: str, columns: list[str]) -> str:
+    near = list(dict.fromkeys([*get_close_matches(name, columns, NEAREST), *(c for c in columns if name in c)]))
+    meant = f"did you mean {' or '.join(near[:NEAREST])}? " if near and name else ""
+    return f"there is no column {name!r} to group by; {meant}the first line of --format csv names all columns"
+
+
+def joined(tables: Sequence[Table]) -> Table:
+    """Join the rows of several tables of one kind into one table."""
+    first = tables[0]
+    return Table(**{**vars(first), "rows": [row for table in tables for row in table.rows]})
+
+
+# Numbers with the limits of their interval as columns and cells of a row: NAME, NAME_low and NAME_high.
+
+
+def limited(name: str, interval: Interval | Speedup | None) -> Row:
+    """Return the cells of a number and its limits; {} for None."""
+    if interval is None:
+        return {}
+    return {name: interval.value, f"{name}_low": interval.low, f"{name}_high": interval.high}
+
+
+def limits_of(name: str, unit: str, kind: str = NUMBER) -> tuple[Column, Column]:
+    """Return the columns of a number's limits."""
+    return (Column(f"{name}_low", "its lower limit", unit, kind=kind),
+            Column(f"{name}_high", "its upper limit", unit, kind=kind))  # fmt: skip
+
+
+def duration(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:
+    """Return a column of seconds that prints a duration, and the limits behind it where they are known."""
+
+    def format_cell(row: Row) -> str:
+        value, low, high = row.get(name), row.get(f"{name}_low"), row.get(f"{name}_high")
+        text = show(value, "duration")
+        if value is None or low is None or high is None or not (math.isfinite(low) and math.isfinite(high)):
+            return text
+        return text + limits(low, high, lambda v: show(v, "duration"))
+
+    return Column(name, meaning, "s", title=title or name.removesuffix("_s"), cell=format_cell, rank=rank)
+
+
+def printed(columns: Sequence[Column]) -> tuple[str, ...]:
+    """Return the columns for people: without limits, which stand behind their value, and without the trial's id."""
+    return tuple(c.name for c in columns if not c.name.endswith(("_low", "_high")) and c.name != "trial")

@@ -1,0 +1,212 @@
+"""`dyno take`: the winner's file, and beside it a script that runs it in its own library as it was measured."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import tempfile
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from dyno.formatting import show
+from dyno.jobs.launcher import launch
+from dyno.jobs.progress import Progress
+from dyno.results.ranking import cpu_contention, winners
+from dyno.results.rounds import Round
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results, TrialResult, by_build
+from dyno.run.execute import Files
+from dyno.store import copy, sha256_of
+from dyno.worker import registry
+from dyno.worker.record import Record
+from dyno.worker.spec import Artifact, Job, Trial, UserError, from_json
+
+STATE = ".pt"
+MARK = "Written by `dyno take`"
+TIMEOUT_S = 3600.0
+
+
+@dataclass(frozen=True)
+class TakeResult:
+    """What was taken: the trial's id and label, its file (for a module its weights), the script, and notes.
+
+    `bytes` is of the file with what belongs to it, such as an IR's .bin.
+    """
+
+    trial: str
+    label: str
+    file: Path
+    script: Path
+    bytes: int
+    notes: tuple[str, ...] = ()
+
+
+def take(run: RunData, choice: str = "", out: Path | None = None) -> TakeResult:
+    """Write a trial's file to `out` and a script that runs it beside that, with the same name and .py.
+
+    `choice` is a trial's id or its beginning, or BACKEND/PRECISION; "" is the verdict's winner. `out` is by default
+    MODEL-BACKEND-PRECISION in the current folder. A file missing from the cache is built again. Raises `UserError`.
+    """
+    results = run.records
+    chosen = _choose_trial(run, choice)
+    trial = from_json(Trial, chosen.job["trial"])
+    artifact, notes = measured_file(chosen, trial)
+    file = _choose_path(out or Path(_format_name(chosen)), Path(artifact.path).suffix if artifact else STATE)
+    script = file.with_suffix(".py")
+    _check_free(file, script, artifact)
+    about = {
+        "file": file.name,
+        "script": script.name,
+        "story": _format_heading(chosen, results),
+        "outputs": list(chosen.outputs()) or [t.name for t in (artifact.outputs if artifact else ())],
+        "options": chosen.facts.options,
+        "weights_sha256": chosen.facts.weights_sha256,
+    }
+    with tempfile.TemporaryDirectory() as scratch:
+        record = launch(Job("take", trial.runtime, trial, artifact=artifact, options=about), Path(scratch), TIMEOUT_S)
+        if record.status != "ok":
+            raise UserError(f"{chosen.label} can't be taken: {record.reason}")
+        _write_files(Path(scratch), record.facts.files, artifact, file, script)
+    size = artifact.bytes if artifact else file.stat().st_size
+    return TakeResult(chosen.id, chosen.label, file, script, size, (*notes, *_list_caveats(results, choice)))
+
+
+def _write_files(written: Path, names: Sequence[str], artifact: Artifact | None, file: Path, script: Path) -> None:
+    file.parent.mkdir(parents=True, exist_ok=True)
+    if artifact is not None:
+        copy(Path(artifact.path), file)
+    places = {"script.py": script, "state.pt": file, "model.py": _copied_code(script)}
+    for name in names:
+        shutil.copyfile(written / name, places[name])
+
+
+def _copied_code(script: Path) -> Path:
+    return script.with_name(f"{script.stem}_model.py")
+
+
+def _choose_trial(run: RunData, choice: str) -> TrialResult:
+    """Return the chosen trial; raise `UserError` if it did not run."""
+    chosen = find(run.records, choice) if choice else _find_winner(run)
+    if not chosen.good:
+        raise UserError(f"{chosen.label} did not run ({chosen.status}: {chosen.reason}), so there is nothing to take")
+    return chosen
+
+
+def _find_winner(run: RunData) -> TrialResult:
+    all_winners, results = list(winners(run)), run.records
+    if not all_winners:
+        raise UserError(f"the verdict of {results.folder} names no winner; choose a trial as BACKEND/PRECISION")
+    if len(all_winners) > 1:
+        choices = ", ".join(f"{id} ({where})" for where, id in all_winners)
+        raise UserError(f"{results.folder} has several winners; choose one: {choices}")
+    return results.trial(all_winners[0][1])
+
+
+def _list_caveats(results: Results, choice: str) -> list[str]:
+    """Return a note if no trial was chosen and the verdict names no winner because of CPU contention."""
+    contention = None if choice else cpu_contention(results)
+    return [f"{contention.sentence} This was the fastest measured."] if contention and contention.mostly else []
+
+
+def find(results: Results, choice: str) -> TrialResult:
+    """Find a trial by its id, or by backend and precision; among several batches, the smallest one that ran."""
+    name, fitting = of_form(results, choice)
+    fitting = [t for t in fitting if t.good] or fitting
+    matching = [t for t in fitting if t.variant == name] or fitting
+    if not matching and re.fullmatch("[0-9a-f]{4,12}", choice):
+        return results.trial(choice)
+    if not matching:
+        available = ", ".join(dict.fromkeys(f"{t.variant}/{t.precision}" for t in results))
+        raise UserError(f"no trial of {results.folder} is {choice!r}; there are {available}")
+    models = dict.fromkeys((t.model, t.size) for t in matching)
+    kinds = dict.fromkeys((t.variant, t.precision) for t in matching)
+    if len(models) > 1 or len(kinds) > 1:
+        labels = ", ".join(f"{t.id} ({t.label})" for t in matching)
+        raise UserError(f"{choice!r} fits several trials of {results.folder}; choose one by its id: {labels}")
+    return min(matching, key=lambda t: (not t.good, t.batch))
+
+
+def of_form(results: Results, text: str) -> tuple[str, list[TrialResult]]:
+    """Return the backend, with or without options, that BACKEND/PRECISION names, and the trials that match both."""
+    name, _, precision = text.replace("/", ":").rpartition(":") if "/" in text else (text, "", "")
+    return name, [t for t in results if name in (t.backend, t.variant) and precision in ("", t.precision)]
+
+
+def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[str]]:
+    """Return the measured file, of several builds the fastest, with notes; if missing or changed, it is built again.
+
+    None for a module.
+    """
+    if fastest := _fastest_build(measured):
+        artifact = Files(Progress()).of(trial, fastest.number)
+        if isinstance(artifact, Artifact):
+            return artifact, [f"build {fastest.build} of {measured.builds}, the fastest; the verdict is of all of them"]
+        raise _not_built(measured, artifact)
+    stored = measured.artifact
+    if stored and Path(stored.path).is_file() and sha256_of(Path(stored.path)) == stored.sha256:
+        return stored, []
+    if trial.recipe is None:
+        if not trial.model.file:
+            return None, []
+        raise UserError(f"{trial.model.file} is missing or was changed since it was measured; run the study again")
+    artifact = Files(Progress()).of(trial, 0)
+    assert artifact is not None
+    if isinstance(artifact, Record):
+        raise _not_built(measured, artifact)
+    same = stored is not None and artifact.sha256 == stored.sha256
+    return artifact, [] if same else ["the file was built again and differs from the one that was measured"]
+
+
+def _fastest_build(measured: TrialResult) -> Round | None:
+    """Return a round of the build with the shortest latency, by the geometric mean; None if all ran the same file."""
+    seconds: dict[int, list[tuple[Round, float]]] = {}
+    for one in measured.good:
+        if one.build and (median := one.median("model")) is not None:
+            seconds.setdefault(one.build, []).append((one, median))
+    if not seconds:
+        return None
+    return min(seconds.values(), key=lambda rounds: by_build(rounds)[0])[0][0]
+
+
+def _not_built(measured: TrialResult, failure: Record | None) -> UserError:
+    reason = failure.reason if failure else "it has no recipe"
+    return UserError(f"the file of {measured.label} is missing from the cache and can't be built again: {reason}")
+
+
+def _format_name(trial: TrialResult) -> str:
+    return re.sub(r"[^\w.-]+", "-", f"{trial.model}-{trial.backend}-{trial.precision}").strip("-.")
+
+
+def _choose_path(out: Path, suffix: str) -> Path:
+    """Return the path to write, with the suffix of the file's kind."""
+    if out.suffix == suffix:
+        return out
+    suffixes = {*registry.suffixes(), STATE, ".py", ".pth", ".safetensors"}
+    if out.suffix in suffixes:
+        raise UserError(
+            f"what was measured is a {suffix} file; give -o {out.with_suffix(suffix).name}, or a name alone"
+        )
+    if out.is_dir():
+        raise UserError(f"-o {out} is a folder; give the file's name, like {out / 'best'}{suffix}")
+    return out.with_name(out.name + suffix)
+
+
+def _check_free(file: Path, script: Path, artifact: Artifact | None) -> None:
+    """Refuse to write over the model itself, or over a script of another origin."""
+    if artifact and file.exists() and file.samefile(artifact.path):
+        raise UserError(f"{file} is the file that was measured; give another with -o")
+    if script.exists():
+        if MARK not in script.read_text(encoding="utf-8", errors="replace"):
+            raise UserError(f"{script} exists already and was not written by `dyno take`; give another name with -o")
+    elif artifact is None and _copied_code(script).exists():
+        raise UserError(f"{_copied_code(script)} exists already; give another name with -o")
+
+
+def _format_heading(trial: TrialResult, results: Results) -> str:
+    """Return the script's first line: which trial it is and how fast it was."""
+    versions = trial.good[0].record.system.get("versions", {})
+    library = next((f" ({name} {v})" for name, v in versions.items() if name != "numpy"), "")
+    medians = trial.medians("model")
+    median = f": {show(sorted(medians)[len(medians) // 2], 'duration')}" if medians else ""
+    return f"{trial.label}{library}{median} as measured in {results.name}, trial {trial.id}."

@@ -1,0 +1,1 @@
+"""trtexec's logs and command lines beside Dyno's own measurement."""

@@ -1,0 +1,321 @@
+"""The cross-check with trtexec: a trial in its terms, the command that repeats it, and both results side by side."""
+
+from __future__ import annotations
+
+import math
+import shlex
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path, PurePath, PureWindowsPath
+
+from dyno.jobs.telemetry import Telemetry
+from dyno.results import timeline
+from dyno.results.trial_result import TrialResult, load_run
+from dyno.run.device_lock import held
+from dyno.trtexec import command, log
+from dyno.trtexec.command import TrialMedians, ms, read_medians, signed
+from dyno.trtexec.log import TrtexecReport
+from dyno.worker.spec import Runtime, UserError
+
+# Where a difference between Dyno's numbers and trtexec's comes from: each gap split into causes, or refused.
+
+CLOSE = 0.02  # medians this close agree: two runs of one tool differ by about as much
+UNEXPLAINED, GRAPH = "unexplained", "CUDA graph"
+NOTHING = 5e-8  # seconds: a tenth of what CUDA events resolve
+NO_CLOCKS = "clocks are not known on both sides; a log doesn't hold the one it ran at"
+
+
+@dataclass(frozen=True)
+class GapPart:
+    """A share of a gap in seconds (positive: it makes Dyno's number the longer one), and its reason."""
+
+    name: str
+    seconds: float
+    why: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.name} {signed(self.seconds)}{f' ({self.why})' if self.why else ''}"
+
+
+@dataclass(frozen=True)
+class Gap:
+    """Two medians of one quantity in seconds, and the parts that their difference falls into."""
+
+    what: str
+    ours: float
+    theirs: float
+    parts: tuple[GapPart, ...]
+
+    @property
+    def seconds(self) -> float:
+        return self.ours - self.theirs
+
+    @property
+    def agree(self) -> bool:
+        return abs(self.seconds) <= CLOSE * self.theirs
+
+    def __str__(self) -> str:
+        share = f"{100 * self.seconds / self.theirs:+.1f} %".replace("-", "−") if self.theirs else "no ratio"
+        head = f"{self.what}: Dyno {ms(self.ours)}, trtexec {ms(self.theirs)}: {signed(self.seconds)} ({share})"
+        if self.agree:
+            return f"{head}; they agree within {100 * CLOSE:g} %."
+        causes = [str(part) for part in self.parts if abs(part.seconds) >= NOTHING or part.name == GRAPH]
+        return f"{head} = {', '.join(causes)}."
+
+
+def compare_results(trial: TrialResult, report: TrtexecReport) -> list[str]:
+    """Compare trtexec's numbers with the trial's: each gap split into its parts, or one sentence on why not."""
+    if refusal := list_differences(trial, report):
+        return [refusal]
+    differences = list(list_gaps(read_medians(trial), report))
+    if not differences:
+        return ["Not compared: the record and trtexec have no measurement in common."]
+    return [*map(str, differences), *_find_notes(trial, report)]
+
+
+def list_differences(trial: TrialResult, report: TrtexecReport) -> str:
+    """Return the reason why the two measured different things, one sentence; "" when they seem alike from the file."""
+    engine = command.find_engine(trial)
+    if report.onnx and not report.engine:
+        return (
+            f"Not compared: trtexec built a separate engine from {_parse_file_name(report.onnx)}, and two builds "
+            f"differ; time the same file with --loadEngine={engine or 'ENGINE'}."
+        )
+    if engine and report.engine and _parse_file_name(engine) != _parse_file_name(report.engine):
+        ran = f"trtexec ran {_parse_file_name(report.engine)}, Dyno {_parse_file_name(engine)}"
+        return f"Not compared: {ran}; time one engine file with both."
+    if report.streams > 1:
+        return f"Not compared: trtexec ran {report.streams} inferences side by side; run it without --infStreams."
+    device = read_medians(trial).device
+    if device and report.device and device != report.device:
+        return f"Not compared: trtexec ran on {report.device}, Dyno on {device}."
+    return _other_shapes(command.read_shapes(trial), report.shapes)
+
+
+def _other_shapes(ours: dict[str, tuple[int, ...]], theirs: dict[str, tuple[int, ...]]) -> str:
+    if not ours or not theirs or ours == theirs:
+        return ""
+    spec = command.make_spec
+    return f"Not compared: trtexec ran {spec(theirs)}, Dyno {spec(ours)}; give both the same shapes."
+
+
+def _parse_file_name(path: str) -> str:
+    """Return the file's name, from a path of any system."""
+    return PureWindowsPath(path).name if "\\" in path else PurePath(path).name
+
+
+def list_gaps(mine: TrialMedians, report: TrtexecReport) -> Iterator[Gap]:
+    """Yield the gaps of GPU time, latency and throughput, as far as both sides measured them."""
+    theirs = report.compute.median
+    if mine.model is not None:
+        parts = _gpu_parts(mine, report, mine.model - theirs)
+        yield Gap("GPU time (latency/model against GPU Compute Time)", mine.model, theirs, tuple(parts))
+    if report.transfers is not False and report.latency and mine.whole is not None:
+        latency = report.latency.median
+        parts = _latency_parts(mine, report, mine.whole - latency)
+        yield Gap("Latency (latency/all against Latency)", mine.whole, latency, tuple(parts))
+    if report.rate and mine.rate:
+        period, its = 1 / mine.rate, 1 / report.rate
+        yield Gap("Time per query at full throughput", period, its, tuple(_rate_parts(mine, report, period - its)))
+
+
+def _gpu_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
+    """Split a gap between two GPU times: each cause takes the most that it can account for, in this order."""
+    left = gap
+    for cause in (_explain_graph, _explain_clocks, _explain_launch):
+        if part := cause(mine, report, left):
+            left -= part.seconds
+            yield part
+    why = "" if abs(left) < CLOSE * report.compute.median or (mine.clock and report.clock) else NO_CLOCKS
+    yield GapPart(UNEXPLAINED, left, why)
+
+
+def _compute_share(left: float, expected: float) -> float:
+    """Return the part of the rest that the cause can account for, 0 where it points the other way."""
+    return math.copysign(min(abs(left), abs(expected)), left) if left * expected > 0 else 0.0
+
+
+def _explain_graph(mine: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
+    """Return a CUDA graph's part: a graph on one side saves at most the difference of the two enqueue times."""
+    if report.graph is None or report.graph == mine.graph:
+        return None
+    why = f"only {'Dyno' if mine.graph else 'trtexec'} used one"
+    if mine.enqueue is None or report.enqueue is None:
+        return GapPart(GRAPH, 0.0, f"{why}, and without enqueue times its share is unknown")
+    saved = abs(mine.enqueue - report.enqueue.median)
+    return GapPart(GRAPH, _compute_share(left, -saved if mine.graph else saved), why)
+
+
+def _explain_clocks(mine: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
+    """Return the clocks' part: compute-bound work takes longer in proportion as the clock is lower."""
+    if not mine.clock or not report.clock:
+        return None
+    expected = report.compute.median * (report.clock / mine.clock - 1)
+    return GapPart("clocks", _compute_share(left, expected), f"{mine.clock:.0f} MHz here, {report.clock:.0f} MHz there")
+
+
+def _explain_launch(mine: TrialMedians, report: TrtexecReport, left: float) -> GapPart | None:
+    """Return the launch's part: trtexec launches a query while the one before it runs; Dyno's GPU waits for the launch.
+
+    trtexec's start event is reached when the query before ends.
+    """
+    if mine.enqueue is None or left <= 0:
+        return None
+    return GapPart(
+        "launch", _compute_share(left, mine.enqueue), "at most one enqueue, which trtexec hides by queueing ahead"
+    )
+
+
+def _latency_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
+    """Yield copies and GPU time as both sides measured them, and the rest, which only the host's clock covers."""
+    if mine.copies is None or mine.compute is None or report.h2d is None or report.d2h is None:
+        yield GapPart(UNEXPLAINED, gap, "H2D, compute and D2H are not measured on both sides")
+        return
+    copies, gpu = mine.copies - report.h2d.median - report.d2h.median, mine.compute - report.compute.median
+    yield GapPart("copies", copies, "H2D and D2H by the GPU's clock")
+    *causes, unexplained = _gpu_parts(mine, report, gpu)
+    yield from causes
+    left = gap - copies - gpu
+    if mine.waiting is not None:
+        waiting = _compute_share(left, mine.waiting)
+        left -= waiting
+        yield GapPart("synchronisation", waiting, "the host's launch and spinning wait, which trtexec's sum leaves out")
+    yield GapPart(UNEXPLAINED, left + unexplained.seconds, "the host's calls for the copies are in it")
+
+
+def _rate_parts(mine: TrialMedians, report: TrtexecReport, gap: float) -> Iterator[GapPart]:
+    """Yield the parts of the time per query: that of the slowest stage (compute, or a copy) and its idle time."""
+    compute = min((t for t in (mine.model, mine.compute) if t is not None), default=None)
+    if compute is None:
+        yield GapPart(UNEXPLAINED, gap, "the record has no GPU time")
+        return
+    theirs = report.compute.median
+    gpu = compute - theirs
+    copies = max(0.0, max(mine.h2d or 0.0, mine.d2h or 0.0) - compute)
+    copies -= max(0.0, max(s.median if s else 0.0 for s in (report.h2d, report.d2h)) - theirs)
+    yield GapPart("GPU compute", gpu)
+    yield GapPart("copies", copies, "trtexec made none" if report.transfers is False else "where they outlast compute")
+    why = "the GPU's idle time" + ("; trtexec's host sleeps while it waits" if report.spin is False else "")
+    yield GapPart("launch and synchronisation", gap - gpu - copies, why)
+
+
+def _find_notes(trial: TrialResult, report: TrtexecReport) -> Iterator[str]:
+    ours, theirs = command.read_version(trial), report.version
+    if ours and theirs and ours.split(".")[:2] != theirs.split(".")[:2]:
+        yield f"trtexec is of TensorRT {theirs}, Dyno ran {ours}: kernels and launch costs may differ."
+    if not report.engine and not report.shapes:
+        yield "The file names neither engine nor shapes nor flags; they are assumed to be the same."
+    if report.spin is False:
+        yield "trtexec's host slept while it waited; with --useSpinWait both wait alike."
+    for warning in report.warnings:
+        yield f"trtexec warns: {warning}"
+
+
+LOAD_S = 300.0  # what trtexec may take besides warming up and timing: an engine of some GB, a slow disk
+
+
+def cross_check(
+    records: Path | TrialResult | Sequence[TrialResult], trtexec_file: Path | None = None, run: bool = True
+) -> list[str]:
+    """Return sentences that cross-check every TensorRT trial of a run folder, or of `records`, with trtexec.
+
+    Each trial is explained in trtexec's terms, followed by the commands that should give the same. `trtexec_file` is a
+    log or exported times to compare with; without one, trtexec is run if it is on the PATH and `run` allows it. Raises
+    `UserError` for a file that trtexec didn't write and for records without a TensorRT trial.
+    """
+    log_times = log.read_log(trtexec_file) if trtexec_file else None
+    trials = _choose_trials(records)
+    sentences: list[str] = []
+    for trial in trials:
+        sentences += [f"{trial.label}:"] if len(trials) > 1 else []
+        sentences += [*command.explain_terms(trial), *command_lines(trial)]
+        sentences += compare_results(trial, log_times) if log_times else _run_all(trial) if run else []
+    return sentences
+
+
+def _choose_trials(records: Path | TrialResult | Sequence[TrialResult]) -> list[TrialResult]:
+    if isinstance(records, TrialResult):
+        records = [records]
+    trials = load_run(records).trials if isinstance(records, Path) else list(records)
+    engines = [t for t in trials if is_engine(t)]
+    if not engines:
+        raise UserError("no TensorRT trial succeeded, and trtexec runs only TensorRT engines; time an .engine file")
+    return engines
+
+
+def is_engine(trial: TrialResult) -> bool:
+    """Return whether the trial ran a TensorRT engine file, which trtexec can run too."""
+    return bool(trial.good) and trial.artifact is not None and trial.artifact.format == "engine"
+
+
+def boundaries(trial: TrialResult) -> list[str]:
+    """Return the trial's boundaries that a trtexec run can repeat; `all` also gives its throughput."""
+    measured = trial.spec.get("plan", {}).get("boundaries") or ("model", "all")
+    return [b for b in ("model", "all") if b in measured] or ["all"]
+
+
+def command_lines(trial: TrialResult) -> list[str]:
+    """Return the shell commands that should reproduce the trial's numbers, and its engine if Dyno built it."""
+    purposes = [(command.read_timing(trial, boundary), f"latency/{boundary}") for boundary in boundaries(trial)]
+    if build := command.is_built(trial):
+        purposes.append((build.command(), "such an engine"))
+    return ["The same by hand:", *(f"  {shlex.join(arguments)}    # for {purpose}" for arguments, purpose in purposes)]
+
+
+def _run_all(trial: TrialResult) -> Iterator[str]:
+    """Compare with a run per boundary; a failure of trtexec is a sentence, as Dyno's own numbers are still valid."""
+    tool = command.name_tool(trial)
+    if shutil.which(tool) is None:
+        yield f"{tool} is not on the PATH; run the command where it is, and give its log or times.json with --trtexec."
+        return
+    for boundary in boundaries(trial):
+        yield f"{tool} was run for latency/{boundary}:"
+        try:
+            yield from compare_results(trial, measure(trial, boundary))
+        except UserError as e:
+            yield str(e)
+
+
+def measure(trial: TrialResult, boundary: str = "model") -> log.TrtexecReport:
+    """Run the command of `timing` and read its log, with the GPU's clock sampled meanwhile; UserError when it fails.
+
+    It holds the GPU lock, as Dyno's own jobs do.
+    """
+    with held(Runtime(device=trial.device), _print_waiting):
+        return _measure_trial(trial, boundary)
+
+
+def _print_waiting(owner: str) -> None:
+    print(f"trtexec is waiting for process {owner}, another dyno on this GPU", file=sys.stderr)
+
+
+def _measure_trial(trial: TrialResult, boundary: str) -> log.TrtexecReport:
+    plan = trial.spec.get("plan") or {}
+    measuring_s = float(plan.get("warmup_s", 1.0)) + float(plan.get("seconds", 3.0))
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        arguments = command.read_timing(trial, boundary, str(folder / command.TIMES))
+        telemetry = Telemetry(trial.device)
+        try:
+            process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+        except OSError as e:
+            raise UserError(f"{arguments[0]} can't be started ({e.strerror})") from e
+        telemetry.watch(process.pid)
+        try:
+            output, _ = process.communicate(timeout=LOAD_S + 2 * measuring_s)
+        except subprocess.TimeoutExpired as e:
+            raise UserError(f"{arguments[0]} was stopped: not finished after {LOAD_S + 2 * measuring_s:.0f} s") from e
+        finally:
+            ended = time.monotonic()
+            process.kill()
+            process.wait()
+            telemetry.stop(folder / "telemetry.npz")
+        report = log.parse_log(output.decode(errors="replace"), f"{arguments[0]}'s output")
+        trace = timeline.read_timeline(folder)
+        timed = ended - float(plan.get("seconds", 3.0)), ended
+        return replace(report, clock=command.find_clock(trace, timed) if trace else None)

@@ -1,0 +1,274 @@
+"""What trtexec measured, read from its log or from the times it exports.
+
+Forms and definitions are those of NVIDIA's TensorRT documentation ("Command-Line Programs", section trtexec, and
+"Performance Benchmarking"), releases 8.6 and 10. A query is one inference of the whole batch.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from dyno.worker.record import regular
+from dyno.worker.spec import UserError
+
+LINE = re.compile(r"\[[VIWEF]\] (.*)")
+RUNNING = re.compile(r"&&&& RUNNING \S+ (?:\[TensorRT v(\d+)\])?.*?# (.*)")
+VALUE = re.compile(r"([a-z]+(?:\(\d+(?:\.\d+)?%\))?) = (\S+) ms")
+EXPORTED = re.compile(r"\s*\[\s*[{\]]")
+SUMMARY = "=== Performance summary ==="
+METRICS = {
+    "Latency": "latency",
+    "Enqueue Time": "enqueue",
+    "H2D Latency": "h2d",
+    "GPU Compute Time": "compute",
+    "D2H Latency": "d2h",
+}
+# The two messages of trtexec when it could not record the requested graph.
+NO_GRAPH = ("--useCudaGraph flag has been ignored", "graph capture on the stream has failed")
+ENGINE_FLAGS = ("loadEngine", "saveEngine")
+HELP = "give the log that trtexec prints, or the file it writes with --exportTimes"
+
+
+@dataclass(frozen=True)
+class MetricSpread:
+    """One of trtexec's metrics over all queries, in seconds; percentiles by their number (90.0, 95.0, 99.0)."""
+
+    median: float
+    mean: float
+    min: float
+    max: float
+    percentiles: dict[float, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class TrtexecReport:
+    """One run of trtexec; what the file doesn't contain is None, or empty.
+
+    `rate` is queries/s. `graph`, `transfers` (host-device copies) and `spin` (spin-wait) are how it was run, `streams`
+    how many inferences were in flight side by side. `onnx` is set where it built the engine itself. `clock`, the GPU's
+    in MHz, is known only from sampling: the rates in a log are the GPU's limits, not the run's.
+    """
+
+    compute: MetricSpread
+    latency: MetricSpread | None = None
+    enqueue: MetricSpread | None = None
+    h2d: MetricSpread | None = None
+    d2h: MetricSpread | None = None
+    rate: float | None = None
+    graph: bool | None = None
+    transfers: bool | None = None
+    spin: bool | None = None
+    streams: int = 1
+    engine: str = ""
+    onnx: str = ""
+    shapes: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    device: str = ""
+    version: str = ""
+    clock: float | None = None
+    warnings: tuple[str, ...] = ()
+
+
+def read_log(path: Path) -> TrtexecReport:
+    """Read the log or the exported times in the file; UserError for any other."""
+    try:
+        text = regular(path, "log").read_text(encoding="utf-8")
+    except OSError as e:
+        raise UserError(f"{path} can't be read ({e.strerror}); {HELP}") from e
+    except UnicodeDecodeError as e:
+        raise UserError(f"{path} is not a text file; {HELP}") from e
+    return parse_log(text, str(path))
+
+
+def parse_log(text: str, name: str = "the file") -> TrtexecReport:
+    """Parse the report in a log's or an exported file's text; `name` is its name in errors."""
+    return _parse_times(text, name) if EXPORTED.match(text) else _parse_log(text, name)
+
+
+def _parse_log(text: str, name: str) -> TrtexecReport:
+    lines = [match[1].rstrip() for line in text.splitlines() if (match := LINE.search(line))]
+    runs = lines.count(SUMMARY)
+    if runs != 1:
+        reason = f"holds {runs} runs of trtexec; give the log of one" if runs else _no_summary_reason(text)
+        raise UserError(f"{name} {reason}")
+    start = lines.index(SUMMARY)
+    metrics = dict(_parse_metrics(lines[start:], name))
+    if "compute" not in metrics:
+        raise UserError(f"{name} ends before trtexec's summary does; run trtexec again")
+    running = RUNNING.search(text)
+    flags = _parse_flags(running[2]) if running else {}
+    return TrtexecReport(
+        compute=metrics.pop("compute"),
+        **cast(dict[str, Any], metrics),
+        **_run_options(flags, lines),
+        rate=_find_rate(lines[start:], name),
+        engine=next(filter(None, (_find_echo(lines, "Load engine"), *(flags.get(f) for f in ENGINE_FLAGS))), ""),
+        onnx=flags.get("onnx") or _find_echo(lines, "Model"),
+        shapes=_find_shapes(lines, flags),
+        device=_find_echo(lines, "Selected Device"),
+        version=_find_echo(lines, "TensorRT version") or _format_version(running[1] if running else None),
+        warnings=_list_warnings(lines[start:]),
+    )
+
+
+def _no_summary_reason(text: str) -> str:
+    """Return the reason why a log has no summary, as the end of a sentence."""
+    error = re.search(r"^\[.*?\] \[E\] (.*)", text, re.M)
+    if error or re.search("^&&&& FAILED", text, re.M):
+        return f"is the log of a run that failed: {error[1].strip() if error else 'trtexec gives no reason'}"
+    if re.search("^&&&& RUNNING", text, re.M):
+        return "is a trtexec log without a performance summary: it was cut off, or only an engine was built"
+    return f"is neither a trtexec log (8.x or 10.x) nor its exported times; {HELP}"
+
+
+def _parse_metrics(lines: Iterable[str], name: str) -> Iterable[tuple[str, MetricSpread]]:
+    for line in lines:
+        label, _, rest = line.partition(": ")
+        if label in METRICS:
+            yield (
+                METRICS[label],
+                _parse_spread({key: _parse_number(text, name) / 1e3 for key, text in VALUE.findall(rest)}, name),
+            )
+
+
+def _parse_spread(values: Mapping[str, float], name: str) -> MetricSpread:
+    if missing := [key for key in ("median", "mean", "min", "max") if key not in values]:
+        raise UserError(f"{name} has a metric without {missing[0]}; {HELP}")
+    shares = {float(key[len("percentile(") : -2]): v for key, v in values.items() if key.startswith("percentile(")}
+    return MetricSpread(values["median"], values["mean"], values["min"], values["max"], shares)
+
+
+def _parse_number(text: Any, name: str) -> float:
+    """Parse a finite number that isn't negative; UserError for any other."""
+    try:
+        value = float(text)
+    except (TypeError, ValueError):
+        value = math.nan
+    if not math.isfinite(value) or value < 0:
+        raise UserError(f"{name} has {str(text)[:40]!r} where trtexec writes a time; {HELP}")
+    return value
+
+
+def _find_rate(lines: Iterable[str], name: str) -> float | None:
+    matches = (re.fullmatch(r"Throughput: (\S+) qps", line) for line in lines)
+    return next((_parse_number(match[1], name) for match in matches if match), None)
+
+
+def _parse_flags(command: str) -> dict[str, str]:
+    """Parse the options of the command line in the log; a flag without a value is "". Values may hold spaces."""
+    return {key: (value or "").strip() for key, value in re.findall(r"--(\w+)(?:=(.*?))?(?=\s--|\s*$)", command)}
+
+
+def _find_echo(lines: Iterable[str], key: str) -> str:
+    """Return the log's line about an option, less its key; "" where there is none."""
+    return next((line[len(key) + 1 :].strip() for line in lines if line.startswith(key + ":")), "")
+
+
+def _run_options(flags: Mapping[str, str], lines: list[str]) -> dict[str, Any]:
+    """Return the options of the run: from the log's own list first, then from the command line."""
+
+    def is_enabled(key: str, flag: str, with_flag: bool) -> bool | None:
+        answer = _find_echo(lines, key)
+        if answer in ("Enabled", "Disabled"):
+            return answer == "Enabled"
+        return (flag in flags) == with_flag if flags else None
+
+    graph = is_enabled("CUDA Graph", "useCudaGraph", True)
+    if flags.get("rtxCudaGraphStrategy", "disable").startswith("whole"):
+        graph = True
+    if any(sentence in line for line in lines for sentence in NO_GRAPH):
+        graph = False
+    streams = _find_echo(lines, "Inference Streams") or _find_echo(lines, "Streams") or flags.get("infStreams", "")
+    return {
+        "graph": graph,
+        "transfers": is_enabled("Data transfers", "noDataTransfers", False),
+        "spin": is_enabled("Spin-wait", "useSpinWait", True),
+        "streams": int(streams) if streams.isdecimal() else 1,
+    }
+
+
+def _find_shapes(lines: Iterable[str], flags: Mapping[str, str]) -> dict[str, tuple[int, ...]]:
+    """Return the input shapes: of the created bindings, else those of `--shapes`."""
+    bound = (re.match(r"Input binding for (.+) with dimensions ([\dx]+) is created", line) for line in lines)
+    from_bindings = {match[1]: _parse_dims(match[2]) for match in bound if match}
+    from_flags = re.findall(r"([^,]+):([\dx]+)(?:,|$)", flags.get("shapes", ""))
+    return from_bindings or {name.strip("'\\"): _parse_dims(text) for name, text in from_flags}
+
+
+def _parse_dims(text: str) -> tuple[int, ...]:
+    return tuple(int(n) for n in text.split("x") if n)
+
+
+def _format_version(code: str | None) -> str:
+    """Format a version code: 8601 is 8.6.1, 101300 is 10.13.0."""
+    if not code:
+        return ""
+    number = int(code)
+    if number < 10_000:
+        return f"{number // 1000}.{number // 100 % 10}.{number % 100}"
+    return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
+
+
+def _list_warnings(lines: Iterable[str]) -> tuple[str, ...]:
+    """Return the summary's warnings (`* Throughput may be bound by…`), without the advice below each."""
+    return tuple(line[2:].strip() for line in lines if line.startswith("* "))
+
+
+def _parse_times(text: str, name: str) -> TrtexecReport:
+    """Parse exported times: one object per query. The file has neither shapes nor engine nor flags."""
+    try:
+        rows = json.loads(text)
+    except (ValueError, RecursionError) as e:
+        raise UserError(f"{name} is not a complete JSON file ({e}); run trtexec again") from e
+    if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
+        raise UserError(f"{name} holds no times; {HELP}")
+    columns = {key: _read_column(rows, key, name) for key in ("enq", "h2d", "compute", "d2h")}
+    if columns["compute"] is None:
+        raise UserError(f"{name} holds no computeMs, so trtexec did not write it; {HELP}")
+    parts = [values for key in ("h2d", "compute", "d2h") if (values := columns[key]) is not None]
+    moved = [values for key in ("h2d", "d2h") if (values := columns[key]) is not None]
+    summaries = {key: None if values is None else _compute_spread(values) for key, values in columns.items()}
+    return TrtexecReport(
+        _compute_spread(columns["compute"]),
+        latency=_compute_spread(np.sum(parts, axis=0)),
+        enqueue=summaries["enq"],
+        h2d=summaries["h2d"],
+        d2h=summaries["d2h"],
+        rate=_exported_rate(rows),
+        transfers=any(values.any() for values in moved) if moved else None,
+    )
+
+
+def _read_column(rows: list[dict[str, Any]], key: str, name: str) -> np.ndarray | None:
+    """Return the seconds per query of one part: its duration, or from start and end; None where the file lacks it."""
+    title = key.capitalize()
+    spans = {"enq": "enqueueMs"}.get(key, f"{key}Ms"), f"start{title}Ms", f"end{title}Ms"
+    if all(spans[0] in row for row in rows):
+        values = [_parse_number(row[spans[0]], name) for row in rows]
+    elif all(spans[1] in row and spans[2] in row for row in rows):
+        values = [_parse_number(row[spans[2]], name) - _parse_number(row[spans[1]], name) for row in rows]
+    else:
+        return None
+    return np.asarray(values, np.float64) / 1e3
+
+
+def _compute_spread(values: np.ndarray) -> MetricSpread:
+    shares = {p: float(np.percentile(values, p)) for p in (90.0, 95.0, 99.0)}
+    return MetricSpread(
+        float(np.median(values)), float(values.mean()), float(values.min()), float(values.max()), shares
+    )
+
+
+def _exported_rate(rows: list[dict[str, Any]]) -> float | None:
+    """Compute queries/s from the first copy in to the last copy out, as trtexec does; None without those times."""
+    first, last = rows[0].get("startH2dMs"), rows[-1].get("endD2hMs")
+    if not isinstance(first, (int, float)) or not isinstance(last, (int, float)) or last <= first:
+        return None
+    return 1e3 * len(rows) / (last - first)

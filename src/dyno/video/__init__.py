@@ -1,0 +1,1 @@
+"""Detection in videos: the session, its figures, tables and sentences."""

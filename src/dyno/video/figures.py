@@ -1,0 +1,279 @@
+"""The figures of a video that went through one trial's network, as pure functions of the stored times."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import cached_property
+from types import MappingProxyType
+
+import numpy as np
+
+from dyno.results import stats
+from dyno.results.files import read_npz
+from dyno.results.run_data import RunData
+from dyno.results.stats import Interval, Speedup
+from dyno.results.trial_result import TrialResult
+from dyno.worker.facts.job import VideoFacts
+
+STAGES = ("decode", "preprocess", "inference", "postprocess", "track", "draw", "encode")
+PROCESSORS = "processors"
+SHARED = "inference"  # by all streams, like the processors; of every other stage each stream has one
+BLOCKS = 10  # of consecutive frames, whose means an interval is made from
+PERCENTILES = (0.5, 0.95, 0.99)
+Arrays = Mapping[str, np.ndarray]
+
+
+@dataclass(frozen=True)
+class Stage:
+    """One stage. `alone` is the mean seconds of a frame with nothing beside it and `beside` that in the pipeline, with
+    95 % intervals; `cpu` the processor time of a frame, alone, and `crowded` that with every processor at work. Shares
+    of the pipeline's time: `working`, `starved` (its queue was empty) and `blocked` (the next one's was full). `queue`
+    is the mean number of items that waited."""
+
+    name: str
+    alone: Interval
+    beside: Interval
+    cpu: float
+    crowded: float
+    working: float
+    starved: float
+    blocked: float
+    queue: float
+
+
+@dataclass(frozen=True)
+class Bound:
+    """The most frames per second that something allows, with a 95 % interval where there is one."""
+
+    name: str
+    rate: Interval
+
+    def share(self, reached: float) -> float:
+        """Return the share of the bound that was reached."""
+        return reached / self.rate.value
+
+
+@dataclass(frozen=True)
+class Video:
+    """What is known of a video after one trial's network has answered it once; meanwhile other programs kept `others`
+    processors busy."""
+
+    facts: VideoFacts
+    arrays: Arrays
+    others: float = 0.0
+
+    @cached_property
+    def stages(self) -> tuple[Stage, ...]:
+        """The stages that there were, in the order of the pipeline."""
+        return tuple(self._make_stage(name) for name in STAGES if f"alone_{name}" in self.arrays)
+
+    @cached_property
+    def rate(self) -> float:
+        """Frames per second from the first one's reading to the closed file, of all streams together."""
+        return self.facts.answered / self.facts.seconds
+
+    @property
+    def inference_rate(self) -> float:
+        """Frames per second of inference by itself."""
+        return 1 / self._find_stage(SHARED).alone.value
+
+    @property
+    def inference_beside(self) -> float:
+        """Frames per second of inference while the other stages run: those over the time in which it had work."""
+        return self.facts.streams / self._find_stage(SHARED).beside.value
+
+    def _find_stage(self, name: str) -> Stage:
+        return next(stage for stage in self.stages if stage.name == name)
+
+    @cached_property
+    def slowest(self) -> Stage:
+        """The stage that allows least, alone."""
+        return max(
+            self.stages, key=lambda stage: stage.alone.value / self._count_instances(stage.name, self.facts.streams)
+        )
+
+    @cached_property
+    def by_stage(self) -> Bound:
+        """What the slowest stage allows if all others cost nothing."""
+        return Bound(
+            self.slowest.name, inverse(self.slowest.alone, self._count_instances(self.slowest.name, self.facts.streams))
+        )
+
+    def limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
+        """Return the frames/s that each stage and the processors allow `streams` streams together.
+
+        With `shares`, stages take only that share of their time, and of their processor time.
+        """
+        rates = {
+            s.name: self._count_instances(s.name, streams) / (s.alone.value * shares.get(s.name, 1.0))
+            for s in self.stages
+        }
+        return rates | {PROCESSORS: self._cpu_rate(sum(s.crowded * shares.get(s.name, 1.0) for s in self.stages))}
+
+    @staticmethod
+    def _count_instances(name: str, streams: int) -> int:
+        """Return the number of instances of the stage that `streams` streams have."""
+        return 1 if name == SHARED else streams
+
+    @cached_property
+    def by_processors(self) -> Bound:
+        """What the processors allow that all stages share: their number over the processor time of a frame while all
+        are at work."""
+        return Bound(PROCESSORS, Interval(self._cpu_rate(self.crowded), math.nan, math.nan))
+
+    @property
+    def utilization(self) -> float:
+        """The share of the processors' time in which the pipeline worked."""
+        return self.facts.cpu_whole * self.rate / self.facts.processors
+
+    @property
+    def crowded(self) -> float:
+        """Processor time of a frame with every processor at work, all stages together, in seconds."""
+        return sum(stage.crowded for stage in self.stages)
+
+    def crowding(self, busy: float) -> float:
+        """Return the factor on the processor time of work while `busy` processors are busy.
+
+        It is as measured where all are, and in proportion between that and one.
+        """
+        others = self.facts.processors - 1
+        share = min(max((busy - 1) / others, 0.0), 1.0) if others else 0.0
+        return 1 + (max(self.facts.crowding, 1.0) - 1) * share
+
+    def _cpu_rate(self, seconds: float) -> float:
+        return self.facts.processors / seconds if seconds > 0 else math.inf
+
+    @property
+    def bound(self) -> Bound:
+        """The lower of both."""
+        return min(self.by_stage, self.by_processors, key=lambda bound: bound.rate.value)
+
+    def without(self, name: str, share: float) -> Bound:
+        """Return the bound if that stage took only a `share` of its time, and of its processor time."""
+        rates = self.limits(self.facts.streams, {name: share})
+        limiting = min(rates, key=lambda key: rates[key])
+        return Bound(limiting, Interval(rates[limiting], math.nan, math.nan))
+
+    @property
+    def heaviest(self) -> Stage:
+        """The stage that takes the most processor time."""
+        return max(self.stages, key=lambda stage: stage.crowded)
+
+    def latencies(self, to: str) -> np.ndarray:
+        """Return the seconds from the start of reading a frame until its boxes are `known`, or it is `written`."""
+        began = self.arrays["frame_began"]
+        ended = self.arrays["frame_known"] if to == "known" else self.arrays.get("encode_ended", np.empty(0))
+        count = min(len(began), len(ended))
+        return np.asarray(ended[:count] - began[:count])
+
+    def _make_stage(self, name: str) -> Stage:
+        began, ended, handed = (self.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
+        frames, whole = max(1, len(self.arrays["frame_known"])), self.facts.seconds
+        starved = began[1:] - handed[:-1]
+        waiting = self.arrays[f"{name}_waiting"]
+        alone, cpu = mean_interval(self.arrays[f"alone_{name}"]), self.facts.cpu.get(name, 0.0)
+        return Stage(
+            name,
+            alone,
+            mean_interval(ended - began, len(began) / frames),
+            cpu,
+            self._estimate_crowded(name, cpu),
+            float((ended - began).sum() / whole),
+            float(starved.sum() / whole),
+            float((handed - ended).sum() / whole),
+            float(waiting.mean()) if len(waiting) else 0.0,
+        )
+
+    def _estimate_crowded(self, name: str, cpu: float) -> float:
+        """Return the processor time of a frame with every processor at work; an engine's was measured by itself."""
+        if name == SHARED and self.facts.cpu_inference:
+            return max(cpu, self.facts.cpu_inference)
+        return cpu * self.crowding(self.facts.processors)
+
+
+def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
+    """Compute the mean with its 95 % interval from the means of consecutive blocks, by Student's t; times `scale`.
+
+    Consecutive frames resemble each other, so a block counts as one observation (batch means; Law, Simulation Modeling
+    and Analysis, 2015, 9.5.3). Fewer than two frames per block give no limits.
+    """
+    mean = float(np.mean(samples)) if len(samples) else math.nan
+    if len(samples) < 2 * BLOCKS:
+        return Interval(scale * mean, math.nan, math.nan)
+    means = np.array([float(block.mean()) for block in np.array_split(samples, BLOCKS)])
+    reach = stats.t_quantile(BLOCKS - 1) * float(means.std(ddof=1)) / math.sqrt(BLOCKS)
+    return Interval(scale * mean, scale * max(0.0, mean - reach), scale * (mean + reach))
+
+
+def inverse(seconds: Interval, times: int = 1) -> Interval:
+    """Convert an interval of seconds per frame to frames per second, of `times` side by side."""
+    low, high = (times / v if v > 0 else math.nan for v in (seconds.high, seconds.low))
+    return Interval(times / seconds.value, low, high)
+
+
+# The videos of a run: those of each trial, with how fast it is and whether that is more than the reference's.
+
+ARRAYS = "video.npz"
+REFERENCE = "pytorch"  # the others are compared with it where it is among them
+
+
+@dataclass(frozen=True)
+class VideoRun:
+    """A trial's network with the video, once for each round."""
+
+    trial: TrialResult
+    videos: tuple[Video, ...]
+
+    @cached_property
+    def typical(self) -> Video:
+        """The round whose rate is the median: the one that details are shown of."""
+        middle = statistics.median_low(video.rate for video in self.videos)
+        return next(video for video in self.videos if video.rate == middle)
+
+    @cached_property
+    def rate(self) -> Interval:
+        """Frames per second end to end: the geometric mean of the rounds with its 95 % interval."""
+        return stats.center([video.rate for video in self.videos])
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the rounds warn of, each sentence once."""
+        return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds per frame end to end, of each round."""
+        return [1 / video.rate for video in self.videos]
+
+
+def of_run(run: RunData) -> list[VideoRun]:
+    """Return each trial that answered a video, in the order of the trials."""
+    return [each for trial in run.records if (each := list_videos(trial)) is not None]
+
+
+def list_videos(trial: TrialResult) -> VideoRun | None:
+    """Return the trial with its videos; None where it answered none."""
+    videos = tuple(
+        Video(r.facts.video, read_npz(r.folder / ARRAYS), r.facts.others_busy.get("video", 0.0))
+        for r in trial.good
+        if r.facts.video is not None and (r.folder / ARRAYS).is_file()
+    )
+    whole = tuple(video for video in videos if not video.facts.stopped)
+    # A rate of the first frames is not one of the whole.
+    return VideoRun(trial, whole or videos) if videos else None
+
+
+def find_reference(filmed: list[VideoRun]) -> VideoRun:
+    """Return the reference of the others: PyTorch, else the first."""
+    return next((each for each in filmed if each.trial.backend == REFERENCE), filmed[0])
+
+
+def list_speedups(filmed: list[VideoRun], run: RunData) -> list[Speedup | None]:
+    """Return how many times faster each is than the reference, end to end, with a verdict; None for the reference."""
+    first = find_reference(filmed)
+    others = [each for each in filmed if each is not first]
+    decided = iter(stats.decide_family([stats.unpaired(each.seconds, first.seconds) for each in others], run.rule))
+    return [None if each is first else next(decided) for each in filmed]

@@ -1,0 +1,264 @@
+"""Run a video through each engine that is compared, in rounds, and read what that says."""
+
+from __future__ import annotations
+
+import dataclasses
+import glob
+import json
+import math
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dyno.api import Result
+from dyno.jobs.launcher import Interrupted, launch
+from dyno.jobs.progress import Progress
+from dyno.run.device_lock import held
+from dyno.run.execute import execute
+from dyno.run.run_folder import measured
+from dyno.store import Run, begun, check_writable
+from dyno.study.defaults import folder_for, study_of_own_jobs
+from dyno.study.study import Study
+from dyno.worker.option_values import check_types
+from dyno.worker.record import Record, read_json, write_json, write_text
+from dyno.worker.spec import Job, Trial, UserError
+from dyno.worker.tasks.layouts import UNREAD
+from dyno.worker.video.options import IMAGES, OPENING, VIDEOS, VideoOptions
+
+if TYPE_CHECKING:
+    from dyno.table import Table
+
+# The jobs of a video: where each writes, and how one is launched, ended by the user, and read.
+
+STDIN = "-"
+# OpenMP's threads spin while they wait for each other, and here would take the processors from the other stages: with
+# one more busy thread than processors PyTorch takes seven times as long.
+SHARED_PROCESSORS = {"OMP_WAIT_POLICY": "passive"}
+PATIENCE_S = 20.0  # that an interrupted job has to close its video
+
+
+@dataclass(frozen=True)
+class VideoJobSpec:
+    """What the jobs of a video have in common: the source, what is written ("" for nothing), the settings.
+
+    With `several` trials each writes to a different name; rounds after the first keep nothing.
+    """
+
+    source: str
+    output: str
+    boxes: str
+    options: VideoOptions
+    several: bool = False
+
+    def settings(self) -> dict[str, Any]:
+        """Return the settings stored in the run folder, which refuses another video."""
+        path = Path(self.source)
+        content = {"bytes": path.stat().st_size} if path.is_file() else {}
+        options = dataclasses.asdict(self.options)
+        return {"source": self.source, "options": options, "written": bool(self.output), **content}
+
+    def unwritten(self) -> tuple[str, ...]:
+        """Return the requested files that don't exist."""
+        wanted = [Path(path) for path in (self.output, self.boxes) if path]
+        kept = [p for p in wanted if not p.exists() and not (self.several and [*p.parent.glob(self._make_pattern(p))])]
+        return tuple(map(str, kept))
+
+    def _make_pattern(self, path: Path) -> str:
+        """Return a glob pattern of the file names that the trials write to."""
+        return f"{glob.escape(path.stem)}-*{glob.escape(path.suffix)}"
+
+    def named(self, path: str, trial: Trial) -> str:
+        """Return the output path of this trial."""
+        if not path or not self.several:
+            return path
+        whole = Path(path)
+        return str(whole.with_name(f"{whole.stem}-{trial.variant}-{trial.precision}{whole.suffix}"))
+
+    def job(self, job: Job, folder: Path) -> Job:
+        """Return a round's job with the video in place of the usual measurement."""
+        assert job.trial is not None
+        outputs = [self.named(path, job.trial) for path in (self.output, self.boxes)]
+        if scratch := job.round > 0:
+            outputs = [str(folder.resolve() / f"scratch{Path(path).suffix}") if path else "" for path in outputs]
+        output, boxes = (str(Path(path).resolve()) if path else "" for path in outputs)
+        source = f"pipe:{os.dup(0)}" if self.source == STDIN else self.source
+        video: Mapping[str, Any] = {"source": source, "output": output, "boxes": boxes, "scratch": scratch,
+                                    "settings": dataclasses.asdict(self.options)}  # fmt: skip
+        return dataclasses.replace(job, kind="video", options={**job.options, **video})
+
+    def launch(self, job: Job, folder: Path, timeout_s: float, progress: Progress) -> Record:
+        """Run the job and return its record; it has no timeout, however long the video is.
+
+        If it is interrupted, it closes its file, and its record is stored before the interrupt goes on.
+        """
+        own = self.job(job, folder)
+        pipe = own.options["source"]
+        inherited = [int(pipe.removeprefix("pipe:"))] if pipe.startswith("pipe:") else []
+        try:
+            with held(own.runtime, progress.waiting):
+                return launch(own, folder, math.inf, progress.tick, _make_environment(own), inherited=inherited,
+                              patience_s=PATIENCE_S)  # fmt: skip
+        except Interrupted as e:
+            progress.done(job.trial, e.record) if job.trial else None
+            raise
+        finally:
+            for descriptor in inherited:
+                os.close(descriptor)
+
+
+def _make_environment(job: Job) -> dict[str, str]:
+    """Return the extra environment variables of a pipeline's job, except those that the user has set."""
+    said = {**os.environ, **dict(job.runtime.env)}
+    return {name: value for name, value in SHARED_PROCESSORS.items() if name not in said}
+
+
+TRACE, EXPORTER = ".trace.json", "dyno"
+ABOUT = "video.json"  # in the run folder: which video it is of
+
+
+@dataclass(frozen=True)
+class VideoResult(Result):
+    """A video that went through one or several engines: its run folder, whether the user stopped it, and the requested
+    files that were not written, because the rounds that write them were measured before."""
+
+    folder: Path
+    stopped: bool = False
+    unwritten: tuple[str, ...] = ()
+
+    @property
+    def refused(self) -> str:
+        """Why the source, or the boxes in the networks' outputs, can't be read; "" if they can."""
+        worst = [trial.worst for trial in self.records]
+        refused = all(
+            w is not None and w.status == "failed" and (w.record.stage == OPENING or UNREAD in w.record.reason)
+            for w in worst
+        )
+        return worst[0].record.reason if worst and worst[0] is not None and refused else ""
+
+    @cached_property
+    def tables(self) -> list[Table]:
+        """End to end by engine, the stages of each, and how many streams would fit."""
+        return [self.table(name) for name in ("video", "video-stages", "video-streams")]
+
+    @cached_property
+    def sentences(self) -> list[str]:
+        """For each engine how fast it is, what limits it, and what a change would gain."""
+        from dyno.video import figures, words
+
+        return words.of_run(figures.of_run(self.data))
+
+    def save(self, path: Path) -> None:
+        """Write the pipeline's trace: a track for each stage and each frame of each engine's typical round."""
+        from dyno.video import figures, words
+
+        write_text(path, json.dumps(words.chrome_trace(figures.of_run(self.data), EXPORTER)) + "\n")
+
+
+def video(
+    source: str | Path,
+    output: str | Path = "",
+    *,
+    model: Any,
+    boxes: str | Path = "",
+    save: str | Path = "",
+    out: str | Path | None = None,
+    options: VideoOptions | None = None,
+    quiet: bool = True,
+    **settings: Any,
+) -> VideoResult:
+    """Answer a video with a detector, in every engine that `settings` (fields of `Study`) name.
+
+    `source` is a video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input;
+    `output` the annotated video, image or folder ("": nothing is written), and `boxes` a file of JSON lines, one per
+    frame; `save` is a file for the pipeline's trace. The run folder is `out`, or a new one below runs/video. Raises
+    `UserError`, one line.
+    """
+    check_types({"options": options}, {"options": VideoOptions | None})
+    study, several = study_of_own_jobs(model, 1, settings)
+    (name,) = study.models
+    shot = VideoJobSpec(_make_absolute(source), str(output or ""), str(boxes or ""), options or VideoOptions(), several)
+    _check_options(shot, study)
+    if save and not str(save).endswith(TRACE):
+        raise UserError(f"{str(save)!r} can't be saved; end its name in {TRACE} (Perfetto)")
+    if save:
+        check_writable(Path(save))
+    folder = folder_for(out, "video", [name])
+    stopped = False
+    try:
+        with begun(folder):
+            _store_video(shot, folder)
+            execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=shot.launch)
+    except KeyboardInterrupt:
+        if not list(folder.glob("trials/*/r*/video.npz")):
+            raise
+        stopped = True
+    filmed = VideoResult(folder, stopped=stopped)
+    if not stopped and all(trial.status == "ok" for trial in filmed.records):
+        filmed = replace(filmed, unwritten=shot.unwritten())
+    if save:
+        filmed.save(Path(save))
+    return filmed
+
+
+def _make_absolute(source: str | Path) -> str:
+    """Return a path made absolute, because jobs may run elsewhere; anything else unchanged."""
+    text = str(source)
+    return text if text == STDIN or ":" in text.split("/")[0] else str(Path(text).absolute())
+
+
+def _check_options(shot: VideoJobSpec, study: Study) -> None:
+    """Raise `UserError` for options that can't work, before anything is started."""
+    if shot.source == STDIN and (shot.several or study.rounds > 1):
+        raise UserError("standard input can be read only once; give one backend and --rounds 1")
+    if shot.source == STDIN and not shot.options.width:
+        raise UserError("raw frames don't say how large they are; give --frame-size WIDTHxHEIGHT")
+    if shot.options.streams > 1 and (shot.source == STDIN or shot.source.startswith("camera:")):
+        raise UserError(f"{shot.source} can be read only once; omit --streams")
+    path = Path(shot.source)
+    local = shot.source != STDIN and ":" not in shot.source.split("/")[0]
+    if local and not path.exists():
+        raise UserError(f"{path} does not exist; give a video, an image, a folder of images, a URL, camera:0 or -")
+    for written in filter(None, (shot.output, shot.boxes)):
+        for kind, read in (("source", shot.source if local else ""), ("model", *study.models)):
+            if read and Path(read).exists() and Path(written).resolve() == Path(read).resolve():
+                raise UserError(f"{written} is the {kind} itself; give another name for what is written")
+    if shot.output:
+        _check_output(Path(shot.output), path if local else None)
+    if shot.boxes:
+        check_writable(Path(shot.boxes), making=True)
+
+
+def _check_output(output: Path, source: Path | None) -> None:
+    """Raise `UserError` for a suffix or a folder that can't be written, and for images if `source` has none."""
+    suffix = output.suffix.lower()
+    images = source is not None and (source.is_dir() or source.suffix.lower() in IMAGES)
+    if images and not suffix:
+        check_writable(output / "*", making=True)
+        if source is not None and output.resolve() == source.resolve().parent:
+            raise UserError(f"{source.name} lies in {output}, and would be written over; give another folder")
+        return
+    if suffix not in (*VIDEOS, *(IMAGES if images else ())):
+        others = "a folder, .png, .jpg, " if images else ""
+        raise UserError(f"{output} can't be written: {suffix or 'a name without a suffix'} is not a video container; "
+                        f"give {others}.mp4, .mkv, .webm or .avi")  # fmt: skip
+    if suffix in IMAGES and source is not None and source.is_dir():
+        count = sum(file.suffix.lower() in IMAGES for file in source.iterdir())
+        if count > 1:
+            raise UserError(f"{source.name} has {count} images; give a folder or a video, not {output.name}")
+    check_writable(output, making=True)
+
+
+def _store_video(shot: VideoJobSpec, folder: Path) -> None:
+    """Store which video the folder is of; a folder of another one is refused."""
+    about, path = shot.settings(), folder / ABOUT
+    stored = read_json(path) if path.is_file() else {}
+    other = any(stored.get(key, value) != value for key, value in about.items())
+    if other and measured(folder):
+        raise UserError(f"{folder} is of another video, or of other settings; give another --out")
+    if (folder / "study.toml").is_file() and not path.is_file():
+        raise UserError(f"{folder} is of a run without a video; give another --out")
+    with Run(folder).locked():  # makes the folder Dyno's, too
+        write_json(path, about)

@@ -1,0 +1,467 @@
+"""The tables of videos: a row for each trial, one for each stage of each, and one for each number of streams."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dyno.formatting import counting, plain, ratio, show, significant
+from dyno.report.style import COLORS, FAINT, WIDTH, Chart, styled, tip
+from dyno.report.table_kind import TableKind
+from dyno.results import stats
+from dyno.results.run_data import RunData
+from dyno.results.stats import Speedup
+from dyno.results.trial_result import TrialResult
+from dyno.table import COUNT, FINE, RATIO, TEXT, Column, Row, Table, duration, limited, limits_of, printed
+from dyno.video import figures, streams, words
+from dyno.video.figures import PERCENTILES, Stage, Video, VideoRun, inverse
+
+STREAMS = (1, 2, 4, 8, 16, 32)
+
+
+def _make_video_table(run: RunData) -> Table | None:
+    filmed = figures.of_run(run)
+    if not filmed:
+        return None
+    rows = [_make_row(each) for each in filmed]
+    if len(filmed) > 1:
+        rows = [
+            row | _make_speedup_cells(gain) for row, gain in zip(rows, figures.list_speedups(filmed, run), strict=True)
+        ]
+    return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_video_notes(filmed)), printed=printed(VIDEO_COLUMNS))
+
+
+def _make_speedup_cells(gain: Speedup | None) -> Row:
+    """Return the columns against the reference, of which None is the reference's own."""
+    return {**limited("speedup", gain), "verdict": gain.verdict} if gain else {"speedup": 1.0, "verdict": "reference"}
+
+
+def _make_row(filmed: VideoRun) -> Row:
+    video = filmed.typical
+    known = video.latencies("known")
+    return {
+        "label": filmed.trial.label, "trial": filmed.trial.id, "rounds": len(filmed.videos),
+        "frames": video.facts.frames,
+        "streams": video.facts.streams if video.facts.streams > 1 else None,
+        "dropped": video.facts.dropped if video.facts.live else None,
+        "objects": sum(video.facts.objects.values()) if video.facts.tracker else None,
+        "inference_fps": video.inference_rate, "beside_fps": video.inference_beside,
+        **limited("fps", filmed.rate), "bound_fps": video.bound.rate.value, "bound_by": video.bound.name,
+        "reached": 100 * video.bound.share(video.rate),
+        **{f"p{100 * q:g}_s": stats.percentile_of(known, q) if len(known) >= least else None for q, least in LEAST},
+    }  # fmt: skip
+
+
+LEAST = tuple((q, 1 if q == PERCENTILES[0] else stats.samples_for(q)) for q in PERCENTILES)
+
+
+def _video_notes(filmed: list[VideoRun]) -> Iterator[str]:
+    yield (
+        "fps: end to end, from the first frame's reading to the closed file. inference alone and beside: with nothing "
+        "else running, and while the other stages run. bound: the lower of the slowest stage's rate and that of the "
+        "processors, from the stages alone. p50 to p99: from a frame's reading until its boxes are known."
+    )
+    if len(filmed) > 1:
+        yield f"speedup: fps over that of {figures.find_reference(filmed).trial.label}."
+
+
+def _make_stages_table(run: RunData) -> Table | None:
+    rows = [_stage_row(f, stage) for f in figures.of_run(run) for stage in f.typical.stages]
+    if not rows:
+        return None
+    return STAGES.of(STAGE_COLUMNS, rows, group=("label",), below=_stage_notes, printed=printed(STAGE_COLUMNS))
+
+
+def _stage_row(filmed: VideoRun, stage: Stage) -> Row:
+    return {
+        "label": filmed.trial.label, "trial": filmed.trial.id, "stage": stage.name,
+        **limited("alone_s", stage.alone), "alone_fps": inverse(stage.alone).value,
+        **limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.crowded,
+        "working": 100 * stage.working,
+        "starved": 100 * stage.starved, "blocked": 100 * stage.blocked, "queue": stage.queue,
+    }  # fmt: skip
+
+
+def _stage_notes(rows: list[Row]) -> list[str]:
+    return [
+        "alone and in the pipeline: time per frame. working, starved and blocked: shares of the pipeline's time in "
+        "which the stage worked, waited for something to do, and waited for room behind it."
+    ]
+
+
+def _make_streams_table(run: RunData) -> Table | None:
+    filmed = figures.of_run(run)
+    rows = [_stream_row(f, count) for f in filmed for count in sorted({*STREAMS, f.typical.facts.streams})]
+    videos = {f.trial.label: f for f in filmed}
+
+    def write_notes(part: list[Row]) -> list[str]:
+        return stream_sentences(videos[part[0]["label"]].typical, part)
+
+    if not rows:
+        return None
+    return STREAM_TABLE.of(STREAM_COLUMNS, rows, group=("label",), below=write_notes, printed=printed(STREAM_COLUMNS))
+
+
+def _stream_row(filmed: VideoRun, count: int) -> Row:
+    video = filmed.typical
+    predicted = streams.predict_streams(video, count)
+    row = {
+        "label": filmed.trial.label, "trial": filmed.trial.id, "streams": count, "fps": predicted.rate,
+        "each_fps": predicted.each, "p99_s": predicted.p99, "bound_by": predicted.bound,
+    }  # fmt: skip
+    if count != video.facts.streams:
+        return row
+    known = video.latencies("known")
+    p99 = stats.percentile_of(known, PERCENTILES[-1]) if len(known) >= stats.samples_for(PERCENTILES[-1]) else None
+    return row | {"reached_fps": video.rate, "error": 100 * (predicted.rate / video.rate - 1), "reached_p99_s": p99}
+
+
+def stream_sentences(video: Video, rows: list[Row]) -> list[str]:
+    """Describe the error of the prediction where it was tried, and how many streams fit at the source's rate."""
+    off = next(row["error"] for row in rows if row["streams"] == video.facts.streams) / 100
+    said = [
+        "Predicted from the stages alone, with one engine for all streams and videos that are read as fast as they are "
+        f"taken. For {counting(video.facts.streams, 'stream')}, which ran, it is {show(abs(off), 'percentage')} "
+        f"{'above' if off >= 0 else 'below'} what was reached."
+    ]
+    if video.facts.rate > 0:
+        fit = streams.count_fitting(video, video.facts.rate)
+        most = f"{fit} or more" if fit == streams.MOST_STREAMS else str(fit)
+        said.append(
+            f"Streams that fit at this video's own {significant(video.facts.rate)} frames/s, by the bounds: {most}."
+        )
+    return said
+
+
+LABEL = Column("label", "model, backend with its options, precision, batch, size", kind=TEXT, title="trial")
+TRIAL = Column("trial", "the trial's id", kind=TEXT)
+VIDEO_COLUMNS = (
+    LABEL,
+    TRIAL,
+    Column("rounds", "times that the video was run", kind=COUNT, rank=8),
+    Column("frames", "that were answered", kind=COUNT, rank=7),
+    Column("streams", "that ran at once, where it was more than one", kind=COUNT),
+    Column("dropped", "frames of a live source that came too fast", kind=COUNT),
+    Column("objects", "that were followed through the video", kind=COUNT, rank=6),
+    Column("inference_fps", "of inference alone, host to host", "1/s", title="inference alone, fps", rank=3),
+    Column("beside_fps", "of inference while the other stages run", "1/s", title="beside, fps", rank=5),
+    Column("fps", "end to end", "1/s", title="fps", interval=True),
+    Column("fps_low", "lower limit over rounds", "1/s"),
+    Column("fps_high", "upper limit over rounds", "1/s"),
+    Column("bound_fps", "what the stages allow at most", "1/s", title="bound, fps", rank=4),
+    Column("bound_by", "the stage that bounds the whole, or the processors", kind=TEXT, title="bound by", rank=2),
+    Column("reached", "share of the bound", "%", rank=4),
+    duration("p50_s", "from a frame's reading to its boxes", rank=6),
+    duration("p95_s", "from a frame's reading to its boxes", rank=6),
+    duration("p99_s", "from a frame's reading to its boxes", rank=6),
+    Column("speedup", "fps over the reference's", kind=RATIO, interval=True, rank=1),
+    *limits_of("speedup", "", RATIO),
+    Column("verdict", "end to end, against the reference", kind=TEXT, rank=1),
+)
+STAGE_COLUMNS = (
+    LABEL,
+    TRIAL,
+    Column("stage", "of the pipeline, in its order", kind=TEXT),
+    duration("alone_s", "per frame, with nothing beside it"),
+    *limits_of("alone_s", "s"),
+    Column("alone_fps", "what it allows", "1/s", title="alone, fps", rank=3),
+    duration("beside_s", "per frame, in the pipeline", "in the pipeline"),
+    *limits_of("beside_s", "s"),
+    duration("cpu_s", "processor time per frame, alone, of all threads", "processor time", rank=2),
+    duration("crowded_s", "the same with every processor at work", "processor time, all busy", rank=3),
+    Column("working", "share of the pipeline's time in which it worked", "%"),
+    Column("starved", "share in which it had nothing to do", "%", rank=1),
+    Column("blocked", "share in which the next queue was full", "%", rank=1),
+    Column("queue", "mean number that waited for it, itself included", rank=4),
+)
+STREAM_COLUMNS = (
+    LABEL,
+    TRIAL,
+    Column("streams", "at once, each like this one, through one engine", kind=COUNT),
+    Column("fps", "of all together, predicted", "1/s", title="fps in all"),
+    Column("each_fps", "of one of them, predicted", "1/s", title="fps of each"),
+    duration("p99_s", "from a frame's reading to its boxes, predicted"),
+    Column("bound_by", "what bounds them", kind=TEXT, title="bound by"),
+    Column("reached_fps", "of all together, where that many ran", "1/s", title="reached, fps"),
+    Column("error", "how far the predicted fps is above what was reached", "%"),
+    duration("reached_p99_s", "from a frame's reading to its boxes, where that many ran", "reached, p99"),
+)
+VIDEO = TableKind(
+    "video", "Video", "Frames per second of a video end to end and of inference, what bounds it, and latency.",
+    _make_video_table, "this run is of no video; `dyno video` makes one", "tables", 15,
+    leads=True, sentences=lambda run: words.of_run(figures.of_run(run)),
+)  # fmt: skip
+STAGES = TableKind(
+    "video-stages", "Stages of the video", "Each stage of a video's pipeline, alone and beside the others.",
+    _make_stages_table, VIDEO.nothing, "tables", 16, leads=True,
+)  # fmt: skip
+STREAM_TABLE = TableKind(
+    "video-streams", "Predicted streams", "How many frames per second several streams would reach through one engine.",
+    _make_streams_table, VIDEO.nothing, "tables", 17, leads=True,
+)  # fmt: skip
+
+
+# The stages of a video's pipeline over time: who works, who waits, and how frames overlap.
+
+MOST_TRIALS, FRAMES = 4, 12  # that are drawn: trials, and frames of each from the middle of the video
+HEIGHT = 0.8  # of a stage's row
+PALETTE = [color for name, color in COLORS.items() if name != "fake"]
+
+
+def timeline(run: RunData) -> Any:
+    """Draw a row for each stage, with a bar for each frame's work in the frame's colour; None if the run has no video.
+
+    A pale bar follows where the next stage had no room for the frame.
+    """
+    filmed = figures.of_run(run)[:MOST_TRIALS]
+    if not filmed:
+        return None
+    rows = [len(each.typical.stages) for each in filmed]
+    with styled() as figure_class:
+        figure = figure_class(figsize=(WIDTH, 0.8 * len(filmed) + 0.3 * sum(rows)), layout="constrained")
+        places = figure.subplots(len(filmed), 1, squeeze=False, height_ratios=rows)[:, 0]
+        for axes, each in zip(places, filmed, strict=True):
+            _draw_panel(axes, each)
+        places[-1].set_xlabel("ms")
+    return figure
+
+
+def _draw_panel(axes: Any, filmed: VideoRun) -> None:
+    video = filmed.typical
+    begin, end = _choose_window(video)
+    axes.set_title(filmed.trial.label, fontsize=9)
+    for row, stage in enumerate(video.stages):
+        began, ended, handed = (video.arrays[f"{stage.name}_{key}"] for key in ("began", "ended", "handed"))
+        for k in np.flatnonzero((handed > begin) & (began < end)):
+            at = [1e3 * (times[k] - begin) for times in (began, ended, handed)]
+            axes.barh(row, at[2] - at[1], HEIGHT, at[1], color=FAINT)
+            (bar,) = axes.barh(row, at[1] - at[0], HEIGHT, at[0], color=PALETTE[k % len(PALETTE)])
+            tip(bar, f"{stage.name} {k}: {at[1] - at[0]:.3g} ms, then {at[2] - at[1]:.3g} ms without room behind it")
+    axes.set(xlim=(0, 1e3 * (end - begin)), ylim=(len(video.stages) - 0.5, -0.5))
+    axes.set_yticks(range(len(video.stages)), [stage.name for stage in video.stages])
+    axes.grid(axis="y", visible=False)
+
+
+def _choose_window(video: Video) -> tuple[float, float]:
+    """Return the window to draw, in seconds: FRAMES frames around the middle of the video.
+
+    It runs from the start of reading its first frame until the result of the last is known.
+    """
+    began, known = video.arrays["frame_began"], video.arrays["frame_known"]
+    first = max(0, len(began) // 2 - FRAMES // 2)
+    return float(began[first]), float(known[min(len(known) - 1, first + FRAMES)])
+
+
+TIMELINE = Chart(
+    "video-timeline",
+    "The stages of a video over time, some frames from its middle: a bar is the work on one frame or batch, each in a "
+    "different colour; pale bars wait for room in the next stage; gaps wait for the previous stage.",
+    timeline,
+    18,
+)
+
+
+# The critical path of a video's pipeline: what each stage contributes to the end of the run, by its own times.
+#
+# Followed back from the last piece of work that ended (Kelley & Walker, Critical-Path Planning and Scheduling, 1959):
+# work begins when the stage is free and something lies in its queue, whichever is later; a stage is free when the next
+# one has taken something from a full queue.
+
+HAND_OVER = "between stages"
+NO_ROOM_S = 1e-4  # later than this after its end, a piece of work waited for room
+
+
+@dataclass(frozen=True)
+class StageTimeline:
+    """A stage's pieces of work in the order of their beginning: when each began, ended, and found room behind it."""
+
+    name: str
+    began: np.ndarray
+    ended: np.ndarray
+    handed: np.ndarray
+
+    @classmethod
+    def of(cls, video: Video, name: str) -> StageTimeline:
+        """Build the track of a stage from the times that the run stored, sorted by their beginnings."""
+        began, ended, handed = (video.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
+        order = np.argsort(began, kind="stable")
+        return cls(name, began[order], ended[order], handed[order])
+
+    def last(self, times: np.ndarray, limit: float, before: int) -> int:
+        """Return the index below `before` of the latest of these times that is not after the limit; -1 for none."""
+        earlier = np.where(times[:before] <= limit, times[:before], -np.inf)
+        return int(earlier.argmax()) if len(earlier) and np.isfinite(earlier.max()) else -1
+
+
+def shares(video: Video) -> dict[str, float]:
+    """Return the seconds on the critical path by stage and between stages; they sum to the end of the last work."""
+    tracks = [StageTimeline.of(video, stage.name) for stage in video.stages]
+    found = dict.fromkeys((*(track.name for track in tracks), HAND_OVER), 0.0)
+    for name, seconds in _walk_path(tracks):
+        found[name] += seconds
+    return found
+
+
+def _walk_path(tracks: list[StageTimeline]) -> Iterator[tuple[str, float]]:
+    """Yield the pieces of the path, from its end back to the beginning of the run."""
+    place = max((k for k, track in enumerate(tracks) if len(track.ended)), key=lambda k: tracks[k].ended.max())
+    piece = int(tracks[place].ended.argmax())
+    while True:
+        track = tracks[place]
+        begin = float(track.began[piece])
+        yield track.name, float(track.ended[piece]) - begin
+        place, piece, now = _enabled_by(tracks, place, piece, begin)
+        if piece < 0:
+            yield HAND_OVER, now
+            return
+        yield HAND_OVER, now - float(tracks[place].ended[piece])
+
+
+def _enabled_by(tracks: list[StageTimeline], place: int, piece: int, begin: float) -> tuple[int, int, float]:
+    """Find the piece of work whose end let this one begin.
+
+    Return its stage, its index (-1: the run's beginning), and until when the path is between stages.
+    """
+    now = begin
+    while True:
+        track = tracks[place]
+        free = track.last(track.handed, begin, piece)
+        came = _find_source(tracks[place - 1], track, piece) if place else -1
+        free_at = float(track.handed[free]) if free >= 0 else -1.0
+        came_at = min(float(tracks[place - 1].handed[came]), begin) if came >= 0 else -1.0
+        if free < 0 and came < 0:
+            return place, -1, now
+        earlier = (place, free) if free_at >= came_at else (place - 1, came)
+        own = tracks[earlier[0]]
+        waited = float(own.handed[earlier[1]] - own.ended[earlier[1]]) > NO_ROOM_S
+        if not waited or earlier[0] + 1 >= len(tracks):
+            return *earlier, now
+        # It waited for room, which the next stage made when it began something: that is what to follow.
+        following = tracks[earlier[0] + 1]
+        taker = following.last(following.began, float(own.handed[earlier[1]]), len(following.began))
+        if taker < 0 or float(following.began[taker]) >= begin:
+            return *earlier, now
+        place, piece, begin = earlier[0] + 1, taker, float(following.began[taker])
+
+
+def _find_source(before: StageTimeline, track: StageTimeline, piece: int) -> int:
+    """Return the piece of the stage before that the piece works on: the last one of a batch, the batch of a frame."""
+    return math.ceil((piece + 1) * len(before.began) / len(track.began)) - 1
+
+
+def _make_table(run: RunData) -> Table | None:
+    rows = [row for filmed in figures.of_run(run) for row in _iter_rows(filmed.trial.label, filmed.typical)]
+    return PATH.of(PATH_COLUMNS, rows, notes=(NOTE,), group=("label",)) if rows else None
+
+
+def _iter_rows(label: str, video: Video) -> Iterator[Row]:
+    """Yield a row for each stage and the time between; none with several streams, whose times are the first one's."""
+    if video.facts.streams > 1:
+        return
+    found, stages = shares(video), {stage.name: stage for stage in video.stages}
+    whole, frames = sum(found.values()) or 1.0, max(1, video.facts.frames)
+    for name, seconds in found.items():
+        row: Row = {"label": label, "stage": name, "path_ms": 1e3 * seconds / frames, "share": 100 * seconds / whole}
+        if stage := stages.get(name):
+            row |= {"work_ms": 1e3 * stage.beside.value, "starved": 100 * stage.starved, "blocked": 100 * stage.blocked}
+        yield row
+
+
+PATH_COLUMNS = (
+    Column("label", "model, backend with its options, precision, batch, size", kind=TEXT, title="trial"),
+    Column("stage", "of the pipeline, or what is between two: threads that wake up, queues", kind=TEXT),
+    Column("work_ms", "its time per frame in the pipeline", "ms", title="work, ms"),
+    Column("path_ms", "its time on the critical path, per frame", "ms", title="on the path, ms"),
+    Column("share", "share of the path", "%", title="share, %"),
+    Column("starved", "share of the run in which it waited for something to do", "%", title="waiting for work, %"),
+    Column("blocked", "share of the run in which it waited for room behind it", "%", title="waiting for room, %"),
+)
+NOTE = (
+    "On the critical path is what would end the run earlier if it took less time. A stage with a small share has "
+    "time to spare; between stages are queues and threads that wake up."
+)
+PATH = TableKind(
+    "video-critical-path", "Critical path of the video",
+    "What each stage of a video's pipeline contributes to the end of the run, and what it waits for.", _make_table,
+    "this run is of no video of one stream; `dyno video` makes one", "tables", 18,
+)  # fmt: skip
+
+
+# Two runs of a video compared end to end and stage by stage, B with A.
+
+WHOLE = "end to end"
+COMPARED = TableKind("video-comparison", "Videos, B against A",
+                     "Time per frame of two runs of one video, end to end and in each stage.",
+                     command="dyno compare RUN RUN")  # fmt: skip
+COMPARISON_COLUMNS = (
+    Column("label", "model, backend with its options, precision, batch, size", kind=TEXT, title="trial"),
+    Column("part", "the whole, or a stage of the pipeline while the others run", kind=TEXT),
+    Column("a_ms", "A's time per frame", "ms", title="A ms"),
+    Column("b_ms", "B's", "ms", title="B ms"),
+    Column("ratio", "B's time over A's: above 1 is slower", kind=FINE, title="B / A", interval=True),
+    *limits_of("ratio", "", FINE),
+    Column("verdict", "whether that is real: end to end over all trials as one family, and so the stages", kind=TEXT),
+    Column("rounds_a", "of A", rank=2),
+    Column("rounds_b", "of B", rank=2),
+)  # fmt: skip
+OTHER_VIDEO = "not comparable: another video, or another number of streams"
+Pair = tuple[VideoRun, VideoRun]
+
+
+def make_comparison_table(trials: Sequence[tuple[TrialResult, TrialResult]]) -> Table | None:
+    """Build rows of the videos of the pairs (A's trial, B's); None where no pair has any on both sides."""
+    pairs = [(a, b) for x, y in trials if (a := figures.list_videos(x)) and (b := figures.list_videos(y))]
+    if not pairs:
+        return None
+    same = [pair for pair in pairs if _make_shot_key(pair[0]) == _make_shot_key(pair[1])]
+    wholes = [(pair, WHOLE, pair[0].seconds, pair[1].seconds) for pair in same]
+    rows = [*_judge_parts(wholes), *_judge_parts([each for pair in same for each in _iter_stages(pair)])]
+    rows += [{"label": b.trial.label, "part": WHOLE, "verdict": OTHER_VIDEO} for a, b in pairs if (a, b) not in same]
+    order = [b.trial.label for _, b in pairs]
+    rows.sort(key=lambda row: order.index(row["label"]))
+    return COMPARED.of(
+        COMPARISON_COLUMNS,
+        rows,
+        notes=tuple(_write_sentences(rows)),
+        group=("label",),
+        printed=printed(COMPARISON_COLUMNS),
+    )
+
+
+def _make_shot_key(one: VideoRun) -> tuple[int, ...]:
+    """Return the facts that must be equal in two videos."""
+    facts = one.typical.facts
+    return facts.frames, facts.height, facts.width, facts.streams
+
+
+def _iter_stages(pair: Pair) -> Iterator[tuple[Pair, str, list[float], list[float]]]:
+    """Yield the times per frame of each stage that both pipelines have, by round."""
+    a, b = ([{stage.name: stage.beside.value for stage in video.stages} for video in one.videos] for one in pair)
+    for name in a[0]:
+        if all(name in each for each in (*a, *b)):
+            yield pair, name, [each[name] for each in a], [each[name] for each in b]
+
+
+def _judge_parts(parts: Sequence[tuple[Pair, str, list[float], list[float]]]) -> list[Row]:
+    """Return a row for each part, all judged as one family."""
+    decided = stats.decide_family([stats.unpaired(b, a) for _, _, a, b in parts])
+    return [
+        {
+            "label": pair[1].trial.label, "part": name, "a_ms": 1e3 * stats.center(a).value,
+            "b_ms": 1e3 * stats.center(b).value, "ratio": 1 / speedup.value, "ratio_low": 1 / speedup.high,
+            "ratio_high": 1 / speedup.low, "verdict": speedup.verdict, "rounds_a": len(a), "rounds_b": len(b),
+        }
+        for (pair, name, a, b), speedup in zip(parts, decided, strict=True)
+    ]  # fmt: skip
+
+
+def _write_sentences(rows: Sequence[Row]) -> Iterator[str]:
+    for row in rows:
+        if row["part"] == WHOLE and "ratio" in row:
+            shown = ratio(row["ratio"], row["ratio_low"], row["ratio_high"])
+            yield f"{plain(row['label'])} end to end: B takes {shown} A's time per frame: {row['verdict']}."
+    yield "A stage's time is that in the pipeline. The gate's conditions are on inference alone."

@@ -1,0 +1,212 @@
+"""What the figures of a video say, in sentences."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from dyno.formatting import counting, show, significant
+from dyno.report import export
+from dyno.report.export import Event
+from dyno.results import stats
+from dyno.video.figures import PERCENTILES, PROCESSORS, Bound, Video, VideoRun
+from dyno.worker.facts.job import DEVICE
+
+HALF = 0.5
+LATENCY_NOTE = (
+    "A file is read as fast as the pipeline takes it, so its queues are full and latency is mostly waiting in them; a "
+    "live source that is slower than the bound waits less."
+)
+REACHED = 0.95  # of the bound: nothing in the pipeline itself is left to gain
+
+
+def of_run(filmed: Sequence[VideoRun]) -> list[str]:
+    """Return the sentences of each trial, under its name where there are several."""
+    said = []
+    for each in filmed:
+        named = [f"{each.trial.label}:"] if len(filmed) > 1 else []
+        said += [*named, *list_sentences(each.typical), *(f"{warning}." for warning in each.warnings)]
+    return [*said, LATENCY_NOTE]
+
+
+def list_sentences(video: Video) -> list[str]:
+    """Describe how fast it was, the bound, the effect of changing that, and how long a frame takes."""
+    return [
+        _describe_rates(video),
+        *_set_up(video),
+        *_describe_bounds(video),
+        *_describe_changes(video),
+        *_describe_latencies(video),
+        *_describe_objects(video),
+    ]
+
+
+def _describe_rates(video: Video) -> str:
+    facts = video.facts
+    ended = " until it was stopped" if facts.stopped else ""
+    each = "each at " if facts.streams > 1 else ""
+    realtime = f" ({each}{video.rate / facts.streams / facts.rate:.2f} times its own speed)" if facts.rate else ""
+    several = f"{facts.streams} streams at once, the first of " if facts.streams > 1 else ""
+    return (
+        f"{several}{counting(facts.frames, 'frame')} of {facts.width} x {facts.height} in "
+        f"{show(facts.seconds, 'duration')}"
+        f"{ended}: {_format_rate(video.rate)} end to end{realtime}; inference alone "
+        f"{_format_rate(video.inference_rate)}, and {_format_rate(video.inference_beside)} beside the other stages."
+    )
+
+
+def _set_up(video: Video) -> Iterator[str]:
+    """Describe an unusual set-up: threads, and the source of frames."""
+    facts = video.facts
+    if facts.prepared == DEVICE:
+        copying = counting(facts.lanes, "thread")
+        yield (
+            "Frames become the network's input where it computes, and of its predictions only those above the least "
+            f"score come back; {copying} {'copies' if facts.lanes == 1 else 'copy'} frames, and as many post-process."
+        )
+    elif facts.lanes > 1:
+        yield f"{facts.lanes} threads prepare frames, and as many post-process them."
+    if facts.preloaded:
+        yield (
+            f"{counting(facts.preloaded, 'frame')} at most were decoded before and answered again and again: what "
+            "decoding takes is in no figure."
+        )
+
+
+def _describe_bounds(video: Video) -> Iterator[str]:
+    stage, processors = video.by_stage, video.by_processors
+    yield (
+        f"The slowest stage, {stage.name}, allows {_format_bound(stage)}: {_format_share(stage, video)} of that was "
+        "reached. "
+        f"{_format_processors(video)} at {show(video.crowded, 'duration')} of processor time per frame "
+        f"{'allows' if video.facts.processors == 1 else 'allow'} {_format_bound(processors)}: "
+        f"{_format_share(processors, video)}."
+    )
+    alone = sum(s.cpu for s in video.stages)
+    if video.crowded > (2 - REACHED) * alone:
+        yield (
+            f"With every processor at work a frame takes {video.crowded / alone:.2f} times the processor time that its "
+            "stages take one at a time: processors share caches and memory, and often two of them one core."
+        )
+
+
+def _describe_changes(video: Video) -> Iterator[str]:
+    """Describe the limit, and the gain from changing it."""
+    bound = video.bound
+    if bound.name == PROCESSORS:
+        stage = video.heaviest
+        share = stage.crowded / video.crowded
+        what = (
+            f"The processors bound the whole: the stages share them, and {stage.name} takes "
+            f"{show(share, 'percentage')} of the processor time."
+        )
+    else:
+        stage = video.slowest
+        what = f"{stage.name.capitalize()} bounds the whole."
+    after = video.without(stage.name, HALF)
+    gain = after.rate.value / bound.rate.value
+    then = f", and then {_describe_limit(after)}" if after.name != bound.name else ""
+    possible = f"{_format_rate(after.rate.value)} would be possible ({gain:.2f}x)"
+    yield f"{what} If {stage.name} took half the time, {possible}{then}."
+    reached = bound.share(video.rate)
+    if reached > 1 / REACHED:
+        yield (
+            "More than the bound was reached, so something held up the stages while they were measured alone; measure "
+            "again when nothing else runs."
+        )
+    if reached < REACHED:
+        yield f"{show(reached, 'percentage')} of the bound was reached: {_explain_loss(video)}."
+
+
+def _explain_loss(video: Video) -> str:
+    """Explain why less than the bound was reached, as far as it is known."""
+    facts = video.facts
+    more = facts.cpu_whole / video.crowded if video.crowded else 1.0
+    why = []
+    if video.others > (1 - REACHED) * facts.processors:
+        why.append(f"other programs kept {significant(video.others)} of {_format_processors(video)} busy")
+    if more > 1 + (1 - REACHED):
+        why.append(f"a frame took {more:.2f} times the processor time that the bound counts on")
+    if video.bound.name == PROCESSORS and video.utilization < REACHED:
+        why.append(f"the stages kept {show(video.utilization, 'percentage')} of the processors' time busy")
+    return ", and ".join(why) or "the rest is filling and emptying the pipeline, and stages that waited for each other"
+
+
+def _describe_limit(bound: Bound) -> str:
+    return "the processors bound it" if bound.name == PROCESSORS else f"{bound.name} bounds it"
+
+
+def _describe_latencies(video: Video) -> Iterator[str]:
+    for to, what in (("known", "its boxes are known"), ("written", "it is written")):
+        samples = video.latencies(to)
+        if len(samples) and (to == "known" or video.facts.output):
+            parts = [
+                f"p{100 * q:g} {show(stats.percentile_of(samples, q), 'duration')}"
+                for q in PERCENTILES
+                if q == HALF or len(samples) >= stats.samples_for(q)
+            ]
+            yield f"From the beginning of a frame's reading until {what}: {', '.join(parts)}."
+
+
+def _describe_objects(video: Video) -> Iterator[str]:
+    """Yield how many objects were tracked, by class."""
+    facts = video.facts
+    if facts.tracker:
+        each = ", ".join(f"{count} of class {kind}" for kind, count in facts.objects.items())
+        total = counting(sum(facts.objects.values()), "object")
+        yield f"{facts.tracker} followed {total}{f': {each}' if len(facts.objects) > 1 else ''}."
+
+
+def _format_rate(value: float) -> str:
+    return f"{significant(value)} frames/s"
+
+
+def _format_bound(bound: Bound) -> str:
+    return _format_rate(bound.rate.value)
+
+
+def _format_share(bound: Bound, video: Video) -> str:
+    return show(bound.share(video.rate), "percentage")
+
+
+def _format_processors(video: Video) -> str:
+    count = video.facts.processors
+    return "1 processor" if count == 1 else f"{count} processors"
+
+
+# A video's pipeline as a trace for Perfetto: a track for each stage, and one for each frame.
+
+HOW = (
+    "The times of the run itself, as the stages took them: work, and waiting until the next stage had room. A frame "
+    "lasts from the beginning of its reading until its boxes are known. Of several streams the first."
+)
+
+
+def chrome_trace(filmed: Sequence[VideoRun], exporter: str) -> dict[str, Any]:
+    """Build a process for each trial's typical round, with a track for each stage and each frame; microseconds."""
+    events = [event for pid, each in enumerate(filmed, 1) for event in _iter_events(each, pid)]
+    return export.trace_document(events, exporter, HOW)
+
+
+def _iter_events(filmed: VideoRun, pid: int) -> Iterator[Event]:
+    video = filmed.typical
+    yield from export.process_event(pid, filmed.trial.label)
+    for tid, stage in enumerate(video.stages, 1):
+        yield export.track_event(pid, tid, stage.name)
+        yield from _iter_stage_events(video, stage.name, {"pid": pid, "tid": tid})
+    frames = zip(video.arrays["frame_began"], video.arrays["frame_known"], video.arrays["frame_boxes"], strict=True)
+    for number, (began, known, boxes) in enumerate(frames):
+        one = {"cat": "frame", "name": f"frame {number}", "id": number, "pid": pid, "tid": 0}
+        yield {"ph": "b", **one, "ts": 1e6 * began, "args": {"boxes": int(boxes)}}
+        yield {"ph": "e", **one, "ts": 1e6 * known}
+
+
+def _iter_stage_events(video: Video, name: str, track: Event) -> Iterator[Event]:
+    """Yield each piece of work, and the waiting for room behind it."""
+    began, ended, handed = (video.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
+    waiting = video.arrays[f"{name}_waiting"]
+    for number in range(len(began)):
+        about = {"args": {"waiting": int(waiting[number])}}
+        for what, begin, end in ((f"{name} {number}", began, ended), ("no room", ended, handed)):
+            yield {"ph": "B", "name": what, "cat": "stage", **track, "ts": 1e6 * begin[number], **about}
+            yield {"ph": "E", "name": what, "cat": "stage", **track, "ts": 1e6 * end[number]}
