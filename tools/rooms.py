@@ -142,7 +142,9 @@ def _table(root: str, names: dict[str, str]) -> Iterator[str]:
 
 def generated() -> str:
     """The picture and the tables."""
-    arrows = [f"  {room} --> {below}" for room, names in HOST.items() for below in _nearest(names)]
+    arrows = [
+        f"  {room} --> {below}" for room, names in HOST.items() for below in _nearest(names) if "." not in room + below
+    ]
     parts = ["```mermaid\ngraph TD", *arrows, "  jobs -. job.json, record.json .-> worker", "```"]
     trees = {"The host": ("dyno", HOST), "The worker": ("dyno.worker", WORKER)}
     for title, (root, names) in trees.items():
@@ -153,7 +155,7 @@ def generated() -> str:
 def _nearest(names: str) -> list[str]:
     """Of the rooms below, those that aren't reached by way of another one of them."""
     below = names.split()
-    return [one for one in below if not any(one in HOST[other].split() for other in below)]
+    return [one for one in below if not any(one in HOST.get(other, "").split() for other in below)]
 
 
 def main() -> int:
