@@ -1,6 +1,6 @@
 """Simulate the t statistic of rounds of which disturbed ones were rejected, and write the table of critical values.
 
-python benchmarks/critical_values.py --write   # src/dyno/analysis/stats/rejection.json, about half an hour on one core
+python benchmarks/critical_values.py --write   # src/dyno/results/stats/rejection.json, about half an hour on one core
 python benchmarks/critical_values.py           # levels and smallest visible differences of the rule beside Student's t
 """
 

@@ -227,7 +227,7 @@ def _warm() -> None:
     assert registry.names() and registry.formats() and registry.maker("onnx_export")
     if peak := sys.modules.get("dyno.worker.jobs.stress"):  # else it takes a quarter of a minute
         peak.SIDES["cpu"] = SIDES
-        peak.measure.__defaults__ = PEAK_S, *peak.measure.__defaults__[1:]
+        peak.measure_peak.__defaults__ = PEAK_S, *peak.measure_peak.__defaults__[1:]
         peak.copy.__defaults__ = (PEAK_S,)
     if alone := sys.modules.get("dyno.worker.video.alone"):
         alone.FRAMES, alone.CHUNK = ALONE, CHUNK

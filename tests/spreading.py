@@ -22,8 +22,8 @@ MODULE = "dyno.devices.block_process"
 MARK = "DYNO_TESTS_OF_SPREADING"
 DRIVER = """
 import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress
-from dyno.placement import devices, spread
-devices.measure = lambda *asked: devices.StudyPlaces(asked[2])
+from dyno.devices import one_host, spread
+one_host.measure_devices = lambda *asked: one_host.StudyPlaces(asked[2])
 spread.run(Study.from_toml(Path(sys.argv[1])), Path(sys.argv[2]), Progress(quiet=True))
 """
 

@@ -67,8 +67,8 @@ def test_the_description_is_valid_and_the_version_the_same_everywhere(built: Pat
 def test_the_distributions_hold_what_they_need(built: Path) -> None:
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
-    pages = [path.name for path in (ROOT / "src/dyno/analysis/report/page").iterdir()]
-    assert {"dyno/py.typed", *(f"dyno/analysis/report/page/{name}" for name in pages)} <= set(names)
+    pages = [path.name for path in (ROOT / "src/dyno/report/page").iterdir()]
+    assert {"dyno/py.typed", *(f"dyno/report/page/{name}" for name in pages)} <= set(names)
     assert not [name for name in names if name.startswith("tests") or "__pycache__" in name]
     with tarfile.open(source) as archive:
         inside = {name.partition("/")[2] for name in archive.getnames()}

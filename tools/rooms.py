@@ -42,9 +42,11 @@ HOST = {
     "video": "formatting table jobs store results study report run api cli.options cli.exits",
     "serving": "formatting table jobs store results study report run api video cli.options cli.exits",
     "layers": "formatting table jobs store results study report run take cli.options cli.exits",
-    "training": "formatting jobs store data results study report run api cli.options cli.exits cli.commands",
     "regression": "formatting table jobs store results study report run take video api cli.options cli.exits",
     "trtexec": "jobs results run",
+    "cli.commands": "formatting table jobs store results study report run devices api evaluation regression trtexec "
+    "cli.options cli.exits",
+    "training": "formatting jobs store data results study report run api cli.options cli.exits cli.commands",
     "cli": "formatting table jobs store data results study report run take devices api evaluation video serving layers "
     "training regression trtexec",
 }
@@ -80,9 +82,13 @@ WORKER = {
     "main": "facts spec record backend registry system training snippets jobs journal",
 }
 # What single rooms of the host take from the worker besides: pure functions that both sides must do alike.
+PURE = "facts spec record option_values extras plugins system tasks jobs.turns numerics.closeness serve.rates"
 BESIDES = {
-    "dyno.results": f"{BORDER} numerics.closeness",
-    "dyno.report": f"{BORDER} numerics.closeness",
+    "dyno.results": PURE,
+    "dyno.report": PURE,
+    "dyno.trtexec": PURE,
+    "dyno.table": PURE,
+    "dyno.formatting": PURE,
     "dyno.layers": f"{BORDER} numerics.closeness",
     "dyno.regression": f"{BORDER} numerics.closeness",
     "dyno.data": "facts.json_values spec record extras plugins inputs.specs",

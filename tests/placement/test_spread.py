@@ -126,8 +126,8 @@ def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice
     (tmp_path / "study.toml").write_text(study.to_toml())
     code = (
         "import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress\n"
-        "from dyno.placement import devices, spread\n"
-        "devices.measure = lambda *asked: devices.StudyPlaces(asked[2])\n"
+        "from dyno.devices import one_host, spread\n"
+        "one_host.measure_devices = lambda *asked: one_host.StudyPlaces(asked[2])\n"
         "spread.run(Study.from_toml(Path(sys.argv[1])), Path(sys.argv[2]), Progress(quiet=True))\n"
     )
     folder = tmp_path / "run"

@@ -10,7 +10,7 @@ import typer
 import typer.core
 
 from dyno import __version__
-from dyno.cli import commands, exits, options, run_folders
+from dyno.cli import data_commands, exits, options, run_folders
 from dyno.layers import commands as layers_commands
 from dyno.regression import commands as regression_commands
 from dyno.serving import commands as serving_commands
@@ -49,7 +49,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(commands.app, name="data", rich_help_panel=MAKE)
+app.add_typer(data_commands.app, name="data", rich_help_panel=MAKE)
 
 ONE = (ComparisonOptions, ModelOptions, DataOptions, RuntimeOptions)
 # Defaults that go by the kind of file.
@@ -308,7 +308,7 @@ command(MEASURE)(regression_commands.bisect)
 command(MEASURE)(video_commands.video)
 command(MEASURE, "serve-test")(serving_commands.serve_test)
 command(MAKE)(training_commands.train)
-command(MAKE)(commands.take_command)
+command(MAKE)(run_folders.take)
 command(READ)(layers_commands.inspect)
 command(MEASURE)(layers_commands.profile)
 command(MEASURE, "cold-start")(layers_commands.cold_start)

@@ -5,14 +5,12 @@ from __future__ import annotations
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any
+from typing import TYPE_CHECKING, Any
 
-import typer
 from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from dyno.cli import options
 from dyno.cli.exits import INTERRUPTED, left_out
 from dyno.cli.options import Overrides
 from dyno.run.run_names import RUNS, choose_folder
@@ -360,73 +358,3 @@ def calibrate(
     print(export(tables(result), format, about=report_self_test.describe_self_test(result)), end="")
     if format in ("text", "markdown"):
         print("\n" + "\n".join(map(wrapped if format == "text" else bullet, report_self_test.list_sentences(result))))
-
-
-# The command `dyno take`: take the winner home.
-
-
-def take_command(
-    run: options.RunFolder,
-    trial: Annotated[
-        str,
-        typer.Argument(help="A trial's id, or BACKEND/PRECISION (default: the verdict's winner).", metavar="[TRIAL]"),
-    ] = "",
-    out: Annotated[
-        str, typer.Option("--out", "-o", help="File to write (default: MODEL-BACKEND-PRECISION here).")
-    ] = "",
-) -> None:
-    """Write the winning file, and a script beside it that runs it in its own library as it was measured."""
-    from dyno import take as module
-    from dyno.report.tables import trial_table
-
-    taken = module.take(trial_table.read_trials(run), trial, Path(out) if out else None)
-    print(f"{taken.label}: {taken.file} ({taken.bytes / 1e6:.2f} MB)")
-    for note in taken.notes:
-        print(f"warning: {note}", file=sys.stderr)
-    print(f"run it: python {taken.script}")
-
-
-# Behind `dyno data`: what makes a folder of images ready to be measured on.
-
-app = typer.Typer(help="Make folders of images ready.", no_args_is_help=True)
-SHOWN = 3
-UNFINISHED_SPLIT = 3
-
-
-@app.callback()
-def _group_commands() -> None:
-    """Make folders of images ready."""  # a callback makes typer keep the command's name though there is only one
-
-
-@app.command("imagenet-val")
-def imagenet_val(
-    flat: Annotated[Path, typer.Argument(help="Folder of ILSVRC2012_val_*.JPEG files.", metavar="FLAT")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="Folder that gets val/<synset>/ inside.")],
-    labels: Annotated[
-        str, typer.Option(help="LOC_val_solution.csv, lines of a name and a synset, or a synset or number per line.")
-    ] = "",
-    order: Annotated[
-        str, typer.Option(help="How --labels numbers the sorted synsets: synset, synset-0 or synset-1.")
-    ] = "",
-    copy: Annotated[bool, typer.Option("--copy", help="Copy instead of hard links.")] = False,
-    move: Annotated[bool, typer.Option("--move", help="Move instead of hard links.")] = False,
-) -> None:
-    """Sort ImageNet's flat validation images into class folders; the same command again continues."""
-    from dyno.data import flat as module
-    from dyno.formatting import counting
-    from dyno.study.images import decoding
-
-    if copy and move:
-        raise UserError("--copy and --move can't be used together")
-    with decoding(verbs=("sorting", "sorted")) as progress:
-        transfer: module.Transfer = "copy" if copy else "move" if move else "link"
-        result = module.sort(flat, out, Path(labels) if labels else None, order, transfer, progress)
-    earlier = f", {result.there:,} of them before" if result.there else ""
-    print(f"{result.images:,} images of {result.classes:,} classes are in {out / 'val'}{earlier}")
-    if result.unlabelled:
-        names = ", ".join(result.unlabelled[:SHOWN]) + (", …" if len(result.unlabelled) > SHOWN else "")
-        print(
-            f"dyno: left {counting(len(result.unlabelled), 'image')} without a label in {flat}: {names}",
-            file=sys.stderr,
-        )
-        raise typer.Exit(UNFINISHED_SPLIT)

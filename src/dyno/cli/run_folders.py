@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import shlex
 import shutil
+import sys
 import webbrowser
 from collections import Counter
 from collections.abc import Iterator
@@ -189,3 +190,24 @@ def open_report(run: options.RunFolder) -> None:
         webbrowser.open(path.resolve().as_uri())
     except webbrowser.Error:  # no browser here: the path is printed, which is all that can be done
         return
+
+
+def take(
+    run: options.RunFolder,
+    trial: Annotated[
+        str,
+        typer.Argument(help="A trial's id, or BACKEND/PRECISION (default: the verdict's winner).", metavar="[TRIAL]"),
+    ] = "",
+    out: Annotated[
+        str, typer.Option("--out", "-o", help="File to write (default: MODEL-BACKEND-PRECISION here).")
+    ] = "",
+) -> None:
+    """Write the winning file, and a script beside it that runs it in its own library as it was measured."""
+    from dyno import take as module
+    from dyno.report.tables import trial_table
+
+    taken = module.take(trial_table.read_trials(run), trial, Path(out) if out else None)
+    print(f"{taken.label}: {taken.file} ({taken.bytes / 1e6:.2f} MB)")
+    for note in taken.notes:
+        print(f"warning: {note}", file=sys.stderr)
+    print(f"run it: python {taken.script}")

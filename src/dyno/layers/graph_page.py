@@ -106,7 +106,7 @@ def _inside_script(content: Any) -> str:
 
 
 def _read_file(name: str) -> str:
-    return (resources.files("dyno.analysis.layer_files") / "graph" / name).read_text(encoding="utf-8")
+    return (resources.files("dyno.layers") / "graph" / name).read_text(encoding="utf-8")
 
 
 # The tree map of a form: modules inside modules, each as large as its share of the time.

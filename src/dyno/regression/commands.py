@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 from rich.console import Console
@@ -12,10 +12,11 @@ from rich.markup import escape
 
 from dyno.cli import options
 from dyno.formatting import bullet
-from dyno.regression.comparison import Comparison
-from dyno.report.export import export
 from dyno.study.options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
 from dyno.worker.spec import UserError, plain
+
+if TYPE_CHECKING:
+    from dyno.regression.comparison import Comparison
 
 # `dyno compare`: two stored runs, or two sides that are measured here.
 
@@ -154,6 +155,8 @@ def _parse_interpreters(text: str) -> dict[str, str]:
 
 def output(comparison: Comparison, format: str, junit: str, summary: str) -> int:
     """Write the files, print the table and the sentences; the exit code."""
+    from dyno.report.export import export
+
     if junit:  # before anything is printed: the reader of the pipe may be gone
         comparison.junit(junit)
     if summary:

@@ -336,4 +336,4 @@ def _format_html(parts: list[RunSection], results: str) -> str:
 def _file_of_page(name: str) -> str:
     from importlib import resources
 
-    return (resources.files("dyno.analysis.report") / "page" / name).read_text(encoding="utf-8")
+    return (resources.files("dyno.report") / "page" / name).read_text(encoding="utf-8")

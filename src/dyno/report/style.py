@@ -173,7 +173,7 @@ def _page_color(match: re.Match[str]) -> str:
 
 @dataclass(frozen=True)
 class Chart:
-    """A chart, declared at the top of a module of `analysis/charts` or by an entry point of the group `dyno.charts`.
+    """A chart, declared at the top of a module of `report/charts` or by an entry point of the group `dyno.charts`.
 
     It has its file's `name`, the `caption` below it, and `draw`, which gives a matplotlib Figure, or None where the run
     has nothing to draw.

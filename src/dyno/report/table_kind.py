@@ -13,7 +13,7 @@ from dyno.worker.spec import UserError
 
 @dataclass(frozen=True)
 class TableKind:
-    """A kind of table, declared at the top of a module of `analysis/tables` or by an entry point of the group
+    """A kind of table, declared at the top of a module of `report/tables` or by an entry point of the group
     `dyno.tables`: its name in `dyno show --table`, a title, and a sentence on what it holds.
 
     `make` fills it from a run, or returns None where the run has no data for it, which `nothing` says. A table that is

@@ -152,12 +152,8 @@ def execute(
         planned = prepare(study, run, planned, progress)
         self_test.keep_in(run.folder, study.device)
         todo = [entry.trial for entry in planned if not entry.refusal and (not only or entry.trial.id in only.trials)]
-        cleared = (
-            ensemble.clear_failed(run, todo, retry_failed),
-            ensemble.clear_damaged(run, todo),
-            ensemble.clear_stopped(run, todo),
-        )
-        for line in itertools.chain(*cleared):
+        for line in (*ensemble.clear_failed(run, todo, retry_failed), *ensemble.clear_damaged(run, todo),
+                     *ensemble.clear_stopped(run, todo)):  # fmt: skip
             progress.note(line)
         files = Files(progress, study.build_timeout)
         if study.energy:  # before the first job heats the device

@@ -17,7 +17,7 @@ from dyno.devices.clusters.node import FolderUpdate, Node, mirror, unpack, whole
 from dyno.worker.spec import UserError
 
 HOLDER = """
-import sys, time; from dyno.placement.clusters import node
+import sys, time; from dyno.devices.clusters import node
 print(node._own_folder()[0], flush=True); time.sleep(600)
 """
 

@@ -48,7 +48,7 @@ class Change:
 
 
 class Metric(ABC):
-    """A measure of accuracy, declared at the top of a module of `analysis/metrics` or by an entry point of the group
+    """A measure of accuracy, declared at the top of a module of `results/metrics` or by an entry point of the group
     `dyno.metrics`. A trial has those that its task names; a larger value is better.
 
     `name` is as in a budget and in the task's `metrics`, `label` as in a sentence and a heading. `column` holds its

@@ -24,7 +24,7 @@ def names() -> list[str]:
 
 
 def metrics() -> list[str]:
-    """Return the metrics for budgets: each task's, by the names of their objects in `analysis/metrics`."""
+    """Return the metrics for budgets: each task's, by the names of their objects in `results/metrics`."""
     return list(dict.fromkeys(metric for task in _load_tasks().values() for metric in task.metrics))
 
 

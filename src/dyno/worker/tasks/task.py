@@ -71,7 +71,7 @@ class Task(ABC):
     """What a network is for.
 
     `labels` are those that its data must have: the `classes` of images, or the `objects` in them, all of which have
-    `needs` besides boxes ("" for nothing). `metrics` names the objects of `analysis/metrics` that measure its accuracy
+    `needs` besides boxes ("" for nothing). `metrics` names the objects of `results/metrics` that measure its accuracy
     and that budgets may use, the usual one first; `least_outputs` is the least number of outputs for which one is
     meaningful. `coco` is COCO's name of its average precision. `size` is the default height and width.
     """
