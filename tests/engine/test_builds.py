@@ -25,8 +25,8 @@ from dyno.results.blocks import log_ratios
 from dyno.results.trial_result import load_run
 from dyno.run.device_lock import launch_in_turn
 from dyno.run.execute import Files, execute
+from dyno.study import plan
 from dyno.study.plan import expand
-from dyno.study.study import plan
 from dyno.take import take
 from dyno.worker import registry
 from dyno.worker.backends.tensor_rt.settings import Settings
