@@ -15,7 +15,7 @@ from dataclasses import replace
 
 from dyno import Study
 from dyno.jobs.progress import Progress
-from dyno.run.execute import Files
+from dyno.runner.execute import Files
 from dyno.study.plan import expand
 from dyno.worker.facts.files import TimingUse
 from dyno.worker.record import Record

@@ -30,8 +30,8 @@ from dyno.jobs.launcher import launch
 from dyno.jobs.progress import Progress
 from dyno.results.blocks import within
 from dyno.results.rounds import Round
-from dyno.run.execute import Files
-from dyno.run.turns import InterleavedGroup, InterleavedJob
+from dyno.runner.execute import Files
+from dyno.runner.turns import InterleavedGroup, InterleavedJob
 from dyno.study.plan import expand
 from dyno.worker.record import read_record
 from dyno.worker.spec import Artifact, Job, Plan, Trial

@@ -115,7 +115,7 @@ def pipeline(
     """`dyno video`; its frames and seconds, how much of its bound it reached, how its memory grew, how far its
     prediction was off, and both factors of that."""
     import dyno
-    from dyno.video import figures
+    from dyno.videos import figures
     from dyno.worker.video.options import VideoOptions
 
     options = VideoOptions(codec="mpeg4" if output else "", streams=streams)
@@ -244,7 +244,7 @@ def device(video: str, folder: str, preload: str, frames: str, model: str, size:
            batch: str, python: str, prepare: str, decode: str) -> dict[str, Any]:  # fmt: skip
     """`dyno video` without an output; what it reached, and what inference alone does."""
     import dyno
-    from dyno.video import figures
+    from dyno.videos import figures
     from dyno.worker.video.options import VideoOptions
 
     options = VideoOptions(preload=int(preload), frames=int(frames), prepare=prepare, decode=decode)

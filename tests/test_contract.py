@@ -16,7 +16,7 @@ import pytest
 
 from dyno import Study
 from dyno.jobs.progress import Progress
-from dyno.run.execute import Files
+from dyno.runner.execute import Files
 from dyno.study.interpreters import missing
 from dyno.study.model_info import model_spec
 from dyno.worker import registry

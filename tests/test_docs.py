@@ -25,7 +25,7 @@ from dyno.data.data_format import DataFormat
 from dyno.layers import files
 from dyno.report.tables import trial_table
 from dyno.results.correctness import TOLERANCES
-from dyno.run import run_folder
+from dyno.runner import run_folder
 from dyno.worker import main, registry
 from dyno.worker.backend import Backend, FileFormat, Maker, Session
 from dyno.worker.facts.files import MakerFacts

@@ -196,10 +196,10 @@ def test_imports_run_one_way() -> None:
         ("dyno.worker.inputs.specs", "from dyno.worker.nets.models import loaded"),
         ("dyno.data.folders", "import dyno.worker.measure"),
         ("dyno.data", "from dyno.worker import backend"),
-        ("dyno.study.study", "def run():\n    from dyno.run.execute import execute"),
+        ("dyno.study.study", "def run():\n    from dyno.runner.execute import execute"),
         ("dyno.study.study", "from dyno.worker import measure"),
-        ("dyno.study.plan", "from dyno.run import execute"),
-        ("dyno.run.execute", "import dyno.worker.backends.pytorch"),
+        ("dyno.study.plan", "from dyno.runner import execute"),
+        ("dyno.runner.execute", "import dyno.worker.backends.pytorch"),
         ("dyno", "from dyno.cli import app"),
     ],
 )
@@ -209,7 +209,7 @@ def test_an_import_against_the_direction_is_seen(module: str, bad: str) -> None:
 
 def test_allowed_directions_pass() -> None:
     assert against_direction("from dyno.worker.spec import Trial", "dyno.report.tables.x", "dyno.report.tables") == []
-    assert against_direction("from dyno.worker import backend, spec", "dyno.run.execute", "dyno.run") == []
+    assert against_direction("from dyno.worker import backend, spec", "dyno.runner.execute", "dyno.runner") == []
     assert against_direction("from dyno.results import rounds", "dyno.cli.app", "dyno.cli") == []
     assert against_direction("from .spec import Trial", "dyno.worker.measure", "dyno.worker") == []
     typed = "if TYPE_CHECKING:\n    from dyno.api import Result"
@@ -293,3 +293,10 @@ def test_a_machine_s_path_is_seen(bad: bytes) -> None:
 def test_lock_file_stays_out_of_git() -> None:
     assert git("ls-files", "uv.lock", "**/uv.lock") == b""
     assert git("check-ignore", "uv.lock").strip() == b"uv.lock"
+
+
+def test_no_package_hides_a_public_name() -> None:
+    """Importing `dyno.x` sets the attribute x of the package, which a function of that name would lose."""
+    import dyno
+
+    assert not {path.stem for path in (SRC / "dyno").iterdir()} & set(dyno.__all__)

@@ -18,7 +18,7 @@ import pytest
 from dyno import Study, store
 from dyno.jobs.launcher import MAIN
 from dyno.jobs.progress import Progress
-from dyno.run.execute import Files
+from dyno.runner.execute import Files
 from dyno.study.plan import expand
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import Artifact, Job, Runtime, Trial, to_json

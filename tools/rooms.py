@@ -32,22 +32,22 @@ HOST = {
     "results": "formatting table",
     "study": "formatting jobs store data results",
     "report": "formatting table results",
-    "run": "formatting jobs store results study report",
-    "take": "formatting jobs store results run",
-    "devices": "formatting jobs store results study run",
-    "api": "jobs store results study report run take devices",
+    "runner": "formatting jobs store results study report",
+    "take": "formatting jobs store results runner",
+    "devices": "formatting jobs store results study runner",
+    "api": "jobs store results study report runner take devices",
     "evaluation": "formatting table results study report api",
     "cli.options": "jobs study",
     "cli.exits": "formatting jobs store study cli.options",
-    "video": "formatting table jobs store results study report run api cli.options cli.exits",
-    "serving": "formatting table jobs store results study report run api video cli.options cli.exits",
-    "layers": "formatting table jobs store results study report run take cli.options cli.exits",
-    "regression": "formatting table jobs store results study report run take video api cli.options cli.exits",
-    "trtexec": "jobs results run",
-    "cli.commands": "formatting table jobs store results study report run devices api evaluation regression trtexec "
+    "videos": "formatting table jobs store results study report runner api cli.options cli.exits",
+    "serving": "formatting table jobs store results study report runner api videos cli.options cli.exits",
+    "layers": "formatting table jobs store results study report runner take cli.options cli.exits",
+    "regression": "formatting table jobs store results study report runner take videos api cli.options cli.exits",
+    "trtexec": "jobs results runner",
+    "cli.commands": "formatting table jobs store results study report runner devices api evaluation regression trtexec "
     "cli.options cli.exits",
-    "training": "formatting jobs store data results study report run api cli.options cli.exits cli.commands",
-    "cli": "formatting table jobs store data results study report run take devices api evaluation video serving layers "
+    "training": "formatting jobs store data results study report runner api cli.options cli.exits cli.commands",
+    "cli": "formatting table jobs store data results study report runner take devices api evaluation videos serving layers "
     "training regression trtexec",
 }
 WORKER = {
@@ -105,7 +105,7 @@ def _named(root: str, rooms: str) -> tuple[str, ...]:
 def may_import() -> dict[str, tuple[str, ...]]:
     """Room -> prefixes of what it may import of dyno; the longest prefix of a module decides."""
     rules = {"dyno.__main__": ("dyno.cli",), "dyno": (*_named("dyno", "api evaluation results"), "dyno.worker.spec")}
-    rules["dyno"] += _named("dyno", "layers video serving training regression")
+    rules["dyno"] += _named("dyno", "layers videos serving training regression")
     for room, below in HOST.items():
         name = f"dyno.{room}"
         rules[name] = (name, *_named("dyno", below), *_named("dyno.worker", BESIDES.get(name, BORDER)))

@@ -13,7 +13,7 @@ from benchmarks.fault_campaign.changes import mutated, planted, rearranged, rese
 from benchmarks.fault_campaign.mutations import Subject
 
 from dyno.results.self_test import ProcessPair, StoredSelfTest, TestRound
-from dyno.run import self_test
+from dyno.runner import self_test
 from dyno.worker.record import write_json
 from dyno.worker.spec import to_json
 

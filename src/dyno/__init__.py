@@ -32,8 +32,8 @@ if typing.TYPE_CHECKING:
     from dyno.serving.session import serve_test as serve_test
     from dyno.training.session import TrainingResult as TrainingResult
     from dyno.training.session import train as train
-    from dyno.video.session import VideoResult as VideoResult
-    from dyno.video.session import video as video
+    from dyno.videos.session import VideoResult as VideoResult
+    from dyno.videos.session import video as video
     from dyno.worker.spec import UserError as UserError
 
 __version__ = "0.2.0"
@@ -88,8 +88,8 @@ _HOMES = {
     "inspect": "dyno.layers.inspection",
     "ProfileResult": "dyno.layers.profiling",
     "profile": "dyno.layers.profiling",
-    "video": "dyno.video.session",
-    "VideoResult": "dyno.video.session",
+    "video": "dyno.videos.session",
+    "VideoResult": "dyno.videos.session",
     "serve_test": "dyno.serving.session",
     "ServingResult": "dyno.serving.session",
     "load": "dyno.api",

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dyno.devices import spread
 from dyno.jobs.progress import Progress
-from dyno.run.run_names import choose_folder
+from dyno.runner.run_names import choose_folder
 from dyno.study.study import Study as StudyData
 from dyno.worker.option_values import check_types
 from dyno.worker.spec import UserError
@@ -38,7 +38,7 @@ class Result:
     def records(self) -> Results:
         """Trials, rounds, raw samples and outputs."""
         from dyno.results.trial_result import load_run
-        from dyno.run import self_test
+        from dyno.runner import self_test
 
         return self_test.attach(load_run(self.folder))
 

@@ -16,7 +16,7 @@ from dyno.results.ranking import cpu_contention, winners
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, TrialResult, by_build
-from dyno.run.execute import Files
+from dyno.runner.execute import Files
 from dyno.store import copy, sha256_of
 from dyno.worker import registry
 from dyno.worker.record import Record

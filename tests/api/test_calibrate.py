@@ -20,8 +20,8 @@ from dyno.regression import calibration as module
 from dyno.report import sections
 from dyno.report import self_test as report_self_test
 from dyno.results.self_test import ProcessPair, StoredSelfTest, TestRound
-from dyno.run import self_test
-from dyno.run.execute import execute
+from dyno.runner import self_test
+from dyno.runner.execute import execute
 from dyno.worker import registry
 from dyno.worker.record import write_json
 from dyno.worker.spec import to_json

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "analysis"))  # for engine_ru
 
 import engine_run
 
-from dyno.run import device_lock
+from dyno.runner import device_lock
 from dyno.store import cache_dir, lock
 from dyno.trtexec import cross_check
 from dyno.worker.spec import UserError

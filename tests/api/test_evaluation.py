@@ -20,7 +20,7 @@ from dyno.api import Result
 from dyno.regression import compare_table
 from dyno.report.export import export
 from dyno.report.verdict import verdict
-from dyno.run import execute
+from dyno.runner import execute
 from dyno.store import Run
 from dyno.study.plan import PlannedTrial
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Trial, UserError, to_json

@@ -12,7 +12,7 @@ import pytest
 from dyno import Study
 from dyno.jobs import telemetry
 from dyno.jobs.progress import Progress
-from dyno.run.execute import execute
+from dyno.runner.execute import execute
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 

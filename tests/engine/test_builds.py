@@ -23,8 +23,8 @@ from dyno.report.verdict import verdict
 from dyno.results import stats
 from dyno.results.blocks import log_ratios
 from dyno.results.trial_result import load_run
-from dyno.run.device_lock import launch_in_turn
-from dyno.run.execute import Files, execute
+from dyno.runner.device_lock import launch_in_turn
+from dyno.runner.execute import Files, execute
 from dyno.study import plan
 from dyno.study.plan import expand
 from dyno.take import take
@@ -119,7 +119,7 @@ class Log(Progress):
 
 @pytest.fixture
 def measured(plugin: Path, fake_study: Studies, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Log]]:
-    monkeypatch.setattr("dyno.run.execute.launch_in_turn", launch)
+    monkeypatch.setattr("dyno.runner.execute.launch_in_turn", launch)
 
     def run(name: str, **fields: Any) -> tuple[Any, Log]:
         execute(fake_study(**{"backends": (A, B), "rounds": 8, **fields}), plugin / name, log := Log())
@@ -231,7 +231,7 @@ def test_builds_that_cannot_be_are_refused(
     assert same.startswith("builds is 2, but what is measured here (fake) is made the same every time")
     with pytest.raises(UserError, match=r"has rounds=1, too few for --builds 2"):
         expand(fake_study(backends=(f"{A}@rounds=1",), builds=2, rounds=2))
-    monkeypatch.setattr("dyno.run.execute.launch_in_turn", launch)
+    monkeypatch.setattr("dyno.runner.execute.launch_in_turn", launch)
     execute(fake_study(backends=(A,), rounds=2), plugin / "other", Log())
     with pytest.raises(UserError, match="was measured with builds=1, this command says builds=2"):
         execute(fake_study(backends=(A,), rounds=2, builds=2), plugin / "other", Log())

@@ -15,7 +15,7 @@ from dyno.jobs.progress import Progress
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results import trial_result
-from dyno.run.execute import execute
+from dyno.runner.execute import execute
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 

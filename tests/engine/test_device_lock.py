@@ -18,8 +18,8 @@ import pytest
 
 from dyno import Study
 from dyno.jobs.progress import Progress
-from dyno.run import device_lock
-from dyno.run.device_lock import launch_in_turn, processors_held
+from dyno.runner import device_lock
+from dyno.runner.device_lock import launch_in_turn, processors_held
 from dyno.store import cache_dir
 from dyno.study.plan import expand
 from dyno.worker.record import Record, lock
@@ -100,7 +100,7 @@ def test_two_jobs_are_not_timed_at_once(tmp_path: Path) -> None:
 # A process that holds the processors for blocks of a twentieth of a second and writes down when.
 HOLDER = """
 import sys, time
-from dyno.run.device_lock import processors_held
+from dyno.runner.device_lock import processors_held
 from dyno.worker.spec import Runtime
 
 said = []

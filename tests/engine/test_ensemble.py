@@ -11,7 +11,7 @@ import pytest
 
 from dyno.results import correctness
 from dyno.results.trial_result import load_run
-from dyno.run import ensemble
+from dyno.runner import ensemble
 from dyno.worker.record import Record, write_json, write_record
 from dyno.worker.spec import Dims, Job, ModelSpec, Runtime, Trial, UserError, to_json
 

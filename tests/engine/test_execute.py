@@ -19,7 +19,7 @@ import pytest
 from dyno import Study, UserError
 from dyno.jobs.progress import Progress
 from dyno.results import timeline
-from dyno.run.execute import Files, execute
+from dyno.runner.execute import Files, execute
 from dyno.store import Cache, Run
 from dyno.study.plan import PlannedTrial, expand
 from dyno.worker import registry
@@ -114,7 +114,7 @@ def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
         write_record(folder, made)
         return made
 
-    monkeypatch.setattr("dyno.run.execute.launch_in_turn", end)
+    monkeypatch.setattr("dyno.runner.execute.launch_in_turn", end)
 
 
 @pytest.mark.usefixtures("at_once")
@@ -152,7 +152,7 @@ def test_a_refusal_is_a_row_until_its_reason_is_gone(fake_study: Studies, tmp_pa
     (planned,) = expand(study)
     with monkeypatch.context() as patch:
         patch.setattr(
-            "dyno.run.execute.expand", lambda *_: [PlannedTrial(planned.trial, "x is not installed; pip install x")]
+            "dyno.runner.execute.expand", lambda *_: [PlannedTrial(planned.trial, "x is not installed; pip install x")]
         )
         assert run(study, tmp_path).began == []
         record = Run(tmp_path).record(planned.trial, 0)

@@ -17,9 +17,9 @@ from dyno.results import stats
 from dyno.results.blocks import log_ratios
 from dyno.results.ranking import UndecidedPair, pending
 from dyno.results.trial_result import load_run
-from dyno.run import execute as run_execute
-from dyno.run.execute import execute
-from dyno.run.run_folder import earlier
+from dyno.runner import execute as run_execute
+from dyno.runner.execute import execute
+from dyno.runner.run_folder import earlier
 from dyno.worker.record import Measurement, Record, read_json, write_json, write_record
 from dyno.worker.spec import ROUNDS, Job, Trial, UserError, from_json, to_json
 
@@ -78,7 +78,7 @@ def rounds(folder: Path) -> dict[str, list[str]]:
 
 @pytest.fixture
 def scripted(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("dyno.run.execute.launch_in_turn", launch)
+    monkeypatch.setattr("dyno.runner.execute.launch_in_turn", launch)
 
 
 def test_rounds_go_on_for_what_is_undecided(study: Studies, tmp_path: Path, scripted: None) -> None:

@@ -16,7 +16,7 @@ from dyno.jobs.progress import Progress
 from dyno.report.tables import trial_table
 from dyno.results import energy
 from dyno.results.trial_result import load_run
-from dyno.run import execute, peak
+from dyno.runner import execute, peak
 
 Studies = Callable[..., Study]
 

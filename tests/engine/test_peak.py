@@ -10,8 +10,8 @@ import pytest
 
 from dyno import Study
 from dyno.jobs.progress import Progress
-from dyno.run import peak
-from dyno.run.execute import execute
+from dyno.runner import peak
+from dyno.runner.execute import execute
 from dyno.worker.facts.job import Facts, PeakOfType
 from dyno.worker.record import Record, write_record
 from dyno.worker.spec import Job

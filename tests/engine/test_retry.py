@@ -11,8 +11,8 @@ import pytest
 
 from dyno import Study, UserError
 from dyno.jobs.progress import Progress
-from dyno.run import ensemble
-from dyno.run.execute import execute
+from dyno.runner import ensemble
+from dyno.runner.execute import execute
 from dyno.worker import registry
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Trial
 

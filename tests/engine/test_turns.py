@@ -25,8 +25,8 @@ from dyno.jobs.launcher import read_stage
 from dyno.jobs.progress import Progress
 from dyno.results.blocks import log_ratios
 from dyno.results.trial_result import load_run
-from dyno.run import turns
-from dyno.run.execute import Files, Rounds, execute
+from dyno.runner import turns
+from dyno.runner.execute import Files, Rounds, execute
 from dyno.store import Run
 from dyno.study.plan import expand
 from dyno.worker.spec import Plan, UserError
@@ -259,7 +259,7 @@ KILLED = """
 import sys
 from pathlib import Path
 from dyno import Study
-from dyno.run.execute import execute
+from dyno.runner.execute import execute
 from dyno.jobs.progress import Progress
 backends = "fake@latency_ms=4", "fake@latency_ms=2"
 study = Study(models=("fake:net",), channels=1, boundaries=("model",), backends=backends,

@@ -16,9 +16,9 @@ import pytest
 from dyno import Study
 from dyno.jobs import nvml
 from dyno.jobs.progress import Progress
-from dyno.run import turns
-from dyno.run.execute import execute
-from dyno.run.turns import InterleavedGroup, InterleavedJob
+from dyno.runner import turns
+from dyno.runner.execute import execute
+from dyno.runner.turns import InterleavedGroup, InterleavedJob
 from dyno.study.plan import expand
 from dyno.worker.jobs.turns import IMPORTED
 from dyno.worker.spec import Job, Runtime

@@ -15,7 +15,7 @@ from dyno.devices import one_host, places, spread
 from dyno.jobs import nvml
 from dyno.jobs.progress import Progress
 from dyno.results.notes import AnchorDevice
-from dyno.run.turns import InterleavedGroup, InterleavedJob
+from dyno.runner.turns import InterleavedGroup, InterleavedJob
 from dyno.worker import system
 from dyno.worker.record import read_record
 from spreading import Log

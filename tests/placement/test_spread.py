@@ -23,7 +23,7 @@ from dyno.report.tables.trial_table import read_trials
 from dyno.report.verdict import verdict
 from dyno.results import remarks
 from dyno.results.trial_result import load_run
-from dyno.run.execute import execute
+from dyno.runner.execute import execute
 from dyno.worker import system
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")

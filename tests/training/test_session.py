@@ -25,7 +25,7 @@ from rich.console import Console
 
 import dyno
 import preloaded as forked
-from dyno.run import device_lock
+from dyno.runner import device_lock
 from dyno.store import cache_dir, lock
 from dyno.training import session
 from dyno.worker.record import Record

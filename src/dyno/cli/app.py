@@ -25,7 +25,7 @@ from dyno.study.options import (
     RuntimeOptions,
 )
 from dyno.training import commands as training_commands
-from dyno.video import commands as video_commands
+from dyno.videos import commands as video_commands
 from dyno.worker.spec import ROUNDS, UserError
 
 # Groups in which `dyno --help` lists commands.

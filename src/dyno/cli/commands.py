@@ -13,7 +13,7 @@ from rich.table import Table
 
 from dyno.cli.exits import INTERRUPTED, left_out
 from dyno.cli.options import Overrides
-from dyno.run.run_names import RUNS, choose_folder
+from dyno.runner.run_names import RUNS, choose_folder
 from dyno.store import check_own, is_run
 from dyno.study.defaults import (
     EVALUATION,
@@ -163,7 +163,7 @@ def _read_run(folder: Path, overrides: Overrides | None = None) -> RunData:
     """Read the run with its table, and with this machine's self-test if it has none stored."""
     from dyno.report.tables import trial_table
     from dyno.results.trial_result import load_run
-    from dyno.run import self_test
+    from dyno.runner import self_test
 
     chosen = overrides or Overrides()
     results = self_test.attach(load_run(folder))
@@ -288,7 +288,7 @@ def time(overrides: Overrides, models: Sequence[str], out: str, format: str, trt
 
 def stress(overrides: Overrides, models: Sequence[str], out: str, batches: str, iterations: int) -> int:
     """Stress-test each model's engine and return the exit code."""
-    from dyno.run import stress as module
+    from dyno.runner import stress as module
 
     folder = Path(out) if out else new_folder("stress", models)
     phases = module.phases_of(batches)

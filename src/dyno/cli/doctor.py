@@ -24,7 +24,7 @@ from dyno.report.style import Chart
 from dyno.report.table_kind import TableKind
 from dyno.results import metrics
 from dyno.results.metrics.metric import Metric
-from dyno.run import self_test
+from dyno.runner import self_test
 from dyno.study.defaults import check_format
 from dyno.table import TEXT, Column, Table
 from dyno.worker import plugins, registry, snippets, system, tasks

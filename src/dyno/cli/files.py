@@ -12,7 +12,7 @@ from dyno.cli.options import Overrides
 from dyno.jobs.progress import Progress
 from dyno.report.export import export as export_tables
 from dyno.report.tables import variance_tables
-from dyno.run.execute import Files
+from dyno.runner.execute import Files
 from dyno.store import check_writable, copy
 from dyno.study.defaults import check_weights, one_model
 from dyno.study.images import prepared

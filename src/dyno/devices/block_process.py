@@ -13,7 +13,7 @@ from typing import Any
 from rich.console import Console
 
 from dyno.jobs.progress import Progress
-from dyno.run.execute import execute
+from dyno.runner.execute import execute
 from dyno.study.plan import TrialSelection
 from dyno.study.study import Study
 from dyno.worker import system

@@ -13,7 +13,7 @@ from pathlib import Path
 
 from dyno.devices.block_process import ORDER
 from dyno.devices.places import LOG, Place, RunningBlock
-from dyno.run import ensemble
+from dyno.runner import ensemble
 from dyno.study.plan import PlannedTrial, TrialSelection
 from dyno.study.study import Study
 from dyno.worker.record import read_json, write_bytes, write_json, write_text

@@ -18,9 +18,9 @@ from dyno.jobs.progress import Progress
 from dyno.results.notes import DEVICES, AnchorDevice, AnchorDevices, devices, of_rounds, percent_slower
 from dyno.results.rounds import Round
 from dyno.results.trial_result import load_run
-from dyno.run.device_lock import held
-from dyno.run.execute import Files
-from dyno.run.turns import InterleavedGroup, InterleavedJob, each_and_all
+from dyno.runner.device_lock import held
+from dyno.runner.execute import Files
+from dyno.runner.turns import InterleavedGroup, InterleavedJob, each_and_all
 from dyno.store import good_record
 from dyno.study.plan import PlannedTrial, TrialSelection, expand
 from dyno.study.study import Study

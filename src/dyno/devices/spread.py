@@ -18,8 +18,8 @@ from dyno.devices.places import Place, RunningBlock
 from dyno.formatting import counting
 from dyno.jobs.progress import Progress
 from dyno.results.trial_result import PLACEMENTS
-from dyno.run.execute import execute, prepare
-from dyno.run.run_folder import archive, refuse_other
+from dyno.runner.execute import execute, prepare
+from dyno.runner.run_folder import archive, refuse_other
 from dyno.store import Run, check_own
 from dyno.study.plan import expand
 from dyno.study.study import Study

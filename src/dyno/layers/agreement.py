@@ -12,7 +12,7 @@ from dyno.jobs.progress import Progress
 from dyno.layers import agreement_tables, forms
 from dyno.layers.agreement_tables import ORDERS, EngineComparison
 from dyno.results.correctness import TOLERANCES
-from dyno.run.device_lock import launch_in_turn
+from dyno.runner.device_lock import launch_in_turn
 from dyno.study.defaults import one_model
 from dyno.study.study import Choice, Study, model_name
 from dyno.table import Table

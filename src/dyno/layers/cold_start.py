@@ -18,7 +18,7 @@ from dyno.layers import forms
 from dyno.layers.profiling import engines
 from dyno.report.table_kind import TableKind
 from dyno.results import stats
-from dyno.run.device_lock import launch_in_turn
+from dyno.runner.device_lock import launch_in_turn
 from dyno.study.defaults import one_model
 from dyno.study.study import Study
 from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, limited, limits_of, printed

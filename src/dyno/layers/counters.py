@@ -16,7 +16,7 @@ from dyno.jobs.progress import Progress
 from dyno.layers import times
 from dyno.layers.tables import names_cell
 from dyno.report.table_kind import TableKind
-from dyno.run.device_lock import launch_in_turn
+from dyno.runner.device_lock import launch_in_turn
 from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
 from dyno.worker.facts.engine import range_name, shorten_kernel
 from dyno.worker.facts.job import MODULES, LayerGraph

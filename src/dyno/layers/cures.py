@@ -22,7 +22,7 @@ from dyno.results.correctness import AGREE
 from dyno.results.run_data import RunData
 from dyno.results.stats import FASTER, Speedup
 from dyno.results.trial_result import TrialResult
-from dyno.run.execute import execute
+from dyno.runner.execute import execute
 from dyno.study.defaults import new_folder
 from dyno.study.study import Choice, Study
 from dyno.table import RATIO, TEXT, Column, Table, limited

@@ -21,7 +21,7 @@ from dyno.layers.roofline import Ceilings, LayerWork, counted
 from dyno.layers.times import Times
 from dyno.report import style
 from dyno.report.style import INK, LINES, WIDTH, color, logarithmic, marker, styled
-from dyno.run.device_lock import launch_in_turn
+from dyno.runner.device_lock import launch_in_turn
 from dyno.store import check_writable
 from dyno.table import Table
 from dyno.worker import registry

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from dyno.jobs.progress import Progress
-from dyno.run.device_lock import launch_in_turn
-from dyno.run.execute import Files
+from dyno.runner.device_lock import launch_in_turn
+from dyno.runner.execute import Files
 from dyno.store import cache_dir
 from dyno.study import defaults, input_options
 from dyno.study.defaults import check_weights

@@ -20,7 +20,7 @@ from dyno.layers.roofline import MEMORY, Ceilings, Rates, data_sheet, types_of
 from dyno.layers.times import ORDERS, Times
 from dyno.results import timeline
 from dyno.results.files import read_npz
-from dyno.run.peak import find_ceilings
+from dyno.runner.peak import find_ceilings
 from dyno.study.defaults import one_model
 from dyno.study.interpreters import runtime_of
 from dyno.study.study import Choice, Study, model_name

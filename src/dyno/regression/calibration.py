@@ -21,10 +21,10 @@ from dyno.results.blocks import within
 from dyno.results.files import read_npz
 from dyno.results.rounds import Round
 from dyno.results.self_test import CURVE, ProcessPair, SelfTest, StoredSelfTest, TestRound
-from dyno.run import self_test
-from dyno.run.device_lock import held
-from dyno.run.execute import Files
-from dyno.run.turns import InterleavedGroup, InterleavedJob
+from dyno.runner import self_test
+from dyno.runner.device_lock import held
+from dyno.runner.execute import Files
+from dyno.runner.turns import InterleavedGroup, InterleavedJob
 from dyno.store import versions
 from dyno.study.defaults import SELF_TEST_MINUTES, check_device
 from dyno.study.interpreters import installed

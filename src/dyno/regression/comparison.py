@@ -15,15 +15,15 @@ from dyno.regression import compare_table as tables
 from dyno.regression import verdict
 from dyno.regression.rules import SLOWER, GateRules, changes
 from dyno.results.trial_result import Results, load_run
-from dyno.run.execute import execute
-from dyno.run.run_folder import earlier, overwritten, stored
+from dyno.runner.execute import execute
+from dyno.runner.run_folder import earlier, overwritten, stored
 from dyno.study import commits
 from dyno.study.commits import keeps_weights
 from dyno.study.defaults import default_runner, folder_for
 from dyno.study.plan import TrialSelection
 from dyno.study.study import Study
 from dyno.table import Row, Table
-from dyno.video import tables as videos
+from dyno.videos import tables as videos
 from dyno.worker.spec import UserError
 
 if TYPE_CHECKING:

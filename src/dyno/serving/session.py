@@ -14,13 +14,13 @@ from typing import TYPE_CHECKING, Any
 from dyno.api import Result
 from dyno.jobs.progress import Progress
 from dyno.results.correctness import BESIDE
-from dyno.run.device_lock import launch_in_turn
-from dyno.run.execute import execute
-from dyno.run.run_folder import measured
+from dyno.runner.device_lock import launch_in_turn
+from dyno.runner.execute import execute
+from dyno.runner.run_folder import measured
 from dyno.store import Run, begun
 from dyno.study.defaults import folder_for, reference_of, study_of_own_jobs
 from dyno.study.study import Study
-from dyno.video.session import SHARED_PROCESSORS
+from dyno.videos.session import SHARED_PROCESSORS
 from dyno.worker import registry
 from dyno.worker.option_values import check_types
 from dyno.worker.record import Record, read_json, write_json

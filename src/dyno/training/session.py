@@ -25,7 +25,7 @@ from dyno import data as dyno_data
 from dyno.api import run
 from dyno.data.folders import Photo, scan
 from dyno.jobs.launcher import launch
-from dyno.run import device_lock
+from dyno.runner import device_lock
 from dyno.store import Run, begun, cache_dir, sha256_of
 from dyno.study.defaults import check_device, check_threads, check_weights
 from dyno.study.images import decoding, prepared, warn_unreadable

@@ -16,7 +16,7 @@ from pathlib import Path, PurePath, PureWindowsPath
 from dyno.jobs.telemetry import Telemetry
 from dyno.results import timeline
 from dyno.results.trial_result import TrialResult, load_run
-from dyno.run.device_lock import held
+from dyno.runner.device_lock import held
 from dyno.trtexec import command, log
 from dyno.trtexec.command import TrialMedians, ms, read_medians, signed
 from dyno.trtexec.log import TrtexecReport

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyno.video.figures import Video
-from dyno.video.tables import HAND_OVER, shares
+from dyno.videos.figures import Video
+from dyno.videos.tables import HAND_OVER, shares
 from dyno.worker.facts.job import VideoFacts
 
 NAMES = ("decode", "preprocess", "inference", "postprocess")

@@ -8,9 +8,9 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dyno.video import streams, words
-from dyno.video.figures import PROCESSORS, Video, mean_interval
-from dyno.video.streams import Server, Simulation
+from dyno.videos import streams, words
+from dyno.videos.figures import PROCESSORS, Video, mean_interval
+from dyno.videos.streams import Server, Simulation
 from dyno.worker.facts.job import VideoFacts
 
 SECONDS = {"decode": 0.002, "preprocess": 0.001, "inference": 0.010, "postprocess": 0.001}

@@ -97,7 +97,7 @@ def test_a_stored_pair_needs_no_measurement_and_says_the_same(
         "p.png",
     )
     assert (tmp_path / "p.svg").read_text().startswith("<svg") and (tmp_path / "p.png").read_bytes()[1:4] == b"PNG"
-    monkeypatch.setattr("dyno.run.device_lock.launch", lambda *_, **__: pytest.fail("it measured"))
+    monkeypatch.setattr("dyno.runner.device_lock.launch", lambda *_, **__: pytest.fail("it measured"))
     again = explained(call, "p.json")
     assert causes_of(again) == causes_of(first)
     assert [r["key"] for r in again["reasons"]] == [r["key"] for r in first["reasons"]]

@@ -14,7 +14,7 @@ import torch
 
 import dyno
 from dyno.layers import forms
-from dyno.run.device_lock import launch_in_turn
+from dyno.runner.device_lock import launch_in_turn
 from dyno.study import defaults
 from dyno.worker.spec import Job
 

@@ -14,7 +14,7 @@ from dyno import Study, UserError
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results import trial_result
-from dyno.run import search
+from dyno.runner import search
 from dyno.study.plan import expand
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")

@@ -11,7 +11,7 @@ import pytest
 
 from dyno.results import trial_result
 from dyno.results.notes import FAILED, KEPT, Attempt, attempts
-from dyno.run import search
+from dyno.runner import search
 from dyno.worker.spec import Dims, ModelSpec, Trial
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")

@@ -19,7 +19,7 @@ from dyno.devices.clusters import ray_cluster
 from dyno.jobs.progress import Progress
 from dyno.results import remarks
 from dyno.results.trial_result import load_run
-from dyno.run.execute import execute
+from dyno.runner.execute import execute
 from dyno.worker import system
 from spreading import Log, kill_a_driver, records
 

@@ -27,7 +27,7 @@ from dyno.devices.places import RunningBlock
 from dyno.jobs.progress import Progress
 from dyno.results import remarks
 from dyno.results.trial_result import load_run
-from dyno.run.execute import execute
+from dyno.runner.execute import execute
 from dyno.worker import system
 from dyno.worker.spec import Unfinished
 from spreading import Log, environments, kill_a_driver, records

@@ -12,7 +12,7 @@ import onnxruntime
 import pytest
 
 from dyno.jobs.progress import Progress
-from dyno.run.execute import Files
+from dyno.runner.execute import Files
 from dyno.study.plan import options_of, others, routed
 from dyno.study.study import Choice
 from dyno.worker import registry

@@ -11,7 +11,7 @@ from dyno.worker import plugins
 from dyno.worker.spec import check_known
 
 GROUP = "dyno.tables"
-ABILITIES = ("dyno.video.tables", "dyno.serving.tables")  # modules of other rooms that declare tables of a run
+ABILITIES = ("dyno.videos.tables", "dyno.serving.tables")  # modules of other rooms that declare tables of a run
 SECTIONS = ("tables", "accuracy", "side", "")  # of the report, in its order
 
 

@@ -12,8 +12,8 @@ from dyno.jobs.progress import Progress
 from dyno.report.export import export
 from dyno.report.tables import gpu_table
 from dyno.results.files import read_npz
-from dyno.run.device_lock import launch_in_turn
-from dyno.run.execute import Files
+from dyno.runner.device_lock import launch_in_turn
+from dyno.runner.execute import Files
 from dyno.store import Run, begun
 from dyno.study.plan import PlannedTrial, expand
 from dyno.study.study import Study

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from dyno.results import stats
-from dyno.video.figures import PERCENTILES, SHARED, Stage, Video
+from dyno.videos.figures import PERCENTILES, SHARED, Stage, Video
 
 # What a pipeline would do, from its stages alone: a simulation with bounded queues and shared processors.
 #

@@ -17,7 +17,7 @@ from dyno.jobs.launcher import environment
 from dyno.jobs.progress import Progress
 from dyno.jobs.telemetry import Telemetry
 from dyno.results.energy import IDLE
-from dyno.run.device_lock import held, launch_in_turn
+from dyno.runner.device_lock import held, launch_in_turn
 from dyno.store import good_record, gpu_identity, remember, remembered, versions, worker_code_sha256
 from dyno.study.interpreters import runtime_of
 from dyno.study.study import Choice, Study

@@ -16,9 +16,9 @@ from typing import TYPE_CHECKING, Any
 from dyno.api import Result
 from dyno.jobs.launcher import Interrupted, launch
 from dyno.jobs.progress import Progress
-from dyno.run.device_lock import held
-from dyno.run.execute import execute
-from dyno.run.run_folder import measured
+from dyno.runner.device_lock import held
+from dyno.runner.execute import execute
+from dyno.runner.run_folder import measured
 from dyno.store import Run, begun, check_writable
 from dyno.study.defaults import folder_for, study_of_own_jobs
 from dyno.study.study import Study
@@ -146,13 +146,13 @@ class VideoResult(Result):
     @cached_property
     def sentences(self) -> list[str]:
         """For each engine how fast it is, what limits it, and what a change would gain."""
-        from dyno.video import figures, words
+        from dyno.videos import figures, words
 
         return words.of_run(figures.of_run(self.data))
 
     def save(self, path: Path) -> None:
         """Write the pipeline's trace: a track for each stage and each frame of each engine's typical round."""
-        from dyno.video import figures, words
+        from dyno.videos import figures, words
 
         write_text(path, json.dumps(words.chrome_trace(figures.of_run(self.data), EXPORTER)) + "\n")
 

@@ -24,7 +24,7 @@ import psutil
 from dyno.jobs import launcher, nvml
 from dyno.jobs.nvml import ROOM, UNKNOWN_B, Gpu, find_gpu
 from dyno.jobs.progress import Progress
-from dyno.run.device_lock import processors_held
+from dyno.runner.device_lock import processors_held
 from dyno.worker.jobs.turns import CONDUCTOR, DONE, END, GO, IMPORTED, LEAST_BLOCKS, READY, find_disturbed
 from dyno.worker.record import Record
 from dyno.worker.spec import Job, Trial

@@ -17,8 +17,8 @@ from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import TrialResult
 from dyno.table import COUNT, FINE, RATIO, TEXT, Column, Row, Table, duration, limited, limits_of, printed
-from dyno.video import figures, streams, words
-from dyno.video.figures import PERCENTILES, Stage, Video, VideoRun, inverse
+from dyno.videos import figures, streams, words
+from dyno.videos.figures import PERCENTILES, Stage, Video, VideoRun, inverse
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 

@@ -12,9 +12,9 @@ from dyno.jobs.progress import Progress
 from dyno.results import correctness
 from dyno.results.files import read_samples
 from dyno.results.trial_result import place_in_group
-from dyno.run.device_lock import held
-from dyno.run.run_folder import archive_round
-from dyno.run.turns import InterleavedGroup, InterleavedJob
+from dyno.runner.device_lock import held
+from dyno.runner.run_folder import archive_round
+from dyno.runner.turns import InterleavedGroup, InterleavedJob
 from dyno.store import COMPANION, ROUND, Run, outside, versions, worker_code_sha256
 from dyno.worker import registry
 from dyno.worker.backend import Backend, Maker

@@ -45,7 +45,7 @@ def video(
     from dyno.report.export import export
     from dyno.report.tables import trial_table
     from dyno.study.defaults import check_format
-    from dyno.video import session
+    from dyno.videos import session
 
     check_format(format)
     filmed = session.video(

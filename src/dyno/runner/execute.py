@@ -17,11 +17,11 @@ from typing import TYPE_CHECKING, Any
 from dyno.jobs.launcher import LOGS, read_end
 from dyno.jobs.progress import Progress
 from dyno.results import correctness, remarks, timeline
-from dyno.run import ensemble, search, self_test
-from dyno.run.device_lock import launch_in_turn
-from dyno.run.ensemble import model_key
-from dyno.run.peak import SUSTAINED_S, find_peak, keep_idle
-from dyno.run.run_folder import prepare_folder, refuse_other
+from dyno.runner import ensemble, search, self_test
+from dyno.runner.device_lock import launch_in_turn
+from dyno.runner.ensemble import model_key
+from dyno.runner.peak import SUSTAINED_S, find_peak, keep_idle
+from dyno.runner.run_folder import prepare_folder, refuse_other
 from dyno.store import COMPANION, CONFIRMATION, FOLDERS, ROUND, Cache, Run, check_own
 from dyno.study.defaults import check_device
 from dyno.study.plan import PlannedTrial, TrialSelection, expand

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from dyno.run.run_folder import contradictions, differences, earlier, measured
+from dyno.runner.run_folder import contradictions, differences, earlier, measured
 from dyno.study.study import Study, model_name
 from dyno.worker import registry
 from dyno.worker.spec import NETWORK_FILES, UserError
