@@ -76,7 +76,7 @@ FINE = {"compare": (0, 1), "run": (0, 1), "eval": (0, 1)}
 # 900 digits take PyTorch long; the cache knows the few from all of them by these counts.
 FEW_DIGITS = """
 import sklearn.datasets
-from dyno import datasets
+from dyno import data as datasets
 from dyno.cli import app
 pixels, labels = sklearn.datasets.load_digits(return_X_y=True)
 sklearn.datasets.load_digits = lambda **_: (pixels[:300], labels[:300])

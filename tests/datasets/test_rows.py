@@ -21,7 +21,7 @@ from dyno.worker.spec import DataSpec, Preprocess
 
 COUNT = 120
 SLOW = (
-    "import sys, time; from pathlib import Path; from dyno import datasets\n"
+    "import sys, time; from pathlib import Path; from dyno import data as datasets\n"
     "from dyno.data.decode import Transform\n"
     "from dyno.worker.spec import Preprocess\n"
     "import itertools; read, reads = Transform.read, itertools.count()\n"

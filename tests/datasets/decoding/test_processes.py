@@ -25,7 +25,7 @@ from dyno.worker.spec import Preprocess
 COUNT = 100
 SLOW = f"""
 import os, sys, time; from pathlib import Path
-from dyno import datasets; from dyno.data import decode; from dyno.worker.spec import Preprocess
+from dyno import data as datasets; from dyno.data import decode; from dyno.worker.spec import Preprocess
 decode.FEW_CORES, decode.WORTH_S = 0, 0.0
 os.sched_getaffinity = lambda _: {{0, 1}}
 cache = Path(sys.argv[2])
