@@ -47,8 +47,8 @@ HOST = {
     "cli.commands": "formatting table jobs store results study report runner devices api evaluation regression trtexec "
     "cli.options cli.exits",
     "training": "formatting jobs store data results study report runner api cli.options cli.exits cli.commands",
-    "cli": "formatting table jobs store data results study report runner take devices api evaluation videos serving layers "
-    "training regression trtexec",
+    "cli": "formatting table jobs store data results study report runner take devices api evaluation videos serving "
+    "layers training regression trtexec",
 }
 WORKER = {
     "facts": "",

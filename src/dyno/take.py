@@ -15,7 +15,7 @@ from dyno.jobs.progress import Progress
 from dyno.results.ranking import cpu_contention, winners
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
-from dyno.results.trial_result import Results, TrialResult, by_build
+from dyno.results.trial_result import Results, TrialResult, by_build, find_trial
 from dyno.runner.execute import Files
 from dyno.store import copy, sha256_of
 from dyno.worker import registry
@@ -87,7 +87,7 @@ def _copied_code(script: Path) -> Path:
 
 def _choose_trial(run: RunData, choice: str) -> TrialResult:
     """Return the chosen trial; raise `UserError` if it did not run."""
-    chosen = find(run.records, choice) if choice else _find_winner(run)
+    chosen = find_trial(run.records, choice) if choice else _find_winner(run)
     if not chosen.good:
         raise UserError(f"{chosen.label} did not run ({chosen.status}: {chosen.reason}), so there is nothing to take")
     return chosen
@@ -107,30 +107,6 @@ def _list_caveats(results: Results, choice: str) -> list[str]:
     """Return a note if no trial was chosen and the verdict names no winner because of CPU contention."""
     contention = None if choice else cpu_contention(results)
     return [f"{contention.sentence} This was the fastest measured."] if contention and contention.mostly else []
-
-
-def find(results: Results, choice: str) -> TrialResult:
-    """Find a trial by its id, or by backend and precision; among several batches, the smallest one that ran."""
-    name, fitting = of_form(results, choice)
-    fitting = [t for t in fitting if t.good] or fitting
-    matching = [t for t in fitting if t.variant == name] or fitting
-    if not matching and re.fullmatch("[0-9a-f]{4,12}", choice):
-        return results.trial(choice)
-    if not matching:
-        available = ", ".join(dict.fromkeys(f"{t.variant}/{t.precision}" for t in results))
-        raise UserError(f"no trial of {results.folder} is {choice!r}; there are {available}")
-    models = dict.fromkeys((t.model, t.size) for t in matching)
-    kinds = dict.fromkeys((t.variant, t.precision) for t in matching)
-    if len(models) > 1 or len(kinds) > 1:
-        labels = ", ".join(f"{t.id} ({t.label})" for t in matching)
-        raise UserError(f"{choice!r} fits several trials of {results.folder}; choose one by its id: {labels}")
-    return min(matching, key=lambda t: (not t.good, t.batch))
-
-
-def of_form(results: Results, text: str) -> tuple[str, list[TrialResult]]:
-    """Return the backend, with or without options, that BACKEND/PRECISION names, and the trials that match both."""
-    name, _, precision = text.replace("/", ":").rpartition(":") if "/" in text else (text, "", "")
-    return name, [t for t in results if name in (t.backend, t.variant) and precision in ("", t.precision)]
 
 
 def measured_file(measured: TrialResult, trial: Trial) -> tuple[Artifact | None, list[str]]:

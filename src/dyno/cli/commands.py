@@ -14,7 +14,7 @@ from rich.table import Table
 from dyno.cli.exits import INTERRUPTED, left_out
 from dyno.cli.options import Overrides
 from dyno.runner.run_names import RUNS, choose_folder
-from dyno.store import check_own, is_run
+from dyno.store import check_own, check_writable, is_run
 from dyno.study.defaults import (
     EVALUATION,
     check_format,
@@ -205,10 +205,11 @@ def show(run: Path, format: str, by: str, table: str, overrides: Overrides) -> N
 
 def over_time(run: Path, file: str, trials: str, overrides: Overrides) -> None:
     """Write the trials over time to the file, and say so."""
-    from dyno.regression.over_time import save
+    from dyno.report.charts.over_time import save
 
     if not file:
         raise UserError("--trials chooses what is drawn over time; add --over-time FILE.svg")
+    check_writable(Path(file))
     chosen = [name for name in map(str.strip, trials.split(",")) if name]
     print(f"saved {save(_read_run(run, overrides), Path(file), chosen)}", file=sys.stderr)
 

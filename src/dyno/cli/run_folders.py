@@ -144,12 +144,11 @@ def _remove_trials(run: Path, wanted: list[str]) -> None:
 
 def _of_form(run: Path, places: list[Path], text: str) -> list[Path]:
     """Return the folder of the trial of this backend and precision; raise `UserError` if several match."""
-    from dyno.results.trial_result import load_run
-    from dyno.take import of_form
+    from dyno.results.trial_result import load_run, match_form
 
     if not text or not places:
         return []
-    _, fitting = of_form(load_run(run), text)
+    _, fitting = match_form(load_run(run), text)
     if len(fitting) > 1:
         labels = ", ".join(f"{t.id} ({t.label})" for t in fitting)
         raise UserError(f"{text!r} fits several trials of {run}; choose them by their ids: {labels}")

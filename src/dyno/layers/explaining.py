@@ -21,13 +21,13 @@ from dyno.report.export import export, with_sentences
 from dyno.report.style import laid_out
 from dyno.report.style import save as save_figure
 from dyno.results.stats import center
-from dyno.results.trial_result import load_run
+from dyno.results.trial_result import find_trial, load_run
 from dyno.store import check_writable
 from dyno.study.defaults import one_model
 from dyno.study.model_info import no_such
 from dyno.study.study import Choice, Study
 from dyno.table import Table
-from dyno.take import find, measured_file
+from dyno.take import measured_file
 from dyno.worker.facts.job import MODULES, LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.record import refuse_links, write_text
@@ -221,7 +221,7 @@ def _of_run(
         raise UserError(f"{', '.join(settings)} can't be given for a run: its trials say how they are measured")
     refuse_links(folder, [pairs.FOLDER])  # before anything is measured: what was, is stored there
     records = load_run(folder)
-    found = [find(records, str(name)) for name in names]
+    found = [find_trial(records, str(name)) for name in names]
     if failed := next((each for each in found if not each.good), None):
         raise UserError(f"{failed.label} did not run ({failed.status}: {failed.reason}), so nothing explains it")
     if found[0].id == found[1].id:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 import os
+import re
 import statistics
 from collections import Counter
 from collections.abc import Collection, Iterable, Iterator, Mapping
@@ -504,3 +505,27 @@ def place_in_group(t: Trial | TrialResult) -> tuple[Any, ...]:
     """Return the sort key of trials that are compared with each other: backend, PyTorch first, precision, options."""
     precision = PRECISIONS.index(t.precision) if t.precision in PRECISIONS else len(PRECISIONS)
     return t.backend != "pytorch", t.backend, precision, t.variant, t.precision, t.id
+
+
+def find_trial(results: Results, choice: str) -> TrialResult:
+    """Find a trial by its id, or by backend and precision; among several batches, the smallest one that ran."""
+    name, fitting = match_form(results, choice)
+    fitting = [t for t in fitting if t.good] or fitting
+    matching = [t for t in fitting if t.variant == name] or fitting
+    if not matching and re.fullmatch("[0-9a-f]{4,12}", choice):
+        return results.trial(choice)
+    if not matching:
+        available = ", ".join(dict.fromkeys(f"{t.variant}/{t.precision}" for t in results))
+        raise UserError(f"no trial of {results.folder} is {choice!r}; there are {available}")
+    models = dict.fromkeys((t.model, t.size) for t in matching)
+    kinds = dict.fromkeys((t.variant, t.precision) for t in matching)
+    if len(models) > 1 or len(kinds) > 1:
+        labels = ", ".join(f"{t.id} ({t.label})" for t in matching)
+        raise UserError(f"{choice!r} fits several trials of {results.folder}; choose one by its id: {labels}")
+    return min(matching, key=lambda t: (not t.good, t.batch))
+
+
+def match_form(results: Results, text: str) -> tuple[str, list[TrialResult]]:
+    """Return the backend, with or without options, that BACKEND/PRECISION names, and the trials that match both."""
+    name, _, precision = text.replace("/", ":").rpartition(":") if "/" in text else (text, "", "")
+    return name, [t for t in results if name in (t.backend, t.variant) and precision in ("", t.precision)]

@@ -11,9 +11,9 @@ import synthetic
 from synthetic import Way
 from synthetic_card import Card
 
-from dyno.regression import over_time
-from dyno.regression import over_time as chart
-from dyno.regression.over_time import save
+from dyno.report.charts import over_time
+from dyno.report.charts import over_time as chart
+from dyno.report.charts.over_time import save
 from dyno.report.tables import trial_table
 from dyno.results.rounds import Round
 from dyno.results.trial_result import Results, load_run

@@ -11,7 +11,8 @@ from dyno.worker import plugins
 from dyno.worker.spec import check_known
 
 GROUP = "dyno.tables"
-ABILITIES = ("dyno.videos.tables", "dyno.serving.tables")  # modules of other rooms that declare tables of a run
+# modules of other rooms that declare tables of a run
+ABILITIES = ("dyno.videos.tables", "dyno.serving.tables", "dyno.regression.compare_table")
 SECTIONS = ("tables", "accuracy", "side", "")  # of the report, in its order
 
 

@@ -19,10 +19,8 @@ from dyno.results.ranking import LATENCY
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
 from dyno.results.timeline import Window
-from dyno.results.trial_result import TrialResult
-from dyno.store import check_writable
+from dyno.results.trial_result import TrialResult, find_trial
 from dyno.table import COUNT, TEXT, Column, Row, Table
-from dyno.take import find
 from dyno.worker.record import write_text
 from dyno.worker.spec import UserError
 
@@ -203,8 +201,7 @@ def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
     """
     if path.suffix not in ENDINGS:
         raise UserError(f"{path} would be no chart over time; give a name that ends in {', '.join(ENDINGS)}")
-    check_writable(path)
-    trials = [find(run.records, choice) for choice in choices]
+    trials = [find_trial(run.records, choice) for choice in choices]
     if choices:
         title = ", ".join(dict.fromkeys(f"{t.model}{sized(t.size)}, batch {t.batch}, {t.device}" for t in trials))
         groups = [(title, series_of(list({t.id: t for t in trials}.values())))]
