@@ -101,12 +101,37 @@ def test_splits_and_layouts(yolo: Callable[..., Path], make: Make, tmp_path: Pat
     assert make(exported, calibration=0).count == 10
     (exported / "data.yaml").write_text("path: C:\\data\nval: valid\\images\nnc: 2\nnames: [disc, triangle]\n")
     assert make(exported, calibration=0).count == 10
+    (exported / "data.yaml").write_text("validation: exported/valid/images\nnc: 2\n")
+    found = datasets.meta(make(exported, calibration=0))
+    assert (found["splits"], found["classes"]) == ({"test": 10}, ["0", "1"])
     (exported / "data.yaml").unlink()
     assert make(exported, calibration=0).count == 10
     other = tmp_path / "other"
     shutil.copytree(folder / "images/val", other)
     with pytest.raises(UserError, match="every calibration image is also a test image"):
         make(exported, calibration=other)
+
+
+def test_a_path_that_is_not_there_is_a_warning(
+    yolo: Callable[..., Path], make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, names = yolo(val=10), "val: images/val\nnames: [disc, triangle]\n"
+    monkeypatch.chdir(tmp_path)
+    for path, count, warning in (
+        ("", 10, []),
+        (".", 10, []),
+        ("sets/night", 4, []),
+        (r"sets\night", 4, []),
+        ("C:/moved", 10, ["data.yaml: there is no folder C:/moved (path); the images are taken from the file's folder"]),
+    ):
+        if "night" in path and not (tmp_path / "sets").exists():
+            for part in ("images/val", "labels/val"):
+                (tmp_path / "sets/night" / part).mkdir(parents=True)
+                for file in sorted((folder / part).iterdir())[:4]:
+                    shutil.copy(file, tmp_path / "sets/night" / part)
+        (folder / "data.yaml").write_text(f"path: {path}\n{names}")
+        found = datasets.meta(make(folder, calibration=0))
+        assert (found["splits"]["test"], found["warnings"]) == (count, warning), path
 
 
 def test_images_to_train_on_that_are_not_there_are_said(yolo: Callable[..., Path], make: Make, tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from dyno.datasets.yolo_labels import classes_used, label_file, read_labels
 from dyno.worker.extras import install
 from dyno.worker.spec import Unavailable, UserError, absolute, numbered
 
-SPLITS = ("val", "valid", "test")  # of which images are tested on
+SPLITS = ("val", "valid", "validation", "test")  # of which images are tested on
 SEEN = 20  # images of a folder whose label files are looked for
 BESIDE = ("classes.txt",)  # what labelling tools leave among the labels
 
@@ -47,6 +47,7 @@ class _Description:
     train: list[Path] = field(default_factory=list)
     sources: list[Path] = field(default_factory=list)
     lost: str = ""  # what is wrong with the training images, of which calibration images would be taken
+    moved: str = ""  # the folder that data.yaml names and that isn't there
 
 
 class Yolo(DataFormat):
@@ -63,7 +64,7 @@ class Yolo(DataFormat):
             return path.suffix in self.suffixes
         if any(path.glob("data.y*ml")):
             return True
-        beside = [path / "labels", *(path / split / "labels" for split in ("val", "valid", "test", "train"))]
+        beside = [path / "labels", *(path / split / "labels" for split in (*SPLITS, "train"))]
         first_labels = (next(labels.rglob("*.txt"), None) for labels in beside if (labels.parent / "images").is_dir())
         return any(file is not None for file in first_labels) or _has_labels(path)
 
@@ -113,7 +114,8 @@ def _scan_images(path: Path, calibration: int | Path, seed: int, classes: int, s
 
     own = isinstance(calibration, Path)
     sources = [*description.sources, *present]
-    warnings = [description.lost] if description.lost and calibration and not own else []
+    warnings = [description.moved] if description.moved else []
+    warnings += [description.lost] if description.lost and calibration and not own else []
     return Listing(name, description.names, photos, own, {}, sources, annotate_photos)
 
 
@@ -137,6 +139,8 @@ def _from_yaml(file: Path) -> _Description:
         raise UserError(f"there is no file {file}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as e:  # of dates, of brackets
         raise UserError(f"{file} is not valid YAML: {' '.join(str(e).split())}") from e
+    if isinstance(about, dict) and about.get("names") is None and type(about.get("nc")) is int:
+        about["names"] = [str(i) for i in range(about["nc"])]
     if not isinstance(about, dict) or not about.get("names"):
         raise UserError(f"{file} names no classes; write names: [one, two]")
     names = about["names"]
@@ -150,7 +154,7 @@ def _from_yaml(file: Path) -> _Description:
         raise UserError(f"{file}: names is {names!r}, not a list of classes; write names: [one, two]")
     if (count := about.get("nc", len(names))) != len(names):
         raise UserError(f"{file}: nc is {count!r}, but names has {numbered(len(names), 'class', 'classes')}")
-    root = _find_root(file, about)
+    root, moved = _find_root(file, about)
     split = next((split for split in SPLITS if about.get(split)), None)
     if split is None:
         raise UserError(f"{file} has neither val nor test; add the folder of the test images as val")
@@ -163,7 +167,7 @@ def _from_yaml(file: Path) -> _Description:
         taken = "" if train else "; calibration images are taken from the test images"
         lost = f"{file.name}, train: {lost}{taken}"
     classes = [printable(str(name)) for name in names]
-    return _Description(absolute(file.parent), classes, _parse_shape(file, about), test, train, [file], lost)
+    return _Description(absolute(file.parent), classes, _parse_shape(file, about), test, train, [file], lost, moved)
 
 
 def _parse_shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
@@ -174,13 +178,20 @@ def _parse_shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
     return tuple(int(n) for n in shape)
 
 
-def _find_root(file: Path, about: dict[str, Any]) -> Path:
-    """Return the base of the paths in data.yaml: its `path` (may be relative to the file's folder), or that folder."""
-    path = Path(str(about.get("path") or ""))
-    for root in (file.parent / path, file.parent):
-        if root.is_dir():
-            return absolute(root)
-    raise UserError(f"{file}: there is no folder {path}")
+def _find_root(file: Path, about: dict[str, Any]) -> tuple[Path, str]:
+    """Return the base of the paths in data.yaml, and a warning where it isn't the folder that `path` names.
+
+    `path` may be relative to the file's folder, or to the working directory, as ultralytics reads it. Where it is
+    missing, as in a data set that was moved, the file's folder is the base.
+    """
+    own, path = absolute(file.parent), about.get("path")
+    if not path:
+        return own, ""
+    names = str(path), str(path).replace("\\", "/")
+    root = next((place for name in names for place in (own / name, Path.cwd() / name) if place.is_dir()), None)
+    if root is not None:
+        return absolute(root), ""
+    return own, f"{file.name}: there is no folder {path} (path); the images are taken from the file's folder"
 
 
 def _list_split(root: Path, entries: Any) -> tuple[list[Path], str]:
@@ -191,8 +202,10 @@ def _list_split(root: Path, entries: Any) -> tuple[list[Path], str]:
     paths: list[Path] = []
     entries, wrong = entries if isinstance(entries, list) else [entries], ""
     for entry in entries:
-        # Exports of some tools write ../valid/images for the folder beside the file, and those on Windows backslashes.
-        names = [str(entry), str(entry).removeprefix("../"), str(entry).replace("\\", "/")]
+        # Exports of some tools write ../valid/images or NAME/valid/images for the folder valid/images in NAME, and those
+        # on Windows backslashes.
+        names = [str(entry), str(entry).replace("\\", "/")]
+        names += [name.removeprefix(above) for name in names for above in ("../", f"{root.name}/")]
         places = [root / name for name in names]
         place = next((absolute(place) for place in places if place.exists()), None)
         if place is not None:

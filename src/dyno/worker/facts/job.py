@@ -12,6 +12,7 @@ from dyno.worker.facts.serve import ServeFacts
 from dyno.worker.facts.sparse import Sparse
 from dyno.worker.facts.video import VideoFacts
 
+SAME_OUTPUTS = "the outputs are the same for every input"  # the beginning of a warning
 Window = tuple[float, float]  # begin and end in seconds of CLOCK_MONOTONIC
 
 

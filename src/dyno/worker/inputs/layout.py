@@ -18,6 +18,7 @@ LENGTH = re.compile(
     r"|past_|total_seq",
     re.IGNORECASE,
 )
+SIDE = re.compile(r"(^|[_\W])(h|w|height|width)\d*($|[_\W])", re.IGNORECASE)
 CACHE = re.compile(r"past|present|cache|(^|[._/])kv([._/\d]|$)|(^|[./])(key|value|state)s?([._/\d]|$)", re.IGNORECASE)
 PICTURE = re.compile("image|img|pixel|photo|frame", re.IGNORECASE)
 
@@ -25,6 +26,11 @@ PICTURE = re.compile("image|img|pixel|photo|frame", re.IGNORECASE)
 def is_length(axis: int | str) -> bool:
     """Return whether a free axis is named after the length of a sequence."""
     return isinstance(axis, str) and bool(LENGTH.search(axis))
+
+
+def is_side(axis: int | str) -> bool:
+    """Return whether a free axis is named after an image's height or width."""
+    return isinstance(axis, str) and bool(SIDE.search(axis))
 
 
 def is_image(tensor: Tensor) -> bool:

@@ -17,7 +17,7 @@ import numpy as np
 from dyno.worker import tasks
 from dyno.worker.extras import install
 from dyno.worker.nets import local_code, saved_modules, torchvision_detectors, ultralytics_models
-from dyno.worker.nets.checkpoint import apply, head_classes, read_checkpoint
+from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
 from dyno.worker.nets.darknet import network as darknet
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
 from dyno.worker.sessions.torch_support import eager, evaluating
@@ -96,6 +96,7 @@ def build(model: ModelSpec, dims: Dims | None = None) -> Any:
         state = None if darknet.reads(model) else read_checkpoint(model.weights)
     module = _from_source(model, dims, model.classes, state)
     if state is not None:
+        state = by_own_names(module, state, model.weights)
         classes = head_classes(module, state)
         if model.classes is None and classes is not None and parse(model.source)[0] in LIBRARIES:
             module = _from_source(model, dims, classes)
