@@ -202,7 +202,7 @@ def _list_split(root: Path, entries: Any) -> tuple[list[Path], str]:
     paths: list[Path] = []
     entries, wrong = entries if isinstance(entries, list) else [entries], ""
     for entry in entries:
-        # Exports of some tools write ../valid/images or NAME/valid/images for the folder valid/images in NAME, and those
+        # Exports of some tools write ../valid/images or NAME/valid/images for valid/images in the folder NAME, and those
         # on Windows backslashes.
         names = [str(entry), str(entry).replace("\\", "/")]
         names += [name.removeprefix(above) for name in names for above in ("../", f"{root.name}/")]
