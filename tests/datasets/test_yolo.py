@@ -82,14 +82,18 @@ def test_a_folder_without_a_description(yolo: Callable[..., Path], make: Make) -
     assert named["warnings"] == ["class '2' is in no image"]
 
 
-def test_splits_and_layouts(yolo: Callable[..., Path], make: Make, tmp_path: Path) -> None:
+def test_splits_and_layouts(
+    yolo: Callable[..., Path], make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = yolo(val=10)
     (folder / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
     assert datasets.meta(make(folder))["splits"] == {"test": 10}
     found = make(folder, set_aside=True)
     assert datasets.meta(found)["splits"] == {"test": 8, "calibration": 2}, "set aside when there is no train"
     assert len(truth(found)["images"]) == len(truth(found)["annotations"]) == 8
-    lines = [f"./images/val/{i:03}.jpg" for i in range(4)]
+    lines = ["./images/val/000.jpg", r"images\val\001.jpg", r".\images\val\002.jpg"]
+    lines.append(f"{folder.name}/images/val/003.jpg")
+    monkeypatch.chdir(folder.parent)
     (folder / "four.txt").write_text("\n".join(lines))
     (folder / "data.yaml").write_text("val: four.txt\ntrain: images/val\nnames: [disc, triangle]\n")
     found = make(folder / "data.yaml")

@@ -202,7 +202,7 @@ def _list_split(root: Path, entries: Any) -> tuple[list[Path], str]:
     paths: list[Path] = []
     entries, wrong = entries if isinstance(entries, list) else [entries], ""
     for entry in entries:
-        # Exports of some tools write ../valid/images or NAME/valid/images for valid/images in the folder NAME, and those
+        # Exports of some tools write ../valid/images or NAME/valid/images for the images in the folder NAME, and those
         # on Windows backslashes.
         names = [str(entry), str(entry).replace("\\", "/")]
         names += [name.removeprefix(above) for name in names for above in ("../", f"{root.name}/")]
@@ -222,7 +222,9 @@ def _in_text(file: Path, root: Path) -> list[Path]:
         lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as e:
         raise UserError(f"{file} is not a list of images; it needs one file name per line, in UTF-8") from e
-    paths = [next((p for p in (file.parent / line, root / line) if p.is_file()), root / line) for line in lines]
+    lines = [line.replace("\\", "/") for line in lines]
+    bases = file.parent, root, Path.cwd()
+    paths = [next((base / line for base in bases if (base / line).is_file()), root / line) for line in lines]
     if lost := [path for path in paths if not path.is_file() or not is_image(path.name)]:
         raise UserError(f"{len(lost)} of {len(paths)} images in {file} are missing, e.g. {lost[0]}")
     return [absolute(path) for path in paths]
