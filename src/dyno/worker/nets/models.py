@@ -96,7 +96,7 @@ def build(model: ModelSpec, dims: Dims | None = None) -> Any:
         state = None if darknet.reads(model) else read_checkpoint(model.weights)
     module = _from_source(model, dims, model.classes, state)
     if state is not None:
-        state = by_own_names(module, state, model.weights)
+        state = dict(by_own_names(module, state, model.weights))
         classes = head_classes(module, state)
         if model.classes is None and classes is not None and parse(model.source)[0] in LIBRARIES:
             module = _from_source(model, dims, classes)
