@@ -22,7 +22,6 @@ from dyno.analysis.records.run_data import RunData
 from dyno.analysis.stats import MOST_ROUNDS, Speedup
 from dyno.analysis.tables.trial_columns import over_builds
 from dyno.analysis.verdict.findings import equivalent, ms, settled
-from dyno.worker.facts.job import SAME_OUTPUTS
 from dyno.worker.spec import LOOKS
 
 if TYPE_CHECKING:
@@ -200,9 +199,7 @@ def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
     """Describe whether the winner's outputs agree with its reference's, its accuracy, and the precision it ran in."""
     parts, trial = [], run.trials[winner["trial"]]
     compared = run.compared.get(winner["trial"])
-    if trial.facts.random_outputs:
-        parts.append("its outputs change from call to call, so they can't be compared")
-    elif compared is not None and winner["reference"] == winner["trial"] == compared.id:
+    if compared is not None and winner["reference"] == winner["trial"] == compared.id:
         parts.append("it is what the others' outputs are compared with")
     elif winner["outputs"]:
         name = compared.configuration if compared else "the reference"
@@ -211,8 +208,10 @@ def right(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
         )
     else:
         parts.append("its outputs were not compared with any")
-    if any(warning.startswith(SAME_OUTPUTS) for round in trial.good for warning in round.record.warnings):
-        parts.append(f"{SAME_OUTPUTS}, so agreement proves little")
+    if trial.facts.random_outputs:
+        parts = [trial.oddity]
+    elif trial.oddity:
+        parts.append(trial.oddity)
     parts += [_describe_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))
     if winner["precision_ok"]:
         parts.append(RAN_AS[winner["precision_ok"]])
