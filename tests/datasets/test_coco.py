@@ -242,6 +242,14 @@ def test_a_bad_annotation_is_named(coco: Folder, make: Make, wrong: str) -> None
     assert "\n" not in str(e.value)
 
 
+def test_ids_may_be_whole_numbers_of_any_type(coco: Folder, make: Make) -> None:
+    tables = drawn.coco_file(6)
+    expected = truth(make(coco(**tables)))
+    for item in (*tables["images"], *tables["annotations"]):
+        item |= {key: float(item[key]) for key in ("id", "image_id", "category_id") if key in item}
+    assert truth(make(coco(**tables))) == expected
+
+
 def test_images_that_do_not_fit_are_named(coco: Folder, make: Make) -> None:
     tables = drawn.coco_file(6)
     tables["images"][1]["width"] = 640

@@ -82,14 +82,18 @@ def test_a_folder_without_a_description(yolo: Callable[..., Path], make: Make) -
     assert named["warnings"] == ["class '2' is in no image"]
 
 
-def test_splits_and_layouts(yolo: Callable[..., Path], make: Make, tmp_path: Path) -> None:
+def test_splits_and_layouts(
+    yolo: Callable[..., Path], make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     folder = yolo(val=10)
     (folder / "data.yaml").write_text("val: images/val\nnames: [disc, triangle]\n")
     assert dyno_data.meta(make(folder))["splits"] == {"test": 10}
     found = make(folder, set_aside=True)
     assert dyno_data.meta(found)["splits"] == {"test": 8, "calibration": 2}, "set aside when there is no train"
     assert len(truth(found)["images"]) == len(truth(found)["annotations"]) == 8
-    lines = [f"./images/val/{i:03}.jpg" for i in range(4)]
+    lines = ["./images/val/000.jpg", r"images\val\001.jpg", r".\images\val\002.jpg"]
+    lines.append(f"{folder.name}/images/val/003.jpg")
+    monkeypatch.chdir(folder.parent)
     (folder / "four.txt").write_text("\n".join(lines))
     (folder / "data.yaml").write_text("val: four.txt\ntrain: images/val\nnames: [disc, triangle]\n")
     found = make(folder / "data.yaml")
@@ -101,12 +105,38 @@ def test_splits_and_layouts(yolo: Callable[..., Path], make: Make, tmp_path: Pat
     assert make(exported, calibration=0).count == 10
     (exported / "data.yaml").write_text("path: C:\\data\nval: valid\\images\nnc: 2\nnames: [disc, triangle]\n")
     assert make(exported, calibration=0).count == 10
+    (exported / "data.yaml").write_text("validation: exported/valid/images\nnc: 2\n")
+    found = dyno_data.meta(make(exported, calibration=0))
+    assert (found["splits"], found["classes"]) == ({"test": 10}, ["0", "1"])
     (exported / "data.yaml").unlink()
     assert make(exported, calibration=0).count == 10
     other = tmp_path / "other"
     shutil.copytree(folder / "images/val", other)
     with pytest.raises(UserError, match="every calibration image is also a test image"):
         make(exported, calibration=other)
+
+
+def test_a_path_that_is_not_there_is_a_warning(
+    yolo: Callable[..., Path], make: Make, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder, names = yolo(val=10), "val: images/val\nnames: [disc, triangle]\n"
+    monkeypatch.chdir(tmp_path)
+    lost = "data.yaml: there is no folder C:/moved (path); the images are taken from the file's folder"
+    for path, count, warning in (
+        ("", 10, []),
+        (".", 10, []),
+        ("sets/night", 4, []),
+        (r"sets\night", 4, []),
+        ("C:/moved", 10, [lost]),
+    ):
+        if "night" in path and not (tmp_path / "sets").exists():
+            for part in ("images/val", "labels/val"):
+                (tmp_path / "sets/night" / part).mkdir(parents=True)
+                for file in sorted((folder / part).iterdir())[:4]:
+                    shutil.copy(file, tmp_path / "sets/night" / part)
+        (folder / "data.yaml").write_text(f"path: {path}\n{names}")
+        found = dyno_data.meta(make(folder, calibration=0))
+        assert (found["splits"]["test"], found["warnings"]) == (count, warning), path
 
 
 def test_images_to_train_on_that_are_not_there_are_said(yolo: Callable[..., Path], make: Make, tmp_path: Path) -> None:

@@ -36,6 +36,7 @@ SPLIT_FOLDERS = ("validation", "valid", "val", "test")
 BACKGROUND = ("background", "__background__", "_background_")
 OTHER = ("captions", "image_info", "panoptic", "stuff")  # files of COCO that hold no objects
 INSTANCES, KEYPOINTS = "instances", "person_keypoints"  # what files begin with
+IDS = ("id", "image_id", "category_id")
 LARGEST = 1e12  # no image has such a coordinate or area
 
 
@@ -201,6 +202,8 @@ def _read_file(file: Path) -> _File:
         for number, item in enumerate(entries):
             if not isinstance(item, dict) or any(key not in item for key in needed):
                 raise UserError(f"{file}: entry {number} of {part!r} lacks {' or '.join(needed) or 'its fields'}")
+            # pandas writes whole numbers as 1.0 where a column has gaps.
+            item.update({k: int(v) for k in IDS if isinstance(v := item.get(k), float) and v.is_integer()})
     if not parts["images"] or not parts["categories"]:
         raise UserError(f"{file} lists no {'images' if not parts['images'] else 'categories'}")
     for part in ("images", "categories"):

@@ -158,7 +158,7 @@ def _parse_pose(rest: list[float], shape: tuple[int, ...], size: tuple[int, int]
     return {"bbox": box, "area": area, "keypoints": placed, "num_keypoints": visible_points}
 
 
-SPLITS = ("val", "valid", "test")  # of which images are tested on
+SPLITS = ("val", "valid", "validation", "test")  # of which images are tested on
 SEEN = 20  # images of a folder whose label files are looked for
 BESIDE = ("classes.txt",)  # what labelling tools leave among the labels
 
@@ -174,6 +174,7 @@ class _Description:
     train: list[Path] = field(default_factory=list)
     sources: list[Path] = field(default_factory=list)
     lost: str = ""  # what is wrong with the training images, of which calibration images would be taken
+    moved: str = ""  # the folder that data.yaml names and that isn't there
 
 
 class Yolo(DataFormat):
@@ -190,7 +191,7 @@ class Yolo(DataFormat):
             return path.suffix in self.suffixes
         if any(path.glob("data.y*ml")):
             return True
-        beside = [path / "labels", *(path / split / "labels" for split in ("val", "valid", "test", "train"))]
+        beside = [path / "labels", *(path / split / "labels" for split in (*SPLITS, "train"))]
         first_labels = (next(labels.rglob("*.txt"), None) for labels in beside if (labels.parent / "images").is_dir())
         return any(file is not None for file in first_labels) or _has_labels(path)
 
@@ -240,7 +241,8 @@ def _scan_images(path: Path, calibration: int | Path, seed: int, classes: int, s
 
     own = isinstance(calibration, Path)
     sources = [*description.sources, *present]
-    warnings = [description.lost] if description.lost and calibration and not own else []
+    warnings = [description.moved] if description.moved else []
+    warnings += [description.lost] if description.lost and calibration and not own else []
     return Listing(name, description.names, photos, own, {}, sources, annotate_photos)
 
 
@@ -264,6 +266,8 @@ def _from_yaml(file: Path) -> _Description:
         raise UserError(f"there is no file {file}") from None
     except (yaml.YAMLError, ValueError, RecursionError) as e:  # of dates, of brackets
         raise UserError(f"{file} is not valid YAML: {' '.join(str(e).split())}") from e
+    if isinstance(about, dict) and about.get("names") is None and type(about.get("nc")) is int:
+        about["names"] = [str(i) for i in range(about["nc"])]
     if not isinstance(about, dict) or not about.get("names"):
         raise UserError(f"{file} names no classes; write names: [one, two]")
     names = about["names"]
@@ -277,7 +281,7 @@ def _from_yaml(file: Path) -> _Description:
         raise UserError(f"{file}: names is {names!r}, not a list of classes; write names: [one, two]")
     if (count := about.get("nc", len(names))) != len(names):
         raise UserError(f"{file}: nc is {count!r}, but names has {numbered(len(names), 'class', 'classes')}")
-    root = _find_root(file, about)
+    root, moved = _find_root(file, about)
     split = next((split for split in SPLITS if about.get(split)), None)
     if split is None:
         raise UserError(f"{file} has neither val nor test; add the folder of the test images as val")
@@ -290,7 +294,7 @@ def _from_yaml(file: Path) -> _Description:
         taken = "" if train else "; calibration images are taken from the test images"
         lost = f"{file.name}, train: {lost}{taken}"
     classes = [printable(str(name)) for name in names]
-    return _Description(absolute(file.parent), classes, _parse_shape(file, about), test, train, [file], lost)
+    return _Description(absolute(file.parent), classes, _parse_shape(file, about), test, train, [file], lost, moved)
 
 
 def _parse_shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
@@ -301,13 +305,20 @@ def _parse_shape(file: Path, about: dict[str, Any]) -> tuple[int, ...]:
     return tuple(int(n) for n in shape)
 
 
-def _find_root(file: Path, about: dict[str, Any]) -> Path:
-    """Return the base of the paths in data.yaml: its `path` (may be relative to the file's folder), or that folder."""
-    path = Path(str(about.get("path") or ""))
-    for root in (file.parent / path, file.parent):
-        if root.is_dir():
-            return absolute(root)
-    raise UserError(f"{file}: there is no folder {path}")
+def _find_root(file: Path, about: dict[str, Any]) -> tuple[Path, str]:
+    """Return the base of the paths in data.yaml, and a warning where it isn't the folder that `path` names.
+
+    `path` may be relative to the file's folder, or to the working directory, as ultralytics reads it. Where it is
+    missing, as in a data set that was moved, the file's folder is the base.
+    """
+    own, path = absolute(file.parent), about.get("path")
+    if not path:
+        return own, ""
+    names = str(path), str(path).replace("\\", "/")
+    root = next((place for name in names for place in (own / name, Path.cwd() / name) if place.is_dir()), None)
+    if root is not None:
+        return absolute(root), ""
+    return own, f"{file.name}: there is no folder {path} (path); the images are taken from the file's folder"
 
 
 def _list_split(root: Path, entries: Any) -> tuple[list[Path], str]:
@@ -318,8 +329,10 @@ def _list_split(root: Path, entries: Any) -> tuple[list[Path], str]:
     paths: list[Path] = []
     entries, wrong = entries if isinstance(entries, list) else [entries], ""
     for entry in entries:
-        # Exports of some tools write ../valid/images for the folder beside the file, and those on Windows backslashes.
-        names = [str(entry), str(entry).removeprefix("../"), str(entry).replace("\\", "/")]
+        # Exports of some tools write ../valid/images or NAME/valid/images for the images in the folder NAME, and those
+        # on Windows backslashes.
+        names = [str(entry), str(entry).replace("\\", "/")]
+        names += [name.removeprefix(above) for name in names for above in ("../", f"{root.name}/")]
         places = [root / name for name in names]
         place = next((absolute(place) for place in places if place.exists()), None)
         if place is not None:
@@ -336,7 +349,9 @@ def _in_text(file: Path, root: Path) -> list[Path]:
         lines = [line.strip() for line in file.read_text(encoding="utf-8-sig").splitlines() if line.strip()]
     except UnicodeDecodeError as e:
         raise UserError(f"{file} is not a list of images; it needs one file name per line, in UTF-8") from e
-    paths = [next((p for p in (file.parent / line, root / line) if p.is_file()), root / line) for line in lines]
+    lines = [line.replace("\\", "/") for line in lines]
+    bases = file.parent, root, Path.cwd()
+    paths = [next((base / line for base in bases if (base / line).is_file()), root / line) for line in lines]
     if lost := [path for path in paths if not path.is_file() or not is_image(path.name)]:
         raise UserError(f"{len(lost)} of {len(paths)} images in {file} are missing, e.g. {lost[0]}")
     return [absolute(path) for path in paths]

@@ -25,7 +25,7 @@ from dyno.results.files import MODELS, PLACEMENT, measured, read_job, read_round
 from dyno.results.rounds import GPU, HOST, Round
 from dyno.worker import tasks
 from dyno.worker.facts.files import MakerFacts
-from dyno.worker.facts.job import Facts
+from dyno.worker.facts.job import SAME_OUTPUTS, Facts
 from dyno.worker.record import Record
 from dyno.worker.spec import PRECISIONS, Artifact, ModelSpec, Trial, UserError
 from dyno.worker.tasks.task import Task
@@ -289,6 +289,14 @@ class TrialResult:
         """Facts of the first good round, else of the first round at all."""
         rounds = self.good or self.rounds
         return rounds[0].facts if rounds else Facts()
+
+    @property
+    def oddity(self) -> str:
+        """The reason why comparing its outputs proves little, or "": they change by themselves, or never do."""
+        if self.facts.random_outputs:
+            return "its outputs change from call to call, so they can't be compared"
+        same = any(line.startswith(SAME_OUTPUTS) for each in self.good for line in each.record.warnings)
+        return f"{SAME_OUTPUTS}, so agreement proves little" if same else ""
 
     @property
     def artifact(self) -> Artifact | None:

@@ -25,3 +25,15 @@ def test_outputs_of_other_inputs_are_not_compared(tmp_path: Path) -> None:
     assert len(table.rows) == 1 and not failed
     with pytest.raises(UserError, match=r"was fed other inputs than .*; give both the same: --input"):
         accuracy_tables.compare_with_first([first, other], 1e-3, 1e-8)
+
+
+def test_outputs_that_change_or_never_do_have_a_note(tmp_path: Path) -> None:
+    same = "the outputs are the same for every input: that they agree with another engine's proves little"
+    ways = [Way("a", facts={"random_outputs": 0.4}), Way("b", warnings=(same,)), Way("c")]
+    table, _, _ = accuracy_tables.compare_with_first(
+        [load_run(synthetic.write_run(tmp_path / "run", ways))], 1e-3, 1e-8
+    )
+    assert table.notes[1:] == (
+        "digits a fp32: its outputs change from call to call, so they can't be compared",
+        "digits b fp32: the outputs are the same for every input, so agreement proves little",
+    )

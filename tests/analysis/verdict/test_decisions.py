@@ -62,6 +62,16 @@ def test_a_single_trial_wins_nothing(tmp_path: Path) -> None:
     assert two.kind == NOTE and two.text.startswith("pytorch fp32 takes")
 
 
+def test_outputs_that_change_or_never_do_are_not_called_right(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path / "changing", Way("a", facts={"random_outputs": 0.4}))
+    assert dict(one.answers)["right"].startswith("its outputs change from call to call, so they can't be compared; ")
+    warnings = ("the outputs are the same for every input: that they agree with another engine's proves little",)
+    (one,) = decided(tmp_path / "same", *(replace(way, warnings=warnings) for way in (Way("pytorch"), FAST)))
+    right = dict(one.answers)["right"]
+    assert right.startswith("outputs agree with those of pytorch fp32")
+    assert "; the outputs are the same for every input, so agreement proves little; " in right
+
+
 def test_the_command_to_take_it_can_be_pasted(tmp_path: Path) -> None:
     (one,) = decided(tmp_path / "a run & <more>", FAST)
     assert dict(one.answers)["next"] == f"take it: dyno take '{tmp_path}/a run & <more>/run'"

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from dyno.worker.inputs.input_data import batches, fingerprint
-from dyno.worker.inputs.modules import ModuleInputs, describe_inputs, verify_inputs
+from dyno.worker.inputs.modules import ModuleInputs, describe_inputs, signature_of, verify_inputs
 from dyno.worker.inputs.specs import arguments
 from dyno.worker.jobs.inspect_model import inspect_model
 from dyno.worker.spec import DataSpec, Dims, InputSpec, ModelSpec, Preprocess, Tensor, Trial, UserError
@@ -97,6 +97,14 @@ def test_an_image_may_have_its_channels_last() -> None:
     for example in (torch.rand(1, 8, 12, 3), torch.randint(0, 256, (1, 8, 12, 3), dtype=torch.uint8)):
         found = described(Last(), example)
         assert found.inputs[0].shape == ("batch", "height", "width", 3) and found.size == (8, 12) and found.free
+
+
+def test_a_scripted_module_may_have_any_name_for_self() -> None:
+    class Net(nn.Module):
+        def forward(this, x: torch.Tensor, scale: float = 2.0) -> torch.Tensor:  # noqa: N805
+            return x * scale
+
+    assert signature_of(torch.jit.script(Net())).required == {"x": True, "scale": False}
 
 
 def test_what_is_no_tensor_is_named() -> None:

@@ -38,6 +38,8 @@ def decoder(mask: str) -> list[Tensor]:
         ({"x": (8, 3, 32, 32)}, {"y": (8, 5)}, 0),
         ({"x": ("", "", 16)}, {"y": ("", 5)}, 0),
         ({"x": ("batch_seq_len", 4)}, {"y": ("batch_seq_len", 4)}, None),
+        ({"x": ("h", "w", 3)}, {"y": (1, 5)}, None),
+        ({"x": ("rows", 16)}, {"y": ("rows", 5)}, 0),
     ],
 )
 def test_the_batch_is_the_axis_of_that_name(

@@ -141,6 +141,20 @@ def test_checkpoints_come_in_many_wrappings(kind, tmp_path, trained):
     assert models.weights_sha256(loaded) == models.weights_sha256(trained)
 
 
+def test_a_trainer_s_checkpoint_has_the_network_as_an_attribute(tmp_path, trained):
+    path, state = tmp_path / "last.ckpt", trained.state_dict()
+    inner = {f"model.{name}": tensor for name, tensor in state.items()}
+    torch.save({"epoch": 3, "state_dict": {**inner, "criterion.weight": torch.ones(10)}}, path)
+    loaded = models.load(spec(seed=1, channels=1, weights=str(path)))
+    assert models.weights_sha256(loaded) == models.weights_sha256(trained)
+    teacher = {f"teacher.{name}": tensor + 1 for name, tensor in state.items()}
+    torch.save({"state_dict": {**inner, **teacher}}, path)
+    message = refusal(spec(channels=1, weights=str(path)))
+    assert message.endswith("has the model's weights more than once, as model and teacher; save one of them alone")
+    torch.save({"state_dict": dict(list(inner.items())[:-2])}, path)
+    assert "don't fit the model: missing conv1.weight" in refusal(spec(channels=1, weights=str(path)))
+
+
 @pytest.mark.parametrize("source", ["torchvision:resnet18", "timm:resnet18"])
 def test_the_number_of_classes_is_read_from_the_checkpoint(source, tmp_path):
     path = tmp_path / "w.pth"

@@ -6,6 +6,7 @@ from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import av
 import numpy as np
 import pytest
 from PIL import Image
@@ -53,6 +54,23 @@ def test_opencv_refuses_cover_art_and_keeps_the_shape_of_pixels(tmp_path: Path) 
         out.write(frame)
     out.close()
     assert {frame.shape for frame in videos.read(tmp_path / "out.avi")[0]} == {(384, 144, 3)}
+
+
+def test_a_file_that_ends_before_its_end_seems_cut_short(tmp_path: Path) -> None:
+    whole = tmp_path / "whole.mkv"
+    with av.open(str(whole), "w") as container:
+        stream = container.add_stream("mpeg4", rate=10)
+        stream.width, stream.height = 64, 48
+        noise = np.random.default_rng(0).integers(0, 255, (50, 48, 64, 3), np.uint8)
+        for image in noise:
+            container.mux(stream.encode(av.VideoFrame.from_ndarray(image, format="rgb24")))
+        container.mux(stream.encode())
+    (tmp_path / "cut.mkv").write_bytes(whole.read_bytes()[: whole.stat().st_size // 2])
+    source, cut = VideoSource(str(whole), False), VideoSource(str(tmp_path / "cut.mkv"), False)
+    assert (len(list(source.read())), source.notes) == (50, [])
+    count = len(list(cut.read()))
+    assert 10 < count < 30
+    assert cut.notes == [f"cut.mkv ends after {count / 10:.1f} of 5.0 s: it seems to be cut short"]
 
 
 @pytest.mark.parametrize("suffix", [".webp", ".png", ".tif"])

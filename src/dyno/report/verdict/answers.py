@@ -195,7 +195,7 @@ def _describe_lead(name: str, over: Speedup, run: RunData) -> str:
 
 def describe_correctness(ranking: Ranking, winner: pd.Series, run: RunData) -> str:
     """Describe whether the winner's outputs agree with its reference's, its accuracy, and the precision it ran in."""
-    parts = []
+    parts, trial = [], run.trials[winner["trial"]]
     compared = run.compared.get(winner["trial"])
     if compared is not None and winner["reference"] == winner["trial"] == compared.id:
         parts.append("it is what the others' outputs are compared with")
@@ -206,6 +206,10 @@ def describe_correctness(ranking: Ranking, winner: pd.Series, run: RunData) -> s
         )
     else:
         parts.append("its outputs were not compared with any")
+    if trial.facts.random_outputs:
+        parts = [trial.oddity]
+    elif trial.oddity:
+        parts.append(trial.oddity)
     parts += [_describe_accuracy(ranking, winner)] * (not isnan(winner.get(ranking.metric.column, float("nan"))))
     if winner["precision_ok"]:
         parts.append(RAN_AS[winner["precision_ok"]])

@@ -259,6 +259,7 @@ class VideoFacts:
     stopped: bool = False
 
 
+SAME_OUTPUTS = "the outputs are the same for every input"  # the beginning of a warning
 Window = tuple[float, float]  # begin and end in seconds of CLOCK_MONOTONIC
 
 

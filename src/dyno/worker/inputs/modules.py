@@ -116,7 +116,7 @@ def signature_of(module: Any) -> Signature:
     import torch
 
     if isinstance(module, torch.jit.ScriptModule):
-        arguments = [a for a in module.forward.schema.arguments if a.name != "self"]
+        arguments = module.forward.schema.arguments[1:]  # the first is the module, whatever its name
         keyword = frozenset(a.name for a in arguments if a.kwarg_only)
         return Signature({a.name: not a.has_default_value() for a in arguments}, keyword)
     parameters = inspect.signature(module.forward).parameters.values()

@@ -71,6 +71,14 @@ def _is_channel_count(length: int | str) -> bool:
     return isinstance(length, int) and 1 <= length <= MOST_CHANNELS
 
 
+SIDE = re.compile(r"(^|[_\W])(h|w|height|width)\d*($|[_\W])", re.IGNORECASE)
+
+
+def is_side(axis: int | str) -> bool:
+    """Return whether a free axis is named after an image's height or width."""
+    return isinstance(axis, str) and bool(SIDE.search(axis))
+
+
 def axes(shape: Sequence[int | str]) -> tuple[int, int, int]:
     """Return the axes of an image's channels, height and width."""
     return (3, 1, 2) if channels_last(shape) else (1, 2, 3)

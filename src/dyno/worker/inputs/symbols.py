@@ -6,7 +6,7 @@ import re
 from collections.abc import Mapping, Sequence
 from typing import Union
 
-from dyno.worker.inputs.specs import axes, image_of, is_image, is_length
+from dyno.worker.inputs.specs import axes, image_of, is_image, is_length, is_side
 from dyno.worker.spec import BATCH, Tensor, UserError
 
 NAMED = re.compile("batch|^(n|b|bs|bsz)$", re.IGNORECASE)
@@ -24,7 +24,8 @@ def batch_axes(inputs: Sequence[Tensor], outputs: Sequence[Tensor]) -> dict[str,
     """Return which axis of each input is the batch, None for an input without one.
 
     It is the axis that is named after the batch. In a file without such a name it is the first, unless that is named
-    after a length, or the outputs begin with another axis of the input and have nothing of its first.
+    after a length or a side of an image, or the outputs begin with another axis of the input and have nothing of its
+    first.
     """
     if any(names_batch(axis) for tensor in inputs for axis in tensor.shape):
         return {tensor.name: _named_axis(tensor) for tensor in inputs}
@@ -55,7 +56,7 @@ def _assumed_axis(tensor: Tensor, outputs: Sequence[Tensor]) -> int | None:
         free = {axis for output in outputs for axis in output.shape if isinstance(axis, str) and axis}
         leading = {output.shape[0] for output in outputs if output.shape} & free
         other = next((k for k in later if tensor.shape[k] in leading and not is_length(tensor.shape[k])), None)
-        if is_length(first):
+        if is_length(first) or is_side(first):
             return other
         return 0 if other is None or first in free else other
     lengths = {axis for output in outputs for axis in output.shape}

@@ -353,7 +353,7 @@ def read_checkpoint(path: str) -> dict[str, Any]:
 
 def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") -> None:
     """Load the state dict into the module; a `UserError` names the first keys that don't fit and gives the advice."""
-    own = module.state_dict()
+    own, state = module.state_dict(), by_own_names(module, state, path)
     missing = [k for k in own if k not in state and not k.endswith(COUNTER)]
     unexpected = [k for k in state if k not in own]
     shapes = [
@@ -369,6 +369,26 @@ def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") ->
     if any(problems):
         raise UserError(f"the weights in {path} don't fit the model: {'; '.join(filter(None, [*problems, advice]))}")
     module.load_state_dict(dict(state), strict=False)  # strict but for batch norm's counters: checked above
+
+
+def by_own_names(module: Any, state: Mapping[str, Any], path: str) -> Mapping[str, Any]:
+    """Return the part of the state dict that is the module's, under the module's names.
+
+    A trainer such as Lightning stores the network as an attribute, under `model.` for example, beside its losses. A
+    `UserError` names two attributes that both fit.
+    """
+    own = {name for name in module.state_dict() if not name.endswith(COUNTER)}
+    if not own or not own.isdisjoint(state):
+        return state
+    names = dict.fromkeys(name.partition(".")[0] for name in state)
+    fitting = [name for name in names if all(f"{name}.{inner}" in state for inner in own)]
+    if len(fitting) > 1:
+        two = " and ".join(fitting[:2])
+        raise UserError(f"checkpoint {path} has the model's weights more than once, as {two}; save one of them alone")
+    if not fitting:
+        return state
+    start = f"{fitting[0]}."
+    return {name[len(start) :]: value for name, value in state.items() if name.startswith(start)}
 
 
 def head_classes(module: Any, state: Mapping[str, Any]) -> int | None:

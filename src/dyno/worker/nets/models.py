@@ -17,7 +17,7 @@ import numpy as np
 from dyno.worker import tasks
 from dyno.worker.extras import install
 from dyno.worker.nets import darknet, local_code, random_weights, saved_modules, ultralytics_models
-from dyno.worker.nets.checkpoint import apply, head_classes, read_checkpoint
+from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
 from dyno.worker.nets.random_weights import init_batch_norm, undo_zero_init
 from dyno.worker.sessions.torch_support import eager, evaluating, one_thread
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError, check_known
@@ -164,6 +164,7 @@ def build(model: ModelSpec, dims: Dims | None = None) -> Any:
         state = None if darknet.is_supported(model) else read_checkpoint(model.weights)
     module = _from_source(model, dims, model.classes, state)
     if state is not None:
+        state = dict(by_own_names(module, state, model.weights))
         classes = head_classes(module, state)
         if model.classes is None and classes is not None and parse(model.source)[0] in LIBRARIES:
             module = _from_source(model, dims, classes)

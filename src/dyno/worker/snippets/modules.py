@@ -9,7 +9,7 @@ from typing import Any
 
 from dyno.worker.inputs import input_data
 from dyno.worker.nets import models, saved_modules
-from dyno.worker.nets.checkpoint import head_classes, read_checkpoint
+from dyno.worker.nets.checkpoint import by_own_names, head_classes, read_checkpoint
 from dyno.worker.registry import find
 from dyno.worker.sessions.torch_support import import_torch
 from dyno.worker.snippets.graph_files import place
@@ -286,7 +286,8 @@ def _count_classes(model: ModelSpec, network: Any) -> int | None:
     """Return the number of classes that the network was built with, if it isn't its library's own."""
     if model.classes is not None or not model.weights:
         return model.classes
-    return head_classes(models.build(_without_weights(model)), read_checkpoint(model.weights))
+    bare = models.build(_without_weights(model))
+    return head_classes(bare, by_own_names(bare, read_checkpoint(model.weights), model.weights))
 
 
 def _without_weights(model: ModelSpec) -> ModelSpec:

@@ -15,7 +15,7 @@ from typing import Any
 
 from dyno.worker.inputs.specs import REFUSALS
 from dyno.worker.nets import models
-from dyno.worker.nets.checkpoint import apply, head_classes, read_checkpoint
+from dyno.worker.nets.checkpoint import apply, by_own_names, head_classes, read_checkpoint
 from dyno.worker.record import replacing
 from dyno.worker.sessions.torch_support import first_line, tensors
 from dyno.worker.spec import Dims, ModelSpec, UserError
@@ -50,7 +50,7 @@ def _initial_weights(model: ModelSpec, dims: Dims) -> tuple[Mapping[str, Any] | 
 
 
 def _apply_state(module: Any, state: Mapping[str, Any], where: str) -> list[str]:
-    own = module.state_dict()
+    own, state = module.state_dict(), by_own_names(module, state, where)
     classes = head_classes(module, state)
     if classes is None:
         apply(module, state, where)

@@ -28,6 +28,7 @@ from dyno.worker.video.media import (
 
 Turn = tuple[bool, bool, bool]  # whether rows become columns, and then whether it is mirrored across and down
 UPRIGHT: Turn = (False, False, False)
+ENDS_EARLY_S = 1.0  # between the last frame and the end that the file gives, from which it seems cut short
 NEARLY = 0.01  # of a display matrix's largest value, below which others are rounding
 PATIENCE_S = 10.0  # without a byte from a stream, after which it is gone
 
@@ -72,6 +73,7 @@ class VideoSource(Source):
             video.thread_type, video.codec_context.thread_count = "AUTO", codec_threads()
             heard = container.streams.audio[:1] if sound else []
             picture_of, index, packets, began = _Pictures(self._aspect, self.note), 0, [], now()
+            ending = 0.0
             for packet in self._iter_packets(container, [video, *heard]):
                 if packet.stream.type == "audio":
                     if packet.dts is not None:  # the last one is empty
@@ -81,11 +83,14 @@ class VideoSource(Source):
                     began = now()  # waiting for the camera isn't work
                 for decoded in self._decode_packet(packet):
                     seconds = None if decoded.pts is None else float(decoded.pts * decoded.time_base)
+                    ending = max(ending, (seconds or 0.0) + float((decoded.duration or 0) * (decoded.time_base or 0)))
                     yield Frame(index, picture_of(decoded), began, decoded.pts, seconds, packets=packets)
                     index, packets, began = index + 1, [], now()
             if not index:
                 raise UserError(f"{self.place} has no frame that can be decoded; it is empty or damaged")
             self.left = packets
+            if not self.once and ending and (whole := _read_end(video)) > ending + ENDS_EARLY_S:
+                self.note(f"{self.name} ends after {ending:.1f} of {whole:.1f} s: it seems to be cut short")
 
     def _iter_packets(self, container: Any, streams: list[Any]) -> Iterator[Any]:
         """Yield the packets until the file ends, even in the middle of one, or a stream goes away."""
@@ -159,6 +164,17 @@ def _list_videos(container: Any) -> list[Any]:
 
     videos = [s for s in container.streams.video if not s.disposition & Disposition.attached_pic]
     return sorted(videos, key=lambda stream: stream.codec_context is None)
+
+
+def _read_end(stream: Any) -> float:
+    """Return the time in seconds at which a stream ends, by its file; 0 where the file doesn't say."""
+    if stream.duration is not None:
+        return float(((stream.start_time or 0) + stream.duration) * stream.time_base)
+    parts = stream.metadata.get("DURATION", "").split(":")  # of Matroska: 00:00:02.400000000
+    try:
+        return sum(float(part) * 60.0**place for place, part in enumerate(reversed(parts)))
+    except ValueError:
+        return 0.0
 
 
 def _explain_error(place: str, e: Exception) -> Exception:
