@@ -79,7 +79,7 @@ def measure(source: str, asked: argparse.Namespace, cache: str, limit: float) ->
         said = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
     except subprocess.TimeoutExpired:
         said = f"no end after {limit:.0f} s"
-    if not (folder / "trials").is_dir():
+    if not any(folder.glob("trials/*/*/record.json")):  # none, or ended before its first
         return [{"model": source.partition(":")[2], "status": "failed", "reason": said}]
     from dyno.report.tables import trial_table
 
