@@ -155,6 +155,11 @@ def images_tested(count: int, set_aside: int) -> str:
     return f"{count:,} of {count + set_aside:,} images: {set_aside:,} {were} set aside for calibration"
 
 
+def join_names(names: Sequence[str]) -> str:
+    """Return "a", "a and b" or "a, b and c"."""
+    return " and ".join([", ".join(names[:-1]), *names[-1:]] if len(names) > 1 else names)
+
+
 def counting(count: int, what: str) -> str:
     """Return a count with its noun: `1 trial`, `2,300 trials`."""
     return f"{count:,} {what}" + ("" if count == 1 else "s")

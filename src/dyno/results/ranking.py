@@ -321,6 +321,7 @@ def cpu_contention(results: Iterable[TrialResult], compared: bool = True) -> Con
 # How many times faster one trial is than another: paired where they measured in turns, else between processes.
 
 LEAST_ROUNDS = 2  # that both took turns in; fewer have no spread
+MAY_BE_AS_FAST = (stats.UNDECIDED, stats.EQUIVALENT, stats.SLOWER)  # verdicts on the winner against another
 
 
 def make_rule(settings: Mapping[str, Any], equivalent: float | None = None) -> stats.Rule:
@@ -376,6 +377,23 @@ def estimate_speedup(
     return stats.decide(gather_evidence(own, reference, boundary, clock, rule), rule)
 
 
+def find_rivals(ranked: pd.DataFrame, run: RunData) -> pd.DataFrame:
+    """Return the rows behind the winner and its runner-up that may be as fast as the winner, of a ranking by latency.
+
+    The winner is compared with every other row, which are one family: a claim to be the fastest is a claim against each
+    (multiple comparisons with the best, Hsu 1981; here by Holm's procedure). Pairs with one round show nothing.
+    """
+    rows = [row for _, row in ranked.iterrows()]
+    if len(rows) <= PLACES:
+        return ranked.iloc[:0]
+    first, *others = rows
+    winner, boundary, clock = run.trials[first["trial"]], str(first["boundary"]), str(first["clock"])
+    family = [gather_evidence(winner, run.trials[row["trial"]], boundary, clock, run.rule) for row in others]
+    found = stats.decide_family(family, run.rule)
+    open_ids = [row["trial"] for row, each in zip(others, found, strict=True) if each.verdict in MAY_BE_AS_FAST]
+    return ranked.iloc[PLACES:][ranked.iloc[PLACES:]["trial"].isin(open_ids)]
+
+
 # Which pairs further rounds are for: those that matter and that are undecided.
 
 
@@ -409,7 +427,10 @@ def pending(run: RunData) -> list[UndecidedPair]:
 
 
 def _find_close_pair(ranked: pd.DataFrame, run: RunData) -> Iterator[UndecidedPair]:
-    """Yield the winner and its runner-up, if they are in one group and it is undecided which of them is faster."""
+    """Yield the winner and its runner-up, if they are in one group and it is undecided which of them is faster.
+
+    Rivals behind the runner-up get no further rounds: `--until every-row` is for them.
+    """
     rows = ranked.iloc[:PLACES]
     first, *others = (run.trials[id] for id in rows["trial"]) if len(rows) else (None,)
     if first is None or not others or others[0].group != first.group:

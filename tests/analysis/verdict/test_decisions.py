@@ -164,3 +164,13 @@ def test_a_terminal_has_the_same_in_the_same_order_without_notes(
     others = [line for line in lines[:-1] if not line.startswith("  ")]
     assert set(others) <= set(verdicts.sentences)
     assert others == [line for line in verdicts.sentences if line in others]
+
+
+def test_a_noisy_third_that_may_be_the_fastest_is_named(tmp_path: Path) -> None:
+    """B is decided, C isn't: "fastest" is a claim against both (Hsu 1981)."""
+    noisy = Way("c", seconds=0.006, spread=0.4)
+    (one,) = decided(tmp_path, Way("pytorch"), FAST, Way("b", seconds=0.0055), noisy)
+    answers = dict(one.answers)
+    assert one.kind == WARNING and one.text.endswith("as fast as pytorch fp32; c fp32 may be as fast.")
+    assert answers["real"].startswith("one of the fastest, in 3 rounds") and "faster than c fp32" in answers["real"]
+    assert {f.name: f.value for f in one.figures}["how sure"] == "open"

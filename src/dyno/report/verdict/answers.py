@@ -7,7 +7,18 @@ from collections.abc import Iterator, Sequence
 from math import isnan
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import UNCLEAR, bounded, counting, in_brackets, limits, points, ratio, show, significant
+from dyno.formatting import (
+    UNCLEAR,
+    bounded,
+    counting,
+    in_brackets,
+    join_names,
+    limits,
+    points,
+    ratio,
+    show,
+    significant,
+)
 from dyno.report.tables.trial_table import over_builds
 from dyno.report.verdict.findings import Figure, equivalent, ms, settled
 from dyno.results import ranking as results_ranking
@@ -75,10 +86,17 @@ def _compare_pair(winner: pd.Series, own: TrialResult, other: TrialResult, run: 
     return results_ranking.estimate_speedup(own, other, str(winner["boundary"]), str(winner["clock"]), run.rule)
 
 
-def describe_reality(ranking: Ranking, own: Speedup | None, over: Speedup | None, run: RunData, doubted: bool) -> str:
+def describe_reality(
+    ranking: Ranking,
+    own: Speedup | None,
+    over: Speedup | None,
+    run: RunData,
+    doubted: bool,
+    rivals: Sequence[str] = (),
+) -> str:
     """Describe whether the winner is the fastest beyond noise, how that was measured, and reasons for doubt.
 
-    `doubted`: its confirmation is one of these reasons.
+    `doubted`: its confirmation is one of these reasons. `rivals` are configurations that may be as fast.
     """
     pairs = [each for each in (own, over) if each is not None]
     if not pairs:
@@ -87,11 +105,16 @@ def describe_reality(ranking: Ranking, own: Speedup | None, over: Speedup | None
         return "there is nothing to compare it with"
     winner = ranking.fastest.iloc[0]
     how = f"{counting(int(winner['rounds']), 'round')}, measured {pairs[0].measured}"
-    parts = [_choose_opening(pairs, own, how)]
+    opening = _choose_opening(pairs, own, how)
+    if rivals and opening.startswith("yes"):
+        opening = opening.replace("yes", "one of the fastest", 1)
+    parts = [opening]
     trials = [run.trials[winner["trial"]], ranking.reference(winner)]
     if over is not None:
         parts.append(_describe_lead(ranking.configuration(ranking.fastest.iloc[1]), over, run))
         trials.append(run.trials[ranking.fastest.iloc[1]["trial"]])
+    if rivals:
+        parts.append(f"not shown to be faster than {join_names(rivals)}")
     return "; ".join(
         [
             *parts,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from math import isinf, isnan
 from typing import TYPE_CHECKING
 
-from dyno.formatting import UNCLEAR, bounded, in_brackets, limits, points, ratio, show, significant
+from dyno.formatting import UNCLEAR, bounded, in_brackets, join_names, limits, points, ratio, show, significant
 from dyno.report.tables import frontier_table
 from dyno.report.verdict import answers
 from dyno.report.verdict.findings import BEST, FAILURE, NOTE, WARNING, Decision, Finding, equivalent, ms, spread
@@ -210,14 +210,15 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
     confirmed = tuple(list_confirmations(ranking, LATENCY, run))
     doubted = any(each.kind == WARNING for each in confirmed)
     open_still = any(each is not None and each.verdict in OPEN for each in (gain, ahead)) or doubted
-    open_still = open_still or answers.awaiting_images(ranking)
+    rivals = [ranking.configuration(row) for _, row in results_ranking.find_rivals(ranked, run).iterrows()]
+    open_still = open_still or bool(rivals) or answers.awaiting_images(ranking)
     alone = gain is None and ahead is None and not run.budget
     return Decision(
         WARNING if open_still else NOTE if alone else BEST,
         ranking.where,
-        _describe_alone(ranking, winner) if alone else _write_headline(ranking, winner, gain, run),
+        _describe_alone(ranking, winner) if alone else _write_headline(ranking, winner, gain, run, rivals),
         (
-            ("real", answers.describe_reality(ranking, gain, ahead, run, doubted)),
+            ("real", answers.describe_reality(ranking, gain, ahead, run, doubted, rivals)),
             ("right", answers.describe_correctness(ranking, winner, run)),
             ("next", answers.next_step(ranking, gain, ahead, run)),
         ),
@@ -236,12 +237,15 @@ def _describe_alone(ranking: Ranking, winner: pd.Series) -> str:
     return f"{ranking.configuration(winner)} takes {ms(winner[LATENCY])} at batch {winner['batch']}."
 
 
-def _write_headline(ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData) -> str:
+def _write_headline(
+    ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData, rivals: Sequence[str]
+) -> str:
     limit = f" within the budget {run.budget}" if run.budget and winner["budget"] else ""
     text = f"fastest{limit} is {ranking.configuration(winner)}, {ms(winner[LATENCY])} at batch {winner['batch']}"
+    others = f"; {join_names(rivals)} may be as fast" if rivals else ""
     reference = ranking.reference(winner)
     if gain is None or reference is None:
-        return f"{text}, the reference." if reference is not None else f"{text}."
+        return f"{text}{', the reference' * (reference is not None)}{others}."
     name, shown = answers.reference_name(ranking, reference), ratio(gain.value, gain.low, gain.high)
     if gain.verdict == stats.EQUIVALENT:
         return f"{text}; it is {equivalent(name, run.rule)} ({shown})."
@@ -252,7 +256,7 @@ def _write_headline(ranking: Ranking, winner: pd.Series, gain: Speedup | None, r
     if gain.verdict == stats.SLOWER:
         return f"{text}; but {name} is faster where both measured in turns ({shown})."
     best = "" if bounded(gain.low, gain.high) else f" (best estimate {significant(gain.value)}x)"
-    return f"{text}: {shown} as fast as {name}{best}."
+    return f"{text}: {shown} as fast as {name}{best}{others}."
 
 
 def _describe_latency(ranking: Ranking, winner: pd.Series) -> Iterator[Finding]:
