@@ -129,7 +129,8 @@ def _make_table(a: Results, b: Results, rules: GateRules, checked: tuple[Checked
     shared = pair_trials(a, b)
     elsewhere = other_machine(a, b)
     outputs = [(checked[0].get(x.id, ""), checked[1].get(y.id, "")) for x, y in shared]
-    speeds = _compare_speeds(shared, outputs, rules.tolerance)
+    looks = 2 if rules.gate and any(x.side for x, _ in shared) else 1  # what doesn't pass is measured again, once
+    speeds = _compare_speeds(shared, outputs, stats.Rule(rules.tolerance, looks=looks))
     rows = [_apply_gate(row(x, y, rules, both, speed), x, y, rules, elsewhere)
             for (x, y), both, speed in zip(shared, outputs, speeds, strict=True)]  # fmt: skip
     refused = [r for r in rows if r["verdict"].startswith(INCOMPARABLE)]
@@ -278,7 +279,7 @@ def _list_data(*trials: TrialResult) -> list[dict[str, Any]]:
 
 
 def _compare_speeds(
-    shared: Sequence[tuple[TrialResult, TrialResult]], checked: Sequence[tuple[str, str]], tolerance: float
+    shared: Sequence[tuple[TrialResult, TrialResult]], checked: Sequence[tuple[str, str]], rule: stats.Rule
 ) -> list[dict[str, Any]]:
     """Return the columns on speed of each pair: those that may be compared are judged as one family."""
     rows: list[dict[str, Any]] = []
@@ -297,18 +298,29 @@ def _compare_speeds(
         # A's speed-up over B is the ratio of B's latency to A's.
         family.append(None if wrong else ranking.gather_evidence(a, b, boundary, clock))
     count = sum(1 for e in family if e is not None and not e.single)
-    for row, e, s in zip(rows, family, stats.decide_family(family, stats.Rule(tolerance)), strict=True):
+    for row, e, (s, verdict) in zip(rows, family, judge_family(family, rule), strict=True):
         if e is not None:
             row |= {"ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "p_value": s.p,
-                    "verdict": _choose_verdict(s, tolerance), "measured": s.measured}  # fmt: skip
-            row["smallest"] = 100 * smallest_slowdown(e.error, e.freedom, stats.ALPHA / max(count, 1), tolerance)
+                    "verdict": verdict, "measured": s.measured}  # fmt: skip
+            row["smallest"] = 100 * smallest_slowdown(
+                e.error, e.freedom, stats.ALPHA / max(count, 1) / rule.looks, rule.margin
+            )
     return rows
 
 
-def _choose_verdict(s: stats.Speedup, tolerance: float) -> str:
-    """Return the verdict on B by A's speed-up over it."""
+def judge_family(family: Sequence[stats.Evidence | None], rule: stats.Rule) -> list[tuple[stats.Speedup, str]]:
+    """Return A's speed-up over B for each pair, and the verdict on B.
+
+    "Slower" is the claim that the ratio is above 1 + the margin, so Holm's steps for it are taken from there.
+    """
+    shifted = [e and replace(e, difference=e.difference - rule.reach) for e in family]
+    both = zip(stats.decide_family(family, rule), stats.decide_family(shifted, rule), strict=True)
+    return [(s, _choose_verdict(s, beyond, rule.margin)) for s, beyond in both]
+
+
+def _choose_verdict(s: stats.Speedup, beyond: stats.Speedup, margin: float) -> str:
     if s.verdict == stats.FASTER:
-        return stats.SLOWER if s.low > 1 + tolerance else TOLERATED
+        return stats.SLOWER if s.low > 1 + margin and beyond.verdict == stats.FASTER else TOLERATED
     return stats.FASTER if s.verdict == stats.SLOWER else s.verdict
 
 

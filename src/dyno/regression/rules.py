@@ -90,7 +90,7 @@ def percent(text: str) -> float:
     except ValueError:
         value = math.nan
     if not (text.strip().endswith("%") and 0 <= value <= MOST):
-        raise UserError(f"slower={text} is not a percentage of 0 or more; write slower=2%")
+        raise UserError(f"slower={text} is not a percentage from 0 to {100 * MOST:g}; write slower=2%")
     return value
 
 

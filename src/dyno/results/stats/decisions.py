@@ -91,16 +91,22 @@ FASTER, SLOWER, EQUIVALENT, UNDECIDED, ONE_ROUND = (
 class Rule:
     """How pairs are decided: speeds whose ratio lies within 1 / (1 + margin) and 1 + margin count as equivalent.
 
-    Where rounds went on until pairs were decided, `first` is the number of rounds before the first look, else 0.
+    Where rounds went on until pairs were decided, `first` is the number of rounds before the first look, else 0. With
+    `looks` above 1 the error is divided by them: a gate judges its pairs twice at most.
     """
 
     margin: float = 0.02
     first: int = 0
+    looks: int = 1
 
     @property
     def reach(self) -> float:
         """The margin as a log ratio."""
         return math.log1p(self.margin)
+
+    def share(self, rounds: int) -> float:
+        """Return the share of the error that a look after these rounds may spend."""
+        return share(rounds, self.first) / self.looks
 
 
 @dataclass(frozen=True)
@@ -141,7 +147,7 @@ def decide_family(family: Sequence[Evidence | None], rule: Rule | None = None) -
     """
     rule = rule or Rule()
     judged = [e for e in family if e is not None and not e.single]
-    steps = _apply_holm([e.p_value / share(e.looked, rule.first) for e in judged])
+    steps = _apply_holm([e.p_value / rule.share(e.looked) for e in judged])
     decided = {id(e): _judge_pair(e, rule, *step, len(judged)) for e, step in zip(judged, steps, strict=True)}
     return [decided.get(id(e)) or _make_unjudged(e) for e in family]
 
@@ -165,7 +171,7 @@ def _make_unjudged(e: Evidence | None) -> Speedup:
 def _judge_pair(e: Evidence, rule: Rule, level: float, p: float, count: int) -> Speedup:
     """Judge a pair of `count` by its adjusted p-value and the level of its Holm step (0: not rejected)."""
     simultaneous = ALPHA / count
-    spent = share(e.looked, rule.first) * (level or simultaneous)
+    spent = rule.share(e.looked) * (level or simultaneous)
     half = e.half_width(spent)
     low, high = e.difference - half, e.difference + half
     more = None
