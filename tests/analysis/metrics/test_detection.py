@@ -194,6 +194,11 @@ def test_undecided_says_how_many_more_images(truth: Truth) -> None:
     assert decided(100, -0.01, -0.02, 0.0).more is None
     assert decided(1, 0.0, math.nan, math.nan).verdict == "undecided"
     assert decided(9, -0.05, -0.06, -0.04).verdict == "over"
+    few, enough = (mean_ap.JackknifedChange(n, Interval(-0.002, -0.004, -0.001)) for n in (32, 300))
+    assert accuracy.decide_accuracy(few, budget) == accuracy.BudgetDecision(accuracy.UNDECIDED, 268)
+    assert accuracy.decide_accuracy(enough, budget).verdict == accuracy.WITHIN
+    same = mean_ap.JackknifedChange(32, Interval(0.0, 0.0, 0.0))
+    assert accuracy.decide_accuracy(same, budget).verdict == accuracy.WITHIN, "nothing changed at all"
     assert [str(b) for b in accuracy.make_budgets({"mAP": 0.5, "top1": 1.0})] == ["mAP=0.5", "top1=1"]
 
 

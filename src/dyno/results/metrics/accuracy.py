@@ -96,9 +96,12 @@ def decide_accuracy(change: Change, budget: Budget) -> BudgetDecision:
     """Decide whether the loss against the reference stays within the budget, with confidence.
 
     `within` and `over` only when the whole 95 % interval of the change lies on that side of the budget. Otherwise
-    `undecided`, with the number of further images after which the same rates would settle it.
+    `undecided`, with the number of further images after which the same rates would settle it. A loss is `within` only
+    from the metric's least number of images on, unless nothing changed at all.
     """
-    verdict = side(change.difference, budget.limit)
+    verdict, found = side(change.difference, budget.limit), change.difference
+    if verdict == WITHIN and change.images < change.least_images and not found.low == found.value == found.high == 0:
+        return BudgetDecision(UNDECIDED, change.least_images - change.images)
     if verdict != UNDECIDED:
         return BudgetDecision(verdict)
     count = change.enough(budget.limit)

@@ -304,6 +304,12 @@ def _list_detections(
     return detections
 
 
+class JackknifedChange(Change):
+    """A change of mAP with the jackknife's interval, which is too narrow below about 300 images."""
+
+    least_images = 300
+
+
 class MeanAveragePrecision(Metric):
     """mAP over overlaps from 0.5 to 0.95, by masks or keypoints where the task is about those."""
 
@@ -340,7 +346,7 @@ class MeanAveragePrecision(Metric):
         mine, theirs = self.scores(own), self.scores(other)
         if mine.images != theirs.images or mine.each.shape != theirs.each.shape:
             return None
-        return Change(mine.images, jackknife_ap(self.mean(mine) - self.mean(theirs)))
+        return JackknifedChange(mine.images, jackknife_ap(self.mean(mine) - self.mean(theirs)))
 
 
 class MeanAveragePrecision50(MeanAveragePrecision):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from dyno.results.stats import Interval
 from dyno.results.trial_result import TrialResult
@@ -31,7 +31,12 @@ class MetricValue:
 
 @dataclass(frozen=True)
 class Change:
-    """A trial's value less its reference's, as a share with its 95 % interval, from images that both answered."""
+    """A trial's value less its reference's, as a share with its 95 % interval, from images that both answered.
+
+    With fewer images than `least_images` the interval is too narrow to show that a loss is within a budget.
+    """
+
+    least_images: ClassVar[int] = 0
 
     images: int
     difference: Interval
