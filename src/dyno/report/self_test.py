@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import math
 import statistics
+from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from dyno.formatting import counting, significant
 from dyno.results import stats
+from dyno.results.ranking import make_rule
 from dyno.results.self_test import CURVE, GRADES, POWER, WORST, Rate, SelfTest, SelfTestSummary, Verdicts, visible
 from dyno.results.trial_result import Results
 from dyno.table import COUNT, Column, Row, Table
@@ -151,8 +153,11 @@ def of_run(results: Results) -> str:
     tested = f"self-test of {summary.date[:10]}, grade {summary.grade}"
     if rounds < 2:
         return f"This run can't tell a difference from noise: it has one round ({tested})."
-    seen = visible(summary, rounds, seconds, in_turns)
+    rule = make_rule(results.settings)
+    judged = max(1, max(Counter(t.group for t in timed).values()) - 1)  # the rows of a reference are one family
+    seen = visible(summary, rounds, seconds, in_turns, stats.ALPHA * rule.share(rounds) / judged)
     how = f"{rounds} rounds {stats.TURNS if in_turns else stats.ALONE}"
+    how += f", {judged} rows judged together" if judged > 1 else ""
     if math.isnan(seen):
         return f"Which differences this run can see isn't known: the self-test was too short for {how} ({tested})."
     if seen > 1:

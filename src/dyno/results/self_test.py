@@ -283,8 +283,12 @@ class SelfTestSummary:
     apart: dict[str, float]
 
 
-def visible(summary: SelfTestSummary, rounds: int, seconds: float, in_turns: bool) -> float:
+def visible(
+    summary: SelfTestSummary, rounds: int, seconds: float, in_turns: bool, level: float = 1 - CONFIDENCE
+) -> float:
     """Return the smallest slow-down that a run of `rounds` rounds sees with 80 % power; infinite where it sees none.
+
+    `level` is the error that a pair may spend: less than 5 % where several are judged together or at several looks.
 
     A run that measures for fewer seconds than the self-test did has fewer blocks, so their part of the noise grows;
     more seconds promise nothing beyond the tested range. NaN where its way of measuring wasn't tested.
@@ -298,7 +302,16 @@ def visible(summary: SelfTestSummary, rounds: int, seconds: float, in_turns: boo
         return math.nan
     more = math.sqrt(nearest / rounds)  # rounds than were worked out
     shorter = max(1.0, summary.seconds / seconds) if in_turns and seconds > 0 else 1.0
-    return smallest[nearest] * more * math.sqrt(1 + summary.block * (shorter - 1))
+    freedom = (1 if in_turns else 2) * (rounds - 1)
+    stricter = _compute_reach(freedom, level) / _compute_reach(freedom, 1 - CONFIDENCE)
+    return smallest[nearest] * more * math.sqrt(1 + summary.block * (shorter - 1)) * stricter
+
+
+def _compute_reach(freedom: int, level: float) -> float:
+    """Return the standard errors of a difference that a t test at this level sees with 80 % power (noncentral t)."""
+    from scipy.special import nctdtrinc
+
+    return float(nctdtrinc(freedom, 1 - POWER, t_quantile(freedom, level)))
 
 
 class SelfTest:

@@ -122,6 +122,8 @@ def test_a_run_that_measures_for_less_sees_less() -> None:
     assert visible(known, 3, known.seconds * 9, True) == usual, "more than was tested is not promised"
     assert visible(known, 10, known.seconds, True) < usual < visible(known, 3, known.seconds, False)
     assert math.isinf(visible(known, 1, 1.0, True))
+    stricter = visible(known, 5, 9.0, True, 0.05 / 6) / visible(known, 5, 9.0, True)
+    assert stricter == pytest.approx(_find_reach(4, 0.05 / 6) / _find_reach(4, 0.05), rel=1e-3)
     assert visible(known, 80, 9.0, True) == pytest.approx(visible(known, 20, 9.0, True) / 2)
     assert math.isnan(visible(replace(known, apart={}), 3, 1.0, False))
 
@@ -129,7 +131,8 @@ def test_a_run_that_measures_for_less_sees_less() -> None:
 def test_a_run_says_what_it_sees_in_words() -> None:
     def said(rounds: int, spread: float) -> str:
         results = Results(Path("run"), [], self_test=to_json(simulated(process=spread).summary()))
-        plan = {"plan": {"seconds": 0.9}, "runtime": {}}
+        plan = {"plan": {"seconds": 0.9}, "runtime": {"device": "cpu"}, "model": {"name": "net"},
+                "dims": {"batch": 1, "height": 8, "width": 8}}  # fmt: skip
         record = Record("ok", facts=Facts(turns=Turns("x", 0)))
         good = [Round(Path("r"), n, record) for n in range(rounds)]
         results.trials = [TrialResult("id", {"trial": plan}, good)]
@@ -165,3 +168,12 @@ def test_a_study_of_each_kind_needs_its_rounds() -> None:
     assert [row["rounds"] for row in visible_table.rows] == [3, 5, 10]
     assert [row["studies"] for row in verdicts.rows] == [1] * len(SLOWED)
     assert math.isnan(few.visible(3).low), "too few rounds for limits"
+
+
+def _find_reach(freedom: int, level: float) -> float:
+    """Return the noncentrality at which Student's t exceeds its critical value in 80 % of draws, by scipy.stats."""
+    from scipy.optimize import brentq
+    from scipy.stats import nct, t
+
+    wall = t.ppf(1 - level / 2, freedom)
+    return float(brentq(lambda away: nct.sf(wall, freedom, away) - 0.8, 0.1, 50))
