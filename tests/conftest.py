@@ -22,10 +22,12 @@ sys.path.insert(0, str(Path(__file__).parent))  # `import yolo_small` works in e
 
 import hostile_net
 import preloaded as forked
+import synthetic
 from dyno import Study
 from dyno.cli import app
 from dyno.jobs import launcher
 from dyno.report import report
+from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
 from yolo_small import TrainedModel, trained
 
@@ -255,3 +257,47 @@ def refused(call: Callable[..., Any]) -> Callable[..., str]:
         return err[len("dyno: ") : -1]
 
     return run
+
+
+@pytest.fixture
+def onnx_file(tmp_path: Path) -> Path:
+    """y = x + x on 2 x 3 x 8 x 8 images, with nothing free."""
+    onnx = pytest.importorskip("onnx")
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [2, 3, 8, 8]) for name in ("input", "output")
+    ]
+    graph = onnx.helper.make_graph(
+        [onnx.helper.make_node("Add", ["input", "input"], ["output"])], "g", ends[:1], ends[1:]
+    )
+    onnx.save(
+        onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9),
+        tmp_path / "m.onnx",
+    )
+    return tmp_path / "m.onnx"
+
+
+@pytest.fixture
+def half_known(tmp_path: Path) -> Path:
+    """Determinants of 2 x 3 x 3 numbers, which ONNX Runtime computes and OpenVINO has no operator for."""
+    onnx = pytest.importorskip("onnx")
+    ends = [
+        onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
+        for name, shape in (("x", [2, 3, 3]), ("y", [2]))
+    ]
+    nodes = [onnx.helper.make_node("Relu", ["x"], ["positive"]), onnx.helper.make_node("Det", ["positive"], ["y"])]
+    graph = onnx.helper.make_graph(nodes, "g", ends[:1], ends[1:])
+    path = tmp_path / "half.onnx"
+    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9), path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """A study like the demo's, with every way a trial can end."""
+    return load_run(synthetic.write_run(tmp_path_factory.mktemp("runs") / "demo", synthetic.demo()))
+
+
+@pytest.fixture(scope="session")
+def hostile_names(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """A study whose names want to break HTML, Markdown and SVG."""
+    return load_run(synthetic.write_run(tmp_path_factory.mktemp("runs") / "hostile", synthetic.hostile()))
