@@ -12,8 +12,7 @@ RUNS ?= runs
 # into the process, and those that start jobs. Some files stand with another group than the rest of their folder, so that
 # all three end together. They fork what they start from one server.
 LOADING := tests/test_contract.py
-STARTING := $(addprefix tests/,test_evaluation.py test_result.py test_take.py test_typed.py regression/test_calibration.py \
-  regression/test_over_time_command.py serving/test_serve_test.py)
+STARTING := $(addprefix tests/,test_api.py test_evaluation.py test_take.py regression/test_calibration.py serving/test_serve_test.py)
 READING := $(addprefix tests/study/,test_in_memory.py test_input_options.py test_study.py)
 PROGRAM := $(filter-out $(LOADING) $(STARTING),$(wildcard $(addsuffix test_*.py,tests/ tests/regression/ tests/serving/))) tests/data $(READING)
 ENGINES := $(addprefix tests/,gpu layers report results trtexec videos worker) $(LOADING)

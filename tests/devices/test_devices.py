@@ -1,4 +1,4 @@
-"""What devices of several hosts do to each other: asked only of those that share a host, and mended only there."""
+"""What devices of several hosts do to each other, the blocks of what is compared, and the process that measures one."""
 
 from __future__ import annotations
 
@@ -11,9 +11,12 @@ import pytest
 
 from dyno import Study
 from dyno.devices import blocks, one_host, places, spread
+from dyno.devices.blocks import find_anchor, split_blocks
 from dyno.devices.places import Place, RunningBlock
 from dyno.report.verdict.whole_run import list_device_findings
 from dyno.results.trial_result import Results
+from dyno.study.plan import expand
+from dyno.worker.record import write_json
 from spreading import Log
 
 Studies = Callable[..., Study]
@@ -86,3 +89,41 @@ def test_blocks_are_measured_one_at_a_time_on_that_host_only(
     assert len(busy) == 6 and all(machines.count("a") <= 1 for machines in busy)
     assert ["a", "b", "b"] in busy, "the other host has both of its devices at work"
     assert len([*tmp_path.glob("trials/*/r0/record.json")]) == 6
+
+
+def test_a_block_is_one_model_batch_and_size(fake_study: Callable[..., Study]) -> None:
+    planned = expand(
+        fake_study(
+            models=("fake:one", "fake:two"), backends=("fake", "fake@fail=skip"), batches=(1, 2), sizes=("4", "8")
+        )
+    )
+    found = split_blocks(planned)
+    assert len(found) == len({block.id for block in found}) == 8
+    for block in found:
+        assert len({(t.model.name, t.dims.batch, t.dims.size) for t in block.trials}) == 1
+        assert {str(t.options.get("fail", "")) for t in block.trials} == {"", "skip"}
+    assert sorted(t.id for block in found for t in block.trials) == sorted(entry.trial.id for entry in planned)
+
+
+def test_a_block_keeps_its_id_when_a_backend_is_added(fake_study: Callable[..., Study]) -> None:
+    few, more = (
+        split_blocks(expand(fake_study(backends=names))) for names in (("fake",), ("fake", "fake@latency_ms=2"))
+    )
+    assert [block.id for block in few] == [block.id for block in more]
+    assert len(more[0].trials) == 2
+
+
+def test_the_anchor_is_the_first_blocks_reference(fake_study: Callable[..., Study]) -> None:
+    planned = expand(fake_study(batches=(2, 1), precisions=("fp8", "fp32")))
+    chosen: Any = find_anchor(planned)
+    assert (chosen.trial.dims.batch, chosen.trial.precision) == (2, "fp32"), "fp8 is refused"
+    assert find_anchor([entry for entry in planned if entry.refusal]) is None
+
+
+def test_files_in_the_current_folder_do_not_disturb_a_block_s_process(tmp_path: Path) -> None:
+    for name in ("json", "dataclasses"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the current folder')")
+    write_json(tmp_path / blocks.ORDER, {})
+    blocks.popen(tmp_path, {}, cwd=str(tmp_path)).wait(600)
+    log = (tmp_path / blocks.LOG).read_text()
+    assert "of the current folder" not in log and "KeyError" in log, "it read its order, which is empty here"

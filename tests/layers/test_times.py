@@ -1,13 +1,18 @@
-"""Layers' times as tables: medians, shares, the rest in one row, and what is left of the latency."""
+"""Layers' times as tables, and stored pairs of them: read back as they were, or refused."""
 
 from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
 
-from dyno.layers import times
+from dyno.layers import pairs, times
 from dyno.layers.times import Times
 from dyno.worker.facts.job import LAYERS, MODULES, NODES, Layer, LayerGraph, Port
+from dyno.worker.spec import UserError
 
 MODULE = LayerGraph(
     form=MODULES,
@@ -78,3 +83,34 @@ def test_a_layer_is_not_named_after_who_shares_what_shapes_decide_with_it() -> N
     engine = [Layer(name="L", type="L", nodes=("batch", "lstm_node")), Layer(name="G", type="G", nodes=("gru_node",))]
     forms = [module, LayerGraph(form=NODES, layers=tuple(nodes)), LayerGraph(form=LAYERS, layers=tuple(engine))]
     assert times.modules_of(forms, 2, 1, 0) == [["lstm"], ["gru"]]
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> Path:
+    times = Times(np.full(4, 3e-6), np.full(2, 4e-6), np.full((2, 1), 1e-6), ("a warning",), None)
+    forms = tuple(LayerGraph(form="nodes", library=name, layers=(Layer(name="n", type="Conv"),)) for name in "ab")
+    pairs.write_pair(
+        tmp_path / "p.json",
+        pairs.FormPair(forms, pairs.PairSide(0, "fp32", (times,)), pairs.PairSide(1, "fp32", (times,))),
+    )
+    return tmp_path / "p.json"
+
+
+def test_a_pair_is_read_back(stored: Path) -> None:
+    found = pairs.read_pair(stored)
+    assert found.titles == ("a", "b") and found.a.processes[0].layers.tolist() == [[1e-6], [1e-6]]
+
+
+NONE = [
+    ("unprofiled", []), ("unprofiled", [[1]]), ("profiled", 5), ("profiled", [-1]), ("layers", [[1e308]]),
+    ("layers", [[float("nan")]]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "value"), NONE)
+def test_times_that_are_none_are_refused(stored: Path, name: str, value: Any) -> None:
+    content = json.loads(stored.read_text())
+    content["b"]["processes"][0][name] = value
+    stored.write_text(json.dumps(content))
+    with pytest.raises(UserError, match="is damaged"):
+        pairs.read_pair(stored)

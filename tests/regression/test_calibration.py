@@ -1,4 +1,4 @@
-"""`dyno calibrate`: what it measures, prints and keeps, what runs make of it, and what is refused."""
+"""`dyno calibrate`: what it measures, prints, keeps and refuses, and studies that go on until they are decided."""
 
 from __future__ import annotations
 
@@ -11,14 +11,17 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import pytest
 
 import dyno
 from dyno import Study
 from dyno.jobs.progress import Progress
 from dyno.regression import calibration as module
+from dyno.regression.until import StudyOutcome, studies
 from dyno.report import sections
 from dyno.report import self_test as report_self_test
+from dyno.results import stats
 from dyno.results.self_test import ProcessPair, StoredSelfTest, TestRound
 from dyno.runner import self_test
 from dyno.runner.execute import execute
@@ -26,7 +29,6 @@ from dyno.worker import registry
 from dyno.worker.record import write_json
 from dyno.worker.spec import to_json
 
-pytestmark = pytest.mark.usefixtures("preloaded")
 # The fake backend's processes differ by nothing but what the machine does; a slow-down of a half can't be missed.
 COARSE = module.Layout((0.0, 0.0, 0.5), ((0, 1), (0, 2)))
 FAKE: dict[str, Any] = {
@@ -96,6 +98,7 @@ def known() -> StoredSelfTest:
     )
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_it_tells_equal_processes_from_slowed_ones() -> None:
     found = dyno.calibrate("fake:net", **FAKE)
     assert len(found.rounds) == 5
@@ -110,6 +113,7 @@ def test_it_tells_equal_processes_from_slowed_ones() -> None:
     assert kept.stored == found.stored
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_builds_are_part_of_the_noise(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
 ) -> None:
@@ -129,6 +133,7 @@ def test_builds_are_part_of_the_noise(
     )
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.usefixtures("quick", "unreported")
 def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., Any], tmp_path: Path) -> None:
     assert "none yet; run `dyno calibrate`" in call("doctor")[1]
@@ -156,6 +161,7 @@ def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., 
     assert call("rm", "after")[:2] == (0, "removed after\n")
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_the_report_has_it(fake_study: Callable[..., Study], tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     execute(fake_study(rounds=2), tmp_path / "run", Progress(quiet=True))
@@ -166,6 +172,7 @@ def test_the_report_has_it(fake_study: Callable[..., Study], tmp_path: Path) -> 
     assert page.count("This run can see") == 2, "below the verdict and in the method"
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_another_machines_self_test_counts_for_nothing(fake_study: Callable[..., Study], tmp_path: Path) -> None:
     kept = known()
     self_test.keep(replace(kept, machine={**kept.machine, "cores": 999}))
@@ -179,6 +186,7 @@ def test_another_machines_self_test_counts_for_nothing(fake_study: Callable[...,
     assert self_test.find("cpu") == (None, "it can't be read")
 
 
+@pytest.mark.usefixtures("preloaded")
 @pytest.mark.parametrize(
     ("options", "said"),
     [
@@ -196,12 +204,14 @@ def test_what_makes_no_sense_is_one_line(refused: Callable[..., str], options: t
     assert said in line(*backend, *options)
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_a_trial_that_does_not_run_is_one_line(call: Callable[..., Any]) -> None:
     code, out, err = call("calibrate", "fake:net", "--channels", 1, "--backend", "fake@fail=exception")
     assert (code, out) == (2, "")
     assert "scripted failure" in err.splitlines()[-1] and "Traceback" not in err
 
 
+@pytest.mark.usefixtures("preloaded")
 def test_few_rounds_and_slow_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(dyno.UserError, match="3 or more"):
         dyno.calibrate("fake:net", **{**FAKE, "rounds": 2})
@@ -210,3 +220,24 @@ def test_few_rounds_and_slow_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr(module, "_measure_round", lambda *_: None)
     with pytest.raises(dyno.UserError, match=r"give --minutes \d+"):
         dyno.calibrate("fake:net", **{**FAKE, "minutes": 0.1, "rounds": 0})
+
+
+def test_each_round_is_in_one_study_and_looks_begin_with_the_first() -> None:
+    sure = [-0.05, -0.051, -0.049] * 2
+    assert studies(sure, 3, 10) == [StudyOutcome(stats.SLOWER, 3), StudyOutcome(stats.SLOWER, 3)]
+    assert studies([*sure, -0.05], 3, 10) == [StudyOutcome(stats.SLOWER, 3)] * 2, "a round that is left is no study"
+    assert studies([0.001, -0.001, 0.0], 3, 10) == [StudyOutcome(stats.EQUIVALENT, 3)]
+    wild = [0.5, -0.5, 0.4, -0.4] * 3
+    assert studies(wild, 3, 6) == [StudyOutcome(stats.UNDECIDED, 6)] * 2
+    assert studies(wild, 3, 13) == []
+
+
+@pytest.mark.slow
+def test_looking_again_keeps_its_promise_in_simulation() -> None:
+    draw = np.random.default_rng(0)
+    equal = studies(draw.normal(0.0, 0.02, 20_000), 3, 60)
+    wrong = [one for one in equal if one.verdict in (stats.FASTER, stats.SLOWER)]
+    assert len(equal) > 300 and len(wrong) / len(equal) < 0.05
+    slowed = studies(draw.normal(-np.log(1.02), 0.01, 20_000), 3, 60)
+    assert np.mean([one.verdict == stats.SLOWER for one in slowed]) > 0.95
+    assert np.median([one.rounds for one in slowed]) < 15

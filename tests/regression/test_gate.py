@@ -1,4 +1,4 @@
-"""The gate of a comparison: beyond the limit, within it, or undecided; and what it would have caught."""
+"""The gate of a comparison: beyond the limit, within it, or undecided; its sentences; what it would have caught."""
 
 from __future__ import annotations
 
@@ -15,6 +15,7 @@ from scipy.stats import t
 
 import dyno
 import synthetic
+from dyno.regression import verdict
 from dyno.regression.rules import GateRules, smallest_slowdown
 from dyno.results import stats
 from dyno.worker.record import write_json
@@ -131,3 +132,11 @@ def test_pairs_are_one_family(tmp_path: Path) -> None:
     assert among["ratio_low"] < alone["ratio_low"] and among["smallest"] > alone["smallest"]
     sentences = [" ".join(one.verdicts) for one in comparisons]
     assert "family" not in sentences[0] and "The 13 pairs are one family (Holm)" in sentences[1]
+
+
+@pytest.mark.parametrize(
+    ("smallest", "span"), [((2.01, 2.04), "2.0"), ((2.0, 4.4, 3.0), "2.0 to 4.4"), ((3.0,), "3.0")]
+)
+def test_a_span_of_one_number_is_that_number(smallest: tuple[float, ...], span: str) -> None:
+    (said,) = verdict._describe_power([{"smallest": each} for each in smallest])
+    assert f"a slow-down of {span} % is caught" in said

@@ -1,20 +1,26 @@
-"""Trials over time: telemetry with known contents, on one axis."""
+"""Trials over time: telemetry with known contents on one axis, and `dyno show --over-time`."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pandas as pd
 import pytest
 
 import synthetic
+from dyno import Study
+from dyno.jobs import telemetry
+from dyno.jobs.progress import Progress
 from dyno.regression import over_time
 from dyno.regression import over_time as chart
 from dyno.regression.over_time import save
 from dyno.report.tables import trial_table
 from dyno.results.rounds import Round
 from dyno.results.trial_result import Results, load_run
+from dyno.runner.execute import execute
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Record
 from dyno.worker.spec import UserError
@@ -97,3 +103,29 @@ def test_what_can_not_be_drawn_is_one_line(found: Results, tmp_path: Path) -> No
         save(run, tmp_path / "a.svg", ["tensorrt"])
     with pytest.raises(UserError, match="no two trials with a recording"):
         save(run, tmp_path / "a.svg")
+
+
+@pytest.fixture
+def stored_run(fake_study: Callable[..., Study], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setattr(telemetry, "PERIOD_S", 0.01)
+    backends = ("fake@latency_ms=2", "fake@latency_ms=3", "fake@latency_ms=4")
+    execute(fake_study(backends=backends, samples=20), tmp_path / "run", Progress(quiet=True))
+    return tmp_path / "run"
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_trials_are_written_over_time(
+    stored_run: Path, call: Callable[..., Any], refused: Callable[..., str], tmp_path: Path
+) -> None:
+    assert call("show", stored_run, "--over-time", "two.csv") == (0, "", "saved two.csv\n")
+    rows = pd.read_csv(tmp_path / "two.csv")
+    assert rows["trial"].nunique() == 2 and "model" in set(rows["timed"])
+    assert (rows["rss"].groupby(rows["trial"]).max() > 0.001).all()
+    chosen = "fake@latency_ms=2, fake@latency_ms=3,fake@latency_ms=4"
+    assert call("show", stored_run, "--over-time", "all.svg", "--trials", chosen)[0] == 0
+    drawn = (tmp_path / "all.svg").read_text(encoding="utf-8")
+    assert all(f"latency_ms={k}" in drawn for k in (2, 3, 4)) and "since the job began" in drawn
+    assert refused("show", stored_run, "--trials", "fake").endswith("add --over-time FILE.svg")
+    assert "a name that ends in .svg, .png, .csv" in refused("show", stored_run, "--over-time", "a.txt")
+    assert "no trial of" in refused("show", stored_run, "--over-time", "a.svg", "--trials", "openvino")
+    assert "can't be written" in refused("show", stored_run, "--over-time", "nowhere/a.svg")

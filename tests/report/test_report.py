@@ -1,14 +1,16 @@
-"""The report: one page that is whole, works offline, escapes every name, sorts its tables and fits a phone."""
+"""The report: one page that is whole, works offline, escapes every name, tells its method and fits a phone."""
 
 from __future__ import annotations
 
 import base64
 import json
+import os
 import re
 import sys
 from html.parser import HTMLParser
 from pathlib import Path
 
+import numpy as np
 import pandas as pd
 import pytest
 from PIL import Image, ImageStat
@@ -16,16 +18,17 @@ from PIL import Image, ImageStat
 import printed
 import synthetic
 from browser import ask, browse
-from dyno.report import report, sections, tables
+from dyno.report import charts, report, sections, tables
 from dyno.report.notebook import leading
+from dyno.report.report import ChartDrawing
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
+from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results, load_run
+from dyno.worker.record import read_json, write_json
 from dyno.worker.spec import UserError
 from synthetic import Way
 from synthetic_card import Card
-
-pytestmark = pytest.mark.slow
 
 
 class Page(HTMLParser):
@@ -51,6 +54,7 @@ def written(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return report.write_report([trial_table.read_trials(demo)], tmp_path_factory.mktemp("report"))
 
 
+@pytest.mark.slow
 def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
     page, run = Page(written), trial_table.read_trials(demo)
     parts = re.findall(r'<details class="part"[^>]*><summary>([^<:]*)', written.read_text())
@@ -73,6 +77,7 @@ def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
     assert page.text.index("Fastest is") < page.text.index("inputs already where the engine reads them")
 
 
+@pytest.mark.slow
 def test_a_library_that_is_missing_is_named_before_anything_is_written(
     demo: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -82,6 +87,7 @@ def test_a_library_that_is_missing_is_named_before_anything_is_written(
     assert not (tmp_path / "page").exists()
 
 
+@pytest.mark.slow
 def test_the_card_has_the_winners_figures(written: Path, demo: Results) -> None:
     (card, *_) = verdict.read_verdict(trial_table.read_trials(demo)).decisions
     figures = {f.name: f for f in card.figures}
@@ -98,6 +104,7 @@ def test_the_card_has_the_winners_figures(written: Path, demo: Results) -> None:
     assert all(f.value in text and f.below in text for f in figures.values())
 
 
+@pytest.mark.slow
 def test_the_page_needs_nothing_beside_it(written: Path, demo: Results) -> None:
     page = Page(written)
     assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)
@@ -113,6 +120,7 @@ def test_the_page_needs_nothing_beside_it(written: Path, demo: Results) -> None:
     assert written.stat().st_size < 1_000_000
 
 
+@pytest.mark.slow
 def test_warnings_that_differ_in_numbers_alone_are_one_line(tmp_path: Path) -> None:
     ways = [Way(name, warnings=(f"another process used {i} % of a core",)) for i, name in enumerate("abc", 30)]
     results = trial_table.read_trials(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2)).records
@@ -121,12 +129,14 @@ def test_warnings_that_differ_in_numbers_alone_are_one_line(tmp_path: Path) -> N
     assert line.trials.startswith("3 trials: ") and all(t.label in line.trials for t in results)
 
 
+@pytest.mark.slow
 def test_charts_and_csv_lie_beside_it(written: Path, demo: Results) -> None:
     names = {p.name for p in (written.parent / "charts").iterdir()}
     assert {"latency.png", "speedup.png", "accuracy-latency.png", "throughput-batch.png"} <= names
     assert len(pd.read_csv(written.parent / "results.csv")) == len(demo.trials)
 
 
+@pytest.mark.slow
 def test_every_name_is_escaped(hostile_names: Results, tmp_path: Path) -> None:
     path = report.write_report([trial_table.read_trials(hostile_names)], tmp_path)
     page = Page(path)
@@ -140,6 +150,7 @@ def test_every_name_is_escaped(hostile_names: Results, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_several_runs_are_sections_of_one_page(demo: Results, hostile_names: Results, tmp_path: Path) -> None:
     page = Page(report.write_report([trial_table.read_trials(demo), trial_table.read_trials(hostile_names)], tmp_path))
     ids = [v for name, v in page.attributes if name == "id"]
@@ -151,6 +162,7 @@ def test_several_runs_are_sections_of_one_page(demo: Results, hostile_names: Res
     assert (tmp_path / "charts" / "hostile-latency.png").exists()
 
 
+@pytest.mark.slow
 def test_of_several_models_each_decision_is_a_line_that_unfolds(tmp_path: Path) -> None:
     ways = [
         Way(backend, "fp32", seconds, model=model, spread=spread, statuses=("ok",) * 2, batch=batch)
@@ -164,6 +176,7 @@ def test_of_several_models_each_decision_is_a_line_that_unfolds(tmp_path: Path) 
     assert "latency per batch" in first.lower() and "At the smallest batch" in first  # no speed-up there has a bound
 
 
+@pytest.mark.slow
 def test_what_the_report_lists_is_linked(written: Path) -> None:
     text = written.read_text(encoding="utf-8")
     links = re.findall(r'<a href="#(run1-problems)">([^<]*)</a>', text)
@@ -171,6 +184,7 @@ def test_what_the_report_lists_is_linked(written: Path) -> None:
     assert any("did not finish" in said for _, said in links) and 'id="run1-problems"' in text
 
 
+@pytest.mark.slow
 def test_a_phone_shows_the_verdict_without_scrolling(written: Path, tmp_path: Path) -> None:
     script = """
       const frame = document.createElement("iframe");
@@ -186,6 +200,7 @@ def test_a_phone_shows_the_verdict_without_scrolling(written: Path, tmp_path: Pa
     assert 0 < ends["speedup"] < ends["verdict"] <= 420
 
 
+@pytest.mark.slow
 def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
     folders = [synthetic.write_run(tmp_path / name / "run", [Way("pytorch")], samples=5) for name in ("new", "old")]
     runs = [trial_table.read_trials(folder) for folder in folders]
@@ -198,6 +213,7 @@ def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
         report.write_report([runs[0], runs[0]], tmp_path / "page")
 
 
+@pytest.mark.slow
 def test_a_run_on_a_gpu_says_on_which(tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path / "run", [Way("pytorch", card=Card()), Way("tensorrt", card=Card(gap=0.002))])
     assert "Synthetic GPU, driver 1" in sections.about_run(load_run(run))
@@ -205,6 +221,7 @@ def test_a_run_on_a_gpu_says_on_which(tmp_path: Path) -> None:
     assert page.text.count("Synthetic GPU, driver 1") == 2, "under the card, and among the machine's facts"
 
 
+@pytest.mark.slow
 def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
     run = synthetic.write_run(tmp_path / "run", [Way("x", statuses=("failed",), reason="out of luck")])
     (run / "environment.json").unlink()
@@ -220,12 +237,14 @@ def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
     assert "0 more" not in text and "Accuracy and agreement" not in text, "what is empty has no fold"
 
 
+@pytest.mark.slow
 def test_an_unwritable_folder_is_one_line(demo: Results, tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(UserError, match=r"can't be written to .*; give another folder"):
         report.write_report([trial_table.read_trials(demo)], tmp_path / "file")
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(written: Path, tmp_path: Path) -> None:
     probe = """<script>
@@ -253,6 +272,7 @@ def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(writ
     assert int(re.search(r'"rules":(\d+)', title)[1]) > 20
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_browser_filters_copies_zooms_and_opens_what_is_linked(written: Path, tmp_path: Path) -> None:
     probe = """<script>
@@ -288,6 +308,7 @@ def test_a_browser_filters_copies_zooms_and_opens_what_is_linked(written: Path, 
     assert any(tip.startswith("openvino int8, batch 1: ") and "images/s" in tip for tip in found["tips"])
 
 
+@pytest.mark.slow
 def test_printing_unfolds_all_tables_and_folds_them_again(written: Path, tmp_path: Path) -> None:
     probe = """
       const open = () => all("details:not(.trial)").map(each => each.open), before = open();
@@ -307,6 +328,7 @@ def brightness(image: Image.Image) -> float:
 
 
 @pytest.mark.slow
+@pytest.mark.slow
 def test_a_screenshot_shows_the_report(written: Path, tmp_path: Path) -> None:
     shot = tmp_path / "shot.png"
     browse(written, "--window-size=1280,6400", f"--screenshot={shot}")
@@ -318,3 +340,106 @@ def test_a_screenshot_shows_the_report(written: Path, tmp_path: Path) -> None:
     browse(written, "--blink-settings=preferredColorScheme=0", f"--screenshot={dark}")
     with Image.open(shot) as bright, Image.open(dark) as dim:
         assert brightness(dim) < 60 < 200 < brightness(bright)
+
+
+DRAW, HERE = report._draw_kind, os.getpid()
+
+
+@pytest.fixture
+def demo_run(demo: Results, monkeypatch: pytest.MonkeyPatch) -> RunData:
+    monkeypatch.setattr(report, "MANY", 2)
+    few = charts.kinds()[:3]
+    monkeypatch.setattr(charts, "kinds", lambda: few)
+    return trial_table.read_trials(demo)
+
+
+def pictures(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
+def dies(demo_run: RunData, folder: Path, prefix: str, name: str, number: int) -> ChartDrawing | None:
+    if os.getpid() != HERE:
+        (folder.parent / "died").touch()
+        os._exit(9)
+    return DRAW(demo_run, folder, prefix, name, number)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_processes_draw_what_one_draws(demo_run: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = report.draw_charts(demo_run, folder(tmp_path, "several"), "r0", "")
+    monkeypatch.setattr(report, "_draw_kind", dies)
+    after_a_death = report.draw_charts(demo_run, folder(tmp_path, "death"), "r0", "")
+    assert (tmp_path / "died").exists()
+    monkeypatch.setattr(report, "MANY", 1_000)
+    alone = report.draw_charts(demo_run, folder(tmp_path, "alone"), "r0", "")
+    assert len(alone) == 3
+    for other, name in ((several, "several"), (after_a_death, "death")):
+        assert [(one.name, one.caption) for one in other] == [(one.name, one.caption) for one in alone]
+        assert pictures(tmp_path / name) == pictures(tmp_path / "alone")
+
+
+def described(folder: Path, study: str = "") -> dict[str, str]:
+    (folder / "study.toml").write_text(f'models = ["digits"]\n{study}', encoding="utf-8")
+    return dict(sections.list_terms(trial_table.read_trials(folder)))
+
+
+def taking_turns(folder: Path, *backends: str) -> Path:
+    """A run whose trials of these backends took turns, in four blocks of 0.1 s."""
+    synthetic.write_run(folder, [Way("pytorch"), Way("a", seconds=0.005), Way("b", seconds=0.006)], samples=20)
+    for path in folder.glob("trials/*/r*/record.json"):
+        job = read_json(path.parent / "job.json")
+        if job["trial"]["backend"] not in backends:
+            continue
+        job["trial"]["plan"] |= {"blocks": 4, "block_s": 0.1}
+        write_json(path.parent / "job.json", job)
+        arrays = dict(np.load(path.parent / "samples.npz"))
+        np.savez(path.parent / "samples.npz", **arrays, latency_model_block=np.repeat(np.arange(4, dtype=np.int32), 5))
+        record = read_json(path)
+        write_json(path, {**record, "facts": {**record["facts"], "turns": {"set": path.parent.name}}})
+    return folder
+
+
+def test_one_after_the_other(tmp_path: Path) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a"), Way("b")], samples=20)
+    terms = described(folder, "equivalent = 3.0\n")
+    assert terms["rounds"].startswith("3, each in a fresh process")
+    assert terms["reference"] == "pytorch fp32" and terms["compared"].startswith("one after the other")
+    assert terms["interval"].startswith("Welch's t interval")
+    assert terms["equivalent"] == "the whole interval is within ±3 %"
+    assert terms["family"].startswith("up to 2 rows against one reference are judged together (Holm)")
+    assert terms["looks"].startswith("one, after the last round")
+    assert (
+        "2 threads" in terms["level: a latency is of"] and "alone from start to end" in terms["level: a latency is of"]
+    )
+
+
+def test_in_turns(tmp_path: Path) -> None:
+    terms = described(taking_turns(tmp_path / "run", "pytorch", "a", "b"))
+    assert terms["compared"].startswith("in turns:") and "a block of 0.1 s" in terms["compared"]
+    assert "one after the other" not in terms["compared"] and terms["interval"].startswith("Student's t interval")
+    assert terms["sampling ends"].startswith("after 4 blocks per boundary")
+    assert "a loop alone may be faster" in terms["level: a latency is of"]
+
+
+def test_some_in_turns(tmp_path: Path) -> None:
+    terms = described(taking_turns(tmp_path / "run", "pytorch", "a"))
+    assert terms["compared"].startswith("in turns:") and terms["compared"].endswith("; 1 pair one after the other")
+    assert terms["interval"].startswith("of pairs ") and "Student" in terms["interval"] and "Welch" in terms["interval"]
+
+
+def test_until_decided_counts_its_looks(tmp_path: Path) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a")], samples=20)
+    terms = described(folder, 'until = "decided"\nrounds = 2\n')
+    assert terms["looks"].startswith("until decided: 2, after round 2 and each further one")
+    assert terms["family"].startswith("one row at most is judged")
+
+
+def test_nothing_to_compare(tmp_path: Path) -> None:
+    terms = described(synthetic.write_run(tmp_path / "run", [Way("a")], samples=20))
+    assert terms["compared"].startswith("nothing:") and "interval" not in terms

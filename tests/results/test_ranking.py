@@ -1,4 +1,4 @@
-"""Sizes compete where a budget says what a size may cost, the frontier has intervals on both axes."""
+"""Rankings, the frontier, the fastest within the budget, saturation, and no winner where others disturbed most jobs."""
 
 from __future__ import annotations
 
@@ -7,16 +7,21 @@ from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
+import pandas as pd
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 import synthetic
 from dyno.report.charts import charts
 from dyno.report.tables import trial_table
 from dyno.report.tables.frontier_table import FRONTIER
 from dyno.report.verdict import answers, verdict
+from dyno.results import ranking, stats
 from dyno.results import ranking as rankings_module
+from dyno.results.correctness import WRONG
 from dyno.results.metrics import quality
-from dyno.results.ranking import rank_goals
+from dyno.results.ranking import LATENCY, THROUGHPUT, cpu_contention, rank_goals
 from dyno.results.stats import TURNS, Speedup
 from dyno.results.trial_result import Results, load_run
 from synthetic import Way
@@ -160,3 +165,166 @@ def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypat
         "b fp32 has a lower median, 1.02 ms over 2 rounds, but in turns the winner is 1.07x [1.02, 1.12] as fast"
         in said
     )
+
+
+POINTS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=25)
+
+
+@given(POINTS, st.sampled_from([LATENCY, THROUGHPUT]))
+def test_no_point_of_the_frontier_is_beaten_and_every_other_one_is(points: list[tuple[int, int]], speed: str) -> None:
+    sign = 1 if speed == THROUGHPUT else -1
+    frame = pd.DataFrame({"status": "ok", "outputs": "", speed: [float(p[0]) for p in points]})
+    frame["top1"] = [float(p[1]) for p in points]
+    edge = {(sign * r[speed], r["top1"]) for _, r in ranking.find_pareto(frame, speed).iterrows()}
+    every = {(sign * x, float(y)) for x, y in points}
+
+    def beaten(p: tuple[float, float]) -> bool:
+        return any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in every)
+
+    assert edge == {p for p in every if not beaten(p)}
+
+
+def test_only_trials_that_ended_well_can_be_chosen(demo: Results) -> None:
+    frame = trial_table.read_trials(demo, budget={"top1": 1.2}).frame
+    assert set(ranking.list_usable(frame)["status"]) == {"ok"}
+    assert set(ranking.keep_within_budget(frame)["budget"]) == {"within"}
+    first = ranking.rank_trials(ranking.keep_within_budget(frame[frame["batch"] == 1])).iloc[0]
+    assert ranking.configuration_of(first) == "openvino bf16"
+    assert (
+        ranking.configuration_of(ranking.rank_trials(ranking.list_usable(frame), THROUGHPUT).iloc[0]) == "openvino int8"
+    )
+
+
+def saturating(path: Path, batches: tuple[int, ...], fixed: float) -> pd.DataFrame:
+    """Latency per batch of b images is fixed + b, so throughput b / (fixed + b) saturates."""
+    ways = [
+        Way("a", batch=b, seconds=0.001 * (fixed + b) / (0.3 + 0.7 * b), spread=0.0, statuses=("ok",)) for b in batches
+    ]
+    return trial_table.read_trials(load_run(synthetic.write_run(path / "run", ways, samples=20, count=5))).frame
+
+
+def test_saturation_is_the_smallest_batch_near_the_best(tmp_path: Path) -> None:
+    (found,) = ranking.find_saturation(saturating(tmp_path, (1, 8, 32, 128, 256), fixed=1))
+    assert (found.batch, found.largest) == (32, 256)  # 32/33 is 97 %, 8/9 is 89 % of the best
+    assert "saturates at batch 32 (9" in found.description
+    assert found.images_per_s >= 0.95 * found.best_images_per_s
+
+
+def test_throughput_that_still_rises_is_said_so(tmp_path: Path) -> None:
+    (found,) = ranking.find_saturation(saturating(tmp_path, (1, 2, 4), fixed=50))
+    assert found.description == "throughput still rises at batch 4, the largest tried"
+
+
+def test_a_best_below_the_largest_is_said_once() -> None:
+    found = ranking.Saturation("net", "a", "64", 8, 9.0, best_batch=8, best_images_per_s=9.0, largest=16)
+    assert found.description == "throughput is highest at batch 8, of up to 16"
+
+
+def test_one_batch_says_nothing_of_saturation(tmp_path: Path) -> None:
+    assert ranking.find_saturation(saturating(tmp_path, (8,), fixed=2)) == []
+
+
+def test_throughput_falls_back_on_latency(demo: Results) -> None:
+    frame = trial_table.read_trials(demo).frame.assign(throughput_ips=float("nan"))
+    r = frame.iloc[0]
+    assert ranking.read_throughput(frame).iloc[0] == pytest.approx(1e3 * r["batch"] / r["latency_ms"])
+
+
+def test_trials_in_turns_are_in_the_order_of_their_ratios(demo: Results) -> None:
+    frame = trial_table.read_trials(demo).frame.iloc[:3].assign(
+        latency_ms=[2.0, 1.0, 1.1], speedup=[1.0, 1.9, 2.1], trial=["a", "b", "c"], reference="a",
+        measured=["", stats.TURNS, stats.TURNS],
+    )  # fmt: skip
+    assert [*ranking.rank_trials(frame)["trial"]] == ["c", "b", "a"]
+    assert [*ranking.rank_trials(frame.assign(measured=["", stats.TURNS, stats.ALONE]))["trial"]] == ["b", "c", "a"]
+    assert [*ranking.rank_trials(frame.assign(reference=["a", "a", "b"]))["trial"]] == ["b", "c", "a"]
+
+
+BUSY, QUIET = ({"others_busy": {"model": busy}, "contention_threshold": 0.2} for busy in (1.5, 0.1))
+
+
+def run(path: Path, *facts: dict[str, object]) -> Results:
+    ways = [Way(f"way{k}", seconds=0.01 / (k + 1), facts=dict(each)) for k, each in enumerate(facts)]
+    return load_run(synthetic.write_run(path / "run", ways, samples=50))
+
+
+def said(results: Results) -> list[str]:
+    return verdict.list_sentences(trial_table.read_trials(results))
+
+
+def printed(results: Results) -> list[str]:
+    return verdict.read_verdict(trial_table.read_trials(results)).lines
+
+
+def test_a_quiet_study_has_nothing_to_say(tmp_path: Path) -> None:
+    results = run(tmp_path, QUIET, QUIET)
+    assert cpu_contention(results) is None
+    assert "fastest is way1" in said(results)[0]
+    assert f"  next: take it: dyno take {results.folder}" in printed(results)
+
+
+def test_a_few_disturbed_jobs_are_a_warning(tmp_path: Path) -> None:
+    lines = said(run(tmp_path, BUSY, QUIET, QUIET))
+    assert "fastest is" in lines[0]
+    assert any(
+        "during 3 of 9 jobs: those latencies are inflated and their order may be wrong" in line for line in lines
+    )
+
+
+def test_most_jobs_disturbed_leave_no_winner(tmp_path: Path) -> None:
+    results = run(tmp_path, BUSY, BUSY, QUIET)
+    lines = said(results)
+    assert lines[0].startswith("No winner is named: other programs kept up to 1.5 processors busy during 6 of 9 jobs, ")
+    assert lines[1].startswith("real: what the table calls faster or slower holds beside those programs")
+    text = "\n".join(lines[2:])
+    assert not any(word in text for word in ("fastest", "runner-up", "most images", "Other programs", "faster"))
+    assert "Precision: " in text
+    next_step = f"  next: measure again on a quiet machine, or choose: dyno take {results.folder} BACKEND/PRECISION"
+    assert next_step in printed(results)
+
+
+def test_a_lone_configuration_has_no_winner_to_withhold(tmp_path: Path) -> None:
+    """At however many batches."""
+    text = "\n".join(said(run(tmp_path, BUSY)))
+    assert "way0 fp32 takes 10." in text and "winner" not in text
+    assert "during 3 of 3 jobs: those latencies are inflated; measure again on a quiet machine." in text
+    ways = [Way("way0", batch=batch, seconds=0.01 * batch, facts=dict(BUSY)) for batch in (1, 2)]
+    text = "\n".join(said(load_run(synthetic.write_run(tmp_path / "batches", ways, samples=50))))
+    assert "way0 fp32 takes 10." in text and "No winner" not in text and "during 6 of 6 jobs" in text
+
+
+def test_in_turns_a_winner_is_named_beside_whatever_disturbs_all_alike(tmp_path: Path) -> None:
+    in_turns = {**BUSY, "turns": {"set": "abc", "place": 0}}
+    results = run(tmp_path, in_turns, in_turns, in_turns)
+    contention = cpu_contention(results)
+    assert contention is not None and (contention.disturbed, contention.alone) == (9, 0)
+    lines = said(results)
+    assert "fastest is way2" in lines[0]
+    assert "9 of 9 jobs ran beside other programs, which may slow engines unequally" in lines[1]
+    assert any("rankings were measured interleaved and hold under this load" in line for line in lines)
+
+
+def test_failures_are_told_all_the_same(tmp_path: Path) -> None:
+    ways = [Way("a", facts=dict(BUSY)), Way("b", statuses=("crashed",), reason="killed by SIGSEGV")]
+    text = "\n".join(said(load_run(synthetic.write_run(tmp_path / "run", ways, samples=50))))
+    assert text.startswith("No winner is named") and "1 of 2 trials did not finish: 1 crashed" in text
+
+
+def test_wrong_outputs_lead_however_busy_the_machine_was(tmp_path: Path) -> None:
+    results = run(tmp_path, BUSY, BUSY, BUSY)
+    read = trial_table.read_trials(results)
+    read.frame.loc[1, ["outputs", "verdict"]] = [WRONG, f"{WRONG}: off by 1"]
+    first, second, *_ = verdict.list_sentences(read)
+    assert "way1" in first and f"gave {WRONG}: off by 1" in first and second.startswith("No winner is named")
+
+
+@pytest.mark.slow
+def test_the_page_leads_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    from dyno.report import report
+
+    text = report.write_report([trial_table.read_trials(run(tmp_path, BUSY, BUSY))], tmp_path / "page").read_text(
+        encoding="utf-8"
+    )
+    assert "No winner is named" in text and "fastest is" not in text

@@ -1,4 +1,4 @@
-"""What a self-test says of simulated machines whose noise is known."""
+"""What a self-test says of simulated machines whose noise is known, and that the power it tells is real."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dyno.report import self_test
+from dyno.report import self_test as report_self_test
 from dyno.report.self_test import tables
+from dyno.results import self_test, stats
 from dyno.results.rounds import Round
 from dyno.results.self_test import ProcessPair, SelfTest, StoredSelfTest, TestRound, find_smallest, read, visible
 from dyno.results.trial_result import Results, TrialResult
@@ -73,7 +74,7 @@ def test_studies_of_a_steady_machine_do_as_promised() -> None:
         if one.slowdown:
             seen = one.slower.interval
             assert seen.value == pytest.approx(one.predicted, abs=0.08), one
-    assert self_test._describe_surprises(found) == []
+    assert report_self_test._describe_surprises(found) == []
 
 
 def test_outliers_are_taken_as_they_are() -> None:
@@ -102,14 +103,14 @@ def test_the_grade_is_what_three_rounds_see(spread: float, grade: str) -> None:
     assert found.visible(3).value == pytest.approx(math.expm1(3.264 * spread), rel=0.15)
     assert found.visible(3).low < found.visible(3).value < found.visible(3).high
     assert found.grade == grade
-    assert self_test.grade_self_test(found).startswith(f"Grade {grade} (")
+    assert report_self_test.grade_self_test(found).startswith(f"Grade {grade} (")
     assert found.visible(10).value < found.visible(5).value < found.visible(3).value
 
 
 def test_what_contradicts_the_promises_is_said() -> None:
-    biased = self_test._describe_surprises(simulated(bias=0.05, rounds=90))
+    biased = report_self_test._describe_surprises(simulated(bias=0.05, rounds=90))
     assert any("not to be trusted" in line for line in biased)
-    unseen = self_test._describe_surprises(simulated(wrong=-1.0, rounds=90))
+    unseen = report_self_test._describe_surprises(simulated(wrong=-1.0, rounds=90))
     assert any("depend on each other" in line for line in unseen)
 
 
@@ -133,12 +134,12 @@ def test_a_run_says_what_it_sees_in_words() -> None:
         record = Record("ok", facts=Facts(turns=Turns("x", 0)))
         good = [Round(Path("r"), n, record) for n in range(rounds)]
         results.trials = [TrialResult("id", {"trial": plan}, good)]
-        return self_test.of_run(results)
+        return report_self_test.of_run(results)
 
     assert "differences of ≥ 1" in said(3, 0.003) and "(3 rounds in turns, 80 % power; self-test of" in said(3, 0.003)
     assert "no difference below a factor of two" in said(2, 0.1)
     assert "it has one round" in said(1, 0.003)
-    assert self_test.of_run(Results(Path("run"), [], self_test={"grade": 1})) == ""
+    assert report_self_test.of_run(Results(Path("run"), [], self_test={"grade": 1})) == ""
 
 
 def test_what_is_stored_is_read_back_or_is_none() -> None:
@@ -165,3 +166,51 @@ def test_a_study_of_each_kind_needs_its_rounds() -> None:
     assert [row["rounds"] for row in visible_table.rows] == [3, 5, 10]
     assert [row["studies"] for row in verdicts.rows] == [1] * len(SLOWED)
     assert math.isnan(few.visible(3).low), "too few rounds for limits"
+
+
+STUDIES = 3000
+NORMAL = {3: 3.264, 5: 1.682, 10: 0.996}  # spreads that are seen with 80 % power, by the noncentral t distribution
+
+
+@pytest.mark.parametrize("rounds", [3, 5, 10])
+@pytest.mark.parametrize("heavy", [False, True])
+@pytest.mark.parametrize("paired", [True, False])
+def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, paired: bool, heavy: bool) -> None:
+    rng = np.random.default_rng(rounds)
+    noise = 0.01 * (rng.standard_t(3, 4000) if heavy else rng.normal(0, 1, 4000))
+    found = self_test.Studies(noise, rounds, paired)
+    noise = np.concatenate([noise, -noise])
+    difference = math.log1p(found.smallest)
+    assert found.seen(difference) == pytest.approx(self_test.POWER, abs=0.01)
+    if paired:
+        said = [stats.paired_speedup(logs - difference) for logs in rng.choice(noise, (STUDIES, rounds))]
+        if not heavy:
+            assert difference == pytest.approx(0.01 * NORMAL[rounds], rel=0.06)
+    else:
+        sides = np.exp(rng.choice(noise / math.sqrt(2), (2, STUDIES, rounds)))
+        said = [stats.speedup([*a * math.exp(difference)], [*b]) for a, b in zip(*sides, strict=True)]
+    share = sum(one.verdict == stats.SLOWER for one in said) / STUDIES
+    assert share == pytest.approx(self_test.POWER, abs=0.04)
+    assert 0.01 < found.false_alarms < 0.07  # heavy tails make a t test timid
+
+
+def test_limits_hold_what_more_rounds_would_find() -> None:
+    rng = np.random.default_rng(0)
+    truth = math.expm1(0.01 * NORMAL[3])
+    found = [self_test.smallest_with_limits(rng.normal(0, 0.01, (25, 4)), 3) for _ in range(20)]
+    assert sum(one.low <= truth <= one.high for one in found) >= 16
+    assert math.isnan(self_test.smallest_with_limits(rng.normal(0, 0.01, (9, 4)), 3).low)
+    assert self_test.find_smallest(np.ones(4), 1) == math.inf and math.isnan(self_test.find_smallest(np.ones(1), 3))
+
+
+def test_the_interval_of_a_spread_holds_it() -> None:
+    rng = np.random.default_rng(0)
+    found = [self_test.spread_interval(float(x.std(ddof=1)), 9) for x in rng.normal(0, 0.02, (2000, 10))]
+    assert sum(one.low <= 0.02 <= one.high for one in found) / 2000 == pytest.approx(0.95, abs=0.02)
+    assert math.isnan(self_test.spread_interval(0.0, 0).low)
+
+
+def test_the_upper_limit_of_a_share_holds_at_any_count() -> None:
+    assert self_test.at_most(20, 400) == pytest.approx(0.0718, abs=1e-4)
+    assert self_test.at_most(0, 20) == pytest.approx(1 - 0.05 ** (1 / 20))
+    assert self_test.at_most(3, 3) == 1

@@ -1,4 +1,4 @@
-"""What is compared measures in turns: the rows are as ever, whoever waits is frozen, and each failure is one row's."""
+"""Trials that measure in turns, scripted and with real engines."""
 
 from __future__ import annotations
 
@@ -10,8 +10,10 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
+from random import Random
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,13 +25,15 @@ from dyno import Study
 from dyno.jobs import nvml
 from dyno.jobs.launcher import read_stage
 from dyno.jobs.progress import Progress
+from dyno.results import correctness
 from dyno.results.blocks import log_ratios
 from dyno.results.trial_result import load_run
-from dyno.runner import turns
+from dyno.runner import ensemble, turns
 from dyno.runner.execute import Files, Rounds, execute
 from dyno.store import Run
 from dyno.study.plan import expand
-from dyno.worker.spec import Plan, UserError
+from dyno.worker.record import Record, write_json, write_record
+from dyno.worker.spec import Dims, Job, ModelSpec, Plan, Runtime, Trial, UserError, to_json
 
 Studies = Callable[..., Study]
 SLOW, FAST = "fake@latency_ms=4", "fake@latency_ms=2"
@@ -415,3 +419,102 @@ def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
     assert log_ratios(slow, fast, "model") == pytest.approx(expected)
     everything = log_ratios(slow, fast, "model", keep_disturbed=True)
     assert everything == pytest.approx([np.median(each) for each in logs])
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_the_command_line_with_engines(dyno: Any, tmp_path: Path) -> None:
+    for name in ("onnx", "onnxruntime", "openvino"):
+        pytest.importorskip(name)
+    import onnx
+
+    weights = ", ".join(f"{(k % 7 - 3) / 9:.3f}" for k in range(8 * 3 * 9))
+    graph = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["" : 17]> small (float[n, 3, 32, 32] image) => (float[n, 8, 30, 30] y) '
+        f"<float[8, 3, 3, 3] w = {{{weights}}}> {{ y = Conv(image, w) }}"
+    )
+    onnx.save(graph, tmp_path / "small.onnx")
+    words = "small.onnx --backends openvino,onnxruntime --rounds 2 --seconds 0.3 --warmup 0.1"
+    boundaries = "--boundaries model,throughput --threads 1 --turns"
+    done = dyno("run", *words.split(), *boundaries.split(), "--out", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = dyno("show", tmp_path / "run", "--format", "json")
+    rows = {row["backend"]: row for row in json.loads(shown.stdout)["rows"]}
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    other = rows["openvino"]
+    assert other["measured"] == "in turns" and other["speedup_low"] < other["speedup"] < other["speedup_high"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "log ratios, paired, each the median over blocks" in page, "the report says how these were compared"
+    again = dyno("run", *words.split(), *boundaries.split(), "--out", tmp_path / "run", cwd=tmp_path)
+    assert again.returncode == 0 and not list(tmp_path.glob("run/trials/*/t*")), "nothing is measured twice"
+
+
+MODEL = ModelSpec("net", "torchvision:resnet18")
+EAGER = Trial(MODEL, "pytorch", "fp32", Dims(1, 64, 64))
+ELSEWHERE = Runtime("other", "elsewhere/bin/python")
+
+
+def made(backend: str, precision: str = "fp32", batch: int = 1, **more: Any) -> Trial:
+    return Trial(MODEL, backend, precision, Dims(batch, 64, 64), **more)
+
+
+STUDY = (
+    made("openvino"), made("onnxruntime", "int8"), made("onnxruntime"),
+    made("onnxruntime", options={"b": 2, "a": "x/y"}), made("onnxruntime", "int8", options={"b": 2, "a": "x/y"}),
+    made("pytorch", "bf16"), made("pytorch", options={"threads": 1}), EAGER,
+    made("module:NAME"), made("pytorch", runtime=ELSEWHERE), made("onnxruntime", batch=8),
+    made("onnxruntime", "int8", batch=8), made("pytorch", "fp16", batch=8), made("module:NAME", batch=8),
+    made("onnxruntime", "int8", batch=8, options={"b": 2, "a": "x/y"}),
+)  # fmt: skip
+SIDES = tuple(replace(t, side=side) for t in (EAGER, made("onnxruntime"), made("openvino", "int8")) for side in "ba")
+ASKED = (
+    "", "onnxruntime", "onnxruntime/int8", "onnxruntime:int8", "onnxruntime int8", "onnxruntime@a=x/y@b=2",
+    "onnxruntime@b=2@a=x/y", "onnxruntime@b=2@a=x/y/int8", "onnxruntime/int8@b=2@a=x/y", "module:NAME",
+    "module:NAME/fp32", "pytorch@runtime=other", EAGER.id[:8], STUDY[4].id, STUDY[12].id[:4],
+)  # fmt: skip
+
+
+def in_tables(folder: Path, trials: tuple[Trial, ...], requested: str) -> dict[str, str]:
+    """The reference of each trial in a stored run of them, by id."""
+    for trial in trials:
+        place = folder / "trials" / trial.id / "r0"
+        place.mkdir(parents=True)
+        write_json(place / "job.json", to_json(Job("run", trial=trial)))
+        write_record(place, Record("ok", "done", trial=trial.id))
+    return {id: chosen.id for id, chosen in correctness.find_references(load_run(folder), requested).items()}
+
+
+def in_turns(trials: tuple[Trial, ...], requested: str) -> dict[str, str]:
+    """The reference of each trial where they measure in turns, by id."""
+    mixed = Random(1).sample(trials, len(trials))
+    fits = correctness.make_matcher(requested, mixed) if requested else None
+    chosen = [(group, ensemble.reference(group, fits)) for group in ensemble.groups(mixed)]
+    return {t.id: reference.id for group, reference in chosen if reference for t in group}
+
+
+@pytest.mark.parametrize("requested", ASKED)
+def test_tables_and_turns_choose_the_same_reference(tmp_path: Path, requested: str) -> None:
+    assert (chosen := in_tables(tmp_path, STUDY, requested)) == in_turns(STUDY, requested)
+    assert chosen
+
+
+@pytest.mark.parametrize("requested", ["", SIDES[0].id])
+def test_so_they_do_in_a_comparison(tmp_path: Path, requested: str) -> None:
+    assert (chosen := in_tables(tmp_path, SIDES, requested)) == in_turns(SIDES, requested)
+    baselines = {SIDES[0].id} if requested else {t.id for t in SIDES if t.side == "a"}
+    assert set(chosen.values()) == baselines
+
+
+def test_each_way_to_name_a_reference_finds_its_trial(tmp_path: Path) -> None:
+    found = {requested: in_turns(STUDY, requested).get(EAGER.id) for requested in ASKED}
+    whole, eight = STUDY[3].id, STUDY[4].id
+    assert list(found.values()) == [
+        EAGER.id, STUDY[2].id, *[STUDY[1].id] * 3, whole, whole, eight, eight, STUDY[8].id,
+        STUDY[8].id, STUDY[9].id, EAGER.id, eight, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("requested", ["tensorrt", "onnxruntime/bf16", "onnxruntime@b=2", "pytorch/fp99", "fp32"])
+def test_what_no_trial_is_is_refused(tmp_path: Path, requested: str) -> None:
+    with pytest.raises(UserError, match="fits the reference"):
+        in_tables(tmp_path, STUDY, requested)
+    assert not in_turns(STUDY, requested)

@@ -1,15 +1,55 @@
-"""`dyno doctor` says whom it asks while it asks, beside a table that stays clean."""
+"""Small commands: `dyno data`, `dyno demo` and `dyno doctor`."""
 
 from __future__ import annotations
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dyno.cli import doctor
+from dyno import data
+from dyno.cli import demo, doctor
 from dyno.worker import plugins, registry
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_imagenet_val(tmp_path: Path, dyno) -> None:
+    (tmp_path / "flat").mkdir()
+    for name in ("ILSVRC2012_val_00000001_n01751748.JPEG", "ILSVRC2012_val_00000002_n01440764.JPEG"):
+        (tmp_path / "flat" / name).write_bytes(b"an image")
+    done = dyno("data", "imagenet-val", "flat", "-o", "out", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "2 images of 2 classes are in out/val\n"
+    assert (tmp_path / "out/val/n01440764/ILSVRC2012_val_00000002_n01440764.JPEG").read_bytes() == b"an image"
+    (tmp_path / "flat/ILSVRC2012_val_00000003.JPEG").write_bytes(b"another")
+    done = dyno("data", "imagenet-val", "flat", "-o", "out", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (3, "2 images of 2 classes are in out/val, 2 of them before\n")
+    assert done.stderr == "dyno: left 1 image without a label in flat: ILSVRC2012_val_00000003.JPEG\n"
+    done = dyno("data", "imagenet-val", "flat", "-o", "out", "--copy", "--move", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "dyno: --copy and --move can't be used together\n")
+
+
+def test_other_images_or_options_are_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def folder(**changes: Any) -> Path:
+        found: list[Path] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(demo, "train", lambda *_, out, **__: found.append(out))
+            for name, value in changes.items():
+                patch.setattr(demo, name, value)
+            demo.trained()
+        return found[0]
+
+    usual = folder()
+    assert folder() == usual
+    assert folder(TRAINING={"epochs": 9}) != usual
+    # As another version of Dyno, or of Pillow, may decode them.
+    other = replace(data.digits(demo.cache_dir() / "datasets", demo.SIZE), sha256="another")
+    monkeypatch.setattr(data, "digits", lambda *_: other)
+    assert folder() != usual
+
 
 EXTENDING = Path(__file__).parents[2] / "docs/extending.md"
 
