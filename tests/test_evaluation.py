@@ -14,6 +14,7 @@ import onnx
 import pytest
 
 import dyno
+import onnx_text
 import preloaded as forked
 from dyno import evaluation
 from dyno.api import Result
@@ -249,17 +250,11 @@ def test_ground_truth_travels_with_the_run(tmp_path: Path) -> None:
 def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
     preloaded: str, photos: Path, tmp_path: Path
 ) -> None:
-    def warned(kind: int, *words: str, **metadata: str) -> bool:
-        given = onnx.helper.make_tensor_value_info("image", kind, ["N", 1, 16, 16])
-        scores = onnx.helper.make_tensor_value_info("scores", onnx.TensorProto.FLOAT, ["N", 3])
-        weights = onnx.numpy_helper.from_array(np.eye(256, 3, dtype=np.float32), "weights")
-        nodes = [
-            onnx.helper.make_node("Cast", ["image"], ["numbers"], to=onnx.TensorProto.FLOAT),
-            onnx.helper.make_node("Flatten", ["numbers"], ["flat"]),
-            onnx.helper.make_node("MatMul", ["flat", "weights"], ["scores"]),
-        ]
-        graph = onnx.helper.make_graph(nodes, "net", [given], [scores], [weights])
-        model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
+    def warned(kind: str, *words: str, **metadata: str) -> bool:
+        text = f"""({kind}[N, 1, 16, 16] image) => (float[N, 3] scores) {{
+            numbers = Cast<to = 1>(image) flat = Flatten(numbers) scores = MatMul(flat, weights)
+        }}"""
+        model = onnx_text.model(text, weights=np.eye(256, 3, dtype=np.float32))
         onnx.helper.set_model_props(model, metadata)
         onnx.save(model, tmp_path / "net.onnx")
         out = f"run{len([*tmp_path.iterdir()])}"
@@ -268,31 +263,24 @@ def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
         assert done.returncode == 0, done.stderr
         return "warning: images were normalised by mean 0.5 and std 0.5, as the file doesn't say by what" in done.stdout
 
-    assert warned(onnx.TensorProto.FLOAT)
-    assert not warned(onnx.TensorProto.FLOAT, "--mean", "0", "--std", "1"), "the file has one channel"
+    assert warned("float")
+    assert not warned("float", "--mean", "0", "--std", "1"), "the file has one channel"
     with pytest.raises(AssertionError, match="mean and std are 3 numbers each, but the image has 1 channel"):
-        warned(onnx.TensorProto.FLOAT, "--mean", "0,0,0", "--std", "1,1,1")
-    assert not warned(onnx.TensorProto.UINT8), "bytes are fed as they are"
+        warned("float", "--mean", "0,0,0", "--std", "1,1,1")
+    assert not warned("uint8"), "bytes are fed as they are"
     own = json.dumps(to_json(Preprocess(mean=(0.0,), std=(1.0,))))
-    assert not warned(onnx.TensorProto.FLOAT, task="classify", preprocess=own), "as Dyno exports it"
+    assert not warned("float", task="classify", preprocess=own), "as Dyno exports it"
 
 
 @pytest.mark.parametrize(("shape", "scored"), [([0, 3, 1, 1], True), ([0, 1, 3], False)], ids=["NxCx1x1", "Nx1xC"])
 def test_class_scores_are_found_or_it_is_said_that_there_are_none(
     preloaded: str, photos: Path, tmp_path: Path, shape: list[int], scored: bool
 ) -> None:
-    axes = ["N", *shape[1:]]
-    ends = [onnx.helper.make_tensor_value_info(n, 1, s) for n, s in (("x", ["N", 1, 16, 16]), ("y", axes))]
-    weights = onnx.numpy_helper.from_array(np.eye(256, 3, dtype=np.float32), "weights")
-    form = onnx.numpy_helper.from_array(np.array(shape, np.int64), "form")
-    nodes = [
-        onnx.helper.make_node("Flatten", ["x"], ["flat"]),
-        onnx.helper.make_node("MatMul", ["flat", "weights"], ["scores"]),
-        onnx.helper.make_node("Reshape", ["scores", "form"], ["y"]),
-    ]
-    graph = onnx.helper.make_graph(nodes, "net", ends[:1], ends[1:], [weights, form])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(model, tmp_path / "net.onnx")
+    text = f"""(float[N, 1, 16, 16] x) => (float[N, {", ".join(map(str, shape[1:]))}] y) {{
+        flat = Flatten(x) scores = MatMul(flat, weights) y = Reshape(scores, form)
+    }}"""
+    weights = np.eye(256, 3, dtype=np.float32)
+    onnx_text.write(tmp_path / "net.onnx", text, weights=weights, form=np.array(shape, np.int64))
     asked = ["run", "net.onnx", "--backends", "onnxruntime", "--data", str(photos), "--budget", "top1=1",
              "--rounds", "1", "--confirm", "0", "--seconds", "0.05", "--threads", "1"]  # fmt: skip
     done = forked.command(preloaded, asked, tmp_path, os.environ, 1200)

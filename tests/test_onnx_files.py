@@ -22,6 +22,7 @@ from onnx.reference import ReferenceEvaluator
 from PIL import Image
 
 import dyno
+import onnx_text
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -108,13 +109,9 @@ def test_calibration_images_alone_are_enough_for_int8(call: Call, photos: Path) 
 
 def test_calibration_images_alone_are_enough_for_a_detector(call: Call, photos: Path) -> None:
     """Its boxes are in pixels of the image before the letterbox, so sizes are kept."""
-    shape = numpy_helper.from_array(np.array([0, 6, -1]), "shape")
-    weight = numpy_helper.from_array(np.random.default_rng(0).standard_normal((6, 3, 1, 1), np.float32), "w")
-    nodes = [h.make_node("Conv", ["image", "w"], ["c"]), h.make_node("Reshape", ["c", "shape"], ["boxes"])]
-    ends = [h.make_tensor_value_info(name, KINDS.FLOAT, dims)
-            for name, dims in (("image", ["n", 3, 24, 24]), ("boxes", ["n", 6, 576]))]  # fmt: skip
-    graph = h.make_graph(nodes, "detector", ends[:1], ends[1:], [weight, shape])
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    text = "(float[n, 3, 24, 24] image) => (float[n, 6, 576] boxes) { c = Conv(image, w) boxes = Reshape(c, shape) }"
+    weight = np.random.default_rng(0).standard_normal((6, 3, 1, 1), np.float32)
+    model = onnx_text.model(text, w=weight, shape=np.array([0, 6, -1]))
     found = measured(call, model, "--task", "detect", "--classes", 2, "--calibration", photos)
     assert [row["status"] for row in found] == ["ok"] * 2
 
@@ -173,10 +170,7 @@ def test_files_that_are_none_stop_the_study_in_one_line(call: Call, photos: Path
         Path("net.onnx").write_bytes(content)
         code, _, err = call("run", "net.onnx", *QUICK)
         assert code == 2 and said in err and err.count("\n") == 1
-    vector = h.make_tensor_value_info("v", KINDS.FLOAT, ["n", 4])
-    out = h.make_tensor_value_info("y", KINDS.FLOAT, ["n", 4])
-    graph = h.make_graph([h.make_node("Relu", ["v"], ["y"])], "vector", [vector], [out])
-    onnx.save(h.make_model(graph, ir_version=8, opset_imports=[h.make_opsetid("", 17)]), "net.onnx")
+    onnx_text.write("net.onnx", "(float[n, 4] v) => (float[n, 4] y) { y = Relu(v) }")
     code, _, err = call("run", "net.onnx", *QUICK, "--data", photos)
     assert code == 2 and "has no image input (N x C x H x W) that images could be fed to; omit --data" in err
 
@@ -327,13 +321,9 @@ def test_a_part_that_lies_in_branches_is_named_where_the_rest_is_quantised(call:
 
 def test_without_a_layer_that_multiplies_no_precision_is_confirmed(call: Call) -> None:
     """An image of bytes, a boolean and integers are no INT8."""
-    nodes = [h.make_node("Cast", ["image"], ["x"], to=KINDS.FLOAT), h.make_node("GlobalAveragePool", ["x"], ["m"]),
-             h.make_node("Greater", ["m", "one"], ["flag"]), h.make_node("Where", ["flag", "m", "one"], ["y"])
-    ]  # fmt: skip
-    image = h.make_tensor_value_info("image", KINDS.UINT8, ["n", 3, 8, 8])
-    y = h.make_tensor_value_info("y", KINDS.FLOAT, ["n", 3, 1, 1])
-    graph = h.make_graph(nodes, "net", [image], [y], [numpy_helper.from_array(np.float32(1), "one")])
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    model = onnx_text.model("""(uint8[n, 3, 8, 8] image) => (float[n, 3, 1, 1] y) {
+        x = Cast<to = 1>(image) m = GlobalAveragePool(x) flag = Greater(m, one) y = Where(flag, m, one)
+    }""", one=np.float32(1))  # fmt: skip
     found = measured(call, model)
     assert {(row["precision"], row["precision_ok"], row["ran_as"]) for row in found} == {("fp32", "unconfirmed", "")}
     code, out, _ = call("show", "run")
@@ -366,10 +356,7 @@ def _hub(folder: Path, files: dict[str, Path]) -> Path:
 
 def test_files_in_the_hub_s_cache_run_under_their_own_names(call: Call, tmp_path: Path) -> None:
     weights = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
-    io = [h.make_tensor_value_info(name, KINDS.FLOAT, ["batch", 16]) for name in "xy"]
-    nodes = [h.make_node("MatMul", ["x", "w"], ["m"]), h.make_node("Relu", ["m"], ["y"])]
-    graph = h.make_graph(nodes, "g", io[:1], io[1:], [numpy_helper.from_array(weights, "w")])
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    model = onnx_text.model("(float[batch, 16] x) => (float[batch, 16] y) { m = MatMul(x, w) y = Relu(m) }", w=weights)
     onnx.save(model, tmp_path / "single.onnx")
     beside = {"save_as_external_data": True, "location": "data/apart.bin", "size_threshold": 0}
     (tmp_path / "data").mkdir()

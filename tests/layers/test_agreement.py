@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 
 import dyno
+import onnx_text
 from dyno.worker.spec import UserError
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
@@ -181,22 +182,15 @@ def test_csv_has_every_column(call: Call, net: str) -> None:
 
 def looping(path: Path, factor: float) -> str:
     """A file with a loop whose rank ONNX can't infer: three times h = tanh(factor h + x), and all h in between."""
-    make, value, kinds = onnx.helper.make_node, onnx.helper.make_tensor_value_info, onnx.TensorProto
-    body = onnx.helper.make_graph(
-        [make("Mul", ["h", "factor"], ["scaled"]), make("Add", ["scaled", "x"], ["added"]),
-         make("Tanh", ["added"], ["new"]), make("Identity", ["go"], ["on"]), make("Identity", ["new"], ["step"])],
-        "body",
-        [value("i", kinds.INT64, []), value("go", kinds.BOOL, []), value("h", kinds.FLOAT, None)],
-        [value("on", kinds.BOOL, []), value("new", kinds.FLOAT, None), value("step", kinds.FLOAT, None)],
-    )  # fmt: skip
-    nodes = [make("Loop", ["trips", "true", "x"], ["last", "steps"], "recurrence", body=body),
-             make("ReduceMean", ["steps"], ["mean"], "mean", axes=[0], keepdims=0),
-             make("Add", ["mean", "last"], ["y"], "sum")]  # fmt: skip
-    ends = [value(name, kinds.FLOAT, ["batch", "length", 4]) for name in ("x", "y")]
-    arrays = {"trips": np.array(3), "true": np.array(True), "factor": np.array(factor, np.float32)}
-    weights = [onnx.numpy_helper.from_array(array, name) for name, array in arrays.items()]
-    graph = onnx.helper.make_graph(nodes, "g", ends[:1], ends[1:], weights)
-    onnx.save(onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9), path)
+    text = """(float[batch, length, 4] x) => (float[batch, length, 4] y) {
+        [recurrence] last, steps = Loop<
+            body = body (int64 i, bool go, float[] h) => (bool on, float[] new, float[] step) {
+                scaled = Mul(h, factor) added = Add(scaled, x) new = Tanh(added) on = Identity(go) step = Identity(new)
+            }>(trips, yes, x)
+        [mean] mean = ReduceMean<axes = [0], keepdims = 0>(steps)
+        [sum] y = Add(mean, last)
+    }"""
+    onnx_text.write(path, text, ir=9, trips=np.array(3), yes=np.array(True), factor=np.float32(factor))
     return path.name
 
 
@@ -252,15 +246,11 @@ def test_a_module_in_memory_agrees_by_the_names_of_its_parts(tmp_path: Path, mon
 
 
 def test_sequences_of_tensors_are_passed_over(call: Call) -> None:
-    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, (3, 4)) for name in "xy")
-    nodes = [
-        onnx.helper.make_node("SplitToSequence", ["x"], ["rows"], "split", axis=0),
-        onnx.helper.make_node("ConcatFromSequence", ["rows"], ["again"], "concat", axis=0),
-        onnx.helper.make_node("Relu", ["again"], ["y"], "relu"),
-    ]
-    graph = onnx.helper.make_graph(nodes, "net", [x], [y])
-    opset = [onnx.helper.make_opsetid("", 17)]
-    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), "seq.onnx")
+    onnx_text.write("seq.onnx", """(float[3, 4] x) => (float[3, 4] y) {
+        [split] rows = SplitToSequence<axis = 0>(x)
+        [concat] again = ConcatFromSequence<axis = 0>(rows)
+        [relu] y = Relu(again)
+    }""")  # fmt: skip
     rows, _, notes = tables(call, "seq.onnx", "onnxruntime")
     assert [row["layer"] for row in rows] == ["concat", "relu"] and any("outputs agree" in note for note in notes)
 

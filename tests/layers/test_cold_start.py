@@ -10,11 +10,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import onnx
 import pytest
-from onnx import TensorProto, helper
 
 import dyno
+import onnx_text
 from dyno.layers import cold_start
 from dyno.layers.cold_start import COLD, WARM
 from dyno.worker.facts.job import ColdStart
@@ -46,12 +45,8 @@ Refused = Callable[..., str]
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    path = tmp_path_factory.mktemp("cold") / "small.onnx"
-    shape = ["batch", 3, 8, 8]
-    ends = [[helper.make_tensor_value_info(name, TensorProto.FLOAT, shape)] for name in ("input", "output")]
-    graph = helper.make_graph([helper.make_node("Relu", ["input"], ["output"])], "small", *ends)
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=8), path)
-    return path
+    text = "(float[batch, 3, 8, 8] input) => (float[batch, 3, 8, 8] output) { output = Relu(input) }"
+    return onnx_text.write(tmp_path_factory.mktemp("cold") / "small.onnx", text)
 
 
 @pytest.mark.slow

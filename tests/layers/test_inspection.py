@@ -12,11 +12,11 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 import torch
 
 import dyno
+import onnx_text
 from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.spec import UserError
 
@@ -230,13 +230,8 @@ def test_a_part_of_two_names_has_the_nodes_of_both(call: Call, refused: Refused)
 
 
 def test_a_form_of_a_file_has_the_file_s_own_precision(call: Call) -> None:
-    one = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT16, (1, 8))
-    other = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT16, (1, 8))
-    weights = [onnx.numpy_helper.from_array(np.ones((8, 8), np.float16), "w")]
-    node = onnx.helper.make_node("MatMul", ["x", "w"], ["y"], "product")
-    graph = onnx.helper.make_graph([node], "net", [one], [other], weights)
-    opset = [onnx.helper.make_opsetid("", 17)]
-    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), "half.onnx")
+    text = "(float16[1, 8] x) => (float16[1, 8] y) { [product] y = MatMul(x, w) }"
+    onnx_text.write("half.onnx", text, w=np.ones((8, 8), np.float16))
     notes = tables(call, "half.onnx", "onnxruntime", "onnxruntime/fp32")["aligned"]["notes"]
     titles = [note.partition(":")[0] for note in notes if "64 parameters" in note]
     assert titles[1].endswith(" fp16") and titles[2].startswith("ONNX Runtime") and not titles[2].endswith(" fp16")

@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import dyno
+import onnx_text
 from dyno.layers import forms
 from dyno.runner.device_lock import launch_in_turn
 from dyno.study import defaults
@@ -118,25 +119,18 @@ def test_a_file_runs_in_its_usual_backend_by_the_names_in_it(call: Call, net: st
 
 
 def test_nodes_without_a_name_have_their_times(call: Call, tmp_path: Path) -> None:
-    def value(name: str, *shape: int, kind: int = onnx.TensorProto.FLOAT) -> Any:
-        return onnx.helper.make_tensor_value_info(name, kind, shape)
-
-    branch = [onnx.helper.make_graph([onnx.helper.make_node("Erf", ["a"], [name])], name, [], [value(name, 8, 8)])
-              for name in ("then", "else")]  # fmt: skip
-    nodes = [
-        onnx.helper.make_node("Erf", ["x"], ["a"]),
-        onnx.helper.make_node("Transpose", ["a"], ["turned"], perm=[1, 0]),
-        onnx.helper.make_node("Cos", ["turned"], ["b"]),
-        onnx.helper.make_node("If", ["yes"], ["c"], then_branch=branch[0], else_branch=branch[1]),
-        onnx.helper.make_node("Atan", ["c"], ["d"]),
-        onnx.helper.make_node("Add", ["b", "d"], ["y"]),
-    ]
-    inputs = [value("x", 8, 8), value("yes", kind=onnx.TensorProto.BOOL)]
-    graph = onnx.helper.make_graph(nodes, "net", inputs, [value("y", 8, 8)])
-    opset = [onnx.helper.make_opsetid("", 17)]
-    onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), tmp_path / "net.onnx")
+    model = onnx_text.model("""(float[8, 8] x, bool yes) => (float[8, 8] y) {
+        a = Erf(x)
+        turned = Transpose<perm = [1, 0]>(a)
+        b = Cos(turned)
+        c = If<then_branch = then () => (float[8, 8] then) { then = Erf(a) },
+               else_branch = else () => (float[8, 8] else) { else = Erf(a) }>(yes)
+        d = Atan(c)
+        y = Add(b, d)
+    }""")  # fmt: skip
+    onnx.save(model, tmp_path / "net.onnx")
     by_form, _ = tables(call, "net.onnx", "--top", 0, "--order", "graph")
-    types = [node.op_type for node in nodes]
+    types = [node.op_type for node in model.graph.node]
     assert sorted(row["type"] for row in by_form["ONNX"]) == sorted(types)
     assert not any(row["remark"] for row in by_form["ONNX"])  # the Transpose is the model's own
     code, out, err = call("inspect", "net.onnx", "onnxruntime")

@@ -7,7 +7,10 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
+
+import onnx_text
 
 SLOW = """
 import onnxruntime
@@ -24,22 +27,14 @@ onnxruntime.InferenceSession = Slow
 @pytest.fixture
 def chain() -> Callable[..., Path]:
     """`chain(path, length)`: as many products with a matrix that is its own inverse: all even lengths agree."""
-    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnx")
 
     def write(path: Path, length: int, width: int = 64) -> Path:
-        import numpy as np
-
-        swap = np.eye(width, dtype=np.float32)[::-1].copy()
-        nodes = [onnx.helper.make_node("MatMul", [f"x{k}", "swap"], [f"x{k + 1}"]) for k in range(length)]
-        shape = ["batch", 3, width, width]
-        ends = [
-            onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape) for name in ("x0", f"x{length}")
-        ]
-        graph = onnx.helper.make_graph(nodes, "g", ends[:1], ends[1:], [onnx.numpy_helper.from_array(swap, "swap")])
+        text = " ".join(f"x{k + 1} = MatMul(x{k}, swap)" for k in range(length))
+        ends = [f"(float[batch, 3, {width}, {width}] {name})" for name in ("x0", f"x{length}")]
         path.parent.mkdir(parents=True, exist_ok=True)
-        opset = [onnx.helper.make_opsetid("", 17)]
-        onnx.save(onnx.helper.make_model(graph, opset_imports=opset, ir_version=8), path)
-        return path
+        swap = np.eye(width, dtype=np.float32)[::-1].copy()
+        return onnx_text.write(path, f"{ends[0]} => {ends[1]} {{ {text} }}", swap=swap)
 
     return write
 

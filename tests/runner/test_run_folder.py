@@ -8,8 +8,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
+import onnx_text
 from dyno import Study, load
 from dyno.results.trial_result import Form, forms
 
@@ -35,13 +37,11 @@ FAKE = ["--backends", "fake@latency_ms=0.1", *SHORT]
 
 def net(path: Path, factor: float = 2.0, name: str = "input", width: int = 8, graph: str = "g") -> Path:
     """y = factor * x on images of 1 x 1 x 8 x width with a free batch."""
-    onnx = pytest.importorskip("onnx")
-    ends = [onnx.helper.make_tensor_value_info(n, 1, ["n", 1, 8, width]) for n in (name, "y")]
-    node = onnx.helper.make_node("Mul", [name, "factor"], ["y"])
-    weights = [onnx.helper.make_tensor("factor", 1, [], [factor])]
-    made = onnx.helper.make_graph([node], graph, ends[:1], ends[1:], weights)
-    opset = [onnx.helper.make_opsetid("", 17)]
-    onnx.save(onnx.helper.make_model(made, opset_imports=opset, ir_version=9), path)
+    pytest.importorskip("onnx")
+    text = f"(float[n, 1, 8, {width}] {name}) => (float[n, 1, 8, {width}] y) {{ y = Mul({name}, factor) }}"
+    model = onnx_text.model(text, ir=9, factor=np.float32(factor))
+    model.graph.name = graph
+    path.write_bytes(model.SerializeToString())
     return path
 
 

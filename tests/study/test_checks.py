@@ -11,6 +11,7 @@ import pytest
 import typer
 
 import dyno
+import onnx_text
 from dyno.cli import app, commands, demo
 from dyno.jobs import launcher
 from dyno.study import defaults
@@ -191,13 +192,8 @@ def test_only_near_names_are_suggested(refused: Refused, model: str, line: str) 
 
 @pytest.mark.slow
 def test_a_file_of_one_batch_has_no_others_to_test(refused: Refused, call: Callable[..., Any], tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx")
-    row = onnx.helper.make_tensor_value_info
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [row("x", 1, [2, 16])], [row("y", 1, [2, 16])]
-    )
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(model, tmp_path / "rows.onnx")
+    pytest.importorskip("onnx")
+    onnx_text.write(tmp_path / "rows.onnx", "(float[2, 16] x) => (float[2, 16] y) { y = Relu(x) }")
     code, _, err = call("stress", "rows.onnx", "--batches", "min,max", "--out", "r")
     assert code == 2 and "rows takes only batch 2, and a stress test changes it; export or build it with a " in err
     assert not (tmp_path / "r").exists()

@@ -9,9 +9,10 @@ import numpy as np
 import onnx
 import onnxruntime
 import pytest
-from onnx import TensorProto, helper, numpy_helper
+from onnx import TensorProto, helper
 from onnx.reference import ReferenceEvaluator
 
+import onnx_text
 from dyno.store import copy, sha256_of
 from dyno.worker.layers.graph import read_graph as read_layers
 from dyno.worker.onnx_graph import graph_facts as onnx_weights
@@ -28,14 +29,10 @@ def test_a_file_is_of_the_precision_that_its_weights_are_computed_with(
     stored: type, computed: int, precision: str, tmp_path: Path
 ) -> None:
     """Weights may be kept in half precision, and be cast before a product."""
-    turned = helper.make_node("Transpose", ["w"], ["t"])
-    cast = helper.make_node("Cast", ["t"], ["c"], to=computed)
-    product = helper.make_node("MatMul", ["x", "c" if computed else "t"], ["y"])
-    kind = computed or TensorProto.FLOAT16
-    x, y = (helper.make_tensor_value_info(name, kind, (1, 8)) for name in "xy")
-    nodes = [turned, *([cast] if computed else []), product]
-    graph = helper.make_graph(nodes, "net", [x], [y], [numpy_helper.from_array(np.ones((8, 8), stored), "w")])
-    onnx.save(helper.make_model(graph), tmp_path / "net.onnx")
+    kind = "float" if computed == TensorProto.FLOAT else "float16"
+    product = f"c = Cast<to = {computed}>(t) y = MatMul(x, c)" if computed else "y = MatMul(x, t)"
+    text = f"({kind}[1, 8] x) => ({kind}[1, 8] y) {{ t = Transpose(w) {product} }}"
+    onnx_text.write(tmp_path / "net.onnx", text, w=np.ones((8, 8), stored))
     assert read_facts(str(tmp_path / "net.onnx")).precision == precision
 
 
@@ -89,13 +86,8 @@ def test_a_split_that_only_names_the_number_of_its_parts_goes_back_to_opset_17(c
 @pytest.fixture
 def weighty(tmp_path: Path) -> Path:
     """y = x + w, with w in weights.bin."""
-    h, kind = onnx.helper, onnx.TensorProto.FLOAT
-    x, y = (h.make_tensor_value_info(name, kind, [256]) for name in "xy")
-    w = onnx.numpy_helper.from_array(np.arange(256, dtype=np.float32), "w")
-    model = h.make_model(
-        h.make_graph([h.make_node("Add", ["x", "w"], ["y"])], "g", [x], [y], [w]),
-        opset_imports=[h.make_opsetid("", 18)], ir_version=9,
-    )  # fmt: skip
+    w = np.arange(256, dtype=np.float32)
+    model = onnx_text.model("(float[256] x) => (float[256] y) { y = Add(x, w) }", opset=18, ir=9, w=w)
     path = tmp_path / "m.onnx"
     onnx.save(model, path, save_as_external_data=True, location="weights.bin", size_threshold=0)
     return path

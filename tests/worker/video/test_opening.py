@@ -29,7 +29,7 @@ def test_a_pyav_that_is_too_old_is_not_used(tmp_path: Path, monkeypatch: pytest.
     source = opening.open_source(str(clip), VideoOptions())
     assert isinstance(source, VideoSource) and isinstance(opening.open_sink(out, source, ""), VideoSink)
     assert not opening.describe_old_pyav()
-    monkeypatch.setattr(opening.list_metadata, "version", lambda name: "17.0.1")
+    monkeypatch.setattr(opening.metadata, "version", lambda name: "17.0.1")
     source = opening.open_source(str(clip), VideoOptions())
     assert isinstance(source, CaptureSource) and isinstance(opening.open_sink(out, source, ""), WriterSink)
     assert len(list(source.read())) == 3
