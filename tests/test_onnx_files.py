@@ -425,16 +425,9 @@ def test_a_class_map_s_changed_pixels_are_labels_in_every_comparison(call: Call,
         assert row["labels_changed"] == pytest.approx(100 * differs, abs=0.1)
 
 
-def saved(nodes: list[Any], inputs: dict[str, list[Any]], outs: dict[str, list[Any]], **stored: np.ndarray) -> Any:
-    """A graph that is net.onnx too; inputs are whole numbers where their name says ids or mask."""
-    whole = ("ids", "mask")
-    ends = [
-        [h.make_tensor_value_info(name, KINDS.INT64 if name.endswith(whole) else KINDS.FLOAT, shape) for name, shape in
-         side.items()] for side in (inputs, outs)
-    ]  # fmt: skip
-    arrays = [numpy_helper.from_array(array, name) for name, array in stored.items()]
-    graph = h.make_graph(nodes, "net", *ends, arrays)
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+def saved(text: str, **stored: np.ndarray) -> Any:
+    """The model of a text, which is net.onnx too."""
+    model = onnx_text.model(text, **stored)
     onnx.save(model, "net.onnx")
     return model
 
@@ -442,17 +435,12 @@ def saved(nodes: list[Any], inputs: dict[str, list[Any]], outs: dict[str, list[A
 def recurrent(last: bool = True) -> Any:
     """An LSTM as ONNX has it: time x batch x features; of all steps, or the scores of the last one."""
     rng = np.random.default_rng(0)
-    stored = {
-        "w": rng.standard_normal((1, 32, 3)),
-        "r": rng.standard_normal((1, 32, 8)),
-        "g": rng.standard_normal((8, 5)),
-    }
-    names = ["", "s0"] if last else ["s0"]
-    nodes = [h.make_node("LSTM", ["x", "w", "r"], names, hidden_size=8), h.make_node("Squeeze", ["s0", "one"], ["s"]),
-             h.make_node("MatMul", ["s", "g"], ["y"])]  # fmt: skip
-    arrays = {name: array.astype(np.float32) for name, array in stored.items()}
-    shape = ["batch", 5] if last else ["time", "batch", 5]
-    return saved(nodes, {"x": ["time", "batch", 3]}, {"y": shape}, one=np.array([0 if last else 1]), **arrays)
+    stored = {"w": (1, 32, 3), "r": (1, 32, 8), "g": (8, 5)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in stored.items()}
+    text = f"""(float[time, batch, 3] x) => (float[{"" if last else "time, "}batch, 5] y) {{
+        {", s0" if last else "s0"} = LSTM<hidden_size = 8>(x, w, r) s = Squeeze(s0, one) y = MatMul(s, g)
+    }}"""
+    return saved(text, one=np.array([0 if last else 1]), **arrays)
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -482,11 +470,11 @@ def test_numbers_for_a_batch_behind_the_time_are_that_many_sequences(call: Call)
 
 
 def test_a_graph_with_a_batch_of_one_inside_fails_at_larger_ones(call: Call) -> None:
-    rng = np.random.default_rng(0)
-    nodes = [h.make_node("Reshape", ["x", "shape"], ["f"]), h.make_node("MatMul", ["m", "g"], ["y"])]
-    nodes.insert(1, h.make_node("ReduceMean", ["f"], ["m"], axes=[2], keepdims=0))
-    weights = rng.standard_normal((3, 5)).astype(np.float32)
-    model = saved(nodes, {"x": ["batch", 3, 8, 8]}, {"y": ["batch", 5]}, shape=np.array([1, 3, -1]), g=weights)
+    weights = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+    text = """(float[batch, 3, 8, 8] x) => (float[batch, 5] y) {
+        f = Reshape(x, shape) m = ReduceMean<axes = [2], keepdims = 0>(f) y = MatMul(m, g)
+    }"""
+    model = saved(text, shape=np.array([1, 3, -1]), g=weights)
     (one,) = onnx.reference.ReferenceEvaluator(model).run(None, {"x": np.ones((4, 3, 8, 8), np.float32)})
     assert one.shape == (1, 5), "onnx.reference mixes them too"
     code, _, _ = call("run", "net.onnx", *QUICK, "--batch", "1,4", "--out", "run")
@@ -498,15 +486,16 @@ def test_a_graph_with_a_batch_of_one_inside_fails_at_larger_ones(call: Call) -> 
 
 def decoder() -> None:
     """A step of attention that appends its keys to a cache of 4 heads, which look like channels."""
-    rng = np.random.default_rng(0)
-    nodes = [h.make_node("Gather", ["e", "ids"], ["x"]), h.make_node("Unsqueeze", ["x", "one"], ["k0"]),
-             h.make_node("Expand", ["k0", "heads"], ["k"]),
-             h.make_node("Concat", ["past_key", "k"], ["present_key"], axis=2),
-             h.make_node("ReduceSum", ["present_key", "axes"], ["y"], keepdims=0)]  # fmt: skip
-    cache, new = ["batch", 4, "past_length", 8], ["batch", 4, "past_length + sequence_length", 8]
-    saved(nodes, {"ids": ["batch", "sequence_length"], "past_key": cache}, {"y": ["batch", 8], "present_key": new},
-          e=rng.standard_normal((10, 8)).astype(np.float32), one=np.array([1]), heads=np.array([1, 4, 1, 1]),
-          axes=np.array([1, 2]))  # fmt: skip
+    text = """(int64[batch, sequence_length] ids, float[batch, 4, past_length, 8] past_key)
+        => (float[batch, 8] y, float[batch, 4, "past_length + sequence_length", 8] present_key) {
+        x = Gather(e, ids)
+        k0 = Unsqueeze(x, one)
+        k = Expand(k0, heads)
+        present_key = Concat<axis = 2>(past_key, k)
+        y = ReduceSum<keepdims = 0>(present_key, axes)
+    }"""
+    table = np.random.default_rng(0).standard_normal((10, 8)).astype(np.float32)
+    saved(text, e=table, one=np.array([1]), heads=np.array([1, 4, 1, 1]), axes=np.array([1, 2]))
 
 
 @pytest.mark.parametrize("past", [0, 3])
@@ -534,7 +523,7 @@ def test_an_empty_cache_may_come_from_an_array(call: Call) -> None:
 
 def test_a_size_is_for_the_images_of_a_study_alone(call: Call) -> None:
     weights = np.random.default_rng(0).standard_normal((12, 5)).astype(np.float32)
-    saved([h.make_node("MatMul", ["x", "g"], ["y"])], {"x": ["batch", 12]}, {"y": ["batch", 5]}, g=weights)
+    saved("(float[batch, 12] x) => (float[batch, 5] y) { y = MatMul(x, g) }", g=weights)
     onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
     words = ("--backends", "onnxruntime", "--rounds", 1, "--seconds", 0.02, "--size", 16)
     code, _, err = call("run", "net.onnx", "image.onnx", *words, "--out", "run")

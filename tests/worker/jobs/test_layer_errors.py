@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import onnx_text
 from dyno.worker.backend import Backend, Session
 from dyno.worker.backends.onnx_runtime import ONNX_RUNTIME, OnnxRuntime
 from dyno.worker.backends.open_vino import OPENVINO
@@ -26,27 +27,20 @@ FP32 = (1e-3, 1e-3, 1e-8)  # limits: of the error, relative and absolute of clos
 def network(scale: float = 1.0) -> Any:
     """Two convolutions, a difference of branches, a pool and a product, all named; `scale` multiplies a middle tensor
     and is divided out again."""
-    rng, make = np.random.default_rng(0), onnx.helper.make_node
+    rng = np.random.default_rng(0)
     arrays = {
         "w1": rng.standard_normal((8, 3, 3, 3)) / 5, "w2": rng.standard_normal((8, 8, 3, 3)) / 8,
         "w3": rng.standard_normal((8, 8, 3, 3)) / 8, "w4": rng.standard_normal((8, 10)),
         "up": np.array(scale), "down": np.array(1 / scale),
     }  # fmt: skip
-    pads = {"pads": [1, 1, 1, 1]}
-    nodes = [
-        make("Conv", ["x", "w1"], ["c1"], "conv1", **pads), make("Relu", ["c1"], ["r1"], "relu1"),
-        make("Conv", ["r1", "w2"], ["c2"], "conv2", **pads), make("Relu", ["c2"], ["r2"], "relu2"),
-        make("Conv", ["r1", "w3"], ["c3"], "conv3", **pads), make("Sub", ["r2", "c3"], ["d"], "difference"),
-        make("Mul", ["d", "up"], ["u"], "larger"), make("Relu", ["u"], ["v"], "relu3"),
-        make("Mul", ["v", "down"], ["s"], "smaller"),
-        make("GlobalAveragePool", ["s"], ["p"], "pool"), make("Flatten", ["p"], ["f"], "flat"),
-        make("MatMul", ["f", "w4"], ["y"], "product"),
-    ]  # fmt: skip
-    weights = [onnx.numpy_helper.from_array(np.asarray(a, np.float32), name) for name, a in arrays.items()]
-    ends = [onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, shape)
-            for name, shape in (("x", [1, 3, 8, 8]), ("y", [1, 10]))]  # fmt: skip
-    graph = onnx.helper.make_graph(nodes, "net", ends[:1], ends[1:], weights)
-    return onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
+    text = """(float[1, 3, 8, 8] x) => (float[1, 10] y) {
+        [conv1] c1 = Conv<pads = [1, 1, 1, 1]>(x, w1) [relu1] r1 = Relu(c1)
+        [conv2] c2 = Conv<pads = [1, 1, 1, 1]>(r1, w2) [relu2] r2 = Relu(c2)
+        [conv3] c3 = Conv<pads = [1, 1, 1, 1]>(r1, w3) [difference] d = Sub(r2, c3)
+        [larger] u = Mul(d, up) [relu3] v = Relu(u) [smaller] s = Mul(v, down)
+        [pool] p = GlobalAveragePool(s) [flat] f = Flatten(p) [product] y = MatMul(f, w4)
+    }"""
+    return onnx_text.model(text, ir=9, **{name: np.asarray(array, np.float32) for name, array in arrays.items()})
 
 
 def scaled(model: Any, weight: str, factor: float) -> Any:

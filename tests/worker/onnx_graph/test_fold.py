@@ -19,6 +19,7 @@ from onnx import helper as h
 from onnx import numpy_helper
 from torch import nn
 
+import onnx_text
 from dyno.worker.makers.export import fusible
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.fold import folded, lifted
@@ -87,20 +88,16 @@ def test_a_graph_that_nothing_folds_stays_what_it_is(raw: Any, tmp_path: Path, m
 
 
 def test_numbers_of_every_kind_are_lifted_and_initialisers_are_no_inputs() -> None:
-    nodes = [
-        h.make_node("Constant", [], ["one"], value_float=1.5),
-        h.make_node("Constant", [], ["two"], value_floats=[1.0, 2.0]),
-        h.make_node("Constant", [], ["axes"], value_ints=[0]),
-        h.make_node("Constant", [], ["text"], value_string="a"),
-        h.make_node("Constant", [], ["kept"], value_int=3),
-        h.make_node("Mul", ["two", "one"], ["product"]),
-        h.make_node("Add", ["product", "w"], ["sum"]),
-        h.make_node("ReduceSum", ["sum", "axes"], ["y"], keepdims=0),
-    ]
-    weight = numpy_helper.from_array(np.float32([1, 2]), "w")
-    w, y = h.make_tensor_value_info("w", 1, [2]), h.make_tensor_value_info("y", 1, [])
-    kept = h.make_tensor_value_info("kept", onnx.TensorProto.INT64, [])
-    model = h.make_model(h.make_graph(nodes, "all", [w], [y, kept], [weight]), ir_version=3)
+    model = onnx_text.model("""(float[2] w) => (float y, int64 kept) {
+        one = Constant<value_float = 1.5>()
+        two = Constant<value_floats = [1.0, 2.0]>()
+        axes = Constant<value_ints = [0]>()
+        text = Constant<value_string = "a">()
+        kept = Constant<value_int = 3>()
+        product = Mul(two, one)
+        sum = Add(product, w)
+        y = ReduceSum<keepdims = 0>(sum, axes)
+    }""", ir=3, w=np.float32([1, 2]))  # fmt: skip
     made = lifted(model)
     assert {t.name: numpy_helper.to_array(t).tolist() for t in made.graph.initializer} == {
         "w": [1, 2], "one": 1.5, "two": [1, 2], "axes": [0]
@@ -114,21 +111,16 @@ def test_numbers_of_every_kind_are_lifted_and_initialisers_are_no_inputs() -> No
 @pytest.mark.parametrize("shared", [False, True])
 def test_a_batch_norm_behind_a_linear_layer_goes_into_its_weights(tmp_path: Path, shared: bool) -> None:
     """As LeViT has them: the norm sees [rows, columns]. A product that others read too keeps its own values."""
-    columns = [("scale", 1 + RNG.random(5)), ("bias", RNG.random(5)), ("mean", RNG.random(5)), ("var", RNG.random(5))]
-    weights = [("w", RNG.standard_normal((8, 5))), *columns]
-    nodes = [
-        h.make_node("MatMul", ["x", "w"], ["product"]),
-        h.make_node("Reshape", ["product", "rows"], ["flat"]),
-        h.make_node("BatchNormalization", ["flat", "scale", "bias", "mean", "var"], ["normed"], name="norm"),
-        h.make_node("Relu", ["product" if shared else "normed"], ["z"]),
-    ]
-    stored = [numpy_helper.from_array(array.astype(np.float32), name) for name, array in weights]
-    stored.append(numpy_helper.from_array(np.array([-1, 5]), "rows"))
-    io = [h.make_tensor_value_info("x", 1, [2, 3, 8, 8])]
-    sizes = {"normed": [48, 5], "z": [2, 3, 8, 5] if shared else [48, 5]}
-    outs = [h.make_tensor_value_info(name, 1, size) for name, size in sizes.items()]
-    graph = h.make_graph(nodes, "linear", io, outs, stored)
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    columns = {"scale": 1 + RNG.random(5), "bias": RNG.random(5), "mean": RNG.random(5), "var": 1 + RNG.random(5)}
+    weights = {"w": RNG.standard_normal((8, 5)), **columns}
+    text = f"""(float[2, 3, 8, 8] x) => (float[48, 5] normed, float[{"2, 3, 8, 5" if shared else "48, 5"}] z) {{
+        product = MatMul(x, w)
+        flat = Reshape(product, rows)
+        [norm] normed = BatchNormalization(flat, scale, bias, mean, var)
+        z = Relu({"product" if shared else "normed"})
+    }}"""
+    arrays = {name: array.astype(np.float32) for name, array in weights.items()}
+    model = onnx_text.model(text, rows=np.array([-1, 5]), **arrays)
     slim, warnings = folded(model, FEEDS, tmp_path)
     kinds = {node.op_type for node in slim.graph.node}
     assert not warnings and ("BatchNormalization" in kinds) == shared
