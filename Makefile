@@ -9,13 +9,14 @@ READY := $(VENV)/.ready
 OTHER_READY := $(OTHER)/.ready
 RUNS ?= runs
 # The tests run in three processes side by side, since jobs often wait: those of the whole program, those that load engines
-# into the process, and those that start jobs. A file of the first stands with the engines, which it loads; some of the
-# last stand with the first, so that all three end together. They fork what they start from one server.
+# into the process, and those that start jobs. Some files stand with another group than the rest of their folder, so that
+# all three end together. They fork what they start from one server.
 LOADING := tests/test_contract.py
-SERVED := $(addprefix tests/cli/,test_serve_endpoint.py test_serve_outputs.py)
-PROGRAM := $(filter-out $(LOADING),$(wildcard tests/test_*.py)) $(addprefix tests/,cli/comparison datasets sources) $(SERVED)
-ENGINES := $(addprefix tests/,analysis cli/images cli/inside gpu worker) $(LOADING)
-JOBS := $(addprefix tests/,api engine jobs placement planning training) $(filter-out $(SERVED),$(wildcard tests/cli/test_*.py))
+STARTING := $(addprefix tests/,test_api.py test_evaluation.py test_take.py regression/test_calibration.py serving/test_serve_test.py)
+READING := $(addprefix tests/study/,test_in_memory.py test_input_options.py test_study.py)
+PROGRAM := $(filter-out $(LOADING) $(STARTING),$(wildcard $(addsuffix test_*.py,tests/ tests/regression/ tests/serving/))) tests/data $(READING)
+ENGINES := $(addprefix tests/,gpu layers report results trtexec videos worker) $(LOADING)
+JOBS := $(addprefix tests/,cli devices jobs runner training) $(filter-out $(READING),$(wildcard tests/study/test_*.py)) $(STARTING)
 FAST := -q -m "not slow and not gpu"
 
 # A PYTHONPATH or an activated environment of the caller's must not decide what is tested here. The byte-code of what is

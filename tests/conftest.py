@@ -21,11 +21,14 @@ sys.path.insert(0, str(Path(__file__).parent))  # `import yolo_small` works in e
 
 
 import hostile_net
+import onnx_text
 import preloaded as forked
+import synthetic
 from dyno import Study
 from dyno.cli import app
 from dyno.jobs import launcher
 from dyno.report import report
+from dyno.results.trial_result import Results, load_run
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Plan, Runtime, Trial
 from yolo_small import TrainedModel, trained
 
@@ -255,3 +258,31 @@ def refused(call: Callable[..., Any]) -> Callable[..., str]:
         return err[len("dyno: ") : -1]
 
     return run
+
+
+@pytest.fixture
+def onnx_file(tmp_path: Path) -> Path:
+    """y = x + x on 2 x 3 x 8 x 8 images, with nothing free."""
+    pytest.importorskip("onnx")
+    text = "(float[2, 3, 8, 8] input) => (float[2, 3, 8, 8] output) { output = Add(input, input) }"
+    return onnx_text.write(tmp_path / "m.onnx", text, ir=9)
+
+
+@pytest.fixture
+def half_known(tmp_path: Path) -> Path:
+    """Determinants of 2 x 3 x 3 numbers, which ONNX Runtime computes and OpenVINO has no operator for."""
+    pytest.importorskip("onnx")
+    text = "(float[2, 3, 3] x) => (float[2] y) { positive = Relu(x) y = Det(positive) }"
+    return onnx_text.write(tmp_path / "half.onnx", text, ir=9)
+
+
+@pytest.fixture(scope="session")
+def demo(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """A study like the demo's, with every way a trial can end."""
+    return load_run(synthetic.write_run(tmp_path_factory.mktemp("runs") / "demo", synthetic.demo()))
+
+
+@pytest.fixture(scope="session")
+def hostile_names(tmp_path_factory: pytest.TempPathFactory) -> Results:
+    """A study whose names want to break HTML, Markdown and SVG."""
+    return load_run(synthetic.write_run(tmp_path_factory.mktemp("runs") / "hostile", synthetic.hostile()))

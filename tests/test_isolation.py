@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import onnx_text
 from dyno import Study, store
 from dyno.jobs.launcher import MAIN
 from dyno.jobs.progress import Progress
@@ -29,26 +30,14 @@ Command = Callable[..., "subprocess.CompletedProcess[str]"]
 @pytest.fixture(scope="module")
 def onnx_file(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A small network with a free batch: convolution, pooling, ten classes."""
-    onnx = pytest.importorskip("onnx")
-    helper, rng = onnx.helper, np.random.default_rng(0)
-    nodes = [
-        helper.make_node("Conv", ["input", "w"], ["c"], pads=[1, 1, 1, 1]),
-        helper.make_node("Relu", ["c"], ["r"]),
-        helper.make_node("GlobalAveragePool", ["r"], ["p"]),
-        helper.make_node("Flatten", ["p"], ["f"]),
-        helper.make_node("Gemm", ["f", "m"], ["output"]),
-    ]
+    pytest.importorskip("onnx")
+    rng = np.random.default_rng(0)
     weights = {"w": (16, 3, 3, 3), "m": (16, 10)}
-    stored = [
-        onnx.numpy_helper.from_array(rng.standard_normal(shape).astype(np.float32), name)
-        for name, shape in weights.items()
-    ]
-    image = helper.make_tensor_value_info("input", onnx.TensorProto.FLOAT, ["batch", 3, 16, 16])
-    out = helper.make_tensor_value_info("output", onnx.TensorProto.FLOAT, ["batch", 10])
-    graph = helper.make_graph(nodes, "net", [image], [out], stored)
-    path = tmp_path_factory.mktemp("isolated") / "net.onnx"
-    onnx.save(helper.make_model(graph, opset_imports=[helper.make_opsetid("", 17)], ir_version=9), path)
-    return path
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in weights.items()}
+    text = """(float[batch, 3, 16, 16] input) => (float[batch, 10] output) {
+        c = Conv<pads = [1, 1, 1, 1]>(input, w) r = Relu(c) p = GlobalAveragePool(r) f = Flatten(p) output = Gemm(f, m)
+    }"""
+    return onnx_text.write(tmp_path_factory.mktemp("isolated") / "net.onnx", text, ir=9, **arrays)
 
 
 def found(folder: Path) -> dict[str, tuple[dict[str, Any], Record, np.ndarray]]:
@@ -202,15 +191,12 @@ def test_a_stored_job_runs_again_by_hand(
 @pytest.mark.slow
 def test_a_conversion_on_a_full_disk_is_no_failed_conversion(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """OpenVINO says "basic_ios::clear: iostream error" then, and removes what it wrote: another route was tried."""
-    onnx = pytest.importorskip("onnx")
+    pytest.importorskip("onnx")
     pytest.importorskip("openvino")
-    weights = onnx.numpy_helper.from_array(np.random.default_rng(0).random((64, 20_000), np.float32), "w")
-    ends = [onnx.helper.make_tensor_value_info(*end) for end in (("x", 1, [1, 64]), ("y", 1, [1, 20_000]))]
-    graph = onnx.helper.make_graph(
-        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"])], "g", ends[:1], ends[1:], [weights]
+    weights = np.random.default_rng(0).random((64, 20_000), np.float32)
+    onnx_text.write(
+        tmp_path / "m.onnx", "(float[1, 64] x) => (float[1, 20000] y) { y = MatMul(x, w) }", ir=9, w=weights
     )
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
-    onnx.save(model, tmp_path / "m.onnx")
     monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
     (planned,) = expand(Study(models=(str(tmp_path / "m.onnx"),), backends=("openvino",)))
     files = Files(Progress(quiet=True))

@@ -22,6 +22,7 @@ from onnx.reference import ReferenceEvaluator
 from PIL import Image
 
 import dyno
+import onnx_text
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -108,13 +109,9 @@ def test_calibration_images_alone_are_enough_for_int8(call: Call, photos: Path) 
 
 def test_calibration_images_alone_are_enough_for_a_detector(call: Call, photos: Path) -> None:
     """Its boxes are in pixels of the image before the letterbox, so sizes are kept."""
-    shape = numpy_helper.from_array(np.array([0, 6, -1]), "shape")
-    weight = numpy_helper.from_array(np.random.default_rng(0).standard_normal((6, 3, 1, 1), np.float32), "w")
-    nodes = [h.make_node("Conv", ["image", "w"], ["c"]), h.make_node("Reshape", ["c", "shape"], ["boxes"])]
-    ends = [h.make_tensor_value_info(name, KINDS.FLOAT, dims)
-            for name, dims in (("image", ["n", 3, 24, 24]), ("boxes", ["n", 6, 576]))]  # fmt: skip
-    graph = h.make_graph(nodes, "detector", ends[:1], ends[1:], [weight, shape])
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    text = "(float[n, 3, 24, 24] image) => (float[n, 6, 576] boxes) { c = Conv(image, w) boxes = Reshape(c, shape) }"
+    weight = np.random.default_rng(0).standard_normal((6, 3, 1, 1), np.float32)
+    model = onnx_text.model(text, w=weight, shape=np.array([0, 6, -1]))
     found = measured(call, model, "--task", "detect", "--classes", 2, "--calibration", photos)
     assert [row["status"] for row in found] == ["ok"] * 2
 
@@ -173,10 +170,7 @@ def test_files_that_are_none_stop_the_study_in_one_line(call: Call, photos: Path
         Path("net.onnx").write_bytes(content)
         code, _, err = call("run", "net.onnx", *QUICK)
         assert code == 2 and said in err and err.count("\n") == 1
-    vector = h.make_tensor_value_info("v", KINDS.FLOAT, ["n", 4])
-    out = h.make_tensor_value_info("y", KINDS.FLOAT, ["n", 4])
-    graph = h.make_graph([h.make_node("Relu", ["v"], ["y"])], "vector", [vector], [out])
-    onnx.save(h.make_model(graph, ir_version=8, opset_imports=[h.make_opsetid("", 17)]), "net.onnx")
+    onnx_text.write("net.onnx", "(float[n, 4] v) => (float[n, 4] y) { y = Relu(v) }")
     code, _, err = call("run", "net.onnx", *QUICK, "--data", photos)
     assert code == 2 and "has no image input (N x C x H x W) that images could be fed to; omit --data" in err
 
@@ -327,13 +321,9 @@ def test_a_part_that_lies_in_branches_is_named_where_the_rest_is_quantised(call:
 
 def test_without_a_layer_that_multiplies_no_precision_is_confirmed(call: Call) -> None:
     """An image of bytes, a boolean and integers are no INT8."""
-    nodes = [h.make_node("Cast", ["image"], ["x"], to=KINDS.FLOAT), h.make_node("GlobalAveragePool", ["x"], ["m"]),
-             h.make_node("Greater", ["m", "one"], ["flag"]), h.make_node("Where", ["flag", "m", "one"], ["y"])
-    ]  # fmt: skip
-    image = h.make_tensor_value_info("image", KINDS.UINT8, ["n", 3, 8, 8])
-    y = h.make_tensor_value_info("y", KINDS.FLOAT, ["n", 3, 1, 1])
-    graph = h.make_graph(nodes, "net", [image], [y], [numpy_helper.from_array(np.float32(1), "one")])
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    model = onnx_text.model("""(uint8[n, 3, 8, 8] image) => (float[n, 3, 1, 1] y) {
+        x = Cast<to = 1>(image) m = GlobalAveragePool(x) flag = Greater(m, one) y = Where(flag, m, one)
+    }""", one=np.float32(1))  # fmt: skip
     found = measured(call, model)
     assert {(row["precision"], row["precision_ok"], row["ran_as"]) for row in found} == {("fp32", "unconfirmed", "")}
     code, out, _ = call("show", "run")
@@ -366,10 +356,7 @@ def _hub(folder: Path, files: dict[str, Path]) -> Path:
 
 def test_files_in_the_hub_s_cache_run_under_their_own_names(call: Call, tmp_path: Path) -> None:
     weights = np.random.default_rng(0).standard_normal((16, 16)).astype(np.float32)
-    io = [h.make_tensor_value_info(name, KINDS.FLOAT, ["batch", 16]) for name in "xy"]
-    nodes = [h.make_node("MatMul", ["x", "w"], ["m"]), h.make_node("Relu", ["m"], ["y"])]
-    graph = h.make_graph(nodes, "g", io[:1], io[1:], [numpy_helper.from_array(weights, "w")])
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+    model = onnx_text.model("(float[batch, 16] x) => (float[batch, 16] y) { m = MatMul(x, w) y = Relu(m) }", w=weights)
     onnx.save(model, tmp_path / "single.onnx")
     beside = {"save_as_external_data": True, "location": "data/apart.bin", "size_threshold": 0}
     (tmp_path / "data").mkdir()
@@ -438,16 +425,9 @@ def test_a_class_map_s_changed_pixels_are_labels_in_every_comparison(call: Call,
         assert row["labels_changed"] == pytest.approx(100 * differs, abs=0.1)
 
 
-def saved(nodes: list[Any], inputs: dict[str, list[Any]], outs: dict[str, list[Any]], **stored: np.ndarray) -> Any:
-    """A graph that is net.onnx too; inputs are whole numbers where their name says ids or mask."""
-    whole = ("ids", "mask")
-    ends = [
-        [h.make_tensor_value_info(name, KINDS.INT64 if name.endswith(whole) else KINDS.FLOAT, shape) for name, shape in
-         side.items()] for side in (inputs, outs)
-    ]  # fmt: skip
-    arrays = [numpy_helper.from_array(array, name) for name, array in stored.items()]
-    graph = h.make_graph(nodes, "net", *ends, arrays)
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 17)], ir_version=8)
+def saved(text: str, **stored: np.ndarray) -> Any:
+    """The model of a text, which is net.onnx too."""
+    model = onnx_text.model(text, **stored)
     onnx.save(model, "net.onnx")
     return model
 
@@ -455,17 +435,12 @@ def saved(nodes: list[Any], inputs: dict[str, list[Any]], outs: dict[str, list[A
 def recurrent(last: bool = True) -> Any:
     """An LSTM as ONNX has it: time x batch x features; of all steps, or the scores of the last one."""
     rng = np.random.default_rng(0)
-    stored = {
-        "w": rng.standard_normal((1, 32, 3)),
-        "r": rng.standard_normal((1, 32, 8)),
-        "g": rng.standard_normal((8, 5)),
-    }
-    names = ["", "s0"] if last else ["s0"]
-    nodes = [h.make_node("LSTM", ["x", "w", "r"], names, hidden_size=8), h.make_node("Squeeze", ["s0", "one"], ["s"]),
-             h.make_node("MatMul", ["s", "g"], ["y"])]  # fmt: skip
-    arrays = {name: array.astype(np.float32) for name, array in stored.items()}
-    shape = ["batch", 5] if last else ["time", "batch", 5]
-    return saved(nodes, {"x": ["time", "batch", 3]}, {"y": shape}, one=np.array([0 if last else 1]), **arrays)
+    stored = {"w": (1, 32, 3), "r": (1, 32, 8), "g": (8, 5)}
+    arrays = {name: rng.standard_normal(shape).astype(np.float32) for name, shape in stored.items()}
+    text = f"""(float[time, batch, 3] x) => (float[{"" if last else "time, "}batch, 5] y) {{
+        {", s0" if last else "s0"} = LSTM<hidden_size = 8>(x, w, r) s = Squeeze(s0, one) y = MatMul(s, g)
+    }}"""
+    return saved(text, one=np.array([0 if last else 1]), **arrays)
 
 
 @pytest.mark.parametrize("last", [True, False])
@@ -495,11 +470,11 @@ def test_numbers_for_a_batch_behind_the_time_are_that_many_sequences(call: Call)
 
 
 def test_a_graph_with_a_batch_of_one_inside_fails_at_larger_ones(call: Call) -> None:
-    rng = np.random.default_rng(0)
-    nodes = [h.make_node("Reshape", ["x", "shape"], ["f"]), h.make_node("MatMul", ["m", "g"], ["y"])]
-    nodes.insert(1, h.make_node("ReduceMean", ["f"], ["m"], axes=[2], keepdims=0))
-    weights = rng.standard_normal((3, 5)).astype(np.float32)
-    model = saved(nodes, {"x": ["batch", 3, 8, 8]}, {"y": ["batch", 5]}, shape=np.array([1, 3, -1]), g=weights)
+    weights = np.random.default_rng(0).standard_normal((3, 5)).astype(np.float32)
+    text = """(float[batch, 3, 8, 8] x) => (float[batch, 5] y) {
+        f = Reshape(x, shape) m = ReduceMean<axes = [2], keepdims = 0>(f) y = MatMul(m, g)
+    }"""
+    model = saved(text, shape=np.array([1, 3, -1]), g=weights)
     (one,) = onnx.reference.ReferenceEvaluator(model).run(None, {"x": np.ones((4, 3, 8, 8), np.float32)})
     assert one.shape == (1, 5), "onnx.reference mixes them too"
     code, _, _ = call("run", "net.onnx", *QUICK, "--batch", "1,4", "--out", "run")
@@ -511,15 +486,16 @@ def test_a_graph_with_a_batch_of_one_inside_fails_at_larger_ones(call: Call) -> 
 
 def decoder() -> None:
     """A step of attention that appends its keys to a cache of 4 heads, which look like channels."""
-    rng = np.random.default_rng(0)
-    nodes = [h.make_node("Gather", ["e", "ids"], ["x"]), h.make_node("Unsqueeze", ["x", "one"], ["k0"]),
-             h.make_node("Expand", ["k0", "heads"], ["k"]),
-             h.make_node("Concat", ["past_key", "k"], ["present_key"], axis=2),
-             h.make_node("ReduceSum", ["present_key", "axes"], ["y"], keepdims=0)]  # fmt: skip
-    cache, new = ["batch", 4, "past_length", 8], ["batch", 4, "past_length + sequence_length", 8]
-    saved(nodes, {"ids": ["batch", "sequence_length"], "past_key": cache}, {"y": ["batch", 8], "present_key": new},
-          e=rng.standard_normal((10, 8)).astype(np.float32), one=np.array([1]), heads=np.array([1, 4, 1, 1]),
-          axes=np.array([1, 2]))  # fmt: skip
+    text = """(int64[batch, sequence_length] ids, float[batch, 4, past_length, 8] past_key)
+        => (float[batch, 8] y, float[batch, 4, "past_length + sequence_length", 8] present_key) {
+        x = Gather(e, ids)
+        k0 = Unsqueeze(x, one)
+        k = Expand(k0, heads)
+        present_key = Concat<axis = 2>(past_key, k)
+        y = ReduceSum<keepdims = 0>(present_key, axes)
+    }"""
+    table = np.random.default_rng(0).standard_normal((10, 8)).astype(np.float32)
+    saved(text, e=table, one=np.array([1]), heads=np.array([1, 4, 1, 1]), axes=np.array([1, 2]))
 
 
 @pytest.mark.parametrize("past", [0, 3])
@@ -547,7 +523,7 @@ def test_an_empty_cache_may_come_from_an_array(call: Call) -> None:
 
 def test_a_size_is_for_the_images_of_a_study_alone(call: Call) -> None:
     weights = np.random.default_rng(0).standard_normal((12, 5)).astype(np.float32)
-    saved([h.make_node("MatMul", ["x", "g"], ["y"])], {"x": ["batch", 12]}, {"y": ["batch", 5]}, g=weights)
+    saved("(float[batch, 12] x) => (float[batch, 5] y) { y = MatMul(x, g) }", g=weights)
     onnx.save(network(["n", 3, "h", "w"]), "image.onnx")
     words = ("--backends", "onnxruntime", "--rounds", 1, "--seconds", 0.02, "--size", 16)
     code, _, err = call("run", "net.onnx", "image.onnx", *words, "--out", "run")

@@ -46,7 +46,7 @@ SHORT = {
     "--inputs": ("4", ("run", "agree")),
     "--iterations": ("5", ("stress",)),
     "--duration": ("1s", ("serve-test",)),
-    "--rate": ("10", ("serve-test",)),  # tests/cli/test_serve_test.py searches the highest
+    "--rate": ("10", ("serve-test",)),  # tests/serving/test_serve_test.py searches the highest
     "--threads": (
         "1",
         ("run", "serve-test", "time", "stress", "eval", "agree", "train", "profile", "explain"),
@@ -66,7 +66,7 @@ NETWORKS = {
 # The beginning of a command that another test runs and that takes long.
 ELSEWHERE = {
     "dyno doctor": "tests/test_offline.py runs it; half a minute of torch.compile",
-    "dyno calibrate": "tests/api/test_calibrate.py runs it; three rounds of six processes",
+    "dyno calibrate": "tests/regression/test_calibration.py runs it; three rounds of six processes",
     "dyno export ultralytics:": "tests/test_yolo.py exports one; half a minute",
 }
 PHOTOGRAPHS = "examples/photographs.py"

@@ -1,23 +1,25 @@
-"""What is released: the package builds, its description is valid, and the wheel alone is of use."""
+"""What is released: the package, the containers and the site build, and hold what they name."""
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import sys
 import tarfile
+import tomllib
 import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
 
+import dyno
 import dyno as package
 
 ROOT = Path(__file__).resolve().parents[1]
 Call = Callable[..., str]
-
-pytestmark = pytest.mark.slow
 
 
 def run(*words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
@@ -53,6 +55,7 @@ def bare(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Call:
     return call
 
 
+@pytest.mark.slow
 def test_the_description_is_valid_and_the_version_the_same_everywhere(built: Path) -> None:
     done = run(sys.executable, "-m", "twine", "check", "--strict", *built.iterdir())
     assert done.returncode == 0, done.stdout + done.stderr
@@ -64,6 +67,7 @@ def test_the_description_is_valid_and_the_version_the_same_everywhere(built: Pat
     assert re.search(rf"^## \[{re.escape(version)}\]", (ROOT / "CHANGELOG.md").read_text(), re.M)
 
 
+@pytest.mark.slow
 def test_the_distributions_hold_what_they_need(built: Path) -> None:
     (wheel,), (source,) = built.glob("*.whl"), built.glob("*.tar.gz")
     names = zipfile.ZipFile(wheel).namelist()
@@ -76,6 +80,7 @@ def test_the_distributions_hold_what_they_need(built: Path) -> None:
     assert {"docker/Dockerfile.gpu", "docker/compose.yaml", "docker/runs/.gitignore", ".dockerignore"} <= inside
 
 
+@pytest.mark.slow
 def test_the_wheel_alone_says_what_to_install(bare: Call) -> None:
     assert bare("--version").split()[-1] == package.__version__
     assert "run" in bare("--help")
@@ -85,3 +90,73 @@ def test_the_wheel_alone_says_what_to_install(bare: Call) -> None:
     assert "inference-dyno[report]" in bare("report", results, "-o", "page", code=2)
     assert "inference-dyno[" in bare("run", "torchvision:resnet18", code=2)
     assert "inference-dyno[" in bare("demo", code=2)
+
+
+FILES = sorted((ROOT / "docker").glob("Dockerfile.*"))
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda file: file.suffix[1:])
+def test_an_image_copies_what_there_is_and_installs_extras_that_exist(file: Path) -> None:
+    text = file.read_text()
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (wanted,) = re.findall(r"^ARG EXTRAS=(.*)$", text, re.M)
+    assert set(wanted.split(",")) <= set(extras) and "video" not in wanted, "FFmpeg's parts under the GPL stay out"
+    copied = [each for line in re.findall(r"^COPY (?!--from)(.*) \S+$", text, re.M) for each in line.split()]
+    seen = {line[1:] for line in (ROOT / ".dockerignore").read_text().splitlines() if line.startswith("!")}
+    assert copied and all((ROOT / each).exists() and each in seen for each in copied)
+    assert re.search(r"^USER dyno$", text, re.M) and re.search(r'^HEALTHCHECK .*"dyno", "doctor"', text, re.M)
+
+
+def test_onnx_runtime_for_gpus_has_the_version_of_the_extra() -> None:
+    (extra,) = re.findall(r'"onnxruntime(==[^"]+)"', (ROOT / "pyproject.toml").read_text())
+    assert f"\nARG ORT=onnxruntime-gpu{extra}\n" in (ROOT / "docker/Dockerfile.gpu").read_text()
+
+
+def test_the_services_are_built_from_these_files() -> None:
+    services = yaml.safe_load((ROOT / "docker/compose.yaml").read_text())["services"]
+    built = {
+        (ROOT / "docker" / each["build"]["context"] / each["build"]["dockerfile"]).resolve()
+        for each in services.values()
+    }
+    assert built == set(FILES)
+    assert services["cpu"]["command"][0] == "demo" and "/models:ro" in services["gpu"]["volumes"][1]
+
+
+@pytest.fixture(scope="module")
+def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    place = tmp_path_factory.mktemp("site")
+    done = subprocess.run(
+        [sys.executable, "-m", "mkdocs", "build", "--strict", "--site-dir", place],
+        cwd=ROOT, env={**os.environ, "NO_MKDOCS_2_WARNING": "1"}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "WARNING" not in done.stdout + done.stderr
+    return place
+
+
+@pytest.mark.slow
+def test_every_page_of_the_documentation_is_in_the_menu(site: Path) -> None:
+    pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
+    menu = set(re.findall(r"[\w/-]+(?=\.md$)", (ROOT / "mkdocs.yml").read_text(), re.M))
+    assert {page for page in pages if page != "measured/README"} <= menu
+    assert all((site / f"{page}.html").is_file() for page in menu if page != "measured/README")
+
+
+@pytest.mark.slow
+def test_nothing_is_fetched_from_outside(site: Path) -> None:
+    for page in site.rglob("*.html"):
+        fetched = re.findall(r'<(?:script|img|iframe)[^>]*\bsrc="?(https?:[^" >]*)', page.read_text())
+        fetched += re.findall(r'<link[^>]*rel="?stylesheet"?[^>]*href="?(https?:[^" >]*)', page.read_text())
+        assert not fetched, page.name
+    assert (site / "assets/iframe-worker.js").is_file()
+
+
+@pytest.mark.slow
+def test_the_references_are_made_from_the_code(site: Path) -> None:
+    commands = (site / "reference/commands.html").read_text()
+    for command in ("dyno run", "dyno video", "dyno data imagenet-val"):
+        assert f">{command}<" in commands
+    assert "--rounds" in commands and "--help-all" in commands
+    python = (site / "reference/python.html").read_text()
+    assert all(f'id="{getattr(dyno, name).__module__}.{name}"' in python for name in ("Study", "load", "explain"))
+    assert "Exactly this many rounds" in python and 'id="dyno.api.Study.run"' in python

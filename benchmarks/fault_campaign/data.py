@@ -48,7 +48,7 @@ def _photos(folder: Path) -> Iterator[Subject]:
 
 def _labels(folder: Path) -> Iterator[Subject]:
     import darknet_files
-    from datasets import drawn
+    import drawn
 
     cfg, weights = darknet_files.write(folder, "yolov4-tiny")
     base = ["run", cfg, "--weights", weights, "--backends", "pytorch", "--threads", 1, "--dry-run"]

@@ -11,18 +11,16 @@ from typing import Any
 
 import pytest
 
+import onnx_text
+
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 Refused = Callable[..., str]
 
 
 def test_inputs_that_are_no_images_have_no_size(call: Callable[..., Any], tmp_path: Path) -> None:
-    onnx = pytest.importorskip("onnx")
-    row = onnx.helper.make_tensor_value_info
-    node = onnx.helper.make_node("Relu", ["x"], ["y"])
-    graph = onnx.helper.make_graph([node], "g", [row("x", 1, ["b", 16])], [row("y", 1, ["b", 16])])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=8)
-    onnx.save(model, tmp_path / "rows.onnx")
+    pytest.importorskip("onnx")
+    onnx_text.write(tmp_path / "rows.onnx", "(float[b, 16] x) => (float[b, 16] y) { y = Relu(x) }")
     words = "run", "rows.onnx", "--backends", "onnxruntime", "--rounds", "1", "--samples", "5"
     assert "size" in (listed := call(*words, "--dry-run")[1]) and " 0 " not in listed.splitlines()[1]
     code, out, err = call(*words, "--verbose")

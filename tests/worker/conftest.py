@@ -13,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+import onnx_text
 import preloaded
 from dyno.worker.backend import Session
 from dyno.worker.facts.files import MakerFacts
@@ -116,16 +117,8 @@ def static_file(digits: Digits, tmp_path_factory: pytest.TempPathFactory) -> Pat
 
 @pytest.fixture
 def onnx_file(tmp_path: Path) -> Callable[..., Path]:
-    """Writes an ONNX file from nodes, inputs, outputs and initializers."""
-    import onnx
-
-    def write(nodes: list[Any], inputs: list[Any], outs: list[Any], weights: list[Any] | None = None) -> Path:
-        graph = onnx.helper.make_graph(nodes, "made", inputs, outs, weights or [])
-        made = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=10)
-        onnx.save(made, tmp_path / "made.onnx")
-        return tmp_path / "made.onnx"
-
-    return write
+    """Write the ONNX file of a text and weights."""
+    return lambda text, **weights: onnx_text.write(tmp_path / "made.onnx", text, ir=10, **weights)
 
 
 def _decoded(folder: Path) -> DataSpec:

@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
+import importlib
 import subprocess
 import sys
-from dataclasses import replace
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
 from pathlib import Path
+from types import ModuleType
 
 import pytest
 
-from dyno.worker import backends, registry
+from dyno.worker import backends, plugins, registry
 from dyno.worker.backend import Backend, FileFormat, Maker, Session
+from dyno.worker.option_values import Check, check_values, flag, number, one_of, whole
 from dyno.worker.registry import find, names
-from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial, UserError
+from dyno.worker.spec import Dims, ModelSpec, Option, Runtime, Trial, UserError
 
 TRIAL = Trial(ModelSpec("net", "fake:net"), "fake", "fp32", Dims(1, 4, 4))
 
@@ -111,3 +115,120 @@ def test_what_a_backend_must_offer() -> None:
     for kind in (Backend, Maker, FileFormat, Session):
         with pytest.raises(TypeError, match="abstract"):
             kind()
+
+
+KINDS = """
+from dataclasses import dataclass
+@dataclass
+class Colour:
+    name: str
+    by: str
+"""
+
+
+@dataclass
+class Place:
+    """A package of colours, and where distributions are installed."""
+
+    package: ModuleType
+    kind: type
+    site: Path
+
+    def install(self, name: str, entry_points: str, code: str) -> None:
+        """A distribution as pip leaves one."""
+        (self.site / f"{name}.py").write_text(code)
+        info = self.site / f"{name}-1.0.dist-info"
+        info.mkdir()
+        (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {name}\nVersion: 1.0\n")
+        (info / "entry_points.txt").write_text(f"[test.colours]\n{entry_points}\n")
+        importlib.invalidate_caches()
+
+    def names(self) -> dict[str, str]:
+        return {name: colour.by for name, colour in plugins.declared(self.package, self.kind, "test.colours").items()}
+
+    def broken(self) -> dict[str, str]:
+        return plugins.broken("test.colours", self.kind)
+
+
+@pytest.fixture
+def place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
+    package = tmp_path / "colours"
+    package.mkdir()
+    (tmp_path / "colour_kind.py").write_text(KINDS)
+    (package / "__init__.py").write_text("")
+    (package / "warm.py").write_text("from colour_kind import Colour\nRED = Colour('red', 'own')\nOTHER = 3\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    for cached in ("_load_group", "_read_entry_points"):  # each test installs others
+        monkeypatch.setattr(plugins, cached, getattr(plugins, cached).__wrapped__)
+    kind = importlib.import_module("colour_kind").Colour
+    yield Place(importlib.import_module("colours"), kind, tmp_path)
+    for name in [n for n in sys.modules if n.split(".")[0] in ("colours", "colour_kind", "shop", "bad")]:
+        del sys.modules[name]
+
+
+def test_a_packages_own_objects_and_a_distributions(place: Place) -> None:
+    place.install(
+        "shop",
+        "blue = shop:BLUE\nred = shop:RED",
+        "from colour_kind import Colour\nBLUE = Colour('blue', 'shop')\nRED = Colour('red', 'shop')\n",
+    )
+    assert place.names() == {"red": "own", "blue": "shop"}
+    assert not place.broken()
+
+
+def test_what_cannot_be_loaded_hides_nothing_and_is_named(place: Place) -> None:
+    place.install("bad", "gone = bad:GONE\nraises = bad.no_module:X\nnumber = bad:NUMBER", "NUMBER = 5\n")
+    assert place.names() == {"red": "own"}
+    reasons = place.broken()
+    assert reasons.keys() == {"gone", "raises", "number"}
+    assert "int" in reasons["number"] and "GONE" in reasons["gone"]
+
+
+EVERY = [*registry.names(), "fake"]
+# Text of no fixed form: tactic sources by name, and what hardware an engine is compatible with.
+FREE = {"tactics", "hardware_compatible"}
+
+
+@pytest.mark.parametrize("name", EVERY)
+def test_every_option_says_what_it_may_be(name: str) -> None:
+    found = registry.find(name)
+    assert set(found.options) == set(found.values), "declare `values` beside `options`"
+    for option in set(found.options) - FREE:
+        said = found.values[option]("no such value")
+        assert said and "\n" not in said, option
+        with pytest.raises(UserError, match=f"^{option}=no such value: {name}'s {option} must be "):
+            found.check_options({option: "no such value"})
+
+
+@pytest.mark.parametrize(
+    ("name", "options"),
+    [
+        ("onnxruntime", {"optimization": "basic", "spinning": False, "opset": 17, "keep": 0, "input": "uint8"}),
+        ("openvino", {"streams": 2, "pinning": True, "method": "percentile", "percentile": 99.9}),
+        ("compile", {"mode": "max-autotune", "freeze": False, "channels_last": True}),
+        ("tensorrt", {"profile": "1:8:16|17:32:64", "optimization": 5, "hardware_compatible": True, "tactics": "none"}),
+        ("tensorrt", {"profile": 8, "graph": False, "slots": 2, "route": "flags", "timing_cache": False}),
+        ("tensorrt", {"profile": "x:1x3x8x8,2x3x8x8,4x3x8x8"}),
+        ("torch_tensorrt", {"ir": "dynamo", "profile": "1:2:4", "optimization": 0}),
+    ],
+)
+def test_what_may_be_passes(name: str, options: dict[str, Option]) -> None:
+    registry.find(name).check_options(options)
+
+
+@pytest.mark.parametrize(
+    ("check", "value", "kind"),
+    [
+        (one_of("all", "basic"), "basik", "one of all, basic; did you mean basic?"),
+        (flag, 1, "true or false"),
+        (whole(1), 0, "a whole number of at least 1"),
+        (whole(1), True, "a whole number of at least 1"),
+        (whole(0, 5), 6, "a whole number from 0 to 5"),
+        (whole(0, 5), 2.5, "a whole number from 0 to 5"),
+        (number(50, 100), 101, "a number from 50 to 100"),
+    ],
+)
+def test_checks_in_words(check: Check, value: Option, kind: str) -> None:
+    with pytest.raises(UserError) as e:
+        check_values("engine", {"name": value, "other": "anything"}, {"name": check})
+    assert str(e.value).endswith(f"engine's name must be {kind}")

@@ -10,6 +10,7 @@ import numpy as np
 import onnx
 import pytest
 
+import onnx_text
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.makers.precision import OnnxPrecision
 from dyno.worker.onnx_graph import check
@@ -135,15 +136,10 @@ def test_an_output_that_others_read_too_survives_fp16(digits: Any, tmp_path: Pat
 def test_a_graph_of_an_old_opset_is_brought_to_one_with_a_scale_per_channel(
     digits: Any, tmp_path: Path, operator: str
 ) -> None:
-    h, kind = onnx.helper, onnx.TensorProto.FLOAT
-    x, y = (h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output"))
-    weight = onnx.numpy_helper.from_array(np.ones((1, 1, 3, 3), np.float32), "weight")
-    nodes = [
-        h.make_node("Conv", ["input", "weight"], ["seen"], pads=[1, 1, 1, 1]),
-        h.make_node(operator, ["seen"], ["output"]),
-    ]
-    graph = h.make_graph(nodes, "old", [x], [y], [weight])
-    onnx.save(h.make_model(graph, opset_imports=[h.make_opsetid("", 11)], ir_version=8), tmp_path / "old.onnx")
+    text = f"""(float[batch, 1, 8, 8] input) => (float[batch, 1, 8, 8] output) {{
+        seen = Conv<pads = [1, 1, 1, 1]>(input, weight) output = {operator}(seen)
+    }}"""
+    onnx_text.write(tmp_path / "old.onnx", text, opset=11, weight=np.ones((1, 1, 3, 3), np.float32))
     parent = replace(digits.artifact, path=str(tmp_path / "old.onnx"))
     if operator == "Relu":
         assert onnx.load(quantised(digits, parent, tmp_path / "made", "onnxruntime").path).opset_import[0].version == 13

@@ -155,8 +155,7 @@ def test_a_file_without_description_says_its_shapes_itself(digits: Any) -> None:
 
 
 def test_a_free_dimension_without_a_name_is_fixed_too(onnx_file: Callable[..., Path]) -> None:
-    io = [H.make_tensor_value_info(name, FLOAT, [None, 3]) for name in ("x", "output")]
-    path = onnx_file([H.make_node("Relu", ["x"], ["output"])], io[:1], io[1:])
+    path = onnx_file("(float[?, 3] x) => (float[?, 3] output) { output = Relu(x) }")
     described = Artifact("onnx", str(path), "", 0, "fp32", (Tensor("x", "float32", ("x_0", 3)),), (), 0.0)
     for artifact in (None, described):
         session = OnnxRuntime().load(file_trial(path, batch=2), artifact)
@@ -167,10 +166,8 @@ def test_a_free_dimension_without_a_name_is_fixed_too(onnx_file: Callable[..., P
 
 
 def test_token_ids_and_free_lengths(onnx_file: Callable[..., Path]) -> None:
-    table = onnx.numpy_helper.from_array(np.arange(20, dtype=np.float32).reshape(10, 2), "table")
-    ids = H.make_tensor_value_info("ids", onnx.TensorProto.INT64, ["batch", "length"])
-    out = H.make_tensor_value_info("output", FLOAT, ["batch", "length", 2])
-    path = onnx_file([H.make_node("Gather", ["table", "ids"], ["output"])], [ids], [out], [table])
+    text = "(int64[batch, length] ids) => (float[batch, length, 2] output) { output = Gather(table, ids) }"
+    path = onnx_file(text, table=np.arange(20, dtype=np.float32).reshape(10, 2))
     with pytest.raises(UserError, match="'ids' has a free dimension 'length'"):
         OnnxRuntime().load(file_trial(path), None)
     session = OnnxRuntime().load(file_trial(path, ids=(1, 3)), None)
@@ -180,9 +177,8 @@ def test_token_ids_and_free_lengths(onnx_file: Callable[..., Path]) -> None:
 
 
 def test_an_output_whose_shape_only_the_run_knows(onnx_file: Callable[..., Path]) -> None:
-    x = H.make_tensor_value_info("x", FLOAT, ["batch", 4])
-    out = H.make_tensor_value_info("where", onnx.TensorProto.INT64, [2, "found"])
-    session = OnnxRuntime().load(file_trial(onnx_file([H.make_node("NonZero", ["x"], ["where"])], [x], [out])), None)
+    path = onnx_file("(float[batch, 4] x) => (int64[2, found] where) { where = NonZero(x) }")
+    session = OnnxRuntime().load(file_trial(path), None)
     for row, count in (([0, 1, 0, 1], 2), ([1, 1, 1, 0], 3)):
         session.bind({"x": np.array([row], np.float32)})
         session.run()
@@ -190,8 +186,8 @@ def test_an_output_whose_shape_only_the_run_knows(onnx_file: Callable[..., Path]
 
 
 def test_an_input_that_is_an_output_too(onnx_file: Callable[..., Path]) -> None:
-    x, y = (H.make_tensor_value_info(name, FLOAT, ["batch", 4]) for name in "xy")
-    session = OnnxRuntime().load(file_trial(onnx_file([H.make_node("Relu", ["x"], ["y"])], [x], [y, x])), None)
+    path = onnx_file("(float[batch, 4] x) => (float[batch, 4] y, float[batch, 4] x) { y = Relu(x) }")
+    session = OnnxRuntime().load(file_trial(path), None)
     for row in [0, -1, 0, 1], [-2, 3, 1, 0]:
         given = np.array([row], np.float32)
         session.bind({"x": given})
@@ -201,24 +197,16 @@ def test_an_input_that_is_an_output_too(onnx_file: Callable[..., Path]) -> None:
 
 
 def test_outputs_keep_their_names_whichever_of_them_has_a_shape(onnx_file: Callable[..., Path]) -> None:
-    x = H.make_tensor_value_info("x", FLOAT, [1, 4])
-    body = H.make_graph(
-        [H.make_node("Add", ["h", "h"], ["twice"]), H.make_node("Identity", ["go"], ["on"])], "body",
-        [H.make_tensor_value_info("i", onnx.TensorProto.INT64, []), H.make_tensor_value_info("go", 9, []),
-         H.make_tensor_value_info("h", FLOAT, None)],
-        [H.make_tensor_value_info("on", 9, []), H.make_tensor_value_info("twice", FLOAT, None)],
-    )  # fmt: skip
-    nodes = [H.make_node("NonZero", ["x"], ["where"]), H.make_node("Relu", ["x"], ["relu"]),
-             H.make_node("ReduceSum", ["x"], ["sum"], keepdims=0),
-             H.make_node("Loop", ["trips", "true", "x"], ["looped"], body=body)]  # fmt: skip
-    outputs = [
-        H.make_tensor_value_info("where", onnx.TensorProto.INT64, [2, "found"]),  # the library places it
-        H.make_tensor_value_info("relu", FLOAT, [1, 4]),
-        H.make_tensor_value_info("sum", FLOAT, []),
-        H.make_tensor_value_info("looped", FLOAT, None),  # of unknown rank: described like a scalar
-    ]
-    weights = [onnx.numpy_helper.from_array(np.array(3), "trips"), onnx.numpy_helper.from_array(np.array(True), "true")]
-    session = OnnxRuntime().load(file_trial(onnx_file(nodes, [x], outputs, weights), x=(1, 4)), None)
+    # The library places `where`; `looped` is of unknown rank, and described like a scalar.
+    path = onnx_file("""(float[1, 4] x) => (int64[2, found] where, float[1, 4] relu, float sum, float[] looped) {
+        where = NonZero(x)
+        relu = Relu(x)
+        sum = ReduceSum<keepdims = 0>(x)
+        looped = Loop<body = body (int64 i, bool go, float[] h) => (bool on, float[] twice) {
+            twice = Add(h, h) on = Identity(go)
+        }>(trips, yes, x)
+    }""", trips=np.array(3), yes=np.array(True))  # fmt: skip
+    session = OnnxRuntime().load(file_trial(path, x=(1, 4)), None)
     for row in ([0, 1, 0, -1], [1, -1, 1, 0]):
         session.bind({"x": np.array([row], np.float32)})
         session.run()
@@ -230,14 +218,10 @@ def test_outputs_keep_their_names_whichever_of_them_has_a_shape(onnx_file: Calla
 
 
 def test_memory_that_runs_out_is_a_memory_error(onnx_file: Callable[..., Path]) -> None:
-    size = onnx.numpy_helper.from_array(np.array([1 << 44]), "size")
-    nodes = [
-        H.make_node("ConstantOfShape", ["size"], ["huge"]),
-        H.make_node("ReduceSum", ["huge"], ["sum"], keepdims=0),
-        H.make_node("Add", ["x", "sum"], ["output"]),
-    ]
-    io = [H.make_tensor_value_info(name, FLOAT, ["batch", 2]) for name in ("x", "output")]
-    session = OnnxRuntime().load(file_trial(onnx_file(nodes, io[:1], io[1:], [size])), None)
+    path = onnx_file("""(float[batch, 2] x) => (float[batch, 2] output) {
+        huge = ConstantOfShape(size) sum = ReduceSum<keepdims = 0>(huge) output = Add(x, sum)
+    }""", size=np.array([1 << 44]))  # fmt: skip
+    session = OnnxRuntime().load(file_trial(path), None)
     session.bind({"x": np.zeros((1, 2), np.float32)})
     with pytest.raises(MemoryError, match="could not allocate memory"):
         session.run()
@@ -293,11 +277,8 @@ def test_loading_and_facts_need_numpy_and_onnxruntime_alone(digits: Any, root: P
 
 
 def test_indices_and_conditions_are_no_precision(onnx_file: Callable[..., Path]) -> None:
-    x, out = H.make_tensor_value_info("x", FLOAT, [1, 4]), H.make_tensor_value_info("y", FLOAT, ["some", 1])
-    made = [H.make_node("NonZero", ["x"], ["where"]), H.make_node("Transpose", ["where"], ["pairs"])]
-    session = OnnxRuntime().load(
-        file_trial(onnx_file([*made, H.make_node("GatherND", ["x", "pairs"], ["y"])], [x], [out])), None
-    )
+    text = "{ where = NonZero(x) pairs = Transpose(where) y = GatherND(x, pairs) }"
+    session = OnnxRuntime().load(file_trial(onnx_file("(float[1, 4] x) => (float[some, 1] y)" + text)), None)
     session.bind({"x": np.array([[1, 2, 0, 4]], np.float32)})
     facts = session.facts()
     assert "Transpose" in facts.operators and facts.layers_by_type == {}

@@ -12,7 +12,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import onnx
 import pytest
 
 from dyno.worker.backends import open_vino
@@ -266,15 +265,9 @@ def test_a_fixed_batch_is_refused_at_another(digits: Any, static_file: Path, tmp
 
 
 def test_memory_that_runs_out_is_a_memory_error(digits: Any, onnx_file: Any) -> None:
-    h, kind = onnx.helper, onnx.TensorProto.FLOAT
-    size = onnx.numpy_helper.from_array(np.array([1 << 44]), "size")
-    nodes = [
-        h.make_node("ConstantOfShape", ["size"], ["huge"]),
-        h.make_node("ReduceSum", ["huge"], ["sum"], keepdims=0),
-        h.make_node("Add", ["input", "sum"], ["output"]),
-    ]
-    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
-    path = onnx_file(nodes, io[:1], io[1:], [size])
+    path = onnx_file("""(float[batch, 1, 8, 8] input) => (float[batch, 1, 8, 8] output) {
+        huge = ConstantOfShape(size) sum = ReduceSum<keepdims = 0>(huge) output = Add(input, sum)
+    }""", size=np.array([1 << 44]))  # fmt: skip
     trial: Trial = replace(digits.trial("openvino"), model=ModelSpec("huge", f"file:{path}"))
     with pytest.raises(MemoryError, match="could not allocate memory"):
         OpenVino().load(trial, None)
@@ -329,25 +322,15 @@ def test_no_host_is_looked_up_and_nothing_written_at_home(digits: Any, root: Pat
 def test_a_loop_over_a_number_and_a_condition_run_and_are_no_precision(
     onnx_file: Callable[..., Path], tmp_path: Path
 ) -> None:
-    kinds, value, node = onnx.TensorProto, onnx.helper.make_tensor_value_info, onnx.helper.make_node
-    ways = {
-        name: onnx.helper.make_graph([node(op, ["x"], [name])], name, [], [value(name, kinds.FLOAT, [3])])
-        for name, op in (("up", "Exp"), ("down", "Neg"))
-    }
-    steps = [node("Add", ["state", "state"], ["next"]), node("Identity", ["on"], ["go"])]
-    taken = [value("k", kinds.INT64, []), value("on", kinds.BOOL, []), value("state", kinds.FLOAT, [3])]
-    body = onnx.helper.make_graph(steps, "body", taken, [value("go", kinds.BOOL, []), value("next", kinds.FLOAT, [3])])
-    path = onnx_file(
-        [
-            node("ReduceSum", ["x"], ["sum"], keepdims=0),
-            node("Greater", ["sum", "zero"], ["positive"]),
-            node("If", ["positive"], ["chosen"], then_branch=ways["up"], else_branch=ways["down"]),
-            node("Loop", ["times", "", "chosen"], ["y"], body=body),
-        ],
-        [value("times", kinds.INT64, []), value("x", kinds.FLOAT, [3])],
-        [value("y", kinds.FLOAT, [3])],
-        [onnx.numpy_helper.from_array(np.float32(0), "zero")],
-    )
+    path = onnx_file("""(int64 times, float[3] x) => (float[3] y) {
+        sum = ReduceSum<keepdims = 0>(x)
+        positive = Greater(sum, zero)
+        chosen = If<then_branch = up () => (float[3] up) { up = Exp(x) },
+                    else_branch = down () => (float[3] down) { down = Neg(x) }>(positive)
+        y = Loop<body = body (int64 k, bool on, float[3] state) => (bool go, float[3] next) {
+            next = Add(state, state) go = Identity(on)
+        }>(times, , chosen)
+    }""", zero=np.float32(0))  # fmt: skip
     trial = Trial(ModelSpec("made", f"file:{path}"), "openvino", "fp32", Dims(3, 8, 8), runtime=Runtime(threads=1))
     session = OpenVino().load(trial, None)
     session.bind({"times": np.array(2, np.int64), "x": np.array([-1, -2, -3], np.float32)})
@@ -372,12 +355,10 @@ def test_every_compilation_counts_for_layers_that_it_numbers_anew(
     onnx_file: Callable[..., Path], tmp_path: Path
 ) -> None:
     """OpenVINO makes two layers of an LSTM of two directions, and calls them by a running number."""
-    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, None) for name in "xy")
-    x.CopyFrom(onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, [64, 1, 64]))
-    y.CopyFrom(onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, [64, 2, 1, 64]))
-    node = onnx.helper.make_node("LSTM", ["x", "w", "r"], ["y"], hidden_size=64, direction="bidirectional")
-    weights = [onnx.numpy_helper.from_array(np.full((2, 256, 64), 0.01, np.float32), name) for name in "wr"]
-    path = onnx_file([node], [x], [y], weights)
+    text = """(float[64, 1, 64] x) => (float[64, 2, 1, 64] y) {
+        y = LSTM<hidden_size = 64, direction = "bidirectional">(x, w, r)
+    }"""
+    path = onnx_file(text, **dict.fromkeys("wr", np.full((2, 256, 64), 0.01, np.float32)))
     trial = Trial(ModelSpec("made", f"file:{path}"), "openvino", "fp32", Dims(1, 8, 8), runtime=Runtime(threads=1))
     session = OpenVino().load(trial, None)
     times = session.profile(5)
@@ -387,8 +368,8 @@ def test_every_compilation_counts_for_layers_that_it_numbers_anew(
 
 def test_an_input_that_is_an_output_too(digits: Any, onnx_file: Callable[..., Path], tmp_path: Path) -> None:
     """OpenVINO's converter gives such a graph another input, which nobody would feed."""
-    x, y = (onnx.helper.make_tensor_value_info(name, onnx.TensorProto.FLOAT, ["batch", 1, 8, 8]) for name in "xy")
-    path = onnx_file([onnx.helper.make_node("Relu", ["x"], ["y"])], [x], [y, x])
+    ends = "(float[batch, 1, 8, 8] x) => (float[batch, 1, 8, 8] y, float[batch, 1, 8, 8] x)"
+    path = onnx_file(ends + "{ y = Relu(x) }")
     parent = replace(digits.artifact, path=str(path))
     session = load(digits, ir(digits, tmp_path, parent))
     assert [tensor.name for tensor in session.inputs] == ["x"]

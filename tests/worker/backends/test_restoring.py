@@ -1,15 +1,23 @@
-"""A module that writes into its inputs gets the same ones before each run, timed or watched; others are left alone."""
+"""PyTorch: inputs that a module writes into are restored before each run, and torch 2.2 serves as the newest does.
+
+DYNO_TORCH22_PYTHON names an interpreter that has torch 2.2, torchvision 0.17 and numpy 1.26.
+"""
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
 
+from dyno.worker import main
 from dyno.worker.backend import Session
+from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.registry import find
-from dyno.worker.spec import Dims, ModelSpec, Runtime, Trial
+from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Plan, Runtime, Trial, to_json
 
 NET = '''
 from torch import nn
@@ -85,3 +93,67 @@ def test_inputs_that_nothing_writes_into_are_left_alone() -> None:
     assert session.restoring(feed) is None
     session.run()
     assert np.array_equal(session.fetch()["output"], first, equal_nan=True)
+
+
+PYTHON = os.environ.get("DYNO_TORCH22_PYTHON", "")
+
+PLAN = Plan(boundaries=("model", "all"), warmup_s=0.05, seconds=0.05, rounds=1)
+MODELS = (
+    ModelSpec("resnet18", "torchvision:resnet18"),
+    ModelSpec("mobilenet", "torchvision:mobilenet_v3_small"),
+    ModelSpec("swin", "torchvision:swin_t"),  # truncated normal weights, attention
+    ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1),
+)
+
+
+def run(
+    python: str, folder: Path, model: ModelSpec, backend: str = "pytorch", precision: str = "fp32", threads: int = 1
+) -> Record:
+    """The trial as a job of its own in that interpreter."""
+    runtime = Runtime(python=python, threads=threads)
+    trial = Trial(model, backend, precision, Dims(2, 64, 64), data=DataSpec(count=2), runtime=runtime, plan=PLAN)
+    folder.mkdir()
+    write_json(folder / "job.json", to_json(Job("run", trial.runtime, trial)))
+    subprocess.run([python, main.__file__, str(folder)], check=True, timeout=1200)
+    record = read_record(folder)
+    assert record is not None
+    return record
+
+
+@pytest.mark.skipif(not PYTHON, reason="DYNO_TORCH22_PYTHON names no interpreter with torch 2.2")
+@pytest.mark.slow
+@pytest.mark.parametrize("model", MODELS, ids=lambda model: model.name)
+def test_the_same_seed_gives_the_same_weights_and_outputs(tmp_path: Path, model: ModelSpec) -> None:
+    old, new = run(PYTHON, tmp_path / "old", model), run(sys.executable, tmp_path / "new", model)
+    assert (old.status, old.reason) == ("ok", "")
+    assert old.system["versions"]["torch"].startswith("2.2.")
+    for fact in ("weights_sha256", "inputs_sha256", "parameters", "layers_by_type"):
+        assert getattr(old.facts, fact) == getattr(new.facts, fact), fact
+    with np.load(tmp_path / "old" / "outputs.npz") as a, np.load(tmp_path / "new" / "outputs.npz") as b:
+        worst = np.abs(a["output:output"] - b["output:output"]).max() / np.abs(b["output:output"]).max()
+    assert worst < 1e-4
+
+
+@pytest.mark.skipif(not PYTHON, reason="DYNO_TORCH22_PYTHON names no interpreter with torch 2.2")
+@pytest.mark.slow
+def test_many_threads_give_the_same_weights(tmp_path: Path) -> None:
+    # Some of its convolutions in float64 are wrong by eight threads and more.
+    one, many = (run(PYTHON, tmp_path / str(n), MODELS[0], threads=n).facts.weights_sha256 for n in (1, 16))
+    assert one == many
+
+
+@pytest.mark.skipif(not PYTHON, reason="DYNO_TORCH22_PYTHON names no interpreter with torch 2.2")
+@pytest.mark.slow
+def test_lower_precision_runs_in_its_type(tmp_path: Path) -> None:
+    record = run(PYTHON, tmp_path / "bf16", MODELS[3], precision="bf16")
+    assert (record.status, record.facts.layers_by_type) == ("ok", {"bfloat16": 21})
+
+
+@pytest.mark.skipif(not PYTHON, reason="DYNO_TORCH22_PYTHON names no interpreter with torch 2.2")
+@pytest.mark.slow
+def test_compile_runs_or_says_what_is_missing(tmp_path: Path) -> None:
+    record = run(PYTHON, tmp_path / "compile", MODELS[3], "compile")
+    if record.status == "ok":
+        assert record.facts.graphs == 1
+    else:
+        assert record.status == "skipped" and "install" in record.reason

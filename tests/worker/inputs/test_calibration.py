@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 import dyno
+import onnx_text
 from dyno.results import remarks
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import CalibrationInputs
@@ -28,15 +29,10 @@ X = InputSpec("x", "float32", ("batch", WIDTH), -2.0, 2.0)
 @pytest.fixture
 def file(tmp_path: Path) -> Path:
     """y = x W + scale: a layer with weights, and two inputs of which none is an image."""
-    make, kinds = onnx.helper.make_tensor_value_info, onnx.TensorProto.FLOAT
     weights = np.random.default_rng(0).standard_normal((WIDTH, 4)).astype(np.float32)
-    nodes = [onnx.helper.make_node("MatMul", ["x", "w"], ["z"]), onnx.helper.make_node("Add", ["z", "scale"], ["y"])]
-    ends = [make("x", kinds, ["batch", WIDTH]), make("scale", kinds, ["batch", 4])]
-    initial = [onnx.numpy_helper.from_array(weights, "w")]
-    graph = onnx.helper.make_graph(nodes, "g", ends, [make("y", kinds, ["batch", 4])], initial)
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=9)
-    onnx.save(model, tmp_path / "dense.onnx")
-    return tmp_path / "dense.onnx"
+    inputs = f"(float[batch, {WIDTH}] x, float[batch, 4] scale)"
+    text = inputs + " => (float[batch, 4] y) { z = MatMul(x, w) y = Add(z, scale) }"
+    return onnx_text.write(tmp_path / "dense.onnx", text, ir=9, w=weights)
 
 
 def trial(file: Path, *specs: InputSpec, backend: str = "onnxruntime", **options: Any) -> Trial:

@@ -1,12 +1,16 @@
-"""Free dimensions become the trial's, fixed ones are respected, and feeds are fitted without needless copies."""
+"""Free dimensions become the trial's, symbols have values, and images may be N x H x W x C."""
 
 from __future__ import annotations
+
+from pathlib import Path
 
 import numpy as np
 import pytest
 
-from dyno.worker.inputs.specs import fitted, static_shapes
-from dyno.worker.spec import Dims, Tensor, UserError
+from dyno.worker.inputs.input_data import Images, batches, fingerprint
+from dyno.worker.inputs.specs import axes, channels_first, channels_last, fitted, static_shapes
+from dyno.worker.inputs.symbols import batch_axes, described_shapes, fixed_batch
+from dyno.worker.spec import DataSpec, Dims, Preprocess, Tensor, UserError
 
 IMAGE = Tensor("input", "float32", ("batch", 3, "height", "width"))
 
@@ -61,3 +65,165 @@ def test_a_second_image_has_a_size_of_its_own() -> None:
     small, mask = Tensor("small", "float32", ("batch", 3, 16, 16)), Tensor("mask", "bool", (1, 1, 8, 8))
     found = static_shapes([IMAGE, small, mask], Dims(4, 32, 32))
     assert found == {"input": (4, 3, 32, 32), "small": (4, 3, 16, 16), "mask": (1, 1, 8, 8)}
+
+
+Axes = tuple["int | str", ...]
+PAST = "past_sequence_length"
+
+
+def tensors(**shapes: Axes) -> list[Tensor]:
+    return [Tensor(name, "int64" if "ids" in name or "mask" in name else "float32", s) for name, s in shapes.items()]
+
+
+def decoder(mask: str) -> list[Tensor]:
+    cache = ("batch_size", 4, PAST, 8)
+    return tensors(ids=("batch_size", "sequence_length"), mask=("batch_size", mask), past_key=cache, past_value=cache)
+
+
+@pytest.mark.parametrize(
+    ("inputs", "outputs", "axis"),
+    [
+        ({"x": ("time", "batch", 16)}, {"y": ("batch", 5)}, 1),
+        ({"x": (50, "N", 16)}, {"y": ("N", 5)}, 1),
+        ({"x": ("T", "B", 16)}, {"y": ("T", "B", 5)}, 1),
+        ({"x": (3, "batch_size")}, {"y": ("batch_size",)}, 1),
+        ({"x": ("batch", "time", 16)}, {"y": ("batch", 5)}, 0),
+        ({"x": ("unk__1", 3, "h", "w")}, {"y": ("unk__1", 5)}, 0),
+        ({"x": ("frames", "videos", 16)}, {"y": ("videos", 5)}, 1),
+        ({"x": ("seq", 16)}, {"y": ("seq", 5)}, None),
+        ({"x": ("x_0", 3, 8, 8)}, {"y": ("y_0", 5)}, 0),
+        ({"x": ("p2o.Dimension.0", 3, "p2o.Dimension.1", 8)}, {"y": ("p2o.Dimension.2", 5)}, 0),
+        ({"x": (50, 4, 16)}, {"y": (4, 5)}, 1),
+        ({"x": (16, 3, 32, 32)}, {"y": (1, 5)}, None),
+        ({"x": (8, 3, 32, 32)}, {"y": (8, 5)}, 0),
+        ({"x": ("", "", 16)}, {"y": ("", 5)}, 0),
+        ({"x": ("batch_seq_len", 4)}, {"y": ("batch_seq_len", 4)}, None),
+        ({"x": ("h", "w", 3)}, {"y": (1, 5)}, None),
+        ({"x": ("rows", 16)}, {"y": ("rows", 5)}, 0),
+    ],
+)
+def test_the_batch_is_the_axis_of_that_name(
+    inputs: dict[str, Axes], outputs: dict[str, Axes], axis: int | None
+) -> None:
+    assert batch_axes(tensors(**inputs), tensors(**outputs)) == {"x": axis}
+
+
+def test_an_input_without_the_batch_has_none() -> None:
+    both = tensors(x=("batch", 7), position_ids=("length",), table=(4, 2))
+    assert batch_axes(both, tensors(y=("batch", 5))) == {"x": 0, "position_ids": None, "table": None}
+
+
+@pytest.mark.parametrize("mask", [f"{PAST} + sequence_length", "total_sequence_length", "attention_mask_length"])
+def test_past_and_new_make_the_whole(mask: str) -> None:
+    inputs = decoder(mask)
+    axes = batch_axes(inputs, [])
+    cache = ("batch", 4, 16, 8)
+    for given in (
+        {"ids": ("batch", 1), "mask": ("batch", 17)},
+        {"ids": ("batch", 1), "past_key": ("batch", 4, 16, 8)},
+        {"mask": ("batch", 17), "past_value": ("batch", 4, 16, 8)},
+    ):
+        found = described_shapes(inputs, axes, given)
+        assert found == {"ids": ("batch", 1), "mask": ("batch", 17), "past_key": cache, "past_value": cache}
+    empty = described_shapes(inputs, axes, {"ids": ("batch", 3), "past_key": ("batch", 4, 0, 8)})
+    assert empty["mask"] == ("batch", 3) and empty["past_value"] == ("batch", 4, 0, 8)
+
+
+def test_lengths_that_do_not_add_up_are_refused() -> None:
+    inputs = decoder(f"{PAST} + sequence_length")
+    axes = batch_axes(inputs, [])
+    with pytest.raises(UserError, match=r"don't add up: past_sequence_length 15, sequence_length 1, for a sum of 17"):
+        described_shapes(inputs, axes, {"ids": ("batch", 1), "mask": ("batch", 17), "past_key": ("batch", 4, 15, 8)})
+    with pytest.raises(UserError, match="leave -2 for past_sequence_length"):
+        described_shapes(inputs, axes, {"ids": ("batch", 3), "mask": ("batch", 1)})
+
+
+def test_what_is_missing_is_listed_with_the_shapes_to_give() -> None:
+    inputs = decoder(f"{PAST} + sequence_length")
+    with pytest.raises(UserError) as refused:
+        described_shapes(inputs, batch_axes(inputs, []), {})
+    assert "sequence_length (ids, mask); past_sequence_length (mask, past_key, past_value)" in str(refused.value)
+    assert "--shapes ids:batchx<sequence_length> --shapes past_key:batchx4x<past_sequence_length>x8" in str(
+        refused.value
+    )
+
+
+def test_sums_of_numbers_and_factors() -> None:
+    inputs = tensors(x=("batch", "s0"), y=("batch", "2*s0 + 1"), z=("batch", "s0 - 1"))
+    found = described_shapes(inputs, batch_axes(inputs, []), {"y": ("batch", 9)})
+    assert found == {"x": ("batch", 4), "y": ("batch", 9), "z": ("batch", 3)}
+
+
+def test_an_image_keeps_its_free_size_and_shares_it_with_a_mask_of_the_same_names() -> None:
+    inputs = tensors(pixels=("batch", 3, "h", "w"), mask=("batch", "h", "w"))
+    assert described_shapes(inputs, batch_axes(inputs, []), {}) == {"mask": ("batch", "height", "width")}
+
+
+def test_numbers_alone_fix_the_batch_where_the_file_has_it() -> None:
+    inputs = tensors(x=("time", "batch", 16))
+    axes = batch_axes(inputs, [])
+    assert fixed_batch(inputs, axes, {"x": (50, 4, 16)}) == 4
+    assert described_shapes(inputs, axes, {"x": (50, 4, 16)}) == {"x": (50, "batch", 16)}
+    assert fixed_batch(inputs, axes, {"x": (50, "batch", 16)}) == 0
+    assert fixed_batch(tensors(x=("seq", 16)), {"x": None}, {}) == 1
+
+
+DIMS = Dims(2, 6, 5)
+PREPROCESS = Preprocess()
+
+
+@pytest.mark.parametrize(
+    ("shape", "last"),
+    [
+        (("n", 3, 32, 32), False),
+        (("n", 32, 32, 3), True),
+        ((1, "h", "w", 1), True),
+        ((1, 1, "h", "w"), False),
+        ((1, 3, 3, 3), False),
+        ((1, "c", "h", "w"), False),
+        ((1, 64, 8, 8), False),
+        ((1, 64, 4, 4), False),
+        ((1, 32, 3), False),
+    ],
+)
+def test_few_channels_at_the_end_and_longer_sides(shape: tuple[int | str, ...], last: bool) -> None:
+    assert channels_last(shape) is last
+    assert axes(shape) == ((3, 1, 2) if last else (1, 2, 3))
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> DataSpec:
+    rng = np.random.default_rng(0)
+    np.save(tmp_path / "images.npy", rng.integers(0, 256, (7, 3, 6, 5), np.uint8))
+    np.save(tmp_path / "labels.npy", np.arange(7))
+    np.save(tmp_path / "test.npy", np.arange(7)[::-1])
+    return DataSpec("noise", str(tmp_path))
+
+
+def fed(data: DataSpec, last: bool, dtype: str) -> np.ndarray:
+    shape = ("n", "h", "w", 3) if last else ("n", 3, "h", "w")
+    (feed,) = batches(data, PREPROCESS, [Tensor("x", dtype, shape)], DIMS, 1)
+    return feed["x"]
+
+
+@pytest.mark.parametrize("dtype", ["float32", "uint8"])
+@pytest.mark.parametrize("real", [True, False])
+def test_both_layouts_are_fed_the_same_pictures(data: DataSpec, dtype: str, real: bool) -> None:
+    chosen = data if real else DataSpec()
+    first, last = fed(chosen, False, dtype), fed(chosen, True, dtype)
+    assert last.shape == (2, 6, 5, 3) and last.flags.c_contiguous
+    np.testing.assert_array_equal(last.transpose(0, 3, 1, 2), first)
+    assert channels_first(last.shape) == first.shape
+
+
+@pytest.mark.parametrize("dtype", [np.float32, np.float64, np.uint8])
+def test_a_pipeline_reads_them_into_its_own_memory(data: DataSpec, dtype: type) -> None:
+    images = Images(data, PREPROCESS, last=True)
+    place = np.zeros((2, 6, 5, 3), dtype)
+    images.read_into(place, 3)
+    np.testing.assert_allclose(place, images.batch(3, 2, "uint8" if dtype is np.uint8 else "float32"), rtol=1e-6)
+
+
+def test_pixels_count_as_what_their_normalisation_makes_of_them(data: DataSpec) -> None:
+    raw, usual = ([{"x": fed(data, True, dtype)}] for dtype in ("uint8", "float32"))
+    assert fingerprint(raw, PREPROCESS) == fingerprint(usual, PREPROCESS)

@@ -1,16 +1,20 @@
-"""The calls of a module's parts: shapes, parameters and operations, and their sums."""
+"""The calls of a module's parts: shapes, operations, times, ranges around them, and the kernels that they start."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import nn
 
+from dyno.layers.counters import Kernel, owners_of
 from dyno.worker.layers import module
 from dyno.worker.nets import flops
-from dyno.worker.spec import UserError
+from dyno.worker.spec import Unavailable, UserError
 
 IMAGE = torch.zeros(1, 3, 224, 224)
 
@@ -125,3 +129,161 @@ def test_a_module_of_one_part_is_a_row_of_its_own() -> None:
     net = nn.Sequential(nn.ReLU())
     net.again = net[0]
     assert [layer.modules for layer in module.read(net, IMAGE).layers] == [("0", "again")] * 2
+
+
+def test_a_call_has_what_its_parts_don_t_have() -> None:
+    # The model calls a, then b, which calls a again; b has no row, so that its own 4 ns are the model's.
+    marks = [(None, 0), (None, 1), ("a", 11), (None, 20), (None, 22), ("a", 25), ("b", 27), ("", 30)]
+    rows = {("a", 0): 0, ("a", 1): 1, ("", 0): 2}
+    assert module.sum_own_seconds(marks, rows, 3) == pytest.approx([10e-9, 3e-9, 17e-9])
+
+
+class Calls(nn.Module):
+    """A part that is called twice, one that is never called, and a sum."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.relu, self.unused = nn.Conv2d(4, 4, 3, padding=1), nn.ReLU(), nn.Linear(2, 2)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.relu(self.relu(self.conv(x)) + x)
+
+
+def test_every_call_is_timed_and_no_hook_stays() -> None:
+    net, x = Calls().eval(), torch.zeros(1, 4, 8, 8)
+    found = module.measure_modules(net, lambda: net(x), lambda: net(x), 5)
+    assert [layer.name for layer in found.inside.layers] == ["conv", "relu", "relu", "unused", ""]
+    assert found.layers.shape == (5, 5) and found.whole.shape == (5,)
+    assert (found.layers[:, [0, 1, 2, 4]] > 0).all() and not found.layers[:, 3].any()
+    assert (found.layers.sum(axis=1) <= found.whole).all()
+    assert not any(part._forward_hooks or part._forward_pre_hooks for part in net.modules())
+
+
+Notes = list[tuple[str, str]]
+
+
+class Twice(nn.Module):
+    """A part that is called twice, one that only calls others, and an operation of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Sequential(nn.Conv2d(3, 4, 3), nn.BatchNorm2d(4))
+        self.relu = nn.ReLU()
+
+    def forward(self, x: Any) -> Any:
+        return self.relu(self.relu(self.stem(x)) + 1)
+
+
+@pytest.fixture
+def noted(monkeypatch: pytest.MonkeyPatch) -> Notes:
+    notes: Notes = []
+
+    @contextmanager
+    def profile() -> Iterator[None]:
+        notes.append(("start", ""))
+        yield
+        notes.append(("stop", ""))
+
+    monkeypatch.setattr(torch.cuda.profiler, "profile", profile)
+    monkeypatch.setattr(torch.cuda.nvtx, "range_push", lambda name: notes.append(("push", name)))
+    monkeypatch.setattr(torch.cuda.nvtx, "range_pop", lambda: notes.append(("pop", "")))
+    return notes
+
+
+def test_every_call_has_a_range_of_its_own_name_between_start_and_stop(noted: Notes) -> None:
+    net, x = Twice().eval(), torch.zeros(1, 3, 8, 8)
+    module.run_ranges(net, lambda: net(x))
+    assert noted[0] == ("start", "") and noted[-1] == ("stop", "")
+    names = [name for kind, name in noted if kind == "push"]
+    assert names == ["(model)", "stem.0", "stem.1", "relu", "relu#2"]
+    depth = [sum((kind == "push") - (kind == "pop") for kind, _ in noted[: k + 1]) for k in range(len(noted))]
+    assert min(depth) == depth[-1] == 0 and max(depth) == 2
+    noted.clear()
+    net(x)
+    assert noted == [], "nothing of it is left on the module"
+
+
+def test_no_hook_is_left_after_a_call_that_failed(noted: Notes) -> None:
+    net = nn.Sequential(nn.Linear(3, 4)).eval()
+    with pytest.raises(RuntimeError):
+        module.run_ranges(net, lambda: net(torch.zeros(1, 5)))
+    noted.clear()
+    net(torch.zeros(1, 3))
+    assert noted == []
+
+
+def resnet() -> tuple[Any, Any]:
+    torchvision = pytest.importorskip("torchvision")
+    return torchvision.models.resnet18().eval(), torch.zeros(1, 3, 32, 32)
+
+
+def vit() -> tuple[Any, Any]:
+    return pytest.importorskip("timm").create_model("test_vit").eval(), torch.zeros(1, 3, 160, 160)
+
+
+def mobile() -> tuple[Any, Any]:
+    torchvision = pytest.importorskip("torchvision")
+    return torchvision.models.mobilenet_v3_small().eval(), torch.zeros(1, 3, 32, 32)
+
+
+@pytest.mark.parametrize("made", [resnet, vit, mobile])
+def test_every_layer_that_runs_has_its_range(made: Callable[[], tuple[Any, Any]], noted: Notes) -> None:
+    net, x = made()
+    with torch.no_grad():
+        inside = module.add_whole(module.read(net, x), net)
+        module.run_ranges(net, lambda: net(x))
+    open_ranges: list[str] = []
+    kernels = []
+    for kind, name in noted:  # as if one kernel were launched at the end of each call
+        if kind == "push":
+            open_ranges.append(name)
+        elif kind == "pop":
+            kernels.append(Kernel("k", tuple(open_ranges)))
+            open_ranges.pop()
+    owners = owners_of(inside, kernels)
+    ran = {k for k, layer in enumerate(inside.layers) if not layer.skipped}
+    assert ran <= set(owners) and None not in owners
+
+
+NET = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.Flatten()).eval()
+X = torch.zeros(1, 3, 8, 8)
+
+
+@torch.inference_mode()
+def once() -> None:
+    NET(X)
+
+
+def measure(monkeypatch: pytest.MonkeyPatch, kernels: dict[str, float]) -> Any:
+    """As on a GPU: each operator of that name launches a kernel of so many microseconds."""
+    traced = module.trace_kernels
+
+    def with_kernels(*args: Any) -> Any:
+        events, whole = traced(*args)
+        operators = [e for e in events if e.get("cat") == "cpu_op" and e["name"] in kernels]
+        for k, operator in enumerate(operators):
+            numbers = {"External id": operator["args"]["External id"], "correlation": k}
+            base = {"ph": "X", "pid": 1, "tid": 1, "args": numbers}
+            events.append({**base, "cat": "cuda_runtime", "name": "cudaLaunchKernel", "ts": operator["ts"], "dur": 2.0})
+            events.append({**base, "cat": "kernel", "name": f"k_{operator['name']}", "ts": operator["ts"] + 1e5 * k,
+                           "dur": kernels[operator["name"]]})  # fmt: skip
+        return events, whole
+
+    monkeypatch.setattr(module, "trace_kernels", with_kernels)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return module.measure_kernels(NET, once, lambda: NET(X), 5)
+
+
+def test_layers_have_their_kernels_and_the_gpu_what_it_did(monkeypatch: pytest.MonkeyPatch) -> None:
+    found = measure(monkeypatch, {"aten::conv2d": 7.0, "aten::relu": 3.0})
+    assert [layer.name for layer in found.inside.layers[:2]] == ["0", "1"]
+    assert [layer.tactic for layer in found.inside.layers[:2]] == ["k_aten::conv2d", "k_aten::relu"]
+    assert found.layers.shape == (5, len(found.inside.layers)) and found.whole.shape == (5,)
+    assert found.layers[:, :2] == pytest.approx(np.tile([7e-6, 3e-6], (5, 1))) and not found.layers[:, 2:].any()
+    assert found.work.busy == pytest.approx(np.full(5, 10e-6)) and found.work.calls == pytest.approx(np.full(5, 4e-6))
+    assert found.work.kernels.tolist() == [2] * 5
+
+
+def test_a_profiler_without_kernels_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(Unavailable, match="saw no kernel on the GPU"):
+        measure(monkeypatch, {})

@@ -14,6 +14,7 @@ import numpy as np
 import onnx
 import pytest
 
+import onnx_text
 from dyno.worker.facts.engine import Calibration
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs import calibration
@@ -23,6 +24,8 @@ from dyno.worker.onnx_graph import check as onnx_check
 from dyno.worker.onnx_graph import half_precision
 from dyno.worker.onnx_graph import int8 as onnx_int8
 from dyno.worker.spec import Artifact, DataSpec, Dims, Preprocess, Recipe, Trial, UserError
+
+ENDS = "(float[batch, 1, 8, 8] input) => (float[batch, 1, 8, 8] output) "
 
 
 def recipe(digits: Any, precision: str = "int8", target: str = "onnxruntime", **options: Any) -> Recipe:
@@ -74,18 +77,15 @@ def test_openvino_gets_zero_points_of_0_unsigned_where_nothing_is_negative(digit
 def test_attention_and_residual_sums_of_a_transformer_stay_in_float(
     digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
 ) -> None:
-    h, kind = onnx.helper, onnx.TensorProto.FLOAT
-    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
     rng = np.random.default_rng(0)
-    weights = [onnx.numpy_helper.from_array(rng.standard_normal((8, 8)).astype(np.float32), n) for n in ("wq", "wk")]
-    nodes = [
-        h.make_node("MatMul", ["input", "wq"], ["q"], name="query"),
-        h.make_node("MatMul", ["input", "wk"], ["k"], name="key"),
-        h.make_node("MatMul", ["q", "k"], ["scores"], name="product"),
-        h.make_node("Softmax", ["scores"], ["attention"], name="softmax"),
-        h.make_node("Add", ["input", "attention"], ["output"], name="residual"),
-    ]
-    parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], weights)))
+    path = onnx_file(ENDS + """{
+        [query] q = MatMul(input, wq)
+        [key] k = MatMul(input, wk)
+        [product] scores = MatMul(q, k)
+        [softmax] attention = Softmax(scores)
+        [residual] output = Add(input, attention)
+    }""", **{name: rng.standard_normal((8, 8)).astype(np.float32) for name in ("wq", "wk")})  # fmt: skip
+    parent = replace(digits.artifact, path=str(path))
     folder = tmp_path / "made"
     folder.mkdir()
     made = OnnxPrecision().make(recipe(digits), parent, folder)
@@ -181,16 +181,14 @@ def test_fp16_halves_the_file_and_keeps_float32_feeds(digits: Any, tmp_path: Pat
 def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
     digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
 ) -> None:
-    h, kind = onnx.helper, onnx.TensorProto.FLOAT
-    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
-    big = onnx.numpy_helper.from_array(np.float32([30000.0]), "big")
-    nodes = [h.make_node("Mul", ["input", "big"], ["scaled"]), h.make_node("Softmax", ["scaled"], ["output"])]
-    path = onnx_file(nodes, io[:1], io[1:], [big])
+    path = onnx_file(f"{ENDS} {{ scaled = Mul(input, big) output = Softmax(scaled) }}", big=np.float32([30000.0]))
     parent = replace(digits.artifact, path=str(path))
     folder = tmp_path / "made"
     folder.mkdir()
     graph = onnx.load(OnnxPrecision().make(recipe(digits, "fp16"), parent, folder).path).graph
-    assert graph.output[0].type.tensor_type.elem_type == kind, "what was asked to stay FP32 is FP32 to the end"
+    assert graph.output[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT, (
+        "what was asked to stay FP32 is FP32 to the end"
+    )
     (weight,) = (onnx.numpy_helper.to_array(t) for t in graph.initializer)
     assert weight.dtype == np.float16
     assert weight == 30000
@@ -205,10 +203,7 @@ def test_fp16_keeps_softmax_in_fp32_and_weights_that_half_precision_holds(
 def test_only_weights_too_large_for_fp16_are_told_of(
     digits: Any, onnx_file: Callable[..., Path], tmp_path: Path, value: float, said: list[str]
 ) -> None:
-    h, kind = onnx.helper, onnx.TensorProto.FLOAT
-    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
-    weight = onnx.numpy_helper.from_array(np.float32([value]), "weight")
-    path = onnx_file([h.make_node("Mul", ["input", "weight"], ["output"])], io[:1], io[1:], [weight])
+    path = onnx_file(f"{ENDS} {{ output = Mul(input, weight) }}", weight=np.float32([value]))
     _, warnings = half_precision.convert_mixed(onnx.load(path), set(), [])
     assert warnings == said
 
@@ -216,17 +211,14 @@ def test_only_weights_too_large_for_fp16_are_told_of(
 def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(
     digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
 ) -> None:
-    h, kind = onnx.helper, onnx.TensorProto.FLOAT
-    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
-    weights = [onnx.numpy_helper.from_array(np.float32([v]), n) for n, v in (("big", 60000.0), ("small", 1e-4))]
-    nodes = [
-        h.make_node("Mul", ["input", "big"], ["large"], name="up"),
-        h.make_node("Mul", ["large", "small"], ["one"], name="down"),
-        h.make_node("Mul", ["large", "small"], ["two"], name="down_too"),
-        h.make_node("Add", ["one", "two"], ["three"], name="sum"),
-        h.make_node("Mul", ["three", "small"], ["output"], name="last"),
-    ]
-    parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], weights)))
+    path = onnx_file(ENDS + """{
+        [up] large = Mul(input, big)
+        [down] one = Mul(large, small)
+        [down_too] two = Mul(large, small)
+        [sum] three = Add(one, two)
+        [last] output = Mul(three, small)
+    }""", big=np.float32([60000.0]), small=np.float32([1e-4]))  # fmt: skip
+    parent = replace(digits.artifact, path=str(path))
     folder = tmp_path / "made"
     folder.mkdir()
     asked = recipe(digits, "fp16")
@@ -237,7 +229,7 @@ def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(
     large = next(node for node in graph.node if node.name == "up").output[0]
     assert [node.op_type for node in graph.node if large in node.input] == ["Mul", "Mul"]
     kinds = {v.name: v.type.tensor_type.elem_type for v in graph.value_info}
-    assert kinds[large] == kind
+    assert kinds[large] == onnx.TensorProto.FLOAT
     assert kinds[next(node for node in graph.node if node.name == "sum").output[0]] == onnx.TensorProto.FLOAT16
 
 
@@ -245,11 +237,8 @@ def test_nodes_whose_values_fp16_cannot_hold_stay_in_fp32(
 def test_a_cast_that_the_graph_has_of_itself_meets_the_type_around_it(
     digits: Any, onnx_file: Callable[..., Path], tmp_path: Path, precision: str
 ) -> None:
-    h, kind = onnx.helper, onnx.TensorProto.FLOAT
-    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
-    size = onnx.numpy_helper.from_array(np.int64([4]), "size")
-    nodes = [h.make_node("Cast", ["size"], ["float"], to=kind), h.make_node("Mul", ["input", "float"], ["output"])]
-    parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], [size])))
+    path = onnx_file(f"{ENDS} {{ float = Cast<to = 1>(size) output = Mul(input, float) }}", size=np.int64([4]))
+    parent = replace(digits.artifact, path=str(path))
     folder = tmp_path / "made"
     folder.mkdir()
     made = OnnxPrecision().make(recipe(digits, precision), parent, folder)
@@ -276,15 +265,9 @@ def test_bf16_computes_in_bfloat16_from_the_weights_own_values(digits: Any, tmp_
 def test_bf16_holds_what_fp16_overflows_on_and_keeps_softmax_in_fp32(
     digits: Any, onnx_file: Callable[..., Path], tmp_path: Path
 ) -> None:
-    h, kind = onnx.helper, onnx.TensorProto.FLOAT
-    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
-    weights = [onnx.numpy_helper.from_array(np.float32([v]), n) for n, v in (("big", 3e38), ("tiny", 1e-38))]
-    nodes = [
-        h.make_node("Mul", ["input", "tiny"], ["less"]),
-        h.make_node("Mul", ["less", "big"], ["more"]),
-        h.make_node("Softmax", ["more"], ["output"]),
-    ]
-    parent = replace(digits.artifact, path=str(onnx_file(nodes, io[:1], io[1:], weights)))
+    text = f"{ENDS} {{ less = Mul(input, tiny) more = Mul(less, big) output = Softmax(more) }}"
+    path = onnx_file(text, big=np.float32([3e38]), tiny=np.float32([1e-38]))
+    parent = replace(digits.artifact, path=str(path))
     folder = tmp_path / "made"
     folder.mkdir()
     made = OnnxPrecision().make(recipe(digits, "bf16"), parent, folder)
@@ -297,16 +280,8 @@ def test_bf16_holds_what_fp16_overflows_on_and_keeps_softmax_in_fp32(
 
 
 def test_the_emulation_rounds_every_bfloat16_result(tmp_path: Path) -> None:
-    h = onnx.helper
-    x, y = (h.make_tensor_value_info(name, onnx.TensorProto.FLOAT, [1]) for name in "xy")
-    third = onnx.numpy_helper.from_array(np.asarray([1 / 3], ml_dtypes.bfloat16), "third")
-    nodes = [
-        h.make_node("Cast", ["x"], ["x16"], to=onnx.TensorProto.BFLOAT16),
-        h.make_node("Mul", ["x16", "third"], ["y16"]),
-        h.make_node("Cast", ["y16"], ["y"], to=onnx.TensorProto.FLOAT),
-    ]
-    graph = h.make_graph(nodes, "third", [x], [y], [third])
-    model = h.make_model(graph, opset_imports=[h.make_opsetid("", 22)], ir_version=10)
+    text = "(float[1] x) => (float[1] y) { x16 = Cast<to = 16>(x) y16 = Mul(x16, third) y = Cast<to = 1>(y16) }"
+    model = onnx_text.model(text, opset=22, ir=10, third=np.asarray([1 / 3], ml_dtypes.bfloat16))
     onnx.checker.check_model(model, full_check=True)
     onnx.save(model, tmp_path / "third.onnx")
     (found,) = onnx_check.outputs(str(tmp_path / "third.onnx"), {"x": np.float32([1.01])}, "bf16")[0]
@@ -317,10 +292,7 @@ def test_the_emulation_rounds_every_bfloat16_result(tmp_path: Path) -> None:
 def test_a_result_that_overflows_is_refused(
     digits: Any, onnx_file: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    h, kind = onnx.helper, onnx.TensorProto.FLOAT
-    io = [h.make_tensor_value_info(name, kind, ["batch", 1, 8, 8]) for name in ("input", "output")]
-    zero = onnx.numpy_helper.from_array(np.float32([0.0]), "zero")
-    infinite = onnx_file([h.make_node("Div", ["input", "zero"], ["output"])], io[:1], io[1:], [zero])
+    infinite = onnx_file(f"{ENDS} {{ output = Div(input, zero) }}", zero=np.float32([0.0]))
     monkeypatch.setattr(
         onnx_precision, "to_fp16", lambda *args: args[3].write_bytes(infinite.read_bytes()) and MakerFacts()
     )

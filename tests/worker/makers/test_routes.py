@@ -11,6 +11,7 @@ import onnx
 import onnxruntime
 import pytest
 
+import onnx_text
 from dyno.jobs.progress import Progress
 from dyno.runner.execute import Files
 from dyno.study.plan import options_of, others, routed
@@ -137,11 +138,7 @@ def test_a_module_that_looks_at_the_batch_has_a_file_for_each(tmp_path: Path, ba
 
 
 def test_fixed_shapes_that_a_file_can_not_have_are_refused(tmp_path: Path) -> None:
-    value = onnx.helper.make_tensor_value_info("x", onnx.TensorProto.FLOAT, ["n", 3, 8, 8])
-    out = onnx.helper.make_tensor_value_info("y", onnx.TensorProto.FLOAT, ["n", 3, 8, 8])
-    graph = onnx.helper.make_graph([onnx.helper.make_node("Relu", ["x"], ["y"])], "g", [value], [out])
-    model = onnx.helper.make_model(graph, opset_imports=[onnx.helper.make_opsetid("", 17)], ir_version=10)
-    onnx.save(model, tmp_path / "m.onnx")
+    onnx_text.write(tmp_path / "m.onnx", "(float[n, 3, 8, 8] x) => (float[n, 3, 8, 8] y) { y = Relu(x) }", ir=10)
     from dyno.worker.onnx_graph.file import prepare_given
 
     parent = prepare_given(str(tmp_path / "m.onnx"), None, tmp_path)

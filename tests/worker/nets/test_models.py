@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import importlib
+import importlib.util
 import os
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +17,7 @@ import torch
 from safetensors.torch import save_file
 
 from dyno.worker.nets import models
+from dyno.worker.nets.local_code import load_file
 from dyno.worker.spec import Dims, ModelSpec, Preprocess, UserError
 
 DIGITS = "dyno.worker.nets.digits:resnet18"
@@ -242,7 +246,8 @@ def test_damaged_checkpoints_are_refused(suffix, tmp_path, trained):
     whole = path.read_bytes()
     assert "changed since" in refusal(spec(weights=str(path), weights_sha256="0" * 64))
     path.write_bytes(whole[: len(whole) // 2])
-    assert "whole" in refusal(spec(weights=str(path))) or "cut short" in refusal(spec(weights=str(path)))
+    damaged = "not a whole .safetensors" if suffix == ".safetensors" else "cut short or damaged"
+    assert damaged in refusal(spec(weights=str(path)))
 
 
 @pytest.mark.parametrize(
@@ -360,3 +365,54 @@ def test_code_that_ends_the_process_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "nets.py").write_text("import sys\ndef net(): sys.exit('no such file')\n")
     assert "script.py called sys.exit(2); put what a script does into" in refusal(spec(f"{tmp_path / 'script.py'}:net"))
     assert "nets.py:net called sys.exit('no such file'); " in refusal(spec(f"{tmp_path / 'nets.py'}:net"))
+
+
+NET = """
+import importlib
+import beside_part
+from beside_pack.inner import TWO
+
+def late():
+    import beside_late
+    return beside_late.THREE
+
+def computed(name):
+    return importlib.import_module(name)
+
+def through(library, name):
+    return library(name)
+"""
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A folder with modules; what is imported from there is forgotten afterwards."""
+    pytest.importorskip("torch")
+    monkeypatch.setattr(sys, "meta_path", [*sys.meta_path])
+    (tmp_path / "beside_pack").mkdir()
+    for name, text in {
+        "net": NET, "beside_part": "import beside_deep", "beside_deep": "ONE = 1", "beside_late": "THREE = 3",
+        "beside_pack/__init__": "", "beside_pack/inner": "TWO = 2", "beside_any": "", "beside_other": "",
+        "beside_library": "raise RuntimeError('taken for a library of that name')",
+    }.items():  # fmt: skip
+        (tmp_path / f"{name}.py").write_text(text)
+    yield tmp_path
+    for name in [name for name in sys.modules if name.startswith(("beside_", "dyno_model_"))]:
+        del sys.modules[name]
+
+
+def test_a_module_beside_a_model_is_found_for_its_code_alone(folder: Path) -> None:
+    path = list(sys.path)
+    net = load_file(folder / "net.py", "")
+    assert (net.beside_part.beside_deep.ONE, net.TWO, net.late()) == (1, 2, 3)
+    assert net.computed("beside_any").__file__ == str(folder / "beside_any.py")
+    assert net.through(importlib.import_module, "beside_other").__file__ == str(folder / "beside_other.py")
+    with pytest.raises(ModuleNotFoundError):
+        importlib.import_module("beside_library")
+    assert importlib.util.find_spec("beside_library") is None and sys.path == path
+
+
+def test_what_the_code_names_is_found_whoever_runs_it(folder: Path) -> None:
+    """torch.compile imports what a traced function imports, in a frame of its own."""
+    load_file(folder / "net.py", "")
+    assert importlib.import_module("beside_late").THREE == 3

@@ -1,4 +1,4 @@
-"""What detectors answer is stored in pixels of the original images, whatever the batch, and is worth its mAP."""
+"""Tasks of classifiers and detectors: how their outputs are read and what is refused."""
 
 from __future__ import annotations
 
@@ -7,11 +7,69 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
 
 from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import evaluate
 from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial, UserError
+from dyno.worker.tasks.classify import LEAST_PARTED, TOP, TopKCollector, classes_of, ranked
+from dyno.worker.tasks.task import EvaluationInputs
+
+
+def sorted_whole(scores: np.ndarray, k: int) -> np.ndarray:
+    return np.argsort(-scores, axis=1, kind="stable")[:, :k]
+
+
+# Few different values, so that most rows tie at the k-th place.
+SCORES = hnp.arrays(
+    np.float32,
+    st.tuples(st.integers(1, 6), st.integers(2, 70)),
+    elements=st.one_of(
+        st.sampled_from([0.0, -0.0, 1.0, -1.0, np.inf, -np.inf, np.nan]), st.floats(-3, 3, width=32).map(np.round)
+    ),
+)
+
+
+@settings(max_examples=60)
+@given(SCORES, st.integers(1, 12))
+def test_the_same_as_a_stable_sort(scores: np.ndarray, k: int) -> None:
+    index, best = ranked(scores, k)
+    expected = sorted_whole(scores, k)
+    np.testing.assert_array_equal(index, expected)
+    np.testing.assert_array_equal(best, np.take_along_axis(scores, expected, axis=1))
+    assert index.dtype == np.int32
+
+
+@pytest.mark.parametrize("classes", [LEAST_PARTED * TOP, LEAST_PARTED * TOP + 1, 1000])
+def test_real_sizes(classes: int) -> None:
+    scores = np.random.default_rng(0).standard_normal((256, classes)).astype(np.float32)
+    scores[::7] = scores[::7].round(1)  # ties in some rows
+    np.testing.assert_array_equal(ranked(scores, TOP)[0], sorted_whole(scores, TOP))
+
+
+def test_no_batch_leaves_no_arrays() -> None:
+    fed = EvaluationInputs(Trial(ModelSpec("net", "fake:net"), "fake", "fp32", Dims(2, 4, 4)), 2, 4)
+    assert TopKCollector(fed).arrays([None, None]) == {}
+
+
+@pytest.mark.parametrize(
+    ("shape", "classes"),
+    [
+        (("N", 10), 10),
+        ((8, 10, 1, 1), 10),
+        ((8, 1), 0),
+        ((8, 1, 10), 0),
+        ((8, 10, 7, 7), 0),
+        (("N", "C"), 0),
+        ((8,), 0),
+    ],
+)
+def test_class_scores_are_known_by_their_shape(shape: tuple[int | str, ...], classes: int) -> None:
+    assert classes_of(shape) == classes
+
 
 SIZES = [(40, 80), (64, 48), (50, 50), (30, 64), (64, 64)]
 SIDE, CLASSES, ANCHORS = 64, 3, 6

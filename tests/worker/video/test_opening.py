@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -85,3 +87,24 @@ def test_images_are_upright_and_the_first_of_several(tmp_path: Path, suffix: str
     assert np.abs(pictures["turned.jpg"] - np.asarray(photo.rotate(-90, expand=True))).mean() < 5
     assert np.abs(pictures[f"moving{suffix}"] - np.asarray(photo)).mean() < 8
     assert source.notes == [f"moving{suffix} holds 3 pictures; the first is used"]
+
+
+def test_numbers_of_numpy_are_numbers() -> None:
+    options = VideoOptions(streams=np.int64(2), confidence=np.float32(0.5))  # type: ignore[arg-type]
+    assert json.loads(json.dumps(dataclasses.asdict(options)))["streams"] == 2
+    assert options.confidence == 0.5
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"streams": "2"}, "streams is '2'; it must be a whole number"),
+        ({"confidence": None}, "confidence is None; it must be a number"),
+        ({"frame_size": 960}, "frame_size is 960; it must be text"),
+        ({"confidence": 1.5}, "confidence is 1.5; it must be between 0 and 1"),
+    ],
+)
+def test_a_wrong_option_is_one_line(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(UserError) as caught:
+        VideoOptions(**options)
+    assert str(caught.value) == said

@@ -207,16 +207,8 @@ def test_no_file() -> None:
         maker(NAME).make(recipe(), None, Path())
 
 
-def value(name: str, shape: list[Any], kind: str = "FLOAT") -> Any:
-    return onnx.helper.make_tensor_value_info(name, getattr(onnx.TensorProto, kind), shape)
-
-
 def test_an_operator_that_it_lacks_is_named_with_its_node(onnx_file: Callable[..., Path], tmp_path: Path) -> None:
-    nodes = [
-        onnx.helper.make_node("Relu", ["x"], ["z"], "first"),
-        onnx.helper.make_node("Det", ["z"], ["y"], "odd_one"),
-    ]
-    path = onnx_file(nodes, [value("x", ["n", 4, 4])], [value("y", ["n"])])
+    path = onnx_file("(float[n, 4, 4] x) => (float[n] y) { [first] z = Relu(x) [odd_one] y = Det(z) }")
     with pytest.raises(
         UserError, match=r"can't read made\.onnx: it doesn't support the operator Det of node 'odd_one'"
     ):
@@ -224,29 +216,21 @@ def test_an_operator_that_it_lacks_is_named_with_its_node(onnx_file: Callable[..
 
 
 def test_a_node_that_can_t_be_is_named(onnx_file: Callable[..., Path], tmp_path: Path) -> None:
-    weights = onnx.numpy_helper.from_array(np.ones((4, 4), np.float16), "w")
-    path = onnx_file(
-        [onnx.helper.make_node("MatMul", ["x", "w"], ["y"], "mixed")],
-        [value("x", ["n", 4])],
-        [value("y", ["n", 4])],
-        [weights],
-    )
+    path = onnx_file("(float[n, 4] x) => (float[n, 4] y) { [mixed] y = MatMul(x, w) }", w=np.ones((4, 4), np.float16))
     with pytest.raises(UserError, match=r"node 'mixed' \(MatMul\).*same input types") as caught:
         make(described(path), tmp_path)
     assert "\n" not in str(caught.value)
 
 
 def test_an_input_that_decides_shapes(onnx_file: Callable[..., Path], tmp_path: Path) -> None:
-    nodes = [onnx.helper.make_node("Reshape", ["x", "sizes"], ["y"], "reshape")]
-    path = onnx_file(nodes, [value("x", ["n", 4]), value("sizes", [2], "INT64")], [value("y", ["a", "b"])])
+    path = onnx_file("(float[n, 4] x, int64[2] sizes) => (float[a, b] y) { [reshape] y = Reshape(x, sizes) }")
     with pytest.raises(UserError, match="input 'sizes' decides the shapes of others"):
         make(described(path), tmp_path)
 
 
 def test_int64_inputs(onnx_file: Callable[..., Path], tmp_path: Path) -> None:
-    nodes = [onnx.helper.make_node("Gather", ["table", "ids"], ["y"], "lookup")]
-    table = onnx.numpy_helper.from_array(np.ones((10, 4), np.float32), "table")
-    path = onnx_file(nodes, [value("ids", ["n", 3], "INT64")], [value("y", ["n", 3, 4])], [table])
+    text = "(int64[n, 3] ids) => (float[n, 3, 4] y) { [lookup] y = Gather(table, ids) }"
+    path = onnx_file(text, table=np.ones((10, 4), np.float32))
     made = make(described(path), tmp_path, profile="ids:1x3,2x3,8x3")
     assert made.inputs == (Tensor("ids", "int64", ("n", 3)),)
     assert made.outputs == (Tensor("y", "float32", ("n", 3, 4)),)

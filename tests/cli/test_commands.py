@@ -1,0 +1,96 @@
+"""Small commands: `dyno data`, `dyno demo` and `dyno doctor`."""
+
+from __future__ import annotations
+
+import json
+import re
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno import data
+from dyno.cli import demo, doctor
+from dyno.worker import plugins, registry
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+def test_imagenet_val(tmp_path: Path, dyno) -> None:
+    (tmp_path / "flat").mkdir()
+    for name in ("ILSVRC2012_val_00000001_n01751748.JPEG", "ILSVRC2012_val_00000002_n01440764.JPEG"):
+        (tmp_path / "flat" / name).write_bytes(b"an image")
+    done = dyno("data", "imagenet-val", "flat", "-o", "out", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (0, "")
+    assert done.stdout == "2 images of 2 classes are in out/val\n"
+    assert (tmp_path / "out/val/n01440764/ILSVRC2012_val_00000002_n01440764.JPEG").read_bytes() == b"an image"
+    (tmp_path / "flat/ILSVRC2012_val_00000003.JPEG").write_bytes(b"another")
+    done = dyno("data", "imagenet-val", "flat", "-o", "out", cwd=tmp_path)
+    assert (done.returncode, done.stdout) == (3, "2 images of 2 classes are in out/val, 2 of them before\n")
+    assert done.stderr == "dyno: left 1 image without a label in flat: ILSVRC2012_val_00000003.JPEG\n"
+    done = dyno("data", "imagenet-val", "flat", "-o", "out", "--copy", "--move", cwd=tmp_path)
+    assert (done.returncode, done.stderr) == (2, "dyno: --copy and --move can't be used together\n")
+
+
+def test_other_images_or_options_are_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
+    def folder(**changes: Any) -> Path:
+        found: list[Path] = []
+        with monkeypatch.context() as patch:
+            patch.setattr(demo, "train", lambda *_, out, **__: found.append(out))
+            for name, value in changes.items():
+                patch.setattr(demo, name, value)
+            demo.trained()
+        return found[0]
+
+    usual = folder()
+    assert folder() == usual
+    assert folder(TRAINING={"epochs": 9}) != usual
+    # As another version of Dyno, or of Pillow, may decode them.
+    other = replace(data.digits(demo.cache_dir() / "datasets", demo.SIZE), sha256="another")
+    monkeypatch.setattr(data, "digits", lambda *_: other)
+    assert folder() != usual
+
+
+EXTENDING = Path(__file__).parents[2] / "docs/extending.md"
+
+
+def test_each_answer_is_a_line_of_its_own(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    monkeypatch.setattr(registry, "names", lambda: ["fake"])
+    assert doctor.doctor({}, "json") == 0
+    said = capsys.readouterr()
+    assert [row["backend"] for row in json.loads(said.out)["rows"]] == ["fake"]
+    assert said.err.startswith("1/1 fake: ok, ")
+
+
+def test_a_library_without_byte_code_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(registry, "names", lambda: ["fake"])
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    assert doctor.doctor({}, "json") == 0
+    (row,) = json.loads(capsys.readouterr().out)["rows"]
+    assert row["detail"].startswith("scripted; ") and "have no byte-code" in row["detail"]
+
+
+def test_a_broken_entry_point_of_every_documented_group_is_named(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    groups = re.findall(r"^\| `(dyno\.\w+)` \|", EXTENDING.read_text(), re.MULTILINE)
+    assert len(groups) > 8
+    info = tmp_path / "broken-1.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: broken\nVersion: 1\n")
+    points = [f"[{group}]\ngone_{i} = no_such_module:X\nother_{i} = math:pi" for i, group in enumerate(groups)]
+    (info / "entry_points.txt").write_text("\n".join(points))
+    monkeypatch.syspath_prepend(tmp_path)
+    for cached in ("_load_group", "_read_entry_points"):
+        monkeypatch.setattr(plugins, cached, getattr(plugins, cached).__wrapped__)
+    monkeypatch.setattr(registry, "names", lambda: ["fake"])
+    assert doctor.doctor({}, "json") == 0
+    rows = {row["backend"]: row for row in json.loads(capsys.readouterr().out)["rows"]}
+    for i, group in enumerate(groups):
+        gone, other = rows[f"gone_{i}"], rows[f"other_{i}"]
+        assert gone["status"] == other["status"] == "broken"
+        assert gone["detail"].startswith(f"an entry point of {group} that can't be loaded: ")
+        assert other["detail"].startswith(f"an entry point of {group} that is float, not ")

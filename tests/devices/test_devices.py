@@ -1,0 +1,129 @@
+"""What devices of several hosts do to each other, the blocks of what is compared, and the process that measures one."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno import Study
+from dyno.devices import blocks, one_host, places, spread
+from dyno.devices.blocks import find_anchor, split_blocks
+from dyno.devices.places import Place, RunningBlock
+from dyno.report.verdict.whole_run import list_device_findings
+from dyno.results.trial_result import Results
+from dyno.study.plan import expand
+from dyno.worker.record import write_json
+from spreading import Log
+
+Studies = Callable[..., Study]
+
+
+class Near:
+    """A host of a cluster that is this one."""
+
+    gone = False
+
+    def begin(self, folder: Path, place: Place) -> RunningBlock:
+        return blocks.BlockProcess(folder, place)
+
+
+def places_of(*names: str) -> list[Place]:
+    """Places HOST/NUMBER."""
+    return [Place(name, "cpu", "a card", threads=1, machine=name.partition("/")[0], host=Near()) for name in names]
+
+
+def measure(study: Study, folder: Path, found: list[Place], log: Log) -> one_host.StudyPlaces:
+    return one_host.measure_devices(places.at_one(study, found), folder, found, log)
+
+
+@pytest.mark.slow
+def test_a_device_with_a_host_of_its_own_has_none_beside_it(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_host, "ROUNDS", 1)
+    assert not measure(fake_study(), tmp_path, places_of("a/0", "a/1", "b/0"), Log()).in_turn
+    rows = json.loads((tmp_path / "devices.json").read_text())["devices"]
+    assert [(len(row["alone"]), len(row["beside"])) for row in rows] == [(1, 1), (1, 1), (1, 0)]
+
+    assert not measure(fake_study(), tmp_path, places_of("a/0", "b/0"), Log()).in_turn
+    assert len([*tmp_path.glob("anchors/*/*-alone")]) == 5 and len([*tmp_path.glob("anchors/*/*-beside")]) == 2
+    said = " ".join(finding.text for finding in list_device_findings(Results(tmp_path, [])))
+    assert "each is on a different host" in said and "Cards differ by" in said
+
+
+def test_only_the_host_whose_devices_disturb_each_other_is_named(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def medians(folder: Path) -> tuple[float, ...]:
+        slow = folder.name == "a_1-beside"
+        return (1.2, 1.201) if slow else (1.0, 1.001)
+
+    monkeypatch.setattr(one_host, "_measure_together", lambda *asked: None)
+    monkeypatch.setattr(one_host, "_read_medians", medians)
+    log = Log()
+    found = places_of("a/0", "a/1", "b/0", "b/1", "c/0")
+    assert measure(fake_study(), tmp_path, found, log).in_turn == {"a"}
+    assert any(line.startswith("a/1 is 20 % slower beside") and "one at a time on a, and" in line for line in log.said)
+    assert measure(fake_study(), tmp_path, found, log).in_turn == {"a"}, "as it is stored"
+
+
+@pytest.mark.slow
+def test_blocks_are_measured_one_at_a_time_on_that_host_only(
+    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2], {"a"}))
+    busy: list[list[str]] = []
+
+    class Counted(spread.BlockScheduler):
+        def _begin_block(self, *asked: Any) -> None:
+            super()._begin_block(*asked)
+            busy.append(sorted(one.place.machine for _, one in self.running.values()))
+
+    monkeypatch.setattr(spread, "BlockScheduler", Counted)
+    study, log = fake_study(batches=(1, 2, 3, 4, 5, 6), rounds=1), Log()
+    spread._run_blocks(study, tmp_path, places_of("a/0", "a/1", "b/0", "b/1"), log, retry_failed=False)
+    assert len(busy) == 6 and all(machines.count("a") <= 1 for machines in busy)
+    assert ["a", "b", "b"] in busy, "the other host has both of its devices at work"
+    assert len([*tmp_path.glob("trials/*/r0/record.json")]) == 6
+
+
+def test_a_block_is_one_model_batch_and_size(fake_study: Callable[..., Study]) -> None:
+    planned = expand(
+        fake_study(
+            models=("fake:one", "fake:two"), backends=("fake", "fake@fail=skip"), batches=(1, 2), sizes=("4", "8")
+        )
+    )
+    found = split_blocks(planned)
+    assert len(found) == len({block.id for block in found}) == 8
+    for block in found:
+        assert len({(t.model.name, t.dims.batch, t.dims.size) for t in block.trials}) == 1
+        assert {str(t.options.get("fail", "")) for t in block.trials} == {"", "skip"}
+    assert sorted(t.id for block in found for t in block.trials) == sorted(entry.trial.id for entry in planned)
+
+
+def test_a_block_keeps_its_id_when_a_backend_is_added(fake_study: Callable[..., Study]) -> None:
+    few, more = (
+        split_blocks(expand(fake_study(backends=names))) for names in (("fake",), ("fake", "fake@latency_ms=2"))
+    )
+    assert [block.id for block in few] == [block.id for block in more]
+    assert len(more[0].trials) == 2
+
+
+def test_the_anchor_is_the_first_blocks_reference(fake_study: Callable[..., Study]) -> None:
+    planned = expand(fake_study(batches=(2, 1), precisions=("fp8", "fp32")))
+    chosen: Any = find_anchor(planned)
+    assert (chosen.trial.dims.batch, chosen.trial.precision) == (2, "fp32"), "fp8 is refused"
+    assert find_anchor([entry for entry in planned if entry.refusal]) is None
+
+
+def test_files_in_the_current_folder_do_not_disturb_a_block_s_process(tmp_path: Path) -> None:
+    for name in ("json", "dataclasses"):
+        (tmp_path / f"{name}.py").write_text("raise RuntimeError('of the current folder')")
+    write_json(tmp_path / blocks.ORDER, {})
+    blocks.popen(tmp_path, {}, cwd=str(tmp_path)).wait(600)
+    log = (tmp_path / blocks.LOG).read_text()
+    assert "of the current folder" not in log and "KeyError" in log, "it read its order, which is empty here"

@@ -1,0 +1,123 @@
+"""Cold starts: parts that sum to the whole, in processes that really start, and their table."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dyno
+import onnx_text
+from dyno.layers import cold_start
+from dyno.layers.cold_start import COLD, WARM
+from dyno.worker.facts.job import ColdStart
+
+
+def starts(title: str, *seconds: float) -> cold_start.ColdStartSamples:
+    return cold_start.ColdStartSamples(
+        title, cold_start.WARM, tuple(ColdStart({"load": s / 2}, s, (s / 100,)) for s in seconds)
+    )
+
+
+def test_a_wide_interval_has_its_lower_bound() -> None:
+    """Of two rounds the direction may be certain where the interval is wider than a factor of two."""
+    vague, clear = (math.exp(-1.063), math.exp(-0.937)), (math.exp(-1.001), math.exp(-0.999))
+    for seconds, speedup, verdict in (
+        (vague, "at least 1.22x", "faster"),
+        (clear, "2.72x [2.68, 2.75]", "faster"),
+    ):
+        table = cold_start.make_cold_start_table([starts("first", 1.0, 1.0), starts("second", *seconds)])
+        (part,) = table.parts()
+        shown = {column.name: column.text(part.rows[1]) for column in part.columns}
+        assert (shown["speedup"], shown["verdict"]) == (speedup, verdict)
+        assert [row["verdict"] for row in table.rows] == ["reference", "faster"], "files have the word alone"
+
+
+Call = Callable[..., Any]
+Refused = Callable[..., str]
+
+
+@pytest.fixture(scope="module")
+def file(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    text = "(float[batch, 3, 8, 8] input) => (float[batch, 3, 8, 8] output) { output = Relu(input) }"
+    return onnx_text.write(tmp_path_factory.mktemp("cold") / "small.onnx", text)
+
+
+@pytest.mark.slow
+def test_the_parts_sum_to_the_first_answer(file: Path) -> None:
+    started = dyno.cold_start(str(file), "onnxruntime", "openvino", rounds=2, threads=1)
+    assert [(one.title, one.files) for one in started.starts] == [
+        ("onnxruntime fp32", WARM), ("onnxruntime fp32", COLD), ("openvino fp32", WARM), ("openvino fp32", COLD),
+    ]  # fmt: skip
+    for one in started.starts:
+        assert len(one.rounds) == 2
+        for start in one.rounds:
+            assert list(start.parts) == ["start", "imports", "load", "inputs", "first_call"], "no GPU, no context"
+            rest = start.first_answer - sum(start.parts.values())
+            assert min(start.parts.values()) > 0 and rest >= 0
+            assert start.parts["imports"] > start.parts["first_call"], "an engine's library is large, the model is not"
+            assert len(start.later) > 5 and max(start.later) < start.first_answer
+            assert any("site-packages/onnxruntime" in path or "openvino" in path for path in start.files)
+    row = started.table.rows[0]
+    parts = [
+        value for name, value in row.items() if name.endswith("_ms") and name not in ("first_answer_ms", "later_ms")
+    ]
+    assert sum(parts) == pytest.approx(1e3 * started.starts[0].middle.first_answer)
+    assert started.to_pandas()["verdict"].tolist()[:2] == ["reference", "reference"]
+    assert all("of it is" in sentence for sentence in started.sentences)
+
+
+@pytest.mark.slow
+def test_the_command(file: Path, call: Call) -> None:
+    code, out, err = call("cold-start", file, "--rounds", 1, "--files", "memory", "--threads", 1, "--format", "csv")
+    assert code == 0, err
+    (row,) = csv.DictReader(io.StringIO(out))
+    assert row["form"] == "onnxruntime fp32" and row["files"] == WARM and row["rounds"] == "1"
+    assert float(row["first_answer_ms"]) > float(row["later_ms"]) > 0
+    assert not err, "off a terminal only what went wrong has a line"
+
+
+@pytest.mark.slow
+def test_libraries_without_byte_code_are_said(file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked = (str(file), "onnxruntime")
+    usual = dyno.cold_start(*asked, rounds=1, threads=1, files="memory")
+    assert not any("byte-code" in sentence for sentence in usual.sentences)
+    monkeypatch.setenv("PYTHONPYCACHEPREFIX", str(tmp_path / "nothing"))
+    monkeypatch.setenv("PYTHONDONTWRITEBYTECODE", "1")
+    (sentence,) = dyno.cold_start(*asked, rounds=1, threads=1, files="memory").sentences[1:]
+    assert "Python modules have no byte-code" in sentence and "compileall" in sentence
+
+
+def test_what_cant_be_started(file: Path, refused: Refused) -> None:
+    assert "at least 1" in refused("cold-start", file, "--rounds", 0)
+    assert "memory" in refused("cold-start", file, "--files", "memry")
+    assert "name a backend" in refused("cold-start", "torchvision:resnet18", "onnx", "--size", 32)
+    assert "gone.onnx" in refused("cold-start", "gone.onnx")
+
+
+def test_by_hand_there_is_no_start_to_count_from(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dyno.worker import main
+    from dyno.worker.spec import Dims, Job, ModelSpec, Trial, to_json
+
+    monkeypatch.delenv("DYNO_STARTED", raising=False)
+    job = Job("cold_start", trial=Trial(ModelSpec("net", "net.py:net"), "onnxruntime", "fp32", Dims(1, 8, 8)))
+    (tmp_path / "job.json").write_text(json.dumps(to_json(job)))
+    assert main.main(tmp_path) == 0
+    record = json.loads((tmp_path / "record.json").read_text())
+    assert record["status"] == "failed" and "dyno cold-start" in record["reason"]
+
+
+def test_a_form_that_a_library_refuses_is_left_out(call: Call, refused: Refused, half_known: Path) -> None:
+    words = ("--rounds", 1, "--files", "memory", "--threads", 1)
+    code, out, err = call("cold-start", half_known, "openvino", "onnxruntime", *words, "--format", "json")
+    assert code == 3 and "dyno: left out: half openvino fp32: " in err and "OpenVINO doesn't support Det-17" in err
+    assert [row["form"] for row in json.loads(out)["rows"]] == ["onnxruntime fp32"]
+    net = "from torch import nn\nclass Never(nn.Module):\n    def forward(self, x):\n        return None\n"
+    (half_known.parent / "never.py").write_text(net, encoding="utf-8")
+    assert "never.py" in refused("cold-start", "never.py:nothing", *words)

@@ -1,0 +1,243 @@
+"""`dyno calibrate`: what it measures, prints, keeps and refuses, and studies that go on until they are decided."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dyno
+from dyno import Study
+from dyno.jobs.progress import Progress
+from dyno.regression import calibration as module
+from dyno.regression.until import StudyOutcome, studies
+from dyno.report import sections
+from dyno.report import self_test as report_self_test
+from dyno.results import stats
+from dyno.results.self_test import ProcessPair, StoredSelfTest, TestRound
+from dyno.runner import self_test
+from dyno.runner.execute import execute
+from dyno.worker import registry
+from dyno.worker.record import write_json
+from dyno.worker.spec import to_json
+
+# The fake backend's processes differ by nothing but what the machine does; a slow-down of a half can't be missed.
+COARSE = module.Layout((0.0, 0.0, 0.5), ((0, 1), (0, 2)))
+FAKE: dict[str, Any] = {
+    "backend": "fake@latency_ms=2", "channels": 1, "sizes": ("8",), "seconds": 0.1, "warmup": 0.02, "block": 0.02,
+    "threads": 1, "minutes": 30.0, "rounds": 5, "layout": COARSE, "quiet": True,
+}  # fmt: skip
+
+# A builder whose builds differ, by more than a busy machine can: every second one runs a thousand times as long. A run
+# that is taken off the processor takes tens of milliseconds, however short it is, so most of the short ones aren't.
+DRAWN = """
+import hashlib
+from pathlib import Path
+from dyno.worker.backend import Maker
+from dyno.worker.backends.fake import Fake
+from dyno.worker.spec import Artifact, Recipe, Tensor
+
+class Builder(Maker):
+    name = "uneven:Builder"
+
+    def make(self, recipe, parent, folder):
+        path, build = Path(folder) / "engine.bin", str(recipe.options["build"])
+        path.write_text(build)
+        ends = (Tensor("input", "float32", (1, 1, 8, 8)),)
+        sha256 = hashlib.sha256(build.encode()).hexdigest()
+        return Artifact("bin", str(path), sha256, len(build), "fp32", ends, ends, 0.0)
+
+class Engine(Fake):
+    name = "uneven:Engine"
+    options = (*Fake.options, "build")
+
+    def recipe(self, trial):
+        own = {"build": trial.options["build"]} if "build" in trial.options else {}
+        return Recipe("uneven:Builder", "bin", "fp32", trial.model, trial.dims, own)
+
+    def load(self, trial, artifact):
+        session = super().load(trial, artifact)
+        session.latency_s *= 1.0 if int(Path(artifact.path).read_text()) % 2 else 1000.0
+        return session
+"""
+
+
+@pytest.fixture(autouse=True)
+def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A cache in which no self-test is kept yet."""
+    monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
+    return tmp_path / "cache"
+
+
+@pytest.fixture
+def quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The command measures few short rounds of the fake backend."""
+    given = {name: FAKE[name] for name in ("seconds", "warmup", "block", "threads", "layout")}
+    whole = module.calibrate
+
+    def short(model: str, *, minutes: float, backend: str, **more: Any) -> dyno.SelfTest:
+        return whole(model, minutes=minutes, backend=backend, **{**given, **more})
+
+    monkeypatch.setattr(module, "calibrate", short)
+    monkeypatch.setattr(registry, "names", lambda: ["fake"])  # the others would be asked by `dyno doctor`
+
+
+def known() -> StoredSelfTest:
+    """A self-test of this machine, as if it had been measured."""
+    rounds = tuple(TestRound(1e-3 + n * 1e-5, (ProcessPair(0.0, (0.001 * (n % 3), 0.002)),)) for n in range(4))
+    return StoredSelfTest(
+        "2026-11-23T10:00:00+00:00", "1", self_test.machine("cpu"), "cpu", "net", 1, 0.2, 0.1, 3, rounds
+    )
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_it_tells_equal_processes_from_slowed_ones() -> None:
+    found = dyno.calibrate("fake:net", **FAKE)
+    assert len(found.rounds) == 5
+    assert found.slowdowns == [0.0, 0.5]
+    (slowed,) = [one for one in found.verdicts if one.slowdown and one.rounds == 5]
+    assert (slowed.slower.count, slowed.faster.hits) == (1, 0)
+    # A busy machine takes the processor from both; that adds to the delay, which is a share of what a run took.
+    assert sorted(1 / 2.718281828**pair.log for pair in found.pairs(0.5))[2] > 1.2
+    assert found.grade in "ABCDE" and str(found).startswith("Grade ")
+    kept, wrong = self_test.find("cpu")
+    assert kept is not None and not wrong
+    assert kept.stored == found.stored
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_builds_are_part_of_the_noise(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
+) -> None:
+    (tmp_path / "uneven.py").write_text(DRAWN)
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
+    given = {**FAKE, "backend": "uneven:Engine@latency_ms=0.1", "rounds": 3}
+    found = dyno.calibrate("fake:net", builds=True, **given)
+    assert found.stored.builds and len(found.rounds) == 3
+    logs = [pair.log for pair in found.pairs(0.0)]
+    assert all(log < -1 for log in logs), "the second of a pair has a build of its own, a slow one"
+    assert len(list((tmp_path / "cache").rglob("engine.bin"))) == 6, "two for each round"
+    assert "fresh builds and processes" in str(found)
+    assert self_test.find("cpu")[0] is None, "studies of one build see more"
+    assert "made the same every time" in refused(
+        "calibrate", "fake:net", "--channels", 1, "--backend", "fake", "--builds"
+    )
+
+
+@pytest.mark.usefixtures("preloaded")
+@pytest.mark.usefixtures("quick", "unreported")
+def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., Any], tmp_path: Path) -> None:
+    assert "none yet; run `dyno calibrate`" in call("doctor")[1]
+    asked = ("run", "fake:net", "--channels", 1, "--boundaries", "model", "--seconds", 0.04, "--warmup", 0.02)
+    asked += ("--rounds", 2)
+    backends = ("--backends", "fake@latency_ms=1,fake@latency_ms=2")
+    assert call(*asked, *backends, "--out", "before")[0] == 0
+    assert "This run can see" not in call("show", "before")[1]
+    tested = ("calibrate", "fake:net", "--backend", "fake@latency_ms=2", "--channels", 1, "--rounds", 3)
+    code, out, _ = call(*tested, "--size", 8)
+    assert code == 0
+    assert "called slower" in out and "Grade " in out and "false alarm" in out
+    code, out, _ = call(*tested, "--size", 8, "--format", "json")
+    told = json.loads(out)
+    assert told["grade"] in "ABCDE" and told["rounds"] == 3 and set(told["tables"]) == {"visible", "verdicts"}
+    (state,) = json.loads(call("doctor", "--format", "json")[1])["self_tests"]
+    assert state["grade"] == told["grade"]
+    assert f"self-test of cpu: Grade {told['grade']}" in call("doctor")[1].replace("\n  ", " ")
+    assert "This run can see" in call("show", "before")[1], "measured here, before the self-test"
+    code, out, _ = call(*asked, *backends, "--turns", "--block", 0.01, "--out", "after")
+    assert "This run can see" in out and "2 rounds in turns" in out.replace("\n  ", " ")
+    assert "This run can see" in json.loads(call("show", "after", "--format", "json")[1])["visible"]
+    (tmp_path / "after" / "self-test.json").write_text("{}")
+    assert dyno.load("after").records.self_test, "and a damaged one is the machine's again"
+    assert call("rm", "after")[:2] == (0, "removed after\n")
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_the_report_has_it(fake_study: Callable[..., Study], tmp_path: Path) -> None:
+    pytest.importorskip("matplotlib")
+    execute(fake_study(rounds=2), tmp_path / "run", Progress(quiet=True))
+    run = dyno.load(tmp_path / "run")
+    assert ("visible differences", report_self_test.HINT) in sections.list_terms(run.data)
+    self_test.keep(known())
+    page = dyno.load(tmp_path / "run").report(tmp_path / "with").read_text()
+    assert page.count("This run can see") == 2, "below the verdict and in the method"
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_another_machines_self_test_counts_for_nothing(fake_study: Callable[..., Study], tmp_path: Path) -> None:
+    kept = known()
+    self_test.keep(replace(kept, machine={**kept.machine, "cores": 999}))
+    found, wrong = self_test.find("cpu")
+    assert found is None and "cores was 999" in wrong
+    (state,) = self_test.states()
+    assert state["grade"] == "" and "cores was 999" in state["state"]
+    execute(fake_study(), tmp_path / "run", Progress(quiet=True))
+    assert not (tmp_path / "run" / "self-test.json").exists()
+    write_json(self_test.place("cpu"), {**to_json(kept), "rounds": "none"})
+    assert self_test.find("cpu") == (None, "it can't be read")
+
+
+@pytest.mark.usefixtures("preloaded")
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        (("--minutes", 0.01), "give --minutes 0.2 or more"),
+        (("--minutes", "nan"), "too short"),
+        (("--device", "cuda:0"), "cuda:0"),
+        (("--batch", "1,2"), "make 2 trials"),
+        (("--backend", "onnxruntme"), "did you mean 'onnxruntime'"),
+        (("--format", "xml"), "unknown format"),
+    ],
+)
+def test_what_makes_no_sense_is_one_line(refused: Callable[..., str], options: tuple[Any, ...], said: str) -> None:
+    backend = () if "--backend" in options else ("--backend", "fake")
+    line = partial(refused, "calibrate", "fake:net", "--channels", 1)
+    assert said in line(*backend, *options)
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_a_trial_that_does_not_run_is_one_line(call: Callable[..., Any]) -> None:
+    code, out, err = call("calibrate", "fake:net", "--channels", 1, "--backend", "fake@fail=exception")
+    assert (code, out) == (2, "")
+    assert "scripted failure" in err.splitlines()[-1] and "Traceback" not in err
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_few_rounds_and_slow_ones_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(dyno.UserError, match="3 or more"):
+        dyno.calibrate("fake:net", **{**FAKE, "rounds": 2})
+    later = iter(range(0, 10**9, 100))  # every look at the clock is 100 s after the one before
+    monkeypatch.setattr(module, "time", SimpleNamespace(monotonic=lambda: float(next(later))))
+    monkeypatch.setattr(module, "_measure_round", lambda *_: None)
+    with pytest.raises(dyno.UserError, match=r"give --minutes \d+"):
+        dyno.calibrate("fake:net", **{**FAKE, "minutes": 0.1, "rounds": 0})
+
+
+def test_each_round_is_in_one_study_and_looks_begin_with_the_first() -> None:
+    sure = [-0.05, -0.051, -0.049] * 2
+    assert studies(sure, 3, 10) == [StudyOutcome(stats.SLOWER, 3), StudyOutcome(stats.SLOWER, 3)]
+    assert studies([*sure, -0.05], 3, 10) == [StudyOutcome(stats.SLOWER, 3)] * 2, "a round that is left is no study"
+    assert studies([0.001, -0.001, 0.0], 3, 10) == [StudyOutcome(stats.EQUIVALENT, 3)]
+    wild = [0.5, -0.5, 0.4, -0.4] * 3
+    assert studies(wild, 3, 6) == [StudyOutcome(stats.UNDECIDED, 6)] * 2
+    assert studies(wild, 3, 13) == []
+
+
+@pytest.mark.slow
+def test_looking_again_keeps_its_promise_in_simulation() -> None:
+    draw = np.random.default_rng(0)
+    equal = studies(draw.normal(0.0, 0.02, 20_000), 3, 60)
+    wrong = [one for one in equal if one.verdict in (stats.FASTER, stats.SLOWER)]
+    assert len(equal) > 300 and len(wrong) / len(equal) < 0.05
+    slowed = studies(draw.normal(-np.log(1.02), 0.01, 20_000), 3, 60)
+    assert np.mean([one.verdict == stats.SLOWER for one in slowed]) > 0.95
+    assert np.median([one.rounds for one in slowed]) < 15

@@ -1,0 +1,142 @@
+"""The gate of a comparison: beyond the limit, within it, or undecided; its sentences; what it would have caught."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from scipy.stats import t
+
+import dyno
+import synthetic
+from dyno.regression import verdict
+from dyno.regression.rules import GateRules, smallest_slowdown
+from dyno.results import stats
+from dyno.worker.record import write_json
+from synthetic import Way
+
+BASE = Way("pytorch", seconds=0.004, spread=0.001)
+Gate = Callable[..., dyno.Comparison]
+
+
+@pytest.fixture
+def gate(tmp_path: Path) -> Gate:
+    """BASE as run A, with these changes as run B, held against a limit."""
+
+    def run(limit: str = "slower=5%", edit: Callable[[Path], None] | None = None, **changes: Any) -> dyno.Comparison:
+        for name in "ab":
+            shutil.rmtree(tmp_path / name, ignore_errors=True)
+        a, b = (synthetic.write_run(tmp_path / name, [way], samples=40, count=50)
+                for name, way in (("a", BASE), ("b", replace(BASE, **changes))))  # fmt: skip
+        if edit:
+            edit(b)
+        return dyno.compare(a, b, fail_on=(limit,))
+
+    return run
+
+
+def test_three_answers(gate: Gate) -> None:
+    assert gate().exit_code == 0
+    slower = gate(seconds=0.0048)
+    assert slower.exit_code == 1 and "failed: " in " ".join(slower.verdicts)
+    within = gate("slower=30%", seconds=0.0048)
+    assert within.exit_code == 0 and 30 < within.rows[0]["smallest"] < 35, "slower, but less than is allowed"
+    wide = gate("slower=1%", spread=0.05)
+    assert wide.exit_code == 3 and "too few rounds for this spread" in wide.rows[0]["undecided"]
+    assert any("undecided: digits pytorch fp32" in line for line in wide.verdicts)
+    assert any("not interleaved" in line for line in wide.verdicts)
+
+
+def test_digits_that_say_nothing_are_left_out(gate: Gate) -> None:
+    """Of two rounds that differ hugely the limit of the interval may be 1e40 %."""
+    found = gate("slower=2%", seconds=0.05, spread=3.0, statuses=("ok", "ok"))
+    (undecided,) = (line for line in found.verdicts if line.startswith("undecided"))
+    (caught,) = (line for line in found.verdicts if "is caught" in line)
+    assert "the interval reaches more than 1,000 %, and 2 % are allowed" in undecided
+    assert "a slow-down of more than 1,000 % is caught" in caught
+
+
+def test_two_limits_are_refused() -> None:
+    with pytest.raises(dyno.UserError, match="slower=2%, slower=5% contradict each other"):
+        GateRules(fail_on=("slower=2%", "slower=5%"))
+    assert GateRules(fail_on=("slower=5%", "status", "slower=5.0%")).tolerance == 0.05
+
+
+def test_a_gate_that_nothing_could_fail_is_refused() -> None:
+    with pytest.raises(dyno.UserError, match="fail_on is empty, so nothing would fail; give one or several of slower"):
+        GateRules(fail_on=())
+    assert GateRules(fail_on=(), least=0.9).fail_on == ("disagree",)
+
+
+def test_rules_of_another_type_are_refused() -> None:
+    assert GateRules(fail_on="slower=5%", tolerance=np.float64(0.05)).fail_on == ("slower",)  # type: ignore[arg-type]
+    with pytest.raises(dyno.UserError, match=r"tolerance is .* must be a number"):
+        GateRules(tolerance="2%")  # type: ignore[arg-type]
+
+
+def elsewhere(run: Path) -> None:
+    environment = json.loads((run / "environment.json").read_text())
+    write_json(run / "environment.json", {**environment, "cpu": "Another CPU"})
+
+
+def disturbed(run: Path) -> None:
+    for path in run.parent.glob("*/trials/*/r*/record.json"):
+        record = json.loads(path.read_text())
+        record["facts"] |= {"others_busy": {"model": 1.5}, "contention_threshold": 0.2}
+        write_json(path, record)
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"statuses": ("ok",)}, "one round only"),
+        ({"statuses": ("failed",), "reason": "no"}, "B is failed"),
+        ({"edit": elsewhere}, "another machine (cpu Synthetic CPU against Another CPU)"),
+        ({"edit": elsewhere, "seconds": 0.04}, "measure it again here with --again"),
+        ({"edit": disturbed, "seconds": 0.04}, "1.5 processors busy"),
+    ],
+)
+def test_what_cant_be_told(gate: Gate, changes: dict[str, Any], words: str) -> None:
+    found = gate(**changes)
+    assert found.exit_code == 3 and words in found.rows[0]["undecided"]
+    assert not found.rows[0]["failed"]
+
+
+@pytest.mark.parametrize(("rounds", "pairs"), [(3, 1), (5, 1), (10, 1), (5, 8)])
+def test_the_smallest_slowdown_is_caught_in_80_percent(rounds: int, pairs: int) -> None:
+    error, tolerance, rng = 0.01, 0.02, np.random.default_rng(0)
+    level = 0.05 / pairs
+    smallest = smallest_slowdown(error, rounds - 1, level, tolerance)
+    logs = np.log1p(smallest) + error * np.sqrt(rounds) * rng.standard_normal((40_000, rounds))
+    seen = logs.std(axis=1, ddof=1) / np.sqrt(rounds) * t.ppf(1 - level / 2, rounds - 1)
+    assert np.mean(logs.mean(axis=1) - seen > np.log1p(tolerance)) == pytest.approx(0.8, abs=0.01)
+
+
+def test_pairs_are_one_family(tmp_path: Path) -> None:
+    """A difference that shows by itself may be chance among many, and the sentences say what was done about it."""
+    others = [Way(f"like{k}", seconds=0.004) for k in range(12)]
+    comparisons = []
+    for name, more in (("alone", []), ("among", others)):
+        for run, seconds in (("a", 0.004), ("b", 0.00418)):
+            synthetic.write_run(tmp_path / name / run, [Way("x", seconds=seconds), *more], samples=40, count=300)
+        comparisons.append(dyno.compare(tmp_path / name / "a", tmp_path / name / "b", tolerance=0.0))
+    alone, among = (one.to_pandas().set_index("backend").loc["x"] for one in comparisons)
+    assert (alone["verdict"], among["verdict"]) == (stats.SLOWER, stats.UNDECIDED)
+    assert among["p_value"] == pytest.approx(13 * alone["p_value"])
+    assert among["ratio_low"] < alone["ratio_low"] and among["smallest"] > alone["smallest"]
+    sentences = [" ".join(one.verdicts) for one in comparisons]
+    assert "family" not in sentences[0] and "The 13 pairs are one family (Holm)" in sentences[1]
+
+
+@pytest.mark.parametrize(
+    ("smallest", "span"), [((2.01, 2.04), "2.0"), ((2.0, 4.4, 3.0), "2.0 to 4.4"), ((3.0,), "3.0")]
+)
+def test_a_span_of_one_number_is_that_number(smallest: tuple[float, ...], span: str) -> None:
+    (said,) = verdict._describe_power([{"smallest": each} for each in smallest])
+    assert f"a slow-down of {span} % is caught" in said

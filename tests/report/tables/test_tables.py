@@ -1,0 +1,221 @@
+"""Tables that are made from a run: agreement, when a preparation has paid off, variance, and the text of any."""
+
+from __future__ import annotations
+
+import math
+import re
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import printed
+import synthetic
+from dyno.formatting import UNLIMITED, width, wrapped
+from dyno.report import tables
+from dyno.report.export import export
+from dyno.report.tables import accuracy_tables, frontier_table, trial_table, variance_tables
+from dyno.results.trial_result import Results, load_run
+from dyno.table import TEXT, Column, Table
+from dyno.worker.record import read_json, write_json
+from dyno.worker.spec import UserError
+from synthetic import Way
+
+
+def _run(folder: Path, inputs: str, weights: str) -> Results:
+    facts = {"inputs_sha256": inputs * 64, "weights_sha256": weights * 64}
+    return load_run(synthetic.write_run(folder, [Way("onnxruntime", "fp32", facts=facts)]))
+
+
+def test_outputs_of_other_inputs_are_not_compared(tmp_path: Path) -> None:
+    first = _run(tmp_path / "first", "a", "c")
+    same, other = _run(tmp_path / "same", "a", "d"), _run(tmp_path / "other", "b", "d")
+    table, _, failed = accuracy_tables.compare_with_first([first, same], 1e-3, 1e-8)
+    assert len(table.rows) == 1 and not failed
+    with pytest.raises(UserError, match=r"was fed other inputs than .*; give both the same: --input"):
+        accuracy_tables.compare_with_first([first, other], 1e-3, 1e-8)
+
+
+def test_outputs_that_change_or_never_do_have_a_note(tmp_path: Path) -> None:
+    same = "the outputs are the same for every input: that they agree with another engine's proves little"
+    ways = [Way("a", facts={"random_outputs": 0.4}), Way("b", warnings=(same,)), Way("c")]
+    run = load_run(synthetic.write_run(tmp_path / "run", ways))
+    table, _, _ = accuracy_tables.compare_with_first([run], 1e-3, 1e-8)
+    assert table.notes[1:] == (
+        "digits a fp32: its outputs change from call to call, so they can't be compared",
+        "digits b fp32: the outputs are the same for every input, so agreement proves little",
+    )
+
+
+def made(path: Path, *ways: Way) -> pd.DataFrame:
+    run = trial_table.read_trials(synthetic.write_run(path / "run", list(ways), samples=400, count=20))
+    return frontier_table.BREAK_EVEN.table(run).to_pandas().set_index("backend")
+
+
+def test_seconds_over_gain(tmp_path: Path) -> None:
+    found = made(tmp_path, Way("pytorch", seconds=0.010, spread=0), Way("a", seconds=0.005, spread=0, build=10.0))
+    row = found.loc["a"]
+    assert row["extra_s"] == pytest.approx(10.0)
+    assert row["gain_us_per_image"] == pytest.approx(5000, rel=0.1)
+    assert row["images"] == pytest.approx(2000, rel=0.1)
+    assert row["images_low"] <= row["images"] <= row["images_high"]
+    assert row["export_s"] == pytest.approx(0.9) and row["engine_s"] == pytest.approx(9.1)
+
+
+def test_a_batch_is_divided_by_its_images(tmp_path: Path) -> None:
+    ways = [Way("pytorch", seconds=0.01, spread=0, batch=8), Way("a", seconds=0.005, spread=0, build=10.0, batch=8)]
+    row = made(tmp_path, *ways).loc["a"]
+    assert row["images"] == pytest.approx(10 / (0.005 * 5.9 / 8), rel=0.1)
+
+
+def test_never_perhaps_and_at_once(tmp_path: Path) -> None:
+    found = made(
+        tmp_path,
+        Way("pytorch", seconds=0.010),
+        Way("slow", seconds=0.020, build=5.0),
+        Way("same", seconds=0.0101, spread=0.2, build=5.0),
+        Way("free", seconds=0.005),
+        Way("failed", statuses=("failed",)),
+    )
+    assert found.loc["slow", "pays_off"] == "never" and math.isnan(found.loc["slow", "images"])
+    assert found.loc["free", "pays_off"] == "at once" and found.loc["free", "images"] == 0
+    same = found.loc["same"]
+    assert math.isinf(same["images_high"])
+    assert same["pays_off"] == "no gain is shown" or same["pays_off"].endswith("images, or never")
+    assert "failed" not in found.index and "pytorch" not in found.index
+
+
+def test_no_limit_gains_more_than_the_reference_takes(tmp_path: Path) -> None:
+    found = made(tmp_path, Way("pytorch", seconds=0.010), Way("a", seconds=0.001, spread=0.9, build=10.0))
+    assert found.loc["a", "images_low"] >= 10.0 / 0.012
+
+
+def test_the_csv_twin_has_every_column(tmp_path: Path) -> None:
+    found = made(tmp_path, Way("pytorch"), Way("a", seconds=0.005, build=2.0)).reset_index()
+    assert set(found.columns) == {column.name for column in frontier_table.BREAKEVEN_COLUMNS}
+
+
+def test_nothing_pays_off_at_once_that_is_not_shown_to_be_faster(tmp_path: Path) -> None:
+    ways = [Way("pytorch", seconds=0.010, build=5.0), Way("same", seconds=0.0099, spread=0.2)]
+    same = made(tmp_path, *ways).loc["same"]
+    assert same["extra_s"] < 0
+    assert same["pays_off"] in ("never", "no gain is shown")
+
+
+def builds(*medians: list[float], layers: tuple[int, ...] = ()) -> list[Any]:
+    counts = layers or (20,) * len(medians)
+    return [
+        SimpleNamespace(
+            good=[1], options={"build": k + 1}, backend="tensorrt", medians=lambda boundary, ms=ms: ms,
+            count=lambda tag, n=n: n if tag == "layers" else None,
+        )
+        for k, (ms, n) in enumerate(zip(medians, counts, strict=True))
+    ]  # fmt: skip
+
+
+def test_builds_that_differ() -> None:
+    found = variance_tables.spread(builds([0.475, 0.476, 0.474], [0.577, 0.576, 0.578]))
+    assert found is not None and found.real
+    assert found.ratio == pytest.approx(0.577 / 0.475, rel=1e-3)
+
+
+def test_builds_within_the_noise_of_their_processes() -> None:
+    found = variance_tables.spread(builds([0.50, 0.53, 0.47], [0.51, 0.48, 0.54], [0.49, 0.52, 0.50]))
+    assert found is not None and not found.real
+
+
+def test_too_little_to_say() -> None:
+    assert variance_tables.spread(builds([0.5], [0.6])) is None
+    assert "could be timed" in variance_tables.sentences(builds([0.5, 0.5]))[0]  # type: ignore[arg-type]
+    assert "two processes or more" in variance_tables.sentences(builds([0.5], [0.6]))[-1]  # type: ignore[arg-type]
+
+
+def test_the_sentences_and_the_fastest() -> None:
+    four = builds([0.60, 0.61], [0.50, 0.51], [0.60, 0.59], [0.62, 0.61], layers=(191, 221, 197, 185))
+    said = variance_tables.sentences(four)  # type: ignore[arg-type]
+    assert said[0] == "layers differ: 191, 221, 197, 185"
+    assert said[1] == "parameters: not reported by these engines"
+    assert "beyond noise" in said[2] and "p = " in said[2]
+    assert variance_tables.fastest(four).options == {"build": 2}  # type: ignore[arg-type,union-attr]
+
+
+def in_turns(folder: Path, rounds: float, blocks: float, both: float) -> list[dict[str, Any]]:
+    """The table's rows of two trials that took turns, with those deviations of rounds and blocks, and of what a block
+    does to `both`."""
+    synthetic.write_run(folder, [Way("pytorch", statuses=("ok",) * 8), Way("a", statuses=("ok",) * 8)], samples=1)
+    rng = np.random.default_rng(0)
+    shared = both * rng.standard_normal((8, 12, 1))
+    for trial in sorted((folder / "trials").iterdir()):
+        own = 0.01 * np.exp(shared + rounds * rng.standard_normal((8, 1, 1)) + blocks * rng.standard_normal((8, 12, 1)))
+        for number, taken in enumerate(own * np.exp(0.001 * rng.standard_normal((8, 12, 20)))):
+            place = trial / f"r{number}"
+            numbers = np.repeat(np.arange(12, dtype=np.int32), 20)
+            np.savez(place / "samples.npz", latency_model=taken.ravel(), latency_model_block=numbers)
+            record = read_json(place / "record.json")
+            write_json(place / "record.json", {**record, "facts": {**record["facts"], "turns": {"set": f"s{number}"}}})
+    (table,) = tables.named(trial_table.read_trials(folder), "variance")
+    return [row for row in table.rows if "a fp32" in row["label"]]
+
+
+def test_levels_of_a_trial_in_turns_and_what_they_advise(tmp_path: Path) -> None:
+    latency, ratio = in_turns(tmp_path / "rounds", rounds=0.05, blocks=0.01, both=0.2)
+    assert (latency["of"], ratio["of"]) == ("latency", "ratio to the reference")
+    assert (latency["rounds"], latency["blocks"], latency["samples"]) == (8, 12, 20)
+    assert latency["blocks_spread"] == pytest.approx(20, rel=0.3) and ratio["blocks_spread"] == pytest.approx(
+        1.4, rel=0.3
+    )
+    assert ratio["rounds_share"] > 90 and "samples_share" not in ratio
+    assert ratio["rounds_spread"] == pytest.approx(7, rel=0.6)
+    assert latency["rounds_share"] + latency["blocks_share"] + latency["samples_share"] == pytest.approx(100)
+    assert "more" in ratio["advice"]
+    _, ratio = in_turns(tmp_path / "blocks", rounds=0.0005, blocks=0.2, both=0.0)
+    assert ratio["blocks_share"] > 60 and ratio["advice"].startswith("longer rounds")
+
+
+def test_a_round_without_blocks_is_cut_into_stretches(tmp_path: Path) -> None:
+    run = trial_table.read_trials(
+        synthetic.write_run(tmp_path / "run", [Way("pytorch", spread=0.1), Way("a", statuses=("ok",))])
+    )
+    (row,) = tables.named(run, "variance")[0].rows
+    assert (row["rounds"], row["blocks"], row["of"]) == (3, 10, "latency") and row["rounds_share"] > 90
+
+
+@pytest.mark.parametrize("columns", [60, 80, 100, 200])
+def test_a_table_is_as_wide_as_the_terminal(tmp_path: Path, columns: int) -> None:
+    ways = [Way("pytorch", seconds=0.00412), Way("onnxruntime", "int8", 0.00105), Way("openvino", "fp16", 0.00207)]
+    run = trial_table.read_trials(synthetic.write_run(tmp_path / "run", ways, samples=40, count=30))
+    text = printed.trials(run, width=columns)
+    assert max(map(len, text.splitlines())) <= columns
+    for value in run.frame["latency_model_ms_median"]:
+        assert f"{value:.2f}" in text, "a number is never broken"
+    assert "not shown at this width" not in printed.trials(run), "a pipe takes every column"
+
+
+def test_sentences_break_between_words(monkeypatch: pytest.MonkeyPatch) -> None:
+    sentence = "the fastest is onnxruntime int8 " * 6
+    monkeypatch.setenv("COLUMNS", "50")
+    assert width() == 50 and max(map(len, wrapped(sentence).splitlines())) <= 50
+    assert wrapped(sentence).split() == sentence.split()
+    monkeypatch.delenv("COLUMNS")
+    assert width() == UNLIMITED and "\n" not in wrapped(sentence)
+
+
+def test_a_name_of_any_length_leaves_the_other_columns_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", "80")
+    columns = tuple(Column(name, kind=TEXT) for name in ("a", "b", "remark"))
+    row = {"a": "encoder.layers." * 10, "b": "relu_nchwc", "remark": "batch norm folded, 2 fused into one"}
+    words = export([Table("aligned", "Aligned", "", columns, [row])]).split()
+    assert {"relu_nchwc", "folded,", "fused", "batch"} <= set(words)
+
+
+def test_a_long_list_of_words_is_folded_on_a_page() -> None:
+    columns = (Column("name", kind=TEXT), Column("in_b", kind=TEXT), Column("seconds"))
+    rows = [
+        {"name": "attn", "in_b": "2 Reshape, " * 10, "seconds": 1.0},
+        {"name": "fc", "in_b": "Gemm", "seconds": 2.0},
+    ]
+    page = export([Table("parts", "Parts", "", columns, rows)], "html")
+    assert page.count('class="wide"') == 1 and re.search(r'<td class="wide"[^>]*>2 Reshape', page)

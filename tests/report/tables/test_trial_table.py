@@ -1,0 +1,273 @@
+"""The tidy table and its printed twins."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import statistics
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+
+import printed
+import synthetic
+from dyno.formatting import markdown, plain, points, show, significant
+from dyno.report import tables
+from dyno.report.export import export
+from dyno.report.tables import trial_table
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results, load_run
+from dyno.worker.spec import SCHEMA, UserError
+from synthetic import Way
+
+PROMISED = """model, backend, precision, batch, size, device, status, reason, latency_all_ms_mean,
+latency_all_ms_median,
+latency_all_ms_p90, latency_all_ms_p95, latency_all_ms_p99, latency_all_ms_max, latency_all_ms_std,
+latency_all_ms_trimmed, latency_model_ms_mean, latency_model_ms_median, latency_model_ms_p90,
+latency_model_ms_p95, latency_model_ms_p99, latency_model_ms_max, latency_model_ms_std,
+latency_model_ms_trimmed, throughput_ips""".replace("\n", " ").split(", ")
+METRICS = ("top1", "map50_95", "top5", "map50", "box_map50_95", "box_map50")
+PROMISED += [
+    f"{metric}{end}" for metric in METRICS for end in ("", "_low", "_high", "_diff", "_diff_low", "_diff_high")
+]
+PROMISED += """size_mb, layers, parameters, gpu_memory_mb, build_s, first_call_ms, speedup, speedup_low, speedup_high,
+verdict""".replace("\n", " ").split(", ")
+
+
+@pytest.fixture(scope="module")
+def whole(demo: Results) -> RunData:
+    return trial_table.read_trials(demo, budget={"top1": 1.2})
+
+
+@pytest.fixture(scope="module")
+def frame(whole: RunData) -> pd.DataFrame:
+    return whole.frame
+
+
+def one(frame: pd.DataFrame, way: str, batch: int = 1) -> pd.Series:
+    backend, precision = way.split()
+    fits = (frame["backend"] == backend) & (frame["precision"] == precision) & (frame["batch"] == batch)
+    return frame[fits].iloc[0]
+
+
+def run(path: Path, *ways: Way, **settings: int) -> RunData:
+    return trial_table.read_trials(synthetic.write_run(path / "run", list(ways), samples=30, **settings))
+
+
+def test_the_promised_columns_come_first(frame: pd.DataFrame) -> None:
+    assert list(frame.columns)[: len(PROMISED)] == PROMISED
+    assert len(frame) == len(synthetic.demo())
+
+
+def test_numbers_are_those_of_the_samples(demo: Results, frame: pd.DataFrame) -> None:
+    r = one(frame, "openvino int8")
+    t = demo.trial(r["trial"])
+    rounds = [1e3 * x.samples("latency", "model") for x in t.rounds]
+    assert r["latency_model_ms_median"] == pytest.approx(statistics.geometric_mean(map(np.median, rounds)))
+    assert r["latency_model_ms_median"] == pytest.approx(r["latency_ms"])
+    assert r["latency_model_ms_p99"] == pytest.approx(statistics.geometric_mean(np.percentile(x, 99) for x in rounds))
+    assert r["latency_model_ms_max"] == pytest.approx(max(map(max, rounds)))
+    assert r["throughput_ips"] == pytest.approx(t.value("throughput", "throughput"))
+    assert r["size_mb"] == 1.45
+    assert (r["layers"], r["parameters"], r["images"]) == (21, 701_466, 360)
+    assert r["top1_low"] < r["top1"] < r["top1_high"]
+    assert r["latency_ms_low"] < r["latency_ms"] < r["latency_ms_high"]
+    assert r["speedup_low"] < r["speedup"] < r["speedup_high"]
+    assert r["verdict"] == "faster"
+    assert r["reference"] == one(frame, "pytorch fp32")["trial"]
+
+
+def test_failed_rows_say_why_and_good_rounds_still_count(frame: pd.DataFrame) -> None:
+    crashed, timeout = one(frame, "fake fp32"), one(frame, "fake bf16")
+    assert (crashed["status"], crashed["rounds"], crashed["verdict"]) == ("crashed", 2, "slower")
+    assert crashed["latency_model_ms_median"] > 0
+    assert (timeout["status"], timeout["reason"], timeout["verdict"]) == (
+        "timeout",
+        "run: no sign of life for 600 s",
+        "",
+    )
+    assert np.isnan(timeout["latency_model_ms_median"])
+
+
+def test_the_reference_row_is_its_own_accuracy_reference(frame: pd.DataFrame) -> None:
+    r = one(frame, "pytorch fp32")
+    assert (r["speedup"], r["verdict"], r["budget"], r["top1_diff"]) == (1.0, "reference", "within", 0.0)
+
+
+def test_another_reference_and_the_studys_own(tmp_path: Path) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("openvino", seconds=0.005)], samples=30)
+    assert (
+        one(trial_table.read_trials(load_run(folder), reference="openvino").frame, "openvino fp32")["verdict"]
+        == "reference"
+    )
+    (folder / "study.toml").write_text('reference = "openvino"\n[budget]\ntop1 = 2.0\n')
+    own = trial_table.read_trials(folder)
+    assert one(own.frame, "pytorch fp32")["verdict"] == "slower"
+    assert one(own.frame, "pytorch fp32")["budget"] == "within"
+    assert own.budget == "top1=2"
+
+
+def test_one_round_gives_a_ratio_without_a_verdict(tmp_path: Path) -> None:
+    r = one(run(tmp_path, Way("pytorch", statuses=("ok",)), Way("openvino", seconds=0.005)).frame, "openvino fp32")
+    assert r["verdict"] == "one round only"
+    assert r["speedup"] == pytest.approx(2, rel=0.1)
+    assert np.isnan(r["speedup_low"])
+
+
+def test_other_weights_are_refused_with_a_sentence(tmp_path: Path) -> None:
+    r = one(run(tmp_path, Way("pytorch"), Way("openvino", facts={"weights_sha256": "f" * 64})).frame, "openvino fp32")
+    assert r["verdict"] == "not comparable: different weights"
+    assert np.isnan(r["speedup"])
+    assert np.isnan(r["top1_diff"])
+
+
+def test_precision_truth_stands_beside_the_precision(whole: RunData, frame: pd.DataFrame) -> None:
+    assert (one(frame, "openvino fp32")["ran_as"], one(frame, "openvino fp32")["precision_ok"]) == ("21 bf16", "no")
+    assert (one(frame, "openvino int8")["ran_as"], one(frame, "openvino int8")["precision_ok"]) == (
+        "20 int8, 1 fp32",
+        "yes",
+    )
+    text = printed.trials(whole)
+    assert "fp32 (ran bf16)" in text
+    assert "int8 (43% int8)" in text
+
+
+def test_the_workers_judgement_of_precision_wins(tmp_path: Path) -> None:
+    judged = {"precision_truth": {"ok": False, "sentence": "says nothing"}, "layers_by_type": {}}
+    found = run(tmp_path, Way("pytorch"), Way("compile", facts=judged))
+    assert one(found.frame, "compile fp32")["precision_ok"] == "unconfirmed"
+    assert "fp32 (unconfirmed)" in printed.trials(found)
+
+
+def test_an_engine_that_hides_half_of_its_layers_is_neither_right_nor_wrong(tmp_path: Path) -> None:
+    judged = {"ok": False, "sentence": "parts that it doesn't open: 1, so fp16 is not confirmed"}
+    facts = {"precision_truth": judged, "layers_by_type": {"float16": 1, "unknown": 1}}
+    found = run(tmp_path, Way("pytorch", "fp16"), Way("tensorrt", "fp16", seconds=0.001, facts=facts))
+    assert one(found.frame, "tensorrt fp16")["precision_ok"] == "unconfirmed"
+    assert "fp16 (unconfirmed)" in printed.trials(found) and "50% fp16" not in printed.trials(found)
+
+
+def test_build_time_is_the_whole_chain_and_a_warm_cache_does_not_count(tmp_path: Path) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [Way("compile", build=5.0)], samples=5)
+    for number, path in enumerate(sorted(folder.glob("trials/*/r*/record.json"))):
+        record = json.loads(path.read_text())
+        record["measurements"].append(
+            {"tag": "build", "unit": "s", "hint": "duration", "value": [0.4, 30.0, 0.5][number]}
+        )
+        record["facts"]["build_cached"] = number != 1
+        path.write_text(json.dumps(record))
+    assert trial_table.read_trials(load_run(folder)).frame["build_s"].iloc[0] == pytest.approx(35.0)
+
+
+def test_two_ways_that_differ_in_options_can_be_told_apart(tmp_path: Path) -> None:
+    found = run(tmp_path, Way("pytorch"), Way("pytorch", options={"channels_last": True}))
+    assert found.frame["verdict"].iloc[0] == "reference"
+    assert found.frame["options"].tolist() == ["", "channels_last=True"]
+    assert "channels_last=True" in printed.trials(found)
+
+
+def test_exit_codes(demo: Results, tmp_path: Path) -> None:
+    assert trial_table.exit_code(trial_table.read_trials(demo).frame) == 3
+    good = [Way("pytorch"), Way("openvino"), Way("tensorrt", statuses=("skipped",), reason="no GPU")]
+    results = load_run(synthetic.write_run(tmp_path / "good", good, samples=5))
+    assert trial_table.exit_code(trial_table.read_trials(results, budget={"top1": 2.0}).frame) == 0
+    bad = [Way("pytorch"), Way("openvino", "int8", flips=0.3)]
+    results = load_run(synthetic.write_run(tmp_path / "bad", bad, samples=5))
+    assert trial_table.exit_code(trial_table.read_trials(results).frame) == 0
+    assert trial_table.exit_code(trial_table.read_trials(results, budget={"top1": 2.0}).frame) == 1
+
+
+def test_text_fits_hides_what_is_empty_and_names_failures(whole: RunData) -> None:
+    text = printed.trials(whole, width=100)
+    rows = [line for line in text.splitlines() if not line.startswith("  ")]
+    assert max(map(len, rows)) <= 100
+    assert "digits, size 64, batch 8" in text
+    assert "median ms" in text
+    assert "gpu" not in text
+    assert "  fake bf16 timeout: run: no sign of life for 600 s" in text
+    assert "change, points" not in text.splitlines()[2]
+    assert "change, points" in printed.trials(whole, width=200).splitlines()[2]
+
+
+def test_grouping(whole: RunData) -> None:
+    text = printed.trials(whole, by="backend")
+    assert re.findall(r"^backend (\w+)$", text, re.M)[:3] == ["pytorch", "compile", "fake"]
+    assert "batch" in text.splitlines()[2]
+    for name, near in (
+        ("bakcend", "did you mean backend"),
+        ("throughput", "throughput_ips"),
+        ("engine", "--format csv"),
+    ):
+        with pytest.raises(UserError, match=near) as e:
+            printed.trials(whole, by=name)
+        assert len(str(e.value)) < 160
+    with pytest.raises(UserError, match="unknown format 'xml'"):
+        printed.trials(whole, "xml")
+
+
+def test_csv_and_json_are_the_table(whole: RunData, frame: pd.DataFrame) -> None:
+    back = pd.read_csv(io.StringIO(printed.trials(whole, "csv")))
+    assert list(back.columns) == list(frame.columns)
+    assert back["speedup"].to_numpy() == pytest.approx(frame["speedup"].to_numpy(), nan_ok=True)
+    assert back["layers"].dropna().unique().tolist() == [21]
+    found = json.loads(printed.trials(whole, "json"), parse_constant=lambda c: pytest.fail(f"{c} is no JSON"))
+    rows = found["rows"]
+    assert found["schema"] == SCHEMA and len(rows) == len(frame)
+    assert [c["name"] for c in found["columns"]] == list(frame.columns)
+    assert all(c["meaning"] and c["kind"] for c in found["columns"])
+    failed = next(r for r in rows if r["status"] == "oom")
+    assert failed["latency_model_ms_median"] is None
+    assert isinstance(rows[0]["batch"], int)
+
+
+def test_hostile_names_stay_text(hostile_names: Results) -> None:
+    found = trial_table.read_trials(hostile_names)
+    assert "модель" in printed.trials(found, "json")
+    assert "<script" not in printed.trials(found, "html")
+    text = printed.trials(found, "markdown")
+    assert "<script" not in text
+    assert "<img" not in text
+    rows = [line for line in text.splitlines() if line.startswith("|")]
+    assert len({len(re.findall(r"(?<!\\)\|", row)) for row in rows}) == 1
+
+
+def test_terminal_text_has_no_control_characters() -> None:
+    assert plain("a\x1b[31mb\nc\td") == "a [31mb c d"
+    assert markdown("snake_case _x_ `a|b` <i> [l](u)") == r"snake_case \_x\_ \`a\|b\` &lt;i&gt; \[l\](u)"
+
+
+@pytest.mark.parametrize(
+    ("value", "hint", "shown"),
+    [(0.000816, "duration", "816 µs"), (0.0012249, "duration", "1.22 ms"), (35.0, "duration", "35.0 s"),
+     (200.0, "duration", "3 min 20 s"), (1.45e6, "bytes", "1.45 MB"), (701_466.0, "count", "701,466"),
+     (12_345.0, "rate", "12,300/s"), (0.9889, "percentage", "98.9 %"), (None, "duration", ""),
+     (float("nan"), "rate", ""), (0.0, "duration", "0 ns"), (0.9996, "duration", "1,000 ms")],
+)  # fmt: skip
+def test_one_formatter_by_hint(value: float | None, hint: str, shown: str) -> None:
+    assert show(value, hint) == shown
+
+
+def test_significant_digits() -> None:
+    assert [significant(v) for v in (0.8126, 18.84, 1020.4, 9.996, 0.0123, -2.5)] == [
+        "0.813", "18.8", "1,020", "10.0", "0.0123", "-2.50"]  # fmt: skip
+    assert [points(v) for v in (-0.0028, 0.0, 0.00001, 0.0106)] == ["-0.28", "0.00", "0.00", "+1.06"]
+
+
+def test_a_percentile_of_few_samples_stands_in_parentheses(tmp_path: Path) -> None:
+    few, enough = (
+        trial_table.read_trials(synthetic.write_run(tmp_path / str(n), [Way("pytorch"), Way("a")], samples=n))
+        for n in (100, 150)
+    )
+    assert list(few.frame["samples_model"]) == [100, 100]
+    for run, marked in ((few, True), (enough, False)):
+        text = printed.trials(run, "markdown")
+        assert bool(re.search(r"\(\d+\.\d+\)", text)) == marked and ("130 for p95" in text) == marked
+        row = run.frame.iloc[0]
+        for name in ("p90", "p95", "p99"):
+            ends = [row[f"latency_model_ms_{name}{end}"] for end in ("_low", "", "_high")]
+            assert ends[0] < ends[1] < ends[2]
+    latencies = export(tables.named(few, "latency-model"), "text")
+    assert latencies.count("in parentheses") == 2, "of p95 and p99, not of p90"

@@ -1,0 +1,278 @@
+"""GPU trials: which clock counts, what telemetry says, what throttling and others on the card do to a number."""
+
+from __future__ import annotations
+
+import math
+import statistics
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pynvml
+import pytest
+
+import printed
+import synthetic
+from dyno.regression import compare_table
+from dyno.report import report
+from dyno.report.charts import gpu_charts
+from dyno.report.tables import gpu_table, trial_table
+from dyno.report.verdict import verdict
+from dyno.results import remarks, timeline
+from dyno.results.timeline import REASONS, THROTTLED, Trace, find_clean
+from dyno.results.trial_result import Results, TrialResult, clock_of, load_run
+from synthetic import Way
+from synthetic_card import Card
+
+HOT = 0x40
+
+
+def results(path: Path, *ways: Way, samples: int = 200) -> Results:
+    return load_run(synthetic.write_run(path / "run", list(ways), samples=samples, count=20))
+
+
+def one(path: Path, card: Card, seconds: float = 0.004, **more: object) -> TrialResult:
+    return results(path, Way("pytorch", seconds=seconds, card=card, **more)).trials[0]  # type: ignore[arg-type]
+
+
+def said(found: Results) -> str:
+    return "\n".join(verdict.list_sentences(trial_table.read_trials(found)))
+
+
+def trace(reasons: list[int], step: float = 1.0, **columns: list[float]) -> Trace:
+    at = 100 + step * np.arange(1, len(reasons) + 1)
+    found = {"gpu_throttle": np.asarray(reasons, float), **{k: np.asarray(v, float) for k, v in columns.items()}}
+    return Trace(at, found, 100.0, 1e9, 0.0)
+
+
+def test_the_reasons_are_nvml_s() -> None:
+    named = {
+        "idle": "GpuIdle", "application clocks": "ApplicationsClocksSetting", "power cap": "SwPowerCap",
+        "hardware slowdown": "HwSlowdown", "sync boost": "SyncBoost", "thermal limit (driver)": "SwThermalSlowdown",
+        "thermal limit (hardware)": "HwThermalSlowdown", "power brake": "HwPowerBrakeSlowdown",
+        "display clock": "DisplayClockSetting",
+    }  # fmt: skip
+    assert {words: bit for bit, words in REASONS.items()} == {
+        words: getattr(pynvml, f"nvmlClocksEventReason{name}") for words, name in named.items()
+    }
+    assert [words for bit, words in REASONS.items() if bit & THROTTLED] == [
+        "hardware slowdown", "thermal limit (driver)", "thermal limit (hardware)", "power brake"]  # fmt: skip
+
+
+def test_tables_show_the_gpu_s_clock_where_there_is_one(tmp_path: Path) -> None:
+    found = results(tmp_path, Way("pytorch", card=Card(gap=0.002)), Way("tensorrt", seconds=0.002, card=Card()))
+    table = trial_table.read_trials(found).frame.set_index("backend")
+    for t in found:
+        gpu = [np.median(r.raw_samples("latency", "model", "gpu")) for r in t.good]
+        assert table.loc[t.backend, "latency_model_ms_median"] == pytest.approx(1e3 * statistics.geometric_mean(gpu))
+    assert set(table["clock"]) == {"gpu"}
+    assert table.loc["pytorch", "outside_gpu_ms"] == pytest.approx(2, rel=0.05)
+    assert table.loc["tensorrt", "speedup"] == pytest.approx(5, rel=0.1)  # 10 ms against 2 ms, not 12 against 2
+
+
+def test_a_group_with_one_engine_without_events_is_compared_by_the_host(tmp_path: Path) -> None:
+    found = results(
+        tmp_path, Way("pytorch", card=Card(gap=0.010)), Way("other", seconds=0.010, card=Card(events=False))
+    )
+    table = trial_table.read_trials(found).frame.set_index("backend")
+    assert set(table["clock"]) == {"host"}
+    assert table.loc["other", "speedup"] == pytest.approx(2, rel=0.1)
+    assert table.loc["pytorch", "latency_ms"] == pytest.approx(20, rel=0.1)
+    assert table.loc["pytorch", "latency_model_ms_median"] == pytest.approx(10, rel=0.1)
+    assert math.isnan(table.loc["other", "outside_gpu_ms"])
+    assert "compared by the host's clock" in said(found)
+    assert [clock_of("model", t) for t in found] == ["gpu", "host"]
+
+
+def test_two_runs_are_compared_by_the_clock_both_have(tmp_path: Path) -> None:
+    a = results(tmp_path / "a", Way("pytorch", card=Card(gap=0.010)))
+    b = results(tmp_path / "b", Way("pytorch", seconds=0.020, card=Card(events=False)))
+    c = results(tmp_path / "c", Way("pytorch", card=Card(gap=0.020)))
+    assert compare_table.compare_runs(a, b).rows[0]["ratio"] == pytest.approx(1, rel=0.05)
+    assert compare_table.compare_runs(a, c).rows[0]["ratio"] == pytest.approx(1, rel=0.05)
+
+
+def test_a_trial_s_gpu_in_numbers(tmp_path: Path) -> None:
+    found = results(tmp_path, Way("pytorch", card=Card(reasons=0x4, held=(-0.1, 1.1))))
+    r = trial_table.read_trials(found).frame.iloc[0]
+    assert r["gpu_memory_mb"] == pytest.approx(2500)  # what was there before is not the job's
+    assert r["gpu_util"] == pytest.approx(90)
+    assert r["gpu_clock_mhz"] == 1200
+    assert r["gpu_power_w"] == pytest.approx(412.5)
+    assert r["gpu_temperature_c"] == pytest.approx(61)
+    assert r["throttle"] == "power cap 100 %"
+    assert (r["throttled_samples"], r["gpu_others"], r["warnings"]) == (0, 0, 0)
+    assert "limited by its power cap for 100 % of the time" in " ".join(remarks.list_notes(found.trials[0]))
+
+
+def test_a_cpu_trial_has_none_of_it(demo: Results) -> None:
+    table = trial_table.read_trials(demo).frame
+    gpu = [c for c in table.columns if c.startswith("gpu_") or c in ("outside_gpu_ms", "throttled_samples")]
+    assert len(gpu) == 8
+    assert table[gpu].isna().all(axis=None)
+    assert "gpu" not in printed.every(trial_table.read_trials(demo))
+    assert gpu_charts.draw_timeline(trial_table.read_trials(demo)) is None
+    assert set(table.loc[table["boundary"] != "", "clock"]) == {"host"}
+
+
+@pytest.mark.parametrize("reason", [bit for bit in REASONS if bit & THROTTLED])
+def test_throttled_samples_are_dropped_counted_and_said(tmp_path: Path, reason: int) -> None:
+    found = results(tmp_path, Way("pytorch", card=Card(reasons=reason, held=(0.5, 0.75), gap=0.001)))
+    t = found.trials[0]
+    for boundary in ("model", "all"):
+        taken, hit, lost = t.good[0].throttled(boundary)
+        assert taken == 200 and hit == lost
+        assert 50 <= hit <= 50 + 2 * 200 * 0.1 / 2  # a quarter, and up to a look of 0.1 s of a window of 2 s each side
+        kept = t.good[0].samples("latency", boundary)
+        every = t.good[0].raw_samples("latency", boundary)
+        assert np.array_equal(kept, np.concatenate([every[: (first := _first_gap(kept, every))], every[first + hit :]]))
+        assert 80 <= first <= 100
+    assert len(t.good[0].samples("throughput", "throughput")) == 10
+    assert trial_table.read_trials(found).frame["throttled_samples"][0] == sum(
+        r.throttled(b)[1] for r in t.good for b in ("model", "all")
+    )
+    warnings = remarks.list_warnings(t)
+    assert len(warnings) == 2 and warnings[0].startswith("model: ") and REASONS[reason] in warnings[0]
+    assert "600 samples were taken while the GPU was throttled" in warnings[0] and "dropped" in warnings[0]
+    assert f"The GPU was throttled ({REASONS[reason]}) during 1 of 1 trial" in said(found)
+
+
+def _first_gap(kept: np.ndarray, every: np.ndarray) -> int:
+    """Where the first sample is missing."""
+    return int(np.argmin(np.append(kept == every[: len(kept)], False)))
+
+
+def test_a_card_throttled_all_the_time_keeps_its_number_and_says_so(tmp_path: Path) -> None:
+    t = one(tmp_path, Card(reasons=HOT, held=(-1, 2)))
+    assert len(t.samples("latency", "model")) == 600
+    assert remarks.list_warnings(t)[0] == ("model: 600 of 600 samples were taken while the GPU was throttled "
+                               "(thermal limit (hardware)) and are kept, since too few would be left")  # fmt: skip
+
+
+def test_without_windows_or_with_a_damaged_trace_nothing_is_dropped(tmp_path: Path) -> None:
+    t = one(tmp_path, Card(reasons=HOT, held=(0.5, 0.75)))
+    for r in t.rounds:
+        r.record = replace(r.record, facts=replace(r.record.facts, timed={}))
+    assert len(t.samples("latency", "model")) == 600
+    assert t.gpu is not None and t.gpu.memory == 2.5e9 and math.isnan(t.gpu.utilisation)
+    for r in t.rounds:
+        (r.folder / "telemetry.npz").write_bytes(b"PK")
+    again = load_run(tmp_path / "run").trials[0]
+    assert again.gpu is None and not remarks.list_warnings(again)
+    assert len(again.samples("latency", "model")) == 600
+
+
+def test_throttling_reaches_from_the_last_clean_sample_to_the_next() -> None:
+    assert trace([0, 4, HOT, HOT | 4, 1, 0x8]).throttled == [(102, 105), (105, math.inf)]
+    assert trace([0x20, 0]).throttled == [(-math.inf, 102)]
+    assert trace([0, 0]).throttled == []
+    assert trace([]).throttled == []
+
+
+def test_a_sample_is_clean_when_it_lies_outside_the_throttling() -> None:
+    samples = np.full(10, 1.0)
+    assert find_clean(samples, (0, 10), [(2.5, 4.5)]).tolist() == [True] * 2 + [False] * 3 + [True] * 5
+    assert (
+        find_clean(samples, (0, 20), [(4, 6)]).tolist() == [True, True, False] + [True] * 7
+    )  # the loop took as long again
+    assert find_clean(samples, (0, 10), [(-math.inf, 1), (9, math.inf)]).sum() == 8
+    assert find_clean(samples, (0, 10), [(20, 30)]).all()
+    assert find_clean(np.empty(0), (0, 10), [(0, 1)]).size == 0
+
+
+@pytest.mark.parametrize(
+    ("card", "sentence"),
+    [
+        (Card(gap=0.001), r"launch-bound: 1.0"),
+        (Card(gap=0.0001), ""),  # 2.5 % of 4 ms
+        (Card(gap=0.0001, enqueue=0.0039), "launch-bound: run() returns after 3.90 ms"),
+        (Card(gap=0.0001, enqueue=0.001), ""),
+        (Card(events=False), None),
+    ],
+)
+def test_what_launching_costs_is_said(tmp_path: Path, card: Card, sentence: str | None) -> None:
+    found = results(tmp_path, Way("pytorch", seconds=0.004, card=card))
+    launch = remarks.describe_launch(found.trials[0])
+    assert (launch is None) == (sentence is None)
+    if launch is not None:
+        assert launch.sentence.startswith(str(sentence)) and bool(launch.sentence) == bool(sentence)
+        assert (f"digits pytorch fp32 b1 64: {launch.sentence}." in said(found)) == bool(sentence)
+        assert ("launch-bound" in " ".join(remarks.list_notes(found.trials[0]))) == bool(sentence)
+
+
+def test_ten_microseconds_are_nothing(tmp_path: Path) -> None:
+    launch = remarks.describe_launch(one(tmp_path, Card(gap=9e-6), seconds=1e-4))
+    assert launch is not None and launch.outside > 0.05 * launch.host and launch.sentence == ""
+
+
+@pytest.mark.parametrize(
+    ("card", "words"),
+    [
+        (Card(), ""),
+        (Card(others=1), "another process was on the GPU meanwhile"),
+        (Card(others=3, busy=40), "3 other processes were on the GPU meanwhile; it was 40 % busy before the job began"),
+        (Card(visible=False), ""),  # one process, and it must be the job's
+        (Card(visible=False, others=1), "another process was on the GPU meanwhile"),
+        (Card(busy=40), "others used the GPU: it was 40 % busy before the job began"),
+        (Card(busy=3), ""),
+    ],
+)
+def test_others_on_the_gpu_are_noticed_and_said(tmp_path: Path, card: Card, words: str) -> None:
+    found = results(tmp_path, Way("pytorch", card=card), Way("tensorrt", card=Card()))
+    t = next(t for t in found if t.backend == "pytorch")
+    assert remarks.describe_others(t) == words
+    assert remarks.list_warnings(t) == ([words] if words else [])
+    assert ("Others used the GPU during 1 of 2 trials" in said(found)) == bool(words)
+    assert trial_table.read_trials(found).frame.set_index("backend").loc["pytorch", "gpu_others"] == card.others
+
+
+def test_what_ran_just_before_is_not_taken_for_others() -> None:
+    """NVML's average still holds the job before this one for the first looks."""
+    found = trace([0] * 6, util=[0] * 6, gpu_util=[80, 30, 0, 0, 90, 95], gpu_memory=[1e9] * 4 + [3e9] * 2)
+    assert timeline.summarise_timeline(found, []).busy_before == 0
+    soon = trace([0] * 3, gpu_util=[80, 90, 95], gpu_memory=[1e9, 3e9, 3e9])
+    assert math.isnan(timeline.summarise_timeline(soon, []).busy_before)
+
+
+def test_memory_of_others_is_told(tmp_path: Path) -> None:
+    t = one(tmp_path, Card(before=20e9))
+    assert "20.0 GB of the GPU's memory were in use before the job began" in remarks.list_notes(t)
+    assert t.gpu is not None and t.gpu.memory == 2.5e9
+
+
+def test_nan_is_not_known_and_not_zero() -> None:
+    empty = trace([0, 0], gpu_util=[math.nan] * 2, gpu_memory=[math.nan] * 2)
+    found = timeline.summarise_timeline(empty, [(100, 103)])
+    assert all(math.isnan(x) for x in (found.memory, found.utilisation, found.clock, found.power, found.temperature))
+    assert (found.others, found.reasons) == (0, {})
+    assert timeline.join_timelines([]) is None
+
+
+@pytest.mark.slow
+def test_the_report_has_the_gpu_over_time(tmp_path: Path) -> None:
+    ways = [Way(b, seconds=s, batch=n, card=Card(reasons=HOT, held=(0.5, 0.6), others=1))
+            for b, s in (("pytorch", 0.004), ("tensorrt", 0.001), ("a", 0.002), ("b", 0.003), ("c", 0.005))
+            for n in (1, 8)]  # fmt: skip
+    found = results(tmp_path, *ways, samples=50)
+    figure = gpu_charts.draw_timeline(trial_table.read_trials(found))
+    titles = [title for a in figure.axes if (title := a.get_title(loc="left"))]
+    assert titles == ["pytorch fp32", "tensorrt fp32", "a fp32", "b fp32"]  # the reference, then the fastest
+    memory, utilisation = figure.axes[0].lines[0], figure.axes[4].lines[0]
+    assert memory.get_ydata().max() == pytest.approx(2.5)
+    assert memory.get_xdata()[0] == pytest.approx(0.1)
+    assert utilisation.get_ydata().max() == 90
+    assert len(figure.axes[0].patches) == 3  # the windows
+    page = report.write_report([trial_table.read_trials(found)], tmp_path / "out").read_text(encoding="utf-8")
+    assert "SM utilisation, %" in page and "batch 8, cuda:0 (1 more in results.csv)" in page
+    assert "GPU’s clock" in page and "were dropped" in page and "another process was on the GPU" in page
+    assert (tmp_path / "out/charts/gpu.png").stat().st_size > 10_000
+    rounds = gpu_table.rounds_of(found.trials[0])
+    assert [row["clock"] for row in rounds[:3]] == ["gpu", "host", "host"] and rounds[0]["round"] == 1
+    assert len(pd.read_csv(tmp_path / "out/results.csv")) == 10
+
+
+def test_the_printed_table_shows_the_gpu(tmp_path: Path) -> None:
+    found = results(tmp_path, Way("pytorch", card=Card(reasons=HOT, held=(0.5, 0.6))))
+    text = printed.trials(trial_table.read_trials(found), width=200)
+    assert "GPU MB" in text and "2,500" in text and "thermal limit (hardware) " in text

@@ -1,0 +1,445 @@
+"""The report: one page that is whole, works offline, escapes every name, tells its method and fits a phone."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import re
+import sys
+from html.parser import HTMLParser
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from PIL import Image, ImageStat
+
+import printed
+import synthetic
+from browser import ask, browse
+from dyno.report import charts, report, sections, tables
+from dyno.report.notebook import leading
+from dyno.report.report import ChartDrawing
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results, load_run
+from dyno.worker.record import read_json, write_json
+from dyno.worker.spec import UserError
+from synthetic import Way
+from synthetic_card import Card
+
+
+class Page(HTMLParser):
+    """Tags, attributes and text of a page, as a browser would take them."""
+
+    def __init__(self, path: Path) -> None:
+        super().__init__()
+        self.tags: list[str] = []
+        self.attributes: list[tuple[str, str]] = []
+        self.text = ""
+        self.feed(path.read_text(encoding="utf-8"))
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.tags.append(tag)
+        self.attributes += [(name, value or "") for name, value in attrs]
+
+    def handle_data(self, data: str) -> None:
+        self.text += data
+
+
+@pytest.fixture(scope="module")
+def written(demo: Results, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return report.write_report([trial_table.read_trials(demo)], tmp_path_factory.mktemp("report"))
+
+
+@pytest.mark.slow
+def test_the_page_is_whole_and_in_order(written: Path, demo: Results) -> None:
+    page, run = Page(written), trial_table.read_trials(demo)
+    parts = re.findall(r'<details class="part"[^>]*><summary>([^<:]*)', written.read_text())
+    assert parts == ["Tables", "Charts", "Accuracy and agreement", "Side by side", "Warnings and failures",
+                     "Every trial", "How this run was measured", "Machine", "How to reproduce"]  # fmt: skip
+    for expected in ("Fastest is openvino int8", "Synthetic CPU", "killed by SIGSEGV", "rank 10", "narrow enough",
+                     "close, % (rtol 0.001, atol 1e-08)", "another process used 40 % of a core",
+                     "onnx_export: onnx fp32 in 900 ms", 'models = ["digits"]', "20 int8, 1 fp32"):  # fmt: skip
+        assert expected in page.text, expected
+    # A drawing for each chart; above the tables stands one of the smallest batch.
+    assert page.tags.count("svg") == len(printed.drawn(run)) + 1
+    assert set(leading(run).frame["batch"]) == {1} < set(run.frame["batch"])
+    assert "At the smallest batch;" in written.read_text().split("Trials</h2>")[0]
+    assert page.tags.index("svg") < page.tags.index("table")
+    kinds = {kind.name: kind for kind in tables.kinds()}
+    side = [t for name, t in printed.every(run).items() if kinds[name].section == "side"]
+    side_by_side = sum(len(list(table.parts())) for table in side)
+    folded = sum(bool(decision.findings) for decision in verdict.read_verdict(run).decisions) + 1  # and the whole run's
+    assert page.tags.count("details") == len(demo.trials) + side_by_side + folded + len(parts)
+    assert page.text.index("Fastest is") < page.text.index("inputs already where the engine reads them")
+
+
+@pytest.mark.slow
+def test_a_library_that_is_missing_is_named_before_anything_is_written(
+    demo: Results, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "jinja2", None)
+    with pytest.raises(UserError, match=r"needs jinja2, not installed here; pip install 'inference-dyno\[report\]'"):
+        report.write_report([trial_table.read_trials(demo)], tmp_path / "page")
+    assert not (tmp_path / "page").exists()
+
+
+@pytest.mark.slow
+def test_the_card_has_the_winners_figures(written: Path, demo: Results) -> None:
+    (card, *_) = verdict.read_verdict(trial_table.read_trials(demo)).decisions
+    figures = {f.name: f for f in card.figures}
+    assert list(figures) == ["latency", "speed-up", "how sure", "accuracy", "cost"]
+    row = (
+        trial_table.read_trials(demo)
+        .frame.query("backend == 'openvino' and precision == 'int8' and batch == 1")
+        .iloc[0]
+    )
+    assert figures["speed-up"].value == f"{row['speedup']:.2f}x" and "pytorch fp32" in figures["speed-up"].below
+    assert figures["how sure"].value == "decided" and f"{row['rounds']} rounds" in figures["how sure"].below
+    assert figures["accuracy"].value == f"{row['top1']:.2f} %"
+    text = Page(written).text
+    assert all(f.value in text and f.below in text for f in figures.values())
+
+
+@pytest.mark.slow
+def test_the_page_needs_nothing_beside_it(written: Path, demo: Results) -> None:
+    page = Page(written)
+    assert not {"link", "img", "iframe", "object", "base"} & set(page.tags)
+    assert not [v for name, v in page.attributes if name in ("src", "srcset", "action", "formaction")]
+    links = [v for name, v in page.attributes if name in ("href", "xlink:href") and not v.startswith("#")]
+    (table,) = [v for v in links if v.startswith("data:text/csv")]
+    stored = (written.parent / "results.csv").read_bytes()
+    assert base64.b64decode(table.partition("base64,")[2]) == stored
+    folders = [(written.parent / v).resolve() for v in links if v != table]
+    assert folders == [(demo.folder / "trials" / t.id).resolve() for t in demo.trials]
+    ids = [v for name, v in page.attributes if name == "id"]
+    assert len(ids) == len(set(ids))
+    assert written.stat().st_size < 1_000_000
+
+
+@pytest.mark.slow
+def test_warnings_that_differ_in_numbers_alone_are_one_line(tmp_path: Path) -> None:
+    ways = [Way(name, warnings=(f"another process used {i} % of a core",)) for i, name in enumerate("abc", 30)]
+    results = trial_table.read_trials(synthetic.write_run(tmp_path / "r", ways, samples=3, count=2)).records
+    (line,) = [each for each in sections.list_complaints(results) if "another process" in each.text]
+    assert line.text == "another process used 30 % of a core; other trials in other numbers"
+    assert line.trials.startswith("3 trials: ") and all(t.label in line.trials for t in results)
+
+
+@pytest.mark.slow
+def test_charts_and_csv_lie_beside_it(written: Path, demo: Results) -> None:
+    names = {p.name for p in (written.parent / "charts").iterdir()}
+    assert {"latency.png", "speedup.png", "accuracy-latency.png", "throughput-batch.png"} <= names
+    assert len(pd.read_csv(written.parent / "results.csv")) == len(demo.trials)
+
+
+@pytest.mark.slow
+def test_every_name_is_escaped(hostile_names: Results, tmp_path: Path) -> None:
+    path = report.write_report([trial_table.read_trials(hostile_names)], tmp_path)
+    page = Page(path)
+    assert page.tags.count("script") == 2
+    assert "img" not in page.tags
+    assert "b" not in page.tags
+    assert not [name for name, _ in page.attributes if name.startswith("on")]
+    assert "модель" in page.text
+    assert '<script>alert("x")</script>' in page.text
+    assert "<img src=x onerror=alert(1)> | нет" in page.text
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_several_runs_are_sections_of_one_page(demo: Results, hostile_names: Results, tmp_path: Path) -> None:
+    page = Page(report.write_report([trial_table.read_trials(demo), trial_table.read_trials(hostile_names)], tmp_path))
+    ids = [v for name, v in page.attributes if name == "id"]
+    assert {"run1", "run2", "run2-tables"} <= set(ids)
+    assert "2 runs" in page.text and "dyno compare A B" in page.text
+    assert len(ids) == len(set(ids))
+    table = pd.read_csv(tmp_path / "results.csv")
+    assert table["run"].unique().tolist() == ["demo", "hostile"]
+    assert (tmp_path / "charts" / "hostile-latency.png").exists()
+
+
+@pytest.mark.slow
+def test_of_several_models_each_decision_is_a_line_that_unfolds(tmp_path: Path) -> None:
+    ways = [
+        Way(backend, "fp32", seconds, model=model, spread=spread, statuses=("ok",) * 2, batch=batch)
+        for model in ("one", "two", "three")
+        for backend, seconds, spread in (("pytorch", 0.01, 3.0), ("a", 0.001, 0.01)) for batch in (1, 4)
+    ]  # fmt: skip
+    run = trial_table.read_trials(synthetic.write_run(tmp_path / "run", ways, samples=10, count=5))
+    text = report.write_report([run], tmp_path / "page").read_text(encoding="utf-8")
+    assert text.count('<details class="decision') == 6 and '<div class="decision' not in text
+    first = text[text.index("<figure") : text.index("</figcaption>")]
+    assert "latency per batch" in first.lower() and "At the smallest batch" in first  # no speed-up there has a bound
+
+
+@pytest.mark.slow
+def test_what_the_report_lists_is_linked(written: Path) -> None:
+    text = written.read_text(encoding="utf-8")
+    links = re.findall(r'<a href="#(run1-problems)">([^<]*)</a>', text)
+    assert any("warnings; the report lists them" in said for _, said in links)
+    assert any("did not finish" in said for _, said in links) and 'id="run1-problems"' in text
+
+
+@pytest.mark.slow
+def test_a_phone_shows_the_verdict_without_scrolling(written: Path, tmp_path: Path) -> None:
+    script = """
+      const frame = document.createElement("iframe");
+      frame.style.width = "420px";
+      frame.srcdoc = "<!doctype html>" + document.documentElement.outerHTML.replaceAll("<script", "<template");
+      frame.onload = () => {
+        const heads = [...frame.contentDocument.querySelectorAll("table.sortable th")];
+        const end = name => heads.find(h => h.textContent.trim() === name).getBoundingClientRect().right;
+        say({speedup: end("speed-up"), verdict: end("verdict")});
+      };
+      document.body.append(frame);"""
+    ends = ask(written, script, tmp_path / "probe.html", "--virtual-time-budget=5000")
+    assert 0 < ends["speedup"] < ends["verdict"] <= 420
+
+
+@pytest.mark.slow
+def test_runs_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    folders = [synthetic.write_run(tmp_path / name / "run", [Way("pytorch")], samples=5) for name in ("new", "old")]
+    runs = [trial_table.read_trials(folder) for folder in folders]
+    page = Page(report.write_report(runs, tmp_path / "page"))
+    assert "new/run" in page.text and "old/run" in page.text
+    assert pd.read_csv(tmp_path / "page" / "results.csv")["run"].unique().tolist() == ["new/run", "old/run"]
+    assert all((tmp_path / "page" / "tables" / f"{name}_run-trials.csv").is_file() for name in ("new", "old"))
+    assert (tmp_path / "page" / "charts" / "old_run-latency.png").is_file()
+    with pytest.raises(UserError, match="a run is named twice"):
+        report.write_report([runs[0], runs[0]], tmp_path / "page")
+
+
+@pytest.mark.slow
+def test_a_run_on_a_gpu_says_on_which(tmp_path: Path) -> None:
+    run = synthetic.write_run(tmp_path / "run", [Way("pytorch", card=Card()), Way("tensorrt", card=Card(gap=0.002))])
+    assert "Synthetic GPU, driver 1" in sections.about_run(load_run(run))
+    page = Page(report.write_report([trial_table.read_trials(run)], tmp_path / "report"))
+    assert page.text.count("Synthetic GPU, driver 1") == 2, "under the card, and among the machine's facts"
+
+
+@pytest.mark.slow
+def test_a_run_without_anything_good_still_has_a_page(tmp_path: Path) -> None:
+    run = synthetic.write_run(tmp_path / "run", [Way("x", statuses=("failed",), reason="out of luck")])
+    (run / "environment.json").unlink()
+    (run / "study.toml").unlink()
+    text = Page(report.write_report([trial_table.read_trials(run)], tmp_path / "out")).text
+    for expected in (
+        "No trial succeeded",
+        "out of luck",
+        "Not recorded",
+        "was not stored",
+    ):
+        assert expected in text
+    assert "0 more" not in text and "Accuracy and agreement" not in text, "what is empty has no fold"
+
+
+@pytest.mark.slow
+def test_an_unwritable_folder_is_one_line(demo: Results, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match=r"can't be written to .*; give another folder"):
+        report.write_report([trial_table.read_trials(demo)], tmp_path / "file")
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(written: Path, tmp_path: Path) -> None:
+    probe = """<script>
+      const table = document.querySelector("table.sortable"), said = [];
+      const shown = row => row.cells[0].textContent + row.cells[2].textContent;
+      const order = () => [...table.tBodies[0].rows].map(shown).join(" ");
+      for (const name of ["median ms", "median ms", "backend"]) {
+        [...table.tHead.rows[0].cells].find(h => h.textContent === name).querySelector("button").click();
+        said.push(order());
+      }
+      const wide = document.documentElement.scrollWidth - window.innerWidth;
+      document.title = JSON.stringify({said, wide, rules: document.styleSheets[0].cssRules.length});
+    </script></body>"""
+    page = tmp_path / "probe.html"
+    page.write_text(written.read_text(encoding="utf-8").replace("</body>", probe), encoding="utf-8")
+    dom = browse(page, "--window-size=500,900", "--dump-dom")
+    title = re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]
+    up, down, names = re.findall(r'"([^"]*)"', re.search(r'"said":\[(.*?)\]', title)[1])
+    assert up.startswith("openvino0.816 openvino1.22 openvino1.83")
+    assert up.endswith("fake fake tensorrt")  # rows without a number stay last
+    assert down.startswith("fake5.14 pytorch4.05")
+    assert down.endswith("fake fake tensorrt")
+    assert names.startswith("compile")
+    assert '"wide":0' in title
+    assert int(re.search(r'"rules":(\d+)', title)[1]) > 20
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_a_browser_filters_copies_zooms_and_opens_what_is_linked(written: Path, tmp_path: Path) -> None:
+    probe = """<script>
+      const rows = [...document.querySelectorAll("section .table tbody tr")].filter(row => !row.closest(".trial"));
+      const visible = () => rows.filter(row => !row.hidden);
+      const type = text => { words.value = text; words.dispatchEvent(new Event("input")); return visible(); };
+      const found = {};
+      found.all = type("").length;
+      found.int8 = type("INT8 batch 1").map(r => r.textContent);
+      found.count = count.textContent;
+      const first = document.querySelector("table.sortable");
+      found.markdown = asMarkdown(first);
+      type("");
+      [...document.querySelectorAll("button.tool")].find(b => b.textContent === "zoom").click();
+      found.zoomed = document.querySelectorAll(".svg-pan-zoom_viewport").length;
+      const part = document.querySelector("details.part");
+      location.hash = part.id;
+      follow();
+      found.open = part.open;
+      found.tips = [...document.querySelectorAll("svg title")].map(t => t.textContent);
+      document.title = btoa(unescape(encodeURIComponent(JSON.stringify(found))));
+    </script></body>"""
+    page = tmp_path / "probe.html"
+    page.write_text(written.read_text(encoding="utf-8").replace("</body>", probe), encoding="utf-8")
+    dom = browse(page, "--dump-dom")
+    found = json.loads(base64.b64decode(re.search(r"<title>(.*?)</title>", dom, re.DOTALL)[1]))
+    assert all("int8" in row for row in found["int8"]) and 0 < len(found["int8"]) < found["all"]
+    assert re.fullmatch(r"\d+ of \d+ rows", found["count"])
+    head, rule, *rows = found["markdown"].splitlines()
+    assert head.startswith("| backend | precision | median ms |") and rule.startswith("| --- | --- | ---: |")
+    assert rows and all("| int8" in row for row in rows)
+    assert found["zoomed"] == 1 and found["open"]
+    assert any(tip.startswith("openvino int8, batch 1: ") and "images/s" in tip for tip in found["tips"])
+
+
+@pytest.mark.slow
+def test_printing_unfolds_all_tables_and_folds_them_again(written: Path, tmp_path: Path) -> None:
+    probe = """
+      const open = () => all("details:not(.trial)").map(each => each.open), before = open();
+      dispatchEvent(new Event("beforeprint"));
+      dispatchEvent(new Event("beforeprint"));
+      const printed = open();
+      dispatchEvent(new Event("afterprint"));
+      say({before, printed, after: open()});
+    """
+    found = ask(written, probe, tmp_path / "probe.html")
+    assert not all(found["before"]) and all(found["printed"]) and found["after"] == found["before"]
+
+
+def brightness(image: Image.Image) -> float:
+    """The mean brightness of a picture, 0 to 255."""
+    return float(ImageStat.Stat(image.convert("L")).mean[0])
+
+
+@pytest.mark.slow
+@pytest.mark.slow
+def test_a_screenshot_shows_the_report(written: Path, tmp_path: Path) -> None:
+    shot = tmp_path / "shot.png"
+    browse(written, "--window-size=1280,6400", f"--screenshot={shot}")
+    with Image.open(shot) as image:
+        assert image.size == (1280, 6400)
+        colours = {c for _, c in image.convert("RGB").getcolors(1 << 22)}
+    assert {(0, 158, 115), (230, 159, 0)} <= colours  # OpenVINO's and ONNX Runtime's points are on the page
+    dark = tmp_path / "dark.png"
+    browse(written, "--blink-settings=preferredColorScheme=0", f"--screenshot={dark}")
+    with Image.open(shot) as bright, Image.open(dark) as dim:
+        assert brightness(dim) < 60 < 200 < brightness(bright)
+
+
+DRAW, HERE = report._draw_kind, os.getpid()
+
+
+@pytest.fixture
+def demo_run(demo: Results, monkeypatch: pytest.MonkeyPatch) -> RunData:
+    monkeypatch.setattr(report, "MANY", 2)
+    few = charts.kinds()[:3]
+    monkeypatch.setattr(charts, "kinds", lambda: few)
+    return trial_table.read_trials(demo)
+
+
+def pictures(folder: Path) -> dict[str, bytes]:
+    return {path.name: path.read_bytes() for path in folder.iterdir()}
+
+
+def folder(parent: Path, name: str) -> Path:
+    (parent / name).mkdir()
+    return parent / name
+
+
+def dies(demo_run: RunData, folder: Path, prefix: str, name: str, number: int) -> ChartDrawing | None:
+    if os.getpid() != HERE:
+        (folder.parent / "died").touch()
+        os._exit(9)
+    return DRAW(demo_run, folder, prefix, name, number)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(len(os.sched_getaffinity(0)) < 2, reason="needs two processors")
+def test_processes_draw_what_one_draws(demo_run: RunData, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    several = report.draw_charts(demo_run, folder(tmp_path, "several"), "r0", "")
+    monkeypatch.setattr(report, "_draw_kind", dies)
+    after_a_death = report.draw_charts(demo_run, folder(tmp_path, "death"), "r0", "")
+    assert (tmp_path / "died").exists()
+    monkeypatch.setattr(report, "MANY", 1_000)
+    alone = report.draw_charts(demo_run, folder(tmp_path, "alone"), "r0", "")
+    assert len(alone) == 3
+    for other, name in ((several, "several"), (after_a_death, "death")):
+        assert [(one.name, one.caption) for one in other] == [(one.name, one.caption) for one in alone]
+        assert pictures(tmp_path / name) == pictures(tmp_path / "alone")
+
+
+def described(folder: Path, study: str = "") -> dict[str, str]:
+    (folder / "study.toml").write_text(f'models = ["digits"]\n{study}', encoding="utf-8")
+    return dict(sections.list_terms(trial_table.read_trials(folder)))
+
+
+def taking_turns(folder: Path, *backends: str) -> Path:
+    """A run whose trials of these backends took turns, in four blocks of 0.1 s."""
+    synthetic.write_run(folder, [Way("pytorch"), Way("a", seconds=0.005), Way("b", seconds=0.006)], samples=20)
+    for path in folder.glob("trials/*/r*/record.json"):
+        job = read_json(path.parent / "job.json")
+        if job["trial"]["backend"] not in backends:
+            continue
+        job["trial"]["plan"] |= {"blocks": 4, "block_s": 0.1}
+        write_json(path.parent / "job.json", job)
+        arrays = dict(np.load(path.parent / "samples.npz"))
+        np.savez(path.parent / "samples.npz", **arrays, latency_model_block=np.repeat(np.arange(4, dtype=np.int32), 5))
+        record = read_json(path)
+        write_json(path, {**record, "facts": {**record["facts"], "turns": {"set": path.parent.name}}})
+    return folder
+
+
+def test_one_after_the_other(tmp_path: Path) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a"), Way("b")], samples=20)
+    terms = described(folder, "equivalent = 3.0\n")
+    assert terms["rounds"].startswith("3, each in a fresh process")
+    assert terms["reference"] == "pytorch fp32" and terms["compared"].startswith("one after the other")
+    assert terms["interval"].startswith("Welch's t interval")
+    assert terms["equivalent"] == "the whole interval is within ±3 %"
+    assert terms["family"].startswith("up to 2 rows against one reference are judged together (Holm)")
+    assert terms["looks"].startswith("one, after the last round")
+    assert (
+        "2 threads" in terms["level: a latency is of"] and "alone from start to end" in terms["level: a latency is of"]
+    )
+
+
+def test_in_turns(tmp_path: Path) -> None:
+    terms = described(taking_turns(tmp_path / "run", "pytorch", "a", "b"))
+    assert terms["compared"].startswith("in turns:") and "a block of 0.1 s" in terms["compared"]
+    assert "one after the other" not in terms["compared"] and terms["interval"].startswith("Student's t interval")
+    assert terms["sampling ends"].startswith("after 4 blocks per boundary")
+    assert "a loop alone may be faster" in terms["level: a latency is of"]
+
+
+def test_some_in_turns(tmp_path: Path) -> None:
+    terms = described(taking_turns(tmp_path / "run", "pytorch", "a"))
+    assert terms["compared"].startswith("in turns:") and terms["compared"].endswith("; 1 pair one after the other")
+    assert terms["interval"].startswith("of pairs ") and "Student" in terms["interval"] and "Welch" in terms["interval"]
+
+
+def test_until_decided_counts_its_looks(tmp_path: Path) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a")], samples=20)
+    terms = described(folder, 'until = "decided"\nrounds = 2\n')
+    assert terms["looks"].startswith("until decided: 2, after round 2 and each further one")
+    assert terms["family"].startswith("one row at most is judged")
+
+
+def test_nothing_to_compare(tmp_path: Path) -> None:
+    terms = described(synthetic.write_run(tmp_path / "run", [Way("a")], samples=20))
+    assert terms["compared"].startswith("nothing:") and "interval" not in terms

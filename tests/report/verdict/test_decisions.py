@@ -1,0 +1,176 @@
+"""Decisions: one sentence each, whether it is real and right, what is next, and what folds out."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+import synthetic
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.report.verdict.findings import BEST, FAILURE, NOTE, WARNING, Decision
+from dyno.results.trial_result import Results, load_run
+from synthetic import Way
+
+FAST, CLOSE = Way("a", seconds=0.005), Way("b", seconds=0.005, spread=0.1)
+
+
+def decided(path: Path, *ways: Way, study: str = "", budget: dict[str, float] | None = None) -> list[Decision]:
+    folder = synthetic.write_run(path / "run", list(ways), samples=50)
+    (folder / "study.toml").write_text(f'models = ["digits"]\n{study}', encoding="utf-8")
+    return list(verdict.read_verdict(trial_table.read_trials(load_run(folder), budget=budget)).decisions)
+
+
+def test_a_winner_is_told_with_what_is_real_right_and_next(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path, Way("pytorch"), FAST, Way("b", seconds=0.007))
+    assert (one.kind, one.where) == (BEST, "digits at size 64")
+    assert one.text.startswith("fastest is a fp32, 5.") and one.text.endswith("] as fast as pytorch fp32.")
+    assert [name for name, _ in one.answers] == ["real", "right", "next"]
+    real, right, step = (text for _, text in one.answers)
+    assert real.startswith("yes, in 3 rounds, measured one after the other; ahead of the runner-up, b fp32, by 1.3")
+    assert (
+        right.startswith("outputs agree with those of pytorch fp32, to 0.001 %; top-1 9")
+        and "ran in the requested type" in right
+    )
+    assert step == f"take it: dyno take {tmp_path / 'run'}"
+    assert {each.kind for each in one.findings} == {NOTE}
+
+
+def test_a_winner_whose_runner_up_may_be_as_fast_is_open(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path, Way("pytorch"), FAST, CLOSE)
+    answers = dict(one.answers)
+    assert one.kind == WARNING
+    assert answers["real"].startswith("against the reference yes, in 3 rounds")
+    assert "is undecided (" in answers["real"] and "more rounds" in answers["real"]
+    assert answers["next"].startswith(("the same command without --rounds goes on", "the difference is too small"))
+
+
+def test_a_run_until_decided_goes_on_with_more_minutes(tmp_path: Path) -> None:
+    spread = Way("b", seconds=0.0055, spread=0.1)
+    (one,) = decided(tmp_path, Way("pytorch"), FAST, spread, study='until = "decided"\nrounds = 2\n')
+    assert dict(one.answers)["next"].startswith("the same command with more --minutes goes on; take it: ")
+
+
+def test_a_single_trial_wins_nothing(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path, FAST)
+    assert one.kind == NOTE and one.text.startswith("a fp32 takes 5.") and one.text.endswith(" ms at batch 1.")
+    assert {f.name: f.value for f in one.figures}["how sure"] == "not compared"
+    (two,) = decided(tmp_path / "other", Way("pytorch"), Way("a", statuses=("failed",), reason="out of luck"))
+    assert two.kind == NOTE and two.text.startswith("pytorch fp32 takes")
+
+
+def test_outputs_that_change_or_never_do_are_not_called_right(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path / "changing", Way("a", facts={"random_outputs": 0.4}))
+    assert dict(one.answers)["right"].startswith("its outputs change from call to call, so they can't be compared; ")
+    warnings = ("the outputs are the same for every input: that they agree with another engine's proves little",)
+    (one,) = decided(tmp_path / "same", *(replace(way, warnings=warnings) for way in (Way("pytorch"), FAST)))
+    right = dict(one.answers)["right"]
+    assert right.startswith("outputs agree with those of pytorch fp32")
+    assert "; the outputs are the same for every input, so agreement proves little; " in right
+
+
+def test_the_command_to_take_it_can_be_pasted(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path / "a run & <more>", FAST)
+    assert dict(one.answers)["next"] == f"take it: dyno take '{tmp_path}/a run & <more>/run'"
+
+
+def test_one_round_is_open_and_says_how_many_to_take(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path, *(replace(way, statuses=("ok",)) for way in (Way("pytorch"), FAST)))
+    assert one.kind == WARNING and "measure with --rounds 3 or more" in dict(one.answers)["next"]
+
+
+def test_a_gain_with_a_wide_interval_has_its_lower_bound(tmp_path: Path) -> None:
+    ways = [replace(Way(*way), spread=0.4, statuses=("ok",) * 6) for way in (("pytorch",), ("a", "fp32", 0.0001))]
+    (one,) = decided(tmp_path, *ways)
+    assert re.search(r": at least [\d.]+x as fast as pytorch fp32 \(best estimate [\d.]+x\)\.$", one.text), one.text
+    assert "x [" not in one.text
+    assert {f.name: f.value for f in one.figures}["speed-up"].startswith("at least ")
+
+
+def test_equal_speeds_leave_the_choice_to_something_else(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path, Way("pytorch", spread=1e-3), Way("a", spread=1e-3, seconds=0.0099))
+    answers = dict(one.answers)
+    assert one.kind == BEST and "it is equivalent to pytorch fp32 within ±2 %" in one.text
+    assert answers["real"].startswith("no difference that matters") and answers["next"].startswith("choose by")
+
+
+def test_images_per_second_are_a_decision_that_is_tested_too(tmp_path: Path) -> None:
+    ways = [replace(way, batch=batch) for way in (Way("pytorch"), FAST, CLOSE) for batch in (1, 8)]
+    _, rate = decided(tmp_path / "close", *ways)
+    assert rate.kind == WARNING and "whether it is faster than the runner-up" in dict(rate.answers)["real"]
+    _, rate = decided(tmp_path / "apart", *ways[:4])
+    assert rate.kind == BEST and rate.text.startswith("most images per second with a fp32 at batch 8")
+    assert dict(rate.answers)["real"].startswith("yes, in 3 rounds; ahead of the runner-up, a fp32 at batch 1")
+
+
+def test_a_budget_that_nothing_else_holds_is_said(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path, Way("pytorch"), Way("a", "int8", 0.001, flips=0.2), budget={"top1": 1.5})
+    assert dict(one.answers)["real"] == "nothing else is within the budget"
+    assert dict(one.answers)["right"].startswith("it is what the others' outputs are compared with; top-1 9")
+
+
+def test_a_winner_is_open_while_a_faster_one_may_be_within_the_budget(tmp_path: Path) -> None:
+    few = [Way("pytorch"), Way("a", "int8", 0.001)]
+    folder = synthetic.write_run(tmp_path / "run", few, samples=50, count=20)
+    (one,) = verdict.read_verdict(trial_table.read_trials(load_run(folder), budget={"top1": 1.5})).decisions
+    answers = dict(one.answers)
+    assert one.kind == WARNING and {f.name: f.value for f in one.figures}["how sure"] == "open"
+    assert answers["real"] == "nothing else is shown to be within the budget"
+    assert "whether a int8, which is faster, is within the budget" in answers["next"]
+
+
+def test_a_trial_beyond_the_budget_that_is_not_shown_to_be_faster_only_seems_so(tmp_path: Path) -> None:
+    ways = Way("pytorch", seconds=0.01, spread=0.3), Way("a", "int8", 0.006, spread=0.3, flips=0.2)
+    (one,) = decided(tmp_path, *ways, budget={"top1": 1.5})
+    assert any("a int8 seems faster (" in each.text for each in one.findings)
+
+
+def test_several_models_are_taken_by_id(tmp_path: Path) -> None:
+    ways = [replace(way, model=model) for model in ("one", "two") for way in (Way("pytorch"), FAST)]
+    first, second = decided(tmp_path, *ways)
+    steps = [dict(each.answers)["next"] for each in (first, second)]
+    assert [step.rpartition(" ")[2] for step in steps] == [ways[1].trial.id, ways[3].trial.id]
+
+
+def test_a_run_that_was_stopped_early_goes_on_by_the_same_command(tmp_path: Path) -> None:
+    one_round = [replace(way, statuses=("ok",)) for way in (Way("pytorch"), FAST)]
+    (one,) = decided(tmp_path, *one_round, study="rounds = 3\n")
+    assert dict(one.answers)["next"].startswith("the same command measures the other rounds; take it")
+    decided(tmp_path / "none", unmeasured := Way("a", statuses=("failed",)), Way("b", statuses=("failed",)))
+    (tmp_path / "none" / "run" / "trials" / unmeasured.trial.id / "r0" / "record.json").unlink()
+    (none,) = verdict.read_verdict(trial_table.read_trials(load_run(tmp_path / "none" / "run"))).decisions
+    assert none.kind == WARNING and none.text == "no trial has succeeded yet; 1 of 2 were not measured so far."
+    assert dict(none.answers)["next"] == "the same `dyno run` again goes on, unless it still measures"
+
+
+def test_nothing_that_ended_well_is_a_failure(tmp_path: Path) -> None:
+    (one,) = decided(tmp_path, Way("a", statuses=("failed",), reason="no"))
+    assert (one.kind, one.sentence) == (FAILURE, "digits at size 64: no trial succeeded.")
+
+
+@pytest.mark.parametrize("budget", [None, {"top1": 1.2}])
+def test_a_terminal_has_the_same_in_the_same_order_without_notes(
+    demo: Results, budget: dict[str, float] | None
+) -> None:
+    verdicts = verdict.read_verdict(trial_table.read_trials(demo, budget=budget))
+    lines = verdicts.lines
+    assert lines[0] == verdicts.decisions[0].sentence and [line.split(":")[0] for line in lines[1:4]] == [
+        "  real", "  right", "  next"]  # fmt: skip
+    notes = [each.text for part in (verdicts, *verdicts.decisions) for each in part.findings if each.kind == NOTE]
+    assert notes and not set(notes) & set(lines) and lines[-1] == f"{len(notes)} notes more in the report."
+    others = [line for line in lines[:-1] if not line.startswith("  ")]
+    assert set(others) <= set(verdicts.sentences)
+    assert others == [line for line in verdicts.sentences if line in others]
+
+
+def test_a_noisy_third_that_may_be_the_fastest_is_named(tmp_path: Path) -> None:
+    """B is decided, C isn't: "fastest" is a claim against both (Hsu 1981)."""
+    noisy = Way("c", seconds=0.006, spread=0.4)
+    (one,) = decided(tmp_path, Way("pytorch"), FAST, Way("b", seconds=0.0055), noisy)
+    answers = dict(one.answers)
+    assert one.kind == WARNING and one.text.endswith("as fast as pytorch fp32; c fp32 may be as fast.")
+    assert answers["real"].startswith("one of the fastest, in 3 rounds") and "faster than c fp32" in answers["real"]
+    assert {f.name: f.value for f in one.figures}["how sure"] == "open"

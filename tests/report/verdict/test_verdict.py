@@ -1,0 +1,332 @@
+"""The sentences: who wins, how sure that is, what a confirmation says, and what did not run as requested."""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import synthetic
+from dyno.formatting import ratio
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results.ranking import estimate_speedup
+from dyno.results.run_data import RunData
+from dyno.results.trial_result import Results, load_run
+from dyno.worker.record import write_json
+from synthetic import Way
+
+
+def said(results: Results, budget: dict[str, float] | None = None) -> str:
+    return "\n".join(verdict.list_sentences(trial_table.read_trials(results, budget=budget)))
+
+
+def study(path: Path, *ways: Way, budget: dict[str, float] | None = None, count: int = 360) -> str:
+    return said(load_run(synthetic.write_run(path / "run", list(ways), samples=50, count=count)), budget)
+
+
+def test_the_demo_in_words(demo: Results) -> None:
+    text = said(demo, {"top1": 1.2})
+    first = text.splitlines()[0]
+    assert first.startswith("digits at size 64: fastest within the budget top1=1.2 is openvino bf16, 1.2")
+    assert "at batch 1: 3.3" in first
+    assert first.endswith("as fast as pytorch fp32.")
+    assert "real: yes, in 3 rounds, measured one after the other" in text
+    assert "ahead of the runner-up, openvino fp32 (ran bf16), by 1.5" in text
+    assert "right: outputs agree with those of pytorch fp32, off by 0.041 %; top-1 98.89 %, 0.00 points [" in text
+    assert "openvino int8 is faster (816 µs) but whether it is within top1=1.2 is undecided" in text
+    assert "more images would settle it" in text
+    assert "Precision: 13 of 17 trials ran in the requested type." in text
+    assert "openvino fp32 (batch 1, 8) did not run as requested: asked for fp32: openvino ran 0 of 21 compute" in text
+    assert "onnxruntime int8 is not faster than onnxruntime fp32 (batch 1, 8: 0.9" in text
+    assert "11 of 20 convolutions were not fused into QLinearConv." in text
+    assert "3 of 20 trials did not finish: 1 crashed, 1 timeout, 1 oom" in text
+    assert "1 of 20 trials was skipped" in text
+    assert "2 of 20 trials have warnings" in text
+
+
+def test_without_a_budget_the_fastest_wins(demo: Results) -> None:
+    assert "fastest is openvino int8" in said(demo).splitlines()[0]
+    assert "most images per second with openvino int8 at batch 8" in said(demo)
+
+
+def test_what_ran_in_another_type_is_not_crowned_under_the_type_asked_for(tmp_path: Path) -> None:
+    other = Way("onnxruntime", "fp16", 0.002, layers={"float32": 21}, batch=8)
+    partly = Way("a", "int8", 0.003, layers={"int8": 5, "float32": 15})
+    text = study(tmp_path, Way("pytorch"), replace(other, batch=1), partly, Way("pytorch", batch=8), other)
+    assert "fastest is onnxruntime fp16 (ran fp32), " in text
+    assert "the runner-up, a int8 (25% int8)" in text
+    assert "most images per second with onnxruntime fp16 (ran fp32) at batch 8" in text
+    silent = Way("a", "fp16", 0.001, facts={"layers_by_type": {}, "precision_truth": {"ok": False, "sentence": "?"}})
+    assert "fastest is a fp16 (unconfirmed), " in study(tmp_path / "silent", Way("pytorch"), silent)
+
+
+def test_a_close_race_is_called_one(tmp_path: Path) -> None:
+    text = study(tmp_path, Way("pytorch", seconds=0.01), Way("a", spread=0.05, seconds=0.005), Way("b", seconds=0.0051))
+    assert re.search(
+        r"whether it is faster than the runner-up, . fp32, is undecided \(.*\): about \d+ more rounds", text
+    )
+    alike = [Way(name, spread=1e-4, seconds=0.005) for name in "ab"]
+    text = study(tmp_path / "alike", Way("pytorch", seconds=0.01), *alike)
+    assert re.search(r"it is equivalent to the runner-up, . fp32, within ±2 % \(", text)
+
+
+@pytest.mark.parametrize(
+    ("spread", "why"),
+    [
+        (1e-4, r"it gains \d+ % at most, and the engine gives no reason"),
+        (0.2, "the spread between processes hides any"),
+    ],
+)
+def test_no_gain_and_a_hidden_one_are_told_apart(tmp_path: Path, spread: float, why: str) -> None:
+    ways = Way("onnxruntime", "fp32", 0.004, spread=spread), Way("onnxruntime", "int8", 0.004, spread=spread)
+    assert re.search(
+        f"onnxruntime int8 is not shown to be faster than onnxruntime fp32 .*: {why}", study(tmp_path, *ways)
+    )
+
+
+def test_a_reference_that_comes_second_is_told_once(tmp_path: Path) -> None:
+    text = study(tmp_path, Way("pytorch", seconds=0.0056), Way("a", spread=0.05, seconds=0.005))
+    assert text.count("whether it is faster than pytorch fp32 is undecided") == 1 and "runner-up" not in text
+
+
+def test_one_round_proves_nothing(tmp_path: Path) -> None:
+    ways = Way("pytorch"), Way("a", seconds=0.005), Way("b", seconds=0.006)
+    text = study(tmp_path, *(replace(way, statuses=("ok",)) for way in ways))
+    headline = (
+        r"fastest is a fp32, 5\.\d\d ms at batch 1; one round can't prove that it is faster than pytorch fp32\.\n"
+    )
+    assert re.search(headline, text), text
+    assert "real: not known from 1 round, measured one after the other: it may be noise" in text
+
+
+def test_a_fast_engine_that_lost_its_accuracy_does_not_win(tmp_path: Path) -> None:
+    ways = Way("pytorch"), Way("openvino", "int8", 0.001, flips=0.2)
+    text = study(tmp_path, *ways, budget={"top1": 1.5})
+    assert "fastest within the budget top1=1.5 is pytorch fp32" in text
+    assert "openvino int8 is faster (1.0" in text
+    assert "loses more than top1=1.5 allows (-" in text
+
+
+def test_preparation_is_counted_in_images(tmp_path: Path) -> None:
+    text = study(tmp_path, Way("pytorch", seconds=0.010, spread=0), Way("a", seconds=0.005, spread=0, build=10.0))
+    assert re.search(r"Making it takes 10.0 s, which pays off after about (1,9|2,0)00 images\.", text)
+
+
+def test_preparation_that_may_buy_nothing_is_said_to(tmp_path: Path) -> None:
+    text = study(tmp_path, Way("pytorch", seconds=0.010), Way("a", seconds=0.005, spread=0.4, build=10.0))
+    assert re.search(r"a fp32, .*; whether it is faster than pytorch fp32 is undecided", text)
+    assert re.search(r"pays off after about \S+ images, or never, as the gain is not proven\.", text)
+
+
+def test_nothing_that_ended_well_is_said_first(tmp_path: Path) -> None:
+    text = study(tmp_path, Way("a", statuses=("failed",), reason="no"))
+    assert text.splitlines()[0] == "digits at size 64: no trial succeeded."
+
+
+def test_unreadable_records_are_findings(tmp_path: Path) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch")], samples=5)
+    next(folder.glob("trials/*/r1/record.json")).write_text("{")
+    assert "r1/record.json is damaged" in said(load_run(folder))
+
+
+@pytest.mark.parametrize("budget", [None, {"top1": 1.0}])
+def test_outputs_without_timings_have_no_winner(tmp_path: Path, budget: dict[str, float] | None) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a")], samples=5)
+    for path in folder.glob("trials/*/r*/samples.npz"):
+        path.unlink()
+    text = said(load_run(folder), budget)
+    assert "fastest" not in text
+    assert "no trial" not in text
+
+
+def test_names_cannot_drive_the_terminal(tmp_path: Path) -> None:
+    assert "\x1b" not in study(tmp_path, Way("pytorch", model="\x1b[2Jx"))
+
+
+def test_what_has_other_weights_is_no_winner(tmp_path: Path) -> None:
+    other = Way("openvino", seconds=0.001, facts={"weights_sha256": "f" * 64})
+    text = study(tmp_path, Way("pytorch"), Way("onnxruntime", seconds=0.005), other)
+    assert "fastest is onnxruntime fp32" in text and "runner-up is openvino" not in text and "nan" not in text
+    assert "openvino fp32 not ranked, not comparable: different weights." in text
+
+
+def test_eight_bits_are_held_against_sixteen_where_they_beat_fp32(tmp_path: Path) -> None:
+    at = [{"batch": batch, "statuses": ("ok",)} for batch in (8, 1)]
+    ways = [Way("tensorrt", precision, seconds, facts={"notes": [f"{share[row['batch']]} % in reformats"]}, **row)
+            for row in at
+            for precision, seconds, share in (("fp32", 0.004, {1: 1, 8: 2}), ("fp16", 0.002, {1: 3, 8: 4}),
+                                              ("int8", 0.003, {1: 5, 8: 6}))]  # fmt: skip
+    text = study(tmp_path, *ways)
+    assert "tensorrt int8 is not faster than tensorrt fp16 (batch 1, 8: 0.6" in text
+    assert ", one round only, so unproven): at batch 1, 5 % in reformats." in text
+    assert "not faster than tensorrt fp32" not in text
+
+
+def test_what_a_row_says_of_a_precision_is_what_the_sentence_says(tmp_path: Path) -> None:
+    ways = [
+        Way("onnxruntime"),
+        Way("onnxruntime", "int8", 0.0103),
+        Way("openvino", seconds=0.01),
+        Way("tensorrt", seconds=0.01),
+    ]
+    run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways, samples=50)))
+    (row,) = (r for r in run.frame.to_dict("records") if r["precision"] == "int8")
+    shown = ratio(row["speedup"], row["speedup_low"], row["speedup_high"])
+    alone = estimate_speedup(run.trials[row["trial"]], run.references[row["trial"]], "model")
+    assert ratio(alone.value, alone.low, alone.high) != shown, "by itself the pair has a narrower interval"
+    assert f"than onnxruntime fp32 (batch 1: {shown})" in "\n".join(verdict.list_sentences(run))
+
+
+def test_each_of_several_networks_is_named_where_a_precision_gains_nothing(tmp_path: Path) -> None:
+    ways = [Way("a", p, s, model=m) for m in ("one", "two") for p, s in (("fp32", 0.002), ("bf16", 0.003))]
+    text = study(tmp_path, *ways)
+    assert "one at size 64: a bf16 is not faster than a fp32" in text
+    assert "two at size 64: a bf16 is not faster than a fp32" in text
+
+
+def test_a_network_without_images_has_no_size_in_any_sentence(tmp_path: Path) -> None:
+    ways = [Way("a", p, s, model=m, size=0) for m in ("one", "two") for p, s in (("fp32", 0.002), ("bf16", 0.003))]
+    text = study(tmp_path, *ways)
+    assert "one: a bf16 is not faster than a fp32" in text
+    assert "size 0" not in text
+
+
+def test_an_engine_that_names_no_types_is_not_called_untrue(tmp_path: Path) -> None:
+    silent = {"precision_truth": {"ok": False, "sentence": "an engine says nothing"}, "layers_by_type": {}}
+    text = study(tmp_path, Way("pytorch"), Way("compile", facts=silent))
+    assert "Precision: 1 of 1 trial ran" in text
+    assert "compile fp32 (batch 1): an engine says nothing." in text and "as requested" not in text
+
+
+REFERENCE, A, B = Way("pytorch", seconds=0.010), Way("a", seconds=0.005), Way("b", seconds=0.006)
+
+
+def said_of_confirmation(path: Path, selected: list[Way], again: list[Way]) -> str:
+    folder = synthetic.write_run(path / "run", selected, samples=30, count=50)
+    other = synthetic.write_run(path / "again", again, seed=1, samples=30, count=50)
+    for way in again:
+        for k, made in enumerate(sorted((other / "trials" / way.trial.id).iterdir())):
+            shutil.copytree(made, folder / "trials" / way.trial.id / f"c{k}")
+    loaded = load_run(folder)
+    return "\n".join(verdict.list_sentences(trial_table.read_trials(loaded)))
+
+
+def test_a_winner_that_holds_is_told_by_its_confirmations_alone(tmp_path: Path) -> None:
+    text = said_of_confirmation(tmp_path, [REFERENCE, A, B], [REFERENCE, replace(A, seconds=0.00502), B])
+    assert "Measured again after the selection, in 3 fresh processes: 5." in text
+    assert "x [1." in text.split("Measured again")[1].split("\n")[0]
+    assert "as fast as pytorch fp32" in text
+    assert "lucky" not in text and "is ahead" not in text
+
+
+def test_a_lucky_winner_is_not_crowned(tmp_path: Path) -> None:
+    text = said_of_confirmation(tmp_path, [REFERENCE, A, B], [REFERENCE, replace(A, seconds=0.008), B])
+    assert "Measured again, a fp32 is slower than in the rounds that selected it (0.6" in text
+    assert "Measured again, the runner-up b fp32 is ahead, and the difference is real: 0.7" in text
+
+
+def test_a_gain_that_is_gone_is_said(tmp_path: Path) -> None:
+    text = said_of_confirmation(tmp_path, [REFERENCE, A], [REFERENCE, replace(A, seconds=0.0101)])
+    assert "Measured again, a fp32 is not shown to be faster than the reference." in text
+
+
+def test_images_per_second_are_confirmed_too(tmp_path: Path) -> None:
+    ways = [replace(way, batch=batch) for way in (REFERENCE, A, B) for batch in (1, 8)]
+    text = said_of_confirmation(tmp_path, ways, ways)
+    after = text.split("most images per second with")[1]
+    assert "fresh processes: 27" in after
+    assert "images/s [" in after and "the images per second of pytorch fp32" in after
+
+
+def test_a_confirmation_that_fails_is_a_warning(tmp_path: Path) -> None:
+    text = said_of_confirmation(
+        tmp_path, [REFERENCE, A], [REFERENCE, replace(A, statuses=("ok", "crashed"), reason="killed")]
+    )
+    assert "a fp32 failed when it was measured again: killed." in text
+    assert "Measured again after the selection, in one fresh process" in text
+
+
+def test_a_damaged_confirmation_is_a_problem_of_its_own(tmp_path: Path) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [A], samples=5, count=5)
+    made = folder / "trials" / A.trial.id
+    shutil.copytree(made / "r0", made / "c0")
+    (made / "c0/record.json").write_text(json.dumps({"status": "odd", "schema": 2}))
+    loaded = load_run(folder)
+    assert loaded.trials[0].confirmations == [] and len(loaded.trials[0].rounds) == 3
+    assert "c0/record.json is damaged (its status is 'odd')" in loaded.problems[0]
+
+
+BLOCKS, SAMPLES = 8, 20
+# A demo on a machine in use (2026-11-26): in one round of seven other programs took the processors. The ratios are
+# those of its records; eager PyTorch took 15.8 ms in the disturbed round and 1.5 in the others.
+OPENVINO = (13.9, 12.5, 95.9, 13.2, 12.2, 12.9, 13.4)  # openvino int8 over pytorch fp32, batch 1
+BF16 = (1.05, 1.07, 1.40, 1.08, 1.05, 1.06, 1.05)  # pytorch bf16 over pytorch fp32, batch 8
+OTHERS = {"onnxruntime": 9.1, "compile": 1.9}  # further rows of the family
+PYTORCH_S = np.array([1.5e-3, 1.5e-3, 15.8e-3, 1.5e-3, 1.5e-3, 1.5e-3, 1.5e-3])
+
+
+def write_round(folder: Path, seconds: float, shared: np.ndarray, rng: np.random.Generator) -> None:
+    """Give the round blocks whose medians follow `shared` [blocks], as processes that measured in turns have them."""
+    medians = seconds * shared * np.exp(0.01 * rng.standard_normal(BLOCKS))
+    taken = medians[:, None] * (1 + 0.01 * rng.random((BLOCKS, SAMPLES)))
+    numbers = np.repeat(np.arange(BLOCKS, dtype=np.int32), SAMPLES)
+    np.savez(folder / "samples.npz", latency_model=taken.ravel(), latency_model_block=numbers)
+    record = json.loads((folder / "record.json").read_text())
+    record["measurements"] = [m for m in record["measurements"] if m.get("samples") == "latency_model"]
+    record["facts"] |= {"turns": {"set": folder.name}}
+    write_json(folder / "record.json", record)
+
+
+@pytest.fixture(scope="module")
+def disturbed(tmp_path_factory: pytest.TempPathFactory) -> RunData:
+    """Seven rounds in turns of five configurations at batch 1 and two at batch 8."""
+    rng, rounds = np.random.default_rng(0), len(OPENVINO)
+    near = [np.exp(np.log(value) + 0.02 * rng.standard_normal(rounds)) for value in OTHERS.values()]
+    ok = {"statuses": ("ok",) * rounds}
+    ways = [
+        (Way("pytorch", **ok), np.ones(rounds)),
+        (Way("openvino", "int8", **ok), np.array(OPENVINO)),
+        *((Way(name, **ok), ratio) for name, ratio in zip(OTHERS, near, strict=True)),
+        (Way("pytorch", batch=8, **ok), np.ones(rounds)),
+        (Way("pytorch", "bf16", batch=8, **ok), np.array(BF16)),
+    ]
+    folder = synthetic.write_run(tmp_path_factory.mktemp("demo") / "run", [way for way, _ in ways], samples=5)
+    for number in range(rounds):
+        shared = {batch: np.exp(0.05 * rng.standard_normal(BLOCKS)) for batch in (1, 8)}
+        for way, ratios in ways:
+            place = folder / "trials" / way.trial.id / f"r{number}"
+            write_round(place, way.batch * PYTORCH_S[number] / ratios[number], shared[way.batch], rng)
+    return trial_table.read_trials(folder)
+
+
+def row(run: RunData, backend: str, precision: str, batch: int) -> dict[str, object]:
+    frame = run.frame
+    (found,) = frame[(frame.backend == backend) & (frame.precision == precision) & (frame.batch == batch)].to_dict(
+        "records"
+    )
+    return found
+
+
+def test_the_disturbed_round_does_not_undo_the_others(disturbed: RunData) -> None:
+    fastest = row(disturbed, "openvino", "int8", 1)
+    assert fastest["verdict"] == "faster" and fastest["rounds_left_out"] == 1
+    assert 11 < fastest["speedup_low"] < 12.8 < fastest["speedup"] < 13.3 < fastest["speedup_high"] < 15
+    assert fastest["speedup_all_rounds"] == pytest.approx(np.exp(np.mean(np.log(OPENVINO))), rel=0.02)
+
+
+def test_a_small_gain_is_decided(disturbed: RunData) -> None:
+    bf16 = row(disturbed, "pytorch", "bf16", 8)
+    assert bf16["verdict"] == "faster" and bf16["rounds_left_out"] == 1
+    assert 1.02 < bf16["speedup_low"] < bf16["speedup"] < 1.09 and bf16["speedup_high"] < 1.1
+
+
+def test_the_verdict_gives_the_ratio_with_its_limits(disturbed: RunData) -> None:
+    said = " ".join(verdict.list_sentences(disturbed))
+    assert "openvino int8" in said and "unclear" not in said and "more than 100 more rounds" not in said
+    assert "1 round was disturbed and left out (13.00x; 17.30x with all rounds)" in said, said

@@ -1,0 +1,184 @@
+"""Accuracy, paired differences and the budget on answers with known counts, and which classes are confused."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import synthetic
+from dyno import evaluation
+from dyno.report.charts import round_charts
+from dyno.report.tables import trial_table
+from dyno.results import stats
+from dyno.results.metrics import accuracy, confusion
+from dyno.results.metrics.accuracy import (
+    TOP1,
+    TOP5,
+    Budget,
+    BudgetDecision,
+    PairedChange,
+    correct,
+    decide_accuracy,
+    make_budgets,
+)
+from dyno.results.stats import paired_difference
+from dyno.results.trial_result import Results, TrialResult, load_run
+from dyno.worker.record import Record, write_json, write_record
+from dyno.worker.spec import DataSpec, Dims, Job, ModelSpec, Trial, UserError, to_json
+from synthetic import Way
+
+
+def pair(gained: int, lost: int, count: int) -> PairedChange:
+    return PairedChange(count, paired_difference(gained, lost, count), gained, lost)
+
+
+def test_top1_and_top5_count_the_first_answers() -> None:
+    index = np.array([[1, 2, 3, 4, 5, 6], [0, 1, 2, 3, 4, 5], [9, 8, 7, 6, 5, 4]], np.int32)
+    answers = {"topk_index": index, "label": np.array([1, 4, 4])}
+    assert correct(answers, 1).tolist() == [True, False, False]
+    assert correct(answers, 5).tolist() == [True, True, False]
+    assert correct(answers, 7) is None
+    assert correct({"topk_index": index}, 1) is None
+
+
+def test_accuracy_of_a_stored_trial(demo: Results) -> None:
+    found, five = TOP1.of(demo.trials[0]), TOP5.of(demo.trials[0])
+    hits = correct(demo.trials[0].answers, 1)
+    assert found.images == 360
+    assert found.interval.value == hits.mean()
+    assert found.interval.low < found.interval.value < found.interval.high
+    assert five.interval.value >= found.interval.value
+
+
+def test_no_labels_no_accuracy(tmp_path: Path) -> None:
+    ways = [Way("pytorch", labelled=False), Way("openvino", labelled=False)]
+    a, b = load_run(synthetic.write_run(tmp_path / "r", ways, samples=5, count=20)).trials
+    assert TOP1.of(a) is None
+    assert TOP1.change(a, b) is None
+
+
+def test_pairs_are_matched_by_image(demo: Results) -> None:
+    own = {"topk_index": np.zeros((4, 1)), "sample": np.array([7, 3, 5, 9])}
+    other = {"topk_index": np.zeros((3, 1)), "sample": np.array([9, 7, 1])}
+    here, there = accuracy.match_images(own, other)
+    assert own["sample"][here].tolist() == other["sample"][there].tolist() == [7, 9]
+
+
+def test_paired_counts_are_those_of_the_answers(demo: Results) -> None:
+    reference = demo.trials[0]
+    int8 = next(t for t in demo if t.configuration == "onnxruntime int8")
+    a, b = correct(int8.answers, 1), correct(reference.answers, 1)
+    found = TOP1.change(int8, reference)
+    assert (found.gained, found.lost) == (int((a & ~b).sum()), int((b & ~a).sum()))
+    assert found.difference.value == pytest.approx(a.mean() - b.mean())
+
+
+@pytest.mark.parametrize(
+    ("found", "points", "verdict"),
+    [(pair(0, 0, 2000), 0.5, "within"), (pair(0, 0, 360), 0.5, "undecided"), (pair(0, 40, 1000), 0.5, "over"),
+     (pair(2, 3, 5000), 0.5, "within"), (pair(0, 3, 360), 0.5, "undecided"), (pair(0, 0, 360), 0.0, "undecided")],
+)  # fmt: skip
+def test_decisions(found: PairedChange, points: float, verdict: str) -> None:
+    assert decide_accuracy(found, Budget("top1", points)).verdict == verdict
+
+
+@given(st.integers(0, 12), st.integers(0, 12), st.floats(0.2, 3.0))
+def test_the_promised_images_settle_it(gained: int, lost: int, points: float) -> None:
+    budget = Budget("top1", points)
+    decision = decide_accuracy(pair(gained, lost, 360), budget)
+    if decision.verdict != "undecided" or decision.more is None:
+        return
+    scale = (360 + 1.05 * decision.more) / 360
+    later = PairedChange(360, paired_difference(gained * scale, lost * scale, 360 * scale), gained, lost)
+    assert decide_accuracy(later, budget).verdict != "undecided"
+
+
+def test_a_loss_that_is_the_budget_is_never_settled() -> None:
+    assert decide_accuracy(pair(0, 2, 400), Budget("top1", 0.5)) == BudgetDecision("undecided", None)
+
+
+def test_budgets_are_read_from_a_table() -> None:
+    assert make_budgets({"top1": 0.5, "top5": 1}) == (Budget("top1", 0.5), Budget("top5", 1.0))
+    assert make_budgets({}) == ()
+
+
+@pytest.mark.parametrize(("metric", "points"), [("map", 1.0), ("", 1.0), ("top1", -1.0), ("top1", float("nan"))])
+def test_a_bad_budget_is_one_line(metric: str, points: float) -> None:
+    with pytest.raises(UserError, match=r"unknown budget|must be between 0 and 100 points"):
+        make_budgets({metric: points})
+
+
+LABELS = [0, 0, 0, 1, 1, 2]
+ANSWERS = [0, 1, 1, 1, 7, 2]
+
+
+def run(folder: Path, labels: list[int], answers: list[int], names: list[str] | None = None) -> Results:
+    trial = Trial(ModelSpec("net", "fake:net"), "fake", "fp32", Dims(1, 8, 8), data=DataSpec("photos", sha256="d" * 64))
+    path = folder / "run" / "trials" / trial.id / "r0"
+    path.mkdir(parents=True)
+    write_json(path / "job.json", to_json(Job("run", trial.runtime, trial)))
+    write_record(path, Record("ok", "done", trial=trial.id))
+    index = np.array(answers, np.int32).reshape(-1, 1)
+    arrays = {
+        "topk_index": index,
+        "topk_score": index * 0.1,
+        "label": np.array(labels),
+        "sample": np.arange(len(labels)),
+    }
+    np.savez(path / "outputs.npz", **arrays, **({"classes": np.array(names)} if names else {}))  # type: ignore[arg-type]
+    return load_run(folder / "run")
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> TrialResult:
+    return run(tmp_path, LABELS, ANSWERS, ["cat", "dog", "лиса", "unseen"]).trials[0]
+
+
+def test_the_matrix(trial: TrialResult) -> None:
+    found = confusion.read_confusion(trial)
+    assert found is not None and found.names == ["cat", "dog", "лиса", "class 7"]
+    assert found.counts.tolist() == [[1, 2, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]]
+    assert found.to_pandas().loc["cat", "dog"] == 2
+    assert found.largest() == [("cat", "dog", 2, 3), ("dog", "class 7", 1, 2)]
+
+
+def test_each_class_with_its_interval_the_worst_first(trial: TrialResult) -> None:
+    found = confusion.read_confusion(trial)
+    assert found is not None
+    classes = found.per_class()
+    assert classes["class"].tolist() == ["cat", "dog", "лиса"] and classes["images"].tolist() == [3, 2, 1]
+    cat, share = classes.iloc[0], stats.wilson(1, 3)
+    assert (cat["top1"], cat["top1_low"], cat["top1_high"]) == tuple(
+        100 * v for v in (share.value, share.low, share.high)
+    )
+    assert (cat["taken_for"], cat["times"]) == ("dog", 2) and classes.iloc[2]["taken_for"] == ""
+
+
+def test_classes_of_one_name_are_told_apart(tmp_path: Path) -> None:
+    found = confusion.read_confusion(run(tmp_path, [0, 1], [0, 1], ["crane", "crane"]).trials[0])
+    assert found is not None and found.names == ["crane (0)", "crane (1)"]
+
+
+def test_images_without_labels_have_no_matrix(tmp_path: Path) -> None:
+    assert confusion.read_confusion(run(tmp_path, [-1, -1], [0, 1]).trials[0]) is None
+
+
+def test_files_and_figures(tmp_path: Path) -> None:
+    results = run(tmp_path, LABELS, ANSWERS)
+    matrix, classes = confusion.write_confusion(results, tmp_path)
+    assert matrix.read_text().splitlines()[0] == "label,class 0,class 1,class 2,class 7"
+    assert len(classes.read_text().splitlines()) == 4
+    (axes,) = round_charts.draw_matrices(trial_table.read_trials(results)).axes
+    assert axes.get_title("left").startswith("net fake fp32")
+
+
+def test_the_words(trial: TrialResult) -> None:
+    text = evaluation.describe_evaluation(trial)
+    assert "worst classes: cat (33.3 % of 3); dog (50.0 % of 2)" in text
+    assert "most common confusions: cat for dog (2 of 3)" in text
+    assert "лиса" in evaluation.describe_evaluation(trial, per_class=True)
+    assert "| cat | 3 | 33.33 |" in " ".join(evaluation.describe_evaluation(trial, "markdown", per_class=True).split())

@@ -1,0 +1,182 @@
+"""Agreement of outputs and of boxes: the isclose share, errors, what is not finite, and objects in any order."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra.numpy import arrays
+
+import detected
+from dyno.results.metrics import agreement
+from dyno.results.trial_result import Results, load_run
+from dyno.worker.spec import UserError
+
+VALUES = arrays(np.float32, (4, 3), elements=st.floats(-1e4, 1e4, width=32))
+
+
+@given(VALUES, VALUES)
+def test_close_share_is_numpys_isclose(a: np.ndarray, b: np.ndarray) -> None:
+    found = agreement.judge_agreement({"o": a}, {"o": b})
+    x, y = a.astype(float), b.astype(float)
+    assert found.close == pytest.approx(np.isclose(x, y, rtol=1e-3, atol=1e-8).mean())
+    assert found.max_abs == pytest.approx(np.abs(x - y).max())
+    assert found.count == 12
+
+
+def ranked(scores: np.ndarray, k: int) -> dict[str, np.ndarray]:
+    """The first k classes of each row, as the worker stores them."""
+    order = np.argsort(-scores, axis=1, kind="stable")[:, :k].astype(np.int32)
+    return {"topk_index": order, "topk_score": np.take_along_axis(scores, order, axis=1)}
+
+
+def test_errors_of_known_values() -> None:
+    found = agreement.judge_agreement({"o": np.array([[1.0, 2.2, 0.5]])}, {"o": np.array([[1.0, 2.0, 0.0]])})
+    assert found.close == pytest.approx(1 / 3)
+    assert found.max_abs == 0.5
+    assert found.max_rel == pytest.approx(0.1)  # the zero has no relative error
+    assert found.mean_abs == pytest.approx(0.7 / 3)
+
+
+def test_values_that_are_not_finite_are_counted_and_never_close() -> None:
+    a = np.array([[np.nan, np.inf, 1.0, np.inf]])
+    b = np.array([[1.0, np.inf, 1.0, -np.inf]])
+    found = agreement.judge_agreement({"o": a}, {"o": b})
+    assert found.nonfinite == 2
+    assert found.reference_nonfinite == 2
+    assert found.close == 0.5  # 1 = 1 and the same infinity
+    assert np.isfinite([found.max_abs, found.mean_abs, found.max_rel]).all()
+
+
+def test_several_outputs_count_together_and_the_shorter_one_decides() -> None:
+    own = {"a": np.ones((3, 2)), "b": np.zeros((3, 4))}
+    other = {"a": np.ones((5, 2)), "b": np.ones((5, 4))}
+    found = agreement.judge_agreement(own, other)
+    assert (found.count, found.samples) == (18, 3)
+    assert found.close == pytest.approx(6 / 18)
+
+
+def test_outputs_that_do_not_fit_are_one_line() -> None:
+    with pytest.raises(UserError, match="differ in name"):
+        agreement.judge_agreement({"a": np.ones((1, 1))}, {"b": np.ones((1, 1))})
+    with pytest.raises(UserError, match=r"differs in shape: \[1, 2\] against \[1, 3\]"):
+        agreement.judge_agreement({"a": np.ones((1, 2))}, {"a": np.ones((1, 3))})
+
+
+def test_ranks_by_hand() -> None:
+    reference = ranked(np.array([[0.1, 0.9, 0.5], [0.3, 0.2, 0.1]]), 3)
+    own = ranked(np.array([[0.6, 0.9, 0.5], [0.3, 0.2, 0.1]]), 3)
+    assert reference["topk_index"].tolist() == [[1, 2, 0], [0, 1, 2]]
+    first, second, third = agreement.compare_ranks(own, reference)
+    assert (first.mae, first.disagreement) == (0, 0)
+    assert second.mae == pytest.approx(0.05)  # 0.6 in place of 0.5, in one of two inputs
+    assert second.disagreement == third.disagreement == 0.5
+    assert agreement.compare_ranks({}, reference) == []
+
+
+def test_stored_trials(demo: Results) -> None:
+    reference = demo.trials[0]
+    same = next(t for t in demo if t.configuration == "openvino fp32")
+    far = next(t for t in demo if t.configuration == "onnxruntime int8")
+    assert agreement.read_agreement(same, reference).close > 0.9 > agreement.read_agreement(far, reference).close
+    assert len(agreement.compare_ranks(far.answers, reference.answers)) == 10
+    assert agreement.read_agreement(next(t for t in demo if not t.good), reference) is None
+
+
+Arrays = dict[str, np.ndarray]
+
+
+def detection_arrays(*found: tuple[int, int, float, tuple[float, float, float, float]], images: int = 3) -> Arrays:
+    """Detections given as image, class, score and box (left, top, right, bottom)."""
+    return {
+        "detection_image": np.array([f[0] for f in found], np.int64),
+        "detection_class": np.array([f[1] for f in found], np.int32),
+        "detection_score": np.array([f[2] for f in found], np.float32),
+        "detection_box": np.array([f[3] for f in found], np.float32).reshape(-1, 4),
+        "sample": np.arange(images),
+    }
+
+
+BOX = (10.0, 10.0, 50.0, 50.0)
+FAR = (60.0, 60.0, 90.0, 90.0)
+
+
+def test_the_same_detections_in_another_order_agree_entirely() -> None:
+    truth = detected.truth()
+    found = detected.found(truth)
+    order = np.random.default_rng(1).permutation(len(found["detection_score"]))
+    mixed = {name: a[order] if name.startswith("detection") else a for name, a in found.items()}
+    both = agreement.judge_boxes(mixed, found)
+    assert both is not None
+    assert both.expected == both.matched == both.own == both.confirmed == len(truth["annotations"])
+    assert both.share == both.own_share == 1
+
+
+def test_missed_objects_lower_the_share_and_not_the_own_share() -> None:
+    truth = detected.truth()
+    whole, fewer = detected.found(truth), detected.found(truth, missed=0.4)
+    both = agreement.judge_boxes(fewer, whole)
+    assert both is not None
+    assert both.matched == both.confirmed == both.own == len(fewer["detection_score"]) < both.expected
+    assert both.share == pytest.approx(both.own / both.expected) and both.own_share == 1
+
+
+@pytest.mark.parametrize(("shift", "share"), [(0.2, 1.0), (0.4, 0.0)])
+def test_a_box_must_overlap_by_half(shift: float, share: float) -> None:
+    """Shifted by a fifth of its width a box shares 0.8 / 1.2 with what it was, by two fifths 0.6 / 1.4."""
+    truth = detected.truth()
+    both = agreement.judge_boxes(detected.found(truth, shift=shift), detected.found(truth))
+    assert both is not None and both.share == both.own_share == share
+
+
+def test_class_and_image_must_be_the_same() -> None:
+    reference = detection_arrays((0, 1, 0.9, BOX))
+    for other in (detection_arrays((0, 2, 0.9, BOX)), detection_arrays((1, 1, 0.9, BOX)), detection_arrays()):
+        both = agreement.judge_boxes(other, reference)
+        assert both is not None and both.share == 0
+
+
+def test_each_detection_is_matched_once() -> None:
+    both = agreement.judge_boxes(
+        detection_arrays((0, 0, 0.9, BOX)), detection_arrays((0, 0, 0.9, BOX), (0, 0, 0.8, BOX))
+    )
+    assert both is not None and (both.expected, both.matched, both.own, both.confirmed) == (2, 1, 1, 1)
+
+
+def test_a_score_just_below_the_line_loses_nothing_and_a_faint_one_does() -> None:
+    reference = detection_arrays((0, 0, 0.26, BOX))
+    near, faint = (agreement.judge_boxes(detection_arrays((0, 0, s, BOX)), reference) for s in (0.24, 0.05))
+    assert near is not None and near.share == 1 and near.own == 0 and near.own_share is None
+    assert faint is not None and faint.share == 0
+
+
+def test_without_a_sure_detection_of_the_reference_there_is_no_share() -> None:
+    assert agreement.judge_boxes(detection_arrays((0, 0, 0.9, BOX)), detection_arrays((0, 0, 0.2, BOX))) is None
+    assert agreement.judge_boxes(detection_arrays(), detection_arrays()) is None
+
+
+def test_only_images_that_both_have_seen_count() -> None:
+    reference, other = (
+        detection_arrays((0, 0, 0.9, BOX), (2, 0, 0.9, FAR)),
+        detection_arrays((0, 0, 0.9, BOX), images=2),
+    )
+    both = agreement.judge_boxes(other, reference)
+    assert both is not None and (both.expected, both.share) == (1, 1.0)
+
+
+def test_boxes_without_an_area_overlap_nothing() -> None:
+    flat = (10.0, 10.0, 10.0, 50.0)
+    both = agreement.judge_boxes(detection_arrays((0, 0, 0.9, flat)), detection_arrays((0, 0, 0.9, flat)))
+    assert both is not None and both.share == 0
+
+
+def test_stored_trials_are_held_against_each_other(tmp_path: Path) -> None:
+    truth = detected.truth()
+    ways = {"pytorch": detected.found(truth), "onnxruntime": detected.found(truth, missed=0.5)}
+    detected.write_run(tmp_path, "detect", ways, truth)
+    first, second = sorted(load_run(tmp_path), key=lambda t: t.backend, reverse=True)
+    both = agreement.compare_boxes(second, first)
+    assert both is not None and 0 < both.share < 1 and both.own_share == 1

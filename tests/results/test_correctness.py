@@ -1,0 +1,284 @@
+"""Outputs beyond a precision's tolerance: what is wrong, and what is only rounding."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+import synthetic
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results import ranking
+from dyno.results.correctness import TOLERANCES, Correctness, check_correctness
+from dyno.results.trial_result import Results, TrialResult, load_run
+from synthetic import Way
+
+
+def _run(folder: Path, *ways: Way) -> Results:
+    return load_run(synthetic.write_run(folder, [Way("pytorch", "fp32", 0.004), *ways]))
+
+
+def _change(trial: TrialResult, change: object) -> None:
+    """Rewrite the stored outputs of a trial's rounds."""
+    for stored in trial.rounds:
+        path = stored.folder / "outputs.npz"
+        if path.exists():
+            arrays = dict(np.load(path))
+            arrays["output:output"] = change(arrays["output:output"])  # type: ignore[operator]
+            np.savez(path, **arrays)
+
+
+@pytest.mark.parametrize("precision", TOLERANCES)
+def test_a_wrong_graph_is_never_ranked_whatever_its_precision_and_speed(tmp_path: Path, precision: str) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", precision, 0.00001), Way("openvino", "fp32", 0.002))
+    planted = next(t for t in results if t.backend == "onnxruntime")
+    _change(planted, lambda a: np.roll(a - a.mean(), 1, axis=1))  # another branch: other numbers for every input
+    results = load_run(tmp_path / "run")
+    frame = trial_table.read_trials(results).frame.set_index("backend")
+    row = frame.loc["onnxruntime"]
+    assert (row["outputs"], row["verdict"].split(":")[0]) == ("wrong outputs", "wrong outputs")
+    assert np.isnan(row["speedup"]) and frame.loc["openvino", "outputs"] == "agree"
+    assert "onnxruntime" not in set(ranking.list_usable(frame.reset_index())["backend"])
+    first, *others = verdict.list_sentences(trial_table.read_trials(results))
+    assert f"onnxruntime {precision} (batch 1) gave wrong outputs" in first and "against pytorch fp32" in first
+    assert any("fastest is openvino fp32" in sentence for sentence in others)
+    assert trial_table.exit_code(trial_table.read_trials(results).frame) == 3
+
+
+def test_one_input_that_takes_another_branch_is_enough_in_fp32(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
+
+    def swap_one(a: np.ndarray) -> np.ndarray:
+        a = a.copy()
+        a[7] = a[7][::-1]
+        return a
+
+    _change(results.trials[1], swap_one)
+    held = check_correctness(*reversed(load_run(tmp_path / "run").trials))
+    assert held is not None and not held.ok and "fp32 allows 0.01" in held.reason
+
+
+def test_the_task_decides_between_the_two_limits(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "int8", 0.001))
+    rng = np.random.default_rng(0)
+    # Noise of a fifth of the outputs' size that leaves every class where it is, then noise that moves them.
+    _change(results.trials[1], lambda a: (a * (1 + 0.25 * rng.choice([-1, 1], (len(a), 1)))).astype(np.float32))
+    held = check_correctness(*reversed(load_run(tmp_path / "run").trials))
+    assert held is not None and held.ok and 0.1 < held.error < 0.6 and held.changed == 0
+    results = _run(tmp_path / "other", Way("onnxruntime", "int8", 0.001))
+    _change(results.trials[0], lambda a: a - 29)
+    _change(results.trials[1], lambda a: np.where(rng.random((len(a), 1)) < 0.3, np.roll(a - 29, 1, 1), a - 29))
+    held = check_correctness(*reversed(load_run(tmp_path / "other").trials))
+    assert held is not None and not held.ok and held.changed is not None and held.changed > 0.1
+
+
+def test_rounding_agrees_and_equal_infinities_do(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
+
+    def masked(a: np.ndarray) -> np.ndarray:
+        a = a.copy()
+        a[:, 3] = -np.inf
+        return a
+
+    for trial in results:
+        _change(trial, masked)
+    held = check_correctness(*reversed(load_run(tmp_path / "run").trials))
+    assert held is not None and held.ok and held.error < 1e-4 and held.reason == ""
+
+
+def test_other_shapes_and_nan_are_wrong(tmp_path: Path) -> None:
+    for name, change in (("shape", lambda a: a[:, :5]), ("nan", lambda a: np.where(a > 35, np.nan, a))):
+        results = _run(tmp_path / name, Way("onnxruntime", "int8", 0.001))
+        _change(results.trials[1], change)
+        held = check_correctness(*reversed(load_run(tmp_path / name).trials))
+        assert held is not None and not held.ok, name
+
+
+def test_an_output_near_zero_for_one_input_is_held_to_the_others(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "fp16", 0.001))
+
+    def nearly(value: float) -> object:
+        def change(a: np.ndarray) -> np.ndarray:
+            a = a.copy()
+            a[0] = value
+            return a
+
+        return change
+
+    _change(results.trials[0], nearly(1e-6))
+    _change(results.trials[1], nearly(2e-6))
+    held = check_correctness(*reversed(load_run(tmp_path / "run").trials))
+    assert held is not None and held.ok
+
+
+def test_four_numbers_and_a_value_of_an_input_are_not_taken_for_its_boxes(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
+    for number, trial in enumerate(results.trials):
+        for stored in trial.rounds:
+            scores = np.load(stored.folder / "outputs.npz")["output:output"]
+            four, value = scores[:, :4] - scores.mean(), -np.abs(scores[:, 0]) - number
+            np.savez(stored.folder / "outputs.npz", **{"output:output": four, "output:output_1": value})
+    held = check_correctness(*reversed(load_run(tmp_path / "run").trials))
+    assert held is not None and not held.ok and "of their size" in held.reason
+
+
+def test_rows_are_compared_only_where_both_left_as_many(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
+    counts = np.array([3, 0, 2, 5])
+
+    def held(change: object) -> Correctness | None:
+        for number, trial in enumerate(results.trials):
+            rows = np.r_[counts[0], change(counts[1:])] if number else counts  # type: ignore[operator]
+            values = np.concatenate([np.arange(n) + 10.0 * i for i, n in enumerate(rows)])
+            for stored in trial.rounds:
+                np.savez(stored.folder / "outputs.npz", **{"output:output": values, "rows:output": rows})
+        return check_correctness(*reversed(load_run(tmp_path / "run").trials))
+
+    same, more, fewer = held(lambda n: n), held(lambda n: n + np.array([0, 0, 4])), held(lambda n: n * 0)
+    assert same is not None and same.ok and same.error == 0
+    assert more is not None and more.mismatch == "other numbers of rows for 25.0% of the inputs (fp32 allows 1%)"
+    assert fewer is not None and not fewer.ok
+    counts *= 0
+    assert held(lambda n: n) is None  # no values: nothing was compared
+
+
+def test_the_wider_of_two_tolerances_counts(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "int8", 0.001))
+    _change(results.trials[1], lambda a: (a * 1.05).astype(np.float32))
+    int8, fp32 = reversed(load_run(tmp_path / "run").trials)
+    both = [check_correctness(int8, fp32), check_correctness(fp32, int8)]
+    assert all(held is not None and held.ok and held.precision == "int8" for held in both)
+
+
+def test_a_reference_that_ran_in_eight_bits_has_the_tolerance_of_eight_bits(tmp_path: Path) -> None:
+    for kind, ok in (("int8", True), ("float32", False)):
+        ways = [Way("pytorch", "fp32", 0.004, facts={"layers_by_type": {kind: 4}}), Way("onnxruntime", "fp32", 0.001)]
+        results = load_run(synthetic.write_run(tmp_path / kind, ways))
+        _change(results.trials[1], lambda a: (a * 1.05).astype(np.float32))
+        held = check_correctness(*reversed(load_run(tmp_path / kind).trials))
+        assert held is not None and held.ok is ok
+
+
+def test_trials_of_other_weights_are_not_called_wrong(tmp_path: Path) -> None:
+    other = replace(Way("onnxruntime", "fp32", 0.001), facts={"weights_sha256": "b" * 64})
+    results = load_run(
+        synthetic.write_run(tmp_path / "run", [Way("pytorch", "fp32", facts={"weights_sha256": "a" * 64}), other])
+    )
+    assert check_correctness(*reversed(results.trials)) is None
+
+
+def _class_maps(
+    folder: Path, precision: str, change: Callable[[np.ndarray], None], dtype: str = "int64"
+) -> Correctness:
+    """How a class map of 40 classes is judged whose copy, as the other engine left it, was changed in place."""
+    results = _run(folder, Way("onnxruntime", precision, 0.001))
+    reference = np.random.default_rng(1).integers(0, 40, (12, 64, 64)).astype(dtype)
+    own = reference.copy()
+    change(own)
+    _change(results.trials[0], lambda a: reference)
+    _change(results.trials[1], lambda a: own)
+    held = check_correctness(*reversed(load_run(folder).trials))
+    assert held is not None and held.labels_changed == pytest.approx((own != reference).mean())
+    return held
+
+
+def _next_class(rows: int, columns: int) -> Callable[[np.ndarray], None]:
+    """Another class for the pixels of a corner of each map, beside the first in its number."""
+
+    def change(a: np.ndarray) -> None:
+        a[:, :rows, :columns] += 1
+
+    return change
+
+
+@pytest.mark.parametrize(
+    ("precision", "rows", "columns", "ok"),
+    [
+        ("fp32", 0, 0, True), ("fp32", 1, 1, True), ("fp32", 3, 8, False), ("fp16", 1, 16, True), ("fp16", 8, 8, False),
+        ("int8", 8, 16, True), ("int8", 16, 16, True), ("int8", 24, 24, False), ("int8", 64, 22, False),
+        ("bf16", 64, 22, False),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("dtype", ["int64", "uint8"])
+def test_of_class_maps_the_share_of_pixels_that_change_decides(
+    tmp_path: Path, precision: str, rows: int, columns: int, ok: bool, dtype: str
+) -> None:
+    held = _class_maps(tmp_path / "run", precision, _next_class(rows, columns), dtype)
+    assert held.ok is ok and np.isnan(held.error)
+    assert held.labels_changed == pytest.approx(rows * columns / 64**2)
+    assert held.reason == "" if ok else f"{precision} allows" in held.reason and "of labels differ" in held.reason
+
+
+def test_one_map_whose_third_changed_is_wrong_however_many_others_there_are(tmp_path: Path) -> None:
+    def change(a: np.ndarray) -> None:
+        a[3, :22] += 1
+
+    held = _class_maps(tmp_path / "run", "int8", change)
+    assert not held.ok and "34 % of labels differ in one input" in held.reason
+
+
+def test_labels_beyond_the_whole_numbers_of_float32_are_compared_exactly(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
+    reference = np.full((12, 4), 2**53 + 1, np.int64)
+    _change(results.trials[0], lambda a: reference)
+    _change(results.trials[1], lambda a: reference - 1)
+    held = check_correctness(*reversed(load_run(tmp_path / "run").trials))
+    assert held is not None and not held.ok and held.labels_changed == 1
+
+
+def test_booleans_are_labels_and_pixels_are_none(tmp_path: Path) -> None:
+    rng = np.random.default_rng(0)
+    mask, image = rng.random((12, 1, 32, 32)) < 0.5, rng.integers(0, 250, (12, 3, 32, 32)).astype(np.uint8)
+    for name, reference, own, ok in (
+        ("mask", mask, mask ^ (rng.random(mask.shape) < 0.1), False),
+        ("image", image, image + rng.integers(0, 2, image.shape).astype(np.uint8), True),
+        ("other image", image, rng.permuted(image, axis=3), False),
+    ):
+        results = _run(tmp_path / name, Way("onnxruntime", "fp16", 0.001))
+        _change(results.trials[0], lambda a, reference=reference: reference)
+        _change(results.trials[1], lambda a, own=own: own)
+        held = check_correctness(*reversed(load_run(tmp_path / name).trials))
+        assert held is not None and held.ok is ok, name
+        assert np.isnan(held.labels_changed) == (name != "mask")
+
+
+def test_scores_and_labels_of_one_network_are_judged_each_by_its_kind(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "fp16", 0.001))
+    labels = np.arange(360) % 7
+    for number, trial in enumerate(results.trials):
+        for stored in trial.rounds:
+            scores = np.load(stored.folder / "outputs.npz")["output:output"] * (1 + 1e-3 * number)
+            own = np.where(np.arange(360) < 100 * number, labels + 1, labels)
+            np.savez(stored.folder / "outputs.npz", **{"output:output": scores, "output:classes": own})
+    held = check_correctness(*reversed(load_run(tmp_path / "run").trials))
+    assert held is not None and not held.ok and held.error == pytest.approx(1e-3, rel=1e-2)
+    assert held.reason == "28 % of labels differ (fp16 allows 1 %)"
+
+
+def test_indices_of_equal_scores_may_change_places_and_others_may_not(tmp_path: Path) -> None:
+    scores = np.tile(np.array([9.0, 8.0, 4.0, 4.0 - 1e-4, 1.0], np.float32), (50, 1))
+    indices = np.tile(np.array([5, 3, 8, 2, 7]), (50, 1))
+    for name, order, ok in (("tied", [0, 1, 3, 2, 4], True), ("apart", [1, 0, 2, 3, 4], False)):
+        results = _run(tmp_path / name, Way("onnxruntime", "fp32", 0.001))
+        for number, trial in enumerate(results.trials):
+            for stored in trial.rounds:
+                own = indices[:, order] if number else indices
+                np.savez(stored.folder / "outputs.npz", **{"output:scores": scores, "output:indices": own})
+        held = check_correctness(*reversed(load_run(tmp_path / name).trials))
+        assert held is not None and held.ok is ok, name
+
+
+def test_the_verdict_says_how_many_labels_differ(tmp_path: Path) -> None:
+    for rows, said in (
+        (0, "no label differs"),
+        (4, "6.2 % of labels differ"),
+        (8, "12 % of labels differ (int8 allows 10 %)"),
+    ):
+        _class_maps(tmp_path / str(rows), "int8", _next_class(rows, 64))
+        text = "\n".join(verdict.list_sentences(trial_table.read_trials(load_run(tmp_path / str(rows)))))
+        assert said in text
+        assert ("gave wrong outputs" in text) == (rows == 8)

@@ -1,0 +1,330 @@
+"""Rankings, the frontier, the fastest within the budget, saturation, and no winner where others disturbed most jobs."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pandas as pd
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+import synthetic
+from dyno.report.charts import charts
+from dyno.report.tables import trial_table
+from dyno.report.tables.frontier_table import FRONTIER
+from dyno.report.verdict import answers, verdict
+from dyno.results import ranking, stats
+from dyno.results import ranking as rankings_module
+from dyno.results.correctness import WRONG
+from dyno.results.metrics import quality
+from dyno.results.ranking import LATENCY, THROUGHPUT, cpu_contention, rank_goals
+from dyno.results.stats import TURNS, Speedup
+from dyno.results.trial_result import Results, load_run
+from synthetic import Way
+
+BIG, SMALL = 64, 32
+
+
+def sized(path: Path, *, flips: float = 0.0, first: int = BIG, count: int = 900) -> Results:
+    """Two sizes of one network; the smaller one is twice as fast."""
+    ways = [
+        Way("pytorch", seconds=0.010, size=BIG),
+        Way("a", seconds=0.006, size=BIG),
+        Way("pytorch", seconds=0.005, size=SMALL, flips=flips),
+        Way("a", seconds=0.003, size=SMALL, flips=flips),
+    ]
+    folder = synthetic.write_run(path / "run", ways, samples=40, count=count)
+    sizes = [first, SMALL if first == BIG else BIG]
+    (folder / "study.toml").write_text(f'models = ["digits"]\nsizes = {[str(s) for s in sizes]}\n'.replace("'", '"'))
+    return load_run(folder)
+
+
+def test_a_smaller_size_wins_when_it_keeps_the_budget(tmp_path: Path) -> None:
+    results = sized(tmp_path)
+    run = trial_table.read_trials(results, budget={"top1": 1.0})
+    (contest,) = rank_goals(run)
+    assert contest.sizes
+    text = "\n".join(verdict.list_sentences(run))
+    assert text.startswith("digits: fastest within the budget top1=1 is a fp32 at size 32, 3.")
+    assert "as fast as pytorch fp32 at size 64." in text.splitlines()[0]
+    assert "x [3." in text.splitlines()[0] or ": 3." in text.splitlines()[0]
+    assert "against the reference at size 64 on the same images" in text
+
+
+def test_a_size_that_costs_too_much_is_over_budget_in_every_backend(tmp_path: Path) -> None:
+    frame = trial_table.read_trials(sized(tmp_path, flips=0.1), budget={"top1": 1.0}).frame
+    assert set(frame[frame["size"] == "32"]["budget"]) == {"over"}
+    assert set(frame[frame["size"] == "64"]["budget"]) == {"within"}
+    first = frame.set_index(["backend", "size"])["budget_reference"]
+    assert (
+        first.nunique() == 1 and first.iloc[0] == frame.set_index(["backend", "size"]).loc[("pytorch", "64"), "trial"]
+    )
+
+
+def test_the_first_size_that_was_given_is_the_accuracy_reference(tmp_path: Path) -> None:
+    frame = trial_table.read_trials(sized(tmp_path, first=SMALL), budget={"top1": 1.0}).frame
+    there = frame.set_index(["backend", "size"])
+    assert set(frame["budget_reference"]) == {there.loc[("pytorch", "32"), "trial"]}
+
+
+def test_without_a_budget_sizes_do_not_compete(tmp_path: Path) -> None:
+    assert [c.where for c in rank_goals(trial_table.read_trials(sized(tmp_path)))] == [
+        "digits at size 32",
+        "digits at size 64",
+    ]
+
+
+def test_other_photographs_are_not_paired(tmp_path: Path) -> None:
+    results = sized(tmp_path)
+    for path in results.folder.glob("trials/*/r*/outputs.npz"):
+        with np.load(path) as file:
+            arrays = dict(file)
+        if f'"height": {SMALL}' in (path.parent / "job.json").read_text():
+            np.savez(path, **{**arrays, "label": np.roll(arrays["label"], 1)})
+    frame = trial_table.read_trials(load_run(results.folder), budget={"top1": 1.0}).frame
+    assert set(frame[frame["size"] == "32"]["budget"]) == {""}
+    assert frame[frame["size"] == "32"]["top1_diff"].isna().all()
+
+
+def test_the_frontier_has_intervals_on_both_axes(tmp_path: Path) -> None:
+    ways = [
+        Way("pytorch", seconds=0.010), Way("a", seconds=0.005), Way("b", "int8", seconds=0.002, flips=0.05),
+        Way("slow", seconds=0.02, flips=0.2),
+    ]  # fmt: skip
+    run = trial_table.read_trials(synthetic.write_run(tmp_path / "run", ways, samples=40))
+    found = FRONTIER.table(run).to_pandas().set_index("backend")
+    assert "slow" not in found.index and "b" in found.index
+    for name in ("latency_ms", "throughput", "accuracy"):
+        value = "throughput_ips" if name == "throughput" else name
+        assert (found[f"{name}_low"] < found[value]).all() and (found[value] < found[f"{name}_high"]).all()
+    assert found.loc["b", "frontier"] == "latency and throughput"
+    figure = charts.draw_accuracy(run, "throughput_ips")
+    assert "95 % interval between processes" in figure.axes[0].get_xlabel()
+
+
+@pytest.mark.parametrize(("budget", "key"), [({}, "top1"), ({"top5": 1.0}, "top5"), ({"top1": 1.0}, "top1")])
+def test_accuracy_is_shown_by_the_budget_s_metric(tmp_path: Path, budget: dict[str, float], key: str) -> None:
+    folder = synthetic.write_run(tmp_path / "run", [Way("pytorch"), Way("a", flips=0.01)], samples=5)
+    run = trial_table.read_trials(folder, budget=budget)
+    ((frame, metric),) = ((contest.group, contest.metric) for contest in rank_goals(run))
+    assert metric.name == key
+    low, value, high = metric.change_in(frame.set_index("backend").loc["a"])
+    assert low <= value <= high
+
+
+def test_columns_of_another_task_serve_as_well(tmp_path: Path) -> None:
+    loaded = load_run(synthetic.write_run(tmp_path / "run", [Way("pytorch", labelled=False)], samples=5))
+    run = trial_table.read_trials(loaded)
+    frame = run.frame.assign(map50_95=41.5, map50_95_low=40.0, map50_95_high=43.0)
+    metric = quality(frame)
+    assert (metric.name, metric.interval(frame.iloc[0])) == ("mAP", (40.0, 43.0))
+    assert [row["accuracy"] for row in FRONTIER.table(replace(run, frame=frame)).rows] == [41.5]
+
+
+def test_of_two_in_turns_their_own_ratio_says_which_is_ahead(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """By their speed-ups over a reference that jumps, b would be first, but in turns a is faster than b."""
+    ways = [Way(name, seconds=0.001, size=BIG) for name in ("pytorch", "a", "b")]
+    run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways, samples=40)))
+    (contest,) = rank_goals(run)
+    ids = {str(row["backend"]): str(row["trial"]) for _, row in run.frame.iterrows()}
+    group = contest.group.assign(
+        speedup=contest.group["backend"].map({"pytorch": 1.0, "a": 10.0, "b": 12.0}),
+        measured=contest.group["backend"].map({"pytorch": "", "a": TURNS, "b": TURNS}),
+    )
+    contest = replace(contest, group=group)
+    seconds = {run.trials[ids[name]].id: value for name, value in {"pytorch": 10.0, "a": 0.8, "b": 1.0}.items()}
+    monkeypatch.setattr(rankings_module, "log_ratios", lambda a, b, *_: [math.log(seconds[a.id] / seconds[b.id])])
+    assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
+    monkeypatch.setattr(rankings_module, "log_ratios", lambda a, b, *_: [])
+    assert [*replace(contest).fastest["backend"]] == ["b", "a", "pytorch"], "never side by side: their speed-ups decide"
+
+
+def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A machine that changes its speed between rounds makes medians over other rounds incomparable."""
+    ways = [Way(name, seconds=ms / 1e3, size=BIG) for name, ms in (("pytorch", 10.0), ("a", 1.05), ("b", 1.0))]
+    run = trial_table.read_trials(load_run(synthetic.write_run(tmp_path / "run", ways, samples=40)))
+    (contest,) = rank_goals(run)
+    group = contest.group.assign(
+        measured=contest.group["backend"].map({"pytorch": "", "a": TURNS, "b": TURNS}),
+        rounds=contest.group["backend"].map({"pytorch": 3, "a": 3, "b": 2}),
+    )
+    contest = replace(contest, group=group)
+    seconds = {"pytorch": 10.0, "a": 0.8, "b": 1.0}
+    monkeypatch.setattr(
+        rankings_module, "log_ratios", lambda a, b, *_: [math.log(seconds[a.backend] / seconds[b.backend])]
+    )
+    assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
+    pair = Speedup(1.07, 1.02, 1.12, "faster", TURNS)
+    monkeypatch.setattr(answers, "_compare_pair", lambda *_: pair)
+    said = answers.describe_reality(contest, pair, None, run, False)
+    assert (
+        "b fp32 has a lower median, 1.02 ms over 2 rounds, but in turns the winner is 1.07x [1.02, 1.12] as fast"
+        in said
+    )
+
+
+POINTS = st.lists(st.tuples(st.integers(1, 12), st.integers(1, 12)), min_size=1, max_size=25)
+
+
+@given(POINTS, st.sampled_from([LATENCY, THROUGHPUT]))
+def test_no_point_of_the_frontier_is_beaten_and_every_other_one_is(points: list[tuple[int, int]], speed: str) -> None:
+    sign = 1 if speed == THROUGHPUT else -1
+    frame = pd.DataFrame({"status": "ok", "outputs": "", speed: [float(p[0]) for p in points]})
+    frame["top1"] = [float(p[1]) for p in points]
+    edge = {(sign * r[speed], r["top1"]) for _, r in ranking.find_pareto(frame, speed).iterrows()}
+    every = {(sign * x, float(y)) for x, y in points}
+
+    def beaten(p: tuple[float, float]) -> bool:
+        return any(q != p and q[0] >= p[0] and q[1] >= p[1] for q in every)
+
+    assert edge == {p for p in every if not beaten(p)}
+
+
+def test_only_trials_that_ended_well_can_be_chosen(demo: Results) -> None:
+    frame = trial_table.read_trials(demo, budget={"top1": 1.2}).frame
+    assert set(ranking.list_usable(frame)["status"]) == {"ok"}
+    assert set(ranking.keep_within_budget(frame)["budget"]) == {"within"}
+    first = ranking.rank_trials(ranking.keep_within_budget(frame[frame["batch"] == 1])).iloc[0]
+    assert ranking.configuration_of(first) == "openvino bf16"
+    assert (
+        ranking.configuration_of(ranking.rank_trials(ranking.list_usable(frame), THROUGHPUT).iloc[0]) == "openvino int8"
+    )
+
+
+def saturating(path: Path, batches: tuple[int, ...], fixed: float) -> pd.DataFrame:
+    """Latency per batch of b images is fixed + b, so throughput b / (fixed + b) saturates."""
+    ways = [
+        Way("a", batch=b, seconds=0.001 * (fixed + b) / (0.3 + 0.7 * b), spread=0.0, statuses=("ok",)) for b in batches
+    ]
+    return trial_table.read_trials(load_run(synthetic.write_run(path / "run", ways, samples=20, count=5))).frame
+
+
+def test_saturation_is_the_smallest_batch_near_the_best(tmp_path: Path) -> None:
+    (found,) = ranking.find_saturation(saturating(tmp_path, (1, 8, 32, 128, 256), fixed=1))
+    assert (found.batch, found.largest) == (32, 256)  # 32/33 is 97 %, 8/9 is 89 % of the best
+    assert "saturates at batch 32 (9" in found.description
+    assert found.images_per_s >= 0.95 * found.best_images_per_s
+
+
+def test_throughput_that_still_rises_is_said_so(tmp_path: Path) -> None:
+    (found,) = ranking.find_saturation(saturating(tmp_path, (1, 2, 4), fixed=50))
+    assert found.description == "throughput still rises at batch 4, the largest tried"
+
+
+def test_a_best_below_the_largest_is_said_once() -> None:
+    found = ranking.Saturation("net", "a", "64", 8, 9.0, best_batch=8, best_images_per_s=9.0, largest=16)
+    assert found.description == "throughput is highest at batch 8, of up to 16"
+
+
+def test_one_batch_says_nothing_of_saturation(tmp_path: Path) -> None:
+    assert ranking.find_saturation(saturating(tmp_path, (8,), fixed=2)) == []
+
+
+def test_throughput_falls_back_on_latency(demo: Results) -> None:
+    frame = trial_table.read_trials(demo).frame.assign(throughput_ips=float("nan"))
+    r = frame.iloc[0]
+    assert ranking.read_throughput(frame).iloc[0] == pytest.approx(1e3 * r["batch"] / r["latency_ms"])
+
+
+def test_trials_in_turns_are_in_the_order_of_their_ratios(demo: Results) -> None:
+    frame = trial_table.read_trials(demo).frame.iloc[:3].assign(
+        latency_ms=[2.0, 1.0, 1.1], speedup=[1.0, 1.9, 2.1], trial=["a", "b", "c"], reference="a",
+        measured=["", stats.TURNS, stats.TURNS],
+    )  # fmt: skip
+    assert [*ranking.rank_trials(frame)["trial"]] == ["c", "b", "a"]
+    assert [*ranking.rank_trials(frame.assign(measured=["", stats.TURNS, stats.ALONE]))["trial"]] == ["b", "c", "a"]
+    assert [*ranking.rank_trials(frame.assign(reference=["a", "a", "b"]))["trial"]] == ["b", "c", "a"]
+
+
+BUSY, QUIET = ({"others_busy": {"model": busy}, "contention_threshold": 0.2} for busy in (1.5, 0.1))
+
+
+def run(path: Path, *facts: dict[str, object]) -> Results:
+    ways = [Way(f"way{k}", seconds=0.01 / (k + 1), facts=dict(each)) for k, each in enumerate(facts)]
+    return load_run(synthetic.write_run(path / "run", ways, samples=50))
+
+
+def said(results: Results) -> list[str]:
+    return verdict.list_sentences(trial_table.read_trials(results))
+
+
+def printed(results: Results) -> list[str]:
+    return verdict.read_verdict(trial_table.read_trials(results)).lines
+
+
+def test_a_quiet_study_has_nothing_to_say(tmp_path: Path) -> None:
+    results = run(tmp_path, QUIET, QUIET)
+    assert cpu_contention(results) is None
+    assert "fastest is way1" in said(results)[0]
+    assert f"  next: take it: dyno take {results.folder}" in printed(results)
+
+
+def test_a_few_disturbed_jobs_are_a_warning(tmp_path: Path) -> None:
+    lines = said(run(tmp_path, BUSY, QUIET, QUIET))
+    assert "fastest is" in lines[0]
+    assert any(
+        "during 3 of 9 jobs: those latencies are inflated and their order may be wrong" in line for line in lines
+    )
+
+
+def test_most_jobs_disturbed_leave_no_winner(tmp_path: Path) -> None:
+    results = run(tmp_path, BUSY, BUSY, QUIET)
+    lines = said(results)
+    assert lines[0].startswith("No winner is named: other programs kept up to 1.5 processors busy during 6 of 9 jobs, ")
+    assert lines[1].startswith("real: what the table calls faster or slower holds beside those programs")
+    text = "\n".join(lines[2:])
+    assert not any(word in text for word in ("fastest", "runner-up", "most images", "Other programs", "faster"))
+    assert "Precision: " in text
+    next_step = f"  next: measure again on a quiet machine, or choose: dyno take {results.folder} BACKEND/PRECISION"
+    assert next_step in printed(results)
+
+
+def test_a_lone_configuration_has_no_winner_to_withhold(tmp_path: Path) -> None:
+    """At however many batches."""
+    text = "\n".join(said(run(tmp_path, BUSY)))
+    assert "way0 fp32 takes 10." in text and "winner" not in text
+    assert "during 3 of 3 jobs: those latencies are inflated; measure again on a quiet machine." in text
+    ways = [Way("way0", batch=batch, seconds=0.01 * batch, facts=dict(BUSY)) for batch in (1, 2)]
+    text = "\n".join(said(load_run(synthetic.write_run(tmp_path / "batches", ways, samples=50))))
+    assert "way0 fp32 takes 10." in text and "No winner" not in text and "during 6 of 6 jobs" in text
+
+
+def test_in_turns_a_winner_is_named_beside_whatever_disturbs_all_alike(tmp_path: Path) -> None:
+    in_turns = {**BUSY, "turns": {"set": "abc", "place": 0}}
+    results = run(tmp_path, in_turns, in_turns, in_turns)
+    contention = cpu_contention(results)
+    assert contention is not None and (contention.disturbed, contention.alone) == (9, 0)
+    lines = said(results)
+    assert "fastest is way2" in lines[0]
+    assert "9 of 9 jobs ran beside other programs, which may slow engines unequally" in lines[1]
+    assert any("rankings were measured interleaved and hold under this load" in line for line in lines)
+
+
+def test_failures_are_told_all_the_same(tmp_path: Path) -> None:
+    ways = [Way("a", facts=dict(BUSY)), Way("b", statuses=("crashed",), reason="killed by SIGSEGV")]
+    text = "\n".join(said(load_run(synthetic.write_run(tmp_path / "run", ways, samples=50))))
+    assert text.startswith("No winner is named") and "1 of 2 trials did not finish: 1 crashed" in text
+
+
+def test_wrong_outputs_lead_however_busy_the_machine_was(tmp_path: Path) -> None:
+    results = run(tmp_path, BUSY, BUSY, BUSY)
+    read = trial_table.read_trials(results)
+    read.frame.loc[1, ["outputs", "verdict"]] = [WRONG, f"{WRONG}: off by 1"]
+    first, second, *_ = verdict.list_sentences(read)
+    assert "way1" in first and f"gave {WRONG}: off by 1" in first and second.startswith("No winner is named")
+
+
+@pytest.mark.slow
+def test_the_page_leads_with_it(tmp_path: Path) -> None:
+    pytest.importorskip("jinja2")
+    pytest.importorskip("matplotlib")
+    from dyno.report import report
+
+    text = report.write_report([trial_table.read_trials(run(tmp_path, BUSY, BUSY))], tmp_path / "page").read_text(
+        encoding="utf-8"
+    )
+    assert "No winner is named" in text and "fastest is" not in text

@@ -1,0 +1,228 @@
+"""What a self-test says of simulated machines whose noise is known, and that the power it tells is real."""
+
+from __future__ import annotations
+
+import copy
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno.report import self_test as report_self_test
+from dyno.report.self_test import tables
+from dyno.results import self_test, stats
+from dyno.results.rounds import Round
+from dyno.results.self_test import ProcessPair, SelfTest, StoredSelfTest, TestRound, find_smallest, read, visible
+from dyno.results.trial_result import Results, TrialResult
+from dyno.worker.facts.job import Facts, Turns
+from dyno.worker.record import Record
+from dyno.worker.spec import to_json
+
+SLOWED = (0.0, 0.01, 0.02, 0.05)
+
+
+def simulated(
+    rounds: int = 60, process: float = 0.004, block: float = 0.0, drift: float = 0.1, blocks: int = 9, bias: float = 0,
+    wrong: float = 0.0, seed: int = 0, **more: Any,
+) -> SelfTest:  # fmt: skip
+    """A machine by the standard deviations of its noise: of a process, of a block, and of the machine between rounds.
+
+    `bias` is what every second process is slower by, and `wrong` how much more a slow-down is than it should be.
+    """
+    rng = np.random.default_rng(seed)
+    found = []
+    for level in rng.normal(0, drift, rounds):
+        own = rng.normal(0, process, len(SLOWED) + 1)
+        pairs = [
+            ProcessPair(share, tuple((own[0] - own[i + 1]) - math.log1p(share * (1 + wrong)) - bias
+                              + rng.normal(0, block, blocks) - rng.normal(0, block, blocks)))
+            for i, share in enumerate(SLOWED)
+        ]  # fmt: skip
+        found.append(TestRound(math.exp(level + own[0]) / 1e3, tuple(pairs), **more))
+    return SelfTest(
+        StoredSelfTest("2026-11-23T10:00:00+00:00", "1", {"cores": 2}, "cpu", "net", 1, 0.9, 0.1, 3, tuple(found))
+    )
+
+
+def test_the_noise_is_told_by_its_levels() -> None:
+    quiet = simulated(rounds=200)
+    assert quiet.spread.value == pytest.approx(0.004 * math.sqrt(2), rel=0.1)
+    assert quiet.spread.low < 0.004 * math.sqrt(2) < quiet.spread.high
+    assert quiet.levels.block == 0 and quiet.bound_by == "process"
+    assert quiet.apart == pytest.approx(0.1 * math.sqrt(2), rel=0.15), "what turns take out of the comparison"
+    both = simulated(rounds=300, process=0.002, block=0.02)
+    # A median of nine has a variance of 1.57 ninths of one's.
+    expected = 2 * 0.02**2 * 1.57 / 9
+    assert both.levels.block == pytest.approx(expected, rel=0.35)
+    assert both.levels.process < both.levels.block
+    assert both.bound_by == "block"
+    assert simulated(process=0.001, block=0.02, others=0.5).bound_by == "neighbours"
+    assert simulated(process=0.001, block=0.02, steal=0.05).bound_by == "neighbours"
+    assert simulated(process=0.001, block=0.02, clock=(2000.0, 2600.0)).bound_by == "clocks"
+
+
+def test_studies_of_a_steady_machine_do_as_promised() -> None:
+    found = simulated(rounds=900)
+    assert found.false_alarms(3).count == 300 and found.false_alarms(10).count == 90
+    assert found.false_alarms(3).interval.low <= 0.05 <= found.false_alarms(3).interval.high
+    assert found.coverage.interval.value == pytest.approx(0.95, abs=0.02)
+    assert found.equal.low < 1 < found.equal.high
+    for one in found.verdicts:
+        if one.slowdown:
+            seen = one.slower.interval
+            assert seen.value == pytest.approx(one.predicted, abs=0.08), one
+    assert report_self_test._describe_surprises(found) == []
+
+
+def test_outliers_are_taken_as_they_are() -> None:
+    """A round in ten that is far off hides less than its variance says."""
+    calm = simulated(rounds=300, process=0.002).stored
+    rounds = [
+        replace(one, pairs=tuple(replace(pair, logs=tuple(x + 0.3 for x in pair.logs)) for pair in one.pairs))
+        if number % 10 == 0 else one
+        for number, one in enumerate(calm.rounds)
+    ]  # fmt: skip
+    found = SelfTest(replace(calm, rounds=tuple(rounds)))
+    (seen,) = [one for one in found.verdicts if (one.slowdown, one.rounds) == (0.05, 3)]
+    assert seen.slower.interval.low < seen.predicted < seen.slower.interval.high
+    assert seen.predicted > 0.6
+    assert find_smallest(np.random.default_rng(0).normal(0, found.spread.value, 4000), 3) > 0.3, (
+        "as normal noise, hopeless"
+    )
+
+
+@pytest.mark.parametrize(
+    ("spread", "grade"), [(0.002, "A"), (0.005, "B"), (0.01, "C"), (0.02, "D"), (0.04, "E")],
+)  # fmt: skip
+def test_the_grade_is_what_three_rounds_see(spread: float, grade: str) -> None:
+    found = simulated(process=spread / math.sqrt(2), rounds=400)
+    # What the noncentral t distribution needs for normal noise.
+    assert found.visible(3).value == pytest.approx(math.expm1(3.264 * spread), rel=0.15)
+    assert found.visible(3).low < found.visible(3).value < found.visible(3).high
+    assert found.grade == grade
+    assert report_self_test.grade_self_test(found).startswith(f"Grade {grade} (")
+    assert found.visible(10).value < found.visible(5).value < found.visible(3).value
+
+
+def test_what_contradicts_the_promises_is_said() -> None:
+    biased = report_self_test._describe_surprises(simulated(bias=0.05, rounds=90))
+    assert any("not to be trusted" in line for line in biased)
+    unseen = report_self_test._describe_surprises(simulated(wrong=-1.0, rounds=90))
+    assert any("depend on each other" in line for line in unseen)
+
+
+def test_a_run_that_measures_for_less_sees_less() -> None:
+    whole = simulated(rounds=300, process=0.002, block=0.01)
+    known = whole.summary()
+    usual = visible(known, 3, known.seconds, True)
+    assert usual == whole.visible(3).value
+    assert visible(known, 3, known.seconds / 3, True) > usual
+    assert visible(known, 3, known.seconds * 9, True) == usual, "more than was tested is not promised"
+    assert visible(known, 10, known.seconds, True) < usual < visible(known, 3, known.seconds, False)
+    assert math.isinf(visible(known, 1, 1.0, True))
+    stricter = visible(known, 5, 9.0, True, 0.05 / 6) / visible(known, 5, 9.0, True)
+    assert stricter == pytest.approx(_find_reach(4, 0.05 / 6) / _find_reach(4, 0.05), rel=1e-3)
+    assert visible(known, 80, 9.0, True) == pytest.approx(visible(known, 20, 9.0, True) / 2)
+    assert math.isnan(visible(replace(known, apart={}), 3, 1.0, False))
+
+
+def test_a_run_says_what_it_sees_in_words() -> None:
+    def said(rounds: int, spread: float) -> str:
+        results = Results(Path("run"), [], self_test=to_json(simulated(process=spread).summary()))
+        plan = {"plan": {"seconds": 0.9}, "runtime": {"device": "cpu"}, "model": {"name": "net"},
+                "dims": {"batch": 1, "height": 8, "width": 8}}  # fmt: skip
+        record = Record("ok", facts=Facts(turns=Turns("x", 0)))
+        good = [Round(Path("r"), n, record) for n in range(rounds)]
+        results.trials = [TrialResult("id", {"trial": plan}, good)]
+        return report_self_test.of_run(results)
+
+    assert "differences of ≥ 1" in said(3, 0.003) and "(3 rounds in turns, 80 % power; self-test of" in said(3, 0.003)
+    assert "no difference below a factor of two" in said(2, 0.1)
+    assert "it has one round" in said(1, 0.003)
+    assert report_self_test.of_run(Results(Path("run"), [], self_test={"grade": 1})) == ""
+
+
+def test_what_is_stored_is_read_back_or_is_none() -> None:
+    stored = simulated(rounds=4).stored
+    content = to_json(stored)
+    assert read(content) == stored
+    assert read({**content, "rounds": []}) is None
+    assert read({**content, "schema": 99}) is None
+    assert read({**content, "more": 1}) is None
+    assert read({**content, "rounds": [{"first_s": "x", "pairs": []}]}) is None
+    rounds = content["rounds"]
+    assert read({**content, "rounds": rounds[:1]}) is None, "one round has no spread"
+    less, other = copy.deepcopy(rounds[0]), copy.deepcopy(rounds[0])
+    less["pairs"] = less["pairs"][1:]
+    other["pairs"][0]["logs"][0] = 1e308
+    for damaged in (less, other):
+        assert read({**content, "rounds": [damaged, *rounds[1:]]}) is None
+
+
+def test_a_study_of_each_kind_needs_its_rounds() -> None:
+    few = simulated(rounds=4)
+    assert {one.rounds for one in few.verdicts} == {3}
+    visible_table, verdicts = tables(few)
+    assert [row["rounds"] for row in visible_table.rows] == [3, 5, 10]
+    assert [row["studies"] for row in verdicts.rows] == [1] * len(SLOWED)
+    assert math.isnan(few.visible(3).low), "too few rounds for limits"
+
+
+def _find_reach(freedom: int, level: float) -> float:
+    """Return the noncentrality at which Student's t exceeds its critical value in 80 % of draws, by scipy.stats."""
+    from scipy.optimize import brentq
+    from scipy.stats import nct, t
+
+    wall = t.ppf(1 - level / 2, freedom)
+    return float(brentq(lambda away: nct.sf(wall, freedom, away) - 0.8, 0.1, 50))
+
+
+STUDIES = 3000
+NORMAL = {3: 3.264, 5: 1.682, 10: 0.996}  # spreads that are seen with 80 % power, by the noncentral t distribution
+
+
+@pytest.mark.parametrize("rounds", [3, 5, 10])
+@pytest.mark.parametrize("heavy", [False, True])
+@pytest.mark.parametrize("paired", [True, False])
+def test_the_smallest_difference_is_seen_by_four_studies_of_five(rounds: int, paired: bool, heavy: bool) -> None:
+    rng = np.random.default_rng(rounds)
+    noise = 0.01 * (rng.standard_t(3, 4000) if heavy else rng.normal(0, 1, 4000))
+    found = self_test.Studies(noise, rounds, paired)
+    noise = np.concatenate([noise, -noise])
+    difference = math.log1p(found.smallest)
+    assert found.seen(difference) == pytest.approx(self_test.POWER, abs=0.01)
+    if paired:
+        said = [stats.paired_speedup(logs - difference) for logs in rng.choice(noise, (STUDIES, rounds))]
+        if not heavy:
+            assert difference == pytest.approx(0.01 * NORMAL[rounds], rel=0.06)
+    else:
+        sides = np.exp(rng.choice(noise / math.sqrt(2), (2, STUDIES, rounds)))
+        said = [stats.speedup([*a * math.exp(difference)], [*b]) for a, b in zip(*sides, strict=True)]
+    share = sum(one.verdict == stats.SLOWER for one in said) / STUDIES
+    assert share == pytest.approx(self_test.POWER, abs=0.04)
+    assert 0.01 < found.false_alarms < 0.07  # heavy tails make a t test timid
+
+
+def test_limits_hold_what_more_rounds_would_find() -> None:
+    rng = np.random.default_rng(0)
+    truth = math.expm1(0.01 * NORMAL[3])
+    found = [self_test.smallest_with_limits(rng.normal(0, 0.01, (25, 4)), 3) for _ in range(20)]
+    assert sum(one.low <= truth <= one.high for one in found) >= 16
+    assert math.isnan(self_test.smallest_with_limits(rng.normal(0, 0.01, (9, 4)), 3).low)
+    assert self_test.find_smallest(np.ones(4), 1) == math.inf and math.isnan(self_test.find_smallest(np.ones(1), 3))
+
+
+def test_the_interval_of_a_spread_holds_it() -> None:
+    rng = np.random.default_rng(0)
+    found = [self_test.spread_interval(float(x.std(ddof=1)), 9) for x in rng.normal(0, 0.02, (2000, 10))]
+    assert sum(one.low <= 0.02 <= one.high for one in found) / 2000 == pytest.approx(0.95, abs=0.02)
+    assert math.isnan(self_test.spread_interval(0.0, 0).low)
+
+
+def test_the_upper_limit_of_a_share_holds_at_any_count() -> None:
+    assert self_test.at_most(20, 400) == pytest.approx(0.0718, abs=1e-4)
+    assert self_test.at_most(0, 20) == pytest.approx(1 - 0.05 ** (1 / 20))
+    assert self_test.at_most(3, 3) == 1

@@ -1,0 +1,189 @@
+"""What is measured once for a machine: its peak and its idle power; and `dyno stress` on a real dynamic file."""
+
+from __future__ import annotations
+
+import threading
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dyno import Study
+from dyno.jobs import telemetry
+from dyno.jobs.progress import Progress
+from dyno.report.tables import trial_table
+from dyno.results import energy
+from dyno.results.trial_result import load_run
+from dyno.runner import execute as execute_module
+from dyno.runner import peak
+from dyno.runner.execute import execute
+from dyno.worker.facts.job import Facts, PeakOfType
+from dyno.worker.record import Record, write_record
+from dyno.worker.spec import Job
+
+Studies = Callable[..., Study]
+GOOD = Record("ok", "done", facts=Facts(peak={"fp32": PeakOfType(1e11, 512)}))
+
+
+@pytest.fixture
+def jobs(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> list[Record]:
+    """What each peak's job will leave; taken from the front as jobs run. The cache is the test's own."""
+    left: list[Record] = []
+
+    def launch(job: Job, folder: Path, *_: Any) -> Record:
+        assert job.kind == "peak"
+        folder.mkdir(parents=True)
+        write_record(folder, left[0])
+        return left.pop(0)
+
+    monkeypatch.setattr(peak, "launch_in_turn", launch)
+    monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
+    return left
+
+
+def find(study: Study, folder: Path) -> Record:
+    return peak.find_peak(study, folder / "peak", Progress(quiet=True))
+
+
+def test_a_second_study_takes_it_from_the_cache(fake_study: Studies, tmp_path: Path, jobs: list[Record]) -> None:
+    jobs.append(GOOD)
+    assert [find(fake_study(), tmp_path / name).facts for name in "aba"] == [GOOD.facts] * 3
+    assert jobs == []
+    assert (tmp_path / "b" / "peak" / "record.json").is_file()
+
+
+def test_other_threads_are_another_peak(fake_study: Studies, tmp_path: Path, jobs: list[Record]) -> None:
+    jobs.extend([GOOD, GOOD])
+    find(fake_study(threads=1), tmp_path / "a")
+    find(fake_study(threads=2), tmp_path / "b")
+    assert jobs == []
+
+
+@pytest.mark.parametrize("bad", [Record("skipped", "peak", "no torch"), Record("ok", "done", warnings=("a crowd",))])
+def test_what_failed_or_was_disturbed_is_not_remembered(
+    bad: Record, fake_study: Studies, tmp_path: Path, jobs: list[Record]
+) -> None:
+    jobs.extend([bad, GOOD])
+    assert find(fake_study(), tmp_path / "a") == bad
+    assert find(fake_study(), tmp_path / "b").facts == GOOD.facts
+
+
+def test_a_study_goes_on_without_it_and_may_ask_for_it_later(
+    fake_study: Studies, tmp_path: Path, jobs: list[Record]
+) -> None:
+    execute(fake_study(), tmp_path, Progress(quiet=True))
+    assert not (tmp_path / "peak").exists()
+    jobs.append(Record("skipped", "peak", "no torch"))
+    execute(fake_study(peak=True), tmp_path, Progress(quiet=True))
+    assert [p.name for p in tmp_path.glob("peak/*")] == ["record.json"]
+    assert jobs == []
+
+
+class Clock(threading.local):
+    """The clock of what looks at the machine, and when each thread has looked at it last."""
+
+    at = 0.0
+
+    def monotonic(self) -> float:
+        """See `time.monotonic`."""
+        self.at = time.monotonic()
+        return self.at
+
+
+@pytest.fixture
+def counter(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A processor that draws 30 W, whatever it does, up to the time of each look; looks are frequent."""
+    clock, constant, begin = Clock(), telemetry.Rapl([]), time.monotonic()
+    monkeypatch.setattr(telemetry, "time", clock)
+    monkeypatch.setattr(constant, "joules", lambda: 30 * (clock.at - begin))
+    monkeypatch.setattr(telemetry, "find_rapl", lambda: constant)
+    monkeypatch.setattr(telemetry, "PERIOD_S", 0.02)
+    monkeypatch.setattr(peak, "IDLE_S", 1.5)
+    monkeypatch.setattr(execute_module, "SUSTAINED_S", 1.5)
+
+
+@pytest.mark.usefixtures("counter", "preloaded")
+@pytest.mark.parametrize("turns", [False, True])
+def test_each_planned_round_also_runs_at_full_load(fake_study: Studies, tmp_path: Path, turns: bool) -> None:
+    backends = ("fake@latency_ms=2", "fake@latency_ms=4")
+    study = fake_study(energy=True, backends=backends, turns=turns, rounds=2, until="rounds", batches=(5,))
+    for _ in range(2):  # the second time nothing is left to do
+        execute_module.execute(study, tmp_path / "run", Progress(quiet=True))
+    with np.load(tmp_path / "run" / "idle" / "telemetry.npz") as stored:
+        assert stored["at"][-1] >= 1.0 and stored["cpu_energy"].min() > 0
+    found = load_run(tmp_path / "run")
+    for t in found:
+        assert t.status == "ok", t.reason
+        for r in t.good:
+            sustained = r.facts.sustained
+            assert sustained is not None and sustained.window[1] - sustained.window[0] >= 1.4
+            assert sustained.window[0] > r.facts.timed["model"][1], "after what is timed"
+            assert 0 < sustained.images_per_s <= 5 / (0.002 if "2" in t.variant else 0.004)
+            stored = dict(np.load(r.folder / "telemetry.npz"))
+            assert energy.power(stored, "cpu_energy", sustained.window) == pytest.approx(30)
+    # Always the same power is no more than while idle; a busy machine is said first.
+    assert set(trial_table.read_trials(found).frame["energy_missing"]) <= {
+        energy.NO_MORE,
+        energy.OTHERS,
+        energy.NOT_IDLE,
+        "",
+    }
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_without_it_nothing_is_run_or_watched(fake_study: Studies, tmp_path: Path) -> None:
+    execute_module.execute(fake_study(), tmp_path / "run", Progress(quiet=True))
+    assert not (tmp_path / "run" / "idle").exists()
+    (t,) = load_run(tmp_path / "run")
+    assert t.good[0].facts.sustained is None
+
+
+@pytest.fixture(scope="module")
+def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    torch = pytest.importorskip("torch")
+    folder, nn = tmp_path_factory.mktemp("stress"), torch.nn
+    net = nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 4))
+    names: dict[str, Any] = {"input_names": ["input"], "output_names": ["output"], "dynamo": False}
+    free = {"input": {0: "batch"}, "output": {0: "batch"}}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        torch.onnx.export(net, (torch.zeros(2, 3, 16, 16),), folder / "small.onnx", dynamic_axes=free, **names)
+        torch.onnx.export(net, (torch.zeros(2, 3, 16, 16),), folder / "fixed.onnx", **names)
+    return folder / "small.onnx"
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+@pytest.mark.slow
+def test_every_output_right(dyno: Any, onnx: Path, tmp_path: Path) -> None:
+    words = ("--batches", "1,4,random", "--iterations", 50, "--size", 16, "--threads", 1)
+    done = dyno("stress", onnx, *words, cwd=tmp_path)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.stdout.count("every output right") == 3 and " 1-4 " in done.stdout
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+@pytest.mark.slow
+def test_a_test_that_can_t_be_done(dyno: Any, onnx: Path, tmp_path: Path) -> None:
+    nothing = dyno("stress", onnx, "--batches", "min,opt", "--size", 16, cwd=tmp_path)
+    assert nothing.returncode == 3 and "give numbers such as --batches 1,8,random" in " ".join(nothing.stdout.split())
+    fixed = dyno("stress", onnx.with_name("fixed.onnx"), "--batches", "2,3", "--size", 16, cwd=tmp_path)
+    assert fixed.returncode == 2 and "takes only batch 2" in fixed.stderr  # before anything runs
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (("--batches", "some"), "--batches takes min, opt, max, random and numbers of at least 1, not some"),
+        (("--batches", ","), "not nothing"),
+        (("--rounds", "4"), "no such option: --rounds"),
+        (("--batches", "2", "--iterations", "0"), "--iterations is 0; it must be at least 1"),
+    ],
+)
+def test_nonsense_is_one_line(dyno: Any, tmp_path: Path, words: tuple[str, ...], line: str) -> None:
+    done = dyno("stress", "fake:net", *words, cwd=tmp_path)
+    assert done.returncode == 2 and line in done.stderr and "Traceback" not in done.stderr

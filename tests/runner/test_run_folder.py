@@ -1,0 +1,294 @@
+"""A run folder over its days: it grows, its files change and come back, and what contradicts it is refused by name."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import onnx_text
+from dyno import Study, load
+from dyno.results.trial_result import Form, forms
+
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
+
+Call = Callable[..., tuple[int, str, str]]
+ENDLESS = '''
+import time
+from pathlib import Path
+import torch
+
+class Net(torch.nn.Module):
+    """Is never exported while there is a file `endless` beside this one."""
+    def forward(self, x):
+        if torch.compiler.is_exporting() or torch.jit.is_tracing():
+            while Path(__file__).with_name("endless").exists():
+                time.sleep(0.1)
+        return x.flatten(1).relu()
+'''
+SHORT = "--rounds 1 --seconds 0.04 --block 0.01 --warmup 0.02 --threads 1".split()
+FAKE = ["--backends", "fake@latency_ms=0.1", *SHORT]
+
+
+def net(path: Path, factor: float = 2.0, name: str = "input", width: int = 8, graph: str = "g") -> Path:
+    """y = factor * x on images of 1 x 1 x 8 x width with a free batch."""
+    pytest.importorskip("onnx")
+    text = f"(float[n, 1, 8, {width}] {name}) => (float[n, 1, 8, {width}] y) {{ y = Mul({name}, factor) }}"
+    model = onnx_text.model(text, ir=9, factor=np.float32(factor))
+    model.graph.name = graph
+    path.write_bytes(model.SerializeToString())
+    return path
+
+
+def rows(folder: str | Path, *columns: str) -> list[tuple[Any, ...]]:
+    frame = load(folder).to_pandas()
+    return sorted(frame[list(columns)].itertuples(index=False, name=None))
+
+
+def ids(folder: Path) -> set[str]:
+    return {path.name for path in (folder / "trials").iterdir()}
+
+
+@pytest.mark.slow
+def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Call, tmp_path: Path) -> None:
+    words = ["run", "fake:net", "--channels", 1, *SHORT, "--out", "r"]
+    assert call(*words, "--backends", "fake@latency_ms=0.1")[0] == 0
+    first = {p: p.stat().st_mtime_ns for p in Path("r").glob("trials/*/*/record.json")}
+    code, out, err = call(*words, "--backends", "fake@latency_ms=0.1,fake@latency_ms=0.2", "--batch", "1,2")
+    assert code == 0, err
+    assert out.count("latency_ms=0.2") and "batch 2" in out
+    assert {p: p.stat().st_mtime_ns for p in first} == first, "what was there is measured again"
+    assert call(*words, "--backends", "fake@latency_ms=0.1", "--precision", "int8,fp8")[0] == 0
+    assert call("run", "fake:net", "fake:other", "--channels", 1, *FAKE, "--out", "r")[0] == 0
+    whole = ids(tmp_path / "r")
+    assert call(*words, "--backends", "fake@latency_ms=0.1")[0] == 0
+    assert ids(tmp_path / "r") == whole and len(whole) == 4 + 2 + 1
+    study = Study.from_toml(Path("r/study.toml"))
+    assert study.models == ("fake:net", "fake:other") and study.batches == (1, 2)
+    assert study.backends == ("fake@latency_ms=0.1", "fake@latency_ms=0.2")
+    assert study.precisions == ("fp32", "int8", "fp8")
+    planned = call("run", "r/study.toml", "--dry-run")[1]
+    assert "24 trials, 8 refused" in planned, "and all of it goes on"
+
+
+@pytest.mark.slow
+def test_another_route_is_another_row(call: Call, tmp_path: Path) -> None:
+    words = ["run", net(tmp_path / "m.onnx"), "--backends", "onnxruntime", *SHORT, "--out", "r"]
+    assert call(*words)[0] == 0 and call(*words, "--routes", "fold")[0] == 0
+    assert rows("r", "options", "status") == [("", "ok"), ("fold=True", "ok")]
+    assert load("r").to_pandas().set_index("options").loc["fold=True", "route"] == "folded"
+
+
+@pytest.mark.slow
+def test_what_contradicts_is_named(call: Call, refused: Callable[..., str]) -> None:
+    words = ["run", "fake:net", "--channels", 1, *FAKE, "--out", "r"]
+    assert call(*words)[0] == 0
+    assert refused(*words, "--seconds", 1) == (
+        "r was measured with seconds=0.04, this command says seconds=1; "
+        "give another --out, or remove it with `dyno rm r` first"
+    )
+    line = refused(*words, "--seed", 3, "--data", "digits")
+    assert "measured with seed=0, no data, this command says seed=3, data=digits;" in line
+    assert call(*words, "--timeout", 77, "--rounds", 2)[0] == 0
+
+
+def test_a_folder_in_which_nothing_was_measured_blocks_nothing(call: Call) -> None:
+    words = ["run", "fake:net", "--channels", 1, *SHORT, "--out", "r"]
+    assert call(*words, "--backends", "fake@fail=exception")[0] == 3
+    assert call(*words, "--backends", "fake@latency_ms=0.1", "--seed", 5)[0] == 0
+    assert rows("r", "status") == [("ok",)]
+    assert Study.from_toml(Path("r/study.toml")).seed == 5
+
+
+@pytest.mark.slow
+def test_an_overwritten_file_is_another_model_and_comes_back(call: Call, tmp_path: Path) -> None:
+    net(tmp_path / "m.onnx")
+    words = ["run", "m.onnx", "--channels", 1, *FAKE, "--batch", "1,2", "--out", "r"]
+    assert call(*words)[0] == 0
+    old = ids(tmp_path / "r")
+    net(tmp_path / "m.onnx", 3.0)
+    code, out, err = call(*words)
+    assert code == 0 and "not comparable" not in out
+    (line,) = (line for line in err.splitlines() if "archive" in line)
+    assert line.startswith("2 trials of an earlier m.onnx: moved to r/archive/")
+    new = ids(tmp_path / "r")
+    assert len(new) == 2 and not old & new
+    assert {path.name for path in (tmp_path / "r/archive").glob("*/*")} == old
+    net(tmp_path / "m.onnx")
+    code, out, err = call(*words)
+    assert code == 0 and "2 trials of the current files: restored from r/archive" in err
+    assert ids(tmp_path / "r") == old and "ok  " not in err, "nothing is measured again"
+    assert {path.name for path in (tmp_path / "r/archive").glob("*/*")} == new
+
+
+@pytest.mark.slow
+def test_an_overwritten_file_counts_though_another_model_is_asked_for(call: Call, tmp_path: Path) -> None:
+    words = ["--channels", 1, *FAKE, "--out", "r"]
+    net(tmp_path / "m.onnx")
+    assert call("run", "m.onnx", "fake:net", *words)[0] == 0
+    net(tmp_path / "m.onnx", 3.0)
+    code, _, err = call("run", "fake:net", *words)
+    assert code == 0 and "1 trial of an earlier m.onnx: moved to r/archive/" in err
+    assert rows("r", "model", "status") == [("net", "ok")]
+
+
+@pytest.mark.slow
+def test_two_files_of_one_name_lie_beside_each_other(call: Call, tmp_path: Path) -> None:
+    for folder, factor in (("a", 2.0), ("b", 3.0)):
+        (tmp_path / folder).mkdir()
+        net(tmp_path / folder / "m.onnx", factor)
+        code, _, err = call("run", f"{folder}/m.onnx", "--channels", 1, *FAKE, "--out", "r")
+        assert code == 0 and "archive" not in err
+    assert [model["name"] for model in models("r")] == ["b/m.onnx", "m"]
+    (tmp_path / "a").rename(tmp_path / "c")
+    assert "ok  " not in call("run", "c/m.onnx", "--channels", 1, *FAKE, "--out", "r")[2], "it is known by its content"
+
+
+def models(folder: str) -> list[dict[str, Any]]:
+    jobs = Path(folder).glob("trials/*/r0/job.json")
+    return sorted((json.loads(job.read_text())["trial"]["model"] for job in jobs), key=lambda model: str(model["name"]))
+
+
+CODE = """
+from torch import nn
+from parts import body
+def build():
+    return nn.Sequential(body(), nn.Flatten())
+"""
+
+
+@pytest.mark.slow
+def test_a_module_beside_the_code_counts(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("torch")
+    (tmp_path / "net.py").write_text(CODE)
+    (tmp_path / "parts.py").write_text("from torch import nn\ndef body(): return nn.ReLU()\n")
+    words = ["run", "net.py:build", "--channels", 1, "--size", 8, *FAKE, "--out", "r"]
+    assert call(*words)[0] == 0
+    (tmp_path / "parts.py").write_text("from torch import nn\ndef body(): return nn.Sigmoid()\n")
+    code, _, err = call(*words)
+    assert code == 0 and "1 trial of an earlier net.py: moved to r/archive/" in err
+    (tmp_path / "unrelated.py").write_text("x = 1\n")
+    assert "archive" not in call(*words)[2]
+
+
+@pytest.mark.slow
+def test_a_broken_second_model_hides_nothing(call: Call, refused: Callable[..., str], tmp_path: Path) -> None:
+    (tmp_path / "bad.onnx").write_bytes(b"no graph")
+    words = ["run", "fake:good", "bad.onnx", "none.onnx", "--channels", 1, *FAKE, "--out", "r"]
+    code, out, err = call(*words)
+    assert code == 3, err
+    assert rows("r", "model", "status") == [("bad", "failed"), ("good", "ok"), ("none", "failed")]
+    assert "good, size 8, batch 1\n" in out and "there is no model file none.onnx" in out
+    assert "bad.onnx" in refused("run", "bad.onnx", "none.onnx", *FAKE, "--out", "x")
+    assert not Path("x").exists()
+    net(tmp_path / "bad.onnx")
+    assert call(*words)[0] == 3
+    assert rows("r", "model", "status") == [("bad", "ok"), ("good", "ok"), ("none", "failed")]
+
+
+def test_time_prints_what_could_be_timed(call: Call, refused: Callable[..., str]) -> None:
+    words = ["time", "fake:good", "none.onnx", "--channels", 1, "--backends", "fake@latency_ms=0.1"]
+    code, out, err = call(*words, "--seconds", 0.04, "--warmup", 0.02)
+    assert code == 3 and out.startswith("good, ") and "dyno: there is no model file none.onnx\n" in err
+    assert refused("time", "no.onnx", "none.onnx") == "there is no model file no.onnx"
+    assert "there is no model file none.onnx" in refused("agree", "none.onnx", "fake:good", "--backends", "fake")
+
+
+@pytest.mark.slow
+def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
+    def folder(*words: object) -> tuple[str, str]:
+        code, out, err = call("run", *words, "--channels", 1, *FAKE)
+        assert code == 0, err
+        return out.rstrip().rpartition("report: ")[2], "".join(s for s in err.splitlines() if s.startswith("dyno:"))
+
+    for place in ("a", "b"):
+        (tmp_path / place).mkdir()
+        net(tmp_path / place / "m.onnx", 2.0 if place == "a" else 3.0)
+    assert folder("a/m.onnx") == ("runs/m/report.html", "")
+    other = "dyno: runs/m holds a/m.onnx: "
+    assert folder("b/m.onnx") == ("runs/b-m/report.html", f"{other}writing to runs/b-m")
+    assert folder("b/m.onnx", "--batch", 2) == ("runs/b-m/report.html", f"{other}continuing in runs/b-m")
+    was = "dyno: runs/m was measured with seed=0, this command says seed=1: "
+    assert folder("a/m.onnx", "--seed", 1) == ("runs/m-2/report.html", f"{was}writing to runs/m-2")
+    assert folder("a/m.onnx", "--batch", 4) == ("runs/m/report.html", "")
+
+
+@pytest.mark.slow
+def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(call: Call, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(ENDLESS)
+    (tmp_path / "endless").touch()
+    words = ["run", "net.py:Net", "--size", 8, "--backends", "onnxruntime", *SHORT, "--out", "r"]
+    assert call(*words, "--build-timeout", 1)[0] == 3
+    ((status, reason),) = rows("r", "status", "reason")
+    assert status == "timeout" and reason.endswith("not finished after 1 s; killed")
+    assert "tried again" not in call(*words, "--build-timeout", 1)[2]
+    (tmp_path / "endless").unlink()
+    code, _, said = call(*words)
+    assert code == 0 and "1 failed job tried again: 3600 s instead of 1 s" in said
+    assert rows("r", "status") == [("ok",)]
+
+
+@pytest.mark.slow
+def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
+    def tried(fail: str, *more: object) -> list[str]:
+        words = ["run", "fake:net", "--channels", 1, *SHORT, "--backends", f"fake@fail={fail}", "--out", fail]
+        lines = call(*words, *more)[2].splitlines()
+        return [line for line in lines if re.match(r"1/1 (failed|timeout)", line) or "tried again" in line]
+
+    assert len(tried("hang", "--timeout", 1)) == 1
+    assert tried("hang", "--timeout", 0.5) == tried("hang", "--timeout", 1) == []
+    (said, again) = tried("hang", "--timeout", 1.5)
+    assert said == "1 failed job tried again: 1.5 s instead of 1 s" and again.startswith("1/1 timeout")
+    assert len(tried("exception")) == 1 and tried("exception") == []
+    assert tried("exception", "--retry-failed")[0] == "1 failed job tried again: as requested"
+    monkeypatch.setattr("dyno.runner.ensemble.versions", lambda *_: {"numpy": "99"})
+    assert tried("exception")[0] == "1 failed job tried again: numpy is 99 now"
+
+
+@pytest.mark.slow
+def test_two_files_of_one_network_are_one_table(call: Call, tmp_path: Path) -> None:
+    pytest.importorskip("onnxruntime")
+    pytest.importorskip("openvino")
+    net(tmp_path / "b.onnx")
+    net(tmp_path / "a.onnx", graph="the same in other bytes")
+    net(tmp_path / "other.onnx", name="pixels")
+    net(tmp_path / "wide.onnx", width=16)
+    assert call("build", "b.onnx", "-o", "b.xml")[0] == 0
+    code, out, err = call("run", "b.onnx", "b.xml", "a.onnx", "wide.onnx", "--channels", 1, *SHORT, "--out", "r")
+    assert code == 0, err
+    assert "skipped" not in out
+    frame = load("r").to_pandas()
+    found = frame[["model", "backend", "options", "status"]].itertuples(index=False, name=None)
+    network = "b.onnx and b.xml and a.onnx"
+    assert [*found] == [
+        (network, "onnxruntime", "file=b.onnx", "ok"), (network, "openvino", "file=b.onnx", "ok"),
+        (network, "openvino", "file=b.xml", "ok"), (network, "onnxruntime", "file=a.onnx", "ok"),
+        (network, "openvino", "file=a.onnx", "ok"), ("wide", "onnxruntime", "", "ok"), ("wide", "openvino", "", "ok"),
+    ]  # fmt: skip
+    assert [verdict == "reference" for verdict in frame["verdict"]] == [True, *[False] * 4, True, False]
+    assert frame["speedup"].notna().all() and f"{network}, size 8, batch 1\n" in out
+    words = "--channels", 1, "--backends", "onnxruntime", *SHORT
+    out = call("run", "a.onnx", "other.onnx", *words, "--out", "t")[1]
+    assert "not comparable" not in out, "what a file calls its only input says nothing about what it is fed"
+    net(tmp_path / "three.onnx", 3.0)
+    code, out, _ = call("run", "a.onnx", "three.onnx", *words, "--out", "u")
+    assert code == 3 and "if they are two, give each a command of its own" in " ".join(out.split())
+    code, out, _ = call("run", "b.xml", "--channels", 1, "--backends", "onnxruntime,openvino", *SHORT, "--out", "s")
+    assert code == 0 and "onnxruntime reads .onnx files, not b.xml" in out, "a backend that is asked for has its row"
+
+
+def test_files_of_other_work_or_shapes_are_other_networks() -> None:
+    def row(flops: int = 0, inputs: Any = (["n", 3, 8, 8],), file: str = "") -> dict[str, Any]:
+        return {"flops": flops, "signature": [list(inputs), [["n", 5]]], "file": file}
+
+    one, fixed = row(1000), row(1005, ([4, 3, 8, 8],))
+    assert [*forms({("a", "8"): one, ("b", "8"): fixed})] == ["a", "b"]
+    for other in (row(1200), row(1000, ([1, 3, 8, 16],)), row(1000, ([1, 3, 8, 8], [1, 3, 8, 8])), {"flops": 1000}):
+        assert forms({("a", "8"): one, ("b", "8"): other}) == {}
+    same = forms({("x/m.onnx", "8"): row(file="m.onnx"), ("y/m.onnx", "8"): row(file="m.onnx")})
+    assert [*same.values()] == [Form("m", "x/m.onnx", 0), Form("m", "y/m.onnx", 1)]

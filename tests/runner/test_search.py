@@ -1,0 +1,219 @@
+"""Searches: layers that stay in float where int8 fails the budget, and other routes to a file that is faster."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dyno import Study, UserError
+from dyno.report.tables import trial_table
+from dyno.report.verdict import verdict
+from dyno.results import trial_result
+from dyno.results.notes import FAILED, KEPT, Attempt, attempts
+from dyno.runner import search
+from dyno.study.plan import expand
+from dyno.worker.spec import Dims, ModelSpec, Trial
+
+pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
+
+Command = Callable[..., "subprocess.CompletedProcess[str]"]
+QUICK = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --confirm 0".split()
+
+
+@pytest.mark.slow
+def test_the_command_line_finds_the_layer_that_must_stay_higher(
+    hostile: Path, dyno: Command, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    words = ["run", hostile, "--data", "digits", "--channels", 1, "--backends", "onnxruntime", "--precision",
+             "fp32,int8", "--batch", "1,4", "--budget", "top1=2", "--out", tmp_path / "run", *QUICK]  # fmt: skip
+    done = dyno(*words)
+    assert done.returncode == 0, done.stderr
+    frame = trial_table.read_trials(trial_result.load_run(tmp_path / "run")).frame.set_index(
+        ["precision", "options", "batch"]
+    )
+    assert frame.loc[("int8", "", 1), "budget"] == "over"
+    assert frame.loc[("int8", "keep=1", 1), "budget"] == "within"
+    assert ("int8", "keep=1", 4) in frame.index, "what holds is measured at every batch"
+    made_by = next(t for t in trial_result.load_run(tmp_path / "run") if t.options).made_by
+    assert made_by.kept[0].op == "Conv" and made_by.kept[0].sqnr_db < 10
+    assert made_by.ranked == 4
+    assert [step.maker for step in made_by.steps][-2:] == ["onnx_sensitivity", "onnx_precision"]
+    monkeypatch.setattr(verdict, "cpu_contention", lambda *_, **__: None)  # whatever else runs here
+    loaded = trial_result.load_run(tmp_path / "run")
+    said = "\n".join(verdict.list_sentences(trial_table.read_trials(loaded)))
+    assert f"with 1 of 4 layers in a higher precision ({made_by.kept[0].node}) it is within" in said
+    assert "chosen on the test images themselves" in said
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/trials/*/*/record.json")}
+    assert dyno(*words).returncode == 0
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.glob("run/trials/*/*/record.json")}
+
+
+def steps_of(needed: int, layers: int, monkeypatch: pytest.MonkeyPatch) -> tuple[int | None, list[int]]:
+    """What a search tries and finds where so many layers are needed."""
+    found = search._PrecisionSearch(Study(models=("fake:x",)), Path(), None, [], [], lambda *_: None)  # type: ignore[arg-type]
+    found.tried = {}
+
+    def holds(self: Any, count: int) -> bool:
+        self.tried[count] = count >= needed
+        return count >= needed
+
+    monkeypatch.setattr(search._PrecisionSearch, "_is_within_budget", holds)
+    monkeypatch.setattr(search._PrecisionSearch, "_count_layers", lambda self: layers)
+    return found._find_fewest(), list(found.tried)
+
+
+@pytest.mark.parametrize(
+    ("needed", "layers", "fewest", "tried"),
+    [
+        (1, 20, 1, [1]),
+        (2, 20, 2, [1, 2]),
+        (3, 20, 3, [1, 2, 4, 3]),
+        (7, 54, 7, [1, 2, 4, 8, 6, 7]),
+        (10, 20, 10, [1, 2, 4, 8, 10, 9]),
+        (11, 20, None, [1, 2, 4, 8, 10]),
+        (5, 2, None, [1]),
+        (5, 0, None, [1]),
+        (300, 700, 303, [1, 2, 4, 8, 16, 32, 64, 128, 256, 350]),
+    ],
+)
+def test_the_fewest_layers_are_found_by_doubling_and_halving(
+    needed: int, layers: int, fewest: int | None, tried: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found, seen = steps_of(needed, layers, monkeypatch)
+    assert seen == tried[: search.MOST]
+    assert found == (fewest if needed < 300 else 350), "at the limit the last one that holds counts"
+
+
+def test_only_what_has_layers_to_keep_is_tried(hostile: Path) -> None:
+    study = Study(models=(str(hostile),), channels=1, data="digits", precisions=("fp16", "int8"),
+                  backends=("onnxruntime", "openvino"))  # fmt: skip
+    can = {(p.trial.backend, p.trial.precision): search.with_kept_layers(study, p.trial, 2) for p in expand(study)}
+    assert can[("openvino", "fp16")] is None, "it lowers types itself, whatever the file says"
+    made = can[("openvino", "int8")]
+    assert made is not None and made.options == {"keep": 2} and made.recipe is not None
+    assert made.recipe.parent.options["keep"] == 2  # type: ignore[union-attr]
+    assert made.recipe.parent.parent.maker == "onnx_sensitivity"  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize(
+    ("fields", "line"),
+    [
+        ({"search": True}, "needs a budget to hold"),
+        ({"confirm": -1}, "confirm is -1; it must be at least 0"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(fields: dict[str, Any], line: str) -> None:
+    with pytest.raises(UserError, match=line):
+        Study(models=("fake:x",), **fields)
+
+
+def test_a_budget_switches_both_on() -> None:
+    plain = Study(models=("fake:x",))
+    study = Study(models=("fake:x",), data="digits", budget={"top1": 1.0})
+    assert (plain.confirmations, plain.searches) == (0, False)
+    assert (study.confirmations, study.searches) == (3, True)
+    off = Study(models=("fake:x",), data="digits", budget={"top1": 1.0}, search=False, confirm=0)
+    assert (off.confirmations, off.searches) == (0, False)
+    assert json.loads(json.dumps(off.to_table()))["search"] is False
+
+
+ROUTES = "--rounds 1 --seconds 0.05 --block 0.01 --warmup 0.02 --threads 1 --size 16 --boundaries model".split()
+# What a tracer sees has an eighth of the work, and gives the same outputs; or, of `wrong`, others.
+NETS = """
+import torch
+from torch import nn
+
+class Net(nn.Module):
+    def __init__(self, factor=1.0):
+        super().__init__()
+        self.factor, self.first, self.last = factor, nn.Linear(768, 512), nn.Linear(512, 4)
+        self.work = nn.ModuleList(nn.Linear(512, 512) for _ in range(24))
+    def forward(self, x):
+        x = torch.softmax(self.first(x.flatten(1)), 1).unsqueeze(1)
+        y = x
+        for layer in self.work[: 3 if torch.jit.is_tracing() else None]:
+            y = torch.softmax(layer(y), 2)
+        kept = x + 1e-9 * y
+        return self.last(kept * (self.factor if torch.jit.is_tracing() else 1.0)).squeeze(1)
+
+def light(): return Net()
+def wrong(): return Net(3.0)
+def plain(): return nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 3))
+"""
+
+
+@pytest.fixture(scope="module")
+def nets(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    file = tmp_path_factory.mktemp("nets") / "nets.py"
+    file.write_text(NETS)
+    return file
+
+
+def tried(run: Path) -> Attempt:
+    (one,) = attempts(run)
+    return one
+
+
+@pytest.mark.slow
+def test_a_faster_route_has_rows_of_its_own_and_is_not_tried_again(nets: Path, dyno: Command, tmp_path: Path) -> None:
+    words = ("run", f"{nets}:light", "--backends", "onnxruntime", "--batch", "1,2", "--out", tmp_path, *ROUTES)
+    done = dyno(*words)
+    assert done.returncode == 0, done.stderr
+    one = tried(tmp_path)
+    assert one.kept is not None and one.kept.route == "torchscript" and one.kept.ratio > 1.5, one
+    rows = {(t.variant, t.batch) for t in trial_result.load_run(tmp_path) if t.good}
+    usual = {("onnxruntime", 1), ("onnxruntime", 2)}
+    assert rows == usual | {("onnxruntime@exporter=torchscript", 1), ("onnxruntime@exporter=torchscript", 2)}
+    assert "by the route torchscript ran" in done.stdout
+    before = {path: path.stat().st_mtime_ns for path in tmp_path.rglob("record.json")}
+    again = dyno(*words)
+    assert again.returncode == 0 and "other routes" not in again.stderr
+    assert before == {path: path.stat().st_mtime_ns for path in tmp_path.rglob("record.json")}
+
+
+@pytest.mark.slow
+def test_a_route_with_other_outputs_is_never_kept(nets: Path, dyno: Command, tmp_path: Path) -> None:
+    done = dyno("run", f"{nets}:wrong", "--backends", "onnxruntime", "--out", tmp_path, *ROUTES)
+    assert done.returncode == 0, done.stderr
+    one = tried(tmp_path)
+    assert one.kept is None
+    assert {route.route: route.outcome for route in one.routes}["torchscript"] == FAILED
+    assert [t.variant for t in trial_result.load_run(tmp_path)] == ["onnxruntime"]
+    assert not any(route.outcome == KEPT for route in one.routes)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("words", [("plain",), ("light", "--routes", "usual")])
+def test_nothing_is_tried_without_need(nets: Path, dyno: Command, tmp_path: Path, words: tuple[str, ...]) -> None:
+    name, *options = words
+    done = dyno("run", f"{nets}:{name}", *options, "--backends", "onnxruntime", "--out", tmp_path, *ROUTES)
+    assert done.returncode == 0, done.stderr
+    assert not (tmp_path / "routes.json").exists() and not (tmp_path / "routes").exists()
+    assert [t.variant for t in trial_result.load_run(tmp_path)] == ["onnxruntime"]
+
+
+@pytest.mark.parametrize(
+    ("precision", "beside", "decides"),
+    [
+        ("fp32", ("int8",), "fp32"),
+        ("bf16", ("fp32",), "bf16"),
+        ("int8", (), "fp32"),
+        ("int8", ("fp32", "fp16"), "fp16"),
+        ("fp8", ("tf32",), "tf32"),
+    ],
+)
+def test_the_type_that_decides_a_trial_s_route(precision: str, beside: tuple[str, ...], decides: str) -> None:
+    model, dims = ModelSpec("net", "net.py:net"), Dims(1, 8, 8)
+    own, *others = (Trial(model, "tensorrt", one, dims) for one in (precision, *beside))
+    elsewhere = Trial(model, "onnxruntime", "bf16", dims)
+    assert search._choose_float(own, [own, *others, elsewhere]) == decides
+
+
+def test_a_damaged_note_is_no_note(tmp_path: Path) -> None:
+    (tmp_path / "routes.json").write_text(json.dumps({"schema": 2, "attempts": [{"key": 3}]}))
+    assert attempts(tmp_path) == ()

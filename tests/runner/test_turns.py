@@ -1,0 +1,520 @@
+"""Trials that measure in turns, scripted and with real engines."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import replace
+from itertools import pairwise
+from pathlib import Path
+from random import Random
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import psutil
+import pytest
+
+from dyno import Study
+from dyno.jobs import nvml
+from dyno.jobs.launcher import read_stage
+from dyno.jobs.progress import Progress
+from dyno.results import correctness
+from dyno.results.blocks import log_ratios
+from dyno.results.trial_result import load_run
+from dyno.runner import ensemble, turns
+from dyno.runner.execute import Files, Rounds, execute
+from dyno.store import Run
+from dyno.study.plan import expand
+from dyno.worker.record import Record, write_json, write_record
+from dyno.worker.spec import Dims, Job, ModelSpec, Plan, Runtime, Trial, UserError, to_json
+
+Studies = Callable[..., Study]
+SLOW, FAST = "fake@latency_ms=4", "fake@latency_ms=2"
+
+
+@pytest.fixture
+def study(fake_study: Studies) -> Studies:
+    def make(*backends: str, **fields: Any) -> Study:
+        return fake_study(
+            **{"backends": backends or (SLOW, FAST), "turns": True, "seconds": 0.15, "block": 0.05, **fields}
+        )
+
+    return make
+
+
+def run(study: Study, folder: Path) -> None:
+    execute(study, folder, Progress(quiet=True))
+
+
+def stored(folder: Path, pattern: str = "r*") -> dict[tuple[str, str], dict[str, Any]]:
+    """The records by the trial's options and the round's folder."""
+    found = {}
+    for path in sorted((folder / "trials").glob(f"*/{pattern}/record.json")):
+        options = json.loads(path.with_name("job.json").read_text())["trial"]["options"]
+        key = str(options.get("hang") or options.get("after") or options["latency_ms"])
+        found[key, path.parent.name] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.slow
+def test_the_same_rows_as_one_after_the_other(study: Studies, tmp_path: Path) -> None:
+    every = ("model", "all", "throughput")
+    run(study(boundaries=every, rounds=2, seconds=0.1), tmp_path / "turns")
+    run(study(boundaries=every, rounds=2, seconds=0.1, turns=False, block=0.1), tmp_path / "alone")
+    inside, alone = (stored(tmp_path / name) for name in ("turns", "alone"))
+    assert inside.keys() == alone.keys()
+    for key, record in inside.items():
+        assert record["status"] == "ok" and record["stage"] == "done"
+        told = [[(m["tag"], m["boundary"], m["clock"]) for m in r["measurements"]] for r in (record, alone[key])]
+        assert told[0] == told[1]
+    assert (tmp_path / "turns" / "trials").is_dir() and not list(tmp_path.glob("turns/trials/*/t*"))
+
+
+def test_blocks_alternate_and_nobody_measures_in_anothers(study: Studies, tmp_path: Path) -> None:
+    run(study(SLOW, FAST, "fake@latency_ms=1", boundaries=("model", "all")), tmp_path)
+    records = stored(tmp_path)
+    assert len({r["facts"]["turns"]["set"] for r in records.values()}) == 1
+    assert sorted(r["facts"]["turns"]["place"] for r in records.values()) == [0, 1, 2]
+    for boundary in ("model", "all"):
+        counts = {len(r["facts"]["blocks"][boundary]) for r in records.values()}
+        assert len(counts) == 1 and counts.pop() >= 3, "the same number of blocks each"
+        windows = sorted((*w, key) for key, r in records.items() for w in r["facts"]["blocks"][boundary])
+        assert all(a[1] <= b[0] for a, b in pairwise(windows)), "one at a time"
+        orders = [tuple(w[2] for w in windows[i : i + 3]) for i in range(0, len(windows), 3)]
+        assert all(len(set(order)) == 3 for order in orders), "everyone has a block before anyone has the next"
+    result = load_run(tmp_path)
+    for trial in result:
+        numbers = trial.rounds[0].arrays("samples.npz")["latency_model_block"]
+        assert (np.diff(numbers) >= 0).all()
+        assert [*trial.rounds[0].block_medians("latency", "model")] == [*range(numbers[-1] + 1)]
+    slow, fast = (next(t for t in result if t.options["latency_ms"] == ms) for ms in (4, 1))
+    (logs,) = log_ratios(slow, fast, "model", keep_disturbed=True)
+    assert logs > 0
+
+
+class Frozen(Progress):
+    """Measures what those that have no turn do while one has its."""
+
+    def __init__(self, seconds: float) -> None:
+        super().__init__(quiet=True)
+        self.span, self.ticks_used = seconds, []
+
+    def tick(self, stage: str, elapsed: float) -> None:
+        """See `Progress.tick`."""
+        if "in turns" in stage and not self.ticks_used:
+            workers = [p for p in psutil.Process().children() if "main.py" in " ".join(p.cmdline())]
+            _until(lambda: all(p.status() == psutil.STATUS_STOPPED for p in workers), 300)  # as a signal has been sent
+            before = [_ticks(p.pid) for p in workers]
+            time.sleep(self.span)
+            self.ticks_used = [_ticks(p.pid) - b for p, b in zip(workers, before, strict=True)]
+            self.states = [p.status() for p in workers]
+
+
+def _ticks(pid: int) -> int:
+    fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    return int(fields[11]) + int(fields[12])
+
+
+def test_who_waits_takes_no_processor(study: Studies, tmp_path: Path) -> None:
+    seen = Frozen(1.0)
+    execute(study(SLOW, FAST, "fake@latency_ms=1"), tmp_path, seen)
+    assert seen.ticks_used == [0, 0, 0] and set(seen.states) == {psutil.STATUS_STOPPED}
+
+
+BACKENDS = """
+import os, sys, time
+from pathlib import Path
+import psutil
+from dyno.worker.backends.fake import Fake, FakeSession
+from dyno.worker import jobs
+
+class Late(Fake):
+    name = "late"
+    options = (*Fake.options, "hang", "after", "most")
+    def load(self, trial, artifact):
+        workers = [p for p in psutil.Process(os.getppid()).children() if "main.py" in " ".join(p.cmdline())]
+        if len(workers) > trial.options.get("most", 99):
+            raise MemoryError
+        return Session(trial)
+
+class Session(FakeSession):
+    def run(self, slot=0):
+        super().run(slot)
+        if "after" not in self.options or "time" not in Path(sys.argv[1], "stage").read_text():
+            return
+        self.runs = getattr(self, "runs", 0) + 1
+        if self.runs > self.options["after"]:
+            if self.options.get("hang"):
+                Path(sys.argv[1], "hangs").touch()
+                time.sleep(3600)
+            os.abort()
+
+LATE = Late()
+"""
+
+
+@pytest.fixture
+def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+    """A backend that crashes or hangs after so many timed runs, as a module of its own."""
+    (tmp_path / "late_backend.py").write_text(BACKENDS)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    return "late_backend:LATE"
+
+
+def test_a_crash_in_a_block_is_one_row(study: Studies, tmp_path: Path, late: str) -> None:
+    # A block has two runs at least, of which one doesn't count, and there are three blocks however long they take.
+    run(study(SLOW, FAST, f"{late}@latency_ms=2@after=3"), tmp_path / "run")
+    records = stored(tmp_path / "run")
+    assert {key[0]: r["status"] for key, r in records.items()} == {"4": "ok", "2": "ok", "3": "crashed"}
+    crashed = records["3", "r0"]
+    assert crashed["stage"] == "time model" and "SIGABRT" in crashed["reason"]
+    counts = {len(r["facts"]["blocks"]["model"]) for r in records.values() if r["status"] == "ok"}
+    assert len(counts) == 1 and counts.pop() >= 3
+
+
+def test_who_runs_out_of_memory_beside_others_is_tried_by_itself(
+    study: Studies, tmp_path: Path, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Started last, so that others are alive by then.
+    monkeypatch.setattr(
+        turns.InterleavedGroup, "_shuffle_items", lambda self, what, players: sorted(players, key=_memory_bound)
+    )
+    crowded, never = f"{late}@latency_ms=1@most=1", f"{late}@latency_ms=3@most=0"
+    run(study(SLOW, FAST, crowded, never, reference=SLOW), tmp_path / "run")
+    records = stored(tmp_path / "run")
+    assert {key[0]: r["status"] for key, r in records.items()} == {"4": "ok", "2": "ok", "1": "ok", "3": "oom"}
+    assert records["4", "r0"]["facts"]["turns"]["set"] == records["2", "r0"]["facts"]["turns"]["set"]
+    assert not records["1", "r0"]["facts"].get("turns")
+
+
+def _memory_bound(player: turns.InterleavedJob | list[turns.InterleavedJob]) -> int:
+    return int("most" in (player[0] if isinstance(player, list) else player).trial.options)
+
+
+class Card:
+    """A GPU on which each process that has loaded takes 4 of 10 GB."""
+
+    def __init__(self) -> None:
+        self.loaded: list[int] = []
+        self.imported: list[int] = []
+
+    def free(self) -> float:
+        """See `nvml.Gpu`."""
+        workers = [p for p in psutil.Process().children() if "main.py" in " ".join(p.cmdline())]
+        stages = [read_stage(Path(p.cmdline()[-1])) for p in workers]
+        self.loaded.append(sum(stage not in ("start", "import") for stage in stages))
+        self.imported.append(stages.count("import"))
+        return 10e9 - 4e9 * self.loaded[-1]
+
+    def close(self) -> None:
+        """See `nvml.Gpu`."""
+
+
+@pytest.mark.parametrize("processors", [1, 3])
+def test_the_memory_of_a_gpu_bounds_how_many_are_alive(
+    study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, processors: int
+) -> None:
+    card = Card()
+    monkeypatch.setattr(turns.InterleavedGroup, "_at_once", lambda _: processors)
+    monkeypatch.setattr(turns, "find_gpu", lambda *_: card)
+    monkeypatch.setattr(nvml, "read_available", lambda: 1e12)
+    run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
+    # 10 - 4 is what a second one needs, 1.5 times 4; 10 - 8 is not.
+    assert max(card.loaded) == 2 and {r["status"] for r in stored(tmp_path).values()} == {"ok"}
+    assert max(card.imported) == processors, "importing takes no room there"
+    assert stored(tmp_path, "t*"), "the reference measured beside the one that had no room"
+
+
+def test_what_is_added_later_takes_turns_with_its_reference(study: Studies, tmp_path: Path) -> None:
+    progress = Progress(quiet=True)
+    trials = {str(one.trial.options["latency_ms"]): one.trial for one in expand(study(rounds=2))}
+    rounds = Rounds(Run(tmp_path), Files(progress), progress, lambda trial: trial.options["latency_ms"] == 4)
+    rounds.all([trials["4"]])
+    rounds.all([trials["2"]], [trials["4"]])
+    assert [len(each) for each in (stored(tmp_path), stored(tmp_path, "t*"))] == [4, 2]
+    slow, fast = (next(t for t in load_run(tmp_path) if t.options["latency_ms"] == ms) for ms in (4, 2))
+    assert len(log_ratios(slow, fast, "model", keep_disturbed=True)) == 2
+
+
+@pytest.mark.slow
+def test_a_hang_is_one_row_and_only_its_own_time_counts(
+    study: Studies, tmp_path: Path, late: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Hours pass for the conductor once it hangs, however long all take to get there.
+    def monotonic() -> float:
+        return time.monotonic() + 1e4 * any(tmp_path.glob("run/trials/*/r0/hangs"))
+
+    monkeypatch.setattr(turns, "time", SimpleNamespace(sleep=time.sleep, monotonic=monotonic))
+    run(study(SLOW, FAST, f"{late}@latency_ms=2@after=3@hang=true", timeout=1200.0), tmp_path / "run")
+    assert {key[0]: r["status"] for key, r in stored(tmp_path / "run").items()} == {
+        "4": "ok", "2": "ok", "True": "timeout",
+    }  # fmt: skip
+
+
+KILLED = """
+import sys
+from pathlib import Path
+from dyno import Study
+from dyno.runner.execute import execute
+from dyno.jobs.progress import Progress
+backends = "fake@latency_ms=4", "fake@latency_ms=2"
+study = Study(models=("fake:net",), channels=1, boundaries=("model",), backends=backends,
+              rounds=2, seconds=600.0, warmup=0.02, threads=1, turns=True)
+execute(study, Path(sys.argv[1]), Progress(quiet=True))
+"""
+
+
+def test_killing_the_parent_leaves_no_process(tmp_path: Path) -> None:
+    parent = subprocess.Popen([sys.executable, "-c", KILLED, str(tmp_path / "run")])
+    try:
+        workers = _until(lambda: _workers(parent.pid, psutil.STATUS_STOPPED), 300)
+        everyone = psutil.Process(parent.pid).children(recursive=True)
+        assert workers and len(everyone) >= 2
+    finally:
+        parent.send_signal(signal.SIGKILL)
+        parent.wait()
+    _until(lambda: not any(map(_runs, everyone)), 300)
+
+
+def _runs(process: psutil.Process) -> bool:
+    with suppress(psutil.NoSuchProcess):  # it may end between the two questions
+        return process.is_running() and process.status() != psutil.STATUS_ZOMBIE
+    return False
+
+
+def _workers(parent: int, status: str) -> list[psutil.Process]:
+    children = psutil.Process(parent).children()
+    return [p for p in children if p.status() == status] if len(children) == 2 else []
+
+
+def _until(found: Callable[[], Any], seconds: float) -> Any:
+    end = time.monotonic() + seconds
+    while not (value := found()):
+        assert time.monotonic() < end, "it didn't happen in time"
+        time.sleep(0.05)
+    return value
+
+
+def test_what_is_missing_of_a_round_is_measured_beside_the_reference(study: Studies, tmp_path: Path) -> None:
+    asked = study(SLOW, FAST, rounds=2, reference=f"{SLOW}")
+    run(asked, tmp_path)
+    before = stored(tmp_path)
+    gone = next(p for p in tmp_path.glob("trials/*/r1/record.json")
+                if json.loads(p.read_text())["trial"] == before["2", "r1"]["trial"])  # fmt: skip
+    gone.unlink()
+    run(asked, tmp_path)
+    after, companions = stored(tmp_path), stored(tmp_path, "t*")
+    assert [key for key in before if before[key] != after[key]] == [("2", "r1")]
+    assert list(companions) == [("4", "t0")]
+    assert companions["4", "t0"]["facts"]["turns"]["set"] == after["2", "r1"]["facts"]["turns"]["set"]
+    slow, fast = (next(t for t in load_run(tmp_path) if t.options["latency_ms"] == ms) for ms in (4, 2))
+    assert len(log_ratios(slow, fast, "model", keep_disturbed=True)) == 2, "a pair for each round all the same"
+    assert len(slow.rounds) == 2
+    run(asked, tmp_path)
+    assert stored(tmp_path) == after and stored(tmp_path, "t*") == companions
+
+
+def test_memory_bounds_how_many_are_alive(study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alive: list[int] = []
+    advance = turns.InterleavedGroup._advance_players
+
+    def seen(self: turns.InterleavedGroup, players: list[turns.InterleavedJob], word: str = "") -> None:
+        alive.append(len(self.alive))
+        advance(self, players, word)
+
+    monkeypatch.setattr(turns.InterleavedGroup, "_advance_players", seen)
+    # A machine with room for two processes: each has what the others of its group have left.
+    monkeypatch.setattr(turns.InterleavedGroup, "_has_room", lambda self, player, count: len(self.alive) + count <= 2)
+    run(study(SLOW, FAST, "fake@latency_ms=1", reference=SLOW), tmp_path)
+    assert max(alive) == 2
+    sets = {key[0]: r["facts"]["turns"]["set"] for key, r in stored(tmp_path).items()}
+    assert set(sets) == {"4", "2", "1"} and sets["2"] != sets["1"]
+    companions = {r["facts"]["turns"]["set"] for r in stored(tmp_path, "t*").values()}
+    assert {sets["4"], *companions} >= {sets["2"], sets["1"]}, "the reference is in every group"
+
+
+def test_with_memory_for_one_it_is_one_after_the_other(
+    study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(turns.InterleavedGroup, "_has_room", lambda *_: False)
+    said: list[str] = []
+    progress = Progress(quiet=True)
+    monkeypatch.setattr(progress, "note", said.append)
+    execute(study(reference=SLOW), tmp_path, progress)
+    records = stored(tmp_path)
+    assert {r["status"] for r in records.values()} == {"ok"} and len(records) == 2
+    assert any("one after the other" in line for line in said)
+    assert all(len(r["facts"]["blocks"]["model"]) >= 3 for r in records.values())
+
+
+def test_what_makes_no_sense_in_turns_is_refused(study: Studies) -> None:
+    with pytest.raises(UserError, match="turns"):
+        study(samples=10)
+    with pytest.raises(UserError, match="block"):
+        study(block=0.0)
+
+
+@pytest.mark.parametrize(
+    ("delays", "blocks"),
+    [((), 3), ((0.5, 0.0, 0.3), 5), ((0.0, 0.5), 4), ((0.5,) * 9, 6)],
+    ids=["quiet", "two of three", "one of two", "all"],
+)
+def test_disturbed_blocks_are_measured_again_by_all(
+    delays: tuple[float, ...], blocks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Three blocks of 0.05 s were planned for each of two players; of those in place of others as many have room."""
+    plan = Plan(seconds=0.15, blocks=3, block_s=0.05)
+    job = SimpleNamespace(boundaries=("model",), trial=SimpleNamespace(plan=plan, label=""))
+    players: Any = [turns.InterleavedJob(job, Path(), 0, said="ready model") for _ in range(2)]  # type: ignore[arg-type]
+    group = turns.InterleavedGroup(players, "seed", Progress(quiet=True), lambda player: None, alive=players)
+    measured: list[int] = []
+
+    def block(measuring: list[turns.InterleavedJob]) -> float:
+        (player,) = measuring
+        number = len(player.delays)
+        measured.append(number)
+        is_hit = player is players[0] and number < len(delays)
+        player.delays.append(delays[number] if is_hit else 0.0)
+        return 0.05
+
+    monkeypatch.setattr(group, "_measure_block", block)
+    monkeypatch.setattr(group, "_advance_players", lambda *_: None)
+    group._measure_boundary()
+    assert sorted(measured) == sorted([*range(blocks)] * 2)
+
+
+def test_disturbed_blocks_and_rounds_are_left_out_of_the_ratio(
+    study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the counters alone: what is left is the median of the blocks' ratios as NumPy has it."""
+    monkeypatch.setattr(turns, "find_disturbed", lambda delays: [False] * len(delays))
+    run(study(rounds=3, seconds=0.5), tmp_path)
+    quiet = {0: 0.0, 1: 0.0, 2: 0.0}
+    for path in tmp_path.glob("trials/*/r*/record.json"):
+        record = json.loads(path.read_text())
+        count = len(record["facts"]["blocks"]["model"])
+        is_slow = json.loads(path.with_name("job.json").read_text())["trial"]["options"]["latency_ms"] == 4
+        # Of the slow trial round 1's second block is disturbed; of round 2 all but the first two.
+        delays = {0: quiet, 1: {1: 0.3}, 2: dict.fromkeys(range(2, count), 0.5)}[record["round"]] if is_slow else {}
+        record["facts"]["delays"] = {"model": [delays.get(k, 0.0) for k in range(count)]}
+        path.write_text(json.dumps(record))
+    slow, fast = load_run(tmp_path)
+    logs = []
+    for a, b in zip(slow.rounds, fast.rounds, strict=True):
+        samples = [dict(np.load(r.folder / "samples.npz")) for r in (a, b)]
+        medians = [
+            [np.median(s["latency_model"][s["latency_model_block"] == k]) for k in np.unique(s["latency_model_block"])]
+            for s in samples
+        ]
+        logs.append([*np.log(np.divide(*medians))])
+    expected = [np.median(logs[0]), np.median([*logs[1][:1], *logs[1][2:]])]
+    assert log_ratios(slow, fast, "model") == pytest.approx(expected)
+    everything = log_ratios(slow, fast, "model", keep_disturbed=True)
+    assert everything == pytest.approx([np.median(each) for each in logs])
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_the_command_line_with_engines(dyno: Any, tmp_path: Path) -> None:
+    for name in ("onnx", "onnxruntime", "openvino"):
+        pytest.importorskip(name)
+    import onnx
+
+    weights = ", ".join(f"{(k % 7 - 3) / 9:.3f}" for k in range(8 * 3 * 9))
+    graph = onnx.parser.parse_model(
+        '<ir_version: 9, opset_import: ["" : 17]> small (float[n, 3, 32, 32] image) => (float[n, 8, 30, 30] y) '
+        f"<float[8, 3, 3, 3] w = {{{weights}}}> {{ y = Conv(image, w) }}"
+    )
+    onnx.save(graph, tmp_path / "small.onnx")
+    words = "small.onnx --backends openvino,onnxruntime --rounds 2 --seconds 0.3 --warmup 0.1"
+    boundaries = "--boundaries model,throughput --threads 1 --turns"
+    done = dyno("run", *words.split(), *boundaries.split(), "--out", tmp_path / "run", cwd=tmp_path)
+    assert done.returncode == 0, done.stderr
+    shown = dyno("show", tmp_path / "run", "--format", "json")
+    rows = {row["backend"]: row for row in json.loads(shown.stdout)["rows"]}
+    assert {row["status"] for row in rows.values()} == {"ok"}
+    other = rows["openvino"]
+    assert other["measured"] == "in turns" and other["speedup_low"] < other["speedup"] < other["speedup_high"]
+    page = (tmp_path / "run" / "report.html").read_text()
+    assert "log ratios, paired, each the median over blocks" in page, "the report says how these were compared"
+    again = dyno("run", *words.split(), *boundaries.split(), "--out", tmp_path / "run", cwd=tmp_path)
+    assert again.returncode == 0 and not list(tmp_path.glob("run/trials/*/t*")), "nothing is measured twice"
+
+
+MODEL = ModelSpec("net", "torchvision:resnet18")
+EAGER = Trial(MODEL, "pytorch", "fp32", Dims(1, 64, 64))
+ELSEWHERE = Runtime("other", "elsewhere/bin/python")
+
+
+def made(backend: str, precision: str = "fp32", batch: int = 1, **more: Any) -> Trial:
+    return Trial(MODEL, backend, precision, Dims(batch, 64, 64), **more)
+
+
+STUDY = (
+    made("openvino"), made("onnxruntime", "int8"), made("onnxruntime"),
+    made("onnxruntime", options={"b": 2, "a": "x/y"}), made("onnxruntime", "int8", options={"b": 2, "a": "x/y"}),
+    made("pytorch", "bf16"), made("pytorch", options={"threads": 1}), EAGER,
+    made("module:NAME"), made("pytorch", runtime=ELSEWHERE), made("onnxruntime", batch=8),
+    made("onnxruntime", "int8", batch=8), made("pytorch", "fp16", batch=8), made("module:NAME", batch=8),
+    made("onnxruntime", "int8", batch=8, options={"b": 2, "a": "x/y"}),
+)  # fmt: skip
+SIDES = tuple(replace(t, side=side) for t in (EAGER, made("onnxruntime"), made("openvino", "int8")) for side in "ba")
+ASKED = (
+    "", "onnxruntime", "onnxruntime/int8", "onnxruntime:int8", "onnxruntime int8", "onnxruntime@a=x/y@b=2",
+    "onnxruntime@b=2@a=x/y", "onnxruntime@b=2@a=x/y/int8", "onnxruntime/int8@b=2@a=x/y", "module:NAME",
+    "module:NAME/fp32", "pytorch@runtime=other", EAGER.id[:8], STUDY[4].id, STUDY[12].id[:4],
+)  # fmt: skip
+
+
+def in_tables(folder: Path, trials: tuple[Trial, ...], requested: str) -> dict[str, str]:
+    """The reference of each trial in a stored run of them, by id."""
+    for trial in trials:
+        place = folder / "trials" / trial.id / "r0"
+        place.mkdir(parents=True)
+        write_json(place / "job.json", to_json(Job("run", trial=trial)))
+        write_record(place, Record("ok", "done", trial=trial.id))
+    return {id: chosen.id for id, chosen in correctness.find_references(load_run(folder), requested).items()}
+
+
+def in_turns(trials: tuple[Trial, ...], requested: str) -> dict[str, str]:
+    """The reference of each trial where they measure in turns, by id."""
+    mixed = Random(1).sample(trials, len(trials))
+    fits = correctness.make_matcher(requested, mixed) if requested else None
+    chosen = [(group, ensemble.reference(group, fits)) for group in ensemble.groups(mixed)]
+    return {t.id: reference.id for group, reference in chosen if reference for t in group}
+
+
+@pytest.mark.parametrize("requested", ASKED)
+def test_tables_and_turns_choose_the_same_reference(tmp_path: Path, requested: str) -> None:
+    assert (chosen := in_tables(tmp_path, STUDY, requested)) == in_turns(STUDY, requested)
+    assert chosen
+
+
+@pytest.mark.parametrize("requested", ["", SIDES[0].id])
+def test_so_they_do_in_a_comparison(tmp_path: Path, requested: str) -> None:
+    assert (chosen := in_tables(tmp_path, SIDES, requested)) == in_turns(SIDES, requested)
+    baselines = {SIDES[0].id} if requested else {t.id for t in SIDES if t.side == "a"}
+    assert set(chosen.values()) == baselines
+
+
+def test_each_way_to_name_a_reference_finds_its_trial(tmp_path: Path) -> None:
+    found = {requested: in_turns(STUDY, requested).get(EAGER.id) for requested in ASKED}
+    whole, eight = STUDY[3].id, STUDY[4].id
+    assert list(found.values()) == [
+        EAGER.id, STUDY[2].id, *[STUDY[1].id] * 3, whole, whole, eight, eight, STUDY[8].id,
+        STUDY[8].id, STUDY[9].id, EAGER.id, eight, None,
+    ]  # fmt: skip
+
+
+@pytest.mark.parametrize("requested", ["tensorrt", "onnxruntime/bf16", "onnxruntime@b=2", "pytorch/fp99", "fp32"])
+def test_what_no_trial_is_is_refused(tmp_path: Path, requested: str) -> None:
+    with pytest.raises(UserError, match="fits the reference"):
+        in_tables(tmp_path, STUDY, requested)
+    assert not in_turns(STUDY, requested)

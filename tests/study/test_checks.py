@@ -1,0 +1,202 @@
+"""What can't be is refused in one line before anything is trained, measured or written."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import typer
+
+import dyno
+import onnx_text
+from dyno.cli import app, commands, demo
+from dyno.jobs import launcher
+from dyno.study import defaults
+from dyno.worker.spec import UserError
+
+Refused = Callable[..., str]
+MANY = len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.fixture
+def nothing_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No process may be started, and no network trained."""
+
+    def start(*arguments: Any, **named: Any) -> Any:
+        raise AssertionError("a process was started")
+
+    monkeypatch.setattr(launcher.subprocess, "Popen", start)
+    monkeypatch.setattr(demo, "trained", start)
+
+
+@pytest.fixture
+def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "gpu_identity", lambda device: "")
+    monkeypatch.setattr(defaults, "_driver_count", lambda: 0)
+
+
+@pytest.mark.usefixtures("nothing_runs", "no_gpu")
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (["run", "fake:n", "--backends", "onnxruntime@optimization=fast"], "optimization=fast: onnxruntime's"),
+        (["run", "fake:n", "--backends", "openvino@streams=0"], "streams=0: openvino's streams must be a whole"),
+        (["run", "fake:n", "--backends", "compile@mode=fast"], "mode=fast: compile's mode must be one of default"),
+        (["run", "fake:n", "--backends", "fake", "--device", "cuda:0"], "there is no cuda:0 here: neither NVML nor"),
+        (["run", "fake:n", "--backends", "fake", "--device", "cuda:x"], "device 'cuda:x' has no number"),
+        (["run", "fake:n", "--backends", "fake", "--threads", MANY], f"threads is {MANY}, but there are {MANY - 1} "),
+        (["train", "digits", "--model", "torchvision:resnet18", "--threads", MANY], f"threads is {MANY}, but there "),
+        (["train", "digits", "--model", "torchvision:resnet18", "--device", "cuda:0"], "there is no cuda:0 here"),
+        (["demo", "--rounds", "0"], "rounds is 0; it must be at least 1"),
+        (["demo", "--minutes", "0"], "minutes is 0.0; it must be more than 0"),
+        (["build", "m.onnx", "-o", "m.xml", "--batch", "0"], "--batch is 0; it must be at least 1"),
+        (["build", "m.onnx", "-o", "m.xml", "--repeat", "0"], "--repeat is 0; it must be at least 1"),
+        (["build", "m.onnx", "-o", "m.xml", "--option", "streams=x"], "streams=x: openvino's streams must be"),
+        (["build", "m.onnx", "-o", "m.xml", "--batch", "8"], "openvino's files take any batch; omit --batch"),
+        (["inspect", "m.onnx", "openvino", "--pretrained"], "m.onnx contains its weights, which pretrained can't"),
+        (["export", "best.pt2", "-o", "m.onnx", "--pretrained"], "best.pt2 contains its weights, which pretrained"),
+        (["agree", "m.onnx"], "there is only one configuration to compare; give another model or file, or --back"),
+        (["agree", "m.onnx", "--backends", "onnxruntime"], "there is only one configuration to compare"),
+        (
+            ["export", "fake:n", "-o", "m.onnx", "--opset", "3"],
+            "--opset 3 can't be written; an export's opset must be from 7 ",
+        ),
+        (
+            ["export", "fake:n", "-o", "m.onnx", "--opset", "99"],
+            "--opset 99 can't be written; an export's opset must be from 7",
+        ),
+        (["time", "m.onnx", "--format", "xml"], "unknown format 'xml'; known: text, markdown, csv, json"),
+        (["eval", "m.onnx", "--data", "d", "--format", "xml"], "unknown format 'xml'"),
+        (["agree", "m.onnx", "n.onnx", "--format", "xml"], "unknown format 'xml'"),
+        (["resnet18"], "there is no command 'resnet18'; to measure a model: dyno run torchvision:resnet18"),
+        (["torchvision:resnet18"], "there is no command 'torchvision:resnet18'; to measure it: dyno run torchvision:"),
+        (["m.onnx", "--batch", "1"], "there is no command 'm.onnx'; to measure it: dyno run m.onnx"),
+        (["show"], "give the run folder to show"),
+        (["report"], "missing argument 'RUN"),
+        (["export", "fake:n"], "missing option '--out' / '-o'; see dyno export --help"),
+        (["run", "fake:n", "--presicion", "int8"], "no such option: --presicion; did you mean --precision?"),
+        (
+            ["run", "fake:n", "--rounds", "many"],
+            "invalid value for '--rounds': 'many' is not a",
+        ),
+        (["run", "fake:n", "--rounds"], "option '--rounds' requires an argument"),
+        (["doctor", "here"], "got unexpected extra argument"),
+        (["--nonsense"], "no such option: --nonsense"),
+        (["data", "imagenet"], "no such command 'imagenet'"),
+        (["raport", "x"], "there is no command 'raport'; did you mean dyno report?"),
+    ],
+)
+def test_it_is_refused_at_once(refused: Refused, tmp_path: Path, words: list[object], line: str) -> None:
+    assert refused(*words).startswith(line)
+    assert list(tmp_path.iterdir()) == []
+
+
+COMMANDS: dict[str, tuple[object, ...]] = {
+    "run": ("fake:n", "--backends", "fake"), "time": ("fake:n",), "eval": ("fake:n", "--data", "d"),
+    "agree": ("fake:n", "m.onnx"), "inspect": ("fake:n",), "profile": ("fake:n",), "explain": ("fake:n", "a", "b"),
+    "cold-start": ("fake:n", "openvino"), "stress": ("m.onnx",), "video": ("in.mp4", "out.mp4", "--model", "fake:n"),
+    "serve-test": ("fake:n", "--p99", "1s"), "build": ("m.onnx", "-o", "m.xml"), "train": ("d", "--model", "fake:n"),
+    "calibrate": (), "compare": ("m.onnx", "n.onnx"), "bisect": ("m.onnx", "--library", "numpy", "--versions", "1,2"),
+}  # fmt: skip
+DEVICES = {
+    "cpu:0": "cpu:0 alone is not a device: write cpu, or for `dyno run` cpu:0,cpu:1", "gpu": "unknown device 'gpu'",
+    "cuda:9": "there is no cuda:9 here", "cuda:x": "device 'cuda:x' has no number",
+}  # fmt: skip
+
+
+def test_all_commands_with_a_device_are_listed() -> None:
+    having = {
+        name for name, command in typer.main.get_command(app.app).commands.items()
+        if any("--device" in each.opts for each in command.params)
+    }  # fmt: skip
+    assert having == COMMANDS.keys()
+
+
+@pytest.mark.usefixtures("nothing_runs", "no_gpu")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("command", COMMANDS)
+def test_what_is_no_device_here_is_refused_at_once(refused: Refused, tmp_path: Path, command: str, device: str) -> None:
+    assert refused(command, *COMMANDS[command], "--device", device).startswith(DEVICES[device])
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_study_alone_is_spread_over_a_cluster(refused: Refused) -> None:
+    for command, words in COMMANDS.items():
+        if command != "run":
+            assert refused(command, *words, "--on", "ray").startswith("no such option: --on")
+    calls: list[Callable[[], object]] = [
+        lambda: dyno.cold_start("fake:n", "fake", on="ray"),
+        lambda: dyno.inspect("fake:n", on="ray"),
+        lambda: dyno.evaluate("fake:n", "digits", on="ray"),
+    ]
+    for call in calls:
+        with pytest.raises(UserError, match=r"a cluster .* is for `dyno run` alone"):
+            call()
+
+
+@pytest.mark.parametrize("command", sorted(typer.main.get_command(app.app).commands))
+def test_every_command_refuses_an_unknown_option_in_one_line(refused: Refused, command: str) -> None:
+    assert refused(command, "--nonsense").startswith("no such option: --nonsense")
+
+
+def test_a_run_folder_is_told_how_it_is_shown(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "r" / "trials").mkdir(parents=True)
+    assert refused("r").endswith("to see that run: dyno show r")
+
+
+def test_a_misspelt_key_is_told_before_what_is_missing(refused: Refused, tmp_path: Path) -> None:
+    (tmp_path / "s.toml").write_text("modelz = ['fake:n']")
+    assert refused("run", "s.toml") == "unknown key in s.toml 'modelz'; did you mean 'models'?"
+
+
+@pytest.mark.usefixtures("no_gpu")
+def test_planning_for_a_gpu_elsewhere_is_not_refused(call: Callable[..., Any]) -> None:
+    code, out, _ = call("run", "fake:n", "--backends", "fake", "--device", "cuda:0", "--dry-run")
+    assert code == 0 and "There is no cuda:0 here, so a run would be refused." in out
+
+
+def test_a_gpu_that_the_driver_alone_sees_is_enough(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(defaults, "gpu_identity", lambda device: "")
+    monkeypatch.setattr(defaults, "_driver_count", lambda: 1)
+    assert not defaults.missing_gpu("cuda:0") and defaults.missing_gpu("cuda:1") and not defaults.missing_gpu("cpu")
+
+
+def test_two_backends_of_one_file_are_enough_to_agree() -> None:
+    from dyno import Study
+
+    defaults.check_several([Study(models=("m.onnx",), backends=("onnxruntime", "openvino"))])
+    defaults.check_several([Study(models=("m.onnx",), backends=("onnxruntime@precision=fp32+int8",))])
+    with pytest.raises(UserError, match="only one configuration"):
+        defaults.check_several([Study(models=("m.onnx",), backends=("onnxruntime",))])
+    assert commands.check_several is defaults.check_several
+
+
+@pytest.mark.usefixtures("preloaded")
+@pytest.mark.parametrize(
+    ("model", "line"),
+    [
+        (
+            "timm:nonexist",
+            "timm has no model 'nonexist'; list them with: python -c \"import timm as m; print(*m.list_mo",
+        ),
+        ("torchvision:resnet81", "torchvision has no model 'resnet81'; did you mean torchvision:resnet18?"),
+    ],
+)
+def test_only_near_names_are_suggested(refused: Refused, model: str, line: str) -> None:
+    pytest.importorskip(model.partition(":")[0])
+    assert line in refused("run", model, "--backends", "pytorch", "--out", "r")
+
+
+@pytest.mark.slow
+def test_a_file_of_one_batch_has_no_others_to_test(refused: Refused, call: Callable[..., Any], tmp_path: Path) -> None:
+    pytest.importorskip("onnx")
+    onnx_text.write(tmp_path / "rows.onnx", "(float[2, 16] x) => (float[2, 16] y) { y = Relu(x) }")
+    code, _, err = call("stress", "rows.onnx", "--batches", "min,max", "--out", "r")
+    assert code == 2 and "rows takes only batch 2, and a stress test changes it; export or build it with a " in err
+    assert not (tmp_path / "r").exists()
+    assert "openvino takes only one, ONNX Runtime and TensorRT take several" in refused(
+        "stress", "rows.onnx", "--backends", "openvino", "--batches", "min", "--out", "r"
+    )

@@ -1,0 +1,84 @@
+"""What Python users may hand to Dyno, in one line where it is wrong, and what a type checker says of it."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import dyno
+
+DYNO: Any = dyno  # the arguments are wrong on purpose
+CASES: dict[str, tuple[Callable[[], Any], str]] = {
+    "load": (lambda: DYNO.load(None), "folder is None; it must be text or a path"),
+    "not a run": (lambda: DYNO.load("run"), "run is not a folder; give the folder that `dyno run` wrote"),
+    "run": (lambda: DYNO.run("study.toml"), "study is 'study.toml'; it must be of type Study"),
+    "out": (lambda: DYNO.Study(models="no.onnx").run(5), "out is 5; it must be text or a path"),
+    "report": (lambda: DYNO.Result("run").report(5), "out is 5; it must be text or a path"),
+    "take": (lambda: DYNO.Result("run").take(5), "trial is 5; it must be text"),
+    "confusion": (lambda: DYNO.Result("run").confusion(5), "trial is 5; it must be text"),
+    "compare": (lambda: DYNO.compare(None), "there is nothing to compare; give two run folders or models"),
+    "compared": (lambda: DYNO.compare("a.onnx", "b.onnx", out=5), "out is 5; it must be text or a path"),
+    "evaluate": (lambda: DYNO.evaluate("no.onnx", "digits", out=5), "out is 5; it must be text or a path"),
+    "video": (lambda: DYNO.video("v.mp4", model="m", options=5), "options is 5; it must be of type VideoOptions"),
+    "served": (lambda: DYNO.serve_test("m", options={}), "options is {}; it must be of type ServeOptions"),
+    "cold": (lambda: DYNO.cold_start("no.onnx", batch="8"), "batch is '8'; it must be a whole number"),
+    "inspect": (lambda: DYNO.inspect("no.onnx", batch=None), "batch is None; it must be a whole number"),
+    "profile": (lambda: DYNO.profile("no.onnx", runs=5.5), "runs is 5.5; it must be a whole number"),
+    "explain": (lambda: DYNO.explain("no.onnx", top="1"), "top is '1'; it must be a whole number"),
+    "agree": (lambda: DYNO.agree_layers("no.onnx", rtol=None), "rtol is None; it must be a number"),
+    "least": (lambda: DYNO.agree_layers("no.onnx", batch=np.int64(0)), "batch is 0; it must be at least 1"),
+    "calibrate": (lambda: DYNO.calibrate(minutes=None), "minutes is None; it must be a number"),
+    "train": (lambda: DYNO.train("digits", model=Path("no.py")), "model 'no.py' "),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_an_argument_of_another_type_is_one_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    call, said = CASES[name]
+    with pytest.raises(dyno.UserError) as caught:
+        call()
+    assert str(caught.value).startswith(said) and "\n" not in str(caught.value)
+
+
+PROGRAM = """
+from pathlib import Path
+
+import dyno
+
+kept: tuple[int, ...] = dyno.Study("torchvision:resnet18", backends="pytorch", batches=8, sizes=64).batches
+study = dyno.Study(
+    models=["a.onnx", Path("b.onnx")], backends=["onnxruntime"], batches=[1, 8], sizes=[64, "64x96"],
+    precisions=["fp32"], mean=[0.5], std=[0.5], data=Path("p"), weights=Path("w.safetensors"), budget={"top1": 0.5},
+)
+result: dyno.Result = dyno.Study.from_toml("study.toml", batches=[1]).run(Path("runs/mine"))
+try:
+    dyno.Study("a.onnx", batches="8")  # wrong: the one error
+except dyno.UserError as error:
+    print(str(error), dyno.run(study).to_pandas(), result.take().file)
+"""
+
+
+@pytest.mark.slow
+def test_programs_pass_a_strict_type_checker(root: Path, tmp_path: Path) -> None:
+    (tmp_path / "program.py").write_text(PROGRAM)
+    for page in ("README.md", "docs/python.md"):
+        blocks = re.findall(r"^```python\n(.*?)^```", (root / page).read_text(), re.M | re.S)
+        (tmp_path / f"{Path(page).stem.lower()}.py").write_text("\n".join(blocks))
+    done = subprocess.run(
+        [
+            sys.executable, "-m", "mypy", "--strict", "--config-file=", "--cache-dir", root / ".mypy_cache/user",
+            "--follow-imports=silent", "--ignore-missing-imports", "--allow-redefinition", *tmp_path.glob("*.py"),
+        ],
+        cwd=tmp_path, env={**os.environ, "MYPYPATH": str(root / "src")}, capture_output=True, text=True, timeout=600,
+    )  # fmt: skip
+    errors = [line for line in done.stdout.splitlines() if ": error: " in line]
+    assert len(errors) == 1 and 'Argument "batches"' in errors[0], done.stdout + done.stderr

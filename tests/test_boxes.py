@@ -1,0 +1,317 @@
+"""Detectors with outputs in any layout, or with suppression inside, at the command line: what is right and wrong."""
+
+from __future__ import annotations
+
+import csv
+import json
+import os
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import onnx
+import pytest
+from onnx import TensorProto, numpy_helper
+from onnx import helper as h
+from PIL import Image
+
+import planted_backends
+import suppressing_net
+
+Call = Callable[..., tuple[int, str, str]]
+SIDE, MARGIN, CLASSES = 64, 8, 3
+# Class, left, top, width and height of the objects in images of 48 x 64, which a letterbox of 64 x 64 moves down by 8.
+OBJECTS = ((0, 4, 6, 20, 16), (2, 34, 20, 24, 22), (1, 8, 28, 14, 18))
+BOXES = np.array([[x, y + MARGIN, x + w, y + h + MARGIN] for _, x, y, w, h in OBJECTS], np.float32)
+LABELS, SCORES = np.array([o[0] for o in OBJECTS]), np.array([0.9, 0.8, 0.7], np.float32)
+CENTRES = np.concatenate([(BOXES[:, :2] + BOXES[:, 2:]) / 2, BOXES[:, 2:] - BOXES[:, :2]], 1)
+QUICK = "--rounds 1 --seconds 0.03 --block 0.01 --warmup 0.01 --boundaries model --backends onnxruntime".split()
+
+
+def write(path: Path, metadata: dict[str, str], **outputs: np.ndarray) -> Path:
+    """A network that gives the same outputs for every image, of batch 1."""
+    nodes = [h.make_node("ReduceMean", ["images"], ["mean"], keepdims=0), h.make_node("Mul", ["mean", "no"], ["none"])]
+    stored = [numpy_helper.from_array(np.float32(0), "no")]
+    values = []
+    for name, array in outputs.items():
+        kind = h.np_dtype_to_tensor_dtype(array.dtype)
+        stored.append(numpy_helper.from_array(array, f"{name}_stored"))
+        nodes += [h.make_node("Cast", ["none"], [f"{name}_none"], to=kind),
+                  h.make_node("Add", [f"{name}_stored", f"{name}_none"], [name])]  # fmt: skip
+        values.append(h.make_tensor_value_info(name, kind, array.shape))
+    image = h.make_tensor_value_info("images", TensorProto.FLOAT, [1, 3, SIDE, SIDE])
+    model = h.make_model(h.make_graph(nodes, "g", [image], values, stored), opset_imports=[h.make_opsetid("", 17)],
+                         ir_version=8)  # fmt: skip
+    h.set_model_props(model, metadata)
+    onnx.save(model, path)
+    return path
+
+
+def rows(count: int = 20) -> np.ndarray:
+    """Boxes of a fixed number: those of the objects, then zeros."""
+    found = np.concatenate([BOXES, SCORES[:, None], LABELS[:, None]], 1)
+    return np.concatenate([found, np.zeros((count - len(found), 6))])[None].astype(np.float32)
+
+
+def objectness(anchors: int) -> np.ndarray:
+    """YOLOv5's predictions: every other anchor has an object's probability of 0, and is sure of its class."""
+    table = np.full((1, anchors, 5 + CLASSES), 0.9, np.float32)
+    table[..., :4], table[..., 4] = 20, 1e-4
+    table[0, :3] = np.concatenate([CENTRES, SCORES[:, None] / 0.95, np.eye(CLASSES)[LABELS] * 0.95], 1)
+    return table
+
+
+ULTRALYTICS = {"task": "detect", "stride": "32", "batch": "1", "imgsz": "[64, 64]", "args": "{'nms': True, 'batch': 1}",
+               "names": "{0: 'a', 1: 'b', 2: 'c'}"}  # fmt: skip
+
+
+def networks(folder: Path) -> list[Path]:
+    unit = BOXES / SIDE
+    given = np.arange(20)[None] < 3
+    lists = {"labels": LABELS[None], "boxes": unit[None], "scores": SCORES[None]}
+    efficient = {"num_dets": np.int32([[3]]), "det_boxes": rows()[..., :4],
+                 "det_scores": np.where(given, rows()[..., 4], 0.9).astype(np.float32),
+                 "det_classes": rows()[..., 5].astype(np.int32)}  # fmt: skip
+    logits = np.where(np.eye(CLASSES)[LABELS] > 0, np.log(SCORES / (1 - SCORES))[:, None], -9).astype(np.float32)
+    return [
+        write(folder / "metadata.onnx", ULTRALYTICS, output0=rows()),
+        write(folder / "v5.onnx", {}, output=objectness(252)),
+        write(folder / "lists.onnx", {}, **lists),
+        write(folder / "torchvision.onnx", {}, boxes=BOXES, labels=LABELS + 1, scores=SCORES),
+        write(folder / "efficient.onnx", {}, **efficient),
+        write(folder / "detr.onnx", {}, pred_logits=logits[None], pred_boxes=CENTRES[None] / SIDE),
+    ]
+
+
+@pytest.fixture
+def data(tmp_path: Path) -> Path:
+    """Images whose objects are all in the same places."""
+    for kind in ("images", "labels"):
+        (tmp_path / "data" / kind / "val").mkdir(parents=True)
+    lines = [f"{label} {(x + w / 2) / 64} {(y + hh / 2) / 48} {w / 64} {hh / 48}" for label, x, y, w, hh in OBJECTS]
+    for k in range(3):
+        pixels = np.random.default_rng(k).integers(0, 256, (48, 64, 3)).astype(np.uint8)
+        Image.fromarray(pixels).save(tmp_path / f"data/images/val/{k}.png")
+        (tmp_path / f"data/labels/val/{k}.txt").write_text("\n".join(lines) + "\n")
+    path = tmp_path / "data/data.yaml"
+    path.write_text(f"path: {path.parent}\nval: images/val\nnames:\n  0: a\n  1: b\n  2: c\n")
+    return path
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_the_accuracy_of_every_layout_is_that_of_its_boxes(
+    call: Call, data: Path, tmp_path: Path, unreported: None
+) -> None:
+    files = networks(tmp_path)
+    code, _, errors = call("run", *files, "--task", "detect", "--data", data, *QUICK, "--out", tmp_path / "run")
+    assert code == 0, errors
+    with open(tmp_path / "run/results.csv", newline="") as f:
+        scored = {row["model"]: float(row["map50_95"] or "nan") for row in csv.DictReader(f)}
+    assert scored == {file.stem: pytest.approx(100) for file in files}
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
+    call: Call, data: Path, tmp_path: Path, unreported: None
+) -> None:
+    """Predictions without a sigmoid, in a file whose metadata says that it detects: 2 of 3 commands need its boxes."""
+    raw = np.random.default_rng(0).normal(0, 40, (1, 7, 84)).astype(np.float32)
+    file = write(tmp_path / "raw.onnx", ULTRALYTICS, output0=raw)
+    code, out, errors = call("run", file, *QUICK, "--out", tmp_path / "run")
+    assert code == 0, errors
+    assert "raw: no boxes are read from the outputs (output0 1x7x84): what should be scores is from " in out
+    with open(tmp_path / "run/results.csv", newline="") as f:
+        (row,) = csv.DictReader(f)
+    assert row["status"] == "ok"
+    assert float(row["latency_model_ms_median"]) > 0
+    reason = "no boxes are read from the outputs (output0 1x7x84)"
+    code, out, errors = call("eval", file, "--data", data, "--seconds", 0.03, "--out", tmp_path / "eval")
+    assert code == 2 and errors.splitlines()[-1].startswith(f"dyno: {reason}") and "onnxruntime" in out
+    words = (
+        "--json",
+        tmp_path / "boxes.jsonl",
+        "--backends",
+        "onnxruntime",
+        "--rounds",
+        1,
+        "--out",
+        tmp_path / "video",
+    )
+    code, _, errors = call("video", data.parent / "images/val", "--model", file, *words)
+    assert code == 2 and reason in errors.splitlines()[-1]
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_a_number_of_classes_that_the_outputs_contradict(refused: Callable[..., str], tmp_path: Path) -> None:
+    file = write(tmp_path / "v8.onnx", {}, output0=np.zeros((1, 7, 84), np.float32))
+    line = refused("run", file, "--task", "detect", "--classes", 9, "--dry-run")
+    assert "gives 1x7x84, which has 3 classes for detect, not 9; check --task and --classes" in line
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_a_video_has_the_boxes_that_are_left(call: Call, data: Path, tmp_path: Path) -> None:
+    file = write(tmp_path / "net.onnx", ULTRALYTICS, output0=rows(300))
+    words = ("--json", tmp_path / "boxes.jsonl", "--rounds", 1, "--backends", "onnxruntime", "--out", tmp_path / "run")
+    code, _, errors = call("video", data.parent / "images/val", "--model", file, *words)
+    assert code == 0, errors
+    frames = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
+    assert len(frames) == 3
+    for frame in frames:
+        found = [(box["class"], *box["box"]) for box in frame["boxes"]]
+        assert found == [(label, x, y, x + w, y + hh) for label, x, y, w, hh in OBJECTS]
+
+
+Arrays = dict[str, np.ndarray]
+QUICK_SUPPRESSED = "--rounds 1 --seconds 0.03 --block 0.01 --warmup 0.01 --boundaries model --routes usual".split()
+ENGINES = ("--backends", "onnxruntime,openvino")
+
+
+def rows_of(folder: Path) -> dict[tuple[str, str], dict[str, str]]:
+    with open(folder / "results.csv", newline="") as f:
+        return {(row["model"], row["backend"]): row for row in csv.DictReader(f)}
+
+
+def stored(folder: Path, model: str, backend: str) -> Path:
+    return folder / "trials" / rows_of(folder)[model, backend]["trial"] / "r0" / "outputs.npz"
+
+
+def photos(folder: Path) -> None:
+    folder.mkdir()
+    rng = np.random.default_rng(0)
+    for k in range(5):
+        pixels = np.kron(rng.integers(0, 256, (8, 8, 3)), np.ones((8, 8, 1))).astype(np.uint8)
+        Image.fromarray(pixels).save(folder / f"{k}.png")
+
+
+@pytest.fixture
+def run(call: Call, tmp_path: Path, unreported: None) -> Path:
+    """Both kinds of outputs, with ONNX Runtime and OpenVINO, on random photographs."""
+    files = [suppressing_net.write(tmp_path / f"{kind}.onnx", kind) for kind in suppressing_net.OUTPUTS]
+    photos(tmp_path / "photos")
+    code, _, errors = call(
+        "run", *files, *QUICK_SUPPRESSED, *ENGINES, "--data", tmp_path / "photos", "--out", tmp_path / "run"
+    )
+    assert code == 0, errors
+    return tmp_path / "run"
+
+
+def changed(run: Path, change: Callable[[Arrays], Arrays]) -> Path:
+    """A copy of the run where OpenVINO's outputs of the file with separate outputs are others."""
+    copy = run.with_name(f"{run.name}-{change.__name__}")
+    shutil.copytree(run, copy)
+    path = stored(copy, "separate", "openvino")
+    np.savez(path, **change(dict(np.load(path))))
+    return copy
+
+
+def other_order(arrays: Arrays) -> Arrays:
+    """The boxes of each image from the last to the first, as with labels or without."""
+    ends = np.cumsum(arrays["rows:boxes"])
+    order = np.concatenate([np.arange(a, b)[::-1] for a, b in zip([0, *ends[:-1]], ends, strict=True)])
+    return {name: a[order] if name.startswith("output:") else a for name, a in arrays.items()}
+
+
+def moved(arrays: Arrays) -> Arrays:
+    """Every box a little to the right."""
+    return {name: a + np.float32([2, 0, 2, 0]) if name == "output:boxes" else a for name, a in arrays.items()}
+
+
+def renamed(arrays: Arrays) -> Arrays:
+    """Every box with another label."""
+    return {name: (a + 1) % suppressing_net.CLASSES if name == "output:labels" else a for name, a in arrays.items()}
+
+
+def lost(arrays: Arrays) -> Arrays:
+    """No boxes of the last image."""
+    last = int(arrays["rows:boxes"][-1])
+    kept = {name: a[:-last] if name.startswith("output:") else a for name, a in arrays.items()}
+    return kept | {name: np.r_[a[:-1], 0] for name, a in arrays.items() if name.startswith("rows:")}
+
+
+def empty(arrays: Arrays) -> Arrays:
+    """No boxes at all."""
+    kept = {name: a[:0] if name.startswith("output:") else a for name, a in arrays.items()}
+    return kept | {name: a * 0 for name, a in arrays.items() if name.startswith("rows:")}
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_ties_may_come_in_any_order_and_wrong_boxes_are_wrong(run: Path, call: Call) -> None:
+    table = rows_of(run)
+    assert {key: row["outputs"] for key, row in table.items() if row["outputs"]} == {
+        ("separate", "openvino"): "agree", ("one", "openvino"): "agree",
+    }  # fmt: skip
+    both = [dict(np.load(stored(run, "separate", backend))) for backend in ("onnxruntime", "openvino")]
+    scores = both[0]["output:scores"]
+    assert len(np.unique(scores)) <= 3 and len(scores) > 50  # so nearly every box has a tie
+    assert not any(name.startswith("topk") for arrays in both for name in arrays)  # boxes are no classes
+    assert dict(np.load(stored(run, "one", "openvino")))["rows:boxes6"].sum() == len(scores)
+    for change, verdict in [(other_order, "agree"), *((f, "wrong outputs") for f in (moved, renamed, lost, empty))]:
+        copy = changed(run, change)
+        code, out, _ = call("show", copy, "--format", "csv", "--table", "trials")
+        by_trial = {(r["model"], r["backend"]): r for r in csv.DictReader(out.splitlines())}
+        row = by_trial["separate", "openvino"]
+        assert (code, row["outputs"]) == (0, verdict), change.__name__
+        assert (row["verdict"].startswith("wrong outputs: ") and not row["speedup"]) == (verdict != "agree")
+        code, out, _ = call("show", copy, "--format", "csv", "--table", "agreement")
+        shares = {r["trial"].split()[0]: float(r["close"]) for r in csv.DictReader(out.splitlines())}
+        assert shares["one"] == 1 and (shares["separate"] == 1) == (verdict == "agree"), change.__name__
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_torchvision_s_detectors_run_one_image_at_a_time_and_as_onnx(
+    call: Call, refused: Callable[..., str], tmp_path: Path, unreported: None
+) -> None:
+    name = "torchvision:fasterrcnn_mobilenet_v3_large_320_fpn"
+    line = refused("run", name, "--batch", "1,8", "--dry-run")
+    assert "one image at a time; omit the batch, 8" in line
+    photos(tmp_path / "photos")
+    words = [*QUICK_SUPPRESSED, "--size", 96, "--batch", 1, "--data", tmp_path / "photos", "--out", tmp_path / "run"]
+    code, out, errors = call("run", name, *words, "--backends", "pytorch,onnxruntime")
+    assert code == 0, out + errors
+    table = {backend: row for (_, backend), row in rows_of(tmp_path / "run").items()}
+    assert table["onnxruntime"]["outputs"] == "agree" and table["pytorch"]["status"] == "ok"
+    assert table["onnxruntime"]["route"].startswith("torchscript")
+    arrays = np.load(stored(tmp_path / "run", "fasterrcnn_mobilenet_v3_large_320_fpn", "onnxruntime"))
+    assert arrays["rows:output"].sum() > 20  # random weights are made such that they find something
+
+
+PLANTED = ("ChangedWeight", "ChangedBlob", "OtherBranch")
+TESTS = Path(__file__).parent
+
+
+@pytest.mark.usefixtures("preloaded", "unreported")
+@pytest.mark.slow
+@pytest.mark.parametrize("precision", ["fp32", "int8"])
+def test_a_planted_graph_is_said_first_and_never_ranked(dyno: Any, tmp_path: Path, precision: str) -> None:
+    (tmp_path / "net.py").write_text(planted_backends.NET)
+    photos = tmp_path / "photos"
+    photos.mkdir()
+    rng = np.random.default_rng(0)
+    for k in range(12):
+        pixels = rng.integers(0, 256, (4, 4, 3), np.uint8).repeat(8, 0).repeat(8, 1)
+        Image.fromarray(pixels).save(photos / f"{k}.png")
+    planted = [
+        f"planted_backends:{name}@precision={'fp32' if name == 'OtherBranch' else precision}" for name in PLANTED
+    ]
+    honest = ["pytorch@precision=fp32", f"onnxruntime@precision={precision}", f"openvino@precision={precision}"]
+    words = ("--data", photos, "--size", 32, "--rounds", 1, "--seconds", 0.05, "--block", 0.01,
+             "--warmup", 0.02, "--routes", "usual", "--out", tmp_path / "r")  # fmt: skip
+    environment = {"PYTHONPATH": os.pathsep.join([str(TESTS), os.environ.get("PYTHONPATH", "")])}
+    done = dyno(
+        "run", f"{tmp_path / 'net.py'}:net", "--backends", ",".join([*honest, *planted]), *words, env=environment
+    )
+    assert done.returncode == 3, done.stderr
+    shown = dyno("show", tmp_path / "r", "--format", "csv", env=environment)
+    import csv
+    import io
+
+    rows = {row["backend"]: row for row in csv.DictReader(io.StringIO(shown.stdout))}
+    for name in PLANTED:
+        row = rows[f"planted_backends:{name}"]
+        assert row["status"] == "ok" and row["outputs"] == "wrong outputs", row
+        assert row["speedup"] == "" and row["verdict"].startswith("wrong outputs: off by")
+    assert {rows[name]["outputs"] for name in ("onnxruntime", "openvino")} == {"agree"}
+    verdict = done.stdout[done.stdout.index("gave wrong outputs") :]
+    assert not any(f"fastest is planted_backends:{name}" in verdict for name in PLANTED)

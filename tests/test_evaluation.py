@@ -1,0 +1,290 @@
+"""`dyno eval` on real images in class folders, through the command line and from Python."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import numpy as np
+import onnx
+import pytest
+
+import dyno
+import onnx_text
+import preloaded as forked
+from dyno import evaluation
+from dyno.api import Result
+from dyno.regression import compare_table
+from dyno.report.export import export
+from dyno.report.verdict import verdict
+from dyno.runner import execute
+from dyno.store import Run
+from dyno.study.plan import PlannedTrial
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Trial, UserError, to_json
+
+pytestmark = pytest.mark.usefixtures("preloaded")
+
+SHORT = "--seconds 0.05 --threads 1 --size 16 --channels 1".split()
+
+
+@pytest.fixture(scope="module")
+def photos(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Three classes of scikit-learn's digits as PNG files, ten of each to test and two to train."""
+    from PIL import Image
+    from sklearn.datasets import load_digits
+
+    images, labels = load_digits(return_X_y=True)
+    folder = tmp_path_factory.mktemp("digits")
+    for digit, name in enumerate(("нуль", "one", "two")):
+        for i, pixels in enumerate(images[labels == digit][:12]):
+            place = folder / ("train" if i < 2 else "val") / name
+            place.mkdir(parents=True, exist_ok=True)
+            Image.fromarray((pixels.reshape(8, 8) * 15).astype(np.uint8)).resize((20, 20)).save(place / f"{i}.png")
+    return folder
+
+
+@pytest.fixture(scope="module")
+def command(tmp_path_factory: pytest.TempPathFactory, preloaded: str, photos: Path) -> Callable[..., str]:
+    place = tmp_path_factory.mktemp("cli")
+
+    def run(*words: object) -> str:
+        asked = ["eval", "fake:net", "--data", photos, "--backends", "fake@latency_ms=0.1", *SHORT, *words]
+        done = forked.command(preloaded, [*map(str, asked)], place, os.environ, 1200)
+        assert done.returncode == 0, done.stderr
+        return done.stdout
+
+    return run
+
+
+@pytest.mark.slow
+def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> None:
+    out = command("--out", tmp_path / "run")
+    for words in ("top-1 ", " on 30 images", "top-5 ", "pipeline, from decoded images, ",
+                  "(30 images, after 8 of warm-up)",
+                  "preprocess ",                  "inference ", "postprocess ", "worst classes: ",
+                  "most common confusions: ", "latency, model, ms",
+                  "latency, all, ms", "p99"):  # fmt: skip
+        assert words in out, (words, out)
+    (trial,) = Result(tmp_path / "run").records
+    assert trial.facts.evaluation.images == 30
+    assert (tmp_path / "run" / f"confusion-{trial.id}.csv").is_file()
+    again = command("--out", tmp_path / "run", "--per-class", "--format", "markdown")
+    rows = [" ".join(line.split()) for line in again.splitlines()]
+    assert any(row.startswith("| нуль | 10 |") for row in rows) and any(row.startswith("| one | 10 |") for row in rows)
+
+
+COLOUR_NETS = """
+import torch
+
+
+class Colours(torch.nn.Module):
+    def forward(self, x):
+        return x.mean((2, 3))
+
+
+class Cells(torch.nn.Module):
+    def forward(self, x):
+        p = torch.nn.functional.avg_pool2d(x, 16)
+        red, blue = (p[:, 0] - p[:, 2]).clamp(0, 1), (p[:, 2] - p[:, 0]).clamp(0, 1)
+        n, rows, columns = red.shape
+        y, x = torch.meshgrid(16 * (torch.arange(rows) + 0.5), 16 * (torch.arange(columns) + 0.5), indexing="ij")
+        places = [v.reshape(1, -1).expand(n, -1) for v in (x, y, torch.full_like(x, 16), torch.full_like(x, 16))]
+        return torch.stack([*places, red.reshape(n, -1), blue.reshape(n, -1)], 1)
+
+
+def colours():
+    return Colours()
+
+
+def cells():
+    return Cells()
+"""
+
+
+@pytest.fixture
+def evaluated(preloaded: str, tmp_path: Path) -> Callable[..., tuple[int, str]]:
+    """`dyno eval` of a network that knows colours: its exit code and what it prints."""
+    (tmp_path / "nets.py").write_text(COLOUR_NETS)
+
+    def run(out: str, *words: object) -> tuple[int, str]:
+        asked = ["eval", *words, "--seconds", 0.05, "--threads", 1, "--out", out]
+        done = forked.command(preloaded, [*map(str, asked)], tmp_path, os.environ, 1200)
+        return done.returncode, done.stdout + done.stderr
+
+    return run
+
+
+@pytest.mark.slow
+def test_a_table_of_labels_and_images_without(evaluated: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    """Three of eight images are labelled wrongly, so five are right; without the table no accuracy is measured."""
+    from PIL import Image
+
+    (tmp_path / "photos").mkdir()
+    for k in range(8):
+        colour = tuple(200 + k if k % 3 == channel else 0 for channel in range(3))
+        Image.new("RGB", (32, 32), colour).save(tmp_path / f"photos/{k}.png")
+    labels = [k % 3 if k < 5 else (k + 1) % 3 for k in range(8)]
+    words = ("nets.py:colours", "--size", 32, "--data", "photos")
+    code, out = evaluated("alone", *words)
+    assert code == 0 and "no accuracy was measured: the images of photos have no labels" in out
+    (tmp_path / "photos/labels.csv").write_text("".join(f"{k}.png,{label}\n" for k, label in enumerate(labels)))
+    code, out = evaluated("labelled", *words)
+    assert code == 0 and "top-1 62.50 %" in out and "no accuracy was measured" not in out, out
+    (tmp_path / "photos/labels.csv").rename(tmp_path / "photos/labels.txt")
+    code, out = evaluated("unread", *words)
+    assert code == 2 and "photos holds labels that can't be read there: labels.txt" in out
+
+
+@pytest.mark.slow
+def test_coco_as_roboflow_writes_it(evaluated: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
+    """Every square is found, so mAP is 100 %: the first category is a group of the others, not their first class."""
+    from PIL import Image
+
+    rng = np.random.default_rng(0)
+    for split, count in (("train", 3), ("valid", 6)):
+        images, annotations = [], []
+        (tmp_path / "set" / split).mkdir(parents=True)
+        for k in range(count):
+            (row, column), kind = rng.integers(0, 4, 2).tolist(), k % 2
+            image = np.full((64, 64, 3), 60 + len(split), np.uint8)
+            image[16 * row : 16 * row + 16, 16 * column : 16 * column + 16] = (0, 0, 255) if kind else (255, 0, 0)
+            Image.fromarray(image).save(tmp_path / "set" / split / f"{k}.png")
+            images.append({"id": k, "file_name": f"{k}.png", "height": 64, "width": 64})
+            box = {"bbox": [16 * column, 16 * row, 16, 16], "area": 256, "segmentation": [], "iscrowd": 0}
+            annotations.append({"id": k, "image_id": k, "category_id": 1 + kind, **box})
+        groups = zip(("things", "red", "blue"), ("none", "things", "things"), strict=True)
+        categories = [{"id": k, "name": name, "supercategory": group} for k, (name, group) in enumerate(groups)]
+        tables = {"images": images, "annotations": annotations, "categories": categories}
+        (tmp_path / "set" / split / "_annotations.coco.json").write_text(json.dumps(tables))
+    words = ("nets.py:cells", "--task", "detect", "--size", 64)
+    for out, given in (("whole", "set"), ("split", "set/valid")):
+        code, out = evaluated(out, *words, "--data", given)
+        assert code == 0 and "mAP50-95 of boxes 100.00 %" in out and "on 6 images" in out, out
+        assert "'things' of _annotations.coco.json is left out" in out
+
+
+@pytest.mark.slow
+def test_csv_and_json_hold_every_column(command: Callable[..., str], tmp_path: Path) -> None:
+    command("--out", tmp_path / "run")
+    (row,) = csv.DictReader(io.StringIO(command("--out", tmp_path / "run", "--format", "csv")))
+    (same,) = json.loads(command("--out", tmp_path / "run", "--format", "json"))["rows"]
+    for name in ("top1", "latency_all_ms_p99", "latency_model_ms_max", "pipeline_ips", "preprocess_ms", "inference_ms"):
+        assert float(row[name]) == pytest.approx(same[name])
+    assert float(row["pipeline_ips"]) > 0 and row["map50"] == "" and same["throughput_ips"] is None
+
+
+@pytest.mark.slow
+def test_from_python(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    result = dyno.evaluate(
+        "fake:net",
+        str(photos),
+        tmp_path / "run",
+        backends=("fake",),
+        channels=1,
+        seconds=0.05,
+        sizes=("16",),
+        threads=1,
+    )
+    frame = result.to_pandas()
+    assert frame["images"].tolist() == [30] and frame["batch"].tolist() == [8]
+    classes, matrix = result.per_class(), result.confusion()
+    assert sorted(classes["class"]) == ["one", "two", "нуль"] and classes["images"].tolist() == [10, 10, 10]
+    assert matrix.loc["one"].sum() == 10
+    assert matrix.to_numpy().trace() == pytest.approx(frame["top1"].iloc[0] / 100 * 30)
+    assert (result.report().parent / "charts" / "confusion.png").is_file()
+
+
+@pytest.mark.slow
+def test_every_image_is_tested_on_but_where_int8_needs_some(
+    photos: Path, tmp_path: Path, fake_study: Callable[..., dyno.Study]
+) -> None:
+    same = {"data": str(photos / "val"), "sizes": ("16",), "rounds": 2}
+    every = fake_study(**same).run(tmp_path / "every", quiet=True)
+    fewer = fake_study(**same, precisions=("fp32", "int8")).run(tmp_path / "fewer", quiet=True)
+    other = fake_study(**same, precisions=("fp32", "int8"), calibration=str(photos / "train"))
+    assert every.to_pandas()["images"].tolist() == [30]
+    assert other.run(tmp_path / "other", quiet=True).to_pandas()["images"].tolist() == [30, 30]
+    frame = fewer.to_pandas()
+    assert (frame["images"].tolist(), frame["set_aside"].tolist()) == ([24, 24], [6, 6]), "both on the same images"
+    said = "24 of 30 images: 6 were set aside for calibration"
+    for format in ("text", "markdown"):
+        assert f"accuracy is on {said}" in export([fewer.table()], format)
+        assert "set aside" not in export([every.table()], format)
+    assert f"on {said}" in evaluation.describe_evaluation(fewer.records.trials[0])
+    warned = "Accuracy is not on all images: 6 were set aside for calibration"
+    assert any(warned in sentence for sentence in verdict.list_sentences(fewer.data))
+    page = fewer.report().read_text(encoding="utf-8")
+    assert said in page and warned in page and "set aside" not in every.report().read_text(encoding="utf-8")
+    with pytest.raises(
+        UserError, match="different test images, 6 set aside for calibration in one run and 0 in the other"
+    ):
+        compare_table.compare_runs(every.records, fewer.records)
+
+
+def test_random_inputs_have_no_classes(tmp_path: Path) -> None:
+    result = dyno.Study(models=("fake:net",), backends=("fake",), seconds=0.02, warmup=0.01, rounds=1).run(
+        tmp_path / "run", quiet=True
+    )
+    with pytest.raises(UserError, match="has no classifier's answers to labelled images"):
+        result.per_class()
+
+
+def test_ground_truth_travels_with_the_run(tmp_path: Path) -> None:
+    data = tmp_path / "decoded"
+    data.mkdir()
+    (data / "truth.json").write_text('{"images": []}')
+    model = ModelSpec("net", "fake:net", task="detect")
+    trial = Trial(model, "fake", "fp32", Dims(1, 8, 8), data=DataSpec("shapes", str(data), "f" * 64))
+    for _ in range(2):
+        execute._copy_truth(Run(tmp_path / "run"), [PlannedTrial(trial)])
+        kept = tmp_path / "run" / "truth" / "ffffffffffff.json"
+        assert kept.read_text() == '{"images": []}' and len(list(kept.parent.iterdir())) == 1
+        (data / "truth.json").write_text("changed later")
+
+
+@pytest.mark.slow
+def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
+    preloaded: str, photos: Path, tmp_path: Path
+) -> None:
+    def warned(kind: str, *words: str, **metadata: str) -> bool:
+        text = f"""({kind}[N, 1, 16, 16] image) => (float[N, 3] scores) {{
+            numbers = Cast<to = 1>(image) flat = Flatten(numbers) scores = MatMul(flat, weights)
+        }}"""
+        model = onnx_text.model(text, weights=np.eye(256, 3, dtype=np.float32))
+        onnx.helper.set_model_props(model, metadata)
+        onnx.save(model, tmp_path / "net.onnx")
+        out = f"run{len([*tmp_path.iterdir()])}"
+        asked = ["eval", "net.onnx", "--data", str(photos), "--out", out, "--seconds", "0.05", "--threads", "1", *words]
+        done = forked.command(preloaded, asked, tmp_path, os.environ, 1200)
+        assert done.returncode == 0, done.stderr
+        return "warning: images were normalised by mean 0.5 and std 0.5, as the file doesn't say by what" in done.stdout
+
+    assert warned("float")
+    assert not warned("float", "--mean", "0", "--std", "1"), "the file has one channel"
+    with pytest.raises(AssertionError, match="mean and std are 3 numbers each, but the image has 1 channel"):
+        warned("float", "--mean", "0,0,0", "--std", "1,1,1")
+    assert not warned("uint8"), "bytes are fed as they are"
+    own = json.dumps(to_json(Preprocess(mean=(0.0,), std=(1.0,))))
+    assert not warned("float", task="classify", preprocess=own), "as Dyno exports it"
+
+
+@pytest.mark.parametrize(("shape", "scored"), [([0, 3, 1, 1], True), ([0, 1, 3], False)], ids=["NxCx1x1", "Nx1xC"])
+def test_class_scores_are_found_or_it_is_said_that_there_are_none(
+    preloaded: str, photos: Path, tmp_path: Path, shape: list[int], scored: bool
+) -> None:
+    text = f"""(float[N, 1, 16, 16] x) => (float[N, {", ".join(map(str, shape[1:]))}] y) {{
+        flat = Flatten(x) scores = MatMul(flat, weights) y = Reshape(scores, form)
+    }}"""
+    weights = np.eye(256, 3, dtype=np.float32)
+    onnx_text.write(tmp_path / "net.onnx", text, weights=weights, form=np.array(shape, np.int64))
+    asked = ["run", "net.onnx", "--backends", "onnxruntime", "--data", str(photos), "--budget", "top1=1",
+             "--rounds", "1", "--confirm", "0", "--seconds", "0.05", "--threads", "1"]  # fmt: skip
+    done = forked.command(preloaded, asked, tmp_path, os.environ, 1200)
+    assert done.returncode == (0 if scored else 3), done.stderr
+    assert ("top-1 %" in done.stdout) == scored
+    missing = "net: no accuracy was measured: the first output has no row of class scores for each image (N x C)"
+    assert (f"{missing}; the budget was not checked." in " ".join(done.stdout.split())) != scored

@@ -1,0 +1,295 @@
+"""The cross-check with trtexec: a gap falls into parts that add up to it, and unlike things are refused."""
+
+from __future__ import annotations
+
+import dataclasses
+import threading
+import time
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import engine_run
+from dyno.results.trial_result import TrialResult
+from dyno.runner import device_lock
+from dyno.store import cache_dir, lock
+from dyno.trtexec import command, cross_check
+from dyno.trtexec.log import MetricSpread, TrtexecReport
+from dyno.worker.spec import UserError
+
+LOGS = Path(__file__).parent
+
+
+@pytest.fixture
+def run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A run folder, and a PATH with nothing on it."""
+    (tmp_path / "bin").mkdir()
+    monkeypatch.setenv("PATH", str(tmp_path / "bin"))
+    engine_run.write(tmp_path / "run", engine_run.MEDIANS)
+    return tmp_path / "run"
+
+
+def tool(run: Path, script: str) -> Path:
+    """Put a `trtexec` on the PATH; what it was called with is kept in the file `words` beside the run."""
+    path = run.parent / "bin" / "trtexec"
+    path.write_text(f'#!/bin/sh\nprintf "%s\\n" "$@" >> "{run.parent}/words"\n{script}\n', encoding="utf-8")
+    path.chmod(0o755)
+    return run.parent / "words"
+
+
+def test_a_log_is_held_against_the_run(run: Path) -> None:
+    text = "\n".join(cross_check.cross_check(run, LOGS / "8.6.log"))
+    assert "In trtexec's terms" in text
+    assert "--loadEngine=/cache/net b8.engine" in text
+    assert "CUDA graph −0.040 ms (only Dyno used one)" in text
+    assert "not on the PATH" not in text
+
+
+def test_trial_results_are_taken_as_well(run: Path) -> None:
+    from dyno.results.trial_result import load_run
+
+    trial = load_run(run).trials[0]
+    assert cross_check.cross_check(trial, LOGS / "10.log") == cross_check.cross_check([trial], LOGS / "10.log")
+
+
+def test_without_trtexec_the_command_is_printed(run: Path) -> None:
+    *_, first, second, last = cross_check.cross_check(run)
+    assert first.startswith("  trtexec ") and first.endswith("# for latency/model")
+    assert second.endswith("# for latency/all") and "--noDataTransfers" not in second
+    assert last.startswith("trtexec is not on the PATH")
+
+
+def test_trtexec_on_the_path_is_run_for_each_boundary_and_read(run: Path) -> None:
+    log = LOGS / "10.log"
+    words = tool(run, f'while IFS= read -r line; do echo "$line"; done < "{log}"')
+    text = cross_check.cross_check(run)
+    assert "trtexec was run for latency/model:" in text and "trtexec was run for latency/all:" in text
+    assert any("trtexec 0.170 ms: +0.0010 ms (+0.6 %); they agree" in line for line in text)
+    called = words.read_text().splitlines()
+    assert called.count("--loadEngine=/cache/net b8.engine") == 2  # one word, its blank and all
+    assert called.count("--noDataTransfers") == 1
+
+
+def test_trtexec_waits_for_a_gpu_that_another_dyno_has(
+    run: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = types.SimpleNamespace(uuid="GPU-of-a-test", close=lambda: None)
+    monkeypatch.setattr(device_lock, "find_gpu", lambda device, environment: card)
+    words, said = tool(run, "exit 0"), ""
+    thread = threading.Thread(target=cross_check.cross_check, args=(run,))
+    with lock(cache_dir() / "gpus" / "GPU-of-a-test.lock", pytest.fail):
+        thread.start()
+        deadline = time.monotonic() + 600
+        while "waiting for process" not in said and time.monotonic() < deadline:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+        assert "trtexec is waiting for process" in said and not words.exists()
+    thread.join()
+    assert words.exists()
+
+
+def test_a_run_can_be_declined(run: Path) -> None:
+    words = tool(run, "exit 0")
+    cross_check.cross_check(run, run=False)
+    assert not words.exists()
+
+
+@pytest.mark.parametrize(
+    ("script", "reason"),
+    [
+        ('echo "&&&& FAILED x"; echo "[01/02/2026-03:04:05] [E] no such file"; exit 1', "failed: no such file"),
+        ("echo nothing useful", "neither a trtexec log"),
+        ("printf '\\377\\376'", "neither a trtexec log"),
+    ],
+)
+def test_a_trtexec_that_fails_costs_only_its_comparison(run: Path, script: str, reason: str) -> None:
+    tool(run, script)
+    text = cross_check.cross_check(run)
+    assert "In trtexec's terms" in text[0]
+    assert [line for line in text if reason in line]
+
+
+def test_a_trtexec_that_hangs_is_stopped(run: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tool(run, "while :; do :; done")
+    monkeypatch.setattr(cross_check, "LOAD_S", -5.5)  # 2 x (1 s of warm-up + 2 s) - 5.5 s
+    assert [line for line in cross_check.cross_check(run) if "was stopped: not finished after 0 s" in line]
+
+
+def test_an_unreadable_file_is_an_error(run: Path) -> None:
+    with pytest.raises(UserError, match="neither a trtexec log"):
+        cross_check.cross_check(run, Path(__file__))
+
+
+def test_a_run_without_a_tensorrt_trial_is_an_error(tmp_path: Path) -> None:
+    engine_run.write(tmp_path / "run", engine_run.MEDIANS, backend="onnxruntime", format="onnx")
+    with pytest.raises(UserError, match="no TensorRT trial"):
+        cross_check.cross_check(tmp_path / "run")
+
+
+def test_only_measured_boundaries_are_repeated(tmp_path: Path) -> None:
+    trial = engine_run.trial(tmp_path / "run", boundaries=("model",))
+    assert cross_check.boundaries(trial) == ["model"]
+
+
+US = 1e-6
+
+
+def spread(us: float) -> MetricSpread:
+    return MetricSpread(us * US, us * US, us * US, us * US)
+
+
+def report(**changes: Any) -> TrtexecReport:
+    """What trtexec would say of the trial if it did everything as Dyno does, launches hidden."""
+    same: dict[str, Any] = {"compute": spread(171), "latency": spread(217), "enqueue": spread(12), "h2d": spread(40)}
+    same |= {"d2h": spread(6), "rate": 1 / (180 * US), "graph": True, "transfers": True, "spin": True}
+    same |= {"engine": "x/net b8.engine", "shapes": {"input": (8, 3, 64, 64)}, "device": "NVIDIA Example"}
+    return TrtexecReport(**same | changes)
+
+
+@pytest.fixture
+def trial(tmp_path: Path) -> TrialResult:
+    return engine_run.trial(tmp_path / "run")
+
+
+def parts(trial: TrialResult, given: TrtexecReport, which: str) -> dict[str, float]:
+    """Microseconds by name of the gap whose title begins so; checked to add up to it."""
+    (gap,) = [g for g in cross_check.list_gaps(command.read_medians(trial), given) if g.what.startswith(which)]
+    assert sum(p.seconds for p in gap.parts) == pytest.approx(gap.seconds, abs=1e-12)
+    return {p.name: round(p.seconds / US, 3) for p in gap.parts}
+
+
+def test_medians_are_read_by_tag_boundary_and_clock(trial: TrialResult) -> None:
+    own = command.read_medians(trial)
+    assert (own.model, own.model_host, own.whole) == pytest.approx((171 * US, 186 * US, 262 * US))
+    assert (own.latency, own.waiting) == pytest.approx((222 * US, 15 * US))
+    assert own.rate == pytest.approx(1 / (180 * US))  # queries, not images
+    assert (own.clock, own.device, own.graph) == (1980.0, "NVIDIA Example", True)
+
+
+def test_the_explanation_has_every_term(trial: TrialResult) -> None:
+    text = "\n".join(command.explain_terms(trial))
+    for term in ("Enqueue Time 0.012 ms", "H2D Latency 0.040 ms", "GPU Compute Time 0.176 ms", "D2H Latency 0.0060 ms"):
+        assert term in text
+    assert "Latency (H2D + GPU Compute + D2H) 0.222 ms" in text
+    assert "5,555.6 qps (a query is a batch of 8)" in text
+    for flag in ("--noDataTransfers", "--useCudaGraph", "--useSpinWait"):
+        assert flag in text
+    assert "0.040 ms more than trtexec's Latency" in text
+
+
+def test_a_host_that_sets_the_pace_is_said(tmp_path: Path) -> None:
+    slow = engine_run.MEDIANS | {("enqueue", "all", "host"): 160 * US}
+    text = "\n".join(command.explain_terms(engine_run.trial(tmp_path / "run", slow, graph=False)))
+    assert "Enqueue Time is 94% of that" in text and "a CUDA graph (--useCudaGraph) would help" in text
+
+
+def test_a_record_without_parts_says_so(tmp_path: Path) -> None:
+    plain = {("latency", "model", "host"): 186 * US}
+    text = "\n".join(command.explain_terms(engine_run.trial(tmp_path / "run", plain)))
+    assert "no enqueue, H2D, compute and D2H times" in text
+
+
+def test_equal_numbers_agree(trial: TrialResult) -> None:
+    first, *_ = cross_check.compare_results(trial, report())
+    assert first.startswith("GPU time") and first.endswith("they agree within 2 %.")
+
+
+def test_latency_falls_into_copies_launch_and_synchronisation(trial: TrialResult) -> None:
+    found = parts(trial, report(h2d=spread(30), latency=spread(207)), "Latency")
+    # 262 - 207 = 55: copies 10 longer; compute 176 - 171 = 5 is launch; waiting 15; 25 stay.
+    assert found == {"copies": 10, "launch": 5, "synchronisation": 15, "unexplained": 25}
+
+
+def test_a_graph_accounts_for_the_enqueue_time_it_saves_and_no_more(trial: TrialResult) -> None:
+    without = report(graph=False, enqueue=spread(42), compute=spread(211))
+    assert parts(trial, without, "GPU") == {"CUDA graph": -30, "unexplained": -10}
+
+
+def test_a_graph_that_trtexec_alone_used(tmp_path: Path) -> None:
+    medians = engine_run.MEDIANS | {("latency", "model", "gpu"): 201 * US, ("enqueue", "all", "host"): 22 * US}
+    found = parts(engine_run.trial(tmp_path / "run", medians, graph=False), report(enqueue=spread(4)), "GPU")
+    assert found == {"CUDA graph": 18, "launch": 12, "unexplained": 0}
+
+
+def test_a_graph_never_explains_a_gap_of_the_other_sign(trial: TrialResult) -> None:
+    found = parts(trial, report(graph=False, enqueue=spread(42), compute=spread(150)), "GPU")
+    assert found == {"CUDA graph": 0, "launch": 12, "unexplained": 9}
+
+
+def test_a_graph_without_enqueue_times_explains_nothing(trial: TrialResult) -> None:
+    given = report(graph=False, enqueue=None, compute=spread(211))
+    assert parts(trial, given, "GPU") == {"CUDA graph": 0, "unexplained": -40}
+    assert "its share is unknown" in cross_check.compare_results(trial, given)[0]
+
+
+def test_clocks_where_both_are_known(tmp_path: Path) -> None:
+    slow = engine_run.trial(tmp_path / "run", clock=1600.0)
+    given = report(compute=spread(136.8), clock=2000.0)  # 136.8 x 2000 / 1600 = 171
+    assert parts(slow, given, "GPU") == {"clocks": 34.2, "unexplained": 0}
+    assert "1600 MHz here, 2000 MHz there" in cross_check.compare_results(slow, given)[0]
+
+
+def test_without_clocks_what_is_left_says_that_they_are_unknown(trial: TrialResult) -> None:
+    assert "clocks are not known" in cross_check.compare_results(trial, report(compute=spread(230)))[0]
+
+
+def test_throughput_falls_into_compute_copies_and_the_rest(tmp_path: Path) -> None:
+    medians = engine_run.MEDIANS | {("h2d", "all", "gpu"): 175 * US}
+    given = report(transfers=False, h2d=spread(0), d2h=spread(0), rate=1 / (172 * US), compute=spread(170))
+    found = parts(engine_run.trial(tmp_path / "run", medians), given, "Time per query")
+    assert found == {"GPU compute": 1, "copies": 4, "launch and synchronisation": 3}
+
+
+def test_without_transfers_latency_is_not_compared(trial: TrialResult) -> None:
+    text = cross_check.compare_results(trial, report(transfers=False, h2d=spread(0), d2h=spread(0)))
+    assert not [line for line in text if line.startswith("Latency")]
+
+
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({"engine": "/other/resnet.engine"}, "trtexec ran resnet.engine, Dyno net b8.engine"),
+        ({"engine": "C:\\x\\resnet.engine"}, "trtexec ran resnet.engine"),
+        ({"engine": "", "onnx": "m/net.onnx"}, "built a separate engine from net.onnx"),
+        ({"shapes": {"input": (1, 3, 64, 64)}}, "trtexec ran input:1x3x64x64, Dyno input:8x3x64x64"),
+        ({"shapes": {"image": (8, 3, 64, 64)}}, "trtexec ran image:8x3x64x64"),
+        ({"device": "NVIDIA Other"}, "trtexec ran on NVIDIA Other, Dyno on NVIDIA Example"),
+        ({"streams": 2}, "2 inferences side by side"),
+    ],
+)
+def test_unlike_things_are_refused_in_a_sentence(trial: TrialResult, changes: dict[str, Any], reason: str) -> None:
+    (sentence,) = cross_check.compare_results(trial, report(**changes))
+    assert sentence.startswith("Not compared: ") and reason in sentence
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"engine": "C:\\engines\\net b8.engine"},
+        {"engine": "net b8.engine", "onnx": "net.onnx"},  # built, saved under this name and timed
+        {"shapes": {}, "device": "", "engine": ""},
+    ],
+)
+def test_what_may_be_the_same_is_compared(trial: TrialResult, changes: dict[str, Any]) -> None:
+    assert cross_check.list_differences(trial, report(**changes)) == ""
+
+
+def test_what_makes_a_comparison_weaker_is_said(trial: TrialResult) -> None:
+    given = report(version="10.13.0", spin=False, warnings=("GPU compute time is unstable",), engine="", shapes={})
+    notes = "\n".join(cross_check.compare_results(trial, given))
+    for words in (
+        "TensorRT 10.13.0, Dyno ran 8.6.1",
+        "assumed to be the same",
+        "slept",
+        "trtexec warns: GPU compute time",
+    ):
+        assert words in notes
+
+
+def test_no_number_in_common(tmp_path: Path) -> None:
+    bare = engine_run.trial(tmp_path / "run", {})
+    assert cross_check.compare_results(bare, dataclasses.replace(report(), rate=None)) == [
+        "Not compared: the record and trtexec have no measurement in common."
+    ]

@@ -1,0 +1,208 @@
+"""Bounds, shares, waiting, predictions and critical paths of videos whose times are known."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from dyno.videos import streams, words
+from dyno.videos.figures import PROCESSORS, Video, mean_interval
+from dyno.videos.streams import Server, Simulation
+from dyno.videos.tables import HAND_OVER, shares
+from dyno.worker.facts.job import VideoFacts
+
+SECONDS = {"decode": 0.002, "preprocess": 0.001, "inference": 0.010, "postprocess": 0.001}
+
+
+def video(
+    seconds: dict[str, float] | None = None, *, processors: int = 8, period: float = 0.010, count: int = 100
+) -> Video:
+    """A pipeline in steady state: a frame each `period`, of which each stage works its seconds, one after the other."""
+    seconds = seconds or SECONDS
+    arrays: dict[str, np.ndarray] = {}
+    at = period * np.arange(count)
+    began = at
+    for name, each in seconds.items():
+        arrays |= {f"alone_{name}": np.full(count, each), f"{name}_began": at, f"{name}_ended": at + each,
+                   f"{name}_handed": at + each, f"{name}_waiting": np.ones(count, int)}  # fmt: skip
+        at = at + each
+    arrays |= {"frame_began": began, "frame_known": at, "frame_boxes": np.zeros(count, int)}
+    facts = VideoFacts("v.mp4", frames=count, answered=count, seconds=count * period, processors=processors,
+                       rate=25.0, height=540, width=960, cpu=dict(seconds),
+                       cpu_whole=sum(seconds.values()))  # fmt: skip
+    return Video(facts, arrays)
+
+
+def test_the_slowest_stage_bounds_where_processors_are_many() -> None:
+    found = video()
+    assert found.bound.name == "inference" and found.bound.rate.value == pytest.approx(100)
+    assert found.rate == pytest.approx(100) and found.bound.share(found.rate) == pytest.approx(1)
+    assert found.without("inference", 0.5).rate.value == pytest.approx(200)
+    assert found.without("inference", 0.1).name == "decode"
+
+
+def test_few_processors_bound_the_sum_of_all() -> None:
+    found = video(processors=1, period=0.014)
+    assert found.bound.name == PROCESSORS and found.bound.rate.value == pytest.approx(1 / 0.014)
+    assert found.without("inference", 0.5).rate.value == pytest.approx(1 / 0.009)
+
+
+def crowded(found: Video, factor: float, inference: float = 0.0) -> Video:
+    """The same where the stages take so many times the processor time, or inference so many seconds of it, while every
+    processor works."""
+    return replace(found, facts=replace(found.facts, crowding=factor, cpu_inference=inference))
+
+
+def test_processors_that_slow_each_other_down_allow_less() -> None:
+    found = crowded(video(processors=2), 1.5)
+    assert found.bound.name == PROCESSORS and found.bound.rate.value == pytest.approx(2 / (1.5 * 0.014))
+    assert found.crowding(1) == 1 and found.crowding(1.5) == 1.25 and found.crowding(7) == 1.5
+    # One processor answers all the time, and is slowed down while the other one works, of which it has four tenths.
+    assert streams.predict_streams(found, 4).rate == pytest.approx(80, rel=0.02)
+    assert "1.50 times the processor time" in " ".join(words.list_sentences(found))
+    steady = crowded(video(processors=2), 1.5, inference=0.010)  # the engine is no slower in a crowd
+    assert steady.crowded == pytest.approx(1.5 * 0.004 + 0.010)
+    assert streams.predict_streams(steady, 4).rate > 1.1 * streams.predict_streams(found, 4).rate
+    decoding = crowded(video({"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}, processors=2), 1.5)
+    assert streams.predict_streams(decoding, 4).rate == pytest.approx(2 / (1.5 * 0.0121), rel=0.02)
+
+
+def test_where_each_stage_s_time_went() -> None:
+    by_name = {stage.name: stage for stage in video().stages}
+    assert by_name["inference"].working == pytest.approx(1)
+    assert by_name["decode"].working == pytest.approx(0.2)
+    assert by_name["decode"].starved == pytest.approx(0.8, abs=0.02)
+    assert by_name["decode"].blocked == 0
+    assert by_name["inference"].beside.value == pytest.approx(0.010)
+
+
+def test_latency_counts_from_the_reading_of_a_frame() -> None:
+    np.testing.assert_allclose(video().latencies("known"), 0.014)
+    assert not video().latencies("written").size
+
+
+def predicted(seconds: dict[str, float], count: int, processors: int = 64) -> streams.StreamPrediction:
+    return streams.predict_streams(video(seconds, processors=processors), count)
+
+
+def test_streams_share_the_engine_and_the_processors() -> None:
+    stages = {"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}
+    alone = predicted(stages, 1)
+    assert (alone.bound, alone.rate) == ("decode", pytest.approx(100, rel=0.01))
+    assert alone.p99 == pytest.approx(0.0121, rel=0.01)  # nothing waits behind the slowest
+    assert predicted(stages, 4).rate == pytest.approx(400, rel=0.01)
+    many = predicted(stages, 32)
+    assert (many.bound, many.rate) == ("inference", pytest.approx(500, rel=0.02))
+    assert many.each == many.rate / 32
+    assert many.p99 == pytest.approx(32 * 6 / 500, rel=0.2)  # of each: one is decoded, four wait, one is at the engine
+    few = predicted(stages, 8, processors=2)
+    assert (few.bound, few.rate) == (PROCESSORS, pytest.approx(2 / 0.0121, rel=0.02))
+    found = video(stages, processors=64)
+    assert streams.count_fitting(found, 24.9) == 20 and streams.count_fitting(found, 101) == 0
+
+
+def test_handing_on_counts_in_the_prediction_alone() -> None:
+    found = video(processors=1, period=0.028)
+    handing = replace(found, facts=replace(found.facts, hand_over=0.001))
+    assert streams.predict_streams(handing, 2).rate == pytest.approx(1 / 0.017, rel=0.02)  # to three stages
+    assert handing.bound.rate.value == found.bound.rate.value
+    assert found.utilization == pytest.approx(0.5)
+    assert "the stages kept 50.0 % of the processors' time busy" in " ".join(words.list_sentences(found))
+
+
+def test_bounds_of_several_streams_count_their_stages() -> None:
+    found = video({"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}, processors=64)
+    several = replace(found, facts=replace(found.facts, streams=4, answered=400))
+    assert several.by_stage.name == "decode" and several.by_stage.rate.value == pytest.approx(400)
+    assert several.rate == pytest.approx(400)
+
+
+def test_a_stage_behind_the_slowest_waits_and_one_before_is_held_up() -> None:
+    slow_end = Simulation([Server(np.array([0.001]), 1.0), Server(np.array([0.01]), 1.0)], 0, 1, 200, 8, depth=3).run()
+    assert slow_end.rate == pytest.approx(100, rel=0.02)
+    np.testing.assert_allclose(slow_end.latencies, 0.001)  # known before it has to wait
+    shared = [Server(np.array([0.001]), 1.0), Server(np.array([0.02]), 1.0, shared=True)]
+    for streams_at_once in (1, 3):  # one engine
+        found = Simulation(shared, 1, streams_at_once, 200, 8, depth=3).run()
+        assert found.rate == pytest.approx(50, rel=0.02)
+
+
+def test_sentences_say_what_bounds_and_what_would_help() -> None:
+    said = " ".join(words.list_sentences(video()))
+    assert "100 frames/s end to end (4.00 times its own speed)" in said
+    assert "Inference bounds the whole. If inference took half the time, 200 frames/s would be possible (2.00x)" in said
+    four = replace(video(), facts=replace(video().facts, streams=4))
+    assert "100 frames/s end to end (each at 1.00 times its own speed)" in " ".join(words.list_sentences(four))
+    faster = " ".join(words.list_sentences(video(period=0.005)))
+    assert "More than the bound was reached" in faster
+    slower = " ".join(words.list_sentences(video(period=0.020)))
+    assert "50.0 % of the bound was reached: the rest is filling" in slower
+    disturbed = " ".join(words.list_sentences(replace(video(period=0.020), others=1.5)))
+    assert "other programs kept 1.50 of 8 processors busy" in disturbed
+
+
+def test_intervals_come_from_blocks_of_frames() -> None:
+    samples = np.random.default_rng(0).normal(0.01, 0.001, 400)
+    found = mean_interval(samples)
+    assert found.low < 0.01 < found.high and found.high - found.low < 0.001
+    assert math.isnan(mean_interval(samples[:5]).low)
+
+
+NAMES = ("decode", "preprocess", "inference", "postprocess")
+COUNT = 200
+
+
+def pipeline(*seconds: float, depth: int = 4, wake: float = 0.0, first: float = 0.0) -> Video:
+    """Stages that work so long on each frame, with room for `depth` frames before each, whose threads take `wake` to
+    begin; nothing happens before `first`."""
+    began, ended, handed = (np.zeros((len(seconds), COUNT)) for _ in range(3))
+    for k in range(COUNT):
+        for s, each in enumerate(seconds):
+            came = handed[s - 1, k] if s else first
+            began[s, k] = max(came, handed[s, k - 1] if k else 0.0) + wake
+            ended[s, k] = began[s, k] + each
+            handed[s, k] = ended[s, k]
+        for s in range(len(seconds) - 1):  # room: the next stage has begun the frame `depth` before
+            if k >= depth:
+                handed[s, k] = max(ended[s, k], began[s + 1, k - depth])
+                began[s + 1, k] = max(handed[s, k], handed[s + 1, k - 1]) + wake
+                ended[s + 1, k] = handed[s + 1, k] = began[s + 1, k] + seconds[s + 1]
+    names = NAMES[: len(seconds)]
+    arrays = {f"{name}_{key}": times[s] for s, name in enumerate(names)
+              for key, times in (("began", began), ("ended", ended), ("handed", handed))}  # fmt: skip
+    arrays |= {f"alone_{name}": np.full(COUNT, each) for name, each in zip(names, seconds, strict=True)}
+    arrays |= {f"{name}_waiting": np.ones(COUNT, int) for name in names}
+    arrays |= {"frame_began": began[0], "frame_known": ended[-1], "frame_boxes": np.zeros(COUNT, int)}
+    return Video(VideoFacts(frames=COUNT, answered=COUNT, seconds=float(ended[-1, -1])), arrays)
+
+
+@pytest.mark.parametrize("slow", range(4))
+def test_the_slowest_stage_has_nearly_all_of_the_path(slow: int) -> None:
+    seconds = [0.001] * 4
+    seconds[slow] = 0.010
+    video = pipeline(*seconds)
+    found = shares(video)
+    assert sum(found.values()) == pytest.approx(video.facts.seconds)
+    assert found[NAMES[slow]] > 0.97 * video.facts.seconds
+    assert all(value >= 0 for value in found.values()) and found[HAND_OVER] < 0.001
+
+
+def test_the_ends_of_the_run_belong_to_the_stages_that_they_wait_for() -> None:
+    found = shares(pipeline(0.001, 0.002, 0.010, 0.003))
+    assert found["inference"] == pytest.approx(COUNT * 0.010)
+    assert [found[name] for name in ("decode", "preprocess", "postprocess")] == pytest.approx([0.001, 0.002, 0.003])
+
+
+def test_waking_up_and_a_late_beginning_are_between_stages() -> None:
+    video = pipeline(0.001, 0.010, wake=0.002, first=0.5)
+    found = shares(video)
+    assert sum(found.values()) == pytest.approx(video.facts.seconds)
+    assert found[HAND_OVER] == pytest.approx(0.5 + 0.002 * (COUNT + 1), rel=0.01)
+    assert found["preprocess"] == pytest.approx(COUNT * 0.010)
+
+
+def test_a_single_stage_is_the_path() -> None:
+    assert shares(pipeline(0.004)) == {"decode": pytest.approx(COUNT * 0.004), HAND_OVER: pytest.approx(0, abs=1e-9)}

@@ -1,0 +1,220 @@
+"""The jobs of a worker: cold starts, inspections, servers, and trials that measure in turns."""
+
+from __future__ import annotations
+
+import builtins
+import importlib
+import os
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dyno.worker import journal, measure
+from dyno.worker.facts.job import ServeFacts, ServeStep
+from dyno.worker.jobs import turns
+from dyno.worker.jobs.cold_start import ColdStartClock
+from dyno.worker.jobs.inspect_model import inspect_model
+from dyno.worker.jobs.serve import _ServeJob
+from dyno.worker.jobs.turns import Interleaved
+from dyno.worker.journal import Journal
+from dyno.worker.main import perform
+from dyno.worker.serve.options import ServeOptions
+from dyno.worker.serve.rates import Arrivals
+from dyno.worker.spec import Dims, Job, ModelSpec, Runtime, Trial, Unanswered, UserError
+
+NAP_S = 0.3
+
+
+@pytest.fixture
+def slow_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "slow_outer.py").write_text(f"import time, slow_inner\ntime.sleep({NAP_S})\n")
+    (tmp_path / "slow_inner.py").write_text(f"import time\ntime.sleep({NAP_S})\n")
+    (tmp_path / "slow_by_name.py").write_text(f"import time\ntime.sleep({NAP_S})\n")
+    monkeypatch.syspath_prepend(tmp_path)
+
+
+@pytest.mark.usefixtures("slow_modules")
+def test_imports_are_counted_once_and_apart() -> None:
+    clock, usual = ColdStartClock(), (builtins.__import__, importlib.import_module)
+    begin = time.monotonic()
+    with clock.imports_apart(), clock.part("load"):
+        import slow_outer  # type: ignore[import-not-found]  # noqa: F401
+
+        importlib.import_module("slow_by_name")
+        time.sleep(NAP_S)
+    whole = time.monotonic() - begin
+    assert clock.imported >= 3 * NAP_S, "two nested ones, and one by name"
+    assert clock.parts["load"] >= NAP_S
+    assert 4 * NAP_S <= clock.imported + clock.parts["load"] <= whole
+    assert (builtins.__import__, importlib.import_module) == usual
+
+
+def test_an_import_that_fails_ends_the_counting_too() -> None:
+    clock = ColdStartClock()
+    with clock.imports_apart(), clock.part("load"):
+        for _ in range(2):
+            with pytest.raises(ImportError):
+                importlib.import_module("no_such_module_at_all")
+    assert clock.imported > 0 and not clock._importing
+
+
+torch = pytest.importorskip("torch")
+
+
+@pytest.mark.parametrize(("batch", "free"), [(1, False), (2, False), (2, True)])
+def test_a_program_takes_the_batch_of_its_example_or_any(batch: int, free: bool, tmp_path: Path) -> None:
+    path = tmp_path / "net.pt2"
+    net = torch.nn.Sequential(torch.nn.Conv2d(3, 4, 3), torch.nn.AdaptiveAvgPool2d(1), torch.nn.Flatten()).eval()
+    shapes = ({0: torch.export.Dim("batch", min=1, max=8)},) if free else None
+    torch.export.save(torch.export.export(net, (torch.randn(batch, 3, 8, 8),), dynamic_shapes=shapes), path)
+    model = ModelSpec("net", f"saved:{path}")
+    found = inspect_model(Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime()), [], {})
+    assert (found.size, found.usual_batch, found.batch) == ((8, 8), batch, 0 if free else batch)
+    assert found.outputs == 4 and found.flops == {"8": 2 * 27 * 4 * 36}, "of one image"
+
+
+def test_a_function_s_module_of_one_image(tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "class One(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x.reshape(1, 3, -1).mean(-1) if len(x) == 1 else x.reshape(1, 3, 64)\n"
+        "def one():\n"
+        "    return One()\n"
+    )
+    model = ModelSpec("one", f"{tmp_path / 'net.py'}:one")
+    found = inspect_model(Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime()), [[8, 8]], {})
+    assert found.batch == 1
+
+
+@pytest.mark.parametrize("described", [False, True])
+def test_a_module_that_has_no_memory_for_two_images_is_not_fixed_at_one(described: bool, tmp_path: Path) -> None:
+    (tmp_path / "net.py").write_text(
+        "import torch\n"
+        "class Large(torch.nn.Module):\n"
+        "    def forward(self, x):\n"
+        "        return x.mean((2, 3)) + torch.empty(2**60 if len(x) > 1 else 1).sum()\n"
+        "def large():\n"
+        "    return Large()\n" + ("def large_inputs():\n    return torch.zeros(1, 3, 8, 8)\n" if described else "")
+    )
+    model = ModelSpec("large", f"{tmp_path / 'net.py'}:large")
+    found = inspect_model(Trial(model, "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime()), [], {})
+    assert found.batch == 0
+
+
+def test_what_torchscript_refuses_is_said_with_its_reason(tmp_path: Path) -> None:
+    """Its message begins with a traceback."""
+    path = tmp_path / "net.torchscript"
+    torch.jit.script(torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(27, 4))).save(path)
+    trial = Trial(ModelSpec("net", f"saved:{path}"), "pytorch", "fp32", Dims(1, 0, 0), runtime=Runtime())
+    with pytest.raises(UserError, match="the model refuses 1x3x8x8: mat1 and mat2 shapes cannot be multiplied"):
+        inspect_model(trial, [(8, 8)], {})
+
+
+class Silent(_ServeJob):
+    """Answers at the first `answered` rates, and then at none."""
+
+    def __init__(self, answered: int, options: ServeOptions) -> None:
+        self._options, self._facts, self._seed = options, ServeFacts(least=10, capacity=100), 0
+        self._answered = answered
+        self.warnings: list[str] = []
+        self._journal: Any = self
+
+    def warn(self, sentence: str) -> None:
+        self.warnings.append(sentence)
+
+    def _try_arrivals(self, arrivals: Arrivals, asked: float = 0.0) -> ServeStep:
+        if len(self._facts.steps) == self._answered:
+            raise Unanswered(f"no request got an answer at {asked:g} requests/s")
+        self._facts = replace(self._facts, steps=(*self._facts.steps, step := ServeStep(asked, "yes")))
+        return step
+
+
+GIVEN, SEARCH = ServeOptions(rate=(10, 20, 30)), ServeOptions(p99="1s")
+
+
+@pytest.mark.parametrize(("options", "tried", "end"), [(GIVEN, [10], 20), (SEARCH, [50, 100], 200)])
+def test_rates_before_a_server_s_end_are_kept(options: ServeOptions, tried: list[float], end: float) -> None:
+    work = Silent(len(tried), options)
+    work.rates("")
+    assert [step.rate for step in work._facts.steps] == tried and work._facts.highest is None
+    (warning,) = work.warnings
+    assert (
+        warning == f"no request got an answer at {end} requests/s; the test ended there, and the rates before are kept"
+    )
+
+
+@pytest.mark.parametrize("options", [GIVEN, SEARCH])
+def test_a_server_that_answers_nothing_fails(options: ServeOptions) -> None:
+    with pytest.raises(Unanswered, match="no request got an answer"):
+        Silent(0, options).rates("")
+
+
+AGES = 1e6  # seconds, for which the conductor lets the worker wait
+
+
+class Slow:
+    """A conductor that answers from a list, and whose answers take ages by the worker's clock."""
+
+    def __init__(self, words: list[str]) -> None:
+        self.words, self.heard, self.waited = words, list[str](), 0.0
+
+    def perf_counter(self) -> float:
+        return time.perf_counter() + self.waited
+
+    def write(self, text: str) -> None:
+        self.heard += text.split()
+
+    def readline(self) -> str:
+        self.waited += AGES
+        return self.words.pop(0) + "\n" if self.words else ""
+
+
+@pytest.fixture
+def conducted(monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Slow, Interleaved]]:
+    ends = os.pipe()
+
+    def make(*words: str) -> tuple[Slow, Interleaved]:
+        slow = Slow([*words])
+        clock = SimpleNamespace(**{**vars(time), "perf_counter": slow.perf_counter})
+        for module in (turns, journal, measure):
+            monkeypatch.setattr(module, "time", clock)
+        made = Interleaved(*ends)
+        monkeypatch.setattr(made, "_heard", slow)
+        monkeypatch.setattr(made, "_said", slow)
+        return slow, made
+
+    return make
+
+
+def test_waiting_is_in_no_measurement(
+    fake_trial: Callable[..., Trial], tmp_path: Path, conducted: Callable[..., tuple[Slow, Interleaved]]
+) -> None:
+    slow, made = conducted("go", "go", "end", "end")
+    trial = fake_trial()
+    trial = replace(trial, plan=replace(trial.plan, blocks=3))
+    job = Job("run", trial.runtime, trial, options={"turns": {"set": "s", "place": 0}})
+    record = perform(job, Journal(tmp_path, job), made)
+    assert record.status == "ok", record.reason
+    *words, delay, before_last, last = slow.heard
+    assert [*words, before_last, last] == "ready import ready model done ready all".split() and float(delay) >= 0
+    assert made.waited_s >= 4 * AGES
+    seconds = {m.tag: m.value for m in record.measurements if m.unit == "s" and m.value is not None}
+    assert {"import", "load", "first_call"} <= {*seconds}
+    assert all(value < AGES for value in seconds.values()), seconds
+
+
+def test_who_has_no_conductor_any_more_does_not_load(
+    fake_trial: Callable[..., Trial], tmp_path: Path, conducted: Callable[..., tuple[Slow, Interleaved]]
+) -> None:
+    _, made = conducted()
+    trial = fake_trial()
+    job = Job("run", trial.runtime, trial, options={"turns": {"set": "s", "place": 0}})
+    record = perform(job, Journal(tmp_path, job), made)
+    assert (record.status, record.stage) == ("failed", "import")
+    assert [m.tag for m in record.measurements] == ["import"]

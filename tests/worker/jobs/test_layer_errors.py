@@ -1,0 +1,330 @@
+"""Where an engine parts from a reference: planted wrong layers, in files and in engines, and what only fusing shows."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+import onnx_text
+from dyno.worker.backend import Backend, Session
+from dyno.worker.backends.onnx_runtime import ONNX_RUNTIME, OnnxRuntime
+from dyno.worker.backends.open_vino import OPENVINO
+from dyno.worker.facts.job import LayerErrors
+from dyno.worker.jobs import layers
+from dyno.worker.numerics import compare as numerics_compare
+from dyno.worker.spec import Artifact, DataSpec, Dims, Job, ModelSpec, Runtime, Trial, UserError
+
+onnx = pytest.importorskip("onnx")
+Compare = Callable[..., LayerErrors]
+FP32 = (1e-3, 1e-3, 1e-8)  # limits: of the error, relative and absolute of close values
+
+
+def network(scale: float = 1.0) -> Any:
+    """Two convolutions, a difference of branches, a pool and a product, all named; `scale` multiplies a middle tensor
+    and is divided out again."""
+    rng = np.random.default_rng(0)
+    arrays = {
+        "w1": rng.standard_normal((8, 3, 3, 3)) / 5, "w2": rng.standard_normal((8, 8, 3, 3)) / 8,
+        "w3": rng.standard_normal((8, 8, 3, 3)) / 8, "w4": rng.standard_normal((8, 10)),
+        "up": np.array(scale), "down": np.array(1 / scale),
+    }  # fmt: skip
+    text = """(float[1, 3, 8, 8] x) => (float[1, 10] y) {
+        [conv1] c1 = Conv<pads = [1, 1, 1, 1]>(x, w1) [relu1] r1 = Relu(c1)
+        [conv2] c2 = Conv<pads = [1, 1, 1, 1]>(r1, w2) [relu2] r2 = Relu(c2)
+        [conv3] c3 = Conv<pads = [1, 1, 1, 1]>(r1, w3) [difference] d = Sub(r2, c3)
+        [larger] u = Mul(d, up) [relu3] v = Relu(u) [smaller] s = Mul(v, down)
+        [pool] p = GlobalAveragePool(s) [flat] f = Flatten(p) [product] y = MatMul(f, w4)
+    }"""
+    return onnx_text.model(text, ir=9, **{name: np.asarray(array, np.float32) for name, array in arrays.items()})
+
+
+def scaled(model: Any, weight: str, factor: float) -> Any:
+    copy = onnx.ModelProto.FromString(model.SerializeToString())
+    tensor = next(t for t in copy.graph.initializer if t.name == weight)
+    array = onnx.numpy_helper.to_array(tensor) * np.float32(factor)
+    tensor.CopyFrom(onnx.numpy_helper.from_array(array.astype(np.float32), weight))
+    return copy
+
+
+class Changing(OnnxRuntime):
+    """ONNX Runtime that changes whatever graph it is given."""
+
+    def change(self, graph: Any) -> None:
+        raise NotImplementedError
+
+    def load(self, trial: Trial, artifact: Artifact | None) -> Session:
+        assert artifact is not None
+        model = onnx.load(artifact.path)
+        self.change(model.graph)
+        path = Path(artifact.path).with_name("changed.onnx")
+        onnx.save(model, path)
+        return super().load(trial, replace(artifact, path=str(path)))
+
+
+class WrongConvolution(Changing):
+    """Its kernel for the second convolution is wrong."""
+
+    def change(self, graph: Any) -> None:
+        for node in [node for node in graph.node if node.name.startswith("conv2")]:
+            wrong = onnx.helper.make_node("Neg", [f"{node.output[0]}/minus"], [node.output[0]])
+            node.output[0] += "/minus"
+            graph.node.insert([*graph.node].index(node) + 1, wrong)
+
+
+class HalfTensor(Changing):
+    """It keeps one tensor in FP16, whatever its size."""
+
+    def change(self, graph: Any) -> None:
+        make, kinds = onnx.helper.make_node, onnx.TensorProto
+        for node in [node for node in graph.node if node.name.startswith("larger")]:
+            name, place = node.output[0], [*graph.node].index(node) + 1
+            node.output[0] = f"{name}/single"
+            graph.node.insert(place, make("Cast", [f"{name}/half"], [name], to=kinds.FLOAT))
+            graph.node.insert(place, make("Cast", [f"{name}/single"], [f"{name}/half"], to=kinds.FLOAT16))
+
+
+class WrongFusion(Changing):
+    """Wrong where it fuses: the second convolution's ReLU is lost, unless the tensor between them is an output."""
+
+    def change(self, graph: Any) -> None:
+        outputs = {value.name for value in graph.output}
+        for node in graph.node:
+            convolved = any(node.input and node.input[0] == n.output[0] for n in graph.node if n.name == "conv2")
+            if node.op_type == "Relu" and convolved and node.input[0] not in outputs:
+                node.op_type = "Identity"
+
+
+@pytest.fixture
+def compare(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Compare:
+    """Compare two graphs: the first in ONNX Runtime node by node, the second in a backend."""
+
+    def run(first: Any, second: Any, backend: Backend = ONNX_RUNTIME, **settings: Any) -> LayerErrors:
+        paths = []
+        for number, model in enumerate((first, second)):
+            paths.append(tmp_path / f"{number}.onnx")
+            onnx.save(model, paths[-1])
+        backends = {"onnxruntime": ONNX_RUNTIME, "own": backend}
+        monkeypatch.setattr(layers, "find", backends.__getitem__)
+        images, one = DataSpec(count=3), Runtime(threads=1)
+        trial = Trial(ModelSpec("net", ""), "own", "fp32", Dims(1, 8, 8), settings, data=images, runtime=one)
+        artifacts = [Artifact("onnx", str(path), "", 0, "fp32", (), (), 0.0) for path in paths]
+        layers.store_reference(
+            Job("reference", trial=trial, artifact=artifacts[0], options={"runs": 3}), tmp_path, said
+        )
+        more = {
+            "graph": str(paths[1]),
+            "reference_graph": str(paths[0]),
+            "reference": str(tmp_path / "tensors"),
+            "limits": FP32,
+        }
+        job = Job("layer_errors", trial=trial, artifact=artifacts[1], options={**more, "always": False})
+        return layers.compare_engine(job, tmp_path, said)
+
+    return run
+
+
+def said(stage: str) -> None:
+    """Nobody listens."""
+
+
+def own(found: LayerErrors) -> dict[str, float]:
+    return {layer.tensor: layer.own.error for layer in found.layers}
+
+
+def first(found: LayerErrors) -> str:
+    return next(layer.tensor for layer in found.layers if layer.total.error > FP32[0])
+
+
+@pytest.mark.parametrize("backend", [ONNX_RUNTIME, OPENVINO], ids=["onnxruntime", "openvino"])
+def test_equal_graphs_have_no_suspects(compare: Compare, backend: Backend) -> None:
+    found = compare(network(), network(), backend)
+    assert found.unmodified is not None and found.unmodified.error < 1e-5 and found.unmodified.close == 1
+    assert [layer.tensor for layer in found.layers] == ["c1", "r1", "c2", "r2", "c3", "d", "u", "v", "s", "p", "f", "y"]
+    assert max(own(found).values()) < 1e-5 and not found.suspects and found.cut is None
+    assert {layer.tensor: layer.reads for layer in found.layers}["d"] == ("c3", "r2")
+
+
+@pytest.mark.parametrize("backend", [ONNX_RUNTIME, OPENVINO], ids=["onnxruntime", "openvino"])
+def test_a_changed_weight_is_found_and_confirmed(compare: Compare, backend: Backend) -> None:
+    found = compare(network(), scaled(network(), "w3", 1.5), backend)
+    assert found.suspects == ("c3",) == (first(found),)
+    errors = own(found)
+    assert errors.pop("c3") == pytest.approx(0.5, rel=1e-3) and max(errors.values()) < 1e-5  # others inherit
+    assert found.unmodified and found.cut and found.substituted
+    assert found.unmodified.error > 0.05 and found.cut.error == pytest.approx(found.unmodified.error, rel=1e-3)
+    assert found.substituted.error < 1e-5
+    effects = {layer.tensor: layer.effect for layer in found.layers}
+    assert effects["c3"] == pytest.approx(found.unmodified.error, rel=1e-3)
+
+
+def test_a_swapped_branch_is_found(compare: Compare) -> None:
+    swapped = network()
+    difference = next(node for node in swapped.graph.node if node.name == "difference")
+    difference.input[:] = ["c3", "r2"]
+    found = compare(network(), swapped)
+    assert found.suspects == ("d",) == (first(found),) and own(found)["d"] == pytest.approx(2, rel=1e-3)
+    assert found.substituted is not None and found.substituted.error < 1e-5
+
+
+def test_a_wrong_kernel_of_an_engine_is_found(compare: Compare) -> None:
+    found = compare(network(), network(), WrongConvolution())
+    assert found.suspects == ("c2",) == (first(found),) and own(found)["c2"] == pytest.approx(2, rel=1e-3)
+    assert found.substituted and found.substituted.error < 1e-5
+
+
+def test_what_only_fusing_makes_wrong_vanishes_when_marked_and_is_found_by_cuts(compare: Compare) -> None:
+    found = compare(network(), network(), WrongFusion())
+    assert found.unmodified and found.unmodified.error > 0.05 and found.marked and found.marked.error < 1e-5
+    assert max(layer.total.error for layer in found.layers) < 1e-5  # nothing to see where everything is marked
+    assert found.boundary == ("c2", "r2") and found.suspects == ("c2", "r2")
+    assert found.cut and found.cut.error == pytest.approx(found.unmodified.error, rel=1e-3)
+    assert found.substituted and found.substituted.error < 1e-5
+
+
+def test_an_overflow_is_found_where_it_begins(compare: Compare) -> None:
+    found = compare(network(3e4), network(3e4), HalfTensor(), optimization="disable")
+    broken = [layer for layer in found.layers if layer.total.nonfinite]
+    assert broken[0].tensor == first(found) == "u" and broken[0].own.nonfinite
+    assert found.unmodified and found.unmodified.nonfinite and not np.isfinite(found.unmodified.error)
+    assert (
+        found.suspects == ("u",)
+        and found.substituted
+        and (found.substituted.nonfinite, found.substituted.error) < (1, 1e-3)
+    )
+
+
+def test_an_overflow_that_only_marking_shows(compare: Compare) -> None:
+    """ONNX Runtime has no such kernels in FP16 on a CPU: it goes on in FP32 until a tensor is marked."""
+    from onnxconverter_common import float16
+
+    found = compare(network(3e4), float16.convert_float_to_float16(network(3e4), 1e-8, 65504.0, keep_io_types=True))
+    broken = [layer for layer in found.layers if layer.total.nonfinite]
+    assert broken[0].tensor == "u" and broken[0].own.nonfinite
+    assert (
+        found.unmodified and found.unmodified.nonfinite == 0 and found.unmodified.error < FP32[0] and not found.suspects
+    )
+
+
+def test_parts_change_nothing(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    wrong = scaled(network(), "w2", -1.0)
+    at_once = compare(network(), wrong)
+    monkeypatch.setattr(numerics_compare, "MOST_MARKED", 1)
+    in_parts = compare(network(), wrong)
+    assert (at_once.parts, in_parts.parts) == (1, 11) and at_once.suspects == in_parts.suspects == ("c2",)
+    assert own(at_once) == pytest.approx(own(in_parts))
+
+
+def test_fewer_runs_where_tensors_would_fill_the_memory(compare: Compare, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(numerics_compare, "MOST_KEPT", 1)
+    assert compare(network(), network()).runs == 1
+
+
+def test_a_branch_of_the_graph_itself(compare: Compare) -> None:
+    """The graphs inside an If read tensors from around it, and are cut out with them."""
+
+    def with_branch(value: float) -> Any:
+        model = network()
+        make = onnx.helper.make_node
+        then, other = (onnx.helper.make_graph(
+            [make("Mul", ["f", f"k{n}"], [f"out{n}"], f"inner{n}")], f"b{n}", [],
+            [onnx.helper.make_tensor_value_info(f"out{n}", onnx.TensorProto.FLOAT, [1, 8])],
+            [onnx.numpy_helper.from_array(np.asarray(value if n else 1.0, np.float32), f"k{n}")],
+        ) for n in (1, 0))  # fmt: skip
+        nodes = [*model.graph.node]
+        nodes[-1].input[0] = "g"
+        del model.graph.node[:]
+        model.graph.node.extend([
+            *nodes[:-1], make("ReduceSum", ["f"], ["sum"], "sum", keepdims=0),
+            make("Greater", ["sum", "low"], ["more"], "more"),
+            make("If", ["more"], ["g"], "branch", then_branch=then, else_branch=other), nodes[-1],
+        ])  # fmt: skip
+        model.graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(-1e9, np.float32), "low"))
+        return model
+
+    found = compare(with_branch(1.0), with_branch(2.0))
+    assert found.suspects == ("g",) and found.substituted and found.substituted.error < 1e-5
+    assert {layer.tensor: set(layer.reads) for layer in found.layers}["g"] == {"f", "sum"}
+
+
+def test_other_graphs_are_refused(compare: Compare) -> None:
+    other = network()
+    inner = {node.output[0] for node in other.graph.node} - {"y"}
+    for node in other.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [f"{name}_of_another" if name in inner else name for name in names]
+    with pytest.raises(UserError, match="it shares no layer's tensor with the reference"):
+        compare(network(), other)
+
+
+def test_another_network_whose_tensors_have_the_same_names_is_refused(compare: Compare) -> None:
+    other = network()
+    other.graph.node[0].attribute.append(onnx.helper.make_attribute("strides", [2, 2]))
+    with pytest.raises(UserError, match=r"most tensors of .*1\.onnx have other shapes .* these are different networks"):
+        compare(network(), other)
+
+
+def test_few_counterparts_are_counted(compare: Compare) -> None:
+    """Tensors without a counterpart belong to the next one that has it."""
+    other = scaled(network(), "w2", 1.5)
+    kept = {"x", "c1", "y"}
+    for node in other.graph.node:
+        for names in (node.input, node.output):
+            names[:] = [n if n in kept or n[0] == "w" or n in ("up", "down") else f"{n}_renamed" for n in names]
+    found = compare(network(), other)
+    assert [layer.tensor for layer in found.layers] == ["c1", "y"] and found.suspects == ("y",)
+    assert (found.unmatched, found.reference_layers) == (10, 12)
+
+
+def test_inputs_that_are_no_numbers_are_refused() -> None:
+    with pytest.raises(UserError, match="input 'x' has values that are NaN or infinite"):
+        numerics_compare.check_finite([{"x": np.array([1.0, np.nan])}])
+
+
+def test_nodes_without_names(compare: Compare) -> None:
+    wrong = scaled(network(), "w3", 1.5)
+    for node in wrong.graph.node:
+        node.ClearField("name")
+    found = compare(network(), wrong)
+    assert found.suspects == ("c3",) and found.substituted and found.substituted.error < 1e-5
+
+
+def test_suspects_are_few(compare: Compare) -> None:
+    wrong: Sequence[tuple[str, float]] = (("w1", 1.0001), ("w2", 1.5), ("w3", 1.5))
+    model = network()
+    for weight, factor in wrong:
+        model = scaled(model, weight, factor)
+    assert set(compare(network(), model).suspects) <= {"c2", "c3"}
+
+
+def test_a_tensor_that_its_readers_make_up_for_is_left_out(compare: Compare) -> None:
+    """As in a graph whose layers were scaled against each other before quantisation."""
+    found = compare(network(), scaled(scaled(network(), "up", 4.0), "down", 0.25))
+    assert found.mismatched == 2 and {"u", "v"}.isdisjoint(layer.tensor for layer in found.layers)
+    assert max(own(found).values()) < 1e-5 and found.unmodified and found.unmodified.error < 1e-5
+
+
+def test_a_relu_that_quantising_took_away_is_no_error(compare: Compare) -> None:
+    """A quantiser leaves it to the clamping at 0, and gives the convolution the name of its output."""
+    quantised = network()
+    make, nodes = onnx.helper.make_node, [*quantised.graph.node]
+    names = {node.name: node for node in nodes}
+    names["conv1"].output[0] = "r1"
+    scale = [onnx.numpy_helper.from_array(np.asarray(0.02, np.float32), "scale"),
+             onnx.numpy_helper.from_array(np.asarray(0, np.uint8), "zero")]  # fmt: skip
+    quantised.graph.initializer.extend(scale)
+    for reader in (names["conv2"], names["conv3"]):
+        reader.input[0] = "restored"
+    del quantised.graph.node[:]
+    quantised.graph.node.extend([
+        names["conv1"], make("QuantizeLinear", ["r1", "scale", "zero"], ["q"], "quantise"),
+        make("DequantizeLinear", ["q", "scale", "zero"], ["restored"], "restore"), *nodes[2:],
+    ])  # fmt: skip
+    found = compare(network(), quantised)
+    first_own, *others = own(found).values()
+    assert found.layers[0].tensor == "r1" and 1e-4 < first_own < 0.05 and max(others) < 1e-5
+    assert found.mismatched == 0
