@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import json
+from pathlib import Path
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.extra import numpy as hnp
 
-from dyno.worker.spec import Dims, ModelSpec, Trial
-from dyno.worker.tasks.classify import LEAST_PARTED, TOP, TopKCollector, classes_of, ranked
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, Trial
+from dyno.worker.tasks.classify import AMBIGUOUS, LEAST_PARTED, TOP, TopKCollector, classes_of, find_scores, ranked
 from dyno.worker.tasks.task import EvaluationInputs
 
 
@@ -63,3 +66,33 @@ def test_no_batch_leaves_no_arrays() -> None:
 )
 def test_class_scores_are_known_by_their_shape(shape: tuple[int | str, ...], classes: int) -> None:
     assert classes_of(shape) == classes
+
+
+@pytest.mark.parametrize(
+    ("shapes", "classes", "found"),
+    [
+        ({"feat": 64, "y": 10}, 10, "y"),
+        ({"a": 10, "b": 10}, 10, "a b"),
+        ({"a": 10, "logits": 10}, 10, "logits"),
+        ({"pre_logits": 10, "out": 10}, 0, "out"),
+        ({"a": 64, "b": 10}, 0, "a b"),
+        ({"probabilities": 10, "logits": 10}, 0, "logits"),
+        ({"a": 64, "b": 128}, 10, "a b"),
+    ],
+)
+def test_class_scores_are_found_by_their_number_and_name(shapes: dict[str, int], classes: int, found: str) -> None:
+    assert find_scores({name: ("N", n) for name, n in shapes.items()}, classes) == found.split()
+
+
+def test_features_are_never_scored_in_place_of_class_scores(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text(json.dumps({"classes": [str(k) for k in range(10)]}))
+    data = DataSpec("digits", folder=str(tmp_path), count=4)
+    trial = Trial(ModelSpec("net", "fake:net"), "fake", "fp32", Dims(4, 4, 4), data=data)
+    rng = np.random.default_rng(0)
+    features, scores, more = (rng.standard_normal((4, n)).astype(np.float32) for n in (64, 10, 10))
+    collector = TopKCollector(EvaluationInputs(trial, 4, 4))
+    answers = collector.arrays([collector.of(0, {"feat": features, "y": scores})])
+    np.testing.assert_array_equal(answers["topk_index"][:, 0], scores.argmax(axis=1))
+    assert collector.oddities([]) != [] and collector.of(0, {"a": scores, "b": more}) is None
+    (line,) = collector.oddities([None])
+    assert line.startswith(f"{AMBIGUOUS} a and b; rename that one logits")

@@ -16,7 +16,7 @@ from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
-from dyno.worker.tasks.classify import UNSCORED
+from dyno.worker.tasks.classify import AMBIGUOUS, UNSCORED
 from dyno.worker.tasks.layouts import UNREAD
 
 if TYPE_CHECKING:
@@ -237,5 +237,6 @@ def list_unscored_findings(run: RunData) -> Iterator[Finding]:
 
 def list_unscored(t: TrialResult) -> str:
     """Return the trial's warning on outputs that can't be scored, "" without one."""
-    marked = ((warning, warning.find(mark)) for warning in remarks.list_warnings(t) for mark in (UNSCORED, UNREAD))
+    marks = UNSCORED, AMBIGUOUS, UNREAD
+    marked = ((warning, warning.find(mark)) for warning in remarks.list_warnings(t) for mark in marks)
     return next((warning[place:] for warning, place in marked if place >= 0), "")  # behind the stage that it is of
