@@ -579,3 +579,12 @@ def test_infinities_and_nan_by_design_agree_with_the_reference_s(call: Call) -> 
     assert "10.00% are NaN and 20.00% are infinite" in warning
     code, _, errors = call("run", "net.onnx", *QUICK[:-1], "openvino", "-o", "alone")
     assert code == 0, errors
+
+
+def test_the_verdict_says_that_float64_is_computed_in_float32(call: Call) -> None:
+    onnx.save(network(["n", 3, 24, 24], kind=KINDS.DOUBLE), "double.onnx")
+    code, out, errors = call("run", "double.onnx", *QUICK[:-1], "onnxruntime", "-o", "run")
+    assert code == 0, errors
+    assert "double: the graph was in float64, in part or as a whole, and is computed in float32" in " ".join(
+        out.split()
+    )

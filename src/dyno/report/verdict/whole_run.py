@@ -16,6 +16,7 @@ from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
+from dyno.worker.facts.files import IN_SINGLE
 from dyno.worker.tasks.classify import AMBIGUOUS, UNSCORED
 from dyno.worker.tasks.layouts import UNREAD
 
@@ -164,6 +165,16 @@ def _report_failure(plain: TrialResult, tried: Sequence[TrialResult], budget: st
     return Finding(
         WARNING, f"{plain.label}: up to {most} of {total} layers in a higher precision don't bring it within {budget}."
     )
+
+
+# Files whose numbers are not computed as they are stored.
+
+
+def list_weight_findings(results: Results) -> Iterator[Finding]:
+    """Yield a warning for each model in float64 that is computed in float32."""
+    models = dict.fromkeys(t.given for t in results if t.good and IN_SINGLE in remarks.list_warnings(t))
+    advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
+    yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
 
 
 # Images that were normalised by a guess, since a file doesn't say how its network was trained.
