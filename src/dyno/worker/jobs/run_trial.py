@@ -19,6 +19,7 @@ from dyno.worker.facts.job import SAME_OUTPUTS, AnsweredImages, SustainedLoad
 from dyno.worker.inputs import input_data
 from dyno.worker.jobs.turns import Uninterleaved
 from dyno.worker.journal import Journal
+from dyno.worker.nets.checkpoint import describe_averaged
 from dyno.worker.record import Measurement, one_line, save_arrays
 from dyno.worker.registry import find
 from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Trial, Unavailable, UserError
@@ -159,6 +160,8 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
     if BUILD in job.options:
         journal.facts(build=int(job.options[BUILD]))
+    if trial.model.weights and (text := describe_averaged(trial.model.weights)):
+        journal.warn(text)
     if SLOWDOWN in job.options:
         session = _slow_session(session, float(job.options[SLOWDOWN]), journal)
     model = trial.model
