@@ -539,3 +539,28 @@ def test_axes_that_share_a_question_mark_may_differ(call: Call) -> None:
     """PaddlePaddle writes `?` for every free axis."""
     found = measured(call, network(["n", 3, "?", "?"]), "--shapes", "image:batchx3x16x24", "--batch", 2)
     assert [(row["status"], row["size"], row["batch"]) for row in found] == [("ok", "16x24", "2")] * 2
+
+
+def test_infinities_and_nan_by_design_agree_with_the_reference_s(call: Call) -> None:
+    mask = np.zeros(10, np.float32)
+    mask[[2, 5]], mask[1] = -np.inf, np.nan
+    nodes = [h.make_node("MatMul", ["x", "w"], ["z"]), h.make_node("Add", ["z", "m"], ["y"])]
+    weights = np.random.default_rng(0).standard_normal((8, 10)).astype(np.float32)
+    saved(nodes, {"x": ["N", 8]}, {"y": ["N", 10]}, w=weights, m=mask)
+    code, out, errors = call("run", "net.onnx", *QUICK, "-o", "run")
+    assert code == 0, errors
+    assert "10.00% of the output values are NaN, where agreement proves nothing" in out
+    assert dict(dyno.load("run").to_pandas()[["backend", "outputs"]].to_numpy())["openvino"] == "agree"
+    (warning,) = {w for t in dyno.load("run").records for w in t.rounds[0].warnings if "not finite" in w}
+    assert "10.00% are NaN and 20.00% are infinite" in warning
+    code, _, errors = call("run", "net.onnx", *QUICK[:-1], "openvino", "-o", "alone")
+    assert code == 0, errors
+
+
+def test_the_verdict_says_that_float64_is_computed_in_float32(call: Call) -> None:
+    onnx.save(network(["n", 3, 24, 24], kind=KINDS.DOUBLE), "double.onnx")
+    code, out, errors = call("run", "double.onnx", *QUICK[:-1], "onnxruntime", "-o", "run")
+    assert code == 0, errors
+    assert "double: the graph was in float64, in part or as a whole, and is computed in float32" in " ".join(
+        out.split()
+    )

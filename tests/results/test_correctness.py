@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -88,6 +89,52 @@ def test_rounding_agrees_and_equal_infinities_do(tmp_path: Path) -> None:
         _change(trial, masked)
     held = check_correctness(*reversed(load_run(tmp_path / "run").trials))
     assert held is not None and held.ok and held.error < 1e-4 and held.reason == ""
+
+
+def _plant(results: Results, folder: Path, own: object, reference: object) -> Correctness:
+    """Change the outputs of the trial and of its reference, record what isn't finite, and compare them."""
+    for trial, change in zip(results, (reference, own), strict=True):
+        _change(trial, change)
+        for stored in trial.rounds:
+            path = stored.folder / "record.json"
+            record = json.loads(path.read_text())
+            record["facts"]["finite"] = bool(np.isfinite(np.load(stored.folder / "outputs.npz")["output:output"]).all())
+            path.write_text(json.dumps(record))
+    held = check_correctness(*reversed(load_run(folder).trials))
+    assert held is not None
+    return held
+
+
+def test_only_what_is_not_finite_in_one_of_both_is_wrong(tmp_path: Path) -> None:
+    def planted(name: str, own: float, reference: float) -> Correctness:
+        results = _run(tmp_path / name, Way("onnxruntime", "fp16", 0.001))
+        column = np.arange(10) == 3
+        changes = (lambda a, v=v: np.where(column, np.float32(v), a) for v in (own, reference))
+        return _plant(results, tmp_path / name, *changes)
+
+    assert planted("same", np.nan, np.nan).ok and planted("minus", -np.inf, -np.inf).ok
+    for name, own, reference in (("overflow", np.inf, 7e4), ("nan", np.nan, 1), ("sign", np.inf, -np.inf)):
+        held = planted(name, own, reference)
+        assert not held.ok and held.reason.startswith("the outputs are not finite (NaN or infinity)"), name
+    assert planted("theirs", 1, np.nan).reason.startswith("the reference's outputs are NaN or infinite where")
+
+
+def test_changed_classes_count_beside_equal_infinities(tmp_path: Path) -> None:
+    results = _run(tmp_path / "run", Way("onnxruntime", "int8", 0.001))
+
+    def mask(a: np.ndarray) -> np.ndarray:
+        a = a - 29
+        a[:, 3] = -np.inf
+        return a
+
+    def swap(a: np.ndarray) -> np.ndarray:  # the best class of each second input and the next one
+        a = mask(a)
+        best = a[::2].argmax(axis=1)
+        a[::2][np.arange(len(best)), best] -= 0.3 * np.abs(a[:, 4:]).max()
+        return a
+
+    held = _plant(results, tmp_path / "run", swap, mask)
+    assert held.changed is None or held.changed > 0
 
 
 def test_other_shapes_and_nan_are_wrong(tmp_path: Path) -> None:

@@ -20,6 +20,7 @@ from dyno.results.metrics.precision import truth
 from dyno.results.trial_result import Results, TrialResult, load_run
 from dyno.worker.facts.job import MANY, is_labels
 from dyno.worker.numerics.closeness import errors as distances
+from dyno.worker.numerics.closeness import find_one_sided
 from dyno.worker.spec import PRECISIONS, Trial, UserError
 
 # The reference trial of each trial, and whether two trials are comparable.
@@ -43,13 +44,18 @@ def find_references(results: Results, requested: str | None = None) -> dict[str,
     for t in results.trials:
         groups.setdefault(t.group, []).append(t)
     fits = make_matcher(requested, results.trials) if requested else None
-    chosen = {group: first_trial([t for t in trials if t.good], fits) for group, trials in groups.items()}
+    chosen = {group: first_trial(_list_candidates(trials), fits) for group, trials in groups.items()}
     if requested and not any(chosen.values()):
         available = sorted({f"{t.backend}/{t.precision}" for t in results.trials if t.good})
         raise UserError(
             f"no successful trial fits the reference {requested!r}; available: {', '.join(available) or 'none'}"
         )
     return {t.id: ref for t in results.trials if (ref := chosen[t.group]) is not None}
+
+
+def _list_candidates(trials: Sequence[TrialResult]) -> list[TrialResult]:
+    """Return the successful trials, last those below fp32 with NaN or infinity (an overflow?)."""
+    return sorted((t for t in trials if t.good), key=lambda t: not t.finite and t.precision not in ("fp32", "tf32"))
 
 
 def make_matcher(requested: str, trials: Iterable[T]) -> Callable[[T], bool]:
@@ -138,6 +144,7 @@ def other_inputs(a: TrialResult, b: TrialResult) -> bool:
 
 
 AGREE, WRONG = "agree", "wrong outputs"  # of a row's outputs; the second begins the verdict of a row without a speed
+OVERFLOWS = "the outputs are not finite (NaN or infinity): this engine is wrong, or its precision overflows"
 EXACT = 1e-5  # relative error below which digits say nothing
 MOST_OF_ONE = 0.3  # of the labels of an input
 
@@ -238,6 +245,8 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
     types = [name for name in (ran.types if ran else ()) if name in TOLERANCES]
     precision = max(trial.precision, reference.precision, *types, key=lambda name: TOLERANCES[name].limit)
     tolerance = TOLERANCES[precision]
+    if not trial.finite and reference.finite:
+        return Correctness(np.inf, None, tolerance, precision, OVERFLOWS)
     if (rows := agreement.pair_rows(trial, reference)) is not None:
         return _judge_boxes(rows.errors, tolerance, precision)
     shapes = [[list(a.shape[1:]) for a in arrays] for arrays in (own, other)]
@@ -253,6 +262,8 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
     if not pairs:
         return None
     values = [pair for pair in pairs if not is_labels(pair[1])]
+    if text := _compare_not_finite(values):
+        return Correctness(np.inf, None, tolerance, precision, text)
     errors = [distances(a, b, channels) for a, b in values]
     worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors), default=math.nan)
     changed = _compute_changed(trial, reference, own[0], other[0], tolerance) if worst > tolerance.close else None
@@ -260,6 +271,18 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
     mismatch = next((wrong for _, wrong in labels if wrong), "")
     share = max((share for share, _ in labels), default=math.nan)
     return Correctness(worst, changed, tolerance, precision, mismatch, share)
+
+
+def _compare_not_finite(values: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
+    """Return what is wrong where NaN and infinities are not those of the reference at the same places, else ""."""
+    one_sided = [(a, b, found) for a, b in values if (found := find_one_sided(a, b)).any()]
+    if not one_sided:
+        return ""
+    count, total = sum(int(found.sum()) for *_, found in one_sided), sum(a.size for a, _ in values)
+    share = f"{count:,} of {total:,} values"
+    if any((~np.isfinite(a) & found).any() for a, _, found in one_sided):
+        return f"{OVERFLOWS}; {share} are not those of the reference"
+    return f"the reference's outputs are NaN or infinite where this engine gives numbers, in {share}"
 
 
 def _compare_labels(
@@ -292,7 +315,7 @@ def _compare_labels(
 def _are_ranked(scores: np.ndarray, indices: np.ndarray) -> bool:
     """Return whether these are the scores of a top-k's indices, the highest first."""
     return bool(scores.shape == indices.shape and scores.ndim == 2 and scores.shape[1] > 1
-                and (np.diff(scores.astype(np.float64), axis=1) <= 0).all())  # fmt: skip
+                and (scores[:, 1:] <= scores[:, :-1]).all())  # fmt: skip
 
 
 def _are_tied(own: np.ndarray, other: np.ndarray, scores: np.ndarray, limit: float) -> np.ndarray:
@@ -302,11 +325,16 @@ def _are_tied(own: np.ndarray, other: np.ndarray, scores: np.ndarray, limit: flo
     reference's last score is an upper bound for an index that it doesn't list.
     """
     scores = scores.astype(np.float64)
-    room = limit * np.sqrt(np.mean(scores**2, axis=1, keepdims=True))
+    room = limit * np.sqrt(np.mean(_zero_not_finite(scores) ** 2, axis=1, keepdims=True))
     listed = own[:, :, None] == other[:, None, :]
     theirs = np.where(listed.any(axis=2), np.take_along_axis(scores, listed.argmax(axis=2), axis=1), scores[:, -1:])
-    tied: np.ndarray = np.abs(theirs - scores) <= room
+    with np.errstate(invalid="ignore"):
+        tied: np.ndarray = (theirs == scores) | (np.abs(theirs - scores) <= room)
     return tied
+
+
+def _zero_not_finite(array: np.ndarray) -> np.ndarray:
+    return np.where(np.isfinite(array), array, 0.0)
 
 
 def _values_first(array: np.ndarray) -> np.ndarray:
@@ -341,8 +369,11 @@ def _compute_changed(
         return None
     count = min(len(own), len(other))
     a, b = own[:count].astype(np.float64), other[:count].astype(np.float64)
+    # What isn't finite is the same in both: the best of the others counts.
+    a, b = (np.where(np.isfinite(b), array, -np.inf) for array in (a, b))
     rows, classes = np.arange(count), a.argmax(axis=1)
     # A class that lay closer to the first than the tolerance allows each score is a tie, which rounding may decide.
-    lead = b.max(axis=1) - b[rows, classes]
-    tied = tolerance.limit * np.sqrt(np.mean(b**2, axis=1))
+    with np.errstate(invalid="ignore"):  # a row without a number has no answer
+        lead = b.max(axis=1) - b[rows, classes]
+    tied = tolerance.limit * np.sqrt(np.mean(_zero_not_finite(b) ** 2, axis=1))
     return float((lead > tied).mean())

@@ -291,12 +291,20 @@ class TrialResult:
         return rounds[0].facts if rounds else Facts()
 
     @property
+    def finite(self) -> bool:
+        """Whether no good round found NaN or infinity in the outputs."""
+        return all(each.facts.finite for each in self.good)
+
+    @property
     def oddity(self) -> str:
-        """The reason why comparing its outputs proves little, or "": they change by themselves, or never do."""
+        """The reason why comparing its outputs proves little, or "": they change by themselves, never, or are NaN."""
         if self.facts.random_outputs:
             return "its outputs change from call to call, so they can't be compared"
         same = any(line.startswith(SAME_OUTPUTS) for each in self.good for line in each.record.warnings)
-        return f"{SAME_OUTPUTS}, so agreement proves little" if same else ""
+        if same:
+            return f"{SAME_OUTPUTS}, so agreement proves little"
+        nan = self.facts.nan_share
+        return f"{nan:.2%} of the output values are NaN, where agreement proves nothing" if nan else ""
 
     @property
     def artifact(self) -> Artifact | None:

@@ -14,7 +14,16 @@ import pytest
 import torch
 
 from dyno.worker.nets import checkpoint
-from dyno.worker.nets.checkpoint import MODULE, OTHER, PROGRAM, WEIGHTS, Archive, Stub, read_checkpoint
+from dyno.worker.nets.checkpoint import (
+    MODULE,
+    OTHER,
+    PROGRAM,
+    WEIGHTS,
+    Archive,
+    Stub,
+    describe_averaged,
+    read_checkpoint,
+)
 from dyno.worker.spec import UserError
 
 
@@ -199,3 +208,14 @@ def test_what_is_no_file_of_torch_save(tmp_path: Path) -> None:
     }.items():
         with pytest.raises(UserError, match=reason):
             Archive(tmp_path / f"{name}.pt")
+
+
+@pytest.mark.parametrize("key", ["state_dict_ema", "model_ema", "ema"])
+def test_averaged_weights_beside_those_that_are_taken_are_named(tmp_path: Path, key: str) -> None:
+    raw, averaged = torch.nn.Linear(2, 2).state_dict(), torch.nn.Linear(2, 2).state_dict()
+    torch.save({"state_dict": raw, key: averaged, "epoch": 3}, tmp_path / "both.pt")
+    torch.save({"state_dict": raw, "epoch": 3}, tmp_path / "one.pt")
+    line = describe_averaged(str(tmp_path / "both.pt"))
+    assert f"under {key}; those under state_dict were taken" in line
+    assert torch.equal(read_checkpoint(str(tmp_path / "both.pt"))["weight"], raw["weight"])
+    assert describe_averaged(str(tmp_path / "one.pt")) == ""

@@ -15,7 +15,7 @@ from dyno.worker.backend import Session
 from dyno.worker.evaluation.evaluate import evaluate
 from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Tensor, Trial, UserError
-from dyno.worker.tasks.classify import LEAST_PARTED, TOP, TopKCollector, classes_of, ranked
+from dyno.worker.tasks.classify import AMBIGUOUS, LEAST_PARTED, TOP, TopKCollector, classes_of, find_scores, ranked
 from dyno.worker.tasks.task import EvaluationInputs
 
 
@@ -167,3 +167,33 @@ def test_a_data_set_without_sizes_is_one_line(data: DataSpec, boxes) -> None:
     (Path(data.folder) / "sizes.npy").unlink()
     with pytest.raises(UserError, match="decoded without the images' sizes"):
         evaluate(Knowing(2, boxes), trial(data, 2), timed=False)
+
+
+@pytest.mark.parametrize(
+    ("shapes", "classes", "found"),
+    [
+        ({"feat": 64, "y": 10}, 10, "y"),
+        ({"a": 10, "b": 10}, 10, "a b"),
+        ({"a": 10, "logits": 10}, 10, "logits"),
+        ({"pre_logits": 10, "out": 10}, 0, "out"),
+        ({"a": 64, "b": 10}, 0, "a b"),
+        ({"probabilities": 10, "logits": 10}, 0, "logits"),
+        ({"a": 64, "b": 128}, 10, "a b"),
+    ],
+)
+def test_class_scores_are_found_by_their_number_and_name(shapes: dict[str, int], classes: int, found: str) -> None:
+    assert find_scores({name: ("N", n) for name, n in shapes.items()}, classes) == found.split()
+
+
+def test_features_are_never_scored_in_place_of_class_scores(tmp_path: Path) -> None:
+    (tmp_path / "meta.json").write_text(json.dumps({"classes": [str(k) for k in range(10)]}))
+    data = DataSpec("digits", folder=str(tmp_path), count=4)
+    trial = Trial(ModelSpec("net", "fake:net"), "fake", "fp32", Dims(4, 4, 4), data=data)
+    rng = np.random.default_rng(0)
+    features, scores, more = (rng.standard_normal((4, n)).astype(np.float32) for n in (64, 10, 10))
+    collector = TopKCollector(EvaluationInputs(trial, 4, 4))
+    answers = collector.arrays([collector.of(0, {"feat": features, "y": scores})])
+    np.testing.assert_array_equal(answers["topk_index"][:, 0], scores.argmax(axis=1))
+    assert collector.oddities([]) != [] and collector.of(0, {"a": scores, "b": more}) is None
+    (line,) = collector.oddities([None])
+    assert line.startswith(f"{AMBIGUOUS} a and b; rename that one logits")

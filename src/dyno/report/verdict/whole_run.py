@@ -16,7 +16,8 @@ from dyno.results.ranking import LATENCY
 from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import Results, TrialResult
-from dyno.worker.tasks.classify import UNSCORED
+from dyno.worker.facts.files import AVERAGED, IN_SINGLE
+from dyno.worker.tasks.classify import AMBIGUOUS, UNSCORED
 from dyno.worker.tasks.layouts import UNREAD
 
 if TYPE_CHECKING:
@@ -166,6 +167,19 @@ def _report_failure(plain: TrialResult, tried: Sequence[TrialResult], budget: st
     )
 
 
+# Files whose numbers are not computed as they are stored.
+
+
+def list_weight_findings(results: Results) -> Iterator[Finding]:
+    """Yield a warning for each model in float64 that is computed in float32, or whose file has averaged weights too."""
+    models = dict.fromkeys(t.given for t in results if t.good and IN_SINGLE in remarks.list_warnings(t))
+    advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
+    yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
+    lines = ((t.given, line) for t in results if t.good for line in remarks.list_warnings(t))
+    averaged = dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(AVERAGED))
+    yield from (Finding(WARNING, text) for text in averaged)
+
+
 # Images that were normalised by a guess, since a file doesn't say how its network was trained.
 
 
@@ -237,5 +251,6 @@ def list_unscored_findings(run: RunData) -> Iterator[Finding]:
 
 def list_unscored(t: TrialResult) -> str:
     """Return the trial's warning on outputs that can't be scored, "" without one."""
-    marked = ((warning, warning.find(mark)) for warning in remarks.list_warnings(t) for mark in (UNSCORED, UNREAD))
+    marks = UNSCORED, AMBIGUOUS, UNREAD
+    marked = ((warning, warning.find(mark)) for warning in remarks.list_warnings(t) for mark in marks)
     return next((warning[place:] for warning, place in marked if place >= 0), "")  # behind the stage that it is of

@@ -465,6 +465,8 @@ def compare_ranks(own: Mapping[str, np.ndarray], reference: Mapping[str, np.ndar
     k = min(RANKS, own["topk_index"].shape[1], reference["topk_index"].shape[1])
     if not len(here):
         return []
-    error = np.abs(own["topk_score"][here, :k].astype(np.float64) - reference["topk_score"][there, :k])
+    a, b = own["topk_score"][here, :k].astype(np.float64), reference["topk_score"][there, :k]
+    with np.errstate(invalid="ignore"):
+        error = np.where((a == b) | (np.isnan(a) & np.isnan(b)), 0.0, np.abs(a - b))  # infinities too
     differs = own["topk_index"][here, :k] != reference["topk_index"][there, :k]
     return [Rank(i + 1, float(error[:, i].mean()), float(differs[:, i].mean())) for i in range(k)]

@@ -20,7 +20,6 @@ from dyno.worker.inputs.input_data import relative_change
 from dyno.worker.inputs.specs import channels_first, image_of, static_shapes
 from dyno.worker.record import Measurement
 from dyno.worker.spec import BATCH, Trial, UserError
-from dyno.worker.tasks.classify import UNSCORED, TopKCollector
 from dyno.worker.tasks.task import Collector, EvaluationInputs
 
 # Whether an engine's outputs have a row for each input of a batch, and on which axis: tested by values, since a length
@@ -243,8 +242,6 @@ def evaluate(session: Session, trial: Trial, timed: bool = True) -> Evaluation:
     oddities = (*metadata.get("warnings", ()), *_left_out(metadata.get("unreadable", ())))
     oddities += (rows.warning,) if rows.warning else ()
     oddities += (*collector.oddities(result.results),)
-    if isinstance(collector, TopKCollector) and metadata.get("classes") and "topk_index" not in arrays:
-        oddities += (UNSCORED,)
     return Evaluation(arrays, count, min(warm_up * batch, count), seconds, decode, stages, oddities)
 
 

@@ -404,8 +404,10 @@ class TrainingFacts:
 
 @dataclass(frozen=True, kw_only=True)
 class Facts(EngineFacts, Timing):
-    """All facts of a record. `data`, `evaluation`, `finite` and `random_outputs` are of round 0.
+    """All facts of a record. `data`, `evaluation`, `finite`, `nan_share` and `random_outputs` are of round
+    0.
 
+    `finite` is whether all values of the outputs are, `nan_share` the share of those that are NaN;
     `random_outputs` is how far two calls on one input are apart, relative to their size; `no_route` says that no other
     route to the file would lead on, and `printed` is the end of what making it printed. `stress`, `peak`, `copy`,
     `probe`, `training`, `inside`, `functions` (of a watched run), `layer_errors`, `files`, `video`, `serve` and
@@ -415,6 +417,7 @@ class Facts(EngineFacts, Timing):
     data: AnsweredImages | None = None
     evaluation: PipelineFacts | None = None
     finite: bool = True
+    nan_share: float = 0.0
     random_outputs: float | None = None
     no_route: bool = False
     printed: str = ""

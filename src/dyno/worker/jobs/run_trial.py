@@ -19,6 +19,7 @@ from dyno.worker.facts.job import SAME_OUTPUTS, AnsweredImages, SustainedLoad
 from dyno.worker.inputs import input_data
 from dyno.worker.jobs.turns import Uninterleaved
 from dyno.worker.journal import Journal
+from dyno.worker.nets.checkpoint import describe_averaged
 from dyno.worker.record import Measurement, one_line, save_arrays
 from dyno.worker.registry import find
 from dyno.worker.spec import BUILD, ENERGY, SLOWDOWN, Job, Trial, Unavailable, UserError
@@ -107,7 +108,8 @@ def _busy_for(nanoseconds: int) -> None:
         pass
 
 
-# A wrong result has no speed: NaN or infinite outputs fail the trial.
+# A network may give NaN or infinity by design, at some places: whether the reference has them there too, the host finds
+# out (results/correctness.py). Without a single number nothing can be compared, and the trial fails.
 
 
 def not_finite(arrays: Arrays) -> list[str]:
@@ -116,11 +118,28 @@ def not_finite(arrays: Arrays) -> list[str]:
     return [name for name, array in values.items() if array.dtype.kind not in "OSU" and not np.isfinite(array).all()]
 
 
+def record_finite(arrays: Arrays, journal: Journal) -> bool:
+    """Record whether the outputs are finite, with a warning at the first that are not; return whether any value is."""
+    names = not_finite(arrays)
+    if not names:
+        return True
+    floats = [a for a in map(np.asarray, arrays.values()) if a.dtype.kind not in "OSUbiu"]
+    values, nan = sum(a.size for a in floats), sum(int(np.isnan(a).sum()) for a in floats)
+    infinite = sum(int(np.isinf(a).sum()) for a in floats)
+    if journal.record.facts.finite:
+        counted = ((nan, "NaN"), (infinite, "infinite"))
+        shares = " and ".join(f"{count / values:.2%} are {word}" for count, word in counted if count)
+        doubt = "; that NaN agrees with another engine's proves nothing" if nan else ""
+        journal.warn(f"output {', '.join(names)} has values that are not finite: {shares}{doubt}")
+        journal.facts(finite=False, nan_share=nan / values)
+    return nan + infinite < values
+
+
 def failure() -> UserError:
-    """Return the error for the row of an engine with outputs that are not finite."""
+    """Return the error for the row of an engine whose outputs have not a single finite value."""
     return UserError(
-        "the outputs are not finite (NaN or infinity): this engine is wrong, its precision overflows, or the model "
-        "gives them itself: then let its forward replace them (torch.nan_to_num)"
+        "the outputs are not finite (NaN or infinity), not a single value of them: this engine is wrong, its precision "
+        "overflows, or the model gives nothing else for these inputs; --input gives others"
     )
 
 
@@ -141,6 +160,8 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     session: Session = journal.timed("load", "load", lambda: backend.load(trial, job.artifact))
     if BUILD in job.options:
         journal.facts(build=int(job.options[BUILD]))
+    if trial.model.weights and (text := describe_averaged(trial.model.weights)):
+        journal.warn(text)
     if SLOWDOWN in job.options:
         session = _slow_session(session, float(job.options[SLOWDOWN]), journal)
     model = trial.model
@@ -156,15 +177,16 @@ def run_trial(job: Job, trial: Trial, journal: Journal, turns: Uninterleaved) ->
     if ENERGY in job.options:
         _sustain_load(session, trial, feeds, journal, float(job.options[ENERGY]))
     journal.add(Measurement("peak_memory", "B", "bytes", float(system.peak_memory())))
+    any_finite = True
     if job.round == 0:
         journal.stage("evaluate")
-        answer_all(session, trial, journal)
+        any_finite = answer_all(session, trial, journal)
         repeat(session, feeds[0], first, journal)
     journal.stage("inspect")
     _inspect_engine(session, job, journal)
     journal.stage("close")  # an engine may still crash here: its facts are on disk by then
     session.close()
-    if not journal.record.facts.finite:
+    if not any_finite:
         journal.stage("evaluate")
         raise failure()
 
@@ -220,8 +242,8 @@ def _sustain_load(session: Session, trial: Trial, feeds: measure.Feeds, journal:
     journal.facts(sustained=SustainedLoad(sampling.window, float(sampling.value or 0.0), round(contention.busy(), 3)))
 
 
-def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = True) -> None:
-    """Store the outputs for every input of the data, and what is odd about them."""
+def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = True) -> bool:
+    """Store the outputs for every input of the data, and what is odd about them; return whether any value is finite."""
     evaluation = evaluate.evaluate(session, trial, timed)
     arrays = evaluation.arrays
     save_arrays(journal.folder / "outputs.npz", arrays)
@@ -240,9 +262,7 @@ def answer_all(session: Session, trial: Trial, journal: Journal, timed: bool = T
     raw = [a for name, a in arrays.items() if name.startswith("output:")]
     if raw and not any(a.size for a in raw):
         journal.warn("the outputs have no rows for any input: there is nothing to compare")
-    if names := not_finite({name[7:]: a for name, a in arrays.items() if name.startswith("output:")}):
-        journal.warn(f"output {', '.join(names)} has values that are not finite")
-        journal.facts(finite=False)
+    return record_finite({name[7:]: a for name, a in arrays.items() if name.startswith("output:")}, journal)
 
 
 def repeat(session: Session, feeds: Arrays, first: Mapping[str, Kept], journal: Journal) -> None:

@@ -12,11 +12,11 @@ from pathlib import Path
 import numpy as np
 
 from dyno.worker import measure, system
-from dyno.worker.backend import Session
+from dyno.worker.backend import Arrays, Session
 from dyno.worker.facts.engine import ORIGIN
 from dyno.worker.facts.job import ServeFacts, ServeStep
 from dyno.worker.inputs import input_data
-from dyno.worker.jobs.run_trial import answer_all, answers, failure, not_finite, repeat
+from dyno.worker.jobs.run_trial import answer_all, answers, failure, record_finite, repeat
 from dyno.worker.journal import Journal
 from dyno.worker.record import save_arrays
 from dyno.worker.registry import find
@@ -102,21 +102,22 @@ def _make_feeds(trial: Trial, session: Session, size: int) -> list[dict[str, np.
 
 def _answer_known(job: Job, trial: Trial, instances: Instances, journal: Journal) -> None:
     """Store the answers to the inputs that every engine gets, in batches as requests form them; round 0 only: they
-    don't change between rounds. Fail where one isn't finite."""
+    don't change between rounds. Fail where none is finite."""
     journal.stage("evaluate")
     first = instances.first
     feeds = _make_feeds(trial, first.session, first.size)
     inherited = job.artifact.made_by.set_fields(ORIGIN) if job.artifact else {}
     journal.facts(inputs_sha256=input_data.fingerprint(feeds, trial.model.preprocess), **inherited)
+    any_finite = True
     try:
         before = instances.call(lambda: answers(first.session, feeds[0]))
-        instances.call(
+        any_finite = instances.call(
             lambda: answer_all(BatchFormingSession(instances.ladder, trial.dims), trial, journal, timed=False)
         )
         instances.call(lambda: repeat(first.session, feeds[0], before, journal))
     except Unanswered as e:  # of a server with too much to do: a rate says so
         journal.warn(f"{e}: not all outputs could be compared")
-    if not journal.record.facts.finite:
+    if not any_finite:
         raise failure()
 
 
@@ -155,27 +156,28 @@ class _ServeJob:
         self._facts = replace(self._facts, capacity=float(rate.value or 0.0))
 
     def _check_answers(self) -> None:
-        """Run each batch of each size once on every lane; fail if an answer isn't finite."""
-        wrong: list[str] = []
+        """Run each batch of each size once on every lane; fail if no value of an answer is finite."""
+        answered: list[Arrays] = []
 
         def run_batches(lane: Lane) -> None:
             for rung in lane.rungs:
                 for _ in rung.feeds:
                     with suppress(Unanswered):  # of a server with too much to do: a rate says so
                         lane.answer(rung.size)
-                        wrong.extend(not_finite(lane.answered))
+                        answered.append({name: np.array(a) for name, a in lane.answered.items()})
 
         self._instances.each(run_batches)
-        self._check_finite(wrong)
+        self._check_finite(answered)
 
     def _check_last(self) -> None:
-        """Fail where a lane's last answer isn't finite."""
-        self._check_finite([name for lane in self._instances.lanes for name in not_finite(lane.answered)])
+        """Fail where no value of a lane's last answer is finite."""
+        self._check_finite([lane.answered for lane in self._instances.lanes])
 
-    def _check_finite(self, names: Sequence[str]) -> None:
-        if names:
-            self._journal.warn(f"output {', '.join(sorted({*names}))} has values that are not finite")
-            self._journal.facts(finite=False)
+    def _check_finite(self, answered: Sequence[Arrays]) -> None:
+        """Fail where answers that were finite so far have not a single finite value."""
+        before = self._journal.record.facts.finite
+        any_finite = [record_finite(arrays, self._journal) for arrays in answered]
+        if before and answered and not any(any_finite):
             raise failure()
 
     def _measure_capacity(self, seconds: float) -> measure.Sampling:

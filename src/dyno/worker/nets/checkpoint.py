@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.extras import install
+from dyno.worker.facts.files import AVERAGED
 from dyno.worker.spec import Unavailable, UserError
 
 # Files of torch.save, read without running them: no class is imported, no function of the pickle is called.
@@ -329,6 +330,7 @@ def _rebuild_tensor(storage: Any, offset: Any, shape: Any, stride: Any, *_: Any)
 
 
 NESTED = ("state_dict", "model_state_dict", "model")
+AVERAGES = ("state_dict_ema", "model_ema", "ema_state_dict", "ema")
 PREFIXES = ("module.", "_orig_mod.")  # written by DataParallel and by torch.compile
 SAVE_AGAIN = "save it again with torch.save or as .safetensors"
 COUNTER = "num_batches_tracked"  # batch norm's counter, absent from old checkpoints and unused in eval mode
@@ -349,6 +351,25 @@ def read_checkpoint(path: str) -> dict[str, Any]:
         raise UserError(f"checkpoint {path} is empty")
     read = _load_safetensors if file.suffix == ".safetensors" else _load_pickle
     return _strip_prefixes(_find_state(read(file), path))
+
+
+def describe_averaged(path: str) -> str:
+    """Return a warning where a checkpoint has averaged weights (EMA) beside those that are taken; "" elsewhere.
+
+    Only the pickle is read, without the tensors.
+    """
+    try:
+        archive = Archive(path)
+        loaded = archive.load() if archive.kind in (WEIGHTS, OTHER) else None
+    except UserError:  # another format has one set of weights; a damaged file is refused where it is loaded
+        return ""
+    if not isinstance(loaded, Mapping):
+        return ""
+    taken = next((key for key in NESTED if isinstance(loaded.get(key), Mapping)), "")
+    averaged = next((key for key in AVERAGES if isinstance(loaded.get(key), Mapping)), "")
+    if not (taken and averaged):
+        return ""
+    return f"{AVERAGED}, under {averaged}; those under {taken} were taken: to measure the others, save them alone"
 
 
 def apply(module: Any, state: Mapping[str, Any], path: str, advice: str = "") -> None:

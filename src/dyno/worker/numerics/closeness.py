@@ -64,6 +64,12 @@ def closeness(pairs: Iterable[tuple[np.ndarray, np.ndarray]], rtol: float, atol:
     )
 
 
+def find_one_sided(a: np.ndarray, b: np.ndarray) -> np.ndarray:
+    """Return whether each value is NaN or infinite in one of the arrays and not the same in the other."""
+    found: np.ndarray = ~(np.isfinite(a) & np.isfinite(b)) & (a != b) & ~(np.isnan(a) & np.isnan(b))
+    return found
+
+
 def shares_changed(a: np.ndarray, b: np.ndarray) -> np.ndarray:
     """Return the share of each input's labels (axis 0) that differ."""
     shares: np.ndarray = (a != b).reshape(len(a), -1).mean(axis=1) if b.size else np.zeros(0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.worker.facts.files import MakerFacts
+from dyno.worker.facts.files import IN_SINGLE, MakerFacts
 from dyno.worker.onnx_graph.graph_facts import graphs_in, graphs_of, tensors_in
 from dyno.worker.spec import Artifact, Recipe, UserError, shorten
 
@@ -208,7 +208,7 @@ def _convert_doubles(model: Any) -> str:
     if any(tensor.external_data for tensor in tensors_in(graph) if tensor.data_type == kinds.DOUBLE):
         return ""
     in_single(model, (kinds.DOUBLE,))
-    return "the graph was in float64, in part or as a whole, and is computed in float32"
+    return IN_SINGLE
 
 
 # ONNX graphs in another opset, for engines whose parser ends below it or types that begin above it.

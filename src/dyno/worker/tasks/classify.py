@@ -2,18 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
+from dyno.worker.inputs import input_data
 from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess
 from dyno.worker.tasks.task import Arrays, Collector, EvaluationInputs, OutputShapes, Task
 
 TOP = 10
-UNSCORED = "no accuracy was measured: the first output has no row of class scores for each image (N x C)"
+UNSCORED = "no accuracy was measured: no output has a row of class scores for each image (N x C)"
+AMBIGUOUS = "no accuracy was measured: class scores may be any of the outputs"
+WORDS = ("logit", "score", "prob", "softmax", "predict")  # in names of class scores; of two that fit the first decides
+OTHERS = ("prelogit", "pre_logit", "aux", "feat", "embed", "hidden")  # in names of what isn't the answer
 LEAST_PARTED = 4  # times as many classes as are ranked; with fewer a full sort is as quick
 
 
@@ -27,15 +31,47 @@ def classes_of(shape: Sequence[int | str]) -> int:
     return shape[1] if shape[1] > 1 else 0
 
 
+def find_scores(shapes: Mapping[str, Sequence[int | str]], classes: int = 0) -> list[str]:
+    """Return the names of the outputs that may be the class scores: one where the number of classes (0: unknown), or
+    else the names, tell it from the others."""
+    found = [name for name, shape in shapes.items() if classes_of(shape)]
+    found = [name for name in found if classes_of(shapes[name]) == classes] or found
+    found = [name for name in found if not any(word in name.lower() for word in OTHERS)] or found
+    for word in WORDS if len(found) > 1 else ():
+        named = [name for name in found if word in name.lower()]
+        if named:
+            return named
+    return found
+
+
 class TopKCollector(Collector):
     """The best classes of each image."""
 
+    def __init__(self, evaluated: EvaluationInputs) -> None:
+        super().__init__(evaluated)
+        self.labelled = len(input_data.metadata(evaluated.trial.data).get("classes") or ())
+        self.ambiguous: tuple[str, ...] = ()
+
     def of(self, turn: int, fetched: Arrays) -> Any:
-        """Return index and score of the best classes, None if the first output has no row of classes for each image."""
-        first = next(iter(self.cut(turn, fetched).values()))
-        if not classes_of(first.shape) or len(first) != self.images(turn):
+        """Return index and score of the best classes, None without an output that has a row of classes for each image,
+        or where several have and the images have labels; without labels the first of them counts."""
+        own = {name: a for name, a in self.cut(turn, fetched).items() if a.ndim and len(a) == self.images(turn)}
+        own = {name: a for name, a in own.items() if a.dtype.kind not in "biu"} or own
+        classes = self.labelled or self.evaluated.trial.model.classes or 0
+        names = find_scores({name: a.shape for name, a in own.items()}, classes)
+        if len(names) > 1 and self.labelled:
+            self.ambiguous = tuple(names)
+        if not names or self.ambiguous:
             return None
-        return ranked(first.astype(np.float32).reshape(first.shape[:2]), TOP)
+        scores = own[names[0]]
+        return ranked(scores.astype(np.float32).reshape(scores.shape[:2]), TOP)
+
+    def oddities(self, batches: Sequence[Any]) -> list[str]:
+        """Return the reason why images with labels have no answers."""
+        if self.ambiguous:
+            names = " and ".join(self.ambiguous)
+            return [f"{AMBIGUOUS} {names}; rename that one logits in the file, or export it alone"]
+        return [UNSCORED] if self.labelled and not self.arrays(batches) else []
 
     def arrays(self, batches: Sequence[Any]) -> dict[str, np.ndarray]:
         """Return `topk_index` and `topk_score`; nothing if a batch has none: a single box looks like classes."""
