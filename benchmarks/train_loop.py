@@ -28,8 +28,8 @@ from torchvision.transforms import v2
 from dyno.worker import system
 from dyno.worker.nets import models
 from dyno.worker.spec import ModelSpec, Preprocess
-from dyno.worker.training import loader as train_data
 from dyno.worker.training import network
+from dyno.worker.training import network as train_data
 from dyno.worker.training.loop import Loop
 from dyno.worker.training.options import TrainOptions
 
@@ -102,12 +102,14 @@ def plain_epochs(split: train_data.Split, size: int, options: TrainOptions, loop
 
 def dyno_epochs(split: train_data.Split, size: int, options: TrainOptions, loop: Loop) -> Iterator[int]:
     """Dyno's own parts as `training.loop._train_epoch` drives them, without an end."""
-    read = train_data.BatchReader(split, PREPROCESS, options, train_data.augmentation(options.augment, (size, size)))
+    read = train_data.BatchReader(
+        split, PREPROCESS, options, train_data.make_augmentation(options.augment, (size, size))
+    )
     total = torch.zeros((), device=loop.device)
     epoch = 0
     while True:
         epoch += 1
-        for x, y in read(train_data.batches(split, options, epoch)):
+        for x, y in read(train_data.load_batches(split, options, epoch)):
             total += loop.step(x, y).float() * len(y)
             yield len(y)
 

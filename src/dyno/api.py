@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from dyno.devices import spread
 from dyno.jobs.progress import Progress
-from dyno.runner.run_names import choose_folder
+from dyno.runner.run_folder import choose_folder
 from dyno.study.study import Study as StudyData
 from dyno.worker.option_values import check_types
 from dyno.worker.spec import UserError
@@ -16,7 +16,7 @@ from dyno.worker.spec import UserError
 if TYPE_CHECKING:
     import pandas as pd
 
-    from dyno.results.metrics.confusion import Confusion
+    from dyno.results.metrics.accuracy import Confusion
     from dyno.results.run_data import RunData
     from dyno.results.trial_result import Results
     from dyno.table import Table
@@ -80,11 +80,11 @@ class Result:
         return self._find_confusion(trial).per_class()
 
     def _find_confusion(self, trial: str) -> Confusion:
-        from dyno.results.metrics import confusion
+        from dyno.results.metrics import accuracy
 
         check_types({"trial": trial}, {"trial": str | None})
         records = self.records
-        matrices = (confusion.read_confusion(t) for t in ([records.trial(trial)] if trial else records))
+        matrices = (accuracy.read_confusion(t) for t in ([records.trial(trial)] if trial else records))
         first = next((matrix for matrix in matrices if matrix), None)
         if first is None:
             raise UserError(f"{self.folder} has no classifier's answers to labelled images")
@@ -113,7 +113,7 @@ class Result:
 
     def _repr_html_(self) -> str:
         """Return the HTML for a notebook: the decisions, the trials and one chart."""
-        from dyno.report.notebook import cell
+        from dyno.report.report import cell
 
         return cell(self.data)
 

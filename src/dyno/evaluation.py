@@ -12,7 +12,7 @@ from dyno.api import run
 from dyno.formatting import counting, images_tested, markdown, markdown_table, plain, show, significant
 from dyno.report.tables.trial_table import FEW, STAGES, few, parenthesised
 from dyno.results import metrics, remarks, stats
-from dyno.results.metrics import accuracy, confusion, mean_ap
+from dyno.results.metrics import accuracy, mean_ap
 from dyno.results.metrics.mean_ap import MeanAP
 from dyno.results.rounds import LATENCIES
 from dyno.results.stats import Interval
@@ -49,9 +49,9 @@ def show_evaluation(folders: Sequence[Path], format: str, per_class: bool) -> in
     from dyno.report.export import export
     from dyno.report.tables import trial_table
     from dyno.report.tables.trial_table import TRIALS
-    from dyno.report.verdict import whole_run
+    from dyno.report.verdict import findings
     from dyno.report.verdict.verdict import about
-    from dyno.results.metrics import confusion
+    from dyno.results.metrics import accuracy
     from dyno.table import joined
 
     runs = [trial_table.read_trials(folder) for folder in folders]
@@ -60,11 +60,11 @@ def show_evaluation(folders: Sequence[Path], format: str, per_class: bool) -> in
     for data in runs:
         if format in ("text", "markdown"):
             for t in (t for t in data.records if t.good):
-                of_run = [text] if (text := whole_run.is_guessed(t, data.records)) else []
+                of_run = [text] if (text := findings.is_guessed(t, data.records)) else []
                 print("\n" + describe_evaluation(t, format, per_class, of_run).rstrip("\n"))
-        confusion.write_confusion(data.records, data.records.folder)
+        accuracy.write_confusion(data.records, data.records.folder)
     for data in runs:
-        reasons = [whole_run.list_unscored(t) for t in data.records if t.good]
+        reasons = [findings.list_unscored(t) for t in data.records if t.good]
         if reasons and all(UNREAD in reason for reason in reasons):
             raise UserError(reasons[0])
     return trial_table.exit_code(table.to_pandas())
@@ -137,7 +137,7 @@ def _find_stage_seconds(trial: TrialResult, name: str) -> float | None:
 
 
 def _describe_classes(trial: TrialResult, per_class: bool) -> Iterator[str]:
-    matrix = confusion.read_confusion(trial)
+    matrix = accuracy.read_confusion(trial)
     if matrix is None:
         return
     classes = matrix.per_class()
@@ -158,7 +158,7 @@ def _iter_tables(trial: TrialResult, per_class: bool) -> Iterator[Sequence[Any]]
         yield [["", *COLUMNS], *latencies]
         if any(cell.startswith("(") for row in latencies for cell in row):
             yield [FEW]
-    if per_class and (matrix := confusion.read_confusion(trial)):
+    if per_class and (matrix := accuracy.read_confusion(trial)):
         rows = [[r["class"], f"{r['images']:,}", f"{r['top1']:.2f}", f"[{r['top1_low']:.2f}, {r['top1_high']:.2f}]",
                  r["taken_for"], str(r["times"] or "")] for r in matrix.per_class().to_dict("records")]  # fmt: skip
         yield [["class", "images", "top-1 %", "95 % interval", "taken for", "times"], *rows]

@@ -13,7 +13,7 @@ from dyno import Study
 from dyno.devices import blocks, one_host, places, spread
 from dyno.devices.blocks import find_anchor, split_blocks
 from dyno.devices.places import Place, RunningBlock
-from dyno.report.verdict.whole_run import list_device_findings
+from dyno.report.verdict.findings import list_device_findings
 from dyno.results.trial_result import Results
 from dyno.study.plan import expand
 from dyno.worker.record import write_json

@@ -5,8 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyno.worker.sessions.device_session import DeviceSession
-from dyno.worker.sessions.gpu import CudaGraph, Device, Stopwatch, call
+from dyno.worker.sessions.gpu import CudaGraph, Device, DeviceSession, Stopwatch, call
 from dyno.worker.spec import PARTS, Tensor, Unavailable, UserError
 
 pytestmark = pytest.mark.gpu

@@ -5,9 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from dyno.layers import launching, times
-from dyno.layers.launching import LaunchTimes, Path
-from dyno.layers.times import Times
+from dyno.layers import times
+from dyno.layers.times import LaunchTimes, Path, Times
 from dyno.report.export import export
 from dyno.worker.facts.job import LAYERS, Function, Layer, LayerGraph
 
@@ -44,8 +43,8 @@ def test_by_the_clocks_where_nobody_saw_the_kernels() -> None:
 
 
 def test_the_arrays_of_a_job() -> None:
-    assert launching.of_samples({"unprofiled_model": np.ones(3), "layers": np.ones((3, 1))}) is None
-    found = launching.of_samples({"unprofiled_model_gpu": np.ones(3), "gpu_busy": np.ones(2)})
+    assert times.of_samples({"unprofiled_model": np.ones(3), "layers": np.ones((3, 1))}) is None
+    found = times.of_samples({"unprofiled_model_gpu": np.ones(3), "gpu_busy": np.ones(2)})
     assert found is not None and found.latency.size == 3 and found.busy.size == 2 and not found.enqueue.size
 
 
@@ -69,16 +68,16 @@ FUNCTIONS = (
 
 
 def test_shares_add_up_and_the_rest_is_one_row() -> None:
-    found = launching.make_path_table({"PyTorch": Path(FUNCTIONS)}, 2)
+    found = times.make_path_table({"PyTorch": Path(FUNCTIONS)}, 2)
     assert [row["function"] for row in found.rows] == ["outside of CUDA", "cudaLaunchKernel", "2 more functions"]
     assert sum(row["share"] for row in found.rows) == pytest.approx(100)
     assert found.rows[2]["time_us"] == pytest.approx(44)
-    assert len(launching.make_path_table({"PyTorch": Path(FUNCTIONS)}, 0).rows) == 4
-    assert len(launching.make_path_table({"PyTorch": Path(FUNCTIONS)}, 3).rows) == 4, "a row for one isn't worth it"
+    assert len(times.make_path_table({"PyTorch": Path(FUNCTIONS)}, 0).rows) == 4
+    assert len(times.make_path_table({"PyTorch": Path(FUNCTIONS)}, 3).rows) == 4, "a row for one isn't worth it"
 
 
 def test_words_and_cells() -> None:
-    text = export([launching.make_path_table({"PyTorch": Path(FUNCTIONS), "other": Path(FUNCTIONS[:1])}, 0)])
+    text = export([times.make_path_table({"PyTorch": Path(FUNCTIONS), "other": Path(FUNCTIONS[:1])}, 0)])
     assert "PyTorch: the critical path is 60 % the host outside of CUDA, 28 % calls of CUDA, 12 % the GPU." in text
     assert "conv" in text and "\nother\n" in text
 

@@ -8,11 +8,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from dyno.layers import causes, cures, pairs, reasons, waterfall, waterfall_tables
+from dyno.layers import causes, cures, pairs, reasons, waterfall
 from dyno.layers.cures import PRESCRIPTIONS, IndicatedPrescription, Outcome, Prescription
-from dyno.layers.launching import LaunchTimes
 from dyno.layers.pairs import FormPair, PairSide
-from dyno.layers.times import Times
+from dyno.layers.times import LaunchTimes, Times
 from dyno.layers.waterfall import Waterfall
 from dyno.report.export import export
 from dyno.results.stats import FASTER, UNDECIDED, Speedup
@@ -282,14 +281,14 @@ def test_int8_that_is_no_faster_names_the_layers_that_kept_their_type() -> None:
 
 def test_tables_add_up_and_the_rest_is_one_row() -> None:
     found = waterfall.make_waterfall(pair())
-    by_cause, by_part = waterfall_tables.list_waterfall_tables(found, 2)
+    by_cause, by_part = waterfall.list_waterfall_tables(found, 2)
     first, *steps, last = by_cause.rows
     assert first["cause"] == "A: PyTorch 2.0" and last["cause"] == "B: ONNX Runtime 1.0"
     assert first["a_us"] + sum(row["difference_us"] for row in steps) == pytest.approx(last["b_us"])
     assert steps[-1]["reached_us"] == pytest.approx(last["reached_us"])
     assert sum(row["share"] for row in steps) == pytest.approx(100)
     assert [row["modules"] for row in by_part.rows] == ["pool", "conv", "4 more parts"]
-    every = waterfall_tables.by_part(found, 0)
+    every = waterfall.by_part(found, 0)
     assert sum(r["difference_us"] for r in every.rows) == pytest.approx(sum(r["difference_us"] for r in by_part.rows))
     assert every.rows[-1]["modules"] != "more" and len(every.rows) == len(found.parts)
 

@@ -19,8 +19,7 @@ import printed
 import synthetic
 from browser import ask, browse
 from dyno.report import charts, report, sections, tables
-from dyno.report.notebook import leading
-from dyno.report.report import ChartDrawing
+from dyno.report.report import ChartDrawing, leading
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results.run_data import RunData

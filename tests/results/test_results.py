@@ -10,7 +10,7 @@ import pytest
 
 import dyno
 import synthetic
-from dyno.report.verdict.whole_run import list_device_findings
+from dyno.report.verdict.findings import list_device_findings
 from dyno.results import remarks
 from dyno.results.correctness import find_references, incomparable
 from dyno.results.files import read_npz, read_numbers

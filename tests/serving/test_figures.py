@@ -8,7 +8,7 @@ from typing import Any, cast
 import numpy as np
 import pytest
 
-from dyno.serving import words
+from dyno.serving import tables
 from dyno.serving.figures import RateMeasurement, ServingRun, sectioned
 from dyno.worker.facts.job import ServeFacts, ServeStep
 
@@ -78,42 +78,42 @@ def served(*each: RateMeasurement, highest: tuple[float | None, ...], **facts: A
 
 def test_the_highest_rate_is_said_with_its_share_of_the_capacity() -> None:
     good, bad = tried(np.full(700, 0.01)), tried(np.full(700, 0.05), "no", 150.0)
-    said = words.list_sentences(served(good, bad, highest=(100.0,), searched=True, resolution=0.05))
+    said = tables.list_sentences(served(good, bad, highest=(100.0,), searched=True, resolution=0.05))
     assert said[0].startswith("100 requests/s hold p99 <= 20.0 ms: 50.0 % of the 200 requests/s that full batches of 8")
     assert "waits 5.00 ms and is computed in 5.00 ms on average: 50.0 % of its time it waits" in said[1]
 
 
 def test_where_none_holds_the_lowest_is_said() -> None:
     bad, worse = tried(np.full(700, 0.05), "no", 10.0), tried(np.full(700, 0.06), "no", 20.0)
-    (said,) = words.list_sentences(served(bad, worse, highest=(0.0,), searched=True))
+    (said,) = tables.list_sentences(served(bad, worse, highest=(0.0,), searched=True))
     assert said == "No rate that was tried holds p99 <= 20.0 ms: at 10.0 requests/s, the lowest, p99 is 50.0 ms."
-    (said,) = words.list_sentences(served(bad, highest=(0.0,), searched=True))
+    (said,) = tables.list_sentences(served(bad, highest=(0.0,), searched=True))
     assert said == "No rate that was tried holds p99 <= 20.0 ms: at 10.0 requests/s p99 is 50.0 ms."
 
 
 def test_of_several_rounds_the_lowest_rate_is_said_with_its_worst() -> None:
     good, bad = tried(np.full(700, 0.01), "yes", 10.0), tried(np.full(700, 0.05), "no", 10.0)
-    (said,) = words.list_sentences(served(good, bad, highest=(None, None)))
+    (said,) = tables.list_sentences(served(good, bad, highest=(None, None)))
     assert said == "No rate that was tried holds p99 <= 20.0 ms in every round: at 10.0 requests/s p99 is 50.0 ms."
 
 
 def test_of_too_few_requests_it_is_not_said_that_none_holds() -> None:
-    said = words.list_sentences(served(tried(np.full(70, 0.01), "too few requests", 10.0), highest=(None,)))
+    said = tables.list_sentences(served(tried(np.full(70, 0.01), "too few requests", 10.0), highest=(None,)))
     assert said[0] == "Whether p99 <= 20.0 ms holds can't be said of this rate."
     few, bad = tried(np.full(70, 0.01), "too few requests", 10.0), tried(np.full(700, 0.05), "no", 150.0)
-    said = words.list_sentences(served(few, bad, highest=(None,)))
+    said = tables.list_sentences(served(few, bad, highest=(None,)))
     assert said[0].startswith("Whether a rate that was tried holds p99 <= 20.0 ms can't be said: at 10.0 requests/s, ")
 
 
 def test_what_got_no_answer_is_said_by_who_did_not_give_it() -> None:
     seconds = np.full(700, 0.01)
     seconds[:20] = np.nan
-    said = words.list_sentences(served(tried(seconds, "no"), highest=(None,), endpoint="http://127.0.0.1:1"))
+    said = tables.list_sentences(served(tried(seconds, "no"), highest=(None,), endpoint="http://127.0.0.1:1"))
     assert "20 requests got no answer of the server and count as beyond every bound." in said
     assert any(s.endswith("at 100 requests/s p99 falls on requests without an answer.") for s in said)
 
 
 def test_a_round_without_a_result_is_said() -> None:
     good, bad = tried(np.full(700, 0.01)), tried(np.full(700, 0.05), "no", 50.0)
-    (said,) = words.list_sentences(served(good, bad, highest=(0.0, 100.0), searched=True))
+    (said,) = tables.list_sentences(served(good, bad, highest=(0.0, 100.0), searched=True))
     assert said == "1 of 2 rounds ended without a rate that holds p99 <= 20.0 ms twice."

@@ -14,7 +14,7 @@ import pytest
 import described_nets
 import dyno
 from dyno import Study, UserError
-from dyno.runner.run_names import choose_folder
+from dyno.runner.run_folder import choose_folder
 from dyno.worker.nets import saved_modules
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")

@@ -15,7 +15,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dyno import Study, UserError
-from dyno.runner.run_names import folder_name
+from dyno.runner.run_folder import folder_name
 from dyno.study.study import Choice, model_name, parse_budget, parse_size, runtimes
 
 

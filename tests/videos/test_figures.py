@@ -8,9 +8,8 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from dyno.videos import streams, words
-from dyno.videos.figures import PROCESSORS, Video, mean_interval
-from dyno.videos.streams import Server, Simulation
+from dyno.videos import figures, words
+from dyno.videos.figures import PROCESSORS, Server, Simulation, Video, mean_interval
 from dyno.videos.tables import HAND_OVER, shares
 from dyno.worker.facts.job import VideoFacts
 
@@ -61,13 +60,13 @@ def test_processors_that_slow_each_other_down_allow_less() -> None:
     assert found.bound.name == PROCESSORS and found.bound.rate.value == pytest.approx(2 / (1.5 * 0.014))
     assert found.crowding(1) == 1 and found.crowding(1.5) == 1.25 and found.crowding(7) == 1.5
     # One processor answers all the time, and is slowed down while the other one works, of which it has four tenths.
-    assert streams.predict_streams(found, 4).rate == pytest.approx(80, rel=0.02)
+    assert figures.predict_streams(found, 4).rate == pytest.approx(80, rel=0.02)
     assert "1.50 times the processor time" in " ".join(words.list_sentences(found))
     steady = crowded(video(processors=2), 1.5, inference=0.010)  # the engine is no slower in a crowd
     assert steady.crowded == pytest.approx(1.5 * 0.004 + 0.010)
-    assert streams.predict_streams(steady, 4).rate > 1.1 * streams.predict_streams(found, 4).rate
+    assert figures.predict_streams(steady, 4).rate > 1.1 * figures.predict_streams(found, 4).rate
     decoding = crowded(video({"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}, processors=2), 1.5)
-    assert streams.predict_streams(decoding, 4).rate == pytest.approx(2 / (1.5 * 0.0121), rel=0.02)
+    assert figures.predict_streams(decoding, 4).rate == pytest.approx(2 / (1.5 * 0.0121), rel=0.02)
 
 
 def test_where_each_stage_s_time_went() -> None:
@@ -84,8 +83,8 @@ def test_latency_counts_from_the_reading_of_a_frame() -> None:
     assert not video().latencies("written").size
 
 
-def predicted(seconds: dict[str, float], count: int, processors: int = 64) -> streams.StreamPrediction:
-    return streams.predict_streams(video(seconds, processors=processors), count)
+def predicted(seconds: dict[str, float], count: int, processors: int = 64) -> figures.StreamPrediction:
+    return figures.predict_streams(video(seconds, processors=processors), count)
 
 
 def test_streams_share_the_engine_and_the_processors() -> None:
@@ -101,13 +100,13 @@ def test_streams_share_the_engine_and_the_processors() -> None:
     few = predicted(stages, 8, processors=2)
     assert (few.bound, few.rate) == (PROCESSORS, pytest.approx(2 / 0.0121, rel=0.02))
     found = video(stages, processors=64)
-    assert streams.count_fitting(found, 24.9) == 20 and streams.count_fitting(found, 101) == 0
+    assert figures.count_fitting(found, 24.9) == 20 and figures.count_fitting(found, 101) == 0
 
 
 def test_handing_on_counts_in_the_prediction_alone() -> None:
     found = video(processors=1, period=0.028)
     handing = replace(found, facts=replace(found.facts, hand_over=0.001))
-    assert streams.predict_streams(handing, 2).rate == pytest.approx(1 / 0.017, rel=0.02)  # to three stages
+    assert figures.predict_streams(handing, 2).rate == pytest.approx(1 / 0.017, rel=0.02)  # to three stages
     assert handing.bound.rate.value == found.bound.rate.value
     assert found.utilization == pytest.approx(0.5)
     assert "the stages kept 50.0 % of the processors' time busy" in " ".join(words.list_sentences(found))

@@ -13,7 +13,7 @@ from rich.table import Table
 
 from dyno.cli.exits import INTERRUPTED, left_out
 from dyno.cli.options import Overrides
-from dyno.runner.run_names import RUNS, choose_folder
+from dyno.runner.run_folder import RUNS, choose_folder
 from dyno.store import check_own, check_writable, is_run
 from dyno.study.defaults import (
     EVALUATION,

@@ -10,7 +10,7 @@ from rich.console import Console
 
 from dyno import data
 from dyno.cli import commands
-from dyno.runner.run_names import RUNS, choose_folder
+from dyno.runner.run_folder import RUNS, choose_folder
 from dyno.store import cache_dir, check_own, versions
 from dyno.study.model_info import model_spec
 from dyno.study.study import Study

@@ -14,8 +14,7 @@ from typing import Any, TypeGuard
 import numpy as np
 
 from dyno.data.boxes import Annotation, Labels, checked_box, checked_keypoints, checked_polygon, polygon_area
-from dyno.data.data_format import DataFormat, ScanRequest
-from dyno.data.label_files import is_coco
+from dyno.data.data_format import DataFormat, ScanRequest, is_coco
 from dyno.data.photos import (
     Annotations,
     Listing,

@@ -2,16 +2,178 @@
 
 from __future__ import annotations
 
+import os
+import re
 import sys
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 
-from dyno.data.label_files import refuse_labels
-from dyno.data.photos import CALIBRATION, Listing
+from dyno.data.photos import CALIBRATION, Listing, is_image, is_system, name_below
 from dyno.worker import plugins
 from dyno.worker.spec import UserError
+
+# Files of labels that lie among images, in layouts that are read and in those that are not: none is overlooked.
+
+HEAD, FIRST = 1 << 18, 1 << 12  # bytes of a file that are looked at, and those that show a JSON file's first key
+WIDE = 20  # folders of a folder that are looked into
+DEEP = 3  # levels below the data folder
+COCO_KEYS = re.compile(r'\s*\{\s*"(info|licenses|images|annotations|categories|type)"\s*:')
+TOKENS = re.compile(r"[\s,;:\"'\[\]{}/\\]+")
+NAMED = re.compile(r"label|annot|target|truth|ground", re.IGNORECASE)
+OTHERWISE = re.compile(r"readme|licen[sc]e|copying|requirements", re.IGNORECASE)
+TEXTS = (".csv", ".tsv", ".txt", ".json", ".jsonl", ".xml")
+ARRAYS = (".mat", ".npy", ".npz", ".parquet", ".tfrecord", ".record")
+# Names of folders that hold a part of a data set, not a class.
+PARTS = {
+    "train", "training", "val", "valid", "validation", "test", "testing", "images", "imgs", "jpegimages", "labels",
+    "annotations", "masks", "data", "jpg", "jpeg", "png",
+}  # fmt: skip
+SPLITS = ("train", "val", "valid", "validation", "test")
+
+
+@dataclass(frozen=True)
+class LabelFile:
+    """A file of labels, what it is, and whether its labels are of objects in the images."""
+
+    path: Path
+    what: str
+    objects: bool
+
+
+def find_labels(folder: Path) -> LabelFile | None:
+    """Return a file of labels in the folder or near its top, of objects if there is one.
+
+    Of large folders only a part is searched.
+    """
+    listed = _list_files(folder)
+    names = {name for files in listed.values() for name in files if is_image(name)}
+    known = names | {stem for name in names if len(stem := Path(name).stem) >= 4 or not stem.isdecimal()}
+    others: list[LabelFile] = []
+    for parent, files in listed.items():
+        stems = {Path(name).stem for name in files if is_image(name)}
+        for name in files:
+            if Path(name).suffix.lower() in (*TEXTS, *ARRAYS) and not OTHERWISE.match(name):
+                found = _recognise_file(parent / name, stems, known, len(names))
+                if found is not None and found.objects:
+                    return found
+                others += [found] if found is not None else []
+    return others[0] if others else None
+
+
+def is_coco(file: Path) -> bool:
+    """Return whether a JSON file begins as COCO's do."""
+    return bool(COCO_KEYS.match(_read_head(file, FIRST)))
+
+
+def is_yolo(file: Path) -> bool:
+    """Return whether the file's first line is a class and four or more numbers."""
+    fields = next((line.split() for line in _read_head(file).splitlines() if line.strip()), [])
+    try:
+        return len([float(field) for field in fields]) >= 5 and fields[0].isdecimal()
+    except ValueError:
+        return False
+
+
+def refuse_labels(folder: Path, is_class_folders: bool) -> None:
+    """Refuse a folder that would be read without its labels, or whose parts would be read as classes."""
+    found = find_labels(folder)
+    parts = _list_folders(folder)
+    layout = is_class_folders and bool(parts) and {part.lower() for part in parts} <= PARTS and not _has_classes(folder)
+    if found is not None and (layout or found.objects or not is_class_folders):
+        raise UserError(
+            f"{folder} holds labels that can't be read there: {name_below(found.path, folder)} ({found.what}); "
+            f"{_suggest_remedy(found)}, or give a folder of the images alone to measure without accuracy"
+        )
+    if layout and len(parts) > 1:
+        one = next((part for part in parts if part.lower() in (*SPLITS, "images") and part != "train"), parts[0])
+        raise UserError(
+            f"{folder} has {', '.join(parts)}, which are parts of a data set and no classes; put class folders into "
+            f"them, or give one of them, such as {folder / one}, to measure without accuracy"
+        )
+
+
+def _suggest_remedy(found: LabelFile) -> str:
+    if found.path.name.startswith(("ILSVRC", "LOC_")):
+        return "sort ImageNet's images into class folders with dyno data imagenet-val"
+    if found.path.suffix == ".txt" and found.objects:
+        return "put the images into images/ and their label files into labels/"
+    if found.objects:
+        return "convert them to COCO's or YOLO's format"
+    is_table = found.path.suffix.lower() in (".csv", ".tsv")
+    return "give that file" if is_table else "write them as a table of path,label (.csv)"
+
+
+def warn_labels(folder: Path) -> list[str]:
+    """Return a warning if a file of labels lies among class folders, whose names are the labels."""
+    found = find_labels(folder)
+    if found is None:
+        return []
+    return [f"labels are the folders' names; {name_below(found.path, folder)} ({found.what}) is not read"]
+
+
+def _has_classes(folder: Path) -> bool:
+    """Return whether the folder's splits hold folders that may be classes."""
+    splits = [part for part in _list_folders(folder) if part.lower() in SPLITS]
+    return any(name.lower() not in PARTS for split in splits for name in _list_folders(folder / split))
+
+
+def _list_folders(folder: Path) -> list[str]:
+    with os.scandir(folder) as entries:
+        return sorted(entry.name for entry in entries if entry.is_dir() and not is_system(entry.name))
+
+
+def _list_files(folder: Path) -> dict[Path, list[str]]:
+    """Return the names of the files in each folder, those nearest to the top first."""
+    listed: dict[Path, list[str]] = {}
+    level = [folder]
+    for _ in range(DEEP):
+        below: list[Path] = []
+        for place in level:
+            with os.scandir(place) as entries:
+                every = sorted((entry.name, entry.is_dir()) for entry in entries if not is_system(entry.name))
+            listed[place] = [name for name, is_folder in every if not is_folder]
+            below += [place / name for name, is_folder in every if is_folder][:WIDE]
+        level = below
+    return listed
+
+
+def _recognise_file(file: Path, stems: set[str], known: set[str], images: int) -> LabelFile | None:
+    """Return the file as labels: `stems` are of the images beside it, `known` names and stems of all `images`."""
+    suffix = file.suffix.lower()
+    if suffix in ARRAYS:
+        return LabelFile(file, f"labels in {suffix}", False) if suffix == ".mat" or NAMED.search(file.stem) else None
+    head = _read_head(file)
+    if suffix == ".json" and COCO_KEYS.match(head):
+        return LabelFile(file, "COCO's format", True)
+    if suffix == ".xml" and "<annotation" in head:
+        return LabelFile(file, "Pascal VOC's or CVAT's format", True)
+    if suffix == ".txt" and (file.stem in stems or file.parent.name == "labels"):
+        is_boxes = is_yolo(file)
+        return LabelFile(file, "YOLO's format" if is_boxes else "a text for each image", is_boxes)
+    lines = [line for line in head.splitlines() if line.strip()]
+    if suffix == ".txt" and images > 1 and len(lines) == images and all(len(line.split()) == 1 for line in lines):
+        is_list = not known.isdisjoint(Path(line).name for line in lines)
+        return None if is_list else LabelFile(file, "a label for each image", False)
+    if suffix == ".json" and (file.stem in stems or "createml" in file.name):
+        return LabelFile(file, "labels of one image" if file.stem in stems else "CreateML's format", True)
+    mentioned = sum(not known.isdisjoint(TOKENS.split(line)) for line in lines)
+    if not mentioned or (suffix == ".txt" and all(len(line.split()) == 1 and "," not in line for line in lines)):
+        return None
+    boxes = bool(lines) and {"xmin", "bbox"} & set(TOKENS.split(lines[0].lower()))
+    return LabelFile(file, "a table of boxes" if boxes else "a table that names the images", bool(boxes))
+
+
+def _read_head(file: Path, count: int = HEAD) -> str:
+    if not file.is_file():  # a pipe would be waited for
+        return ""
+    try:
+        with file.open("rb") as opened:
+            return opened.read(count).decode("utf-8-sig", "replace")
+    except OSError:
+        return ""
+
 
 GROUP = "dyno.data"
 

@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.data.data_format import DataFormat, ScanRequest
-from dyno.data.label_files import warn_labels
+from dyno.data.data_format import DataFormat, ScanRequest, warn_labels
 from dyno.data.photos import (
     COUNT,
     EXTENSIONS,

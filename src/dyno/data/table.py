@@ -9,8 +9,7 @@ from pathlib import Path
 
 import numpy as np
 
-from dyno.data.data_format import DataFormat, ScanRequest
-from dyno.data.label_files import PARTS
+from dyno.data.data_format import PARTS, DataFormat, ScanRequest
 from dyno.data.photos import (
     COUNT,
     Listing,

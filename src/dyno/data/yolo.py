@@ -16,8 +16,7 @@ from typing import Any
 import numpy as np
 
 from dyno.data.boxes import TOLERANCE, Annotation, Labels, checked_box, checked_polygon, polygon_area
-from dyno.data.data_format import DataFormat, ScanRequest
-from dyno.data.label_files import is_yolo
+from dyno.data.data_format import DataFormat, ScanRequest, is_yolo
 from dyno.data.photos import (
     Annotations,
     Listing,

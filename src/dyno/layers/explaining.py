@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.jobs.progress import Progress
-from dyno.layers import cures, files, forms, graph_page, pairs, profiling, reasons, waterfall, waterfall_tables
+from dyno.layers import cures, files, forms, graph_page, pairs, profiling, reasons, waterfall
+from dyno.layers import waterfall as layers_waterfall
 from dyno.layers.cures import PrescriptionResult
 from dyno.layers.pairs import FormPair, PairSide
 from dyno.layers.reasons import Reason
@@ -65,7 +66,7 @@ class ExplanationResult:
     def tables(self) -> list[Table]:
         """A row for each cause, and one for each part of the model; then one for each prescription that was tried."""
         tried = [self.tried.table] if self.tried and self.tried.outcomes else []
-        return [*waterfall_tables.list_waterfall_tables(self.waterfall, self.top), *tried]
+        return [*layers_waterfall.list_waterfall_tables(self.waterfall, self.top), *tried]
 
     @property
     def sentences(self) -> list[str]:
@@ -87,7 +88,7 @@ class ExplanationResult:
         if place.suffix == STORED:
             pairs.write_pair(place, self.pair)
         elif place.suffix == ".png":
-            figure = waterfall_tables.draw_waterfall(self.waterfall)
+            figure = layers_waterfall.draw_waterfall(self.waterfall)
             save_figure(figure, place, laid_out(figure))
         elif place.suffix == PAGE:
             write_text(place, graph_page.explained_html(self.waterfall, self.tables, self.sentences))

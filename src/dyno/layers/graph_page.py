@@ -14,15 +14,19 @@ from types import MappingProxyType
 from typing import Any
 
 from dyno.formatting import counting, show
-from dyno.layers import waterfall_tables
+from dyno.layers import pairs, reasons, waterfall
+from dyno.layers import waterfall as layers_waterfall
 from dyno.layers.align import Flow
 from dyno.layers.graph_files import Timeline, timelines
 from dyno.layers.pairs import PairSide
 from dyno.layers.waterfall import Estimates, Waterfall
 from dyno.report.export import export
+from dyno.report.sections import ExplanationSection
 from dyno.report.style import COLORS, laid_out, svg
+from dyno.results.trial_result import Results
 from dyno.table import Table
 from dyno.worker.facts.job import MODULES, LayerGraph
+from dyno.worker.spec import UserError
 
 # The layers of one or two forms as graphs in a page: a box for each layer, coloured by its share of the time.
 #
@@ -296,7 +300,7 @@ PREFIX = "waterfall"  # of the ids in a chart, which may stand in a page with ot
 
 def explained_chart(waterfall: Waterfall, prefix: str = PREFIX) -> str:
     """Return the waterfall as an <svg> element."""
-    figure = waterfall_tables.draw_waterfall(waterfall)
+    figure = layers_waterfall.draw_waterfall(waterfall)
     return svg(figure, prefix, laid_out(figure))
 
 
@@ -332,3 +336,30 @@ def explained_html(waterfall: Waterfall, tables: Sequence[Table], sentences: Seq
     a, b = waterfall.pair.titles
     body = f"{explained_fragment(waterfall, tables, sentences)}\n{explained_graphs(waterfall)}\n{graph_scripts()}"
     return whole_page(f"From {a} to {b}", body)
+
+
+# The pairs of a run that `dyno explain RUN A B` explained, as parts of its page.
+
+TOP = 20  # parts of the model that are listed
+
+
+def explained_section(results: Results, prefix: str) -> list[ExplanationSection]:
+    """Return the stored pairs whose trials the run still has; `prefix` begins the ids in their charts."""
+    from markupsafe import Markup
+
+    names = {trial.id: f"{trial.configuration}, {trial.model} at batch {trial.batch}" for trial in results}
+    parts = []
+    for number, (path, a, b) in enumerate(pairs.list_stored_pairs(results.folder)):
+        if a not in names or b not in names:
+            continue
+        title = f"from {names[a]} to {names[b]}"
+        try:
+            found = waterfall.make_waterfall(pairs.read_pair(path))
+        except (OSError, ValueError, UserError) as e:
+            parts.append(ExplanationSection(title, "", f"{path.name} can't be read ({e}); explain the pair again"))
+            continue
+        sentences = [reason.text for reason in reasons.list_reasons_why(found)]
+        shown = waterfall.list_waterfall_tables(found, TOP)
+        html = explained_fragment(found, shown, sentences, f"{prefix}-why{number}")
+        parts.append(ExplanationSection(title, Markup(f"{html}\n{explained_graphs(found)}")))
+    return parts

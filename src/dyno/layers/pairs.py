@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from dyno.layers.launching import LaunchTimes
-from dyno.layers.times import Times
+from dyno.layers.times import LaunchTimes, Times
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.record import check_schema, read_json, write_json
 from dyno.worker.spec import SCHEMA, UserError, from_json, to_json

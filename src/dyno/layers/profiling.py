@@ -13,7 +13,8 @@ from typing import TYPE_CHECKING, Any
 from dyno.jobs.progress import Progress
 from dyno.layers import counters as counters_table
 from dyno.layers import counters as hardware
-from dyno.layers import files, forms, launching, times
+from dyno.layers import files, forms, times
+from dyno.layers import times as layers_times
 from dyno.layers.counters import NcuReport
 from dyno.layers.forms import GraphFile
 from dyno.layers.roofline import MEMORY, Ceilings, Rates, data_sheet, types_of
@@ -71,7 +72,7 @@ class ProfileResult:
                 self.forms, self.graph_of, self.module_of, self.times, self.order, self.top, self.ceilings
             ),
             times.reconcile(self.forms, self.times, self.graph_of, self.ceilings),
-            *([launching.make_path_table(paths, self.top)] if paths else []),
+            *([layers_times.make_path_table(paths, self.top)] if paths else []),
             *([self.ceilings.table()] if self.ceilings else []),
             *([self._make_counter_table()] if self.counters else []),
         ]
@@ -222,7 +223,7 @@ class FormProfiler(forms.FormReader):
         self.records.append(record)
         self.counted += counted
         self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
-                                launching.of_samples(samples), clock, trial.backend, trial.precision,
+                                layers_times.of_samples(samples), clock, trial.backend, trial.precision,
                                 record.facts.functions))  # fmt: skip
         self._devices.add(trial.runtime.device)
         return inside

@@ -9,12 +9,15 @@ import signal
 import threading
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from dataclasses import dataclass, replace
 from functools import partial
+from html import escape
 from importlib import import_module
+from importlib.util import find_spec
+from itertools import chain
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -22,19 +25,79 @@ from typing import Any
 from dyno.formatting import counting, markdown, moment
 from dyno.report import charts, sections, self_test, style, tables
 from dyno.report.export import export, page_part
-from dyno.report.notebook import BATCHES, HEADLINES, leading
 from dyno.report.style import Chart
 from dyno.report.tables.trial_table import TRIALS
 from dyno.report.verdict import verdict
 from dyno.report.verdict.findings import BEST, FAILURE, NOTE, WARNING, Finding
 from dyno.report.verdict.verdict import Verdict, began
-from dyno.results.metrics import confusion
+from dyno.results.metrics import accuracy
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results
 from dyno.table import TEXT, Column, Table, joined
 from dyno.worker.extras import lacking
 from dyno.worker.record import refuse_links, write_text
 from dyno.worker.spec import UserError
+
+# A run as a notebook shows it: the decisions, the trials and one chart, as plain HTML that needs no script.
+
+MOST_GROUPS = 6  # models and sizes in the first chart
+BATCHES = ("speedup", "latency")  # charts with a panel for each batch
+HEADLINES = ("serve-latency", "video-timeline", *BATCHES)  # of which the first that can be drawn stands above
+
+
+def leading(run: RunData) -> RunData:
+    """Return the run with the rows of its first chart: the smallest batch of the first MOST_GROUPS groups.
+
+    A group is a model, size and device; the verdict begins with its smallest batch. More can't be seen at once.
+    """
+    groups = run.frame.groupby(["model", "size", "device"], sort=False)
+    first = (run.frame["batch"] == groups["batch"].transform("min")) & (groups.ngroup() < MOST_GROUPS)
+    return replace(run, frame=run.frame[first])
+
+
+def cell(run: RunData) -> str:
+    """Return a fragment of a page, with everything from the run escaped; without matplotlib it has no chart."""
+    leaders, said = tables.leading(run)
+    if leaders:
+        return "\n".join(
+            [*(f"<p>{escape(line)}</p>" for line in said), *_write_chart(run), *chain(*map(_write_rows, leaders))]
+        )
+    return "\n".join([*_write_decisions(run), *_write_chart(run), *_write_rows(TRIALS.table(run))])
+
+
+def _write_decisions(run: RunData) -> Iterator[str]:
+    read = verdict.read_verdict(run)
+    for finding in read.wrong:
+        yield f"<p><strong>Wrong: {escape(finding.text)}</strong></p>"
+    for decision in read.decisions:
+        text = decision.text[:1].upper() + decision.text[1:]
+        answers = "".join(f"<br>{escape(name)}: {escape(answer)}" for name, answer in decision.answers)
+        yield f"<p>{escape(decision.where)}<br><strong>{escape(text)}</strong>{answers}</p>"
+
+
+def _write_chart(run: RunData) -> Iterator[str]:
+    if find_spec("matplotlib") is None:
+        return
+    by_name = {chart.name: chart for chart in charts.kinds()}
+    first = leading(run)
+    drawings = ((name, by_name[name].draw(first if name in BATCHES else run)) for name in HEADLINES)
+    name, figure = next(((name, figure) for name, figure in drawings if figure is not None), ("", None))
+    if figure is not None:
+        drawing = base64.b64encode(style.svg(figure, "cell", style.laid_out(figure), on_paper=True).encode()).decode()
+        shown = "width: 100%; max-width: 860px; background: #fff"
+        yield f'<img style="{shown}" alt="{name}" src="data:image/svg+xml;base64,{drawing}">'
+
+
+def _write_rows(table: Table) -> Iterator[str]:
+    import pandas as pd
+
+    for part in table.parts():
+        cells = [[column.text(row) for column in part.columns] for row in part.rows]
+        if part.title:
+            yield f"<p>{escape(part.title)}</p>"
+        yield pd.DataFrame(cells, columns=[c.heading for c in part.columns]).to_html(index=False, border=0)
+        yield from (f"<p><small>{escape(note)}</small></p>" for note in part.notes)
+
 
 # A run's charts, drawn side by side: with many trials each takes matplotlib a second.
 
@@ -141,7 +204,7 @@ LEAD = (
     "the table shows its status. Each table is in `tables/` as CSV too."
 )
 
-EXPLANATIONS = "dyno.layers.report_section"  # of a room above this one, so it is imported by its name
+EXPLANATIONS = "dyno.layers.graph_page"  # of a room above this one, so it is imported by its name
 NEEDED = ("jinja2", "matplotlib")
 MOST_CARDS = 2  # decisions that stand open; of more, as of several models, each is a line that unfolds
 PILLS = {BEST: "decided", NOTE: "not compared", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
@@ -276,7 +339,7 @@ def _make_section(
         for part in table.parts()
     ]
     drawn = draw_charts(run, out / "charts", f"r{index}", name if several else "")
-    confusion.write_confusion(run.records, out / "charts")
+    accuracy.write_confusion(run.records, out / "charts")
     headline = draw_headline(run, drawn, f"r{index}")
     return RunSection(
         name=name,

@@ -35,11 +35,11 @@ def search_precisions(study: Study, folder: Path, trials: list[Trial], measure: 
     an interrupted one takes the same steps when it is resumed.
     """
     from dyno.report.tables import trial_table
-    from dyno.report.verdict import whole_run
+    from dyno.report.verdict import findings
 
     if not (folder / "trials").is_dir():
         return []
-    failing = whole_run.list_failing(trial_table.read_trials(folder))
+    failing = findings.list_failing(trial_table.read_trials(folder))
     added: list[Trial] = []
     for trial in trials:
         if trial.id in failing and with_kept_layers(study, trial, 1) is not None:

@@ -79,9 +79,10 @@ class ServingResult(Result):
     @cached_property
     def sentences(self) -> list[str]:
         """For each engine the highest rate that holds, where the time goes there, and reasons for doubt."""
-        from dyno.serving import figures, words
+        from dyno.serving import figures
+        from dyno.serving import tables as serving_tables
 
-        return words.of_run(figures.list_served(self.data))
+        return serving_tables.of_run(figures.list_served(self.data))
 
 
 def serve_test(

@@ -17,7 +17,7 @@ from dyno.results.run_data import RunData
 from dyno.results.stats import Speedup
 from dyno.results.trial_result import TrialResult
 from dyno.table import COUNT, FINE, RATIO, TEXT, Column, Row, Table, duration, limited, limits_of, printed
-from dyno.videos import figures, streams, words
+from dyno.videos import figures, words
 from dyno.videos.figures import PERCENTILES, Stage, Video, VideoRun, inverse
 
 STREAMS = (1, 2, 4, 8, 16, 32)
@@ -108,7 +108,7 @@ def _make_streams_table(run: RunData) -> Table | None:
 
 def _stream_row(filmed: VideoRun, count: int) -> Row:
     video = filmed.typical
-    predicted = streams.predict_streams(video, count)
+    predicted = figures.predict_streams(video, count)
     row = {
         "label": filmed.trial.label, "trial": filmed.trial.id, "streams": count, "fps": predicted.rate,
         "each_fps": predicted.each, "p99_s": predicted.p99, "bound_by": predicted.bound,
@@ -129,8 +129,8 @@ def stream_sentences(video: Video, rows: list[Row]) -> list[str]:
         f"{'above' if off >= 0 else 'below'} what was reached."
     ]
     if video.facts.rate > 0:
-        fit = streams.count_fitting(video, video.facts.rate)
-        most = f"{fit} or more" if fit == streams.MOST_STREAMS else str(fit)
+        fit = figures.count_fitting(video, video.facts.rate)
+        most = f"{fit} or more" if fit == figures.MOST_STREAMS else str(fit)
         said.append(
             f"Streams that fit at this video's own {significant(video.facts.rate)} frames/s, by the bounds: {most}."
         )

@@ -14,7 +14,7 @@ from dyno import evaluation
 from dyno.report.charts import round_charts
 from dyno.report.tables import trial_table
 from dyno.results import stats
-from dyno.results.metrics import accuracy, confusion
+from dyno.results.metrics import accuracy
 from dyno.results.metrics.accuracy import (
     TOP1,
     TOP5,
@@ -139,7 +139,7 @@ def trial(tmp_path: Path) -> TrialResult:
 
 
 def test_the_matrix(trial: TrialResult) -> None:
-    found = confusion.read_confusion(trial)
+    found = accuracy.read_confusion(trial)
     assert found is not None and found.names == ["cat", "dog", "лиса", "class 7"]
     assert found.counts.tolist() == [[1, 2, 0, 0], [0, 1, 0, 1], [0, 0, 1, 0], [0, 0, 0, 0]]
     assert found.to_pandas().loc["cat", "dog"] == 2
@@ -147,7 +147,7 @@ def test_the_matrix(trial: TrialResult) -> None:
 
 
 def test_each_class_with_its_interval_the_worst_first(trial: TrialResult) -> None:
-    found = confusion.read_confusion(trial)
+    found = accuracy.read_confusion(trial)
     assert found is not None
     classes = found.per_class()
     assert classes["class"].tolist() == ["cat", "dog", "лиса"] and classes["images"].tolist() == [3, 2, 1]
@@ -159,17 +159,17 @@ def test_each_class_with_its_interval_the_worst_first(trial: TrialResult) -> Non
 
 
 def test_classes_of_one_name_are_told_apart(tmp_path: Path) -> None:
-    found = confusion.read_confusion(run(tmp_path, [0, 1], [0, 1], ["crane", "crane"]).trials[0])
+    found = accuracy.read_confusion(run(tmp_path, [0, 1], [0, 1], ["crane", "crane"]).trials[0])
     assert found is not None and found.names == ["crane (0)", "crane (1)"]
 
 
 def test_images_without_labels_have_no_matrix(tmp_path: Path) -> None:
-    assert confusion.read_confusion(run(tmp_path, [-1, -1], [0, 1]).trials[0]) is None
+    assert accuracy.read_confusion(run(tmp_path, [-1, -1], [0, 1]).trials[0]) is None
 
 
 def test_files_and_figures(tmp_path: Path) -> None:
     results = run(tmp_path, LABELS, ANSWERS)
-    matrix, classes = confusion.write_confusion(results, tmp_path)
+    matrix, classes = accuracy.write_confusion(results, tmp_path)
     assert matrix.read_text().splitlines()[0] == "label,class 0,class 1,class 2,class 7"
     assert len(classes.read_text().splitlines()) == 4
     (axes,) = round_charts.draw_matrices(trial_table.read_trials(results)).axes

@@ -11,8 +11,8 @@ import numpy as np
 import pytest
 
 from dyno.worker.backend import Session
-from dyno.worker.evaluation import pipeline
-from dyno.worker.evaluation.pipeline import AHEAD, BatchSource, Pipeline
+from dyno.worker.evaluation import evaluate
+from dyno.worker.evaluation.evaluate import AHEAD, BatchSource, Pipeline
 
 BATCH = 4
 
@@ -86,7 +86,7 @@ def nothing(number: int, fetched: dict[str, np.ndarray]) -> None:
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("count", [0, 1, 2, 3, 20])
 def test_every_batch_once_and_in_order(session: Late, small: bool, count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "SMALL", 1 << 20 if small else 0)
+    monkeypatch.setattr(evaluate, "SMALL", 1 << 20 if small else 0)
     kept: list[float] = []
     result = Pipeline(session, Counting(parts=2), helpers=3).run(
         count, lambda number, fetched: kept.append(float(fetched["output"][0, 0])), first
@@ -106,7 +106,7 @@ class Passing(Late):
 @pytest.mark.parametrize("small", [True, False])
 @pytest.mark.parametrize("slots", [1, 3])
 def test_an_output_may_be_the_input_itself(slots: int, small: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(pipeline, "SMALL", 1 << 20 if small else 0)
+    monkeypatch.setattr(evaluate, "SMALL", 1 << 20 if small else 0)
     session, kept = Passing(slots, seconds=0), list[float]()
 
     def keep(number: int, fetched: dict[str, np.ndarray]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from dyno.worker.inputs.input_data import Images, batches, fingerprint
 from dyno.worker.inputs.specs import axes, channels_first, channels_last, fitted, static_shapes
-from dyno.worker.inputs.symbols import batch_axes, described_shapes, fixed_batch
+from dyno.worker.jobs.inspect_model import batch_axes, described_shapes, fixed_batch
 from dyno.worker.spec import DataSpec, Dims, Preprocess, Tensor, UserError
 
 IMAGE = Tensor("input", "float32", ("batch", 3, "height", "width"))

@@ -21,7 +21,7 @@ from dyno.worker.jobs import run_trial
 from dyno.worker.layers.graph import list_kernels
 from dyno.worker.registry import find
 from dyno.worker.sessions import gpu
-from dyno.worker.sessions.device_session import SLOTS, slots_of
+from dyno.worker.sessions.gpu import SLOTS, slots_of
 from dyno.worker.sessions.onnx_runtime_session import by_run, events_in
 from dyno.worker.spec import PARTS, Dims, ModelSpec, Preprocess, Runtime, Trial, Unavailable, UserError
 

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from dyno.worker.nets import models
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, Preprocess, Unavailable, UserError
-from dyno.worker.training import loader, network
+from dyno.worker.training import network
 from dyno.worker.training.loop import train
 from dyno.worker.training.options import AUGMENTATIONS, OPTIMIZERS, TrainOptions, options
 
@@ -270,9 +270,9 @@ def test_auxiliary_classifiers_weigh_less():
 @pytest.mark.parametrize("kind", AUGMENTATIONS)
 def test_augmentation_makes_images_of_the_size(kind, tmp_path):
     images = np.random.default_rng(0).integers(0, 256, (6, 3, 40, 50), np.uint8)
-    split = loader.Split.open(dataclasses.replace(stored(tmp_path, images, np.arange(6), 4), split="train"))
+    split = network.Split.open(dataclasses.replace(stored(tmp_path, images, np.arange(6), 4), split="train"))
     size = (40, 50) if kind in ("none", "shift") else (32, 40)
-    batched = loader.BatchDataset(split, loader.augmentation(kind, size))
+    batched = network.BatchDataset(split, network.make_augmentation(kind, size))
     before = torch.default_generator.get_state()
     one, again, other = (batched[seed, np.arange(4)][0] for seed in (1, 1, 2))
     assert one.shape == (4, 3, *size) and one.dtype == torch.uint8
@@ -288,9 +288,9 @@ def test_augmentation_makes_images_of_the_size(kind, tmp_path):
 def test_inputs_are_what_every_other_command_feeds(digits):
     from dyno.worker.inputs.input_data import Images
 
-    split = loader.Split.open(digits)
-    read = loader.BatchReader(split, NET.preprocess, TrainOptions())
-    (x, y), *_ = read(loader.plain_batches(split, 8))
+    split = network.Split.open(digits)
+    read = network.BatchReader(split, NET.preprocess, TrainOptions())
+    (x, y), *_ = read(network.plain_batches(split, 8))
     assert np.array_equal(x.numpy(), Images(digits, NET.preprocess).batch(0, 8))
     assert y.tolist() == split.labels[split.index[:8]].tolist()
 
@@ -298,11 +298,11 @@ def test_inputs_are_what_every_other_command_feeds(digits):
 @pytest.mark.parametrize(("images", "sizes"), [(128, [16] * 8), (33, [16, 17]), (3, [3])])
 def test_every_image_is_in_one_batch_and_none_is_alone(images, sizes, tmp_path):
     data = stored(tmp_path, np.zeros((images + 2, 1, 4, 4), np.uint8), np.zeros(images + 2), images)
-    split = loader.Split.open(dataclasses.replace(data, split="train"))
-    keys = loader.batches(split, TrainOptions(batch=16), 1)
+    split = network.Split.open(dataclasses.replace(data, split="train"))
+    keys = network.load_batches(split, TrainOptions(batch=16), 1)
     assert [len(rows) for _, rows in keys] == sizes
     assert sorted(np.concatenate([rows for _, rows in keys])) == list(range(images))
-    other = loader.batches(split, TrainOptions(batch=16), 2)
+    other = network.load_batches(split, TrainOptions(batch=16), 2)
     assert images < 5 or [list(rows) for _, rows in keys] != [list(rows) for _, rows in other]
 
 

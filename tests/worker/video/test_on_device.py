@@ -14,9 +14,8 @@ from dyno.worker.spec import Dims, Preprocess, Tensor, UserError
 from dyno.worker.tasks.detect import DETECT, BoxReader
 from dyno.worker.video import media
 from dyno.worker.video.decoding import VideoSource
-from dyno.worker.video.media import Surface
+from dyno.worker.video.media import Preparation, Surface
 from dyno.worker.video.on_device import DevicePreparation, Feed, drop_low_scores
-from dyno.worker.video.preparing import Preparation
 
 torch, av = pytest.importorskip("torch"), pytest.importorskip("av")
 

@@ -17,9 +17,8 @@ from dyno.worker.spec import Dims, Preprocess, Tensor, Unavailable
 from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video import steps
 from dyno.worker.video.drawing import NOBODY, Tracker
-from dyno.worker.video.media import Batch, Frame, Rgb, Source, now
+from dyno.worker.video.media import Batch, Frame, Preparation, Rgb, Source, now
 from dyno.worker.video.options import TRACKERS
-from dyno.worker.video.preparing import Preparation
 from dyno.worker.video.stages import PipelineStage, VideoPipeline, run
 
 

@@ -13,8 +13,8 @@ from dyno.report.charts import charts
 from dyno.report.charts.charts import LONGEST, UNCERTAIN, compared, rows_figure, set_scale, times
 from dyno.report.style import HATCHES, INK, LINES, WIDTH, Chart, color, logarithmic, styled, tip
 from dyno.results import ranking
-from dyno.results.metrics import confusion
-from dyno.results.metrics.confusion import Confusion
+from dyno.results.metrics import accuracy
+from dyno.results.metrics.accuracy import Confusion
 from dyno.results.ranking import LATENCY, winners
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult
@@ -228,8 +228,8 @@ def _find_distinct(run: RunData) -> Iterator[tuple[str, Confusion]]:
     best = {run.trials[id].configuration for _, id in winners(run)}
     alike: dict[tuple[str, str, bytes], list[str]] = {}
     matrices: dict[tuple[str, str, bytes], Confusion] = {}
-    for t in sorted(confusion.choose_trials(run.records), key=lambda t: t.configuration not in best):
-        matrix = confusion.read_confusion(t)
+    for t in sorted(accuracy.choose_trials(run.records), key=lambda t: t.configuration not in best):
+        matrix = accuracy.read_confusion(t)
         if matrix and len(matrix.classes) > 1:
             key = t.model, t.size, matrix.classes.tobytes() + matrix.counts.tobytes()
             alike.setdefault(key, []).append(short(t.label, 2 * LONGEST_CLASS))

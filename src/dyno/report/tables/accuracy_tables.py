@@ -11,7 +11,7 @@ from dyno.report.table_kind import TableKind
 from dyno.report.tables.trial_table import STAGES
 from dyno.results import metrics
 from dyno.results.correctness import other_inputs
-from dyno.results.metrics import agreement, confusion, mean_ap
+from dyno.results.metrics import accuracy, agreement, mean_ap
 from dyno.results.metrics.accuracy import PairedChange
 from dyno.results.metrics.agreement import Agreement, Rank
 from dyno.results.metrics.metric import Metric
@@ -74,8 +74,8 @@ def _make_classes_table(run: RunData) -> Table | None:
     """Build rows of the classes: top-1 in each configuration, sorted from the first one's worst class."""
     shown = [
         (t, matrix)
-        for t in confusion.choose_trials(run.records)[:MOST_COLUMNS]
-        if (matrix := confusion.read_confusion(t))
+        for t in accuracy.choose_trials(run.records)[:MOST_COLUMNS]
+        if (matrix := accuracy.read_confusion(t))
     ]
     if not shown or not metrics.measured(shown[0][0]):
         return None

@@ -2,11 +2,27 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import limits, show, significant
+from dyno.formatting import UNCLEAR, limits, points, ratio, show, significant
 from dyno.report.tables.trial_table import rounds_needed, within
+from dyno.results import ranking, remarks, stats
+from dyno.results.metrics import accuracy, known, quality
+from dyno.results.metrics.accuracy import OVER, UNDECIDED, WITHIN
+from dyno.results.notes import KEPT, AnchorDevices, Attempt, RouteAttempt, attempts, center, devices, percent_slower
+from dyno.results.ranking import LATENCY
+from dyno.results.run_data import RunData
 from dyno.results.stats import MOST_ROUNDS, Interval, Rule, Speedup
+from dyno.results.trial_result import Results, TrialResult
+from dyno.worker.facts.files import AVERAGED, IN_SINGLE
+from dyno.worker.tasks.classify import AMBIGUOUS, UNSCORED
+from dyno.worker.tasks.layouts import UNREAD
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 BEST, NOTE, WARNING, FAILURE = "best", "note", "warning", "failure"
 PROBLEMS = "problems"  # the report's part with every warning and failure
@@ -73,3 +89,238 @@ def spread(interval: Interval, latency: bool) -> str:
     text = (lambda v: show(v, "duration")) if latency else significant
     unit = "" if latency else " images/s"
     return f"{text(interval.value)}{unit}{limits(interval.low, interval.high, text)}"
+
+
+# Sentences on a whole run: devices, precisions searched, pixel inputs, routes to ONNX, trials without a score.
+
+# Sentences on a study's devices: how much they differ, and whether they were used in parallel.
+
+
+def list_device_findings(results: Results) -> Iterator[Finding]:
+    """Yield a sentence on the devices' difference and one on their parallel use; none for a study on one device."""
+    found = devices(results.folder)
+    if found is None:
+        return
+    if difference := _describe_difference(found):
+        yield Finding(NOTE, difference)
+    yield Finding(NOTE, _describe_company(found))
+
+
+def _describe_difference(found: AnchorDevices) -> str:
+    """Describe how far the slowest device is from the fastest, by the anchor trial alone on each."""
+    if found.extremes is None:
+        return ""
+    fastest, slowest, real = found.extremes
+    percent = 100 * (center(slowest) / center(fastest) - 1)
+    noise = "" if real else "; that is within the noise of its rounds"
+    names = f"{slowest.place} is the slowest, {fastest.place} the fastest"
+    return f"Cards differ by {percent:.2g} % ({found.anchor}, repeated on each: {names}{noise})."
+
+
+def _describe_company(found: AnchorDevices) -> str:
+    """Describe whether devices worked side by side, and how much slower that was than each device alone."""
+    if not found.side_by_side:
+        by = f" ({found.anchor}: {_format_slowdowns(found.disturbed)})" if found.disturbed else ""
+        return f"Blocks were measured one at a time where devices were slower beside each other than alone{by}."
+    if found.devices and not found.speedups:
+        return "Devices worked side by side: each is on a different host."
+    certain = {place: one for place, one in found.speedups.items() if one.verdict == stats.SLOWER}
+    if certain:
+        equal = f"up to {found.equivalent:g} % count as equal"
+        each = f"{found.anchor}: {_format_slowdowns(certain)}"
+        return f"Devices worked side by side: they were hardly slower so than alone ({each}; {equal})."
+    worst = min((one.low for one in found.speedups.values()), default=math.nan)
+    bound = f" (by less than {percent_slower(worst):.2g} %, with 95 % confidence)" if 0.5 < worst < 1 else ""
+    return f"Devices worked side by side: none was measurably slower so than alone{bound}."
+
+
+def _format_slowdowns(speedups: Mapping[str, stats.Speedup]) -> str:
+    return ", ".join(f"{place} by {percent_slower(one.value):.2g} %" for place, one in speedups.items())
+
+
+# Lowered precisions that fail the budget, and the effect of keeping a few of their layers higher.
+
+KEEP = "keep"
+LOWERED = ("int8", "fp16")
+HIGHER = ("fp32", "tf32")
+NAMED = 3  # kept layers that a sentence names
+
+
+def list_failing(run: RunData) -> list[str]:
+    """Return ids of the trials whose lowered precision is not within the budget with confidence although it could be.
+
+    One per configuration and size, at the smallest batch that ran. Failures that no layer could change are left out:
+    too few images for any trial to be within, or a size at which the higher precisions fail the budget too.
+    """
+    frame = run.frame
+    rows = {row["trial"]: row for _, row in frame.iterrows()}
+    smallest: dict[Any, TrialResult] = {}
+    for t in sorted(run.records, key=lambda t: t.batch):
+        if t.precision in LOWERED and KEEP not in t.options and t.status == "ok":
+            smallest.setdefault(_make_series_key(t), t)
+    chosen = []
+    for t in smallest.values():
+        row = rows[t.id]
+        others = frame[(frame["model"] == t.model) & (frame["size"] == t.size) & (frame["device"] == t.device)]
+        higher = others[others["precision"].isin(HIGHER) & (others["status"] == "ok")]
+        if (
+            row["budget"] in (OVER, UNDECIDED)
+            and (higher["budget"] == WITHIN).any()
+            and _has_enough_images(row, run.budgets)
+        ):
+            chosen.append(t.id)
+    return chosen
+
+
+def _has_enough_images(row: pd.Series, budgets: Sequence[accuracy.Budget]) -> bool:
+    """Return whether a trial with all the reference's answers would be within the budget on that number of images."""
+    return all(known()[limit.metric].unchanged(row["images"]).low >= limit.limit for limit in budgets)
+
+
+def _make_series_key(t: TrialResult) -> tuple[Any, ...]:
+    """Return everything that must be equal, except the batch and the number of layers kept."""
+    options = tuple(sorted((k, str(v)) for k, v in t.options.items() if k != KEEP))
+    return t.model, t.backend, t.precision, t.size, t.device, t.runtime, options
+
+
+def list_precision_findings(run: RunData) -> Iterator[Finding]:
+    """Yield the layers that were kept higher for each lowered precision, and their cost."""
+    mixed: dict[Any, list[TrialResult]] = {}
+    for t in run.records:
+        if KEEP in t.options:
+            mixed.setdefault(_make_series_key(t), []).append(t)
+    plain = {(_make_series_key(t), t.batch): t for t in run.records if KEEP not in t.options}
+    rows = {row["trial"]: row for _, row in run.frame.iterrows()} if run.budgets and mixed else {}
+    for series, trials in mixed.items() if rows else ():
+        batch = min(t.batch for t in trials)
+        candidates = [t for t in trials if t.batch == batch]
+        if (lowered := plain.get((series, batch))) is not None and rows[lowered.id]["budget"] in (OVER, UNDECIDED):
+            within = [t for t in candidates if rows[t.id]["budget"] == WITHIN and t.status == "ok"]
+            best = min(within, key=_count_kept, default=None)
+            yield (
+                _report_success(lowered, best, rows, run) if best else _report_failure(lowered, candidates, run.budget)
+            )
+
+
+def _count_kept(t: TrialResult) -> int:
+    return int(t.options[KEEP])
+
+
+def _report_success(plain: TrialResult, mixed: TrialResult, rows: dict[str, pd.Series], run: RunData) -> Finding:
+    row, without = rows[mixed.id], rows[plain.id]
+    change = quality(row.to_frame().T, run.budget_metrics).change_in(without)[1]
+    loss = f" ({points(change / 100)} points)" if change == change else ""
+    fails = "loses more than it allows" if without["budget"] == OVER else "is undecided"
+    layers = mixed.made_by.kept
+    names = ", ".join(layer.node for layer in layers[:NAMED]) + (", …" if len(layers) > NAMED else "")
+    boundary, clock = str(row["boundary"]), str(row["clock"])
+    cost = ranking.estimate_speedup(mixed, plain, boundary, clock, run.rule)
+    return Finding(
+        NOTE,
+        f"{plain.label} {fails} under {run.budget}{loss}; with {_count_kept(mixed)} of {mixed.made_by.ranked} "
+        f"layers in a higher precision ({names}) it is within: {ms(row[LATENCY])}, "
+        f"{_as_fast(cost)}. How many to keep was chosen on the test images "
+        "themselves.",
+    )
+
+
+def _as_fast(cost: Speedup) -> str:
+    shown = ratio(cost.value, cost.low, cost.high)
+    return f"what that costs is {UNCLEAR}" if shown == UNCLEAR else f"{shown} as fast as without"
+
+
+def _report_failure(plain: TrialResult, tried: Sequence[TrialResult], budget: str) -> Finding:
+    most = max(map(_count_kept, tried))
+    total = next((n for t in tried if (n := t.made_by.ranked)), "?")
+    return Finding(
+        WARNING, f"{plain.label}: up to {most} of {total} layers in a higher precision don't bring it within {budget}."
+    )
+
+
+# Files whose numbers are not computed as they are stored.
+
+
+def list_weight_findings(results: Results) -> Iterator[Finding]:
+    """Yield a warning for each model in float64 that is computed in float32, or whose file has averaged weights too."""
+    models = dict.fromkeys(t.given for t in results if t.good and IN_SINGLE in remarks.list_warnings(t))
+    advice = "values next to a threshold, as in trees, may differ from float64's by more than rounding"
+    yield from (Finding(WARNING, f"{model}: {IN_SINGLE}; {advice}.") for model in models)
+    lines = ((t.given, line) for t in results if t.good for line in remarks.list_warnings(t))
+    averaged = dict.fromkeys(f"{model}: {line}." for model, line in lines if line.startswith(AVERAGED))
+    yield from (Finding(WARNING, text) for text in averaged)
+
+
+# Images that were normalised by a guess, since a file doesn't say how its network was trained.
+
+
+def list_pixel_findings(results: Results) -> Iterator[Finding]:
+    """Yield a warning for each model whose images were normalised by a guess."""
+    sentences = dict.fromkeys(f"{t.given}: {text}" for t in results if t.good and (text := is_guessed(t, results)))
+    yield from (Finding(WARNING, sentence) for sentence in sentences)
+
+
+def is_guessed(t: TrialResult, results: Results) -> str:
+    """Describe the guessed normalisation of the trial's images, and how to give another; "" where it isn't a guess."""
+    if not results.models.get((t.given, t.size), {}).get("preprocess_guessed"):
+        return ""
+    mean, std = (t.spec["model"]["preprocess"][name] for name in ("mean", "std"))
+    none, one, byte = (_join_values([value] * len(mean)) for value in (0, 1, 0.003922))
+    return (
+        f"images were normalised by mean {_join_values(mean)} and std {_join_values(std)}, as the file doesn't say "
+        "by what; where the network was trained otherwise, its answers are wrong: "
+        f"give --mean and --std ({none} and {one} for pixels in 0..1, {none} and {byte} for pixels in 0..255)."
+    )
+
+
+def _join_values(values: Sequence[float]) -> str:
+    return ",".join(f"{value:g}" for value in values)
+
+
+# Sentences on the routes to the ONNX file that were tried beside the usual one.
+
+
+def list_route_findings(results: Results) -> Iterator[Finding]:
+    """Yield a sentence for each configuration with a route that was kept, and one on all others that were tried."""
+    models = {t.model for t in results}
+    tried = [one for one in attempts(results.folder) if one.model in models]
+    for one in tried:
+        if one.kept is not None:
+            text = (
+                f"{_name_attempt(one)} by the route {one.kept.route} ran {one.kept.ratio:.2f} times as fast as by the"
+            )
+            rest = _format_routes(route for route in one.routes if route.outcome != KEPT)
+            yield Finding(BEST, f"{text} usual one beside it at batch {one.batch}; it has separate rows{rest}.")
+    if others := [f"{_name_attempt(one)}{_format_routes(one.routes)}" for one in tried if one.kept is None]:
+        yield Finding(
+            NOTE, f"No other route to the ONNX file that was tried is proven to be faster: {', '.join(others)}."
+        )
+
+
+def _name_attempt(one: Attempt) -> str:
+    return f"{one.model} {one.configuration}"
+
+
+def _format_routes(routes: Iterable[RouteAttempt]) -> str:
+    said = [f"{one.route} {f'{one.ratio:.2f}x' if one.ratio else one.outcome}" for one in routes]
+    return f" ({', '.join(said)})" if said else ""
+
+
+# Outputs from which no accuracy was measured: no class scores for labelled images, or no boxes in a known layout.
+
+
+def list_unscored_findings(run: RunData) -> Iterator[Finding]:
+    """Yield a warning for each model without class scores or boxes.
+
+    With a budget it adds that this was not checked: no trial of the model has failed it.
+    """
+    budget = "; the budget was not checked" if run.budgets else ""
+    sentences = ((t.given, sentence) for t in run.records if t.good and (sentence := list_unscored(t)))
+    for model, sentence in dict.fromkeys(sentences):
+        yield Finding(WARNING, f"{model}: {sentence}{budget}.")
+
+
+def list_unscored(t: TrialResult) -> str:
+    """Return the trial's warning on outputs that can't be scored, "" without one."""
+    marks = UNSCORED, AMBIGUOUS, UNREAD
+    marked = ((warning, warning.find(mark)) for warning in remarks.list_warnings(t) for mark in marks)
+    return next((warning[place:] for warning, place in marked if place >= 0), "")  # behind the stage that it is of

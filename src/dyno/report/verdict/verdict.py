@@ -11,7 +11,8 @@ from typing import Any
 
 from dyno.formatting import counting, indentation, plain, ratio, sized
 from dyno.report import self_test
-from dyno.report.verdict import decisions, whole_run
+from dyno.report.verdict import decisions
+from dyno.report.verdict import findings as verdict_findings
 from dyno.report.verdict.findings import FAILURE, NOTE, PROBLEMS, WARNING, Decision, Finding, ms
 from dyno.results import ranking as results_ranking
 from dyno.results import remarks, stats
@@ -103,7 +104,7 @@ def read_verdict(run: RunData) -> Verdict:
     results = run.records
     several = len({(t.model, t.configuration) for t in results}) > len({t.model for t in results})
     all_rankings, contention = rank_goals(run), cpu_contention(results, compared=several)
-    shown, wrong = all_rankings[:MOST_GROUPS], (*_wrong_outputs(run), *whole_run.list_unscored_findings(run))
+    shown, wrong = all_rankings[:MOST_GROUPS], (*_wrong_outputs(run), *verdict_findings.list_unscored_findings(run))
     if contention and contention.mostly:  # an order would be that of the machine's load
         failures = [decision for ranking in shown if (decision := decisions.list_failed(ranking)) is not None]
         apart = [finding for ranking in shown for finding in decisions.is_apart(ranking)]
@@ -113,19 +114,19 @@ def read_verdict(run: RunData) -> Verdict:
             (unranked, *failures),
             (
                 *(*apart, *_check_precisions(results), *_describe_outcome(results, contention)),
-                *(*whole_run.list_device_findings(results), *whole_run.list_route_findings(results)),
+                *(*verdict_findings.list_device_findings(results), *verdict_findings.list_route_findings(results)),
             ),
         )
     decided = tuple(decision for ranking in shown for decision in decisions.decide_run(ranking, run))
     more = len(all_rankings) - MOST_GROUPS
     rest = [Finding(NOTE, f"{more} more models and sizes are in the tables.")] if more > 0 else []
     rest += [
-        *whole_run.list_precision_findings(run),
+        *verdict_findings.list_precision_findings(run),
         *_check_precisions(results),
         *_slow_precisions(run),
         *_describe_outcome(results, contention),
     ]
-    rest += [*whole_run.list_device_findings(results), *whole_run.list_route_findings(results)]
+    rest += [*verdict_findings.list_device_findings(results), *verdict_findings.list_route_findings(results)]
     return Verdict(wrong, decided, tuple(rest))
 
 
@@ -245,8 +246,8 @@ def _describe_outcome(results: Results, contention: Contention | None) -> Iterat
         )
     if contention and not contention.mostly:
         yield Finding(WARNING, contention.sentence)
-    yield from whole_run.list_pixel_findings(results)
-    yield from whole_run.list_weight_findings(results)
+    yield from verdict_findings.list_pixel_findings(results)
+    yield from verdict_findings.list_weight_findings(results)
     yield from _find_gpu_doubts(results)
     if aside := max((set_aside(t) for t in results if set_aside(t) and judged(t)), default=0):
         yield Finding(

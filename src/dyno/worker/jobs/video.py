@@ -28,10 +28,9 @@ from dyno.worker.spec import Job, Trial, Unavailable, UserError
 from dyno.worker.tasks.detect import BoxReader, Detect
 from dyno.worker.video import alone, on_device, stages, steps
 from dyno.worker.video.drawing import Tracker
-from dyno.worker.video.media import Batch, Frame, Sink, Source, codec_threads, disk_full, lanes_beside, now
+from dyno.worker.video.media import Batch, Frame, Preparation, Sink, Source, codec_threads, disk_full, lanes_beside, now
 from dyno.worker.video.opening import describe_old_pyav, has_pyav, open_sink, open_source, prepare_libraries
 from dyno.worker.video.options import OPENING, VideoOptions
-from dyno.worker.video.preparing import Preparation
 
 # Frames that were decoded before, for the rate of everything behind the decoder.
 

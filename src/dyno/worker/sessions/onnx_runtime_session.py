@@ -17,8 +17,7 @@ from dyno.worker.facts.engine import COMPUTE, COMPUTED, UNKNOWN, EngineFacts, wh
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.inputs.specs import Shape, fitted
 from dyno.worker.option_values import Check, flag, one_of, whole
-from dyno.worker.sessions.device_session import DeviceSession, slots_of
-from dyno.worker.sessions.gpu import Device
+from dyno.worker.sessions.gpu import Device, DeviceSession, slots_of
 from dyno.worker.spec import Option, Tensor, Trial, Unavailable, UserError
 
 CUDA, TENSORRT = "CUDAExecutionProvider", "TensorrtExecutionProvider"

@@ -14,7 +14,7 @@ from dyno.worker.facts.job import TrainingFacts
 from dyno.worker.nets import models
 from dyno.worker.sessions.torch_support import device_named, import_torch, memory_errors
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, to_json
-from dyno.worker.training import loader, network
+from dyno.worker.training import network
 from dyno.worker.training.network import State
 from dyno.worker.training.options import TrainOptions
 
@@ -112,16 +112,16 @@ def train(
     """
     torch = import_torch()
     _prepare_device(torch, options, threads)
-    splits = loader.Split.open(training), loader.Split.open(test)
+    splits = network.Split.open(training), network.Split.open(test)
     model = _with_classes(model, dims, *splits)
     report("build the model")
     module, notes = network.build(model, dims, freeze=options.freeze)
-    transform = loader.augmentation(options.augment, (dims.height, dims.width))
-    reader = loader.BatchReader(splits[0], model.preprocess, options, transform)
-    test_reader = loader.BatchReader(splits[1], model.preprocess, replace(options, workers=0))
+    transform = network.make_augmentation(options.augment, (dims.height, dims.width))
+    reader = network.BatchReader(splits[0], model.preprocess, options, transform)
+    test_reader = network.BatchReader(splits[1], model.preprocess, replace(options, workers=0))
     with memory_errors():
         module = module.to(options.device, memory_format=torch.channels_last)
-        loop = Loop(module, options, len(loader.batches(splits[0], options, 1)))
+        loop = Loop(module, options, len(network.load_batches(splits[0], options, 1)))
         state = network.restore_state(folder, _collect_settings(options, training, test, model, dims), loop.parts())
         for epoch in range(state.epoch + 1, options.epochs + 1):
             report(f"epoch {epoch}/{options.epochs}")
@@ -143,7 +143,7 @@ def _prepare_device(torch: Any, options: TrainOptions, threads: int) -> None:
     torch.backends.cudnn.benchmark = device.type == "cuda"
 
 
-def _with_classes(model: ModelSpec, dims: Dims, training: loader.Split, test: loader.Split) -> ModelSpec:
+def _with_classes(model: ModelSpec, dims: Dims, training: network.Split, test: network.Split) -> ModelSpec:
     """Return the model with the data's number of classes; raise a `UserError` if images and model don't fit."""
     channels, *size = test.pixels.shape[1:]
     if channels != model.channels:
@@ -178,8 +178,8 @@ def _collect_settings(
 def _train_epoch(
     loop: Loop,
     epoch: int,
-    reader: loader.BatchReader,
-    split: loader.Split,
+    reader: network.BatchReader,
+    split: network.Split,
     state: State,
     folder: Path,
     report: Callable[[str], None],
@@ -188,8 +188,8 @@ def _train_epoch(
     import torch
 
     options = loop.options
-    torch.manual_seed(loader.epoch_seed(options.seed, epoch))  # dropout and its kin
-    keys = loader.batches(split, options, epoch)
+    torch.manual_seed(network.epoch_seed(options.seed, epoch))  # dropout and its kin
+    keys = network.load_batches(split, options, epoch)
     loop.module.train(not options.freeze)  # a frozen network keeps its statistics, too
     total, images = torch.zeros((), device=loop.device), 0
     started = time.perf_counter()
@@ -221,7 +221,7 @@ def _explain_divergence(epoch: int, loss: float, options: TrainOptions, state: S
 
 
 def _evaluate_split(
-    module: Any, reader: loader.BatchReader, split: loader.Split, options: TrainOptions
+    module: Any, reader: network.BatchReader, split: network.Split, options: TrainOptions
 ) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return loss and top-1 in percent; and, apart, top-5 and the counts."""
     import torch
@@ -230,7 +230,7 @@ def _evaluate_split(
     loss = torch.zeros((), device=options.device)
     ranks = []
     with torch.inference_mode():
-        for x, y in reader(loader.plain_batches(split, max(options.batch, loader.EVALUATED))):
+        for x, y in reader(network.plain_batches(split, max(options.batch, network.EVALUATED))):
             scores = module(x).float()
             loss += torch.nn.functional.cross_entropy(scores, y, reduction="sum")
             best = scores.topk(min(5, scores.shape[1])).indices
@@ -244,8 +244,8 @@ def _evaluate_split(
 
 def _evaluate_best(
     state: State,
-    reader: loader.BatchReader,
-    splits: tuple[loader.Split, loader.Split],
+    reader: network.BatchReader,
+    splits: tuple[network.Split, network.Split],
     options: TrainOptions,
     model: ModelSpec,
     dims: Dims,

@@ -22,8 +22,7 @@ from dyno.worker.inputs import input_data
 from dyno.worker.spec import Plan
 from dyno.worker.video import steps
 from dyno.worker.video.drawing import Tracker, draw
-from dyno.worker.video.media import Batch, Frame, Sink, Source, now
-from dyno.worker.video.preparing import Preparation
+from dyno.worker.video.media import Batch, Frame, Preparation, Sink, Source, now
 from dyno.worker.video.stages import PipelineStage, VideoPipeline, run
 
 # Of one measurement, of which there is one before the video and one behind it: frames at most, those of one turn, and

@@ -21,8 +21,7 @@ from dyno.worker.inputs.specs import geometry
 from dyno.worker.spec import Dims, Preprocess, Tensor
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.layouts import AnchorTable
-from dyno.worker.video.media import Picture, Surface, weights
-from dyno.worker.video.preparing import GREY, Preparation
+from dyno.worker.video.media import GREY, Picture, Preparation, Surface, weights
 
 GREYS = 0.299, 0.587, 0.114  # what red, green and blue add to a grey network's input, as OpenCV has it
 DECODED_THERE = 2  # arrays of a picture

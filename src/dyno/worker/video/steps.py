@@ -18,8 +18,7 @@ from dyno.worker.backend import Session
 from dyno.worker.tasks.detect import BoxReader
 from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.video.drawing import NOBODY, Tracker, draw
-from dyno.worker.video.media import SQUARE, Batch, Frame, Sink, now
-from dyno.worker.video.preparing import Preparation
+from dyno.worker.video.media import SQUARE, Batch, Frame, Preparation, Sink, now
 from dyno.worker.video.stages import AHEAD, DEPTH, PipelineStage, numbers
 
 DECODE, PREPARE, INFER, POSTPROCESS, TRACK, DRAW, ENCODE = STAGES = (

@@ -18,8 +18,7 @@ from dyno.worker.backend import LayerTimes
 from dyno.worker.backends.tensor_rt import layers, library
 from dyno.worker.facts.engine import EngineFacts
 from dyno.worker.inputs.specs import Shape, static_shapes
-from dyno.worker.sessions.device_session import DeviceSession, slots_of
-from dyno.worker.sessions.gpu import CudaGraph, Device, profiler_on
+from dyno.worker.sessions.gpu import CudaGraph, Device, DeviceSession, profiler_on, slots_of
 from dyno.worker.spec import Artifact, Tensor, Trial, Unavailable, UserError
 
 
