@@ -422,12 +422,17 @@ def compare_outputs(trial: TrialResult, reference: TrialResult, rtol: float = RT
 
 
 def paired_outputs(trial: TrialResult, reference: TrialResult) -> tuple[list[np.ndarray], list[np.ndarray], float]:
-    """Return the raw outputs of both by position, and the share of the batches or inputs that were left out.
+    """Return the raw outputs of both, and the share of the batches or inputs that were left out.
+
+    They are paired by name where both have the same names (a given engine lists its outputs in an order that may be
+    another), else by position.
 
     Left out are those for which one trial produced another number of rows than the other. A network may return any
     number of rows, as `nonzero` does: such outputs can be compared row by row only where both have the same number.
     """
     own, other = trial.outputs(), reference.outputs()
+    if set(own) == set(other):
+        own = {name: own[name] for name in other}
     arrays, others = list(own.values()), list(other.values())
     if len(own) != len(other) or trial.batch != reference.batch:
         return arrays, others, 0.0

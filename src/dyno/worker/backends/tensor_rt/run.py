@@ -62,6 +62,9 @@ class TensorRTSession(DeviceSession):
                 if recorded.get(name) != own.get(name):
                     found, expected = _describe_tensor(own, name), _describe_tensor(recorded, name)
                     raise UserError(f"tensor {name!r} of the engine is {found}, not {expected}")
+            names = list(recorded)  # outputs are compared by position, and an engine lists its tensors in another order
+            inputs, outputs = (tuple(sorted(side, key=lambda t: names.index(t.name))) for side in sides)
+            sides = inputs, outputs
         self.inputs, self.outputs = sides
         return sides[0]
 
