@@ -544,9 +544,8 @@ def test_axes_that_share_a_question_mark_may_differ(call: Call) -> None:
 def test_infinities_and_nan_by_design_agree_with_the_reference_s(call: Call) -> None:
     mask = np.zeros(10, np.float32)
     mask[[2, 5]], mask[1] = -np.inf, np.nan
-    nodes = [h.make_node("MatMul", ["x", "w"], ["z"]), h.make_node("Add", ["z", "m"], ["y"])]
     weights = np.random.default_rng(0).standard_normal((8, 10)).astype(np.float32)
-    saved(nodes, {"x": ["N", 8]}, {"y": ["N", 10]}, w=weights, m=mask)
+    saved("(float[N, 8] x) => (float[N, 10] y) { z = MatMul(x, w) y = Add(z, m) }", w=weights, m=mask)
     code, out, errors = call("run", "net.onnx", *QUICK, "-o", "run")
     assert code == 0, errors
     assert "10.00% of the output values are NaN, where agreement proves nothing" in out
