@@ -21,9 +21,14 @@ HALF_CRASHES = ("NchwcTransformer",)
 def compared(before: list[np.ndarray], after: list[np.ndarray], what: str, ran: str) -> OutputCheck:
     """Return the largest difference and value of the outputs' finite values, and `ran`; raise a `UserError` for
     overflow, where only the values afterwards are not finite."""
-    if any((np.isfinite(b) & ~np.isfinite(a)).any() for a, b in zip(after, before, strict=True)):
+    pairs = list(zip(after, before, strict=True))
+    other = next((f"{a.shape} instead of {b.shape}" for a, b in pairs if a.shape != b.shape), "")
+    expected = [np.isfinite(b) if not other else np.bool_(True) for _, b in pairs]
+    if any((known & ~np.isfinite(a)).any() for (a, _), known in zip(pairs, expected, strict=True)):
         raise UserError(f"{what}: outputs are not finite; use bf16 or fp32")
-    finite = [(a[f], b[f]) for a, b in zip(after, before, strict=True) for f in [np.isfinite(b)]]
+    if other:
+        raise UserError(f"the graph that was made gives outputs of shape {other}")
+    finite = [(a[f], b[f]) for a, b in pairs for f in [np.isfinite(b)]]
     difference = max(float(np.abs(a - b).max(initial=0)) for a, b in finite)
     return OutputCheck(difference, max(float(np.abs(b).max(initial=0)) for _, b in finite), ran)
 
