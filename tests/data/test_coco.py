@@ -267,7 +267,7 @@ def test_images_that_do_not_fit_are_named(coco: Folder, make: Make) -> None:
     )
     for path in (folder / "val2017").iterdir():
         path.unlink()
-    with pytest.raises(UserError, match=r"image 000.jpg of instances_val2017.json is in none of "):
+    with pytest.raises(UserError, match=r"image 000.jpg of instances_val2017.json is not in any of "):
         make(folder)
 
 

@@ -276,7 +276,7 @@ def test_what_is_wrong_with_a_folder(yolo: Callable[..., Path], make: Make, tmp_
     with pytest.raises(UserError, match=r"there is no image for the label file labels/val/003.txt$"):
         make(folder)
     shutil.rmtree(folder / "labels/val")
-    with pytest.raises(UserError, match=r"none of the 5 images in .* has a label file, e.g. .*labels/val/000.txt"):
+    with pytest.raises(UserError, match=r"the 5 images in .* have no label files, e.g. .*labels/val/000.txt"):
         make(folder)
     shutil.rmtree(folder / "images/val")
     with pytest.raises(UserError, match=r"there is no .*images/val"):

@@ -277,7 +277,7 @@ def test_two_files_of_one_network_are_one_table(call: Call, tmp_path: Path) -> N
     assert "not comparable" not in out, "what a file calls its only input says nothing about what it is fed"
     net(tmp_path / "three.onnx", 3.0)
     code, out, _ = call("run", "a.onnx", "three.onnx", *words, "--out", "u")
-    assert code == 3 and "if they are two, give each a command of its own" in " ".join(out.split())
+    assert code == 3 and "if they are different networks, run one command for each" in " ".join(out.split())
     code, out, _ = call("run", "b.xml", "--channels", 1, "--backends", "onnxruntime,openvino", *SHORT, "--out", "s")
     assert code == 0 and "onnxruntime reads .onnx files, not b.xml" in out, "a backend that is asked for has its row"
 

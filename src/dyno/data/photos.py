@@ -77,7 +77,7 @@ class Listing:
 class DecodeOptions:
     """How images are decoded, and the cache folder that keeps them.
 
-    `set_aside`: how many test images may become calibration images where the listing has none of its own.
+    `set_aside`: how many test images may become calibration images where the listing has no calibration images.
     """
 
     cache: Path
@@ -203,7 +203,7 @@ def find_image_folder(file: Path, names: list[str]) -> tuple[Path, str]:
     best = max(hits, key=lambda place: hits[place])
     if not hits[best]:
         searched = ", ".join(str(base) for base in dict.fromkeys(bases))
-        raise UserError(f"image {names[0]} of {file.name} is in none of {searched}")
+        raise UserError(f"image {names[0]} of {file.name} is not in any of {searched}")
     return best
 
 

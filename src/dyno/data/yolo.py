@@ -99,7 +99,7 @@ def classes_used(files: list[Path]) -> int:
     firsts = ((file, line.split()[0]) for file in files for _, line in _read_lines(file))
     highest, file = max(((int(first), file) for file, first in firsts if first.isdecimal()), default=(0, Path()))
     if highest > MOST_CLASSES:
-        raise UserError(f"{file} has an object of class {highest}; where there are so many, a data.yaml must name them")
+        raise UserError(f"{file} has an object of class {highest}; name that many classes in a data.yaml")
     return highest + 1
 
 
@@ -219,7 +219,7 @@ def _scan_images(path: Path, calibration: int | Path, seed: int, classes: int, s
     labels = {photo.path: label_file(photo.path) for photo in test}
     present = [label for label in labels.values() if label.is_file()]
     if not present:
-        raise UserError(f"none of the {len(test)} images in {path} has a label file, e.g. {labels[test[0].path]}")
+        raise UserError(f"the {len(test)} images in {path} have no label files, e.g. {labels[test[0].path]}")
     _check_orphans(description.folder, labels)
     if isinstance(calibration, Path):
         photos = test + calibration_photos(calibration)

@@ -120,7 +120,7 @@ def _format_title(trial: Trial) -> str:
 
 @dataclass(frozen=True)
 class _EngineForm:
-    """A form as its engine runs it: the index of its own form, its trial and file, and the graph's file behind it."""
+    """An engine's form of the network: its index, its trial, its file, and the ONNX file that it was made from."""
 
     trial: Trial
     artifact: Artifact | None

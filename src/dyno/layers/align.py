@@ -280,7 +280,7 @@ def _align_modules(forms: Sequence[LayerGraph], upper: int, lower: int) -> Link:
                 claims[counterpart].add(one)
     sure = frozenset((call, node) for node, own in claims.items() for call in own)
     claims, how = placed(graph, claims, Flow(graph))
-    if "" not in by_name:  # what the model does itself belongs to none of its parts
+    if "" not in by_name:  # work of the model's code outside its submodules
         alone = {k for k, node in enumerate(graph) if node.modules == ("",)}
         claims = {k: called for k, called in claims.items() if k not in alone}
     pairs = _invert_claims(claims)

@@ -230,7 +230,7 @@ Top = Annotated[
 Order = Annotated[
     str | None,
     typer.Option(
-        help="graph: as they run; error: the largest error of its own first.",
+        help="graph: in execution order; error: largest own error first.",
         rich_help_panel=LAYERS,
         show_default="graph",
     ),

@@ -47,7 +47,7 @@ def grade_self_test(test: SelfTest) -> str:
     seen = test.visible(rounds)
     worst = f"more than {percent(max(GRADES.values()))}"
     limit = f"{percent(GRADES[test.grade])} or less" if test.grade != WORST else worst
-    own = ", each with builds of its own," if test.stored.builds else ""
+    own = ", each with separate builds," if test.stored.builds else ""
     return (
         f"Grade {test.grade} ({limit}): a study of {rounds} rounds in turns{own} sees a difference of "
         f"{with_range(seen.value, seen.low, seen.high)} or more here, four times out of five."

@@ -120,7 +120,7 @@ def at_most(hits: int, count: int) -> float:
 
 LEAST_ROUNDS = 2  # for a spread
 LARGEST = 20.0  # of a log ratio or a share: no two equal processes differ by a factor of a hundred million
-MOST = 1e6  # no inference takes so many seconds, and no clock has so many MHz
+MOST = 1e6  # more seconds than any inference takes, more MHz than any clock has
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ from dyno.worker.record import DamagedRecord, read_json, read_record, write_json
 from dyno.worker.spec import FIXED, LOOKS, NETWORK_FILES, SCHEMA, Job, ModelSpec, Trial, UserError, digest, from_json
 
 DISTRIBUTIONS = ("inference-dyno", "numpy", "torch", "torchvision", "timm", "onnx", "onnxruntime", "openvino")
-# Settings that may differ when a folder is used again: none of them changes a stored number.
+# Settings that may differ when a folder is used again: they change no stored number.
 REPEATABLE = (
     "rounds",
     "timeout",

@@ -276,9 +276,9 @@ def _make_rates_table(run: RunData) -> Table | None:
 def _rate_notes() -> Iterator[str]:
     floors = ", ".join(f"{stats.samples_for(q):,} for p{100 * q:g}" for q in list(QUANTILES.values())[1:])
     yield (
-        f"A percentile is shown from so many requests on: {floors}; its interval from ten times as many. One that "
-        "falls on requests which were refused or never answered has no value. Random requests come for a while before "
-        "those that count; of a trace all count."
+        f"Fewest requests for a percentile: {floors}; ten times as many for its interval. A percentile that falls on "
+        "refused or unanswered requests has no value. Random requests begin with a warm-up that does not count; "
+        "all requests of a trace count."
     )
     yield LATENCY_NOTE
 

@@ -86,7 +86,7 @@ def _check_out_commit(root: Path, commit: str) -> Path:
         return folder
     folder.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=".", dir=folder.parent) as scratch:
-        # An index of its own: the repository's says what the user has staged.
+        # A separate index: the repository's holds what the user has staged.
         index = {"GIT_INDEX_FILE": str(Path(scratch) / "index")}
         tree = Path(scratch) / "tree"
         tree.mkdir()
@@ -109,7 +109,7 @@ def _run_git(folder: Path, *words: str, env: dict[str, str] | None = None) -> su
 
 
 def _find_last_line(done: subprocess.CompletedProcess[str]) -> str:
-    return (done.stderr.strip().splitlines() or ["git says nothing"])[-1]
+    return (done.stderr.strip().splitlines() or ["git gave no message"])[-1]
 
 
 # Files of torch.save that are given as a model: which can be run as they are, and what to do with the others.

@@ -67,7 +67,7 @@ class Record:
 
     @property
     def was_killed(self) -> bool:
-        """Whether another program or a person ended the job, which says nothing about its trial."""
+        """Whether another program or a person ended the job, which is no fault of its trial."""
         return self.status == "crashed" and self.reason in KILLED
 
     def value(self, tag: str, boundary: str = "") -> float | None:

@@ -208,7 +208,7 @@ DISK_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def raise_if_disk_full(error: BaseException, folder: Path, needed: int = 0) -> None:
-    """Raise an `OSError` where the disk of the folder was full, which says nothing about what failed for it.
+    """Raise an `OSError` where the disk of the folder was full, which is no fault of the job that failed.
 
     Libraries wrap such an error, put it into words, or say no more than that a stream failed and remove what they had
     written: so the folder must also have room for `needed` bytes.

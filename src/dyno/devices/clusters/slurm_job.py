@@ -1,4 +1,4 @@
-"""What runs as a job of Slurm: it holds one device and does what is asked for through files, until it is told to end.
+"""A Slurm job that holds one device and runs blocks that arrive as files, until a file asks it to end.
 
 A cluster has a file system in common. Each job has a folder of a study's run folder; questions of the host where
 `dyno run` was started lie there, and this job's answers.

@@ -29,7 +29,7 @@ from dyno.worker.facts.engine import STORED
 COMPANY = "what the table calls faster or slower holds beside those programs, which slow some engines down more"
 OTHER_NETWORK = (
     " The files were taken for one network, since their inputs and outputs have the same shapes; "
-    "if they are two, give each a command of its own."
+    "if they are different networks, run one command for each."
 )
 MOST_GROUPS = 8  # model x size pairs with sentences; the rest is in the tables
 SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for

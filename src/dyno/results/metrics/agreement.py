@@ -398,7 +398,7 @@ def read_agreement(
     """Return the agreement of two stored trials over common inputs; None when either lacks outputs of that shape."""
     try:
         return compare_outputs(trial, reference, rtol, atol)
-    except UserError:  # other shapes: that trial has a row and a reason of its own
+    except UserError:  # other shapes: that trial's row has the reason
         return None
 
 

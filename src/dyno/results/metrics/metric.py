@@ -19,7 +19,7 @@ ENDS = {"_low": "lower", "_high": "upper"}
 
 @dataclass(frozen=True)
 class MetricValue:
-    """A trial's value, a share from 0 to 1 with its 95 % interval (NaN: not known), from so many images.
+    """A trial's value, a share from 0 to 1 with its 95 % interval (NaN: not known), and the number of `images`.
 
     `of` says what is scored where the label leaves it open: masks, keypoints.
     """

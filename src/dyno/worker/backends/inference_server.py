@@ -165,7 +165,7 @@ def _request_metadata(client: Any, url: str, model: str, asking: Mapping[str, An
         return server, client.get_model_metadata(model, **asking)
     except Exception as e:
         if _is_timeout(e):
-            raise UserError(f"{url} says nothing of model {model!r} within {FIRST_S} s; check that it is loaded") from e
+            raise UserError(f"{url} has no answer on {model!r} within {FIRST_S} s; check that it is loaded") from e
         raise UserError(f"{url} has no model {model!r}: {_first_line(e)}") from e
 
 

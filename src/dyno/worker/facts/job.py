@@ -277,7 +277,7 @@ class ColdStart:
 
     `first_answer` is the whole, which the parts don't fill: no part is between two. `later` are further answers.
     `read_bytes` came from disk instead of from the kernel's cache (None where it doesn't say), and `files` are those
-    that the process read code or the model from. Of its `modules` in Python so many were `uncompiled`: no byte-code.
+    that the process read code or the model from. `uncompiled` counts the Python `modules` without byte-code.
     """
 
     parts: dict[str, float]

@@ -231,7 +231,7 @@ def fingerprint(feeds: Sequence[dict[str, np.ndarray]], preprocess: Preprocess |
     """Return the sha256 of the feeds' bytes: two runs with the same value had the same feeds.
 
     With `preprocess`, raw images are normalised first, so that the same images have the same value in either form. A
-    file's name for its only input is left out: it says nothing about the feed.
+    file's name for its only input is left out: it doesn't change what is fed.
     """
     hashed = hashlib.sha256()
     for feed in feeds:

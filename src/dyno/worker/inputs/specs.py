@@ -237,7 +237,7 @@ class InputValues:
     def _make_array(self, spec: InputSpec, shape: Shape, engine_type: str, dims: Dims, number: int) -> np.ndarray:
         pixels = engine_type == "uint8" and spec.dtype.startswith("float")
         if pixels and (spec.feeds or spec.low is not None):
-            raise UserError(f"input=uint8 reads pixels of images, but {spec.name!r} has values of its own; omit it")
+            raise UserError(f"input=uint8 reads pixels of images, but {spec.name!r} has given values; omit it")
         if spec.feeds:
             return self._read_stored_rows(spec, shape, dims.batch_axis(spec.name, spec.shape), number)
         rng = self._rng[spec.name]

@@ -174,7 +174,7 @@ SIDES = {"cpu": (512, 1024, 2048, 4096), "cuda": (2048, 4096, 8192, 16384)}
 SECONDS = 2.0  # per type, over all sides
 LEAST = 3  # timings of a side
 COPIED = {"cpu": 1 << 28, "cuda": 1 << 30}  # bytes, at least
-CACHES = 8  # so many times the last cache, at least: what a cache holds of a copy must not count
+CACHES = 8  # at least this multiple of the last-level cache, so that a copy can't be served from it
 
 Timer = Callable[[Callable[[], Any]], float]
 

@@ -368,7 +368,7 @@ def _choose_decoder(options: VideoOptions, trial: Trial) -> str:
     if options.decode != DEVICE:
         return ""
     if trial.runtime.device == "cpu":
-        raise UserError(f"decode is {DEVICE}, and a CPU has no decoder of its own; omit it, or give --device cuda:0")
+        raise UserError(f"decode is {DEVICE}, and that needs a GPU's decoder; omit it, or give --device cuda:0")
     if find_spec("torch") is None or not has_pyav():
         raise Unavailable(f"decode is {DEVICE}, which needs PyTorch and PyAV; {install('torch', 'av')}")
     return trial.runtime.device

@@ -240,7 +240,7 @@ def list_program_parts(model: ModelSpec, dims: Dims) -> Any:
         _check_same(models.build(model, dims), found, lambda: modules.example(model, specs, dims))
     except MemoryError:
         raise
-    except Exception:  # unflatten has limits of its own; then nothing is known of the parts
+    except Exception:  # torch's unflatten refuses some programs; their parts stay unknown
         return None
     return found
 

@@ -257,7 +257,7 @@ def watched_whole(module: Any, plainly: Callable[[], Any], restore: Callable[[],
 
 
 def add_whole(inside: LayerGraph, module: Any) -> LayerGraph:
-    """Add a row for the module itself: the work of its own code belongs to none of its parts."""
+    """Add a row for the module itself: the work of its code outside its submodules."""
     if any(not layer.name for layer in inside.layers):
         return inside
     return replace(inside, layers=(*inside.layers, Layer(type=type(module).__name__, flops=0, modules=("",))))

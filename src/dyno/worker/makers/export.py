@@ -479,7 +479,7 @@ def _write_graph(torch: Any, source: ExportSource, exporter: str, opset: int, pa
             program = torch.onnx.export(source.module, source.example, str(path), **options)
     except MemoryError:
         raise
-    except Exception as e:  # each exporter has errors of its own, and with any of them the next one is tried
+    except Exception as e:  # exporters raise different errors; after any of them the next exporter is tried
         system.raise_if_disk_full(e, path.parent)
         raise WrongGraph(f"failed, {_last_line(e)}") from e
     traced = traced_values(torch, caught)

@@ -30,7 +30,7 @@ from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, UserError
 
 IMAGES = 16  # that the layers are ranked on, of those that calibrated
 LIMIT_DB = 120.0  # of a ratio: an output that is exact, or no number at all, lies there
-# What only passes values on has nothing of its own to round.
+# Operators that only pass values on round nothing.
 PASSING = set(
     "Relu Clip LeakyRelu MaxPool Reshape Flatten Transpose Squeeze Unsqueeze Identity Pad Slice Split Gather Expand "
     "Shape Cast Concat Resize DepthToSpace SpaceToDepth".split()

@@ -24,7 +24,7 @@ from dyno.worker.spec import Dims, ModelSpec, Preprocess, Unavailable, UserError
 
 # torchvision's detectors: they normalise, resize and suppress inside; the number of boxes differs per image.
 
-TAKES_ONE_IMAGE = "torchvision's detectors give each image boxes of its own number, so they run on one image at a time"
+TAKES_ONE_IMAGE = "torchvision's detectors give each image another number of boxes, so they run one image at a time"
 SMALL_DETECTOR = 320, 320  # pixels, where no size is asked for
 SPREAD = 1.0  # standard deviation of random scores before the sigmoid or softmax: most are low, and some are sure
 

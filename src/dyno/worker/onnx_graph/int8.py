@@ -28,7 +28,7 @@ from dyno.worker.spec import Artifact, Recipe, UserError
 METHODS = {"minmax": "MinMax", "percentile": "Percentile"}
 METHOD = "minmax"
 PERCENTILE = 99.99
-# Histograms need every intermediate tensor: so many batches at a time, or they fill the memory.
+# Histograms need every intermediate tensor: this many batches at a time, or memory runs out.
 HISTOGRAM_BATCHES = 8
 
 Ranges = dict[str, tuple[float, float]]

@@ -12,7 +12,7 @@ from dyno.worker.spec import UserError
 UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
 DURATION = re.compile(r"(\d+(?:\.\d*)?|\.\d+)\s*([a-zµ]+)")
 PERCENTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-BOUND = "Highest latency of so many of the requests that a rate still holds, with its unit"
+BOUND = "Latency limit (SLO) at the percentile, with its unit"
 
 
 def _define_option(default: Any, help: str, usual: str = "", *, common: bool = False) -> Any:
