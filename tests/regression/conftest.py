@@ -17,7 +17,7 @@ import onnxruntime
 
 class Slow(onnxruntime.InferenceSession):
     def run_with_iobinding(self, *given, **how):
-        for _ in range(3):
+        for _ in range(10):
             super().run_with_iobinding(*given, **how)
 
 onnxruntime.InferenceSession = Slow
@@ -65,7 +65,7 @@ def script() -> Callable[[Path, str], Path]:
 
 @pytest.fixture
 def slow_python(tmp_path: Path, script: Callable[[Path, str], Path]) -> Path:
-    """This Python, in which ONNX Runtime's sessions run three times as long."""
+    """This Python, in which ONNX Runtime's sessions run ten times as long."""
     folder = tmp_path / "slow"
     folder.mkdir()
     (folder / "sitecustomize.py").write_text(SLOW)

@@ -12,7 +12,7 @@ import pytest
 from dyno.study import interpreters
 from dyno.worker.spec import UserError
 
-QUICK = ("--seconds", "0.1", "--warmup", "0.1", "--threads", "1", "--rounds", "2")
+QUICK = ("--seconds", "0.1", "--warmup", "0.1", "--threads", "1", "--rounds", "3")
 
 
 @pytest.mark.slow
