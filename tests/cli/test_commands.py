@@ -13,6 +13,7 @@ import pytest
 from dyno import data
 from dyno.cli import demo, doctor
 from dyno.worker import plugins, registry
+from dyno.worker.sessions import torch_support
 
 
 def test_other_images_or_options_are_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -32,6 +33,14 @@ def test_other_images_or_options_are_another_training(monkeypatch: pytest.Monkey
     other = replace(data.digits(demo.cache_dir() / "datasets", demo.SIZE), sha256="another")
     monkeypatch.setattr(data, "digits", lambda *_: other)
     assert folder() != usual
+
+
+def test_the_demo_tries_bf16_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    for flags, has_bf16 in (({"avx2", "avx512_bf16"}, True), ({"avx2"}, False), (set(), True)):
+        monkeypatch.setattr(torch_support.system, "cpu_flags", lambda flags=flags: flags)
+        chosen = demo._list_backends(quick=False)
+        assert len(chosen) == len(demo.BACKENDS) and any("bf16" in each for each in chosen) == has_bf16
+        assert "int8" in " ".join(chosen)
 
 
 EXTENDING = Path(__file__).parents[2] / "docs/extending.md"

@@ -20,7 +20,7 @@ import psutil
 import pytest
 
 from dyno.jobs.launcher import SILENCE, environment, launch, read_stage
-from dyno.jobs.telemetry import Telemetry
+from dyno.jobs.telemetry import ProcessTree, Telemetry
 from dyno.worker.record import Record, read_record, write_json
 from dyno.worker.spec import SCHEMA, Job, Runtime, Trial, UserError, to_json
 
@@ -165,6 +165,36 @@ def test_the_memory_of_a_process_that_has_ended_is_not_known(tmp_path: Path) -> 
     telemetry.stop(tmp_path / "t.npz")
     with np.load(tmp_path / "t.npz") as columns:
         assert np.isnan(columns["rss"][-1]) and not (columns["rss"] == 0).any()
+
+
+def test_children_are_looked_for_except_while_a_job_times(tmp_path: Path) -> None:
+    """Looking for them reads all of /proc, which took 2 % of a block on two processors."""
+    stage, resident = "time model", list[float]()
+    script = "import subprocess, time; subprocess.Popen(['sleep', '600']); print(flush=True); time.sleep(600)"
+    parent = subprocess.Popen([sys.executable, "-c", "input();" + script], stdin=-1, stdout=-1, start_new_session=True)
+    telemetry = Telemetry(read_stage=lambda: stage)
+    tree = ProcessTree(parent.pid)
+    tree.find_children()
+    try:
+        telemetry.watch(parent.pid)
+        assert parent.stdin and parent.stdout
+        parent.stdin.write(b"\n")
+        parent.stdin.flush()
+        parent.stdout.readline()
+        assert tree.measure()[2] == {parent.pid}, "the child is younger than the last look"
+        tree.find_children()
+        assert len(tree.measure()[2]) == 2
+        for timed in (True, False):
+            stage = "time model" if timed else "warm up all"
+            seen = len(telemetry._rows)
+            while len(telemetry._rows) < seen + 2:
+                time.sleep(0.05)
+            resident.append(telemetry._rows[-1][1])
+    finally:
+        os.killpg(parent.pid, signal.SIGKILL)
+        telemetry.stop(tmp_path / "t.npz")
+        parent.communicate()
+    assert resident[1] > resident[0] > 0, "the child's memory counts once the job times no more"
 
 
 CHILD = """

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,6 +12,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import replace
+from io import StringIO
 from itertools import pairwise
 from pathlib import Path
 from random import Random
@@ -20,6 +22,7 @@ from typing import Any
 import numpy as np
 import psutil
 import pytest
+from rich.console import Console
 
 from dyno import Study
 from dyno.jobs import nvml
@@ -61,6 +64,14 @@ def stored(folder: Path, pattern: str = "r*") -> dict[tuple[str, str], dict[str,
         key = str(options.get("hang") or options.get("after") or options["latency_ms"])
         found[key, path.parent.name] = json.loads(path.read_text())
     return found
+
+
+def test_a_first_answer_comes_with_the_first_batch(study: Studies, tmp_path: Path) -> None:
+    printed = StringIO()
+    execute(study(batches=(1, 2), rounds=2), tmp_path / "run", Progress(console=Console(file=printed, width=200)))
+    answers = [line for line in printed.getvalue().splitlines() if " round " in line and "fastest" in line]
+    assert [re.match(r"\w+ round \d( of \d)?", line)[0] for line in answers] == ["in round 1", "after round 1 of 2"]  # type: ignore[index]
+    assert "at batch 1" in answers[0] or "at batch 2" in answers[0]
 
 
 @pytest.mark.slow

@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import BinaryIO
 from uuid import uuid4
@@ -185,7 +185,7 @@ def start(
     write_json(folder / "job.json", check_readable(job))
     python = job.runtime.python or sys.executable
     kills = _kernel_kills()
-    telemetry = Telemetry(job.runtime.device, environment(job.runtime), mates)
+    telemetry = Telemetry(job.runtime.device, environment(job.runtime), mates, partial(read_stage, folder))
     launcher = system.UNDER_TOOL if tool else os.getpid()
     id = f"{_id_of_jobs()}-{uuid4().hex[:12]}"
     with open(folder / LOGS[0], "ab") as out, open(folder / LOGS[1], "ab") as err:  # what is added goes to the end

@@ -247,15 +247,15 @@ class Rounds:
             for trial in again:
                 self._measure_alone(trial, number, options)
 
-    def _show_answer(self, number: int, planned: int = 0) -> None:
-        """Show the study's answer after this round, one of those planned (0: a further round)."""
+    def _show_answer(self, number: int, planned: int = 0, *, is_part: bool = False) -> None:
+        """Show the study's answer after this round, one of those planned (0: a further round), or a part of it."""
         from dyno.report.tables import trial_table
         from dyno.report.verdict import verdict
 
         if not self.progress.quiet and self.progress.answer_s < READING_S:
             since = time.monotonic()
             answer = verdict.answer_so_far(trial_table.read_trials(self.run.folder))
-            title = f"after round {number + 1}" + (f" of {planned}" if planned else "")
+            title = f"{'in' if is_part else 'after'} round {number + 1}" + (f" of {planned}" if planned else "")
             self.progress.show_answer(title, answer.sentences, answer.rows)
             self.progress.answer_s = time.monotonic() - since
 
@@ -285,6 +285,8 @@ class Rounds:
             reference = ensemble.reference(runnable, self.fits)
             for trial in ensemble.measure(self.run, pending, reference, number, self.files.of, self.progress, options):
                 self._measure_alone(trial, number, options)
+            if not number and group is not groups[-1]:  # a first answer doesn't wait for the other batches and sizes
+                self._show_answer(number, is_part=True)
 
     def _measure_alone(self, trial: Trial, number: int, options: Mapping[str, Any]) -> None:
         """Measure one round of one trial, unless it is stored already or an earlier round showed that it can't run."""

@@ -203,13 +203,15 @@ def is_quantised(module: Any) -> bool:
     return ".quantized" in type(module).__module__ and callable(getattr(module, "weight", None))
 
 
+def has_arithmetic(precision: str) -> bool:
+    """Return whether this CPU computes in the precision; where it doesn't list its features, assume that it does."""
+    flags = system.cpu_flags()
+    return not flags or precision not in NATIVE or bool(flags & set(NATIVE[precision]))
+
+
 def notes(trial: Trial) -> list[str]:
     """Return why a lower precision isn't faster on this CPU, as far as its feature flags show."""
-    needed = NATIVE.get(trial.precision)
-    if needed is None or trial.runtime.device != "cpu":
-        return []
-    flags = system.cpu_flags()
-    if not flags or flags & set(needed):
+    if trial.runtime.device != "cpu" or has_arithmetic(trial.precision):
         return []
     return [f"this CPU has no {trial.precision} arithmetic: PyTorch computes in float32 and converts around it"]
 
