@@ -156,7 +156,7 @@ COLUMNS = (
     Column("options", "of the backend", kind=TEXT, identity=True),
     Column("reference", "id of the trial that it is compared with", kind=TEXT),
     Column("boundary", "at which speeds are compared: model or all", kind=TEXT),
-    Column("latency_ms", "geometric mean of the rounds' medians", "ms", title="latency ms", interval=True),
+    Column("latency_ms", "geometric mean of the undisturbed rounds' medians", "ms", title="latency ms", interval=True),
     *_make_limit_columns("latency_ms", "the 95 % interval of latency_ms", "ms", "number"),
     Column("rounds", "that succeeded", kind=COUNT),
     Column("images", "that the accuracy is from", kind=COUNT),

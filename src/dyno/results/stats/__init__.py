@@ -23,7 +23,6 @@ from dyno.results.stats.evidence import paired as paired
 from dyno.results.stats.evidence import unpaired as unpaired
 from dyno.results.stats.intervals import CONFIDENCE as CONFIDENCE
 from dyno.results.stats.intervals import Interval as Interval
-from dyno.results.stats.intervals import center as center
 from dyno.results.stats.intervals import median_interval as median_interval
 from dyno.results.stats.intervals import paired_difference as paired_difference
 from dyno.results.stats.intervals import percentile_interval as percentile_interval
@@ -31,9 +30,10 @@ from dyno.results.stats.intervals import percentile_of as percentile_of
 from dyno.results.stats.intervals import samples_for as samples_for
 from dyno.results.stats.intervals import t_quantile as t_quantile
 from dyno.results.stats.intervals import wilson as wilson
+from dyno.results.stats.rejection import center as center
+from dyno.results.stats.rejection import over_rounds as over_rounds
 from dyno.results.stats.summaries import Summary as Summary
 from dyno.results.stats.summaries import VarianceComponents as VarianceComponents
 from dyno.results.stats.summaries import levels as levels
-from dyno.results.stats.summaries import over_rounds as over_rounds
 from dyno.results.stats.summaries import over_units as over_units
 from dyno.results.stats.summaries import summary as summary

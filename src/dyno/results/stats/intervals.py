@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 from functools import lru_cache
 
 import numpy as np
 
-from dyno.results.stats.summaries import at, deviation
+from dyno.results.stats.summaries import at
 
 CONFIDENCE = 0.95
 FLOOR_CONFIDENCE = 0.99  # of MLPerf's early stopping
@@ -85,22 +85,6 @@ def samples_for(q: float) -> int:
 
     counts = np.arange(2, math.ceil(7 / (1 - q)) + 2)  # of 7 expected beyond it, at most one is in less than 1 %
     return int(counts[np.argmax(bdtr(1, counts, 1 - q) <= 1 - FLOOR_CONFIDENCE)])
-
-
-def center(medians: Sequence[float]) -> Interval:
-    """Compute latency over several processes: the geometric mean of their medians with Student's t interval on logs.
-
-    `medians` holds one median per process, in seconds. One process gives NaN limits: its own samples tell nothing about
-    the next process.
-    """
-    if not medians:
-        return Interval(math.nan, math.nan, math.nan)
-    logs = np.log(medians)
-    mean, n = float(logs.mean()), len(logs)
-    if n < 2:
-        return Interval(math.exp(mean), math.nan, math.nan)
-    half = t_quantile(n - 1) * deviation(logs) / math.sqrt(n)
-    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
 
 
 def wilson(hits: int, count: int) -> Interval:

@@ -1,4 +1,4 @@
-"""Reject disturbed rounds from a mean, and judge what is left by critical values that allow for the rejection.
+"""Summarise rounds without the disturbed ones, and judge them by critical values that allow for the rejection.
 
 A round far from the median of all is left out; t is formed of the rest. Leaving out the farthest makes the rest look
 more alike than they are, so its critical values come from simulated normal rounds (benchmarks/critical_values.py),
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import json
 import math
+from collections.abc import Sequence
+from dataclasses import astuple, replace
 from functools import lru_cache
 from pathlib import Path
 from statistics import median
 
 import numpy as np
 
-from dyno.results.stats.intervals import t_quantile
+from dyno.results.stats.intervals import CONFIDENCE, Interval, t_quantile
+from dyno.results.stats.summaries import Summary, deviation, summary
 
 CUT = 10.0  # standard deviations from the median, estimated by the median absolute deviation
 NORMAL = 1.4826  # the standard deviation of normal values over their median absolute deviation
@@ -31,13 +34,50 @@ def most_rejected(count: int) -> int:
 
 def keep_undisturbed(values: np.ndarray) -> np.ndarray:
     """Return the values that aren't rejected, in their order; float64 [rounds]."""
+    farthest = _find_disturbed(values)
+    return np.delete(values, farthest) if farthest else values
+
+
+def _find_disturbed(values: np.ndarray) -> list[int]:
+    """Return the places of the values that are rejected."""
     each = values.tolist()
     middle = median(each)
     distances = [abs(value - middle) for value in each]
     limit = CUT * NORMAL * median(distances)
     far = [k for k, distance in enumerate(distances) if distance > limit]
-    farthest = sorted(far, key=lambda k: -distances[k])[: most_rejected(len(each))]
-    return np.delete(values, farthest) if farthest else values
+    return sorted(far, key=lambda k: -distances[k])[: most_rejected(len(each))]
+
+
+def center(values: Sequence[float]) -> Interval:
+    """Return the geometric mean of positive values, one of each process, without disturbed ones, and its 95 % interval.
+
+    One process gives NaN limits: its own samples tell nothing about the next process.
+    """
+    if not values:
+        return Interval(math.nan, math.nan, math.nan)
+    kept = keep_undisturbed(np.log(values))
+    mean = float(kept.mean())
+    if len(kept) < 2:
+        return Interval(math.exp(mean), math.nan, math.nan)
+    critical = critical_value(len(values), len(values) - len(kept), 1 - CONFIDENCE)
+    half = critical * deviation(kept) / math.sqrt(len(kept))
+    return Interval(math.exp(mean), math.exp(mean - half), math.exp(mean + half))
+
+
+def over_rounds(rounds: Sequence[np.ndarray]) -> Summary:
+    """Summarise the samples of several processes: the geometric mean of each statistic over the undisturbed ones.
+
+    Those are the ones that `center` keeps of the medians, and each counts the same. `count` is the sum over all, and
+    `max` the largest of all. A deviation that is 0 in any process is 0.
+    """
+    if len(rounds) == 1:
+        return summary(rounds[0])
+    each = np.array([astuple(summary(samples)) for samples in rounds])
+    disturbed = _find_disturbed(np.log([np.median(samples) for samples in rounds]))
+    kept = np.delete(each, disturbed, axis=0)
+    with np.errstate(divide="ignore"):  # a deviation may be 0, and is then
+        means = Summary(*np.exp(np.log(kept).mean(axis=0)).tolist())
+    return replace(means, count=sum(map(len, rounds)), max=max(float(samples.max()) for samples in rounds))
 
 
 def p_value(t: float, count: int, rejected: int) -> float:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Hashable, Sequence
-from dataclasses import astuple, dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -40,20 +40,6 @@ def summary(samples: np.ndarray) -> Summary:
     median, p90, p95, p99 = (at(x, q) for q in (0.5, 0.9, 0.95, 0.99))
     means = float(x.mean()), median, p90, p95, p99, float(x[-1])
     return Summary(n, *means, deviation(x), float(kept.mean()), deviation(kept))
-
-
-def over_rounds(rounds: Sequence[np.ndarray]) -> Summary:
-    """Summarise several processes' samples: the geometric mean of each statistic, as `center` does for the medians.
-
-    So every process counts the same, however many samples it took, and ratios of medians are the speed-ups. `count` is
-    the sum, and `max` the largest of all.
-    """
-    if len(rounds) == 1:
-        return summary(rounds[0])
-    each = np.array([astuple(summary(samples)) for samples in rounds])
-    with np.errstate(divide="ignore"):  # a deviation may be 0, and is then
-        means = Summary(*np.exp(np.log(each).mean(axis=0)).tolist())
-    return replace(means, count=sum(map(len, rounds)), max=max(float(samples.max()) for samples in rounds))
 
 
 def over_units(values: Sequence[tuple[Hashable, float]]) -> list[float]:
