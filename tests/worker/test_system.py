@@ -9,6 +9,8 @@ import os
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import numpy as np
@@ -60,7 +62,7 @@ def test_physical_cores_come_first(monkeypatch: pytest.MonkeyPatch) -> None:
     [
         ("0::/", {"cpu.max": "150000 100000\n"}, 1.5),  # a container with --cpus=1.5
         ("0::/app/job", {"app/cpu.max": "400000 100000", "app/job/cpu.max": "max 100000"}, 4.0),  # the one above limits
-        ("0::/elsewhere", {"cpu.max": "50000 100000"}, 0.5),
+        ("0::/elsewhere", {"cpu.max": "10000 100000"}, 0.5),
         ("4:cpu,cpuacct:/docker/x\n3:memory:/", {"cpu,cpuacct/cpu.cfs_quota_us": "200000",
                                                  "cpu,cpuacct/cpu.cfs_period_us": "100000"}, 2.0),
         ("4:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, math.inf),
@@ -80,6 +82,52 @@ def test_a_container_s_share_of_the_processors(
     monkeypatch.setattr(system, "core_threads", lambda: [(0,), (1,), (2,), (3,), (4,), (5,), (6,), (7,)])
     assert system.cpu_quota() == quota
     assert system.physical_cores() == min(8, max(1, int(min(quota, 8))))
+
+
+@pytest.fixture
+def tenth_of_a_processor() -> Iterator[Path]:
+    """A control group that may keep a tenth of a processor busy: less than a busy machine leaves it."""
+    versions = {"cpu": {"cpu.cfs_period_us": "100000", "cpu.cfs_quota_us": "10000"}, "": {"cpu.max": "10000 100000"}}
+    group = Path()
+    for version, limits in versions.items():
+        group = system.CGROUPS / version / f"dyno-test-{os.getpid()}"
+        try:
+            group.mkdir()
+            for name, text in limits.items():
+                (group / name).write_text(text)
+            break
+        except OSError:
+            with suppress(OSError):
+                group.rmdir()
+    else:
+        pytest.skip("no control group with a limit of processors can be made here")
+    yield group
+    group.rmdir()
+
+
+def test_processors_that_a_limit_withholds_are_counted(tenth_of_a_processor: Path) -> None:
+    code = (
+        f"import os, time; open({str(tenth_of_a_processor / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+        "from dyno.worker import system\n"
+        "contention, end = system.CpuContention(), time.process_time() + 0.2\n"
+        "while time.process_time() < end: pass\n"
+        "print(system.cpu_quota(), contention.withheld())"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=1200)
+    quota, withheld = map(float, done.stdout.split())
+    assert quota == 0.1 and 0.2 < withheld < 1.0
+
+
+def test_a_timing_under_a_limit_carries_a_warning(tenth_of_a_processor: Path, tmp_path: Path) -> None:
+    code = (
+        f"import os; open({str(tenth_of_a_processor / 'cgroup.procs')!r}, 'w').write(str(os.getpid()))\n"
+        "from dyno.worker.journal import Journal; from dyno.worker.spec import Job, Runtime; from pathlib import Path\n"
+        f"journal = Journal(Path({str(tmp_path)!r}), Job('run', Runtime()))\n"
+        "for withheld in (0.01, 0.4): journal.contended('model', 0.0, 'cpu', withheld); print(journal.record.warnings)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=1200)
+    few, more = done.stdout.splitlines()
+    assert few == "()" and "limit of 0.1 processors" in more and "--threads" in more
 
 
 def test_peak_memory_is_the_highest_so_far_and_not_the_parent_s() -> None:
@@ -184,7 +232,7 @@ def test_no_more_processors_are_busy_than_there_are(
     """The system counts in ticks of 10 ms, so that in a short time more seem to be."""
     monkeypatch.setattr(system.os, "cpu_count", lambda: 4)
     contention = system.CpuContention()
-    monkeypatch.setattr(contention, "_measure_interval", lambda: (others, 1.0))
+    monkeypatch.setattr(contention, "_measure_interval", lambda: (others, 0.0, 1.0))
     assert contention.busy() == busy
 
 

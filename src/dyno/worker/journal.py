@@ -18,6 +18,8 @@ from dyno.worker.evaluation import evaluate
 from dyno.worker.record import Measurement, Record, save_arrays, write_json
 from dyno.worker.spec import Job, to_json
 
+WITHHELD = 0.05  # processors that a limit withheld on average, from which a timing carries a warning
+
 
 def end_at_next_sample() -> None:
     """Let a forked copy of this process end when it comes back to the timing loop, which looks at the clock."""
@@ -104,13 +106,19 @@ class Journal:
             Measurement("kernels", "1", "count", None, "kernels", "model"),
         )
 
-    def contended(self, boundary: str, busy: float, device: str) -> None:
-        """Record the CPU contention of this timing, and warn when it was enough to change it."""
+    def contended(self, boundary: str, busy: float, device: str, withheld: float = 0.0) -> None:
+        """Record the CPU contention of this timing, and warn when it was enough to change it.
+
+        `busy` and `withheld` are in processors: see `system.CpuContention`.
+        """
         threshold = system.contention_threshold(device)
         busy_by_boundary = {**self.record.facts.others_busy, boundary: round(busy, 3)}
         self.facts(others_busy=busy_by_boundary, contention_threshold=threshold)
         if busy > threshold:
             self.warn(f"{boundary}: other programs kept {busy:.1f} of {os.cpu_count()} processors busy meanwhile")
+        if withheld > WITHHELD:
+            limit = f"the limit of {system.cpu_quota():g} processors (a container's --cpus, or a control group's)"
+            self.warn(f"{boundary}: {limit} stopped the engine's threads meanwhile; give fewer --threads or raise it")
 
     def timed(self, tag: str, stage: str, action: Callable[[], Any]) -> Any:
         """Run the action as a stage and store its seconds under the tag."""

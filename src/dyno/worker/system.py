@@ -142,19 +142,29 @@ def cpu_quota() -> float:
 
     A container with `--cpus=1.5` sees every processor, and more threads than that are stopped for parts of each period.
     """
+    return min(map(_read_quota, _list_control_groups()), default=math.inf)
+
+
+def throttled_seconds() -> float:
+    """Return the processor seconds for which control groups with a `cpu_quota` have stopped their processes so far."""
+    return sum(map(_read_throttled, _list_control_groups()))
+
+
+def _list_control_groups() -> list[Path]:
+    """Return the folders of the control groups that limit this process's processors, those above them included."""
     try:
         lines = CGROUP_OF_PROCESS.read_text(encoding="utf-8").splitlines()
     except OSError:
-        return math.inf
-    limits = []
+        return []
+    groups = []
     for line in lines:
         _, controllers, path = line.split(":", 2)
         if controllers and "cpu" not in controllers.split(","):
             continue
         # A container without a namespace of its own for these has its own group as the root, under another path.
         names = [Path(path.lstrip("/")), *Path(path.lstrip("/")).parents]
-        limits += [_read_quota(CGROUPS / controllers / name) for name in names]
-    return min(limits, default=math.inf)
+        groups += [CGROUPS / controllers / name for name in names]
+    return groups
 
 
 def _read_quota(group: Path) -> float:
@@ -167,6 +177,11 @@ def _read_quota(group: Path) -> float:
         return float(quota) / float(period) if float(quota) > 0 else math.inf
     except (OSError, ValueError):  # `max`
         return math.inf
+
+
+def _read_throttled(group: Path) -> float:
+    fields = _read_proc_file(str(group / "cpu.stat"), " ")
+    return float(fields.get("throttled_usec", 0)) / 1e6 + float(fields.get("throttled_time", 0)) / 1e9
 
 
 def core_threads() -> list[tuple[int, ...]]:
@@ -271,41 +286,50 @@ def contention_threshold(device: str) -> float:
 
 
 class CpuContention:
-    """CPU contention: how many processors other programs and the hypervisor's other guests have kept busy since now.
+    """CPU contention: how many processors other programs and the hypervisor's other guests have kept busy since now,
+    and how many the limits of control groups have withheld.
 
     The process that launched this one doesn't count: its sampling of the GPU and of this process is part of every job.
     """
 
     def __init__(self) -> None:
-        self._kept: tuple[float, float] | None = None
+        self._kept: tuple[float, float, float] | None = None
+        self._is_limited = cpu_quota() < math.inf
         self._start_interval()
 
     def _start_interval(self) -> None:
         self._since, self._all, self._own = time.monotonic(), _busy_seconds(), _own_seconds()
+        self._throttled = throttled_seconds() if self._is_limited else 0.0
 
     def during(self, blocks: Iterable[int]) -> Iterator[int]:
         """Yield the same blocks, and count contention only within them.
 
         Between two blocks other processes have their turn.
         """
-        others = span = 0.0
+        others = throttled = span = 0.0
         for block in blocks:
             self._start_interval()
             yield block
             more = self._measure_interval()
-            others, span = others + more[0], span + more[1]
-            self._kept = others, span
+            others, throttled, span = others + more[0], throttled + more[1], span + more[2]
+            self._kept = others, throttled, span
 
     def busy(self) -> float:
         """Return the processors kept busy by others, on average; 0 if the system has no such figures."""
-        others, span = self._kept or self._measure_interval()
+        others, _, span = self._kept or self._measure_interval()
         # The system counts in ticks: in a short time others may seem to have been busy for less than 0 s, or for more
         # than all processors have.
         return min(max(0.0, others / span), float(os.cpu_count() or 1)) if span > 0 else 0.0
 
-    def _measure_interval(self) -> tuple[float, float]:
+    def withheld(self) -> float:
+        """Return the processors that this process wanted and a limit withheld, on average; 0 without a limit."""
+        _, throttled, span = self._kept or self._measure_interval()
+        return throttled / span if span > 0 else 0.0
+
+    def _measure_interval(self) -> tuple[float, float, float]:
         others = (_busy_seconds() - self._all) - (_own_seconds() - self._own)
-        return others, time.monotonic() - self._since
+        throttled = throttled_seconds() - self._throttled if self._is_limited else 0.0
+        return others, throttled, time.monotonic() - self._since
 
 
 def run_delay() -> float:
@@ -382,14 +406,14 @@ def cpu_flags() -> set[str]:
     return set(info.get("flags", info.get("Features", "")).split())
 
 
-def _read_proc_file(path: str) -> dict[str, str]:
+def _read_proc_file(path: str, separator: str = ":") -> dict[str, str]:
     fields: dict[str, str] = {}
     try:
         lines = Path(path).read_text().splitlines()
     except OSError:
         return fields
     for line in lines:
-        key, _, value = line.partition(":")
+        key, _, value = line.partition(separator)
         fields.setdefault(key.strip(), value.strip())
     return fields
 

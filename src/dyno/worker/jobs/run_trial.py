@@ -225,7 +225,7 @@ def _time_boundaries(
         else:
             sampling = measure.latency(once, trial.plan, watch, blocks, before)
             journal.sampled("latency", boundary, "s", "duration", sampling)
-        journal.contended(boundary, contention.busy(), trial.runtime.device)
+        journal.contended(boundary, contention.busy(), trial.runtime.device, contention.withheld())
         if turns.delays:
             journal.facts(delays={**journal.record.facts.delays, boundary: tuple(turns.delays)})
     if "all" in boundaries and (parts := measure.parts(session, feeds, trial.plan)):
