@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import scipy.stats
 
 import synthetic
 from dyno.report.tables import trial_table
@@ -231,6 +232,26 @@ def _class_maps(
     held = check_correctness(*reversed(load_run(folder).trials))
     assert held is not None and held.labels_changed == pytest.approx((own != reference).mean())
     return held
+
+
+@pytest.mark.parametrize(("inputs", "changed"), [(32, 0), (32, 1), (32, 2), (32, 3), (32, 8), (400, 8), (400, 12)])
+def test_answers_condemn_where_chance_can_t_explain_the_changed_ones(tmp_path: Path, inputs: int, changed: int) -> None:
+    """Of an engine in FP32 1 % of the answers may change; one of 32 is 3 %, and in a quarter of studies is chance."""
+    results = _run(tmp_path / "run", Way("onnxruntime", "fp32", 0.001))
+    reference = np.random.default_rng(1).normal(size=(inputs, 10)).astype(np.float32)
+    first, second = np.argsort(-reference, axis=1)[:, :2].T
+    rows = np.arange(inputs)
+    reference /= np.sqrt(np.mean(reference**2, axis=1, keepdims=True))
+    reference[rows, second] = reference[rows, first] - 0.012 * np.sqrt(np.mean(reference**2, axis=1)) - 0.003
+    own = reference * (1 + 2e-3)
+    own[rows[:changed], second[:changed]] = own[rows[:changed], first[:changed]] + 0.001
+    _change(results.trials[0], lambda a: reference)
+    _change(results.trials[1], lambda a: own)
+    held = check_correctness(*reversed(load_run(tmp_path / "run").trials))
+    assert held is not None and 1e-3 < held.error < 1e-2
+    least = scipy.stats.binomtest(changed, inputs).proportion_ci(0.95, "exact").low
+    assert held.changed == pytest.approx(changed / inputs) and held.ok == (least <= 0.01)
+    assert (f"{changed} of {inputs} answers changed" in held.doubt) == (held.ok and changed / inputs > 0.01)
 
 
 def _next_class(rows: int, columns: int) -> Callable[[np.ndarray], None]:

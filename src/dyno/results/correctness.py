@@ -184,7 +184,8 @@ class Correctness:
     """How far a trial's outputs are from its reference's: the relative `error` (NaN where all outputs are labels), the
     share of answers that `changed` (None where there are no answers to compare), and the tolerance.
 
-    `labels_changed` is the largest share of an output's labels that differ (NaN: none has labels)."""
+    `labels_changed` is the largest share of an output's labels that differ (NaN: none has labels), and `inputs` the
+    number of inputs with an answer each (0: an input has none or several)."""
 
     error: float
     changed: float | None
@@ -192,6 +193,7 @@ class Correctness:
     precision: str
     mismatch: str = ""  # what is wrong whatever the error: other shapes, too many other boxes or labels
     labels_changed: float = math.nan
+    inputs: int = 0
 
     @property
     def ok(self) -> bool:
@@ -200,7 +202,25 @@ class Correctness:
             return False
         if math.isnan(self.error):
             return True
-        return self.error <= self.tolerance.close or self.changed is None or self.changed <= self.tolerance.changed
+        return self.error <= self.tolerance.close or not self._is_beyond()
+
+    def _is_beyond(self) -> bool:
+        """Whether more answers changed than may: by more than chance, where inputs are counted."""
+        if self.changed is None or self.changed <= self.tolerance.changed:
+            return False
+        return not self.inputs or least_share(round(self.changed * self.inputs), self.inputs) > self.tolerance.changed
+
+    @property
+    def doubt(self) -> str:
+        """Why it isn't known whether more answers changed than may; "" where it is."""
+        if self.mismatch or not self.ok or self.changed is None or self.changed <= self.tolerance.changed:
+            return ""
+        if self.error <= self.tolerance.close:
+            return ""
+        return (
+            f"{round(self.changed * self.inputs)} of {self.inputs} answers changed, which are too few to tell whether "
+            f"more than {self.tolerance.changed:.0%} do ({self.precision} allows that)"
+        )
 
     @property
     def reason(self) -> str:
@@ -212,6 +232,13 @@ class Correctness:
         if self.error > allowed.limit:
             return f"{text} ({self.precision} allows {allowed.limit:g})"
         return f"{text} and {self.changed:.1%} of the answers changed ({self.precision} allows {allowed.changed:.0%})"
+
+
+def least_share(count: int, total: int) -> float:
+    """Return the one-sided 97.5 % limit below which the true share isn't likely to be (Clopper and Pearson 1934)."""
+    from scipy.special import betaincinv
+
+    return float(betaincinv(count, total - count + 1, 0.025)) if count else 0.0
 
 
 def distance(error: float, labels_changed: float = math.nan) -> str:
@@ -266,11 +293,13 @@ def check_correctness(trial: TrialResult, reference: TrialResult) -> Correctness
         return Correctness(np.inf, None, tolerance, precision, text)
     errors = [distances(a, b, channels) for a, b in values]
     worst = max((float(np.quantile(e, tolerance.quantile, method="higher")) for e in errors), default=math.nan)
-    changed = _compute_changed(trial, reference, own[0], other[0], tolerance) if worst > tolerance.close else None
+    changed, inputs = None, 0
+    if worst > tolerance.close:
+        changed, inputs = _compute_changed(trial, reference, own[0], other[0], tolerance)
     labels = [_compare_labels(*pair, values, tolerance, precision) for pair in pairs if is_labels(pair[1])]
     mismatch = next((wrong for _, wrong in labels if wrong), "")
     share = max((share for share, _ in labels), default=math.nan)
-    return Correctness(worst, changed, tolerance, precision, mismatch, share)
+    return Correctness(worst, changed, tolerance, precision, mismatch, share, inputs)
 
 
 def _compare_not_finite(values: Sequence[tuple[np.ndarray, np.ndarray]]) -> str:
@@ -294,14 +323,16 @@ def _compare_labels(
 ) -> tuple[float, str]:
     """Return the share of an output's labels that differ, and a description of the fault, else "".
 
-    One label may differ by chance where there are enough; no single input with many labels may have too large a share.
+    Where an input has one label, the share is judged by its `least_share`. Of many labels one may differ by chance; no
+    single input with many may have too large a share.
     """
     differs = own != other
     scores = next((b for _, b in values if _are_ranked(b, other)), None)
     if scores is not None:
         differs &= ~_are_tied(own, other, scores, tolerance.limit)
     share = float(differs.mean())
-    if share > tolerance.labels and not (differs.sum() == 1 and differs.size >= MANY):
+    least = least_share(int(differs.sum()), differs.size) if differs.size == len(differs) else share
+    if least > tolerance.labels and not (differs.sum() == 1 and differs.size >= MANY):
         return (
             share,
             f"{show(share, 'percentage', 2)} of labels differ ({precision} allows {100 * tolerance.labels:g} %)",
@@ -361,12 +392,13 @@ def _judge_boxes(errors: np.ndarray, tolerance: Tolerance, precision: str) -> Co
 
 def _compute_changed(
     trial: TrialResult, reference: TrialResult, own: np.ndarray, other: np.ndarray, tolerance: Tolerance
-) -> float | None:
-    """Return the share of the reference's answers that the trial doesn't give; None where there are no answers."""
+) -> tuple[float | None, int]:
+    """Return the share of the reference's answers that the trial doesn't give, None where there are no answers; and how
+    many inputs have one answer each, 0 where they have none or several."""
     if boxes := agreement.compare_boxes(trial, reference):
-        return 1 - min(boxes.share, boxes.own_share if boxes.own_share is not None else 0.0)
+        return 1 - min(boxes.share, boxes.own_share if boxes.own_share is not None else 0.0), 0
     if trial.task.labels != "classes" or is_labels(other) or own.ndim != 2 or own.shape[1] < 2:
-        return None
+        return None, 0
     count = min(len(own), len(other))
     a, b = own[:count].astype(np.float64), other[:count].astype(np.float64)
     # What isn't finite is the same in both: the best of the others counts.
@@ -376,4 +408,4 @@ def _compute_changed(
     with np.errstate(invalid="ignore"):  # a row without a number has no answer
         lead = b.max(axis=1) - b[rows, classes]
     tied = tolerance.limit * np.sqrt(np.mean(_zero_not_finite(b) ** 2, axis=1))
-    return float((lead > tied).mean())
+    return float((lead > tied).mean()), count

@@ -192,6 +192,7 @@ COLUMNS = (
     Column("output_error", "relative error of the outputs against the reference's"),
     Column("labels_changed", "share of the outputs' labels (whole numbers, booleans) that differ", "%", PERCENT),
     Column("answers_changed", "share of answers that are not the reference's", "%", PERCENT),
+    Column("outputs_doubt", "why it isn't known whether too many answers changed", kind=TEXT),
     Column("measured", "beside its reference: in turns, or one after the other", kind=TEXT),
     Column("route", "by which the ONNX file was made", kind=TEXT),
     *(Column(f"samples_{b}", f"fewest of a round behind the statistics of latency_{b}", kind=COUNT)
@@ -346,6 +347,7 @@ def _judge_outputs(against: ComparisonBasis, row: Mapping[str, Any]) -> dict[str
         "answers_changed": math.nan if outputs.changed is None else 100 * outputs.changed,
         "labels_changed": 100 * outputs.labels_changed,
         "outputs": AGREE if outputs.ok or accurate else WRONG,
+        "outputs_doubt": "" if accurate else outputs.doubt,
     }
     if columns["outputs"] == WRONG and not str(row["verdict"]).startswith(INCOMPARABLE):
         columns["verdict"] = f"{WRONG}: {outputs.reason}"

@@ -229,6 +229,8 @@ def describe_correctness(ranking: Ranking, winner: pd.Series, run: RunData) -> s
         )
     else:
         parts.append("its outputs were not compared with any")
+    if winner.get("outputs_doubt"):
+        parts.append(f"{winner['outputs_doubt']}: give more with --inputs or --data")
     if trial.facts.random_outputs:
         parts = [trial.oddity]
     elif trial.oddity:
