@@ -37,7 +37,8 @@ from dyno.worker.tasks.task import Task
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = sorted((ROOT / "docs").rglob("*.md"))
-PAGES = [*sorted(ROOT.glob("*.md")), *DOCS]
+NOTES = sorted((ROOT / "benchmarks/results").glob("*.md"))
+PAGES = [*sorted(ROOT.glob("*.md")), *DOCS, *NOTES]
 OTHER_PROGRAMS = {"cp", "python"}
 EXAMPLES = ROOT / "examples"
 
@@ -305,7 +306,7 @@ def test_the_tables_of_what_was_measured_are_their_files() -> None:
 
 
 def test_figures_come_from_files_and_have_a_command(tmp_path: Path) -> None:
-    folder = shutil.copytree(ROOT / "docs/measured", tmp_path / "measured")
+    folder = shutil.copytree(ROOT / "benchmarks/results", tmp_path / "results")
     where = ("--folder", str(folder))
     page = folder / "two-cores.md"
     text = page.read_text(encoding="utf-8")
@@ -320,7 +321,7 @@ def test_figures_come_from_files_and_have_a_command(tmp_path: Path) -> None:
 
 
 def test_rows_of_the_matrix_take_the_place_of_earlier_ones(tmp_path: Path) -> None:
-    folder = shutil.copytree(ROOT / "docs/measured", tmp_path / "measured")
+    folder = shutil.copytree(ROOT / "benchmarks/results", tmp_path / "results")
     rows = tmp_path / "matrix.csv"
     head = "network,model,backend,options,precision,status,outputs,output_error,answers_changed,ran_as,route,latency_ms"
     new = [
