@@ -1,16 +1,22 @@
 """Hooks of mkdocs that make the documentation's site out of what the repository has: `mkdocs build --strict`.
 
-The first page is the README; the reference of commands is what `--help-all` prints, that of Python is read from the
-docstrings. Links to the source and to folders, which the site doesn't have, become plain words.
+The first page is the README. The references are made from the code: commands from what `--help-all` prints, Python from
+docstrings, keys of a study file from its options, tables and columns from their descriptions, and JSON files from the
+dataclasses that they store. Links to the source and to folders, which the site doesn't have, become plain words.
+
+python tools/site_pages.py study                     # print a reference: commands, python, study, columns or records
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +24,7 @@ if TYPE_CHECKING:
     import click
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md",
          "CHANGELOG.md": "changelog.md"}  # fmt: skip
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
@@ -30,7 +37,7 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     made = {page: (ROOT / source).read_text(encoding="utf-8") for source, page in PAGES.items()}
-    made |= {"reference/commands.md": commands(), "reference/python.md": python()}
+    made |= {f"reference/{name}.md": make() for name, make in REFERENCES.items()}
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files
@@ -125,3 +132,120 @@ def _fields(study: type) -> Iterator[str]:
         yield from (paragraph, "")
     yield from (f"- `{name}`: {what}" for name, _, what in (line.partition(": ") for line in fields.splitlines()))
     yield ""
+
+
+def study() -> str:
+    """Every key of a study file: its default, flag and help, and whether a later command may change it in a folder."""
+    from dyno.runner.run_folder import AXES, REPEATABLE
+    from dyno.study.study import Study
+
+    rows = []
+    for field in dataclasses.fields(Study):
+        flag = field.metadata.get("flag", "")
+        flag = "" if flag is None else (flag or f"--{field.name.replace('_', '-')}").replace(",", ", ")
+        usual = field.metadata.get("usual") or field.default
+        silent = usual in ("", (), None, dataclasses.MISSING)
+        change = "adds" if field.name in (*AXES, "runtime") else "yes" if field.name in REPEATABLE else "no"
+        rows.append([f"`{field.name}`", "" if silent else _toml(usual), f"`{flag}`" * bool(flag), change,
+                     field.metadata["help"]])  # fmt: skip
+    return "\n".join([
+        "# Study file", "",
+        "The keys of `study.toml` are the fields of `dyno.Study`. Flags of `dyno run` override the file. An unknown "
+        "key is an error with the nearest spelling. A single value may replace a list of one.", "",
+        "*Later* says what a later command for the same folder may do: *adds* new values to the earlier ones, *yes* "
+        "changes the setting, *no* is refused unless nothing was measured yet. In a folder with `until = \"decided\"` "
+        "`until` and `rounds` are fixed too.", "",
+        *_table(("key", "default", "flag", "later", "meaning"), rows), "",
+    ])  # fmt: skip
+
+
+def _toml(value: Any) -> str:
+    """Return a default as a study file has it."""
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def columns() -> str:
+    """Every table with what it holds, and every column of results.csv with its unit and meaning."""
+    from dyno.report import tables
+    from dyno.report.tables import trial_table
+
+    kinds = [[f"`{kind.name}`", kind.title, kind.description] for kind in tables.kinds()]
+    rows = [[f"`{column.name}`", column.unit, column.meaning] for column in trial_table.COLUMNS]
+    return "\n".join([
+        "# Tables and columns", "", "`dyno show RUN --table NAME` prints a table. [Tables and charts](../tables.md) "
+        "explains them.", "", *_table(("table", "title", "holds"), kinds), "", "## results.csv", "",
+        "One row per trial, also from `dyno show --format csv` and `Result.to_pandas()`. A cell is empty where the "
+        "column doesn't apply. JSON has the same names, with null for empty.", "",
+        *_table(("column", "unit", "meaning"), rows), "",
+    ])  # fmt: skip
+
+
+def records() -> str:
+    """The dataclasses that job.json, record.json and their parts store, field by field."""
+    from dyno.worker.record import Record
+    from dyno.worker.spec import SCHEMA, Job
+
+    parts = [
+        "# Jobs and records", "",
+        f"`job.json` is a [Job](#job), `record.json` a [Record](#record); schema {SCHEMA}. Values are in SI units. "
+        "Facts at their default are not stored, and a plug-in's further keys are read into `other`. "
+        "[Files](../file-format.md) says where they lie.", "",
+    ]  # fmt: skip
+    for kind in _parts_of(Job, Record):
+        parts += [f"## {kind.__name__}", "", *_described(kind)]
+        rows = [[f"`{f.name}`", f"`{f.type}`", _default(f)] for f in dataclasses.fields(kind)]
+        parts += [*_table(("field", "type", "default"), rows), ""]
+    return "\n".join(parts)
+
+
+def _parts_of(*kinds: Any) -> list[Any]:
+    """Return the dataclasses and all that their fields are made of, each once, in reading order."""
+    found: dict[Any, None] = {}
+
+    def add(kind: Any) -> None:
+        if dataclasses.is_dataclass(kind):
+            if kind in found:
+                return
+            found[kind] = None
+            for hint in typing.get_type_hints(kind).values():
+                add(hint)
+        for part in typing.get_args(kind):
+            add(part)
+
+    for kind in kinds:
+        add(kind)
+    return list(found)
+
+
+def _described(kind: Any) -> Iterator[str]:
+    """The docstring of a dataclass, and those of the dataclasses whose fields it inherits."""
+    from dyno.worker.facts.json_values import Sparse
+
+    for each in kind.__mro__:
+        if each not in (object, Sparse) and each.__doc__:
+            yield from (inspect.cleandoc(each.__doc__), "")
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    """Return the default of a field, "" for an empty one and "required" for none."""
+    if field.default is dataclasses.MISSING:
+        return "required" if field.default_factory is dataclasses.MISSING else ""
+    plain = isinstance(field.default, str | int | float) and field.default != ""
+    return f"`{field.default}`" if plain else ""
+
+
+def _table(heads: tuple[str, ...], rows: Iterable[list[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    yield from (f"| {' | '.join(cell.replace(chr(10), ' ') for cell in row)} |" for row in rows)
+
+
+REFERENCES: dict[str, Callable[[], str]] = {
+    "commands": commands, "python": python, "study": study, "columns": columns, "records": records,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:]:
+        print(REFERENCES[wanted]())
