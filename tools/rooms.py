@@ -148,9 +148,9 @@ def generated() -> str:
         f"  {room} --> {below}" for room, names in HOST.items() for below in _nearest(names) if "." not in room + below
     ]
     parts = ["```mermaid\ngraph TD", *arrows, "  jobs -. job.json, record.json .-> worker", "```"]
-    trees = {"The host": ("dyno", HOST), "The worker": ("dyno.worker", WORKER)}
-    for title, (root, names) in trees.items():
-        parts += ["", f"### {title}", "", *_list(root, names)]
+    parts += ["", "### The host", "", *_list("dyno", HOST)]
+    names = [_link(name, place) for name, place in rooms() if name.startswith("dyno.worker.")]
+    parts += ["", "### The worker", "", f"From bottom to top: {', '.join(names)}."]
     return "\n".join(parts)
 
 
