@@ -27,6 +27,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT / "src"))
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md",
          "CHANGELOG.md": "changelog.md"}  # fmt: skip
+NOTES = sorted((ROOT / "benchmarks/results").glob("*.md"))  # to which docs/results.md links; not in the menu
+PAGES |= {note.relative_to(ROOT).as_posix(): f"results/{note.name}" for note in NOTES}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 WIDTH = "86"  # columns of help: what a code block shows on a screen of 1,280 px without scrolling
 SHIM = "https://unpkg.com/iframe-worker/shim"  # by which the search works in pages that are opened from a folder
@@ -44,17 +46,17 @@ def on_files(files: Any, config: Any) -> Any:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """The page with links that lead to pages of the site, wherever in the repository its text is from."""
+    """Return the page with links that lead to pages of the site, wherever in the repository its text is from."""
     return linked(markdown, page.file.src_uri)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """The page with the shim from the site itself, so that nothing is fetched from outside."""
+    """Return the page with the shim from the site itself, so that nothing is fetched from outside."""
     return _with_own_shim(output, posixpath.dirname(page.url))
 
 
 def on_post_template(output_content: str, template_name: str, config: Any) -> str:
-    """The same of a page that has no text of its own."""
+    """Return a page made from a template alone, with the shim from the site itself."""
     return _with_own_shim(output_content, "")
 
 
@@ -63,7 +65,7 @@ def _with_own_shim(html: str, folder: str) -> str:
 
 
 def linked(markdown: str, page: str) -> str:
-    """The text of a page of the site with its links relative to where it is now."""
+    """Return the text of a page of the site with its links relative to where it is now."""
     sources = {shown: source for source, shown in PAGES.items()}
     folder = posixpath.dirname(sources.get(page, f"docs/{page}"))
 
@@ -83,7 +85,7 @@ def linked(markdown: str, page: str) -> str:
 
 
 def commands() -> str:
-    """What every command's --help-all prints."""
+    """Return what every command's --help-all prints."""
     from typer.main import get_command
     from typer.testing import CliRunner
 
@@ -110,7 +112,7 @@ def _leaves(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
 
 
 def python() -> str:
-    """The names of the package, by where each is defined."""
+    """Return the names of the package, by where each is defined."""
     import dyno
 
     lines = ["# Python", "", "What `import dyno` has. [From Python](../python.md) shows how these go together.", ""]
@@ -126,7 +128,7 @@ def python() -> str:
 
 
 def _fields(study: type) -> Iterator[str]:
-    """The docstring of a study, with its fields as a list."""
+    """Yield the docstring of a study, with its fields as a list."""
     *paragraphs, fields = (inspect.getdoc(study) or "").split("\n\n")
     for paragraph in paragraphs:
         yield from (paragraph, "")
@@ -135,7 +137,7 @@ def _fields(study: type) -> Iterator[str]:
 
 
 def study() -> str:
-    """Every key of a study file: its default, flag and help, and whether a later command may change it in a folder."""
+    """Describe every key of a study file: default, flag, help, and whether a later command may change it."""
     from dyno.runner.run_folder import AXES, REPEATABLE
     from dyno.study.study import Study
 
@@ -167,7 +169,7 @@ def _toml(value: Any) -> str:
 
 
 def columns() -> str:
-    """Every table with what it holds, and every column of results.csv with its unit and meaning."""
+    """List every table with what it holds, and every column of results.csv with its unit and meaning."""
     from dyno.report import tables
     from dyno.report.tables import trial_table
 
@@ -183,7 +185,7 @@ def columns() -> str:
 
 
 def records() -> str:
-    """The dataclasses that job.json, record.json and their parts store, field by field."""
+    """List the dataclasses that job.json, record.json and their parts store, field by field."""
     from dyno.worker.record import Record
     from dyno.worker.spec import SCHEMA, Job
 
@@ -220,7 +222,7 @@ def _parts_of(*kinds: Any) -> list[Any]:
 
 
 def _described(kind: Any) -> Iterator[str]:
-    """The docstring of a dataclass, and those of the dataclasses whose fields it inherits."""
+    """Yield the docstring of a dataclass, and those of the dataclasses whose fields it inherits."""
     from dyno.worker.facts.json_values import Sparse
 
     for each in kind.__mro__:
