@@ -154,7 +154,7 @@ def _arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=3, help="processes of each side")
     parser.add_argument("--try", dest="attempt", action="store_true", help="try prescriptions, too")
     parser.add_argument("--read", action="store_true", help="measure nothing")
-    parser.add_argument("--csv", type=Path, help="file for docs/measured/data")
+    parser.add_argument("--csv", type=Path, help="file for benchmarks/results/data")
     parser.add_argument("--run", default="", help="the run's name there")
     return parser.parse_args()
 

@@ -219,7 +219,7 @@ def _arguments() -> argparse.Namespace:
     conditions.add_argument("--alone", action="store_true", help="without the programs only")
     conditions.add_argument("--beside", action="store_true", help="beside the programs only")
     parser.add_argument("--short", action="store_true", help="three short rounds: does it run at all?")
-    parser.add_argument("--csv", type=Path, help="beginning of the names of two files for docs/measured/data")
+    parser.add_argument("--csv", type=Path, help="beginning of the names of two files for benchmarks/results/data")
     parser.add_argument("--run", default="", help="the run's name there")
     parser.add_argument("--until", type=float, default=0.0, help="studies of so many minutes at most, until decided")
     parser.add_argument("--slowdown", default="0.02", help="of the slower processes of --until, one share or two")

@@ -1,4 +1,4 @@
-"""The tables of docs/measured, made from the CSV files in docs/measured/data, so that a figure stands in one place.
+"""Make the tables of benchmarks/results from the CSV files in its folder data, so that a figure stands in one place.
 
 python tools/measured.py                             # write the tables into the pages
 python tools/measured.py --check                     # exit code 1 where a page isn't what the files say
@@ -291,7 +291,7 @@ def main() -> int:
         "--date", default=f"{datetime.now(UTC):%Y-%m-%d}", help="of --add: the day it was measured (today)"
     )
     parser.add_argument("--without", default="", help="of --add: networks to leave out, comma-separated")
-    parser.add_argument("--folder", type=Path, default=ROOT / "docs" / "measured")
+    parser.add_argument("--folder", type=Path, default=ROOT / "benchmarks" / "results")
     asked = parser.parse_args()
     book = Book(asked.folder)
     if asked.add:

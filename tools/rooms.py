@@ -136,25 +136,21 @@ def _link(name: str, place: Path) -> str:
     return f"[`{name.removeprefix('dyno.')}`](../{place.relative_to(ROOT).as_posix()})"
 
 
-def _table(root: str, names: dict[str, str]) -> Iterator[str]:
-    yield "| room | what it is | may import |"
-    yield "|---|---|---|"
+def _list(root: str, names: dict[str, str]) -> Iterator[str]:
     for name, place in rooms():
         if name.startswith(f"{root}.") and name.removeprefix(f"{root}.") in names:
-            room = name.removeprefix(f"{root}.")
-            below = ", ".join(names[room].split()) or "–"
-            yield f"| {_link(name, place)} | {what_it_is(place)} | {below} |"
+            yield f"- {_link(name, place)}: {what_it_is(place)}"
 
 
 def generated() -> str:
-    """The picture and the tables."""
+    """The picture and the lists."""
     arrows = [
         f"  {room} --> {below}" for room, names in HOST.items() for below in _nearest(names) if "." not in room + below
     ]
     parts = ["```mermaid\ngraph TD", *arrows, "  jobs -. job.json, record.json .-> worker", "```"]
-    trees = {"The host": ("dyno", HOST), "The worker": ("dyno.worker", WORKER)}
-    for title, (root, names) in trees.items():
-        parts += ["", f"### {title}", "", *_table(root, names)]
+    parts += ["", "### The host", "", *_list("dyno", HOST)]
+    names = [_link(name, place) for name, place in rooms() if name.startswith("dyno.worker.")]
+    parts += ["", "### The worker", "", f"From bottom to top: {', '.join(names)}."]
     return "\n".join(parts)
 
 

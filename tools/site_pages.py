@@ -1,16 +1,22 @@
 """Hooks of mkdocs that make the documentation's site out of what the repository has: `mkdocs build --strict`.
 
-The first page is the README; the reference of commands is what `--help-all` prints, that of Python is read from the
-docstrings. Links to the source and to folders, which the site doesn't have, become plain words.
+The first page is the README. The references are made from the code: commands from what `--help-all` prints, Python from
+docstrings, keys of a study file from its options, tables and columns from their descriptions, and JSON files from the
+dataclasses that they store. Links to the source and to folders, which the site doesn't have, become plain words.
+
+python tools/site_pages.py study                     # print a reference: commands, python, study, columns or records
 """
 
 from __future__ import annotations
 
+import dataclasses
 import inspect
 import os
 import posixpath
 import re
-from collections.abc import Iterator
+import sys
+import typing
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,8 +24,11 @@ if TYPE_CHECKING:
     import click
 
 ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT / "src"))
 PAGES = {"README.md": "index.md", "CONTRIBUTING.md": "contributing.md", "SECURITY.md": "security.md",
          "CHANGELOG.md": "changelog.md"}  # fmt: skip
+NOTES = sorted((ROOT / "benchmarks/results").glob("*.md"))  # to which docs/results.md links; not in the menu
+PAGES |= {note.relative_to(ROOT).as_posix(): f"results/{note.name}" for note in NOTES}
 LINK = re.compile(r"(!?)\[([^\]]*)\]\(([^)\s#]*)(#[^)\s]*)?\)")
 WIDTH = "86"  # columns of help: what a code block shows on a screen of 1,280 px without scrolling
 SHIM = "https://unpkg.com/iframe-worker/shim"  # by which the search works in pages that are opened from a folder
@@ -30,24 +39,24 @@ def on_files(files: Any, config: Any) -> Any:
     from mkdocs.structure.files import File
 
     made = {page: (ROOT / source).read_text(encoding="utf-8") for source, page in PAGES.items()}
-    made |= {"reference/commands.md": commands(), "reference/python.md": python()}
+    made |= {f"reference/{name}.md": make() for name, make in REFERENCES.items()}
     for page, text in made.items():
         files.append(File.generated(config, page, content=text))
     return files
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Any) -> str:
-    """The page with links that lead to pages of the site, wherever in the repository its text is from."""
+    """Return the page with links that lead to pages of the site, wherever in the repository its text is from."""
     return linked(markdown, page.file.src_uri)
 
 
 def on_post_page(output: str, page: Any, config: Any) -> str:
-    """The page with the shim from the site itself, so that nothing is fetched from outside."""
+    """Return the page with the shim from the site itself, so that nothing is fetched from outside."""
     return _with_own_shim(output, posixpath.dirname(page.url))
 
 
 def on_post_template(output_content: str, template_name: str, config: Any) -> str:
-    """The same of a page that has no text of its own."""
+    """Return a page made from a template alone, with the shim from the site itself."""
     return _with_own_shim(output_content, "")
 
 
@@ -56,7 +65,7 @@ def _with_own_shim(html: str, folder: str) -> str:
 
 
 def linked(markdown: str, page: str) -> str:
-    """The text of a page of the site with its links relative to where it is now."""
+    """Return the text of a page of the site with its links relative to where it is now."""
     sources = {shown: source for source, shown in PAGES.items()}
     folder = posixpath.dirname(sources.get(page, f"docs/{page}"))
 
@@ -76,7 +85,7 @@ def linked(markdown: str, page: str) -> str:
 
 
 def commands() -> str:
-    """What every command's --help-all prints."""
+    """Return what every command's --help-all prints."""
     from typer.main import get_command
     from typer.testing import CliRunner
 
@@ -103,7 +112,7 @@ def _leaves(command: Any, words: tuple[str, ...]) -> Iterator[tuple[tuple[str, .
 
 
 def python() -> str:
-    """The names of the package, by where each is defined."""
+    """Return the names of the package, by where each is defined."""
     import dyno
 
     lines = ["# Python", "", "What `import dyno` has. [From Python](../python.md) shows how these go together.", ""]
@@ -119,9 +128,126 @@ def python() -> str:
 
 
 def _fields(study: type) -> Iterator[str]:
-    """The docstring of a study, with its fields as a list."""
+    """Yield the docstring of a study, with its fields as a list."""
     *paragraphs, fields = (inspect.getdoc(study) or "").split("\n\n")
     for paragraph in paragraphs:
         yield from (paragraph, "")
     yield from (f"- `{name}`: {what}" for name, _, what in (line.partition(": ") for line in fields.splitlines()))
     yield ""
+
+
+def study() -> str:
+    """Describe every key of a study file: default, flag, help, and whether a later command may change it."""
+    from dyno.runner.run_folder import AXES, REPEATABLE
+    from dyno.study.study import Study
+
+    rows = []
+    for field in dataclasses.fields(Study):
+        flag = field.metadata.get("flag", "")
+        flag = "" if flag is None else (flag or f"--{field.name.replace('_', '-')}").replace(",", ", ")
+        usual = field.metadata.get("usual") or field.default
+        silent = usual in ("", (), None, dataclasses.MISSING)
+        change = "adds" if field.name in (*AXES, "runtime") else "yes" if field.name in REPEATABLE else "no"
+        rows.append([f"`{field.name}`", "" if silent else _toml(usual), f"`{flag}`" * bool(flag), change,
+                     field.metadata["help"]])  # fmt: skip
+    return "\n".join([
+        "# Study file", "",
+        "The keys of `study.toml` are the fields of `dyno.Study`. Flags of `dyno run` override the file. An unknown "
+        "key is an error with the nearest spelling. A single value may replace a list of one.", "",
+        "*Later* says what a later command for the same folder may do: *adds* new values to the earlier ones, *yes* "
+        "changes the setting, *no* is refused unless nothing was measured yet. In a folder with `until = \"decided\"` "
+        "`until` and `rounds` are fixed too.", "",
+        *_table(("key", "default", "flag", "later", "meaning"), rows), "",
+    ])  # fmt: skip
+
+
+def _toml(value: Any) -> str:
+    """Return a default as a study file has it."""
+    if isinstance(value, tuple):
+        return ", ".join(map(str, value))
+    return str(value).lower() if isinstance(value, bool) else str(value)
+
+
+def columns() -> str:
+    """List every table with what it holds, and every column of results.csv with its unit and meaning."""
+    from dyno.report import tables
+    from dyno.report.tables import trial_table
+
+    kinds = [[f"`{kind.name}`", kind.title, kind.description] for kind in tables.kinds()]
+    rows = [[f"`{column.name}`", column.unit, column.meaning] for column in trial_table.COLUMNS]
+    return "\n".join([
+        "# Tables and columns", "", "`dyno show RUN --table NAME` prints a table. [Tables and charts](../tables.md) "
+        "explains them.", "", *_table(("table", "title", "holds"), kinds), "", "## results.csv", "",
+        "One row per trial, also from `dyno show --format csv` and `Result.to_pandas()`. A cell is empty where the "
+        "column doesn't apply. JSON has the same names, with null for empty.", "",
+        *_table(("column", "unit", "meaning"), rows), "",
+    ])  # fmt: skip
+
+
+def records() -> str:
+    """List the dataclasses that job.json, record.json and their parts store, field by field."""
+    from dyno.worker.record import Record
+    from dyno.worker.spec import SCHEMA, Job
+
+    parts = [
+        "# Jobs and records", "",
+        f"`job.json` is a [Job](#job), `record.json` a [Record](#record); schema {SCHEMA}. Values are in SI units. "
+        "Facts at their default are not stored, and a plug-in's further keys are read into `other`. "
+        "[Files](../file-format.md) says where they lie.", "",
+    ]  # fmt: skip
+    for kind in _parts_of(Job, Record):
+        parts += [f"## {kind.__name__}", "", *_described(kind)]
+        rows = [[f"`{f.name}`", f"`{f.type}`", _default(f)] for f in dataclasses.fields(kind)]
+        parts += [*_table(("field", "type", "default"), rows), ""]
+    return "\n".join(parts)
+
+
+def _parts_of(*kinds: Any) -> list[Any]:
+    """Return the dataclasses and all that their fields are made of, each once, in reading order."""
+    found: dict[Any, None] = {}
+
+    def add(kind: Any) -> None:
+        if dataclasses.is_dataclass(kind):
+            if kind in found:
+                return
+            found[kind] = None
+            for hint in typing.get_type_hints(kind).values():
+                add(hint)
+        for part in typing.get_args(kind):
+            add(part)
+
+    for kind in kinds:
+        add(kind)
+    return list(found)
+
+
+def _described(kind: Any) -> Iterator[str]:
+    """Yield the docstring of a dataclass, and those of the dataclasses whose fields it inherits."""
+    from dyno.worker.facts.json_values import Sparse
+
+    for each in kind.__mro__:
+        if each not in (object, Sparse) and each.__doc__:
+            yield from (inspect.cleandoc(each.__doc__), "")
+
+
+def _default(field: dataclasses.Field[Any]) -> str:
+    """Return the default of a field, "" for an empty one and "required" for none."""
+    if field.default is dataclasses.MISSING:
+        return "required" if field.default_factory is dataclasses.MISSING else ""
+    plain = isinstance(field.default, str | int | float) and field.default != ""
+    return f"`{field.default}`" if plain else ""
+
+
+def _table(heads: tuple[str, ...], rows: Iterable[list[str]]) -> Iterator[str]:
+    yield f"| {' | '.join(heads)} |"
+    yield "|---" * len(heads) + "|"
+    yield from (f"| {' | '.join(cell.replace(chr(10), ' ') for cell in row)} |" for row in rows)
+
+
+REFERENCES: dict[str, Callable[[], str]] = {
+    "commands": commands, "python": python, "study": study, "columns": columns, "records": records,
+}  # fmt: skip
+
+if __name__ == "__main__":
+    for wanted in sys.argv[1:]:
+        print(REFERENCES[wanted]())

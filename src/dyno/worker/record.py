@@ -45,9 +45,10 @@ class Measurement:
 class Record:
     """How one job ended and all that it measured; written once, never changed.
 
-    `stage` is where it ended, `reason` why it isn't ok, in one line. `system` is the machine and
-    versions, `facts` the engine's own and those of its timing; `artifact` is the file that was made, and
-    `inspection` the result of inspecting a model.
+    `stage` is where it ended, `reason` why it isn't ok, in one line. `trial` is the trial's id, `started` in UTC (ISO
+    8601), and `seconds` are of the whole job in its process. `system` is the machine and versions, `facts` the engine's
+    own and those of its timing; `artifact` is the file that was made, and `inspection` the result of inspecting a
+    model.
     """
 
     status: str

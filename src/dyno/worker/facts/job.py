@@ -301,8 +301,11 @@ class SustainedLoad:
 
 @dataclass(frozen=True, kw_only=True)
 class Timing(Sparse):
-    """How a job was timed: the processors it was pinned to, windows and blocks by boundary, and who else was busy.
+    """How a job was timed: the processors it was pinned to (`affinity`), windows and blocks by boundary, and who else
+    was busy.
 
+    `timed` and `blocks` are begins and ends in seconds of CLOCK_MONOTONIC, as in telemetry.npz; `inputs_sha256` is of
+    the batches that timing was fed.
     `others_busy` is how many processors other programs kept busy by boundary; above `contention_threshold` a timing has
     a warning. `delays` has for each block the share of its time that the job's threads waited for a processor.
     `sustained` is of a job that also ran for the energy of an image. `build` is which build of its engine ran, where
