@@ -34,9 +34,9 @@ FENCE = re.compile(
 HERE = {"ultralytics": find_spec("ultralytics") is not None}  # what a block may need that a machine may have
 # Flag: what it is set to, and the commands that get it where a page doesn't give it.
 SHORT = {
-    "--rounds": ("1", ("run", "serve-test", "explain", "compare")),
-    "--seconds": ("0.05", ("run", "serve-test", "time", "eval", "profile", "explain", "compare")),
-    "--warmup": ("0.02", ("run", "serve-test", "time", "profile", "explain", "compare")),
+    "--rounds": ("1", ("run", "serve-test", "explain")),
+    "--seconds": ("0.05", ("run", "serve-test", "time", "eval", "profile", "explain")),
+    "--warmup": ("0.02", ("run", "serve-test", "time", "profile", "explain")),
     "--epochs": ("1", ("train",)),
     "--confirm": ("0", ("run",)),
     "--routes": ("usual", ("run",)),
@@ -46,7 +46,7 @@ SHORT = {
     "--rate": ("10", ("serve-test",)),  # tests/serving/test_serve_test.py searches the highest
     "--threads": (
         "1",
-        ("run", "serve-test", "time", "stress", "eval", "agree", "train", "profile", "explain", "compare"),
+        ("run", "serve-test", "time", "stress", "eval", "agree", "train", "profile", "explain"),
     ),  # several wait for each other on a busy machine
 }
 SMALL = {
@@ -114,7 +114,7 @@ class Block:
 
     @property
     def runs(self) -> bool:
-        return self.kind == "bash" and not self.lacks
+        return self.kind == "bash" and not self.lacks and not all(map(left_out, self.commands()))
 
 
 def blocks(page: str) -> list[Block]:
@@ -136,6 +136,8 @@ def shortened(words: list[str]) -> list[str]:
             kept[kept.index(flag) + 1] = values.get(value, value)
     if words[1] == "run" and ":" in words[2] and "--backends" not in kept:  # torch.compile takes half a minute
         kept += ["--backends", "pytorch,onnxruntime"]
+    if words[1] == "compare" and ".onnx" in words[2]:  # stored runs aren't measured
+        kept += shlex.split("--rounds 2 --seconds 0.05 --warmup 0.02 --threads 1")
     if words[1] == "serve-test" and "--backends" in kept:  # alike for each
         kept[kept.index("--backends") + 1] = "onnxruntime"
     if (
