@@ -182,13 +182,13 @@ GROUP = "dyno.data"
 class ScanRequest:
     """What a scan should list.
 
-    `calibration` is the number of calibration images, or a folder of them; `train`: training images too. The model
+    `calibration` is the number of calibration images to take from others; `train`: training images too. The model
     detects `objects` and `needs` masks or keypoints besides boxes, or it classifies into `outputs` classes (0: not
     known). `set_aside`: test images will serve for calibration where there are no training images. `skip_missing`:
     images that are listed and not there are left out, with a warning.
     """
 
-    calibration: int | Path = CALIBRATION
+    calibration: int = CALIBRATION
     seed: int = 0
     train: bool = False
     objects: bool = False

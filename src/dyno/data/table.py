@@ -15,7 +15,6 @@ from dyno.data.photos import (
     Listing,
     Photo,
     all_known,
-    calibration_photos,
     find_image_folder,
     is_image,
     is_system,
@@ -79,8 +78,7 @@ class LabelTable(DataFormat):
         photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
         warnings = [line for line in (missing, _warn_unlisted(photos, folder, file)) if line]
         about = {"label_source": "imagenet1k" if standard else "table", **({"warnings": warnings} if warnings else {})}
-        own = isinstance(wanted.calibration, Path)
-        return Listing(printable(file.stem), classes, _split_photos(photos, wanted), own, about)
+        return Listing(printable(file.stem), classes, _split_photos(photos, wanted), about=about)
 
 
 TABLE = LabelTable()
@@ -219,8 +217,6 @@ def _split_photos(photos: list[Photo], wanted: ScanRequest) -> list[Photo]:
     if tested is None:
         raise UserError(f"no row of the table is of the split {', '.join(TESTED)}; mark the rows to test on as test")
     test = [Photo(p.path, p.name, p.label, "test") for p in photos if p.split == tested]
-    if isinstance(wanted.calibration, Path):
-        return test + calibration_photos(wanted.calibration)
     training = [Photo(p.path, p.name, p.label, "calibration") for p in photos if p.split in TRAINED]
     if not training:
         return test
