@@ -50,7 +50,7 @@ def list_confirmations(ranking: Ranking, speed: str, run: RunData) -> Iterator[F
     text = f"Measured again after the selection, in {processes}: {_format_spread(own, row, speed)}"
     gain = _compute_gain(winner, reference, row, speed) if reference is not None and reference is not winner else None
     if gain is not None and reference is not None:
-        shown, name = ratio(gain.value, gain.low, gain.high), _reference_name(ranking, reference)
+        shown, name = ratio(gain.value, gain.low, gain.high), answers.reference_name(ranking, reference)
         text += f"; the ratio to {name} is {UNCLEAR}" if shown == UNCLEAR else f", {shown} {_choose_unit(speed)} {name}"
     yield Finding(NOTE, text + ".")
     yield from _find_disagreements(ranking, speed, trials, own, gain)
@@ -157,10 +157,6 @@ def _format_processes(count: int) -> str:
 
 def _choose_unit(speed: str) -> str:
     return "as fast as" if speed == LATENCY else "the images per second of"
-
-
-def _reference_name(ranking: Ranking, reference: TrialResult) -> str:
-    return reference.configuration + (f" at size {reference.size}" if ranking.sizes else "")
 
 
 OPEN = stats.UNDECIDED, stats.ONE_ROUND, stats.SLOWER  # verdicts on a winner that leave it unproven

@@ -33,7 +33,6 @@ OTHER_NETWORK = (
 )
 MOST_GROUPS = 8  # model x size pairs with sentences; the rest is in the tables
 SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
-NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
 # Wider precisions that a lowered one should be faster than, in the order of comparison.
 WIDER = {
     **dict.fromkeys(("tf32", "fp16", "bf16"), ("fp32",)),
@@ -210,7 +209,7 @@ def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: s
         gain = stats.Speedup(row["speedup"], row["speedup_low"], row["speedup_high"], row["verdict"])
     else:
         gain = results_ranking.estimate_speedup(t, wider, "model", clock_of("model", t, wider), rule)
-    none = gain.verdict in NO_GAIN or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
+    none = gain.verdict in decisions.NO_GAIN or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
     return gain if none else None
 
 
