@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import UNCLEAR, bound, bounded
 from dyno.report.table_kind import TableKind
+from dyno.report.tables.accuracy_tables import MOST_PAIRS
 from dyno.report.tables.trial_table import FEW, STATISTICS, few, parenthesised, pick
 from dyno.results import metrics
 from dyno.results.metrics import agreement
@@ -24,7 +25,6 @@ if TYPE_CHECKING:
 KEYS = ("model", "size", "batch")
 STATISTIC = Column("statistic", "which statistic of the trials it is", kind=TEXT)
 LIMITS = ("interval from", "interval to")  # of the speed-up
-MOST_PAIRS = 300  # trials whose raw outputs are compared
 NAMES = {**{name: name for name in STATISTICS if name != "std"}, "trimmed std": "trimmed_std"}
 
 
@@ -110,30 +110,6 @@ def _left_out(rows: pd.DataFrame, configurations: list[str]) -> tuple[str, ...]:
     return tuple(f"{r['configuration']} was skipped: {r['reason']}" for _, r in refused.iterrows())
 
 
-def _bind_latency(kind: str, boundary: str) -> Callable[[RunData], Table | None]:
-    columns = {name: f"latency_{boundary}_ms_{column}" for name, column in NAMES.items()}
-    return lambda run: pivot(PIVOTS[kind], run, columns, samples=f"samples_{boundary}")
-
-
-def _make_throughput_table(run: RunData) -> Table | None:
-    rates = {"throughput, images/s": "throughput_ips", "FPS, one batch after another": "fps"}
-    return pivot(THROUGHPUT, run, rates, fps=read_fps(run.frame))
-
-
-def _make_speedup_table(run: RunData) -> Table | None:
-    ratio = {"times as fast": "speedup", LIMITS[0]: "speedup_low", LIMITS[1]: "speedup_high"}
-    return pivot(SPEEDUP, run, ratio, PERCENT)
-
-
-def _make_accuracy_table(run: RunData) -> Table | None:
-    shares = {f"{metric.label}, %": metric.column for metric in metrics.known().values()}
-    return pivot(ACCURACY, run, shares, PERCENT)
-
-
-def _make_equality_table(run: RunData) -> Table | None:
-    return pivot(EQUALITY, run, {"values, %": "equal"}, PERCENT, equal=_compute_equal(run))
-
-
 def _compute_equal(run: RunData) -> list[float | None]:
     """Return the percentage of output values that agree with the reference's, for each row of the frame."""
     shares: list[float | None] = []
@@ -145,62 +121,86 @@ def _compute_equal(run: RunData) -> list[float | None]:
     return shares
 
 
-def _make_layers_table(run: RunData) -> Table | None:
-    return pivot(LAYERS, run, {"file, MB": "size_mb", "layers": "layers", "parameters": "parameters"}, COUNT)
-
-
-def _make_memory_table(run: RunData) -> Table | None:
-    return pivot(MEMORY, run, {"on the GPU, MB": "gpu_memory_mb", "of the process, MB": "memory_mb"})
-
-
 def _make_kind(
-    name: str, title: str, description: str, make: Callable[[RunData], Table | None], place: int
+    name: str,
+    title: str,
+    description: str,
+    place: int,
+    columns: Mapping[str, str],
+    shown: str = NUMBER,
+    samples: str = "",
+    **more: Callable[[RunData], Any],
 ) -> TableKind:
-    return TableKind(name, title, description, make, f"no trial has a number for {name}", "side", place)
+    """Return the kind of a `pivot`; `more` compute further columns of the frame."""
+
+    def make(run: RunData) -> Table | None:
+        return pivot(kind, run, columns, shown, samples, **{key: compute(run) for key, compute in more.items()})
+
+    kind = TableKind(name, title, description, make, f"no trial has a number for {name}", "side", place)
+    return kind
 
 
 LATENCY_MODEL = _make_kind(
     "latency-model",
     "Latency/model, ms per batch",
     "Milliseconds per batch with inputs and outputs on the device, side by side.",
-    _bind_latency("latency-model", "model"),
     1,
+    {name: f"latency_model_ms_{column}" for name, column in NAMES.items()},
+    samples="samples_model",
 )
 LATENCY_ALL = _make_kind(
     "latency-all",
     "Latency/all, ms per batch",
     "Milliseconds per batch from host memory to host memory, side by side.",
-    _bind_latency("latency-all", "all"),
     2,
+    {name: f"latency_all_ms_{column}" for name, column in NAMES.items()},
+    samples="samples_all",
 )
 THROUGHPUT = _make_kind(
     "throughput",
     "Images per second",
     "Images per second with batches queued, and of one batch after another, side by side.",
-    _make_throughput_table,
     3,
+    {"throughput, images/s": "throughput_ips", "FPS, one batch after another": "fps"},
+    fps=lambda run: read_fps(run.frame),
 )
 SPEEDUP = _make_kind(
     "speedup",
     "Speed-up over the reference",
     "Times as fast as the reference with the ends of the 95 % interval, side by side.",
-    _make_speedup_table,
     4,
+    {"times as fast": "speedup", LIMITS[0]: "speedup_low", LIMITS[1]: "speedup_high"},
+    PERCENT,
 )
 ACCURACY = _make_kind(
-    "accuracy", "Accuracy", "The metrics of the task in percent, side by side.", _make_accuracy_table, 5
+    "accuracy",
+    "Accuracy",
+    "The metrics of the task in percent, side by side.",
+    5,
+    {f"{metric.label}, %": metric.column for metric in metrics.known().values()},
+    PERCENT,
 )
 EQUALITY = _make_kind(
     "equality",
     f"Outputs equal to the reference's (rtol {RTOL:g}, atol {ATOL:g})",
     "Share of output values that are close to the reference's, side by side.",
-    _make_equality_table,
     6,
+    {"values, %": "equal"},
+    PERCENT,
+    equal=_compute_equal,
 )
 LAYERS = _make_kind(
-    "layers", "What the engine is", "File size, layers and parameters, side by side.", _make_layers_table, 7
+    "layers",
+    "What the engine is",
+    "File size, layers and parameters, side by side.",
+    7,
+    {"file, MB": "size_mb", "layers": "layers", "parameters": "parameters"},
+    COUNT,
 )
 MEMORY = _make_kind(
-    "memory", "Peak memory", "Most memory of the GPU and of the process, side by side.", _make_memory_table, 8
+    "memory",
+    "Peak memory",
+    "Most memory of the GPU and of the process, side by side.",
+    8,
+    {"on the GPU, MB": "gpu_memory_mb", "of the process, MB": "memory_mb"},
 )
-PIVOTS = {kind.name: kind for kind in (LATENCY_MODEL, LATENCY_ALL)}
