@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 from dyno.formatting import NO_IMAGE, bounded, limits, ratio, short, show, significant
@@ -28,37 +28,30 @@ Panel = tuple[str, "pd.DataFrame"]
 def scaling_series(run: RunData, axis: str) -> Any:
     """Draw throughput, and FPS from latency, against batch or image size (R35); None without a panel."""
     rows = ranking.list_usable(run.frame).dropna(subset=[LATENCY])
-    panels, left = panels_of(list_configurations(rows.assign(fps=ranking.read_fps(rows))), axis)
-    if not panels:
-        return None
-    columns = ((THROUGHPUT, "throughput"), ("fps", "FPS, batch after batch"))
-    with styled() as figure_class:
-        figure = figure_class((WIDTH, 2.9 * len(panels) + 0.9), layout="constrained")
-        for pair, (title, group) in zip(figure.subplots(len(panels), 2, squeeze=False), panels, strict=True):
-            for axes, (column, what) in zip(pair, columns, strict=True):
-                draw(axes, group, axis, column)
-                axes.set_title(title if column == THROUGHPUT else "", loc="left")
-                axes.set_ylabel(f"{what}, images/s")
-                axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:g}")
-        legend(figure, panels, left)
-    return figure
+    columns = {THROUGHPUT: "throughput, images/s", "fps": "FPS, batch after batch, images/s"}
+    return draw_lines(rows.assign(fps=ranking.read_fps(rows)), axis, columns)
 
 
-def draw_lines(rows: pd.DataFrame, axis: str, column: str, label: str) -> Any:
-    """Draw one column of the rows against the axis, two panels side by side; None with nothing to draw."""
+def draw_lines(rows: pd.DataFrame, axis: str, columns: Mapping[str, str]) -> Any:
+    """Draw columns of the rows, each with its label, against the axis; None with nothing to draw.
+
+    Two panels stand side by side: two columns of one group, or two groups.
+    """
     panels, left = panels_of(list_configurations(rows), axis)
     if not panels:
         return None
-    across = min(2, len(panels))
-    down = math.ceil(len(panels) / across)
+    drawn = [(title, group, column) for title, group in panels for column in columns]
+    across = min(2, len(drawn))
+    down = math.ceil(len(drawn) / across)
     with styled() as figure_class:
         figure = figure_class((WIDTH, 2.9 * down + 0.8), layout="constrained")
         grid = figure.subplots(down, across, squeeze=False).ravel()
-        for axes, (title, group) in zip(grid, panels, strict=False):
+        for axes, (title, group, column) in zip(grid, drawn, strict=False):
             draw(axes, group, axis, column)
-            axes.set_ylabel(label)
-            axes.set_title(title)
-        for axes in grid[len(panels) :]:
+            axes.set_ylabel(columns[column])
+            axes.set_title(title if column == next(iter(columns)) else "")
+            axes.yaxis.set_major_formatter(lambda v, _: f"{v:,.0f}" if v >= 10 else f"{v:g}")
+        for axes in grid[len(drawn) :]:
             axes.remove()
         legend(figure, panels, left)
     return figure

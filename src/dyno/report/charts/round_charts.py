@@ -86,7 +86,7 @@ def draw_speedups(run: RunData, axis: str) -> Any:
     """
     rows = compared(ranking.list_usable(run.frame).dropna(subset=["speedup"]))
     rows = rows.loc[[times(r) != UNCERTAIN for _, r in rows.iterrows()]]
-    figure = charts.draw_lines(rows, axis, "speedup", "times as fast as the reference")
+    figure = charts.draw_lines(rows, axis, {"speedup": "times as fast as the reference"})
     for axes in figure.axes if figure else ():
         axes.axhline(1, color=INK, lw=0.9, zorder=1)
     return figure
@@ -95,7 +95,7 @@ def draw_speedups(run: RunData, axis: str) -> Any:
 def draw_tflops(run: RunData, axis: str) -> Any:
     """Draw the achieved TFLOPS against batch or size, under the peaks measured on the device (R36)."""
     rows = ranking.list_usable(run.frame).dropna(subset=["tflops"])
-    figure = charts.draw_lines(rows, axis, "tflops", "TFLOPS achieved")
+    figure = charts.draw_lines(rows, axis, {"tflops": "TFLOPS achieved"})
     if figure is None:
         return None
     peaks = {kind: value for kind, value in zip(map(_find_main_type, rows["ran_as"]), rows["peak_tflops"], strict=True)
