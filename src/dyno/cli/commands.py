@@ -237,7 +237,8 @@ def show(
     trials: Annotated[
         str,
         typer.Option(
-            help="With --over-time: ids or BACKEND/PRECISION, with commas.", show_default="the reference, the fastest"
+            help="With --over-time: ids or BACKEND/PRECISION, with commas.",
+            show_default="the reference, the fastest three",
         ),
     ] = "",
 ) -> None:
