@@ -49,24 +49,21 @@ class Coco(DataFormat):
         return bool(_find_files(path)) if path.is_dir() else path.suffix in self.suffixes
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        return _scan_annotations(path, wanted)
+        file = path if path.is_file() else chosen(path, wanted.needs)
+        about = _read_file(file)
+        about.leave_out_roots(wanted.outputs)
+        names = [image["file_name"] for image in about.images]
+        folder, _ = find_image_folder(file, names)
+        shown = path if path.is_dir() else folder
+        photos = [Photo(folder / name, printable(name), -1, "test") for name in names]
+        photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
+        about.notes += [missing] * bool(missing)
+        photos += _choose_calibration(folder, shown, wanted.calibration, wanted.seed)
+        name = printable(path.name if path.is_dir() else path.stem)
+        return Listing(name, about.classes, photos, sources=[file], annotate=about.annotate)
 
 
 COCO = Coco()
-
-
-def _scan_annotations(path: Path, wanted: ScanRequest) -> Listing:
-    file = path if path.is_file() else chosen(path, wanted.needs)
-    about = _read_file(file)
-    about.leave_out_roots(wanted.outputs)
-    folder, _ = find_image_folder(file, [image["file_name"] for image in about.images])
-    shown = path if path.is_dir() else folder
-    photos = [Photo(folder / image["file_name"], printable(image["file_name"]), -1, "test") for image in about.images]
-    photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
-    about.notes += [missing] * bool(missing)
-    photos += _choose_calibration(folder, shown, wanted.calibration, wanted.seed)
-    name = printable(path.name if path.is_dir() else path.stem)
-    return Listing(name, about.classes, photos, sources=[file], annotate=about.annotate)
 
 
 def _find_files(folder: Path) -> list[Path]:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dyno.data.data_format import DataFormat, ScanRequest, warn_labels
+from dyno.data.data_format import DataFormat, ScanRequest, list_folders, warn_labels
 from dyno.data.photos import (
     COUNT,
     EXTENSIONS,
@@ -84,9 +83,10 @@ def scan(folder: Path, calibration: int, seed: int, train: bool = False, outputs
         test_root, train_root = _find_roots(folder)
         if train and train_root is None:
             raise UserError(f"{folder} has no train/; put the training images there and the others into test/")
-        classes = _list_folders(train_root or test_root)
+        classes = list_folders(train_root or test_root)
         if not classes and images(test_root):
-            return _list_unlabelled(folder)
+            photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
+            return Listing(printable(folder.name), [], photos, about=_describe_labels("none", folder))
         standard = outputs == COUNT and all_known(classes)
         test = _list_photos(folder, test_root, classes, "test")
         training = _list_photos(folder, train_root, classes, "train") if train_root and train else []
@@ -118,12 +118,6 @@ def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: lis
     return Listing(name, [readable(synset) for synset in order], photos, about=about)
 
 
-def _list_unlabelled(folder: Path) -> Listing:
-    """List the images of a folder without class folders, for timing and comparing outputs but not for accuracy."""
-    photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
-    return Listing(printable(folder.name), [], photos, about=_describe_labels("none", folder))
-
-
 def _describe_labels(labels: str, folder: Path) -> dict[str, Any]:
     warnings = left_out(folder)
     warnings += warn_labels(folder) if labels != "none" else []
@@ -134,22 +128,15 @@ def _find_roots(folder: Path) -> tuple[Path, Path | None]:
     """Return the folders that hold the class folders of the test images and of the training images."""
     train = folder / "train"
     for name in SPLITS:
-        if _list_folders(folder / name):
-            return folder / name, train if _list_folders(train) else None
-    if _list_folders(train):
+        if list_folders(folder / name):
+            return folder / name, train if list_folders(train) else None
+    if list_folders(train):
         raise UserError(f"{folder} has train/ but neither test/ nor val/ with class folders; add one, or give {train}")
     return folder, None
 
 
-def _list_folders(root: Path) -> list[str]:
-    if not root.is_dir():
-        return []
-    with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not is_system(entry.name))
-
-
 def _list_photos(folder: Path, root: Path, classes: list[str], split: str) -> list[Photo]:
-    present = _list_folders(root)
+    present = list_folders(root)
     if not present:
         raise UserError(f"no class folders in {root}; put the images of each class into a folder named after it")
     if unknown := sorted(set(present) - set(classes)):

@@ -193,7 +193,31 @@ class Yolo(DataFormat):
         return any(file is not None for file in first_labels) or _has_labels(path)
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        return _scan_images(path, wanted)
+        """List its images; missing training images are a warning where calibration images were to be taken."""
+        description = (
+            _from_folders(path) if path.is_dir() and _find_yaml(path) is None else _from_yaml(_find_yaml(path) or path)
+        )
+        test = [Photo(file, name_below(file, description.folder), -1, "test") for file in description.test]
+        labels = {photo.path: label_file(photo.path) for photo in test}
+        present = [label for label in labels.values() if label.is_file()]
+        if not present:
+            raise UserError(f"the {len(test)} images in {path} have no label files, e.g. {labels[test[0].path]}")
+        _check_orphans(description.folder, labels)
+        photos = test + sample_calibration(description.train, description.folder, wanted.calibration, wanted.seed)
+        if not description.names:
+            description = dataclasses.replace(
+                description, names=[str(i) for i in range(max(wanted.outputs, classes_used(present)))]
+            )
+        name = printable(path.name if path.is_dir() else path.parent.name)
+
+        def annotate_photos(photos: list[Photo], sizes: Sizes) -> Annotations:
+            return read_labels(photos, sizes, description.names, description.keypoints, description.folder, warnings)
+
+        sources = [*description.sources, *present]
+        warnings = [description.moved] if description.moved else []
+        if description.lost and wanted.calibration and (description.train or wanted.set_aside):
+            warnings.append(description.lost)
+        return Listing(name, description.names, photos, sources=sources, annotate=annotate_photos)
 
 
 YOLO = Yolo()
@@ -203,34 +227,6 @@ def _has_labels(folder: Path) -> bool:
     """Return whether any of the first images directly in the folder has a label file."""
     first = sorted(file for file in folder.iterdir() if is_image(file.name) and not is_system(file.name))[:SEEN]
     return any(is_yolo(label_file(file)) for file in first)
-
-
-def _scan_images(path: Path, wanted: ScanRequest) -> Listing:
-    """List the data set's images; missing training images are a warning where calibration images were to be taken."""
-    description = (
-        _from_folders(path) if path.is_dir() and _find_yaml(path) is None else _from_yaml(_find_yaml(path) or path)
-    )
-    test = [Photo(file, name_below(file, description.folder), -1, "test") for file in description.test]
-    labels = {photo.path: label_file(photo.path) for photo in test}
-    present = [label for label in labels.values() if label.is_file()]
-    if not present:
-        raise UserError(f"the {len(test)} images in {path} have no label files, e.g. {labels[test[0].path]}")
-    _check_orphans(description.folder, labels)
-    photos = test + sample_calibration(description.train, description.folder, wanted.calibration, wanted.seed)
-    if not description.names:
-        description = dataclasses.replace(
-            description, names=[str(i) for i in range(max(wanted.outputs, classes_used(present)))]
-        )
-    name = printable(path.name if path.is_dir() else path.parent.name)
-
-    def annotate_photos(photos: list[Photo], sizes: Sizes) -> Annotations:
-        return read_labels(photos, sizes, description.names, description.keypoints, description.folder, warnings)
-
-    sources = [*description.sources, *present]
-    warnings = [description.moved] if description.moved else []
-    if description.lost and wanted.calibration and (description.train or wanted.set_aside):
-        warnings.append(description.lost)
-    return Listing(name, description.names, photos, sources=sources, annotate=annotate_photos)
 
 
 def _find_yaml(path: Path) -> Path | None:
