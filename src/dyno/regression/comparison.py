@@ -81,14 +81,10 @@ class Comparison:
 
     def junit(self, path: str | Path) -> None:
         """Write JUnit's XML: a test case per pair."""
-        from dyno.regression import verdict
-
         verdict.format_junit(self.table, self.verdicts, Path(path))
 
     def summary(self, path: str | Path) -> None:
         """Append a summary in Markdown, for a pull request."""
-        from dyno.regression import verdict
-
         verdict.format_summary(self.table, self.verdicts, Path(path))
 
     @property
