@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -180,15 +181,10 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
     names = [row[paths].replace("\\", "/") for row in body]
     if empty := next((n for n, cells in enumerate(zip(names, labels, strict=True), begin + 1) if not all(cells)), 0):
         raise UserError(f"{file}, row {empty} has no {'label' if names[empty - begin - 1] else 'path'}")
-    if twice := next((name for name in _find_repeated(names)), ""):
+    if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
         raise UserError(f"{file} lists {twice} twice; each image needs one row with one class")
     splits = ["test"] * len(body) if split is None else [row[split].lower() for row in body]
     return _LabelRows(names, labels, splits, classes)
-
-
-def _find_repeated(names: list[str]) -> list[str]:
-    seen: set[str] = set()
-    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
 
 
 def _number_labels(file: Path, labels: list[str], named: list[str], outputs: int) -> tuple[list[int], list[str], bool]:

@@ -144,12 +144,9 @@ def compare(
     if len(runs) == 2 and None not in runs and not again:
         raise UserError("two stored runs are compared as they are; --again measures both here, with other settings")
     study = _build_study(sources, again, against, commits, settings)
-    folder = folder_for(out, "compare", _list_models(study))
+    models = dict.fromkeys(model for side in study.sides.values() for model in side.models)
+    folder = folder_for(out, "compare", list(models))
     return measured(study, folder, rules, Progress(quiet=quiet))
-
-
-def _list_models(study: Study) -> list[str]:
-    return list(dict.fromkeys(model for side in study.sides.values() for model in side.models))
 
 
 def measured(study: Study, folder: Path, rules: GateRules, progress: Progress) -> Comparison:

@@ -125,9 +125,9 @@ def format_junit(table: Table, sentences: Sequence[str], path: Path) -> None:
     suites = Xml.Element("testsuites", attributes)
     suite = Xml.SubElement(suites, "testsuite", attributes)
     for r in rows:
-        case = Xml.SubElement(
-            suite, "testcase", {"classname": "dyno.compare", "name": describe_where(r), "time": _format_seconds(r)}
-        )
+        seconds = "0" if missing(r["latency_b_ms"]) else f"{r['latency_b_ms'] / 1e3:.9f}"
+        about = {"classname": "dyno.compare", "name": describe_where(r), "time": seconds}
+        case = Xml.SubElement(suite, "testcase", about)
         if r["failed"]:
             Xml.SubElement(case, "failure", {"type": r["failed"], "message": drop_controls(failure(r))})
         elif reason := undecided(r):
@@ -138,10 +138,6 @@ def format_junit(table: Table, sentences: Sequence[str], path: Path) -> None:
     Xml.indent(suites)
     path.parent.mkdir(parents=True, exist_ok=True)
     write_text(path, Xml.tostring(suites, encoding="unicode", xml_declaration=True) + "\n")
-
-
-def _format_seconds(r: Row) -> str:
-    return "0" if missing(r["latency_b_ms"]) else f"{r['latency_b_ms'] / 1e3:.9f}"
 
 
 def format_summary(table: Table, sentences: Sequence[str], path: Path) -> None:

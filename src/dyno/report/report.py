@@ -269,14 +269,10 @@ def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out
         for table in own_tables:
             file = file_name(f"{name}-{table.name}" if len(runs) > 1 else table.name)
             write_text(out / "tables" / f"{file}.csv", export([table], "csv"))
-        parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{_format_markdown(own_tables, on_page)}")
+        shown = [table for table in own_tables if table.name in on_page]  # others are too long to read
+        parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{export(shown, 'markdown')}")
     write_text(out / "tables.md", "\n".join(parts))
     write_text(out / "results.csv", export([_all_trials(runs, names)], "csv"))
-
-
-def _format_markdown(run_tables: Sequence[Table], on_page: set[str]) -> str:
-    """Return the tables of the page in Markdown; tables in no section are too long to read, and are written as CSV."""
-    return export([table for table in run_tables if table.name in on_page], "markdown")
 
 
 def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:

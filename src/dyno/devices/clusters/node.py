@@ -106,14 +106,9 @@ class Node:
         with suppress(PermissionError):  # what a child inherits; Ray gives way to all other programs
             os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
         if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
-            self._log_line(f"processes of the cluster give way to others here (niceness {nice}){self._nice}")
+            with open(self._folder / LOG, "a", encoding="utf-8") as log:
+                log.write(f"processes of the cluster give way to others here (niceness {nice}){self._nice}\n")
         self._process = blocks.popen(self._folder, env, cwd if Path(cwd).is_dir() else None)
-
-    def _log_line(self, line: str) -> None:
-        """Append a line to the block's log."""
-        assert self._folder is not None
-        with open(self._folder / LOG, "a", encoding="utf-8") as log:
-            log.write(f"{line}\n")
 
     def news(self) -> FolderUpdate:
         """Return the changes since the last call."""

@@ -257,7 +257,8 @@ def rows_figure(rows: pd.DataFrame, draw: Any, axis: str, value: Any) -> Any:
 
     Return None without rows.
     """
-    groups, left_out = _choose_groups(list(_group_rows(rows)))
+    keys = ["model", "size", "batch", "device"]
+    groups, left_out = _choose_groups([(title_of(keys, v), g) for v, g in rows.groupby(keys, sort=False)])
     if not groups:
         return None
     heights = [max(len(g), 2) * ROW for _, g in groups]
@@ -351,11 +352,6 @@ def _accuracy_panel(axes: Any, group: pd.DataFrame, edge: pd.DataFrame, speed: s
     measured = "latency per batch, ms" if speed == LATENCY else "images per second"
     axes.set_xlabel(f"{measured} (95 % interval between processes)")
     axes.set_ylabel(f"{metric.label}, % (95 % interval)")
-
-
-def _group_rows(rows: pd.DataFrame) -> Iterator[Panel]:
-    keys = ["model", "size", "batch", "device"]
-    return ((title_of(keys, values), group) for values, group in rows.groupby(keys, sort=False))
 
 
 def _add_legend(figure: Any, rows: pd.DataFrame) -> None:

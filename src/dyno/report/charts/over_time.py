@@ -77,7 +77,7 @@ def read_over_time(r: Round) -> Series | None:
     if "gpu_memory" in columns:
         columns["gpu_memory"] = columns["gpu_memory"] - stored.get("gpu_before_memory", 0.0)
     if "cpu_energy" in columns:
-        columns["cpu_power"] = _compute_rate(at, columns["cpu_energy"])
+        columns["cpu_power"] = np.concatenate([[np.nan], np.diff(columns["cpu_energy"]) / np.diff(at)])
     steps = np.diff(at, prepend=0.0)
     longest = STEPS * float(np.median(steps))
     seconds = np.cumsum(np.minimum(steps, longest))
@@ -87,10 +87,6 @@ def read_over_time(r: Round) -> Series | None:
     ends = [(boundary, np.subtract(window, float(stored["epoch"]))) for boundary, window in r.facts.timed.items()]
     timed = {boundary: tuple(np.interp(window, at, seconds).tolist()) for boundary, window in ends}
     return Series(seconds, known, timed, bool((steps[1:] > longest).any())) if known else None
-
-
-def _compute_rate(at: np.ndarray, total: np.ndarray) -> np.ndarray:
-    return np.concatenate([[np.nan], np.diff(total) / np.diff(at)])
 
 
 def quantities(series: Iterable[Series]) -> list[Quantity]:

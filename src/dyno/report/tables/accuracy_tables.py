@@ -62,14 +62,6 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
     return kind.of((LABEL, OF, IMAGES, *(m.value_column for m in ordered), *PAIRED, *changes, *DECISION), rows)
 
 
-def _make_classification_table(run: RunData) -> Table | None:
-    return _make_score_table(CLASSIFICATION, run, "classes")
-
-
-def _make_detection_table(run: RunData) -> Table | None:
-    return _make_score_table(DETECTION, run, "objects")
-
-
 def _make_classes_table(run: RunData) -> Table | None:
     """Build rows of the classes: top-1 in each configuration, sorted from the first one's worst class."""
     shown = [
@@ -115,20 +107,20 @@ def _make_evaluation_table(run: RunData) -> Table | None:
     return EVALUATION.of(EVALUATION_COLUMNS, rows, notes=(EVALUATION_NOTE,)) if rows else None
 
 
-CLASSIFICATION = TableKind(
+CLASSIFICATION: TableKind = TableKind(
     "classification",
     "Accuracy",
     "Top-1 and its like with intervals, what was gained and lost against the reference, and the budget's decision.",
-    _make_classification_table,
+    lambda run: _make_score_table(CLASSIFICATION, run, "classes"),
     "no trial answered labelled images",
     "accuracy",
     1,
 )
-DETECTION = TableKind(
+DETECTION: TableKind = TableKind(
     "detection",
     "Accuracy of detection",
     "mAP with its interval, the change against the reference, and the budget's decision.",
-    _make_detection_table,
+    lambda run: _make_score_table(DETECTION, run, "objects"),
     "no trial has a mAP",
     "accuracy",
     3,

@@ -80,13 +80,10 @@ def _find_doubts(rows: list[Row]) -> list[str]:
 def _make_formatter(name: str, kind: str) -> Callable[[Row], str]:
     def format_cell(row: Row) -> str:
         instead: str = row["instead"].get(name, "")
-        return instead or ("" if missing(row[name]) else _format_number(row, name, kind))
+        number = "" if missing(row[name]) else parenthesised(SHOWN[kind](row[name]), name in row["few"])
+        return instead or number
 
     return format_cell
-
-
-def _format_number(row: Row, name: str, kind: str) -> str:
-    return parenthesised(SHOWN[kind](row[name]), name in row["few"])
 
 
 def _choose_substitute(row: pd.Series, statistic: str) -> str:

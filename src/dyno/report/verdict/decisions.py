@@ -46,12 +46,14 @@ def list_confirmations(ranking: Ranking, speed: str, run: RunData) -> Iterator[F
     own = _list_costs(winner.confirmations, row, speed)
     if not own:
         return
-    processes = _format_processes(sum(r.ok for r in winner.confirmations))
+    count = sum(r.ok for r in winner.confirmations)
+    processes = "one fresh process" if count == 1 else f"{count} fresh processes"
     text = f"Measured again after the selection, in {processes}: {_format_spread(own, row, speed)}"
     gain = _compute_gain(winner, reference, row, speed) if reference is not None and reference is not winner else None
     if gain is not None and reference is not None:
         shown, name = ratio(gain.value, gain.low, gain.high), answers.reference_name(ranking, reference)
-        text += f"; the ratio to {name} is {UNCLEAR}" if shown == UNCLEAR else f", {shown} {_choose_unit(speed)} {name}"
+        unit = "as fast as" if speed == LATENCY else "the images per second of"
+        text += f"; the ratio to {name} is {UNCLEAR}" if shown == UNCLEAR else f", {shown} {unit} {name}"
     yield Finding(NOTE, text + ".")
     yield from _find_disagreements(ranking, speed, trials, own, gain)
 
@@ -75,7 +77,8 @@ def _find_disagreements(
         text = f"Measured again, {name} is slower than in the rounds that selected it"
         by = ratio(now.value, now.low, now.high)
         yield Finding(WARNING, f"{text} ({by}): chance favoured them, or the machine has changed since.")
-    if gain is not None and gain.verdict in NO_GAIN and _was_faster(row, speed, ranking):
+    was_faster = speed == LATENCY and not ranking.sizes and row["verdict"] == stats.FASTER
+    if gain is not None and gain.verdict in NO_GAIN and was_faster:
         yield Finding(WARNING, f"Measured again, {name} is not shown to be faster than the reference.")
     if len(ranked) < 2:
         return
@@ -86,10 +89,6 @@ def _find_disagreements(
         other = ranking.configuration(ranked.iloc[1])
         text = f"Measured again, the runner-up {other} is ahead, {sure}"
         yield Finding(WARNING, f"{text}: {ratio(ahead.value, ahead.low, ahead.high)}.")
-
-
-def _was_faster(row: pd.Series, speed: str, ranking: Ranking) -> bool:
-    return speed == LATENCY and not ranking.sizes and row["verdict"] == stats.FASTER
 
 
 def _list_costs(rounds: Sequence[Round], row: pd.Series, speed: str) -> list[float]:
@@ -151,14 +150,6 @@ def _format_spread(own: list[float], row: pd.Series, speed: str) -> str:
     return spread(interval, latency) + (f" at batch {row['batch']}" if latency else "")
 
 
-def _format_processes(count: int) -> str:
-    return "one fresh process" if count == 1 else f"{count} fresh processes"
-
-
-def _choose_unit(speed: str) -> str:
-    return "as fast as" if speed == LATENCY else "the images per second of"
-
-
 OPEN = stats.UNDECIDED, stats.ONE_ROUND, stats.SLOWER  # verdicts on a winner that leave it unproven
 
 
@@ -212,7 +203,7 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
     return Decision(
         WARNING if open_still else NOTE if alone else BEST,
         ranking.where,
-        _describe_alone(ranking, winner) if alone else _write_headline(ranking, winner, gain, run, rivals),
+        _write_headline(ranking, winner, gain, run, rivals, alone),
         (
             ("real", answers.describe_reality(ranking, gain, ahead, run, doubted, rivals)),
             ("right", answers.describe_correctness(ranking, winner, run)),
@@ -229,13 +220,11 @@ def _decide_fastest(ranking: Ranking, run: RunData) -> Decision:
     )
 
 
-def _describe_alone(ranking: Ranking, winner: pd.Series) -> str:
-    return f"{ranking.configuration(winner)} takes {ms(winner[LATENCY])} at batch {winner['batch']}."
-
-
 def _write_headline(
-    ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData, rivals: Sequence[str]
+    ranking: Ranking, winner: pd.Series, gain: Speedup | None, run: RunData, rivals: Sequence[str], alone: bool
 ) -> str:
+    if alone:
+        return f"{ranking.configuration(winner)} takes {ms(winner[LATENCY])} at batch {winner['batch']}."
     limit = f" within the budget {run.budget}" if run.budget and winner["budget"] else ""
     text = f"fastest{limit} is {ranking.configuration(winner)}, {ms(winner[LATENCY])} at batch {winner['batch']}"
     others = f"; {join_names(rivals)} may be as fast" if rivals else ""
