@@ -10,12 +10,12 @@ import typer
 import typer.core
 
 from dyno import __version__
-from dyno.cli import commands, data_commands, exits, options, run_folders
+from dyno.cli import commands, data_commands, exits, files, options, run_folders
 from dyno.layers import commands as layers_commands
 from dyno.regression import commands as regression_commands
 from dyno.serving import commands as serving_commands
 from dyno.study.defaults import DEMO_MINUTES
-from dyno.study.options import ComparisonOptions, DataOptions, ModelOptions, RuntimeOptions
+from dyno.study.options import RuntimeOptions
 from dyno.training import commands as training_commands
 from dyno.videos import commands as video_commands
 from dyno.worker.spec import ROUNDS, UserError
@@ -88,59 +88,6 @@ def demo(
     raise typer.Exit(module.demo(Path(out), rounds=rounds, minutes=minutes, quick=quick))
 
 
-@command(MAKE)
-@options.takes(ComparisonOptions, ModelOptions, DataOptions, omit=options.NOT_FOR_FILES)
-def export(
-    overrides: options.Overrides,
-    model: options.Model,
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .onnx")],
-    batch: Annotated[str, typer.Option(help="A number, or 'dynamic'.")] = "dynamic",
-    shape: Annotated[str, typer.Option(help="Batch, channels and size in one: N,C,H,W; -1 for a dynamic batch.")] = "",
-    precision: Annotated[str, typer.Option(help="fp32, fp16, bf16 or int8.")] = "fp32",
-    target: Annotated[
-        str, typer.Option(help="Which engine the file is for: onnxruntime, openvino or tensorrt.")
-    ] = "onnxruntime",
-    opset: Annotated[int, typer.Option(help="ONNX opset.", show_default="18, or 17 for tensorrt")] = 0,
-) -> None:
-    """Export a model to ONNX, checked against the module at other batches; quantise it on real images for int8."""
-    from dyno.cli import files
-
-    files.export(overrides, model, out, batch=batch, shape=shape, precision=precision, target=target, opset=opset)
-
-
-@command(MAKE)
-@options.takes(*commands.ONE, omit=f"{options.NOT_FOR_FILES} shapes threads", device="cpu, cuda:0 for TensorRT")
-def build(
-    overrides: options.Overrides,
-    model: Annotated[str, typer.Argument(help="An ONNX file, or any model.", metavar="FILE.onnx")],
-    out: Annotated[Path, typer.Option("--out", "-o", help="File to write: .engine (TensorRT) or .xml (OpenVINO)")],
-    backend: Annotated[
-        str, typer.Option(help="Backend to build for, e.g. tensorrt_rtx.", show_default="by the suffix")
-    ] = "",
-    precision: Annotated[str, typer.Option(help="fp32, tf32, fp16, bf16, int8 or fp8.")] = "fp32",
-    static: Annotated[
-        int | None, typer.Option("--batch", help="The one batch of a static engine.", show_default="1")
-    ] = None,
-    low: Annotated[
-        int, typer.Option("--min", help="Smallest batch of a dynamic engine.", show_default="1 with --max")
-    ] = 0,
-    opt: Annotated[
-        int, typer.Option(help="The batch that a dynamic engine is tuned for.", show_default="as --max")
-    ] = 0,
-    high: Annotated[int, typer.Option("--max", help="Largest batch of a dynamic engine.", show_default=False)] = 0,
-    profile: Annotated[str, typer.Option("--shapes", help="NAME:MIN,OPT,MAX, e.g. x:1x3x224x224,8x3x224x224,…")] = "",
-    option: Annotated[list[str], typer.Option(help="NAME=VALUE of the backend, e.g. optimization=5.")] = [],  # noqa: B006
-    repeat: Annotated[int, typer.Option(help="Number of builds; the engines are compared.")] = 1,
-) -> None:
-    """Build an engine's own file from ONNX or any model: a TensorRT engine, an OpenVINO IR."""
-    from dyno.cli import files
-
-    request = files.BuildOptions(
-        backend, precision, static, files.profile(profile, low, opt, high), tuple(option), repeat
-    )
-    raise typer.Exit(files.build(overrides, model, out, request))
-
-
 command(MEASURE)(commands.run)
 command(READ)(commands.show)
 command(READ)(commands.report)
@@ -152,6 +99,8 @@ command(MEASURE)(regression_commands.compare)
 command(MEASURE)(regression_commands.bisect)
 command(MEASURE)(video_commands.video)
 command(MEASURE, "serve-test")(serving_commands.serve_test)
+command(MAKE)(files.export)
+command(MAKE)(files.build)
 command(MAKE)(training_commands.train)
 command(MAKE)(run_folders.take)
 command(READ)(layers_commands.inspect)
