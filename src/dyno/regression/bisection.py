@@ -10,9 +10,8 @@ from typing import Any
 
 from dyno.jobs.progress import Progress
 from dyno.regression.compare_table import RATIO_SHOWN
-from dyno.regression.comparison import Comparison, compare
+from dyno.regression.comparison import Comparison, compare, undecided
 from dyno.regression.rules import SLOWER, GateRules, changes
-from dyno.regression.verdict import undecided
 from dyno.results.trial_result import TrialResult
 from dyno.study import commits
 from dyno.study import interpreters as study_interpreters
