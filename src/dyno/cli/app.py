@@ -10,7 +10,7 @@ import typer
 import typer.core
 
 from dyno import __version__
-from dyno.cli import commands, data_commands, exits, files, options, run_folders
+from dyno.cli import commands, exits, files, options, run_folders
 from dyno.layers import commands as layers_commands
 from dyno.regression import commands as regression_commands
 from dyno.serving import commands as serving_commands
@@ -41,7 +41,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     context_settings={"help_option_names": ["-h", "--help"]},
 )
-app.add_typer(data_commands.app, name="data", rich_help_panel=MAKE)
+app.add_typer(files.data_commands, name="data", rich_help_panel=MAKE)
 
 
 def command(panel: str, name: str | None = None) -> Callable[[options.F], options.F]:
