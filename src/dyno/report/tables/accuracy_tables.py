@@ -36,7 +36,8 @@ DECISION = (
 )
 
 
-def _copy_columns(run: RunData, row: Any, names: Iterable[str]) -> Row:
+def copy_columns(run: RunData, row: Any, names: Iterable[str]) -> Row:
+    """Return these columns of a trial's row, behind its label."""
     return {"label": run.trials[row["trial"]].label, **{name: row[name] for name in names}}
 
 
@@ -50,7 +51,7 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
             continue
         shown |= {metric.name: metric for metric, _ in scores}
         columns = [column.name for metric, _ in scores for column in metric.columns]
-        row = _copy_columns(run, r, (*columns, *COPIED)) | {"of": scores[0][1].of}
+        row = copy_columns(run, r, (*columns, *COPIED)) | {"of": scores[0][1].of}
         change = scores[0][0].change(t, reference) if reference is not None and reference is not t else None
         if isinstance(change, PairedChange):
             row |= {"gained": change.gained, "lost": change.lost}
@@ -101,9 +102,7 @@ def _average_precision(run: RunData) -> Table | None:
 
 
 def _make_evaluation_table(run: RunData) -> Table | None:
-    rows = [
-        _copy_columns(run, r, EVALUATION_COPIED) for _, r in run.frame[run.frame["pipeline_ips"].notna()].iterrows()
-    ]
+    rows = [copy_columns(run, r, EVALUATION_COPIED) for _, r in run.frame[run.frame["pipeline_ips"].notna()].iterrows()]
     return EVALUATION.of(EVALUATION_COLUMNS, rows, notes=(EVALUATION_NOTE,)) if rows else None
 
 
