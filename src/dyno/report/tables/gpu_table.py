@@ -17,7 +17,7 @@ from dyno.results.rounds import GPU as GPU_CLOCK
 from dyno.results.rounds import HOST, LATENCIES, Round
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import TrialResult
-from dyno.table import COUNT, TEXT, Column, Row, Table, limited, missing
+from dyno.table import COUNT, TEXT, Column, Row, Table, missing, printed
 from dyno.worker.facts.job import StressPhase
 
 ENDS = {"value": "", "low": "_low", "high": "_high"}  # of an interval, behind a column's name
@@ -220,19 +220,14 @@ MB = 1e-6
 
 def _make_energy_table(run: RunData) -> Table | None:
     meter = Meter(run.records.folder)
-    rows = [_make_telemetry_row(t, meter) for t in run.records if t.good]
-    if all(row["missing"] == NOT_ASKED for row in rows):
+    rows = [
+        copy_columns(run, row, ENERGY_COPIED) | {"power_w": found.watts, "images_s": found.rate, "rounds": found.rounds}
+        for _, row in run.frame.iterrows()
+        if (t := run.trials[row["trial"]]).good and (found := meter.of(t))
+    ]
+    if all(row["energy_missing"] == NOT_ASKED for row in rows):
         return None
-    return ENERGY.of(TELEMETRY_COLUMNS, rows, notes=(NOTE,))
-
-
-def _make_telemetry_row(t: TrialResult, meter: Meter) -> Row:
-    found = meter.of(t)
-    return {
-        "label": t.label, "trial": t.id, **limited("energy_j", found.net), "gross_j": found.gross,
-        "power_w": found.watts, "idle_w": found.idle, "images_s": found.rate, "rounds": found.rounds,
-        "missing": found.missing,
-    }  # fmt: skip
+    return ENERGY.of(ENERGY_COLUMNS, rows, notes=(NOTE,), printed=printed(ENERGY_COLUMNS))
 
 
 def _make_memory_table(run: RunData) -> Table | None:
@@ -274,18 +269,15 @@ MEMORY = TableKind(
     "tables",
     7,
 )
-TELEMETRY_COLUMNS = (
-    Column("label", "of the trial", kind=TEXT, title="trial"),
-    Column("trial", "the id", kind=TEXT, rank=3),
-    Column("energy_j", "of an image, idle power taken off", "J", title="J/image", interval=True),
-    Column("energy_j_low", "lower limit of its 95 % interval", "J", rank=9, cell=lambda _: ""),
-    Column("energy_j_high", "upper limit of it", "J", rank=9, cell=lambda _: ""),
-    Column("gross_j", "of an image, idle power included", "J", title="with idle, J/image", rank=1),
+ENERGY_COPIED = (
+    "energy_j", "energy_j_low", "energy_j_high", "energy_gross_j", "idle_w", "trial", "energy_missing",
+)  # fmt: skip
+ENERGY_COLUMNS = (
+    LABEL,
+    *pick(*ENERGY_COPIED),
     Column("power_w", "mean meanwhile", "W"),
-    Column("idle_w", "mean before the first job", "W"),
     Column("images_s", "meanwhile", "1/s", title="images/s", rank=1),
     Column("rounds", "that it is from", kind=COUNT, rank=2),
-    Column("missing", "why there is none", kind=TEXT),
 )
 ENERGY = TableKind(
     "energy",

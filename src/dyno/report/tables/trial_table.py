@@ -209,9 +209,9 @@ COLUMNS = (
            kind=COUNT),
     Column("energy_j", "of an image, idle power taken off; with --energy", "J", title="J/image", rank=6, interval=True),
     *_make_limit_columns("energy_j", "the 95 % interval of energy_j", "J", "number"),
-    Column("energy_gross_j", "of an image, idle power included", "J"),
-    Column("idle_w", "power before the first job", "W"),
-    Column("energy_missing", "why there is no energy_j", kind=TEXT),
+    Column("energy_gross_j", "of an image, idle power included", "J", title="with idle, J/image"),
+    Column("idle_w", "power before the first job", "W", title="idle, W"),
+    Column("energy_missing", "why there is no energy_j", kind=TEXT, title="missing"),
     Column("place", "the device of several that it was measured on", kind=TEXT),
     Column("card", "which that is: model, driver and UUID of a GPU, or processors", kind=TEXT),
 )  # fmt: skip
