@@ -32,10 +32,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "src"))
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
 from benchmarks.beside import SHARE, company
+from benchmarks.until import studies
 
 from dyno.formatting import markdown_table
 from dyno.regression.calibration import Layout, calibrate
-from dyno.regression.until import studies
 from dyno.report.self_test import percent, with_range
 from dyno.results.self_test import Rate, SelfTest, Verdicts, read
 from dyno.results.stats import EQUIVALENT, FASTER, SLOWER, UNDECIDED

@@ -13,12 +13,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from benchmarks.until import StudyOutcome, studies
 
 import dyno
 from dyno import Study
 from dyno.jobs.progress import Progress
 from dyno.regression import calibration as module
-from dyno.regression.until import StudyOutcome, studies
 from dyno.report import sections
 from dyno.report import self_test as report_self_test
 from dyno.results import stats

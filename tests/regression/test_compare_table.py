@@ -18,8 +18,7 @@ import pytest
 import dyno
 import synthetic
 from dyno.cli import app
-from dyno.regression import compare_table
-from dyno.regression import verdict as regression_verdict
+from dyno.regression import compare_table, comparison
 from dyno.regression.compare_table import COLUMNS
 from dyno.regression.rules import CONDITIONS, FAIL_ON, TOLERANCE, GateRules
 from dyno.results import stats
@@ -79,7 +78,7 @@ def test_a_run_against_itself_is_no_different(demo: Results) -> None:
     assert set(timed["close"]) == {1.0}
     assert set(timed["top1_diff"]) == {0.0}
     assert not frame["failed"].any()
-    assert regression_verdict.exit_code(table) == 0
+    assert comparison.exit_code(table) == 0
 
 
 def test_the_same_speed_measured_twice_is_no_difference(judge: Judge) -> None:
@@ -98,8 +97,8 @@ def test_slower_by_a_fifth_fails(judge: Judge) -> None:
     assert first["latency_b_ms"] == pytest.approx(1.2 * first["latency_a_ms"])
     assert frame["verdict"][0] == "slower" and frame["verdict"][1] in ALIKE
     assert list(frame["failed"]) == ["slower", ""]
-    assert regression_verdict.exit_code(table) == 1
-    assert any("slower, 1.200x [" in s for s in regression_verdict.list_comparison(table))
+    assert comparison.exit_code(table) == 1
+    assert any("slower, 1.200x [" in s for s in comparison.list_comparison(table))
 
 
 def test_the_ratio_is_that_of_the_rounds_medians(judge: Judge, tmp_path: Path) -> None:
@@ -122,7 +121,7 @@ def test_a_slow_down_within_the_tolerance_is_fine(judge: Judge, tolerance: float
 def test_faster_is_said_and_fails_nothing(judge: Judge) -> None:
     frame = (table := judge(*changed(seconds=0.002), fail_on=FAIL_ON)).to_pandas()
     assert frame["verdict"][0] == "faster" and frame["verdict"][1] in ALIKE
-    assert regression_verdict.exit_code(table) == 0
+    assert comparison.exit_code(table) == 0
 
 
 def test_one_round_is_no_verdict(judge: Judge) -> None:
@@ -131,7 +130,7 @@ def test_one_round_is_no_verdict(judge: Judge) -> None:
     assert first["ratio"] > 9
     assert np.isnan(first["ratio_low"])
     assert (first["verdict"], first["failed"]) == (stats.ONE_ROUND, "")
-    assert any("two rounds or more" in line for line in regression_verdict.list_comparison(table))
+    assert any("two rounds or more" in line for line in comparison.list_comparison(table))
 
 
 def test_lost_accuracy_fails_with_its_interval(judge: Judge) -> None:
@@ -141,7 +140,7 @@ def test_lost_accuracy_fails_with_its_interval(judge: Judge) -> None:
     assert first["top1_diff_low"] < first["top1_diff"] < first["top1_diff_high"] < 0
     assert first["top1_b"] - first["top1_a"] == pytest.approx(first["top1_diff"])
     assert (first["accuracy"], first["failed"]) == ("less accurate", "less-accurate")
-    assert "on the same images" in regression_verdict.list_comparison(table)[1]
+    assert "on the same images" in comparison.list_comparison(table)[1]
 
 
 def test_gained_accuracy_is_no_failure(judge: Judge) -> None:
@@ -157,8 +156,8 @@ def test_outputs_that_no_longer_agree_fail_when_asked(judge: Judge, tmp_path: Pa
     runs = load_run(tmp_path / "a"), load_run(tmp_path / "b")
     frame = (table := compare_table.compare_runs(*runs, GateRules(least=0.9))).to_pandas()
     assert list(frame["failed"]) == ["disagree", ""]
-    assert f"only {100 * first['close']:.2f} % of values agree" in regression_verdict.list_comparison(table)[1]
-    assert regression_verdict.exit_code(compare_table.compare_runs(*runs, GateRules(least=0.9, rtol=1e9))) == 0
+    assert f"only {100 * first['close']:.2f} % of values agree" in comparison.list_comparison(table)[1]
+    assert comparison.exit_code(compare_table.compare_runs(*runs, GateRules(least=0.9, rtol=1e9))) == 0
 
 
 def test_agreement_is_relative_to_the_first_run(judge: Judge, tmp_path: Path) -> None:
@@ -176,7 +175,7 @@ def test_outputs_of_another_shape_do_not_agree(tmp_path: Path) -> None:
         np.savez(path, **{"output:output": np.zeros((3, 7), np.float32)})
     frame = (table := dyno.compare(a, b, least=0.5).table).to_pandas()
     assert list(frame["failed"]) == ["disagree", "disagree"]
-    assert "no outputs to compare with A's" in regression_verdict.list_comparison(table)[1]
+    assert "no outputs to compare with A's" in comparison.list_comparison(table)[1]
 
 
 @pytest.mark.parametrize("status", ["failed", "crashed", "skipped", "timeout"])
@@ -186,8 +185,8 @@ def test_a_trial_that_was_ok_and_no_longer_is_fails(judge: Judge, status: str) -
     first = table.to_pandas().iloc[0]
     assert (first["status_a"], first["status"], first["failed"]) == ("ok", status, "status")
     assert np.isnan(first["ratio"])
-    assert regression_verdict.exit_code(table) == 1
-    assert reason in regression_verdict.list_comparison(table)[1]
+    assert comparison.exit_code(table) == 1
+    assert reason in comparison.list_comparison(table)[1]
 
 
 def test_one_bad_round_of_three_is_a_change_of_status(judge: Judge) -> None:
@@ -199,7 +198,7 @@ def test_one_bad_round_of_three_is_a_change_of_status(judge: Judge) -> None:
 def test_what_was_broken_before_fails_nothing(judge: Judge) -> None:
     frame = (table := judge(*changed(statuses=("oom",)), before=changed(statuses=("failed",)))).to_pandas()
     assert list(frame["failed"]) == ["", ""]
-    assert "failed)" in " ".join(regression_verdict.list_comparison(table))
+    assert "failed)" in " ".join(comparison.list_comparison(table))
 
 
 def spoil(run: Path, backend: str) -> None:
@@ -227,7 +226,7 @@ def test_wrong_outputs_are_told_first_and_have_no_speed(call: Call, tmp_path: Pa
         table = dyno.compare(*pair).table  # what was wrong before got no worse, and its speed says nothing
         frame = table.to_pandas()
         assert frame["verdict"].iloc[1].startswith(verdict)
-        assert not frame["failed"].any() and regression_verdict.exit_code(table) == 3
+        assert not frame["failed"].any() and comparison.exit_code(table) == 3
 
 
 def test_a_run_whose_reference_is_lost_is_compared_all_the_same(tmp_path: Path) -> None:
@@ -240,7 +239,7 @@ def test_a_run_whose_reference_is_lost_is_compared_all_the_same(tmp_path: Path) 
 def test_conditions_not_asked_for_fail_nothing(judge: Judge) -> None:
     frame = (table := judge(*changed(seconds=0.0048, flips=0.1), fail_on=("status",))).to_pandas()
     assert frame["verdict"].iloc[0] == "slower"
-    assert regression_verdict.exit_code(table) == 0
+    assert comparison.exit_code(table) == 0
 
 
 @pytest.mark.parametrize(
@@ -254,7 +253,7 @@ def test_other_weights_and_inputs_are_refused(judge: Judge, facts: dict[str, str
     assert np.isnan(first["ratio"])
     assert first["failed"] == ""
     assert f"digits pytorch fp32 b1 64 is not comparable: {words}" in table.notes
-    assert regression_verdict.exit_code(table) == 3, "a comparison that was not made is no success"
+    assert comparison.exit_code(table) == 3, "a comparison that was not made is no success"
 
 
 def edit_jobs(run: Path, edit: Callable[[dict[str, Any]], None]) -> None:
@@ -327,7 +326,7 @@ def test_machines_that_differ_are_said_and_not_refused(tmp_path: Path) -> None:
     (note,) = table.notes
     assert "cpu Synthetic CPU against Another CPU; torch 2.11.0 against 2.12.0; openvino none against 2026.4" in note
     assert "load" not in note
-    assert regression_verdict.exit_code(table) == 0
+    assert comparison.exit_code(table) == 0
 
 
 @pytest.mark.parametrize(

@@ -15,7 +15,7 @@ from scipy.stats import t
 
 import dyno
 import synthetic
-from dyno.regression import verdict
+from dyno.regression import comparison
 from dyno.regression.rules import GateRules, smallest_slowdown
 from dyno.results import stats
 from dyno.worker.record import write_json
@@ -138,5 +138,5 @@ def test_pairs_are_one_family(tmp_path: Path) -> None:
     ("smallest", "span"), [((2.01, 2.04), "2.0"), ((2.0, 4.4, 3.0), "2.0 to 4.4"), ((3.0,), "3.0")]
 )
 def test_a_span_of_one_number_is_that_number(smallest: tuple[float, ...], span: str) -> None:
-    (said,) = verdict._describe_power([{"smallest": each} for each in smallest])
+    (said,) = comparison._describe_power([{"smallest": each} for each in smallest])
     assert f"a slow-down of {span} % is caught" in said

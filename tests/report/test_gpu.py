@@ -16,7 +16,7 @@ import printed
 import synthetic
 from dyno.regression import compare_table
 from dyno.report import report
-from dyno.report.charts import gpu_charts
+from dyno.report.charts import over_time
 from dyno.report.tables import gpu_table, trial_table
 from dyno.report.verdict import verdict
 from dyno.results import remarks, timeline
@@ -112,7 +112,7 @@ def test_a_cpu_trial_has_none_of_it(demo: Results) -> None:
     assert len(gpu) == 8
     assert table[gpu].isna().all(axis=None)
     assert "gpu" not in printed.every(trial_table.read_trials(demo))
-    assert gpu_charts.draw_timeline(trial_table.read_trials(demo)) is None
+    assert over_time.over_time(trial_table.read_trials(demo)) is None
     assert set(table.loc[table["boundary"] != "", "clock"]) == {"host"}
 
 
@@ -255,18 +255,18 @@ def test_the_report_has_the_gpu_over_time(tmp_path: Path) -> None:
             for b, s in (("pytorch", 0.004), ("tensorrt", 0.001), ("a", 0.002), ("b", 0.003), ("c", 0.005))
             for n in (1, 8)]  # fmt: skip
     found = results(tmp_path, *ways, samples=50)
-    figure = gpu_charts.draw_timeline(trial_table.read_trials(found))
-    titles = [title for a in figure.axes if (title := a.get_title(loc="left"))]
-    assert titles == ["pytorch fp32", "tensorrt fp32", "a fp32", "b fp32"]  # the reference, then the fastest
-    memory, utilisation = figure.axes[0].lines[0], figure.axes[4].lines[0]
-    assert memory.get_ydata().max() == pytest.approx(2.5)
-    assert memory.get_xdata()[0] == pytest.approx(0.1)
-    assert utilisation.get_ydata().max() == 90
-    assert len(figure.axes[0].patches) == 3  # the windows
+    figure = over_time.over_time(trial_table.read_trials(found))
+    memory, utilisation, *_, strip = figure.axes
+    names = [line.get_label() for line in memory.lines]
+    assert names == ["pytorch fp32", "tensorrt fp32", "a fp32", "b fp32"]  # the reference, then the fastest
+    assert memory.lines[0].get_ydata().max() == pytest.approx(2.5)
+    assert memory.lines[0].get_xdata()[0] == pytest.approx(0.1)
+    assert utilisation.lines[0].get_ydata().max() == 90
+    assert len(strip.patches) == 3 * 4  # the windows
     page = report.write_report([trial_table.read_trials(found)], tmp_path / "out").read_text(encoding="utf-8")
     assert "SM utilisation, %" in page and "batch 8, cuda:0 (1 more in results.csv)" in page
     assert "GPU’s clock" in page and "were dropped" in page and "another process was on the GPU" in page
-    assert (tmp_path / "out/charts/gpu.png").stat().st_size > 10_000
+    assert (tmp_path / "out/charts/over-time.png").stat().st_size > 10_000
     rounds = gpu_table.rounds_of(found.trials[0])
     assert [row["clock"] for row in rounds[:3]] == ["gpu", "host", "host"] and rounds[0]["round"] == 1
     assert len(pd.read_csv(tmp_path / "out/results.csv")) == 10

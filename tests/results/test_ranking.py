@@ -16,7 +16,7 @@ import synthetic
 from dyno.report.charts import charts
 from dyno.report.tables import trial_table
 from dyno.report.tables.frontier_table import FRONTIER
-from dyno.report.verdict import answers, verdict
+from dyno.report.verdict import decisions, verdict
 from dyno.results import ranking, stats
 from dyno.results import ranking as rankings_module
 from dyno.results.correctness import WRONG
@@ -159,8 +159,8 @@ def test_a_lower_median_than_the_winner_s_is_explained(tmp_path: Path, monkeypat
     )
     assert [*contest.fastest["backend"]] == ["a", "b", "pytorch"]
     pair = Speedup(1.07, 1.02, 1.12, "faster", TURNS)
-    monkeypatch.setattr(answers, "_compare_pair", lambda *_: pair)
-    said = answers.describe_reality(contest, pair, None, run, False)
+    monkeypatch.setattr(decisions, "_compare_pair", lambda *_: pair)
+    said = decisions.describe_reality(contest, pair, None, run, False)
     assert (
         "b fp32 has a lower median, 1.02 ms over 2 rounds, but in turns the winner is 1.07x [1.02, 1.12] as fast"
         in said

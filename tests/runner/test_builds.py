@@ -15,7 +15,7 @@ import pytest
 
 from dyno import Study, UserError
 from dyno.jobs.progress import Progress
-from dyno.regression import verdict as regression_verdict
+from dyno.regression import comparison
 from dyno.regression.compare_table import compare_runs
 from dyno.report import tables
 from dyno.report.tables import trial_table
@@ -252,7 +252,7 @@ def test_a_comparison_says_of_which_builds_it_is(
         measured(name, builds=builds)
     table = compare_runs(*(load_run(plugin / name) for name in ("before", "after")))
     assert {row["builds"] for row in table.rows} == {builds}
-    (line,) = [line for line in regression_verdict.list_comparison(table) if "build" in line]
+    (line,) = [line for line in comparison.list_comparison(table) if "build" in line]
     assert line.startswith(said)
 
 

@@ -6,7 +6,7 @@ import csv
 from pathlib import Path
 
 from dyno.data.data_format import DataFormat, ScanRequest
-from dyno.data.photos import Listing, Photo, calibration_photos, printable
+from dyno.data.photos import Listing, Photo, printable
 from dyno.worker.spec import UserError
 
 TABLE = "labels.csv"
@@ -38,9 +38,7 @@ class PhotoTable(DataFormat):
         ]
         if lost := [photo.name for photo in photos if not photo.path.is_file()]:
             raise UserError(f"{table} lists {lost[0]}, which isn't there")
-        own = isinstance(wanted.calibration, Path)
-        photos += calibration_photos(wanted.calibration) if isinstance(wanted.calibration, Path) else []
-        return Listing(printable(table.parent.name), classes, photos, own, {"label_source": "table"})
+        return Listing(printable(table.parent.name), classes, photos, about={"label_source": "table"})
 
 
 PHOTO_TABLE = PhotoTable()

@@ -1,22 +1,25 @@
-"""What the commands that run or read studies do: options become a `Study`, records become tables."""
+"""The commands that run or read studies: options become a `Study`, records become tables."""
 
 from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Annotated, Any
 
+import typer
 from rich.console import Console
 from rich.markup import escape
-from rich.table import Table
 
+from dyno.cli import options
 from dyno.cli.exits import INTERRUPTED, left_out
 from dyno.cli.options import Overrides
-from dyno.runner.run_folder import RUNS, choose_folder
+from dyno.layers import commands as layers_commands
 from dyno.store import check_own, check_writable, is_run
 from dyno.study.defaults import (
     EVALUATION,
+    ONE_ROUND,
+    SELF_TEST_MINUTES,
     check_format,
     check_several,
     each_of,
@@ -25,8 +28,15 @@ from dyno.study.defaults import (
     new_folder,
     study_of,
 )
-from dyno.study.model_info import model_spec
-from dyno.study.plan import USUAL
+from dyno.study.options import (
+    MODEL_HELP,
+    ClusterOptions,
+    ComparisonOptions,
+    DataOptions,
+    MeasurementOptions,
+    ModelOptions,
+    RuntimeOptions,
+)
 from dyno.study.study import Study, model_name
 from dyno.worker.extras import lacking
 from dyno.worker.spec import LOOKS, Trial, UserError, plain
@@ -35,9 +45,36 @@ if TYPE_CHECKING:
     from dyno.results.run_data import RunData
 
 UNFINISHED = 3  # exit code where some of the models could not be measured
+ONE = (ComparisonOptions, ModelOptions, DataOptions, RuntimeOptions)
+# Defaults that go by the kind of file.
+FIXED = "the file's fixed batch"
+BY_FILE = {**ONE_ROUND, "backends": "the one for this kind of file", "device": "cpu, cuda:0 for TensorRT's engines"}
+# Options for studies of several configurations, which a command doesn't have.
+NOT_FOR_ONE = "routes reference search confirm peak energy turns block equivalent until minutes"
 
 
-def study(overrides: Overrides, models: Sequence[str]) -> Study:
+@options.takes(ComparisonOptions, ModelOptions, DataOptions, MeasurementOptions, RuntimeOptions, ClusterOptions)
+def run(
+    overrides: Overrides,
+    models: options.Studied,
+    out: options.Out = "",
+    retry_failed: Annotated[
+        bool, typer.Option("--retry-failed", help="Measure failed trials again.", rich_help_panel=options.OUTPUT)
+    ] = False,
+    dry_run: Annotated[
+        bool,
+        typer.Option("--dry-run", help="List the trials and why any is refused.", rich_help_panel=options.OUTPUT),
+    ] = False,
+) -> None:
+    """Measure models in every configuration that is asked for; the same command again resumes."""
+    study = _build_study(overrides, models)
+    if dry_run:
+        _list_plan(study)
+    else:
+        raise typer.Exit(run_study(study, _find_folder(study, models, out), retry_failed=retry_failed))
+
+
+def _build_study(overrides: Overrides, models: Sequence[str]) -> Study:
     """Build the study that the command line describes: a TOML file with options on top, or models and options."""
     files = [model for model in models if model.endswith(".toml")]
     if not files:
@@ -47,8 +84,10 @@ def study(overrides: Overrides, models: Sequence[str]) -> Study:
     return Study.from_toml(Path(files[0]), **overrides)
 
 
-def folder(study: Study, models: Sequence[str], out: str) -> Path:
+def _find_folder(study: Study, models: Sequence[str], out: str) -> Path:
     """Return `--out`, else runs/NAME after the study file or the models, with a suffix if that folder is taken."""
+    from dyno.runner.run_folder import RUNS, choose_folder
+
     if out:
         return Path(out)
     first = None
@@ -63,8 +102,10 @@ def folder(study: Study, models: Sequence[str], out: str) -> Path:
     return chosen
 
 
-def dry_run(study: Study) -> int:
+def _list_plan(study: Study) -> None:
     """List the trials and why any is refused."""
+    from rich.table import Table
+
     from dyno.devices import places, spread
     from dyno.formatting import console, counting
     from dyno.study.plan import expand
@@ -90,7 +131,6 @@ def dry_run(study: Study) -> int:
     out.print(_at_most(study, [entry.trial for entry in planned if not entry.refusal]))
     if missing_gpu(study.device):
         out.print(f"There is no {study.device} here, so a run would be refused.")
-    return 0
 
 
 def _at_most(study: Study, trials: Sequence[Trial]) -> str:
@@ -108,7 +148,7 @@ def _at_most(study: Study, trials: Sequence[Trial]) -> str:
     return said
 
 
-def run(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
+def run_study(study: Study, folder: Path, *, retry_failed: bool = False) -> int:
     """Run the study, print its tables, write its report; exit code 0, 1 (no trial within budget) or 3 (unfinished)."""
     from dyno import api
 
@@ -179,7 +219,44 @@ def _say_visible(run: RunData) -> None:
         print(wrapped(sentence) + "\n")
 
 
-def show(run: Path, format: str, by: str, table: str, overrides: Overrides) -> None:
+@options.takes(ComparisonOptions, DataOptions, MeasurementOptions, only="reference budget equivalent")
+def show(
+    overrides: Overrides,
+    run: Annotated[Path | None, typer.Argument(help="A run folder.", metavar="RUN")] = None,
+    format: options.Format = "text",
+    by: Annotated[str, typer.Option(help="Columns to group by, e.g. backend,batch.")] = "",
+    table: Annotated[str, typer.Option(help="One table: frontier, break-even, latency-model, sizes…; or all.")] = "",
+    list_all: Annotated[bool, typer.Option("--list", help="Name every table, with a sentence on each.")] = False,
+    over_time: Annotated[
+        str,
+        typer.Option(
+            help="Instead write memory, utilisation, power and clock of trials over time, on one axis.",
+            metavar="FILE.svg|png|csv",
+        ),
+    ] = "",
+    trials: Annotated[
+        str,
+        typer.Option(
+            help="With --over-time: ids or BACKEND/PRECISION, with commas.",
+            show_default="the reference, the fastest three",
+        ),
+    ] = "",
+) -> None:
+    """Print the table of a run's trials and the verdict, or another table."""
+    from dyno.report import tables
+    from dyno.report.export import export
+
+    if list_all:
+        print(export([tables.listed()], format), end="")
+    elif run is None:
+        raise UserError("give the run folder to show, such as runs/demo")
+    elif over_time or trials:
+        _write_over_time(run, over_time, trials, overrides)
+    else:
+        _show_tables(run, format, by, table, overrides)
+
+
+def _show_tables(run: Path, format: str, by: str, table: str, overrides: Overrides) -> None:
     """Print a table of a stored run, or `all` of them; without a name what leads, or the trials with the verdict."""
     from dyno.formatting import bullet, wrapped
     from dyno.report import tables
@@ -203,7 +280,7 @@ def show(run: Path, format: str, by: str, table: str, overrides: Overrides) -> N
         Console(stderr=True).print(f"dyno: {escape(plain(problem))}", style="yellow", soft_wrap=True)
 
 
-def over_time(run: Path, file: str, trials: str, overrides: Overrides) -> None:
+def _write_over_time(run: Path, file: str, trials: str, overrides: Overrides) -> None:
     """Write the trials over time to the file, and say so."""
     from dyno.report.charts.over_time import save
 
@@ -214,26 +291,24 @@ def over_time(run: Path, file: str, trials: str, overrides: Overrides) -> None:
     print(f"saved {save(_read_run(run, overrides), Path(file), chosen)}", file=sys.stderr)
 
 
-def list_tables(format: str) -> None:
-    """Print the name of every table there can be, with a sentence on it and the command that prints it."""
-    from dyno.report import tables
-    from dyno.report.export import export
-
-    print(export([tables.listed()], format), end="")
-
-
-def report(runs: Sequence[Path], out: Path) -> int:
-    """Write the report of one or several runs; return 3 if one of several can't be read and is left out."""
+def report(
+    runs: Annotated[list[Path], typer.Argument(help="Run folders.", metavar="RUN...")],
+    out: Annotated[str, typer.Option("--out", "-o", help="Folder to write into (default: the run's own).")] = "",
+) -> None:
+    """Write one self-contained HTML page, PNG charts and results.csv."""
     from dyno.report import report as page
 
-    if out.suffix == ".html" and not out.is_dir():
+    folder = Path(out) if out else runs[0]
+    if folder.suffix == ".html" and not folder.is_dir():
         raise UserError(
-            f"--out {out} is the folder for the page, its charts and tables; give a folder, such as {out.stem}"
+            f"--out {out} is the folder for the page, its charts and tables; give a folder, such as {folder.stem}"
         )
-    if {run.resolve() for run in runs} != {out.resolve()}:
-        if (out / "trials").is_dir():
-            raise UserError(f"{out} is a run folder with its own report and results.csv; give another folder with -o")
-        check_own(out)
+    if {run.resolve() for run in runs} != {folder.resolve()}:
+        if (folder / "trials").is_dir():
+            raise UserError(
+                f"{folder} is a run folder with its own report and results.csv; give another folder with -o"
+            )
+        check_own(folder)
     readable, problems = [], []
     for run in runs:
         try:
@@ -242,8 +317,8 @@ def report(runs: Sequence[Path], out: Path) -> int:
             problems.append(e)
     if not readable:
         raise problems[0]
-    print(page.write_report(readable, out))
-    return left_out(map(str, problems))
+    print(page.write_report(readable, folder))
+    raise typer.Exit(left_out(map(str, problems)))  # 3 if one of several can't be read
 
 
 def _measure_models(overrides: Overrides, models: Sequence[str], out: str, command: str, **defaults: Any) -> list[Path]:
@@ -264,8 +339,15 @@ def _choose_folder(out: Path, models: Sequence[str], number: int) -> Path:
     return out if len(models) == 1 else out / f"{number}-{model_name(models[number]).replace('/', '-')}"
 
 
-def time(overrides: Overrides, models: Sequence[str], out: str, format: str, trtexec: Path | None) -> int:
-    """Time each model and print its rows; an engine's number is explained in trtexec's terms."""
+@options.takes(*ONE, MeasurementOptions, omit=f"{NOT_FOR_ONE} compared budget", **BY_FILE)
+def time(
+    overrides: Overrides,
+    models: options.Models,
+    out: options.Out = "",
+    format: options.Format = "text",
+    trtexec: Annotated[str, typer.Option(help="A trtexec log, or its exported times, to compare with.")] = "",
+) -> None:
+    """Time any module, ONNX file, engine or OpenVINO IR on generated or real data."""
     from dyno.report.export import export
     from dyno.report.tables import trial_table
     from dyno.report.verdict.verdict import about
@@ -274,26 +356,35 @@ def time(overrides: Overrides, models: Sequence[str], out: str, format: str, trt
     from dyno.trtexec.cross_check import cross_check, is_engine
 
     check_format(format)
-    if trtexec:
-        logs.read_log(trtexec)  # a file that is not a log is refused before anything is timed
+    log = Path(trtexec) if trtexec else None
+    if log:
+        logs.read_log(log)  # a file that is not a log is refused before anything is timed
     folders = _measure_models(overrides, models, out, "time")
     runs = [trial_table.read_trials(folder) for folder in folders]
     table = joined([trial_table.TRIALS.table(run) for run in runs])
     print(export([table], format, about=about(runs[0]) if len(runs) == 1 else {}), end="")
     for run in runs:
         engines = [t for t in run.records if is_engine(t)]
-        if trtexec or (engines and format == "text"):
-            print("\n".join(map(plain, cross_check(engines, trtexec))))
-    return trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models))
+        if log or (engines and format == "text"):  # an engine's number is explained in trtexec's terms
+            print("\n".join(map(plain, cross_check(engines, log))))
+    raise typer.Exit(trial_table.exit_code(table.to_pandas()) or UNFINISHED * (len(folders) < len(models)))
 
 
-def stress(overrides: Overrides, models: Sequence[str], out: str, batches: str, iterations: int) -> int:
-    """Stress-test each model's engine and return the exit code."""
+@options.takes(*ONE, omit=f"{NOT_FOR_ONE} batches compared budget", **BY_FILE)
+def stress(
+    overrides: Overrides,
+    models: options.Models,
+    batches: Annotated[
+        str, typer.Option(help="A phase for each: min, opt or max of the engine's profile, random, or a number.")
+    ] = "min,opt,max,random",
+    iterations: Annotated[int, typer.Option(help="Batches in each phase.")] = 10_000,
+    out: options.Out = "",
+) -> None:
+    """Run a dynamic engine or ONNX file at changing batch sizes for long: every output checked, memory watched."""
     from dyno.runner import stress as module
 
     folder = Path(out) if out else new_folder("stress", models)
     phases = module.phases_of(batches)
-
     each = each_with(models, overrides)
 
     def stress_model(number: int, _: str) -> int:
@@ -301,29 +392,56 @@ def stress(overrides: Overrides, models: Sequence[str], out: str, batches: str, 
         return module.run(study_of(source, {}, settings), phases, iterations, _choose_folder(folder, models, number))
 
     codes = each_of(models, stress_model)
-    return max(*codes, UNFINISHED * (len(codes) < len(models)))
+    raise typer.Exit(max(*codes, UNFINISHED * (len(codes) < len(models))))
 
 
-def evaluate(overrides: Overrides, models: Sequence[str], out: str, format: str, per_class: bool) -> int:
-    """Measure each model's accuracy on labelled images, and its speed; return the exit code."""
+@options.takes(
+    *ONE,
+    MeasurementOptions,
+    omit=f"{NOT_FOR_ONE} compared",
+    data=...,
+    **{**BY_FILE, **EVALUATION, "batches": f"8, or {FIXED}"},
+)
+def eval(
+    overrides: Overrides,
+    models: options.Models,
+    per_class: Annotated[bool, typer.Option("--per-class", help="Show every class, not only the worst.")] = False,
+    out: options.Out = "",
+    format: options.Format = "text",
+) -> None:
+    """Accuracy on labelled images with intervals, classes and confusions, beside latency and the pipeline's rate."""
     from dyno import evaluation
 
     check_format(format)
     folders = _measure_models(overrides, models, out, "eval", **EVALUATION)
-    return evaluation.show_evaluation(folders, format, per_class) or UNFINISHED * (len(folders) < len(models))
+    code = evaluation.show_evaluation(folders, format, per_class)
+    raise typer.Exit(code or UNFINISHED * (len(folders) < len(models)))
 
 
+@options.takes(*ONE, omit=f"{NOT_FOR_ONE} budget", **BY_FILE)
 def agree(
-    overrides: Overrides, models: Sequence[str], out: str, rtol: float, atol: float, least: float, format: str
-) -> int:
-    """Compare the outputs of every model and backend with the first one's and return the exit code.
-
-    1 if a share is below `least`, 3 if a trial left no outputs.
-    """
+    overrides: Overrides,
+    models: options.Models,
+    layers: layers_commands.Layers = False,
+    top: layers_commands.Top = None,
+    order: layers_commands.Order = None,
+    rtol: options.Rtol = 1e-3,
+    atol: options.Atol = 1e-8,
+    least: options.Least = 0.0,
+    out: options.Out = "",
+    format: options.Format = "text",
+) -> None:
+    """Compare the outputs of several files or backends with the first: errors, share that agrees, top-10 table."""
     from dyno.report.export import export
     from dyno.report.tables import accuracy_tables
     from dyno.results import trial_result
+    from dyno.study.model_info import model_spec
+    from dyno.study.plan import USUAL
 
+    rows = {"top": top, "order": order}
+    if layers:
+        raise typer.Exit(layers_commands.agree_layers(overrides, models, rows, out, rtol, atol, least, format))
+    layers_commands.refuse_without_layers(rows)
     check_format(format)
     untimed: dict[str, Any] = {"boundaries": (), "routes": (USUAL,)}
     studies = [study_of(source, untimed, settings) for source, settings in each_with(models, overrides)]
@@ -336,14 +454,29 @@ def agree(
     )
     print(export([values, *([ranks] if ranks.rows else [])], format), end="")
     if any(row["close"] < least for row in values.rows):
-        return 1
-    return UNFINISHED * (bool(failed) or len(folders) < len(models))
+        raise typer.Exit(1)
+    raise typer.Exit(UNFINISHED * (bool(failed) or len(folders) < len(models)))
 
 
+@options.takes(ComparisonOptions, ModelOptions, RuntimeOptions, omit="backends routes reference")
 def calibrate(
-    overrides: Overrides, model: str, minutes: float, rounds: int, backend: str, builds: bool, format: str
+    overrides: Overrides,
+    model: Annotated[
+        str, typer.Argument(help=f"{MODEL_HELP} (default: a small network of Dyno's).", metavar="[MODEL]")
+    ] = "",
+    minutes: Annotated[
+        float, typer.Option(help="Minutes to measure for; the longer, the more certain the figures.")
+    ] = SELF_TEST_MINUTES,
+    rounds: Annotated[int, typer.Option(help="Rounds at most; at least 3.", show_default="as many as fit")] = 0,
+    backend: Annotated[
+        str, typer.Option(help="Backend, with options as NAME@option=value.", show_default="one that is installed")
+    ] = "",
+    builds: Annotated[
+        bool, typer.Option("--builds", help="Fresh builds of the engine in each round, as part of the noise.")
+    ] = False,
+    format: options.Format = "text",
 ) -> None:
-    """Test the instrument on this machine and print the differences that it can detect."""
+    """Test the instrument on this machine: false alarms, the smallest difference it can see, and a grade."""
     from dyno.formatting import bullet, wrapped
     from dyno.regression import calibration as module
     from dyno.report import self_test as report_self_test

@@ -84,4 +84,4 @@ def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:
     if out == PLACE:
         out, notice = choose_folder(study, out)
         console.print(notice, soft_wrap=True, end="\n" if notice else "")
-    return commands.run(study, out)
+    return commands.run_study(study, out)

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import tempfile
+import time
 from collections.abc import Iterator, Mapping
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager
+from concurrent.futures import FIRST_COMPLETED, Future, ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from dyno.data import data_format
@@ -35,6 +34,7 @@ from dyno.worker.spec import Job, Runtime
 from dyno.worker.tasks.task import Task
 
 TIMEOUT_S = 120.0
+LOOK_S = 0.25  # between two updates of the line on a terminal
 # What plug-ins may bring, by the group of entry points.
 KINDS: dict[str, type] = {
     **registry.GROUPS, tasks.GROUP: Task, metrics.GROUP: Metric, snippets.GROUP: Script, tables.GROUP: TableKind,
@@ -61,51 +61,34 @@ def examine(others: dict[str, dict[str, Any]]) -> list[dict[str, Any]]:
     for name, table in others.items():
         runtime = Runtime(name=name, python=table["python"], threads=threads)
         places += [(backend, runtime) for backend in ([name] if name in registry.names() else registry.names())]
-    pending = _ProbeProgress(len(places))
     # Side by side: nothing is timed here, and most of a probe is spent importing a library.
-    with tempfile.TemporaryDirectory() as scratch, pending.shown(), ThreadPoolExecutor(threads) as pool:
-        folders = [Path(scratch) / str(i) for i in range(len(places))]
-        rows = pool.map(lambda place, folder: _probe_backend(place[0], place[1], folder, pending), places, folders)
-        return [*rows, *_iter_broken()]
+    with tempfile.TemporaryDirectory() as scratch, ThreadPoolExecutor(threads) as pool:
+        probes = {}
+        for number, (name, runtime) in enumerate(places):
+            probe = pool.submit(_probe_backend, name, runtime, Path(scratch) / str(number))
+            probes[probe] = f"{name} in {runtime.python}" if runtime.python else name
+        _show_progress(probes)
+        return [*(probe.result() for probe in probes), *_iter_broken()]
 
 
-class _ProbeProgress:
-    """Which backends have yet to answer, on standard error: one line on a terminal, elsewhere one per answer."""
-
-    def __init__(self, total: int) -> None:
-        self.console = Console(stderr=True)
-        self.total, self.answered = total, 0
-        self.waiting: dict[str, float] = {}
-
-    @contextmanager
-    def shown(self) -> Iterator[None]:
-        """Show it while the block runs."""
-        with Live(get_renderable=self._format_line, console=self.console, refresh_per_second=4, transient=True):
-            yield
-
-    def tick(self, who: str, seconds: float) -> None:
-        """Note how many seconds `who` has been running."""
-        self.waiting[who] = seconds
-
-    def done(self, who: str, status: str) -> None:
-        """Note that `who` has answered."""
-        seconds = self.waiting.pop(who, 0.0)
-        self.answered += 1
-        if not self.console.is_terminal:
-            line = f"{self.answered}/{self.total} {who}: {status}, {seconds:.0f} s"
-            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
-
-    def _format_line(self) -> Text:
-        running = ", ".join(f"{who} {seconds:.0f} s" for who, seconds in self.waiting.copy().items())
-        return Text(f"{self.answered}/{self.total} answered; waiting for {running}")
+def _show_progress(probes: Mapping[Future[dict[str, Any]], str]) -> None:
+    """Say on standard error which probes are still running: one line on a terminal, elsewhere one per answer."""
+    console, began = Console(stderr=True), time.monotonic()
+    waiting = set(probes)
+    with console.status("") as status:
+        while waiting:
+            done, waiting = wait(waiting, LOOK_S, FIRST_COMPLETED)
+            count, seconds = len(probes) - len(waiting), time.monotonic() - began
+            for number, probe in enumerate(done, count - len(done) + 1):
+                if not console.is_terminal:
+                    line = f"{number}/{len(probes)} {probes[probe]}: {probe.result()['status']}, {seconds:.0f} s"
+                    console.print(line, markup=False, highlight=False, soft_wrap=True)
+            names = ", ".join(name for probe, name in probes.items() if probe in waiting)
+            status.update(Text(f"{count}/{len(probes)} answered in {seconds:.0f} s; waiting for {names}"))
 
 
-def _probe_backend(name: str, runtime: Runtime, folder: Path, pending: _ProbeProgress) -> dict[str, Any]:
-    who = f"{name} in {runtime.python}" if runtime.python else name
-    pending.tick(who, 0.0)
-    job = Job("probe", runtime, backend=name)
-    record: Record = launch(job, folder, TIMEOUT_S, lambda _, seconds: pending.tick(who, seconds))
-    pending.done(who, record.status)
+def _probe_backend(name: str, runtime: Runtime, folder: Path) -> dict[str, Any]:
+    record: Record = launch(Job("probe", runtime, backend=name), folder, TIMEOUT_S)
     probe = record.facts.probe or Probe()
     return {
         "backend": name,

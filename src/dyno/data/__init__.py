@@ -22,7 +22,7 @@ from dyno.data.data_format import formats as formats
 from dyno.data.decode import Progress as Progress
 from dyno.data.decode import Transform, library_version
 from dyno.data.folders import calibration_listing
-from dyno.data.photos import CALIBRATION, DecodeOptions, cached_data, spec, stratified_order
+from dyno.data.photos import CALIBRATION, DecodeOptions, cached_data, calibrate_on, spec, stratified_order
 from dyno.data.photos import OnUnreadable as OnUnreadable
 from dyno.data.rows import DecodedRow, timed
 from dyno.worker.extras import distribution, install
@@ -108,11 +108,12 @@ def load(
         missing = "boxes, masks or keypoints" if objects else "class for each image"
         raise UserError(f"{path} is in {data_format.described}, which has no {missing}")
     preprocess = dataclasses.replace(preprocess, letterbox=True) if objects else preprocess
-    aside = 0 if isinstance(calibration, Path) or not set_aside else calibration
+    count = calibration if isinstance(calibration, int) else 0
     transform = Transform(size, preprocess, channels, upright=objects)
-    options = DecodeOptions(Path(cache), transform, on_unreadable, progress, seed, aside)
+    options = DecodeOptions(Path(cache), transform, on_unreadable, progress, seed, count * set_aside)
     skip = on_unreadable == "skip"
-    listing = data_format.scan(path, ScanRequest(calibration, seed, train, objects, needs, outputs, set_aside, skip))
+    listing = data_format.scan(path, ScanRequest(count, seed, train, objects, needs, outputs, set_aside, skip))
+    listing = calibrate_on(listing, calibration) if isinstance(calibration, Path) else listing
     return cached_data(listing, path, options)
 
 

@@ -11,8 +11,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, TypeGuard
 
-import numpy as np
-
 from dyno.data.boxes import Annotation, Labels, checked_box, checked_keypoints, checked_polygon, polygon_area
 from dyno.data.data_format import DataFormat, ScanRequest, is_coco
 from dyno.data.photos import (
@@ -20,12 +18,12 @@ from dyno.data.photos import (
     Listing,
     Photo,
     Sizes,
-    calibration_photos,
     find_image_folder,
     images,
     is_system,
     name_below,
     printable,
+    sample_calibration,
     without_missing,
 )
 from dyno.worker.spec import UserError
@@ -51,28 +49,21 @@ class Coco(DataFormat):
         return bool(_find_files(path)) if path.is_dir() else path.suffix in self.suffixes
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        return _scan_annotations(path, wanted)
+        file = path if path.is_file() else chosen(path, wanted.needs)
+        about = _read_file(file)
+        about.leave_out_roots(wanted.outputs)
+        names = [image["file_name"] for image in about.images]
+        folder, _ = find_image_folder(file, names)
+        shown = path if path.is_dir() else folder
+        photos = [Photo(folder / name, printable(name), -1, "test") for name in names]
+        photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
+        about.notes += [missing] * bool(missing)
+        photos += _choose_calibration(folder, shown, wanted.calibration, wanted.seed)
+        name = printable(path.name if path.is_dir() else path.stem)
+        return Listing(name, about.classes, photos, sources=[file], annotate=about.annotate)
 
 
 COCO = Coco()
-
-
-def _scan_annotations(path: Path, wanted: ScanRequest) -> Listing:
-    file = path if path.is_file() else chosen(path, wanted.needs)
-    about = _read_file(file)
-    about.leave_out_roots(wanted.outputs)
-    folder, _ = find_image_folder(file, [image["file_name"] for image in about.images])
-    shown = path if path.is_dir() else folder
-    photos = [Photo(folder / image["file_name"], printable(image["file_name"]), -1, "test") for image in about.images]
-    photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
-    about.notes += [missing] * bool(missing)
-    own = isinstance(wanted.calibration, Path)
-    if isinstance(wanted.calibration, Path):
-        photos = photos + calibration_photos(wanted.calibration)
-    else:
-        photos = photos + _choose_calibration(folder, shown, wanted.calibration, wanted.seed)
-    name = printable(path.name if path.is_dir() else path.stem)
-    return Listing(name, about.classes, photos, own, sources=[file], annotate=about.annotate)
 
 
 def _find_files(folder: Path) -> list[Path]:
@@ -228,8 +219,7 @@ def _choose_calibration(folder: Path, shown: Path, wanted: int, seed: int) -> li
     for split in SPLIT_FOLDERS:
         beside = folder.with_name(folder.name.replace(split, "train"))
         if split in folder.name and beside.is_dir() and (paths := images(beside)):
-            order = np.random.default_rng(seed).permutation(len(paths))[:wanted]
-            return [Photo(paths[i], name_below(paths[i], shown), -1, "calibration") for i in sorted(order)]
+            return sample_calibration(paths, shown, wanted, seed)
     return []
 
 

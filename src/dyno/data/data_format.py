@@ -79,7 +79,7 @@ def is_yolo(file: Path) -> bool:
 def refuse_labels(folder: Path, is_class_folders: bool) -> None:
     """Refuse a folder that would be read without its labels, or whose parts would be read as classes."""
     found = find_labels(folder)
-    parts = _list_folders(folder)
+    parts = list_folders(folder)
     layout = is_class_folders and bool(parts) and {part.lower() for part in parts} <= PARTS and not _has_classes(folder)
     if found is not None and (layout or found.objects or not is_class_folders):
         raise UserError(
@@ -115,11 +115,14 @@ def warn_labels(folder: Path) -> list[str]:
 
 def _has_classes(folder: Path) -> bool:
     """Return whether the folder's splits hold folders that may be classes."""
-    splits = [part for part in _list_folders(folder) if part.lower() in SPLITS]
-    return any(name.lower() not in PARTS for split in splits for name in _list_folders(folder / split))
+    splits = [part for part in list_folders(folder) if part.lower() in SPLITS]
+    return any(name.lower() not in PARTS for split in splits for name in list_folders(folder / split))
 
 
-def _list_folders(folder: Path) -> list[str]:
+def list_folders(folder: Path) -> list[str]:
+    """Return the names of a folder's folders in order, none if it isn't there."""
+    if not folder.is_dir():
+        return []
     with os.scandir(folder) as entries:
         return sorted(entry.name for entry in entries if entry.is_dir() and not is_system(entry.name))
 
@@ -182,13 +185,13 @@ GROUP = "dyno.data"
 class ScanRequest:
     """What a scan should list.
 
-    `calibration` is the number of calibration images, or a folder of them; `train`: training images too. The model
+    `calibration` is the number of calibration images to take from others; `train`: training images too. The model
     detects `objects` and `needs` masks or keypoints besides boxes, or it classifies into `outputs` classes (0: not
     known). `set_aside`: test images will serve for calibration where there are no training images. `skip_missing`:
     images that are listed and not there are left out, with a warning.
     """
 
-    calibration: int | Path = CALIBRATION
+    calibration: int = CALIBRATION
     seed: int = 0
     train: bool = False
     objects: bool = False

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from dyno.data.data_format import DataFormat, ScanRequest, warn_labels
+from dyno.data.data_format import DataFormat, ScanRequest, list_folders, warn_labels
 from dyno.data.photos import (
     COUNT,
     EXTENSIONS,
@@ -72,7 +71,7 @@ CLASS_FOLDERS = ClassFolders()
 IMAGES = UnlabelledImages()
 
 
-def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False, outputs: int = 0) -> Listing:
+def scan(folder: Path, calibration: int, seed: int, train: bool = False, outputs: int = 0) -> Listing:
     """List the folder's images; raises `UserError` when it is missing, or has no class folders or an empty one.
 
     With `train` all images of train/ are listed, and those for calibration are marked among them. `outputs` is the
@@ -84,18 +83,15 @@ def scan(folder: Path, calibration: int | Path, seed: int, train: bool = False, 
         test_root, train_root = _find_roots(folder)
         if train and train_root is None:
             raise UserError(f"{folder} has no train/; put the training images there and the others into test/")
-        classes = _list_folders(train_root or test_root)
+        classes = list_folders(train_root or test_root)
         if not classes and images(test_root):
-            return _list_unlabelled(folder, calibration)
+            photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
+            return Listing(printable(folder.name), [], photos, about=_describe_labels("none", folder))
         standard = outputs == COUNT and all_known(classes)
         test = _list_photos(folder, test_root, classes, "test")
         training = _list_photos(folder, train_root, classes, "train") if train_root and train else []
-        if isinstance(calibration, Path):
-            return _list_labelled(
-                folder, classes, standard, test + training + calibration_photos(calibration), own=True
-            )
-        if train_root is None:
-            return _list_labelled(folder, classes, standard, test)
+        if train_root is None or not calibration:
+            return _list_labelled(folder, classes, standard, test + training)
         training = training or _list_photos(folder, train_root, classes, "calibration")
     except PermissionError as e:
         raise UserError(f"{e.filename} can't be listed: permission denied") from e
@@ -111,23 +107,15 @@ def calibration_listing(folder: Path) -> Listing:
     return Listing(printable(absolute(folder).name), [], photos, about={"label_source": "none", "warnings": [warning]})
 
 
-def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: list[Photo], own: bool = False) -> Listing:
+def _list_labelled(folder: Path, classes: list[str], standard: bool, photos: list[Photo]) -> Listing:
     """List the photos with labels by the order of their folders, or by their place among ImageNet's 1,000 classes."""
     name, about = printable(folder.name), _describe_labels("imagenet1k" if standard else "folders", folder)
     if not standard:
-        return Listing(name, [printable(one) for one in classes], photos, own, about)
+        return Listing(name, [printable(one) for one in classes], photos, about=about)
     order = list(list_synsets())
     number = [order.index(synset) for synset in classes]
     photos = [replace(photo, label=number[photo.label] if photo.label >= 0 else -1) for photo in photos]
-    return Listing(name, [readable(synset) for synset in order], photos, own, about)
-
-
-def _list_unlabelled(folder: Path, calibration: int | Path) -> Listing:
-    """List the images of a folder without class folders, for timing and comparing outputs but not for accuracy."""
-    photos = [Photo(path, name_below(path, folder), -1, "test") for path in images(folder)]
-    own = isinstance(calibration, Path)
-    photos = photos + calibration_photos(calibration) if isinstance(calibration, Path) else photos
-    return Listing(printable(folder.name), [], photos, own, _describe_labels("none", folder))
+    return Listing(name, [readable(synset) for synset in order], photos, about=about)
 
 
 def _describe_labels(labels: str, folder: Path) -> dict[str, Any]:
@@ -140,22 +128,15 @@ def _find_roots(folder: Path) -> tuple[Path, Path | None]:
     """Return the folders that hold the class folders of the test images and of the training images."""
     train = folder / "train"
     for name in SPLITS:
-        if _list_folders(folder / name):
-            return folder / name, train if _list_folders(train) else None
-    if _list_folders(train):
+        if list_folders(folder / name):
+            return folder / name, train if list_folders(train) else None
+    if list_folders(train):
         raise UserError(f"{folder} has train/ but neither test/ nor val/ with class folders; add one, or give {train}")
     return folder, None
 
 
-def _list_folders(root: Path) -> list[str]:
-    if not root.is_dir():
-        return []
-    with os.scandir(root) as entries:
-        return sorted(entry.name for entry in entries if entry.is_dir() and not is_system(entry.name))
-
-
 def _list_photos(folder: Path, root: Path, classes: list[str], split: str) -> list[Photo]:
-    present = _list_folders(root)
+    present = list_folders(root)
     if not present:
         raise UserError(f"no class folders in {root}; put the images of each class into a folder named after it")
     if unknown := sorted(set(present) - set(classes)):

@@ -247,6 +247,18 @@ def calibration_photos(folder: Path) -> list[Photo]:
     return [Photo(path, name_below(path, base), -1, "calibration") for path in paths]
 
 
+def sample_calibration(paths: list[Path], folder: Path, count: int, seed: int) -> list[Photo]:
+    """Take that number of training images, whose labels don't matter, for calibration."""
+    order = np.random.default_rng(seed).permutation(len(paths))[:count]
+    return [Photo(paths[i], name_below(paths[i], folder), -1, "calibration") for i in sorted(order)]
+
+
+def calibrate_on(listing: Listing, folder: Path) -> Listing:
+    """Return the listing with all images of the folder as its only calibration images."""
+    photos = [photo for photo in listing.photos if photo.split != "calibration"]
+    return replace(listing, photos=photos + calibration_photos(folder), own_calibration=True)
+
+
 def _without_test_copies(listing: Listing, hashes: list[str]) -> tuple[Listing, list[str]]:
     """Leave out other images that are copies of test images: nothing is trained or calibrated on test images."""
     photos = listing.photos

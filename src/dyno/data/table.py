@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import re
+from collections import Counter
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,7 +16,6 @@ from dyno.data.photos import (
     Listing,
     Photo,
     all_known,
-    calibration_photos,
     find_image_folder,
     is_image,
     is_system,
@@ -79,8 +79,7 @@ class LabelTable(DataFormat):
         photos, missing = without_missing(photos, folder, file, wanted.skip_missing)
         warnings = [line for line in (missing, _warn_unlisted(photos, folder, file)) if line]
         about = {"label_source": "imagenet1k" if standard else "table", **({"warnings": warnings} if warnings else {})}
-        own = isinstance(wanted.calibration, Path)
-        return Listing(printable(file.stem), classes, _split_photos(photos, wanted), own, about)
+        return Listing(printable(file.stem), classes, _split_photos(photos, wanted), about=about)
 
 
 TABLE = LabelTable()
@@ -182,15 +181,10 @@ def _choose_columns(file: Path, header: list[str], shown: list[str], body: list[
     names = [row[paths].replace("\\", "/") for row in body]
     if empty := next((n for n, cells in enumerate(zip(names, labels, strict=True), begin + 1) if not all(cells)), 0):
         raise UserError(f"{file}, row {empty} has no {'label' if names[empty - begin - 1] else 'path'}")
-    if twice := next((name for name in _find_repeated(names)), ""):
+    if twice := next((name for name, count in Counter(names).items() if count > 1), ""):
         raise UserError(f"{file} lists {twice} twice; each image needs one row with one class")
     splits = ["test"] * len(body) if split is None else [row[split].lower() for row in body]
     return _LabelRows(names, labels, splits, classes)
-
-
-def _find_repeated(names: list[str]) -> list[str]:
-    seen: set[str] = set()
-    return [name for name in names if name in seen or seen.add(name)]  # type: ignore[func-returns-value]
 
 
 def _number_labels(file: Path, labels: list[str], named: list[str], outputs: int) -> tuple[list[int], list[str], bool]:
@@ -219,8 +213,6 @@ def _split_photos(photos: list[Photo], wanted: ScanRequest) -> list[Photo]:
     if tested is None:
         raise UserError(f"no row of the table is of the split {', '.join(TESTED)}; mark the rows to test on as test")
     test = [Photo(p.path, p.name, p.label, "test") for p in photos if p.split == tested]
-    if isinstance(wanted.calibration, Path):
-        return test + calibration_photos(wanted.calibration)
     training = [Photo(p.path, p.name, p.label, "calibration") for p in photos if p.split in TRAINED]
     if not training:
         return test

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from dyno.data.boxes import TOLERANCE, Annotation, Labels, checked_box, checked_polygon, polygon_area
 from dyno.data.data_format import DataFormat, ScanRequest, is_yolo
 from dyno.data.photos import (
@@ -22,12 +20,12 @@ from dyno.data.photos import (
     Listing,
     Photo,
     Sizes,
-    calibration_photos,
     images,
     is_image,
     is_system,
     name_below,
     printable,
+    sample_calibration,
 )
 from dyno.worker.extras import install
 from dyno.worker.spec import Unavailable, UserError, absolute, numbered
@@ -195,7 +193,31 @@ class Yolo(DataFormat):
         return any(file is not None for file in first_labels) or _has_labels(path)
 
     def scan(self, path: Path, wanted: ScanRequest) -> Listing:
-        return _scan_images(path, wanted.calibration, wanted.seed, wanted.outputs, wanted.set_aside)
+        """List its images; missing training images are a warning where calibration images were to be taken."""
+        description = (
+            _from_folders(path) if path.is_dir() and _find_yaml(path) is None else _from_yaml(_find_yaml(path) or path)
+        )
+        test = [Photo(file, name_below(file, description.folder), -1, "test") for file in description.test]
+        labels = {photo.path: label_file(photo.path) for photo in test}
+        present = [label for label in labels.values() if label.is_file()]
+        if not present:
+            raise UserError(f"the {len(test)} images in {path} have no label files, e.g. {labels[test[0].path]}")
+        _check_orphans(description.folder, labels)
+        photos = test + sample_calibration(description.train, description.folder, wanted.calibration, wanted.seed)
+        if not description.names:
+            description = dataclasses.replace(
+                description, names=[str(i) for i in range(max(wanted.outputs, classes_used(present)))]
+            )
+        name = printable(path.name if path.is_dir() else path.parent.name)
+
+        def annotate_photos(photos: list[Photo], sizes: Sizes) -> Annotations:
+            return read_labels(photos, sizes, description.names, description.keypoints, description.folder, warnings)
+
+        sources = [*description.sources, *present]
+        warnings = [description.moved] if description.moved else []
+        if description.lost and wanted.calibration and (description.train or wanted.set_aside):
+            warnings.append(description.lost)
+        return Listing(name, description.names, photos, sources=sources, annotate=annotate_photos)
 
 
 YOLO = Yolo()
@@ -205,44 +227,6 @@ def _has_labels(folder: Path) -> bool:
     """Return whether any of the first images directly in the folder has a label file."""
     first = sorted(file for file in folder.iterdir() if is_image(file.name) and not is_system(file.name))[:SEEN]
     return any(is_yolo(label_file(file)) for file in first)
-
-
-def _scan_images(path: Path, calibration: int | Path, seed: int, classes: int, set_aside: bool) -> Listing:
-    """List the data set's images.
-
-    `classes` is their number if they have no names. With `set_aside`, missing training images are a warning.
-    """
-    description = (
-        _from_folders(path) if path.is_dir() and _find_yaml(path) is None else _from_yaml(_find_yaml(path) or path)
-    )
-    test = [Photo(file, name_below(file, description.folder), -1, "test") for file in description.test]
-    labels = {photo.path: label_file(photo.path) for photo in test}
-    present = [label for label in labels.values() if label.is_file()]
-    if not present:
-        raise UserError(f"the {len(test)} images in {path} have no label files, e.g. {labels[test[0].path]}")
-    _check_orphans(description.folder, labels)
-    if isinstance(calibration, Path):
-        photos = test + calibration_photos(calibration)
-    elif description.train:
-        order = np.random.default_rng(seed).permutation(len(description.train))[:calibration]
-        chosen = [description.train[i] for i in sorted(order)]
-        photos = test + [Photo(file, name_below(file, description.folder), -1, "calibration") for file in chosen]
-    else:
-        photos, calibration = test, calibration if set_aside else 0
-    if not description.names:
-        description = dataclasses.replace(
-            description, names=[str(i) for i in range(max(classes, classes_used(present)))]
-        )
-    name = printable(path.name if path.is_dir() else path.parent.name)
-
-    def annotate_photos(photos: list[Photo], sizes: Sizes) -> Annotations:
-        return read_labels(photos, sizes, description.names, description.keypoints, description.folder, warnings)
-
-    own = isinstance(calibration, Path)
-    sources = [*description.sources, *present]
-    warnings = [description.moved] if description.moved else []
-    warnings += [description.lost] if description.lost and calibration and not own else []
-    return Listing(name, description.names, photos, own, {}, sources, annotate_photos)
 
 
 def _find_yaml(path: Path) -> Path | None:

@@ -10,9 +10,8 @@ from typing import Any
 
 from dyno.jobs.progress import Progress
 from dyno.regression.compare_table import RATIO_SHOWN
-from dyno.regression.comparison import Comparison, compare
+from dyno.regression.comparison import Comparison, compare, undecided
 from dyno.regression.rules import SLOWER, GateRules, changes
-from dyno.regression.verdict import undecided
 from dyno.results.trial_result import TrialResult
 from dyno.study import commits
 from dyno.study import interpreters as study_interpreters
@@ -202,18 +201,15 @@ class BisectionSearch:
         """Compare the version with the first one and return the outcome."""
         if reason := self._check_version(name):
             return self._record_step(BisectionStep(name, SKIPPED, reason))
-        a, b = ({self._runtime: {"python": self.pythons[version]}} for version in (first, name))
+        choice = Choice.parse(self.backend)
+        runtime = choice.runtime or choice.name
+        a, b = ({runtime: {"python": self.pythons[version]}} for version in (first, name))
         folder = self.folder / "".join(c if c.isalnum() or c in ".-_" else "-" for c in name)
         comparison = compare(
             self.model, against=a, out=folder, quiet=self.progress.quiet, fail_on=(self.fail_on,),
             **{**self.settings, "runtime": {**self.settings.get("runtime", {}), **b}},
         )  # fmt: skip
         return self._record_step(_judge_version(name, first, comparison))
-
-    @property
-    def _runtime(self) -> str:
-        choice = Choice.parse(self.backend)
-        return choice.runtime or choice.name
 
     def _check_version(self, name: str) -> str:
         """Return why the version can't be run, or "" if it can."""

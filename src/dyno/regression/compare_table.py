@@ -241,7 +241,9 @@ def row(
     columns |= {"status_a": a.status, "trial_a": a.id, "trial_b": b.id, **rounds}
     if reason := refusal(a, b):
         return columns | {"verdict": f"{INCOMPARABLE}: {reason}"}
-    columns |= speed | _compare_accuracy(a, b) | _compare_values(a, b, rules) | _compare_outputs(*checked)
+    columns |= speed | _compare_accuracy(a, b) | _compare_outputs(*checked)
+    if (values := agreement.read_agreement(b, a, rules.rtol, rules.atol)) is not None:
+        columns |= {"close": values.close, "max_abs": values.max_abs}
     columns["failed"] = ", ".join(c for c in rules.fail_on if _has_failed(c, columns, rules, bool(a.good and b.good)))
     return columns
 
@@ -251,7 +253,8 @@ def refusal(a: TrialResult, b: TrialResult) -> str:
     weights = [t.facts.weights_sha256 for t in (a, b)]
     if not (all(weights) or a.side) and _identify_weights(a) != _identify_weights(b):
         return OTHER_WEIGHTS
-    data = [(d.get("sha256"), d.get("split") if d.get("sha256") else d.get("seed")) for d in _list_data(a, b)]
+    specs = [t.spec.get("data") or {} for t in (a, b)]
+    data = [(d.get("sha256"), d.get("split") if d.get("sha256") else d.get("seed")) for d in specs]
     if data[0] != data[1]:
         aside = [accuracy.set_aside(t) for t in (a, b)]
         if a.good and b.good and aside[0] != aside[1] and accuracy.same_photographs(a, b):
@@ -272,10 +275,6 @@ def _identify_weights(t: TrialResult) -> str:
     content = model.get("source_sha256") if str(model.get("source")).startswith("file:") else ""
     drawn = "pretrained" if model.get("pretrained") else f"seed {model.get('seed', 0)}"
     return str(model.get("weights_sha256") or content or drawn)
-
-
-def _list_data(*trials: TrialResult) -> list[dict[str, Any]]:
-    return [t.spec.get("data") or {} for t in trials]
 
 
 def _compare_speeds(
@@ -348,11 +347,6 @@ def _compare_accuracy(a: TrialResult, b: TrialResult) -> dict[str, Any]:
                   f"{metric.column}_b": 100 * own.interval.value}  # fmt: skip
         columns |= in_percent(metric.diff, change.difference)
     return columns
-
-
-def _compare_values(a: TrialResult, b: TrialResult, rules: GateRules) -> dict[str, Any]:
-    result = agreement.read_agreement(b, a, rules.rtol, rules.atol)
-    return {} if result is None else {"close": result.close, "max_abs": result.max_abs}
 
 
 def _has_failed(condition: str, r: Row, rules: GateRules, both_ran: bool) -> bool:

@@ -1,19 +1,26 @@
-"""`dyno compare`: two stored runs, or two sides that are measured here, in turns where that is possible."""
+"""`dyno compare`: two stored runs, or two sides that are measured here, in turns where possible; and the verdict."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
+from collections import Counter
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+from xml.etree import ElementTree as Xml
 
 from dyno.api import Result
+from dyno.formatting import bullet, counting, plain, points
 from dyno.jobs.progress import Progress
 from dyno.regression import compare_table as tables
-from dyno.regression import verdict
-from dyno.regression.rules import SLOWER, GateRules, changes
+from dyno.regression.compare_table import RATIO_SHOWN, floored, verdict
+from dyno.regression.rules import LESS_ACCURATE, POWER, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, changes, slowdown
+from dyno.report.export import export
+from dyno.results import stats
+from dyno.results.correctness import INCOMPARABLE, WRONG
+from dyno.results.ranking import configuration_of
 from dyno.results.trial_result import Results, load_run
 from dyno.runner.execute import execute
 from dyno.runner.run_folder import earlier, overwritten, stored
@@ -22,9 +29,11 @@ from dyno.study.commits import keeps_weights
 from dyno.study.defaults import default_runner, folder_for
 from dyno.study.plan import TrialSelection
 from dyno.study.study import Study
-from dyno.table import Row, Table
+from dyno.table import Row, Table, missing
 from dyno.videos import tables as videos
+from dyno.worker.record import write_text
 from dyno.worker.spec import UserError
+from dyno.worker.spec import plain as drop_controls
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -63,12 +72,12 @@ class Comparison:
     @property
     def verdicts(self) -> list[str]:
         """The comparison in sentences, the most important first."""
-        return [*verdict.list_comparison(self.table, stored=self.folder is None), *self._sides]
+        return [*list_comparison(self.table, stored=self.folder is None), *self._sides]
 
     @property
     def exit_code(self) -> int:
         """0 no regression, 1 a condition failed, 3 undecided."""
-        return verdict.exit_code(self.table)
+        return exit_code(self.table)
 
     @cached_property
     def result(self) -> Result | None:
@@ -81,15 +90,11 @@ class Comparison:
 
     def junit(self, path: str | Path) -> None:
         """Write JUnit's XML: a test case per pair."""
-        from dyno.regression import verdict
-
-        verdict.format_junit(self.table, self.verdicts, Path(path))
+        format_junit(self.table, self.verdicts, Path(path))
 
     def summary(self, path: str | Path) -> None:
         """Append a summary in Markdown, for a pull request."""
-        from dyno.regression import verdict
-
-        verdict.format_summary(self.table, self.verdicts, Path(path))
+        format_summary(self.table, self.verdicts, Path(path))
 
     @property
     def _sides(self) -> list[str]:
@@ -101,7 +106,7 @@ class Comparison:
         for r in self.rows:
             pair = [self.result.records.trial(r[name]) for name in ("trial_a", "trial_b")]
             if differences := changes(pair[0], pair[1]):
-                where = f"{verdict.describe_where(r)}: " if len(self.rows) > 1 else ""
+                where = f"{describe_where(r)}: " if len(self.rows) > 1 else ""
                 sentences.append(f"{where}besides the speed, these changed: {'; '.join(differences)}.")
         return sentences
 
@@ -148,12 +153,9 @@ def compare(
     if len(runs) == 2 and None not in runs and not again:
         raise UserError("two stored runs are compared as they are; --again measures both here, with other settings")
     study = _build_study(sources, again, against, commits, settings)
-    folder = folder_for(out, "compare", _list_models(study))
+    models = dict.fromkeys(model for side in study.sides.values() for model in side.models)
+    folder = folder_for(out, "compare", list(models))
     return measured(study, folder, rules, Progress(quiet=quiet))
-
-
-def _list_models(study: Study) -> list[str]:
-    return list(dict.fromkeys(model for side in study.sides.values() for model in side.models))
 
 
 def measured(study: Study, folder: Path, rules: GateRules, progress: Progress) -> Comparison:
@@ -169,7 +171,7 @@ def measured(study: Study, folder: Path, rules: GateRules, progress: Progress) -
     suspects = [r for r in comparison.rows if _is_suspect(r) and min(r["rounds_a"], r["rounds_b"]) < 2 * study.rounds]
     if not (rules.gate and suspects):
         return comparison
-    progress.note(f"measured again before it is judged: {', '.join(map(verdict.describe_where, suspects))}")
+    progress.note(f"measured again before it is judged: {', '.join(map(describe_where, suspects))}")
     ids = {r[name] for r in suspects for name in ("trial_a", "trial_b")}
     execute(replace(study, rounds=2 * study.rounds), folder, progress, only=TrialSelection(ids))
     return Comparison(tables.of_sides(load_run(folder), rules), folder)
@@ -249,3 +251,134 @@ def _at_commits(model: str, span: str) -> tuple[str, str]:
         if commit and not commits.split_commit(source)[1]:
             raise UserError(f"{model} is not a file, so it has no commits; give FILE.py:FUNCTION or a model's file")
     return sources[0], sources[1]
+
+
+GOOD, REGRESSION, UNDECIDED = 0, 1, 3  # exit codes
+APART = (
+    "Two stored runs: they were not interleaved, so what the machine did between them is in the ratio; "
+    "--again measures both here in turns."
+)
+
+
+def list_comparison(table: Table, stored: bool = True) -> list[str]:
+    """Describe the comparison: wrong outputs, counts of verdicts, and each failed trial with the reason.
+
+    Then how it was measured (`stored`: as two runs), and the smallest slow-down that it would have caught.
+    """
+    rows = table.rows
+    counts = Counter(verdict(r).partition(":")[0] for r in rows)
+    lines = [f"{describe_where(r)}: {r['verdict']}; not judged, whatever the speed."
+             for r in rows if r["verdict"].startswith(WRONG)]  # fmt: skip
+    verdicts = ", ".join(f"{n} {name}" for name, n in counts.most_common())
+    lines += [f"{counting(len(rows), 'shared trial' if stored else 'pair')}: {verdicts}."]
+    lines += [f"failed: {describe_where(r)}: {failure(r)}" for r in rows if r["failed"]]
+    lines += [f"undecided: {describe_where(r)}: {r['undecided']}" for r in rows if r["undecided"]]
+    if counts[stats.ONE_ROUND]:
+        lines.append("One round can't show that a difference is real: measure both with two rounds or more.")
+    return [*lines, *_describe_method(rows, stored), *_describe_power(rows)]
+
+
+def _describe_method(rows: list[Row], stored: bool) -> list[str]:
+    methods = {r["measured"] for r in rows if r["measured"]}
+    if not methods:
+        return []
+    rounds = max((min(r["rounds_a"], r["rounds_b"]) for r in rows), default=0)
+    sentences = [APART if stored else f"Measured {' or '.join(sorted(methods))}, {counting(rounds, 'round')}."]
+    builds = [int(r["builds"]) for r in rows if not missing(r["builds"])]
+    if 1 in builds:
+        sentences.append("Of one build of an engine that is tuned by timing: another may differ; see --builds.")
+    elif builds:
+        sentences.append(f"Over {min(builds)} builds of each engine that is tuned by timing.")
+    if (count := sum(1 for r in rows if not missing(r["p_value"]))) > 1:
+        sentences.append(f"The {count} pairs are one family (Holm): all verdicts together hold in 95 % of comparisons.")
+    return sentences
+
+
+def _describe_power(rows: list[Row]) -> list[str]:
+    smallest = [r["smallest"] for r in rows if not missing(r["smallest"])]
+    if not smallest:
+        return []
+    least, most = slowdown(min(smallest) / 100), slowdown(max(smallest) / 100)
+    span = least if least == most else f"{least.removesuffix(' %')} to {most}"
+    return [f"With these rounds and this spread, a slow-down of {span} is caught in {100 * POWER:g} % of comparisons."]
+
+
+def describe_where(r: Row) -> str:
+    """Return the trial of a row, in a few words."""
+    return f"{plain(r['model'])} {plain(configuration_of(r))} b{r['batch']} {r['size']}"
+
+
+def failure(r: Row) -> str:
+    """Return the reason why a row fails."""
+    return "; ".join(_explain_failure(condition, r) for condition in r["failed"].split(", "))
+
+
+def _explain_failure(condition: str, r: Row) -> str:
+    if condition == SLOWER:
+        return f"slower, {RATIO_SHOWN.text(r)} the latency"
+    if condition == LESS_ACCURATE:
+        low, value, high = (points(r[f"{r['judged_by']}{x}"] / 100) for x in ("_low", "", "_high"))
+        return f"less accurate, {value} points [{low}, {high}] on the same images"
+    if condition == STATUS:
+        return f"was ok, now {r['status']}: {plain(r['reason'])}"
+    if condition == WRONG_OUTPUTS:
+        return str(r["verdict"])
+    return "no outputs to compare with A's" if missing(r["close"]) else f"only {floored(r['close'])} % of values agree"
+
+
+def undecided(r: Row) -> str:
+    """Return the reason why a row is undecided, "" if it isn't."""
+    reason = r["verdict"] if r["verdict"].startswith((INCOMPARABLE, WRONG)) else ""
+    return str(r["undecided"] or reason)
+
+
+def exit_code(table: Table) -> int:
+    """Return 1 where a condition failed, else 3 where a row is undecided, not comparable or wrong, else 0."""
+    if any(r["failed"] for r in table.rows):
+        return REGRESSION
+    return UNDECIDED if any(map(undecided, table.rows)) else GOOD
+
+
+# A comparison for a build server: JUnit's XML and a Markdown summary for a pull request.
+#
+# Both are small enough for the standard library: JUnit's format is a dozen lines of `xml.etree` here.
+
+HEADINGS = {GOOD: "no regression", REGRESSION: "regression"}
+
+
+def outcome(table: Table) -> str:
+    """Return the comparison's outcome in one or two words."""
+    return HEADINGS.get(exit_code(table), "undecided")
+
+
+def format_junit(table: Table, sentences: Sequence[str], path: Path) -> None:
+    """Write a test case for each row: a failure for a regression, an error for an undecided one."""
+    rows = table.rows
+    counts = {"failures": sum(bool(r["failed"]) for r in rows),
+              "errors": sum(bool(not r["failed"] and undecided(r)) for r in rows)}  # fmt: skip
+    attributes = {"name": "dyno compare", "tests": str(len(rows)), **{name: str(n) for name, n in counts.items()}}
+    suites = Xml.Element("testsuites", attributes)
+    suite = Xml.SubElement(suites, "testsuite", attributes)
+    for r in rows:
+        seconds = "0" if missing(r["latency_b_ms"]) else f"{r['latency_b_ms'] / 1e3:.9f}"
+        about = {"classname": "dyno.compare", "name": describe_where(r), "time": seconds}
+        case = Xml.SubElement(suite, "testcase", about)
+        if r["failed"]:
+            Xml.SubElement(case, "failure", {"type": r["failed"], "message": drop_controls(failure(r))})
+        elif reason := undecided(r):
+            Xml.SubElement(case, "error", {"type": "undecided", "message": drop_controls(reason)})
+        ratio = "" if missing(r["ratio"]) else f"{RATIO_SHOWN.text(r)} the latency, "
+        Xml.SubElement(case, "system-out").text = drop_controls(f"{ratio}{verdict(r)}")
+    Xml.SubElement(suite, "system-out").text = "\n".join(map(drop_controls, sentences))
+    Xml.indent(suites)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    write_text(path, Xml.tostring(suites, encoding="unicode", xml_declaration=True) + "\n")
+
+
+def format_summary(table: Table, sentences: Sequence[str], path: Path) -> None:
+    """Append the comparison in Markdown, as `$GITHUB_STEP_SUMMARY` takes it."""
+    title = f"### Dyno: {outcome(table)} in {counting(len(table.rows), 'pair')}"
+    text = "\n".join([title, "", export([table], "markdown").strip(), "", *map(bullet, sentences), "", ""])
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a", encoding="utf-8") as file:  # other steps of the same build have written there
+        file.write(text)

@@ -29,10 +29,9 @@ from dyno.report.style import Chart
 from dyno.report.tables.trial_table import TRIALS
 from dyno.report.verdict import verdict
 from dyno.report.verdict.findings import BEST, FAILURE, NOTE, WARNING, Finding
-from dyno.report.verdict.verdict import Verdict, began
+from dyno.report.verdict.verdict import began
 from dyno.results.metrics import accuracy
 from dyno.results.run_data import RunData
-from dyno.results.trial_result import Results
 from dyno.table import TEXT, Column, Table, joined
 from dyno.worker.extras import lacking
 from dyno.worker.record import refuse_links, write_text
@@ -210,33 +209,6 @@ MOST_CARDS = 2  # decisions that stand open; of more, as of several models, each
 PILLS = {BEST: "decided", NOTE: "not compared", WARNING: "open", FAILURE: "no winner"}  # of a decision, by its kind
 
 
-@dataclass(frozen=True)
-class RunSection:
-    """The content about one run: its name, `about` and `date` in words, the trials' table and all others as HTML,
-    those by their section of the page, `side` with their titles; the chart that stands above, the others; explained
-    pairs. Of a run of another kind than a study, `leading` tables and what is `said` of them stand in place of its
-    decisions."""
-
-    name: str
-    results: Results
-    date: str
-    about: list[str]
-    visible: str
-    verdict: Verdict
-    method: list[tuple[str, str]]
-    machine: list[tuple[str, str]]
-    said: list[str]
-    leading: list[Any]
-    trials: list[Any]
-    tables: dict[str, list[Any]]
-    side: list[tuple[str, Any]]
-    headline: ChartDrawing | None
-    charts: list[ChartDrawing]
-    complaints: list[sections.Complaint]
-    details: list[sections.Detail]
-    explained: list[sections.ExplanationSection]
-
-
 def write_report(runs: Sequence[RunData], out: Path) -> Path:
     """Write OUT/report.html, charts/*.png, tables.md and every table as CSV; returns the page's path.
 
@@ -297,14 +269,10 @@ def write_tables(runs: Sequence[RunData], all_tables: Sequence[list[Table]], out
         for table in own_tables:
             file = file_name(f"{name}-{table.name}" if len(runs) > 1 else table.name)
             write_text(out / "tables" / f"{file}.csv", export([table], "csv"))
-        parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{_format_markdown(own_tables, on_page)}")
+        shown = [table for table in own_tables if table.name in on_page]  # others are too long to read
+        parts.append(f"# Tables of {markdown(name)}\n\n{LEAD}\n\n{export(shown, 'markdown')}")
     write_text(out / "tables.md", "\n".join(parts))
     write_text(out / "results.csv", export([_all_trials(runs, names)], "csv"))
-
-
-def _format_markdown(run_tables: Sequence[Table], on_page: set[str]) -> str:
-    """Return the tables of the page in Markdown; tables in no section are too long to read, and are written as CSV."""
-    return export([table for table in run_tables if table.name in on_page], "markdown")
 
 
 def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:
@@ -321,7 +289,12 @@ def _all_trials(runs: Sequence[RunData], names: Sequence[str]) -> Table:
 
 def _make_section(
     run: RunData, run_tables: Sequence[Table], out: Path, index: int, name: str, several: bool
-) -> RunSection:
+) -> dict[str, Any]:
+    """Return the content of the page about one run, by the names that the template has for it.
+
+    Of a run of another kind than a study, the tables that lead and what is `said` of them stand in place of its
+    decisions.
+    """
     from markupsafe import Markup
 
     places = {kind.name: kind.section for kind in tables.kinds()} | {TRIALS.name: TRIALS.name}
@@ -341,26 +314,26 @@ def _make_section(
     drawn = draw_charts(run, out / "charts", f"r{index}", name if several else "")
     accuracy.write_confusion(run.records, out / "charts")
     headline = draw_headline(run, drawn, f"r{index}")
-    return RunSection(
-        name=name,
-        results=run.records,
-        date=moment(began(run.records)),
-        about=sections.about_run(run.records),
-        visible=self_test.of_run(run.records),
-        verdict=replace(read, decisions=()) if leaders else read,
-        method=sections.list_terms(run),
-        machine=sections.describe_machine(run.records.environment),
-        said=said,
-        leading=[Markup(page_part(table, part)) for table in leaders for part in table.parts()],
-        trials=shown.pop(TRIALS.name),
-        tables=shown,
-        side=folded,
-        headline=headline,
-        charts=[chart for chart in drawn if chart is not headline],
-        complaints=sections.list_complaints(run.records),
-        details=sections.list_details(run.records, out),
-        explained=import_module(EXPLANATIONS).explained_section(run.records, f"r{index}"),
-    )
+    return {
+        "name": name,
+        "results": run.records,
+        "date": moment(began(run.records)),
+        "about": sections.about_run(run.records),
+        "visible": self_test.of_run(run.records),
+        "verdict": replace(read, decisions=()) if leaders else read,
+        "method": sections.list_terms(run),
+        "machine": sections.describe_machine(run.records.environment),
+        "said": said,
+        "leading": [Markup(page_part(table, part)) for table in leaders for part in table.parts()],
+        "trials": shown.pop(TRIALS.name),
+        "tables": shown,
+        "side": folded,
+        "headline": headline,
+        "charts": [chart for chart in drawn if chart is not headline],
+        "complaints": sections.list_complaints(run.records),
+        "details": sections.list_details(run.records, out),
+        "explained": import_module(EXPLANATIONS).explained_section(run.records, f"r{index}"),
+    }
 
 
 def _is_single(run: RunData) -> bool:
@@ -374,7 +347,7 @@ def _count_findings(findings: Sequence[Finding]) -> str:
     return ", ".join(counting(kinds[kind], kind) for kind in (WARNING, NOTE) if kinds[kind])
 
 
-def _format_html(parts: list[RunSection], results: str) -> str:
+def _format_html(parts: list[dict[str, Any]], results: str) -> str:
     from jinja2 import BaseLoader, Environment, StrictUndefined
     from markupsafe import Markup
 
@@ -383,7 +356,7 @@ def _format_html(parts: list[RunSection], results: str) -> str:
     )
     return environment.from_string(_file_of_page("page.html.j2")).render(
         sections=parts,
-        names=list(dict.fromkeys(f.name for part in parts for d in part.verdict.decisions for f in d.figures)),
+        names=list(dict.fromkeys(f.name for part in parts for d in part["verdict"].decisions for f in d.figures)),
         most_cards=MOST_CARDS,
         most_details=sections.MOST_DETAILS,
         pills=PILLS,
@@ -391,7 +364,7 @@ def _format_html(parts: list[RunSection], results: str) -> str:
         csv=base64.b64encode(results.encode()).decode(),
         style=Markup(_file_of_page("page.css")),
         script=Markup(_file_of_page("page.js")),
-        graph=Markup(import_module(EXPLANATIONS).graph_scripts()) if any(part.explained for part in parts) else "",
+        graph=Markup(import_module(EXPLANATIONS).graph_scripts()) if any(part["explained"] for part in parts) else "",
         zoom=Markup(_file_of_page("svg-pan-zoom.min.js")),
     )
 

@@ -56,12 +56,9 @@ def grade_self_test(test: SelfTest) -> str:
 
 def list_sentences(test: SelfTest) -> list[str]:
     """Return the self-test's findings as sentences, the grade first."""
-    return [grade_self_test(test), _describe_bound(test), _describe_spread(test), _describe_load(test),
+    bound = OF_BUILDS if test.stored.builds and test.bound_by == "process" else BOUND[test.bound_by]
+    return [grade_self_test(test), bound, _describe_spread(test), _describe_load(test),
             *_describe_apart(test), _describe_equal(test), *_describe_surprises(test)]  # fmt: skip
-
-
-def _describe_bound(test: SelfTest) -> str:
-    return OF_BUILDS if test.stored.builds and test.bound_by == "process" else BOUND[test.bound_by]
 
 
 def describe_self_test(test: SelfTest) -> dict[str, Any]:

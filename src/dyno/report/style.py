@@ -25,39 +25,19 @@ COLORS = {
     "fake": "#8A8A8A",
 }
 SPARE = ("#CC79A7", "#B8A800", "#7A5195", "#5C4B3B", "#8A8A8A")
-MARKERS = {
-    "fp32": "o",
-    "tf32": "D",
-    "fp16": "^",
-    "bf16": "s",
-    "int8": "v",
-    "fp8": "P",
-    "int4": "<",
-    "fp4": ">",
-    "int2": "*",
+# Marker, hatch and line of each precision.
+LOOKS: dict[str, tuple[str, str, Any]] = {
+    "fp32": ("o", "", "-"),
+    "tf32": ("D", "..", (0, (1, 1))),
+    "fp16": ("^", "//", (0, (5, 2))),
+    "bf16": ("s", "\\\\", (0, (5, 1, 1, 1))),
+    "int8": ("v", "xx", (0, (2, 1))),
+    "fp8": ("P", "++", ":"),
+    "int4": ("<", "--", (0, (1, 3))),
+    "fp4": (">", "||", (0, (3, 1, 1, 1))),
+    "int2": ("*", "oo", (0, (1, 5))),
 }
-HATCHES = {
-    "fp32": "",
-    "tf32": "..",
-    "fp16": "//",
-    "bf16": "\\\\",
-    "int8": "xx",
-    "fp8": "++",
-    "int4": "--",
-    "fp4": "||",
-    "int2": "oo",
-}
-LINES = {
-    "fp32": "-",
-    "tf32": (0, (1, 1)),
-    "fp16": (0, (5, 2)),
-    "bf16": (0, (5, 1, 1, 1)),
-    "int8": (0, (2, 1)),
-    "fp8": ":",
-    "int4": (0, (1, 3)),
-    "fp4": (0, (3, 1, 1, 1)),
-    "int2": (0, (1, 5)),
-}
+MARKERS, HATCHES, LINES = ({name: look[k] for name, look in LOOKS.items()} for k in range(3))
 INK, FAINT, EDGE, PAPER = "#1c2430", "#d5dae1", "#9aa3af", "#ffffff"
 # What these colours are called in the style of a page, which has others for a dark screen.
 PAGE_COLORS = {INK: "--ink", FAINT: "--line", EDGE: "--soft", PAPER: "--card", "#000000": "--ink"}

@@ -15,7 +15,7 @@ from PIL import Image
 import printed
 import synthetic
 from dyno.report import style
-from dyno.report.charts import charts, round_charts
+from dyno.report.charts import charts
 from dyno.report.tables import trial_table
 from dyno.results.run_data import RunData
 from dyno.results.trial_result import Results
@@ -195,7 +195,7 @@ def test_everything_is_drawn(run_of_models: RunData, tmp_path: Path) -> None:
 
 
 def test_bars_are_grouped_by_model_on_a_log_axis(run_of_models: RunData) -> None:
-    figure = round_charts.inference_time(run_of_models)
+    figure = charts.inference_time(run_of_models)
     assert [axes.get_title("left") for axes in figure.axes] == [
         f"size {s}, batch {b}" for s in (64, 128) for b in (1, 8)
     ]
@@ -214,7 +214,7 @@ def test_a_speed_up_that_has_no_bound_is_no_point(tmp_path: Path) -> None:
         for batch in (1, 4, 8)
     ]
     run_of_models = trial_table.read_trials(synthetic.write_run(tmp_path / "r", ways, samples=10, count=5))
-    (axes,) = round_charts.draw_speedups(run_of_models, "batch").axes
+    (axes,) = charts.draw_speedups(run_of_models, "batch").axes
     lines = [line for line in axes.get_lines() if len(line.get_xdata()) > 1 and line.get_marker() != "None"]
     assert [list(line.get_xdata()) for line in lines] == [[4, 8]] * 3
     panels = [axes.get_title("left") for axes in charts.draw_speedup(run_of_models).axes]
@@ -222,13 +222,13 @@ def test_a_speed_up_that_has_no_bound_is_no_point(tmp_path: Path) -> None:
 
 
 def test_of_two_ways_alike_the_second_has_hollow_markers(run_of_models: RunData) -> None:
-    axes = round_charts.draw_speedups(run_of_models, "size").axes[0]
+    axes = charts.draw_speedups(run_of_models, "size").axes[0]
     faces = [line.get_markerfacecolor() for line in axes.lines if line.get_marker() != "None"]
     assert [str(face).lower() for face in faces] == ["#0072b2", "#009e73", "white"]
 
 
 def test_speedups_stand_at_their_sizes(run_of_models: RunData) -> None:
-    figure = round_charts.draw_speedups(run_of_models, "size")
+    figure = charts.draw_speedups(run_of_models, "size")
     assert [axes.get_title("left") for axes in figure.axes][:2] == ["large, batch 1", "large, batch 8"]
     assert [t.get_text() for t in figure.axes[0].get_xticklabels()] == ["64", "128"]
     first = run_of_models.frame.query("model == 'large' and batch == 1 and backend == 'openvino' and options == ''")
@@ -236,7 +236,7 @@ def test_speedups_stand_at_their_sizes(run_of_models: RunData) -> None:
 
 
 def test_the_peak_is_drawn_above(run_of_models: RunData) -> None:
-    axes = round_charts.draw_tflops(run_of_models, "batch").axes[0]
+    axes = charts.draw_tflops(run_of_models, "batch").axes[0]
     assert [t.get_text() for t in axes.texts] == ["peak\nfp32"]
     assert axes.get_ylim()[1] > 5
     assert axes.get_ylabel() == "TFLOPS achieved"

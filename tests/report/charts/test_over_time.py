@@ -46,7 +46,7 @@ def test_the_reference_and_the_fastest_are_on_one_axis(found: Results) -> None:
     names = ["GPU memory, GB", "SM utilisation, %", "GPU power, W", "SM clock, MHz", "timed"]
     assert [axes.get_ylabel() for axes in figure.axes] == names
     for axes in (memory, use, power, clock):
-        assert [line.get_label() for line in axes.lines] == ["pytorch fp32", "tensorrt fp32"]
+        assert [line.get_label() for line in axes.lines] == ["pytorch fp32", "tensorrt fp32", "onnxruntime fp32"]
     for line in memory.lines:
         assert (line.get_ydata().min(), line.get_ydata().max()) == (0, 2.5), "less what was used before"
     assert max(power.lines[0].get_ydata()) == 412.5
@@ -86,7 +86,7 @@ def test_chosen_trials_are_written_as_numbers_and_as_pictures(found: Results, tm
     rows = pd.read_csv(save(run, tmp_path / "a.csv", ["onnxruntime"]))
     assert set(rows["label"]) == {"digits onnxruntime fp32 b8 64"} and set(rows["timed"].dropna()) >= {"model", "all"}
     assert rows["gpu_memory"].max() == 2.5 and (np.diff(rows["seconds"]) > 0).all()
-    assert pd.read_csv(save(run, tmp_path / "b.csv"))["trial"].nunique() == 2
+    assert pd.read_csv(save(run, tmp_path / "b.csv"))["trial"].nunique() == 3
     svg = save(run, tmp_path / "c.svg", ["onnxruntime", "pytorch"]).read_text(encoding="utf-8")
     assert svg.startswith("<svg") and "onnxruntime fp32" in svg and "tensorrt" not in svg
     assert save(run, tmp_path / "d.png").read_bytes().startswith(b"\x89PNG")
@@ -117,9 +117,9 @@ def stored_run(fake_study: Callable[..., Study], tmp_path: Path, monkeypatch: py
 def test_trials_are_written_over_time(
     stored_run: Path, call: Callable[..., Any], refused: Callable[..., str], tmp_path: Path
 ) -> None:
-    assert call("show", stored_run, "--over-time", "two.csv") == (0, "", "saved two.csv\n")
-    rows = pd.read_csv(tmp_path / "two.csv")
-    assert rows["trial"].nunique() == 2 and "model" in set(rows["timed"])
+    assert call("show", stored_run, "--over-time", "t.csv") == (0, "", "saved t.csv\n")
+    rows = pd.read_csv(tmp_path / "t.csv")
+    assert rows["trial"].nunique() == 3 and "model" in set(rows["timed"])
     assert (rows["rss"].groupby(rows["trial"]).max() > 0.001).all()
     chosen = "fake@latency_ms=2, fake@latency_ms=3,fake@latency_ms=4"
     assert call("show", stored_run, "--over-time", "all.svg", "--trials", chosen)[0] == 0

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 import synthetic
 from dyno import evaluation
-from dyno.report.charts import round_charts
+from dyno.report.charts import charts
 from dyno.report.tables import trial_table
 from dyno.results import stats
 from dyno.results.metrics import accuracy
@@ -172,7 +172,7 @@ def test_files_and_figures(tmp_path: Path) -> None:
     matrix, classes = accuracy.write_confusion(results, tmp_path)
     assert matrix.read_text().splitlines()[0] == "label,class 0,class 1,class 2,class 7"
     assert len(classes.read_text().splitlines()) == 4
-    (axes,) = round_charts.draw_matrices(trial_table.read_trials(results)).axes
+    (axes,) = charts.draw_matrices(trial_table.read_trials(results)).axes
     assert axes.get_title("left").startswith("net fake fp32")
 
 

@@ -7,16 +7,14 @@ that of the host where the command was given.
 from __future__ import annotations
 
 import fcntl
-import io
 import os
 import platform
 import shutil
-import tarfile
 import tempfile
 import time
 from abc import ABC, abstractmethod
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -39,6 +37,7 @@ CARRIED = (
 
 RECORD = "record.json"
 FOLDERS = "dyno-block-"  # what folders of blocks are called on a node
+Files = dict[str, bytes]  # by their names below the block's folder
 
 
 def carried(device: str) -> dict[str, str | None]:
@@ -61,10 +60,10 @@ class NodeDescription:
 
 @dataclass(frozen=True)
 class FolderUpdate:
-    """What a block's folder has since the last question: the files that changed, as a tar, the names of all that there
-    are, and the process's exit code (None while it runs)."""
+    """What a block's folder has since the last question: the files that changed, the names of all that there are, and
+    the process's exit code (None while it runs)."""
 
-    changed: bytes
+    changed: Files
     names: tuple[str, ...]
     code: int | None
 
@@ -90,14 +89,14 @@ class Node:
         visible = os.environ.get(places.VISIBLE, "0")
         return NodeDescription(host, __version__, places.parse_places("cuda:0")[0].card, visible, cores)
 
-    def begin(self, packed: bytes, env: Mapping[str, str], own: Mapping[str, str | None], cwd: str) -> None:
-        """Start the block whose folder that is, with `env` besides, and `own` as the user has these variables.
+    def begin(self, files: Files, env: Mapping[str, str], own: Mapping[str, str | None], cwd: str) -> None:
+        """Start the block whose folder has these files, with `env` besides, and `own` as the user has these variables.
 
         Paths in the study are relative to `cwd`, where this host has that.
         """
         self.end()
         self._folder, self._held = _own_folder()
-        unpack(packed, self._folder)
+        write_files(files, self._folder)
         self._sent = _list_stamps(self._folder)
         for name, value in own.items():
             if value is None:
@@ -107,14 +106,9 @@ class Node:
         with suppress(PermissionError):  # what a child inherits; Ray gives way to all other programs
             os.setpriority(os.PRIO_PROCESS, 0, min(0, os.getpriority(os.PRIO_PROCESS, 0)))
         if (nice := os.getpriority(os.PRIO_PROCESS, 0)) > 0:
-            self._log_line(f"processes of the cluster give way to others here (niceness {nice}){self._nice}")
+            with open(self._folder / LOG, "a", encoding="utf-8") as log:
+                log.write(f"processes of the cluster give way to others here (niceness {nice}){self._nice}\n")
         self._process = blocks.popen(self._folder, env, cwd if Path(cwd).is_dir() else None)
-
-    def _log_line(self, line: str) -> None:
-        """Append a line to the block's log."""
-        assert self._folder is not None
-        with open(self._folder / LOG, "a", encoding="utf-8") as log:
-            log.write(f"{line}\n")
 
     def news(self) -> FolderUpdate:
         """Return the changes since the last call."""
@@ -123,7 +117,7 @@ class Node:
         stamps = _list_stamps(self._folder)
         changed = [name for name, stamp in stamps.items() if self._sent.get(name) != stamp]
         self._sent = stamps
-        return FolderUpdate(pack(self._folder, changed), tuple(stamps), code)
+        return FolderUpdate(read_files(self._folder, changed), tuple(stamps), code)
 
     def end(self) -> None:
         """End the block's process, if there is one, and remove its folder."""
@@ -178,44 +172,31 @@ def _list_stamps(folder: Path) -> dict[str, tuple[int, int]]:
     return found
 
 
-def pack(folder: Path, names: Collection[str]) -> bytes:
-    """Pack these files of the folder into a tar, without those that have disappeared meanwhile."""
-    written = io.BytesIO()
-    with tarfile.open(fileobj=written, mode="w") as tar:
-        for name in names:
-            try:
-                content = (folder / name).read_bytes()
-            except FileNotFoundError:
-                continue
-            about = tarfile.TarInfo(name)
-            about.size = len(content)
-            tar.addfile(about, io.BytesIO(content))
-    return written.getvalue()
+def read_files(folder: Path, names: Iterable[str]) -> Files:
+    """Return these files of the folder, without those that have disappeared meanwhile."""
+    files = {}
+    for name in names:
+        with suppress(FileNotFoundError):
+            files[name] = (folder / name).read_bytes()
+    return files
 
 
-def whole(folder: Path) -> bytes:
-    """Pack all files of the folder into a tar."""
-    return pack(folder, list(_list_stamps(folder)))
-
-
-def unpack(packed: bytes, folder: Path) -> None:
-    """Write the files of a tar into the folder; nothing in it can reach beyond.
+def write_files(files: Files, folder: Path) -> None:
+    """Write the files into the folder; none can reach beyond.
 
     This process may be killed meanwhile: a file is there whole or not at all, and a record after what it is of.
     """
-    with tarfile.open(fileobj=io.BytesIO(packed)) as tar:
-        for about in sorted(tar.getmembers(), key=lambda about: Path(about.name).name == RECORD):
-            path, content = folder / about.name, tar.extractfile(about)
-            # The filters of tarfile, which ask the same, came with Python 3.11.4.
-            if content is None or not path.resolve().is_relative_to(folder.resolve()):
-                raise UserError(f"a node's files can't be unpacked: {about.name} is not a file of its block's folder")
-            path.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(path, content.read())
+    for name in sorted(files, key=lambda name: Path(name).name == RECORD):
+        path = folder / name
+        if not path.resolve().is_relative_to(folder.resolve()):
+            raise UserError(f"a node's files can't be written: {name} is not a file of its block's folder")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(path, files[name])
 
 
 def mirror(news: FolderUpdate, folder: Path) -> None:
     """Update the folder to the node's: write changed files, and remove those that are gone there."""
-    unpack(news.changed, folder)
+    write_files(news.changed, folder)
     for name in _list_stamps(folder).keys() - set(news.names):
         (folder / name).unlink(missing_ok=True)
 
@@ -272,7 +253,7 @@ class RemoteBlock(RunningBlock):
         self._host = host
         self._code: int | None = None
         self._why = ""
-        host.ask("begin", whole(folder), place.env, carried(place.device), str(Path.cwd()))
+        host.ask("begin", read_files(folder, _list_stamps(folder)), place.env, carried(place.device), str(Path.cwd()))
         self._waits = True
         self._asked = time.monotonic()
 

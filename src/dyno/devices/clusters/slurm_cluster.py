@@ -21,8 +21,6 @@ from dyno.devices import places as devices
 from dyno.devices.clusters import slurm_job
 from dyno.devices.clusters.node import (
     SILENT_S,
-    FolderUpdate,
-    NodeDescription,
     NodeLost,
     RemoteHost,
     check_device,
@@ -112,7 +110,7 @@ class SlurmHost(RemoteHost):
     def __init__(self, job: Any, mail: Mail, *, local: bool) -> None:
         super().__init__()
         self.job, self.mail, self.local = job, mail, local
-        self._number, self._call = 0, ""
+        self._number = 0
         self._beat: Any = None
         self._heard = self._looked = self._asked = time.monotonic()
 
@@ -150,10 +148,9 @@ class SlurmHost(RemoteHost):
         return self.dead or bool((self.mail.beat(NODE) or {}).get("left"))
 
     def ask(self, call: str, *given: Any) -> None:
-        self._number, self._call = self._number + 1, call
-        packed, rest = (given[0], given[1:]) if call == "begin" else (b"", given)
+        self._number += 1
         try:
-            self.mail.send(ASK, self._number, {"call": call, "given": rest}, packed)
+            self.mail.send(ASK, self._number, (call, given))
         except OSError as e:
             raise UserError(f"the run folder can't be written to: {e}") from e
 
@@ -161,16 +158,9 @@ class SlurmHost(RemoteHost):
         found = self.mail.receive(ANSWER, self._number)
         if found is None:
             self._check_job()
-            return None
-        message, packed = found
-        if "error" in message:
-            raise self._end_job(message["error"])
-        if self._call == "news":
-            return (FolderUpdate(packed, tuple(message["names"]), message["code"]),)
-        if self._call == "describe":
-            cores = tuple(tuple(core) for core in message["cores"])
-            return (NodeDescription(**{**message, "cores": cores}),)
-        return (None,)
+        elif isinstance(found[0], Exception):
+            raise self._end_job(" ".join(str(found[0]).split()))
+        return found
 
     def _check_job(self) -> None:
         """See whether the job is still there; raises `NodeLost`."""

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 import json
 import os
+import pickle
 import signal
 import time
 from collections.abc import Iterable
 from contextlib import suppress
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 import psutil
 
 from dyno.devices import places
-from dyno.devices.clusters.node import FolderUpdate, Node
+from dyno.devices.clusters.node import Node
 from dyno.worker import system
 from dyno.worker.record import read_json
 from dyno.worker.spec import UserError
@@ -33,27 +33,25 @@ OF_LAUNCHERS = ("SLURM_", "SLURMD_", "SRUN_", "SBATCH_", "SUBMITIT_")  # variabl
 
 
 class Mail:
-    """A folder in which numbered messages lie: plain data, and bytes beside it."""
+    """A folder in which numbered messages lie, pickled as submitit's own are: the driver makes it for itself alone."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._refreshed = 0.0
 
-    def send(self, kind: str, number: int, message: dict[str, Any], packed: bytes = b"") -> None:
+    def send(self, kind: str, number: int, message: Any) -> None:
         """Lay a message there, whole or not at all."""
-        replace(self._make_path(kind, number, "tar"), packed)
-        write(self._make_path(kind, number, "json"), message)
+        replace(self.folder / f"{kind}-{number}", pickle.dumps(message))
 
-    def receive(self, kind: str, number: int) -> tuple[dict[str, Any], bytes] | None:
+    def receive(self, kind: str, number: int) -> tuple[Any] | None:
         """Take and return the message of this number; None if it hasn't arrived."""
         self._refresh_folder()
-        path, beside = self._make_path(kind, number, "json"), self._make_path(kind, number, "tar")
+        path = self.folder / f"{kind}-{number}"
         if not path.is_file():
             return None
-        message, packed = read_json(path), beside.read_bytes()
+        message = pickle.loads(path.read_bytes())
         path.unlink()
-        beside.unlink()
-        return message, packed
+        return (message,)
 
     def beat(self, name: str) -> dict[str, Any] | None:
         """Return the last sign of life of that side, or None without one."""
@@ -69,9 +67,6 @@ class Mail:
             self._refreshed = time.monotonic()
             with suppress(OSError):
                 self.folder.chmod(self.folder.stat().st_mode)
-
-    def _make_path(self, kind: str, number: int, suffix: str) -> Path:
-        return self.folder / f"{kind}-{number}.{suffix}"
 
 
 def replace(path: Path, content: bytes) -> None:
@@ -142,7 +137,7 @@ class Pilot:
                     time.sleep(POLL_S)
                     continue
                 number += 1
-                self.mail.send(ANSWER, number, *self._call_node(*asked))
+                self.mail.send(ANSWER, number, self._call_node(*asked[0]))
             why = over
         except OSError as e:
             why = f"it could not go on: {e}"
@@ -176,19 +171,9 @@ class Pilot:
             self._beaten, self._beats = time.monotonic(), self._beats + 1
             write(self.mail.folder / NODE, {"beat": self._beats, "left": ""})
 
-    def _call_node(self, message: dict[str, Any], packed: bytes) -> tuple[dict[str, Any], bytes]:
-        """Call the node's method; return its answer, and the bytes that go beside it."""
-        call, given = message["call"], message["given"]
+    def _call_node(self, call: str, given: tuple[Any, ...]) -> Any:
+        """Call the node's method; return its answer, or the error."""
         try:
-            if call == "begin":
-                self._node.begin(packed, *given)
-            elif call == "news":
-                news: FolderUpdate = self._node.news()
-                return {"names": news.names, "code": news.code}, news.changed
-            elif call == "describe":
-                return asdict(self._node.describe(*given)), b""
-            else:
-                self._node.end()
+            return getattr(self._node, call)(*given)
         except (OSError, UserError) as e:
-            return {"error": " ".join(str(e).split())}, b""
-        return {}, b""
+            return e

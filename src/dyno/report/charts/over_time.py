@@ -77,7 +77,7 @@ def read_over_time(r: Round) -> Series | None:
     if "gpu_memory" in columns:
         columns["gpu_memory"] = columns["gpu_memory"] - stored.get("gpu_before_memory", 0.0)
     if "cpu_energy" in columns:
-        columns["cpu_power"] = _compute_rate(at, columns["cpu_energy"])
+        columns["cpu_power"] = np.concatenate([[np.nan], np.diff(columns["cpu_energy"]) / np.diff(at)])
     steps = np.diff(at, prepend=0.0)
     longest = STEPS * float(np.median(steps))
     seconds = np.cumsum(np.minimum(steps, longest))
@@ -89,10 +89,6 @@ def read_over_time(r: Round) -> Series | None:
     return Series(seconds, known, timed, bool((steps[1:] > longest).any())) if known else None
 
 
-def _compute_rate(at: np.ndarray, total: np.ndarray) -> np.ndarray:
-    return np.concatenate([[np.nan], np.diff(total) / np.diff(at)])
-
-
 def quantities(series: Iterable[Series]) -> list[Quantity]:
     """Return the quantities that at least one of the series has, in order."""
     had = {each for one in series for each in one.values}
@@ -101,21 +97,25 @@ def quantities(series: Iterable[Series]) -> list[Quantity]:
 
 # Trials over time on one axis: memory, utilisation, power and clock of the device while each job ran.
 
-GROUPS, LONGEST = 3, 60  # groups of trials in one chart, and characters of a title
+GROUPS, TRIALS, LONGEST = 6, 4, 60  # groups in one chart, trials in a group, and characters of a title
 PANEL, STRIP = 1.3, 0.22  # inches of a quantity's panel, and of a trial's row of what was timed
 
 Shown = tuple[TrialResult, Series]
 
 
 def over_time(run: RunData) -> Any:
-    """Draw the reference and the fastest other trial of each model and size, in its largest batch; None without any."""
+    """Draw memory, utilisation, power and clock over time (R13), for each model and size in its largest batch.
+
+    The reference stands first, then the fastest others. None without any.
+    """
     found = group_over_time(run)
     return draw_over_time(found) if found else None
 
 
 def group_over_time(run: RunData) -> list[tuple[str, list[Shown]]]:
-    """Return the first GROUPS pairs of trials that were recorded, each with a title."""
-    return [(title, shown) for title, trials in _group_trials(run) if len(shown := series_of(trials)) > 1][:GROUPS]
+    """Return the first GROUPS of trials that were recorded, each with a title; of one trial only on a GPU."""
+    groups = ((title, series_of(trials)) for title, trials in _group_trials(run))
+    return [(title, shown) for title, shown in groups if len(shown) > 1 or any(t.gpu for t, _ in shown)][:GROUPS]
 
 
 def series_of(trials: Sequence[TrialResult]) -> list[Shown]:
@@ -140,8 +140,9 @@ def _group_trials(run: RunData) -> Iterator[tuple[str, list[TrialResult]]]:
     for (model, size, device), group in rows.groupby(["model", "size", "device"], sort=False):
         last = group[group["batch"] == group["batch"].max()]
         order = last.assign(first=last["verdict"] != "reference").sort_values(["first", LATENCY], kind="stable")
-        title = f"{short(model, LONGEST)}{sized(size)}, batch {last['batch'].iloc[0]}, {device}"
-        yield title, [run.trials[id] for id in order["trial"][:2]]
+        more = f" ({len(order) - TRIALS} more in results.csv)" if len(order) > TRIALS else ""
+        title = f"{short(model, LONGEST)}{sized(size)}, batch {last['batch'].iloc[0]}, {device}{more}"
+        yield title, [run.trials[id] for id in order["trial"][:TRIALS]]
 
 
 def _draw_group(part: Any, shown: Sequence[Shown]) -> None:
@@ -179,9 +180,9 @@ def _choose_tones(trials: Sequence[TrialResult]) -> list[str]:
 
 OVER_TIME = Chart(
     "over-time",
-    "The reference and the fastest trial on one time axis, their first rounds, seen from outside the job: on a GPU its "
-    "memory above what was used before, SM utilisation, power and clock; else memory, busy processors, power where it "
-    "can be read, and clock. Bars below: timing.",
+    "The reference and the fastest trials on one time axis, their first rounds, seen from outside the job: on a GPU "
+    "its memory above what was used before, SM utilisation, power and clock; else memory, busy processors, power where "
+    "it can be read, and clock. Bars below: timing.",
     over_time,
     14,
 )
@@ -196,7 +197,7 @@ def save(run: RunData, path: Path, choices: Sequence[str] = ()) -> Path:
     """Write the telemetry of the trials' first rounds on one time axis: .svg and .png are drawn, .csv has each sample.
 
     `choices` are trials by their ids, or as BACKEND/PRECISION; without any, the report's are taken: the reference and
-    the fastest other trial of each group. Raises `UserError` for a file that can't be written, and if nothing was
+    the fastest others of each group. Raises `UserError` for a file that can't be written, and if nothing was
     recorded.
     """
     if path.suffix not in ENDINGS:

@@ -36,7 +36,8 @@ DECISION = (
 )
 
 
-def _copy_columns(run: RunData, row: Any, names: Iterable[str]) -> Row:
+def copy_columns(run: RunData, row: Any, names: Iterable[str]) -> Row:
+    """Return these columns of a trial's row, behind its label."""
     return {"label": run.trials[row["trial"]].label, **{name: row[name] for name in names}}
 
 
@@ -50,7 +51,7 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
             continue
         shown |= {metric.name: metric for metric, _ in scores}
         columns = [column.name for metric, _ in scores for column in metric.columns]
-        row = _copy_columns(run, r, (*columns, *COPIED)) | {"of": scores[0][1].of}
+        row = copy_columns(run, r, (*columns, *COPIED)) | {"of": scores[0][1].of}
         change = scores[0][0].change(t, reference) if reference is not None and reference is not t else None
         if isinstance(change, PairedChange):
             row |= {"gained": change.gained, "lost": change.lost}
@@ -60,14 +61,6 @@ def _make_score_table(kind: TableKind, run: RunData, labels: str) -> Table | Non
     ordered = sorted(shown.values(), key=lambda metric: metric.place)
     changes = [m.change_columns[0] for m in ordered if m.diff in m.printed_columns]
     return kind.of((LABEL, OF, IMAGES, *(m.value_column for m in ordered), *PAIRED, *changes, *DECISION), rows)
-
-
-def _make_classification_table(run: RunData) -> Table | None:
-    return _make_score_table(CLASSIFICATION, run, "classes")
-
-
-def _make_detection_table(run: RunData) -> Table | None:
-    return _make_score_table(DETECTION, run, "objects")
 
 
 def _make_classes_table(run: RunData) -> Table | None:
@@ -109,26 +102,24 @@ def _average_precision(run: RunData) -> Table | None:
 
 
 def _make_evaluation_table(run: RunData) -> Table | None:
-    rows = [
-        _copy_columns(run, r, EVALUATION_COPIED) for _, r in run.frame[run.frame["pipeline_ips"].notna()].iterrows()
-    ]
+    rows = [copy_columns(run, r, EVALUATION_COPIED) for _, r in run.frame[run.frame["pipeline_ips"].notna()].iterrows()]
     return EVALUATION.of(EVALUATION_COLUMNS, rows, notes=(EVALUATION_NOTE,)) if rows else None
 
 
-CLASSIFICATION = TableKind(
+CLASSIFICATION: TableKind = TableKind(
     "classification",
     "Accuracy",
     "Top-1 and its like with intervals, what was gained and lost against the reference, and the budget's decision.",
-    _make_classification_table,
+    lambda run: _make_score_table(CLASSIFICATION, run, "classes"),
     "no trial answered labelled images",
     "accuracy",
     1,
 )
-DETECTION = TableKind(
+DETECTION: TableKind = TableKind(
     "detection",
     "Accuracy of detection",
     "mAP with its interval, the change against the reference, and the budget's decision.",
-    _make_detection_table,
+    lambda run: _make_score_table(DETECTION, run, "objects"),
     "no trial has a mAP",
     "accuracy",
     3,

@@ -9,16 +9,15 @@ import numpy as np
 
 from dyno.formatting import bounded, limits, show
 from dyno.report.table_kind import TableKind
-from dyno.report.tables.accuracy_tables import LABEL
-from dyno.report.tables.trial_table import FEW, PERCENTILES, few, parenthesised
-from dyno.results import remarks, stats, timeline
+from dyno.report.tables.accuracy_tables import LABEL, copy_columns
+from dyno.report.tables.trial_table import FEW, PERCENTILES, few, parenthesised, pick
+from dyno.results import stats, timeline
 from dyno.results.energy import NOT_ASKED, Meter
 from dyno.results.rounds import GPU as GPU_CLOCK
 from dyno.results.rounds import HOST, LATENCIES, Round
 from dyno.results.run_data import RunData
-from dyno.results.timeline import TelemetrySummary
 from dyno.results.trial_result import TrialResult
-from dyno.table import COUNT, TEXT, Column, Row, Table, limited, missing
+from dyno.table import COUNT, TEXT, Column, Row, Table, missing, printed
 from dyno.worker.facts.job import StressPhase
 
 ENDS = {"value": "", "low": "_low", "high": "_high"}  # of an interval, behind a column's name
@@ -27,18 +26,12 @@ STOPPED = {"interval": "narrow enough", "seconds": "time was up", "samples": "en
 
 def _make_gpu_table(run: RunData) -> Table:
     note = "While timing; memory and temperature are of the whole job, memory the peak less what was used before."
-    rows = [_gpu_row(t, t.gpu) for t in run.records if t.gpu is not None]
+    rows = [
+        copy_columns(run, row, GPU_COPIED) | {"gpu_clock_min_mhz": t.gpu.clock_min}
+        for _, row in run.frame.iterrows()
+        if (t := run.trials[row["trial"]]).gpu is not None
+    ]
     return GPU.of(GPU_COLUMNS, rows, notes=(note,))
-
-
-def _gpu_row(t: TrialResult, summary: TelemetrySummary) -> Row:
-    launch = remarks.describe_launch(t)
-    return {
-        "label": t.label, "memory": 1e-6 * summary.memory, "utilisation": summary.utilisation, "clock": summary.clock,
-        "lowest_clock": summary.clock_min, "power": summary.power, "temperature": summary.temperature,
-        "limited_by": summary.throttle, "throttled_samples": sum(span.hit for span in remarks.describe_throttling(t)),
-        "others": summary.others, "outside_gpu_ms": 1e3 * launch.outside if launch else None,
-    }  # fmt: skip
 
 
 def _make_rounds_table(run: RunData) -> Table:
@@ -111,18 +104,15 @@ def _make_percentile_columns(name: str) -> tuple[Column, ...]:
     )
 
 
+GPU_COPIED = (
+    "gpu_memory_mb", "gpu_util", "gpu_clock_mhz", "gpu_power_w", "gpu_temperature_c", "throttle", "throttled_samples",
+    "gpu_others", "outside_gpu_ms",
+)  # fmt: skip
 GPU_COLUMNS = (
     LABEL,
-    Column("memory", "the peak less what was used before", "MB", COUNT),
-    Column("utilisation", "of the SMs, mean while timing", "%", COUNT, "SM utilisation, %"),
-    Column("clock", "of the SMs, median while timing", "MHz", COUNT, "SM clock, MHz"),
-    Column("lowest_clock", "lowest while timing", "MHz", COUNT, "lowest"),
-    Column("power", "mean while timing", "W", COUNT),
-    Column("temperature", "highest of the job", "°C", COUNT, "hottest, °C"),
-    Column("limited_by", "what limited the clock, with its share of the time", kind=TEXT, title="clock limited by"),
-    Column("throttled_samples", "latencies taken while the GPU was throttled", kind=COUNT, title="throttled samples"),
-    Column("others", "most processes of others while timing", kind=COUNT),
-    Column("outside_gpu_ms", "latency by the host's clock less that by the GPU's", "ms", title="outside GPU, ms"),
+    *pick(*GPU_COPIED[:3]),
+    Column("gpu_clock_min_mhz", "lowest SM clock while timing", "MHz", COUNT, "lowest, MHz"),
+    *pick(*GPU_COPIED[3:]),
 )
 GPU = TableKind(
     "gpu",
@@ -230,19 +220,14 @@ MB = 1e-6
 
 def _make_energy_table(run: RunData) -> Table | None:
     meter = Meter(run.records.folder)
-    rows = [_make_telemetry_row(t, meter) for t in run.records if t.good]
-    if all(row["missing"] == NOT_ASKED for row in rows):
+    rows = [
+        copy_columns(run, row, ENERGY_COPIED) | {"power_w": found.watts, "images_s": found.rate, "rounds": found.rounds}
+        for _, row in run.frame.iterrows()
+        if (t := run.trials[row["trial"]]).good and (found := meter.of(t))
+    ]
+    if all(row["energy_missing"] == NOT_ASKED for row in rows):
         return None
-    return ENERGY.of(TELEMETRY_COLUMNS, rows, notes=(NOTE,))
-
-
-def _make_telemetry_row(t: TrialResult, meter: Meter) -> Row:
-    found = meter.of(t)
-    return {
-        "label": t.label, "trial": t.id, **limited("energy_j", found.net), "gross_j": found.gross,
-        "power_w": found.watts, "idle_w": found.idle, "images_s": found.rate, "rounds": found.rounds,
-        "missing": found.missing,
-    }  # fmt: skip
+    return ENERGY.of(ENERGY_COLUMNS, rows, notes=(NOTE,), printed=printed(ENERGY_COLUMNS))
 
 
 def _make_memory_table(run: RunData) -> Table | None:
@@ -284,18 +269,15 @@ MEMORY = TableKind(
     "tables",
     7,
 )
-TELEMETRY_COLUMNS = (
-    Column("label", "of the trial", kind=TEXT, title="trial"),
-    Column("trial", "the id", kind=TEXT, rank=3),
-    Column("energy_j", "of an image, idle power taken off", "J", title="J/image", interval=True),
-    Column("energy_j_low", "lower limit of its 95 % interval", "J", rank=9, cell=lambda _: ""),
-    Column("energy_j_high", "upper limit of it", "J", rank=9, cell=lambda _: ""),
-    Column("gross_j", "of an image, idle power included", "J", title="with idle, J/image", rank=1),
+ENERGY_COPIED = (
+    "energy_j", "energy_j_low", "energy_j_high", "energy_gross_j", "idle_w", "trial", "energy_missing",
+)  # fmt: skip
+ENERGY_COLUMNS = (
+    LABEL,
+    *pick(*ENERGY_COPIED),
     Column("power_w", "mean meanwhile", "W"),
-    Column("idle_w", "mean before the first job", "W"),
     Column("images_s", "meanwhile", "1/s", title="images/s", rank=1),
     Column("rounds", "that it is from", kind=COUNT, rank=2),
-    Column("missing", "why there is none", kind=TEXT),
 )
 ENERGY = TableKind(
     "energy",

@@ -1,21 +1,31 @@
-"""The tables that published comparisons print: a row per model, size and batch, a column per configuration.
+"""The tables that published comparisons print: side by side, and what changes with the size and the batch.
 
 docs/tables.md says what each one holds.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
-from dyno.formatting import UNCLEAR, bound, bounded
+from dyno.formatting import NO_IMAGE, UNCLEAR, bound, bounded, significant, sized
 from dyno.report.table_kind import TableKind
-from dyno.report.tables.trial_table import FEW, STATISTICS, few, parenthesised, pick
+from dyno.report.tables.accuracy_tables import MOST_PAIRS
+from dyno.report.tables.trial_table import FEW, STATISTICS, few, outcome, parenthesised, pick
 from dyno.results import metrics
-from dyno.results.metrics import agreement
-from dyno.results.ranking import configuration_of, read_fps
+from dyno.results.metrics import agreement, precision
+from dyno.results.ranking import (
+    SATURATED,
+    SERIES,
+    configuration_of,
+    find_saturation,
+    list_usable,
+    read_fps,
+    read_throughput,
+)
 from dyno.results.run_data import RunData
-from dyno.table import COUNT, NUMBER, PERCENT, SHOWN, TEXT, Column, Row, Table, missing
+from dyno.table import COUNT, NUMBER, PERCENT, RATIO, SHOWN, TEXT, Column, Row, Table, missing
 from dyno.worker.numerics.closeness import ATOL, RTOL
 
 if TYPE_CHECKING:
@@ -24,7 +34,6 @@ if TYPE_CHECKING:
 KEYS = ("model", "size", "batch")
 STATISTIC = Column("statistic", "which statistic of the trials it is", kind=TEXT)
 LIMITS = ("interval from", "interval to")  # of the speed-up
-MOST_PAIRS = 300  # trials whose raw outputs are compared
 NAMES = {**{name: name for name in STATISTICS if name != "std"}, "trimmed std": "trimmed_std"}
 
 
@@ -80,13 +89,10 @@ def _find_doubts(rows: list[Row]) -> list[str]:
 def _make_formatter(name: str, kind: str) -> Callable[[Row], str]:
     def format_cell(row: Row) -> str:
         instead: str = row["instead"].get(name, "")
-        return instead or ("" if missing(row[name]) else _format_number(row, name, kind))
+        number = "" if missing(row[name]) else parenthesised(SHOWN[kind](row[name]), name in row["few"])
+        return instead or number
 
     return format_cell
-
-
-def _format_number(row: Row, name: str, kind: str) -> str:
-    return parenthesised(SHOWN[kind](row[name]), name in row["few"])
 
 
 def _choose_substitute(row: pd.Series, statistic: str) -> str:
@@ -110,30 +116,6 @@ def _left_out(rows: pd.DataFrame, configurations: list[str]) -> tuple[str, ...]:
     return tuple(f"{r['configuration']} was skipped: {r['reason']}" for _, r in refused.iterrows())
 
 
-def _bind_latency(kind: str, boundary: str) -> Callable[[RunData], Table | None]:
-    columns = {name: f"latency_{boundary}_ms_{column}" for name, column in NAMES.items()}
-    return lambda run: pivot(PIVOTS[kind], run, columns, samples=f"samples_{boundary}")
-
-
-def _make_throughput_table(run: RunData) -> Table | None:
-    rates = {"throughput, images/s": "throughput_ips", "FPS, one batch after another": "fps"}
-    return pivot(THROUGHPUT, run, rates, fps=read_fps(run.frame))
-
-
-def _make_speedup_table(run: RunData) -> Table | None:
-    ratio = {"times as fast": "speedup", LIMITS[0]: "speedup_low", LIMITS[1]: "speedup_high"}
-    return pivot(SPEEDUP, run, ratio, PERCENT)
-
-
-def _make_accuracy_table(run: RunData) -> Table | None:
-    shares = {f"{metric.label}, %": metric.column for metric in metrics.known().values()}
-    return pivot(ACCURACY, run, shares, PERCENT)
-
-
-def _make_equality_table(run: RunData) -> Table | None:
-    return pivot(EQUALITY, run, {"values, %": "equal"}, PERCENT, equal=_compute_equal(run))
-
-
 def _compute_equal(run: RunData) -> list[float | None]:
     """Return the percentage of output values that agree with the reference's, for each row of the frame."""
     shares: list[float | None] = []
@@ -145,62 +127,293 @@ def _compute_equal(run: RunData) -> list[float | None]:
     return shares
 
 
-def _make_layers_table(run: RunData) -> Table | None:
-    return pivot(LAYERS, run, {"file, MB": "size_mb", "layers": "layers", "parameters": "parameters"}, COUNT)
-
-
-def _make_memory_table(run: RunData) -> Table | None:
-    return pivot(MEMORY, run, {"on the GPU, MB": "gpu_memory_mb", "of the process, MB": "memory_mb"})
-
-
 def _make_kind(
-    name: str, title: str, description: str, make: Callable[[RunData], Table | None], place: int
+    name: str,
+    title: str,
+    description: str,
+    place: int,
+    columns: Mapping[str, str],
+    shown: str = NUMBER,
+    samples: str = "",
+    **more: Callable[[RunData], Any],
 ) -> TableKind:
-    return TableKind(name, title, description, make, f"no trial has a number for {name}", "side", place)
+    """Return the kind of a `pivot`; `more` compute further columns of the frame."""
+
+    def make(run: RunData) -> Table | None:
+        return pivot(kind, run, columns, shown, samples, **{key: compute(run) for key, compute in more.items()})
+
+    kind = TableKind(name, title, description, make, f"no trial has a number for {name}", "side", place)
+    return kind
 
 
 LATENCY_MODEL = _make_kind(
     "latency-model",
     "Latency/model, ms per batch",
     "Milliseconds per batch with inputs and outputs on the device, side by side.",
-    _bind_latency("latency-model", "model"),
     1,
+    {name: f"latency_model_ms_{column}" for name, column in NAMES.items()},
+    samples="samples_model",
 )
 LATENCY_ALL = _make_kind(
     "latency-all",
     "Latency/all, ms per batch",
     "Milliseconds per batch from host memory to host memory, side by side.",
-    _bind_latency("latency-all", "all"),
     2,
+    {name: f"latency_all_ms_{column}" for name, column in NAMES.items()},
+    samples="samples_all",
 )
 THROUGHPUT = _make_kind(
     "throughput",
     "Images per second",
     "Images per second with batches queued, and of one batch after another, side by side.",
-    _make_throughput_table,
     3,
+    {"throughput, images/s": "throughput_ips", "FPS, one batch after another": "fps"},
+    fps=lambda run: read_fps(run.frame),
 )
 SPEEDUP = _make_kind(
     "speedup",
     "Speed-up over the reference",
     "Times as fast as the reference with the ends of the 95 % interval, side by side.",
-    _make_speedup_table,
     4,
+    {"times as fast": "speedup", LIMITS[0]: "speedup_low", LIMITS[1]: "speedup_high"},
+    PERCENT,
 )
 ACCURACY = _make_kind(
-    "accuracy", "Accuracy", "The metrics of the task in percent, side by side.", _make_accuracy_table, 5
+    "accuracy",
+    "Accuracy",
+    "The metrics of the task in percent, side by side.",
+    5,
+    {f"{metric.label}, %": metric.column for metric in metrics.known().values()},
+    PERCENT,
 )
 EQUALITY = _make_kind(
     "equality",
     f"Outputs equal to the reference's (rtol {RTOL:g}, atol {ATOL:g})",
     "Share of output values that are close to the reference's, side by side.",
-    _make_equality_table,
     6,
+    {"values, %": "equal"},
+    PERCENT,
+    equal=_compute_equal,
 )
 LAYERS = _make_kind(
-    "layers", "What the engine is", "File size, layers and parameters, side by side.", _make_layers_table, 7
+    "layers",
+    "What the engine is",
+    "File size, layers and parameters, side by side.",
+    7,
+    {"file, MB": "size_mb", "layers": "layers", "parameters": "parameters"},
+    COUNT,
 )
 MEMORY = _make_kind(
-    "memory", "Peak memory", "Most memory of the GPU and of the process, side by side.", _make_memory_table, 8
+    "memory",
+    "Peak memory",
+    "Most memory of the GPU and of the process, side by side.",
+    8,
+    {"on the GPU, MB": "gpu_memory_mb", "of the process, MB": "memory_mb"},
 )
-PIVOTS = {kind.name: kind for kind in (LATENCY_MODEL, LATENCY_ALL)}
+
+
+CONFIGURATION = Column("configuration", "backend with its options, and precision", kind=TEXT)
+TRIAL = (*pick(*KEYS), CONFIGURATION)
+
+
+def _copy_identity(row: pd.Series) -> Row:
+    return {**{key: row[key] for key in KEYS}, "configuration": configuration_of(row)}
+
+
+def _make_limit_column(name: str) -> Column:
+    def format_cell(row: Row) -> str:
+        if missing(row[name]):
+            return ""
+        return f"{row[name]:.2f}" if bounded(row["from"], row["to"]) else UNCLEAR
+
+    return Column(name, "limit of the 95 % interval of the speed-up", kind=RATIO, cell=format_cell)
+
+
+def _make_sizes_table(run: RunData) -> Table | None:
+    """Build rows of trimmed mean and deviation, FPS, memory and speed-up of each trial (R33, R34)."""
+    frame = run.frame.assign(fps=read_fps(run.frame))
+    if frame["fps"].isna().all():
+        return None
+    rows = frame[frame["fps"].notna() | ~frame["status"].isin(["ok", "skipped"])]
+    boundary = "model" if frame["latency_model_ms_trimmed"].notna().any() else "all"
+    on_gpu = bool(rows["gpu_memory_mb"].notna().any())
+    source = (
+        "the GPU, above what was used before the job" if on_gpu else "the job's process, Python and library included"
+    )
+    note = (
+        f"Mean and std are of latency/{boundary} without the fastest and the slowest 10 % of the samples. FPS is the "
+        f"batch over the median latency. Memory is the peak of {source}."
+    )
+    cells = [
+        {
+            **_copy_identity(r), "mean": r[f"latency_{boundary}_ms_trimmed"],
+            "std": r[f"latency_{boundary}_ms_trimmed_std"], "fps": r["fps"], "throughput": r["throughput_ips"],
+            "memory": r["gpu_memory_mb" if on_gpu else "memory_mb"], "speedup": r["speedup"],
+            "from": r["speedup_low"], "to": r["speedup_high"], "verdict": outcome(r.to_dict()),
+        }
+        for _, r in rows.iterrows()
+    ]  # fmt: skip
+    return SIZES.of(SIZE_COLUMNS, cells, notes=(note,))
+
+
+def _make_flops_table(run: RunData) -> Table | None:
+    """Build rows of the TFLOPS achieved and their share of the measured peak (R36)."""
+    rows = run.frame[run.frame["tflops"].notna()]
+    if not len(rows):
+        return None
+    results, peaks = run.records, precision.find_peaks(run.records)
+    peak_warnings = results.peak.warnings if results.peak else ()
+    cells = [
+        {
+            **_copy_identity(r), "gflop": r["gflops"], "tflops": r["tflops"],
+            "ran_in": precision.ran_in(run.trials[r["trial"]]) or "unknown", "peak": r["peak_tflops"],
+            "share": 100 * r["peak_share"],
+        }
+        for _, r in rows.iterrows()
+    ]  # fmt: skip
+    notes = [
+        "Operations are those of convolutions and matrix products in the model as PyTorch or ONNX has it, a "
+        "multiplication with its addition as two; TFLOPS are over the median of latency/model."
+    ]
+    notes += [_describe_peak(peak) for peak in peaks.values()] or [precision.explain_missing_work(results)]
+    notes += [f"The peak may be too low: {warning}." for warning in peak_warnings]
+    if any(share > 1 for share in rows["peak_share"].dropna()):
+        notes.append(
+            "More than 100 %: the device can do more than PyTorch's matrix product, or an engine did less than "
+            "the model's operations (Winograd's convolutions)."
+        )
+    return FLOPS.of(FLOPS_COLUMNS, cells, notes=tuple(filter(None, notes)))
+
+
+def _describe_peak(peak: precision.Peak) -> str:
+    clock = f", SM clock {peak.clock:,.0f} MHz" if peak.clock == peak.clock else ""
+    return (
+        f"Peak in {peak.type}: {significant(peak.flops_per_s / 1e12)} TFLOPS, measured with PyTorch's product of two "
+        f"{peak.side:,} × {peak.side:,} matrices{clock}."
+    )
+
+
+def _make_saturation_table(run: RunData) -> Table:
+    """Build rows of the batch beyond which throughput hardly grows (R37)."""
+    rows = [
+        {
+            "model": s.model, "size": s.size, "configuration": s.configuration, "batch": s.batch,
+            "images_per_s": s.images_per_s,
+            "best_batch": s.best_batch, "best_images_per_s": s.best_images_per_s, "words": s.description,
+        }
+        for s in find_saturation(run.frame)
+    ]  # fmt: skip
+    return SATURATION.of(SATURATION_COLUMNS, rows)
+
+
+def _make_best_table(run: RunData) -> Table | None:
+    """Build rows of the best batch of each configuration and size, in images and in pixels per second (R37).
+
+    Notes name the best of all; None with one size and one batch.
+    """
+    rows = list_usable(run.frame).assign(ips=read_throughput(list_usable(run.frame))).dropna(subset=["ips"])
+    if rows["size"].nunique() < 2 and rows["batch"].nunique() < 2:
+        return None
+    best = [group.loc[group["ips"].idxmax()] for _, group in rows.groupby(list(SERIES), sort=False)]
+    cells = [
+        {"model": r["model"], "configuration": configuration_of(r), "size": r["size"], "batch": int(r["batch"]),
+         "images_per_s": r["ips"], "megapixels_per_s": r["ips"] * _count_pixels(r["size"]) / 1e6}
+        for r in best
+    ]  # fmt: skip
+    return BEST.of(BEST_COLUMNS, cells, notes=tuple(_find_winners(cells)))
+
+
+def _find_winners(best: list[dict[str, Any]]) -> Iterator[str]:
+    """Yield for each model the combination with the most images per second and, across sizes, with the most pixels."""
+    for model in dict.fromkeys(row["model"] for row in best):
+        rows = [row for row in best if row["model"] == model]
+        for column, unit in (("images_per_s", "images/s"), ("megapixels_per_s", "megapixels/s")):
+            if column == "megapixels_per_s" and len({row["size"] for row in rows}) == 1:
+                continue
+            r = max(rows, key=lambda row: row[column])
+            best_at = f"{sized(r['size'], 'size ')}, batch {r['batch']}, with {r['configuration']}".lstrip(", ")
+            yield f"{model}: most {unit}, {significant(r[column])}, at {best_at}."
+
+
+def _count_pixels(size: str) -> float:
+    height, _, width = size.partition("x")
+    if size == NO_IMAGE:
+        return math.nan
+    return float(height) * float(width or height)
+
+
+SIZE_COLUMNS = (
+    *TRIAL,
+    Column("mean", "trimmed mean of the latency", "ms"),
+    Column("std", "standard deviation of the same samples", "ms"),
+    Column("fps", "the batch over the median latency", title="FPS"),
+    Column("throughput", "with batches queued", "images/s"),
+    Column("memory", "most of the GPU or of the process", "MB"),
+    Column("speedup", "over the reference", kind=RATIO, title="speed-up"),
+    _make_limit_column("from"),
+    _make_limit_column("to"),
+    Column("verdict", "against the reference, or how the trial ended", kind=TEXT),
+)
+SIZES = TableKind(
+    "sizes",
+    "Sizes and batches",
+    "A row per trial: trimmed mean and deviation, FPS, throughput, memory, speed-up with its interval, verdict.",
+    _make_sizes_table,
+    "no trial has a latency",
+    "side",
+    9,
+)
+FLOPS_COLUMNS = (
+    *TRIAL,
+    Column("gflop", "operations of one image", title="GFLOP per image"),
+    Column("tflops", "operations per second at the median latency", title="TFLOPS"),
+    Column("ran_in", "the type that most layers ran in", kind=TEXT, title="ran mostly in"),
+    Column("peak", "the measured peak in that type", title="peak TFLOPS"),
+    Column("share", "of that peak", "%", PERCENT, "of the peak, %"),
+)
+FLOPS = TableKind(
+    "flops",
+    "Arithmetic per second",
+    "A row per trial: operations of an image, TFLOPS achieved, and their share of the measured peak.",
+    _make_flops_table,
+    "no operations were counted",
+    "side",
+    10,
+)
+SATURATION_COLUMNS = (
+    *pick("model", "size"),
+    CONFIGURATION,
+    Column(
+        "batch", "the smallest that reaches that share", kind=COUNT, title=f"{100 * SATURATED:.0f} % of best at batch"
+    ),
+    Column("images_per_s", "there", "images/s", title="images/s there"),
+    Column("best_batch", "with the most images per second", kind=COUNT, title="best batch"),
+    Column("best_images_per_s", "there", "images/s", title="best images/s"),
+    Column("words", "the same in words", kind=TEXT, title="in words", rank=1),
+)
+SATURATION = TableKind(
+    "saturation",
+    "Where throughput saturates",
+    "A row per configuration: the batch beyond which throughput grows by less than 5 %.",
+    _make_saturation_table,
+    "no configuration was tried at several batches",
+    "tables",
+    2,
+)
+BEST_COLUMNS = (
+    *pick("model"),
+    CONFIGURATION,
+    *pick("size"),
+    Column("batch", "with the most images per second", kind=COUNT, title="best batch"),
+    Column("images_per_s", "there", "images/s", title="images/s"),
+    Column("megapixels_per_s", "there", "megapixels/s", title="megapixels/s"),
+)
+BEST = TableKind(
+    "best",
+    "The best batch at each size",
+    "The best batch of each configuration at each size, in images and in megapixels per second, and the best of all.",
+    _make_best_table,
+    "there is one size and one batch",
+    "side",
+    11,
+)

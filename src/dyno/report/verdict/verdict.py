@@ -33,7 +33,6 @@ OTHER_NETWORK = (
 )
 MOST_GROUPS = 8  # model x size pairs with sentences; the rest is in the tables
 SLIGHT = 1.1  # an interval that ends below it leaves no gain worth looking for
-NO_GAIN = stats.SLOWER, stats.EQUIVALENT, stats.UNDECIDED
 # Wider precisions that a lowered one should be faster than, in the order of comparison.
 WIDER = {
     **dict.fromkeys(("tf32", "fp16", "bf16"), ("fp32",)),
@@ -105,29 +104,21 @@ def read_verdict(run: RunData) -> Verdict:
     several = len({(t.model, t.configuration) for t in results}) > len({t.model for t in results})
     all_rankings, contention = rank_goals(run), cpu_contention(results, compared=several)
     shown, wrong = all_rankings[:MOST_GROUPS], (*_wrong_outputs(run), *verdict_findings.list_unscored_findings(run))
+    slow: list[Finding] = []
     if contention and contention.mostly:  # an order would be that of the machine's load
-        failures = [decision for ranking in shown if (decision := decisions.list_failed(ranking)) is not None]
-        apart = [finding for ranking in shown for finding in decisions.is_apart(ranking)]
-        unranked = Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", _describe_next_step(run))))
-        return Verdict(
-            wrong,
-            (unranked, *failures),
-            (
-                *(*apart, *_check_precisions(results), *_describe_outcome(results, contention)),
-                *(*verdict_findings.list_device_findings(results), *verdict_findings.list_route_findings(results)),
-            ),
-        )
-    decided = tuple(decision for ranking in shown for decision in decisions.decide_run(ranking, run))
-    more = len(all_rankings) - MOST_GROUPS
-    rest = [Finding(NOTE, f"{more} more models and sizes are in the tables.")] if more > 0 else []
-    rest += [
-        *verdict_findings.list_precision_findings(run),
-        *_check_precisions(results),
-        *_slow_precisions(run),
-        *_describe_outcome(results, contention),
-    ]
+        next_step = _describe_next_step(run)
+        decided = [Decision(WARNING, "", contention.sentence, (("real", COMPANY), ("next", next_step)))]
+        decided += [decision for ranking in shown if (decision := decisions.list_failed(ranking)) is not None]
+        rest = [finding for ranking in shown for finding in decisions.is_apart(ranking)]
+    else:
+        decided = [decision for ranking in shown for decision in decisions.decide_run(ranking, run)]
+        more = len(all_rankings) - MOST_GROUPS
+        rest = [Finding(NOTE, f"{more} more models and sizes are in the tables.")] if more > 0 else []
+        rest += verdict_findings.list_precision_findings(run)
+        slow += _slow_precisions(run)
+    rest += [*_check_precisions(results), *slow, *_describe_outcome(results, contention)]
     rest += [*verdict_findings.list_device_findings(results), *verdict_findings.list_route_findings(results)]
-    return Verdict(wrong, decided, tuple(rest))
+    return Verdict(wrong, tuple(decided), tuple(rest))
 
 
 def _describe_next_step(run: RunData) -> str:
@@ -210,7 +201,7 @@ def _no_gain(t: TrialResult, wider: TrialResult, row: Mapping[str, Any], rule: s
         gain = stats.Speedup(row["speedup"], row["speedup_low"], row["speedup_high"], row["verdict"])
     else:
         gain = results_ranking.estimate_speedup(t, wider, "model", clock_of("model", t, wider), rule)
-    none = gain.verdict in NO_GAIN or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
+    none = gain.verdict in decisions.NO_GAIN or (gain.verdict == stats.ONE_ROUND and gain.value < 1)
     return gain if none else None
 
 
