@@ -28,7 +28,7 @@ from dyno.worker.makers.sensitivity import layers_to_keep, ranked
 from dyno.worker.onnx_graph.check import compared, outputs
 from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.fold import folded, lifted
-from dyno.worker.onnx_graph.graph_facts import list_files_beside, read_graph_facts
+from dyno.worker.onnx_graph.graph_facts import list_files_beside, read_graph_facts, set_nodes
 from dyno.worker.onnx_graph.half_precision import to_bf16, to_fp16
 from dyno.worker.onnx_graph.int8 import METHOD, METHODS, to_int8
 from dyno.worker.onnx_graph.placement import JOINTS
@@ -199,9 +199,7 @@ def _prepend_nodes(graph: Any, name: str, scale: np.ndarray, offset: np.ndarray)
     ]
     if last != normalised:
         front.append(node("Cast", [last], [normalised], f"{name}_to_graph", to=wanted))
-    nodes = [*front, *(type(n).FromString(n.SerializeToString()) for n in graph.node)]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    set_nodes(graph, [*front, *graph.node])
 
 
 def _check_outputs(path: Path, recipe: Recipe, parent: Artifact, image: Tensor) -> OutputCheck:

@@ -17,6 +17,7 @@ from dyno.worker.facts.files import MakerFacts, RankedLayer
 from dyno.worker.inputs.calibration import calibration_of, example
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.fold import lifted
+from dyno.worker.onnx_graph.graph_facts import copied
 from dyno.worker.onnx_graph.half_precision import sensitive
 from dyno.worker.onnx_graph.int8 import CalibratedGraph, Scheme, observed
 from dyno.worker.onnx_graph.placement import LINEAR, channel_axis, named, sites
@@ -53,8 +54,7 @@ def rank(
     layers = []
     for done, (name, change) in enumerate(changes.items()):
         report(done, len(changes))
-        copy = type(model)()
-        copy.CopyFrom(model)
+        copy = copied(model)
         change(copy.graph)
         ratio = sqnr(exact, _compute_outputs(copy, feeds, threads))
         layers.append(RankedLayer(name, kinds[name], round(ratio, 2)))

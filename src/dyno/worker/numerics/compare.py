@@ -31,6 +31,7 @@ from dyno.worker.numerics.engine import (
     once,
 )
 from dyno.worker.onnx_graph.check import session
+from dyno.worker.onnx_graph.graph_facts import copied
 from dyno.worker.sessions.torch_support import import_torch, real_view, takes_hooks, tensors
 from dyno.worker.spec import UserError
 
@@ -174,9 +175,7 @@ def within_memory(feeds: Sequence[Feeds], of_one: Callable[[], int]) -> Iterator
 
 def count_bytes(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Return the bytes of each tensor whose shape can be inferred from the inputs', at four bytes a value."""
-    model = type(graph.model)()
-    model.CopyFrom(graph.model)
-    inferred = flops.with_shapes(model, shapes)
+    inferred = flops.with_shapes(copied(graph.model), shapes)
     known = inferred[1] if inferred else {}
     return {name: 4 * math.prod(shape) for name, shape in known.items() if 0 not in shape}
 

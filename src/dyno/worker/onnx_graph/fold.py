@@ -15,6 +15,7 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.onnx_graph.check import session
+from dyno.worker.onnx_graph.graph_facts import copied, drop_weight_inputs, set_nodes
 from dyno.worker.onnx_graph.repair import DOMAINS
 from dyno.worker.sessions.torch_support import first_line
 
@@ -36,7 +37,7 @@ def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[
     expected = _compute_outputs(model, feeds)
     for name, fold in {"slimmed": _fold_with_onnxslim, "optimised": _fold_with_onnx_runtime}.items():
         try:
-            candidate = onnx.shape_inference.infer_shapes(fold(_copy_message(model), scratch), data_prop=True)
+            candidate = onnx.shape_inference.infer_shapes(fold(copied(model), scratch), data_prop=True)
             onnx.checker.check_model(candidate)
             if _has_close_outputs(expected, _compute_outputs(candidate, feeds)):
                 return _infer_types(candidate), []
@@ -54,7 +55,7 @@ def lifted(model: Any) -> Any:
     """Return the graph with Constant nodes as initialisers, and no initialiser listed as an input too."""
     import onnx
 
-    copy = _copy_message(model)
+    copy = copied(model)
     graph, remaining = copy.graph, []
     outputs = {value.name for value in graph.output}
     for node in graph.node:
@@ -64,14 +65,8 @@ def lifted(model: Any) -> Any:
             remaining.append(node)
         else:
             graph.initializer.add().CopyFrom(tensor)
-    if len(remaining) < len(graph.node):
-        remaining = [_copy_message(node) for node in remaining]
-        del graph.node[:]
-        graph.node.extend(remaining)
-    weights = {tensor.name for tensor in graph.initializer}
-    inputs = [_copy_message(value) for value in graph.input if value.name not in weights]
-    del graph.input[:]
-    graph.input.extend(inputs)
+    set_nodes(graph, remaining)
+    drop_weight_inputs(graph)
     # Before IR version 4 every initialiser had to be an input.
     copy.ir_version = max(copy.ir_version, onnx.IR_VERSION_2019_1_22 + 1)
     return copy
@@ -85,7 +80,7 @@ def _infer_types(model: Any) -> Any:
     untyped = [name for node in model.graph.node for name in node.output if name and name not in typed]
     if not untyped:
         return model
-    probe = _copy_message(model)
+    probe = copied(model)
     probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in untyped)
     for output in session(probe.SerializeToString(), optimised=False).get_outputs():
         if output.name in untyped and output.type in TYPES:
@@ -100,7 +95,7 @@ def _read_constant(node: Any) -> Any:
 
     (value,) = node.attribute
     if value.name == "value":
-        tensor = _copy_message(value.t)
+        tensor = copied(value.t)
         tensor.name = node.output[0]
         return tensor
     kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
@@ -199,9 +194,3 @@ def _is_close(before: np.ndarray, after: np.ndarray) -> bool:
         return bool((before == after).all())
     finite = before[np.isfinite(before)]
     return np.allclose(after, before, 1e-3, APART * float(np.abs(finite).max(initial=0.0)), equal_nan=True)
-
-
-def _copy_message(message: Any) -> Any:
-    copy = type(message)()
-    copy.CopyFrom(message)
-    return copy

@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import tasks
+from dyno.worker.onnx_graph.graph_facts import set_nodes
 from dyno.worker.spec import ModelSpec
 
 LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -64,9 +65,7 @@ def place(
     for node in chosen:
         axis = channel_axis(node, len(weights[node.input[1]].dims))
         before[node.name].extend(_make_pair(graph, node, 1, _channel_peaks(weights[node.input[1]], axis), axis))
-    nodes = [new for node in graph.node for new in (*before.get(node.name, ()), node)]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    set_nodes(graph, [new for node in graph.node for new in (*before.get(node.name, ()), node)])
 
 
 def sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[Any, int]]:
