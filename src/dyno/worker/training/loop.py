@@ -13,10 +13,11 @@ from typing import Any
 from dyno.worker.facts.job import TrainingFacts
 from dyno.worker.nets import models
 from dyno.worker.sessions.torch_support import device_named, import_torch, memory_errors
-from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, to_json
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, from_json, to_json
 from dyno.worker.training import network
 from dyno.worker.training.network import State
 from dyno.worker.training.options import TrainOptions
+from dyno.worker.training.options import options as options_by_name
 
 LOSS_EVERY = 20  # batches between two readings of the loss, each of which synchronises with the GPU
 ONE_CYCLE_UP = 0.3  # share of the training in which the learning rate rises, as in torch's OneCycleLR
@@ -273,7 +274,4 @@ def _evaluate_best(
 
 def job(options: Mapping[str, Any]) -> tuple[TrainOptions, DataSpec]:
     """Return the options and training images from a job's `options`."""
-    from dyno.worker.spec import from_json
-    from dyno.worker.training.options import options as checked
-
-    return checked(options["settings"]), from_json(DataSpec, options["training"])
+    return options_by_name(options["settings"]), from_json(DataSpec, options["training"])
