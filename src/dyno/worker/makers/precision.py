@@ -76,7 +76,7 @@ class OnnxStatic(Maker):
         _forget_shapes(model.graph)
         model_inputs, preprocess = recipe.model.inputs, recipe.model.preprocess
         feeds = next(input_data.batches(DataSpec(), preprocess, parent.inputs, recipe.dims, 1, model_inputs))
-        typed = {name: feeds[name].astype(_find_dtype(parent, name)) for name in shapes}
+        typed = {tensor.name: feeds[tensor.name].astype(tensor.dtype) for tensor in parent.inputs}
         slim, fold_warnings = folded(model, typed, folder)
         onnx.save(with_metadata(slim, model), path)
         read, written = read_io(str(path))
@@ -86,10 +86,6 @@ class OnnxStatic(Maker):
 
 
 ONNX_STATIC = OnnxStatic()
-
-
-def _find_dtype(parent: Artifact, name: str) -> str:
-    return next(tensor.dtype for tensor in parent.inputs if tensor.name == name)
 
 
 def _forget_shapes(graph: Any) -> None:

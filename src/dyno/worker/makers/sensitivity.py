@@ -17,7 +17,7 @@ from dyno.worker.facts.files import MakerFacts, RankedLayer
 from dyno.worker.inputs.calibration import calibration_of, example
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.fold import lifted
-from dyno.worker.onnx_graph.graph_facts import copied
+from dyno.worker.onnx_graph.graph_facts import copied, set_nodes
 from dyno.worker.onnx_graph.half_precision import sensitive
 from dyno.worker.onnx_graph.int8 import CalibratedGraph, Scheme, observed
 from dyno.worker.onnx_graph.placement import LINEAR, channel_axis, named, sites
@@ -207,10 +207,7 @@ def _replace_weight(graph: Any, node: Any, k: int, values: np.ndarray) -> None:
 
 def _insert_nodes(graph: Any, node: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
     place = next(i for i, n in enumerate(graph.node) if n.name == node.name)
-    for k, new in enumerate(before):
-        graph.node.insert(place + k, new)
-    for k, new in enumerate(after):
-        graph.node.insert(place + len(before) + 1 + k, new)
+    set_nodes(graph, [*graph.node[:place], *before, node, *after, *graph.node[place + 1 :]])
 
 
 def ranked(parent: Recipe, precision: str, data: DataSpec | None, options: dict[str, Option]) -> Recipe:

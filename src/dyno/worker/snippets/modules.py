@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -286,14 +287,8 @@ def _count_classes(model: ModelSpec, network: Any) -> int | None:
     """Return the number of classes that the network was built with, if it isn't its library's own."""
     if model.classes is not None or not model.weights:
         return model.classes
-    bare = models.build(_without_weights(model))
+    bare = models.build(replace(model, weights="", weights_sha256="", pretrained=False))
     return head_classes(bare, by_own_names(bare, read_checkpoint(model.weights), model.weights))
-
-
-def _without_weights(model: ModelSpec) -> ModelSpec:
-    from dataclasses import replace
-
-    return replace(model, weights="", weights_sha256="", pretrained=False)
 
 
 def _format_options(options: dict[str, Any]) -> str:
