@@ -231,7 +231,8 @@ ONNX_EXPORT = OnnxExport()
 def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     torch = import_torch()
     import_onnx()
-    exporters, opset = _read_options(recipe.options)
+    exporter, opset = recipe.options.get("exporter", EXPORTERS[0]), int(recipe.options.get("opset", OPSET))
+    exporters: tuple[str, ...] = EXPORTERS[1:] if exporter == EXPORTERS[0] else (str(exporter),)
     torch.set_num_threads(recipe.runtime.threads)
     detects = models.is_torchvision_detector(recipe.model)
     if detects:
@@ -321,16 +322,6 @@ def _of_detector(recipe: Recipe, exporters: tuple[str, ...]) -> tuple[str, ...]:
     if recipe.dims.batch != 1:
         raise UserError(f"{models.TAKES_ONE_IMAGE}; export with a fixed batch (--batch 1)")
     return exporters if "exporter" in recipe.options else ("torchscript",)
-
-
-def _read_options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
-    exporter, opset = options.get("exporter", "auto"), options.get("opset", OPSET)
-    if exporter not in EXPORTERS:
-        raise UserError(f"unknown exporter {exporter!r}; it is one of {', '.join(EXPORTERS)}")
-    if not isinstance(opset, int) or opset not in OPSET_RANGE:
-        raise UserError(f"opset is {opset!r}; it must be {WRITTEN}")
-    chosen = EXPORTERS[1:] if exporter == "auto" else (str(exporter),)
-    return chosen, opset
 
 
 def _make_source(torch: Any, module: Any, recipe: Recipe, rows: bool) -> ExportSource:

@@ -126,9 +126,10 @@ class CalibratedGraph:
 
 def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> CalibratedGraph:
     """Prepare the graph and calibrate it, as the recipe's options `target` and `method` say; works in `scratch`."""
-    target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
-    scheme: Scheme = _one_of(target, SCHEMES, "int8 target")
-    _one_of(method, METHODS, "calibration method")
+    target = str(recipe.options.get("target", ""))
+    if target not in SCHEMES:
+        raise UserError(f"unknown int8 target {target!r}; known: {', '.join(SCHEMES)}")
+    scheme = SCHEMES[target]
     prepared, notes = _prepare_graph(model, data, scratch)
     excluded, transformer = _find_attention(prepared)
     excluded |= decoding(prepared.graph, recipe.model)
@@ -180,12 +181,6 @@ def _quantise_graph(
     quantised = onnx.load(path)
     if order(quantised):  # the tool's own order overlooks what branches and loops read
         onnx.save(quantised, path)
-
-
-def _one_of(name: str, choices: dict[str, Any], what: str) -> Any:
-    if name not in choices:
-        raise UserError(f"unknown {what} {name!r}; known: {', '.join(choices)}")
-    return choices[name]
 
 
 def _prepare_graph(model: Any, data: Calibration, scratch: Path) -> tuple[Any, list[str]]:
