@@ -21,7 +21,6 @@ from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import REFUSALS, arguments, has_batch, tensors
 from dyno.worker.makers.control_flow import batch_limit, check_control_flow, follow_batch, traced_values
 from dyno.worker.makers.verify import (
-    DOUBT,
     Case,
     ExportSource,
     RefusedGraph,
@@ -32,6 +31,7 @@ from dyno.worker.makers.verify import (
 )
 from dyno.worker.nets import file_facts, models
 from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, opset_of, prepare_given, read_io
+from dyno.worker.onnx_graph.fold import has_close_outputs
 from dyno.worker.onnx_graph.graph_facts import graphs_in
 from dyno.worker.onnx_graph.repair import lower_file
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
@@ -377,11 +377,7 @@ def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
 def _has_changing_outputs(torch: Any, module: Any, model: ModelSpec, case: Case) -> bool:
     """Return whether one more call gives other outputs."""
     again = _run_case(torch, module, model, case.feeds)[1].outputs
-    return not all(
-        again[name].shape == array.shape
-        and np.allclose(again[name], array, DOUBT, DOUBT * np.abs(array).max(initial=0.0), equal_nan=True)
-        for name, array in case.outputs.items()
-    )
+    return not has_close_outputs([*case.outputs.values()], [*again.values()])
 
 
 def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: ExportSource, path: Path) -> list[str]:
