@@ -28,7 +28,7 @@ from dyno.worker.makers.sensitivity import layers_to_keep, ranked
 from dyno.worker.onnx_graph.check import compared, outputs
 from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.fold import folded, lifted
-from dyno.worker.onnx_graph.graph_facts import list_files_beside, read_graph_facts, set_nodes
+from dyno.worker.onnx_graph.graph_facts import add_weight, list_files_beside, read_graph_facts, set_nodes
 from dyno.worker.onnx_graph.half_precision import to_bf16, to_fp16
 from dyno.worker.onnx_graph.int8 import METHOD, METHODS, to_int8
 from dyno.worker.onnx_graph.placement import JOINTS
@@ -180,18 +180,16 @@ def _prepend_nodes(graph: Any, name: str, scale: np.ndarray, offset: np.ndarray)
             if read == name:
                 node.input[k] = normalised
     value.type.tensor_type.elem_type = kinds.UINT8
-    graph.initializer.extend(
-        [
-            onnx.numpy_helper.from_array(scale, f"{name}_scale_of_pixels"),
-            onnx.numpy_helper.from_array(offset, f"{name}_offset_of_pixels"),
-        ]
+    by, plus = (
+        add_weight(graph, f"{name}_scale_of_pixels", scale),
+        add_weight(graph, f"{name}_offset_of_pixels", offset),
     )
     node = onnx.helper.make_node
     last = normalised if wanted == kinds.FLOAT else f"{normalised}_float32"
     front = [
         node("Cast", [name], [f"{name}_pixels"], f"{name}_cast", to=kinds.FLOAT),
-        node("Mul", [f"{name}_pixels", f"{name}_scale_of_pixels"], [f"{name}_scaled"], f"{name}_scale"),
-        node("Add", [f"{name}_scaled", f"{name}_offset_of_pixels"], [last], f"{name}_offset"),
+        node("Mul", [f"{name}_pixels", by], [f"{name}_scaled"], f"{name}_scale"),
+        node("Add", [f"{name}_scaled", plus], [last], f"{name}_offset"),
     ]
     if last != normalised:
         front.append(node("Cast", [last], [normalised], f"{name}_to_graph", to=wanted))

@@ -17,7 +17,7 @@ from dyno.worker.facts.files import MakerFacts, RankedLayer
 from dyno.worker.inputs.calibration import calibration_of, example
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.fold import lifted
-from dyno.worker.onnx_graph.graph_facts import copied, set_nodes
+from dyno.worker.onnx_graph.graph_facts import add_weight, copied, set_nodes
 from dyno.worker.onnx_graph.half_precision import sensitive
 from dyno.worker.onnx_graph.int8 import CalibratedGraph, Scheme, observed
 from dyno.worker.onnx_graph.placement import LINEAR, channel_axis, named, sites
@@ -117,8 +117,7 @@ def _round_activation(graph: Any, node: Any, k: int, span: tuple[float, float], 
     scale = ((high - low) / 255 if unsigned else max(-low, high) / 127) or 1.0
     zero = np.uint8(round(-low / scale)) if unsigned else np.int8(0)
     read = f"{node.name}_{k}"
-    arrays = {f"{read}_scale": np.float32(scale), f"{read}_zero": zero}
-    graph.initializer.extend(onnx.numpy_helper.from_array(np.asarray(a), n) for n, a in arrays.items())
+    arrays = add_weight(graph, f"{read}_scale", np.float32(scale)), add_weight(graph, f"{read}_zero", zero)
     pair = [
         onnx.helper.make_node("QuantizeLinear", [node.input[k], *arrays], [f"{read}_q"]),
         onnx.helper.make_node("DequantizeLinear", [f"{read}_q", *arrays], [f"{read}_dq"]),
@@ -199,10 +198,7 @@ def _read_array(tensor: Any) -> np.ndarray:
 
 def _replace_weight(graph: Any, node: Any, k: int, values: np.ndarray) -> None:
     """Give the node its own copy of the weight, which other nodes may read."""
-    import onnx
-
-    node.input[k] = f"{node.name}_{k}_rounded"
-    graph.initializer.append(onnx.numpy_helper.from_array(values, node.input[k]))
+    node.input[k] = add_weight(graph, f"{node.name}_{k}_rounded", values)
 
 
 def _insert_nodes(graph: Any, node: Any, before: Sequence[Any], after: Sequence[Any]) -> None:

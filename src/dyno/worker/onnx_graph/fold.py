@@ -15,7 +15,7 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.onnx_graph.check import session
-from dyno.worker.onnx_graph.graph_facts import copied, drop_weight_inputs, set_nodes
+from dyno.worker.onnx_graph.graph_facts import add_weight, copied, drop_weight_inputs, set_nodes
 from dyno.worker.onnx_graph.repair import DOMAINS
 from dyno.worker.sessions.torch_support import first_line
 
@@ -153,9 +153,8 @@ def _into_product(graph: Any, node: Any, weight: Any, norm: Sequence[Any]) -> No
     values = onnx.numpy_helper.to_array(weight)
     scaled = onnx.numpy_helper.from_array((values * factor).astype(values.dtype), weight.name)
     weight.CopyFrom(scaled)
-    rest = (bias - mean * factor).astype(values.dtype)
-    graph.initializer.append(onnx.numpy_helper.from_array(rest, f"{node.output[0]}_bias"))
-    made = onnx.helper.make_node("Add", [node.input[0], f"{node.output[0]}_bias"], [node.output[0]], name=node.name)
+    rest = add_weight(graph, f"{node.output[0]}_bias", (bias - mean * factor).astype(values.dtype))
+    made = onnx.helper.make_node("Add", [node.input[0], rest], [node.output[0]], name=node.name)
     made.metadata_props.extend(node.metadata_props)
     node.CopyFrom(made)
 

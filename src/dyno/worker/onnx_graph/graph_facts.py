@@ -17,6 +17,8 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
+
 from dyno.worker.facts.engine import COMPUTE, QUANTISED
 from dyno.worker.spec import UserError
 
@@ -254,6 +256,14 @@ def set_nodes(graph: Any, nodes: Iterable[Any]) -> None:
     nodes = [*nodes]
     del graph.node[:]
     graph.node.extend(nodes)
+
+
+def add_weight(graph: Any, name: str, values: Any) -> str:
+    """Add an initialiser of that name and these values to the graph; return the name."""
+    import onnx
+
+    graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(values), name))
+    return name
 
 
 def drop_weight_inputs(graph: Any) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 
 from dyno.worker.facts.files import IN_SINGLE, MakerFacts
 from dyno.worker.onnx_graph.graph_facts import (
+    add_weight,
     copied,
     drop_weight_inputs,
     graphs_in,
@@ -304,8 +305,6 @@ def _splits_hidden(model: Any) -> Iterator[None]:
 
 def _with_sizes(graph: Any, node: Any, shape: Sequence[int]) -> bool:
     """Give the Split node its sizes as an input in place of their number; whether they are known."""
-    import onnx
-
     options = {attribute.name: attribute for attribute in node.attribute}
     if len(node.input) < 2:
         axis = options["axis"].i if "axis" in options else 0
@@ -315,9 +314,7 @@ def _with_sizes(graph: Any, node: Any, shape: Sequence[int]) -> bool:
         # All parts are as long but the last, which may be shorter.
         part = -(-length // len(node.output))
         sizes = [min(part, length - start) for start in range(0, part * len(node.output), part)]
-        tensor = onnx.numpy_helper.from_array(np.asarray(sizes, np.int64), f"{node.output[0]}_sizes")
-        graph.initializer.append(tensor)
-        node.input.append(tensor.name)
+        node.input.append(add_weight(graph, f"{node.output[0]}_sizes", np.asarray(sizes, np.int64)))
     if "num_outputs" in options:
         node.attribute.remove(options["num_outputs"])
     return True
