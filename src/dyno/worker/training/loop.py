@@ -126,14 +126,14 @@ def train(
         state = network.restore_state(folder, _collect_settings(options, training, test, model, dims), loop.parts())
         for epoch in range(state.epoch + 1, options.epochs + 1):
             report(f"epoch {epoch}/{options.epochs}")
-            row = _train_epoch(loop, epoch, reader, splits[0], state, folder, report)
+            row = _train_epoch(loop, epoch, reader, state, folder, report)
             report(f"epoch {epoch}/{options.epochs}, test")
             with loop.autocast():
-                row |= _evaluate_split(module, test_reader, splits[1], options)[0]
+                row |= _evaluate_split(module, test_reader)[0]
             state.add({name: row[name] for name in network.COLUMNS})
             network.store_state(folder, state, loop.parts())
         report("evaluate the best weights")
-        best = _evaluate_best(state, test_reader, splits, options, model, dims, folder)
+        best = _evaluate_best(state, test_reader, len(splits[0].index), model, dims, folder)
         return replace(best, notes=tuple(notes))
 
 
@@ -177,20 +177,14 @@ def _collect_settings(
 
 
 def _train_epoch(
-    loop: Loop,
-    epoch: int,
-    reader: network.BatchReader,
-    split: network.Split,
-    state: State,
-    folder: Path,
-    report: Callable[[str], None],
+    loop: Loop, epoch: int, reader: network.BatchReader, state: State, folder: Path, report: Callable[[str], None]
 ) -> dict[str, float]:
     """Train for one epoch; the mean loss, the last learning rate, seconds and images per second."""
     import torch
 
     options = loop.options
     torch.manual_seed(network.epoch_seed(options.seed, epoch))  # dropout and its kin
-    keys = network.load_batches(split, options, epoch)
+    keys = network.load_batches(reader.split, options, epoch)
     loop.module.train(not options.freeze)  # a frozen network keeps its statistics, too
     total, images = torch.zeros((), device=loop.device), 0
     started = time.perf_counter()
@@ -203,14 +197,8 @@ def _train_epoch(
             if not math.isfinite(mean):
                 raise UserError(_explain_divergence(epoch, mean, options, state, folder))
     seconds = time.perf_counter() - started
-    lr = loop.schedule.get_last_lr()[0]
-    return {
-        "epoch": epoch,
-        "lr": lr,
-        "train_loss": mean,
-        "seconds": seconds,
-        "images_per_s": images / seconds,
-    }
+    lr, rate = loop.schedule.get_last_lr()[0], images / seconds
+    return {"epoch": epoch, "lr": lr, "train_loss": mean, "seconds": seconds, "images_per_s": rate}
 
 
 def _explain_divergence(epoch: int, loss: float, options: TrainOptions, state: State, folder: Path) -> str:
@@ -221,17 +209,14 @@ def _explain_divergence(epoch: int, loss: float, options: TrainOptions, state: S
     return f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {options.peak:g}; {weights_note}"
 
 
-def _evaluate_split(
-    module: Any, reader: network.BatchReader, split: network.Split, options: TrainOptions
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _evaluate_split(module: Any, reader: network.BatchReader) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return loss and top-1 in percent; and, apart, top-5 and the counts."""
     import torch
 
     module.eval()
-    loss = torch.zeros((), device=options.device)
-    ranks = []
+    loss, ranks = torch.zeros((), device=reader.options.device), []
     with torch.inference_mode():
-        for x, y in reader(network.plain_batches(split, max(options.batch, network.EVALUATED))):
+        for x, y in reader(network.plain_batches(reader.split, max(reader.options.batch, network.EVALUATED))):
             scores = module(x).float()
             loss += torch.nn.functional.cross_entropy(scores, y, reduction="sum")
             best = scores.topk(min(5, scores.shape[1])).indices
@@ -244,13 +229,7 @@ def _evaluate_split(
 
 
 def _evaluate_best(
-    state: State,
-    reader: network.BatchReader,
-    splits: tuple[network.Split, network.Split],
-    options: TrainOptions,
-    model: ModelSpec,
-    dims: Dims,
-    folder: Path,
+    state: State, reader: network.BatchReader, images: int, model: ModelSpec, dims: Dims, folder: Path
 ) -> TrainingFacts:
     """Return the results of the best weights, read back from disk into a new module and evaluated in IEEE FP32."""
     import torch
@@ -258,15 +237,15 @@ def _evaluate_best(
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     path = folder / network.BEST
     stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
-    module = models.load(stored, dims).to(options.device, memory_format=torch.channels_last)
-    row, counts = _evaluate_split(module, reader, splits[1], options)
+    module = models.load(stored, dims).to(reader.options.device, memory_format=torch.channels_last)
+    row, counts = _evaluate_split(module, reader)
     return TrainingFacts(
         **row,
         **counts,
         epochs=state.epoch,
         best_epoch=state.best,
         seconds=math.fsum(row["seconds"] for row in state.history),
-        images=len(splits[0].index),
+        images=images,
         weights=path.name,
         sha256=network.hash_file(path),
     )

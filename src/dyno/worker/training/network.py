@@ -343,7 +343,7 @@ class BatchReader:
     ) -> None:
         import torch
 
-        self._device = torch.device(options.device)
+        self.split, self.options, self._device = split, options, torch.device(options.device)
         mean, std = normalisation(preprocess, split.pixels.shape[1])
         self._mean, self._std = (torch.from_numpy(v).to(self._device) for v in (mean, std))
         self._keys: list[Key] = []  # the loader's sampler, filled anew for each epoch, so that workers live through all
