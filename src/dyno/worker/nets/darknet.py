@@ -389,11 +389,8 @@ def image_config(model: ModelSpec, path: str) -> tuple[Preprocess | None, tuple[
     """Return the preprocessing of images (None without a yolo layer), and the height and width in its [net]."""
     head, *sections = read_cfg(path)
     boxes = any(section.kind == "yolo" for section in sections)
-    return find_task("detect").preprocess(model.channels) if boxes else None, _read_size(head)
-
-
-def _read_size(head: CfgSection) -> tuple[int, int]:
-    return head.number("height", 416, 1, LARGEST), head.number("width", 416, 1, LARGEST)
+    size = head.number("height", 416, 1, LARGEST), head.number("width", 416, 1, LARGEST)
+    return find_task("detect").preprocess(model.channels) if boxes else None, size
 
 
 def _build_network(path: str) -> Any:

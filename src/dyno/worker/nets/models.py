@@ -267,9 +267,8 @@ def _build_torchvision(model: ModelSpec, name: str, dims: Dims | None, classes: 
     if "init_weights" in inspect.signature(library.get_model_builder(name)).parameters:
         options["init_weights"] = True  # the default, but without its warning
     options |= torchvision_options(name, dims)
-    if model.pretrained:
-        return _load_published(model, lambda: library.get_model(name, weights="DEFAULT", **options))
-    return library.get_model(name, weights=None, **options)
+    weights = "DEFAULT" if model.pretrained else None
+    return _load_published(model, lambda: library.get_model(name, weights=weights, **options))
 
 
 def torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
@@ -307,11 +306,11 @@ def timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | 
 
 
 def _load_published(model: ModelSpec, create: Callable[[], Any]) -> Any:
-    if not model.pretrained:
-        return create()
     try:
         return create()
     except Exception as e:
+        if not model.pretrained:
+            raise
         # urllib, requests, httpx and the hub each have their own family of errors for "no network", and a weights
         # entry that is missing or doesn't fit is a ValueError or a RuntimeError: all of them end the same way.
         reason = (str(e) or type(e).__name__).splitlines()[0]

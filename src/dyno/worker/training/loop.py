@@ -112,7 +112,9 @@ def train(
     don't fit together.
     """
     torch = import_torch()
-    _prepare_device(torch, options, threads)
+    torch.backends.cudnn.benchmark = device_named(torch, options.device).type == "cuda"
+    if threads:
+        torch.set_num_threads(threads)
     splits = network.Split.open(training), network.Split.open(test)
     model = _with_classes(model, dims, *splits)
     report("build the model")
@@ -135,13 +137,6 @@ def train(
         report("evaluate the best weights")
         best = _evaluate_best(state, test_reader, len(splits[0].index), model, dims, folder)
         return replace(best, notes=tuple(notes))
-
-
-def _prepare_device(torch: Any, options: TrainOptions, threads: int) -> None:
-    device = device_named(torch, options.device)
-    if threads:
-        torch.set_num_threads(threads)
-    torch.backends.cudnn.benchmark = device.type == "cuda"
 
 
 def _with_classes(model: ModelSpec, dims: Dims, training: network.Split, test: network.Split) -> ModelSpec:
