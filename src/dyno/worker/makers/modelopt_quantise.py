@@ -24,7 +24,7 @@ from dyno.worker.facts.files import MakerFacts, OutputCheck
 from dyno.worker.inputs.calibration import CalibrationImages, example
 from dyno.worker.onnx_graph.check import compared, outputs
 from dyno.worker.onnx_graph.placement import decoding
-from dyno.worker.onnx_graph.repair import keep_metadata
+from dyno.worker.onnx_graph.repair import with_metadata
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Unavailable, UserError
 
 RUNTIME = "modelopt"  # the name that an interpreter is given for this step
@@ -115,7 +115,7 @@ def _quantise_file(parent: Artifact, recipe: Recipe, method: str, images: Calibr
             log_level="ERROR",
         )
         shutil.move(Path(scratch) / "made.onnx", path)
-    keep_metadata(path, model)
+    onnx.save(with_metadata(onnx.load(path, load_external_data=False), model), path)
     return len(head)
 
 

@@ -32,7 +32,7 @@ from dyno.worker.onnx_graph.graph_facts import add_weight, list_files_beside, re
 from dyno.worker.onnx_graph.half_precision import to_bf16, to_fp16
 from dyno.worker.onnx_graph.int8 import METHOD, METHODS, to_int8
 from dyno.worker.onnx_graph.placement import JOINTS
-from dyno.worker.onnx_graph.repair import keep_metadata, to_fp32, with_metadata
+from dyno.worker.onnx_graph.repair import to_fp32, with_metadata
 from dyno.worker.option_values import Check, flag, number, one_of, whole
 from dyno.worker.spec import (
     Artifact,
@@ -306,7 +306,7 @@ class OnnxPrecision(Maker):
         an unknown method or target, and a result that overflows.
         """
         started = time.perf_counter()
-        versions = _read_versions(self.requires)
+        versions, onnx = _read_versions(self.requires), import_onnx()
         conversions = {"fp32": to_fp32, "fp16": to_fp16, "bf16": to_bf16, "int8": to_int8}
         convert = conversions.get(recipe.precision)
         if convert is None:
@@ -321,17 +321,16 @@ class OnnxPrecision(Maker):
         before, _ = outputs(parent.path, example(recipe, parent), parent.precision)
         higher = layers_to_keep(recipe, parent)
         keywords = {"higher": [layer.node for layer in higher]} if higher else {}
-        converted = convert(model, recipe, parent, path, **keywords)
-        keep_metadata(path, model)
-        left = _check_conversion(
-            import_onnx().load(path, load_external_data=False), recipe.precision, recipe.model.name
-        )
+        converted, facts = convert(model, recipe, parent, folder, **keywords)
+        onnx.checker.check_model(converted, full_check=True)
+        onnx.save(with_metadata(converted, model), path)
+        left = _check_conversion(converted, recipe.precision, recipe.model.name)
         made_by = replace(
-            converted,
+            facts,
             backend=self.name,
             options=dict(recipe.options),
             versions=versions,
-            warnings=(*converted.warnings, *left),
+            warnings=(*facts.warnings, *left),
             parameters=parameters,
             kept=tuple(higher),
             ranked=len(parent.made_by.ranking) if higher else None,

@@ -26,23 +26,21 @@ SENSITIVE = (
 ).split()
 
 
-def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Sequence[str] = ()) -> MakerFacts:
-    """Write the mixed-precision graph, nodes named in `higher` left in FP32.
+def to_fp16(
+    model: Any, recipe: Recipe, parent: Artifact, folder: Path, higher: Sequence[str] = ()
+) -> tuple[Any, MakerFacts]:
+    """Return the mixed-precision graph, nodes named in `higher` left in FP32, and its scheme and warnings.
 
-    Returns its scheme and warnings, nodes kept for their large values included.
+    The warnings include nodes kept for their large values.
     """
-    import onnx
-
     refuse_unconvertible(model, parent, "fp16")
     head = decoding(model.graph, recipe.model)
-    large = _too_large(model, example(recipe, parent), path.parent)
+    large = _too_large(model, example(recipe, parent), folder)
     converted, warnings = convert_mixed(model, set(), sorted({*large, *head, *higher}))
-    onnx.checker.check_model(converted, full_check=True)
-    onnx.save(converted, path)
     if large:
         warnings.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
     what = "sensitive nodes and the detector's decoding" if head else "sensitive nodes"
-    return MakerFacts(scheme=f"mixed FP16; inputs, outputs and {what} in FP32", warnings=tuple(warnings))
+    return converted, MakerFacts(scheme=f"mixed FP16; inputs, outputs and {what} in FP32", warnings=tuple(warnings))
 
 
 def refuse_unconvertible(model: Any, parent: Artifact, precision: str) -> None:
@@ -200,8 +198,8 @@ OPSET = 22
 EMULATION = "in float32 with every bfloat16 result rounded, as ONNX Runtime's CPU has few bfloat16 kernels"
 
 
-def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MakerFacts:
-    """Write the mixed-precision graph in opset 22; operators that ONNX has no bfloat16 for stay in FP32.
+def to_bf16(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, MakerFacts]:
+    """Return the mixed-precision graph in opset 22; operators that ONNX has no bfloat16 for stay in FP32.
 
     The converter knows FP16 alone: its graph is taken and every FP16 in it made BF16, weights from their own values.
     """
@@ -215,11 +213,10 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MakerFa
     )  # its warnings on weights beyond FP16's range don't apply to BF16
     kinds, exact = onnx.TensorProto, {tensor.name: tensor for tensor in model.graph.initializer}
     retype(converted, (kinds.FLOAT16,), kinds.BFLOAT16, exact)
-    onnx.checker.check_model(converted, full_check=True)
-    onnx.save(converted, path)
     names = ", ".join(sorted(unsupported - set(SENSITIVE)))
     warnings = [f"kept in FP32, as ONNX has no bfloat16 for them: {names}"] if names else []
-    return MakerFacts(scheme="mixed BF16; inputs, outputs and sensitive nodes in FP32", warnings=tuple(warnings))
+    scheme = "mixed BF16; inputs, outputs and sensitive nodes in FP32"
+    return converted, MakerFacts(scheme=scheme, warnings=tuple(warnings))
 
 
 def _has_bf16(node: Any, version: int) -> bool:

@@ -73,17 +73,15 @@ def save(model: Any, path: Path) -> None:
     onnx.save(model, path, save_as_external_data=large, location=f"{path.name}.data")
 
 
-def to_fp32(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MakerFacts:
-    """Write a graph in FP16 or BF16 in FP32, from which the other precisions are made, with a warning."""
+def to_fp32(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, MakerFacts]:
+    """Return a graph in FP16 or BF16 in FP32, from which the other precisions are made, and facts with a warning."""
     import onnx
 
     kinds = onnx.TensorProto
     retype(model, (kinds.FLOAT16, kinds.BFLOAT16), kinds.FLOAT)
-    model = onnx.shape_inference.infer_shapes(model)
-    onnx.checker.check_model(model, full_check=True)
-    onnx.save(model, path)
     warning = f"made from a file in {parent.precision}: its weights have that file's rounding in every precision"
-    return MakerFacts(scheme="FP32, weights as rounded before", warnings=(warning,))
+    facts = MakerFacts(scheme="FP32, weights as rounded before", warnings=(warning,))
+    return onnx.shape_inference.infer_shapes(model), facts
 
 
 def retype(model: Any, kinds: tuple[int, ...], to: int, exact: Mapping[str, Any] = MappingProxyType({})) -> None:
@@ -249,14 +247,6 @@ def with_metadata(rewritten: Any, model: Any) -> Any:
         if node.name in known and not node.metadata_props:
             node.metadata_props.extend(known[node.name])
     return rewritten
-
-
-def keep_metadata(path: Path, model: Any) -> None:
-    """Apply `with_metadata` to a file that was made from the model."""
-    import onnx
-
-    made = onnx.load(path, load_external_data=False)
-    onnx.save(with_metadata(made, model), path)
 
 
 def lower_file(path: Path, wanted: int) -> None:
