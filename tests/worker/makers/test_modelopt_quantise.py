@@ -16,7 +16,7 @@ from dyno.jobs.launcher import launch
 from dyno.worker.inputs.calibration import CalibrationImages
 from dyno.worker.makers.modelopt_quantise import Feeds, OnnxModelopt, _import_library
 from dyno.worker.makers.precision import converted
-from dyno.worker.onnx_graph.file import read_facts
+from dyno.worker.onnx_graph.graph_facts import read_graph_facts
 from dyno.worker.registry import find, maker
 from dyno.worker.spec import DataSpec, Dims, Job, Recipe, Runtime, Trial, Unavailable, UserError
 
@@ -77,7 +77,7 @@ def test_its_files_are_right_and_build(digits: Any, tmp_path: Path, precision: s
     record = launch(job, tmp_path / "job", 1200)
     assert record.status == "ok", record.reason
     made = record.artifact
-    assert made is not None and made.precision == precision == read_facts(made.path).precision
+    assert made is not None and made.precision == precision == read_graph_facts(onnx.load(made.path)).precision
     assert made.made_by.calibration.samples == 128
     assert made.made_by.check.max_difference < 0.15 * made.made_by.check.max_output
     assert onnx.load(made.path).graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT

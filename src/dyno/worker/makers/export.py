@@ -7,6 +7,7 @@ import inspect
 import io
 import time
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -30,10 +31,10 @@ from dyno.worker.makers.verify import (
     verified,
 )
 from dyno.worker.nets import file_facts, models
-from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, opset_of, prepare_given, read_io
+from dyno.worker.onnx_graph.file import artifact, import_onnx, prepare_given, read_io, read_model
 from dyno.worker.onnx_graph.fold import has_close_outputs
 from dyno.worker.onnx_graph.graph_facts import graphs_in
-from dyno.worker.onnx_graph.repair import lower_file
+from dyno.worker.onnx_graph.repair import lower_file, read_opset
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
 from dyno.worker.spec import (
     BATCH,
@@ -271,11 +272,12 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
                 attempts.append((exporter, LATER))
             continue
         notes += doubtful(checked)
+        written = read_model(str(path))
         return replace(
             made_by,
             exporter=exporter,
-            opset=opset_of(path),
-            operators=operators_of(path),
+            opset=read_opset(written),
+            operators=dict(Counter(node.op_type for node in written.graph.node).most_common()),
             fixed_batch=not source.free_batch,
             verified=checked,
             warnings=tuple(notes),

@@ -61,8 +61,7 @@ class OnnxModelopt(Maker):
         shape, and for a result that isn't finite.
         """
         started = time.perf_counter()
-        if parent is None:
-            raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
+        assert parent is not None
         method = str(recipe.options.get("method", "minmax"))
         if method not in METHODS:
             raise UserError(f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(METHODS)}")

@@ -38,7 +38,9 @@ class OnnxFormat(FileFormat):
         inputs, outputs = file.read_io(path)
         if inputs:
             file.check(path)
-        metadata, facts = file.read_metadata(path), file.read_facts(path)
+        model = file.read_model(path)
+        metadata = {entry.key: entry.value for entry in model.metadata_props}
+        facts = graph_facts.read_graph_facts(model)
         return FileContents(
             inputs,
             outputs,

@@ -128,8 +128,7 @@ class OnnxInput(Maker):
         import onnx
 
         started = time.perf_counter()
-        if parent is None:
-            raise UserError("input=uint8 is made from an ONNX file: give one, or a PyTorch model")
+        assert parent is not None
         image = _find_image(parent)
         channel = axes(image.shape)[0]
         beside = [-1 if axis == channel else 1 for axis in range(4)]
@@ -313,8 +312,7 @@ class OnnxPrecision(Maker):
             raise UserError(
                 f"an ONNX graph can't be made {recipe.precision} here (it can be made {', '.join(conversions)})"
             )
-        if parent is None:
-            raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
+        assert parent is not None
         model, path = lifted(_read_model(parent.path)), folder / "model.onnx"
         parents_count = parent.made_by.parameters
         parameters = read_graph_facts(model).parameters if parents_count is None else parents_count

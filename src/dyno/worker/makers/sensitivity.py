@@ -223,12 +223,11 @@ class OnnxSensitivity(Maker):
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Write the FP32 graph that the ranking's names are of; `made_by.ranking` lists them.
 
-        FOLDER/stage says how far it is. Raises `UserError` without a parent and for calibration data that is missing or
-        of another shape than the model reads.
+        FOLDER/stage says how far it is. Raises `UserError` for calibration data that is missing or of another shape
+        than the model reads.
         """
         started = time.perf_counter()
-        if parent is None:
-            raise UserError("layers are ranked in an ONNX file: give one, or a PyTorch model")
+        assert parent is not None
         model, changes = _prepare_graph(recipe, parent, folder)
         feeds = _load_feeds(recipe, parent)
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -82,14 +83,16 @@ def run_module_reference(
     writer.end(feeds[: len(outputs)], [*zip(*outputs, strict=True)])
 
 
-class _Hooks:
+class _Hooks(ExitStack):
     """While it is open, `results` has the first tensor that each call of a part gave since `clear`."""
 
     def __init__(self, module: Any) -> None:
+        super().__init__()
         self.results: dict[Call, np.ndarray] = {}
         self._calls: Counter[str] = Counter()
-        parts = [(name, part) for name, part in module.named_modules() if takes_hooks(import_torch(), part)]
-        self._hooks = [part.register_forward_hook(self._make_hook(name)) for name, part in parts]
+        for name, part in module.named_modules():
+            if takes_hooks(import_torch(), part):
+                self.enter_context(part.register_forward_hook(self._make_hook(name)))
 
     def _make_hook(self, name: str) -> Callable[..., None]:
         def store_result(part: Any, args: Any, result: Any) -> None:
@@ -104,13 +107,6 @@ class _Hooks:
         """Forget the last run."""
         self.results.clear()
         self._calls.clear()
-
-    def __enter__(self) -> _Hooks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
 
 def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: GraphEngine, feed: Feeds) -> dict[str, Call]:
