@@ -21,7 +21,7 @@ from dyno.worker.inputs import input_data
 from dyno.worker.inputs.input_data import relative_change
 from dyno.worker.inputs.specs import channels_first, image_of, static_shapes
 from dyno.worker.record import Measurement
-from dyno.worker.spec import BATCH, Trial, UserError
+from dyno.worker.spec import BATCH, Trial, UserError, numbered
 from dyno.worker.tasks.task import Collector, EvaluationInputs
 
 # Batches through a session with all its slots in flight: the next are read while it runs, and outputs are processed at
@@ -435,8 +435,7 @@ def _identify_rows(decoded: DecodedImages | None, count: int, metadata: dict[str
 
 def _left_out(unreadable: Sequence[str]) -> list[str]:
     shown = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
-    images = "1 image" if len(unreadable) == 1 else f"{len(unreadable)} images"
-    return [f"{images} can't be read, left out: {shown}"] if unreadable else []
+    return [f"{numbered(len(unreadable), 'image')} can't be read, left out: {shown}"] if unreadable else []
 
 
 def _find_batch(session: Session, trial: Trial) -> int:

@@ -34,7 +34,7 @@ from dyno.worker.nets import file_facts, models
 from dyno.worker.onnx_graph.file import artifact, import_onnx, prepare_given, read_io, read_model
 from dyno.worker.onnx_graph.fold import has_close_outputs
 from dyno.worker.onnx_graph.graph_facts import graphs_in
-from dyno.worker.onnx_graph.repair import lower_file, read_opset
+from dyno.worker.onnx_graph.repair import WHOLE, lower_file, read_opset
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
 from dyno.worker.spec import (
     BATCH,
@@ -181,7 +181,6 @@ OTHER_BATCHES = (1, 3)
 LARGER_BATCHES, LARGER_B = (17, 5), 32 << 20
 REAL_IMAGES = 8
 NETWORKS = ("torchvision", "timm", "ultralytics")  # libraries that may have the module
-PROTOBUF_LIMIT = 2**31 - 2**26  # a protobuf file ends at 2 GiB; the rest is room for the graph
 
 
 def exported(
@@ -504,7 +503,7 @@ def _refuse_batch_limit(torch: Any, source: ExportSource, exported_program: Any,
 def _is_huge(module: Any) -> bool:
     stored = module.state_dict().values()  # of quantised modules also types, and weights that are packed
     size: int = sum(t.numel() * t.element_size() for t in stored if hasattr(t, "element_size"))
-    return size > PROTOBUF_LIMIT
+    return size > WHOLE
 
 
 def _last_line(e: BaseException) -> str:

@@ -375,13 +375,7 @@ def _has_parameter(function: Callable[..., Any], name: str) -> bool:
 
 
 def _check_unchanged(path: str, sha256: str, what: str) -> None:
-    if not sha256 or not Path(path).is_file():
-        return
-    with open(path, "rb") as f:
-        digest = hashlib.sha256()
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
-    if digest.hexdigest() != sha256:
+    if sha256 and Path(path).is_file() and local_code.hash_file(path) != sha256:
         raise UserError(f"{what} {path} changed since the study was planned; run the same command again")
 
 

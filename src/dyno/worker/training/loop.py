@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.facts.job import TrainingFacts
-from dyno.worker.nets import models
+from dyno.worker.nets import local_code, models
 from dyno.worker.sessions.torch_support import device_named, import_torch, memory_errors
 from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, from_json, to_json
 from dyno.worker.training import network
@@ -242,7 +242,7 @@ def _evaluate_best(
         seconds=math.fsum(row["seconds"] for row in state.history),
         images=images,
         weights=path.name,
-        sha256=network.hash_file(path),
+        sha256=local_code.hash_file(path),
     )
 
 

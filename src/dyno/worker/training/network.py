@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import hashlib
 import io
 import json
 import pickle
@@ -218,11 +217,6 @@ def _serialise_weights(module: Any) -> bytes:
     tensors = {k: v.detach().cpu().clone().contiguous() for k, v in module.state_dict().items()}
     content: bytes = save(tensors)
     return content
-
-
-def hash_file(path: Path) -> str:
-    """Return the sha256 of the file's content."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
 
 
 def _write_file(path: Path, content: bytes | memoryview) -> None:
