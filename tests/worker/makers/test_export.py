@@ -193,6 +193,8 @@ def test_a_module_that_pytorch_quantised_is_exported(tmp_path, nets):
 def test_a_size_or_option_that_does_not_work_is_one_line(tmp_path):
     with pytest.raises(UserError, match="refuses 1x3x64x64: Wrong image height"):
         make(tmp_path, ModelSpec("vit", "torchvision:vit_b_16"), FREE)
+    with pytest.raises(UserError, match="unknown exporter 'fast'"):
+        make(tmp_path, exporter="fast")
     for options, message in (({"exporter": "fast"}, "exporter=fast"), ({"opset": "new"}, "opset=new")):
         with pytest.raises(UserError, match=f"^{message}: onnx's .* must be "):
             ONNX.recipe(Trial(DIGITS, "onnx", "fp32", FREE, options))

@@ -45,6 +45,8 @@ def test_what_cannot_be_is_one_line(digits: Any, tmp_path: Path) -> None:
         converted(replace(digits.trial("tensorrt", "fp8"), data=DataSpec()), "tensorrt")
     with pytest.raises(UserError, match="fp8 by nvidia-modelopt is for TensorRT, not for openvino"):
         asked(digits, target="openvino")
+    with pytest.raises(UserError, match="unknown quantizer 'torch'; known: onnxruntime, modelopt"):
+        asked(digits, "int8", quantizer="torch")
     with pytest.raises(UserError, match="no calibration method 'percentile'; it has minmax, entropy"):
         OnnxModelopt().make(asked(digits, method="percentile"), digits.artifact, tmp_path)
 

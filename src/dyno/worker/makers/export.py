@@ -47,6 +47,7 @@ from dyno.worker.spec import (
     Runtime,
     Tensor,
     UserError,
+    check_known,
     shorten,
 )
 
@@ -232,6 +233,7 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     torch = import_torch()
     import_onnx()
     exporter, opset = recipe.options.get("exporter", EXPORTERS[0]), int(recipe.options.get("opset", OPSET))
+    check_known("exporter", str(exporter), EXPORTERS)
     exporters: tuple[str, ...] = EXPORTERS[1:] if exporter == EXPORTERS[0] else (str(exporter),)
     torch.set_num_threads(recipe.runtime.threads)
     detects = models.is_torchvision_detector(recipe.model)

@@ -44,6 +44,7 @@ from dyno.worker.spec import (
     Trial,
     Unavailable,
     UserError,
+    check_known,
     numbered,
     shorten,
 )
@@ -250,6 +251,7 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
 
 def _lower_recipe(trial: Trial, target: str, parent: Recipe) -> Recipe:
     precision, quantizer = trial.precision, str(trial.options.get("quantizer", QUANTIZERS[0]))
+    check_known("quantizer", quantizer, QUANTIZERS)
     if precision == trial.model.precision:
         return replace(parent, precision=precision)
     if trial.model.precision in HALVES:
