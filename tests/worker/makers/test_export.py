@@ -15,10 +15,11 @@ import torch
 from onnx import TensorProto, helper, numpy_helper
 
 from dyno.worker.makers.export import exported, unwrap
+from dyno.worker.makers.onnx_format import ONNX
 from dyno.worker.nets import models
 from dyno.worker.onnx_graph.file import read_io
 from dyno.worker.registry import maker, names
-from dyno.worker.spec import Artifact, Dims, ModelSpec, Runtime, Tensor, UserError, digest, to_json
+from dyno.worker.spec import Artifact, Dims, ModelSpec, Runtime, Tensor, Trial, UserError, digest, to_json
 
 DIGITS = ModelSpec("digits", "dyno.worker.nets.digits:resnet18", channels=1)
 FREE = Dims(0, 64, 64)
@@ -194,8 +195,9 @@ def test_a_size_or_option_that_does_not_work_is_one_line(tmp_path):
         make(tmp_path, ModelSpec("vit", "torchvision:vit_b_16"), FREE)
     with pytest.raises(UserError, match="unknown exporter 'fast'"):
         make(tmp_path, exporter="fast")
-    with pytest.raises(UserError, match="opset is 'new'"):
-        make(tmp_path, opset="new")
+    for options, message in (({"exporter": "fast"}, "exporter=fast"), ({"opset": "new"}, "opset=new")):
+        with pytest.raises(UserError, match=f"^{message}: onnx's .* must be "):
+            ONNX.recipe(Trial(DIGITS, "onnx", "fp32", FREE, options))
 
 
 @pytest.mark.slow

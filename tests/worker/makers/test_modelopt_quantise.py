@@ -16,7 +16,7 @@ from dyno.jobs.launcher import launch
 from dyno.worker.inputs.calibration import CalibrationImages
 from dyno.worker.makers.modelopt_quantise import Feeds, OnnxModelopt, _import_library
 from dyno.worker.makers.precision import converted
-from dyno.worker.onnx_graph.file import read_facts
+from dyno.worker.onnx_graph.graph_facts import read_graph_facts
 from dyno.worker.registry import find, maker
 from dyno.worker.spec import DataSpec, Dims, Job, Recipe, Runtime, Trial, Unavailable, UserError
 
@@ -45,7 +45,7 @@ def test_what_cannot_be_is_one_line(digits: Any, tmp_path: Path) -> None:
         converted(replace(digits.trial("tensorrt", "fp8"), data=DataSpec()), "tensorrt")
     with pytest.raises(UserError, match="fp8 by nvidia-modelopt is for TensorRT, not for openvino"):
         asked(digits, target="openvino")
-    with pytest.raises(UserError, match="unknown quantizer 'torch'; it is one of onnxruntime, modelopt"):
+    with pytest.raises(UserError, match="unknown quantizer 'torch'; known: onnxruntime, modelopt"):
         asked(digits, "int8", quantizer="torch")
     with pytest.raises(UserError, match="no calibration method 'percentile'; it has minmax, entropy"):
         OnnxModelopt().make(asked(digits, method="percentile"), digits.artifact, tmp_path)
@@ -79,7 +79,7 @@ def test_its_files_are_right_and_build(digits: Any, tmp_path: Path, precision: s
     record = launch(job, tmp_path / "job", 1200)
     assert record.status == "ok", record.reason
     made = record.artifact
-    assert made is not None and made.precision == precision == read_facts(made.path).precision
+    assert made is not None and made.precision == precision == read_graph_facts(onnx.load(made.path)).precision
     assert made.made_by.calibration.samples == 128
     assert made.made_by.check.max_difference < 0.15 * made.made_by.check.max_output
     assert onnx.load(made.path).graph.input[0].type.tensor_type.elem_type == onnx.TensorProto.FLOAT

@@ -101,7 +101,7 @@ def test_the_step_comes_last_and_only_when_it_is_asked_for(digits: Any) -> None:
     raw = converted(digits.trial("tensorrt", "fp16", input="uint8"), "tensorrt")
     assert (raw.maker, raw.precision, raw.options, raw.parent) == ("onnx_input", "fp16", {"input": "uint8"}, plain)
     assert converted(digits.trial("tensorrt", "fp16", input="float32"), "tensorrt") == plain
-    with pytest.raises(UserError, match="unknown input 'int8'; it is one of float32, uint8"):
+    with pytest.raises(UserError, match="unknown input 'int8'; known: float32, uint8"):
         converted(digits.trial("tensorrt", "fp16", input="int8"), "tensorrt")
 
 

@@ -9,7 +9,6 @@ import pytest
 
 from dyno.worker.inspection import Purpose
 from dyno.worker.nets import file_facts
-from dyno.worker.onnx_graph.file import read_metadata
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks.task import OutputShapes
 
@@ -32,11 +31,15 @@ def file(path: Path, **metadata: str) -> str:
     return str(path)
 
 
+def purpose(path: str) -> Purpose:
+    return file_facts.read_purpose({entry.key: entry.value for entry in onnx.load(path).metadata_props})
+
+
 def test_what_is_written_is_read_again(tmp_path: Path) -> None:
     path = file(tmp_path / "m.onnx", author="somebody")
     preprocess = Preprocess((0.0,), (1.0,), letterbox=True)
     file_facts.write_purpose(path, ModelSpec("p", "x", classes=2, task="pose", keypoints=(4, 3), preprocess=preprocess))
-    found = file_facts.read_purpose(read_metadata(path))
+    found = purpose(path)
     assert (found.task, found.classes, found.keypoints) == ("pose", 2, (4, 3))
     assert found.preprocess == preprocess
     assert {entry.key for entry in onnx.load(path).metadata_props} >= {"author", "task", "names", "kpt_shape"}
@@ -44,10 +47,8 @@ def test_what_is_written_is_read_again(tmp_path: Path) -> None:
 
 def test_metadata_of_ultralytics_is_read(tmp_path: Path) -> None:
     path = file(tmp_path / "m.onnx", task="pose", names="{0: 'a', 1: 'person, adult'}", kpt_shape="[17, 3]")
-    assert file_facts.read_purpose(read_metadata(path)) == Purpose(task="pose", classes=2, keypoints=(17, 3))
-    found = file_facts.find_task_facts(
-        MODEL, "", file_facts.read_purpose(read_metadata(path)), outputs(("batch", 57, 8400))
-    )
+    assert purpose(path) == Purpose(task="pose", classes=2, keypoints=(17, 3))
+    found = file_facts.find_task_facts(MODEL, "", purpose(path), outputs(("batch", 57, 8400)))
     assert found.preprocess.letterbox
 
 
@@ -55,7 +56,7 @@ def test_metadata_of_others_is_no_harm(tmp_path: Path) -> None:
     path = file(
         tmp_path / "m.onnx", task="obb", names="__import__('os')", kpt_shape="7", preprocess='{"mean": 3, "a": 1}'
     )
-    assert file_facts.read_purpose(read_metadata(path)) == Purpose()
+    assert purpose(path) == Purpose()
     assert file_facts.find_task_facts(MODEL, "", Purpose(), outputs(("batch", 10))) == Purpose()
 
 

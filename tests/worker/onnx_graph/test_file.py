@@ -16,7 +16,7 @@ import onnx_text
 from dyno.store import copy, sha256_of
 from dyno.worker.layers.graph import read_graph as read_layers
 from dyno.worker.onnx_graph import graph_facts as onnx_weights
-from dyno.worker.onnx_graph.file import read_facts
+from dyno.worker.onnx_graph.graph_facts import read_graph_facts
 from dyno.worker.onnx_graph.repair import convert_opset, read_opset
 from dyno.worker.spec import UserError
 
@@ -33,7 +33,7 @@ def test_a_file_is_of_the_precision_that_its_weights_are_computed_with(
     product = f"c = Cast<to = {computed}>(t) y = MatMul(x, c)" if computed else "y = MatMul(x, t)"
     text = f"({kind}[1, 8] x) => ({kind}[1, 8] y) {{ t = Transpose(w) {product} }}"
     onnx_text.write(tmp_path / "net.onnx", text, w=np.ones((8, 8), stored))
-    assert read_facts(str(tmp_path / "net.onnx")).precision == precision
+    assert read_graph_facts(onnx.load(tmp_path / "net.onnx")).precision == precision
 
 
 def graph(kind: str, inputs: list[str], version: int, **attributes: Any) -> Any:

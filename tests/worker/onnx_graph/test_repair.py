@@ -14,7 +14,7 @@ from onnx import numpy_helper
 
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.file import check, prepare_given, read_io
-from dyno.worker.onnx_graph.repair import in_single
+from dyno.worker.onnx_graph.repair import retype
 from dyno.worker.spec import UserError
 
 FEEDS = np.random.default_rng(0).standard_normal((2, 4)).astype(np.float32)
@@ -88,7 +88,7 @@ def test_half_precision_is_cast_up_with_its_values_kept() -> None:
     model = linear(np.float16)
     model.graph.node[0].input[0] = "x16"
     model.graph.node.insert(0, h.make_node("Cast", ["x"], ["x16"], to=onnx.TensorProto.FLOAT16))
-    in_single(model, (onnx.TensorProto.FLOAT16,))
+    retype(model, (onnx.TensorProto.FLOAT16,), onnx.TensorProto.FLOAT)
     onnx.checker.check_model(model, full_check=True)
     np.testing.assert_allclose(output(model), FEEDS @ (np.arange(12).reshape(4, 3) / 8), rtol=1e-5)
 

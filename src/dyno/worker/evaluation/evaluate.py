@@ -21,7 +21,7 @@ from dyno.worker.inputs import input_data
 from dyno.worker.inputs.input_data import relative_change
 from dyno.worker.inputs.specs import channels_first, image_of, static_shapes
 from dyno.worker.record import Measurement
-from dyno.worker.spec import BATCH, Trial, UserError
+from dyno.worker.spec import BATCH, Trial, UserError, numbered
 from dyno.worker.tasks.task import Collector, EvaluationInputs
 
 # Batches through a session with all its slots in flight: the next are read while it runs, and outputs are processed at
@@ -102,8 +102,8 @@ class Pipeline:
     """One session and one source of batches; buffers are allocated once, where the session reads them fastest."""
 
     def __init__(self, session: Session, source: BatchSource, helpers: int = 1) -> None:
-        self._session, self._source, self._helpers = session, source, helpers
-        self._buffers = [session.stage(source.new_arrays()) for _ in range(session.slots + AHEAD)]
+        self.session, self.source, self.helpers = session, source, helpers
+        self.buffers = [session.stage(source.new_arrays()) for _ in range(session.slots + AHEAD)]
 
     def run(self, count: int, keep: Keep, work: Work, warm_up: int = 0) -> PipelineResult:
         """Run the first `count` batches, after the first `warm_up` of them as warm-up.
@@ -112,10 +112,7 @@ class Pipeline:
         clock starts when the last batch of warm-up has been fetched and the next are in flight, so that the time to
         fill the pipeline is left out and the time to drain it counts. Without warm-up, both count.
         """
-        numbers = [*range(warm_up), *range(count)]
-        with ThreadPoolExecutor(self._helpers) as readers, ThreadPoolExecutor(self._helpers) as workers:
-            feeder = _Feeder(self._source, self._buffers, readers, numbers)
-            return _PipelineRun(self._session, feeder, workers, keep, work).run(numbers, warm_up)
+        return _PipelineRun(self, [*range(warm_up), *range(count)], keep, work).run(warm_up)
 
     def stages(self, work: Work, seconds: float) -> dict[str, np.ndarray]:
         """Return the seconds per batch of each stage, one batch at a time in one thread, without overlap of stages.
@@ -123,17 +120,17 @@ class Pipeline:
         `preprocess` ends with the input bound, `inference` with the outputs in host memory, `postprocess` with `work`.
         On a GPU the copy of the input is only queued by `bind`, so its time is part of `inference`.
         """
-        now, times, feed = time.perf_counter, [], self._buffers[0]
+        now, times, feed = time.perf_counter, [], self.buffers[0]
         deadline, number = now() + seconds, 0
         while number < LEAST_SAMPLES or now() < deadline:
             start = now()
-            for part in range(self._source.parts):
-                self._source.fill(feed, number, part)
-            self._session.bind(feed)
+            for part in range(self.source.parts):
+                self.source.fill(feed, number, part)
+            self.session.bind(feed)
             bound = now()
-            self._session.run()
-            self._session.wait()
-            fetched = self._session.fetch()
+            self.session.run()
+            self.session.wait()
+            fetched = self.session.fetch()
             ran = now()
             work(number, fetched)
             times.append((bound - start, ran - bound, now() - ran))
@@ -142,65 +139,50 @@ class Pipeline:
         return dict(zip(("preprocess", "inference", "postprocess"), columns, strict=True))
 
 
-class _Feeder:
-    """Reads batches in order into recycled buffers; only the loop's own thread calls it."""
+class _PipelineRun:
+    """One run of the loop: batches are read in order into recycled buffers, ahead of the slots that take them."""
 
-    def __init__(
-        self, source: BatchSource, buffers: list[Any], readers: ThreadPoolExecutor, numbers: Sequence[int]
-    ) -> None:
-        self._source, self._readers, self._numbers = source, readers, iter(numbers)
-        self._free = deque(buffers)
+    def __init__(self, pipeline: Pipeline, numbers: Sequence[int], keep: Keep, work: Work) -> None:
+        self._session, self._source, self._free = pipeline.session, pipeline.source, deque(pipeline.buffers)
+        self._readers, self._workers = (ThreadPoolExecutor(pipeline.helpers) for _ in range(2))
+        self._numbers, self._unread, self._keep, self._work = numbers, iter(numbers), keep, work
         self._ready: deque[tuple[Any, list[Future[None]]]] = deque()
-        self._read_ahead()
+        self._fed: list[Any] = [None] * self._session.slots
+        self._reading: list[Future[Any] | None] = [None] * self._session.slots  # work that reads the slot's outputs
+        self._results: list[Future[Any]] = []
+
+    def run(self, warm_up: int) -> PipelineResult:
+        slots, count = self._session.slots, len(self._numbers)
+        with self._readers, self._workers:
+            self._read_ahead()
+            start = time.perf_counter()
+            for step in range(count + slots):
+                if step >= slots:
+                    self._finish_step(step - slots, counts=step - slots >= warm_up)
+                    if step - slots == warm_up - 1:
+                        start = time.perf_counter()
+                if step < count:
+                    self._start_slot(step % slots)
+            results = [result.result() for result in self._results]
+            return PipelineResult(results[warm_up:], time.perf_counter() - start)
 
     def _read_ahead(self) -> None:
-        while self._free and (number := next(self._numbers, None)) is not None:
+        while self._free and (number := next(self._unread, None)) is not None:
             feed, parts = self._free.popleft(), range(self._source.parts)
             self._ready.append((feed, [self._readers.submit(self._source.fill, feed, number, part) for part in parts]))
 
-    def take(self) -> Any:
+    def _start_slot(self, slot: int) -> None:
         feed, parts = self._ready.popleft()
         for part in parts:
             part.result()
-        return feed
-
-    def give(self, feed: Any) -> None:
-        self._free.append(feed)
-        self._read_ahead()
-
-
-class _PipelineRun:
-    """One run of the loop, with the feed and the reader of each slot."""
-
-    def __init__(self, session: Session, feeder: _Feeder, workers: ThreadPoolExecutor, keep: Keep, work: Work) -> None:
-        self._session, self._feeder, self._workers = session, feeder, workers
-        self._keep, self._work = keep, work
-        self._fed: list[Any] = [None] * session.slots
-        self._reading: list[Future[Any] | None] = [None] * session.slots  # work that still reads the slot's outputs
-        self._results: list[Future[Any]] = []
-
-    def run(self, numbers: Sequence[int], warm_up: int) -> PipelineResult:
-        slots, count = self._session.slots, len(numbers)
-        start = time.perf_counter()
-        for step in range(count + slots):
-            if step >= slots:
-                self._finish_step(step - slots, numbers[step - slots], counts=step - slots >= warm_up)
-                if step - slots == warm_up - 1:
-                    start = time.perf_counter()
-            if step < count:
-                self._start_slot(step % slots)
-        result = [result.result() for result in self._results]
-        return PipelineResult(result[warm_up:], time.perf_counter() - start)
-
-    def _start_slot(self, slot: int) -> None:
-        self._fed[slot] = self._feeder.take()
-        self._session.bind(self._fed[slot], slot)
+        self._fed[slot] = feed
+        self._session.bind(feed, slot)
         if (reader := self._reading[slot]) is not None:
             reader.result()
         self._session.run(slot)
 
-    def _finish_step(self, step: int, number: int, counts: bool) -> None:
-        slot = step % self._session.slots
+    def _finish_step(self, step: int, counts: bool) -> None:
+        slot, number = step % self._session.slots, self._numbers[step]
         self._session.wait(slot)
         fetched, fed = self._session.fetch(slot), self._fed[slot]
         if counts:
@@ -210,7 +192,8 @@ class _PipelineRun:
         small = self._session.slots == 1 or sum(a.nbytes for a in fetched.values()) <= SMALL
         copied = small or any(np.may_share_memory(a, feed) for a in fetched.values() for feed in fed.values())
         outputs = {name: np.array(a) for name, a in fetched.items()} if copied else fetched
-        self._feeder.give(fed)
+        self._free.append(fed)
+        self._read_ahead()
         result = self._workers.submit(self._work, number, outputs)
         self._reading[slot] = None if copied else result
         self._results.append(result)
@@ -452,8 +435,7 @@ def _identify_rows(decoded: DecodedImages | None, count: int, metadata: dict[str
 
 def _left_out(unreadable: Sequence[str]) -> list[str]:
     shown = ", ".join(unreadable[:3]) + (", …" if len(unreadable) > 3 else "")
-    images = "1 image" if len(unreadable) == 1 else f"{len(unreadable)} images"
-    return [f"{images} can't be read, left out: {shown}"] if unreadable else []
+    return [f"{numbered(len(unreadable), 'image')} can't be read, left out: {shown}"] if unreadable else []
 
 
 def _find_batch(session: Session, trial: Trial) -> int:

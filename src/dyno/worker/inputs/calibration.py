@@ -71,7 +71,7 @@ class CalibrationImages:
             raise UserError(f"the data set {self.data.name} has no {self.data.split} split, which int8 needs")
         self._images = Images(self.data, recipe.model.preprocess, channels_last(self.input.shape))
         _check_shape(self.input, self._images.shape, self.data.name)
-        self._requested = _read_sample_count(recipe)
+        self._requested = int(recipe.options.get("samples", SAMPLES))
         self.available, self.count = len(self._images), min(len(self._images), self._requested)
         if not self.count:
             raise UserError(f"the {self.data.split} split of {self.data.name} is empty; {NO_DATA}")
@@ -111,7 +111,7 @@ class CalibrationInputs:
     def __init__(self, recipe: Recipe, parent: Artifact) -> None:
         self._recipe, self._parent = recipe, parent
         self._specs = [spec for spec in recipe.model.inputs if spec.dtype]
-        self._requested = _read_sample_count(recipe)
+        self._requested = int(recipe.options.get("samples", SAMPLES))
         # Beside drawn values the rows are fed again and again, each time with others.
         drawn = len(self._from_files) < len(self._specs)
         axes = {spec.name: recipe.dims.batch_axis(spec.name, spec.shape) for spec in self._from_files}
@@ -161,13 +161,6 @@ def _describe_source(spec: InputSpec) -> str:
     if spec.feeds:
         return Path(spec.feeds).name
     return "random" if spec.low is None else f"random, {spec.low:g} to {spec.high:g}"
-
-
-def _read_sample_count(recipe: Recipe) -> int:
-    samples = recipe.options.get("samples", SAMPLES)
-    if not isinstance(samples, int) or samples < 1:
-        raise UserError(f"samples is {samples!r}; int8 calibration takes a whole number of at least 1")
-    return samples
 
 
 def _image_input(parent: Artifact) -> Tensor:

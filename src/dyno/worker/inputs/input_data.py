@@ -21,7 +21,7 @@ from dyno.worker.inputs.specs import (
     is_image,
     static_shapes,
 )
-from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError
+from dyno.worker.spec import DataSpec, Dims, InputSpec, Option, Preprocess, Tensor, UserError, check_known
 
 FEEDS = 4  # different batches that timing with copies rotates through, so that no cache serves one batch for ever
 ONLY = "input"  # what a module's one input is called, here and in the files that Dyno exports
@@ -113,9 +113,8 @@ def pixel_scale(preprocess: Preprocess, channels: int) -> tuple[np.ndarray, np.n
 
 def wants_pixels(options: Mapping[str, Option]) -> bool:
     """Return whether the option `input` requests raw pixels; raise a `UserError` unless it is float32 or uint8."""
-    value = options.get("input", "float32")
-    if value not in READ:
-        raise UserError(f"unknown input {value!r}; it is one of {', '.join(READ)}")
+    value = str(options.get("input", "float32"))
+    check_known("input", value, READ)
     return value == "uint8"
 
 

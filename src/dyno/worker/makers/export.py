@@ -7,6 +7,7 @@ import inspect
 import io
 import time
 import warnings
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -21,7 +22,6 @@ from dyno.worker.inputs import input_data
 from dyno.worker.inputs.specs import REFUSALS, arguments, has_batch, tensors
 from dyno.worker.makers.control_flow import batch_limit, check_control_flow, follow_batch, traced_values
 from dyno.worker.makers.verify import (
-    DOUBT,
     Case,
     ExportSource,
     RefusedGraph,
@@ -31,9 +31,10 @@ from dyno.worker.makers.verify import (
     verified,
 )
 from dyno.worker.nets import file_facts, models
-from dyno.worker.onnx_graph.file import artifact, import_onnx, operators_of, opset_of, prepare_given, read_io
+from dyno.worker.onnx_graph.file import artifact, import_onnx, prepare_given, read_io, read_model
+from dyno.worker.onnx_graph.fold import has_close_outputs
 from dyno.worker.onnx_graph.graph_facts import graphs_in
-from dyno.worker.onnx_graph.repair import lower_file
+from dyno.worker.onnx_graph.repair import WHOLE, lower_file, read_opset
 from dyno.worker.sessions.torch_support import first_line, import_torch, memory_errors, named_outputs, positional
 from dyno.worker.spec import (
     BATCH,
@@ -46,6 +47,7 @@ from dyno.worker.spec import (
     Runtime,
     Tensor,
     UserError,
+    check_known,
     shorten,
 )
 
@@ -180,7 +182,6 @@ OTHER_BATCHES = (1, 3)
 LARGER_BATCHES, LARGER_B = (17, 5), 32 << 20
 REAL_IMAGES = 8
 NETWORKS = ("torchvision", "timm", "ultralytics")  # libraries that may have the module
-PROTOBUF_LIMIT = 2**31 - 2**26  # a protobuf file ends at 2 GiB; the rest is room for the graph
 
 
 def exported(
@@ -231,7 +232,9 @@ ONNX_EXPORT = OnnxExport()
 def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
     torch = import_torch()
     import_onnx()
-    exporters, opset = _read_options(recipe.options)
+    exporter, opset = recipe.options.get("exporter", EXPORTERS[0]), int(recipe.options.get("opset", OPSET))
+    check_known("exporter", str(exporter), EXPORTERS)
+    exporters: tuple[str, ...] = EXPORTERS[1:] if exporter == EXPORTERS[0] else (str(exporter),)
     torch.set_num_threads(recipe.runtime.threads)
     detects = models.is_torchvision_detector(recipe.model)
     if detects:
@@ -270,11 +273,12 @@ def _export_module(recipe: Recipe, path: Path) -> MakerFacts:
                 attempts.append((exporter, LATER))
             continue
         notes += doubtful(checked)
+        written = read_model(str(path))
         return replace(
             made_by,
             exporter=exporter,
-            opset=opset_of(path),
-            operators=operators_of(path),
+            opset=read_opset(written),
+            operators=dict(Counter(node.op_type for node in written.graph.node).most_common()),
             fixed_batch=not source.free_batch,
             verified=checked,
             warnings=tuple(notes),
@@ -321,16 +325,6 @@ def _of_detector(recipe: Recipe, exporters: tuple[str, ...]) -> tuple[str, ...]:
     if recipe.dims.batch != 1:
         raise UserError(f"{models.TAKES_ONE_IMAGE}; export with a fixed batch (--batch 1)")
     return exporters if "exporter" in recipe.options else ("torchscript",)
-
-
-def _read_options(options: Mapping[str, Option]) -> tuple[tuple[str, ...], int]:
-    exporter, opset = options.get("exporter", "auto"), options.get("opset", OPSET)
-    if exporter not in EXPORTERS:
-        raise UserError(f"unknown exporter {exporter!r}; it is one of {', '.join(EXPORTERS)}")
-    if not isinstance(opset, int) or opset not in OPSET_RANGE:
-        raise UserError(f"opset is {opset!r}; it must be {WRITTEN}")
-    chosen = EXPORTERS[1:] if exporter == "auto" else (str(exporter),)
-    return chosen, opset
 
 
 def _make_source(torch: Any, module: Any, recipe: Recipe, rows: bool) -> ExportSource:
@@ -386,11 +380,7 @@ def _run_case(torch: Any, module: Any, model: ModelSpec, feeds: dict[str, np.nda
 def _has_changing_outputs(torch: Any, module: Any, model: ModelSpec, case: Case) -> bool:
     """Return whether one more call gives other outputs."""
     again = _run_case(torch, module, model, case.feeds)[1].outputs
-    return not all(
-        again[name].shape == array.shape
-        and np.allclose(again[name], array, DOUBT, DOUBT * np.abs(array).max(initial=0.0), equal_nan=True)
-        for name, array in case.outputs.items()
-    )
+    return not has_close_outputs([*case.outputs.values()], [*again.values()])
 
 
 def _verify_larger(torch: Any, module: Any, recipe: Recipe, source: ExportSource, path: Path) -> list[str]:
@@ -515,7 +505,7 @@ def _refuse_batch_limit(torch: Any, source: ExportSource, exported_program: Any,
 def _is_huge(module: Any) -> bool:
     stored = module.state_dict().values()  # of quantised modules also types, and weights that are packed
     size: int = sum(t.numel() * t.element_size() for t in stored if hasattr(t, "element_size"))
-    return size > PROTOBUF_LIMIT
+    return size > WHOLE
 
 
 def _last_line(e: BaseException) -> str:

@@ -24,7 +24,7 @@ from dyno.worker.facts.files import MakerFacts, OutputCheck
 from dyno.worker.inputs.calibration import CalibrationImages, example
 from dyno.worker.onnx_graph.check import compared, outputs
 from dyno.worker.onnx_graph.placement import decoding
-from dyno.worker.onnx_graph.repair import keep_metadata
+from dyno.worker.onnx_graph.repair import with_metadata
 from dyno.worker.spec import Artifact, DataSpec, Option, Recipe, Runtime, Unavailable, UserError
 
 RUNTIME = "modelopt"  # the name that an interpreter is given for this step
@@ -61,8 +61,7 @@ class OnnxModelopt(Maker):
         shape, and for a result that isn't finite.
         """
         started = time.perf_counter()
-        if parent is None:
-            raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
+        assert parent is not None
         method = str(recipe.options.get("method", "minmax"))
         if method not in METHODS:
             raise UserError(f"nvidia-modelopt has no calibration method {method!r}; it has {', '.join(METHODS)}")
@@ -115,7 +114,7 @@ def _quantise_file(parent: Artifact, recipe: Recipe, method: str, images: Calibr
             log_level="ERROR",
         )
         shutil.move(Path(scratch) / "made.onnx", path)
-    keep_metadata(path, model)
+    onnx.save(with_metadata(onnx.load(path, load_external_data=False), model), path)
     return len(head)
 
 

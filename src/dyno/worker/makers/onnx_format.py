@@ -8,9 +8,10 @@ from functools import partial
 from pathlib import Path
 
 from dyno.worker.backend import FileContents, FileFormat
-from dyno.worker.makers.precision import converted
+from dyno.worker.makers.precision import VALUES, converted
 from dyno.worker.nets import file_facts, flops
 from dyno.worker.onnx_graph import file, graph_facts
+from dyno.worker.option_values import check_values
 from dyno.worker.spec import Option, Recipe, Trial
 
 
@@ -29,6 +30,7 @@ class OnnxFormat(FileFormat):
 
     def recipe(self, trial: Trial) -> Recipe:
         """Return the file's recipe for the engine in the option `target`, with a free batch where the trial's is 0."""
+        check_values(self.name, trial.options, VALUES)
         return converted(trial, str(trial.options.get("target", "onnxruntime")), trial.dims.batch)
 
     def read(self, path: str, trial: Trial) -> FileContents:
@@ -36,7 +38,9 @@ class OnnxFormat(FileFormat):
         inputs, outputs = file.read_io(path)
         if inputs:
             file.check(path)
-        metadata, facts = file.read_metadata(path), file.read_facts(path)
+        model = file.read_model(path)
+        metadata = {entry.key: entry.value for entry in model.metadata_props}
+        facts = graph_facts.read_graph_facts(model)
         return FileContents(
             inputs,
             outputs,

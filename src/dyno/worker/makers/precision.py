@@ -28,11 +28,11 @@ from dyno.worker.makers.sensitivity import layers_to_keep, ranked
 from dyno.worker.onnx_graph.check import compared, outputs
 from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.fold import folded, lifted
-from dyno.worker.onnx_graph.graph_facts import list_files_beside, read_graph_facts
+from dyno.worker.onnx_graph.graph_facts import add_weight, list_files_beside, read_graph_facts, set_nodes
 from dyno.worker.onnx_graph.half_precision import to_bf16, to_fp16
 from dyno.worker.onnx_graph.int8 import METHOD, METHODS, to_int8
 from dyno.worker.onnx_graph.placement import JOINTS
-from dyno.worker.onnx_graph.repair import keep_metadata, to_fp32, with_metadata
+from dyno.worker.onnx_graph.repair import to_fp32, with_metadata
 from dyno.worker.option_values import Check, flag, number, one_of, whole
 from dyno.worker.spec import (
     Artifact,
@@ -44,6 +44,7 @@ from dyno.worker.spec import (
     Trial,
     Unavailable,
     UserError,
+    check_known,
     numbered,
     shorten,
 )
@@ -76,7 +77,7 @@ class OnnxStatic(Maker):
         _forget_shapes(model.graph)
         model_inputs, preprocess = recipe.model.inputs, recipe.model.preprocess
         feeds = next(input_data.batches(DataSpec(), preprocess, parent.inputs, recipe.dims, 1, model_inputs))
-        typed = {name: feeds[name].astype(_find_dtype(parent, name)) for name in shapes}
+        typed = {tensor.name: feeds[tensor.name].astype(tensor.dtype) for tensor in parent.inputs}
         slim, fold_warnings = folded(model, typed, folder)
         onnx.save(with_metadata(slim, model), path)
         read, written = read_io(str(path))
@@ -86,10 +87,6 @@ class OnnxStatic(Maker):
 
 
 ONNX_STATIC = OnnxStatic()
-
-
-def _find_dtype(parent: Artifact, name: str) -> str:
-    return next(tensor.dtype for tensor in parent.inputs if tensor.name == name)
 
 
 def _forget_shapes(graph: Any) -> None:
@@ -132,8 +129,7 @@ class OnnxInput(Maker):
         import onnx
 
         started = time.perf_counter()
-        if parent is None:
-            raise UserError("input=uint8 is made from an ONNX file: give one, or a PyTorch model")
+        assert parent is not None
         image = _find_image(parent)
         channel = axes(image.shape)[0]
         beside = [-1 if axis == channel else 1 for axis in range(4)]
@@ -184,24 +180,20 @@ def _prepend_nodes(graph: Any, name: str, scale: np.ndarray, offset: np.ndarray)
             if read == name:
                 node.input[k] = normalised
     value.type.tensor_type.elem_type = kinds.UINT8
-    graph.initializer.extend(
-        [
-            onnx.numpy_helper.from_array(scale, f"{name}_scale_of_pixels"),
-            onnx.numpy_helper.from_array(offset, f"{name}_offset_of_pixels"),
-        ]
+    by, plus = (
+        add_weight(graph, f"{name}_scale_of_pixels", scale),
+        add_weight(graph, f"{name}_offset_of_pixels", offset),
     )
     node = onnx.helper.make_node
     last = normalised if wanted == kinds.FLOAT else f"{normalised}_float32"
     front = [
         node("Cast", [name], [f"{name}_pixels"], f"{name}_cast", to=kinds.FLOAT),
-        node("Mul", [f"{name}_pixels", f"{name}_scale_of_pixels"], [f"{name}_scaled"], f"{name}_scale"),
-        node("Add", [f"{name}_scaled", f"{name}_offset_of_pixels"], [last], f"{name}_offset"),
+        node("Mul", [f"{name}_pixels", by], [f"{name}_scaled"], f"{name}_scale"),
+        node("Add", [f"{name}_scaled", plus], [last], f"{name}_offset"),
     ]
     if last != normalised:
         front.append(node("Cast", [last], [normalised], f"{name}_to_graph", to=wanted))
-    nodes = [*front, *(type(n).FromString(n.SerializeToString()) for n in graph.node)]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    set_nodes(graph, [*front, *graph.node])
 
 
 def _check_outputs(path: Path, recipe: Recipe, parent: Artifact, image: Tensor) -> OutputCheck:
@@ -259,8 +251,7 @@ def converted(trial: Trial, target: str, batch: int = 0) -> Recipe:
 
 def _lower_recipe(trial: Trial, target: str, parent: Recipe) -> Recipe:
     precision, quantizer = trial.precision, str(trial.options.get("quantizer", QUANTIZERS[0]))
-    if quantizer not in QUANTIZERS:
-        raise UserError(f"unknown quantizer {quantizer!r}; it is one of {', '.join(QUANTIZERS)}")
+    check_known("quantizer", quantizer, QUANTIZERS)
     if precision == trial.model.precision:
         return replace(parent, precision=precision)
     if trial.model.precision in HALVES:
@@ -298,8 +289,6 @@ def _lower_recipe(trial: Trial, target: str, parent: Recipe) -> Recipe:
 def _read_keep_option(trial: Trial) -> dict[str, Option]:
     """Return the option `keep` of the conversion; {} if no layer is to be kept in a higher type."""
     count = trial.options.get("keep", 0)
-    if not isinstance(count, int) or isinstance(count, bool) or count < 0:
-        raise UserError(f"keep is {count!r}; it must be the number of layers to keep in a higher type, 0 or more")
     if count and trial.precision == "bf16":
         raise UserError("keep=N is for fp16 and int8; bf16 has the range of fp32")
     return {"keep": count} if count else {}
@@ -318,32 +307,30 @@ class OnnxPrecision(Maker):
         an unknown method or target, and a result that overflows.
         """
         started = time.perf_counter()
-        versions = _read_versions(self.requires)
+        versions, onnx = _read_versions(self.requires), import_onnx()
         conversions = {"fp32": to_fp32, "fp16": to_fp16, "bf16": to_bf16, "int8": to_int8}
         convert = conversions.get(recipe.precision)
         if convert is None:
             raise UserError(
                 f"an ONNX graph can't be made {recipe.precision} here (it can be made {', '.join(conversions)})"
             )
-        if parent is None:
-            raise UserError(f"{recipe.precision} is made from an ONNX file in fp32: give one, or a PyTorch model")
+        assert parent is not None
         model, path = lifted(_read_model(parent.path)), folder / "model.onnx"
         parents_count = parent.made_by.parameters
         parameters = read_graph_facts(model).parameters if parents_count is None else parents_count
         before, _ = outputs(parent.path, example(recipe, parent), parent.precision)
         higher = layers_to_keep(recipe, parent)
         keywords = {"higher": [layer.node for layer in higher]} if higher else {}
-        converted = convert(model, recipe, parent, path, **keywords)
-        keep_metadata(path, model)
-        left = _check_conversion(
-            import_onnx().load(path, load_external_data=False), recipe.precision, recipe.model.name
-        )
+        converted, facts = convert(model, recipe, parent, folder, **keywords)
+        onnx.checker.check_model(converted, full_check=True)
+        onnx.save(with_metadata(converted, model), path)
+        left = _check_conversion(converted, recipe.precision, recipe.model.name)
         made_by = replace(
-            converted,
+            facts,
             backend=self.name,
             options=dict(recipe.options),
             versions=versions,
-            warnings=(*converted.warnings, *left),
+            warnings=(*facts.warnings, *left),
             parameters=parameters,
             kept=tuple(higher),
             ranked=len(parent.made_by.ranking) if higher else None,

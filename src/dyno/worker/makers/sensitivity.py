@@ -17,6 +17,7 @@ from dyno.worker.facts.files import MakerFacts, RankedLayer
 from dyno.worker.inputs.calibration import calibration_of, example
 from dyno.worker.onnx_graph.check import session
 from dyno.worker.onnx_graph.fold import lifted
+from dyno.worker.onnx_graph.graph_facts import add_weight, copied, set_nodes
 from dyno.worker.onnx_graph.half_precision import sensitive
 from dyno.worker.onnx_graph.int8 import CalibratedGraph, Scheme, observed
 from dyno.worker.onnx_graph.placement import LINEAR, channel_axis, named, sites
@@ -53,8 +54,7 @@ def rank(
     layers = []
     for done, (name, change) in enumerate(changes.items()):
         report(done, len(changes))
-        copy = type(model)()
-        copy.CopyFrom(model)
+        copy = copied(model)
         change(copy.graph)
         ratio = sqnr(exact, _compute_outputs(copy, feeds, threads))
         layers.append(RankedLayer(name, kinds[name], round(ratio, 2)))
@@ -117,8 +117,7 @@ def _round_activation(graph: Any, node: Any, k: int, span: tuple[float, float], 
     scale = ((high - low) / 255 if unsigned else max(-low, high) / 127) or 1.0
     zero = np.uint8(round(-low / scale)) if unsigned else np.int8(0)
     read = f"{node.name}_{k}"
-    arrays = {f"{read}_scale": np.float32(scale), f"{read}_zero": zero}
-    graph.initializer.extend(onnx.numpy_helper.from_array(np.asarray(a), n) for n, a in arrays.items())
+    arrays = add_weight(graph, f"{read}_scale", np.float32(scale)), add_weight(graph, f"{read}_zero", zero)
     pair = [
         onnx.helper.make_node("QuantizeLinear", [node.input[k], *arrays], [f"{read}_q"]),
         onnx.helper.make_node("DequantizeLinear", [f"{read}_q", *arrays], [f"{read}_dq"]),
@@ -199,18 +198,12 @@ def _read_array(tensor: Any) -> np.ndarray:
 
 def _replace_weight(graph: Any, node: Any, k: int, values: np.ndarray) -> None:
     """Give the node its own copy of the weight, which other nodes may read."""
-    import onnx
-
-    node.input[k] = f"{node.name}_{k}_rounded"
-    graph.initializer.append(onnx.numpy_helper.from_array(values, node.input[k]))
+    node.input[k] = add_weight(graph, f"{node.name}_{k}_rounded", values)
 
 
 def _insert_nodes(graph: Any, node: Any, before: Sequence[Any], after: Sequence[Any]) -> None:
     place = next(i for i, n in enumerate(graph.node) if n.name == node.name)
-    for k, new in enumerate(before):
-        graph.node.insert(place + k, new)
-    for k, new in enumerate(after):
-        graph.node.insert(place + len(before) + 1 + k, new)
+    set_nodes(graph, [*graph.node[:place], *before, node, *after, *graph.node[place + 1 :]])
 
 
 def ranked(parent: Recipe, precision: str, data: DataSpec | None, options: dict[str, Option]) -> Recipe:
@@ -230,12 +223,11 @@ class OnnxSensitivity(Maker):
     def make(self, recipe: Recipe, parent: Artifact | None, folder: Path) -> Artifact:
         """Write the FP32 graph that the ranking's names are of; `made_by.ranking` lists them.
 
-        FOLDER/stage says how far it is. Raises `UserError` without a parent and for calibration data that is missing or
-        of another shape than the model reads.
+        FOLDER/stage says how far it is. Raises `UserError` for calibration data that is missing or of another shape
+        than the model reads.
         """
         started = time.perf_counter()
-        if parent is None:
-            raise UserError("layers are ranked in an ONNX file: give one, or a PyTorch model")
+        assert parent is not None
         model, changes = _prepare_graph(recipe, parent, folder)
         feeds = _load_feeds(recipe, parent)
 

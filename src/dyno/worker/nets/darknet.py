@@ -39,41 +39,23 @@ class CfgSection:
         """Return an option, or its default if it isn't set."""
         return self.options.get(name, default)
 
-    def number(self, name: str, default: int | None = None, least: int = 0, most: int = 1 << 16) -> int:
-        """Return an option as a whole number.
+    def number(self, name: str, default: Value, least: float = 0, most: float = 1 << 16) -> Value:
+        """Return an option as a number, a whole one where the default is.
 
-        Raises an error if it is missing without a default, no number, or beyond the limits.
+        Raises an error if it is no number, or beyond the limits.
         """
-        return self._read_number(name, default, int, least, most)
-
-    def real(self, name: str, default: float) -> float:
-        """Return an option as a number."""
-        return self._read_number(name, default, float, -1e9, 1e9)
-
-    def numbers(self, name: str) -> list[int]:
-        """Return an option's whole numbers, separated by commas; [] if it isn't set."""
-        return self._read_list(name, int)
-
-    def reals(self, name: str) -> list[float]:
-        """Return an option's numbers, separated by commas; [] if it isn't set."""
-        return self._read_list(name, float)
-
-    def _read_number(
-        self, name: str, default: Value | None, read: Callable[[str], Value], least: float, most: float
-    ) -> Value:
         text = self.options.get(name)
         if text is None:
-            if default is None:
-                raise self.error(f"{name} is missing")
             return default
-        value = self._parse_value(name, text, read)
+        value = self._parse_value(name, text, type(default))
         if not least <= value <= most:
             raise self.error(f"{name}={text} must be between {least:g} and {most:g}")
         return value
 
-    def _read_list(self, name: str, read: Callable[[str], Value]) -> list[Value]:
+    def numbers(self, name: str, kind: type[Value]) -> list[Value]:
+        """Return an option's numbers, separated by commas; [] if it isn't set."""
         parts = [part.strip() for part in self.text(name).split(",")]
-        return [self._parse_value(name, part, read) for part in parts if part]
+        return [self._parse_value(name, part, kind) for part in parts if part]
 
     def _parse_value(self, name: str, text: str, read: Callable[[str], Value]) -> Value:
         try:
@@ -229,11 +211,11 @@ def shortcut(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOut
 def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]) -> LayerOutput:
     """Add the boxes of a grid's cells: see `boxes`."""
     (value,) = inputs
-    classes, pixels = section.number("classes", 20, 1), section.reals("anchors")
+    classes, pixels = section.number("classes", 20, 1), section.numbers("anchors", float)
     if len(pixels) % 2:
         raise section.error(f"anchors are pairs of width and height, and {len(pixels)} numbers are given")
     anchors = [*zip(pixels[::2], pixels[1::2], strict=True)]
-    mask = section.numbers("mask") or list(range(len(anchors)))
+    mask = section.numbers("mask", int) or list(range(len(anchors)))
     if not anchors or not all(0 <= k < len(anchors) for k in mask):
         raise section.error(f"mask={section.text('mask')} must name some of the {len(anchors)} anchors, from 0")
     needed = len(mask) * (BOX + 1 + classes)
@@ -241,7 +223,7 @@ def yolo(place: LayerContext, section: CfgSection, inputs: Sequence[LayerOutput]
         raise section.error(
             f"the layer before it has {value.channels} channels; {len(mask)} anchors of {classes} classes need {needed}"
         )
-    scale, activated = section.real("scale_x_y", 1.0), bool(section.number("new_coords", 0))
+    scale, activated = section.number("scale_x_y", 1.0, -1e9, 1e9), bool(section.number("new_coords", 0))
     chosen = [anchors[k] for k in mask]
     node = place.graph.call_function(boxes, (value.node, chosen, int(value.stride), scale, activated))
     return LayerOutput(node, BOX + classes, value.stride, classes)
@@ -407,11 +389,8 @@ def image_config(model: ModelSpec, path: str) -> tuple[Preprocess | None, tuple[
     """Return the preprocessing of images (None without a yolo layer), and the height and width in its [net]."""
     head, *sections = read_cfg(path)
     boxes = any(section.kind == "yolo" for section in sections)
-    return find_task("detect").preprocess(model.channels) if boxes else None, _read_size(head)
-
-
-def _read_size(head: CfgSection) -> tuple[int, int]:
-    return head.number("height", 416, 1, LARGEST), head.number("width", 416, 1, LARGEST)
+    size = head.number("height", 416, 1, LARGEST), head.number("width", 416, 1, LARGEST)
+    return find_task("detect").preprocess(model.channels) if boxes else None, size
 
 
 def _build_network(path: str) -> Any:
@@ -449,7 +428,7 @@ def _find_inputs(number: int, section: CfgSection, image: LayerOutput, values: l
     if section.kind not in REFERS:
         return [before]
     option = REFERS[section.kind]
-    named = section.numbers(option)
+    named = section.numbers(option, int)
     places = [number + k if k < 0 else k for k in named]
     if not places or not all(0 <= k < number for k in places):
         raise section.error(f"{option}={section.text(option)} must name layers before it, which are 0 to {number - 1}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ast
 import contextlib
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -84,9 +84,9 @@ def _parse_size(size: Any) -> list[int] | None:
     return [*both] if fits else None
 
 
-def _parse_value(text: str) -> Any:
+def _parse_value(text: str | None) -> Any:
     try:
-        return ast.literal_eval(text)
+        return ast.literal_eval(text) if text else None
     except (ValueError, SyntaxError):
         return None
 
@@ -107,18 +107,18 @@ def read_purpose(metadata: Mapping[str, str]) -> Purpose:
     purpose = Purpose()
     if metadata.get("task") in tasks.names():
         purpose = replace(purpose, task=metadata["task"])
-    names, points = _parse_literal(metadata.get("names")), _parse_literal(metadata.get("kpt_shape"))
+    names, points = _parse_value(metadata.get("names")), _parse_value(metadata.get("kpt_shape"))
     if isinstance(names, (dict, list, tuple)) and names:
         purpose = replace(purpose, classes=len(names))
     if isinstance(points, (list, tuple)) and points:
         purpose = replace(purpose, keypoints=tuple(int(n) for n in points))
-    if "inputs" in metadata:
+    readers: dict[str, Callable[[Any], Any]] = {
+        "inputs": lambda specs: tuple(from_json(InputSpec, spec) for spec in specs),
+        "preprocess": lambda settings: from_json(Preprocess, settings),
+    }
+    for name in readers.keys() & metadata.keys():
         with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
-            inputs = tuple(from_json(InputSpec, spec) for spec in json.loads(metadata["inputs"]))
-            purpose = replace(purpose, inputs=inputs)
-    if "preprocess" in metadata:
-        with contextlib.suppress(ValueError, TypeError, AttributeError, UserError):  # another program's idea of the key
-            purpose = replace(purpose, preprocess=from_json(Preprocess, json.loads(metadata["preprocess"])))
+            purpose = replace(purpose, **{name: readers[name](json.loads(metadata[name]))})
     return purpose
 
 
@@ -163,10 +163,3 @@ def find_task_facts(model: ModelSpec, requested: str, metadata: Purpose, outputs
     # A classifier by --task alone keeps its preprocessing.
     complete = bool(metadata.set_fields()) or task.labels == "objects"
     return replace(task.layout(model, metadata, outputs), task=name, preprocess=preprocess if complete else None)
-
-
-def _parse_literal(text: str | None) -> Any:
-    try:
-        return ast.literal_eval(text) if text else None
-    except (ValueError, SyntaxError):
-        return None

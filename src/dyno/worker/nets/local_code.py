@@ -24,13 +24,13 @@ def sha256_with_imports(file: Path) -> str:
 
     Imports by a name that is computed at run time, or from elsewhere on the path, are not included.
     """
-    own = _hash_file(file)
+    own = hash_file(file)
     beside = local_files(file)
     if not beside:
         return own
     total = hashlib.sha256(own.encode())
     for path in beside:
-        total.update(f"\n{path.relative_to(_find_root(file)).as_posix()} {_hash_file(path)}".encode())
+        total.update(f"\n{path.relative_to(_find_root(file)).as_posix()} {hash_file(path)}".encode())
     return total.hexdigest()
 
 
@@ -79,8 +79,13 @@ def _find_files(root: Path, name: tuple[str, ...]) -> Iterator[Path]:
                 break
 
 
-def _hash_file(path: Path) -> str:
-    return hashlib.sha256(path.read_bytes()).hexdigest()
+def hash_file(path: str | Path) -> str:
+    """Return the sha256 of the file's content."""
+    digest = hashlib.sha256()
+    with open(path, "rb") as f:
+        while chunk := f.read(1 << 20):
+            digest.update(chunk)
+    return digest.hexdigest()
 
 
 def load_module(location: str, source: str) -> Any:

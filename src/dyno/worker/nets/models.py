@@ -7,7 +7,8 @@ import difflib
 import hashlib
 import importlib
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -35,16 +36,6 @@ def list_detectors(torchvision: Any) -> list[str]:
     return listed
 
 
-def list_size_options(name: str, dims: Dims | None) -> dict[str, int]:
-    """Return the builder's options for a network at the size of `dims`; {} for networks of a fixed size (SSD).
-
-    Without them it works at 800 pixels, whatever its input.
-    """
-    if dims is None or name.startswith("ssd"):
-        return {}
-    return {"min_size": min(dims.height, dims.width), "max_size": max(dims.height, dims.width)}
-
-
 def read_detector_size(torchvision: Any, name: str) -> tuple[int, int]:
     """Return the height and width at which the network works by itself, for square images."""
     with torchvision.torch.device("meta"):
@@ -68,14 +59,11 @@ def init_detector(torch: Any, module: Any, height: int, width: int) -> None:
     ) -> None:  # a head that serves several scales is held to the widest
         measured[layer] = max(measured.get(layer, 0.0), float(out.double().std()))
 
-    hooks = [layer.register_forward_hook(measure_deviation) for layer in _find_scoring_layers(torch, module)]
     image = (0.5 + random_weights.noise(torch, 3, height, width)[:1].float() / 4).clamp(0, 1)
-    try:
-        with torch.no_grad(), one_thread(torch):
-            module.eval()(image)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with ExitStack() as hooks, torch.no_grad(), one_thread(torch):
+        for layer in _find_scoring_layers(torch, module):
+            hooks.enter_context(layer.register_forward_hook(measure_deviation))
+        module.eval()(image)
     with torch.no_grad():
         for layer, deviation in measured.items():
             layer.weight.mul_(2.0 ** round(torch.tensor(SPREAD / max(deviation, 1e-9)).log2().item()))
@@ -270,10 +258,7 @@ def _import_library(name: str) -> Any:
 
 
 def _build_torchvision(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> Any:
-    torchvision = _import_library("torchvision")
-    library = torchvision.models
-    if name not in library.list_models():
-        raise UserError(_describe_unknown("torchvision", name, library.list_models()))
+    library = _find_library("torchvision", name).models
     if model.channels != 3:
         raise UserError(
             f"{model.source} has 3 input channels, not {model.channels}; write a function, give it as FILE.py:FUNCTION"
@@ -282,9 +267,8 @@ def _build_torchvision(model: ModelSpec, name: str, dims: Dims | None, classes: 
     if "init_weights" in inspect.signature(library.get_model_builder(name)).parameters:
         options["init_weights"] = True  # the default, but without its warning
     options |= torchvision_options(name, dims)
-    if model.pretrained:
-        return _load_published(model, lambda: library.get_model(name, weights="DEFAULT", **options))
-    return library.get_model(name, weights=None, **options)
+    weights = "DEFAULT" if model.pretrained else None
+    return _load_published(model, lambda: library.get_model(name, weights=weights, **options))
 
 
 def torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
@@ -294,15 +278,14 @@ def torchvision_options(name: str, dims: Dims | None) -> dict[str, Any]:
     options: dict[str, Any] = {}
     if "weights_backbone" in inspect.signature(builder).parameters:
         options["weights_backbone"] = None
-    if name in list_detectors(torchvision):
-        options |= list_size_options(name, dims)
+    # Without a size a detector works at 800 pixels, whatever its input; SSDs have a fixed one.
+    if dims is not None and name in list_detectors(torchvision) and not name.startswith("ssd"):
+        options |= {"min_size": min(dims.height, dims.width), "max_size": max(dims.height, dims.width)}
     return options
 
 
 def _build_timm(model: ModelSpec, name: str, dims: Dims | None, classes: int | None) -> Any:
-    timm = _import_library("timm")
-    if not timm.is_model(name):
-        raise UserError(_describe_unknown("timm", name, timm.list_models()))
+    timm = _find_library("timm", name)
     options = timm_options(model, name, dims, classes)
     try:
         return _load_published(model, lambda: timm.create_model(name, pretrained=model.pretrained, **options))
@@ -323,11 +306,11 @@ def timm_options(model: ModelSpec, name: str, dims: Dims | None, classes: int | 
 
 
 def _load_published(model: ModelSpec, create: Callable[[], Any]) -> Any:
-    if not model.pretrained:
-        return create()
     try:
         return create()
     except Exception as e:
+        if not model.pretrained:
+            raise
         # urllib, requests, httpx and the hub each have their own family of errors for "no network", and a weights
         # entry that is missing or doesn't fit is a ValueError or a RuntimeError: all of them end the same way.
         reason = (str(e) or type(e).__name__).splitlines()[0]
@@ -336,12 +319,16 @@ def _load_published(model: ModelSpec, create: Callable[[], Any]) -> Any:
         ) from e
 
 
-def _describe_unknown(library: str, name: str, names: Iterable[str]) -> str:
-    near = difflib.get_close_matches(name, list(names), 1, NEAR)
-    module = {"torchvision": "torchvision.models", "timm": "timm"}[library]
-    listed = f'list them with: python -c "import {module} as m; print(*m.list_models())"'
-    hint = f"did you mean {library}:{near[0]}?" if near else listed
-    return f"{library} has no model {name!r}; {hint}"
+def _find_library(library: str, name: str) -> Any:
+    """Return torchvision or timm; raise a `UserError` with the nearest name unless it has a model of that name."""
+    imported, module = _import_library(library), {"torchvision": "torchvision.models", "timm": "timm"}[library]
+    names = _import_library(module).list_models()
+    if not (name in names or (library == "timm" and imported.is_model(name))):
+        near = difflib.get_close_matches(name, names, 1, NEAR)
+        listed = f'list them with: python -c "import {module} as m; print(*m.list_models())"'
+        hint = f"did you mean {library}:{near[0]}?" if near else listed
+        raise UserError(f"{library} has no model {name!r}; {hint}")
+    return imported
 
 
 def _find_function(model: ModelSpec) -> Callable[..., Any]:
@@ -388,24 +375,15 @@ def _has_parameter(function: Callable[..., Any], name: str) -> bool:
 
 
 def _check_unchanged(path: str, sha256: str, what: str) -> None:
-    if not sha256 or not Path(path).is_file():
-        return
-    with open(path, "rb") as f:
-        digest = hashlib.sha256()
-        while chunk := f.read(1 << 20):
-            digest.update(chunk)
-    if digest.hexdigest() != sha256:
+    if sha256 and Path(path).is_file() and local_code.hash_file(path) != sha256:
         raise UserError(f"{what} {path} changed since the study was planned; run the same command again")
 
 
 def _torchvision_config(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
-    torchvision = _import_library("torchvision")
-    library = torchvision.models
-    if name not in library.list_models():
-        raise UserError(_describe_unknown("torchvision", name, library.list_models()))
+    torchvision = _find_library("torchvision", name)
     if name in list_detectors(torchvision):
         return tasks.find("detect").preprocess(3), read_detector_size(torchvision, name)
-    weights = library.get_model_weights(name)
+    weights = torchvision.models.get_model_weights(name)
     transforms: Any = weights.DEFAULT.transforms() if len(weights) else None
     if not hasattr(transforms, "mean") or not hasattr(transforms, "crop_size"):
         return None, None  # segmentation models resize inside
@@ -416,10 +394,7 @@ def _torchvision_config(name: str) -> tuple[Preprocess | None, tuple[int, int] |
 
 
 def _timm_config(name: str) -> tuple[Preprocess | None, tuple[int, int] | None]:
-    timm = _import_library("timm")
-    if not timm.is_model(name):
-        raise UserError(_describe_unknown("timm", name, timm.list_models()))
-    config = timm.get_pretrained_cfg(name)
+    config = _find_library("timm", name).get_pretrained_cfg(name)
     if config is None:
         return None, None
     settings = _import_library("timm.data").resolve_data_config(pretrained_cfg=dataclasses.asdict(config))

@@ -116,14 +116,11 @@ def _damp_branches(torch: Any, module: Any, norms: list[Any], image: Any) -> Non
     def count_norm(norm: Any, args: tuple[Any, ...], out: Any) -> None:
         out.passed = getattr(args[0], "passed", (0, None))[0] + 1, norm
 
-    hooks = [norm.register_forward_hook(count_norm) for norm in norms]
-    try:
-        # A head that refuses so small an image comes after the branches.
-        with torch.no_grad(), BranchFinder(), contextlib.suppress(*REFUSALS):
-            module(image)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    # A head that refuses so small an image comes after the branches.
+    with contextlib.ExitStack() as hooks, torch.no_grad(), BranchFinder(), contextlib.suppress(*REFUSALS):
+        for norm in norms:
+            hooks.enter_context(norm.register_forward_hook(count_norm))
+        module(image)
     for norm in ends:
         if norm.weight is not None:
             norm.weight.data.mul_(DAMPED)
@@ -157,14 +154,11 @@ def noise(torch: Any, channels: int, height: int, width: int) -> Any:
 def _without_borders(torch: Any, module: Any) -> Iterator[None]:
     """Pad with the opposite side's pixels: zeros at the border would weigh more here than in a larger image."""
     kinds = torch.nn.Conv1d, torch.nn.Conv2d, torch.nn.Conv3d
-    padded = [(m, m.padding_mode) for m in module.modules() if isinstance(m, kinds)]
-    for layer, _ in padded:
-        layer.padding_mode = "circular"
-    try:
+    with contextlib.ExitStack() as undo:
+        for layer in (each for each in module.modules() if isinstance(each, kinds)):
+            undo.callback(setattr, layer, "padding_mode", layer.padding_mode)
+            layer.padding_mode = "circular"
         yield
-    finally:
-        for layer, mode in padded:
-            layer.padding_mode = mode
 
 
 @contextlib.contextmanager
@@ -173,17 +167,13 @@ def _in_float64(module: Any) -> Iterator[None]:
 
     A copy of the whole network would count towards the process's peak memory.
     """
-    hooks = []
-    for owner in module.modules():
-        if next(chain(owner.parameters(recurse=False), owner.buffers(recurse=False)), None) is not None:
-            hooks.append(owner.register_forward_pre_hook(lambda layer, _: layer.double() and None))
-            hooks.append(owner.register_forward_hook(lambda layer, _, out: layer.float() and None))
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(module.float)
+        for owner in module.modules():
+            if next(chain(owner.parameters(recurse=False), owner.buffers(recurse=False)), None) is not None:
+                undo.enter_context(owner.register_forward_pre_hook(lambda layer, _: layer.double() and None))
+                undo.enter_context(owner.register_forward_hook(lambda layer, _, out: layer.float() and None))
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-        module.float()
 
 
 @contextlib.contextmanager
@@ -192,7 +182,6 @@ def _measure_statistics(norms: list[Any]) -> Iterator[None]:
 
     `_AllMeasured` is raised after the last one.
     """
-    momenta = [norm.momentum for norm in norms]
     pending = set(norms)
 
     def mark_measured(norm: Any, _: Any, out: Any) -> None:
@@ -200,14 +189,13 @@ def _measure_statistics(norms: list[Any]) -> Iterator[None]:
         if not pending:
             raise _AllMeasured
 
-    hooks = [norm.register_forward_hook(mark_measured) for norm in norms]
-    for norm in norms:
-        norm.train().momentum = 1.0
-    try:
-        with contextlib.suppress(_AllMeasured):
-            yield
-    finally:
-        for hook, norm, momentum in zip(hooks, norms, momenta, strict=True):
-            hook.remove()
-            norm.eval().momentum = momentum
-            norm.num_batches_tracked.zero_()
+    def restore_norm(norm: Any, momentum: float | None) -> None:
+        norm.eval().momentum = momentum
+        norm.num_batches_tracked.zero_()
+
+    with contextlib.ExitStack() as undo, contextlib.suppress(_AllMeasured):
+        for norm in norms:
+            undo.enter_context(norm.register_forward_hook(mark_measured))
+            undo.callback(restore_norm, norm, norm.momentum)
+            norm.train().momentum = 1.0
+        yield

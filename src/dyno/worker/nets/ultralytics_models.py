@@ -96,22 +96,15 @@ def facts(module: Any) -> Purpose:
 
 
 def image_config(model: ModelSpec, name: str) -> tuple[Preprocess, tuple[int, int]]:
-    """Return the preprocessing of images for the network, and the height and width that it is meant for."""
-    task = task_of(model.source, name)
-    return find_task(task).preprocess(model.channels), size(task, name)
+    """Return the preprocessing of images for the network, and the height and width that it is trained for.
 
-
-def size(task: str, name: str = "") -> tuple[int, int]:
-    """Return the height and width that such networks are trained for, or that a checkpoint was trained for."""
-    side = read_checkpoint(name).size if name.endswith(CHECKPOINTS) else 0
-    return (side, side) if side else find_task(task).size
-
-
-def task_of(source: str, name: str) -> str:
-    """Return the task of NAME.yaml, or of a checkpoint; raise a `UserError` for an unsupported one."""
+    A checkpoint says on which size it was. Raises a `UserError` for an unsupported task.
+    """
     tasks = library()
-    stored = name.endswith(CHECKPOINTS)
-    return _find_task(tasks, source, read_checkpoint(name).config if stored else _read_config(tasks, source, name))
+    stored = read_checkpoint(name) if name.endswith(CHECKPOINTS) else None
+    config = stored.config if stored else _read_config(tasks, model.source, name)
+    task = find_task(_find_task(tasks, model.source, config))
+    return task.preprocess(model.channels), (stored.size, stored.size) if stored and stored.size else task.size
 
 
 def _find_task(tasks: Any, source: str, config: dict[str, Any]) -> str:

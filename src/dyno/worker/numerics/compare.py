@@ -9,6 +9,7 @@ from __future__ import annotations
 import math
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -31,6 +32,7 @@ from dyno.worker.numerics.engine import (
     once,
 )
 from dyno.worker.onnx_graph.check import session
+from dyno.worker.onnx_graph.graph_facts import copied
 from dyno.worker.sessions.torch_support import import_torch, real_view, takes_hooks, tensors
 from dyno.worker.spec import UserError
 
@@ -81,14 +83,16 @@ def run_module_reference(
     writer.end(feeds[: len(outputs)], [*zip(*outputs, strict=True)])
 
 
-class _Hooks:
+class _Hooks(ExitStack):
     """While it is open, `results` has the first tensor that each call of a part gave since `clear`."""
 
     def __init__(self, module: Any) -> None:
+        super().__init__()
         self.results: dict[Call, np.ndarray] = {}
         self._calls: Counter[str] = Counter()
-        parts = [(name, part) for name, part in module.named_modules() if takes_hooks(import_torch(), part)]
-        self._hooks = [part.register_forward_hook(self._make_hook(name)) for name, part in parts]
+        for name, part in module.named_modules():
+            if takes_hooks(import_torch(), part):
+                self.enter_context(part.register_forward_hook(self._make_hook(name)))
 
     def _make_hook(self, name: str) -> Callable[..., None]:
         def store_result(part: Any, args: Any, result: Any) -> None:
@@ -103,13 +107,6 @@ class _Hooks:
         """Forget the last run."""
         self.results.clear()
         self._calls.clear()
-
-    def __enter__(self) -> _Hooks:
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        for hook in self._hooks:
-            hook.remove()
 
 
 def _by_values(results: Mapping[Call, np.ndarray], graph: Graph, engine: GraphEngine, feed: Feeds) -> dict[str, Call]:
@@ -174,9 +171,7 @@ def within_memory(feeds: Sequence[Feeds], of_one: Callable[[], int]) -> Iterator
 
 def count_bytes(graph: Graph, shapes: Mapping[str, tuple[int, ...]]) -> dict[str, int]:
     """Return the bytes of each tensor whose shape can be inferred from the inputs', at four bytes a value."""
-    model = type(graph.model)()
-    model.CopyFrom(graph.model)
-    inferred = flops.with_shapes(model, shapes)
+    inferred = flops.with_shapes(copied(graph.model), shapes)
     known = inferred[1] if inferred else {}
     return {name: 4 * math.prod(shape) for name, shape in known.items() if 0 not in shape}
 

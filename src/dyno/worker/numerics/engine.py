@@ -15,7 +15,7 @@ import numpy as np
 from dyno.worker.backend import Session
 from dyno.worker.onnx_graph.file import import_onnx, read_io
 from dyno.worker.onnx_graph.fold import lifted
-from dyno.worker.onnx_graph.graph_facts import check_files_beside
+from dyno.worker.onnx_graph.graph_facts import check_files_beside, copied, graphs_of, reads_of, set_nodes
 from dyno.worker.spec import Artifact, Tensor, Trial, UserError
 
 Feeds = Mapping[str, np.ndarray]
@@ -162,7 +162,7 @@ class Graph:
         self.nodes = _behind_quantisation([*graph.node], {*self.outputs})
         self._weights = {tensor.name: tensor for tensor in graph.initializer}
         self._writer = {name: k for k, node in enumerate(self.nodes) for name in node.output if name}
-        self._reads = [_list_reads(node) for node in self.nodes]
+        self._reads = [reads_of(node) for node in self.nodes]
         self._types = self._infer_types()
         self.float_tensors = self._float_tensors()
 
@@ -259,18 +259,15 @@ class Graph:
 
     def with_deltas(self, tensors: Sequence[str]) -> Any:
         """Return the graph with an input TENSOR/delta for each of the tensors, which is added to it."""
-        model = type(self.model)()
-        model.CopyFrom(self.model)
+        model = copied(self.model)
         before = {name: f"{name}/before" for name in tensors}
         nodes = []
         for node in self.nodes:
-            copy = type(node)()
-            copy.CopyFrom(node)
+            copy = copied(node)
             moved = [name for name in node.output if name in before]
             copy.output[:] = [before.get(name, name) for name in node.output]
             nodes += [copy, *(self._onnx.helper.make_node("Add", [before[n], n + DELTA], [n]) for n in moved)]
-        del model.graph.node[:]
-        model.graph.node.extend(nodes)
+        set_nodes(model.graph, nodes)
         for name in tensors:  # of any shape: what isn't moved gets one zero
             kind = self._types.get(name) or self._onnx.TensorProto.FLOAT
             model.graph.input.append(self._onnx.helper.make_tensor_value_info(name + DELTA, kind, None))
@@ -288,7 +285,7 @@ class Graph:
         model.functions.extend(self.model.functions)
         model.graph.name = self.model.graph.name or "part"
         model.graph.node.extend(nodes)
-        used = {name for node in nodes for name in _list_reads(node)} | {*outputs}
+        used = {name for node in nodes for name in reads_of(node)} | {*outputs}
         model.graph.initializer.extend(tensor for name, tensor in self._weights.items() if name in used)
         model.graph.input.extend(self._make_value(name, name, shapes) for name in read)
         model.graph.output.extend(self._make_value(name, own[name], shapes) for name in outputs)
@@ -298,8 +295,7 @@ class Graph:
         """Return a tensor's name, type and shape; ONNX Runtime and OpenVINO infer those unknown here."""
         given = next((v for v in (*self.model.graph.input, *self.model.graph.output) if v.name == tensor), None)
         if tensor not in shapes and given is not None:
-            value = type(given)()
-            value.CopyFrom(given)
+            value = copied(given)
             value.name = name
             return value
         kind = self._types.get(tensor) or self._onnx.TensorProto.FLOAT
@@ -314,7 +310,7 @@ def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
     """
     readers: dict[str, list[Any]] = defaultdict(list)
     for node in nodes:
-        for name in _list_reads(node):
+        for name in reads_of(node):
             readers[name].append(node)
     written, names = {name for node in nodes for name in node.output}, dict[str, str]()
     for node in nodes:
@@ -327,30 +323,14 @@ def _behind_quantisation(nodes: Sequence[Any], outputs: set[str]) -> list[Any]:
     return [_rename_tensors(node, names, (), "") for node in nodes]
 
 
-def _list_reads(node: Any) -> list[str]:
-    """Return the tensors that a node reads, including those of the graphs inside it."""
-    names = [name for name in node.input if name]
-    for attribute in node.attribute:
-        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-            inside = {name for each in graph.node for name in each.output}
-            inside |= {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
-            names += [name for each in graph.node for name in _list_reads(each) if name not in inside]
-            names += [value.name for value in graph.output if value.name not in inside]
-    return names
-
-
 def _rename_tensors(node: Any, names: Mapping[str, str], read: Collection[str], suffix: str) -> Any:
     """Return a copy whose tensors have these names, except those read from outside; the same for a graph inside it."""
-    copy = type(node)()
-    copy.CopyFrom(node)
+    copy = copied(node)
     copy.name = node.name and node.name + suffix  # ONNX Runtime takes no name twice, but none as often as one likes
     copy.input[:] = [name if name in read else names.get(name, name) for name in node.input]
     copy.output[:] = [names.get(name, name) for name in node.output]
-    for attribute in copy.attribute:
-        for graph in (*([attribute.g] if attribute.HasField("g") else []), *attribute.graphs):
-            inner = [_rename_tensors(each, names, read, suffix) for each in graph.node]
-            del graph.node[:]
-            graph.node.extend(inner)
-            for value in graph.output:
-                value.name = value.name if value.name in read else names.get(value.name, value.name)
+    for graph in graphs_of(copy):
+        set_nodes(graph, [_rename_tensors(each, names, read, suffix) for each in graph.node])
+        for value in graph.output:
+            value.name = value.name if value.name in read else names.get(value.name, value.name)
     return copy

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-from collections import Counter
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -11,7 +10,7 @@ from typing import Any
 from dyno.worker.extras import install
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.onnx_graph import repair
-from dyno.worker.onnx_graph.graph_facts import GraphFacts, check_files_beside, list_files_beside, read_graph_facts
+from dyno.worker.onnx_graph.graph_facts import check_files_beside, list_files_beside, read_graph_facts
 from dyno.worker.spec import Artifact, Option, Tensor, Unavailable, UserError, shorten
 
 VALUES = {
@@ -27,20 +26,10 @@ def read_io(path: str) -> tuple[tuple[Tensor, ...], tuple[Tensor, ...]]:
 
     Raises `UserError` for a file that is missing, empty, cut short or not ONNX.
     """
-    graph = _read_model(path).graph
+    graph = read_model(path).graph
     constants = {tensor.name for tensor in graph.initializer}
     inputs = tuple(_read_tensor(value) for value in graph.input if value.name not in constants)
     return inputs, tuple(_read_tensor(value) for value in graph.output)
-
-
-def read_metadata(path: str) -> dict[str, str]:
-    """Return the file's metadata."""
-    return {entry.key: entry.value for entry in _read_model(path).metadata_props}
-
-
-def read_facts(path: str) -> GraphFacts:
-    """Return the parameters and the precision of an ONNX file; see `graph_facts`."""
-    return read_graph_facts(_read_model(path))
 
 
 def check(path: str) -> None:
@@ -50,7 +39,7 @@ def check(path: str) -> None:
     external weights are missing.
     """
     onnx = import_onnx()
-    model = _read_model(path)
+    model = read_model(path)
     graph = model.graph
     _only_tensors(path, {"input": graph.input, "output": graph.output})
     check_files_beside(path)
@@ -91,11 +80,11 @@ def _only_tensors(path: str, sides: dict[str, Any]) -> None:
 def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
     """Return the user's own file; a copy if it needs `onnx_repair`, or is in a later opset than `wanted`."""
     onnx = import_onnx()
-    model = _read_model(path)
+    model = read_model(path)
     check(path)
     made_by = MakerFacts(
         backend="given",
-        opset=opset_of(Path(path)),
+        opset=repair.read_opset(model),
         parameters=read_graph_facts(model).parameters,
         weights_sha256=_hash_files(path),
     )
@@ -105,7 +94,7 @@ def prepare_given(path: str, wanted: Option | None, folder: Path) -> Artifact:
         onnx.load_external_data_for_model(repaired, str(Path(path).parent))
         repair.save(repaired, copy)
         model, path = repaired, str(copy)
-    if isinstance(wanted, int) and opset_of(Path(path)) > wanted and not list_files_beside(Path(path)):
+    if isinstance(wanted, int) and repair.read_opset(model) > wanted and not list_files_beside(Path(path)):
         try:
             onnx.save(repair.convert_opset(model, wanted), copy)
         except UserError as e:  # a newer engine may read it all the same; another one reports an error
@@ -121,7 +110,8 @@ def artifact(path: str, seconds: float, made_by: MakerFacts) -> Artifact:
     return Artifact("onnx", path, _hash_files(path), size, "fp32", inputs, outputs, seconds, made_by=made_by)
 
 
-def _read_model(path: str) -> Any:
+def read_model(path: str) -> Any:
+    """Return an ONNX file without its external weights; raise a `UserError` for one that isn't whole."""
     onnx = import_onnx()
     from google.protobuf.message import DecodeError  # type: ignore[import-untyped]
 
@@ -164,15 +154,6 @@ def _hash_files(path: str) -> str:
         except FileNotFoundError as e:
             raise UserError(f"{path} keeps weights in {file}, which doesn't exist; put it back beside it") from e
     return total.hexdigest()
-
-
-def opset_of(path: Path) -> int:
-    return repair.read_opset(_read_model(str(path)))
-
-
-def operators_of(path: Path) -> dict[str, int]:
-    """Return the number of the graph's nodes of each type, the most frequent first."""
-    return dict(Counter(node.op_type for node in _read_model(str(path)).graph.node).most_common())
 
 
 def import_onnx() -> Any:

@@ -15,6 +15,7 @@ import numpy as np
 
 from dyno.worker import system
 from dyno.worker.onnx_graph.check import session
+from dyno.worker.onnx_graph.graph_facts import add_weight, copied, drop_weight_inputs, set_nodes
 from dyno.worker.onnx_graph.repair import DOMAINS
 from dyno.worker.sessions.torch_support import first_line
 
@@ -36,9 +37,9 @@ def folded(model: Any, feeds: Mapping[str, np.ndarray], scratch: Path) -> tuple[
     expected = _compute_outputs(model, feeds)
     for name, fold in {"slimmed": _fold_with_onnxslim, "optimised": _fold_with_onnx_runtime}.items():
         try:
-            candidate = onnx.shape_inference.infer_shapes(fold(_copy_message(model), scratch), data_prop=True)
+            candidate = onnx.shape_inference.infer_shapes(fold(copied(model), scratch), data_prop=True)
             onnx.checker.check_model(candidate)
-            if _has_close_outputs(expected, _compute_outputs(candidate, feeds)):
+            if has_close_outputs(expected, _compute_outputs(candidate, feeds)):
                 return _infer_types(candidate), []
             notes.append(f"{name}: other outputs")
         except MemoryError:
@@ -54,7 +55,7 @@ def lifted(model: Any) -> Any:
     """Return the graph with Constant nodes as initialisers, and no initialiser listed as an input too."""
     import onnx
 
-    copy = _copy_message(model)
+    copy = copied(model)
     graph, remaining = copy.graph, []
     outputs = {value.name for value in graph.output}
     for node in graph.node:
@@ -64,14 +65,8 @@ def lifted(model: Any) -> Any:
             remaining.append(node)
         else:
             graph.initializer.add().CopyFrom(tensor)
-    if len(remaining) < len(graph.node):
-        remaining = [_copy_message(node) for node in remaining]
-        del graph.node[:]
-        graph.node.extend(remaining)
-    weights = {tensor.name for tensor in graph.initializer}
-    inputs = [_copy_message(value) for value in graph.input if value.name not in weights]
-    del graph.input[:]
-    graph.input.extend(inputs)
+    set_nodes(graph, remaining)
+    drop_weight_inputs(graph)
     # Before IR version 4 every initialiser had to be an input.
     copy.ir_version = max(copy.ir_version, onnx.IR_VERSION_2019_1_22 + 1)
     return copy
@@ -85,7 +80,7 @@ def _infer_types(model: Any) -> Any:
     untyped = [name for node in model.graph.node for name in node.output if name and name not in typed]
     if not untyped:
         return model
-    probe = _copy_message(model)
+    probe = copied(model)
     probe.graph.output.extend(onnx.ValueInfoProto(name=name) for name in untyped)
     for output in session(probe.SerializeToString(), optimised=False).get_outputs():
         if output.name in untyped and output.type in TYPES:
@@ -100,7 +95,7 @@ def _read_constant(node: Any) -> Any:
 
     (value,) = node.attribute
     if value.name == "value":
-        tensor = _copy_message(value.t)
+        tensor = copied(value.t)
         tensor.name = node.output[0]
         return tensor
     kinds = {"value_float": np.float32, "value_floats": np.float32, "value_int": np.int64, "value_ints": np.int64}
@@ -158,9 +153,8 @@ def _into_product(graph: Any, node: Any, weight: Any, norm: Sequence[Any]) -> No
     values = onnx.numpy_helper.to_array(weight)
     scaled = onnx.numpy_helper.from_array((values * factor).astype(values.dtype), weight.name)
     weight.CopyFrom(scaled)
-    rest = (bias - mean * factor).astype(values.dtype)
-    graph.initializer.append(onnx.numpy_helper.from_array(rest, f"{node.output[0]}_bias"))
-    made = onnx.helper.make_node("Add", [node.input[0], f"{node.output[0]}_bias"], [node.output[0]], name=node.name)
+    rest = add_weight(graph, f"{node.output[0]}_bias", (bias - mean * factor).astype(values.dtype))
+    made = onnx.helper.make_node("Add", [node.input[0], rest], [node.output[0]], name=node.name)
     made.metadata_props.extend(node.metadata_props)
     node.CopyFrom(made)
 
@@ -188,7 +182,8 @@ def _compute_outputs(model: Any, feeds: Mapping[str, np.ndarray]) -> list[np.nda
     return [np.asarray(output) for output in loaded.run(None, dict(feeds))]
 
 
-def _has_close_outputs(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> bool:
+def has_close_outputs(before: Sequence[np.ndarray], after: Sequence[np.ndarray]) -> bool:
+    """Return whether outputs differ by rounding alone; those that aren't floats must be the same."""
     return len(before) == len(after) and all(_is_close(b, a) for b, a in zip(before, after, strict=True))
 
 
@@ -199,9 +194,3 @@ def _is_close(before: np.ndarray, after: np.ndarray) -> bool:
         return bool((before == after).all())
     finite = before[np.isfinite(before)]
     return np.allclose(after, before, 1e-3, APART * float(np.abs(finite).max(initial=0.0)), equal_nan=True)
-
-
-def _copy_message(message: Any) -> Any:
-    copy = type(message)()
-    copy.CopyFrom(message)
-    return copy

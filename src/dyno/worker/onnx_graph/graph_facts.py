@@ -10,12 +10,14 @@ import math
 import mmap
 import shutil
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+
+import numpy as np
 
 from dyno.worker.facts.engine import COMPUTE, QUANTISED
 from dyno.worker.spec import UserError
@@ -229,6 +231,48 @@ def graphs_in(graph: Any) -> Iterator[Any]:
     for node in graph.node:
         for inner in graphs_of(node):
             yield from graphs_in(inner)
+
+
+def reads_of(node: Any) -> list[str]:
+    """Return the tensors that a node reads, including those of the graphs inside it."""
+    names = [name for name in node.input if name]
+    for graph in graphs_of(node):
+        inside = {name for each in graph.node for name in each.output}
+        inside |= {value.name for value in graph.input} | {tensor.name for tensor in graph.initializer}
+        names += [name for each in graph.node for name in reads_of(each) if name not in inside]
+        names += [value.name for value in graph.output if value.name not in inside]
+    return names
+
+
+def copied(message: Any) -> Any:
+    """Return a copy of a model, a node or any other message of protobuf."""
+    copy = type(message)()
+    copy.CopyFrom(message)
+    return copy
+
+
+def set_nodes(graph: Any, nodes: Iterable[Any]) -> None:
+    """Replace the graph's nodes by these, of which some may be its own."""
+    nodes = [*nodes]
+    del graph.node[:]
+    graph.node.extend(nodes)
+
+
+def add_weight(graph: Any, name: str, values: Any) -> str:
+    """Add an initialiser of that name and these values to the graph; return the name."""
+    import onnx
+
+    graph.initializer.append(onnx.numpy_helper.from_array(np.asarray(values), name))
+    return name
+
+
+def drop_weight_inputs(graph: Any) -> int:
+    """Remove initialisers from the graph's inputs; return how many were listed there."""
+    weights = {tensor.name for tensor in graph.initializer}
+    inputs, count = [value for value in graph.input if value.name not in weights], len(graph.input)
+    del graph.input[:]
+    graph.input.extend(inputs)
+    return count - len(inputs)
 
 
 def tensors_in(graph: Any) -> Iterator[Any]:

@@ -6,7 +6,7 @@ import re
 import tempfile
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,9 +14,9 @@ import numpy as np
 
 from dyno.worker.facts.files import MakerFacts
 from dyno.worker.inputs.calibration import example, reader
-from dyno.worker.onnx_graph.graph_facts import graphs_in, read_graph_facts, tensors_in
+from dyno.worker.onnx_graph.graph_facts import copied, read_graph_facts, set_nodes
 from dyno.worker.onnx_graph.placement import decoding, named
-from dyno.worker.onnx_graph.repair import convert_opset, read_opset
+from dyno.worker.onnx_graph.repair import convert_opset, read_opset, retype
 from dyno.worker.spec import Artifact, Recipe, UserError
 
 # Softmax, normalisations and exponentials lose the most in half precision: their values span too many magnitudes.
@@ -26,23 +26,21 @@ SENSITIVE = (
 ).split()
 
 
-def to_fp16(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Sequence[str] = ()) -> MakerFacts:
-    """Write the mixed-precision graph, nodes named in `higher` left in FP32.
+def to_fp16(
+    model: Any, recipe: Recipe, parent: Artifact, folder: Path, higher: Sequence[str] = ()
+) -> tuple[Any, MakerFacts]:
+    """Return the mixed-precision graph, nodes named in `higher` left in FP32, and its scheme and warnings.
 
-    Returns its scheme and warnings, nodes kept for their large values included.
+    The warnings include nodes kept for their large values.
     """
-    import onnx
-
     refuse_unconvertible(model, parent, "fp16")
     head = decoding(model.graph, recipe.model)
-    large = _too_large(model, example(recipe, parent), path.parent)
+    large = _too_large(model, example(recipe, parent), folder)
     converted, warnings = convert_mixed(model, set(), sorted({*large, *head, *higher}))
-    onnx.checker.check_model(converted, full_check=True)
-    onnx.save(converted, path)
     if large:
         warnings.insert(0, f"kept in FP32, as their values exceed what FP16 holds: {', '.join(large[:10])}")
     what = "sensitive nodes and the detector's decoding" if head else "sensitive nodes"
-    return MakerFacts(scheme=f"mixed FP16; inputs, outputs and {what} in FP32", warnings=tuple(warnings))
+    return converted, MakerFacts(scheme=f"mixed FP16; inputs, outputs and {what} in FP32", warnings=tuple(warnings))
 
 
 def refuse_unconvertible(model: Any, parent: Artifact, precision: str) -> None:
@@ -72,12 +70,11 @@ def convert_mixed(model: Any, blocked: set[str], large: list[str]) -> tuple[Any,
     )
     # The converter overlooks the graph's own casts to float: their readers would get two types.
     own_casts = [n.name for n in model.graph.node if n.op_type == "Cast" and n.attribute[0].i == onnx.TensorProto.FLOAT]
-    copy = type(model).FromString(model.SerializeToString())
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         # The library's own limits, 1e-7 and 1e4, would change weights that half precision holds.
         converted = float16.convert_float_to_float16(
-            copy,
+            copied(model),
             min_positive_val=float(np.finfo(np.float16).smallest_subnormal),
             max_finite_val=float(np.finfo(np.float16).max),
             keep_io_types=True,
@@ -201,8 +198,8 @@ OPSET = 22
 EMULATION = "in float32 with every bfloat16 result rounded, as ONNX Runtime's CPU has few bfloat16 kernels"
 
 
-def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MakerFacts:
-    """Write the mixed-precision graph in opset 22; operators that ONNX has no bfloat16 for stay in FP32.
+def to_bf16(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, MakerFacts]:
+    """Return the mixed-precision graph in opset 22; operators that ONNX has no bfloat16 for stay in FP32.
 
     The converter knows FP16 alone: its graph is taken and every FP16 in it made BF16, weights from their own values.
     """
@@ -214,12 +211,12 @@ def to_bf16(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MakerFa
     converted, _ = convert_mixed(
         model, unsupported, sorted(decoding(model.graph, recipe.model))
     )  # its warnings on weights beyond FP16's range don't apply to BF16
-    _as_bf16(converted.graph, {tensor.name: tensor for tensor in model.graph.initializer})
-    onnx.checker.check_model(converted, full_check=True)
-    onnx.save(converted, path)
+    kinds, exact = onnx.TensorProto, {tensor.name: tensor for tensor in model.graph.initializer}
+    retype(converted, (kinds.FLOAT16,), kinds.BFLOAT16, exact)
     names = ", ".join(sorted(unsupported - set(SENSITIVE)))
     warnings = [f"kept in FP32, as ONNX has no bfloat16 for them: {names}"] if names else []
-    return MakerFacts(scheme="mixed BF16; inputs, outputs and sensitive nodes in FP32", warnings=tuple(warnings))
+    scheme = "mixed BF16; inputs, outputs and sensitive nodes in FP32"
+    return converted, MakerFacts(scheme=scheme, warnings=tuple(warnings))
 
 
 def _has_bf16(node: Any, version: int) -> bool:
@@ -234,20 +231,6 @@ def _has_bf16(node: Any, version: int) -> bool:
     return not floats or any("tensor(bfloat16)" in allowed for allowed in floats)
 
 
-def _as_bf16(graph: Any, originals: dict[str, Any]) -> None:
-    """Make every FP16 in the graph BF16."""
-    import ml_dtypes  # onnx depends on it
-    import onnx
-
-    half = onnx.TensorProto.FLOAT16
-    for tensor in _find_tensors(graph, half):
-        exact = originals.get(tensor.name, tensor) if tensor.name else tensor
-        values = onnx.numpy_helper.to_array(exact).astype(ml_dtypes.bfloat16)
-        tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-    for cast in _find_casts(graph, half):
-        cast.i = onnx.TensorProto.BFLOAT16
-
-
 def emulated(model: Any) -> Any:
     """Return the graph in float32 with every bfloat16 result rounded to bfloat16: on any CPU the results of a GPU.
 
@@ -258,12 +241,8 @@ def emulated(model: Any) -> Any:
     bf16, single = onnx.TensorProto.BFLOAT16, onnx.TensorProto.FLOAT
     typed = onnx.shape_inference.infer_shapes(model).graph
     rounded = {v.name for v in (*typed.value_info, *typed.output) if v.type.tensor_type.elem_type == bf16}
-    converted = type(model).FromString(model.SerializeToString())
-    for tensor in _find_tensors(converted.graph, bf16):
-        values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
-        tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
-    for cast in _find_casts(converted.graph, bf16):
-        cast.i = single
+    converted = copied(model)
+    retype(converted, (bf16,), single)
 
     def iter_rounded_nodes(node: Any) -> Iterator[Any]:
         yield node
@@ -273,21 +252,5 @@ def emulated(model: Any) -> Any:
                 yield onnx.helper.make_node("Cast", [f"{name}_exact"], [f"{name}_bf16"], to=bf16)
                 yield onnx.helper.make_node("Cast", [f"{name}_bf16"], [name], to=single)
 
-    _rewrite_nodes(converted.graph, iter_rounded_nodes)
+    set_nodes(converted.graph, [new for node in converted.graph.node for new in iter_rounded_nodes(node)])
     return converted
-
-
-def _rewrite_nodes(graph: Any, change: Callable[[Any], Iterator[Any]]) -> None:
-    nodes = [new for node in graph.node for new in change(node)]
-    del graph.node[:]
-    graph.node.extend(nodes)
-
-
-def _find_tensors(graph: Any, kind: int) -> list[Any]:
-    return [tensor for tensor in tensors_in(graph) if tensor.data_type == kind]
-
-
-def _find_casts(graph: Any, kind: int) -> list[Any]:
-    """Return the attributes that set a node's result type to `kind`."""
-    nodes = (node for inner in graphs_in(graph) for node in inner.node)
-    return [a for node in nodes for a in node.attribute if a.name in ("to", "dtype") and a.i == kind]

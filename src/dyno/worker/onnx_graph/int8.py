@@ -75,32 +75,30 @@ SCHEMES = {
 }
 
 
-def to_int8(model: Any, recipe: Recipe, parent: Artifact, path: Path, higher: Sequence[str] = ()) -> MakerFacts:
-    """Write the quantised graph, nodes named in `higher` left in float.
+def to_int8(
+    model: Any, recipe: Recipe, parent: Artifact, folder: Path, higher: Sequence[str] = ()
+) -> tuple[Any, MakerFacts]:
+    """Return the quantised graph, nodes named in `higher` left in float.
 
-    Returns scheme, target, calibration, number of nodes in float and warnings.
+    The facts have scheme, target, calibration, number of nodes in float and warnings.
     """
-    import onnx
-
     target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
     data = calibration_of(recipe, parent)
-    with tempfile.TemporaryDirectory(dir=path.parent) as folder:
-        scratch = Path(folder)
-        seen = observed(model, recipe, data, scratch)
+    with tempfile.TemporaryDirectory(dir=folder) as scratch:
+        seen = observed(model, recipe, data, Path(scratch))
         excluded = seen.excluded | {*higher}
         if seen.scheme.fused:
             place(seen.model, seen.ranges, excluded, seen.transformer, joints=JOINTS in recipe.options)
-            onnx.save(seen.model, path)
+            made = seen.model
         else:
             extra = _extra_options(seen.scheme, seen.ranges)
             if higher:
                 # The tool quantises the outputs of a layer too, and so the inputs of a kept one.
                 extra["OpTypesToExcludeOutputQuantization"] = sorted(seen.types)
             settings = {"reduce_range": seen.narrow, "extra_options": extra}
-            _quantise_graph(scratch, path, METHODS[method], sorted(seen.types), sorted(excluded), **settings)
-            _reading_floats(path, higher)
-    onnx.checker.check_model(str(path), full_check=True)
-    return MakerFacts(
+            made = _quantise_graph(Path(scratch), METHODS[method], sorted(seen.types), sorted(excluded), **settings)
+            _reading_floats(made, higher)
+    return made, MakerFacts(
         scheme=seen.scheme.text + (", weights in 7 bits because this CPU has no VNNI" if seen.narrow else ""),
         target=target,
         calibration=replace(data.facts, method=method),
@@ -126,9 +124,10 @@ class CalibratedGraph:
 
 def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> CalibratedGraph:
     """Prepare the graph and calibrate it, as the recipe's options `target` and `method` say; works in `scratch`."""
-    target, method = str(recipe.options.get("target", "")), str(recipe.options.get("method", METHOD))
-    scheme: Scheme = _one_of(target, SCHEMES, "int8 target")
-    _one_of(method, METHODS, "calibration method")
+    target = str(recipe.options.get("target", ""))
+    if target not in SCHEMES:
+        raise UserError(f"unknown int8 target {target!r}; known: {', '.join(SCHEMES)}")
+    scheme = SCHEMES[target]
     prepared, notes = _prepare_graph(model, data, scratch)
     excluded, transformer = _find_attention(prepared)
     excluded |= decoding(prepared.graph, recipe.model)
@@ -139,13 +138,8 @@ def observed(model: Any, recipe: Recipe, data: Calibration, scratch: Path) -> Ca
     return CalibratedGraph(prepared, scheme, frozenset(types), excluded, transformer, ranges, narrow, tuple(notes))
 
 
-def _reading_floats(path: Path, higher: Sequence[str]) -> None:
+def _reading_floats(model: Any, higher: Sequence[str]) -> None:
     """Let kept nodes read the tensors directly: the tool puts one pair between a tensor and all of its readers."""
-    import onnx
-
-    if not higher:
-        return
-    model = onnx.load(path)
     makers = {name: node for node in model.graph.node for name in node.output}
     for node in model.graph.node:
         for k, name in enumerate(node.input) if node.name in higher else ():
@@ -153,12 +147,9 @@ def _reading_floats(path: Path, higher: Sequence[str]) -> None:
             quantised = makers.get(pair.input[0]) if pair is not None and pair.op_type == "DequantizeLinear" else None
             if quantised is not None and quantised.op_type == "QuantizeLinear":
                 node.input[k] = quantised.input[0]
-    onnx.save(model, path)
 
 
-def _quantise_graph(
-    scratch: Path, path: Path, method: str, types: list[str], excluded: list[str], **settings: Any
-) -> None:
+def _quantise_graph(scratch: Path, method: str, types: list[str], excluded: list[str], **settings: Any) -> Any:
     """Quantise statically with onnxruntime, with the ranges that were calibrated before."""
     import onnx
     from onnxruntime import quantization
@@ -166,7 +157,7 @@ def _quantise_graph(
     kinds = quantization.QuantType
     quantization.quantize_static(
         scratch / "prepared.onnx",
-        path,
+        scratch / "quantised.onnx",
         quant_format=quantization.QuantFormat.QDQ,
         op_types_to_quantize=types,
         nodes_to_exclude=excluded,
@@ -177,15 +168,9 @@ def _quantise_graph(
         calibration_cache_path=scratch / "ranges.json",
         **settings,
     )
-    quantised = onnx.load(path)
-    if order(quantised):  # the tool's own order overlooks what branches and loops read
-        onnx.save(quantised, path)
-
-
-def _one_of(name: str, choices: dict[str, Any], what: str) -> Any:
-    if name not in choices:
-        raise UserError(f"unknown {what} {name!r}; known: {', '.join(choices)}")
-    return choices[name]
+    quantised = onnx.load(scratch / "quantised.onnx")
+    order(quantised)  # the tool's own overlooks what branches and loops read
+    return quantised
 
 
 def _prepare_graph(model: Any, data: Calibration, scratch: Path) -> tuple[Any, list[str]]:

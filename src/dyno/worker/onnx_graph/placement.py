@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 from dyno.worker import tasks
+from dyno.worker.onnx_graph.graph_facts import add_weight, set_nodes
 from dyno.worker.spec import ModelSpec
 
 LINEAR = ("Conv", "ConvTranspose", "Gemm", "MatMul")
@@ -64,9 +65,7 @@ def place(
     for node in chosen:
         axis = channel_axis(node, len(weights[node.input[1]].dims))
         before[node.name].extend(_make_pair(graph, node, 1, _channel_peaks(weights[node.input[1]], axis), axis))
-    nodes = [new for node in graph.node for new in (*before.get(node.name, ()), node)]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    set_nodes(graph, [new for node in graph.node for new in (*before.get(node.name, ()), node)])
 
 
 def sites(graph: Any, excluded: set[str], transformer: bool) -> list[tuple[Any, int]]:
@@ -157,15 +156,10 @@ def _make_pair(graph: Any, node: Any, k: int, peak: Any, axis: int | None = None
     import onnx
 
     name, read = node.input[k], f"{node.input[k]}_for_{node.name}_{k}"
-    scale, zero = f"{read}_scale", f"{read}_zero_point"
     # A channel of zeros has no range, and a scale must be positive.
     scales = np.where(peak > 0, peak, LARGEST).astype(np.float32) / np.float32(LARGEST)
-    graph.initializer.extend(
-        [
-            onnx.numpy_helper.from_array(np.asarray(scales), scale),
-            onnx.numpy_helper.from_array(np.zeros(np.shape(scales), np.int8), zero),
-        ]
-    )
+    scale = add_weight(graph, f"{read}_scale", scales)
+    zero = add_weight(graph, f"{read}_zero_point", np.zeros(np.shape(scales), np.int8))
     node.input[k] = f"{read}_dequantised"
     more = {} if axis is None else {"axis": axis}
     return [

@@ -7,12 +7,22 @@ from contextlib import contextmanager, nullcontext
 from graphlib import CycleError, TopologicalSorter
 from itertools import count
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import numpy as np
 
 from dyno.worker.facts.files import IN_SINGLE, MakerFacts
-from dyno.worker.onnx_graph.graph_facts import graphs_in, graphs_of, tensors_in
+from dyno.worker.onnx_graph.graph_facts import (
+    add_weight,
+    copied,
+    drop_weight_inputs,
+    graphs_in,
+    graphs_of,
+    reads_of,
+    set_nodes,
+    tensors_in,
+)
 from dyno.worker.spec import Artifact, Recipe, UserError, shorten
 
 Functions = Mapping[tuple[str, str, str], Any]
@@ -27,8 +37,7 @@ def repaired(model: Any) -> tuple[Any, list[str]]:
     initialisers that are listed as inputs stop being inputs, the file's own functions become the operators they are
     made of, and a graph in float64 becomes one in float32. Weights beside the file are not touched.
     """
-    copy = type(model)()
-    copy.CopyFrom(model)
+    copy = copied(model)
     return copy, [
         line
         for change in (order, _free_axes, _remove_weight_inputs, _inline_functions, _convert_doubles)
@@ -45,26 +54,15 @@ def order(model: Any) -> str:
 
 def _order_nodes(graph: Any) -> bool:
     makers = {name: i for i, node in enumerate(graph.node) for name in node.output if name}
-    needed = [{makers[name] for name in _iter_reads(node) if name in makers} for node in graph.node]
+    needed = [{makers[name] for name in reads_of(node) if name in makers} for node in graph.node]
     if all(i > max(before, default=-1) for i, before in enumerate(needed)):
         return False
     try:
         found = [*TopologicalSorter(dict(enumerate(needed))).static_order()]
     except CycleError:
         return False
-    nodes = [type(graph.node[i]).FromString(graph.node[i].SerializeToString()) for i in found]
-    del graph.node[:]
-    graph.node.extend(nodes)
+    set_nodes(graph, [graph.node[i] for i in found])
     return True
-
-
-def _iter_reads(node: Any) -> Iterator[str]:
-    """Yield the names of the tensors that a node takes, itself or in a graph within it."""
-    yield from node.input
-    for graph in graphs_of(node):
-        for each in graph.node:
-            yield from _iter_reads(each)
-        yield from (value.name for value in graph.output)
 
 
 def save(model: Any, path: Path) -> None:
@@ -75,36 +73,38 @@ def save(model: Any, path: Path) -> None:
     onnx.save(model, path, save_as_external_data=large, location=f"{path.name}.data")
 
 
-def to_fp32(model: Any, recipe: Recipe, parent: Artifact, path: Path) -> MakerFacts:
-    """Write a graph in FP16 or BF16 in FP32, from which the other precisions are made, with a warning."""
+def to_fp32(model: Any, recipe: Recipe, parent: Artifact, folder: Path) -> tuple[Any, MakerFacts]:
+    """Return a graph in FP16 or BF16 in FP32, from which the other precisions are made, and facts with a warning."""
     import onnx
 
-    in_single(model, (onnx.TensorProto.FLOAT16, onnx.TensorProto.BFLOAT16))
-    model = onnx.shape_inference.infer_shapes(model)
-    onnx.checker.check_model(model, full_check=True)
-    onnx.save(model, path)
+    kinds = onnx.TensorProto
+    retype(model, (kinds.FLOAT16, kinds.BFLOAT16), kinds.FLOAT)
     warning = f"made from a file in {parent.precision}: its weights have that file's rounding in every precision"
-    return MakerFacts(scheme="FP32, weights as rounded before", warnings=(warning,))
+    facts = MakerFacts(scheme="FP32, weights as rounded before", warnings=(warning,))
+    return onnx.shape_inference.infer_shapes(model), facts
 
 
-def in_single(model: Any, kinds: tuple[int, ...]) -> None:
-    """Convert everything of those types to float32: weights, constants, inputs, outputs and casts."""
+def retype(model: Any, kinds: tuple[int, ...], to: int, exact: Mapping[str, Any] = MappingProxyType({})) -> None:
+    """Convert everything of those types to another: weights, constants, inputs, outputs and casts.
+
+    `exact` has weights by name, of which these were rounded.
+    """
     import onnx
 
-    single = onnx.TensorProto.FLOAT
+    dtype = onnx.helper.tensor_dtype_to_np_dtype(to)
     for tensor in tensors_in(model.graph):
         if tensor.data_type in kinds:
-            values = onnx.numpy_helper.to_array(tensor).astype(np.float32)
+            values = onnx.numpy_helper.to_array(exact.get(tensor.name, tensor)).astype(dtype)
             tensor.CopyFrom(onnx.numpy_helper.from_array(values, tensor.name))
     for graph in graphs_in(model.graph):
         for value in (*graph.input, *graph.output):
             if value.type.tensor_type.elem_type in kinds:
-                value.type.tensor_type.elem_type = single
+                value.type.tensor_type.elem_type = to
         del graph.value_info[:]  # their types are inferred again
         for node in graph.node:
             for attribute in node.attribute:
                 if attribute.name in ("to", "dtype") and attribute.i in kinds:
-                    attribute.i = single
+                    attribute.i = to
 
 
 def _free_axes(model: Any) -> str:
@@ -126,14 +126,8 @@ def _remove_weight_inputs(model: Any) -> str:
     """Remove weights from the inputs: from IR version 4 on they may be fed, so that ONNX Runtime doesn't fold them."""
     import onnx
 
-    weights = {tensor.name for tensor in model.graph.initializer}
-    inputs = [value for value in model.graph.input if value.name not in weights]
-    count = len(model.graph.input) - len(inputs)
-    if not count or model.ir_version <= onnx.IR_VERSION_2017_11_3:
+    if model.ir_version <= onnx.IR_VERSION_2017_11_3 or not (count := drop_weight_inputs(model.graph)):
         return ""
-    inputs = [type(value).FromString(value.SerializeToString()) for value in inputs]
-    del model.graph.input[:]
-    model.graph.input.extend(inputs)
     return f"{count} weights were listed as inputs too and no longer are: ONNX Runtime folds nothing into those"
 
 
@@ -207,7 +201,7 @@ def _convert_doubles(model: Any) -> str:
         return ""
     if any(tensor.external_data for tensor in tensors_in(graph) if tensor.data_type == kinds.DOUBLE):
         return ""
-    in_single(model, (kinds.DOUBLE,))
+    retype(model, (kinds.DOUBLE,), kinds.FLOAT)
     return IN_SINGLE
 
 
@@ -253,14 +247,6 @@ def with_metadata(rewritten: Any, model: Any) -> Any:
         if node.name in known and not node.metadata_props:
             node.metadata_props.extend(known[node.name])
     return rewritten
-
-
-def keep_metadata(path: Path, model: Any) -> None:
-    """Apply `with_metadata` to a file that was made from the model."""
-    import onnx
-
-    made = onnx.load(path, load_external_data=False)
-    onnx.save(with_metadata(made, model), path)
 
 
 def lower_file(path: Path, wanted: int) -> None:
@@ -309,8 +295,6 @@ def _splits_hidden(model: Any) -> Iterator[None]:
 
 def _with_sizes(graph: Any, node: Any, shape: Sequence[int]) -> bool:
     """Give the Split node its sizes as an input in place of their number; whether they are known."""
-    import onnx
-
     options = {attribute.name: attribute for attribute in node.attribute}
     if len(node.input) < 2:
         axis = options["axis"].i if "axis" in options else 0
@@ -320,9 +304,7 @@ def _with_sizes(graph: Any, node: Any, shape: Sequence[int]) -> bool:
         # All parts are as long but the last, which may be shorter.
         part = -(-length // len(node.output))
         sizes = [min(part, length - start) for start in range(0, part * len(node.output), part)]
-        tensor = onnx.numpy_helper.from_array(np.asarray(sizes, np.int64), f"{node.output[0]}_sizes")
-        graph.initializer.append(tensor)
-        node.input.append(tensor.name)
+        node.input.append(add_weight(graph, f"{node.output[0]}_sizes", np.asarray(sizes, np.int64)))
     if "num_outputs" in options:
         node.attribute.remove(options["num_outputs"])
     return True

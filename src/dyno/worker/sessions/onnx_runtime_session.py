@@ -29,29 +29,6 @@ VALUES: dict[str, Check] = {
 }  # fmt: skip
 
 
-class Providers:
-    """The execution providers of a trial on a GPU, as ONNX Runtime takes them: a list of (name, options)."""
-
-    def __init__(self, ort: Any, trial: Trial, device: Device) -> None:
-        kind = _choose_provider(trial)
-        if hasattr(ort, "preload_dlls"):  # finds the CUDA libraries that PyTorch and NVIDIA's wheels bring
-            ort.preload_dlls()
-        self.wanted, self._trial, self._index = KINDS[kind], trial, device.index
-        if self.wanted not in ort.get_available_providers():
-            raise Unavailable(f"this onnxruntime has no {self.wanted}; pip install onnxruntime-gpu")
-
-    def list(self, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
-        """Return the providers for a session that queues on `stream`, or on its own."""
-        return list_providers(self._trial, self._index, stream)
-
-    def check(self, session: Any) -> None:
-        """Raise `Unavailable` if ONNX Runtime silently dropped the provider, because its libraries can't be loaded."""
-        if self.wanted not in session.get_providers():
-            raise Unavailable(
-                f"ONNX Runtime left {self.wanted} out: the libraries it needs are missing or of another version"
-            )
-
-
 def list_providers(trial: Trial, index: int, stream: int | None = None) -> list[tuple[str, dict[str, str]]]:
     """Return the trial's execution providers on the GPU of that index, as `InferenceSession` takes them."""
     common = {"device_id": str(index)}
@@ -64,17 +41,29 @@ def list_providers(trial: Trial, index: int, stream: int | None = None) -> list[
         "cudnn_conv_algo_search": str(options.get("conv_search", "EXHAUSTIVE")),
         "prefer_nhwc": str(int(bool(options.get("nhwc", False)))),
     }
-    if KINDS[_choose_provider(trial)] == CUDA:
+    if _choose_provider(trial) == CUDA:
         return [(CUDA, cuda)]
     fp16, int8 = (str(trial.precision == name) for name in ("fp16", "int8"))
     return [(TENSORRT, {**common, "trt_fp16_enable": fp16, "trt_int8_enable": int8}), (CUDA, cuda)]
 
 
+def _require_provider(ort: Any, trial: Trial) -> str:
+    """Return the trial's execution provider; raise `Unavailable` if the library wasn't built with it."""
+    _preload_libraries(ort)
+    wanted = _choose_provider(trial)
+    if wanted not in ort.get_available_providers():
+        raise Unavailable(f"this onnxruntime has no {wanted}; pip install onnxruntime-gpu")
+    return wanted
+
+
+def _preload_libraries(ort: Any) -> None:
+    """Load the CUDA libraries that PyTorch and NVIDIA's wheels bring."""
+    if hasattr(ort, "preload_dlls"):
+        ort.preload_dlls()
+
+
 def _choose_provider(trial: Trial) -> str:
-    provider = str(trial.options.get("provider", "cuda"))
-    if provider not in KINDS:
-        raise UserError(f"onnxruntime has no provider {provider!r} on a GPU; known: {', '.join(KINDS)}")
-    return provider
+    return KINDS[str(trial.options.get("provider", "cuda"))]
 
 
 class CudaSession(DeviceSession):
@@ -83,12 +72,14 @@ class CudaSession(DeviceSession):
     takes_frames = True
 
     def __init__(self, file: Any, trial: Trial, tensor: Callable[[Any], Tensor]) -> None:
-        device = Device(trial.runtime.device)
-        providers = Providers(file.ort, trial, device)
+        device, wanted = Device(trial.runtime.device), _require_provider(file.ort, trial)
         super().__init__(device, slots_of(trial))
-        self._file, self._providers = file, providers.list()
-        self._session = file.open(providers.list(self.stream))
-        providers.check(self._session)
+        self._file, self._providers = file, list_providers(trial, device.index)
+        self._session = file.open(list_providers(trial, device.index, self.stream))
+        if wanted not in self._session.get_providers():
+            raise Unavailable(
+                f"ONNX Runtime left {wanted} out: the libraries it needs are missing or of another version"
+            )
         self.inputs = tuple(replace(t, shape=file.shapes[t.name]) for t in map(tensor, self._session.get_inputs()))
         self.outputs = tuple(tensor(arg) for arg in self._session.get_outputs())
         ranked = (t for t in self.outputs if t.shape)  # without dimensions: a scalar, or of any number of them
@@ -150,8 +141,7 @@ class CudaSession(DeviceSession):
 
 def can_add(ort: Any, model: bytes, options: Any) -> bool:
     """Return whether the CUDA provider adds two numbers here."""
-    if hasattr(ort, "preload_dlls"):
-        ort.preload_dlls()
+    _preload_libraries(ort)
     session = ort.InferenceSession(model, options, providers=[CUDA])
     (out,) = session.run(None, {"x": np.asarray(2, np.float32)})
     return bool(CUDA in session.get_providers() and out == 4)

@@ -159,16 +159,12 @@ def unwrapped(torch: Any, module: Any) -> Any:
 
     Raises `UserError` for lazy weights, which have no values to be compared.
     """
-    while (inner := getattr(module, "_orig_mod", None) or _unwrap_parallel(torch, module)) is not None:
-        module = inner
+    while isinstance(module, torch.nn.DataParallel) or getattr(module, "_orig_mod", None) is not None:
+        module = module.module if isinstance(module, torch.nn.DataParallel) else module._orig_mod
     if any(hasattr(each, "materialize") for each in (*module.parameters(), *module.buffers())):
         name = type(module).__name__
         raise UserError(f"{name} has lazy weights, which its first call makes; call it once on an input first")
     return module
-
-
-def _unwrap_parallel(torch: Any, module: Any) -> Any:
-    return module.module if isinstance(module, torch.nn.DataParallel) else None
 
 
 def eager(torch: Any, module: Any) -> Any:

@@ -162,7 +162,7 @@ def engine(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
     require_file(artifact, trial)
     constants = {
         "FILE": place(about),
-        "GPU": int(trial.runtime.device.partition(":")[2] or 0),
+        "GPU": _parse_device_index(trial),
         "PROFILE": int(about["options"].get("profile") or 0),
     }
     library = "tensorrt" if trial.backend == "tensorrt" else "tensorrt_rtx as tensorrt"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -140,27 +141,23 @@ def module(trial: Trial, artifact: Artifact | None, about: dict[str, Any], folde
         raise UserError(
             f"{trial.model.name} was quantised dynamically by PyTorch, which can't be stored as weights alone"
         )
-    imports, needs, constants, build = _write_build_code(trial, network, about, folder)
+    build = _write_build_code(trial, network, about, folder)
     kind = models.parse(trial.model.source)[0]
     saved, own = kind in STORED, kind in ("python", "module")
     if not saved:
         torch.save(network.state_dict(), folder / "state.pt")
     options = find(trial.backend).checked(trial)  # type: ignore[attr-defined]
     pixels = input_data.wants_pixels(options)
-    constants = {"FILE": place(about), **constants, **_list_arguments(trial), **_collect_settings(trial, options)}
+    constants = {"FILE": place(about), **build.constants, **_list_arguments(trial), **_collect_settings(trial, options)}
     if pixels:
-        channels = int(inputs_of(trial, None)[0].shape[1])
-        scale_and_offset = input_data.pixel_scale(trial.model.preprocess, channels)
-        constants |= dict(
-            zip(("SCALE", "OFFSET"), ([float(v) for v in array.reshape(-1)] for array in scale_and_offset), strict=True)
-        )
+        scale, offset = input_data.pixel_scale(trial.model.preprocess, int(inputs_of(trial, None)[0].shape[1]))
+        constants |= {"SCALE": scale.ravel().tolist(), "OFFSET": offset.ravel().tolist()}
     end = PIXELS if pixels else "    called = network\n"
     end += COMPILED if trial.backend == "compile" else "    return called\n"
     weights = "" if saved else OWN_WEIGHTS if own else WEIGHTS
-    code = build + (EAGER if own else "") + LOAD.format(weights=weights, end=end)
-    return ScriptPart(
-        ("numpy", "torch", *needs), f"import contextlib\nimport dataclasses\nimport torch\n{imports}", constants, code
-    )
+    code = build.code + (EAGER if own else "") + LOAD.format(weights=weights, end=end)
+    imports = f"import contextlib\nimport dataclasses\nimport torch\n{build.imports}"
+    return ScriptPart(("numpy", "torch", *build.needs), imports, constants, code)
 
 
 def _list_arguments(trial: Trial) -> dict[str, Any]:
@@ -190,43 +187,37 @@ def _collect_settings(trial: Trial, options: dict[str, Option]) -> dict[str, Any
     return settings
 
 
-def _write_build_code(
-    trial: Trial, network: Any, about: dict[str, Any], folder: Path
-) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
-    """Return the imports, distributions, constants and code that build the network."""
+def _write_build_code(trial: Trial, network: Any, about: dict[str, Any], folder: Path) -> ScriptPart:
+    """Return the part that builds the network."""
     model, (kind, name) = trial.model, models.parse(trial.model.source)
     classes = _count_classes(model, network)
     if kind == "torchvision":
         options = {**({} if classes is None else {"num_classes": classes}), **_branch_options(network)}
         options |= models.torchvision_options(name, trial.dims)
         call = f"torchvision.models.get_model({name!r}, weights=None{_format_options(options)})"
-        return "import torchvision\n", ("torchvision",), {}, LIBRARY.format(call=call)
+        return ScriptPart(("torchvision",), "import torchvision\n", {}, LIBRARY.format(call=call))
     if kind == "timm":
         options = models.timm_options(model, name, trial.dims, classes)
-        return (
-            "import timm\n",
-            ("timm",),
-            {},
-            LIBRARY.format(call=f"timm.create_model({name!r}{_format_options(options)})"),
-        )
+        call = f"timm.create_model({name!r}{_format_options(options)})"
+        return ScriptPart(("timm",), "import timm\n", {}, LIBRARY.format(call=call))
     if kind == "ultralytics":
         config, channels = network.yaml, network.yaml.get("ch") or network.yaml.get("channels") or model.channels
         code = YOLO.format(kind=type(network).__name__, channels=channels, classes=config.get("nc"))
-        return "from ultralytics.nn import tasks\n", ("ultralytics",), {"CONFIG": config}, code
+        return ScriptPart(("ultralytics",), "from ultralytics.nn import tasks\n", {"CONFIG": config}, code)
     if kind == "darknet":
         return _export_network(network, trial, folder)
     return _store_saved_module(name, folder) if kind == "saved" else _user_function(model, about, folder)
 
 
-def _store_saved_module(path: str, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
+def _store_saved_module(path: str, folder: Path) -> ScriptPart:
     """Store a module's own file in place of weights, and return the code that loads it."""
     shutil.copyfile(path, folder / "state.pt")
-    if not path.endswith(".pt2"):
-        return "", (), {}, SAVED.format(call='torch.jit.load(FILE, map_location="cpu")')
-    return _write_program_code()
+    if path.endswith(".pt2"):
+        return _write_program_code()
+    return ScriptPart((), "", {}, SAVED.format(call='torch.jit.load(FILE, map_location="cpu")'))
 
 
-def _export_network(network: Any, trial: Trial, folder: Path) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
+def _export_network(network: Any, trial: Trial, folder: Path) -> ScriptPart:
     """Store a network that only Dyno can build, as a program of torch.export for the trial's shape."""
     import torch
 
@@ -236,9 +227,10 @@ def _export_network(network: Any, trial: Trial, folder: Path) -> tuple[str, tupl
     return _write_program_code()
 
 
-def _write_program_code() -> tuple[str, tuple[str, ...], dict[str, Any], str]:
+def _write_program_code() -> ScriptPart:
     unguarded = ", ".join(f"{key}={value}" for key, value in saved_modules.unguarded().items())
-    return "", (), {}, SAVED.format(call=f'torch.export.load(FILE.open("rb")).module({unguarded})')
+    call = f'torch.export.load(FILE.open("rb")).module({unguarded})'
+    return ScriptPart((), "", {}, SAVED.format(call=call))
 
 
 def _branch_options(network: Any) -> dict[str, Any]:
@@ -254,9 +246,7 @@ def _branch_options(network: Any) -> dict[str, Any]:
     return options
 
 
-def _user_function(
-    model: ModelSpec, about: dict[str, Any], folder: Path
-) -> tuple[str, tuple[str, ...], dict[str, Any], str]:
+def _user_function(model: ModelSpec, about: dict[str, Any], folder: Path) -> ScriptPart:
     """Return the code for the user's function: a copy of its file beside the script, or an import of its module."""
     location, _, function = model.source.rpartition(":")
     arguments = models.call_options(model)
@@ -264,11 +254,11 @@ def _user_function(
     path = _source_file(location)
     if path is None:
         imported = f"from {location} import {function.split('.')[0]}\n"
-        return imported, (location.split(".")[0],), {}, LIBRARY.format(call=f"{function}({options})")
+        return ScriptPart((location.split(".")[0],), imported, {}, LIBRARY.format(call=f"{function}({options})"))
     shutil.copyfile(path, folder / "model.py")
     copy = f"{Path(about['script']).stem}_model.py"
     code = OWN.format(folder=str(path.parent), copy=copy, function=function, options=options)
-    return "import importlib.util\n", (), {}, code
+    return ScriptPart((), "import importlib.util\n", {}, code)
 
 
 def _source_file(location: str) -> Path | None:
@@ -286,14 +276,8 @@ def _count_classes(model: ModelSpec, network: Any) -> int | None:
     """Return the number of classes that the network was built with, if it isn't its library's own."""
     if model.classes is not None or not model.weights:
         return model.classes
-    bare = models.build(_without_weights(model))
+    bare = models.build(replace(model, weights="", weights_sha256="", pretrained=False))
     return head_classes(bare, by_own_names(bare, read_checkpoint(model.weights), model.weights))
-
-
-def _without_weights(model: ModelSpec) -> ModelSpec:
-    from dataclasses import replace
-
-    return replace(model, weights="", weights_sha256="", pretrained=False)
 
 
 def _format_options(options: dict[str, Any]) -> str:

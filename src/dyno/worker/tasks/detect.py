@@ -15,7 +15,7 @@ from dyno.worker.inspection import Purpose
 from dyno.worker.spec import ModelSpec, Preprocess, UserError
 from dyno.worker.tasks import layouts
 from dyno.worker.tasks.layouts import Fit, ObservedOutputs, UnreadBoxes
-from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, ImagePlacement, best
+from dyno.worker.tasks.postprocess import CORNERS, BoxForm, Detections, ImagePlacement, KeptRows, best
 from dyno.worker.tasks.task import Arrays, Collector, EvaluationInputs, OutputShapes, Shape, Task
 
 COCO_CLASSES = 80
@@ -29,6 +29,7 @@ class Detect(Task):
     labels = "objects"
     metrics: tuple[str, ...] = ("mAP", "mAP50")
     coco = "bbox"
+    refers_to = ""  # what the output is that boxes refer to
     note = "The outputs are the network's own: nothing here decodes boxes or suppresses overlapping ones."
 
     def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
@@ -39,16 +40,8 @@ class Detect(Task):
         """Return the name of the output that boxes refer to, "" for none."""
         return ""
 
-    def read(
-        self,
-        rest: np.ndarray,
-        beside: np.ndarray,
-        boxes: np.ndarray,
-        place: ImagePlacement,
-        form: BoxForm,
-        keypoints: Sequence[int],
-    ) -> dict[str, Any]:
-        """Return fields of `Detections` besides the boxes, from the `rest` of the rows that survived."""
+    def read(self, kept: KeptRows) -> dict[str, Any]:
+        """Return fields of `Detections` besides the boxes."""
         return {}
 
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
@@ -99,6 +92,8 @@ class Detect(Task):
     ) -> ObservedOutputs:
         """Return what layouts are to fit; `UnreadBoxes` without an output that the task needs."""
         beside = self.beside(shapes)
+        if self.refers_to and not beside:
+            raise UnreadBoxes(layouts.describe(shapes, f"there are no {self.refers_to}"))
         boxes = {name: shape for name, shape in shapes.items() if name != beside}
         return ObservedOutputs(boxes, size, classes, self.extra(shapes, keypoints), images)
 
@@ -176,7 +171,7 @@ class BoxReader:
             rows = np.concatenate([part[:, kept] for part in parts]).T.astype(np.float32)
         boxes = place.boxes(form.corners(rows[:, :4], place.input))
         keypoints = self._keypoints or layouts.keypoints_of(extra) or (0, 3)
-        fields = self._task.read(rows[:, 4:], beside, boxes, place, form, keypoints)
+        fields = self._task.read(KeptRows(rows[:, 4:], beside, boxes, place, form, keypoints))
         return Detections(boxes, scores, kinds, **fields)
 
     def _check_labels(self, found: Sequence[Detections], outputs: Mapping[str, np.ndarray]) -> None:

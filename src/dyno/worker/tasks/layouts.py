@@ -11,6 +11,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import groupby
+from typing import ClassVar
 
 import numpy as np
 
@@ -62,6 +63,7 @@ class Fit:
     rank: float = 1
 
 
+@dataclass(frozen=True)
 class BoxLayout(ABC):
     """How boxes lie in a network's outputs.
 
@@ -69,11 +71,11 @@ class BoxLayout(ABC):
     says that overlapping boxes are left out already, and `free_order` that rounding may change the order of its boxes.
     """
 
-    shown: str
-    form: BoxForm = CORNERS
+    form: ClassVar[BoxForm] = CORNERS
     fixed_form = False
     suppressed = True
     free_order = True
+    shown: str = field(default="", compare=False, kw_only=True)
 
     @abstractmethod
     def fits(self, seen: ObservedOutputs) -> Fit | None:
@@ -97,13 +99,6 @@ class AnchorTable(BoxLayout):
     form = CENTRES
     suppressed = False
     free_order = False
-
-    @property
-    def shown(self) -> str:  # type: ignore[override]
-        """The axes in their order, with networks that have them."""
-        if self.objectness:
-            return "batch x anchors x (5 + classes) (YOLOv5, v7)" if self.axis == 2 else ""
-        return "batch x (4 + classes) x anchors, in either order (YOLOv8, v11)" if self.axis == 1 else ""
 
     def fits(self, seen: ObservedOutputs) -> Fit | None:
         name = next((name for name, shape in seen.shapes.items() if len(shape) == 3), None)
@@ -165,11 +160,6 @@ class FinalRows(BoxLayout):
     columns: tuple[str, ...]
     rank: float = 1
 
-    @property
-    def shown(self) -> str:  # type: ignore[override]
-        """What a row has, once for all orders of its columns."""
-        return "rows of box, score and class (end to end)" if self.columns == LAST_ROW else ""
-
     def fits(self, seen: ObservedOutputs) -> Fit | None:
         for name, shape in seen.shapes.items():
             extra = self._count_extra_values(seen, shape)
@@ -203,8 +193,6 @@ class FinalRows(BoxLayout):
 class Lists(BoxLayout):
     """Boxes that are left in the end, with their scores and classes in outputs of their own, and perhaps their number:
     torchvision's detectors, RT-DETR with its post-processing, TensorRT's EfficientNMS, TensorFlow's detection API."""
-
-    shown = "boxes, scores and classes (torchvision, EfficientNMS)"
 
     def fits(self, seen: ObservedOutputs) -> Fit | None:
         boxes = boxes_in(seen)
@@ -245,7 +233,6 @@ class TensorFlowLists(Lists):
 
     form = CORNERS_Y_FIRST
     fixed_form = True
-    shown = ""
 
     def fits(self, seen: ObservedOutputs) -> Fit | None:
         fit = super().fits(seen)
@@ -255,8 +242,6 @@ class TensorFlowLists(Lists):
 @dataclass(frozen=True)
 class SelectedRows(BoxLayout):
     """All boxes and scores, with the rows (image, class, box) that ONNX's NonMaxSuppression selected."""
-
-    shown = "boxes, scores and selected indices (ONNX's NonMaxSuppression)"
 
     def fits(self, seen: ObservedOutputs) -> Fit | None:
         boxes = boxes_in(seen)
@@ -285,31 +270,12 @@ class SelectedRows(BoxLayout):
 class Pairs(BoxLayout):
     """Boxes, and the values of every class for each: `kind` says which.
 
-    DETR and its successors leave logits, of independent classes or with "no object" as the last one; other detectors
-    leave probabilities before suppression, perhaps with a background among them.
+    They are probabilities before suppression, perhaps with a background among them.
     """
 
     kind: str
-
-    @property
-    def shown(self) -> str:  # type: ignore[override]
-        """What is beside the boxes, once for all kinds."""
-        return {"sigmoid": "boxes and logits (DETR)", "scores": "boxes and a score of each class"}.get(self.kind, "")
-
-    @property
-    def suppressed(self) -> bool:  # type: ignore[override]
-        """Whether the network learned to leave one box of each object."""
-        return self.kind in ("sigmoid", "softmax")
-
-    @property
-    def free_order(self) -> bool:  # type: ignore[override]
-        """Whether queries are chosen by their scores."""
-        return self.suppressed
-
-    @property
-    def form(self) -> BoxForm:  # type: ignore[override]
-        """A transformer's boxes are centres."""
-        return CENTRES if self.suppressed else CORNERS
+    suppressed = False
+    free_order = False
 
     def fits(self, seen: ObservedOutputs) -> Fit | None:
         boxes = boxes_in(seen)
@@ -362,21 +328,37 @@ class Pairs(BoxLayout):
         return Candidates(values[fit.names[0]][image].astype(np.float32).T, np.ascontiguousarray(table.T))
 
 
+@dataclass(frozen=True)
+class Queries(Pairs):
+    """The same of DETR and its successors: logits, of independent classes or with "no object" as the last one.
+
+    They learned to leave one box of each object, and choose queries by their scores.
+    """
+
+    form = CENTRES
+    suppressed = True
+    free_order = True
+
+
 LAYOUTS: tuple[BoxLayout, ...] = (
-    AnchorTable(axis=1),
+    AnchorTable(axis=1, shown="batch x (4 + classes) x anchors, in either order (YOLOv8, v11)"),
     AnchorTable(axis=2),
-    AnchorTable(axis=2, objectness=True),
+    AnchorTable(axis=2, objectness=True, shown="batch x anchors x (5 + classes) (YOLOv5, v7)"),
     AnchorTable(axis=1, objectness=True),
-    FinalRows(LAST_ROW),
+    FinalRows(LAST_ROW, shown="rows of box, score and class (end to end)"),
     FinalRows((*BOX, "class", "score"), rank=1.1),
     FinalRows(("class", "score", *BOX), rank=1.2),
     FinalRows(BATCH_ROW),
     FinalRows(("image", *BOX, "score", "class"), rank=1.1),
     FinalRows(("image", "class", "score", *BOX), rank=1.2),
-    Lists(),
+    Lists(shown="boxes, scores and classes (torchvision, EfficientNMS)"),
     TensorFlowLists(),
-    SelectedRows(),
-    *(Pairs(kind) for kind in ("sigmoid", "softmax", "scores", "first", "last")),
+    SelectedRows(shown="boxes, scores and selected indices (ONNX's NonMaxSuppression)"),
+    Queries("sigmoid", shown="boxes and logits (DETR)"),
+    Queries("softmax"),
+    Pairs("scores", shown="boxes and a score of each class"),
+    Pairs("first"),
+    Pairs("last"),
 )
 
 

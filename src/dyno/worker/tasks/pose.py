@@ -10,7 +10,7 @@ import numpy as np
 
 from dyno.worker.spec import ModelSpec
 from dyno.worker.tasks.detect import Detect, joined
-from dyno.worker.tasks.postprocess import BoxForm, Detections, ImagePlacement
+from dyno.worker.tasks.postprocess import Detections, KeptRows
 from dyno.worker.tasks.task import Shape
 
 
@@ -26,17 +26,9 @@ class Pose(Detect):
         """Return two or three values for each keypoint, None where their number isn't known."""
         return math.prod(keypoints) if keypoints else None
 
-    def read(
-        self,
-        rest: np.ndarray,
-        beside: np.ndarray,
-        boxes: np.ndarray,
-        place: ImagePlacement,
-        form: BoxForm,
-        keypoints: Sequence[int],
-    ) -> dict[str, Any]:
-        points = rest.reshape(len(rest), *keypoints)
-        return {"keypoints": place.points(form.points(points, place.input))}
+    def read(self, kept: KeptRows) -> dict[str, Any]:
+        points = kept.rest.reshape(len(kept.rest), *kept.keypoints)
+        return {"keypoints": kept.place.points(kept.form.points(points, kept.place.input))}
 
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
         points = [d.keypoints for d in detections if d.keypoints is not None]

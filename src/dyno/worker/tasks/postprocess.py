@@ -7,7 +7,7 @@ and a class whose score is above the threshold, as COCO's metric wants it; masks
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -94,6 +94,19 @@ class Candidates:
     def best_scores(self) -> np.ndarray:
         """Return the highest score of each box."""
         return (self.scores if self.labels is not None else self.scores.max(0)).astype(np.float32)
+
+
+@dataclass(frozen=True)
+class KeptRows:
+    """The rows of one image that suppression left: the values behind their box and scores (`rest`), what the network
+    gives `beside` them, their `boxes` in the image, its `place` in the input, and the form of the coordinates."""
+
+    rest: np.ndarray
+    beside: np.ndarray
+    boxes: np.ndarray
+    place: ImagePlacement
+    form: BoxForm
+    keypoints: Sequence[int]
 
 
 def suppress(boxes: np.ndarray, labels: np.ndarray, iou: float, most: int) -> np.ndarray:

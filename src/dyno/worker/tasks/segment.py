@@ -9,8 +9,7 @@ import numpy as np
 
 from dyno.worker.spec import ModelSpec
 from dyno.worker.tasks.detect import Detect, joined
-from dyno.worker.tasks.layouts import ObservedOutputs, UnreadBoxes, describe
-from dyno.worker.tasks.postprocess import BoxForm, Detections, ImagePlacement, encode
+from dyno.worker.tasks.postprocess import Detections, ImagePlacement, KeptRows, encode
 from dyno.worker.tasks.task import Shape
 
 USUAL = 32  # prototypes, where a file doesn't say
@@ -23,6 +22,7 @@ class Segment(Detect):
     needs = "masks"
     metrics = ("mAP", "mAP50", "box_mAP", "box_mAP50")
     coco = "segm"
+    refers_to = "prototypes of masks"
 
     def extra(self, shapes: Mapping[str, Shape], keypoints: Sequence[int]) -> int | None:
         """Return one coefficient for each prototype."""
@@ -33,28 +33,8 @@ class Segment(Detect):
         """Return the name of the prototypes."""
         return next((name for name, shape in shapes.items() if len(shape) == 4), "")
 
-    def seen(
-        self,
-        shapes: Mapping[str, Shape],
-        size: tuple[int, int],
-        classes: int,
-        keypoints: Sequence[int],
-        images: int = 1,
-    ) -> ObservedOutputs:
-        if not self.beside(shapes):
-            raise UnreadBoxes(describe(shapes, "there are no prototypes of masks"))
-        return super().seen(shapes, size, classes, keypoints, images)
-
-    def read(
-        self,
-        rest: np.ndarray,
-        beside: np.ndarray,
-        boxes: np.ndarray,
-        place: ImagePlacement,
-        form: BoxForm,
-        keypoints: Sequence[int],
-    ) -> dict[str, Any]:
-        return {"masks": _build_masks(rest, beside, boxes, place)}
+    def read(self, kept: KeptRows) -> dict[str, Any]:
+        return {"masks": _build_masks(kept.rest, kept.beside, kept.boxes, kept.place)}
 
     def arrays(self, detections: Sequence[Detections], model: ModelSpec) -> dict[str, np.ndarray]:
         masks = [mask for detection in detections for mask in detection.masks or ()]

@@ -11,12 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from dyno.worker.facts.job import TrainingFacts
-from dyno.worker.nets import models
+from dyno.worker.nets import local_code, models
 from dyno.worker.sessions.torch_support import device_named, import_torch, memory_errors
-from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, to_json
+from dyno.worker.spec import DataSpec, Dims, ModelSpec, UserError, digest, from_json, to_json
 from dyno.worker.training import network
 from dyno.worker.training.network import State
 from dyno.worker.training.options import TrainOptions
+from dyno.worker.training.options import options as options_by_name
 
 LOSS_EVERY = 20  # batches between two readings of the loss, each of which synchronises with the GPU
 ONE_CYCLE_UP = 0.3  # share of the training in which the learning rate rises, as in torch's OneCycleLR
@@ -111,7 +112,9 @@ def train(
     don't fit together.
     """
     torch = import_torch()
-    _prepare_device(torch, options, threads)
+    torch.backends.cudnn.benchmark = device_named(torch, options.device).type == "cuda"
+    if threads:
+        torch.set_num_threads(threads)
     splits = network.Split.open(training), network.Split.open(test)
     model = _with_classes(model, dims, *splits)
     report("build the model")
@@ -125,22 +128,15 @@ def train(
         state = network.restore_state(folder, _collect_settings(options, training, test, model, dims), loop.parts())
         for epoch in range(state.epoch + 1, options.epochs + 1):
             report(f"epoch {epoch}/{options.epochs}")
-            row = _train_epoch(loop, epoch, reader, splits[0], state, folder, report)
+            row = _train_epoch(loop, epoch, reader, state, folder, report)
             report(f"epoch {epoch}/{options.epochs}, test")
             with loop.autocast():
-                row |= _evaluate_split(module, test_reader, splits[1], options)[0]
+                row |= _evaluate_split(module, test_reader)[0]
             state.add({name: row[name] for name in network.COLUMNS})
             network.store_state(folder, state, loop.parts())
         report("evaluate the best weights")
-        best = _evaluate_best(state, test_reader, splits, options, model, dims, folder)
+        best = _evaluate_best(state, test_reader, len(splits[0].index), model, dims, folder)
         return replace(best, notes=tuple(notes))
-
-
-def _prepare_device(torch: Any, options: TrainOptions, threads: int) -> None:
-    device = device_named(torch, options.device)
-    if threads:
-        torch.set_num_threads(threads)
-    torch.backends.cudnn.benchmark = device.type == "cuda"
 
 
 def _with_classes(model: ModelSpec, dims: Dims, training: network.Split, test: network.Split) -> ModelSpec:
@@ -176,20 +172,14 @@ def _collect_settings(
 
 
 def _train_epoch(
-    loop: Loop,
-    epoch: int,
-    reader: network.BatchReader,
-    split: network.Split,
-    state: State,
-    folder: Path,
-    report: Callable[[str], None],
+    loop: Loop, epoch: int, reader: network.BatchReader, state: State, folder: Path, report: Callable[[str], None]
 ) -> dict[str, float]:
     """Train for one epoch; the mean loss, the last learning rate, seconds and images per second."""
     import torch
 
     options = loop.options
     torch.manual_seed(network.epoch_seed(options.seed, epoch))  # dropout and its kin
-    keys = network.load_batches(split, options, epoch)
+    keys = network.load_batches(reader.split, options, epoch)
     loop.module.train(not options.freeze)  # a frozen network keeps its statistics, too
     total, images = torch.zeros((), device=loop.device), 0
     started = time.perf_counter()
@@ -202,14 +192,8 @@ def _train_epoch(
             if not math.isfinite(mean):
                 raise UserError(_explain_divergence(epoch, mean, options, state, folder))
     seconds = time.perf_counter() - started
-    lr = loop.schedule.get_last_lr()[0]
-    return {
-        "epoch": epoch,
-        "lr": lr,
-        "train_loss": mean,
-        "seconds": seconds,
-        "images_per_s": images / seconds,
-    }
+    lr, rate = loop.schedule.get_last_lr()[0], images / seconds
+    return {"epoch": epoch, "lr": lr, "train_loss": mean, "seconds": seconds, "images_per_s": rate}
 
 
 def _explain_divergence(epoch: int, loss: float, options: TrainOptions, state: State, folder: Path) -> str:
@@ -220,17 +204,14 @@ def _explain_divergence(epoch: int, loss: float, options: TrainOptions, state: S
     return f"training diverged in epoch {epoch} (loss {loss}); lower lr, now {options.peak:g}; {weights_note}"
 
 
-def _evaluate_split(
-    module: Any, reader: network.BatchReader, split: network.Split, options: TrainOptions
-) -> tuple[dict[str, Any], dict[str, Any]]:
+def _evaluate_split(module: Any, reader: network.BatchReader) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return loss and top-1 in percent; and, apart, top-5 and the counts."""
     import torch
 
     module.eval()
-    loss = torch.zeros((), device=options.device)
-    ranks = []
+    loss, ranks = torch.zeros((), device=reader.options.device), []
     with torch.inference_mode():
-        for x, y in reader(network.plain_batches(split, max(options.batch, network.EVALUATED))):
+        for x, y in reader(network.plain_batches(reader.split, max(reader.options.batch, network.EVALUATED))):
             scores = module(x).float()
             loss += torch.nn.functional.cross_entropy(scores, y, reduction="sum")
             best = scores.topk(min(5, scores.shape[1])).indices
@@ -243,13 +224,7 @@ def _evaluate_split(
 
 
 def _evaluate_best(
-    state: State,
-    reader: network.BatchReader,
-    splits: tuple[network.Split, network.Split],
-    options: TrainOptions,
-    model: ModelSpec,
-    dims: Dims,
-    folder: Path,
+    state: State, reader: network.BatchReader, images: int, model: ModelSpec, dims: Dims, folder: Path
 ) -> TrainingFacts:
     """Return the results of the best weights, read back from disk into a new module and evaluated in IEEE FP32."""
     import torch
@@ -257,23 +232,20 @@ def _evaluate_best(
     torch.backends.cudnn.allow_tf32 = torch.backends.cuda.matmul.allow_tf32 = False
     path = folder / network.BEST
     stored = replace(model, weights=str(path), weights_sha256="", pretrained=False)
-    module = models.load(stored, dims).to(options.device, memory_format=torch.channels_last)
-    row, counts = _evaluate_split(module, reader, splits[1], options)
+    module = models.load(stored, dims).to(reader.options.device, memory_format=torch.channels_last)
+    row, counts = _evaluate_split(module, reader)
     return TrainingFacts(
         **row,
         **counts,
         epochs=state.epoch,
         best_epoch=state.best,
         seconds=math.fsum(row["seconds"] for row in state.history),
-        images=len(splits[0].index),
+        images=images,
         weights=path.name,
-        sha256=network.hash_file(path),
+        sha256=local_code.hash_file(path),
     )
 
 
 def job(options: Mapping[str, Any]) -> tuple[TrainOptions, DataSpec]:
     """Return the options and training images from a job's `options`."""
-    from dyno.worker.spec import from_json
-    from dyno.worker.training.options import options as checked
-
-    return checked(options["settings"]), from_json(DataSpec, options["training"])
+    return options_by_name(options["settings"]), from_json(DataSpec, options["training"])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import csv
-import hashlib
 import io
 import json
 import pickle
@@ -220,11 +219,6 @@ def _serialise_weights(module: Any) -> bytes:
     return content
 
 
-def hash_file(path: Path) -> str:
-    """Return the sha256 of the file's content."""
-    return hashlib.sha256(path.read_bytes()).hexdigest()
-
-
 def _write_file(path: Path, content: bytes | memoryview) -> None:
     with replacing(path) as f:
         f.write(content)
@@ -335,23 +329,6 @@ class BatchDataset:
         return changed, labels
 
 
-class Epochs:
-    """The DataLoader's sampler: the batches of whichever epoch was set last, so that workers live through all."""
-
-    def __init__(self) -> None:
-        self.keys: list[Key] = []
-
-    def __iter__(self) -> Iterator[Key]:
-        return iter(self.keys)
-
-    def __len__(self) -> int:
-        return len(self.keys)
-
-
-def _keep_batch(batch: Any) -> Any:
-    return batch
-
-
 class BatchReader:
     """Batches of a split by torch's DataLoader, in its workers where there are any, normalised on the device."""
 
@@ -360,15 +337,14 @@ class BatchReader:
     ) -> None:
         import torch
 
-        self._device = torch.device(options.device)
+        self.split, self.options, self._device = split, options, torch.device(options.device)
         mean, std = normalisation(preprocess, split.pixels.shape[1])
         self._mean, self._std = (torch.from_numpy(v).to(self._device) for v in (mean, std))
-        self._epochs = Epochs()
+        self._keys: list[Key] = []  # the loader's sampler, filled anew for each epoch, so that workers live through all
         self._loader = torch.utils.data.DataLoader(
             BatchDataset(split, change),
             batch_size=None,  # an item is a batch already
-            sampler=self._epochs,
-            collate_fn=_keep_batch,
+            sampler=self._keys,
             num_workers=options.workers,
             persistent_workers=options.workers > 0,
             pin_memory=self._device.type == "cuda",
@@ -380,7 +356,7 @@ class BatchReader:
         """Inputs as the network reads them (float32, channels last) and labels, of each of the batches."""
         import torch
 
-        self._epochs.keys = keys
+        self._keys[:] = keys
         for pixels, labels in self._loader:
             x = pixels.to(self._device, non_blocking=True)
             x = x.to(torch.float32, memory_format=torch.channels_last)
