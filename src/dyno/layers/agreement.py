@@ -129,6 +129,8 @@ class _EngineForm:
 class _FormComparer(forms.FormReader):
     """Reads forms and the graphs behind them, then compares their values."""
 
+    runs_all = True  # a module gets the same inputs
+
     def __init__(self, study: Study, batch: int, progress: Progress, folder: Path, runs: int) -> None:
         super().__init__(study, batch, progress)
         self._jobs, self._folder, self._runs = 0, folder, runs
@@ -136,10 +138,6 @@ class _FormComparer(forms.FormReader):
         self._graph_files: dict[int, Artifact] = {}
         self._stored: dict[int, Path] = {}  # by the index of the reference's graph
         self._float = -1
-
-    def module(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
-        """Inspect a module as for a run, so that it gets the same inputs."""
-        self.engine(study, side, trial)
 
     def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return a module's own layers; an engine's layers are those of its graph."""

@@ -21,7 +21,7 @@ from dyno.results import stats
 from dyno.runner.device_lock import launch_in_turn
 from dyno.study.defaults import one_model
 from dyno.study.study import Study
-from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, limited, limits_of, printed
+from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, limited, printed, with_limits
 from dyno.worker import registry
 from dyno.worker.facts.job import ColdStart
 from dyno.worker.option_values import at_least
@@ -49,17 +49,15 @@ PARTS = {
 COLUMNS = (
     Column("form", "which engine", kind=TEXT, identity=True),
     Column("files", "where code and model lie when the process starts", kind=TEXT, title="files are"),
-    Column("first_answer_ms", "from the start of the process to its first answer: the mean over rounds", "ms",
-           title="first answer, ms", interval=True),
-    *limits_of("first_answer_ms", "ms"),
+    *with_limits(Column("first_answer_ms", "from the start of the process to its first answer: the mean over rounds",
+                        "ms", title="first answer, ms")),
     *(Column(f"{name}_ms", f"{meaning}, in the round in the middle", "ms", title=name.replace("_", " "), rank=1)
       for name, meaning in PARTS.items()),
     Column("rest_ms", "what lies between the parts", "ms", title="rest", rank=2),
     Column("later_ms", "a later call, from host to host: the median", "ms", title="later call"),
     Column("read_mb", "read from disk for the process, in the round in the middle", "MB", title="read, MB", rank=1),
-    Column("speedup", "the first form's first answer over this one's, by rounds", kind=RATIO, title="speed-up",
-           interval=True),
-    *limits_of("speedup", "", RATIO),
+    *with_limits(Column("speedup", "the first form's first answer over this one's, by rounds", kind=RATIO,
+                        title="speed-up")),
     Column("verdict", "whether that is real", kind=TEXT),
     Column("rounds", "processes", kind=COUNT, rank=3),
 )  # fmt: skip
@@ -210,17 +208,11 @@ def cold_start(
 class ColdStartReader(forms.FormReader):
     """Makes what forms run, and reads nothing."""
 
+    runs_all = True
+
     def __init__(self, study: Study, batch: int, progress: Progress) -> None:
         super().__init__(study, batch, progress)
         self.trials: list[tuple[Trial, Artifact | None]] = []
-
-    def module(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
-        """Start a module as PyTorch runs it."""
-        self.engine(study, side, trial)
-
-    def built(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
-        """Start a built engine, whose shapes are read by inspecting its file."""
-        self.engine(study, side, trial)
 
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Add the trial and its file to those to start, once per trial."""
