@@ -10,13 +10,14 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 
 from dyno.results import stats
 from dyno.results.files import read_npz
 from dyno.results.run_data import RunData
-from dyno.results.stats import Interval, Speedup
+from dyno.results.stats import Interval, Rule, Speedup
 from dyno.results.trial_result import TrialResult
 from dyno.worker.facts.job import VideoFacts
 
@@ -223,10 +224,42 @@ REFERENCE = "pytorch"  # the others are compared with it where it is among them
 
 
 @dataclass(frozen=True)
-class VideoRun:
-    """A trial's network with the video, once for each round."""
+class LoadRun:
+    """A trial under a load of its own: a video, or requests."""
 
     trial: TrialResult
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the rounds warn of, each sentence once."""
+        return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds per frame, or per request at the highest rate, of each round."""
+        raise NotImplementedError
+
+
+Run = TypeVar("Run", bound=LoadRun)
+
+
+def find_reference(runs: Sequence[Run]) -> Run:
+    """Return the reference of the others: PyTorch, else the first."""
+    return next((each for each in runs if each.trial.backend == REFERENCE), runs[0])
+
+
+def list_speedups(runs: Sequence[Run], rule: Rule) -> list[Speedup | None]:
+    """Return how many times faster each is than the reference, with a verdict; None for the reference."""
+    first = find_reference(runs)
+    others = [each for each in runs if each is not first]
+    decided = iter(stats.decide_family([stats.unpaired(each.seconds, first.seconds) for each in others], rule))
+    return [None if each is first else next(decided) for each in runs]
+
+
+@dataclass(frozen=True)
+class VideoRun(LoadRun):
+    """A trial's network with the video, once for each round."""
+
     videos: tuple[Video, ...]
 
     @cached_property
@@ -241,13 +274,7 @@ class VideoRun:
         return stats.center([video.rate for video in self.videos])
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the rounds warn of, each sentence once."""
-        return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
-
-    @property
     def seconds(self) -> list[float]:
-        """Seconds per frame end to end, of each round."""
         return [1 / video.rate for video in self.videos]
 
 
@@ -266,19 +293,6 @@ def list_videos(trial: TrialResult) -> VideoRun | None:
     whole = tuple(video for video in videos if not video.facts.stopped)
     # A rate of the first frames is not one of the whole.
     return VideoRun(trial, whole or videos) if videos else None
-
-
-def find_reference(filmed: list[VideoRun]) -> VideoRun:
-    """Return the reference of the others: PyTorch, else the first."""
-    return next((each for each in filmed if each.trial.backend == REFERENCE), filmed[0])
-
-
-def list_speedups(filmed: list[VideoRun], run: RunData) -> list[Speedup | None]:
-    """Return how many times faster each is than the reference, end to end, with a verdict; None for the reference."""
-    first = find_reference(filmed)
-    others = [each for each in filmed if each is not first]
-    decided = iter(stats.decide_family([stats.unpaired(each.seconds, first.seconds) for each in others], run.rule))
-    return [None if each is first else next(decided) for each in filmed]
 
 
 # The oracle: what several videos would reach through one engine, from the stages measured alone.
