@@ -23,7 +23,6 @@ from dyno.worker.serve import rates
 from dyno.worker.spec import ENDPOINT
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-SECTIONS = 10  # of consecutive requests, whose percentiles an interval is made from
 
 
 @dataclass(frozen=True)
@@ -103,24 +102,11 @@ class RateMeasurement:
         """Return that percentile of the latencies; None with too few requests, or where it falls on unanswered ones."""
         if self.count < stats.samples_for(QUANTILES[name]):
             return None
-        found = sectioned(self.latencies, QUANTILES[name])
+        q = QUANTILES[name]
+        found = videos.section_interval(
+            self.latencies, lambda part: rates.find_percentile(part, q), stats.samples_for(q)
+        )
         return found if math.isfinite(found.value) else None
-
-
-def sectioned(samples: np.ndarray, q: float) -> Interval:
-    """Compute a percentile with its 95 % interval from ten sections of consecutive samples, by Student's t.
-
-    Consecutive requests wait in the same queue, so a section counts as one observation (sectioning; Asmussen and Glynn,
-    Stochastic Simulation, 2007, III.5). Without limits where a section has too few samples for that percentile, or
-    where it falls on an unanswered one.
-    """
-    value = rates.find_percentile(samples, q)
-    each = [rates.find_percentile(part, q) for part in np.array_split(samples, SECTIONS) if len(part)]
-    if len(samples) // SECTIONS < stats.samples_for(q) or not np.isfinite([value, *each]).all():
-        return Interval(value, math.nan, math.nan)
-    spread = math.sqrt(sum((one - value) ** 2 for one in each) / (SECTIONS - 1))
-    reach = stats.t_quantile(SECTIONS - 1) * spread / math.sqrt(SECTIONS)
-    return Interval(value, max(0.0, value - reach), value + reach)
 
 
 # Whether the answers to requests are right, as a run's table of trials has it.

@@ -31,6 +31,7 @@ from dyno.table import (
     printed,
     with_limits,
 )
+from dyno.videos.words import of_each
 from dyno.worker.serve import rates as serve_rates
 
 # What the figures of requests say, in sentences.
@@ -39,24 +40,17 @@ COMPANY = ": other programs kept "  # of a warning for each rate
 
 
 def of_run(served: Sequence[ServingRun]) -> list[str]:
-    """Return the sentences of each trial, under its name where there are several."""
-    said = []
-    for each in served:
-        named = [f"{each.trial.label}:"] if len(served) > 1 else []
-        said += [*named, *list_sentences(each), *_describe_company(each), *_iter_warnings(each)]
-    return said
+    """Return the sentences of each trial, with those on disturbances behind them."""
+    return of_each(served, lambda each: [*list_sentences(each), *_describe_company(each)])
 
 
 def _describe_company(served: ServingRun) -> Iterator[str]:
-    """Yield one sentence for all rates and rounds on how busy other programs kept the processors."""
+    """Yield one sentence for all rates and rounds on how busy other programs kept the processors; then warnings."""
     busy = [r.facts.others_busy for r in served.trial.good if COMPANY in " ".join(r.warnings)]
     if busy:
         most = max(max(each.values()) for each in busy)
         rounds = counting(len(served.trial.good), "round")
         yield f"Other programs kept up to {most:.1f} processors busy meanwhile, in {len(busy)} of {rounds}."
-
-
-def _iter_warnings(served: ServingRun) -> Iterator[str]:
     yield from (f"{warning}." for warning in served.warnings if COMPANY not in warning)
 
 

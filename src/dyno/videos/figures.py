@@ -24,7 +24,7 @@ from dyno.worker.facts.job import VideoFacts
 STAGES = ("decode", "preprocess", "inference", "postprocess", "track", "draw", "encode")
 PROCESSORS = "processors"
 SHARED = "inference"  # by all streams, like the processors; of every other stage each stream has one
-BLOCKS = 10  # of consecutive frames, whose means an interval is made from
+SECTIONS = 10  # of consecutive frames or requests, whose estimates an interval is made from
 PERCENTILES = (0.5, 0.95, 0.99)
 Arrays = Mapping[str, np.ndarray]
 
@@ -197,18 +197,25 @@ class Video:
         return cpu * self.crowding(self.facts.processors)
 
 
-def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
-    """Compute the mean with its 95 % interval from the means of consecutive blocks, by Student's t; times `scale`.
+def section_interval(samples: np.ndarray, estimate: Callable[[np.ndarray], float], least: int) -> Interval:
+    """Compute an estimate with its 95 % interval from ten sections of consecutive samples, by Student's t.
 
-    Consecutive frames resemble each other, so a block counts as one observation (batch means; Law, Simulation Modeling
-    and Analysis, 2015, 9.5.3). Fewer than two frames per block give no limits.
+    Consecutive samples resemble each other, so a section counts as one observation (sectioning; Asmussen and Glynn,
+    Stochastic Simulation, 2007, III.5; of means: Law, Simulation Modeling and Analysis, 2015, 9.5.3). Without limits
+    where a section has fewer than `least` samples, or its estimate isn't finite.
     """
-    mean = float(np.mean(samples)) if len(samples) else math.nan
-    if len(samples) < 2 * BLOCKS:
-        return Interval(scale * mean, math.nan, math.nan)
-    means = np.array([float(block.mean()) for block in np.array_split(samples, BLOCKS)])
-    reach = stats.t_quantile(BLOCKS - 1) * float(means.std(ddof=1)) / math.sqrt(BLOCKS)
-    return Interval(scale * mean, scale * max(0.0, mean - reach), scale * (mean + reach))
+    value = estimate(samples)
+    each = [estimate(part) for part in np.array_split(samples, SECTIONS)] if len(samples) >= least * SECTIONS else []
+    if not each or not np.isfinite([value, *each]).all():
+        return Interval(value, math.nan, math.nan)
+    spread = math.sqrt(sum((one - value) ** 2 for one in each) / (SECTIONS - 1))
+    reach = stats.t_quantile(SECTIONS - 1) * spread / math.sqrt(SECTIONS)
+    return Interval(value, max(0.0, value - reach), value + reach)
+
+
+def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
+    """Compute `scale` times the mean with its interval; fewer than two frames per section give no limits."""
+    return section_interval(samples, lambda part: scale * float(np.mean(part)) if len(part) else math.nan, 2)
 
 
 def inverse(seconds: Interval, times: int = 1) -> Interval:

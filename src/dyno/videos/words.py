@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from dyno.formatting import counting, show, significant
 from dyno.report import export
 from dyno.report.export import Event
 from dyno.results import stats
-from dyno.videos.figures import PERCENTILES, PROCESSORS, Bound, Video, VideoRun
+from dyno.videos.figures import PERCENTILES, PROCESSORS, Bound, Run, Video, VideoRun
 from dyno.worker.facts.job import DEVICE
 
 HALF = 0.5
@@ -20,12 +20,15 @@ LATENCY_NOTE = (
 REACHED = 0.95  # of the bound: nothing in the pipeline itself is left to gain
 
 
-def of_run(filmed: Sequence[VideoRun]) -> list[str]:
+def of_each(runs: Sequence[Run], describe: Callable[[Run], Iterable[str]]) -> list[str]:
     """Return the sentences of each trial, under its name where there are several."""
-    said = []
-    for each in filmed:
-        named = [f"{each.trial.label}:"] if len(filmed) > 1 else []
-        said += [*named, *list_sentences(each.typical), *(f"{warning}." for warning in each.warnings)]
+    named = [(each, [f"{each.trial.label}:"] if len(runs) > 1 else []) for each in runs]
+    return [line for each, name in named for line in (*name, *describe(each))]
+
+
+def of_run(filmed: Sequence[VideoRun]) -> list[str]:
+    """Return the sentences of each trial."""
+    said = of_each(filmed, lambda each: [*list_sentences(each.typical), *(f"{w}." for w in each.warnings)])
     return [*said, LATENCY_NOTE]
 
 
@@ -105,7 +108,8 @@ def _describe_changes(video: Video) -> Iterator[str]:
         what = f"{stage.name.capitalize()} bounds the whole."
     after = video.without(stage.name, HALF)
     gain = after.rate.value / bound.rate.value
-    then = f", and then {_describe_limit(after)}" if after.name != bound.name else ""
+    limit = "the processors bound it" if after.name == PROCESSORS else f"{after.name} bounds it"
+    then = f", and then {limit}" if after.name != bound.name else ""
     possible = f"{_format_rate(after.rate.value)} would be possible ({gain:.2f}x)"
     yield f"{what} If {stage.name} took half the time, {possible}{then}."
     reached = bound.share(video.rate)
@@ -130,10 +134,6 @@ def _explain_loss(video: Video) -> str:
     if video.bound.name == PROCESSORS and video.utilization < REACHED:
         why.append(f"the stages kept {show(video.utilization, 'percentage')} of the processors' time busy")
     return ", and ".join(why) or "the rest is filling and emptying the pipeline, and stages that waited for each other"
-
-
-def _describe_limit(bound: Bound) -> str:
-    return "the processors bound it" if bound.name == PROCESSORS else f"{bound.name} bounds it"
 
 
 def _describe_latencies(video: Video) -> Iterator[str]:
