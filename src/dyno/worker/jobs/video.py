@@ -283,10 +283,8 @@ class _VideoJob:
         preloaded = isinstance(self._source, MemorySource)
         again = self._source_text, self._options, _choose_decoder(self._options, self._trial)
         source = self._source if first or preloaded else open_source(*again)
-        sink, keep = (
-            open_sink(output, source, self._options.codec),
-            steps.DetectionRecorder(self._boxes if first else None),
-        )
+        sink = open_sink(output, source, self._options.codec)
+        keep = steps.DetectionRecorder(self._boxes if first else None)
         preparations, tracker, engine = self._new_preparations(), self._new_tracker(), self._engine
         shares, batch, size = self._options.streams > 1, preparations[0].batch, preparations[0].size
         feeds = steps.PreparationStage.arrays(preparations[0], engine, self._lanes)
