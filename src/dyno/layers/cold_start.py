@@ -21,8 +21,7 @@ from dyno.results import stats
 from dyno.runner.device_lock import launch_in_turn
 from dyno.study.defaults import one_model
 from dyno.study.study import Study
-from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, limited, printed, with_limits
-from dyno.worker import registry
+from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, compare_cells, printed, with_limits
 from dyno.worker.facts.job import ColdStart
 from dyno.worker.option_values import at_least
 from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError, check_known
@@ -141,9 +140,7 @@ def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
         "later_ms": 1e3 * statistics.median(value for each in one.rounds for value in each.later),
         "read_mb": None if middle.read_bytes is None else middle.read_bytes / 1e6, "rounds": len(one.rounds),
     }  # fmt: skip
-    if speedup is None:
-        return {**row, "verdict": "reference"}
-    return {**row, **limited("speedup", speedup), "verdict": speedup.verdict}
+    return {**row, **compare_cells(speedup, False)} if speedup else {**row, "verdict": "reference"}
 
 
 ROUNDS = 5
@@ -216,8 +213,6 @@ class ColdStartReader(forms.FormReader):
 
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Add the trial and its file to those to start, once per trial."""
-        if reason := registry.find(trial.backend).refuse(trial):
-            raise forms.no_form(trial, reason)
         if trial.id not in {other.id for other, _ in self.trials}:
             self.trials.append((trial, artifact))
 
@@ -240,7 +235,8 @@ def _start_forms(
     several = len({trial.model.name for trial, _ in trials}) > 1
     found, errors = [], list[UserError]()
     for trial, artifact in trials:
-        form = ColdStartForm(_format_title(trial, several), trial, artifact)
+        model = f"{trial.model.name} " if several else ""
+        form = ColdStartForm(f"{model}{trial.variant} {trial.precision}", trial, artifact)
         progress.other(f"start {form.title} unmeasured")
         try:
             form.read = _measure_start(form, progress).files
@@ -264,10 +260,6 @@ def _measure_starts(
                 drop(form.read)
             form.rounds.setdefault(state, []).append(_measure_start(form, progress))
     return (ColdStartSamples(form.title, state, tuple(form.rounds[state])) for form in each for state in states)
-
-
-def _format_title(trial: Trial, several: bool) -> str:
-    return f"{f'{trial.model.name} ' if several else ''}{trial.variant} {trial.precision}"
 
 
 def _measure_start(form: ColdStartForm, progress: Progress) -> ColdStart:

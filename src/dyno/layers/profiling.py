@@ -171,8 +171,6 @@ class FormProfiler(forms.FormReader):
 
     def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the form after storing its times, all from one process."""
-        if reason := registry.find(trial.backend).refuse(trial):
-            raise forms.no_form(trial, reason)
         # First: where it can't count, nothing was measured in vain.
         counted = [hardware.count_kernels(self._tool, trial, artifact, self._progress)] if self._tool else []
         job = Job("profile", trial.runtime, replace(trial, plan=self._plan), artifact=artifact,

@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from dyno import data as dyno_data
 from dyno.api import run
-from dyno.data.folders import Photo, scan
+from dyno.data.folders import scan
 from dyno.jobs.launcher import launch
 from dyno.runner import device_lock
 from dyno.store import Run, begun, cache_dir, sha256_of
@@ -98,12 +98,10 @@ def _split_images(root: Path, share: float, seed: int) -> dict[str, Path]:
             raise UserError(f"class {name!r} has one image; it needs two, one to train on and one to test on")
         held = min(max(1, round(share * len(photos))), len(photos) - 1)
         tested = set(rng.permutation(len(photos))[:held].tolist())
-        placed |= {_name_copy(photo, root, i in tested): photo.path for i, photo in enumerate(photos)}
+        for i, photo in enumerate(photos):
+            split = "test" if i in tested else "train"
+            placed[f"{split}/{photo.path.relative_to(root).as_posix()}"] = photo.path
     return placed
-
-
-def _name_copy(photo: Photo, root: Path, tested: bool) -> str:
-    return f"{'test' if tested else 'train'}/{photo.path.relative_to(root).as_posix()}"
 
 
 def _link_folder(split: dict[str, Path], where: Path, out: Path) -> Path:
