@@ -283,6 +283,7 @@ def chart(rows: tuple[Row, ...], path: Path) -> None:
 
 
 LIBRARIES = ("torchvision:", "timm:")
+OF_STUDY = ("weights", "pretrained", "channels", "mean", "std", "unreadable", "threads", "runtime")
 
 
 @dataclass(frozen=True)
@@ -333,15 +334,7 @@ def train(
     size: str | int = "",
     out: str | Path | None = None,
     holdout: float | None = None,
-    weights: str | Path = "",
-    pretrained: bool = False,
-    channels: int = 3,
-    mean: Sequence[float] = (),
-    std: Sequence[float] = (),
-    unreadable: str = "refuse",
-    threads: int = 0,
     then: Sequence[str] = (),
-    runtime: dict[str, dict[str, Any]] | None = None,
     resume: bool = False,
     quiet: bool = False,
     advise: bool = True,
@@ -349,22 +342,21 @@ def train(
 ) -> TrainingResult:
     """Train `model` (a source as of `Study`) on a folder of class folders, or `digits`, and evaluate the best weights.
 
-    `settings` are the fields of `TrainOptions`: epochs, batch, optimizer, lr… Everything is stored in `out` (default
+    `settings` are the fields of `TrainOptions` (epochs, batch, optimizer, lr…), and of `Study` those in OF_STUDY
+    (weights, pretrained, channels, mean, std, unreadable, threads, runtime). Everything is stored in `out` (default
     `runs/train-NAME`); a training that was stopped resumes after its last finished epoch when it is started again, and
     with `resume` it is an error if there is none. `holdout` is the share of a folder without test/ that is tested on.
     `then` names backends in which the trained weights are measured, besides PyTorch. With `advise` the commands that
     measure them are printed. Raises `UserError`.
     """
     settings = native(settings)
+    given: dict[str, Any] = {name: settings.pop(name) for name in OF_STUDY if name in settings}
     kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
-    check_types({**settings, "data": data, "out": out, "holdout": holdout, "weights": weights}, kinds)
+    check_types({**settings, "data": data, "out": out, "holdout": holdout}, kinds)
     chosen = options(settings)
-    given: dict[str, Any] = {"mean": mean, "std": std, "backends": then or "pytorch"}  # which may be one alone
-    study = Study(
-        models=(model,), sizes=(str(size),) if size else (), weights=str(weights), pretrained=pretrained,
-        channels=channels, seed=chosen.seed, data=str(data), unreadable=unreadable, device=chosen.device,
-        threads=threads, runtime=runtime or {}, **given,
-    )  # fmt: skip
+    given["backends"] = then or "pytorch"  # which may be one alone
+    study = Study(models=(model,), sizes=(str(size),) if size else (), seed=chosen.seed, data=str(data),
+                  device=chosen.device, **given)  # fmt: skip
     for choice in map(Choice.parse, study.backends):
         registry.find(choice.name)
     check_threads(study)
