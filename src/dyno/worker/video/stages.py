@@ -31,8 +31,8 @@ READER_S = 1.0  # that a stopped reader has to come back, which may be waiting f
 class PipelineStage:
     """The work of one stage; the base class hands each item on as it is.
 
-    A step of several `lanes` has a thread for each, which `work` at the same time (not as generators): what one has done
-    waits for what was taken before it. Such a step holds nothing.
+    A step of several `lanes` has a thread for each, which `work` at the same time: what one has done waits for what was
+    taken before it. The `work` of such a step is no generator, and it holds nothing.
     """
 
     name = ""
