@@ -49,14 +49,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class Bound:
-    """The most frames per second that something allows, with a 95 % interval where there is one."""
+    """The most frames per second that something allows."""
 
     name: str
-    rate: Interval
+    rate: float
 
     def share(self, reached: float) -> float:
         """Return the share of the bound that was reached."""
-        return reached / self.rate.value
+        return reached / self.rate
+
+
+def _find_lowest(rates: Mapping[str, float]) -> Bound:
+    name = min(rates, key=lambda each: rates[each])
+    return Bound(name, rates[name])
 
 
 @dataclass(frozen=True)
@@ -91,19 +96,17 @@ class Video:
     def _find_stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
 
-    @cached_property
+    @property
     def slowest(self) -> Stage:
         """The stage that allows least, alone."""
-        return max(
-            self.stages, key=lambda stage: stage.alone.value / self._count_instances(stage.name, self.facts.streams)
-        )
+        return self._find_stage(self.by_stage.name)
 
     @cached_property
     def by_stage(self) -> Bound:
         """What the slowest stage allows if all others cost nothing."""
-        return Bound(
-            self.slowest.name, inverse(self.slowest.alone, self._count_instances(self.slowest.name, self.facts.streams))
-        )
+        rates = self.limits(self.facts.streams)
+        del rates[PROCESSORS]
+        return _find_lowest(rates)
 
     def limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
         """Return the frames/s that each stage and the processors allow `streams` streams together.
@@ -111,21 +114,17 @@ class Video:
         With `shares`, stages take only that share of their time, and of their processor time.
         """
         rates = {
-            s.name: self._count_instances(s.name, streams) / (s.alone.value * shares.get(s.name, 1.0))
+            s.name: (1 if s.name == SHARED else streams) / (s.alone.value * shares.get(s.name, 1.0))
             for s in self.stages
         }
-        return rates | {PROCESSORS: self._cpu_rate(sum(s.crowded * shares.get(s.name, 1.0) for s in self.stages))}
-
-    @staticmethod
-    def _count_instances(name: str, streams: int) -> int:
-        """Return the number of instances of the stage that `streams` streams have."""
-        return 1 if name == SHARED else streams
+        seconds = sum(s.crowded * shares.get(s.name, 1.0) for s in self.stages)
+        return rates | {PROCESSORS: self.facts.processors / seconds if seconds > 0 else math.inf}
 
     @cached_property
     def by_processors(self) -> Bound:
         """What the processors allow that all stages share: their number over the processor time of a frame while all
         are at work."""
-        return Bound(PROCESSORS, Interval(self._cpu_rate(self.crowded), math.nan, math.nan))
+        return Bound(PROCESSORS, self.limits(self.facts.streams)[PROCESSORS])
 
     @property
     def utilization(self) -> float:
@@ -146,19 +145,14 @@ class Video:
         share = min(max((busy - 1) / others, 0.0), 1.0) if others else 0.0
         return 1 + (max(self.facts.crowding, 1.0) - 1) * share
 
-    def _cpu_rate(self, seconds: float) -> float:
-        return self.facts.processors / seconds if seconds > 0 else math.inf
-
     @property
     def bound(self) -> Bound:
         """The lower of both."""
-        return min(self.by_stage, self.by_processors, key=lambda bound: bound.rate.value)
+        return _find_lowest(self.limits(self.facts.streams))
 
     def without(self, name: str, share: float) -> Bound:
         """Return the bound if that stage took only a `share` of its time, and of its processor time."""
-        rates = self.limits(self.facts.streams, {name: share})
-        limiting = min(rates, key=lambda key: rates[key])
-        return Bound(limiting, Interval(rates[limiting], math.nan, math.nan))
+        return _find_lowest(self.limits(self.facts.streams, {name: share}))
 
     @property
     def heaviest(self) -> Stage:
@@ -216,12 +210,6 @@ def section_interval(samples: np.ndarray, estimate: Callable[[np.ndarray], float
 def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
     """Compute `scale` times the mean with its interval; fewer than two frames per section give no limits."""
     return section_interval(samples, lambda part: scale * float(np.mean(part)) if len(part) else math.nan, 2)
-
-
-def inverse(seconds: Interval, times: int = 1) -> Interval:
-    """Convert an interval of seconds per frame to frames per second, of `times` side by side."""
-    low, high = (times / v if v > 0 else math.nan for v in (seconds.high, seconds.low))
-    return Interval(times / seconds.value, low, high)
 
 
 # The videos of a run: those of each trial, with how fast it is and whether that is more than the reference's.
@@ -451,8 +439,7 @@ def predict_streams(video: Video, streams: int) -> StreamPrediction:
     found = Simulation(servers, known, streams, frames, facts.processors, facts.depth, video.crowding).run()
     latency = stats.percentile_of(found.latencies, PERCENTILES[-1])
     more_in_flight = (facts.slots - 1) * next(s.alone.value for s in video.stages if s.name == SHARED)
-    rates = video.limits(streams)
-    return StreamPrediction(streams, found.rate, latency + more_in_flight, min(rates, key=lambda name: rates[name]))
+    return StreamPrediction(streams, found.rate, latency + more_in_flight, _find_lowest(video.limits(streams)).name)
 
 
 def _make_server(video: Video, stage: Stage) -> Server:

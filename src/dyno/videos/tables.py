@@ -32,7 +32,7 @@ from dyno.table import (
     with_limits,
 )
 from dyno.videos import figures, words
-from dyno.videos.figures import PERCENTILES, Stage, Video, VideoRun, inverse
+from dyno.videos.figures import PERCENTILES, Stage, Video, VideoRun
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 
@@ -58,7 +58,7 @@ def _make_row(filmed: VideoRun) -> Row:
         "dropped": video.facts.dropped if video.facts.live else None,
         "objects": sum(video.facts.objects.values()) if video.facts.tracker else None,
         "inference_fps": video.inference_rate, "beside_fps": video.inference_beside,
-        **limited("fps", filmed.rate), "bound_fps": video.bound.rate.value, "bound_by": video.bound.name,
+        **limited("fps", filmed.rate), "bound_fps": video.bound.rate, "bound_by": video.bound.name,
         "reached": 100 * video.bound.share(video.rate),
         **{f"p{100 * q:g}_s": stats.percentile_of(known, q) if len(known) >= least else None for q, least in LEAST},
     }  # fmt: skip
@@ -87,7 +87,7 @@ def _make_stages_table(run: RunData) -> Table | None:
 def _stage_row(filmed: VideoRun, stage: Stage) -> Row:
     return {
         "label": filmed.trial.label, "trial": filmed.trial.id, "stage": stage.name,
-        **limited("alone_s", stage.alone), "alone_fps": inverse(stage.alone).value,
+        **limited("alone_s", stage.alone), "alone_fps": 1 / stage.alone.value,
         **limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.crowded,
         "working": 100 * stage.working,
         "starved": 100 * stage.starved, "blocked": 100 * stage.blocked, "queue": stage.queue,

@@ -79,10 +79,10 @@ def _set_up(video: Video) -> Iterator[str]:
 def _describe_bounds(video: Video) -> Iterator[str]:
     stage, processors = video.by_stage, video.by_processors
     yield (
-        f"The slowest stage, {stage.name}, allows {_format_bound(stage)}: {_format_share(stage, video)} of that was "
-        "reached. "
+        f"The slowest stage, {stage.name}, allows {_format_rate(stage.rate)}: {_format_share(stage, video)} of that "
+        "was reached. "
         f"{_format_processors(video)} at {show(video.crowded, 'duration')} of processor time per frame "
-        f"{'allows' if video.facts.processors == 1 else 'allow'} {_format_bound(processors)}: "
+        f"{'allows' if video.facts.processors == 1 else 'allow'} {_format_rate(processors.rate)}: "
         f"{_format_share(processors, video)}."
     )
     alone = sum(s.cpu for s in video.stages)
@@ -107,10 +107,10 @@ def _describe_changes(video: Video) -> Iterator[str]:
         stage = video.slowest
         what = f"{stage.name.capitalize()} bounds the whole."
     after = video.without(stage.name, HALF)
-    gain = after.rate.value / bound.rate.value
+    gain = after.rate / bound.rate
     limit = "the processors bound it" if after.name == PROCESSORS else f"{after.name} bounds it"
     then = f", and then {limit}" if after.name != bound.name else ""
-    possible = f"{_format_rate(after.rate.value)} would be possible ({gain:.2f}x)"
+    possible = f"{_format_rate(after.rate)} would be possible ({gain:.2f}x)"
     yield f"{what} If {stage.name} took half the time, {possible}{then}."
     reached = bound.share(video.rate)
     if reached > 1 / REACHED:
@@ -159,10 +159,6 @@ def _describe_objects(video: Video) -> Iterator[str]:
 
 def _format_rate(value: float) -> str:
     return f"{significant(value)} frames/s"
-
-
-def _format_bound(bound: Bound) -> str:
-    return _format_rate(bound.rate.value)
 
 
 def _format_share(bound: Bound, video: Video) -> str:
