@@ -127,14 +127,12 @@ def called_for(
 
 
 def _estimate_saving(waterfall: Waterfall, step: WaterfallStep) -> float:
-    """Return the seconds that B might save."""
     if step.cause in OVERHEADS:
         return step.b
     return sum(_iter_slowdowns(waterfall, step)) if step.parts else max(0.0, step.difference.value)
 
 
 def _iter_slowdowns(waterfall: Waterfall, step: WaterfallStep) -> Iterator[float]:
-    """Yield the seconds by which each slower part is slower in B."""
     for k in step.parts:
         if (more := waterfall.step(step.cause, (k,)).difference.value) > 0:
             yield more
@@ -309,7 +307,6 @@ def _judge_trial(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -
 
 
 def _apply_prescription(choice: Choice, precision: str, called: IndicatedPrescription) -> tuple[Choice, str]:
-    """Return B's configuration with the prescription applied."""
     new = called.prescription
     kept = choice.options if new.backend in ("", choice.name) else {}
     return replace(choice, name=new.backend or choice.name, options={**kept, **new.options}), new.precision or precision

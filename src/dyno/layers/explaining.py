@@ -180,7 +180,6 @@ def _nothing_at(model: Any) -> bool:
 def _find_pair(
     model: Any, sides: Sequence[Any], batch: int, rounds: int, runs: int, settings: dict[str, Any], progress: Progress
 ) -> FormPair:
-    """Read or measure the pair that `explain` compares."""
     if not sides and Path(str(model)).suffix == STORED:
         return _read_pair(Path(model))
     if len(sides) not in (1, 2) or (len(sides) == 1 and forms.is_form(sides[0])):

@@ -76,7 +76,6 @@ def _compute_points(each: Times, work: Sequence[LayerWork]) -> list[tuple[float,
 
 
 def _draw_roofs(axes: Any, ceilings: Ceilings, kinds: set[str], intensities: np.ndarray) -> None:
-    """Draw one roof for each type that some layer computes in: the copy's slope up to the product's level."""
     copy = ceilings.copy.bytes_per_s
     rates = {kind: rate for kind, rate in ceilings.rates.products.items() if kind in kinds}
     ridges = [rate / copy for rate in rates.values()]

@@ -126,7 +126,6 @@ def engines(requested: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
 
 
 def _is_file(side: forms.FormRequest) -> bool:
-    """Return whether the side is a model file as it is."""
     return not side.precision and not side.named
 
 

@@ -296,7 +296,6 @@ class RooflineRating:
         return max((ARITHMETIC, MEMORY), key=lambda name: sum(time for time, bound in least if bound == name))
 
     def _explain_excess(self, chosen: Collection[int], bound: str) -> str:
-        """Return the explanation in ABOVE that may apply."""
         if self.ceilings.warnings:
             return DISTURBED
         if bound == ARITHMETIC:

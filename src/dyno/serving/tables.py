@@ -391,7 +391,6 @@ def _find_points(served: ServingRun, name: str) -> list[tuple[RateMeasurement, f
 
 
 def _draw_line(axes: Any, served: ServingRun, name: str, alpha: float, hollow: bool) -> None:
-    """Draw a line for each round, and a point for each rate."""
     points, trial = _find_points(served, name), served.trial
     style = {"color": color(trial.backend), "alpha": alpha, "marker": marker(trial.precision), "markersize": 4,
              "fillstyle": "none" if hollow else "full"}  # fmt: skip

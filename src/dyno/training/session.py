@@ -458,7 +458,6 @@ def _write_description(plan: Training, folder: Path, about: dict[str, Any]) -> N
 
 
 def _explain_end(record: Record, plan: Training, done: int) -> str:
-    """Return how the job ended, in one line."""
     if record.status == "oom":
         size = "x".join(map(str, plan.size))
         return (
@@ -484,7 +483,6 @@ def _make_result(record: Record, folder: Path) -> TrainingResult:
 def _print_outcome(
     plan: Training, record: Record, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
 ) -> None:
-    """Print the best weights' accuracy with its interval, and what to do with them."""
     from dyno.formatting import show
     from dyno.results.stats import wilson
 

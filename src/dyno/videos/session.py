@@ -67,7 +67,6 @@ class VideoJobSpec:
         return tuple(map(str, kept))
 
     def _make_pattern(self, path: Path) -> str:
-        """Return a glob pattern of the file names that the trials write to."""
         return f"{glob.escape(path.stem)}-*{glob.escape(path.suffix)}"
 
     def named(self, path: str, trial: Trial) -> str:

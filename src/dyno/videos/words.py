@@ -94,7 +94,6 @@ def _describe_bounds(video: Video) -> Iterator[str]:
 
 
 def _describe_changes(video: Video) -> Iterator[str]:
-    """Describe the limit, and the gain from changing it."""
     bound = video.bound
     if bound.name == PROCESSORS:
         stage = video.heaviest
@@ -149,7 +148,6 @@ def _describe_latencies(video: Video) -> Iterator[str]:
 
 
 def _describe_objects(video: Video) -> Iterator[str]:
-    """Yield how many objects were tracked, by class."""
     facts = video.facts
     if facts.tracker:
         each = ", ".join(f"{count} of class {kind}" for kind, count in facts.objects.items())
@@ -198,7 +196,6 @@ def _iter_events(filmed: VideoRun, pid: int) -> Iterator[Event]:
 
 
 def _iter_stage_events(video: Video, name: str, track: Event) -> Iterator[Event]:
-    """Yield each piece of work, and the waiting for room behind it."""
     began, ended, handed = (video.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
     waiting = video.arrays[f"{name}_waiting"]
     for number in range(len(began)):

@@ -272,7 +272,6 @@ def answers(session: Session, feeds: Arrays) -> dict[str, Kept]:
 
 
 def _read_outputs(session: Session) -> dict[str, Kept]:
-    """Return the outputs' shapes, and some of their values."""
     arrays = session.fetch()
     return {name: (a.shape, np.array(a.reshape(-1)[:: 1 + a.size // KEPT])) for name, a in arrays.items()}
 

@@ -380,7 +380,6 @@ def _find_task(trial: Trial) -> Detect:
 
 
 def _make_ticker(journal: Journal, lines: list[_VideoStream], most: int, since: int) -> Callable[[], None]:
-    """Return a function that writes the progress and the current rate into the job's stage."""
     recent: list[tuple[int, int]] = [(since, 0)]
     expected = len(lines) * (most or lines[0].source.count)
 
@@ -395,7 +394,6 @@ def _make_ticker(journal: Journal, lines: list[_VideoStream], most: int, since: 
 
 
 def _remove_path(path: Path) -> None:
-    """Remove a file or a folder of files, if there is one."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

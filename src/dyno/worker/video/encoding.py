@@ -86,7 +86,6 @@ class VideoSink(Sink):
         self.written += 1
 
     def _convert_picture(self, picture: Picture) -> Any:
-        """Return the picture in the codec's form."""
         planes = picture.planes()
         if planes is None or self._stream.pix_fmt != PIXELS or planes.tags != self._tags:
             return self._of_rgb(picture.rgb())
@@ -233,7 +232,6 @@ def _choose_encoder(av: Any, container: Any, path: Path, codec: str) -> str:
 
 
 def _explain_refusal(av: Any, name: str, suffix: str) -> str:
-    """Return why there is no stream of that codec."""
     known = sorted(av.codec.codecs_available)
     if name in known:
         with suppress(ValueError):
