@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
 from typing import TYPE_CHECKING, Any
 
@@ -189,6 +189,23 @@ def limits_of(name: str, unit: str, kind: str = NUMBER) -> tuple[Column, Column]
     """Return the columns of a number's limits."""
     return (Column(f"{name}_low", "its lower limit", unit, kind=kind),
             Column(f"{name}_high", "its upper limit", unit, kind=kind))  # fmt: skip
+
+
+def with_limits(column: Column) -> tuple[Column, ...]:
+    """Return the column, which prints its interval, and those of its limits."""
+    return replace(column, interval=True), *limits_of(column.name, column.unit, column.kind)
+
+
+# Columns of tables with a row for each trial.
+LABEL = Column("label", "model, backend with its options, precision, batch, size", kind=TEXT, title="trial")
+TRIAL = Column("trial", "the trial's id", kind=TEXT)
+
+
+def compare_cells(speedup: Speedup | None, is_reference: bool) -> Row:
+    """Return the cells of a speed-up and its verdict: 1 for the reference itself, none where neither is known."""
+    if is_reference:
+        return {"speedup": 1.0, "verdict": "reference"}
+    return {**limited("speedup", speedup), "verdict": speedup.verdict} if speedup else {}
 
 
 def duration(name: str, meaning: str, title: str = "", rank: int = 0) -> Column:

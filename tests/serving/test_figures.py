@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from dyno.serving import tables
-from dyno.serving.figures import RateMeasurement, ServingRun, sectioned
+from dyno.serving.figures import RateMeasurement, ServingRun
+from dyno.videos.figures import section_interval
 from dyno.worker.facts.job import ServeFacts, ServeStep
+from dyno.worker.serve.rates import find_percentile
 
 
 def tried(
@@ -66,7 +68,9 @@ def test_an_interval_of_sections_covers_the_percentile_of_independent_requests()
     """Of 400 sets about 95 % must; the chance that fewer than 350 do is below one in a million."""
     rng = np.random.default_rng(0)
     truth = -np.log(0.1)
-    found = [sectioned(rng.exponential(size=700), 0.9) for _ in range(400)]
+    found = [
+        section_interval(rng.exponential(size=700), lambda part: find_percentile(part, 0.9), 10) for _ in range(400)
+    ]
     assert sum(one.low <= truth <= one.high for one in found) > 350
 
 

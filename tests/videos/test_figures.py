@@ -37,16 +37,16 @@ def video(
 
 def test_the_slowest_stage_bounds_where_processors_are_many() -> None:
     found = video()
-    assert found.bound.name == "inference" and found.bound.rate.value == pytest.approx(100)
+    assert found.bound.name == "inference" and found.bound.rate == pytest.approx(100)
     assert found.rate == pytest.approx(100) and found.bound.share(found.rate) == pytest.approx(1)
-    assert found.without("inference", 0.5).rate.value == pytest.approx(200)
+    assert found.without("inference", 0.5).rate == pytest.approx(200)
     assert found.without("inference", 0.1).name == "decode"
 
 
 def test_few_processors_bound_the_sum_of_all() -> None:
     found = video(processors=1, period=0.014)
-    assert found.bound.name == PROCESSORS and found.bound.rate.value == pytest.approx(1 / 0.014)
-    assert found.without("inference", 0.5).rate.value == pytest.approx(1 / 0.009)
+    assert found.bound.name == PROCESSORS and found.bound.rate == pytest.approx(1 / 0.014)
+    assert found.without("inference", 0.5).rate == pytest.approx(1 / 0.009)
 
 
 def crowded(found: Video, factor: float, inference: float = 0.0) -> Video:
@@ -57,7 +57,7 @@ def crowded(found: Video, factor: float, inference: float = 0.0) -> Video:
 
 def test_processors_that_slow_each_other_down_allow_less() -> None:
     found = crowded(video(processors=2), 1.5)
-    assert found.bound.name == PROCESSORS and found.bound.rate.value == pytest.approx(2 / (1.5 * 0.014))
+    assert found.bound.name == PROCESSORS and found.bound.rate == pytest.approx(2 / (1.5 * 0.014))
     assert found.crowding(1) == 1 and found.crowding(1.5) == 1.25 and found.crowding(7) == 1.5
     # One processor answers all the time, and is slowed down while the other one works, of which it has four tenths.
     assert figures.predict_streams(found, 4).rate == pytest.approx(80, rel=0.02)
@@ -107,7 +107,7 @@ def test_handing_on_counts_in_the_prediction_alone() -> None:
     found = video(processors=1, period=0.028)
     handing = replace(found, facts=replace(found.facts, hand_over=0.001))
     assert figures.predict_streams(handing, 2).rate == pytest.approx(1 / 0.017, rel=0.02)  # to three stages
-    assert handing.bound.rate.value == found.bound.rate.value
+    assert handing.bound.rate == found.bound.rate
     assert found.utilization == pytest.approx(0.5)
     assert "the stages kept 50.0 % of the processors' time busy" in " ".join(words.list_sentences(found))
 
@@ -115,7 +115,7 @@ def test_handing_on_counts_in_the_prediction_alone() -> None:
 def test_bounds_of_several_streams_count_their_stages() -> None:
     found = video({"decode": 0.010, "inference": 0.002, "postprocess": 0.0001}, processors=64)
     several = replace(found, facts=replace(found.facts, streams=4, answered=400))
-    assert several.by_stage.name == "decode" and several.by_stage.rate.value == pytest.approx(400)
+    assert several.by_stage.name == "decode" and several.by_stage.rate == pytest.approx(400)
     assert several.rate == pytest.approx(400)
 
 

@@ -114,10 +114,6 @@ def _make_runnable(side: forms.FormRequest, later: bool) -> forms.FormRequest:
     return side
 
 
-def _format_title(trial: Trial) -> str:
-    return "node by node" if Choice(trial.backend, trial.options) == NODE_BY_NODE else trial.backend
-
-
 @dataclass(frozen=True)
 class _EngineForm:
     """An engine's form of the network: its index, its trial, its file, and the ONNX file that it was made from."""
@@ -129,6 +125,8 @@ class _EngineForm:
 class _FormComparer(forms.FormReader):
     """Reads forms and the graphs behind them, then compares their values."""
 
+    runs_all = True  # a module gets the same inputs
+
     def __init__(self, study: Study, batch: int, progress: Progress, folder: Path, runs: int) -> None:
         super().__init__(study, batch, progress)
         self._jobs, self._folder, self._runs = 0, folder, runs
@@ -137,23 +135,18 @@ class _FormComparer(forms.FormReader):
         self._stored: dict[int, Path] = {}  # by the index of the reference's graph
         self._float = -1
 
-    def module(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
-        """Inspect a module as for a run, so that it gets the same inputs."""
-        self.engine(study, side, trial)
-
     def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return a module's own layers; an engine's layers are those of its graph."""
-        if reason := registry.find(trial.backend).refuse(trial):
-            raise forms.no_form(trial, reason)
         of_module = trial.backend == forms.MODULE
-        inside = super().ran(trial, None) if of_module else LayerGraph(form=LAYERS, library=_format_title(trial))
+        inside = super().ran(trial, None) if of_module else LayerGraph(form=LAYERS, library=trial.backend)
         self._ran.append(_EngineForm(trial, artifact))
         return inside
 
     def titled(self, form: LayerGraph, trial: Trial) -> LayerGraph:
-        """Return the form with its title; a graph that runs node by node has no engine options in its title."""
-        plain = form.form == LAYERS and Choice(trial.backend, trial.options) == NODE_BY_NODE
-        return super().titled(form, replace(trial, options={}) if plain else trial)
+        """Return the form with its title; that of a graph that runs node by node says so, in place of options."""
+        if form.form == LAYERS and Choice(trial.backend, trial.options) == NODE_BY_NODE:
+            form, trial = replace(form, library="node by node"), replace(trial, options={})
+        return super().titled(form, trial)
 
     def graph(self, trial: Trial, file: Artifact) -> int:
         """Return the index of the graph's form, and keep the graph's file under that index."""

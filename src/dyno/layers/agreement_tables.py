@@ -222,7 +222,6 @@ def _find_readers(layers: Sequence[Layer]) -> dict[str, set[str]]:
 
 
 def _number_calls(layers: Sequence[Layer]) -> list[int]:
-    """Return each call's index among the calls of its part."""
     seen: Counter[str] = Counter()
     numbers = []
     for layer in layers:

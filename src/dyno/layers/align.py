@@ -56,14 +56,8 @@ def between(
     `fits` that layer.
     """
     named = {layer: {layer} for own in claims.values() for layer in own}
-    above, below = (
-        _find_nearest(graph.before, claims, graph.forwards),
-        _find_nearest(graph.after, claims, graph.backwards),
-    )
-    higher, lower = (
-        _find_nearest(engine.before, named, engine.forwards),
-        _find_nearest(engine.after, named, engine.backwards),
-    )
+    above, below = _find_neighbours(graph, claims)
+    higher, lower = _find_neighbours(engine, named)
     neighbours: dict[tuple[int, int], set[int]] = {}
     for layer in helpers:
         for pair in product(higher[layer], lower[layer]):
@@ -99,7 +93,7 @@ def placed(
     def find_claims(neighbours: Sequence[int]) -> set[int]:
         return {one for neighbour in neighbours for one in placements.get(neighbour, ())}
 
-    above, below = _find_nearest(flow.before, placements, forwards), _find_nearest(flow.after, placements, backwards)
+    above, below = _find_neighbours(flow, placements)
     for index in forwards:
         if index not in placements and index not in flow.constant:
             place_layer(index, above[index] & below[index])
@@ -131,6 +125,11 @@ def placed(
 def _can_begin(layer: Layer) -> bool:
     """Return whether an engine's layer may begin with this layer, and rarely ends with it."""
     return bool(layer.flops) or layer.type == DEQUANTISES
+
+
+def _find_neighbours(flow: Flow, claims: Mapping[int, set[int]]) -> tuple[list[set[int]], list[set[int]]]:
+    """Return each layer's counterparts, those of the nearest claimed layers before it, and of those behind it."""
+    return _find_nearest(flow.before, claims, flow.forwards), _find_nearest(flow.after, claims, flow.backwards)
 
 
 def _find_nearest(

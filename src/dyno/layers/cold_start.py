@@ -21,8 +21,7 @@ from dyno.results import stats
 from dyno.runner.device_lock import launch_in_turn
 from dyno.study.defaults import one_model
 from dyno.study.study import Study
-from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, limited, limits_of, printed
-from dyno.worker import registry
+from dyno.table import COUNT, RATIO, TEXT, Column, Row, Table, compare_cells, printed, with_limits
 from dyno.worker.facts.job import ColdStart
 from dyno.worker.option_values import at_least
 from dyno.worker.spec import Artifact, Job, Recipe, Trial, UserError, check_known
@@ -49,17 +48,15 @@ PARTS = {
 COLUMNS = (
     Column("form", "which engine", kind=TEXT, identity=True),
     Column("files", "where code and model lie when the process starts", kind=TEXT, title="files are"),
-    Column("first_answer_ms", "from the start of the process to its first answer: the mean over rounds", "ms",
-           title="first answer, ms", interval=True),
-    *limits_of("first_answer_ms", "ms"),
+    *with_limits(Column("first_answer_ms", "from the start of the process to its first answer: the mean over rounds",
+                        "ms", title="first answer, ms")),
     *(Column(f"{name}_ms", f"{meaning}, in the round in the middle", "ms", title=name.replace("_", " "), rank=1)
       for name, meaning in PARTS.items()),
     Column("rest_ms", "what lies between the parts", "ms", title="rest", rank=2),
     Column("later_ms", "a later call, from host to host: the median", "ms", title="later call"),
     Column("read_mb", "read from disk for the process, in the round in the middle", "MB", title="read, MB", rank=1),
-    Column("speedup", "the first form's first answer over this one's, by rounds", kind=RATIO, title="speed-up",
-           interval=True),
-    *limits_of("speedup", "", RATIO),
+    *with_limits(Column("speedup", "the first form's first answer over this one's, by rounds", kind=RATIO,
+                        title="speed-up")),
     Column("verdict", "whether that is real", kind=TEXT),
     Column("rounds", "processes", kind=COUNT, rank=3),
 )  # fmt: skip
@@ -143,9 +140,7 @@ def _make_row(one: ColdStartSamples, speedup: stats.Speedup | None) -> Row:
         "later_ms": 1e3 * statistics.median(value for each in one.rounds for value in each.later),
         "read_mb": None if middle.read_bytes is None else middle.read_bytes / 1e6, "rounds": len(one.rounds),
     }  # fmt: skip
-    if speedup is None:
-        return {**row, "verdict": "reference"}
-    return {**row, **limited("speedup", speedup), "verdict": speedup.verdict}
+    return {**row, **compare_cells(speedup, False)} if speedup else {**row, "verdict": "reference"}
 
 
 ROUNDS = 5
@@ -210,22 +205,14 @@ def cold_start(
 class ColdStartReader(forms.FormReader):
     """Makes what forms run, and reads nothing."""
 
+    runs_all = True
+
     def __init__(self, study: Study, batch: int, progress: Progress) -> None:
         super().__init__(study, batch, progress)
         self.trials: list[tuple[Trial, Artifact | None]] = []
 
-    def module(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
-        """Start a module as PyTorch runs it."""
-        self.engine(study, side, trial)
-
-    def built(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
-        """Start a built engine, whose shapes are read by inspecting its file."""
-        self.engine(study, side, trial)
-
     def made(self, trial: Trial, recipe: Recipe | None, artifact: Artifact | None) -> None:
         """Add the trial and its file to those to start, once per trial."""
-        if reason := registry.find(trial.backend).refuse(trial):
-            raise forms.no_form(trial, reason)
         if trial.id not in {other.id for other, _ in self.trials}:
             self.trials.append((trial, artifact))
 
@@ -248,7 +235,8 @@ def _start_forms(
     several = len({trial.model.name for trial, _ in trials}) > 1
     found, errors = [], list[UserError]()
     for trial, artifact in trials:
-        form = ColdStartForm(_format_title(trial, several), trial, artifact)
+        model = f"{trial.model.name} " if several else ""
+        form = ColdStartForm(f"{model}{trial.variant} {trial.precision}", trial, artifact)
         progress.other(f"start {form.title} unmeasured")
         try:
             form.read = _measure_start(form, progress).files
@@ -272,10 +260,6 @@ def _measure_starts(
                 drop(form.read)
             form.rounds.setdefault(state, []).append(_measure_start(form, progress))
     return (ColdStartSamples(form.title, state, tuple(form.rounds[state])) for form in each for state in states)
-
-
-def _format_title(trial: Trial, several: bool) -> str:
-    return f"{f'{trial.model.name} ' if several else ''}{trial.variant} {trial.precision}"
 
 
 def _measure_start(form: ColdStartForm, progress: Progress) -> ColdStart:

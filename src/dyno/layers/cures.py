@@ -127,14 +127,12 @@ def called_for(
 
 
 def _estimate_saving(waterfall: Waterfall, step: WaterfallStep) -> float:
-    """Return the seconds that B might save."""
     if step.cause in OVERHEADS:
         return step.b
     return sum(_iter_slowdowns(waterfall, step)) if step.parts else max(0.0, step.difference.value)
 
 
 def _iter_slowdowns(waterfall: Waterfall, step: WaterfallStep) -> Iterator[float]:
-    """Yield the seconds by which each slower part is slower in B."""
     for k in step.parts:
         if (more := waterfall.step(step.cause, (k,)).difference.value) > 0:
             yield more
@@ -200,18 +198,13 @@ def describe_tried(outcomes: Sequence[Outcome], title: str) -> list[str]:
     """Return sentences on the number of prescriptions that helped and on the best one."""
     if not outcomes:
         return [f"Nothing of what costs {title} time calls for a prescription."]
-    kept = sorted((one for one in outcomes if one.kept), key=lambda one: -_find_speedup(one))
+    kept = [(one.speedup, one) for one in outcomes if one.kept and one.speedup]
     told = [f"{len(kept) or 'None'} of {counting(len(outcomes), 'prescription')} helped."]
-    for one in kept[:1]:
-        found = one.speedup
-        assert found is not None
+    if kept:
+        found, one = max(kept, key=lambda pair: pair[0].value)
         gain = ratio(found.value, found.low, found.high)
         told.append(f"The best is {one.called.prescription.text}: {gain} as fast, by --backends {one.engine}.")
     return told
-
-
-def _find_speedup(one: Outcome) -> float:
-    return one.speedup.value if one.speedup else 0.0
 
 
 # Prescriptions tried: each variant of an engine is a trial beside it, in turns, and kept where it is proven.
@@ -277,12 +270,15 @@ def try_cures(
     progress.other(f"trying {counting(len(variants), 'prescription')} for {title}, in {folder}: {wanted}")
     execute(own, folder, progress)
     data = trial_table.read_trials(folder)
-    trials = {_make_trial_key(t): t for t in data.records}
-    beside = trials.get(_make_choice_key(*b))
+    trials = {_make_key(t.spec["backend"], t.precision, t.options): t for t in data.records}
+    beside = trials.get(_make_key(b[0].name, b[1], b[0].options))
     if beside is None or not beside.good:
         show = f"dyno show {shlex.quote(str(folder))}"
         raise UserError(f"{title} did not run beside its variants; `{show}` has the reason")
-    pairs = [(one, _format_choice(*v), trials.get(_make_choice_key(*v))) for v, one in variants.values()]
+    pairs = [
+        (one, text, trials.get(_make_key(choice.name, precision, choice.options)))
+        for text, ((choice, precision), one) in variants.items()
+    ]
     return PrescriptionResult(title, _decide_outcomes(pairs, beside, data), folder)
 
 
@@ -311,7 +307,6 @@ def _judge_trial(t: TrialResult | None, rows: Mapping[str, Mapping[str, Any]]) -
 
 
 def _apply_prescription(choice: Choice, precision: str, called: IndicatedPrescription) -> tuple[Choice, str]:
-    """Return B's configuration with the prescription applied."""
     new = called.prescription
     kept = choice.options if new.backend in ("", choice.name) else {}
     return replace(choice, name=new.backend or choice.name, options={**kept, **new.options}), new.precision or precision
@@ -322,9 +317,5 @@ def _format_choice(choice: Choice, precision: str) -> str:
     return replace(choice, precisions=(precision,), rounds=0).text
 
 
-def _make_choice_key(choice: Choice, precision: str) -> tuple[Any, ...]:
-    return choice.name, precision, tuple(sorted((k, str(v)) for k, v in choice.options.items()))
-
-
-def _make_trial_key(t: TrialResult) -> tuple[Any, ...]:
-    return t.spec["backend"], t.precision, tuple(sorted((k, str(v)) for k, v in t.options.items()))
+def _make_key(backend: str, precision: str, options: Mapping[str, Any]) -> tuple[Any, ...]:
+    return backend, precision, tuple(sorted((k, str(v)) for k, v in options.items()))

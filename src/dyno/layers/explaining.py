@@ -11,13 +11,12 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dyno.jobs.progress import Progress
-from dyno.layers import cures, files, forms, graph_page, pairs, profiling, reasons, waterfall
-from dyno.layers import waterfall as layers_waterfall
+from dyno.layers import cures, files, forms, graph_page, pairs, profiling, reasons
 from dyno.layers.cures import PrescriptionResult
 from dyno.layers.pairs import FormPair, PairSide
 from dyno.layers.reasons import Reason
 from dyno.layers.times import Times
-from dyno.layers.waterfall import Waterfall
+from dyno.layers.waterfall import Waterfall, draw_waterfall, list_waterfall_tables, make_waterfall
 from dyno.report.export import export, with_sentences
 from dyno.report.style import laid_out
 from dyno.report.style import save as save_figure
@@ -55,7 +54,7 @@ class ExplanationResult:
     @cached_property
     def waterfall(self) -> Waterfall:
         """The steps from A to B, as numbers."""
-        return waterfall.make_waterfall(self.pair)
+        return make_waterfall(self.pair)
 
     @cached_property
     def reasons(self) -> list[Reason]:
@@ -66,7 +65,7 @@ class ExplanationResult:
     def tables(self) -> list[Table]:
         """A row for each cause, and one for each part of the model; then one for each prescription that was tried."""
         tried = [self.tried.table] if self.tried and self.tried.outcomes else []
-        return [*layers_waterfall.list_waterfall_tables(self.waterfall, self.top), *tried]
+        return [*list_waterfall_tables(self.waterfall, self.top), *tried]
 
     @property
     def sentences(self) -> list[str]:
@@ -88,7 +87,7 @@ class ExplanationResult:
         if place.suffix == STORED:
             pairs.write_pair(place, self.pair)
         elif place.suffix == ".png":
-            figure = layers_waterfall.draw_waterfall(self.waterfall)
+            figure = draw_waterfall(self.waterfall)
             save_figure(figure, place, laid_out(figure))
         elif place.suffix == PAGE:
             write_text(place, graph_page.explained_html(self.waterfall, self.tables, self.sentences))
@@ -181,7 +180,6 @@ def _nothing_at(model: Any) -> bool:
 def _find_pair(
     model: Any, sides: Sequence[Any], batch: int, rounds: int, runs: int, settings: dict[str, Any], progress: Progress
 ) -> FormPair:
-    """Read or measure the pair that `explain` compares."""
     if not sides and Path(str(model)).suffix == STORED:
         return _read_pair(Path(model))
     if len(sides) not in (1, 2) or (len(sides) == 1 and forms.is_form(sides[0])):
@@ -190,19 +188,17 @@ def _find_pair(
     if len(sides) == 2 and isinstance(model, (str, Path)) and Path(model).is_dir():
         return _of_run(Path(model), sides, rounds, runs, settings, progress)
     study = one_model(model, settings)
-    chosen = profiling.engines(forms.sides(study, sides))[-2:] if len(sides) == 2 else _as_they_are(study, sides[0])
+    if len(sides) == 1:  # both in the form that they already have
+        asked = [forms.first(source) for source in (study.models[0], Study(models=tuple(sides)).models[0])]
+    else:
+        asked = forms.sides(study, sides)
+    chosen = profiling.engines(asked)[-2:]
     for side in chosen:
         profiling.check(side, study.device)
     reading = PairProfiler(study, batch, progress, runs)
     for side in chosen:
         reading.read(side)
     return reading.pair(rounds, [side.source for side in chosen], [side.precision for side in chosen])
-
-
-def _as_they_are(study: Study, other: Any) -> list[forms.FormRequest]:
-    """Return two models, each in the form that it already has."""
-    sides = [forms.first(study.models[0]), forms.first(Study(models=(other,)).models[0])]
-    return profiling.engines(sides)
 
 
 def _read_pair(path: Path) -> FormPair:
@@ -240,10 +236,8 @@ def _of_run(
         notes += [f"{measured.label}: {note}" for note in said]
         reading.made(trial, trial.recipe, file)
     pair = reading.pair(rounds, [t.model.source or t.model.file for t in trials], [t.precision for t in trials])
-    a, b = (
-        replace(side, stored=center(each.medians("model")).value) for side, each in zip(pair.sides, found, strict=True)
-    )
-    whole = replace(pair, a=a, b=b, notes=tuple(notes))
+    a, b = (center(each.medians("model")).value for each in found)
+    whole = replace(pair, a=replace(pair.a, stored=a), b=replace(pair.b, stored=b), notes=tuple(notes))
     _store_pair(whole, pairs.of_run(folder, *(each.id for each in found)))
     return whole
 

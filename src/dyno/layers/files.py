@@ -7,9 +7,9 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -29,6 +29,9 @@ from dyno.worker.extras import lacking
 from dyno.worker.facts.job import LayerGraph
 from dyno.worker.record import write_text
 from dyno.worker.spec import Job, UserError
+
+if TYPE_CHECKING:
+    import pandas as pd
 
 # The roofline chart: each layer's arithmetic against its operations per byte, under the measured ceilings.
 
@@ -73,7 +76,6 @@ def _compute_points(each: Times, work: Sequence[LayerWork]) -> list[tuple[float,
 
 
 def _draw_roofs(axes: Any, ceilings: Ceilings, kinds: set[str], intensities: np.ndarray) -> None:
-    """Draw one roof for each type that some layer computes in: the copy's slope up to the product's level."""
     copy = ceilings.copy.bytes_per_s
     rates = {kind: rate for kind, rate in ceilings.rates.products.items() if kind in kinds}
     ridges = [rate / copy for rate in rates.values()]
@@ -93,27 +95,38 @@ PAGE, GRAPH, LAYOUT, CHARTS = ".html", ".onnx", "squarify", "matplotlib"
 TIMEOUT_S = 600.0
 
 
-class ModelForms(Protocol):
-    """Forms of a model as `inspect` and `profile` found them."""
+@dataclass(frozen=True)
+class FormsResult:
+    """Forms of a model; `shown` has the indices of the requested ones.
+
+    The others are the ONNX graphs from which engines were made, by which layers are aligned and get their names:
+    `graph_of` has the index of each engine's graph, `module_of` that of its module, if that is shown too, and `graphs`
+    each graph's file. `left_out` names the forms that can't be made, read or timed, with the reason. Where layers were
+    timed, `times` has their times by the index of the form, and `ceilings` has those of the device, if requested.
+    """
+
+    forms: tuple[LayerGraph, ...]
+    shown: tuple[int, ...]
+    graph_of: Mapping[int, int]
+    module_of: Mapping[int, int]
+    graphs: Mapping[int, GraphFile] = field(default_factory=dict)
+    name: str = ""
+    left_out: tuple[str, ...] = ()
+    times: Mapping[int, Times] = field(default_factory=dict)
+    ceilings: Ceilings | None = None
 
     @property
-    def name(self) -> str: ...
-    @property
-    def forms(self) -> tuple[LayerGraph, ...]: ...
-    @property
-    def shown(self) -> tuple[int, ...]: ...
-    @property
-    def graph_of(self) -> Mapping[int, int]: ...
-    @property
-    def module_of(self) -> Mapping[int, int]: ...
-    @property
-    def graphs(self) -> Mapping[int, GraphFile]: ...
-    @property
-    def times(self) -> Mapping[int, Times]: ...
-    @property
-    def tables(self) -> list[Table]: ...
-    @property
-    def ceilings(self) -> Ceilings | None: ...
+    def tables(self) -> list[Table]:
+        """The tables to print; the first has the layers."""
+        raise NotImplementedError
+
+    def save(self, path: str | Path) -> list[Path]:
+        """Write a file for another tool, chosen by its suffix; see docs/layer-files.md. Return the written files."""
+        return save(self, Path(path))
+
+    def to_pandas(self) -> pd.DataFrame:
+        """Return the rows of the first table."""
+        return self.tables[0].to_pandas()
 
 
 @dataclass(frozen=True)
@@ -122,7 +135,7 @@ class OutputFileKind:
     times, and whether it is the chart that needs the device's ceilings."""
 
     opens: str
-    text: Callable[[ModelForms, list[Timeline]], str] | None
+    text: Callable[[FormsResult, list[Timeline]], str] | None
     timed: bool = False
     rated: bool = False
 
@@ -192,13 +205,13 @@ def _has_graph(side: FormRequest) -> bool:
     return kind.name == forms.ONNX if kind else side.choice.name != forms.MODULE
 
 
-def save(found: ModelForms, path: Path) -> list[Path]:
+def save(found: FormsResult, path: Path) -> list[Path]:
     """Write the file, or one for each of several ONNX graphs; return the written files.
 
     Raises `UserError` for an unknown suffix, and OSError if the file can't be written.
     """
     kind = kind_of(path, bool(found.times))
-    lines = _make_timelines(found)
+    lines = make_timelines(found)
     if kind.text is not None:
         write_text(path, kind.text(found, lines) + "\n")
         return [path]
@@ -208,7 +221,7 @@ def save(found: ModelForms, path: Path) -> list[Path]:
     return _write_graphs(found, dict(zip(found.shown, lines, strict=True)), path)
 
 
-def save_all(found: ModelForms, paths: Sequence[Path], quiet: bool) -> None:
+def save_all(found: FormsResult, paths: Sequence[Path], quiet: bool) -> None:
     """Write the files, and unless `quiet` print the programs that open them."""
     for path in paths:
         for written in save(found, path):
@@ -222,12 +235,7 @@ def check_library(name: str) -> None:
         raise UserError(lacking([name]))
 
 
-def fragment(found: ModelForms) -> str:
-    """Return the tree maps and the tables as a part of a page."""
-    return graph_page.profile_fragment(_make_timelines(found), found.tables)
-
-
-def _draw_roofline(found: ModelForms, path: Path) -> None:
+def _draw_roofline(found: FormsResult, path: Path) -> None:
     if found.ceilings is None:
         raise UserError("the chart needs the device's ceilings; profile with roofline=True")
     figure = draw_roofline(found.forms, found.times, found.graph_of, found.ceilings)
@@ -239,11 +247,12 @@ def _draw_roofline(found: ModelForms, path: Path) -> None:
         write_text(path, style.svg(figure, "roofline"))
 
 
-def _make_timelines(found: ModelForms) -> list[Timeline]:
+def make_timelines(found: FormsResult) -> list[Timeline]:
+    """Return the timelines of the requested forms."""
     return timelines(found.forms, found.graph_of, found.module_of, found.times, found.shown)
 
 
-def _write_graphs(found: ModelForms, lines: Mapping[int, Timeline], path: Path) -> list[Path]:
+def _write_graphs(found: FormsResult, lines: Mapping[int, Timeline], path: Path) -> list[Path]:
     """Write each graph, annotated with the forms made from it; file names from the second on have a number."""
     written: list[Path] = []
     for graph, file in found.graphs.items():

@@ -98,7 +98,12 @@ def _parse_form(text: str, source: str) -> FormRequest | None:
 
 
 class FormReader:
-    """Reads one form after the other, and the graphs behind engines."""
+    """Reads one form after the other, and the graphs behind engines.
+
+    With `runs_all`, a module and an engine that the user built are inspected for a run, like any other form.
+    """
+
+    runs_all = False
 
     def __init__(self, study: Study, batch: int, progress: Progress) -> None:
         self._study, self._batch, self._progress = study, batch, progress
@@ -143,30 +148,30 @@ class FormReader:
         trial = Trial(model, side.choice.name, side.precision or "fp32", Dims(self._batch, 0, 0),
                       side.choice.options, runtime=runtime)  # fmt: skip
         kind = registry.format_of(model.file)
-        if side.choice.name == MODULE:
-            self.module(study, side, trial)
-        elif kind and kind.on_device:
-            self.built(study, side, trial)
+        on_device = bool(kind and kind.on_device)
+        if self.runs_all:
+            self.engine(replace(study, device=runtime.device) if on_device else study, side, trial)
+        elif side.choice.name == MODULE:
+            self._add_form(self._launch_job(trial, None, _read_options(study)), "")
+        elif on_device:
+            self._add_form(self.ran(trial, None), "")
         else:
             self.engine(study, side, trial)
+
+    def describe(self, sides: Sequence[FormRequest]) -> dict[str, Any]:
+        """Return the fields of a `FormsResult`; `sides` were read, in this order."""
+        sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
+        return {
+            "forms": distinct(self.forms, sources), "shown": tuple(self.shown), "graph_of": self.graph_of,
+            "module_of": self.module_of(sides), "graphs": self.graphs, "name": model_name(self._study.models[0]),
+            "left_out": tuple(self.left_out),
+        }  # fmt: skip
 
     def module_of(self, sides: Sequence[FormRequest]) -> dict[int, int]:
         """Map each shown form to the index of its module, if that is shown too; `sides` were read, in this order."""
         sources = {k: side.source for k, side in zip(self.shown, sides, strict=True)}
         modules = {source: k for k, source in sources.items() if self.forms[k].form == MODULES}
         return {k: modules[source] for k, source in sources.items() if source in modules}
-
-    def module(self, study: Study, side: FormRequest, trial: Trial) -> None:
-        """Read the module itself, which takes no look at its inputs before."""
-        options = {
-            "sizes": [list(parse_size(size)) for size in study.sizes],
-            "overrides": input_options.overrides(study.inputs, study.shapes),
-        }
-        self._add_form(self._launch_job(trial, None, options), "")
-
-    def built(self, study: Study, side: FormRequest, trial: Trial) -> None:
-        """Read an engine that the user built, which takes no look at its inputs."""
-        self._add_form(self.ran(trial, None), "")
 
     def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the form that an engine runs."""
@@ -275,6 +280,12 @@ class FormReader:
         if record.status != "ok" or record.facts.inside is None:
             raise no_form(job.trial, record.reason)
         return record, record.facts.inside
+
+
+def _read_options(study: Study) -> dict[str, Any]:
+    """Return the user's settings for a module that is read without a look at its inputs before."""
+    sizes = [list(parse_size(size)) for size in study.sizes]
+    return {"sizes": sizes, "overrides": input_options.overrides(study.inputs, study.shapes)}
 
 
 def no_form(trial: Trial, reason: str) -> NoForm:

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import html
-import html as escaping
 import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from html import escape
 from importlib import resources
 from types import MappingProxyType
 from typing import Any
 
 from dyno.formatting import counting, show
-from dyno.layers import pairs, reasons, waterfall
-from dyno.layers import waterfall as layers_waterfall
+from dyno.layers import pairs, reasons
 from dyno.layers.align import Flow
 from dyno.layers.graph_files import Timeline, timelines
 from dyno.layers.pairs import PairSide
-from dyno.layers.waterfall import Estimates, Waterfall
+from dyno.layers.waterfall import Estimates, Waterfall, draw_waterfall, list_waterfall_tables, make_waterfall
 from dyno.report.export import export
 from dyno.report.sections import ExplanationSection
 from dyno.report.style import COLORS, laid_out, svg
@@ -34,7 +31,7 @@ from dyno.worker.spec import UserError
 # JSON.
 
 SCRIPTS = ("cytoscape.min.js", "cytoscape-dagre.min.js", "layer_graph.js")
-GRAPH_STYLE = "layer_graph.css"
+GRAPH_STYLE, TREE_STYLE, PAGE_STYLE = "layer_graph.css", "tree_map.css", "page.css"
 MOST = 3000  # layers that a browser lays out in seconds
 NO_PARTS: Mapping[int, int] = MappingProxyType({})
 
@@ -123,23 +120,6 @@ PALETTE = tuple(
 )
 OTHER = COLORS["fake"]
 ITSELF = "itself"
-TREE_STYLE = """
-.tree-map { --card: #fff; --line: #b9c1cc; --ink: #1c2430; margin: 0 0 1.4rem; color: var(--ink);
-  font: 12px/1.25 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-@media (prefers-color-scheme: dark) { .tree-map { --card: #1b222b; --line: #4a5666; --ink: #e6eaf0; } }
-.tree-map { background: var(--card); border: 1px solid var(--line); border-radius: 10px; padding: .7rem; }
-.tree-map figcaption { font-size: 14px; margin: 0 0 .5rem; overflow-wrap: anywhere; }
-.tree-map .legend { display: flex; flex-wrap: wrap; gap: .2rem .9rem; font-size: 12px; margin-top: .3rem; }
-.tree-map .legend i { display: inline-block; width: .8em; height: .8em; margin-right: .3em; background: var(--kind); }
-.tree-map .scroll { overflow-x: auto; }
-.tree-map .area { position: relative; min-width: 640px; aspect-ratio: 1200 / 560; }
-.tree-map .area div { position: absolute; box-sizing: border-box; overflow: hidden; white-space: nowrap;
-  border: 1px solid var(--line); background: color-mix(in srgb, var(--kind, var(--card)) 38%, var(--card)); }
-.tree-map .area div.module { background: var(--card); border-width: 2px; }
-.tree-map .area div.inside { border: 0; background: none; inset: 20px 2px 2px 2px; }
-.tree-map .area span { display: block; padding: 1px 4px; text-overflow: ellipsis; overflow: hidden; }
-.tree-map .area div.module > span { font-weight: 600; }
-"""
 
 
 @dataclass
@@ -197,7 +177,7 @@ def _simplify_node(node: TreeMapNode) -> TreeMapNode:
 def draw_tree_maps(timelines: Sequence[Timeline]) -> str:
     """Return the tree map of each form as self-contained HTML; hovering over a box shows all that is known of it."""
     drawn = "\n".join(_draw_figure(timeline) for timeline in timelines)
-    return f"<style>{TREE_STYLE}</style>\n{drawn}"
+    return f"<style>{_read_file(TREE_STYLE)}</style>\n{drawn}"
 
 
 def _draw_figure(timeline: Timeline) -> str:
@@ -257,20 +237,6 @@ def _draw_box(box: Box, around: str, width: float, height: float, total: float, 
     return f'<div style="{where}{color}" title="{title}"><span>{name}</span><span>{share}</span></div>'
 
 
-PAGE_STYLE = """
-:root { color-scheme: light dark; --ink: #1c2430; --soft: #5b6675; --line: #dde2e9; --page: #f5f7f9; --card: #fff; }
-@media (prefers-color-scheme: dark) {
-  :root { --ink: #e6eaf0; --soft: #a3adba; --line: #333d4a; --page: #12171d; --card: #1b222b; } }
-body { margin: 0 auto; max-width: 1340px; padding: 1.2rem 1rem 3rem; background: var(--page); color: var(--ink);
-  font: 16px/1.5 system-ui, "Segoe UI", Roboto, "DejaVu Sans", sans-serif; }
-.box { background: var(--card); border: 1px solid var(--line); border-radius: 10px; overflow-x: auto; }
-table { border-collapse: collapse; width: 100%; font-size: .88rem; font-variant-numeric: tabular-nums; }
-th, td { padding: .4rem .55rem; text-align: left; border-bottom: 1px solid var(--line); }
-td.n, th.n { text-align: right; white-space: nowrap; } th button { all: unset; font-weight: 600; }
-p.note { color: var(--soft); font-size: .88rem; margin: .3rem 0; overflow-wrap: anywhere; }
-"""
-
-
 def profile_fragment(timelines: Sequence[Timeline], tables: Sequence[Table]) -> str:
     """Return the tree maps, then the tables."""
     return f"{draw_tree_maps(timelines)}\n{export(tables, 'html')}"
@@ -285,10 +251,10 @@ def profile_html(name: str, forms: Sequence[LayerGraph], timelines: Sequence[Tim
 
 def whole_page(heading: str, body: str) -> str:
     """Return a page with that heading around the HTML of its body."""
-    title = escaping.escape(heading)
+    title, style = html.escape(heading), _read_file(PAGE_STYLE)
     return (
         f'<!doctype html>\n<html lang="en">\n<head>\n<meta charset="utf-8">\n<title>{title}</title>\n'
-        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{PAGE_STYLE}</style>\n</head>\n'
+        f'<meta name="viewport" content="width=device-width, initial-scale=1">\n<style>{style}</style>\n</head>\n'
         f"<body>\n<h1>{title}</h1>\n{body}\n</body></html>"
     )
 
@@ -300,7 +266,7 @@ PREFIX = "waterfall"  # of the ids in a chart, which may stand in a page with ot
 
 def explained_chart(waterfall: Waterfall, prefix: str = PREFIX) -> str:
     """Return the waterfall as an <svg> element."""
-    figure = layers_waterfall.draw_waterfall(waterfall)
+    figure = draw_waterfall(waterfall)
     return svg(figure, prefix, laid_out(figure))
 
 
@@ -308,7 +274,7 @@ def explained_fragment(
     waterfall: Waterfall, tables: Sequence[Table], sentences: Sequence[str], prefix: str = PREFIX
 ) -> str:
     """Return the chart, the tables and the sentences as a part of a page."""
-    listed = "".join(f"<li>{escape(sentence)}</li>\n" for sentence in sentences)
+    listed = "".join(f"<li>{html.escape(sentence)}</li>\n" for sentence in sentences)
     return f"{explained_chart(waterfall, prefix)}\n{export(tables, 'html')}\n<ul>\n{listed}</ul>\n"
 
 
@@ -354,12 +320,12 @@ def explained_section(results: Results, prefix: str) -> list[ExplanationSection]
             continue
         title = f"from {names[a]} to {names[b]}"
         try:
-            found = waterfall.make_waterfall(pairs.read_pair(path))
+            found = make_waterfall(pairs.read_pair(path))
         except (OSError, ValueError, UserError) as e:
             parts.append(ExplanationSection(title, "", f"{path.name} can't be read ({e}); explain the pair again"))
             continue
         sentences = [reason.text for reason in reasons.list_reasons_why(found)]
-        shown = waterfall.list_waterfall_tables(found, TOP)
-        html = explained_fragment(found, shown, sentences, f"{prefix}-why{number}")
-        parts.append(ExplanationSection(title, Markup(f"{html}\n{explained_graphs(found)}")))
+        shown = list_waterfall_tables(found, TOP)
+        fragment = explained_fragment(found, shown, sentences, f"{prefix}-why{number}")
+        parts.append(ExplanationSection(title, Markup(f"{fragment}\n{explained_graphs(found)}")))
     return parts

@@ -2,51 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dyno.jobs.progress import Progress
 from dyno.layers import files, forms, tables
-from dyno.layers.forms import GraphFile
-from dyno.layers.times import Times
+from dyno.layers.files import FormsResult
 from dyno.study.defaults import one_model
 from dyno.study.study import model_name
 from dyno.table import Table
-from dyno.worker.facts.job import LayerGraph
 from dyno.worker.option_values import at_least
 from dyno.worker.spec import UserError
 
-if TYPE_CHECKING:
-    import pandas as pd
 
-
-@dataclass(frozen=True)
-class InspectionResult:
-    """Forms of a model: `shown` has the indices of the requested ones. The others are the ONNX graphs from which
-    engines were made, by which they are aligned: `graph_of` has the index of each engine's graph. `module_of` has that
-    of the module, if it is shown too, and `graphs` each graph's file. `left_out` names the forms that can't be made or
-    read, with the reason."""
-
-    forms: tuple[LayerGraph, ...]
-    shown: tuple[int, ...]
-    graph_of: Mapping[int, int]
-    module_of: Mapping[int, int]
-    graphs: Mapping[int, GraphFile]
-    name: str = ""
-    left_out: tuple[str, ...] = ()
-
-    @property
-    def times(self) -> Mapping[int, Times]:
-        """None: nothing is timed."""
-        return {}
-
-    @property
-    def ceilings(self) -> None:
-        """Nothing is measured."""
-        return None
+class InspectionResult(FormsResult):
+    """Forms of a model, whose layers are listed or aligned."""
 
     @cached_property
     def tables(self) -> list[Table]:
@@ -58,14 +30,6 @@ class InspectionResult:
             tables.describe_conversions(self.forms, self.shown),
         ]
         return [table for table in each if table.rows]
-
-    def save(self, path: str | Path) -> list[Path]:
-        """Write a file for another tool, chosen by its suffix; see docs/layer-files.md. Return the written files."""
-        return files.save(self, Path(path))
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return the rows of the first table."""
-        return self.tables[0].to_pandas()
 
 
 def inspect(
@@ -93,9 +57,6 @@ def inspect(
     sides = reading.read_all(sides)
     if not any(reading.forms[k].layers for k in reading.shown):
         raise UserError(f"{model_name(study.models[0])} has no layers: it has no part that can run")
-    sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
-    inspected = InspectionResult(forms.distinct(reading.forms, sources), tuple(reading.shown), reading.graph_of,
-                          reading.module_of(sides), reading.graphs, model_name(study.models[0]),
-                          tuple(reading.left_out))  # fmt: skip
+    inspected = InspectionResult(**reading.describe(sides))
     files.save_all(inspected, paths, quiet)
     return inspected

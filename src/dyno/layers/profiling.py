@@ -8,15 +8,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dyno.jobs.progress import Progress
-from dyno.layers import counters as counters_table
 from dyno.layers import counters as hardware
-from dyno.layers import files, forms, times
-from dyno.layers import times as layers_times
+from dyno.layers import files, forms, graph_page, times
 from dyno.layers.counters import NcuReport
-from dyno.layers.forms import GraphFile
+from dyno.layers.files import FormsResult
 from dyno.layers.roofline import MEMORY, Ceilings, Rates, data_sheet, types_of
 from dyno.layers.times import ORDERS, Times
 from dyno.results import timeline
@@ -24,7 +22,7 @@ from dyno.results.files import read_npz
 from dyno.runner.peak import find_ceilings
 from dyno.study.defaults import one_model
 from dyno.study.interpreters import runtime_of
-from dyno.study.study import Choice, Study, model_name
+from dyno.study.study import Choice, Study
 from dyno.table import Table
 from dyno.worker import registry, system
 from dyno.worker.facts.job import LayerGraph
@@ -32,72 +30,40 @@ from dyno.worker.option_values import at_least
 from dyno.worker.record import Record
 from dyno.worker.spec import Artifact, Job, Plan, Trial, UserError, check_known
 
-if TYPE_CHECKING:
-    import pandas as pd
-
 RUNS, TOP = 50, 20  # watched runs, and rows of a form that are listed
 
 
 @dataclass(frozen=True)
-class ProfileResult:
-    """Forms of a model with the times of their layers, which `times` has by the index of the form.
+class ProfileResult(FormsResult):
+    """Forms of a model with the times of their layers.
 
-    `records` are those of the jobs, in the order of `times`; none has a latency. The other forms are the ONNX graphs
-    from which engines were made, by which layers get their names: `graph_of` has the index of each engine's graph,
-    `module_of` that of its module, if that was profiled too, and `graphs` each graph's file. If requested, `ceilings`
-    has those of the device, and `counters` the hardware counters of each form's kernels, by the index of the form.
-    `left_out` names the forms that can't be made or timed, with the reason.
+    `records` are those of the jobs, in the order of `times`; none has a latency. If requested, `counters` has the
+    hardware counters of each form's kernels, by the index of the form. `top` layers are listed, in one of ORDERS.
     """
 
-    forms: tuple[LayerGraph, ...]
-    graph_of: Mapping[int, int]
-    module_of: Mapping[int, int]
-    times: Mapping[int, Times]
-    records: tuple[Record, ...]
-    graphs: Mapping[int, GraphFile] = field(default_factory=dict)
-    name: str = ""
+    records: tuple[Record, ...] = ()
     order: str = ORDERS[0]
     top: int = TOP
-    ceilings: Ceilings | None = None
     counters: Mapping[int, NcuReport] = field(default_factory=dict)
-    left_out: tuple[str, ...] = ()
 
     @cached_property
     def tables(self) -> list[Table]:
         """The layers of each form with their times, and how much of the latency they explain; on a GPU the critical
         path, if its functions were seen; the ceilings, if they were measured."""
         paths = {self.forms[k].library: each.path for k, each in self.times.items() if each.functions}
+        behind, listed = (self.graph_of, self.module_of), (self.order, self.top)
         return [
-            times.profile_table(
-                self.forms, self.graph_of, self.module_of, self.times, self.order, self.top, self.ceilings
-            ),
+            times.profile_table(self.forms, *behind, self.times, *listed, self.ceilings),
             times.reconcile(self.forms, self.times, self.graph_of, self.ceilings),
-            *([layers_times.make_path_table(paths, self.top)] if paths else []),
+            *([times.make_path_table(paths, self.top)] if paths else []),
             *([self.ceilings.table()] if self.ceilings else []),
-            *([self._make_counter_table()] if self.counters else []),
+            *([hardware.make_counters_table(self.forms, *behind, self.counters, *listed)] if self.counters else []),
         ]
-
-    def _make_counter_table(self) -> Table:
-        behind = (self.graph_of, self.module_of)
-        return counters_table.make_counters_table(self.forms, *behind, self.counters, self.order, self.top)
-
-    @property
-    def shown(self) -> tuple[int, ...]:
-        """The indices of the requested forms."""
-        return tuple(self.times)
 
     @property
     def html(self) -> str:
         """A tree map of the time by module for each form, then the tables: a part of a page."""
-        return files.fragment(self)
-
-    def save(self, path: str | Path) -> list[Path]:
-        """Write a file for another tool, chosen by its suffix; see docs/layer-files.md. Return the written files."""
-        return files.save(self, Path(path))
-
-    def to_pandas(self) -> pd.DataFrame:
-        """Return the rows of the layers."""
-        return self.tables[0].to_pandas()
+        return graph_page.profile_fragment(files.make_timelines(self), self.tables)
 
 
 def profile(
@@ -139,13 +105,15 @@ def profile(
     paths = files.named(save)
     files.check(paths, sides, timed=True, rated=roofline)
     sides = reading.read_all(sides)
-    sources = {k: side.source for k, side in zip(reading.shown, sides, strict=True)}
-    timed = dict(zip(reading.shown, reading.times, strict=True))
-    profiled = ProfileResult(forms.distinct(reading.forms, sources), reading.graph_of, reading.module_of(sides), timed,
-                        tuple(reading.records), reading.graphs, model_name(study.models[0]), order, top,
-                        reading.ceilings(study, rates) if roofline else None,
-                        dict(zip(reading.shown, reading.counted, strict=True)) if counters else {},
-                        tuple(reading.left_out))  # fmt: skip
+    profiled = ProfileResult(
+        **reading.describe(sides),
+        times=dict(zip(reading.shown, reading.times, strict=True)),
+        ceilings=reading.ceilings(study, rates) if roofline else None,
+        records=tuple(reading.records),
+        order=order,
+        top=top,
+        counters=dict(zip(reading.shown, reading.counted, strict=True)) if counters else {},
+    )
     files.save_all(profiled, paths, quiet)
     return profiled
 
@@ -158,7 +126,6 @@ def engines(requested: Sequence[forms.FormRequest]) -> list[forms.FormRequest]:
 
 
 def _is_file(side: forms.FormRequest) -> bool:
-    """Return whether the side is a model file as it is."""
     return not side.precision and not side.named
 
 
@@ -190,6 +157,8 @@ def check(side: forms.FormRequest, device: str, counters: bool = False) -> None:
 class FormProfiler(forms.FormReader):
     """Reads forms while they are timed."""
 
+    runs_all = True
+
     def __init__(self, study: Study, batch: int, progress: Progress, runs: int, tool: str = "") -> None:
         super().__init__(study, batch, progress)
         self._runs, self._tool = runs, tool
@@ -199,18 +168,8 @@ class FormProfiler(forms.FormReader):
         self.counted: list[NcuReport] = []
         self._devices: set[str] = set()
 
-    def module(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
-        """Time a module as PyTorch runs it."""
-        self.engine(study, side, trial)
-
-    def built(self, study: Study, side: forms.FormRequest, trial: Trial) -> None:
-        """Time a built engine, whose shapes are read by inspecting its file, on the engine's own device."""
-        self.engine(replace(study, device=trial.runtime.device), side, trial)
-
     def ran(self, trial: Trial, artifact: Artifact | None) -> LayerGraph:
         """Return the form after storing its times, all from one process."""
-        if reason := registry.find(trial.backend).refuse(trial):
-            raise forms.no_form(trial, reason)
         # First: where it can't count, nothing was measured in vain.
         counted = [hardware.count_kernels(self._tool, trial, artifact, self._progress)] if self._tool else []
         job = Job("profile", trial.runtime, replace(trial, plan=self._plan), artifact=artifact,
@@ -223,7 +182,7 @@ class FormProfiler(forms.FormReader):
         self.records.append(record)
         self.counted += counted
         self.times.append(Times(samples["unprofiled_model"], samples["profiled"], samples["layers"], record.warnings,
-                                layers_times.of_samples(samples), clock, trial.backend, trial.precision,
+                                times.of_samples(samples), clock, trial.backend, trial.precision,
                                 record.facts.functions))  # fmt: skip
         self._devices.add(trial.runtime.device)
         return inside

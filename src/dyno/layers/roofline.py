@@ -186,11 +186,8 @@ def moved_bytes(layer: Layer, written: Mapping[str, Port]) -> int | None:
     if not layer.outputs or any(not p.dtype or any(n < 0 for n in p.shape) for p in tensors):
         return None
     computing = layer.computes_in or layer.outputs[0].dtype
-    return sum(map(_count_bytes, tensors)) + layer.parameters * BYTES.get(computing, 1)
-
-
-def _count_bytes(port: Port) -> int:
-    return math.prod(port.shape) * BYTES.get(port.dtype, 1)
+    moved = sum(math.prod(port.shape) * BYTES.get(port.dtype, 1) for port in tensors)
+    return moved + layer.parameters * BYTES.get(computing, 1)
 
 
 def _find_type(layer: Layer, is_module: bool, precision: str) -> str:
@@ -299,7 +296,6 @@ class RooflineRating:
         return max((ARITHMETIC, MEMORY), key=lambda name: sum(time for time, bound in least if bound == name))
 
     def _explain_excess(self, chosen: Collection[int], bound: str) -> str:
-        """Return the explanation in ABOVE that may apply."""
         if self.ceilings.warnings:
             return DISTURBED
         if bound == ARITHMETIC:

@@ -134,7 +134,6 @@ def _sum_parameters(forms: Sequence[LayerGraph], region: Region, form: int) -> i
 
 
 def _count_shared(forms: Sequence[LayerGraph], region: Region, form: int) -> int:
-    """Return the number of the region's weights that the form's earlier layers have too."""
     return sum(layer.shared for layer in _list_layers(forms, region, form))
 
 
@@ -258,7 +257,6 @@ def align_forms(forms: Sequence[LayerGraph], shown: Sequence[int], graph_of: Map
 
 
 def _has_layer(forms: Sequence[LayerGraph], region: Region, form: int) -> bool:
-    """Return whether the region has a layer of the form that runs or has parameters."""
     return any(not layer.skipped or layer.parameters for i in region.members[form] if (layer := forms[form].layers[i]))
 
 

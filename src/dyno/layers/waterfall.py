@@ -29,7 +29,6 @@ from dyno.table import COUNT, PERCENT, TEXT, Column, Row, Table
 
 RESAMPLES = 1000
 SEED = 0
-HALVINGS = 40  # of what is taken off each layer: to a trillionth of the slowest
 TINY = 1e-12  # seconds that are none
 
 
@@ -154,9 +153,8 @@ def make_waterfall(pair: FormPair) -> Waterfall:
 
 
 def _make_estimates(side: PairSide, rng: np.random.Generator) -> Estimates:
-    latency, layers, (sums, working) = (_resample_repeats if len(side.processes) == 1 else _resample_processes)(
-        side.processes, rng
-    )
+    medians = np.hstack([_resample_medians(samples, rng) for samples in _list_samples(side.processes)])
+    latency, layers, sums, working = medians[:, 0], medians[:, 1:-2], medians[:, -2], medians[:, -1]
     watched = float(layers[0].sum())
     layers, even = scaled(latency, layers), lowered(latency, layers)
     left = np.maximum(0.0, latency - layers.sum(axis=1))
@@ -167,30 +165,17 @@ def _make_estimates(side: PairSide, rng: np.random.Generator) -> Estimates:
     return Estimates(latency, layers, even, interrupted, waiting, left - interrupted - waiting, watched)
 
 
-Resample = tuple[np.ndarray, np.ndarray, tuple[np.ndarray, np.ndarray]]
+def _list_samples(processes: Sequence[Times]) -> list[np.ndarray]:
+    """Return samples with a column for the latency, each layer, the layers' sum, and the time in which a GPU worked.
 
-
-def _resample_repeats(processes: Sequence[Times], rng: np.random.Generator) -> Resample:
-    """Return the medians over the repeats of one process, and over resamples of these.
-
-    They are of the latency, of the layers, then of the layers' sum and the time in which a GPU worked.
+    Of one process they are its repeats, which are resampled quantity by quantity; of several one array of their
+    medians, with a row for each process.
     """
-    (times,) = processes
-    latency = _resample_medians(times.unprofiled[:, None], rng)[:, 0]
-    both = _resample_medians(np.column_stack([times.layers, times.layers.sum(axis=1)]), rng)
-    working = _resample_medians(_find_busy_seconds(times)[:, None], rng)[:, 0]
-    return latency, both[:, :-1], (both[:, -1], working)
-
-
-def _resample_processes(processes: Sequence[Times], rng: np.random.Generator) -> Resample:
-    """Return the medians over processes, and over resamples of these, as `_resample_repeats` does over repeats."""
-    found = np.array([
-        [np.median(each.unprofiled), *np.median(each.layers, axis=0), np.median(each.layers.sum(axis=1)),
-         np.median(_find_busy_seconds(each))]
-        for each in processes
-    ])  # fmt: skip
-    medians = _resample_medians(found, rng)
-    return medians[:, 0], medians[:, 1:-2], (medians[:, -2], medians[:, -1])
+    each = [(t.unprofiled[:, None], np.column_stack([t.layers, t.layers.sum(axis=1)]), _find_busy_seconds(t)[:, None])
+            for t in processes]  # fmt: skip
+    if len(each) == 1:
+        return [*each[0]]
+    return [np.array([np.concatenate([np.median(part, axis=0) for part in parts]) for parts in each])]
 
 
 def _find_busy_seconds(times: Times) -> np.ndarray:
@@ -215,17 +200,15 @@ def scaled(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
 def lowered(latency: np.ndarray, layers: np.ndarray) -> np.ndarray:
     """Return the layers' seconds [draws, layers], lowered where their sum exceeds the latency [draws].
 
-    The same time is taken off each layer, enough for them to add up to the latency; no layer falls below 0.
+    The same time is taken off each layer, enough for them to add up to the latency; no layer falls below 0. It is the
+    projection onto a simplex (Duchi et al., ICML 2008, figure 1).
     """
-    low, high = np.zeros(len(layers)), layers.max(axis=1, initial=0.0)
-    if (layers.sum(axis=1) <= latency).all():
+    if not layers.size:
         return layers
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        more = np.maximum(0.0, layers - middle[:, None]).sum(axis=1) > latency
-        low, high = np.where(more, middle, low), np.where(more, high, middle)
-    each = np.where(layers.sum(axis=1) > latency, high, 0.0)
-    found: np.ndarray = np.maximum(0.0, layers - each[:, None])
+    falling = -np.sort(-layers, axis=1)
+    off = (falling.cumsum(axis=1) - latency[:, None]) / np.arange(1, layers.shape[1] + 1)
+    last = np.maximum(0, (falling > off).sum(axis=1) - 1)
+    found: np.ndarray = np.maximum(0.0, layers - np.maximum(0.0, np.take_along_axis(off, last[:, None], axis=1)))
     return found
 
 
@@ -296,11 +279,9 @@ def by_cause(waterfall: Waterfall) -> Table:
 
 def _write_notes(waterfall: Waterfall) -> tuple[str, ...]:
     rounds = len(waterfall.pair.a.processes)
-    process, spread = (
-        ("one process", "repeats within it; another process may differ")
-        if rounds == 1
-        else (f"{rounds} processes", "processes")
-    )
+    process, spread = f"{rounds} processes", "processes"
+    if rounds == 1:
+        process, spread = "one process", "repeats within it; another process may differ"
     sides = list(zip(waterfall.pair.titles, waterfall.pair.sides, strict=True))
     notes = [f"Medians over {process} of each side; the intervals are from the {spread}.", *waterfall.pair.notes]
     notes += [f"{title} in the run: {significant(1e3 * side.stored)} ms." for title, side in sides if side.stored]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import sys
-from typing import Any
-
 import typer
 
 from dyno.cli import options
 from dyno.study.options import ComparisonOptions, DataOptions, MeasurementOptions, ModelOptions, RuntimeOptions
+from dyno.videos.commands import exit_load, print_load, take_options
 from dyno.worker.serve.options import ServeOptions
 
 UNUSED = (
@@ -30,24 +28,11 @@ def serve_test(
     format: options.Format = "text",
 ) -> None:
     """Requests at random times, batched with a deadline: how many per second hold a bound, such as --p99 20ms?"""
-    from dyno.formatting import bullet, wrapped
-    from dyno.report.export import export
-    from dyno.report.tables import trial_table
     from dyno.serving import session
     from dyno.study.defaults import check_format
 
     check_format(format)
-    served = session.serve_test(model, out=out or None, options=_take_options(overrides), quiet=False, **overrides)
-    shown = [table for table in served.tables if table.rows]
-    print(export(shown, format), end="") if shown else None
-    if shown and format in ("text", "markdown"):
-        print("\n" + "\n".join(map(wrapped if format == "text" else bullet, served.sentences)))
-    for failed in (t for t in served.records if t.status != "ok"):
-        print(f"dyno: {failed.label}: {failed.reason}", file=sys.stderr)
-    raise typer.Exit(trial_table.exit_code(served.data.frame))
-
-
-def _take_options(overrides: options.Overrides) -> ServeOptions:
-    """Take the requests' own options out of the options that the user gave."""
-    names: Any = ServeOptions.__dataclass_fields__
-    return ServeOptions(**{name: overrides.pop(name) for name in names if name in overrides})
+    requests = take_options(ServeOptions, overrides)
+    served = session.serve_test(model, out=out or None, options=requests, quiet=False, **overrides)
+    print_load(served, format)
+    raise typer.Exit(exit_load(served))

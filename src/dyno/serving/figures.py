@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import cached_property
 
@@ -14,14 +14,15 @@ from dyno.results.correctness import WRONG, beside, incomparable
 from dyno.results.files import read_npz
 from dyno.results.rounds import Round
 from dyno.results.run_data import RunData
-from dyno.results.stats import Interval, Speedup
+from dyno.results.stats import Interval, Rule, Speedup
 from dyno.results.trial_result import TrialResult
+from dyno.videos import figures as videos
+from dyno.videos.figures import LoadRun
 from dyno.worker.facts.job import ServeFacts, ServeStep
 from dyno.worker.serve import rates
 from dyno.worker.spec import ENDPOINT
 
 QUANTILES = {"p50": 0.5, "p90": 0.9, "p99": 0.99, "p999": 0.999}
-SECTIONS = 10  # of consecutive requests, whose percentiles an interval is made from
 
 
 @dataclass(frozen=True)
@@ -101,24 +102,11 @@ class RateMeasurement:
         """Return that percentile of the latencies; None with too few requests, or where it falls on unanswered ones."""
         if self.count < stats.samples_for(QUANTILES[name]):
             return None
-        found = sectioned(self.latencies, QUANTILES[name])
+        q = QUANTILES[name]
+        found = videos.section_interval(
+            self.latencies, lambda part: rates.find_percentile(part, q), stats.samples_for(q)
+        )
         return found if math.isfinite(found.value) else None
-
-
-def sectioned(samples: np.ndarray, q: float) -> Interval:
-    """Compute a percentile with its 95 % interval from ten sections of consecutive samples, by Student's t.
-
-    Consecutive requests wait in the same queue, so a section counts as one observation (sectioning; Asmussen and Glynn,
-    Stochastic Simulation, 2007, III.5). Without limits where a section has too few samples for that percentile, or
-    where it falls on an unanswered one.
-    """
-    value = rates.find_percentile(samples, q)
-    each = [rates.find_percentile(part, q) for part in np.array_split(samples, SECTIONS) if len(part)]
-    if len(samples) // SECTIONS < stats.samples_for(q) or not np.isfinite([value, *each]).all():
-        return Interval(value, math.nan, math.nan)
-    spread = math.sqrt(sum((one - value) ** 2 for one in each) / (SECTIONS - 1))
-    reach = stats.t_quantile(SECTIONS - 1) * spread / math.sqrt(SECTIONS)
-    return Interval(value, max(0.0, value - reach), value + reach)
 
 
 # Whether the answers to requests are right, as a run's table of trials has it.
@@ -165,14 +153,12 @@ def _explain_missing(trial: TrialResult, other: TrialResult | None, run: RunData
 # The requests of a run: the rates that were tried with each trial, and the highest that holds.
 
 ARRAYS = "serve.npz"
-REFERENCE = "pytorch"  # the others are compared with it where it is among them
 
 
 @dataclass(frozen=True)
-class ServingRun:
+class ServingRun(LoadRun):
     """A trial with the rates that were tried in each round."""
 
-    trial: TrialResult
     facts: tuple[ServeFacts, ...]
     tried: tuple[RateMeasurement, ...]
     outputs: Outputs = field(default_factory=Outputs)
@@ -214,9 +200,8 @@ class ServingRun:
         return stats.center([f.capacity for f in self.facts])
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the rounds warn of, each sentence once."""
-        return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
+    def seconds(self) -> list[float]:
+        return [1 / rate for rate in self.by_round]
 
 
 def list_served(run: RunData) -> list[ServingRun]:
@@ -240,20 +225,20 @@ def _list_tried(one: Round, facts: ServeFacts, number: int) -> list[RateMeasurem
     ]
 
 
-def find_reference(served: list[ServingRun]) -> ServingRun:
-    """Return the reference of the others: PyTorch, else the first; one with wrong outputs only where all have them."""
-    right = [each for each in served if not each.outputs.wrong] or served
-    return next((each for each in right if each.trial.backend == REFERENCE), right[0])
-
-
-def list_speedups(served: list[ServingRun], run: RunData) -> list[Speedup | None]:
+def list_speedups(served: Sequence[ServingRun], rule: Rule) -> list[Speedup | None]:
     """Return the ratio of each one's highest rate to the reference's, with a verdict.
 
-    None where either has no such rate or wrong outputs, and for the reference itself.
+    The reference is PyTorch, else the first. None for the reference itself, and where either has no such rate or wrong
+    outputs.
     """
     first = find_reference(served)
-    right = [each for each in served if not (each.outputs.wrong or first.outputs.wrong)]
-    others = [each for each in right if each is not first and each.highest and first.highest]
-    pairs = [stats.unpaired([1 / r for r in each.by_round], [1 / r for r in first.by_round]) for each in others]
-    decided = dict(zip(map(id, others), stats.decide_family(pairs, run.rule), strict=True))
-    return [decided.get(id(each)) for each in served]
+    ranked = [each for each in served if each.highest and not each.outputs.wrong]
+    if not first.highest or first.outputs.wrong:
+        return [None] * len(served)
+    decided = dict(zip((each.trial.id for each in ranked), videos.list_speedups(ranked, rule), strict=True))
+    return [decided.get(each.trial.id) for each in served]
+
+
+def find_reference(served: Sequence[ServingRun]) -> ServingRun:
+    """Return the reference of the others; one with wrong outputs only where all have them."""
+    return videos.find_reference([each for each in served if not each.outputs.wrong] or served)

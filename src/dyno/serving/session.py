@@ -5,31 +5,25 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import math
-import os
 from dataclasses import dataclass, replace
-from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-from dyno.api import Result
 from dyno.jobs.progress import Progress
 from dyno.results.correctness import BESIDE
 from dyno.runner.device_lock import launch_in_turn
 from dyno.runner.execute import execute
 from dyno.runner.run_folder import measured
-from dyno.store import Run, begun
+from dyno.store import begun
 from dyno.study.defaults import folder_for, reference_of, study_of_own_jobs
 from dyno.study.study import Study
-from dyno.videos.session import SHARED_PROCESSORS
+from dyno.videos.session import LoadResult, share_processors, store_about
 from dyno.worker import registry
 from dyno.worker.option_values import check_types
-from dyno.worker.record import Record, read_json, write_json
+from dyno.worker.record import Record
 from dyno.worker.serve.options import ServeOptions
 from dyno.worker.serve.rates import read_trace
 from dyno.worker.spec import ENDPOINT, Job, UserError, to_json
-
-if TYPE_CHECKING:
-    from dyno.table import Table
 
 # The jobs of requests: how one is launched, with what all of a run have in common.
 
@@ -55,9 +49,7 @@ class Requests:
         """Run the job and return its record; the rates decide how long it takes, so it has no timeout."""
         options = {"settings": to_json(self.options), "least": self.least, "trace": self.path}
         own = dataclasses.replace(job, kind="serve", options={**job.options, **options})
-        said = {**os.environ, **own.runtime.env}
-        several = SHARED_PROCESSORS.items() if self.options.instances > 1 else ()
-        extra = {name: value for name, value in several if name not in said}
+        extra = share_processors(own) if self.options.instances > 1 else {}
         return launch_in_turn(own, folder, math.inf, progress, extra)
 
 
@@ -65,24 +57,8 @@ ABOUT = "serve.json"  # in the run folder: which requests it is of
 INPUTS = 512  # that are compared at most, unless three times the largest batch is more
 
 
-@dataclass(frozen=True)
-class ServingResult(Result):
-    """Requests that were sent to one or several engines: the run folder."""
-
-    folder: Path
-
-    @cached_property
-    def tables(self) -> list[Table]:
-        """The highest rate that holds by engine, and every rate that was tried."""
-        return [self.table(name) for name in ("serve", "serve-rates")]
-
-    @cached_property
-    def sentences(self) -> list[str]:
-        """For each engine the highest rate that holds, where the time goes there, and reasons for doubt."""
-        from dyno.serving import figures
-        from dyno.serving import tables as serving_tables
-
-        return serving_tables.of_run(figures.list_served(self.data))
+class ServingResult(LoadResult):
+    """Requests that were sent to one or several engines."""
 
 
 def serve_test(
@@ -116,7 +92,7 @@ def serve_test(
     folder = folder_for(out, "serve-test", [name])
     progress = Progress(quiet=quiet)
     with begun(folder):
-        _store_requests(requests, folder)
+        store_about(folder, ABOUT, requests.settings(), "of other requests", "without requests")
         execute(study, folder, progress, retry_failed=True, launch=requests.launch)
     if measured(folder) and (reference := reference_of(study)):
         _run_reference(reference, folder / BESIDE, progress)
@@ -161,14 +137,3 @@ def _check_options(options: ServeOptions, study: Study) -> None:
         raise UserError(f"queue is {options.queue}; it must be at least the largest batch, {most}")
     if any(size > most for size in options.engine_batches):
         raise UserError(f"engine_batches has {max(options.engine_batches)}; --batch {most} is the most that comes")
-
-
-def _store_requests(requests: Requests, folder: Path) -> None:
-    """Store which requests the folder is of; a folder of others is refused."""
-    about, path = requests.settings(), folder / ABOUT
-    if path.is_file() and read_json(path) != about and measured(folder):
-        raise UserError(f"{folder} is of other requests; give another --out")
-    if (folder / "study.toml").is_file() and not path.is_file():
-        raise UserError(f"{folder} is of a run without requests; give another --out")
-    with Run(folder).locked():  # makes the folder Dyno's, too
-        write_json(path, about)

@@ -13,10 +13,25 @@ from dyno.report.table_kind import TableKind
 from dyno.results import stats
 from dyno.results.correctness import WRONG, distance
 from dyno.results.run_data import RunData
-from dyno.results.stats import Speedup
 from dyno.serving import figures
 from dyno.serving.figures import QUANTILES, Outputs, RateMeasurement, ServingRun
-from dyno.table import COUNT, PERCENT, RATIO, TEXT, Column, Row, Table, duration, limited, limits_of, printed
+from dyno.table import (
+    COUNT,
+    LABEL,
+    PERCENT,
+    RATIO,
+    TEXT,
+    TRIAL,
+    Column,
+    Row,
+    Table,
+    compare_cells,
+    duration,
+    limited,
+    printed,
+    with_limits,
+)
+from dyno.videos.words import of_each
 from dyno.worker.serve import rates as serve_rates
 
 # What the figures of requests say, in sentences.
@@ -25,24 +40,17 @@ COMPANY = ": other programs kept "  # of a warning for each rate
 
 
 def of_run(served: Sequence[ServingRun]) -> list[str]:
-    """Return the sentences of each trial, under its name where there are several."""
-    said = []
-    for each in served:
-        named = [f"{each.trial.label}:"] if len(served) > 1 else []
-        said += [*named, *list_sentences(each), *_describe_company(each), *_iter_warnings(each)]
-    return said
+    """Return the sentences of each trial, with those on disturbances behind them."""
+    return of_each(served, lambda each: [*list_sentences(each), *_describe_company(each)])
 
 
 def _describe_company(served: ServingRun) -> Iterator[str]:
-    """Yield one sentence for all rates and rounds on how busy other programs kept the processors."""
+    """Yield one sentence for all rates and rounds on how busy other programs kept the processors; then warnings."""
     busy = [r.facts.others_busy for r in served.trial.good if COMPANY in " ".join(r.warnings)]
     if busy:
         most = max(max(each.values()) for each in busy)
         rounds = counting(len(served.trial.good), "round")
         yield f"Other programs kept up to {most:.1f} processors busy meanwhile, in {len(busy)} of {rounds}."
-
-
-def _iter_warnings(served: ServingRun) -> Iterator[str]:
     yield from (f"{warning}." for warning in served.warnings if COMPANY not in warning)
 
 
@@ -212,11 +220,11 @@ def _make_serve_table(run: RunData) -> Table | None:
         return None
     rows = [_make_row(each) for each in served]
     if len(served) > 1:
-        gains = figures.list_speedups(served, run)
+        gains = figures.list_speedups(served, run.rule)
         bounded = served[0].facts[0].bound_s  # without a bound there is no highest rate to compare
         first = figures.find_reference(served) if bounded else None
         rows = [
-            row | _make_speedup_cells(gain, each is first, each.outputs)
+            row | ({} if each.outputs.wrong else compare_cells(gain, each is first))
             for row, gain, each in zip(rows, gains, served, strict=True)
         ]
     notes = [
@@ -251,15 +259,6 @@ def _make_output_cells(outputs: Outputs) -> Row:
         return {}
     verdict = {"verdict": outputs.wrong} if outputs.wrong else {}
     return {"outputs": outputs.word, "output_error": outputs.error, "labels_changed": outputs.labels_changed, **verdict}
-
-
-def _make_speedup_cells(gain: Speedup | None, first: bool, outputs: Outputs) -> Row:
-    """Return the columns against the reference, empty where the answers are wrong."""
-    if outputs.wrong:
-        return {}
-    if first:
-        return {"speedup": 1.0, "verdict": "reference"}
-    return {**limited("speedup", gain), "verdict": gain.verdict} if gain else {}
 
 
 def _make_rates_table(run: RunData) -> Table | None:
@@ -300,31 +299,25 @@ def _make_count_column(name: str, meaning: str) -> Column:
     return Column(name, meaning, kind=COUNT, cell=lambda row: f"{row[name]:,}" if row.get(name) else "", rank=2)
 
 
-LABEL = Column("label", "model, backend with its options, precision, largest batch, size", kind=TEXT, title="trial")
-TRIAL = Column("trial", "the trial's id", kind=TEXT)
 SERVE_COLUMNS = (
     LABEL,
     TRIAL,
     Column("rounds", "times that it was searched", kind=COUNT, rank=8),
     Column("bound", "that must hold", kind=TEXT, rank=3),
     Column("holds", "whether a rate that was tried holds it in every round", kind=TEXT, rank=2),
-    Column("rate", "the highest that holds the bound", "requests/s", title="highest rate, requests/s", interval=True),
-    *limits_of("rate", "requests/s"),
-    duration("latency_s", "the bounded percentile there", "latency there"),
-    *limits_of("latency_s", "s"),
+    *with_limits(Column("rate", "the highest that holds the bound", "requests/s", title="highest rate, requests/s")),
+    *with_limits(duration("latency_s", "the bounded percentile there", "latency there")),
     Column("mean_batch", "requests per batch there", title="mean batch", rank=4),
     duration("queue_s", "mean time until a request's batch begins, there", rank=3),
     duration("compute_s", "mean time of a request's batch, there", rank=3),
-    Column("full_rate", "with full batches, without a bound", "requests/s", title="full batches, requests/s",
-           interval=True, rank=5),
-    *limits_of("full_rate", "requests/s"),
+    *with_limits(Column("full_rate", "with full batches, without a bound", "requests/s",
+                        title="full batches, requests/s", rank=5)),
     Column("lanes", "batches at once", kind=COUNT, rank=7),
     Column("outputs", "agree with the reference's, or wrong outputs", kind=TEXT, rank=6),
     Column("output_error", "relative error of the outputs against the reference's", title="output error", rank=6),
     Column("labels_changed", "share of the outputs' labels (whole numbers, booleans) that differ", "%", PERCENT,
            title="labels that differ", rank=6),
-    Column("speedup", "highest rate over the reference's", kind=RATIO, interval=True, rank=1),
-    *limits_of("speedup", "", RATIO),
+    *with_limits(Column("speedup", "highest rate over the reference's", kind=RATIO, rank=1)),
     Column("verdict", "on the highest rate, against the reference", kind=TEXT, rank=1),
 )  # fmt: skip
 RATE_COLUMNS = (
@@ -337,9 +330,8 @@ RATE_COLUMNS = (
     *(
         column
         for name, q in QUANTILES.items()
-        for column in (
-            duration(f"{name}_s", "latency from when a request was due", f"p{100 * q:g}", rank=0 if q == 0.99 else 4),
-            *limits_of(f"{name}_s", "s"),
+        for column in with_limits(
+            duration(f"{name}_s", "latency from when a request was due", f"p{100 * q:g}", rank=0 if q == 0.99 else 4)
         )
     ),
     Column("mean_batch", "requests per batch", title="mean batch", rank=5),
@@ -399,7 +391,6 @@ def _find_points(served: ServingRun, name: str) -> list[tuple[RateMeasurement, f
 
 
 def _draw_line(axes: Any, served: ServingRun, name: str, alpha: float, hollow: bool) -> None:
-    """Draw a line for each round, and a point for each rate."""
     points, trial = _find_points(served, name), served.trial
     style = {"color": color(trial.backend), "alpha": alpha, "marker": marker(trial.precision), "markersize": 4,
              "fillstyle": "none" if hollow else "full"}  # fmt: skip

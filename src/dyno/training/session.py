@@ -23,7 +23,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TaskID, TextC
 
 from dyno import data as dyno_data
 from dyno.api import run
-from dyno.data.folders import Photo, scan
+from dyno.data.folders import scan
 from dyno.jobs.launcher import launch
 from dyno.runner import device_lock
 from dyno.store import Run, begun, cache_dir, sha256_of
@@ -98,12 +98,10 @@ def _split_images(root: Path, share: float, seed: int) -> dict[str, Path]:
             raise UserError(f"class {name!r} has one image; it needs two, one to train on and one to test on")
         held = min(max(1, round(share * len(photos))), len(photos) - 1)
         tested = set(rng.permutation(len(photos))[:held].tolist())
-        placed |= {_name_copy(photo, root, i in tested): photo.path for i, photo in enumerate(photos)}
+        for i, photo in enumerate(photos):
+            split = "test" if i in tested else "train"
+            placed[f"{split}/{photo.path.relative_to(root).as_posix()}"] = photo.path
     return placed
-
-
-def _name_copy(photo: Photo, root: Path, tested: bool) -> str:
-    return f"{'test' if tested else 'train'}/{photo.path.relative_to(root).as_posix()}"
 
 
 def _link_folder(split: dict[str, Path], where: Path, out: Path) -> Path:
@@ -285,6 +283,7 @@ def chart(rows: tuple[Row, ...], path: Path) -> None:
 
 
 LIBRARIES = ("torchvision:", "timm:")
+OF_STUDY = ("weights", "pretrained", "channels", "mean", "std", "unreadable", "threads", "runtime")
 
 
 @dataclass(frozen=True)
@@ -335,15 +334,7 @@ def train(
     size: str | int = "",
     out: str | Path | None = None,
     holdout: float | None = None,
-    weights: str | Path = "",
-    pretrained: bool = False,
-    channels: int = 3,
-    mean: Sequence[float] = (),
-    std: Sequence[float] = (),
-    unreadable: str = "refuse",
-    threads: int = 0,
     then: Sequence[str] = (),
-    runtime: dict[str, dict[str, Any]] | None = None,
     resume: bool = False,
     quiet: bool = False,
     advise: bool = True,
@@ -351,22 +342,21 @@ def train(
 ) -> TrainingResult:
     """Train `model` (a source as of `Study`) on a folder of class folders, or `digits`, and evaluate the best weights.
 
-    `settings` are the fields of `TrainOptions`: epochs, batch, optimizer, lr… Everything is stored in `out` (default
+    `settings` are the fields of `TrainOptions` (epochs, batch, optimizer, lr…), and of `Study` those in OF_STUDY
+    (weights, pretrained, channels, mean, std, unreadable, threads, runtime). Everything is stored in `out` (default
     `runs/train-NAME`); a training that was stopped resumes after its last finished epoch when it is started again, and
     with `resume` it is an error if there is none. `holdout` is the share of a folder without test/ that is tested on.
     `then` names backends in which the trained weights are measured, besides PyTorch. With `advise` the commands that
     measure them are printed. Raises `UserError`.
     """
     settings = native(settings)
+    given: dict[str, Any] = {name: settings.pop(name) for name in OF_STUDY if name in settings}
     kinds = {**typing.get_type_hints(train), **typing.get_type_hints(TrainOptions)}
-    check_types({**settings, "data": data, "out": out, "holdout": holdout, "weights": weights}, kinds)
+    check_types({**settings, "data": data, "out": out, "holdout": holdout}, kinds)
     chosen = options(settings)
-    given: dict[str, Any] = {"mean": mean, "std": std, "backends": then or "pytorch"}  # which may be one alone
-    study = Study(
-        models=(model,), sizes=(str(size),) if size else (), weights=str(weights), pretrained=pretrained,
-        channels=channels, seed=chosen.seed, data=str(data), unreadable=unreadable, device=chosen.device,
-        threads=threads, runtime=runtime or {}, **given,
-    )  # fmt: skip
+    given["backends"] = then or "pytorch"  # which may be one alone
+    study = Study(models=(model,), sizes=(str(size),) if size else (), seed=chosen.seed, data=str(data),
+                  device=chosen.device, **given)  # fmt: skip
     for choice in map(Choice.parse, study.backends):
         registry.find(choice.name)
     check_threads(study)
@@ -468,7 +458,6 @@ def _write_description(plan: Training, folder: Path, about: dict[str, Any]) -> N
 
 
 def _explain_end(record: Record, plan: Training, done: int) -> str:
-    """Return how the job ended, in one line."""
     if record.status == "oom":
         size = "x".join(map(str, plan.size))
         return (
@@ -494,7 +483,6 @@ def _make_result(record: Record, folder: Path) -> TrainingResult:
 def _print_outcome(
     plan: Training, record: Record, result: TrainingResult, view: TrainingView, *, now: bool, advise: bool
 ) -> None:
-    """Print the best weights' accuracy with its interval, and what to do with them."""
     from dyno.formatting import show
     from dyno.results.stats import wilson
 

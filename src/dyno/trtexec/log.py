@@ -114,7 +114,7 @@ def _parse_log(text: str, name: str) -> TrtexecReport:
         shapes=_find_shapes(lines, flags),
         device=_find_echo(lines, "Selected Device"),
         version=_find_echo(lines, "TensorRT version") or _format_version(running[1] if running else None),
-        warnings=_list_warnings(lines[start:]),
+        warnings=tuple(line[2:].strip() for line in lines[start:] if line.startswith("* ")),  # without advice below
     )
 
 
@@ -132,10 +132,8 @@ def _parse_metrics(lines: Iterable[str], name: str) -> Iterable[tuple[str, Metri
     for line in lines:
         label, _, rest = line.partition(": ")
         if label in METRICS:
-            yield (
-                METRICS[label],
-                _parse_spread({key: _parse_number(text, name) / 1e3 for key, text in VALUE.findall(rest)}, name),
-            )
+            values = {key: _parse_number(text, name) / 1e3 for key, text in VALUE.findall(rest)}
+            yield METRICS[label], _parse_spread(values, name)
 
 
 def _parse_spread(values: Mapping[str, float], name: str) -> MetricSpread:
@@ -214,11 +212,6 @@ def _format_version(code: str | None) -> str:
     if number < 10_000:
         return f"{number // 1000}.{number // 100 % 10}.{number % 100}"
     return f"{number // 10_000}.{number // 100 % 100}.{number % 100}"
-
-
-def _list_warnings(lines: Iterable[str]) -> tuple[str, ...]:
-    """Return the summary's warnings (`* Throughput may be bound by…`), without the advice below each."""
-    return tuple(line[2:].strip() for line in lines if line.startswith("* "))
 
 
 def _parse_times(text: str, name: str) -> TrtexecReport:

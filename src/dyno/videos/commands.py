@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any, TypeVar
 
 import typer
 
@@ -20,6 +20,10 @@ from dyno.study.options import (
 from dyno.worker.spec import UserError
 from dyno.worker.video.options import VideoOptions
 
+if TYPE_CHECKING:
+    from dyno.videos.session import LoadResult
+
+Options = TypeVar("Options")
 UNUSED = "routes reference compared budget search confirm boundaries turns block until minutes peak energy timeout data"
 SOURCE = "A video, an image, a folder of images, a URL, camera:0, or - for raw frames from standard input."
 
@@ -41,9 +45,6 @@ def video(
     format: options.Format = "text",
 ) -> None:
     """Detect objects in a video as fast as its slowest stage allows, and say which stage that is."""
-    from dyno.formatting import bullet, wrapped
-    from dyno.report.export import export
-    from dyno.report.tables import trial_table
     from dyno.study.defaults import check_format
     from dyno.videos import session
 
@@ -55,25 +56,39 @@ def video(
         boxes=json,
         save=save,
         out=out or None,
-        options=_take_options(overrides),
+        options=take_options(VideoOptions, overrides),
         quiet=False,
         **overrides,
     )
-    shown = [table for table in filmed.tables if table.rows]
-    print(export(shown, format), end="") if shown else None
-    if shown and format in ("text", "markdown"):
-        print("\n" + "\n".join(map(wrapped if format == "text" else bullet, filmed.sentences)))
+    print_load(filmed, format)
     if filmed.refused:
         raise UserError(filmed.refused)
-    for failed in (t for t in filmed.records if t.status != "ok"):
-        print(f"dyno: {failed.label}: {failed.reason}", file=sys.stderr)
+    code = exit_load(filmed)
     for path in filmed.unwritten:
         print(f"dyno: {path} is not written, as its round was measured before; give another --out", file=sys.stderr)
-    code = trial_table.exit_code(filmed.data.frame)
     raise typer.Exit(INTERRUPTED if filmed.stopped else code or UNFINISHED * bool(filmed.unwritten))
 
 
-def _take_options(overrides: options.Overrides) -> VideoOptions:
-    """Take the video's own options out of the options that the user gave."""
-    names: Any = VideoOptions.__dataclass_fields__
-    return VideoOptions(**{name: overrides.pop(name) for name in names if name in overrides})
+def take_options(kind: type[Options], overrides: options.Overrides) -> Options:
+    """Take the fields of a load's own options out of the options that the user gave."""
+    names: Any = vars(kind)["__dataclass_fields__"]
+    return kind(**{name: overrides.pop(name) for name in names if name in overrides})
+
+
+def print_load(result: LoadResult, format: str) -> None:
+    """Print the tables of a load and, for people, the sentences on them."""
+    from dyno.report.export import export, with_sentences
+
+    if result.tables and format in ("text", "markdown"):
+        print(with_sentences(result.tables, result.sentences, format), end="")
+    elif result.tables:
+        print(export(result.tables, format), end="")
+
+
+def exit_load(result: LoadResult) -> int:
+    """Print why trials did not finish, and return the exit code."""
+    from dyno.report.tables import trial_table
+
+    for failed in (t for t in result.records if t.status != "ok"):
+        print(f"dyno: {failed.label}: {failed.reason}", file=sys.stderr)
+    return trial_table.exit_code(result.data.frame)

@@ -10,20 +10,21 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from types import MappingProxyType
+from typing import TypeVar
 
 import numpy as np
 
 from dyno.results import stats
 from dyno.results.files import read_npz
 from dyno.results.run_data import RunData
-from dyno.results.stats import Interval, Speedup
+from dyno.results.stats import Interval, Rule, Speedup
 from dyno.results.trial_result import TrialResult
 from dyno.worker.facts.job import VideoFacts
 
 STAGES = ("decode", "preprocess", "inference", "postprocess", "track", "draw", "encode")
 PROCESSORS = "processors"
 SHARED = "inference"  # by all streams, like the processors; of every other stage each stream has one
-BLOCKS = 10  # of consecutive frames, whose means an interval is made from
+SECTIONS = 10  # of consecutive frames or requests, whose estimates an interval is made from
 PERCENTILES = (0.5, 0.95, 0.99)
 Arrays = Mapping[str, np.ndarray]
 
@@ -48,14 +49,19 @@ class Stage:
 
 @dataclass(frozen=True)
 class Bound:
-    """The most frames per second that something allows, with a 95 % interval where there is one."""
+    """The most frames per second that something allows."""
 
     name: str
-    rate: Interval
+    rate: float
 
     def share(self, reached: float) -> float:
         """Return the share of the bound that was reached."""
-        return reached / self.rate.value
+        return reached / self.rate
+
+
+def _find_lowest(rates: Mapping[str, float]) -> Bound:
+    name = min(rates, key=lambda each: rates[each])
+    return Bound(name, rates[name])
 
 
 @dataclass(frozen=True)
@@ -90,19 +96,17 @@ class Video:
     def _find_stage(self, name: str) -> Stage:
         return next(stage for stage in self.stages if stage.name == name)
 
-    @cached_property
+    @property
     def slowest(self) -> Stage:
         """The stage that allows least, alone."""
-        return max(
-            self.stages, key=lambda stage: stage.alone.value / self._count_instances(stage.name, self.facts.streams)
-        )
+        return self._find_stage(self.by_stage.name)
 
     @cached_property
     def by_stage(self) -> Bound:
         """What the slowest stage allows if all others cost nothing."""
-        return Bound(
-            self.slowest.name, inverse(self.slowest.alone, self._count_instances(self.slowest.name, self.facts.streams))
-        )
+        rates = self.limits(self.facts.streams)
+        del rates[PROCESSORS]
+        return _find_lowest(rates)
 
     def limits(self, streams: int, shares: Mapping[str, float] = MappingProxyType({})) -> dict[str, float]:
         """Return the frames/s that each stage and the processors allow `streams` streams together.
@@ -110,21 +114,17 @@ class Video:
         With `shares`, stages take only that share of their time, and of their processor time.
         """
         rates = {
-            s.name: self._count_instances(s.name, streams) / (s.alone.value * shares.get(s.name, 1.0))
+            s.name: (1 if s.name == SHARED else streams) / (s.alone.value * shares.get(s.name, 1.0))
             for s in self.stages
         }
-        return rates | {PROCESSORS: self._cpu_rate(sum(s.crowded * shares.get(s.name, 1.0) for s in self.stages))}
-
-    @staticmethod
-    def _count_instances(name: str, streams: int) -> int:
-        """Return the number of instances of the stage that `streams` streams have."""
-        return 1 if name == SHARED else streams
+        seconds = sum(s.crowded * shares.get(s.name, 1.0) for s in self.stages)
+        return rates | {PROCESSORS: self.facts.processors / seconds if seconds > 0 else math.inf}
 
     @cached_property
     def by_processors(self) -> Bound:
         """What the processors allow that all stages share: their number over the processor time of a frame while all
         are at work."""
-        return Bound(PROCESSORS, Interval(self._cpu_rate(self.crowded), math.nan, math.nan))
+        return Bound(PROCESSORS, self.limits(self.facts.streams)[PROCESSORS])
 
     @property
     def utilization(self) -> float:
@@ -145,19 +145,14 @@ class Video:
         share = min(max((busy - 1) / others, 0.0), 1.0) if others else 0.0
         return 1 + (max(self.facts.crowding, 1.0) - 1) * share
 
-    def _cpu_rate(self, seconds: float) -> float:
-        return self.facts.processors / seconds if seconds > 0 else math.inf
-
     @property
     def bound(self) -> Bound:
         """The lower of both."""
-        return min(self.by_stage, self.by_processors, key=lambda bound: bound.rate.value)
+        return _find_lowest(self.limits(self.facts.streams))
 
     def without(self, name: str, share: float) -> Bound:
         """Return the bound if that stage took only a `share` of its time, and of its processor time."""
-        rates = self.limits(self.facts.streams, {name: share})
-        limiting = min(rates, key=lambda key: rates[key])
-        return Bound(limiting, Interval(rates[limiting], math.nan, math.nan))
+        return _find_lowest(self.limits(self.facts.streams, {name: share}))
 
     @property
     def heaviest(self) -> Stage:
@@ -196,24 +191,25 @@ class Video:
         return cpu * self.crowding(self.facts.processors)
 
 
-def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
-    """Compute the mean with its 95 % interval from the means of consecutive blocks, by Student's t; times `scale`.
+def section_interval(samples: np.ndarray, estimate: Callable[[np.ndarray], float], least: int) -> Interval:
+    """Compute an estimate with its 95 % interval from ten sections of consecutive samples, by Student's t.
 
-    Consecutive frames resemble each other, so a block counts as one observation (batch means; Law, Simulation Modeling
-    and Analysis, 2015, 9.5.3). Fewer than two frames per block give no limits.
+    Consecutive samples resemble each other, so a section counts as one observation (sectioning; Asmussen and Glynn,
+    Stochastic Simulation, 2007, III.5; of means: Law, Simulation Modeling and Analysis, 2015, 9.5.3). Without limits
+    where a section has fewer than `least` samples, or its estimate isn't finite.
     """
-    mean = float(np.mean(samples)) if len(samples) else math.nan
-    if len(samples) < 2 * BLOCKS:
-        return Interval(scale * mean, math.nan, math.nan)
-    means = np.array([float(block.mean()) for block in np.array_split(samples, BLOCKS)])
-    reach = stats.t_quantile(BLOCKS - 1) * float(means.std(ddof=1)) / math.sqrt(BLOCKS)
-    return Interval(scale * mean, scale * max(0.0, mean - reach), scale * (mean + reach))
+    value = estimate(samples)
+    each = [estimate(part) for part in np.array_split(samples, SECTIONS)] if len(samples) >= least * SECTIONS else []
+    if not each or not np.isfinite([value, *each]).all():
+        return Interval(value, math.nan, math.nan)
+    spread = math.sqrt(sum((one - value) ** 2 for one in each) / (SECTIONS - 1))
+    reach = stats.t_quantile(SECTIONS - 1) * spread / math.sqrt(SECTIONS)
+    return Interval(value, max(0.0, value - reach), value + reach)
 
 
-def inverse(seconds: Interval, times: int = 1) -> Interval:
-    """Convert an interval of seconds per frame to frames per second, of `times` side by side."""
-    low, high = (times / v if v > 0 else math.nan for v in (seconds.high, seconds.low))
-    return Interval(times / seconds.value, low, high)
+def mean_interval(samples: np.ndarray, scale: float = 1.0) -> Interval:
+    """Compute `scale` times the mean with its interval; fewer than two frames per section give no limits."""
+    return section_interval(samples, lambda part: scale * float(np.mean(part)) if len(part) else math.nan, 2)
 
 
 # The videos of a run: those of each trial, with how fast it is and whether that is more than the reference's.
@@ -223,10 +219,42 @@ REFERENCE = "pytorch"  # the others are compared with it where it is among them
 
 
 @dataclass(frozen=True)
-class VideoRun:
-    """A trial's network with the video, once for each round."""
+class LoadRun:
+    """A trial under a load of its own: a video, or requests."""
 
     trial: TrialResult
+
+    @property
+    def warnings(self) -> tuple[str, ...]:
+        """What the rounds warn of, each sentence once."""
+        return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
+
+    @property
+    def seconds(self) -> list[float]:
+        """Seconds per frame, or per request at the highest rate, of each round."""
+        raise NotImplementedError
+
+
+Run = TypeVar("Run", bound=LoadRun)
+
+
+def find_reference(runs: Sequence[Run]) -> Run:
+    """Return the reference of the others: PyTorch, else the first."""
+    return next((each for each in runs if each.trial.backend == REFERENCE), runs[0])
+
+
+def list_speedups(runs: Sequence[Run], rule: Rule) -> list[Speedup | None]:
+    """Return how many times faster each is than the reference, with a verdict; None for the reference."""
+    first = find_reference(runs)
+    others = [each for each in runs if each is not first]
+    decided = iter(stats.decide_family([stats.unpaired(each.seconds, first.seconds) for each in others], rule))
+    return [None if each is first else next(decided) for each in runs]
+
+
+@dataclass(frozen=True)
+class VideoRun(LoadRun):
+    """A trial's network with the video, once for each round."""
+
     videos: tuple[Video, ...]
 
     @cached_property
@@ -241,13 +269,7 @@ class VideoRun:
         return stats.center([video.rate for video in self.videos])
 
     @property
-    def warnings(self) -> tuple[str, ...]:
-        """What the rounds warn of, each sentence once."""
-        return tuple(dict.fromkeys(warning for r in self.trial.good for warning in r.warnings))
-
-    @property
     def seconds(self) -> list[float]:
-        """Seconds per frame end to end, of each round."""
         return [1 / video.rate for video in self.videos]
 
 
@@ -266,19 +288,6 @@ def list_videos(trial: TrialResult) -> VideoRun | None:
     whole = tuple(video for video in videos if not video.facts.stopped)
     # A rate of the first frames is not one of the whole.
     return VideoRun(trial, whole or videos) if videos else None
-
-
-def find_reference(filmed: list[VideoRun]) -> VideoRun:
-    """Return the reference of the others: PyTorch, else the first."""
-    return next((each for each in filmed if each.trial.backend == REFERENCE), filmed[0])
-
-
-def list_speedups(filmed: list[VideoRun], run: RunData) -> list[Speedup | None]:
-    """Return how many times faster each is than the reference, end to end, with a verdict; None for the reference."""
-    first = find_reference(filmed)
-    others = [each for each in filmed if each is not first]
-    decided = iter(stats.decide_family([stats.unpaired(each.seconds, first.seconds) for each in others], run.rule))
-    return [None if each is first else next(decided) for each in filmed]
 
 
 # The oracle: what several videos would reach through one engine, from the stages measured alone.
@@ -430,8 +439,7 @@ def predict_streams(video: Video, streams: int) -> StreamPrediction:
     found = Simulation(servers, known, streams, frames, facts.processors, facts.depth, video.crowding).run()
     latency = stats.percentile_of(found.latencies, PERCENTILES[-1])
     more_in_flight = (facts.slots - 1) * next(s.alone.value for s in video.stages if s.name == SHARED)
-    rates = video.limits(streams)
-    return StreamPrediction(streams, found.rate, latency + more_in_flight, min(rates, key=lambda name: rates[name]))
+    return StreamPrediction(streams, found.rate, latency + more_in_flight, _find_lowest(video.limits(streams)).name)
 
 
 def _make_server(video: Video, stage: Stage) -> Server:

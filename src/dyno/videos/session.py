@@ -67,7 +67,6 @@ class VideoJobSpec:
         return tuple(map(str, kept))
 
     def _make_pattern(self, path: Path) -> str:
-        """Return a glob pattern of the file names that the trials write to."""
         return f"{glob.escape(path.stem)}-*{glob.escape(path.suffix)}"
 
     def named(self, path: str, trial: Trial) -> str:
@@ -99,7 +98,7 @@ class VideoJobSpec:
         inherited = [int(pipe.removeprefix("pipe:"))] if pipe.startswith("pipe:") else []
         try:
             with held(own.runtime, progress.waiting):
-                return launch(own, folder, math.inf, progress.tick, _make_environment(own), inherited=inherited,
+                return launch(own, folder, math.inf, progress.tick, share_processors(own), inherited=inherited,
                               patience_s=PATIENCE_S)  # fmt: skip
         except Interrupted as e:
             progress.done(job.trial, e.record) if job.trial else None
@@ -109,8 +108,8 @@ class VideoJobSpec:
                 os.close(descriptor)
 
 
-def _make_environment(job: Job) -> dict[str, str]:
-    """Return the extra environment variables of a pipeline's job, except those that the user has set."""
+def share_processors(job: Job) -> dict[str, str]:
+    """Return the environment variables of a job whose threads share processors, except those that the user has set."""
     said = {**os.environ, **dict(job.runtime.env)}
     return {name: value for name, value in SHARED_PROCESSORS.items() if name not in said}
 
@@ -120,11 +119,33 @@ ABOUT = "video.json"  # in the run folder: which video it is of
 
 
 @dataclass(frozen=True)
-class VideoResult(Result):
+class LoadResult(Result):
+    """One or several engines under a load of their own: the run folder."""
+
+    folder: Path
+
+    @cached_property
+    def _leading(self) -> tuple[list[Table], list[str]]:
+        from dyno.report import tables
+
+        return tables.leading(self.data)
+
+    @property
+    def tables(self) -> list[Table]:
+        """The tables on the load: a row for each engine, then what is behind it."""
+        return self._leading[0]
+
+    @property
+    def sentences(self) -> list[str]:
+        """For each engine what it reaches, what limits it, and reasons for doubt."""
+        return self._leading[1]
+
+
+@dataclass(frozen=True)
+class VideoResult(LoadResult):
     """A video that went through one or several engines: its run folder, whether the user stopped it, and the requested
     files that were not written, because the rounds that write them were measured before."""
 
-    folder: Path
     stopped: bool = False
     unwritten: tuple[str, ...] = ()
 
@@ -137,18 +158,6 @@ class VideoResult(Result):
             for w in worst
         )
         return worst[0].record.reason if worst and worst[0] is not None and refused else ""
-
-    @cached_property
-    def tables(self) -> list[Table]:
-        """End to end by engine, the stages of each, and how many streams would fit."""
-        return [self.table(name) for name in ("video", "video-stages", "video-streams")]
-
-    @cached_property
-    def sentences(self) -> list[str]:
-        """For each engine how fast it is, what limits it, and what a change would gain."""
-        from dyno.videos import figures, words
-
-        return words.of_run(figures.of_run(self.data))
 
     def save(self, path: Path) -> None:
         """Write the pipeline's trace: a track for each stage and each frame of each engine's typical round."""
@@ -189,7 +198,7 @@ def video(
     stopped = False
     try:
         with begun(folder):
-            _store_video(shot, folder)
+            store_about(folder, ABOUT, shot.settings(), "of another video, or of other settings", "without a video")
             execute(study, folder, Progress(quiet=quiet), retry_failed=True, launch=shot.launch)
     except KeyboardInterrupt:
         if not list(folder.glob("trials/*/r*/video.npz")):
@@ -251,14 +260,16 @@ def _check_output(output: Path, source: Path | None) -> None:
     check_writable(output, making=True)
 
 
-def _store_video(shot: VideoJobSpec, folder: Path) -> None:
-    """Store which video the folder is of; a folder of another one is refused."""
-    about, path = shot.settings(), folder / ABOUT
+def store_about(folder: Path, name: str, about: Mapping[str, Any], other: str, lacking: str) -> None:
+    """Store what the folder is of, in the file of this name; refuse a folder that is of something else.
+
+    `other` and `lacking` end the sentences of the refusals: what the folder is of, and what its run is without.
+    """
+    path = folder / name
     stored = read_json(path) if path.is_file() else {}
-    other = any(stored.get(key, value) != value for key, value in about.items())
-    if other and measured(folder):
-        raise UserError(f"{folder} is of another video, or of other settings; give another --out")
+    if any(stored.get(key, value) != value for key, value in about.items()) and measured(folder):
+        raise UserError(f"{folder} is {other}; give another --out")
     if (folder / "study.toml").is_file() and not path.is_file():
-        raise UserError(f"{folder} is of a run without a video; give another --out")
+        raise UserError(f"{folder} is of a run {lacking}; give another --out")
     with Run(folder).locked():  # makes the folder Dyno's, too
         write_json(path, about)

@@ -14,11 +14,25 @@ from dyno.report.style import COLORS, FAINT, WIDTH, Chart, styled, tip
 from dyno.report.table_kind import TableKind
 from dyno.results import stats
 from dyno.results.run_data import RunData
-from dyno.results.stats import Speedup
 from dyno.results.trial_result import TrialResult
-from dyno.table import COUNT, FINE, RATIO, TEXT, Column, Row, Table, duration, limited, limits_of, printed
+from dyno.table import (
+    COUNT,
+    FINE,
+    LABEL,
+    RATIO,
+    TEXT,
+    TRIAL,
+    Column,
+    Row,
+    Table,
+    compare_cells,
+    duration,
+    limited,
+    printed,
+    with_limits,
+)
 from dyno.videos import figures, words
-from dyno.videos.figures import PERCENTILES, Stage, Video, VideoRun, inverse
+from dyno.videos.figures import PERCENTILES, Stage, Video, VideoRun
 
 STREAMS = (1, 2, 4, 8, 16, 32)
 
@@ -29,15 +43,9 @@ def _make_video_table(run: RunData) -> Table | None:
         return None
     rows = [_make_row(each) for each in filmed]
     if len(filmed) > 1:
-        rows = [
-            row | _make_speedup_cells(gain) for row, gain in zip(rows, figures.list_speedups(filmed, run), strict=True)
-        ]
+        gains = figures.list_speedups(filmed, run.rule)
+        rows = [row | compare_cells(gain, gain is None) for row, gain in zip(rows, gains, strict=True)]
     return VIDEO.of(VIDEO_COLUMNS, rows, notes=tuple(_video_notes(filmed)), printed=printed(VIDEO_COLUMNS))
-
-
-def _make_speedup_cells(gain: Speedup | None) -> Row:
-    """Return the columns against the reference, of which None is the reference's own."""
-    return {**limited("speedup", gain), "verdict": gain.verdict} if gain else {"speedup": 1.0, "verdict": "reference"}
 
 
 def _make_row(filmed: VideoRun) -> Row:
@@ -50,7 +58,7 @@ def _make_row(filmed: VideoRun) -> Row:
         "dropped": video.facts.dropped if video.facts.live else None,
         "objects": sum(video.facts.objects.values()) if video.facts.tracker else None,
         "inference_fps": video.inference_rate, "beside_fps": video.inference_beside,
-        **limited("fps", filmed.rate), "bound_fps": video.bound.rate.value, "bound_by": video.bound.name,
+        **limited("fps", filmed.rate), "bound_fps": video.bound.rate, "bound_by": video.bound.name,
         "reached": 100 * video.bound.share(video.rate),
         **{f"p{100 * q:g}_s": stats.percentile_of(known, q) if len(known) >= least else None for q, least in LEAST},
     }  # fmt: skip
@@ -79,7 +87,7 @@ def _make_stages_table(run: RunData) -> Table | None:
 def _stage_row(filmed: VideoRun, stage: Stage) -> Row:
     return {
         "label": filmed.trial.label, "trial": filmed.trial.id, "stage": stage.name,
-        **limited("alone_s", stage.alone), "alone_fps": inverse(stage.alone).value,
+        **limited("alone_s", stage.alone), "alone_fps": 1 / stage.alone.value,
         **limited("beside_s", stage.beside), "cpu_s": stage.cpu, "crowded_s": stage.crowded,
         "working": 100 * stage.working,
         "starved": 100 * stage.starved, "blocked": 100 * stage.blocked, "queue": stage.queue,
@@ -137,8 +145,6 @@ def stream_sentences(video: Video, rows: list[Row]) -> list[str]:
     return said
 
 
-LABEL = Column("label", "model, backend with its options, precision, batch, size", kind=TEXT, title="trial")
-TRIAL = Column("trial", "the trial's id", kind=TEXT)
 VIDEO_COLUMNS = (
     LABEL,
     TRIAL,
@@ -149,28 +155,23 @@ VIDEO_COLUMNS = (
     Column("objects", "that were followed through the video", kind=COUNT, rank=6),
     Column("inference_fps", "of inference alone, host to host", "1/s", title="inference alone, fps", rank=3),
     Column("beside_fps", "of inference while the other stages run", "1/s", title="beside, fps", rank=5),
-    Column("fps", "end to end", "1/s", title="fps", interval=True),
-    Column("fps_low", "lower limit over rounds", "1/s"),
-    Column("fps_high", "upper limit over rounds", "1/s"),
+    *with_limits(Column("fps", "end to end", "1/s", title="fps")),
     Column("bound_fps", "what the stages allow at most", "1/s", title="bound, fps", rank=4),
     Column("bound_by", "the stage that bounds the whole, or the processors", kind=TEXT, title="bound by", rank=2),
     Column("reached", "share of the bound", "%", rank=4),
     duration("p50_s", "from a frame's reading to its boxes", rank=6),
     duration("p95_s", "from a frame's reading to its boxes", rank=6),
     duration("p99_s", "from a frame's reading to its boxes", rank=6),
-    Column("speedup", "fps over the reference's", kind=RATIO, interval=True, rank=1),
-    *limits_of("speedup", "", RATIO),
+    *with_limits(Column("speedup", "fps over the reference's", kind=RATIO, rank=1)),
     Column("verdict", "end to end, against the reference", kind=TEXT, rank=1),
 )
 STAGE_COLUMNS = (
     LABEL,
     TRIAL,
     Column("stage", "of the pipeline, in its order", kind=TEXT),
-    duration("alone_s", "per frame, with nothing beside it"),
-    *limits_of("alone_s", "s"),
+    *with_limits(duration("alone_s", "per frame, with nothing beside it")),
     Column("alone_fps", "what it allows", "1/s", title="alone, fps", rank=3),
-    duration("beside_s", "per frame, in the pipeline", "in the pipeline"),
-    *limits_of("beside_s", "s"),
+    *with_limits(duration("beside_s", "per frame, in the pipeline", "in the pipeline")),
     duration("cpu_s", "processor time per frame, alone, of all threads", "processor time", rank=2),
     duration("crowded_s", "the same with every processor at work", "processor time, all busy", rank=3),
     Column("working", "share of the pipeline's time in which it worked", "%"),
@@ -372,7 +373,7 @@ def _iter_rows(label: str, video: Video) -> Iterator[Row]:
 
 
 PATH_COLUMNS = (
-    Column("label", "model, backend with its options, precision, batch, size", kind=TEXT, title="trial"),
+    LABEL,
     Column("stage", "of the pipeline, or what is between two: threads that wake up, queues", kind=TEXT),
     Column("work_ms", "its time per frame in the pipeline", "ms", title="work, ms"),
     Column("path_ms", "its time on the critical path, per frame", "ms", title="on the path, ms"),
@@ -398,12 +399,11 @@ COMPARED = TableKind("video-comparison", "Videos, B against A",
                      "Time per frame of two runs of one video, end to end and in each stage.",
                      command="dyno compare RUN RUN")  # fmt: skip
 COMPARISON_COLUMNS = (
-    Column("label", "model, backend with its options, precision, batch, size", kind=TEXT, title="trial"),
+    LABEL,
     Column("part", "the whole, or a stage of the pipeline while the others run", kind=TEXT),
     Column("a_ms", "A's time per frame", "ms", title="A ms"),
     Column("b_ms", "B's", "ms", title="B ms"),
-    Column("ratio", "B's time over A's: above 1 is slower", kind=FINE, title="B / A", interval=True),
-    *limits_of("ratio", "", FINE),
+    *with_limits(Column("ratio", "B's time over A's: above 1 is slower", kind=FINE, title="B / A")),
     Column("verdict", "whether that is real: end to end over all trials as one family, and so the stages", kind=TEXT),
     Column("rounds_a", "of A", rank=2),
     Column("rounds_b", "of B", rank=2),

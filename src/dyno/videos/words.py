@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 from dyno.formatting import counting, show, significant
 from dyno.report import export
 from dyno.report.export import Event
 from dyno.results import stats
-from dyno.videos.figures import PERCENTILES, PROCESSORS, Bound, Video, VideoRun
+from dyno.videos.figures import PERCENTILES, PROCESSORS, Bound, Run, Video, VideoRun
 from dyno.worker.facts.job import DEVICE
 
 HALF = 0.5
@@ -20,12 +20,15 @@ LATENCY_NOTE = (
 REACHED = 0.95  # of the bound: nothing in the pipeline itself is left to gain
 
 
-def of_run(filmed: Sequence[VideoRun]) -> list[str]:
+def of_each(runs: Sequence[Run], describe: Callable[[Run], Iterable[str]]) -> list[str]:
     """Return the sentences of each trial, under its name where there are several."""
-    said = []
-    for each in filmed:
-        named = [f"{each.trial.label}:"] if len(filmed) > 1 else []
-        said += [*named, *list_sentences(each.typical), *(f"{warning}." for warning in each.warnings)]
+    named = [(each, [f"{each.trial.label}:"] if len(runs) > 1 else []) for each in runs]
+    return [line for each, name in named for line in (*name, *describe(each))]
+
+
+def of_run(filmed: Sequence[VideoRun]) -> list[str]:
+    """Return the sentences of each trial."""
+    said = of_each(filmed, lambda each: [*list_sentences(each.typical), *(f"{w}." for w in each.warnings)])
     return [*said, LATENCY_NOTE]
 
 
@@ -76,10 +79,10 @@ def _set_up(video: Video) -> Iterator[str]:
 def _describe_bounds(video: Video) -> Iterator[str]:
     stage, processors = video.by_stage, video.by_processors
     yield (
-        f"The slowest stage, {stage.name}, allows {_format_bound(stage)}: {_format_share(stage, video)} of that was "
-        "reached. "
+        f"The slowest stage, {stage.name}, allows {_format_rate(stage.rate)}: {_format_share(stage, video)} of that "
+        "was reached. "
         f"{_format_processors(video)} at {show(video.crowded, 'duration')} of processor time per frame "
-        f"{'allows' if video.facts.processors == 1 else 'allow'} {_format_bound(processors)}: "
+        f"{'allows' if video.facts.processors == 1 else 'allow'} {_format_rate(processors.rate)}: "
         f"{_format_share(processors, video)}."
     )
     alone = sum(s.cpu for s in video.stages)
@@ -91,7 +94,6 @@ def _describe_bounds(video: Video) -> Iterator[str]:
 
 
 def _describe_changes(video: Video) -> Iterator[str]:
-    """Describe the limit, and the gain from changing it."""
     bound = video.bound
     if bound.name == PROCESSORS:
         stage = video.heaviest
@@ -104,9 +106,10 @@ def _describe_changes(video: Video) -> Iterator[str]:
         stage = video.slowest
         what = f"{stage.name.capitalize()} bounds the whole."
     after = video.without(stage.name, HALF)
-    gain = after.rate.value / bound.rate.value
-    then = f", and then {_describe_limit(after)}" if after.name != bound.name else ""
-    possible = f"{_format_rate(after.rate.value)} would be possible ({gain:.2f}x)"
+    gain = after.rate / bound.rate
+    limit = "the processors bound it" if after.name == PROCESSORS else f"{after.name} bounds it"
+    then = f", and then {limit}" if after.name != bound.name else ""
+    possible = f"{_format_rate(after.rate)} would be possible ({gain:.2f}x)"
     yield f"{what} If {stage.name} took half the time, {possible}{then}."
     reached = bound.share(video.rate)
     if reached > 1 / REACHED:
@@ -132,10 +135,6 @@ def _explain_loss(video: Video) -> str:
     return ", and ".join(why) or "the rest is filling and emptying the pipeline, and stages that waited for each other"
 
 
-def _describe_limit(bound: Bound) -> str:
-    return "the processors bound it" if bound.name == PROCESSORS else f"{bound.name} bounds it"
-
-
 def _describe_latencies(video: Video) -> Iterator[str]:
     for to, what in (("known", "its boxes are known"), ("written", "it is written")):
         samples = video.latencies(to)
@@ -149,7 +148,6 @@ def _describe_latencies(video: Video) -> Iterator[str]:
 
 
 def _describe_objects(video: Video) -> Iterator[str]:
-    """Yield how many objects were tracked, by class."""
     facts = video.facts
     if facts.tracker:
         each = ", ".join(f"{count} of class {kind}" for kind, count in facts.objects.items())
@@ -159,10 +157,6 @@ def _describe_objects(video: Video) -> Iterator[str]:
 
 def _format_rate(value: float) -> str:
     return f"{significant(value)} frames/s"
-
-
-def _format_bound(bound: Bound) -> str:
-    return _format_rate(bound.rate.value)
 
 
 def _format_share(bound: Bound, video: Video) -> str:
@@ -202,7 +196,6 @@ def _iter_events(filmed: VideoRun, pid: int) -> Iterator[Event]:
 
 
 def _iter_stage_events(video: Video, name: str, track: Event) -> Iterator[Event]:
-    """Yield each piece of work, and the waiting for room behind it."""
     began, ended, handed = (video.arrays[f"{name}_{key}"] for key in ("began", "ended", "handed"))
     waiting = video.arrays[f"{name}_waiting"]
     for number in range(len(began)):

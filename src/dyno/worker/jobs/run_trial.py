@@ -45,58 +45,46 @@ class SlowedSession(Session):
         self._began = self._took = 0
 
     def run(self, slot: int = 0) -> None:
-        """See `Session.run`."""
         if self.stream is not None:
             _busy_for(int(self.share * self._took))
         self._began = now()
         self.session.run(slot)
 
     def wait(self, slot: int = 0) -> None:
-        """See `Session.wait`."""
         self.session.wait(slot)
         self._took = now() - self._began
         if self.stream is None:
             _busy_for(int(self.share * self._took))
 
     def stage(self, feeds: Arrays) -> Arrays:
-        """See `Session.stage`."""
         return self.session.stage(feeds)
 
     def bind(self, feeds: Arrays, slot: int = 0) -> None:
-        """See `Session.bind`."""
         self.session.bind(feeds, slot)
 
     def restoring(self, feeds: Arrays) -> Callable[[], None] | None:
-        """See `Session.restoring`."""
         return self.session.restoring(feeds)
 
     def fetch(self, slot: int = 0) -> dict[str, np.ndarray]:
-        """See `Session.fetch`."""
         return self.session.fetch(slot)
 
     def parts(self, feeds: Arrays) -> dict[str, float]:
-        """See `Session.parts`."""
         return self.session.parts(feeds)
 
     @property
     def batches(self) -> tuple[int, int, int] | None:
-        """See `Session.batches`."""
         return self.session.batches
 
     def reshape(self, shapes: Mapping[str, tuple[int, ...]]) -> None:
-        """See `Session.reshape`."""
         self.session.reshape(shapes)
 
     def device_memory(self) -> int:
-        """See `Session.device_memory`."""
         return self.session.device_memory()
 
     def facts(self) -> EngineFacts:
-        """See `Session.facts`."""
         return self.session.facts()
 
     def close(self) -> None:
-        """See `Session.close`."""
         self.session.close()
 
 
@@ -284,7 +272,6 @@ def answers(session: Session, feeds: Arrays) -> dict[str, Kept]:
 
 
 def _read_outputs(session: Session) -> dict[str, Kept]:
-    """Return the outputs' shapes, and some of their values."""
     arrays = session.fetch()
     return {name: (a.shape, np.array(a.reshape(-1)[:: 1 + a.size // KEPT])) for name, a in arrays.items()}
 

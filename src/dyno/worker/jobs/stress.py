@@ -108,7 +108,6 @@ def _stage_images(session: Session, trial: Trial, most: int) -> Arrays:
 
 
 def _run_reference(session: Session, pool: Arrays, batch: int) -> dict[str, np.ndarray]:
-    """Return every image's outputs at the smallest batch."""
     count = len(next(iter(pool.values())))
     parts = []
     for start in range(0, count, batch):
@@ -280,7 +279,6 @@ def _time_on_host(action: Callable[[], Any]) -> float:
 
 
 def _make_gpu_timer(torch: Any) -> Timer:
-    """Return a timer by the GPU's own clock, in seconds."""
 
     def time_on_gpu(action: Callable[[], Any]) -> float:
         begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)

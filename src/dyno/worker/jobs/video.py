@@ -283,10 +283,8 @@ class _VideoJob:
         preloaded = isinstance(self._source, MemorySource)
         again = self._source_text, self._options, _choose_decoder(self._options, self._trial)
         source = self._source if first or preloaded else open_source(*again)
-        sink, keep = (
-            open_sink(output, source, self._options.codec),
-            steps.DetectionRecorder(self._boxes if first else None),
-        )
+        sink = open_sink(output, source, self._options.codec)
+        keep = steps.DetectionRecorder(self._boxes if first else None)
         preparations, tracker, engine = self._new_preparations(), self._new_tracker(), self._engine
         shares, batch, size = self._options.streams > 1, preparations[0].batch, preparations[0].size
         feeds = steps.PreparationStage.arrays(preparations[0], engine, self._lanes)
@@ -382,7 +380,6 @@ def _find_task(trial: Trial) -> Detect:
 
 
 def _make_ticker(journal: Journal, lines: list[_VideoStream], most: int, since: int) -> Callable[[], None]:
-    """Return a function that writes the progress and the current rate into the job's stage."""
     recent: list[tuple[int, int]] = [(since, 0)]
     expected = len(lines) * (most or lines[0].source.count)
 
@@ -397,7 +394,6 @@ def _make_ticker(journal: Journal, lines: list[_VideoStream], most: int, since: 
 
 
 def _remove_path(path: Path) -> None:
-    """Remove a file or a folder of files, if there is one."""
     if path.is_dir():
         shutil.rmtree(path)
     else:

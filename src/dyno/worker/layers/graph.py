@@ -92,7 +92,6 @@ class _GraphReader:
         )
 
     def _find_modules(self, node: Any, weights: list[str]) -> tuple[str, ...]:
-        """Return the modules that the node came from, by their own names."""
         owners = _find_owners(node, weights)
         if not self._wrapped:
             return owners
@@ -219,7 +218,6 @@ def _name_operator(layer: Layer) -> str:
 
 
 def _parse_tensors(described: Any) -> list[tuple[str, tuple[int, ...]]]:
-    """Return the type and shape of each tensor of an event."""
     return [(TYPES.get(k, k), tuple(shape)) for each in described or () for k, shape in each.items()]
 
 

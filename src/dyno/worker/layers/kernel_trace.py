@@ -245,7 +245,6 @@ def _find_calls_within(calls: Sequence[_Piece], begin: float, end: float) -> lis
 def _sum_run(
     begin: float, end: float, calls: Sequence[_Piece], work: Sequence[_Piece], launches: Mapping[int, _Piece]
 ) -> _Totals:
-    """Return the totals of the run between `begin` and `end`."""
     own = {id(call) for call in calls}
     totals, done = _Totals(), [each for each in work if id(launches.get(each.correlation)) in own]
     walk = _Walk(begin, calls, done, launches, totals)

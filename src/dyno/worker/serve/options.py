@@ -6,7 +6,7 @@ import re
 from dataclasses import dataclass, field
 from typing import Any
 
-from dyno.worker.option_values import settle
+from dyno.worker.option_values import at_least, settle
 from dyno.worker.spec import UserError
 
 UNITS = {"us": 1e-6, "µs": 1e-6, "ms": 1e-3, "s": 1.0, "min": 60.0}
@@ -63,9 +63,8 @@ class ServeOptions:
         for name in (*bounds, *(["duration"] if self.duration else [])):
             if seconds(getattr(self, name), name) <= 0:
                 raise UserError(f"{name} is {getattr(self, name)}; it must be more than 0")
-        for name, least in (("instances", 1), ("queue", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        at_least(1, instances=self.instances)
+        at_least(0, queue=self.queue)
         if any(not 0 < rate < 1e7 for rate in self.rate):
             raise UserError("rate must be more than 0 requests per second, and less than ten million")
         if any(size < 1 for size in self.engine_batches):

@@ -90,10 +90,8 @@ class Bench:
         sink: Sink | None,
     ) -> None:
         self._source, self._tracker, self._sink = source, tracker, sink
-        self._engine, self._answer = (
-            steps.InferenceStage(engine),
-            steps.PostprocessingStage(answering, preparations[0].size),
-        )
+        self._engine = steps.InferenceStage(engine)
+        self._answer = steps.PostprocessingStage(answering, preparations[0].size)
         self._clocks = {name: _CostClock() for name in steps.STAGES if name != steps.INFER}
         self._preparation, self._batch, self._lanes = preparations[0], preparations[0].batch, len(preparations)
         self._chunk = CHUNK if self._lanes == 1 else max(CHUNK, self._lanes * self._batch)
@@ -216,8 +214,8 @@ class StageCopy:
         # Drawn on and written by each copy for itself.
         own = [replace(frame, picture=frame.picture.copy()) for frame in answered.frames]
         self._answered = replace(answered, frames=own)
-        again = itertools.cycle(own) if source.once else _iter_endless_frames(source)
-        self._reading: Iterator[Frame] = iter(again)
+        endless = itertools.chain.from_iterable(source.read() for _ in itertools.count())
+        self._reading: Iterator[Frame] = itertools.cycle(own) if source.once else endless
 
     def turn(self) -> float:
         """Run a few frames through every stage; return the processor time of this thread, in seconds."""
@@ -246,11 +244,6 @@ class StageCopy:
             self._sink.close()
 
 
-def _iter_endless_frames(source: Source) -> Iterator[Frame]:
-    while True:
-        yield from source.read()
-
-
 @dataclass(frozen=True)
 class ContentionCost:
     """With every processor at work: how many times the processor time alone the stages but inference take for a frame,
@@ -267,8 +260,9 @@ def crowded(copies: Sequence[StageCopy], engine: steps.SessionThread, answered: 
     threads are taken to be slowed down like the one that calls it; the rest of the time beside the copies is the
     engine's.
     """
-    alone, together = _ProcessorTime(), _ProcessorTime()
-    batches, inference, frames = itertools.cycle(answered), steps.InferenceStage(engine), 0
+    alone, together = _CostClock(), _CostClock()
+    threads_alone, threads_together, frames = 0.0, list[float](), 0
+    batches, inference = itertools.cycle(answered), steps.InferenceStage(engine)
     with ThreadPoolExecutor(len(copies) + engine.lanes) as pool:
 
         def infer_until_done(turns: Sequence[Future[float]]) -> int:
@@ -283,20 +277,19 @@ def crowded(copies: Sequence[StageCopy], engine: steps.SessionThread, answered: 
             turns = [pool.submit(copy.turn) for copy in copies]
             lanes = [pool.submit(infer_until_done, turns) for _ in range(engine.lanes - 1)]
             count = infer_until_done(turns)
-            together.threads += sum(turn.result() for turn in turns)
+            threads_together.extend(turn.result() for turn in turns)
             return count + sum(lane.result() for lane in lanes)
 
         engine.call(run_copies)
-        together.threads = 0.0
+        threads_together.clear()
         for copy in itertools.islice(itertools.cycle(copies), TURNS):
-            with alone.counting():
-                alone.threads += pool.submit(copy.turn).result()
-            with together.counting():
+            with alone.timing():
+                threads_alone += pool.submit(copy.turn).result()
+            with together.timing():
                 frames += engine.call(run_copies)
-    of_copies = together.threads * alone.process / alone.threads
-    return ContentionCost(
-        together.threads / len(copies) / alone.threads, max(0.0, together.process - of_copies) / frames
-    )
+    factor = sum(threads_together) / threads_alone
+    of_engine = max(0.0, sum(together.cpu) - factor * sum(alone.cpu))
+    return ContentionCost(factor / len(copies), of_engine / frames)
 
 
 @dataclass(frozen=True)
@@ -338,18 +331,3 @@ def joined(measurements: Sequence[StageMeasurement]) -> StageMeasurement:
         return StageMeasurement(stages, None, handed)
     factor, inference = (float(np.mean([getattr(c, name) for c in crowds])) for name in ("factor", "inference"))
     return StageMeasurement(stages, ContentionCost(factor, inference), handed)
-
-
-@dataclass
-class _ProcessorTime:
-    """Processor time in seconds: of the threads of copies, and of the whole process."""
-
-    threads: float = 0.0
-    process: float = 0.0
-
-    @contextmanager
-    def counting(self) -> Iterator[None]:
-        """Count the block's processor time."""
-        began = time.process_time()
-        yield
-        self.process += time.process_time() - began

@@ -81,12 +81,11 @@ class VideoSink(Sink):
         self._resized += frame.size != self._first
         picture, stream = self._convert_picture(frame.picture), self._stream
         picture.time_base, picture.pts = stream.codec_context.time_base, self._compute_time(frame)
-        self._mux_sound(frame.packets)
-        self._write_packets(stream.encode(picture))
+        self._mux_sound(frame.packets, self._container)
+        self._container.mux(stream.encode(picture))
         self.written += 1
 
     def _convert_picture(self, picture: Picture) -> Any:
-        """Return the picture in the codec's form."""
         planes = picture.planes()
         if planes is None or self._stream.pix_fmt != PIXELS or planes.tags != self._tags:
             return self._of_rgb(picture.rgb())
@@ -208,15 +207,10 @@ class VideoSink(Sink):
         self._last = max(at, self._last + 1)
         return self._last
 
-    def _mux_sound(self, packets: list[Any], container: Any = None) -> None:
-        if self._sound is None:
-            return
-        for packet in packets:
+    def _mux_sound(self, packets: list[Any], container: Any) -> None:
+        for packet in packets if self._sound is not None else ():
             packet.stream = self._sound
-            self._write_packets([packet], container)
-
-    def _write_packets(self, packets: list[Any], container: Any = None) -> None:
-        (container or self._container).mux(packets)
+            container.mux([packet])
 
 
 def _choose_encoder(av: Any, container: Any, path: Path, codec: str) -> str:
@@ -238,7 +232,6 @@ def _choose_encoder(av: Any, container: Any, path: Path, codec: str) -> str:
 
 
 def _explain_refusal(av: Any, name: str, suffix: str) -> str:
-    """Return why there is no stream of that codec."""
     known = sorted(av.codec.codecs_available)
     if name in known:
         with suppress(ValueError):

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from dyno.worker.facts.job import DEVICE, HOST
-from dyno.worker.option_values import settle
+from dyno.worker.option_values import at_least, settle
 from dyno.worker.spec import UserError, check_known
 
 SIZE = re.compile(r"(\d+)x(\d+)")
@@ -79,9 +79,8 @@ class VideoOptions:
         for name in ("confidence", "iou", "track_confidence"):
             if not 0 <= getattr(self, name) <= 1:
                 raise UserError(f"{name} is {getattr(self, name):g}; it must be between 0 and 1")
-        for name, least in (("most", 1), ("frames", 0), ("streams", 1), ("preload", 0)):
-            if getattr(self, name) < least:
-                raise UserError(f"{name} is {getattr(self, name)}; it must be at least {least}")
+        at_least(1, most=self.most, streams=self.streams)
+        at_least(0, frames=self.frames, preload=self.preload)
         for name in ("decode", "prepare"):
             if getattr(self, name):
                 check_known(f"place to {name} frames", getattr(self, name), (HOST, DEVICE))

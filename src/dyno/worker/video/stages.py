@@ -10,6 +10,7 @@ import threading
 import time
 from array import array
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -30,8 +31,8 @@ READER_S = 1.0  # that a stopped reader has to come back, which may be waiting f
 class PipelineStage:
     """The work of one stage; the base class hands each item on as it is.
 
-    A step of several `lanes` has a thread for each, which take items in turn and `work` at the same time: what one has
-    done waits for what was taken before it. Such a step holds nothing.
+    A step of several `lanes` has a thread for each, which `work` at the same time: what one has done waits for what was
+    taken before it. The `work` of such a step is no generator, and it holds nothing.
     """
 
     name = ""
@@ -163,58 +164,6 @@ class _Channel:
             raise PipelineStopped
 
 
-class _Order:
-    """What the lanes of a stage take in turn is handed on in that order.
-
-    Work counts as one piece after the other, as of a stage with one thread: a piece begins when it was taken, or when
-    the one before it was handed on. So pieces add up to the time in which there was work. No lane is more than a few
-    items ahead of the slowest.
-    """
-
-    def __init__(self, step: PipelineStage, timed: StageTimestamps) -> None:
-        self._step, self._timed, self._lanes = step, timed, step.lanes
-        self._taking, self._handing = threading.Lock(), threading.Lock()
-        self._tickets: SimpleQueue[None] = SimpleQueue()
-        for _ in range(AHEAD * step.lanes):
-            self._tickets.put(None)
-        self._taken = self._next = self._handed = 0
-        self._done: dict[int, tuple[int, int, list[Any]]] = {}
-
-    def take(self, channel: _Channel) -> tuple[Any, int, int]:
-        """Return the channel's next item (None: none any more), its number and the length of the queue."""
-        with self._taking:
-            self._tickets.get()
-            item, waiting = channel.get(wait=True)
-            self._taken += item is not None
-            return item, self._taken - 1, waiting
-
-    def hand_on(self, number: int, began: int, waiting: int, done: list[Any], onward: _Channel | None) -> None:
-        """Hand on what was done with the item of that number, and what waited for it."""
-        with self._handing:
-            self._done[number] = began, waiting, done
-            while (next_ := self._done.pop(self._next, None)) is not None:
-                began, waiting, done = next_
-                self._step.in_order(done)
-                self._timed.add(max(began, self._handed), now(), waiting)
-                for one in done:
-                    if onward is not None:
-                        onward.put(one)
-                self._handed = now()
-                self._timed.handed.append(self._handed)
-                self._next += 1
-                self._tickets.put(None)
-
-    def leave(self) -> bool:
-        """End a lane; return whether it was the last one."""
-        with self._handing:
-            self._lanes -= 1
-            return not self._lanes
-
-    def stop(self) -> None:
-        """Let the threads that wait for their turn go on."""
-        self._tickets.put(None)
-
-
 class VideoPipeline:
     """A source and the steps after it; `run` them once.
 
@@ -226,25 +175,24 @@ class VideoPipeline:
         self.dropped = 0
         self._channels = [_Channel(LIVE_DEPTH if live else step.room) for step in steps]
         self.timed = {stage: StageTimestamps() for stage in (name, *(step.name for step in steps))}
-        self._orders = {k: _Order(step, self.timed[step.name]) for k, step in enumerate(steps) if step.lanes > 1}
+        # What lanes have taken and not handed on: AHEAD for each, with the one that is collected and one that waits.
+        self._taken = {k: _Channel(AHEAD * step.lanes - 2) for k, step in enumerate(steps) if step.lanes > 1}
         self._first = name
 
     def actions(self) -> list[tuple[str, Callable[[], None]]]:
         """Return the actions of each stage's threads, the reader first."""
         working: list[tuple[str, Callable[[], None]]] = []
         for k, step in enumerate(self._steps):
-            if k in self._orders:
-                working += [(step.name, partial(self._work_in_lane, k))] * step.lanes
+            if k in self._taken:
+                working += [(step.name, partial(self._work_in_lanes, k)), (step.name, partial(self._collect, k))]
             else:
                 working.append((step.name, partial(step.within, partial(self._run_step, k))))
         return [(self._first, self._read_source), *working]
 
     def stop(self) -> None:
         """Stop every stage after its current item."""
-        for channel in self._channels:
+        for channel in (*self._channels, *self._taken.values()):
             channel.stop()
-        for order in self._orders.values():
-            order.stop()
 
     def _read_source(self) -> None:
         timed, channel = self.timed[self._first], self._channels[0]
@@ -261,39 +209,50 @@ class VideoPipeline:
         channel.close()
 
     def _run_step(self, k: int) -> None:
-        step, timed, onward = self._steps[k], self.timed[self._steps[k].name], self._find_next_channel(k)
+        step = self._steps[k]
         while True:
             item, waiting = self._channels[k].get(wait=not step.holds)
             at_end = item is None and self._channels[k].closed and not step.holds
             began = now()
             done = list(step.rest() if item is None else step.work(item))
             if item is not None or done:
-                step.in_order(done)
-                timed.add(began, now(), waiting)
-                for one in done:
-                    if onward is not None:
-                        onward.put(one)
-                timed.handed.append(now())
+                self._hand_on(k, began, waiting, done)
             if at_end:
                 break
-        if onward is not None:
-            onward.close()
+        self._close_next(k)
 
-    def _work_in_lane(self, k: int) -> None:
-        step, order, onward = self._steps[k], self._orders[k], self._find_next_channel(k)
-        while True:
-            item, number, waiting = order.take(self._channels[k])
-            if item is None:
-                break
-            began = now()
-            order.hand_on(number, began, waiting, list(step.work(item)), onward)
-        order.stop()  # the next lane looks, too
-        if order.leave() and onward is not None:
-            onward.close()
+    def _work_in_lanes(self, k: int) -> None:
+        """Start the work on each item; `_collect` hands on what was done, in the items' order."""
+        step, taken = self._steps[k], self._taken[k]
+        with ThreadPoolExecutor(step.lanes, step.name) as lanes:
+            while (found := self._channels[k].get(wait=True))[0] is not None:
+                item, waiting = found
+                taken.put((lanes.submit(step.work, item), waiting))
+        taken.close()
 
-    def _find_next_channel(self, k: int) -> _Channel | None:
-        """Return the channel behind the step, None for the last one."""
-        return self._channels[k + 1] if k + 1 < len(self._channels) else None
+    def _collect(self, k: int) -> None:
+        """Hand on what lanes have done, one piece after the other, as of a stage with one thread.
+
+        A piece begins when it was taken, or when the one before it was handed on, so pieces add up to the time in which
+        there was work.
+        """
+        while (found := self._taken[k].get(wait=True)[0]) is not None:
+            (future, waiting), began = found, now()
+            self._hand_on(k, began, waiting, list(future.result()))
+        self._close_next(k)
+
+    def _hand_on(self, k: int, began: int, waiting: int, done: list[Any]) -> None:
+        step, timed = self._steps[k], self.timed[self._steps[k].name]
+        step.in_order(done)
+        timed.add(began, now(), waiting)
+        if k + 1 < len(self._channels):
+            for one in done:
+                self._channels[k + 1].put(one)
+        timed.handed.append(now())
+
+    def _close_next(self, k: int) -> None:
+        if k + 1 < len(self._channels):
+            self._channels[k + 1].close()
 
 
 def run(lines: Sequence[VideoPipeline], tick: Callable[[], None]) -> None:

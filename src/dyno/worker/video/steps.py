@@ -136,7 +136,6 @@ class PreparationStage(PipelineStage):
         ]
 
     def _write_frames(self, frames: list[Frame], feed: Any, place: int) -> None:
-        """Write the frames into the places from `place` on."""
         preparation = self._free.get()
         try:
             for number, frame in enumerate(frames):
