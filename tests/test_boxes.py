@@ -282,7 +282,6 @@ TESTS = Path(__file__).parent
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_a_planted_graph_is_said_first_and_never_ranked(dyno: Any, tmp_path: Path, precision: str) -> None:
     (tmp_path / "net.py").write_text(planted_backends.NET)

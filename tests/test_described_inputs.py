@@ -37,7 +37,6 @@ def outputs(folder: Path) -> dict[str, dict[str, np.ndarray]]:
     return {trial.backend: trial.outputs() for trial in dyno.load(folder).records}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words", "batch", "size", "shape"),
     [
@@ -71,7 +70,6 @@ def test_every_engine_runs_it_and_agrees(
     assert len(fed) == 1
 
 
-@pytest.mark.slow
 def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Call, nets: Path) -> None:
     code, _, err = call(
         "run", "nets.py:quantised", "--backends", "pytorch,onnxruntime", *QUICK, "--size", 8, "--out", "r"
@@ -84,7 +82,6 @@ def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Cal
     assert trial.facts.weights_sha256
 
 
-@pytest.mark.slow
 def test_what_pytorch_quantised_with_its_activations_is_held_to_eight_bits(call: Call, nets: Path) -> None:
     backends = ("--backends", "pytorch,onnxruntime,openvino")
     code, _, err = call("run", "nets.py:statically", *backends, *QUICK, "--size", 8, "--out", "r")
@@ -94,7 +91,6 @@ def test_what_pytorch_quantised_with_its_activations_is_held_to_eight_bits(call:
     assert rows["ran_as"]["pytorch"] == "8 int8"
 
 
-@pytest.mark.slow
 def test_compiled_with_several_inputs_and_keywords(call: Call, nets: Path) -> None:
     code, _, err = call("run", "nets.py:tokens", "--backends", "pytorch,compile", *QUICK, "--out", "r")
     assert code == 0, err
@@ -102,7 +98,6 @@ def test_compiled_with_several_inputs_and_keywords(call: Call, nets: Path) -> No
     np.testing.assert_allclose(found["compile"]["output"], found["pytorch"]["output"], 1e-3, 1e-4)
 
 
-@pytest.mark.slow
 def test_an_export_has_the_inputs_by_name_and_a_free_batch(call: Call, nets: Path) -> None:
     code, out, err = call("export", "nets.py:tokens", "-o", "t.onnx")
     assert code == 0, err
@@ -116,7 +111,6 @@ def test_an_export_has_the_inputs_by_name_and_a_free_batch(call: Call, nets: Pat
     assert code == 0, out + err
 
 
-@pytest.mark.slow
 def test_only_what_follows_the_batch_is_free(call: Call, nets: Path) -> None:
     assert call("export", "nets.py:unbatched", "-o", "u.onnx")[0] == 0
     x, table = onnx.load("u.onnx").graph.input
@@ -124,7 +118,6 @@ def test_only_what_follows_the_batch_is_free(call: Call, nets: Path) -> None:
     assert [dim.dim_value for dim in table.type.tensor_type.shape.dim] == [5, 4]
 
 
-@pytest.mark.slow
 def test_a_batch_that_the_model_does_not_take_is_refused(call: Call, refused: Any, nets: Path) -> None:
     usual = ("nets.py:fixed", "--backends", "pytorch", *QUICK)
     assert "the model takes a batch of 2 alone, and not 3" in refused("run", *usual, "--batch", 3)
@@ -132,7 +125,6 @@ def test_a_batch_that_the_model_does_not_take_is_refused(call: Call, refused: An
     assert set(table(Path("r"))["batch"]) == {2}
 
 
-@pytest.mark.slow
 def test_arrays_of_a_file_are_what_is_fed(call: Call, nets: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4, 1, 400)).astype(np.float32)

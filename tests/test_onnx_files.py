@@ -77,7 +77,6 @@ def measured(call: Call, model: Any, *words: object) -> list[dict[str, str]]:
     return found
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "size"),
     [
@@ -98,7 +97,6 @@ def test_files_of_many_kinds_run_in_fp32_and_int8(call: Call, photos: Path, mode
         assert all(any("(-1)" in line for line in job["artifact"]["made_by"]["warnings"]) for job in jobs)
 
 
-@pytest.mark.slow
 def test_calibration_images_alone_are_enough_for_int8(call: Call, photos: Path) -> None:
     found = measured(call, network(["n", 3, 24, 24]), "--precision", "fp32,int8", "--calibration", photos)
     assert [row["status"] for row in found] == ["ok"] * 4
@@ -128,7 +126,6 @@ def test_damaged_types_and_names_are_one_line(call: Call, change: Callable[[Any]
     assert code == 2 and said in err and len(err.strip().splitlines()) == 1, err
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("opset", [9, 13, 24])
 def test_opsets_old_and_new(call: Call, photos: Path, opset: int) -> None:
     model = network(["n", 3, 24, 24], opset=opset, ir=10)
@@ -154,7 +151,6 @@ def test_the_size_is_the_shapes_or_the_metadata_s(call: Call) -> None:
     assert code == 2 and "shapes give the image 48x48 pixels, and sizes 32x32; omit one of them" in said
 
 
-@pytest.mark.slow
 def test_an_operator_that_nobody_knows_is_named_in_each_row(call: Call) -> None:
     onnx.save(network(["n", 3, 24, 24], more="Swishy"), "net.onnx")
     code, _, _ = call("run", "net.onnx", *QUICK, "--out", "run")
@@ -194,7 +190,6 @@ def drawing(operator: str) -> Any:
     return model
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("operator", ["Dropout", "RandomNormalLike"])
 def test_what_draws_random_numbers_is_not_called_wrong(call: Call, operator: str) -> None:
     onnx.save(drawing(operator), "net.onnx")

@@ -201,7 +201,6 @@ def test_a_build_that_fails_is_its_rounds(measured: Callable[..., tuple[Any, Log
     assert failing.reason.startswith("make bin fp32: ValueError: this build failed (1 of 2 rounds good)")
 
 
-@pytest.mark.slow
 def test_processes_in_turns_run_their_build(plugin: Path, dyno: Any) -> None:
     words = ("--seconds", 0.1, "--warmup", 0.02, "--block", 0.01, "--boundaries", "model", "--channels", 1)
     both = ",".join([A, B, "fake@latency_ms=0.2"])

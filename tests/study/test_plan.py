@@ -205,11 +205,7 @@ def test_a_file_keeps_its_weights_beside_a_network_that_takes_others(tmp_path: P
         ("timm:a,timm:b", {}, "models are given one by one, without commas: timm:a timm:b"),
         ("a.onnx,b.onnx", {}, "models are given one by one, without commas: a.onnx b.onnx"),
         ("none,2/net.onnx", {}, "there is no model file none,2/net.onnx"),
-        (
-            "openvino/int8",
-            {},
-            "openvino/int8 is a backend, not a model; give it with --backends openvino --precision int8",
-        ),
+        ("openvino/int8", {}, "openvino/int8 is a backend, not a model; give it with --backends openvino"),
         ("none.onnx", {}, "there is no model file none.onnx"),
         ("none.xml", {}, "there is no model file none.xml"),
         ("", {}, "a model has an empty name; give a model's file, or one like torchvision:resnet18"),
