@@ -193,7 +193,8 @@ def _no_gpu() -> str:
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "preloaded" in getattr(item, "fixturenames", ()):  # it runs studies, or real engines in jobs
+        runs_studies = "preloaded" in getattr(item, "fixturenames", ())  # or real engines in jobs
+        if runs_studies or item.get_closest_marker("rare"):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and _no_gpu():
             item.add_marker(pytest.mark.skip(reason=_no_gpu()))

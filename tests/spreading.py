@@ -17,6 +17,7 @@ import psutil
 
 from dyno import Study
 from dyno.jobs.progress import Progress
+from dyno.study.plan import expand
 
 MODULE = "dyno.devices.block_process"
 MARK = "DYNO_TESTS_OF_SPREADING"
@@ -49,6 +50,11 @@ class Log(Progress):
 def records(folder: Path) -> dict[str, int]:
     """When every record was written, by trial and round."""
     return {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in folder.glob("trials/*/*/record.json")}
+
+
+def expected(study: Study) -> set[str]:
+    """The records that the study has where it runs on one device, by trial and round."""
+    return {f"{one.trial.id}/r{number}" for one in expand(study) for number in range(study.rounds)}
 
 
 def blocks() -> list[psutil.Process]:

@@ -256,6 +256,7 @@ def test_a_damaged_record_is_the_same_to_every_command(call: Call, tmp_path: Pat
         assert len(archived) == number and text in archived
 
 
+@pytest.mark.rare
 def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("onnx", "torch", "openvino", "safetensors", "av"):
         pytest.importorskip(library)
