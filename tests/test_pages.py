@@ -203,7 +203,7 @@ def write_file(block: Block, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", PAGES)
+@pytest.mark.parametrize("page", [p if p == "README.md" else pytest.param(p, marks=pytest.mark.rare) for p in PAGES])
 def test_every_command_of_a_page_runs(page: str, preloaded: str, tmp_path: Path) -> None:
     for name in ("torch", "onnx", "onnxruntime", "openvino", "skimage", "sklearn", "matplotlib"):
         pytest.importorskip(name)

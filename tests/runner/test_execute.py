@@ -80,23 +80,6 @@ def test_a_second_run_measures_nothing(fake_study: Studies, tmp_path: Path) -> N
     assert records(tmp_path) == before
 
 
-@pytest.mark.slow
-def test_more_rounds_extend_and_fewer_keep(fake_study: Studies, tmp_path: Path) -> None:
-    run(fake_study(), tmp_path)
-    before = records(tmp_path)
-    assert [number for number, _ in run(fake_study(rounds=3), tmp_path).began] == [1, 2]
-    assert before.items() <= records(tmp_path).items()
-    assert len(records(tmp_path)) == 3
-    assert run(fake_study(rounds=2), tmp_path).began == []
-
-
-@pytest.mark.slow
-def test_a_backend_may_have_rounds_of_its_own(fake_study: Studies, tmp_path: Path) -> None:
-    study = fake_study(backends=("fake@latency_ms=0.1", "fake@latency_ms=0.2@rounds=1"), rounds=3)
-    assert [number for number, _ in run(study, tmp_path).began] == [0, 0, 1, 2]
-    assert run(study, tmp_path).began == []
-
-
 def test_other_settings_are_refused(fake_study: Studies, tmp_path: Path) -> None:
     run(fake_study(), tmp_path)
     before = records(tmp_path)
@@ -303,58 +286,11 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache/artifacts"
 
 
-@pytest.mark.slow
-def test_files_are_made_once_and_damage_is_seen(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
-    study = fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",), precisions=("fp32", "fp16"))
-    assert run(study, tmp_path / "a").files == ["", "", ""], "two precisions share the first step"
-    assert statuses(tmp_path / "a") == {"fp32": ["ok"], "fp16": ["ok"]}
-    assert run(study, tmp_path / "b").files == []
-    one = fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",))
-    (path,) = [f for f in cache.glob("*/made.bin") if made_of(f) == ("fp32", 2)]
-    harm: list[tuple[Callable[[], Any], str]] = [
-        (lambda: path.write_bytes(path.read_bytes()[:-1]), "made.bin in the cache was changed or cut short"),
-        (lambda: path.write_bytes(b"made of made of nothinG"), "made.bin in the cache was changed or cut short"),
-        (lambda: path.unlink(), "made.bin is missing from the cache"),
-        (lambda: path.with_name("record.json").write_text("{"), "the record in the cache is damaged"),
-        (lambda: path.with_name("record.json").unlink(), ""),
-    ]
-    for number, (damage, reason) in enumerate(harm):
-        damage()
-        (wrong,) = run(one, tmp_path / f"c{number}").files
-        assert wrong.startswith(reason)
-        assert statuses(tmp_path / f"c{number}") == {"fp32": ["ok"]}
-    assert all(not f.name.startswith(".") for f in cache.iterdir() if f.is_dir()), "scratch folders are left"
-
-
-@pytest.mark.slow
-def test_a_changed_file_is_made_again(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
-    study = fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",))
-    assert run(study, tmp_path / "a").files == ["", ""]
-    (path,) = [f for f in cache.glob("*/made.bin") if made_of(f)[1] == 2]
-    path.write_bytes(path.read_bytes()[:-1])
-    assert run(study, tmp_path / "b").files == ["made.bin in the cache was changed or cut short after it was built"]
-    assert statuses(tmp_path / "b") == {"fp32": ["ok"]}
-
-
 def made_of(path: Path) -> tuple[str, int]:
     """Precision of a cached file and the number of steps that led to it."""
     record = read_record(path.parent)
     assert record is not None and record.artifact is not None
     return record.artifact.precision, len(record.artifact.made_by.steps)
-
-
-@pytest.mark.slow
-def test_a_file_that_cannot_be_made_is_a_row_of_every_trial(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
-    backends = ("maker_for_tests:Reader@broken=true", "fake@latency_ms=0.1")
-    log = run(fake_study(backends=backends, precisions=("fp32", "int8")), tmp_path / "run")
-    assert log.files == [""], "it is tried once"
-    found = [r for f in sorted((tmp_path / "run/trials").glob("*/r0")) if (r := read_record(f))]
-    failed = [r for r in found if r.status == "failed"]
-    assert len(failed) == 2 and len(found) == 4
-    assert {(r.stage, r.reason) for r in failed} == {("make bin fp32", "ValueError: this graph can't be written")}
-    logs = [log.read_text() for log in (tmp_path / "run/trials").glob("*/r0/stderr.log") if log.stat().st_size]
-    assert len(logs) == 2 and all("Traceback" in log and "this graph can't be written" in log for log in logs)
-    assert not [place for place in cache.iterdir() if place.is_dir()]
 
 
 def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
@@ -371,19 +307,6 @@ def test_a_file_built_beside_somebody_else_s_work_carries_a_warning(
         assert made.made_by.warnings == (
             "another process was on the GPU meanwhile: kernels were timed meanwhile and may not be the fastest",
         )
-
-
-@pytest.mark.slow
-def test_a_file_another_study_made_meanwhile_is_left_alone(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
-    run(fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",)), tmp_path / "a")
-    (path,) = [f for f in cache.glob("*/made.bin") if made_of(f)[1] == 2]
-    before = path.stat().st_ino
-    recipe = registry.find("maker_for_tests:Reader").recipe(expand(fake_study())[0].trial)
-    assert recipe is not None
-    with Cache().making(path.parent.name) as scratch:
-        for file in path.parent.iterdir():
-            (scratch / file.name).write_bytes(file.read_bytes())
-    assert path.stat().st_ino == before
 
 
 def test_what_a_failure_was_made_with_names_every_step(tmp_path: Path) -> None:
@@ -426,3 +349,83 @@ def test_a_record_of_a_newer_dyno_is_not_measured_over(fake_study: Studies, tmp_
     with pytest.raises(UserError, match="was written by a newer Dyno"):
         measured(fake_study(), tmp_path)
     assert path.read_text() == newer
+
+
+# Last: from here on, jobs of this file are forked.
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_more_rounds_extend_and_fewer_keep(fake_study: Studies, tmp_path: Path) -> None:
+    run(fake_study(), tmp_path)
+    before = records(tmp_path)
+    assert [number for number, _ in run(fake_study(rounds=3), tmp_path).began] == [1, 2]
+    assert before.items() <= records(tmp_path).items()
+    assert len(records(tmp_path)) == 3
+    assert run(fake_study(rounds=2), tmp_path).began == []
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_a_backend_may_have_rounds_of_its_own(fake_study: Studies, tmp_path: Path) -> None:
+    study = fake_study(backends=("fake@latency_ms=0.1", "fake@latency_ms=0.2@rounds=1"), rounds=3)
+    assert [number for number, _ in run(study, tmp_path).began] == [0, 0, 1, 2]
+    assert run(study, tmp_path).began == []
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_files_are_made_once_and_damage_is_seen(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
+    study = fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",), precisions=("fp32", "fp16"))
+    assert run(study, tmp_path / "a").files == ["", "", ""], "two precisions share the first step"
+    assert statuses(tmp_path / "a") == {"fp32": ["ok"], "fp16": ["ok"]}
+    assert run(study, tmp_path / "b").files == []
+    one = fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",))
+    (path,) = [f for f in cache.glob("*/made.bin") if made_of(f) == ("fp32", 2)]
+    harm: list[tuple[Callable[[], Any], str]] = [
+        (lambda: path.write_bytes(path.read_bytes()[:-1]), "made.bin in the cache was changed or cut short"),
+        (lambda: path.write_bytes(b"made of made of nothinG"), "made.bin in the cache was changed or cut short"),
+        (lambda: path.unlink(), "made.bin is missing from the cache"),
+        (lambda: path.with_name("record.json").write_text("{"), "the record in the cache is damaged"),
+        (lambda: path.with_name("record.json").unlink(), ""),
+    ]
+    for number, (damage, reason) in enumerate(harm):
+        damage()
+        (wrong,) = run(one, tmp_path / f"c{number}").files
+        assert wrong.startswith(reason)
+        assert statuses(tmp_path / f"c{number}") == {"fp32": ["ok"]}
+    assert all(not f.name.startswith(".") for f in cache.iterdir() if f.is_dir()), "scratch folders are left"
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_a_changed_file_is_made_again(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
+    study = fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",))
+    assert run(study, tmp_path / "a").files == ["", ""]
+    (path,) = [f for f in cache.glob("*/made.bin") if made_of(f)[1] == 2]
+    path.write_bytes(path.read_bytes()[:-1])
+    assert run(study, tmp_path / "b").files == ["made.bin in the cache was changed or cut short after it was built"]
+    assert statuses(tmp_path / "b") == {"fp32": ["ok"]}
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_a_file_that_cannot_be_made_is_a_row_of_every_trial(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
+    backends = ("maker_for_tests:Reader@broken=true", "fake@latency_ms=0.1")
+    log = run(fake_study(backends=backends, precisions=("fp32", "int8")), tmp_path / "run")
+    assert log.files == [""], "it is tried once"
+    found = [r for f in sorted((tmp_path / "run/trials").glob("*/r0")) if (r := read_record(f))]
+    failed = [r for r in found if r.status == "failed"]
+    assert len(failed) == 2 and len(found) == 4
+    assert {(r.stage, r.reason) for r in failed} == {("make bin fp32", "ValueError: this graph can't be written")}
+    logs = [log.read_text() for log in (tmp_path / "run/trials").glob("*/r0/stderr.log") if log.stat().st_size]
+    assert len(logs) == 2 and all("Traceback" in log and "this graph can't be written" in log for log in logs)
+    assert not [place for place in cache.iterdir() if place.is_dir()]
+
+
+@pytest.mark.usefixtures("preloaded")
+def test_a_file_another_study_made_meanwhile_is_left_alone(fake_study: Studies, tmp_path: Path, cache: Path) -> None:
+    run(fake_study(backends=("maker_for_tests:Reader@latency_ms=0.1",)), tmp_path / "a")
+    (path,) = [f for f in cache.glob("*/made.bin") if made_of(f)[1] == 2]
+    before = path.stat().st_ino
+    recipe = registry.find("maker_for_tests:Reader").recipe(expand(fake_study())[0].trial)
+    assert recipe is not None
+    with Cache().making(path.parent.name) as scratch:
+        for file in path.parent.iterdir():
+            (scratch / file.name).write_bytes(file.read_bytes())
+    assert path.stat().st_ino == before
