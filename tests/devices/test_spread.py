@@ -25,7 +25,8 @@ from dyno.results import remarks
 from dyno.results.trial_result import load_run
 from dyno.runner.execute import execute
 from dyno.worker import system
-from spreading import DRIVER, Log, expected, records
+from logged import Log
+from spreading import DRIVER, expected, records
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
 Studies = Callable[..., Study]

@@ -6,16 +6,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dyno import Study
-from dyno.jobs.progress import Progress
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results import trial_result
 from dyno.runner.execute import execute
+from logged import Log
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -24,21 +23,10 @@ Studies = Callable[..., Study]
 THREE = tuple(f"fake@latency_ms={ms}" for ms in (0.5, 1.5, 30.0))
 
 
-class Log(Progress):
-    """Notes which trials begin."""
-
-    def __init__(self) -> None:
-        super().__init__(quiet=True)
-        self.began: list[tuple[float, int]] = []
-
-    def start(self, trial: Any, number: int, what: str = "round") -> None:
-        self.began.append((float(trial.options["latency_ms"]), number))
-
-
 def run(study: Study, folder: Path) -> list[tuple[float, int]]:
-    log = Log()
-    execute(study, folder, log)
-    return log.began
+    """Latency and round of each job that began."""
+    execute(study, folder, log := Log())
+    return [(float(trial.options["latency_ms"]), number) for number, trial in log.began]
 
 
 def stored(folder: Path) -> dict[str, int]:

@@ -58,8 +58,7 @@ def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Call, tmp_p
     words = ["run", "fake:net", "--channels", 1, *SHORT, "--out", "r"]
     assert call(*words, "--backends", "fake@latency_ms=0.1")[0] == 0
     first = {p: p.stat().st_mtime_ns for p in Path("r").glob("trials/*/*/record.json")}
-    code, out, err = call(*words, "--backends", "fake@latency_ms=0.1,fake@latency_ms=0.2", "--batch", "1,2")
-    assert code == 0, err
+    _, out, _ = call(*words, "--backends", "fake@latency_ms=0.1,fake@latency_ms=0.2", "--batch", "1,2", code=0)
     assert out.count("latency_ms=0.2") and "batch 2" in out
     assert {p: p.stat().st_mtime_ns for p in first} == first, "what was there is measured again"
     assert call(*words, "--backends", "fake@latency_ms=0.1", "--precision", "int8,fp8")[0] == 0
@@ -172,8 +171,7 @@ def test_a_module_beside_the_code_counts(call: Call, tmp_path: Path) -> None:
 def test_a_broken_second_model_hides_nothing(call: Call, refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"no graph")
     words = ["run", "fake:good", "bad.onnx", "none.onnx", "--channels", 1, *FAKE, "--out", "r"]
-    code, out, err = call(*words)
-    assert code == 3, err
+    _, out, _ = call(*words, code=3)
     assert rows("r", "model", "status") == [("bad", "failed"), ("good", "ok"), ("none", "failed")]
     assert "good, size 8, batch 1\n" in out and "there is no model file none.onnx" in out
     assert "bad.onnx" in refused("run", "bad.onnx", "none.onnx", *FAKE, "--out", "x")
@@ -193,8 +191,7 @@ def test_time_prints_what_could_be_timed(call: Call, refused: Callable[..., str]
 
 def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
     def folder(*words: object) -> tuple[str, str]:
-        code, out, err = call("run", *words, "--channels", 1, *FAKE)
-        assert code == 0, err
+        _, out, err = call("run", *words, "--channels", 1, *FAKE, code=0)
         return out.rstrip().rpartition("report: ")[2], "".join(s for s in err.splitlines() if s.startswith("dyno:"))
 
     for place in ("a", "b"):
@@ -247,8 +244,7 @@ def test_two_files_of_one_network_are_one_table(call: Call, tmp_path: Path) -> N
     net(tmp_path / "other.onnx", name="pixels")
     net(tmp_path / "wide.onnx", width=16)
     assert call("build", "b.onnx", "-o", "b.xml")[0] == 0
-    code, out, err = call("run", "b.onnx", "b.xml", "a.onnx", "wide.onnx", "--channels", 1, *SHORT, "--out", "r")
-    assert code == 0, err
+    _, out, _ = call("run", "b.onnx", "b.xml", "a.onnx", "wide.onnx", "--channels", 1, *SHORT, "--out", "r", code=0)
     assert "skipped" not in out
     frame = load("r").to_pandas()
     found = frame[["model", "backend", "options", "status"]].itertuples(index=False, name=None)

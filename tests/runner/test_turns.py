@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
 import subprocess
 import sys
@@ -161,11 +160,9 @@ LATE = Late()
 
 
 @pytest.fixture
-def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def late(importable: Callable[..., Path]) -> str:
     """A backend that crashes or hangs after so many timed runs, as a module of its own."""
-    (tmp_path / "late_backend.py").write_text(BACKENDS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    importable("late_backend", BACKENDS)
     return "late_backend:LATE"
 
 

@@ -20,7 +20,8 @@ from dyno.jobs.progress import Progress
 from dyno.results import remarks
 from dyno.results.trial_result import load_run
 from dyno.worker import system
-from spreading import Log, expected, kill_a_driver, records
+from logged import Log
+from spreading import expected, kill_a_driver, records
 
 pytest.importorskip("ray")
 pytestmark = [

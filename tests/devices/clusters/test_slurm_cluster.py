@@ -29,7 +29,8 @@ from dyno.results import remarks
 from dyno.results.trial_result import load_run
 from dyno.worker import system
 from dyno.worker.spec import Unfinished
-from spreading import Log, environments, expected, kill_a_driver, records
+from logged import Log
+from spreading import environments, expected, kill_a_driver, records
 
 pytest.importorskip("submitit")
 Studies = Callable[..., Study]
