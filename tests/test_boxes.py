@@ -17,6 +17,7 @@ from onnx import TensorProto, numpy_helper
 from onnx import helper as h
 from PIL import Image
 
+import drawn
 import planted_backends
 import suppressing_net
 
@@ -174,19 +175,11 @@ def stored(folder: Path, model: str, backend: str) -> Path:
     return folder / "trials" / rows_of(folder)[model, backend]["trial"] / "r0" / "outputs.npz"
 
 
-def photos(folder: Path) -> None:
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    for k in range(5):
-        pixels = np.kron(rng.integers(0, 256, (8, 8, 3)), np.ones((8, 8, 1))).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / f"{k}.png")
-
-
 @pytest.fixture
 def run(call: Call, tmp_path: Path, unreported: None) -> Path:
     """Both kinds of outputs, with ONNX Runtime and OpenVINO, on random photographs."""
     files = [suppressing_net.write(tmp_path / f"{kind}.onnx", kind) for kind in suppressing_net.OUTPUTS]
-    photos(tmp_path / "photos")
+    drawn.photographs(tmp_path / "photos", count=5, height=64, width=64, block=8)
     call("run", *files, *QUICK_SUPPRESSED, *ENGINES, "--data", tmp_path / "photos", "--out", tmp_path / "run", code=0)
     return tmp_path / "run"
 
@@ -260,7 +253,7 @@ def test_torchvision_s_detectors_run_one_image_at_a_time_and_as_onnx(
     name = "torchvision:fasterrcnn_mobilenet_v3_large_320_fpn"
     line = refused("run", name, "--batch", "1,8", "--dry-run")
     assert "one image at a time; omit the batch, 8" in line
-    photos(tmp_path / "photos")
+    drawn.photographs(tmp_path / "photos", count=5, height=64, width=64, block=8)
     words = [*QUICK_SUPPRESSED, "--size", 96, "--batch", 1, "--data", tmp_path / "photos", "--out", tmp_path / "run"]
     call("run", name, *words, "--backends", "pytorch,onnxruntime", code=0)
     table = {backend: row for (_, backend), row in rows_of(tmp_path / "run").items()}
@@ -278,12 +271,7 @@ TESTS = Path(__file__).parent
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_a_planted_graph_is_said_first_and_never_ranked(dyno: Any, tmp_path: Path, precision: str) -> None:
     (tmp_path / "net.py").write_text(planted_backends.NET)
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    rng = np.random.default_rng(0)
-    for k in range(12):
-        pixels = rng.integers(0, 256, (4, 4, 3), np.uint8).repeat(8, 0).repeat(8, 1)
-        Image.fromarray(pixels).save(photos / f"{k}.png")
+    photos = drawn.photographs(tmp_path / "photos", count=12, height=32, width=32, block=8)
     planted = [
         f"planted_backends:{name}@precision={'fp32' if name == 'OtherBranch' else precision}" for name in PLANTED
     ]

@@ -19,8 +19,8 @@ import pytest
 from onnx import helper as h
 from onnx import numpy_helper
 from onnx.reference import ReferenceEvaluator
-from PIL import Image
 
+import drawn
 import dyno
 import onnx_text
 
@@ -55,13 +55,7 @@ def network(
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    folder = tmp_path / "photos"
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    for k in range(6):
-        pixels = np.kron(rng.integers(0, 256, (5, 6, 3)), np.ones((9, 9, 1))).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / f"{k}.png")
-    return folder
+    return drawn.photographs(tmp_path / "photos", count=6, height=45, width=54, block=9)
 
 
 def rows(folder: Path) -> list[dict[str, str]]:

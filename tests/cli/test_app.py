@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import typer
 
+from drawn import photographs
 from dyno import Study, __version__
 from dyno.cli import app
 from dyno.devices import places, spread
@@ -61,15 +62,7 @@ def test_a_broken_ir_is_named(refused: Refused, tmp_path: Path) -> None:
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """Eight images of two classes, whose names need more than ASCII."""
-    from PIL import Image
-
-    rng = np.random.default_rng(0)
-    for name in ("猫", "Ωμέγα [/x]"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for k in range(4):
-            pixels = rng.integers(0, 256, (12, 10, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{k}.png")
-    return tmp_path / "photos"
+    return photographs(tmp_path / "photos", "猫", "Ωμέγα [/x]", count=4)
 
 
 def test_data_folders_without_images(refused: Refused, tmp_path: Path) -> None:

@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from rich.console import Console
 
+from drawn import photographs as photos
 from dyno import Study
 from dyno import data as dyno_data
 from dyno.study import images
@@ -22,15 +22,6 @@ from dyno.worker.spec import DataSpec, ModelSpec, UserError
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 SYNSETS = {"n01440764": 0, "n01751748": 65, "n15075141": 999}
-
-
-def photos(folder: Path, *classes: str, count: int = 3) -> Path:
-    rng = np.random.default_rng(0)
-    for name in classes:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for i in range(count):
-            Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(folder / name / f"{name}{i}.png")
-    return folder
 
 
 def data_for(folder: Path | str, outputs: int = 0, task: str = "classify", **more: Any) -> DataSpec:
