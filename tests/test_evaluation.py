@@ -173,7 +173,7 @@ def test_csv_and_json_hold_every_column(command: Callable[..., str], tmp_path: P
     assert float(row["pipeline_ips"]) > 0 and row["map50"] == "" and same["throughput_ips"] is None
 
 
-def test_from_python(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_python(photos: Path, tmp_path: Path) -> None:
     result = dyno.evaluate(
         "fake:net",
         str(photos),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 from xml.etree import ElementTree as Xml
@@ -10,7 +9,6 @@ from xml.etree import ElementTree as Xml
 import pytest
 
 import dyno
-from dyno import Study
 
 QUICK = ("--seconds", "0.1", "--warmup", "0.1", "--threads", "1")
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
@@ -63,7 +61,7 @@ def test_two_pythons(call: Any, chain: Any, slow_python: Path, tmp_path: Path) -
     assert "faster" in out and f"under {slow_python}" in out
 
 
-def test_one_after_the_other_is_said(call: Any, fake_study: Callable[..., Study], tmp_path: Path) -> None:
+def test_one_after_the_other_is_said(call: Any) -> None:
     fake = ("fake:one", "fake:two", "--backends", "fake@latency_ms=0.5", "--channels", "1")
     code, out, _ = call("compare", *fake, "--rounds", "2", "--samples", "20")
     assert code == 0 and "Measured one after the other, 2 rounds" in out

@@ -501,7 +501,7 @@ def test_so_they_do_in_a_comparison(tmp_path: Path, requested: str) -> None:
     assert set(chosen.values()) == baselines
 
 
-def test_each_way_to_name_a_reference_finds_its_trial(tmp_path: Path) -> None:
+def test_each_way_to_name_a_reference_finds_its_trial() -> None:
     found = {requested: in_turns(STUDY, requested).get(EAGER.id) for requested in ASKED}
     whole, eight = STUDY[3].id, STUDY[4].id
     assert list(found.values()) == [

@@ -129,9 +129,7 @@ def test_an_interpreter_that_is_none_stops_the_study(fake_study: Studies, python
     assert "\n" not in str(caught.value)
 
 
-def test_our_path_lends_nothing_to_another_interpreter(
-    fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_our_path_lends_nothing_to_another_interpreter(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "borrowed-1.0.dist-info").mkdir()
     (tmp_path / "borrowed-1.0.dist-info/METADATA").write_text("Metadata-Version: 2.1\nName: borrowed\nVersion: 1.0\n")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
@@ -157,7 +155,7 @@ def test_what_shapes_a_number_changes_ids(fake_study: Studies, fields: dict) -> 
     assert not {t.id for t in trials(fake_study(**fields))} & {t.id for t in trials(fake_study())}
 
 
-def test_files_are_known_by_content_wherever_they_lie(fake_study: Studies, tmp_path: Path) -> None:
+def test_files_are_known_by_content_wherever_they_lie(tmp_path: Path) -> None:
     for folder in ("a", "b"):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "net.py").write_text("def net(): ...\n")

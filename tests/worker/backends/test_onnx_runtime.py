@@ -107,9 +107,7 @@ def test_facts_tell_layers_types_providers_and_settings(digits: Any) -> None:
     assert sum(facts.time_by_operator.values()) == pytest.approx(1, abs=0.01)
 
 
-def test_int8_runs_in_int8_and_signed_activations_show_why_they_are_not_faster(
-    digits: Any, int8: Artifact, tmp_path: Path
-) -> None:
+def test_int8_runs_in_int8_and_signed_activations_show_why_they_are_not_faster(digits: Any, int8: Artifact) -> None:
     facts = load(digits, int8, "int8").facts()
     assert facts.layers_by_type == {"int8": 4}
     assert facts.precision_truth.ok

@@ -301,7 +301,7 @@ def test_the_job_s_stage_shows_the_phase(engine: Artifact) -> None:
     assert Path(engine.path).with_name("stage").read_text().startswith("build fp32: ")
 
 
-def test_the_probe_builds(tmp_path: Path) -> None:
+def test_the_probe_builds() -> None:
     found = find(NAME).probe()
     assert found.version == library.load(NAME).__version__
     assert from_json(Probe, json.loads(json.dumps(to_json(found)))) == found
