@@ -14,10 +14,11 @@ RUNS ?= runs
 LOADING := tests/test_contract.py
 STARTING := $(addprefix tests/,test_api.py test_evaluation.py test_take.py regression/test_calibration.py serving/test_serve_test.py)
 READING := $(addprefix tests/study/,test_in_memory.py test_input_options.py test_study.py)
-PROGRAM := $(filter-out $(LOADING) $(STARTING),$(wildcard $(addsuffix test_*.py,tests/ tests/regression/ tests/serving/))) tests/data $(READING)
-ENGINES := $(addprefix tests/,gpu layers report results trtexec videos worker) $(LOADING)
+PROGRAM := $(filter-out $(LOADING) $(STARTING),$(wildcard $(addsuffix test_*.py,tests/ tests/regression/ tests/serving/))) tests/data tests/videos $(READING)
+ENGINES := $(addprefix tests/,gpu layers report results trtexec worker) $(LOADING)
 JOBS := $(addprefix tests/,cli devices jobs runner training) $(filter-out $(READING),$(wildcard tests/study/test_*.py)) $(STARTING)
 FAST := -q -m "not slow and not gpu"
+USUAL := -m "not rare"
 
 # A PYTHONPATH or an activated environment of the caller's must not decide what is tested here. The byte-code of what is
 # tested is kept: the tests start hundreds of processes, and each would compile it anew.
@@ -25,22 +26,25 @@ unexport PYTHONPATH PYTHONHOME VIRTUAL_ENV CONDA_PREFIX PYTHONDONTWRITEBYTECODE
 export UV_PYTHON_DOWNLOADS := never
 export UV_HTTP_TIMEOUT ?= 300
 # Threads that wait by spinning take the processors from the process beside them: a quarter of make check's time.
-test check floors: export OMP_WAIT_POLICY = PASSIVE
+test test-all check floors: export OMP_WAIT_POLICY = PASSIVE
 
 .DEFAULT_GOAL := help
 
-.PHONY: help setup demo test test-program test-engines test-jobs check style floors bench site format clean distclean
+.PHONY: help setup demo test test-all test-program test-engines test-jobs check style floors bench site format clean distclean
 
 help:  ## list the targets
-	@awk -F ':.*## ' '/^[a-z]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
+	@awk -F ':.*## ' '/^[a-z-]+:.*## / {printf "make %-10s %s\n", $$1, $$2}' $(MAKEFILE_LIST)
 
 setup: $(READY) $(OTHER_READY)  ## make .venv with everything in it, and .venv-other where another Python is found
 
 demo: $(READY)  ## the whole job on scikit-learn's digits, into runs/demo
 	$(BIN)/dyno demo
 
-test: setup  ## every test
-	@echo "three processes test side by side, for about eleven minutes on two quiet cores; each shows what it did when it ends"
+# What PYTEST has goes last: another -m there decides.
+test: setup  ## the tests, but for those that take long and rarely fail
+	@$(MAKE) --no-print-directory test-all PYTEST='$(USUAL) $(PYTEST)'
+
+test-all: setup  ## every test, in three processes in parallel; each shows what it did when it ends
 	@$(BIN)/python tests/one_server.py $(MAKE) --no-print-directory -j3 --output-sync=line --keep-going \
 	  test-program test-engines test-jobs
 

@@ -193,7 +193,8 @@ def _no_gpu() -> str:
 @pytest.hookimpl(tryfirst=True)  # before tests are chosen by their marks
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
-        if "preloaded" in getattr(item, "fixturenames", ()):  # it runs studies, or real engines in jobs
+        runs_studies = "preloaded" in getattr(item, "fixturenames", ())  # or real engines in jobs
+        if runs_studies or item.get_closest_marker("rare"):
             item.add_marker(pytest.mark.slow)
         if item.get_closest_marker("gpu") and _no_gpu():
             item.add_marker(pytest.mark.skip(reason=_no_gpu()))
@@ -210,20 +211,20 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
     """The command line in this process, in a folder of its own: (exit code, standard output, standard error).
 
     What a command leaves in that folder must be named by its words, or by what it says. It may have no internal error
-    unless that is `allowed`.
+    unless that is `allowed`, and ends with `code` where that is given.
     """
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("MPLBACKEND", "agg")  # as the command line sets it; a notebook of a later test has its own
 
-    def run(*words: object, allowed: bool = False) -> tuple[int, str, str]:
+    def run(*words: object, allowed: bool = False, code: int | None = None) -> tuple[int, str, str]:
         before = {path.name for path in tmp_path.iterdir()}
         monkeypatch.setattr(sys, "argv", ["dyno", *map(str, words)])
         capfd.readouterr()
         try:
             app.main()
-            code = 0
+            ended = 0
         except SystemExit as e:
-            code = int(e.code or 0)
+            ended = int(e.code or 0)
         out, err = capfd.readouterr()
         if "internal error" in err and not allowed:
             raise AssertionError(err + Path(os.environ["DYNO_CACHE"], "last-error.log").read_text())
@@ -234,7 +235,8 @@ def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str], tmp
             if path.name not in before and re.split(r"[.-]", path.name)[0] not in named
         ]
         assert not strays, f"`dyno {' '.join(map(str, words))}` left {strays} in the user's folder"
-        return code, out, err
+        assert code in (None, ended), out + err
+        return ended, out, err
 
     return run
 
@@ -258,6 +260,27 @@ def refused(call: Callable[..., Any]) -> Callable[..., str]:
         return err[len("dyno: ") : -1]
 
     return run
+
+
+@pytest.fixture
+def importable(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str, str], Path]:
+    """Write a module that this process and its jobs can import."""
+
+    def write(name: str, text: str) -> Path:
+        (tmp_path / f"{name}.py").write_text(text)
+        monkeypatch.syspath_prepend(tmp_path)
+        monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+        return tmp_path
+
+    return write
+
+
+@pytest.fixture
+def drawn_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Let jobs find the backend of `drawn_engine.py`, with a fresh cache; the test's folder."""
+    monkeypatch.setenv("PYTHONPATH", f"{ROOT / 'tests'}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
+    return tmp_path
 
 
 @pytest.fixture

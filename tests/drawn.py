@@ -1,4 +1,4 @@
-"""Drawn shapes whose boxes, masks and keypoints are known, as images and as labels of either format."""
+"""Drawn shapes with known boxes, masks and keypoints, as images and as labels of either format, and random pictures."""
 
 from __future__ import annotations
 
@@ -63,3 +63,16 @@ def coco_file(count: int, keypoints: bool = False) -> dict[str, Any]:
     points = {"keypoints": ["a", "b", "c"], "skeleton": []} if keypoints else {}
     categories = [{"id": 90, "name": "triangle", **points}, {"id": 7, "name": "disc", **points}]
     return {"images": images, "annotations": annotations, "categories": categories}
+
+
+def photographs(
+    folder: Path, *classes: str, count: int = 3, height: int = 20, width: int = 30, block: int = 1, suffix: str = ".png"
+) -> Path:
+    """Write random pictures, in squares of `block` pixels, into the folder of each class, or into the folder itself."""
+    rng = np.random.default_rng(0)
+    for name in classes or ("",):
+        (folder / name).mkdir(parents=True, exist_ok=True)
+        for number in range(count):
+            pixels = np.kron(rng.integers(0, 256, (height // block, width // block, 3)), np.ones((block, block, 1)))
+            Image.fromarray(pixels.astype(np.uint8)).save(folder / name / f"{number}{suffix}")
+    return folder

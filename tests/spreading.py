@@ -1,4 +1,4 @@
-"""What tests of studies spread over places share: a log, when records were written, and a driver that can be killed."""
+"""What tests of studies spread over places share: when records were written, and a driver that can be killed."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Collection, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from threading import Event, Thread
@@ -16,7 +16,7 @@ from threading import Event, Thread
 import psutil
 
 from dyno import Study
-from dyno.jobs.progress import Progress
+from dyno.study.plan import expand
 
 MODULE = "dyno.devices.block_process"
 MARK = "DYNO_TESTS_OF_SPREADING"
@@ -28,27 +28,14 @@ spread.run(Study.from_toml(Path(sys.argv[1])), Path(sys.argv[2]), Progress(quiet
 """
 
 
-class Log(Progress):
-    """Keeps the lines of the blocks' processes and what is said besides, and calls `then` after each of the former."""
-
-    def __init__(self, then: Callable[[str, str], None] = lambda *_: None) -> None:
-        super().__init__(quiet=True)
-        self.then, self.said = then, list[str]()
-
-    def relay(self, place: str, line: str) -> None:
-        self.said.append(f"{place}: {line}")
-        self.then(place, line)
-
-    def note(self, line: str) -> None:
-        self.said.append(line)
-
-    def other(self, what: str) -> None:
-        self.said.append(what)
-
-
 def records(folder: Path) -> dict[str, int]:
     """When every record was written, by trial and round."""
     return {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in folder.glob("trials/*/*/record.json")}
+
+
+def expected(study: Study) -> set[str]:
+    """The records that the study has where it runs on one device, by trial and round."""
+    return {f"{one.trial.id}/r{number}" for one in expand(study) for number in range(study.rounds)}
 
 
 def blocks() -> list[psutil.Process]:

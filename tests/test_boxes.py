@@ -17,6 +17,7 @@ from onnx import TensorProto, numpy_helper
 from onnx import helper as h
 from PIL import Image
 
+import drawn
 import planted_backends
 import suppressing_net
 
@@ -105,8 +106,7 @@ def test_the_accuracy_of_every_layout_is_that_of_its_boxes(
     call: Call, data: Path, tmp_path: Path, unreported: None
 ) -> None:
     files = networks(tmp_path)
-    code, _, errors = call("run", *files, "--task", "detect", "--data", data, *QUICK, "--out", tmp_path / "run")
-    assert code == 0, errors
+    call("run", *files, "--task", "detect", "--data", data, *QUICK, "--out", tmp_path / "run", code=0)
     with open(tmp_path / "run/results.csv", newline="") as f:
         scored = {row["model"]: float(row["map50_95"] or "nan") for row in csv.DictReader(f)}
     assert scored == {file.stem: pytest.approx(100) for file in files}
@@ -119,8 +119,7 @@ def test_an_unknown_layout_is_timed_and_where_boxes_are_needed_refused(
     """Predictions without a sigmoid, in a file whose metadata says that it detects: 2 of 3 commands need its boxes."""
     raw = np.random.default_rng(0).normal(0, 40, (1, 7, 84)).astype(np.float32)
     file = write(tmp_path / "raw.onnx", ULTRALYTICS, output0=raw)
-    code, out, errors = call("run", file, *QUICK, "--out", tmp_path / "run")
-    assert code == 0, errors
+    _, out, _ = call("run", file, *QUICK, "--out", tmp_path / "run", code=0)
     assert "raw: no boxes are read from the outputs (output0 1x7x84): what should be scores is from " in out
     with open(tmp_path / "run/results.csv", newline="") as f:
         (row,) = csv.DictReader(f)
@@ -154,8 +153,7 @@ def test_a_number_of_classes_that_the_outputs_contradict(refused: Callable[..., 
 def test_a_video_has_the_boxes_that_are_left(call: Call, data: Path, tmp_path: Path) -> None:
     file = write(tmp_path / "net.onnx", ULTRALYTICS, output0=rows(300))
     words = ("--json", tmp_path / "boxes.jsonl", "--rounds", 1, "--backends", "onnxruntime", "--out", tmp_path / "run")
-    code, _, errors = call("video", data.parent / "images/val", "--model", file, *words)
-    assert code == 0, errors
+    call("video", data.parent / "images/val", "--model", file, *words, code=0)
     frames = [json.loads(line) for line in (tmp_path / "boxes.jsonl").read_text().splitlines()]
     assert len(frames) == 3
     for frame in frames:
@@ -177,23 +175,12 @@ def stored(folder: Path, model: str, backend: str) -> Path:
     return folder / "trials" / rows_of(folder)[model, backend]["trial"] / "r0" / "outputs.npz"
 
 
-def photos(folder: Path) -> None:
-    folder.mkdir()
-    rng = np.random.default_rng(0)
-    for k in range(5):
-        pixels = np.kron(rng.integers(0, 256, (8, 8, 3)), np.ones((8, 8, 1))).astype(np.uint8)
-        Image.fromarray(pixels).save(folder / f"{k}.png")
-
-
 @pytest.fixture
 def run(call: Call, tmp_path: Path, unreported: None) -> Path:
     """Both kinds of outputs, with ONNX Runtime and OpenVINO, on random photographs."""
     files = [suppressing_net.write(tmp_path / f"{kind}.onnx", kind) for kind in suppressing_net.OUTPUTS]
-    photos(tmp_path / "photos")
-    code, _, errors = call(
-        "run", *files, *QUICK_SUPPRESSED, *ENGINES, "--data", tmp_path / "photos", "--out", tmp_path / "run"
-    )
-    assert code == 0, errors
+    drawn.photographs(tmp_path / "photos", count=5, height=64, width=64, block=8)
+    call("run", *files, *QUICK_SUPPRESSED, *ENGINES, "--data", tmp_path / "photos", "--out", tmp_path / "run", code=0)
     return tmp_path / "run"
 
 
@@ -266,10 +253,9 @@ def test_torchvision_s_detectors_run_one_image_at_a_time_and_as_onnx(
     name = "torchvision:fasterrcnn_mobilenet_v3_large_320_fpn"
     line = refused("run", name, "--batch", "1,8", "--dry-run")
     assert "one image at a time; omit the batch, 8" in line
-    photos(tmp_path / "photos")
+    drawn.photographs(tmp_path / "photos", count=5, height=64, width=64, block=8)
     words = [*QUICK_SUPPRESSED, "--size", 96, "--batch", 1, "--data", tmp_path / "photos", "--out", tmp_path / "run"]
-    code, out, errors = call("run", name, *words, "--backends", "pytorch,onnxruntime")
-    assert code == 0, out + errors
+    call("run", name, *words, "--backends", "pytorch,onnxruntime", code=0)
     table = {backend: row for (_, backend), row in rows_of(tmp_path / "run").items()}
     assert table["onnxruntime"]["outputs"] == "agree" and table["pytorch"]["status"] == "ok"
     assert table["onnxruntime"]["route"].startswith("torchscript")
@@ -282,16 +268,10 @@ TESTS = Path(__file__).parent
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-@pytest.mark.slow
 @pytest.mark.parametrize("precision", ["fp32", "int8"])
 def test_a_planted_graph_is_said_first_and_never_ranked(dyno: Any, tmp_path: Path, precision: str) -> None:
     (tmp_path / "net.py").write_text(planted_backends.NET)
-    photos = tmp_path / "photos"
-    photos.mkdir()
-    rng = np.random.default_rng(0)
-    for k in range(12):
-        pixels = rng.integers(0, 256, (4, 4, 3), np.uint8).repeat(8, 0).repeat(8, 1)
-        Image.fromarray(pixels).save(photos / f"{k}.png")
+    photos = drawn.photographs(tmp_path / "photos", count=12, height=32, width=32, block=8)
     planted = [
         f"planted_backends:{name}@precision={'fp32' if name == 'OtherBranch' else precision}" for name in PLANTED
     ]

@@ -37,7 +37,6 @@ def outputs(folder: Path) -> dict[str, dict[str, np.ndarray]]:
     return {trial.backend: trial.outputs() for trial in dyno.load(folder).records}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "words", "batch", "size", "shape"),
     [
@@ -56,8 +55,7 @@ def outputs(folder: Path) -> dict[str, dict[str, np.ndarray]]:
 def test_every_engine_runs_it_and_agrees(
     call: Call, nets: Path, name: str, words: tuple[Any, ...], batch: int, size: str, shape: tuple[int, ...]
 ) -> None:
-    code, _, err = call("run", f"nets.py:{name}", "--backends", ",".join(ENGINES), *QUICK, "--out", "r", *words)
-    assert code == 0, err
+    call("run", f"nets.py:{name}", "--backends", ",".join(ENGINES), *QUICK, "--out", "r", *words, code=0)
     rows = table(Path("r"))
     assert sorted(rows.index) == sorted(ENGINES) and set(rows["status"]) == {"ok"}
     assert set(rows["batch"]) == {batch} and set(rows["size"].astype(str)) == {size or "0"}
@@ -71,12 +69,8 @@ def test_every_engine_runs_it_and_agrees(
     assert len(fed) == 1
 
 
-@pytest.mark.slow
 def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Call, nets: Path) -> None:
-    code, _, err = call(
-        "run", "nets.py:quantised", "--backends", "pytorch,onnxruntime", *QUICK, "--size", 8, "--out", "r"
-    )
-    assert code == 3, err
+    call("run", "nets.py:quantised", "--backends", "pytorch,onnxruntime", *QUICK, "--size", 8, "--out", "r", code=3)
     rows = table(Path("r"))
     assert dict(rows["status"]) == {"pytorch": "ok", "onnxruntime": "failed"}
     assert "quantised dynamically by PyTorch, and such layers have no ONNX form" in rows["reason"]["onnxruntime"]
@@ -84,39 +78,30 @@ def test_what_pytorch_quantised_runs_there_and_the_export_says_why_not(call: Cal
     assert trial.facts.weights_sha256
 
 
-@pytest.mark.slow
 def test_what_pytorch_quantised_with_its_activations_is_held_to_eight_bits(call: Call, nets: Path) -> None:
     backends = ("--backends", "pytorch,onnxruntime,openvino")
-    code, _, err = call("run", "nets.py:statically", *backends, *QUICK, "--size", 8, "--out", "r")
-    assert code == 0, err
+    call("run", "nets.py:statically", *backends, *QUICK, "--size", 8, "--out", "r", code=0)
     rows = table(Path("r"))
     assert set(rows["status"]) == {"ok"} and rows["outputs"].tolist() == ["", "agree", "agree"]
     assert rows["ran_as"]["pytorch"] == "8 int8"
 
 
-@pytest.mark.slow
 def test_compiled_with_several_inputs_and_keywords(call: Call, nets: Path) -> None:
-    code, _, err = call("run", "nets.py:tokens", "--backends", "pytorch,compile", *QUICK, "--out", "r")
-    assert code == 0, err
+    call("run", "nets.py:tokens", "--backends", "pytorch,compile", *QUICK, "--out", "r", code=0)
     found = outputs(Path("r"))
     np.testing.assert_allclose(found["compile"]["output"], found["pytorch"]["output"], 1e-3, 1e-4)
 
 
-@pytest.mark.slow
 def test_an_export_has_the_inputs_by_name_and_a_free_batch(call: Call, nets: Path) -> None:
-    code, out, err = call("export", "nets.py:tokens", "-o", "t.onnx")
-    assert code == 0, err
+    call("export", "nets.py:tokens", "-o", "t.onnx", code=0)
     inputs = onnx.load("t.onnx").graph.input
     assert [value.name for value in inputs] == ["input_ids", "attention_mask"]
     assert {value.type.tensor_type.elem_type for value in inputs} == {onnx.TensorProto.INT64}
     assert {value.type.tensor_type.shape.dim[0].dim_param for value in inputs} == {"batch"}
-    code, out, err = call(
-        "agree", "nets.py:tokens", "t.onnx", "--input", "input_ids=0..49", "--inputs", 4, "--threads", 1, "--least", 1
-    )
-    assert code == 0, out + err
+    alike = ("--inputs", 4, "--threads", 1, "--least", 1)
+    call("agree", "nets.py:tokens", "t.onnx", "--input", "input_ids=0..49", *alike, code=0)
 
 
-@pytest.mark.slow
 def test_only_what_follows_the_batch_is_free(call: Call, nets: Path) -> None:
     assert call("export", "nets.py:unbatched", "-o", "u.onnx")[0] == 0
     x, table = onnx.load("u.onnx").graph.input
@@ -124,7 +109,6 @@ def test_only_what_follows_the_batch_is_free(call: Call, nets: Path) -> None:
     assert [dim.dim_value for dim in table.type.tensor_type.shape.dim] == [5, 4]
 
 
-@pytest.mark.slow
 def test_a_batch_that_the_model_does_not_take_is_refused(call: Call, refused: Any, nets: Path) -> None:
     usual = ("nets.py:fixed", "--backends", "pytorch", *QUICK)
     assert "the model takes a batch of 2 alone, and not 3" in refused("run", *usual, "--batch", 3)
@@ -132,14 +116,12 @@ def test_a_batch_that_the_model_does_not_take_is_refused(call: Call, refused: An
     assert set(table(Path("r"))["batch"]) == {2}
 
 
-@pytest.mark.slow
 def test_arrays_of_a_file_are_what_is_fed(call: Call, nets: Path) -> None:
     rng = np.random.default_rng(0)
     x = rng.standard_normal((4, 1, 400)).astype(np.float32)
     np.savez("feeds.npz", x=x)
     words = ("--input", "feeds.npz", "--input", "sr=16000", "--batch", 2)
-    code, _, err = call("run", "nets.py:rate", "--backends", "pytorch", *QUICK, *words, "--out", "r")
-    assert code == 0, err
+    call("run", "nets.py:rate", "--backends", "pytorch", *QUICK, *words, "--out", "r", code=0)
     import torch
 
     from dyno.worker.nets import models
@@ -193,13 +175,11 @@ def test_inputs_of_every_type_take_values_and_arrays(call: Call, tmp_path: Path)
         word for name, value in TYPES.items() for word in ("--input", f"{name}={value if name != 'bool' else 'true'}")
     ]
     run = ("run", "types.onnx", "--backends", "onnxruntime,openvino", *QUICK)
-    code, _, err = call(*run, *fixed, "--out", "r")
-    assert code == 0, err
+    call(*run, *fixed, "--out", "r", code=0)
     for backend, found in outputs(Path("r")).items():
         np.testing.assert_allclose(found["y"], want.repeat(4, axis=0), 1e-6, err_msg=backend)
     np.savez("feeds.npz", **{name: np.full((3, 1), value, name) for name, value in TYPES.items()})
-    code, _, err = call(*run, "--input", "feeds.npz", "--out", "r2")
-    assert code == 0, err
+    call(*run, "--input", "feeds.npz", "--out", "r2", code=0)
     for backend, found in outputs(Path("r2")).items():
         np.testing.assert_allclose(found["y"], want.repeat(4, axis=0), 1e-6, err_msg=backend)
 
@@ -212,8 +192,7 @@ def test_a_boolean_argument_of_a_module_is_what_it_is_given(call: Call, tmp_path
     )
     for value, zero in (("true", False), ("false", True)):
         words = ("--input", f"flag={value}", "--backends", "pytorch", *QUICK, "--out", value)
-        code, _, err = call("run", "flag.py:build", *words)
-        assert code == 0, err
+        call("run", "flag.py:build", *words, code=0)
         assert (outputs(Path(value))["pytorch"]["output"] == 0).all() == zero
 
 
@@ -282,14 +261,12 @@ def test_a_recurrent_network_that_takes_time_first_has_the_batch_behind_it(
     import torch
 
     (tmp_path / "first.py").write_text(TIME_FIRST)
-    code, _, err = call("run", f"first.py:{name}", "--backends", "pytorch", *QUICK, "--out", "r")
-    assert code == 0, err
+    call("run", f"first.py:{name}", "--backends", "pytorch", *QUICK, "--out", "r", code=0)
     assert [trial.batch for trial in dyno.load("r").records] == [4]
     arrays = np.random.default_rng(1).standard_normal((7, 9, 3)).astype(np.float32)
     np.savez("x.npz", x=arrays)
     words = ("--input", "x.npz", "--shapes", "x:7xbatchx3", "--batch", 3, "--inputs", 9, "--out", "named")
-    code, _, err = call("run", f"first.py:{name}", "--backends", "pytorch,onnxruntime", *QUICK, *words)
-    assert code == 0, err
+    call("run", f"first.py:{name}", "--backends", "pytorch,onnxruntime", *QUICK, *words, code=0)
     nets: dict[str, Any] = {}
     exec(TIME_FIRST, nets)
     with torch.no_grad():

@@ -60,7 +60,6 @@ def command(tmp_path_factory: pytest.TempPathFactory, preloaded: str, photos: Pa
     return run
 
 
-@pytest.mark.slow
 def test_text_names_everything(command: Callable[..., str], tmp_path: Path) -> None:
     out = command("--out", tmp_path / "run")
     for words in ("top-1 ", " on 30 images", "top-5 ", "pipeline, from decoded images, ",
@@ -118,7 +117,6 @@ def evaluated(preloaded: str, tmp_path: Path) -> Callable[..., tuple[int, str]]:
     return run
 
 
-@pytest.mark.slow
 def test_a_table_of_labels_and_images_without(evaluated: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     """Three of eight images are labelled wrongly, so five are right; without the table no accuracy is measured."""
     from PIL import Image
@@ -139,7 +137,6 @@ def test_a_table_of_labels_and_images_without(evaluated: Callable[..., tuple[int
     assert code == 2 and "photos holds labels that can't be read there: labels.txt" in out
 
 
-@pytest.mark.slow
 def test_coco_as_roboflow_writes_it(evaluated: Callable[..., tuple[int, str]], tmp_path: Path) -> None:
     """Every square is found, so mAP is 100 %: the first category is a group of the others, not their first class."""
     from PIL import Image
@@ -167,7 +164,6 @@ def test_coco_as_roboflow_writes_it(evaluated: Callable[..., tuple[int, str]], t
         assert "'things' of _annotations.coco.json is left out" in out
 
 
-@pytest.mark.slow
 def test_csv_and_json_hold_every_column(command: Callable[..., str], tmp_path: Path) -> None:
     command("--out", tmp_path / "run")
     (row,) = csv.DictReader(io.StringIO(command("--out", tmp_path / "run", "--format", "csv")))
@@ -177,8 +173,7 @@ def test_csv_and_json_hold_every_column(command: Callable[..., str], tmp_path: P
     assert float(row["pipeline_ips"]) > 0 and row["map50"] == "" and same["throughput_ips"] is None
 
 
-@pytest.mark.slow
-def test_from_python(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_from_python(photos: Path, tmp_path: Path) -> None:
     result = dyno.evaluate(
         "fake:net",
         str(photos),
@@ -198,7 +193,6 @@ def test_from_python(photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPat
     assert (result.report().parent / "charts" / "confusion.png").is_file()
 
 
-@pytest.mark.slow
 def test_every_image_is_tested_on_but_where_int8_needs_some(
     photos: Path, tmp_path: Path, fake_study: Callable[..., dyno.Study]
 ) -> None:
@@ -246,7 +240,6 @@ def test_ground_truth_travels_with_the_run(tmp_path: Path) -> None:
         (data / "truth.json").write_text("changed later")
 
 
-@pytest.mark.slow
 def test_a_file_that_does_not_say_how_images_are_normalised_has_a_warning(
     preloaded: str, photos: Path, tmp_path: Path
 ) -> None:

@@ -256,6 +256,7 @@ def test_a_damaged_record_is_the_same_to_every_command(call: Call, tmp_path: Pat
         assert len(archived) == number and text in archived
 
 
+@pytest.mark.rare
 def test_a_short_fault_campaign_finds_nothing(preloaded: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for library in ("onnx", "torch", "openvino", "safetensors", "av"):
         pytest.importorskip(library)
@@ -547,27 +548,26 @@ def test_an_error_of_dyno_s_own_is_one_line_with_its_details(
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-def test_a_killed_job_is_measured_again_by_the_same_command(call: Call, tmp_path: Path) -> None:
+def test_a_killed_job_is_measured_again_by_the_same_command(
+    call: Call, importable: Callable[..., Path], tmp_path: Path
+) -> None:
     """Both rounds of the trial were lost, and the same command left it so."""
     marker = tmp_path / "killed"
-    (tmp_path / "backend.py").write_text(
+    importable(
+        "backend",
         "import os, signal\nfrom pathlib import Path\nfrom dyno.worker.backends.fake import Fake\n\n"
         "class Victim(Fake):\n    name = 'victim'\n\n    def load(self, trial, artifact):\n"
         f"        if not os.path.exists({str(marker)!r}):\n            Path({str(marker)!r}).touch()\n"
-        "            os.kill(os.getpid(), signal.SIGKILL)\n        return super().load(trial, artifact)\n"
+        "            os.kill(os.getpid(), signal.SIGKILL)\n        return super().load(trial, artifact)\n",
     )
     words = ["run", "fake:net", "--channels", "1", "--backends", "backend:Victim@latency_ms=0.1", *SHORT, "--no-turns"]
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("PYTHONPATH", str(tmp_path))
-        patch.syspath_prepend(str(tmp_path))
-        code, out, _ = call(*words, "--out", "run")
-        said = " ".join(out.split())
-        assert code == 3 and "the same `dyno run` measures that round again" in said and "--retry-failed" in said
-        statuses = [
-            json.loads(path.read_text())["status"] for path in sorted(tmp_path.glob("run/trials/*/r*/record.json"))
-        ]
-        assert statuses == ["crashed", "ok"], "the other round is measured all the same"
-        code, _, err = call(*words, "--out", "run")
+    code, out, _ = call(*words, "--out", "run")
+    said = " ".join(out.split())
+    assert code == 3 and "the same `dyno run` measures that round again" in said and "--retry-failed" in said
+    records = sorted(tmp_path.glob("run/trials/*/r*/record.json"))
+    statuses = [json.loads(path.read_text())["status"] for path in records]
+    assert statuses == ["crashed", "ok"], "the other round is measured all the same"
+    code, _, err = call(*words, "--out", "run")
     assert code == 0 and "1 failed job tried again: killed by SIGKILL" in err
 
 

@@ -173,9 +173,7 @@ def test_the_path_is_left_clean(tmp_path: Path, safe: bool) -> None:
     assert [p for p in json.loads(plain) if p] == record.facts.probe.other["path"]
 
 
-def test_a_stored_job_runs_again_by_hand(
-    fake_study: Callable[..., Study], tmp_path: Path, fake_trial: Callable[..., Trial]
-) -> None:
+def test_a_stored_job_runs_again_by_hand(fake_study: Callable[..., Study], tmp_path: Path) -> None:
     fake_study().run(tmp_path / "run", quiet=True)
     (folder,) = tmp_path.glob("run/trials/*/r0")
     before = (folder / "record.json").stat().st_mtime_ns

@@ -208,7 +208,14 @@ def write_file(block: Block, folder: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("page", [page for page in PAGES if any(block.runs for block in blocks(page))])
+@pytest.mark.parametrize(
+    "page",
+    [
+        page if page == "README.md" else pytest.param(page, marks=pytest.mark.rare)
+        for page in PAGES
+        if any(block.runs for block in blocks(page))
+    ],
+)
 def test_every_command_of_a_page_runs(page: str, preloaded: str, tmp_path: Path) -> None:
     for name in ("torch", "onnx", "onnxruntime", "openvino", "skimage", "sklearn", "matplotlib"):
         pytest.importorskip(name)

@@ -80,7 +80,7 @@ def test_the_distributions_hold_what_they_need(built: Path) -> None:
     assert {"docker/Dockerfile.gpu", "docker/compose.yaml", "docker/runs/.gitignore", ".dockerignore"} <= inside
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_the_wheel_alone_says_what_to_install(bare: Call) -> None:
     assert bare("--version").split()[-1] == package.__version__
     assert "run" in bare("--help")
@@ -134,7 +134,7 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return place
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_every_page_of_the_documentation_is_in_the_menu(site: Path) -> None:
     pages = {path.relative_to(ROOT / "docs").with_suffix("").as_posix() for path in (ROOT / "docs").rglob("*.md")}
     menu = set(re.findall(r"[\w/-]+(?=\.md$)", (ROOT / "mkdocs.yml").read_text(), re.M))
@@ -142,7 +142,7 @@ def test_every_page_of_the_documentation_is_in_the_menu(site: Path) -> None:
     assert all((site / f"{page}.html").is_file() for page in menu)
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_nothing_is_fetched_from_outside(site: Path) -> None:
     for page in site.rglob("*.html"):
         fetched = re.findall(r'<(?:script|img|iframe)[^>]*\bsrc="?(https?:[^" >]*)', page.read_text())
@@ -151,7 +151,7 @@ def test_nothing_is_fetched_from_outside(site: Path) -> None:
     assert (site / "assets/iframe-worker.js").is_file()
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_the_references_are_made_from_the_code(site: Path) -> None:
     commands = (site / "reference/commands.html").read_text()
     for command in ("dyno run", "dyno video", "dyno data imagenet-val"):

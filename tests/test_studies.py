@@ -35,7 +35,6 @@ def test_the_references_have_their_networks_batches_and_sizes() -> None:
     assert imagenet.peak and own.peak
 
 
-@pytest.mark.slow
 def test_on_a_cpu_a_study_lists_its_trials_with_reasons(root: Path, dyno: Command, tmp_path: Path) -> None:
     done = dyno("run", root / "studies" / "own-classes.toml", "--dry-run", "--size", "64", cwd=tmp_path)
     assert done.returncode == 0, done.stderr
@@ -43,7 +42,6 @@ def test_on_a_cpu_a_study_lists_its_trials_with_reasons(root: Path, dyno: Comman
     assert f"15 trials, {reasons} refused; " in done.stdout
 
 
-@pytest.mark.slow
 def test_on_a_cpu_a_study_runs_small(root: Path, dyno: Command, tmp_path: Path) -> None:
     small = ("--device", "cpu", "--backends", "pytorch", "--batch", 1, "--size", 32, "--rounds", 1)
     quick = ("--samples", 5, "--warmup", 0.05, "--threads", 1, "--out", tmp_path / "run")

@@ -130,7 +130,6 @@ def run_alone(script: Path, fed: dict[str, np.ndarray], pictures: list[Path], sc
     return dict(np.load(scratch / "made.npz"))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     "which", ["pytorch", "pytorch@input=uint8", "onnxruntime/int8", "onnxruntime/fp32", "openvino"]
 )
@@ -149,7 +148,6 @@ def test_a_script_answers_as_its_trial_did(run: Result, photos: Path, which: str
                           if line.startswith(("import ", "from "))}  # fmt: skip
 
 
-@pytest.mark.slow
 def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(
     run: Result, call: Callable[..., Any], tmp_path: Path
 ) -> None:
@@ -166,7 +164,6 @@ def test_the_winner_is_taken_and_the_file_made_again_when_it_is_gone(
     assert run.take().file.name.startswith("net-")
 
 
-@pytest.mark.slow
 def test_what_can_not_be_taken_is_one_line(run: Result, refused: Callable[..., str], tmp_path: Path) -> None:
     assert "no trial of" in (line := refused("take", run.folder, "tensorrt")) and "openvino/fp32" in line
     assert "is a .onnx file; give -o best.onnx" in refused("take", run.folder, "onnxruntime/fp32", "-o", "best.xml")
@@ -177,7 +174,6 @@ def test_what_can_not_be_taken_is_one_line(run: Result, refused: Callable[..., s
     assert refused("take", "nowhere").startswith("nowhere is not a folder")
 
 
-@pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_a_run_prints_how_its_winner_is_taken(call: Callable[..., Any], tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
@@ -188,7 +184,6 @@ def test_a_run_prints_how_its_winner_is_taken(call: Callable[..., Any], tmp_path
     assert call("take", "r")[0] == 0 and (tmp_path / "net-onnxruntime-fp32.onnx").is_file()
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("model", "size"),
     [("torchvision:squeezenet1_1", "64"), ("timm:test_vit", "160"), ("ultralytics:yolov8n.yaml", "64")],
@@ -222,7 +217,6 @@ def test_what_a_function_wrapped_is_built_again(tmp_path: Path) -> None:
             np.testing.assert_allclose(made[f"output:{output}"], values, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("where", ["file", "memory"])
 def test_a_module_with_described_inputs_is_called_as_it_was(where: str, tmp_path: Path) -> None:
     torch = pytest.importorskip("torch")

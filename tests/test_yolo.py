@@ -27,7 +27,7 @@ from dyno.worker.tasks.postprocess import Detections
 from dyno.worker.tasks.segment import SEGMENT
 from yolo_small import SIZE, TrainedModel
 
-pytestmark = pytest.mark.usefixtures("preloaded")
+pytestmark = [pytest.mark.rare, pytest.mark.usefixtures("preloaded")]
 MODELOPT = os.environ.get("DYNO_TEST_MODELOPT", "")
 TASK = "segment"  # has everything: boxes, scores, coefficients and prototypes
 Command = Callable[..., Any]

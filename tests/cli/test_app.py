@@ -14,6 +14,7 @@ import numpy as np
 import pytest
 import typer
 
+from drawn import photographs
 from dyno import Study, __version__
 from dyno.cli import app
 from dyno.devices import places, spread
@@ -61,15 +62,7 @@ def test_a_broken_ir_is_named(refused: Refused, tmp_path: Path) -> None:
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
     """Eight images of two classes, whose names need more than ASCII."""
-    from PIL import Image
-
-    rng = np.random.default_rng(0)
-    for name in ("猫", "Ωμέγα [/x]"):
-        (tmp_path / "photos" / name).mkdir(parents=True)
-        for k in range(4):
-            pixels = rng.integers(0, 256, (12, 10, 3), dtype=np.uint8)
-            Image.fromarray(pixels).save(tmp_path / "photos" / name / f"{k}.png")
-    return tmp_path / "photos"
+    return photographs(tmp_path / "photos", "猫", "Ωμέγα [/x]", count=4)
 
 
 def test_data_folders_without_images(refused: Refused, tmp_path: Path) -> None:
@@ -90,8 +83,7 @@ def test_unreadable_images_are_named_or_skipped_in_any_script(
     (photos / "猫/2.png").write_bytes((photos / "猫/2.png").read_bytes()[:60])
     line = refused(*FAKE, "--data", photos, "--out", "r")
     assert line.startswith("2 of 8 images can't be read: ") and "猫/1.png" in line and "猫/2.png" in line
-    code, _, err = call(*FAKE, "--data", photos, "--unreadable", "skip", "--out", "r")
-    assert code == 0, err
+    call(*FAKE, "--data", photos, "--unreadable", "skip", "--out", "r", code=0)
     with np.load(next(Path("r").glob("trials/*/r0/outputs.npz"))) as outputs:
         assert set(outputs["label"]) <= {0, 1} and len(outputs["label"]) == len(outputs["sample"]) > 0
     assert call("show", "r")[0] == 0
@@ -119,15 +111,13 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.usefixtures("unreported")
 def test_a_full_disk_keeps_what_was_measured(call: Callable[..., Any], small_disk: Path) -> None:
     words = [*FAKE, "--batch", "1,2,3,4", "--out", small_disk]
-    code, _, err = call(*words)
-    assert code == 2
+    _, _, err = call(*words, code=2)
     last = err.splitlines()[-1]
     assert last.startswith("dyno: ") and "the disk is full; free some space" in last
     assert "Traceback" not in err
     done = {f: f.stat().st_mtime_ns for f in small_disk.glob("trials/*/r0/record.json")}
     subprocess.run(["mount", "-o", "remount,size=16m", small_disk], check=True)
-    code, _, err = call(*words)
-    assert code == 0, err
+    call(*words, code=0)
     assert {f: f.stat().st_mtime_ns for f in done} == done
     assert len(list(small_disk.glob("trials/*/r0/record.json"))) == 4
 
@@ -159,8 +149,7 @@ def test_devices_that_are_lost_are_no_bad_input(call: Callable[..., Any], monkey
 @pytest.mark.slow
 @pytest.mark.usefixtures("unreported")
 def test_a_budget_is_judged_against_the_reference(call: Callable[..., Any], photos: Path) -> None:
-    code, _, err = call(*FAKE, "--data", photos, "--out", "r", "--budget", "top1=0.5")
-    assert code == 0, err
+    call(*FAKE, "--data", photos, "--out", "r", "--budget", "top1=0.5", code=0)
     assert "within" in Path("r/results.csv").read_text()
 
 
@@ -246,8 +235,7 @@ def test_the_short_help_has_the_common_options_and_the_long_one_all(call: Callab
 
 
 def test_the_commands_are_these(call: Callable[..., Any]) -> None:
-    code, out, _ = call("--help")
-    assert code == 0
+    _, out, _ = call("--help", code=0)
     listed = [name for name in COMMANDS if f" {name} " in out]
     assert listed == COMMANDS
     assert {c.name or c.callback.__name__ for c in app.app.registered_commands} >= set(COMMANDS)

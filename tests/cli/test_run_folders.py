@@ -32,7 +32,7 @@ def run(measured: Path, call: Call) -> Path:
     return Path(shutil.copytree(measured, "runs/one"))
 
 
-def test_runs_are_listed(call: Call, refused: Refused, run: Path, tmp_path: Path) -> None:
+def test_runs_are_listed(call: Call, refused: Refused, run: Path) -> None:
     Path("runs/time/deep").mkdir(parents=True)
     run.rename("runs/time/deep/one")
     Path("runs/link").symlink_to(Path("runs/time").resolve())

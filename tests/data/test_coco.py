@@ -27,7 +27,7 @@ def truth(data: DataSpec) -> dict[str, Any]:
     return found
 
 
-def test_the_truth_is_the_file_s_own(coco: Folder, make: Make, tmp_path: Path) -> None:
+def test_the_truth_is_the_file_s_own(coco: Folder, make: Make) -> None:
     folder = coco()
     data = make(folder)
     about, found = dyno_data.meta(data), truth(data)

@@ -157,7 +157,7 @@ def test_pixels_are_torchvision_s(tmp_path: Path, width: int, height: int, crop:
 
 @pytest.mark.parametrize("size", [(20, 50), (50, 20), (33, 33)])
 @pytest.mark.parametrize("resize", [0.0, 1.0, 1.143])
-def test_any_crop_is_covered(tmp_path: Path, size: tuple[int, int], resize: float) -> None:
+def test_any_crop_is_covered(size: tuple[int, int], resize: float) -> None:
     for width, height in ((60, 41), (41, 60), (7, 300)):
         white = Image.new("RGB", (width, height), "white")
         pixels = Transform(size, Preprocess(resize=resize), 3).pixels(white)

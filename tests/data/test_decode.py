@@ -39,7 +39,7 @@ def test_pixels_are_ultralytics_within_a_grey_level(
     assert np.abs(mine.astype(int) - theirs).max() <= 1
 
 
-def test_grey_lies_evenly_around(tmp_path: Path) -> None:
+def test_grey_lies_evenly_around() -> None:
     pixels = Transform((20, 30), BOX, 1).pixels(Image.new("L", (10, 10), 255))
     assert pixels.shape == (1, 20, 30)
     assert pixels[0, 0].tolist() == [114] * 5 + [255] * 20 + [114] * 5

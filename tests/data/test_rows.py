@@ -12,8 +12,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from PIL import Image
 
+from drawn import photographs
 from dyno import data
 from dyno.data import rows
 from dyno.data.decode import Transform
@@ -33,13 +33,9 @@ SLOW = (
 
 @pytest.fixture
 def photos(tmp_path: Path) -> Path:
-    rng = np.random.default_rng(0)
-    for i in range(COUNT):
-        path = tmp_path / "photos" / "ab"[i % 2] / f"{i:03}.jpg"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        Image.fromarray(rng.integers(0, 256, (60, 80, 3), np.uint8)).save(path)
-    (tmp_path / "photos/a/004.jpg").write_bytes(b"no image")
-    return tmp_path / "photos"
+    folder = photographs(tmp_path / "photos", "a", "b", count=COUNT // 2, height=60, width=80, suffix=".jpg")
+    (folder / "a/4.jpg").write_bytes(b"no image")
+    return folder
 
 
 def prepared(folder: Path, cache: Path) -> DataSpec:
@@ -87,7 +83,7 @@ def test_what_was_decoded_before_a_kill_is_not_decoded_again(
 def test_what_is_decoded_stays_when_unreadable_images_are_refused(
     photos: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    with pytest.raises(data.UserError, match=r"1 of 120 images can't be read: a/004.jpg"):
+    with pytest.raises(data.UserError, match=r"1 of 120 images can't be read: a/4.jpg"):
         data.load(photos, tmp_path, (48, 48), Preprocess())
     monkeypatch.setattr(Transform, "read", lambda *_: pytest.fail("decoded again"))
     assert prepared(photos, tmp_path).count == COUNT - 1

@@ -18,7 +18,7 @@ from dyno.results.notes import AnchorDevice
 from dyno.runner.turns import InterleavedGroup, InterleavedJob
 from dyno.worker import system
 from dyno.worker.record import read_record
-from spreading import Log
+from logged import Log
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
 Studies = Callable[..., Study]

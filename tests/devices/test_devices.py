@@ -17,7 +17,7 @@ from dyno.report.verdict.findings import list_device_findings
 from dyno.results.trial_result import Results
 from dyno.study.plan import expand
 from dyno.worker.record import write_json
-from spreading import Log
+from logged import Log
 
 Studies = Callable[..., Study]
 

@@ -25,32 +25,12 @@ from dyno.results import remarks
 from dyno.results.trial_result import load_run
 from dyno.runner.execute import execute
 from dyno.worker import system
+from logged import Log
+from spreading import DRIVER, expected, records
 
 pytestmark = pytest.mark.skipif(system.physical_cores() < 2, reason="two shares need two physical cores")
 Studies = Callable[..., Study]
 DEVICES = "cpu:0,cpu:1"
-
-
-class Log(Progress):
-    """Keeps the lines of the blocks' processes, and calls `then` after each."""
-
-    def __init__(self, then: Callable[[], None] = lambda: None) -> None:
-        super().__init__(quiet=True)
-        self.lines_of: list[tuple[str, str]] = []
-        self.notes: list[str] = []
-        self.then = then
-
-    def relay(self, place: str, line: str) -> None:
-        self.lines_of.append((place, line))
-        self.then()
-
-    def note(self, line: str) -> None:
-        self.notes.append(line)
-
-
-def records(folder: Path) -> dict[str, int]:
-    """When every record was written, by trial and round."""
-    return {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in folder.glob("trials/*/*/record.json")}
 
 
 @pytest.fixture
@@ -65,8 +45,7 @@ def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Stu
     fields = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
     log = Log()
     spread.run(fake_study(device=DEVICES, **fields), tmp_path / "two", log)
-    execute(fake_study(**fields), tmp_path / "one", Progress(quiet=True))
-    assert records(tmp_path / "two").keys() == records(tmp_path / "one").keys()
+    assert records(tmp_path / "two").keys() == expected(fake_study(**fields))
 
     run = read_trials(tmp_path / "two")
     assert set(run.frame["status"]) == {"ok"}
@@ -83,7 +62,7 @@ def test_a_spread_study_is_that_of_one_device_but_for_its_places(fake_study: Stu
 
     before, again = records(tmp_path / "two"), Log()
     spread.run(fake_study(device=DEVICES, **fields), tmp_path / "two", again)
-    assert (records(tmp_path / "two"), again.lines_of) == (before, [])
+    assert (records(tmp_path / "two"), again.said) == (before, [])
 
 
 @pytest.mark.slow
@@ -98,23 +77,23 @@ def test_a_killed_blocks_process_goes_elsewhere_and_its_rows_say_so(
         started.append(start(*arguments, **named))
         return started[-1]
 
-    def kill() -> None:
-        if started and log.lines_of[-1][0] == started[0].place.name and "after round 1" in log.lines_of[-1][1]:
+    def kill(place: str, line: str) -> None:
+        if started and place == started[0].place.name and "after round 1" in line:
             started[0].process.kill()
 
     monkeypatch.setattr(blocks, "start_process", noted)
     log = Log(kill)
     # Enough rounds that the process is killed before it ends.
-    spread.run(fake_study(device=DEVICES, batches=(1, 2), rounds=6), tmp_path, log)
+    spread.run(fake_study(device=DEVICES, batches=(1, 2), rounds=4), tmp_path, log)
     first = started[0]
     results = load_run(tmp_path)
-    assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 6 for t in results)
+    assert {t.status for t in results} == {"ok"} and all(len(t.rounds) == 4 for t in results)
     (moved,) = [t for t in results if t.placement and t.placement.lost]
     assert moved.placement is not None and moved.placement.place != first.place.name
     said = f"begun anew on {moved.placement.place}, as its process was lost on {first.place.name}: killed by SIGKILL"
     assert said in remarks.list_warnings(moved)
     assert {r.facts.affinity for r in moved.rounds} == {tuple(started[1].place.cores)}, "all rounds are of one device"
-    assert any("it goes to" in note for note in log.notes)
+    assert any("it goes to" in line for line in log.said)
 
 
 @pytest.mark.slow
@@ -122,16 +101,10 @@ def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(one_host, "measure_devices", lambda *asked: one_host.StudyPlaces(asked[2]))
-    study = fake_study(device=DEVICES, batches=(1, 2), rounds=6)
+    study = fake_study(device=DEVICES, batches=(1, 2), rounds=4)
     (tmp_path / "study.toml").write_text(study.to_toml())
-    code = (
-        "import sys; from pathlib import Path; from dyno import Study; from dyno.jobs.progress import Progress\n"
-        "from dyno.devices import one_host, spread\n"
-        "one_host.measure_devices = lambda *asked: one_host.StudyPlaces(asked[2])\n"
-        "spread.run(Study.from_toml(Path(sys.argv[1])), Path(sys.argv[2]), Progress(quiet=True))\n"
-    )
     folder = tmp_path / "run"
-    driver = subprocess.Popen([sys.executable, "-c", code, str(tmp_path / "study.toml"), str(folder)])
+    driver = subprocess.Popen([sys.executable, "-c", DRIVER, str(tmp_path / "study.toml"), str(folder)])
     while not (kept := [*folder.glob("blocks/*/trials/*/*/record.json")]):
         assert driver.poll() is None, "the driver has a block measured first"
         time.sleep(0.05)
@@ -146,7 +119,7 @@ def test_a_killed_driver_takes_its_processes_along_and_nothing_is_measured_twice
     before = {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in kept}
     spread.run(study, folder, Progress(quiet=True))
     assert before.items() <= records(folder).items(), "what was measured is kept"
-    assert len(records(folder)) == 12
+    assert len(records(folder)) == 8
     assert not [*folder.glob("blocks/*")]
 
 
@@ -175,4 +148,4 @@ def test_a_block_whose_device_is_no_longer_there_is_begun_anew(fake_study: Studi
     assert {name for name in before if after[name] != before[name]} == {f"{row}/r0"} and len(after) == 4
     (moved,) = [t for t in load_run(tmp_path) if t.placement and t.placement.lost]
     assert any("the device is no longer one of the study's" in warning for warning in remarks.list_warnings(moved))
-    assert len([note for note in log.notes if "begun anew" in note]) == 1
+    assert len([line for line in log.said if "begun anew" in line]) == 1

@@ -61,9 +61,9 @@ def test_the_steps_of_the_action(root: Path, chain: Any, tmp_path: Path, git: An
     repository = tmp_path / "repository"
     model = chain(repository / "nets" / "m.onnx", 2)
     git(repository)
-    chain(model, 40)
+    chain(model, 100)
     before = model.read_bytes()
-    inputs = {"a": "nets/m.onnx@HEAD", "b": "nets/m.onnx", "options": "--rounds 2 --seconds 0.2 --threads 1"}
+    inputs = {"a": "nets/m.onnx@HEAD", "b": "nets/m.onnx", "options": "--rounds 3 --seconds 0.1 --threads 1"}
     runner = Runner(root, tmp_path, **inputs, **{"fail-on": "slower=20%"})
     (runner.temp / "GITHUB_STEP_SUMMARY").write_text("# of another step\n")
     assert runner.run(repository) == {"Compare": 0, "Report": 0, "Verdict": 1}

@@ -40,10 +40,7 @@ def test_the_first_bad_python(call: Any, chain: Any, script: Any, slow_python: P
         (["--library", "onnxruntime", "--versions", "1.0,1.0"], "twice"),
         (["--library", "nothing-at-all", "--versions", "1,2"], "no backend needs nothing-at-all"),
         (["--pythons", "old"], "is not NAME=PATH"),
-        (
-            ["--pythons", "old=/nowhere/python,new=/nowhere"],
-            "no Python interpreter at /nowhere/python; correct the path in --pythons old=",
-        ),
+        (["--pythons", "old=/nowhere/python,new=/nowhere"], "no Python interpreter at /nowhere/python; correct"),
         (["--pythons", f"a={sys.executable},a={__file__}"], "uses the name 'a' twice"),
         (["--library", "onnxruntime", "--versions", "1,2", "--fail-on", "status"], "needs a limit of slow-down"),
     ],

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
@@ -35,39 +34,6 @@ FAKE: dict[str, Any] = {
     "backend": "fake@latency_ms=2", "channels": 1, "sizes": ("8",), "seconds": 0.1, "warmup": 0.02, "block": 0.02,
     "threads": 1, "minutes": 30.0, "rounds": 5, "layout": COARSE, "quiet": True,
 }  # fmt: skip
-
-# A builder whose builds differ, by more than a busy machine can: every second one runs a thousand times as long. A run
-# that is taken off the processor takes tens of milliseconds, however short it is, so most of the short ones aren't.
-DRAWN = """
-import hashlib
-from pathlib import Path
-from dyno.worker.backend import Maker
-from dyno.worker.backends.fake import Fake
-from dyno.worker.spec import Artifact, Recipe, Tensor
-
-class Builder(Maker):
-    name = "uneven:Builder"
-
-    def make(self, recipe, parent, folder):
-        path, build = Path(folder) / "engine.bin", str(recipe.options["build"])
-        path.write_text(build)
-        ends = (Tensor("input", "float32", (1, 1, 8, 8)),)
-        sha256 = hashlib.sha256(build.encode()).hexdigest()
-        return Artifact("bin", str(path), sha256, len(build), "fp32", ends, ends, 0.0)
-
-class Engine(Fake):
-    name = "uneven:Engine"
-    options = (*Fake.options, "build")
-
-    def recipe(self, trial):
-        own = {"build": trial.options["build"]} if "build" in trial.options else {}
-        return Recipe("uneven:Builder", "bin", "fp32", trial.model, trial.dims, own)
-
-    def load(self, trial, artifact):
-        session = super().load(trial, artifact)
-        session.latency_s *= 1.0 if int(Path(artifact.path).read_text()) % 2 else 1000.0
-        return session
-"""
 
 
 @pytest.fixture(autouse=True)
@@ -114,18 +80,14 @@ def test_it_tells_equal_processes_from_slowed_ones() -> None:
 
 
 @pytest.mark.usefixtures("preloaded")
-def test_builds_are_part_of_the_noise(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, refused: Callable[..., str]
-) -> None:
-    (tmp_path / "uneven.py").write_text(DRAWN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    given = {**FAKE, "backend": "uneven:Engine@latency_ms=0.1", "rounds": 3}
+def test_builds_are_part_of_the_noise(drawn_engine: Path, refused: Callable[..., str]) -> None:
+    """A run that is taken off the processor takes tens of milliseconds, so most of the short ones aren't."""
+    given = {**FAKE, "backend": "drawn_engine:Engine@kind=a@uneven=true@latency_ms=0.1", "rounds": 3}
     found = dyno.calibrate("fake:net", builds=True, **given)
     assert found.stored.builds and len(found.rounds) == 3
     logs = [pair.log for pair in found.pairs(0.0)]
     assert all(log < -1 for log in logs), "the second of a pair has a build of its own, a slow one"
-    assert len(list((tmp_path / "cache").rglob("engine.bin"))) == 6, "two for each round"
+    assert len(list((drawn_engine / "cache").rglob("engine.bin"))) == 6, "two for each round"
     assert "fresh builds and processes" in str(found)
     assert self_test.find("cpu")[0] is None, "studies of one build see more"
     assert "made the same every time" in refused(
@@ -143,17 +105,16 @@ def test_the_command_prints_and_every_run_says_what_it_sees(call: Callable[..., 
     assert call(*asked, *backends, "--out", "before")[0] == 0
     assert "This run can see" not in call("show", "before")[1]
     tested = ("calibrate", "fake:net", "--backend", "fake@latency_ms=2", "--channels", 1, "--rounds", 3)
-    code, out, _ = call(*tested, "--size", 8)
-    assert code == 0
+    _, out, _ = call(*tested, "--size", 8, code=0)
     assert "called slower" in out and "Grade " in out and "false alarm" in out
-    code, out, _ = call(*tested, "--size", 8, "--format", "json")
+    _, out, _ = call(*tested, "--size", 8, "--format", "json")
     told = json.loads(out)
     assert told["grade"] in "ABCDE" and told["rounds"] == 3 and set(told["tables"]) == {"visible", "verdicts"}
     (state,) = json.loads(call("doctor", "--format", "json")[1])["self_tests"]
     assert state["grade"] == told["grade"]
     assert f"self-test of cpu: Grade {told['grade']}" in call("doctor")[1].replace("\n  ", " ")
     assert "This run can see" in call("show", "before")[1], "measured here, before the self-test"
-    code, out, _ = call(*asked, *backends, "--turns", "--block", 0.01, "--out", "after")
+    _, out, _ = call(*asked, *backends, "--turns", "--block", 0.01, "--out", "after")
     assert "This run can see" in out and "2 rounds in turns" in out.replace("\n  ", " ")
     assert "This run can see" in json.loads(call("show", "after", "--format", "json")[1])["visible"]
     (tmp_path / "after" / "self-test.json").write_text("{}")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import io
 import json
 import shutil
-import sys
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -17,7 +16,6 @@ import pytest
 
 import dyno
 import synthetic
-from dyno.cli import app
 from dyno.regression import compare_table, comparison
 from dyno.regression.compare_table import COLUMNS
 from dyno.regression.rules import CONDITIONS, FAIL_ON, TOLERANCE, GateRules
@@ -54,17 +52,9 @@ def judge(tmp_path: Path) -> Judge:
 
 
 @pytest.fixture
-def call(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> Call:
+def call(call: Call) -> Call:
     """`dyno compare …` in this process: (exit code, standard output, standard error)."""
-
-    def run(*words: object) -> tuple[int, str, str]:
-        monkeypatch.setattr(sys, "argv", ["dyno", "compare", *map(str, words)])
-        capfd.readouterr()
-        with pytest.raises(SystemExit) as e:
-            app.main()
-        return (int(e.value.code or 0), *capfd.readouterr())
-
-    return run
+    return lambda *words: call("compare", *words)
 
 
 def test_a_run_against_itself_is_no_different(demo: Results) -> None:

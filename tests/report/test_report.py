@@ -149,7 +149,6 @@ def test_every_name_is_escaped(hostile_names: Results, tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_several_runs_are_sections_of_one_page(demo: Results, hostile_names: Results, tmp_path: Path) -> None:
     page = Page(report.write_report([trial_table.read_trials(demo), trial_table.read_trials(hostile_names)], tmp_path))
     ids = [v for name, v in page.attributes if name == "id"]
@@ -244,7 +243,6 @@ def test_an_unwritable_folder_is_one_line(demo: Results, tmp_path: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(written: Path, tmp_path: Path) -> None:
     probe = """<script>
       const table = document.querySelector("table.sortable"), said = [];
@@ -271,7 +269,6 @@ def test_a_browser_sorts_the_tables_and_a_narrow_one_never_scrolls_sideways(writ
     assert int(re.search(r'"rules":(\d+)', title)[1]) > 20
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_browser_filters_copies_zooms_and_opens_what_is_linked(written: Path, tmp_path: Path) -> None:
     probe = """<script>
@@ -326,7 +323,6 @@ def brightness(image: Image.Image) -> float:
     return float(ImageStat.Stat(image.convert("L")).mean[0])
 
 
-@pytest.mark.slow
 @pytest.mark.slow
 def test_a_screenshot_shows_the_report(written: Path, tmp_path: Path) -> None:
     shot = tmp_path / "shot.png"

@@ -89,7 +89,7 @@ def test_a_ratio_that_the_medians_contradict_is_printed_nowhere(
     assert "whether it is faster than pytorch fp32 is undecided." in texts[0] and "nan" not in " ".join(texts)
 
 
-def test_no_wide_interval_is_printed(wild: Results, tmp_path: Path) -> None:
+def test_no_wide_interval_is_printed(wild: Results) -> None:
     run = trial_table.read_trials(wild)
     loose = run.frame["speedup_high"] > 2 * run.frame["speedup_low"]
     assert loose.any(), "the fixture is too tame"

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import os
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -33,53 +32,15 @@ from dyno.worker.backends.tensor_rt.settings import Settings
 from dyno.worker.facts.job import Facts
 from dyno.worker.record import Measurement, Record, write_json, write_record
 from dyno.worker.spec import Job, Recipe, Runtime, Trial, to_json
+from logged import Log
 
 pytestmark = pytest.mark.usefixtures("preloaded")
 
 Studies = Callable[..., Study]
-PLUGIN = """
-import hashlib
-from pathlib import Path
-from dyno.worker.backend import Maker
-from dyno.worker.backends.fake import Fake
-from dyno.worker.spec import Artifact, Recipe, Tensor
-
-class Builder(Maker):
-    name = "drawn:Builder"
-
-    def make(self, recipe, parent, folder):
-        path, content = Path(folder) / "engine.bin", repr(sorted(recipe.options.items())).encode()
-        if recipe.options.get("build") == recipe.options.get("fails", -1):
-            raise ValueError("this build failed")
-        path.write_bytes(content)
-        ends = (Tensor("input", "float32", (1, 1, 8, 8)),)
-        return Artifact("bin", str(path), hashlib.sha256(content).hexdigest(), len(content), "fp32", ends, ends, 0.0)
-
-class Engine(Fake):
-    name = "drawn:Engine"
-    options = (*Fake.options, "kind", "fails", "build", "timing_cache")
-
-    def recipe(self, trial):
-        own = {name: trial.options[name] for name in self.options if name in trial.options}
-        return Recipe("drawn:Builder", "bin", "fp32", trial.model, trial.dims, own)
-
-    def load(self, trial, artifact):
-        assert f"'kind', '{trial.options['kind']}'" in Path(artifact.path).read_text()
-        return super().load(trial, artifact)
-"""
-A, B = "drawn:Engine@kind=a@latency_ms=0.1", "drawn:Engine@kind=b@latency_ms=0.1"
+Measured = Callable[..., tuple[Any, Log]]
+A, B = "drawn_engine:Engine@kind=a@latency_ms=0.1", "drawn_engine:Engine@kind=b@latency_ms=0.1"
 # Seconds of a build over those of the mean one. The builds of both kinds are the same four, drawn in another order.
 DRAWN = {"a": (0.93, 1.04, 0.99, 1.05), "b": (1.05, 0.99, 1.04, 0.93)}
-
-
-@pytest.fixture
-def plugin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A fresh cache, and a backend outside Dyno whose builder makes another engine each time."""
-    (tmp_path / "drawn.py").write_text(PLUGIN)
-    monkeypatch.syspath_prepend(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(tmp_path), os.environ.get("PYTHONPATH", "")]))
-    monkeypatch.setenv("DYNO_CACHE", str(tmp_path / "cache"))
-    return tmp_path
 
 
 def launch(job: Job, folder: Path, *rest: Any) -> Record:
@@ -101,43 +62,33 @@ def launch(job: Job, folder: Path, *rest: Any) -> Record:
     return record
 
 
-class Log(Progress):
-    """Notes which builds are made and how many rounds begin."""
-
-    def __init__(self) -> None:
-        super().__init__(quiet=True)
-        self.made, self.began = list[Any](), 0
-
-    def making(self, recipe: Recipe, damage: str = "") -> None:
-        """See `Progress.making`."""
-        self.made.append((recipe.options["kind"], recipe.options.get("build"), recipe.options.get("timing_cache")))
-
-    def start(self, trial: Trial, number: int, what: str = "round") -> None:
-        """See `Progress.start`."""
-        self.began += 1
+def builds_of(log: Log) -> list[Any]:
+    """Kind, build and timing cache of each engine that was made."""
+    made = [recipe.options for recipe, _ in log.files]
+    return [(options["kind"], options.get("build"), options.get("timing_cache")) for options in made]
 
 
 @pytest.fixture
-def measured(plugin: Path, fake_study: Studies, monkeypatch: pytest.MonkeyPatch) -> Callable[..., tuple[Any, Log]]:
+def measured(drawn_engine: Path, fake_study: Studies, monkeypatch: pytest.MonkeyPatch) -> Measured:
     monkeypatch.setattr("dyno.runner.execute.launch_in_turn", launch)
 
     def run(name: str, **fields: Any) -> tuple[Any, Log]:
-        execute(fake_study(**{"backends": (A, B), "rounds": 8, **fields}), plugin / name, log := Log())
-        return trial_table.read_trials(plugin / name), log
+        execute(fake_study(**{"backends": (A, B), "rounds": 8, **fields}), drawn_engine / name, log := Log())
+        return trial_table.read_trials(drawn_engine / name), log
 
     return run
 
 
-def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Callable[..., tuple[Any, Log]]) -> None:
+def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Measured) -> None:
     one, log = measured("one")
-    assert sorted(log.made) == [("a", None, None), ("b", None, None)]
+    assert sorted(builds_of(log)) == [("a", None, None), ("b", None, None)]
     other = one.frame.iloc[1]
     assert (other["verdict"], other["builds"], other["rounds"]) == (stats.SLOWER, 1, 8)
     said = " ".join(verdict.list_sentences(one))
     assert "of one build: another build may differ" in said and "builds" not in said
 
     four, log = measured("four", builds=4)
-    assert Counter(log.made) == Counter((kind, build, False) for kind in "ab" for build in (1, 2, 3, 4))
+    assert Counter(builds_of(log)) == Counter((kind, build, False) for kind in "ab" for build in (1, 2, 3, 4))
     other = four.frame.iloc[1]
     assert (other["verdict"], other["builds"], other["rounds"]) == (stats.UNDECIDED, 4, 8)
     assert other["speedup"] == pytest.approx(1, abs=0.002) and other["speedup_high"] > 1.05
@@ -148,10 +99,10 @@ def test_equal_engines_differ_in_one_build_and_not_over_builds(measured: Callabl
     (variance,) = tables.named(four, "variance")
     assert all(row["builds_share"] > 90 and row["advice"].startswith("more builds") for row in variance.rows)
     again, log = measured("four", builds=4)
-    assert not log.made and not log.began and len(again.frame) == 2
+    assert not log.files and not log.began and len(again.frame) == 2
 
 
-def test_what_is_true_of_builds_is_said_to_hold_for_them(measured: Callable[..., tuple[Any, Log]]) -> None:
+def test_what_is_true_of_builds_is_said_to_hold_for_them(measured: Measured) -> None:
     four, _ = measured("equal", builds=4, equivalent=30.0)
     assert four.frame.iloc[1]["verdict"] == stats.EQUIVALENT
     assert "holds for builds, of which 4 were measured" in " ".join(verdict.list_sentences(four))
@@ -162,16 +113,14 @@ def test_what_is_true_of_builds_is_said_to_hold_for_them(measured: Callable[...,
     assert f"about {more} more build" in said and f"next: measure with --builds {4 + more} and another --out" in said
 
 
-def test_rounds_until_decided_go_on_through_the_builds(measured: Callable[..., tuple[Any, Log]]) -> None:
+def test_rounds_until_decided_go_on_through_the_builds(measured: Measured) -> None:
     run, log = measured("decided", builds=4, rounds=4, until="decided", minutes=6.0)  # of jobs of half a minute
-    assert [r.facts.build for r in run.records.trials[0].rounds] == [1, 2, 3, 4, 1, 2] and len(log.made) == 8
+    assert [r.facts.build for r in run.records.trials[0].rounds] == [1, 2, 3, 4, 1, 2] and len(log.files) == 8
     row = run.frame.iloc[1]
     assert row["verdict"] == stats.UNDECIDED and "more build" in " ".join(verdict.list_sentences(run))
 
 
-def test_the_fastest_build_is_taken(
-    measured: Callable[..., tuple[Any, Log]], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_the_fastest_build_is_taken(measured: Measured, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def script(job: Job, folder: Path, *_: Any) -> Record:
         (folder / "script.py").write_text("")
         return Record("ok", "done", facts=Facts(files=("script.py",)))
@@ -186,42 +135,42 @@ def test_the_fastest_build_is_taken(
         assert taken.notes[0].startswith(f"build {fastest[kind]} of 4, the fastest")
 
 
-def test_a_build_that_is_named_is_one_build(measured: Callable[..., tuple[Any, Log]]) -> None:
-    run, _ = measured("named", builds=2, backends=(A, "drawn:Engine@kind=b@latency_ms=0.1@build=3"))
+def test_a_build_that_is_named_is_one_build(measured: Measured) -> None:
+    run, _ = measured("named", builds=2, backends=(A, "drawn_engine:Engine@kind=b@latency_ms=0.1@build=3"))
     builds = {t.spec["options"]["kind"]: [r.build for r in t.rounds] for t in run.records}
     assert builds == {"a": [1, 2] * 4, "b": [0] * 8}
     assert {t.spec["options"]["kind"]: t.builds for t in run.records} == {"a": 2, "b": 1}
     assert "of one build" in " ".join(verdict.list_sentences(run))
 
 
-def test_a_build_that_fails_is_its_rounds(measured: Callable[..., tuple[Any, Log]]) -> None:
-    run, _ = measured("failing", builds=2, rounds=2, backends=(A, "drawn:Engine@kind=b@fails=2"))
+def test_a_build_that_fails_is_its_rounds(measured: Measured) -> None:
+    run, _ = measured("failing", builds=2, rounds=2, backends=(A, "drawn_engine:Engine@kind=b@fails=2"))
     failing = next(t for t in run.records if t.options.get("fails"))
     assert [r.status for r in failing.rounds] == ["ok", "failed"]
     assert failing.reason.startswith("make bin fp32: ValueError: this build failed (1 of 2 rounds good)")
 
 
-@pytest.mark.slow
-def test_processes_in_turns_run_their_build(plugin: Path, dyno: Any) -> None:
+def test_processes_in_turns_run_their_build(drawn_engine: Path, dyno: Any) -> None:
     words = ("--seconds", 0.1, "--warmup", 0.02, "--block", 0.01, "--boundaries", "model", "--channels", 1)
     both = ",".join([A, B, "fake@latency_ms=0.2"])
-    done = dyno("run", "fake:net", "--backends", both, "--builds", 2, "--rounds", 4, *words, "--out", plugin / "r")
+    out = drawn_engine / "r"
+    done = dyno("run", "fake:net", "--backends", both, "--builds", 2, "--rounds", 4, *words, "--out", out)
     assert done.returncode == 0, done.stderr
-    run = trial_table.read_trials(plugin / "r")
-    drawn = [t for t in run.records if t.backend == "drawn:Engine"]
+    run = trial_table.read_trials(out)
+    drawn = [t for t in run.records if t.backend == "drawn_engine:Engine"]
     other = next(t for t in run.records if t.backend == "fake")
     assert [[r.build for r in t.rounds] for t in drawn] == [[1, 2, 1, 2]] * 2
     assert not any(r.build for r in other.rounds) and other.builds == 0
     ratios = [log_ratios(*pair, "model", keep_disturbed=True) for pair in (drawn, (other, drawn[0]))]
     assert [len(each) for each in ratios] == [2, 2]
-    rows = list(csv.DictReader((plugin / "r/results.csv").open()))
+    rows = list(csv.DictReader((out / "results.csv").open()))
     assert {row["builds"] for row in rows if row["reference"] != row["trial"]} == {"2"}
-    report = (plugin / "r/report.html").read_text(encoding="utf-8")
+    report = (out / "report.html").read_text(encoding="utf-8")
     assert "2 of each engine that is tuned by timing; a build is one observation" in report
 
 
 def test_builds_that_cannot_be_are_refused(
-    plugin: Path, fake_study: Studies, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
+    drawn_engine: Path, fake_study: Studies, refused: Callable[..., str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert refused("run", "fake:net", "--builds", 0) == "builds is 0; it must be at least 1"
     few = "builds is 5, but a round runs one build, and rounds is 3; give --rounds 5 or more"
@@ -232,12 +181,12 @@ def test_builds_that_cannot_be_are_refused(
     with pytest.raises(UserError, match=r"has rounds=1, too few for --builds 2"):
         expand(fake_study(backends=(f"{A}@rounds=1",), builds=2, rounds=2))
     monkeypatch.setattr("dyno.runner.execute.launch_in_turn", launch)
-    execute(fake_study(backends=(A,), rounds=2), plugin / "other", Log())
+    execute(fake_study(backends=(A,), rounds=2), drawn_engine / "other", Log())
     with pytest.raises(UserError, match="was measured with builds=1, this command says builds=2"):
-        execute(fake_study(backends=(A,), rounds=2, builds=2), plugin / "other", Log())
+        execute(fake_study(backends=(A,), rounds=2, builds=2), drawn_engine / "other", Log())
 
 
-def test_a_trial_is_the_same_however_many_builds_it_goes_through(plugin: Path, fake_study: Studies) -> None:
+def test_a_trial_is_the_same_however_many_builds_it_goes_through(drawn_engine: Path, fake_study: Studies) -> None:
     (one,) = expand(fake_study(backends=(A,), builds=1))
     assert one.trial.plan.builds == 1 and one.trial.build(3) == 0
     (two,) = expand(fake_study(backends=(A,), builds=2, rounds=2))
@@ -246,11 +195,11 @@ def test_a_trial_is_the_same_however_many_builds_it_goes_through(plugin: Path, f
 
 @pytest.mark.parametrize(("builds", "said"), [(1, "Of one build"), (4, "Over 4 builds")])
 def test_a_comparison_says_of_which_builds_it_is(
-    measured: Callable[..., tuple[Any, Log]], plugin: Path, builds: int, said: str
+    measured: Measured, drawn_engine: Path, builds: int, said: str
 ) -> None:
     for name in ("before", "after"):
         measured(name, builds=builds)
-    table = compare_runs(*(load_run(plugin / name) for name in ("before", "after")))
+    table = compare_runs(*(load_run(drawn_engine / name) for name in ("before", "after")))
     assert {row["builds"] for row in table.rows} == {builds}
     (line,) = [line for line in comparison.list_comparison(table) if "build" in line]
     assert line.startswith(said)

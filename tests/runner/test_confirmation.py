@@ -6,16 +6,15 @@ import json
 import shutil
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from dyno import Study
-from dyno.jobs.progress import Progress
 from dyno.report.tables import trial_table
 from dyno.report.verdict import verdict
 from dyno.results import trial_result
 from dyno.runner.execute import execute
+from logged import Log
 
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
@@ -24,28 +23,16 @@ Studies = Callable[..., Study]
 THREE = tuple(f"fake@latency_ms={ms}" for ms in (0.5, 1.5, 30.0))
 
 
-class Log(Progress):
-    """Notes which trials begin."""
-
-    def __init__(self) -> None:
-        super().__init__(quiet=True)
-        self.began: list[tuple[float, int]] = []
-
-    def start(self, trial: Any, number: int, what: str = "round") -> None:
-        self.began.append((float(trial.options["latency_ms"]), number))
-
-
 def run(study: Study, folder: Path) -> list[tuple[float, int]]:
-    log = Log()
-    execute(study, folder, log)
-    return log.began
+    """Latency and round of each job that began."""
+    execute(study, folder, log := Log())
+    return [(float(trial.options["latency_ms"]), number) for number, trial in log.began]
 
 
 def stored(folder: Path) -> dict[str, int]:
     return {str(p.relative_to(folder)): p.stat().st_mtime_ns for p in folder.glob("trials/*/*/record.json")}
 
 
-@pytest.mark.slow
 def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -65,7 +52,6 @@ def test_winner_runner_up_and_reference_run_again_and_nothing_is_mixed(
     assert "fake@latency_ms=40.0 fp32" in again[0], "beside the reference, bounded or not"
 
 
-@pytest.mark.slow
 def test_a_confirmation_that_was_cut_off_is_made_good(fake_study: Studies, tmp_path: Path) -> None:
     study = fake_study(backends=THREE, confirm=1)
     assert len(run(study, tmp_path)) == 5, "the first one is the reference, and the fastest"
@@ -80,7 +66,6 @@ def test_a_confirmation_that_was_cut_off_is_made_good(fake_study: Studies, tmp_p
     assert sum(before[k] != v for k, v in stored(tmp_path).items()) == 1
 
 
-@pytest.mark.slow
 def test_more_confirmations_extend_and_a_lone_trial_has_none(fake_study: Studies, tmp_path: Path) -> None:
     run(fake_study(backends=THREE[:2], confirm=1), tmp_path / "two")
     assert [k for _, k in run(fake_study(backends=THREE[:2], confirm=3), tmp_path / "two")] == [1, 1, 2, 2]

@@ -157,7 +157,6 @@ def onnx(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-@pytest.mark.slow
 def test_every_output_right(dyno: Any, onnx: Path, tmp_path: Path) -> None:
     words = ("--batches", "1,4,random", "--iterations", 50, "--size", 16, "--threads", 1)
     done = dyno("stress", onnx, *words, cwd=tmp_path)
@@ -166,7 +165,6 @@ def test_every_output_right(dyno: Any, onnx: Path, tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("preloaded", "unreported")
-@pytest.mark.slow
 def test_a_test_that_can_t_be_done(dyno: Any, onnx: Path, tmp_path: Path) -> None:
     nothing = dyno("stress", onnx, "--batches", "min,opt", "--size", 16, cwd=tmp_path)
     assert nothing.returncode == 3 and "give numbers such as --batches 1,8,random" in " ".join(nothing.stdout.split())

@@ -54,13 +54,11 @@ def ids(folder: Path) -> set[str]:
     return {path.name for path in (folder / "trials").iterdir()}
 
 
-@pytest.mark.slow
 def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Call, tmp_path: Path) -> None:
     words = ["run", "fake:net", "--channels", 1, *SHORT, "--out", "r"]
     assert call(*words, "--backends", "fake@latency_ms=0.1")[0] == 0
     first = {p: p.stat().st_mtime_ns for p in Path("r").glob("trials/*/*/record.json")}
-    code, out, err = call(*words, "--backends", "fake@latency_ms=0.1,fake@latency_ms=0.2", "--batch", "1,2")
-    assert code == 0, err
+    _, out, _ = call(*words, "--backends", "fake@latency_ms=0.1,fake@latency_ms=0.2", "--batch", "1,2", code=0)
     assert out.count("latency_ms=0.2") and "batch 2" in out
     assert {p: p.stat().st_mtime_ns for p in first} == first, "what was there is measured again"
     assert call(*words, "--backends", "fake@latency_ms=0.1", "--precision", "int8,fp8")[0] == 0
@@ -76,7 +74,6 @@ def test_a_folder_grows_and_a_narrower_command_leaves_the_rest(call: Call, tmp_p
     assert "24 trials, 8 refused" in planned, "and all of it goes on"
 
 
-@pytest.mark.slow
 def test_another_route_is_another_row(call: Call, tmp_path: Path) -> None:
     words = ["run", net(tmp_path / "m.onnx"), "--backends", "onnxruntime", *SHORT, "--out", "r"]
     assert call(*words)[0] == 0 and call(*words, "--routes", "fold")[0] == 0
@@ -84,7 +81,6 @@ def test_another_route_is_another_row(call: Call, tmp_path: Path) -> None:
     assert load("r").to_pandas().set_index("options").loc["fold=True", "route"] == "folded"
 
 
-@pytest.mark.slow
 def test_what_contradicts_is_named(call: Call, refused: Callable[..., str]) -> None:
     words = ["run", "fake:net", "--channels", 1, *FAKE, "--out", "r"]
     assert call(*words)[0] == 0
@@ -105,7 +101,6 @@ def test_a_folder_in_which_nothing_was_measured_blocks_nothing(call: Call) -> No
     assert Study.from_toml(Path("r/study.toml")).seed == 5
 
 
-@pytest.mark.slow
 def test_an_overwritten_file_is_another_model_and_comes_back(call: Call, tmp_path: Path) -> None:
     net(tmp_path / "m.onnx")
     words = ["run", "m.onnx", "--channels", 1, *FAKE, "--batch", "1,2", "--out", "r"]
@@ -126,7 +121,6 @@ def test_an_overwritten_file_is_another_model_and_comes_back(call: Call, tmp_pat
     assert {path.name for path in (tmp_path / "r/archive").glob("*/*")} == new
 
 
-@pytest.mark.slow
 def test_an_overwritten_file_counts_though_another_model_is_asked_for(call: Call, tmp_path: Path) -> None:
     words = ["--channels", 1, *FAKE, "--out", "r"]
     net(tmp_path / "m.onnx")
@@ -137,7 +131,6 @@ def test_an_overwritten_file_counts_though_another_model_is_asked_for(call: Call
     assert rows("r", "model", "status") == [("net", "ok")]
 
 
-@pytest.mark.slow
 def test_two_files_of_one_name_lie_beside_each_other(call: Call, tmp_path: Path) -> None:
     for folder, factor in (("a", 2.0), ("b", 3.0)):
         (tmp_path / folder).mkdir()
@@ -162,7 +155,6 @@ def build():
 """
 
 
-@pytest.mark.slow
 def test_a_module_beside_the_code_counts(call: Call, tmp_path: Path) -> None:
     pytest.importorskip("torch")
     (tmp_path / "net.py").write_text(CODE)
@@ -176,12 +168,10 @@ def test_a_module_beside_the_code_counts(call: Call, tmp_path: Path) -> None:
     assert "archive" not in call(*words)[2]
 
 
-@pytest.mark.slow
 def test_a_broken_second_model_hides_nothing(call: Call, refused: Callable[..., str], tmp_path: Path) -> None:
     (tmp_path / "bad.onnx").write_bytes(b"no graph")
     words = ["run", "fake:good", "bad.onnx", "none.onnx", "--channels", 1, *FAKE, "--out", "r"]
-    code, out, err = call(*words)
-    assert code == 3, err
+    _, out, _ = call(*words, code=3)
     assert rows("r", "model", "status") == [("bad", "failed"), ("good", "ok"), ("none", "failed")]
     assert "good, size 8, batch 1\n" in out and "there is no model file none.onnx" in out
     assert "bad.onnx" in refused("run", "bad.onnx", "none.onnx", *FAKE, "--out", "x")
@@ -199,11 +189,9 @@ def test_time_prints_what_could_be_timed(call: Call, refused: Callable[..., str]
     assert "there is no model file none.onnx" in refused("agree", "none.onnx", "fake:good", "--backends", "fake")
 
 
-@pytest.mark.slow
 def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
     def folder(*words: object) -> tuple[str, str]:
-        code, out, err = call("run", *words, "--channels", 1, *FAKE)
-        assert code == 0, err
+        _, out, err = call("run", *words, "--channels", 1, *FAKE, code=0)
         return out.rstrip().rpartition("report: ")[2], "".join(s for s in err.splitlines() if s.startswith("dyno:"))
 
     for place in ("a", "b"):
@@ -218,7 +206,6 @@ def test_default_folders_do_not_collide(call: Call, tmp_path: Path) -> None:
     assert folder("a/m.onnx", "--batch", 4) == ("runs/m/report.html", "")
 
 
-@pytest.mark.slow
 def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(call: Call, tmp_path: Path) -> None:
     (tmp_path / "net.py").write_text(ENDLESS)
     (tmp_path / "endless").touch()
@@ -233,7 +220,6 @@ def test_a_file_that_takes_too_long_is_a_row_and_made_when_it_may_take_longer(ca
     assert rows("r", "status") == [("ok",)]
 
 
-@pytest.mark.slow
 def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Call, monkeypatch: pytest.MonkeyPatch) -> None:
     def tried(fail: str, *more: object) -> list[str]:
         words = ["run", "fake:net", "--channels", 1, *SHORT, "--backends", f"fake@fail={fail}", "--out", fail]
@@ -250,7 +236,6 @@ def test_failures_are_tried_again_when_their_reason_may_be_gone(call: Call, monk
     assert tried("exception")[0] == "1 failed job tried again: numpy is 99 now"
 
 
-@pytest.mark.slow
 def test_two_files_of_one_network_are_one_table(call: Call, tmp_path: Path) -> None:
     pytest.importorskip("onnxruntime")
     pytest.importorskip("openvino")
@@ -259,8 +244,7 @@ def test_two_files_of_one_network_are_one_table(call: Call, tmp_path: Path) -> N
     net(tmp_path / "other.onnx", name="pixels")
     net(tmp_path / "wide.onnx", width=16)
     assert call("build", "b.onnx", "-o", "b.xml")[0] == 0
-    code, out, err = call("run", "b.onnx", "b.xml", "a.onnx", "wide.onnx", "--channels", 1, *SHORT, "--out", "r")
-    assert code == 0, err
+    _, out, _ = call("run", "b.onnx", "b.xml", "a.onnx", "wide.onnx", "--channels", 1, *SHORT, "--out", "r", code=0)
     assert "skipped" not in out
     frame = load("r").to_pandas()
     found = frame[["model", "backend", "options", "status"]].itertuples(index=False, name=None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import signal
 import subprocess
@@ -172,11 +171,9 @@ LATE = Late()
 
 
 @pytest.fixture
-def late(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
+def late(importable: Callable[..., Path]) -> str:
     """A backend that crashes or hangs after so many timed runs, as a module of its own."""
-    (tmp_path / "late_backend.py").write_text(BACKENDS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
+    importable("late_backend", BACKENDS)
     return "late_backend:LATE"
 
 
@@ -515,7 +512,7 @@ def test_so_they_do_in_a_comparison(tmp_path: Path, requested: str) -> None:
     assert set(chosen.values()) == baselines
 
 
-def test_each_way_to_name_a_reference_finds_its_trial(tmp_path: Path) -> None:
+def test_each_way_to_name_a_reference_finds_its_trial() -> None:
     found = {requested: in_turns(STUDY, requested).get(EAGER.id) for requested in ASKED}
     whole, eight = STUDY[3].id, STUDY[4].id
     assert list(found.values()) == [

@@ -59,13 +59,10 @@ SLOW, FAST = "fake@latency_ms=4", "fake@latency_ms=2"
 
 
 @pytest.fixture
-def marks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def marks(importable: Callable[..., Path], monkeypatch: pytest.MonkeyPatch) -> Path:
     """Where the processes of a scripted backend, `met_backend:MET`, say when they imported and loaded."""
-    folder = tmp_path / "marks"
+    folder = importable("met_backend", BACKENDS) / "marks"
     folder.mkdir()
-    (tmp_path / "met_backend.py").write_text(BACKENDS)
-    monkeypatch.syspath_prepend(str(tmp_path))
-    monkeypatch.setenv("PYTHONPATH", f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}")
     monkeypatch.setenv("MARKS", str(folder))
     return folder
 

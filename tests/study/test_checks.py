@@ -60,14 +60,8 @@ def no_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         (["export", "best.pt2", "-o", "m.onnx", "--pretrained"], "best.pt2 contains its weights, which pretrained"),
         (["agree", "m.onnx"], "there is only one configuration to compare; give another model or file, or --back"),
         (["agree", "m.onnx", "--backends", "onnxruntime"], "there is only one configuration to compare"),
-        (
-            ["export", "fake:n", "-o", "m.onnx", "--opset", "3"],
-            "--opset 3 can't be written; an export's opset must be from 7 ",
-        ),
-        (
-            ["export", "fake:n", "-o", "m.onnx", "--opset", "99"],
-            "--opset 99 can't be written; an export's opset must be from 7",
-        ),
+        (["export", "fake:n", "-o", "m.onnx", "--opset", "3"], "--opset 3 can't be written; an export's opset"),
+        (["export", "fake:n", "-o", "m.onnx", "--opset", "99"], "--opset 99 can't be written; an export's opset"),
         (["time", "m.onnx", "--format", "xml"], "unknown format 'xml'; known: text, markdown, csv, json"),
         (["eval", "m.onnx", "--data", "d", "--format", "xml"], "unknown format 'xml'"),
         (["agree", "m.onnx", "n.onnx", "--format", "xml"], "unknown format 'xml'"),
@@ -178,10 +172,7 @@ def test_two_backends_of_one_file_are_enough_to_agree() -> None:
 @pytest.mark.parametrize(
     ("model", "line"),
     [
-        (
-            "timm:nonexist",
-            "timm has no model 'nonexist'; list them with: python -c \"import timm as m; print(*m.list_mo",
-        ),
+        ("timm:nonexist", "timm has no model 'nonexist'; list them with: python -c \"import timm as m;"),
         ("torchvision:resnet81", "torchvision has no model 'resnet81'; did you mean torchvision:resnet18?"),
     ],
 )

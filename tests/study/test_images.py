@@ -10,9 +10,9 @@ from typing import Any
 
 import numpy as np
 import pytest
-from PIL import Image
 from rich.console import Console
 
+from drawn import photographs as photos
 from dyno import Study
 from dyno import data as dyno_data
 from dyno.study import images
@@ -22,15 +22,6 @@ from dyno.worker.spec import DataSpec, ModelSpec, UserError
 pytestmark = pytest.mark.usefixtures("preloaded", "unreported")
 
 SYNSETS = {"n01440764": 0, "n01751748": 65, "n15075141": 999}
-
-
-def photos(folder: Path, *classes: str, count: int = 3) -> Path:
-    rng = np.random.default_rng(0)
-    for name in classes:
-        (folder / name).mkdir(parents=True, exist_ok=True)
-        for i in range(count):
-            Image.fromarray(rng.integers(0, 256, (20, 30, 3), np.uint8)).save(folder / name / f"{name}{i}.png")
-    return folder
 
 
 def data_for(folder: Path | str, outputs: int = 0, task: str = "classify", **more: Any) -> DataSpec:
@@ -52,7 +43,6 @@ def test_synsets_have_the_standard_classes_numbers(tmp_path: Path) -> None:
     assert dyno_data.meta(data_for(photos(tmp_path / "all", *SYNSETS, "n99999999"), 4))["label_source"] == "folders"
 
 
-@pytest.mark.slow
 def test_the_list_is_timm_s() -> None:
     from timm.data import ImageNetInfo
 
@@ -126,12 +116,7 @@ def test_data_for_another_task_is_refused(tmp_path: Path) -> None:
     folder = photos(tmp_path / "pets", "cat", "dog")
     assert dyno_data.meta(data_for(boxes, task="detect", classes=2))["has"] == ["boxes"]
     for task, data, more, line in (
-        (
-            "detect",
-            folder,
-            {},
-            "is in class folders, but net is for detect; give annotations in COCO's or YOLO's format",
-        ),
+        ("detect", folder, {}, "is in class folders, but net is for detect; give annotations in COCO's"),
         ("classify", boxes, {}, "is in YOLO's format, but net is for classify; give class folders"),
         ("segment", boxes, {"classes": 2}, "net is for segment, but .* has no masks for all objects; give data with m"),
         ("pose", boxes, {"classes": 2}, "net is for pose, but .* has no keypoints for all objects; give data with"),
@@ -170,7 +155,6 @@ def test_what_was_decoded_before_is_said(monkeypatch: pytest.MonkeyPatch) -> Non
     assert re.fullmatch(r"decoded 2 images in 0.\d s, 1,000 before\n", written.getvalue())
 
 
-@pytest.mark.slow
 def test_a_study_looks_at_the_classes_of_the_model(tmp_path: Path, dyno) -> None:
     code = "import torch\ndef build():\n    flat = torch.nn.Flatten()\n"
     (tmp_path / "net.py").write_text(code + "    return torch.nn.Sequential(flat, torch.nn.Linear(3 * 64, 1000))\n")
@@ -198,5 +182,5 @@ def test_photographs_without_boxes_serve_a_detector(tmp_path: Path) -> None:
         )
         assert np.load(Path(data.folder, "sizes.npy")).tolist() == [[20, 30]] * 5
     study = Study(models=("fake:net",), data=str(folder), budget={"mAP": 1.0})
-    with pytest.raises(UserError, match=r"a budget needs boxes, and .* has none; give annotations in COCO's or YOLO's"):
+    with pytest.raises(UserError, match=r"a budget needs boxes, and .* has none; give annotations in COCO's"):
         prepared(study, ModelSpec("net", "fake:net", task="detect", classes=80), (16, 16))

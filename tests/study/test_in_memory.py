@@ -46,7 +46,6 @@ def nets(tmp_path_factory: pytest.TempPathFactory) -> Any:
     return module
 
 
-@pytest.mark.slow
 def test_the_same_module_is_the_same_file_and_stays_as_it_was() -> None:
     net = Small().train()
     before = {name: value.clone() for name, value in net.state_dict().items()}
@@ -59,7 +58,6 @@ def test_the_same_module_is_the_same_file_and_stays_as_it_was() -> None:
     assert Study(models=net, sizes="8").models != (one,)
 
 
-@pytest.mark.slow
 def test_the_study_is_text_and_resumes(tmp_path: Path) -> None:
     net = Small().eval()
     study = Study(models=net, backends="pytorch", sizes=[8], batches=(1, 3), **QUICK)
@@ -81,7 +79,6 @@ def test_threads_may_each_have_a_study() -> None:
     assert len({study.models for study in studies}) == 3
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", ["tokens", "data", "lstm", "quantised", "script"])
 def test_what_runs_elsewhere_answers_as_the_module_does(nets: Any, name: str, tmp_path: Path) -> None:
     net = getattr(nets, name)().eval()
@@ -107,7 +104,6 @@ def test_what_runs_elsewhere_answers_as_the_module_does(nets: Any, name: str, tm
     np.testing.assert_allclose(trial.outputs()["output"], first.numpy(), 1e-3, 1e-4)
 
 
-@pytest.mark.slow
 def test_its_size_and_batch_are_those_of_its_example(tmp_path: Path) -> None:
     study = Study(models=(Small().eval(), torch.randn(2, 3, 16, 24)), backends="pytorch", **QUICK)
     (trial,) = study.run(tmp_path / "run", quiet=True).records

@@ -141,7 +141,7 @@ def test_a_killed_training_ends_as_if_it_had_not_been(parted: Path, preloaded: s
     assert tables[0].equals(tables[1])
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_the_digits_reach_98_percent(tmp_path: Path) -> None:
     result = dyno.train(
         "digits",

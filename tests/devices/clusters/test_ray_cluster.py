@@ -19,9 +19,9 @@ from dyno.devices.clusters import ray_cluster
 from dyno.jobs.progress import Progress
 from dyno.results import remarks
 from dyno.results.trial_result import load_run
-from dyno.runner.execute import execute
 from dyno.worker import system
-from spreading import Log, kill_a_driver, records
+from logged import Log
+from spreading import expected, kill_a_driver, records
 
 pytest.importorskip("ray")
 pytestmark = [
@@ -61,8 +61,7 @@ def test_a_study_on_two_nodes_is_that_of_one_host_but_for_its_places(
     fields = {"batches": (1, 2), "backends": ("fake@latency_ms=0.1", "fake@latency_ms=0.4"), "rounds": 2}
     study, log = fake_study(on=f"ray={cluster.address}", **fields), Log()
     spread.run(study, tmp_path / "two", log)
-    execute(fake_study(**fields), tmp_path / "one", Progress(quiet=True))
-    assert records(tmp_path / "two").keys() == records(tmp_path / "one").keys(), log.said
+    assert records(tmp_path / "two").keys() == expected(fake_study(**fields)), log.said
     results = load_run(tmp_path / "two")
     assert {t.status for t in results} == {"ok"}
     own = {p.place: {cpu for t in results if t.placement == p for r in t.rounds for cpu in r.facts.affinity}
@@ -79,6 +78,7 @@ def test_a_study_on_two_nodes_is_that_of_one_host_but_for_its_places(
         spread.run(fake_study(**fields), tmp_path / "two", again)
 
 
+@pytest.mark.rare
 @pytest.mark.usefixtures("undisturbed")
 def test_a_lost_nodes_block_goes_elsewhere_and_its_rows_say_so(
     fake_study: Studies, tmp_path: Path, cluster: Any
@@ -110,6 +110,7 @@ def _anywhere(about: Any, count: int, taken: Any, host: Any) -> Any:
     return ray_cluster.Place(about.host, "cpu", about.card, threads=1, host=host)
 
 
+@pytest.mark.rare
 def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
     third = cluster.add_node(num_cpus=1)
     cluster.wait_for_nodes(NODES_S)
@@ -118,6 +119,7 @@ def test_a_node_that_has_just_died_is_no_place(cluster: Any) -> None:
         assert len(places) == 2
 
 
+@pytest.mark.rare
 def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, cluster: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -131,6 +133,7 @@ def test_a_killed_driver_takes_the_blocks_along_and_nothing_is_measured_twice(
     assert not [*folder.glob("blocks/*")]
 
 
+@pytest.mark.rare
 def test_a_terminated_command_says_so_in_one_line(fake_study: Studies, tmp_path: Path, cluster: Any) -> None:
     """Ray's own handler prints traces, and ends the process where it is."""
     study = fake_study(on=f"ray={cluster.address}", rounds=50, until="rounds")
@@ -148,6 +151,7 @@ def test_a_terminated_command_says_so_in_one_line(fake_study: Studies, tmp_path:
     assert load_run(tmp_path / "run").trials, "what was measured can be read before its block is at its end"
 
 
+@pytest.mark.rare
 def test_a_command_that_is_terminated_while_ray_starts_says_so_in_one_line(fake_study: Studies, tmp_path: Path) -> None:
     (tmp_path / "study.toml").write_text(fake_study(on="ray=local").to_toml())
     words = [sys.executable, "-m", "dyno", "run", str(tmp_path / "study.toml"), "--out", str(tmp_path / "run")]

@@ -27,10 +27,10 @@ from dyno.devices.places import RunningBlock
 from dyno.jobs.progress import Progress
 from dyno.results import remarks
 from dyno.results.trial_result import load_run
-from dyno.runner.execute import execute
 from dyno.worker import system
 from dyno.worker.spec import Unfinished
-from spreading import Log, environments, kill_a_driver, records
+from logged import Log
+from spreading import environments, expected, kill_a_driver, records
 
 pytest.importorskip("submitit")
 Studies = Callable[..., Study]
@@ -76,8 +76,7 @@ def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
     log = Log()
     with environments() as around:
         spread.run(study, tmp_path / "two", log)
-    execute(fake_study(**fields), tmp_path / "one", Progress(quiet=True))
-    assert records(tmp_path / "two").keys() == records(tmp_path / "one").keys(), log.said
+    assert records(tmp_path / "two").keys() == expected(fake_study(**fields)), log.said
     results = load_run(tmp_path / "two")
     assert {t.status for t in results} == {"ok"}
     own = {p.place: {cpu for t in results if t.placement == p for r in t.rounds for cpu in r.facts.affinity}
@@ -94,7 +93,7 @@ def test_a_study_on_two_jobs_is_that_of_one_host_but_for_its_places(
     assert (records(tmp_path / "two"), again.said) == (before, [])
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @two_cores
 @pytest.mark.usefixtures("undisturbed")
 def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
@@ -123,7 +122,7 @@ def test_a_killed_jobs_block_goes_elsewhere_and_its_rows_say_so(
     assert any("lost with its node: job" in warning for warning in remarks.list_warnings(moved))
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_study: Studies, tmp_path: Path) -> None:
     gone: list[str] = []
 
@@ -143,7 +142,7 @@ def test_where_no_job_is_left_that_is_said_and_what_was_measured_is_kept(fake_st
     assert before.items() <= records(tmp_path / "run").items() and len(records(tmp_path / "run")) == 8
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @two_cores
 def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -161,7 +160,7 @@ def test_a_killed_driver_takes_the_jobs_along_and_nothing_is_measured_twice(
     assert not [line for line in log.said if "begun anew" in line]
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_signal_to_the_whole_terminal_is_one_line(fake_study: Studies, tmp_path: Path, number: int) -> None:
     """Jobs on this host get it, too, and leave the words to the command, which ends them."""
@@ -207,7 +206,7 @@ def _unfinished(folder: Path) -> dict[str, int]:
     return {"/".join(path.parts[-3:-1]): path.stat().st_mtime_ns for path in found}
 
 
-@pytest.mark.slow
+@pytest.mark.rare
 @pytest.mark.usefixtures("undisturbed")
 def test_a_job_that_waits_is_spoken_of_and_one_that_never_starts_is_left_out(
     fake_study: Studies, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -61,7 +61,7 @@ def test_no_labels_no_accuracy(tmp_path: Path) -> None:
     assert TOP1.change(a, b) is None
 
 
-def test_pairs_are_matched_by_image(demo: Results) -> None:
+def test_pairs_are_matched_by_image() -> None:
     own = {"topk_index": np.zeros((4, 1)), "sample": np.array([7, 3, 5, 9])}
     other = {"topk_index": np.zeros((3, 1)), "sample": np.array([9, 7, 1])}
     here, there = accuracy.match_images(own, other)

@@ -160,7 +160,7 @@ def test_a_smaller_size_is_held_against_the_first_one(truth: Truth, tmp_path: Pa
         assert row["map50_95_diff"] == pytest.approx(row["map50_95"] - first["map50_95"])
 
 
-def test_it_is_printed_and_reported(run: Path, tmp_path: Path) -> None:
+def test_it_is_printed_and_reported(run: Path) -> None:
     results = load_run(run)
     read = trial_table.read_trials(results, budget={"mAP": 2.0})
     text = printed.trials(read, width=200)

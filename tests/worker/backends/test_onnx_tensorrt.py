@@ -64,8 +64,8 @@ def test_raw_pixels_and_a_lower_precision_build(digits: Any, made: Make, precisi
     ("source", "size", "convolutions", "products"),
     [
         ("timm:test_resnet", 64, 15, 1),
-        ("timm:test_efficientnet", 64, 17, 1),
-        ("timm:test_vit", 160, 1, 25),
+        pytest.param("timm:test_efficientnet", 64, 17, 1, marks=pytest.mark.rare),
+        pytest.param("timm:test_vit", 160, 1, 25, marks=pytest.mark.rare),
     ],
 )
 def test_every_layer_with_weights_is_int8(

@@ -296,12 +296,6 @@ def test_a_missing_compiler_is_unavailable(monkeypatch):
         find("compile").load(trial(backend="compile", mode="fast"), None)
 
 
-def test_probe_runs_a_convolution():
-    found = find("pytorch").probe()
-    assert found.version == torch.__version__
-    assert found.devices[0] == "cpu"
-
-
 def test_slow_types_are_explained(monkeypatch):
     monkeypatch.setattr(torch_support.system, "cpu_flags", lambda: {"avx2", "avx512_bf16"})
     assert torch_support.notes(trial(precision="bf16")) == []

@@ -65,14 +65,14 @@ def described(path: Path) -> Artifact:
     return Artifact("onnx", str(path), "abc", path.stat().st_size, "fp32", *read_io(str(path)), 0.0)
 
 
-def layers_of(folder: Path) -> list[dict[str, Any]]:
-    found: list[dict[str, Any]] = json.loads((folder / "layers.json").read_text())
-    return found
+@pytest.fixture(scope="module")
+def engine(digits: Any, tmp_path_factory: pytest.TempPathFactory) -> Artifact:
+    """The digits' engine in fp32 at batch 4, for tests that only read it."""
+    return make(digits.artifact, tmp_path_factory.mktemp("engine"), optimization=1)
 
 
-def test_a_dynamic_file_becomes_a_static_engine(digits: Any, tmp_path: Path) -> None:
-    made = make(digits.artifact, tmp_path)
-    content = (tmp_path / "model.engine").read_bytes()
+def test_a_dynamic_file_becomes_a_static_engine(digits: Any, engine: Artifact) -> None:
+    made, content = engine, Path(engine.path).read_bytes()
     assert (made.format, made.bytes, made.sha256) == ("engine", len(content), hashlib.sha256(content).hexdigest())
     assert made.inputs == (Tensor("input", "float32", (4, 1, 8, 8)),)
     assert made.outputs == (Tensor("output", "float32", (4, 10)),)
@@ -98,9 +98,8 @@ def test_several_profiles(digits: Any, tmp_path: Path) -> None:
     assert made.inputs[0].shape == ("batch", 1, 8, 8)
 
 
-def test_the_layers_are_listed(digits: Any, tmp_path: Path) -> None:
-    made = make(digits.artifact, tmp_path)
-    listed, told = layers_of(tmp_path), made.made_by
+def test_the_layers_are_listed(engine: Artifact) -> None:
+    listed, told = json.loads(Path(engine.path).with_name("layers.json").read_text()), engine.made_by
     assert told.layers == len(listed) > 5
     assert told.operators["correlation"] == 3, "three convolutions"
     assert told.layers_by_type == {"float32": 4}, "and a matrix product"
@@ -111,8 +110,8 @@ def test_the_layers_are_listed(digits: Any, tmp_path: Path) -> None:
     assert any("Conv" in node for node in convolutions[0]["nodes"])
 
 
-def test_the_record_says_how_it_was_made(digits: Any, tmp_path: Path) -> None:
-    told = make(digits.artifact, tmp_path, optimization=1).made_by
+def test_the_record_says_how_it_was_made(engine: Artifact) -> None:
+    told = engine.made_by
     assert from_json(MakerFacts, json.loads(json.dumps(to_json(told)))) == told
     assert (told.backend, told.route, told.typed, told.flags) == (NAME, "graph", "strongly", ())
     assert told.options == {"optimization": 1}
@@ -278,14 +277,13 @@ from dyno.worker.spec import Artifact, Recipe, from_json
 
 name, told, folder = sys.argv[1], json.loads(Path(sys.argv[2]).read_text()), Path(sys.argv[3])
 recipe, parent, said = from_json(Recipe, told["recipe"]), from_json(Artifact, told["parent"]), []
-build(name, recipe, parent, folder, said.append)
-assert any(text.startswith("Building engine ") for text in said), said
 before = signal.getsignal(signal.SIGINT)
 try:
     build(name, recipe, parent, folder, lambda text: signal.raise_signal(signal.SIGINT))
 except KeyboardInterrupt:
     assert signal.getsignal(signal.SIGINT) is before
-    assert build(name, recipe, parent, folder).bytes, "the library is as good as before"
+    assert build(name, recipe, parent, folder, said.append).bytes, "the library is as good as before"
+    assert any(text.startswith("Building engine ") for text in said), said
     sys.exit(42)
 """
 
@@ -299,21 +297,19 @@ def test_a_build_says_how_far_it_is_and_can_be_interrupted(digits: Any, tmp_path
     assert done.returncode == 42, done.stderr
 
 
-def test_the_job_s_stage_shows_the_phase(digits: Any, tmp_path: Path) -> None:
-    make(digits.artifact, tmp_path)
-    assert (tmp_path / "stage").read_text().startswith("build fp32: ")
+def test_the_job_s_stage_shows_the_phase(engine: Artifact) -> None:
+    assert Path(engine.path).with_name("stage").read_text().startswith("build fp32: ")
 
 
-def test_the_probe_builds(tmp_path: Path) -> None:
+def test_the_probe_builds() -> None:
     found = find(NAME).probe()
     assert found.version == library.load(NAME).__version__
     assert from_json(Probe, json.loads(json.dumps(to_json(found)))) == found
     assert found.devices or found.detail.startswith("builds engines but can't run them here: ")
 
 
-def test_a_given_engine_needs_a_gpu_to_be_read(digits: Any, tmp_path: Path) -> None:
-    made = make(digits.artifact, tmp_path)
-    model = ModelSpec("net", f"file:{made.path}", "abc")
+def test_a_given_engine_needs_a_gpu_to_be_read(engine: Artifact, tmp_path: Path) -> None:
+    model = ModelSpec("net", f"file:{engine.path}", "abc")
     asked = find(NAME).recipe(Trial(model, NAME, "fp32", Dims(4, 8, 8), runtime=GPU))
     assert asked is not None
     with pytest.raises((Unavailable, UserError)) as caught:  # no GPU, or one that RTX doesn't take

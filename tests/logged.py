@@ -1,0 +1,35 @@
+"""A study's progress that keeps what it is told, for tests that look at what happened and when."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from dyno.jobs.progress import Progress
+from dyno.worker.spec import Recipe, Trial
+
+
+class Log(Progress):
+    """Keeps the jobs that begin, the files that are made, and every line; `then` is called after a block's line."""
+
+    def __init__(self, then: Callable[[str, str], None] = lambda *_: None) -> None:
+        super().__init__(quiet=True)
+        self.then, self.said = then, list[str]()
+        self.began, self.files = list[tuple[int, Trial]](), list[tuple[Recipe, str]]()
+
+    def start(self, trial: Trial, number: int, what: str = "round") -> None:
+        self.began.append((number, trial))
+        super().start(trial, number, what)
+
+    def making(self, recipe: Recipe, wrong: str = "") -> None:
+        self.files.append((recipe, wrong))
+        super().making(recipe, wrong)
+
+    def relay(self, place: str, line: str) -> None:
+        self.said.append(f"{place}: {line}")
+        self.then(place, line)
+
+    def note(self, line: str) -> None:
+        self.said.append(line)
+
+    def other(self, what: str) -> None:
+        self.said.append(what)
