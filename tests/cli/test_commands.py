@@ -12,8 +12,7 @@ import pytest
 
 from dyno import data
 from dyno.cli import demo, doctor
-from dyno.worker import plugins, registry
-from dyno.worker.sessions import torch_support
+from dyno.worker import plugins, registry, system
 
 
 def test_other_images_or_options_are_another_training(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -37,7 +36,7 @@ def test_other_images_or_options_are_another_training(monkeypatch: pytest.Monkey
 
 def test_the_demo_tries_bf16_where_the_processor_has_it(monkeypatch: pytest.MonkeyPatch) -> None:
     for flags, has_bf16 in (({"avx2", "avx512_bf16"}, True), ({"avx2"}, False), (set(), True)):
-        monkeypatch.setattr(torch_support.system, "cpu_flags", lambda flags=flags: flags)
+        monkeypatch.setattr(system, "cpu_flags", lambda flags=flags: flags)
         chosen = demo._list_backends(quick=False)
         assert len(chosen) == len(demo.BACKENDS) and any("bf16" in each for each in chosen) == has_bf16
         assert "int8" in " ".join(chosen)

@@ -15,9 +15,9 @@ from dyno.store import cache_dir, check_own, versions
 from dyno.study.model_info import model_spec
 from dyno.study.study import Study
 from dyno.training.session import TrainingResult, train
+from dyno.worker import system
 from dyno.worker.extras import lacking
 from dyno.worker.record import lock
-from dyno.worker.sessions.torch_support import has_arithmetic
 from dyno.worker.spec import Runtime, UserError, digest
 
 PLACE = RUNS / "demo"
@@ -55,7 +55,7 @@ def _say_waiting(owner: str) -> None:
 def _list_backends(quick: bool) -> tuple[str, ...]:
     """Return the demo's backends; bf16 is left out where it is emulated, which takes a quarter of the demo's time."""
     backends = BACKENDS[:-1] if quick else BACKENDS
-    return backends if has_arithmetic("bf16") else tuple(each.replace("+bf16", "") for each in backends)
+    return backends if system.has_arithmetic("bf16") else tuple(each.replace("+bf16", "") for each in backends)
 
 
 def demo(out: Path, *, rounds: int | None, minutes: float, quick: bool) -> int:

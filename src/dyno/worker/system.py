@@ -406,6 +406,15 @@ def cpu_flags() -> set[str]:
     return set(info.get("flags", info.get("Features", "")).split())
 
 
+NATIVE = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fphp")}
+
+
+def has_arithmetic(precision: str) -> bool:
+    """Return whether this CPU computes in the precision; where it doesn't list its features, assume that it does."""
+    flags = cpu_flags()
+    return not flags or precision not in NATIVE or bool(flags & set(NATIVE[precision]))
+
+
 def _read_proc_file(path: str, separator: str = ":") -> dict[str, str]:
     fields: dict[str, str] = {}
     try:

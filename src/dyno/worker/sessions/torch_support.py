@@ -19,7 +19,6 @@ from dyno.worker.extras import install
 from dyno.worker.inputs.specs import arguments
 from dyno.worker.spec import PARTS, InputSpec, Trial, Unavailable, UserError, shorten
 
-NATIVE = {"bf16": ("avx512_bf16", "amx_bf16", "bf16"), "fp16": ("avx512_fp16", "amx_fp16", "fphp")}
 NO_COMPILER = "torch.compile needs a C++ compiler and found no {}; install one (Debian: apt-get install g++)"
 NO_HEADERS = "torch.compile needs Python's headers; install them (Debian: apt-get install python3-dev)"
 SCRIPTED = re.compile(r"^(?:\w*Error:\s+)+(\S.*)$", re.MULTILINE)  # behind the traceback of TorchScript
@@ -199,15 +198,9 @@ def is_quantised(module: Any) -> bool:
     return ".quantized" in type(module).__module__ and callable(getattr(module, "weight", None))
 
 
-def has_arithmetic(precision: str) -> bool:
-    """Return whether this CPU computes in the precision; where it doesn't list its features, assume that it does."""
-    flags = system.cpu_flags()
-    return not flags or precision not in NATIVE or bool(flags & set(NATIVE[precision]))
-
-
 def notes(trial: Trial) -> list[str]:
     """Return why a lower precision isn't faster on this CPU, as far as its feature flags show."""
-    if trial.runtime.device != "cpu" or has_arithmetic(trial.precision):
+    if trial.runtime.device != "cpu" or system.has_arithmetic(trial.precision):
         return []
     return [f"this CPU has no {trial.precision} arithmetic: PyTorch computes in float32 and converts around it"]
 
