@@ -91,6 +91,21 @@ def test_slower_by_a_fifth_fails(judge: Judge) -> None:
     assert any("slower, 1.200x [" in s for s in comparison.list_comparison(table))
 
 
+def test_two_sessions_are_never_called_faster_or_slower(tmp_path: Path, call: Call) -> None:
+    """Six identical runs within four minutes gave 6 of 15 pairs a direction, where 5 % are promised."""
+    a, b = write(tmp_path / "a"), write(tmp_path / "b", *changed(seconds=0.0048))
+    for path in b.glob("trials/*/r*/record.json"):
+        path.write_text(path.read_text().replace("2026-01-02T03:04:05", "2026-01-02T09:04:05"))
+    code, out, _ = call(a, b)
+    assert code == 0 and "two sessions" in out and "--again" in out and "slower" not in out.replace("or slower", "")
+    code, out, _ = call(a, b, "--fail-on", "slower=10%")
+    assert code == 3 and "undecided" in out and "two sessions" in out
+    rows = dyno.compare(a, b).table.to_pandas()
+    assert set(rows["verdict"]) == {"two sessions"} and rows["ratio"][0] == pytest.approx(1.2)
+    assert rows[["ratio_low", "ratio_high", "smallest"]].isna().all(axis=None)
+    assert call(a, b, "--fail-on", "status")[0] == 0, "what isn't a speed is judged as ever"
+
+
 def test_the_ratio_is_that_of_the_rounds_medians(judge: Judge, tmp_path: Path) -> None:
     first = judge(*changed(seconds=0.005, spread=0.05)).to_pandas().iloc[0]
     a, b = (load_run(tmp_path / name).trials[0].medians("model") for name in "ab")

@@ -50,7 +50,7 @@ def test_three_answers(gate: Gate) -> None:
     wide = gate("slower=1%", spread=0.05)
     assert wide.exit_code == 3 and "too few rounds for this spread" in wide.rows[0]["undecided"]
     assert any("undecided: digits pytorch fp32" in line for line in wide.verdicts)
-    assert any("not interleaved" in line for line in wide.verdicts)
+    assert any("one after the other" in line for line in wide.verdicts)
 
 
 def test_digits_that_say_nothing_are_left_out(gate: Gate) -> None:

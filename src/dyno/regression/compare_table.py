@@ -11,6 +11,7 @@ import math
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
+from datetime import datetime
 from typing import Any
 
 from dyno.formatting import counting, plain
@@ -29,6 +30,7 @@ from dyno.table import COUNT, FINE, PERCENT, POINTS, TEXT, Column, Row, Table, m
 from dyno.worker.spec import UserError
 
 TOLERATED, NO_CHANGE = "slower, tolerated", "no change shown"
+TWO_SESSIONS = "two sessions"
 VOLATILE = ("load_average",)  # differs from one minute to the next on the same machine
 MACHINE = ("cpu", "cpu_flags", "cores", "machine", "gpu")  # facts that identify a machine
 BEYOND = "too few rounds for this spread"
@@ -63,7 +65,7 @@ COLUMNS = (
     Column("latency_b_ms", "of B, over its processes", "ms", title="B ms"),
     RATIO_SHOWN,
     *(Column(f"ratio_{end}", f"{end} limit of its 95 % interval", kind=FINE) for end in ENDS),
-    Column("verdict", "slower, faster, equivalent, undecided, not comparable, wrong outputs", kind=TEXT, cell=verdict),
+    Column("verdict", "slower, faster, equivalent, undecided, two sessions, wrong outputs …", kind=TEXT, cell=verdict),
     Column("p_value", "of no difference, adjusted for all pairs"),
     Column("measured", "in turns, or one after the other", kind=TEXT),
     Column("smallest", "smallest slow-down that would fail with 80 % power", "%", PERCENT, "catches from, %"),
@@ -160,6 +162,8 @@ def _apply_gate(
         reason = row["verdict"] or f"A is {row['status_a']}, B is {row['status']}"
     elif row["verdict"] == stats.ONE_ROUND:
         reason = "one round only, which can't show how much rounds differ; measure two rounds or more"
+    elif row["verdict"] == TWO_SESSIONS:
+        reason = "A and B were measured in two sessions; measure both again side by side, with --again"
     elif elsewhere:
         reason = f"A was measured on another machine ({elsewhere}); measure it again here with --again"
     elif contention and contention.mostly:
@@ -283,6 +287,7 @@ def _compare_speeds(
     """Return the columns on speed of each pair: those that may be compared are judged as one family."""
     rows: list[dict[str, Any]] = []
     family: list[stats.Evidence | None] = []
+    two_sessions: set[int] = set()
     for (a, b), outputs in zip(shared, checked, strict=True):
         boundary = "" if refusal(a, b) else trial_table.compared_boundary(b, a)
         clock = clock_of(boundary, a, b)
@@ -295,16 +300,38 @@ def _compare_speeds(
         rows.append({"boundary": boundary, **latencies})
         wrong = any(each.startswith(WRONG) for each in outputs)
         # A's speed-up over B is the ratio of B's latency to A's.
-        family.append(None if wrong else ranking.gather_evidence(a, b, boundary, clock))
+        evidence = None if wrong else ranking.gather_evidence(a, b, boundary, clock)
+        if evidence is not None and not evidence.single and _are_two_sessions(a, b):  # each is one observation
+            evidence = replace(evidence, error=math.nan, freedom=math.nan)
+            two_sessions.add(len(family))
+        family.append(evidence)
     count = sum(1 for e in family if e is not None and not e.single)
-    for row, e, (s, verdict) in zip(rows, family, judge_family(family, rule), strict=True):
+    for place, (row, e, (s, verdict)) in enumerate(zip(rows, family, judge_family(family, rule), strict=True)):
         if e is not None:
             row |= {"ratio": s.value, "ratio_low": s.low, "ratio_high": s.high, "p_value": s.p,
-                    "verdict": verdict, "measured": s.measured}  # fmt: skip
+                    "verdict": TWO_SESSIONS if place in two_sessions else verdict, "measured": s.measured}  # fmt: skip
             row["smallest"] = 100 * smallest_slowdown(
                 e.error, e.freedom, stats.ALPHA / max(count, 1) / rule.looks, rule.margin
             )
     return rows
+
+
+def _are_two_sessions(a: TrialResult, b: TrialResult) -> bool:
+    """Return whether all rounds of one trial were over before the other's began, in another run.
+
+    Rounds of one run share the state of the machine, its neighbours and its temperature, so their spread says nothing
+    about another run's: a session is the highest level (Kalibera and Jones 2013).
+    """
+    if a.run == b.run:
+        return False
+    first, second = sorted(_find_window(t) for t in (a, b))
+    return first[1] < second[0]
+
+
+def _find_window(t: TrialResult) -> tuple[float, float]:
+    """Return when the first of the trial's good rounds began and the last ended, in seconds since 1970."""
+    spans = [(datetime.fromisoformat(r.record.started).timestamp(), r.record.seconds) for r in t.good]
+    return min(begin for begin, _ in spans), max(begin + seconds for begin, seconds in spans)
 
 
 def judge_family(family: Sequence[stats.Evidence | None], rule: stats.Rule) -> list[tuple[stats.Speedup, str]]:

@@ -15,7 +15,7 @@ from dyno.api import Result
 from dyno.formatting import bullet, counting, plain, points
 from dyno.jobs.progress import Progress
 from dyno.regression import compare_table as tables
-from dyno.regression.compare_table import RATIO_SHOWN, floored, verdict
+from dyno.regression.compare_table import RATIO_SHOWN, TWO_SESSIONS, floored, verdict
 from dyno.regression.rules import LESS_ACCURATE, POWER, SLOWER, STATUS, WRONG_OUTPUTS, GateRules, changes, slowdown
 from dyno.report.export import export
 from dyno.results import stats
@@ -254,9 +254,10 @@ def _at_commits(model: str, span: str) -> tuple[str, str]:
 
 
 GOOD, REGRESSION, UNDECIDED = 0, 1, 3  # exit codes
-APART = (
-    "Two stored runs: they were not interleaved, so what the machine did between them is in the ratio; "
-    "--again measures both here in turns."
+APART = "Two stored runs, measured one after the other; --again measures both here in turns."
+SESSIONS = (
+    "Two stored runs are two sessions. Their rounds don't show what differs between sessions, so no row is called "
+    "faster or slower: --again measures both here in turns."
 )
 
 
@@ -283,7 +284,8 @@ def _describe_method(rows: list[Row], stored: bool) -> list[str]:
     if not methods:
         return []
     rounds = max((min(r["rounds_a"], r["rounds_b"]) for r in rows), default=0)
-    sentences = [APART if stored else f"Measured {' or '.join(sorted(methods))}, {counting(rounds, 'round')}."]
+    apart = SESSIONS if any(r["verdict"] == TWO_SESSIONS for r in rows) else APART
+    sentences = [apart if stored else f"Measured {' or '.join(sorted(methods))}, {counting(rounds, 'round')}."]
     builds = [int(r["builds"]) for r in rows if not missing(r["builds"])]
     if 1 in builds:
         sentences.append("Of one build of an engine that is tuned by timing: another may differ; see --builds.")
